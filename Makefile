@@ -1,0 +1,38 @@
+# Each target sets up its own virtual environment, .venv, on first use.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+MODEL := smollm2-135m-instruct
+
+.PHONY: demo serve test test-all lint clean
+
+demo: $(VENV)/.ready
+	$(BIN)/python examples/demo.py
+
+serve: $(VENV)/.ready
+	$(BIN)/twolane serve $(MODEL)
+
+test: lint
+	$(BIN)/python -m pytest
+
+test-all: lint
+	$(BIN)/python -m pytest --full
+
+lint: $(VENV)/.ready-dev
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.ready: pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e .[bench]
+	touch $@
+
+$(VENV)/.ready-dev: pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e .[bench,dev]
+	touch $@ $(VENV)/.ready
+
+clean:
+	rm -rf $(VENV) dist

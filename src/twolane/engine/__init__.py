@@ -1,0 +1,1 @@
+"""The books: requests, queue, KV cache, and the loop that drives the lanes."""

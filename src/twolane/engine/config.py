@@ -1,0 +1,54 @@
+"""The engine's settings, as the front hands them to the engine process."""
+
+from typing import Literal
+
+import msgspec
+
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+LoadFormat = Literal["auto", "dummy"]
+
+DEFAULT_SYSTEM = "static-split"
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One engine: a model, a device, a system and their limits."""
+
+    model: str
+    """An alias, a local directory, a GGUF file, a built-in shape or a Hugging Face id."""
+    load_format: LoadFormat = "auto"
+    """"dummy": random weights, no files needed."""
+    dtype: DType = "auto"
+    """Of weights and KV; "auto" is float32 on a CPU."""
+    max_positions: int | None = None
+    """Raises (or lowers) the positions the model is built for."""
+    max_model_len: int | None = None
+    """The most tokens of one request; None: the model's positions, if the KV pool holds them."""
+    seed: int = 0
+    """Of dummy weights and of requests without a seed of their own."""
+    system: str = DEFAULT_SYSTEM
+    options: dict[str, str] = {}
+    """The system's own settings by name, as text; `twolane.systems` says which there are."""
+    page_size: int = 16
+    """Tokens in a KV page."""
+    kv_tokens: int | None = None
+    """Tokens in the KV pool; None: a share of the free memory."""
+    max_running: int = 256
+    """The most requests in prefill and decode together."""
+    prefix_cache: bool = True
+    cores: int | None = None
+    """CPU cores for both lanes; None: all that this process may use."""
+    trace: str | None = None
+    """File for a Chrome / Perfetto trace of the run."""
+
+
+class EngineStart(msgspec.Struct, frozen=True):
+    """The first line on the engine process's standard input, as JSON.
+
+    The front keeps that pipe open; its end means that the front is gone, and the engine exits.
+    """
+
+    config: EngineConfig
+    to_engine: str
+    """ZeroMQ address to pull `messages.ToEngine` from; the front binds it."""
+    from_engine: str
+    """ZeroMQ address to push `messages.FromEngine` to; the front binds it."""

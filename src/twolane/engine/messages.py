@@ -1,0 +1,116 @@
+"""What the API process and the engine process say to each other: msgspec structs over ZeroMQ.
+
+A message is one msgpack-encoded struct, tagged with its type. The front sends `Submit` and
+`Abort`; the engine sends `Progress` while it starts, `Ready` once, then one `Outputs` for every
+turn of its loop that has news. For every `Submit` the engine sends exactly one ending: an
+`Output` with a `finish` reason, or a `Refused`; after an `Abort` it sends nothing more for that
+request except the `Output` with finish "abort".
+"""
+
+from typing import Literal
+
+import msgspec
+
+from twolane.sampling import SamplingParams
+
+FinishReason = Literal["stop", "length", "abort"]
+RefusedCode = Literal["invalid", "too_long", "refused"]
+
+
+class Submit(msgspec.Struct, frozen=True, tag=True):
+    """A new request. `id` is unique over the life of the engine."""
+
+    id: str
+    prompt: list[int]
+    params: SamplingParams
+    priority: int = 0
+    """Lower values are served earlier, as in vLLM."""
+
+
+class Abort(msgspec.Struct, frozen=True, tag=True):
+    """The client has lost interest; unknown and finished ids are ignored."""
+
+    id: str
+
+
+class Progress(msgspec.Struct, frozen=True, tag=True):
+    """A step of the engine's start."""
+
+    stage: str
+    fraction: float
+    """Of this stage, in [0, 1]."""
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """The engine is up."""
+
+    system: str
+    device: str
+    units: int
+    levels: list[tuple[int, int]]
+    """Partitions (prefill units, decode units) on offer."""
+    max_model_len: int
+    """The most tokens, prompt and output together, that one request can have."""
+    kv_tokens: int
+    """How many tokens the KV pool holds."""
+    vocab_size: int
+    eos_token_ids: list[int]
+
+
+class Output(msgspec.Struct, frozen=True):
+    """New tokens of one request; the last one of a request carries `finish`."""
+
+    id: str
+    tokens: list[int]
+    finish: FinishReason | None = None
+    cached: int | None = None
+    """Prompt tokens found in the prefix cache; with the first tokens only."""
+
+
+class Refused(msgspec.Struct, frozen=True):
+    """The request cannot be served; `message` names what is wrong."""
+
+    id: str
+    code: RefusedCode
+    message: str
+
+
+class Stats(msgspec.Struct, frozen=True):
+    """The engine's gauges, and its counters since the start."""
+
+    running: int = 0
+    """Requests in decode."""
+    prefilling: int = 0
+    waiting: int = 0
+    kv_pages: int = 0
+    kv_pages_free: int = 0
+    kv_pages_cached: int = 0
+    """Pages that only the prefix cache holds: reclaimable."""
+    prefix_queries: int = 0
+    """Prompt tokens looked up in the prefix cache."""
+    prefix_hits: int = 0
+    """Prompt tokens found in the prefix cache."""
+    preemptions: int = 0
+    """Requests that lost their pages to others and were recomputed."""
+
+
+class Outputs(msgspec.Struct, frozen=True, tag=True):
+    """The news of one turn of the loop."""
+
+    outputs: list[Output]
+    refused: list[Refused]
+    stats: Stats
+
+
+class Fatal(msgspec.Struct, frozen=True, tag=True):
+    """The engine cannot start or go on; it exits after this message."""
+
+    message: str
+
+
+ToEngine = Submit | Abort
+FromEngine = Progress | Ready | Outputs | Fatal
+
+encode = msgspec.msgpack.Encoder().encode
+decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
+decode_from_engine = msgspec.msgpack.Decoder(FromEngine).decode
