@@ -1,0 +1,1 @@
+"""The transformer: families, layers, paged attention, weights, tokenizers and sampling."""

@@ -1,0 +1,284 @@
+"""The paged KV pool, and which tokens of a forward pass see which slots of it.
+
+A *slot* is one token's place in the pool: page * page_size + offset in the page. Rotated keys are
+stored in the decoder's own order of dimensions (see `decoder.py`); attention does not care.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.nn import functional
+
+from twolane.model.spec import ModelSpec
+
+_Ints = npt.NDArray[np.int64]
+
+_GROUP_SLACK = 64
+_GROUP_SHARE = 0.75
+"""Decode rows share one padded attention call when the shortest has this share of the longest's
+tokens, or lacks at most `_GROUP_SLACK` of them: padding costs less than another call."""
+
+
+class KVCache:
+    """Keys and values of all layers, in pages that the engine hands out.
+
+    `k[i]` and `v[i]` are [pages * page_size, kv_heads, head_dim]: the two halves of `layers[i]`,
+    which is [pages * page_size, 2 * kv_heads, head_dim] so that one call writes or gathers both.
+    The pool starts uninitialised; nothing reads a slot before it was written.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        pages: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.page_size = page_size
+        shape = (pages * page_size, 2 * spec.kv_heads, spec.head_dim)
+        self.layers = [torch.empty(shape, dtype=dtype, device=device) for _ in range(spec.layers)]
+        self.k = [layer[:, : spec.kv_heads] for layer in self.layers]
+        self.v = [layer[:, spec.kv_heads :] for layer in self.layers]
+
+    @staticmethod
+    def bytes_per_page(spec: ModelSpec, page_size: int, dtype: torch.dtype) -> int:
+        """Bytes of one page in all layers."""
+        return page_size * spec.kv_bytes_per_token(dtype.itemsize)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Consecutive new tokens of one sequence in a forward pass."""
+
+    start: int
+    """Tokens of this sequence already in the KV pool."""
+    n: int
+    """New tokens."""
+    pages: Sequence[int]
+    """Physical pages that cover positions [0, start + n), in order."""
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """Attention of one segment with several new tokens."""
+
+    rows: slice
+    slots: torch.Tensor | None
+    """Slots read, [L]; None: only the segment's own new keys are seen."""
+    mask: torch.Tensor | None
+    """Added to the scores, [n, L]; None: causal."""
+
+    def attend(self, q: torch.Tensor, new: torch.Tensor, pool: torch.Tensor) -> torch.Tensor:
+        """[n, heads, head_dim]; arguments as in `Batch.attend`."""
+        kv = new[self.rows] if self.slots is None else pool.index_select(0, self.slots)
+        k, v = kv.transpose(0, 1).unsqueeze(0).chunk(2, dim=1)
+        query = q[self.rows].transpose(0, 1).unsqueeze(0)
+        out = functional.scaled_dot_product_attention(
+            query, k, v, self.mask, is_causal=self.mask is None, enable_gqa=True
+        )
+        return out[0].transpose(0, 1)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Attention of several segments with one new token each, padded to the longest."""
+
+    rows: torch.Tensor
+    """Rows of the batch, [R]."""
+    slots: torch.Tensor
+    """Slots read, [R * L]; padding repeats a row's last slot, so that it reads finite numbers."""
+    mask: torch.Tensor | None
+    """Added to the scores, [R, 1, 1, L]; None: no padding."""
+
+    def attend(self, q: torch.Tensor, new: torch.Tensor, pool: torch.Tensor) -> torch.Tensor:
+        """[R, heads, head_dim]; arguments as in `Batch.attend`."""
+        count, (_, heads, dim), kv_heads = len(self.rows), q.shape, new.shape[1] // 2
+        query = q if count == len(q) else q.index_select(0, self.rows)
+        # The query heads that share keys become the rows of one small product.
+        query = query.view(count, kv_heads, heads // kv_heads, dim)
+        kv = pool.index_select(0, self.slots).view(count, -1, 2 * kv_heads, dim).transpose(1, 2)
+        k, v = kv.chunk(2, dim=1)
+        out = functional.scaled_dot_product_attention(query, k, v, self.mask)
+        return out.flatten(1, 2)
+
+
+_Part = _Chunk | _Rows
+
+
+@dataclass(eq=False)
+class Batch:
+    """The tokens of one forward pass and everything that its layers share.
+
+    Tokens are in segment order; a row is a token's place in that order. Index tensors, masks and
+    rotations are made once, when the first layer asks for them. A batch belongs to one thread at a
+    time and to one model.
+    """
+
+    segments: Sequence[Segment]
+    page_size: int
+    device: torch.device
+    offsets: tuple[int, ...]
+    """First row of each segment, and the number of rows, [segments + 1]."""
+    positions: torch.Tensor
+    """Place of each token in its sequence, int64 [T]."""
+    write_slots: torch.Tensor
+    """Slot of each token, int64 [T]."""
+    _tables: _Ints
+    """Pages of each segment, [segments, most pages]; padded with the last one."""
+    _parts: dict[tuple[int | None, torch.dtype], tuple[_Part, ...]] = field(default_factory=dict)
+    _rotation: torch.Tensor | None = None
+
+    @classmethod
+    def build(
+        cls, segments: Sequence[Segment], page_size: int, device: torch.device | str = "cpu"
+    ) -> "Batch":
+        """Lay out a forward pass.
+
+        Raises:
+            ValueError: a segment is empty or its pages do not cover its tokens.
+        """
+        counts = np.array([s.n for s in segments], dtype=np.int64)
+        starts = np.array([s.start for s in segments], dtype=np.int64)
+        if not len(segments) or counts.min() < 1 or starts.min() < 0:
+            raise ValueError("a batch needs segments, and each of them new tokens")
+        tables = _page_tables(segments, page_size)
+        offsets = np.concatenate([[0], np.cumsum(counts)])
+        owner = np.repeat(np.arange(len(segments)), counts)
+        positions = np.arange(offsets[-1]) + (starts - offsets[:-1])[owner]
+        slots = tables[owner, positions // page_size] * page_size + positions % page_size
+        device = torch.device(device)
+        return cls(
+            segments,
+            page_size,
+            device,
+            tuple(offsets.tolist()),
+            torch.from_numpy(positions).to(device),
+            torch.from_numpy(slots).to(device),
+            tables,
+        )
+
+    def __len__(self) -> int:
+        """New tokens."""
+        return self.offsets[-1]
+
+    @property
+    def last_rows(self) -> tuple[int, ...]:
+        """The row of each segment's last token."""
+        return tuple(offset - 1 for offset in self.offsets[1:])
+
+    def rotation(self, frequencies: torch.Tensor, scale: float) -> torch.Tensor:
+        """`scale` * e^(i * angle) of each token and frequency, complex64 [T, 1, head_dim / 2]."""
+        if self._rotation is None:
+            angles = self.positions[:, None].float() * frequencies
+            turn = torch.complex(angles.cos() * scale, angles.sin() * scale)
+            self._rotation = turn.unsqueeze(1)
+        return self._rotation
+
+    def attend(
+        self, q: torch.Tensor, new: torch.Tensor, pool: torch.Tensor, window: int | None
+    ) -> torch.Tensor:
+        """Causal attention of every token over its own sequence.
+
+        Args:
+            q: rotated queries [T, heads, head_dim].
+            new: rotated keys, then values of the new tokens [T, 2 * kv_heads, head_dim].
+            pool: a layer of the KV pool, into which `new` was written.
+            window: tokens seen by each token, itself included; None: all.
+
+        Returns:
+            [T, heads * head_dim]
+        """
+        key = (window, q.dtype)
+        parts = self._parts.get(key)
+        if parts is None:
+            parts = self._parts[key] = self._plan(window, q.dtype)
+        if len(parts) == 1:
+            return parts[0].attend(q, new, pool).flatten(1)
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        for part in parts:
+            out[part.rows] = part.attend(q, new, pool)
+        return out.flatten(1)
+
+    def _plan(self, window: int | None, dtype: torch.dtype) -> tuple[_Part, ...]:
+        single = np.array([i for i, s in enumerate(self.segments) if s.n == 1], dtype=np.int64)
+        parts: list[_Part] = [
+            self._chunk(i, window, dtype) for i, s in enumerate(self.segments) if s.n > 1
+        ]
+        lengths = np.array([self.segments[i].start + 1 for i in single], dtype=np.int64)
+        if window is not None:
+            lengths = np.minimum(lengths, window)
+        parts += [self._rows(single[group], lengths[group], dtype) for group in _similar(lengths)]
+        return tuple(parts)
+
+    def _chunk(self, index: int, window: int | None, dtype: torch.dtype) -> _Chunk:
+        segment = self.segments[index]
+        rows = slice(self.offsets[index], self.offsets[index + 1])
+        end = segment.start + segment.n
+        if window is not None and end <= window:
+            window = None
+        if segment.start == 0 and window is None:
+            return _Chunk(rows, None, None)
+        first = 0 if window is None else max(0, segment.start - window + 1)
+        query = torch.arange(segment.start, end)[:, None]
+        key = torch.arange(first, end)[None, :]
+        hidden = key > query
+        if window is not None:
+            hidden |= key <= query - window
+        mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)
+        slots = self._slots(np.array([index]), np.arange(first, end)[None, :])
+        return _Chunk(rows, self._put(slots), mask.to(self.device))
+
+    def _rows(self, indices: _Ints, lengths: _Ints, dtype: torch.dtype) -> _Rows:
+        ends = np.array([self.segments[i].start + 1 for i in indices], dtype=np.int64)
+        steps = np.arange(lengths.max())
+        positions = np.minimum((ends - lengths)[:, None] + steps, (ends - 1)[:, None])
+        mask = None
+        if lengths.min() < lengths.max():
+            padding = torch.from_numpy(steps >= lengths[:, None])
+            mask = torch.zeros(padding.shape, dtype=dtype).masked_fill_(padding, -torch.inf)
+            mask = mask[:, None, None, :].to(self.device)
+        rows = np.array([self.offsets[i] for i in indices], dtype=np.int64)
+        return _Rows(self._put(rows), self._put(self._slots(indices, positions)), mask)
+
+    def _slots(self, indices: _Ints, positions: _Ints) -> _Ints:
+        """Slots of `positions` [R, L] of the segments `indices` [R], flattened."""
+        pages = self._tables[indices[:, None], positions // self.page_size]
+        return cast(_Ints, (pages * self.page_size + positions % self.page_size).reshape(-1))
+
+    def _put(self, values: _Ints) -> torch.Tensor:
+        return torch.from_numpy(values).to(self.device)
+
+
+def _page_tables(segments: Sequence[Segment], page_size: int) -> _Ints:
+    needed = [-(-(s.start + s.n) // page_size) for s in segments]
+    tables = np.zeros((len(segments), max(needed)), dtype=np.int64)
+    for table, segment, count in zip(tables, segments, needed, strict=True):
+        if len(segment.pages) < count:
+            raise ValueError(
+                f"{len(segment.pages)} pages of {page_size} tokens do not cover "
+                f"{segment.start} + {segment.n}"
+            )
+        table[:count] = segment.pages[:count]
+    return tables
+
+
+def _similar(lengths: _Ints) -> list[_Ints]:
+    """Indices of `lengths`, in groups of similar length."""
+    if not len(lengths):
+        return []
+    if lengths.min() >= min(_GROUP_SHARE * lengths.max(), lengths.max() - _GROUP_SLACK):
+        return [np.arange(len(lengths))]
+    order = np.argsort(-lengths, kind="stable")
+    borders, longest = [0], int(lengths[order[0]])
+    for place, length in enumerate(lengths[order].tolist()):
+        if length < min(_GROUP_SHARE * longest, longest - _GROUP_SLACK):
+            borders.append(place)
+            longest = length
+    borders.append(len(order))
+    return [np.sort(order[a:b]) for a, b in pairwise(borders)]

@@ -1,0 +1,279 @@
+"""What a model is made of, read from a Hugging Face config; no weights and no torch."""
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+Family = Literal["llama", "mistral", "qwen2", "qwen3"]
+RopeType = Literal["default", "linear", "llama3", "yarn", "factors"]
+
+ARCHITECTURES: dict[str, Family] = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+}
+"""The architectures that work, as `config.json` names them."""
+
+
+class UnsupportedModel(ValueError):
+    """The model asks for something that is not built; the message names it and what works."""
+
+    @classmethod
+    def because(cls, what: str, given: object, works: Iterable[str]) -> "UnsupportedModel":
+        """The refusal of one value of `what`, with the list of those that work."""
+        return cls(f"unsupported {what} {given!r}; these work: {', '.join(works)}")
+
+
+@dataclass(frozen=True)
+class RopeSpec:
+    """Rotary position embedding: base frequency and how it is stretched.
+
+    "linear" divides all frequencies by `factor`; "llama3" and "yarn" stretch the low ones
+    (Llama 3.1; arXiv:2309.00071); "factors" divides each by its own number, as GGUF files store it.
+    """
+
+    theta: float = 10_000.0
+    type: RopeType = "default"
+    factor: float = 1.0
+    original_positions: int = 0
+    """Positions the model was trained for before stretching (llama3, yarn)."""
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    """Whether yarn rounds the borders of its ramp to whole dimensions."""
+    attention_factor: float = 1.0
+    """Multiplies cosine and sine (yarn)."""
+    divisors: tuple[float, ...] = ()
+    """One number for each of the head_dim / 2 frequencies (factors)."""
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """The shape of a decoder-only transformer of one of the supported families."""
+
+    family: Family
+    layers: int
+    hidden_size: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    max_positions: int
+    norm_eps: float = 1e-6
+    rope: RopeSpec = RopeSpec()
+    tie_embeddings: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    """RMS norm over each query and key head before rotation (Qwen3)."""
+    sliding_window: int | None = None
+    """A token of a sliding layer sees itself and this many - 1 tokens before it."""
+    sliding_layers: tuple[int, ...] = ()
+    """The layers that `sliding_window` holds for."""
+    eos_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.heads % self.kv_heads:
+            raise ValueError(f"{self.heads} heads cannot share {self.kv_heads} key-value heads")
+        if self.head_dim % 2:
+            raise ValueError(f"rotary embedding needs an even head_dim, not {self.head_dim}")
+
+    def window(self, layer: int) -> int | None:
+        """The sliding window of a layer in tokens, or None where all tokens are seen."""
+        return self.sliding_window if layer in self.sliding_layers else None
+
+    @property
+    def q_size(self) -> int:
+        """Elements of one token's queries."""
+        return self.heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Elements of one token's keys (or values) in one layer."""
+        return self.kv_heads * self.head_dim
+
+    @property
+    def layer_parameters(self) -> int:
+        """Weights in one layer."""
+        qkv = self.q_size + 2 * self.kv_size
+        attention = (qkv + self.q_size) * self.hidden_size
+        mlp = 3 * self.hidden_size * self.intermediate_size
+        norms = 2 * self.hidden_size + (2 * self.head_dim if self.qk_norm else 0)
+        biases = (
+            (qkv if self.qkv_bias else 0)
+            + (self.hidden_size if self.o_bias else 0)
+            + (2 * self.intermediate_size + self.hidden_size if self.mlp_bias else 0)
+        )
+        return attention + mlp + norms + biases
+
+    @property
+    def parameters(self) -> int:
+        """Weights in the whole model; tied embeddings count once."""
+        embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
+        return embeddings + self.layers * self.layer_parameters + self.hidden_size
+
+    def kv_bytes_per_token(self, itemsize: int) -> int:
+        """Bytes of keys and values of one token in all layers, at `itemsize` bytes an element."""
+        return 2 * self.layers * self.kv_size * itemsize
+
+
+def spec_from_directory(path: Path) -> ModelSpec:
+    """Read `config.json` (and the end tokens of `generation_config.json`) of a model directory.
+
+    Raises:
+        UnsupportedModel: the architecture or one of its options is not built.
+        ValueError: there is no `config.json`.
+    """
+    config_file = path / "config.json"
+    if not config_file.is_file():
+        raise ValueError(f"{path} has no config.json")
+    # AutoConfig refuses model types it does not know with a page of advice; ours come first.
+    check_architecture(json.loads(config_file.read_text()))
+    from transformers import AutoConfig
+
+    generation_file = path / "generation_config.json"
+    generation = json.loads(generation_file.read_text()) if generation_file.is_file() else {}
+    return spec_from_config(AutoConfig.from_pretrained(path), generation.get("eos_token_id"))
+
+
+def check_architecture(config: Mapping[str, Any]) -> Family:
+    """The family of a raw `config.json`.
+
+    Raises:
+        UnsupportedModel: the architecture or the quantisation is not built.
+    """
+    names = config.get("architectures") or [f"model_type {config.get('model_type')}"]
+    if names[0] not in ARCHITECTURES:
+        raise UnsupportedModel.because("architecture", names[0], ARCHITECTURES)
+    if quantisation := config.get("quantization_config"):
+        method = quantisation.get("quant_method", "unknown")
+        raise UnsupportedModel.because(
+            "quantisation", method, ("unquantised safetensors", "GGUF files")
+        )
+    return ARCHITECTURES[names[0]]
+
+
+def spec_from_config(hf_config: Any, generation_eos: int | list[int] | None = None) -> ModelSpec:
+    """The spec of a `transformers` config.
+
+    Args:
+        hf_config: what `AutoConfig.from_pretrained` returns.
+        generation_eos: the end tokens of `generation_config.json`, added to the config's own.
+
+    Raises:
+        UnsupportedModel: the architecture or one of its options is not built.
+    """
+    family = check_architecture(hf_config.to_dict())
+    if hf_config.hidden_act != "silu":
+        raise UnsupportedModel.because("activation", hf_config.hidden_act, ("silu",))
+    heads = hf_config.num_attention_heads
+    bias = bool(getattr(hf_config, "attention_bias", False))
+    window, sliding_layers = _sliding(hf_config, family)
+    return ModelSpec(
+        family=family,
+        layers=hf_config.num_hidden_layers,
+        hidden_size=hf_config.hidden_size,
+        heads=heads,
+        kv_heads=hf_config.num_key_value_heads or heads,
+        head_dim=getattr(hf_config, "head_dim", None) or hf_config.hidden_size // heads,
+        intermediate_size=hf_config.intermediate_size,
+        vocab_size=hf_config.vocab_size,
+        max_positions=hf_config.max_position_embeddings,
+        norm_eps=hf_config.rms_norm_eps,
+        rope=rope_from_config(hf_config),
+        tie_embeddings=bool(hf_config.tie_word_embeddings),
+        qkv_bias=family == "qwen2" or bias,
+        o_bias=family != "qwen2" and bias,
+        mlp_bias=bool(getattr(hf_config, "mlp_bias", False)),
+        qk_norm=family == "qwen3",
+        sliding_window=window,
+        sliding_layers=sliding_layers,
+        eos_token_ids=merge_eos(hf_config.eos_token_id, generation_eos),
+    )
+
+
+def merge_eos(*ids: int | Iterable[int] | None) -> tuple[int, ...]:
+    """All end tokens named by any of the sources, each once, in order."""
+    flat = [i for group in ids for i in ([group] if isinstance(group, int) else group or ())]
+    return tuple(dict.fromkeys(flat))
+
+
+def _sliding(hf_config: Any, family: Family) -> tuple[int | None, tuple[int, ...]]:
+    """The sliding window and its layers: all of Mistral's, those `layer_types` names for Qwen."""
+    window = getattr(hf_config, "sliding_window", None)
+    if family == "llama" or window is None:
+        return None, ()
+    if family == "mistral":
+        return window, tuple(range(hf_config.num_hidden_layers))
+    if not hf_config.use_sliding_window:
+        return None, ()
+    layers = tuple(i for i, t in enumerate(hf_config.layer_types) if t == "sliding_attention")
+    return (window, layers) if layers else (None, ())
+
+
+def rope_from_config(hf_config: Any) -> RopeSpec:
+    """The rotary embedding of a config: `rope_parameters`, or the older theta and scaling.
+
+    Raises:
+        UnsupportedModel: the type of scaling is not built.
+    """
+    rope: dict[str, Any] = dict(getattr(hf_config, "rope_parameters", None) or {})
+    if not rope:
+        rope = dict(getattr(hf_config, "rope_scaling", None) or {})
+    theta = float(rope.get("rope_theta") or getattr(hf_config, "rope_theta", None) or 10_000.0)
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise UnsupportedModel.because(
+            "partial_rotary_factor", rope["partial_rotary_factor"], ("1.0",)
+        )
+    match kind:
+        case "default":
+            return RopeSpec(theta)
+        case "linear":
+            return RopeSpec(theta, "linear", float(rope["factor"]))
+        case "llama3":
+            return _llama3(theta, rope)
+        case "yarn":
+            return _yarn(theta, rope, hf_config.max_position_embeddings)
+    raise UnsupportedModel.because("rope type", kind, ("default", "linear", "llama3", "yarn"))
+
+
+def _llama3(theta: float, rope: Mapping[str, Any]) -> RopeSpec:
+    return RopeSpec(
+        theta,
+        "llama3",
+        float(rope["factor"]),
+        original_positions=int(rope["original_max_position_embeddings"]),
+        low_freq_factor=float(rope["low_freq_factor"]),
+        high_freq_factor=float(rope["high_freq_factor"]),
+    )
+
+
+def _yarn(theta: float, rope: Mapping[str, Any], max_positions: int) -> RopeSpec:
+    """YaRN; the scale of the attention follows from the factor where the config gives none."""
+    for key in ("mscale", "mscale_all_dim"):
+        if rope.get(key):
+            raise UnsupportedModel.because(f"yarn {key}", rope[key], ("none",))
+    original = int(rope.get("original_max_position_embeddings") or max_positions)
+    factor = float(rope.get("factor") or max_positions / original)
+    scale = rope.get("attention_factor")
+    if scale is None:
+        scale = 0.1 * math.log(factor) + 1.0 if factor > 1.0 else 1.0
+    return RopeSpec(
+        theta,
+        "yarn",
+        factor,
+        original_positions=original,
+        beta_fast=float(rope.get("beta_fast") or 32.0),
+        beta_slow=float(rope.get("beta_slow") or 1.0),
+        truncate=bool(rope.get("truncate", True)),
+        attention_factor=float(scale),
+    )

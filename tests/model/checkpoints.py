@@ -1,0 +1,106 @@
+"""Tiny random checkpoints of every family, as `transformers` writes them."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+VOCAB = 256
+POSITIONS = 1024
+
+_TINY: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": POSITIONS,
+    "eos_token_id": 2,
+    "bos_token_id": 1,
+}
+
+_LLAMA31_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+_YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+def _configs() -> dict[str, PreTrainedConfig]:
+    mha = {**_TINY, "num_key_value_heads": 4}
+    linear = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 2.0}
+    return {
+        "llama2": LlamaConfig(**mha),
+        "llama31": LlamaConfig(**_TINY, rope_parameters=_LLAMA31_ROPE, tie_word_embeddings=True),
+        "llama-bias": LlamaConfig(
+            **_TINY, attention_bias=True, mlp_bias=True, rope_parameters=linear
+        ),
+        "mistral": MistralConfig(**_TINY, sliding_window=24),
+        "qwen2": Qwen2Config(**_TINY),
+        "qwen2-sliding": Qwen2Config(
+            **_TINY, use_sliding_window=True, sliding_window=20, max_window_layers=2
+        ),
+        "qwen3": Qwen3Config(**_TINY, head_dim=32, tie_word_embeddings=True),
+        "qwen3-yarn": Qwen3Config(**_TINY, head_dim=32, rope_parameters=_YARN_ROPE),
+    }
+
+
+FAMILIES = tuple(_configs())
+"""Every family, and the options that change what is computed."""
+
+
+def make_checkpoint(family: str, path: Path, seed: int = 0, *, shards: int = 1) -> Path:
+    """Write a random checkpoint of one of `FAMILIES` to `path` and return it.
+
+    Weights are scaled so that every layer matters and the two best logits lie far apart: greedy
+    tokens can be compared where the reference is sure of them.
+
+    Args:
+        family: one of `FAMILIES`.
+        path: directory to create.
+        seed: of the weights.
+        shards: files to spread the weights over.
+    """
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(_configs()[family], dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("norm.weight", "layernorm.weight")):
+                parameter.uniform_(0.5, 1.5)
+            elif name.endswith("bias"):
+                parameter.normal_(0.0, 0.5)
+            elif "embed_tokens" in name or "lm_head" in name:
+                parameter.normal_(0.0, 1.0)
+            else:
+                parameter.normal_(0.0, parameter.shape[1] ** -0.5)
+    size = sum(p.numel() * 4 for p in model.parameters())
+    model.save_pretrained(path, max_shard_size=size // shards + 1)
+    return path
+
+
+def reference(path: Path) -> PreTrainedModel:
+    """The checkpoint in `transformers`, float32, eager attention."""
+    config = AutoConfig.from_pretrained(path)
+    return AutoModelForCausalLM.from_pretrained(
+        path, config=config, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
