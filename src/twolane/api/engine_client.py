@@ -1,0 +1,235 @@
+"""The front's end of the engine process: starts it, talks to it, notices when it dies."""
+
+import asyncio
+import contextlib
+import shutil
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from twolane.engine.config import EngineConfig, EngineStart
+from twolane.engine.messages import (
+    Abort,
+    Fatal,
+    Output,
+    Outputs,
+    Progress,
+    Ready,
+    Refused,
+    Stats,
+    Submit,
+    ToEngine,
+    decode_from_engine,
+    encode,
+)
+from twolane.sampling import SamplingParams
+
+LAST_WORDS_SECONDS = 0.2
+"""How long a message of an engine that has exited may still be under way."""
+CLOSE_SECONDS = 10.0
+"""How long an engine may take to exit (it may be writing a trace) before it is killed."""
+SOCKET_PATH_MAX = 90
+"""Unix socket paths end at 107 bytes."""
+
+
+class EngineError(Exception):
+    """The engine could not start, or is gone; the message says why."""
+
+
+class EngineGone(msgspec.Struct, frozen=True):
+    """Ends the stream of every request that was open when the engine died."""
+
+    message: str
+
+
+Event = Output | Refused | EngineGone
+Sink = Callable[[Event], None]
+
+
+def ignore_progress(_: Progress) -> None:
+    """Show nothing."""
+
+
+class EngineClient:
+    """One engine process. All methods belong to the event loop that started it.
+
+    Invariant: every `submit` is answered by exactly one ending event (an `Output` with `finish`,
+    a `Refused` or an `EngineGone`) unless `abort` came first; after `abort` nothing is delivered.
+    """
+
+    ready: Ready
+    process: asyncio.subprocess.Process
+
+    def __init__(self) -> None:
+        self.stats = Stats()
+        self.failure: str | None = None
+        self.failed = asyncio.Event()
+        self._sinks: dict[str, Sink] = {}
+        self._closing = False
+        self._pump_task: asyncio.Task[None] | None = None
+        self._folder = private_folder()
+        self._context = zmq.Context()
+        self._push = self._context.socket(zmq.PUSH)
+        self._pull = zmq.asyncio.Socket.from_socket(self._context.socket(zmq.PULL))
+        for socket in (self._push, self._pull):
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.setsockopt(zmq.SNDHWM, 0)  # admission bounds what is under way
+            socket.setsockopt(zmq.RCVHWM, 0)
+
+    @classmethod
+    async def start(
+        cls, config: EngineConfig, on_progress: Callable[[Progress], None] = ignore_progress
+    ) -> "EngineClient":
+        """Start an engine and wait until it is ready.
+
+        Raises:
+            EngineError: it could not start.
+        """
+        client = cls()
+        try:
+            await client._spawn(config)
+            await client._await_ready(on_progress)
+        except BaseException:
+            await client.close(patience=0.0)
+            raise
+        client._pump_task = asyncio.create_task(client._pump())
+        return client
+
+    def submit(
+        self, id: str, prompt: list[int], params: SamplingParams, priority: int, sink: Sink
+    ) -> None:
+        """Send a request; its events go to `sink`, which must not block.
+
+        Raises:
+            EngineError: the engine is gone.
+        """
+        if self.failure is not None:
+            raise EngineError(self.failure)
+        self._send(Submit(id=id, prompt=prompt, params=params, priority=priority))
+        self._sinks[id] = sink
+
+    def abort(self, id: str) -> None:
+        """Give a request up; nothing happens if it has ended."""
+        if self._sinks.pop(id, None) is not None and self.failure is None:
+            with contextlib.suppress(EngineError):  # the watch on the process reports it
+                self._send(Abort(id=id))
+
+    def end_all(self, message: str) -> None:
+        """End the streams of all open requests with `message` and abort them in the engine."""
+        for id, sink in list(self._sinks.items()):
+            self.abort(id)
+            sink(EngineGone(message))
+
+    async def close(self, patience: float = CLOSE_SECONDS) -> None:
+        """Ask the engine to exit, kill it after `patience` seconds, and free everything."""
+        self._closing = True
+        process = getattr(self, "process", None)
+        if process is not None and process.returncode is None:
+            assert process.stdin is not None
+            process.stdin.close()
+            try:
+                await asyncio.wait_for(process.wait(), patience)
+            except TimeoutError:
+                process.kill()
+                await process.wait()
+        if self._pump_task is not None:
+            await self._pump_task
+        self._pull.close()
+        self._push.close()
+        self._context.term()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    async def _spawn(self, config: EngineConfig) -> None:
+        to_engine, from_engine = (f"ipc://{self._folder}/{name}" for name in ("in", "out"))
+        self._push.bind(to_engine)
+        self._pull.bind(from_engine)
+        # A session of its own keeps a terminal's Ctrl-C away from the engine: the front drains
+        # first. The pipe's end, however the front dies, tells the engine to exit.
+        self.process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "twolane.engine"),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=sys.__stderr__.fileno() if sys.__stderr__ else None,
+            start_new_session=True,
+        )
+        assert self.process.stdin is not None
+        start = EngineStart(config=config, to_engine=to_engine, from_engine=from_engine)
+        self.process.stdin.write(msgspec.json.encode(start) + b"\n")
+
+    async def _await_ready(self, on_progress: Callable[[Progress], None]) -> None:
+        async for message in self._messages():
+            match message:
+                case Progress():
+                    on_progress(message)
+                case Ready():
+                    self.ready = message
+                    return
+                case Fatal():
+                    raise EngineError(message.message)
+        raise EngineError(f"the engine process ended {self._exit()} while it started")
+
+    async def _pump(self) -> None:
+        """Deliver what the engine says until it is gone."""
+        reason = None
+        async for message in self._messages():
+            match message:
+                case Outputs():
+                    self._deliver(message)
+                case Fatal():
+                    reason = message.message
+        if not self._closing:
+            reason = reason or f"the engine process ended {self._exit()}"
+        self.failure = reason or "the engine was closed"
+        self.end_all(self.failure)
+        self.failed.set()
+
+    def _deliver(self, news: Outputs) -> None:
+        self.stats = news.stats
+        for output in news.outputs:
+            ended = output.finish is not None
+            sink = self._sinks.pop(output.id, None) if ended else self._sinks.get(output.id)
+            if sink is not None:
+                sink(output)
+        for refused in news.refused:
+            sink = self._sinks.pop(refused.id, None)
+            if sink is not None:
+                sink(refused)
+
+    async def _messages(self) -> AsyncIterator[Progress | Ready | Outputs | Fatal]:
+        """Yield the engine's messages until it has exited and all of them are read."""
+        exited = asyncio.create_task(self.process.wait())
+        try:
+            while True:
+                received = asyncio.ensure_future(self._pull.recv())
+                await asyncio.wait({received, exited}, return_when=asyncio.FIRST_COMPLETED)
+                if not received.done():
+                    await asyncio.wait({received}, timeout=LAST_WORDS_SECONDS)
+                if not received.done():
+                    received.cancel()
+                    return
+                yield decode_from_engine(received.result())
+        finally:
+            exited.cancel()
+
+    def _send(self, message: ToEngine) -> None:
+        try:
+            self._push.send(encode(message), zmq.NOBLOCK)
+        except zmq.Again as error:  # no peer: it has just died
+            raise EngineError("the engine is gone") from error
+
+    def _exit(self) -> str:
+        code = self.process.returncode
+        return f"on signal {-code}" if code is not None and code < 0 else f"with exit code {code}"
+
+
+def private_folder() -> Path:
+    """Make a folder for sockets that only this user can enter."""
+    folder = Path(tempfile.mkdtemp(prefix="twolane-"))
+    if len(str(folder)) <= SOCKET_PATH_MAX:
+        return folder
+    folder.rmdir()
+    return Path(tempfile.mkdtemp(prefix="twolane-", dir="/tmp"))

@@ -1,0 +1,182 @@
+"""`twolane serve`: the API process from its start to its end."""
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+from collections.abc import Awaitable, Iterator
+
+import msgspec
+import uvicorn
+
+import twolane
+from twolane.api.engine_client import CLOSE_SECONDS, EngineClient
+from twolane.api.progress import progress_bars
+from twolane.api.server import create_app
+from twolane.api.service import Service
+from twolane.api.startup import start_engine
+from twolane.engine.config import EngineConfig
+from twolane.engine.messages import Ready
+
+log = logging.getLogger("twolane.api")
+
+FAILURE_SECONDS = 1.0
+"""How long a server whose engine has died still answers, with 503."""
+ENDING_SECONDS = 2
+"""How long connections may take to end once their streams have."""
+
+
+class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What the front needs to know beside the engine's settings."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    """0 takes any free port."""
+    served_model_name: str | None = None
+    """What clients call the model; None: as the command line does."""
+    max_queue: int = 1024
+    """Requests that may wait for their first token."""
+    drain_seconds: float = 10.0
+    """How long requests may go on after the first signal to stop."""
+    log_level: str = "info"
+
+
+class Server(uvicorn.Server):
+    """Uvicorn's server, with signals left to `Stop`."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Capture none."""
+        yield
+
+
+class Stop:
+    """SIGINT and SIGTERM: the first asks to stop, the second insists."""
+
+    def __init__(self) -> None:
+        self.asked = asyncio.Event()
+        self.insisted = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._on_signal)
+
+    def _on_signal(self) -> None:
+        (self.insisted if self.asked.is_set() else self.asked).set()
+
+
+def serve(config: EngineConfig, options: ServerOptions) -> int:
+    """Serve until told to stop; return the exit code: 0, or 1 when the engine died.
+
+    Raises:
+        OSError: the address cannot be had.
+        ValueError: see `start_engine`, as for PullError and EngineError.
+    """
+    logging.basicConfig(
+        level=options.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s"
+    )
+    for name in ("uvicorn", "asyncio", "transformers"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    return asyncio.run(run(config, options))
+
+
+async def run(config: EngineConfig, options: ServerOptions) -> int:
+    """See `serve`."""
+    stop = Stop()
+    with bind(options.host, options.port) as listener:
+        with progress_bars() as show:
+            starting = asyncio.create_task(start_engine(config, show))
+            await first_of(starting, stop.asked.wait())
+        if not starting.done():
+            starting.cancel()
+            await asyncio.wait({starting})
+            return 0
+        engine, codec = starting.result()
+        name = options.served_model_name or config.model
+        service = Service(engine, codec, name, options.max_queue)
+        try:
+            return await serve_until_stopped(service, listener, stop, options)
+        finally:
+            service.close()
+            await engine.close(patience=0.0 if stop.insisted.is_set() else CLOSE_SECONDS)
+
+
+async def serve_until_stopped(
+    service: Service, listener: socket.socket, stop: Stop, options: ServerOptions
+) -> int:
+    """Serve HTTP; return the exit code."""
+    settings = uvicorn.Config(
+        create_app(service),
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=ENDING_SECONDS + int(options.drain_seconds),
+    )
+    server = Server(settings)
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    while not server.started and not serving.done():
+        await asyncio.sleep(0.01)
+    print(announcement(service, listener), flush=True)
+    engine = service.engine
+    await first_of(serving, stop.asked.wait(), engine.failed.wait())
+    if engine.failed.is_set():
+        log.error("%s", engine.failure)
+        await first_of(asyncio.sleep(FAILURE_SECONDS), stop.asked.wait())
+    service.draining = True
+    server.should_exit = True
+    if not engine.failed.is_set():
+        await drain(engine, serving, stop, options.drain_seconds)
+    await asyncio.wait({serving}, timeout=ENDING_SECONDS)
+    server.force_exit = True
+    await serving
+    return 1 if engine.failed.is_set() else 0
+
+
+async def drain(
+    engine: EngineClient, serving: asyncio.Task[None], stop: Stop, seconds: float
+) -> None:
+    """Let open requests end, for so long or until the second signal; then break them off."""
+    log.info("stopping: open requests have %g s; a second signal stops now", seconds)
+    await first_of(serving, stop.insisted.wait(), engine.failed.wait(), asyncio.sleep(seconds))
+    engine.end_all("the server is shutting down")
+
+
+async def first_of(*waits: Awaitable[object]) -> None:
+    """Wait for the first of these; cancel those that are not tasks of the caller."""
+    tasks = {asyncio.ensure_future(wait) for wait in waits}
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in tasks.difference(wait for wait in waits if isinstance(wait, asyncio.Future)):
+        task.cancel()
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Take the address before the model is loaded; nobody can connect until uvicorn listens.
+
+    Raises:
+        OSError: it cannot be had.
+    """
+    family, kind, protocol, _, address = socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise OSError(error.errno, f"cannot listen on {host}:{port}: {error.strerror}") from error
+    return listener
+
+
+def announcement(service: Service, listener: socket.socket) -> str:
+    """Return the line that says what is served where."""
+    host, port = listener.getsockname()[:2]
+    address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    ready: Ready = service.engine.ready
+    levels = " ".join(f"({prefill},{decode})" for prefill, decode in ready.levels)
+    return (
+        f"Twolane {twolane.__version__} | {address} | {service.model_name} | {ready.system} on "
+        f"{ready.device}, {ready.units} units, levels {levels} | "
+        f"KV {ready.kv_tokens:,} tokens, context {ready.max_model_len:,}"
+    )

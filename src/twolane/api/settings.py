@@ -1,0 +1,56 @@
+"""Checks of the engine's settings that need no model."""
+
+import os
+from pathlib import Path
+
+from twolane.engine.config import EngineConfig
+from twolane.systems import make_system
+
+
+class SettingError(ValueError):
+    """A setting is out of range or contradicts another.
+
+    Args:
+        field: the `EngineConfig` field.
+        problem: what is wrong with it.
+    """
+
+    def __init__(self, field: str, problem: str) -> None:
+        super().__init__(f"{field} {problem}")
+        self.field = field
+        self.problem = problem
+
+
+def check_settings(config: EngineConfig) -> None:
+    """Refuse settings that can be seen to be wrong before anything is loaded.
+
+    Raises:
+        SettingError: the first that is.
+    """
+    for field in ("max_positions", "max_model_len", "page_size", "kv_tokens", "max_running"):
+        value = getattr(config, field)
+        if value is not None and value < 1:
+            raise SettingError(field, f"must be at least 1, not {value}")
+    usable = usable_cores()
+    if config.cores is not None and not 1 <= config.cores <= usable:
+        raise SettingError("cores", f"must be between 1 and {usable} here, not {config.cores}")
+    length, positions, pool = config.max_model_len, config.max_positions, config.kv_tokens
+    if length is not None and positions is not None and length > positions:
+        raise SettingError("max_model_len", f"{length} exceeds max_positions {positions}")
+    if pool is not None and pool < max(config.page_size, length or 0):
+        least = f"one request of max_model_len {length}" if length else f"{config.page_size}"
+        raise SettingError("kv_tokens", f"{pool} does not hold {least} tokens")
+    if config.trace is not None and not os.access(Path(config.trace).absolute().parent, os.W_OK):
+        raise SettingError("trace", f"{config.trace} cannot be written")
+    try:
+        make_system(config.system, config.options)
+    except ValueError as error:
+        field = "system" if str(error).startswith("system") else "options"
+        raise SettingError(field, str(error).split(" ", 1)[1]) from error
+
+
+def usable_cores() -> int:
+    """Return how many cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

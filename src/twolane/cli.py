@@ -1,0 +1,313 @@
+"""`twolane serve | generate | pull | doctor | bench`.
+
+What a command needs is imported when it runs, so that help is there at once.
+"""
+
+import contextlib
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any, Literal, get_args
+
+import typer
+
+import twolane
+from twolane.engine.config import DType, EngineConfig, LoadFormat
+from twolane.sampling import SamplingParams
+
+DEFAULT_MODEL = "smollm2-135m-instruct"
+USAGE_ERROR = 2
+
+app = typer.Typer(
+    name="twolane",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+    help="Serve language models with prefill and decode side by side on one device.\n\n"
+    "Start here: `twolane generate smollm2-135m-instruct 'What is the capital of France?'`, "
+    "then `twolane serve smollm2-135m-instruct`.",
+)
+
+ModelArgument = Annotated[
+    str,
+    typer.Argument(
+        help="An alias (smollm2-135m-instruct), a local directory, a .gguf file, a built-in shape "
+        "(with --load-format dummy) or a Hugging Face id.",
+        show_default=False,
+    ),
+]
+
+ENGINE_OPTIONS: dict[str, Any] = {
+    "load_format": Annotated[
+        LoadFormat, typer.Option(help='"dummy": random weights, no files needed.')
+    ],
+    "dtype": Annotated[
+        DType, typer.Option(help="Of weights and KV cache; auto is float32 on a CPU.")
+    ],
+    "max_positions": Annotated[
+        int | None, typer.Option(help="Raise (or lower) the positions the model is built for.")
+    ],
+    "max_model_len": Annotated[
+        int | None,
+        typer.Option(help="Most tokens of one request. Default: the model's positions."),
+    ],
+    "seed": Annotated[
+        int, typer.Option(help="Of dummy weights, and of sampling where a request has no seed.")
+    ],
+    "system": Annotated[
+        str,
+        typer.Option(help="How prefill and decode share the device; `twolane doctor` lists them."),
+    ],
+    "options": Annotated[
+        list[str],
+        typer.Option(
+            "--option", metavar="KEY=VALUE", help="A setting of the system; may be repeated."
+        ),
+    ],
+    "page_size": Annotated[int, typer.Option(help="Tokens in a KV page.")],
+    "kv_tokens": Annotated[
+        int | None,
+        typer.Option(help="Tokens in the KV pool. Default: a share of the free memory."),
+    ],
+    "max_running": Annotated[
+        int, typer.Option(help="Most requests in prefill and decode together.")
+    ],
+    "prefix_cache": Annotated[
+        bool,
+        typer.Option(
+            "--prefix-cache/--no-prefix-cache", help="Reuse the KV of prompts that begin alike."
+        ),
+    ],
+    "cores": Annotated[
+        int | None, typer.Option(help="CPU cores for both lanes. Default: all there are.")
+    ],
+    "trace": Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Write a Chrome / Perfetto trace of the run."),
+    ],
+}
+"""How each field of `EngineConfig` beside the model is given on the command line."""
+
+EPILOG_SERVE = """**Examples**
+
+- `twolane serve smollm2-135m-instruct` — the small model that comes with Twolane
+
+- `twolane serve ./my-model --system chunked --option token_budget=512 --port 9000`
+
+- `twolane serve qwen3-8b --load-format dummy --max-model-len 4096` — random weights, no files
+
+- `curl localhost:8000/v1/chat/completions -H 'Content-Type: application/json'
+  -d '{"messages": [{"role": "user", "content": "Hello"}]}'` — ask it
+"""
+EPILOG_GENERATE = """**Examples**
+
+- `twolane generate smollm2-135m-instruct "What is the capital of France?"`
+
+- `twolane generate smollm2-135m-instruct --raw "The capital of France is" --max-tokens 8`
+
+- `cat question.txt | twolane generate smollm2-135m-instruct -`
+"""
+
+
+def fail(message: str, code: int = 1) -> typer.Exit:
+    """Print one line on standard error; raise the result."""
+    typer.echo(f"twolane: {message}", err=True)
+    return typer.Exit(code)
+
+
+def flag(field: str) -> str:
+    """Return the flag of an `EngineConfig` field."""
+    return "--option" if field == "options" else "--" + field.replace("_", "-")
+
+
+def engine_config(model: str, settings: dict[str, Any]) -> EngineConfig:
+    """Make the engine's settings of what the command line says, checked."""
+    from twolane.api.settings import SettingError, check_settings
+
+    options = {}
+    for option in settings.pop("options"):
+        key, equals, value = option.partition("=")
+        if not equals:
+            raise fail(f"--option {option}: write KEY=VALUE", USAGE_ERROR)
+        options[key.replace("-", "_")] = value
+    config = EngineConfig(model=model, options=options, **settings)
+    try:
+        check_settings(config)
+    except SettingError as error:
+        raise fail(f"{flag(error.field)} {error.problem}", USAGE_ERROR) from error
+    return config
+
+
+def takes_engine_settings(command: Callable[..., None]) -> Callable[..., None]:
+    """Replace a command's `config` parameter by an option for every engine setting.
+
+    The command must also have a `model`.
+    """
+    defaults = EngineConfig(model="")
+    parameters = [p for p in inspect.signature(command).parameters.values() if p.name != "config"]
+    for name, annotation in ENGINE_OPTIONS.items():
+        get_args(annotation)[1].rich_help_panel = "Engine"
+        default = [] if name == "options" else getattr(defaults, name)
+        parameters.append(
+            inspect.Parameter(
+                name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
+            )
+        )
+
+    @functools.wraps(command)
+    def run(**given: Any) -> None:
+        settings = {name: given.pop(name) for name in ENGINE_OPTIONS}
+        command(**given, config=engine_config(given["model"], settings))
+
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {p.name: p.annotation for p in parameters}
+    return run
+
+
+@contextlib.contextmanager
+def one_line_errors() -> Iterator[None]:
+    """Turn what a user can do wrong into one line and exit code 1."""
+    from twolane.api.engine_client import EngineError
+    from twolane.api.generation import GenerationFailed
+    from twolane.model.hub import PullError
+
+    try:
+        yield
+    except (PullError, EngineError, GenerationFailed, ValueError, OSError) as error:
+        raise fail(str(error) or type(error).__name__) from error
+
+
+def show_version(wanted: bool) -> None:
+    """Print the version and end."""
+    if wanted:
+        typer.echo(f"twolane {twolane.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def top(
+    version: Annotated[
+        bool, typer.Option("--version", callback=show_version, is_eager=True, help="Say which.")
+    ] = False,
+) -> None:
+    """Take what belongs to no command."""
+
+
+@app.command(epilog=EPILOG_SERVE)
+@takes_engine_settings
+def serve(
+    model: ModelArgument,
+    config: EngineConfig,
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is all.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes any free port.")] = 8000,
+    served_model_name: Annotated[
+        str | None, typer.Option(help="What clients call the model. Default: as given here.")
+    ] = None,
+    max_queue: Annotated[
+        int,
+        typer.Option(min=1, help="Requests that may wait for their first token; more get a 429."),
+    ] = 1024,
+    drain_seconds: Annotated[
+        float, typer.Option(min=0.0, help="How long requests may go on after Ctrl-C or SIGTERM.")
+    ] = 10.0,
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"],
+        typer.Option(help="debug: a line for every request."),
+    ] = "info",
+) -> None:
+    """Serve a model over HTTP with OpenAI's API."""
+    from twolane.api import run
+
+    options = run.ServerOptions(
+        host=host,
+        port=port,
+        served_model_name=served_model_name,
+        max_queue=max_queue,
+        drain_seconds=drain_seconds,
+        log_level=log_level,
+    )
+    with one_line_errors():
+        code = run.serve(config, options)
+    raise typer.Exit(code)
+
+
+@app.command(epilog=EPILOG_GENERATE)
+@takes_engine_settings
+def generate(
+    model: ModelArgument,
+    prompt: Annotated[str, typer.Argument(help='The prompt; "-" reads it from standard input.')],
+    config: EngineConfig,
+    chat: Annotated[
+        bool | None,
+        typer.Option(
+            "--chat/--raw",
+            help="Ask through the model's chat template, or continue the text as it is. "
+            "Default: --chat if the model has a template.",
+            show_default=False,
+        ),
+    ] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Default: up to the context.")] = None,
+    min_tokens: Annotated[int, typer.Option(help="No end before this many tokens.")] = 0,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token always.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Draw from the likeliest tokens up to this.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Draw from the k likeliest tokens; 0: all.")] = 0,
+    min_p: Annotated[float, typer.Option(help="Least probability, of the likeliest's.")] = 0.0,
+) -> None:
+    """Answer one prompt here in the terminal, without a server."""
+    from twolane.api import console
+
+    text = sys.stdin.read() if prompt == "-" else prompt
+    try:
+        params = SamplingParams(
+            max_tokens=max_tokens,
+            min_tokens=min_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            min_p=min_p,
+        )
+    except ValueError as error:
+        name, problem = str(error).split(" ", 1)
+        raise fail(f"--{name.replace('_', '-')} {problem}", USAGE_ERROR) from error
+    with one_line_errors():
+        console.generate(config, text, params, chat=chat)
+
+
+@app.command()
+def pull(
+    model: Annotated[str, typer.Argument(help="An alias.")] = DEFAULT_MODEL,
+) -> None:
+    """Fetch a model into the cache, so that it can be served without a network."""
+    from twolane.model import hub
+
+    with one_line_errors():
+        typer.echo(hub.pull(model))
+
+
+@app.command()
+def doctor() -> None:
+    """Say what this machine offers, and whether serving is possible (exit code 0)."""
+    from twolane.doctor import report
+
+    raise typer.Exit(0 if report() else 1)
+
+
+@app.command(
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
+def bench(context: typer.Context) -> None:
+    """Measure any server with OpenAI's API: `twolane bench serve --help`."""
+    try:
+        from twolane.bench.cli import app as bench_app
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith("twolane"):
+            raise
+        raise fail(f"bench needs {error.name}: pip install 'twolane[bench]'") from error
+    bench_app(context.args, prog_name="twolane bench")
+
+
+def main() -> None:
+    """Run the command line."""
+    app()

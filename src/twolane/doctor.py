@@ -1,0 +1,96 @@
+"""`twolane doctor`: what this machine offers for serving."""
+
+import os
+import platform
+from collections.abc import Iterator
+from importlib.metadata import version
+from typing import cast
+
+from rich.console import Console
+from rich.table import Table
+
+import twolane
+from twolane.api.settings import usable_cores
+from twolane.model import hub
+from twolane.systems import SYSTEMS, describe
+
+
+def report() -> bool:
+    """Print what there is; return whether serving is possible here."""
+    console = Console()
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    for name, text in findings():
+        table.add_row(name, text)
+    console.print(table)
+    problem = cpu_problem()
+    console.print(f"Serving is not possible: {problem}" if problem else "Serving is possible.")
+    return problem is None
+
+
+def findings() -> Iterator[tuple[str, str]]:
+    """Yield the rows of the report."""
+    yield "twolane", twolane.__version__
+    yield "python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    yield "torch", version("torch")
+    yield "cores", f"{usable_cores()} usable of {os.cpu_count()}{affinity()}"
+    yield "memory", memory()
+    problem = cpu_problem()
+    yield "cpu lanes", problem or f"work; partitions (prefill, decode): {cpu_partitions()}"
+    yield "cuda lanes", f"not in this version; {cuda_state()}"
+    for place, name in enumerate(SYSTEMS):
+        yield "systems" if place == 0 else "", f"{name}: {describe(name)}"
+    yield "cache", str(hub.cache_dir())
+    yield "pulled", ", ".join(pulled()) or "nothing yet: twolane pull"
+
+
+def affinity() -> str:
+    """Return the numbers of the cores that this process may use."""
+    if not hasattr(os, "sched_getaffinity"):
+        return ", threads cannot be pinned on this system"
+    return f", numbers {', '.join(map(str, sorted(os.sched_getaffinity(0))))}"
+
+
+def memory() -> str:
+    """Return how much memory there is."""
+    page = os.sysconf("SC_PAGE_SIZE")
+    total = page * os.sysconf("SC_PHYS_PAGES")
+    free = page * os.sysconf("SC_AVPHYS_PAGES")
+    return f"{total / 2**30:.1f} GiB, {free / 2**30:.1f} GiB free"
+
+
+def cpu_problem() -> str | None:
+    """Return why the CPU lanes cannot work, or None."""
+    try:
+        import torch
+
+        torch.ones(2) @ torch.ones(2)
+    except (ImportError, OSError, RuntimeError) as error:
+        return f"PyTorch does not work: {error}"
+    return None
+
+
+def cpu_partitions() -> str:
+    """Return the partitions that the CPU lanes offer."""
+    from twolane.lanes.cpu import CpuLanes
+    from twolane.lanes.runner import Runner
+
+    no_work = cast(Runner, None)  # nothing is launched
+    lanes = CpuLanes(no_work, range(usable_cores()), lambda: None)
+    return " ".join(f"({prefill},{decode})" for prefill, decode in lanes.levels)
+
+
+def cuda_state() -> str:
+    """Return which CUDA devices there are, or why there are none."""
+    import torch
+
+    if torch.version.cuda is None:
+        return "this build of PyTorch has no CUDA"
+    if not torch.cuda.is_available():
+        return f"PyTorch has CUDA {torch.version.cuda}, but finds no device or driver"
+    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return f"CUDA {torch.version.cuda}: {', '.join(names)}"
+
+
+def pulled() -> list[str]:
+    """Return the aliases whose models are in the cache."""
+    return [alias for alias in hub.ALIASES if any((hub.cache_dir() / alias).glob("*.gguf"))]
