@@ -1,0 +1,83 @@
+"""Tables of prompt and reply lengths, so that anyone can draw realistic ones without a trace.
+
+Each table holds quantiles that we computed from a public data set, not the data itself. Lengths
+are drawn by the inverse of the distribution function, linear between the quantiles; prompt and
+reply independently (their correlation is below 0.12 in all three sets).
+
+Sources:
+
+- azure-code, azure-conv: AzureLLMInferenceTrace_code.csv (8,819 requests) and _conv.csv (19,366
+  requests) of the Azure Public Dataset, Microsoft, CC-BY 4.0; described in Patel et al.,
+  "Splitwise: Efficient Generative LLM Inference Using Phase Splitting", ISCA 2024.
+- sharegpt: prompt and reply lengths of 58,787 ShareGPT conversations as distributed with
+  NanoFlow (Zhu et al., "NanoFlow: Towards Optimal Large Language Model Serving Throughput",
+  OSDI 2025). A handful of prompts of up to 241,402 tokens make its mean prompt as drawn 328
+  instead of 299; clip them for a model that could not take them anyway.
+"""
+
+import msgspec
+import numpy as np
+
+from twolane.workload.traces import TraceRequest
+
+# fmt: off
+PERCENT = (
+    0, 1, 2, 5, 10, 20, 25, 30, 40, 50, 60, 70, 75, 80, 90, 95, 98, 99, 99.5, 99.9, 99.99, 100,
+)
+"""The quantiles that every table gives, in percent."""
+
+
+class LengthTable(msgspec.Struct, frozen=True):
+    """Quantiles of prompt and reply lengths, in tokens, at `PERCENT`."""
+
+    source: str
+    licence: str
+    prompt: tuple[int, ...]
+    output: tuple[int, ...]
+
+
+TABLES = {
+    "azure-code": LengthTable(
+        source="Azure Public Dataset, AzureLLMInferenceTrace_code (2023)",
+        licence="CC-BY 4.0",
+        prompt=(3, 17, 35, 75, 147, 385, 578, 770, 1075, 1469, 1909, 2433, 2745, 3193, 5194,
+                7315, 7436, 7436, 7436, 7437, 7437, 7437),
+        output=(6, 6, 6, 6, 7, 8, 9, 9, 11, 13, 16, 20, 24, 29, 55, 90, 172, 252, 361, 831,
+                1899, 1899),
+    ),
+    "azure-conv": LengthTable(
+        source="Azure Public Dataset, AzureLLMInferenceTrace_conv (2023)",
+        licence="CC-BY 4.0",
+        prompt=(2, 29, 91, 181, 207, 387, 396, 403, 703, 1020, 1071, 1130, 1189, 1315, 2735,
+                4083, 4098, 4142, 4831, 6212, 7930, 14050),
+        output=(7, 16, 24, 41, 54, 77, 85, 91, 103, 129, 177, 384, 395, 400, 424, 451, 540, 601,
+                644, 954, 1000, 1000),
+    ),
+    "sharegpt": LengthTable(
+        source="ShareGPT conversations, lengths as distributed with NanoFlow (OSDI '25)",
+        licence="quantiles computed here; no text or record of the data set is included",
+        prompt=(1, 2, 3, 7, 9, 13, 16, 18, 25, 36, 58, 106, 158, 258, 829, 1625, 2737, 3474,
+                4134, 8029, 37133, 241402),
+        output=(1, 5, 10, 20, 39, 102, 130, 161, 224, 280, 338, 404, 445, 501, 683, 846, 955,
+                999, 1041, 1155, 3318, 37622),
+    ),
+}
+# fmt: on
+
+
+def sample_lengths(table: LengthTable, count: int, seed: int = 0) -> list[TraceRequest]:
+    """Draw `count` requests without arrival times from a table's quantiles.
+
+    Lengths are whole tokens between the table's minimum and maximum. The first n of a longer
+    draw are the draw of n.
+    """
+    rng = np.random.default_rng([seed, _LENGTHS])
+    share = rng.random((count, 2)) * 100
+    prompts = np.rint(np.interp(share[:, 0], PERCENT, table.prompt)).astype(int)
+    outputs = np.rint(np.interp(share[:, 1], PERCENT, table.output)).astype(int)
+    pairs = zip(prompts.tolist(), outputs.tolist(), strict=True)
+    return [TraceRequest(None, prompt, output) for prompt, output in pairs]
+
+
+_LENGTHS = 0x4C454E47
+"""Keeps the draws of lengths apart from those of arrivals and tokens under one seed."""

@@ -1,0 +1,158 @@
+"""From options to a workload: which requests, how long, and when.
+
+Used alike by whatever sends them over HTTP and by whatever simulates them.
+"""
+
+import math
+from pathlib import Path
+
+import msgspec
+
+from twolane.workload import traces
+from twolane.workload.arrivals import arrivals
+from twolane.workload.lengths import TABLES, sample_lengths
+from twolane.workload.traces import TraceRequest
+
+RANDOM = "random"
+DEFAULT_COUNT = 1000
+DEFAULT_INPUT = 1024
+DEFAULT_OUTPUT = 128
+
+
+class OptionError(ValueError):
+    """An option that is wrong or contradicts another; the message starts with its name."""
+
+    def __init__(self, option: str, problem: str) -> None:
+        super().__init__(f"{option}: {problem}")
+
+
+class WorkloadSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """A workload in words. Fields are named as the options of `twolane bench serve`."""
+
+    dataset: str = RANDOM
+    """`random` (fixed lengths), a name in `lengths.TABLES`, or the path of a trace file."""
+    num_prompts: int | None = None
+    """How many requests; None: all of a trace, else 1,000."""
+    request_rate: float | None = None
+    """Requests a second; inf: all at once; None: the trace's own times if it has any, else inf."""
+    burstiness: float = 1.0
+    seed: int = 0
+    random_input_len: int | None = None
+    random_output_len: int | None = None
+    trace_offset: float | None = None
+    """Seconds of the trace to skip."""
+    trace_duration: float | None = None
+    """Seconds of the trace to replay."""
+    scale_rate: float | None = None
+    """How many times as fast a trace's own times are replayed."""
+    scale_lengths: float | None = None
+    """Factor on the prompt and reply lengths."""
+    max_input_len: int | None = None
+    max_output_len: int | None = None
+
+    def build(self) -> list[TraceRequest]:
+        """The requests, each with an arrival time, in order of arrival.
+
+        Raises:
+            OptionError: an option is out of range or contradicts another.
+            TraceError: the trace file is bad.
+        """
+        self._check_ranges()
+        self._check_random()
+        requests = self._adapt(self._select())
+        if self._uses_trace_times(requests):
+            return traces.scale_rate(requests, self.scale_rate or 1.0)
+        self._check_untimed()
+        rate = math.inf if self.request_rate is None else self.request_rate
+        if math.isinf(rate) and self.burstiness != 1:
+            raise OptionError("--burstiness", "has no meaning when everything is sent at once")
+        times = arrivals(len(requests), rate, burstiness=self.burstiness, seed=self.seed)
+        return [
+            msgspec.structs.replace(request, arrival=time)
+            for request, time in zip(requests, times, strict=True)
+        ]
+
+    def _select(self) -> list[TraceRequest]:
+        count = DEFAULT_COUNT if self.num_prompts is None else self.num_prompts
+        if self.dataset == RANDOM:
+            prompt = self.random_input_len or DEFAULT_INPUT
+            output = self.random_output_len or DEFAULT_OUTPUT
+            return [TraceRequest(None, prompt, output)] * count
+        if self.dataset in TABLES:
+            return sample_lengths(TABLES[self.dataset], count, self.seed)
+        requests = self._cut(self._read())
+        if self.num_prompts is not None and self.num_prompts > len(requests):
+            raise OptionError(
+                "--num-prompts", f"{self.num_prompts} asked, but there are {len(requests)}"
+            )
+        return requests[: self.num_prompts]
+
+    def _read(self) -> list[TraceRequest]:
+        if not Path(self.dataset).is_file():
+            known = ", ".join([RANDOM, *TABLES])
+            raise OptionError("--dataset", f"{self.dataset!r} is neither a file nor one of {known}")
+        return traces.read_trace(self.dataset)
+
+    def _cut(self, requests: list[TraceRequest]) -> list[TraceRequest]:
+        if self.trace_offset is None and self.trace_duration is None:
+            return requests
+        if not traces.has_arrivals(requests):
+            option = "--trace-duration" if self.trace_offset is None else "--trace-offset"
+            raise OptionError(option, f"{self.dataset} has no arrival times")
+        cut = traces.window(requests, self.trace_offset or 0.0, self.trace_duration)
+        if not cut:
+            raise OptionError("--trace-offset", "no request of the trace arrives in that window")
+        return cut
+
+    def _adapt(self, requests: list[TraceRequest]) -> list[TraceRequest]:
+        if self.scale_lengths is not None:
+            requests = traces.scale_lengths(requests, self.scale_lengths)
+        return traces.clip_lengths(requests, self.max_input_len, self.max_output_len)
+
+    def _uses_trace_times(self, requests: list[TraceRequest]) -> bool:
+        if not traces.has_arrivals(requests) or self.request_rate is not None:
+            return False
+        if self.burstiness != 1:
+            raise OptionError("--burstiness", "needs --request-rate: the trace has its own times")
+        return True
+
+    def _check_untimed(self) -> None:
+        """Refuse what only makes sense for a trace that is replayed at its own times."""
+        if self.scale_rate is not None:
+            why = "has no arrival times" if self.request_rate is None else "is sent at a given rate"
+            raise OptionError(
+                "--scale-rate", f"scales a trace's own times, but {self.dataset} {why}"
+            )
+        if self.dataset == RANDOM or self.dataset in TABLES:
+            for option, value in (
+                ("--trace-offset", self.trace_offset),
+                ("--trace-duration", self.trace_duration),
+            ):
+                if value is not None:
+                    raise OptionError(option, f"{self.dataset} is not a trace file")
+
+    def _check_random(self) -> None:
+        for option, value in (
+            ("--random-input-len", self.random_input_len),
+            ("--random-output-len", self.random_output_len),
+        ):
+            if value is not None and self.dataset != RANDOM:
+                raise OptionError(option, f"needs --dataset random, not {self.dataset}")
+
+    def _check_ranges(self) -> None:
+        positive = (
+            "num_prompts request_rate burstiness random_input_len random_output_len "
+            "trace_duration scale_rate scale_lengths max_input_len max_output_len"
+        )
+        for field in positive.split():
+            value = getattr(self, field)
+            if value is not None and not value > 0:
+                raise OptionError("--" + field.replace("_", "-"), f"must be positive, not {value}")
+        for field in ("seed", "trace_offset"):
+            value = getattr(self, field)
+            if value is not None and value < 0:
+                raise OptionError("--" + field.replace("_", "-"), f"must not be negative: {value}")
+        for field in ("trace_offset", "trace_duration", "scale_rate", "scale_lengths"):
+            value = getattr(self, field)
+            if value is not None and not math.isfinite(value):
+                raise OptionError("--" + field.replace("_", "-"), f"must be finite, not {value}")
