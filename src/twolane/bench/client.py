@@ -1,0 +1,373 @@
+"""An open-loop load client for servers with OpenAI's HTTP interface.
+
+Requests are sent when they are due, whether or not earlier ones have been answered. Every request
+that was sent ends in exactly one `Record`.
+"""
+
+import asyncio
+import contextlib
+import resource
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+
+import aiohttp
+import msgspec
+
+from twolane.bench import record as outcomes
+from twolane.bench.record import Record
+from twolane.bench.sse import Event, SSEParser
+
+Clock = Callable[[], float]
+_DRAIN_SECONDS = 1.0
+_PROBE_SECONDS = 0.01
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+
+
+class _Delta(msgspec.Struct):
+    role: str | None = None
+    content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[msgspec.Raw] | None = None
+
+
+class _Choice(msgspec.Struct):
+    text: str | None = None
+    delta: _Delta | None = None
+    finish_reason: str | None = None
+
+
+class _Chunk(msgspec.Struct):
+    choices: list[_Choice] | None = None
+    usage: _Usage | None = None
+    error: object = None
+
+
+_decode_chunk = msgspec.json.Decoder(_Chunk).decode
+
+
+class StreamError(Exception):
+    """What the server sent is no answer; `outcome` says which kind of failure that is."""
+
+    def __init__(self, outcome: str, message: str) -> None:
+        super().__init__(message)
+        self.outcome = outcome
+
+
+class Answer:
+    """One streamed answer, as it comes in.
+
+    Which chunks carry a token? Those with text (or reasoning, or a tool call). A chunk that
+    announces the role or only ends the stream does not. A chunk without text in between is a token
+    that prints nothing, or half a character; before the first text it may as well be a sign of
+    life, so there it counts only if the whole answer has no text: TTFT is never flattered.
+    """
+
+    def __init__(self) -> None:
+        self.text: list[str] = []
+        self.usage = _Usage()
+        self.finished = False
+        self.done_at: float | None = None
+        """When `[DONE]` came."""
+        self._last = 0.0
+        self._times: list[float] = []
+        self._silent: list[float] = []
+
+    def add(self, event: Event, now: float) -> None:
+        """Take in one event that arrived at `now`.
+
+        Raises:
+            StreamError: it is an error, or not a chunk of the API.
+        """
+        self._last = now
+        if event.data.strip() == "[DONE]":
+            self.done_at = now
+            return
+        if event.type == "error":
+            raise StreamError(outcomes.STREAM_ERROR, event.data[:500])
+        try:
+            chunk = _decode_chunk(event.data)
+        except msgspec.DecodeError as error:
+            problem = f"not a chunk of the API ({error}): {event.data[:200]}"
+            raise StreamError(outcomes.MALFORMED, problem) from error
+        if chunk.error is not None:
+            raise StreamError(outcomes.STREAM_ERROR, event.data[:500])
+        if chunk.usage is not None:
+            self.usage = chunk.usage
+        for choice in chunk.choices or ():
+            self._choice(choice, now)
+
+    def token_times(self) -> tuple[float, ...]:
+        """When each chunk that carries a token came."""
+        return tuple(self._times or self._silent)
+
+    def end(self) -> float:
+        """Check that the answer is whole; the time of its last event.
+
+        Raises:
+            StreamError: it broke off, or there was no token in it.
+        """
+        if self.done_at is None and not self.finished:
+            raise StreamError(outcomes.DISCONNECT, "the stream ended before the answer did")
+        if not self.token_times():
+            raise StreamError(outcomes.MALFORMED, "the answer has no token in it")
+        return self._last if self.done_at is None else self.done_at
+
+    def _choice(self, choice: _Choice, now: float) -> None:
+        delta = choice.delta or _Delta()
+        text = choice.text or delta.content or delta.reasoning_content or delta.reasoning
+        self.finished = self.finished or choice.finish_reason is not None
+        if text or delta.tool_calls:
+            self._times.append(now)
+            self.text.append(text or "")
+        elif choice.finish_reason is None and delta.role is None:
+            (self._times or self._silent).append(now)
+        elif choice.finish_reason is not None and not self.token_times():
+            self._silent.append(now)
+
+
+class Job(msgspec.Struct, frozen=True):
+    """A request ready to send."""
+
+    index: int
+    arrival: float
+    """Seconds after the start of the run."""
+    prompt_tokens: int
+    output_tokens: int
+    body: bytes
+
+
+class Tally:
+    """Counts of a run in progress, for whoever shows it."""
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self.sent = 0
+        self.ok = 0
+        self.failed = 0
+
+    @property
+    def running(self) -> int:
+        """Sent and not yet ended."""
+        return self.sent - self.ok - self.failed
+
+
+class Client:
+    """Sends requests to one endpoint of one server. Use as `async with`.
+
+    Args:
+        url: the endpoint.
+        headers: sent with each request.
+        timeout: seconds that one request may take from sending to its last event.
+        clock: where timestamps come from; seconds, never going back.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        headers: Mapping[str, str],
+        timeout: float,
+        clock: Clock = time.perf_counter,
+    ) -> None:
+        self._url = url
+        self._headers = {"Content-Type": "application/json", **headers}
+        self._timeout = timeout
+        self.clock = clock
+        self._session: aiohttp.ClientSession
+
+    async def __aenter__(self) -> "Client":
+        _raise_open_files()
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=None),
+            headers=self._headers,
+        )
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._session.close()
+
+    async def send(self, job: Job, start: float, scheduled: float, waited: float) -> Record:
+        """Send one request now and see it through to its one outcome.
+
+        `start` is the clock at the start of the run; the record counts from there. A cancelled
+        send returns a record too, with the outcome `interrupted`.
+        """
+        answer = Answer()
+        sent = self.clock()
+        outcome, error = outcomes.OK, ""
+        try:
+            await self._exchange(job.body, answer)
+            ended = answer.end()
+        except StreamError as failure:
+            outcome, error, ended = failure.outcome, str(failure), self.clock()
+        except TimeoutError:
+            outcome, error = outcomes.TIMEOUT, f"no whole answer in {self._timeout:g} s"
+            ended = self.clock()
+        except aiohttp.ClientConnectorError as failure:
+            outcome, error, ended = outcomes.CONNECT, str(failure), self.clock()
+        except (aiohttp.ClientError, OSError) as failure:
+            error = f"{type(failure).__name__}: {failure}"
+            outcome, ended = outcomes.DISCONNECT, self.clock()
+        except asyncio.CancelledError:
+            outcome, error, ended = outcomes.INTERRUPTED, "the run was stopped", self.clock()
+        return Record(
+            index=job.index,
+            asked_prompt=job.prompt_tokens,
+            asked_output=job.output_tokens,
+            scheduled=scheduled,
+            waited=waited,
+            sent=sent - start,
+            ended=ended - start,
+            outcome=outcome,
+            error=error,
+            token_times=tuple(at - start for at in answer.token_times()),
+            usage_prompt=answer.usage.prompt_tokens,
+            usage_output=answer.usage.completion_tokens,
+            text="".join(answer.text),
+        )
+
+    async def _exchange(self, body: bytes, answer: Answer) -> None:
+        parser = SSEParser()
+        try:
+            async with (
+                asyncio.timeout(self._timeout) as deadline,
+                self._session.post(self._url, data=body) as response,
+            ):
+                if response.status != 200:
+                    raise StreamError(
+                        outcomes.status_outcome(response.status), await _error_text(response)
+                    )
+                _check_type(response)
+                async for data in response.content.iter_any():
+                    now = self.clock()
+                    for event in parser.feed(data):
+                        answer.add(event, now)
+                    if answer.done_at is not None:
+                        # Read on to the end, so that the connection can be used again, but do
+                        # not wait for a server that leaves it open.
+                        drained = asyncio.get_running_loop().time() + _DRAIN_SECONDS
+                        deadline.reschedule(min(drained, deadline.when() or drained))
+                for event in parser.close():
+                    answer.add(event, self.clock())
+        except (TimeoutError, aiohttp.ClientError, OSError):
+            if answer.done_at is None:
+                raise
+
+
+async def _error_text(response: aiohttp.ClientResponse) -> str:
+    with contextlib.suppress(aiohttp.ClientError):
+        return (await response.text(errors="replace"))[:500]
+    return ""
+
+
+def _check_type(response: aiohttp.ClientResponse) -> None:
+    if response.content_type != "text/event-stream":
+        problem = f"answered with {response.content_type}, not a stream of events"
+        raise StreamError(outcomes.MALFORMED, problem)
+
+
+def _raise_open_files() -> None:
+    """Every running request holds a socket: use as many files as the system lets us."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+class LoopLag:
+    """How late the client's own event loop runs: the error of every timestamp it takes."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+
+    @contextlib.asynccontextmanager
+    async def watch(self) -> AsyncIterator[None]:
+        """Measure while the block runs."""
+        task = asyncio.create_task(self._probe())
+        try:
+            yield
+        finally:
+            task.cancel()
+
+    async def _probe(self) -> None:
+        while True:
+            before = time.perf_counter()
+            await asyncio.sleep(_PROBE_SECONDS)
+            self.seconds.append(max(0.0, time.perf_counter() - before - _PROBE_SECONDS))
+
+
+class LoadRun:
+    """One pass of a workload over a client.
+
+    Args:
+        jobs: in order of arrival.
+        max_concurrency: requests in flight at once; the others wait their turn. None: no bound.
+        on_change: called with the tally whenever it changes.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        jobs: Sequence[Job],
+        *,
+        max_concurrency: int | None = None,
+        on_change: Callable[[Tally], None] = lambda tally: None,
+    ) -> None:
+        self._client = client
+        self._jobs = jobs
+        self._slots = asyncio.Semaphore(max_concurrency or len(jobs) or 1)
+        self._on_change = on_change
+        self._clock = client.clock
+        self._tally = Tally(len(jobs))
+        self._tasks: list[asyncio.Task[None]] = []
+        self.records: list[Record] = []
+        """Of the requests sent, in the order in which they ended."""
+        self.duration = 0.0
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Send everything and wait for the answers, or until `stop` is set.
+
+        A stopped run cancels what is in flight; what was not sent leaves no record.
+        """
+        start = self._clock()
+        work = asyncio.create_task(self._send_all(start))
+        stopped = asyncio.create_task(stop.wait())
+        try:
+            await asyncio.wait([work, stopped], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            work.cancel()
+            stopped.cancel()
+            for task in self._tasks:
+                task.cancel()
+            ends = await asyncio.gather(work, stopped, *self._tasks, return_exceptions=True)
+            self.duration = self._clock() - start
+        for end in ends:
+            if isinstance(end, Exception):
+                raise end
+
+    async def _send_all(self, start: float) -> None:
+        for job in self._jobs:
+            await asyncio.sleep(0)
+            while (early := start + job.arrival - self._clock()) > 0:
+                await asyncio.sleep(early)
+            self._tasks.append(asyncio.create_task(self._send(job, start)))
+        await asyncio.gather(*self._tasks)
+
+    async def _send(self, job: Job, start: float) -> None:
+        due = self._clock()
+        async with self._slots:
+            waited = self._clock() - due
+            self._tally.sent += 1
+            self._on_change(self._tally)
+            record = await self._client.send(job, start, job.arrival, waited)
+        self.records.append(record)
+        if record.ok:
+            self._tally.ok += 1
+        else:
+            self._tally.failed += 1
+        self._on_change(self._tally)

@@ -1,0 +1,75 @@
+"""Server-sent events, as WHATWG's HTML standard (section 9.2.6) reads them."""
+
+import re
+
+import msgspec
+
+_LINE_END = re.compile(rb"\r\n|\n|\r")
+_BOM = b"\xef\xbb\xbf"
+
+
+class Event(msgspec.Struct, frozen=True):
+    """One event: its `event:` field, or "message", and its `data:` lines joined by newlines."""
+
+    type: str
+    data: str
+
+
+class SSEParser:
+    """Turns a byte stream into events, however the network cut it.
+
+    Events do not depend on the cuts, and each is returned by the `feed` that brings the end of
+    its blank line. Comments and unknown fields are skipped, events without data dropped.
+    """
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self._skip_newline = False
+        self._started = False
+        self._type = ""
+        self._data: list[str] = []
+
+    def feed(self, data: bytes) -> list[Event]:
+        """The events that these bytes complete."""
+        if self._skip_newline and data:
+            data = data.removeprefix(b"\n")
+            self._skip_newline = False
+        buffer = self._rest + data
+        events, start = [], 0
+        for end in _LINE_END.finditer(buffer, len(self._rest)):
+            event = self._line(buffer[start : end.start()])
+            start = end.end()
+            if event is not None:
+                events.append(event)
+        # A carriage return at the end of the bytes ends the line now; a newline may yet follow.
+        self._skip_newline = self._skip_newline or (buffer.endswith(b"\r") and start == len(buffer))
+        self._rest = buffer[start:]
+        return events
+
+    def close(self) -> list[Event]:
+        """The event that the end of the stream cut short of its blank line, if any.
+
+        The standard drops it; servers that forget the last newline after `[DONE]` exist.
+        """
+        events = [self._line(self._rest), self._dispatch()]
+        self._rest = b""
+        return [event for event in events if event is not None]
+
+    def _line(self, line: bytes) -> Event | None:
+        if not self._started:
+            self._started = True
+            line = line.removeprefix(_BOM)
+        if not line:
+            return self._dispatch()
+        name, _, value = line.decode("utf-8", "replace").partition(":")
+        value = value.removeprefix(" ")
+        if name == "data":
+            self._data.append(value)
+        elif name == "event":
+            self._type = value
+        return None
+
+    def _dispatch(self) -> Event | None:
+        event = Event(self._type or "message", "\n".join(self._data)) if self._data else None
+        self._type, self._data = "", []
+        return event
