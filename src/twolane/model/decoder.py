@@ -12,6 +12,7 @@ import torch
 from torch.nn import functional
 
 from twolane.model.attention import Batch, KVCache
+from twolane.model.linear import products_for
 from twolane.model.rope import frequencies
 from twolane.model.spec import ModelSpec
 
@@ -61,6 +62,7 @@ class Decoder:
         self.weights = weights
         self.dtype = weights.embedding.dtype
         self.device = weights.embedding.device
+        self._products = products_for(weights.embedding)
         self._frequencies = frequencies(spec.rope, spec.head_dim).to(self.device)
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -80,25 +82,27 @@ class Decoder:
             [T, hidden]
         """
         spec, w = self.spec, self.weights.layers[i]
-        x = functional.linear(self._norm(hidden, w.input_norm), w.qkv, w.qkv_bias)
+        x = self._products.linear(self._norm(hidden, w.input_norm), w.qkv, w.qkv_bias)
         heads = x.view(len(x), -1, spec.head_dim)
         self._rotate(heads[:, : spec.heads + spec.kv_heads], w, batch)
         q, new = heads[:, : spec.heads], heads[:, spec.heads :]
         pool = kv.layers[i]
         pool.index_copy_(0, batch.write_slots, new)
         attended = batch.attend(q, new, pool, spec.window(i))
-        hidden = _add_linear(hidden, attended, w.o, w.o_bias)
+        hidden = self._products.add_linear(hidden, attended, w.o, w.o_bias)
         return self._mlp(hidden, w)
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits, float32 [R, vocab], of hidden states [R, hidden] after the last layer."""
         x = self._norm(hidden, self.weights.norm)
-        return functional.linear(x, self.weights.head).float()
+        return self._products.linear(x, self.weights.head).float()
 
     def _mlp(self, hidden: torch.Tensor, w: LayerWeights) -> torch.Tensor:
-        x = functional.linear(self._norm(hidden, w.post_norm), w.gate_up, w.gate_up_bias)
+        x = self._products.linear(self._norm(hidden, w.post_norm), w.gate_up, w.gate_up_bias)
         gate, up = x.chunk(2, dim=1)
-        return _add_linear(hidden, functional.silu(gate).mul_(up), w.down, w.down_bias)
+        return self._products.add_linear(
+            hidden, functional.silu(gate).mul_(up), w.down, w.down_bias
+        )
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return functional.rms_norm(x, weight.shape, weight, self.spec.norm_eps)
@@ -113,12 +117,3 @@ class Decoder:
         pairs = torch.view_as_complex(x.float().view(*x.shape[:2], -1, 2)).mul_(turn)
         if x is not qk or x.dtype != torch.float32:
             qk.copy_(torch.view_as_real(pairs).flatten(2))
-
-
-def _add_linear(
-    residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-) -> torch.Tensor:
-    """residual + x @ weight.T + bias, the sum inside the product."""
-    if bias is not None:
-        residual = residual + bias
-    return torch.addmm(residual, x, weight.t())

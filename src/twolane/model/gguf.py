@@ -82,7 +82,8 @@ class GGUFModel:
                 return _separate_halves(values, self.spec.heads)
             if ".k_proj." in name:
                 return _separate_halves(values, self.spec.kv_heads)
-        return values
+        # Unquantised tensors are views of the file.
+        return values if values.flags.writeable else values.copy()
 
     def _read_spec(self) -> ModelSpec:
         family = ARCHITECTURES.get(self._architecture)
