@@ -1,0 +1,198 @@
+"""The engine: what the loop calls, turn by turn."""
+
+import random
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from twolane.engine.kv import KVBooks
+from twolane.engine.launch import carry_out, joining
+from twolane.engine.messages import Abort, Outputs, Refused, Stats, Submit, ToEngine
+from twolane.engine.reap import reap
+from twolane.engine.request import Phase, Request
+from twolane.engine.state import State
+from twolane.engine.trace import Trace
+from twolane.estimate import Estimator
+from twolane.lanes import Lanes
+from twolane.lanes.work import Sampling
+from twolane.systems import System
+from twolane.systems.plan import Plan
+from twolane.systems.view import Slo, View
+from twolane.vocabulary import LANES
+
+
+class Engine:
+    """Requests in, plans carried out, tokens out. Single-threaded; never blocks.
+
+    Args:
+        system: decides.
+        lanes: where work runs.
+        kv: slots and pages.
+        layers: of the model.
+        vocab_size: of the model.
+        eos_token_ids: end a request that does not ignore them.
+        max_model_len: the most tokens of one request.
+        estimator: predicts.
+        seed: of requests without a seed of their own.
+        slo: the latency bounds that systems plan for.
+        trace: where to report what happened.
+    """
+
+    def __init__(
+        self,
+        system: System,
+        lanes: Lanes,
+        kv: KVBooks,
+        *,
+        layers: int,
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+        max_model_len: int,
+        estimator: Estimator,
+        seed: int = 0,
+        slo: Slo | None = None,
+        trace: Trace | None = None,
+    ) -> None:
+        self.state = State(kv, lanes, layers, estimator, trace or Trace(), slo or Slo())
+        self.max_model_len = min(max_model_len, kv.total_pages * kv.page_size)
+        self._system = system
+        self._memory: Any = system.start()
+        self._vocab_size = vocab_size
+        self._eos_token_ids = tuple(eos_token_ids)
+        self._seeds = random.Random(seed)
+        self._arrivals = 0
+
+    def take(self, messages: Iterable[ToEngine]) -> bool:
+        """New requests and aborts; whether there were any."""
+        news = False
+        for message in messages:
+            news = True
+            if isinstance(message, Submit):
+                self._submit(message)
+            else:
+                self._abort(message)
+        return news
+
+    def reap(self) -> bool:
+        """Deliver finished work; whether there was any."""
+        return reap(self.state)
+
+    def plan(self) -> Plan:
+        """Ask the system."""
+        plan, self._memory = self._system.plan(self.view(), self._memory)
+        return plan
+
+    def carry_out(self, plan: Plan) -> bool:
+        """Do what the plan says; whether it said anything."""
+        return carry_out(self.state, plan)
+
+    def news(self) -> Outputs | None:
+        """What the front should hear since the last call; None: nothing."""
+        state = self.state
+        if not state.outputs and not state.refused:
+            return None
+        news = Outputs(list(state.outputs.values()), state.refused, self.stats())
+        state.outputs, state.refused = {}, []
+        state.trace.counters(
+            state.now(),
+            decoding=news.stats.running,
+            waiting=news.stats.waiting,
+            pages_used=news.stats.kv_pages - news.stats.kv_pages_free - news.stats.kv_pages_cached,
+        )
+        return news
+
+    def stats(self) -> Stats:
+        """Gauges and counters now."""
+        state, kv = self.state, self.state.kv
+        waiting = len(state.queue) + len(state.started)
+        return Stats(
+            running=len(state.decoding),
+            prefilling=len(state.requests) - len(state.decoding) - waiting,
+            waiting=waiting,
+            kv_pages=kv.total_pages,
+            kv_pages_free=kv.free_pages,
+            kv_pages_cached=kv.reclaimable_pages,
+            prefix_queries=state.counters.prefix_queries,
+            prefix_hits=state.counters.prefix_hits,
+            preemptions=state.counters.preemptions,
+        )
+
+    def view(self) -> View:
+        """What the system may know now."""
+        state = self.state
+        return View(
+            now=state.now(),
+            layers=state.layers,
+            units=state.lanes.units,
+            levels=state.lanes.levels,
+            waiting=[*state.started, *state.queue],
+            batch=state.open,
+            launched_batches=tuple(state.launched),
+            parked=state.parked,
+            decoding=[request for request in state.decoding if request.to_generate > 0],
+            joining={lane: joining(state, lane) for lane in LANES},
+            lanes={lane: state.lane_view(lane) for lane in LANES},
+            free_pages=state.kv.free_pages,
+            reclaimable_pages=state.kv.reclaimable_pages,
+            free_slots=state.kv.free_slots,
+            slo=state.slo,
+            recent=state.recent,
+            estimator=state.estimator,
+        )
+
+    def _submit(self, message: Submit) -> None:
+        state = self.state
+        problem = self._problem(message)
+        if problem is not None:
+            state.refused.append(problem)
+            return
+        now = state.now()
+        request = Request.from_submit(
+            message,
+            order=self._arrivals,
+            now=now,
+            max_model_len=self.max_model_len,
+            sampling=self._sampling(message),
+            deadline=self._deadline(message, now),
+            lookup=self._lookup,
+        )
+        self._arrivals += 1
+        state.requests[request.id] = request
+        state.wait(request)
+        state.trace.request_begin(request.id, now, prompt_tokens=len(message.prompt))
+
+    def _problem(self, message: Submit) -> Refused | None:
+        if message.id in self.state.requests:
+            return Refused(message.id, "invalid", f"request id {message.id!r} is in use")
+        if not message.prompt:
+            return Refused(message.id, "invalid", "prompt is empty")
+        if not all(0 <= token < self._vocab_size for token in message.prompt):
+            text = f"prompt has a token id outside 0 to {self._vocab_size - 1}"
+            return Refused(message.id, "invalid", text)
+        if len(message.prompt) >= self.max_model_len:
+            text = (
+                f"prompt has {len(message.prompt)} tokens, which leaves no room for output: "
+                f"the context length is {self.max_model_len}"
+            )
+            return Refused(message.id, "too_long", text)
+        return None
+
+    def _sampling(self, message: Submit) -> Sampling:
+        drawn = self._seeds.getrandbits(63)
+        seed = drawn if message.params.seed is None else message.params.seed
+        return Sampling(message.params, seed, len(message.prompt), self._eos_token_ids)
+
+    def _deadline(self, message: Submit, now: float) -> float | None:
+        slo = self.state.slo
+        if slo.ttft is None:
+            return None
+        return now + slo.ttft + slo.ttft_per_token * len(message.prompt)
+
+    def _lookup(self, request: Request) -> tuple[int, int]:
+        kv = self.state.kv
+        return len(kv.match(request.tokens)) * kv.page_size, kv.cost(request.tokens)
+
+    def _abort(self, message: Abort) -> None:
+        request = self.state.requests.get(message.id)
+        if request is not None and request.phase is not Phase.FINISHED:
+            self.state.finish(request, "abort")
+            self.state.drop_empty_batches()

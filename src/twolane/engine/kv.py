@@ -1,0 +1,292 @@
+"""The KV cache's books: pages, the radix tree that shares them, and who holds what.
+
+Every page is in exactly one place: on the free list, in the tree, or private to one allocation
+(`KVBooks.check` asserts it). A page in the tree is read-only and full. An allocation pins the
+path of tree nodes that its tokens begin with; a node that nobody pins is reclaimable.
+"""
+
+import heapq
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from twolane.lanes import Ticket
+
+
+class Node:
+    """One full page in the radix tree; its path from the root spells the tokens before it."""
+
+    __slots__ = ("children", "key", "last_used", "page", "parent", "pins")
+
+    def __init__(self, parent: "Node | None", key: bytes, page: int) -> None:
+        self.parent = parent
+        self.key = key
+        self.page = page
+        self.children: dict[bytes, Node] = {}
+        self.pins = 0
+        self.last_used = 0
+
+    def __lt__(self, other: "Node") -> bool:
+        return self.last_used < other.last_used
+
+
+class PrefixTree:
+    """A radix tree over pages. A pinned node's ancestors are pinned, too."""
+
+    def __init__(self, page_size: int) -> None:
+        self._page_size = page_size
+        self._root = Node(None, b"", -1)
+        self._idle_leaves: list[tuple[int, Node]] = []
+        self._tick = 0
+        self.version = 0
+        """Changes with every change of structure: a match is valid for one version."""
+        self.unpinned = 0
+        """Nodes that nobody pins, all of them reclaimable."""
+
+    def keys(self, tokens: Sequence[int], pages: int) -> Iterator[bytes]:
+        """The first `pages` full pages of a sequence, as child keys."""
+        size = self._page_size
+        for i in range(pages):
+            yield array("q", tokens[i * size : (i + 1) * size]).tobytes()
+
+    def match(self, tokens: Sequence[int], pages: int) -> list[Node]:
+        """The longest path of at most `pages` nodes that these tokens begin with."""
+        path: list[Node] = []
+        node = self._root
+        for key in self.keys(tokens, pages):
+            child = node.children.get(key)
+            if child is None:
+                break
+            path.append(child)
+            node = child
+        return path
+
+    def child(self, path: Sequence[Node], key: bytes) -> Node | None:
+        """The node that extends this path by that page."""
+        return (path[-1] if path else self._root).children.get(key)
+
+    def add(self, path: Sequence[Node], key: bytes, page: int) -> Node:
+        """Extend the path by a page, pinned once; the path's nodes are pinned by the caller."""
+        parent = path[-1] if path else self._root
+        node = Node(parent, key, page)
+        node.pins = 1
+        parent.children[key] = node
+        self.version += 1
+        return node
+
+    def pin(self, node: Node) -> None:
+        """Keep a node from being reclaimed; parents before children."""
+        self.unpinned -= node.pins == 0
+        node.pins += 1
+
+    def unpin(self, path: Sequence[Node]) -> None:
+        """Let go of a whole path."""
+        self._tick += 1
+        for node in reversed(path):
+            node.pins -= 1
+            self.unpinned += node.pins == 0
+            node.last_used = self._tick
+            self._offer(node)
+
+    def evict(self) -> int:
+        """Take the page of the least recently used leaf that nobody pins.
+
+        Raises:
+            LookupError: there is none.
+        """
+        while self._idle_leaves:
+            used, node = heapq.heappop(self._idle_leaves)
+            if node.pins or node.children or used != node.last_used or node.parent is None:
+                continue  # it was pinned, extended, used or evicted since it was offered
+            del node.parent.children[node.key]
+            parent, node.parent = node.parent, None
+            self.unpinned -= 1
+            self.version += 1
+            if parent is not self._root:
+                self._offer(parent)
+            return node.page
+        raise LookupError("no reclaimable page")
+
+    def nodes(self) -> Iterator[Node]:
+        """All nodes, parents before children."""
+        stack = list(self._root.children.values())
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.children.values())
+
+    def _offer(self, node: Node) -> None:
+        if not node.pins and not node.children:
+            heapq.heappush(self._idle_leaves, (node.last_used, node))
+
+
+@dataclass(slots=True, eq=False)
+class Allocation:
+    """What a request holds on the device while it is in prefill or decode.
+
+    It outlives the request's interest in it: its slot and pages go back when the last launch
+    that names them has ended (`in_flight` is 0), never earlier.
+    """
+
+    slot: int
+    pages: list[int] = field(default_factory=list)
+    """In the order of the tokens; only ever appended to."""
+    path: list[Node] = field(default_factory=list)
+    """Pinned nodes for the first `len(path)` pages. A node's page may differ from ours, when
+    another request computed the same tokens at the same time: then ours stays private."""
+    private: set[int] = field(default_factory=set)
+    """Pages of ours that are not in the tree."""
+    in_flight: int = 0
+    """Launches that name this allocation and have not been reaped."""
+    last_ticket: Ticket | None = None
+    """Of the launch that names it last; a launch in another lane waits for it."""
+    given_up: bool = False
+    """The request is through with it."""
+
+
+class KVBooks:
+    """Slots, pages and the prefix tree.
+
+    Args:
+        pages: in the pool.
+        page_size: tokens in a page.
+        slots: the most allocations at a time.
+        prefix_cache: whether pages are shared between requests.
+    """
+
+    def __init__(self, pages: int, page_size: int, slots: int, *, prefix_cache: bool) -> None:
+        self.total_pages = pages
+        self.page_size = page_size
+        self.tree = PrefixTree(page_size)
+        self._free_pages = list(range(pages))
+        self._free_slots = list(range(slots))
+        self._held: set[Allocation] = set()
+        self._prefix_cache = prefix_cache
+
+    @property
+    def free_pages(self) -> int:
+        """Pages on the free list."""
+        return len(self._free_pages)
+
+    @property
+    def reclaimable_pages(self) -> int:
+        """Pages that only the prefix tree holds."""
+        return self.tree.unpinned
+
+    @property
+    def free_slots(self) -> int:
+        """Allocations that can be made."""
+        return len(self._free_slots)
+
+    def pages_for(self, tokens: int) -> int:
+        """How many pages that many tokens need."""
+        return -(-tokens // self.page_size)
+
+    def match(self, tokens: Sequence[int]) -> list[Node]:
+        """The shared pages that these tokens begin with; at least the last token is left over.
+
+        A full hit must recompute its last token, for its logits; pages in the tree are never
+        written, so the page that holds it is left out.
+        """
+        if not self._prefix_cache:
+            return []
+        return self.tree.match(tokens, (len(tokens) - 1) // self.page_size)
+
+    def cost(self, tokens: Sequence[int]) -> int:
+        """Free or reclaimable pages that `allocate` would take."""
+        path = self.match(tokens)
+        pinned = sum(node.pins > 0 for node in path)
+        return self.pages_for(len(tokens)) - pinned
+
+    def allocate(self, tokens: Sequence[int]) -> Allocation | None:
+        """A slot and pages for all of these tokens, the shared ones pinned; None: no room."""
+        path = self.match(tokens)
+        if not self._free_slots or self.cost(tokens) > self.free_pages + self.reclaimable_pages:
+            return None
+        for node in path:
+            self.tree.pin(node)
+        allocation = Allocation(self._free_slots.pop(), [node.page for node in path], path)
+        self._held.add(allocation)
+        grown = self.grow(allocation, len(tokens))
+        assert grown
+        return allocation
+
+    def grow(self, allocation: Allocation, tokens: int) -> bool:
+        """Add pages until that many tokens fit; False, and nothing is added: no room."""
+        missing = self.pages_for(tokens) - len(allocation.pages)
+        if missing > self.free_pages + self.reclaimable_pages:
+            return False
+        for _ in range(missing):
+            page = self._free_pages.pop() if self._free_pages else self.tree.evict()
+            allocation.pages.append(page)
+            allocation.private.add(page)
+        return True
+
+    def share(self, allocation: Allocation, tokens: Sequence[int], written: int) -> None:
+        """Put its full pages into the tree.
+
+        The caller vouches that the first `written` tokens are in the KV cache of all layers and
+        were delivered or sent by the client.
+        """
+        if not self._prefix_cache:
+            return
+        path, size = allocation.path, self.page_size
+        for i in range(len(path), written // size):
+            key = array("q", tokens[i * size : (i + 1) * size]).tobytes()
+            node = self.tree.child(path, key)
+            if node is None:
+                node = self.tree.add(path, key, allocation.pages[i])
+                allocation.private.remove(node.page)
+            else:
+                self.tree.pin(node)
+            path.append(node)
+
+    def give_up(self, allocation: Allocation) -> None:
+        """The request is through with it; freed now or when its last launch has ended."""
+        allocation.given_up = True
+        self._free_if_idle(allocation)
+
+    @property
+    def returning_pages(self) -> int:
+        """Pages that will be free when launches now in flight have ended."""
+        return sum(
+            len(a.private) + sum(node.pins == 1 for node in a.path)
+            for a in self._held
+            if a.given_up
+        )
+
+    def launched(self, allocation: Allocation, ticket: Ticket) -> None:
+        """A launch names it."""
+        allocation.in_flight += 1
+        allocation.last_ticket = ticket
+
+    def landed(self, allocation: Allocation) -> None:
+        """A launch that named it was reaped."""
+        allocation.in_flight -= 1
+        self._free_if_idle(allocation)
+
+    def _free_if_idle(self, allocation: Allocation) -> None:
+        if not allocation.given_up or allocation.in_flight:
+            return
+        self._held.remove(allocation)
+        self.tree.unpin(allocation.path)
+        self._free_pages.extend(allocation.private)
+        self._free_slots.append(allocation.slot)
+
+    def check(self) -> None:
+        """Assert that no page or slot is lost or owned twice and that all pins are accounted for."""
+        nodes = list(self.tree.nodes())
+        owned = [*self._free_pages, *(node.page for node in nodes)]
+        for allocation in self._held:
+            owned.extend(allocation.private)
+            assert allocation.private <= set(allocation.pages)
+        assert sorted(owned) == list(range(self.total_pages)), "a page is lost or owned twice"
+        pins: dict[Node, int] = {}
+        for allocation in self._held:
+            for node in allocation.path:
+                pins[node] = pins.get(node, 0) + 1
+        assert all(node.pins == pins.pop(node, 0) for node in nodes), "a pin is wrong"
+        assert not pins, "an evicted node is pinned"
+        assert self.tree.unpinned == sum(node.pins == 0 for node in nodes)
+        slots = [*self._free_slots, *(a.slot for a in self._held)]
+        assert len(set(slots)) == len(slots), "a slot is owned twice"

@@ -1,0 +1,307 @@
+"""From plan to work: admissions, slices, decode steps, and the memory they need."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from twolane.engine.kv import Allocation
+from twolane.engine.messages import Refused
+from twolane.engine.request import BatchChunk, Flight, Phase, PrefillBatch, Request
+from twolane.engine.state import State
+from twolane.estimate import Segment
+from twolane.lanes import Ticket
+from twolane.lanes.work import DecodeRow, DecodeWork, HybridWork, PrefillWork, PromptRow, Work
+from twolane.systems.plan import Chunk, DecodeSteps, Hybrid, Launch, Plan, PlanError, PrefillSlice
+from twolane.vocabulary import LANES, LaneName
+
+
+def carry_out(state: State, plan: Plan) -> bool:
+    """Do what the plan says, in the order of its fields; whether anything changed.
+
+    Raises:
+        PlanError: the plan is illegal; the state may be half changed.
+    """
+    for refusal in plan.refuse:
+        _refuse(state, refusal.request, refusal.message)
+    if plan.preempt:
+        _park(state)
+    if plan.admit:
+        _admit(state, plan.admit)
+    if plan.resume:
+        _resume(state)
+    flights = [_launch(state, launch, plan.reason) for launch in plan.launches]
+    return bool(plan.refuse or plan.preempt or plan.admit or plan.resume or any(flights))
+
+
+def joining(state: State, lane: LaneName) -> list[Request]:
+    """Requests whose prompt was launched to its end in this lane and is not done.
+
+    What is launched in the same lane next runs after their first token is sampled.
+    """
+    return [
+        chunk.request
+        for flight in state.flights[lane]
+        if flight.batch in state.launched
+        for chunk in flight.batch.chunks
+        if chunk.final and chunk.request.phase is Phase.PREFILL and chunk.request.to_generate > 0
+    ]
+
+
+def give_up_batch(state: State, batch: PrefillBatch) -> None:
+    """Its requests wait again, without their pages."""
+    for chunk in batch.chunks:
+        state.send_back(chunk.request)
+
+
+def _refuse(state: State, request_id: str, message: str) -> None:
+    request = state.requests.get(request_id)
+    if request is None or request not in state.queue:
+        raise PlanError(f"refuses {request_id}, which is not waiting in the queue")
+    state.queue.remove(request)
+    request.phase = Phase.FINISHED
+    del state.requests[request_id]
+    state.refused.append(Refused(request_id, "refused", message))
+    state.trace.request_end(request_id, state.now(), "refused", 0)
+
+
+def _park(state: State) -> None:
+    if state.open is None or state.parked is not None:
+        raise PlanError("preempts without an open batch, or while another is parked")
+    state.parked, state.open = state.open, None
+
+
+def _resume(state: State) -> None:
+    if state.parked is None or state.open is not None:
+        raise PlanError("resumes without a parked batch, or while another is open")
+    state.open, state.parked = state.parked, None
+
+
+def _admit(state: State, chunks: Sequence[Chunk]) -> None:
+    if state.open is not None:
+        raise PlanError("admits while a batch is open")
+    members = [_admit_one(state, chunk) for chunk in chunks]
+    state.open = PrefillBatch(members, opened=state.now())
+
+
+def _admit_one(state: State, chunk: Chunk) -> BatchChunk:
+    request = state.requests.get(chunk.request)
+    if request is None or request.phase is not Phase.WAITING:
+        raise PlanError(f"admits {chunk.request}, which is not waiting")
+    if not 1 <= chunk.n <= request.new:
+        raise PlanError(f"admits {chunk.n} tokens of {chunk.request}, which has {request.new}")
+    state.unwait(request)
+    allocation = request.allocation or _allocate(state, request)
+    request.phase = Phase.PREFILL
+    start, end = request.context, request.context + chunk.n
+    row = PromptRow(
+        slot=allocation.slot,
+        start=start,
+        tokens=request.tokens[start:end],
+        pages=allocation.pages,
+        sampling=request.sampling if end == len(request.tokens) else None,
+    )
+    return BatchChunk(request, allocation, start, chunk.n, row)
+
+
+def _allocate(state: State, request: Request) -> Allocation:
+    allocation = state.kv.allocate(request.tokens)
+    if allocation is None:
+        raise PlanError(f"admits {request.id}, for which there is no room")
+    request.allocation = allocation
+    request.context = len(allocation.path) * state.kv.page_size
+    if request.cached is None:
+        request.cached = request.context
+        state.counters.prefix_queries += len(request.tokens)
+        state.counters.prefix_hits += request.context
+    state.trace.request_event(request.id, "admitted", state.now(), reused=request.context)
+    return allocation
+
+
+def _launch(state: State, launch: Launch, reason: str) -> bool:
+    """Whether there was anything to launch."""
+    offered = {units for level in state.lanes.levels for units in level if units}
+    if launch.lane not in LANES or launch.units not in offered:
+        raise PlanError(f"launches on {launch.units} units of {launch.lane!r}; on offer: {offered}")
+    if isinstance(launch.work, PrefillSlice):
+        return _launch_slice(state, launch, launch.work, reason)
+    if isinstance(launch.work, Hybrid):
+        return _launch_hybrid(state, launch, reason)
+    return _launch_decode(state, launch, launch.work, reason)
+
+
+def _launch_slice(state: State, launch: Launch, part: PrefillSlice, reason: str) -> bool:
+    batch = state.open
+    if batch is None or part.first != batch.layers_launched:
+        raise PlanError(f"launches {part}, but that is not where the open batch is")
+    if not part.first < part.last <= state.layers:
+        raise PlanError(f"launches {part} of a model with {state.layers} layers")
+    chunks = batch.chunks
+    work = PrefillWork(
+        state=batch.state,
+        rows=tuple(chunk.row for chunk in chunks),
+        first=part.first,
+        last=part.last,
+        finishes=part.last == state.layers,
+    )
+    segments = [Segment(chunk.n, chunk.start) for chunk in chunks]
+    layer = state.estimator.prefill_layer(segments, launch.units)
+    predicted = layer * (part.last - part.first) if layer is not None else None
+    rows = [(chunk.request, chunk.allocation) for chunk in chunks]
+    _take_off(state, launch, work, rows, segments, predicted, reason, batch)
+    _advance(state, batch, chunks, part.last)
+    return True
+
+
+def _advance(state: State, batch: PrefillBatch, chunks: Sequence[BatchChunk], layers: int) -> None:
+    """Move the batch's launched frontier, and its requests' when the last layer is launched."""
+    batch.layers_launched = layers
+    if layers < state.layers:
+        return
+    state.open = None
+    state.launched.append(batch)
+    for chunk in chunks:
+        request = chunk.request
+        request.context = chunk.start + chunk.n
+        if chunk.final:
+            request.sampled = len(request.tokens) + 1
+        else:
+            state.wait(request)
+
+
+def _launch_decode(state: State, launch: Launch, steps: DecodeSteps, reason: str) -> bool:
+    if steps.k < 1:
+        raise PlanError(f"launches {steps.k} decode steps")
+    reserved = _reserve(state, launch.lane, steps.k)
+    if not reserved.rows:
+        return False
+    work = DecodeWork(tuple(_decode_row(r, n) for r, n in reserved.rows), reserved.k)
+    segments = [Segment(1, request.context) for request, _ in reserved.rows]
+    step = state.estimator.decode_step(segments, launch.units)
+    predicted = step * reserved.k if step is not None else None
+    rows = [(request, _held(request)) for request, _ in reserved.rows]
+    _take_off(state, launch, work, rows, segments, predicted, reason + reserved.note)
+    _advance_decode(reserved.rows)
+    return True
+
+
+def _launch_hybrid(state: State, launch: Launch, reason: str) -> bool:
+    batch = state.open
+    if batch is None or batch.layers_launched:
+        raise PlanError("launches a hybrid without an open batch, or one begun in slices")
+    reserved = _reserve(state, launch.lane, 1)
+    chunks = batch.chunks
+    work = HybridWork(
+        tuple(_decode_row(r, n) for r, n in reserved.rows), tuple(c.row for c in chunks)
+    )
+    segments = [Segment(1, request.context) for request, _ in reserved.rows]
+    segments += [Segment(chunk.n, chunk.start) for chunk in chunks]
+    rows = [(request, _held(request)) for request, _ in reserved.rows]
+    rows += [(chunk.request, chunk.allocation) for chunk in chunks]
+    predicted = state.estimator.hybrid(segments, launch.units)
+    _take_off(state, launch, work, rows, segments, predicted, reason + reserved.note, batch)
+    _advance_decode(reserved.rows)
+    _advance(state, batch, chunks, state.layers)
+    return True
+
+
+def _take_off(
+    state: State,
+    launch: Launch,
+    work: Work,
+    rows: Sequence[tuple[Request, Allocation]],
+    segments: Sequence[Segment],
+    predicted: float | None,
+    reason: str,
+    batch: PrefillBatch | None = None,
+) -> None:
+    after = _tickets_elsewhere(launch.lane, (allocation for _, allocation in rows))
+    ticket = state.lanes.launch(launch.lane, launch.units, work, after)
+    for _, allocation in rows:
+        state.kv.launched(allocation, ticket)
+    flight = Flight(launch, ticket, rows, segments, state.now(), batch, predicted, reason)
+    state.flights[launch.lane].append(flight)
+
+
+def _tickets_elsewhere(lane: LaneName, allocations: Iterable[Allocation]) -> list[Ticket]:
+    """What must end before these allocations may be touched in this lane.
+
+    A lane runs in order, so only launches in other lanes count; the last one that names an
+    allocation began after all the earlier ones had ended.
+    """
+    tickets = {id(t): t for a in allocations if (t := a.last_ticket) is not None}
+    return [t for t in tickets.values() if t.lane != lane and not t.done]
+
+
+def _held(request: Request) -> Allocation:
+    assert request.allocation is not None
+    return request.allocation
+
+
+def _decode_row(request: Request, steps: int) -> DecodeRow:
+    allocation = _held(request)
+    position = request.context
+    return DecodeRow(allocation.slot, position, steps, allocation.pages, request.sampling)
+
+
+def _advance_decode(rows: Sequence[tuple[Request, int]]) -> None:
+    for request, steps in rows:
+        request.context += steps
+        request.sampled += steps
+
+
+@dataclass(frozen=True, slots=True)
+class _Reserved:
+    rows: list[tuple[Request, int]]
+    """Requests with pages for so many steps."""
+    k: int
+    note: str
+
+
+def _reserve(state: State, lane: LaneName, k: int) -> _Reserved:
+    """Decode rows with pages for up to k steps each.
+
+    Pages come before the launch, for all its steps. Where they do not suffice, k is clipped;
+    where they do not suffice for one step, the parked prefill gives up its pages, then the
+    lowest and youngest decoding requests do. Their pages return when the launches that name
+    them have ended; rows that must wait for that sit out this launch.
+    """
+    ready = [*state.decoding, *joining(state, lane)]
+    rows = [request for request in ready if request.to_generate > 0]
+    clipped = k
+    while clipped > 1 and _missing(state, rows, clipped) > _available(state):
+        clipped -= 1
+    note = f" (k clipped from {k} to {clipped})" if clipped < k else ""
+    if _missing(state, rows, 1) > _available(state):
+        _make_room(state, rows)
+        rows = [request for request in rows if request.started]
+    reserved = []
+    for request in rows:
+        steps = min(clipped, request.to_generate)
+        if state.kv.grow(_held(request), request.context + steps):
+            reserved.append((request, steps))
+    return _Reserved(reserved, max((n for _, n in reserved), default=0), note)
+
+
+def _make_room(state: State, rows: Sequence[Request]) -> None:
+    """Give up pages until one step of the remaining rows fits, now or when pages have returned."""
+    if state.parked is not None:
+        give_up_batch(state, state.parked)
+        state.parked = None
+    # The first in rank is never sent back: with the pool to itself it fits, so there is progress.
+    victims = [request for request in rows if request.phase is Phase.DECODE][1:]
+    left = list(rows)
+    while victims and _missing(state, left, 1) > _available(state) + state.kv.returning_pages:
+        victim = victims.pop()
+        left.remove(victim)
+        state.send_back(victim)
+
+
+def _available(state: State) -> int:
+    return state.kv.free_pages + state.kv.reclaimable_pages
+
+
+def _missing(state: State, rows: Sequence[Request], k: int) -> int:
+    """Pages that k steps of these rows need beyond those they have."""
+    kv = state.kv
+    return sum(
+        max(0, kv.pages_for(r.context + min(k, r.to_generate)) - len(_held(r).pages)) for r in rows
+    )

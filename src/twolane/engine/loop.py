@@ -1,0 +1,36 @@
+"""The loop: the same for all systems, all devices and the simulator."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from twolane.engine.engine import Engine
+from twolane.engine.messages import Outputs, ToEngine
+
+
+class Port(Protocol):
+    """Where the engine's requests come from and its tokens go to, and how it sleeps."""
+
+    def receive(self) -> Sequence[ToEngine] | None:
+        """What has arrived since the last call, without blocking; None: stop."""
+
+    def send(self, news: Outputs) -> None:
+        """Hand news to the front."""
+
+    def wait(self, wake_at: float | None) -> None:
+        """Sleep until a message or a lane has news, or until `wake_at` on the lanes' clock.
+
+        News that came since the last `receive` counts: nothing is slept through.
+        """
+
+
+def run(engine: Engine, port: Port) -> None:
+    """Serve until the port says stop. Polls when woken, never blocks, never spins at rest."""
+    while (messages := port.receive()) is not None:
+        changed = engine.take(messages)
+        changed |= engine.reap()
+        plan = engine.plan()
+        changed |= engine.carry_out(plan)
+        if (news := engine.news()) is not None:
+            port.send(news)
+        if not changed:
+            port.wait(plan.wake_at)

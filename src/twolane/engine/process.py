@@ -1,0 +1,145 @@
+"""The engine process: model, lanes and loop behind two ZeroMQ sockets.
+
+Started as `python -m twolane.engine` with an `EngineStart` on its standard input. It lives as
+long as that pipe is open, and ends on SIGTERM.
+"""
+
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from types import FrameType
+
+import msgspec
+import zmq
+
+from twolane.engine.build import Built, build
+from twolane.engine.config import EngineStart
+from twolane.engine.loop import run
+from twolane.engine.messages import (
+    Fatal,
+    FromEngine,
+    Outputs,
+    Progress,
+    ToEngine,
+    decode_to_engine,
+    encode,
+)
+
+SEND_TIMEOUT_MS = 5000
+"""A front that does not read for so long is gone or stuck; its pipe tells which."""
+
+
+class Waker:
+    """Wakes the loop from another thread; wake-ups before the next wait are not lost."""
+
+    def __init__(self) -> None:
+        self.read_fd, self._write_fd = os.pipe()
+        os.set_blocking(self.read_fd, False)
+        os.set_blocking(self._write_fd, False)
+
+    def wake(self) -> None:
+        """Make the loop's wait return."""
+        with contextlib.suppress(BlockingIOError):  # the pipe is full: the loop will wake anyway
+            os.write(self._write_fd, b"x")
+
+    def clear(self) -> None:
+        """Forget the wake-ups so far."""
+        with contextlib.suppress(BlockingIOError):
+            while os.read(self.read_fd, 4096):
+                pass
+
+
+class ZmqPort:
+    """The loop's port to the front: messages, the front's pipe, and the lanes' wake-ups."""
+
+    def __init__(self, start: EngineStart, waker: Waker, clock: Callable[[], float]) -> None:
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
+        self._inbox = context.socket(zmq.PULL)
+        self._inbox.set_hwm(0)
+        self._inbox.connect(start.to_engine)
+        self._outbox = context.socket(zmq.PUSH)
+        self._outbox.set_hwm(0)
+        self._outbox.setsockopt(zmq.SNDTIMEO, SEND_TIMEOUT_MS)
+        self._outbox.connect(start.from_engine)
+        self._waker = waker
+        self._clock = clock
+        self._poller = zmq.Poller()
+        for source in (self._inbox, waker.read_fd, sys.stdin.fileno()):
+            self._poller.register(source, zmq.POLLIN)
+        self.stopped = False
+
+    def receive(self) -> Sequence[ToEngine] | None:
+        """See `Port.receive`."""
+        if self.stopped:
+            return None
+        messages: list[ToEngine] = []
+        while True:
+            try:
+                messages.append(decode_to_engine(self._inbox.recv(zmq.NOBLOCK)))
+            except zmq.Again:
+                return messages
+
+    def send(self, news: Outputs) -> None:
+        """See `Port.send`."""
+        self.tell(news)
+
+    def tell(self, message: FromEngine) -> None:
+        """Send any message to the front."""
+        self._outbox.send(encode(message))
+
+    def wait(self, wake_at: float | None) -> None:
+        """See `Port.wait`."""
+        timeout = None if wake_at is None else round(max(0.0, wake_at - self._clock()) * 1e3)
+        ready = dict(self._poller.poll(timeout))
+        self._waker.clear()
+        if sys.stdin.fileno() in ready:
+            self.stopped = True  # nothing but its end ever comes
+
+    def close(self) -> None:
+        """Let what was sent go out, within bounds."""
+        self._inbox.close(linger=0)
+        self._outbox.close(linger=1000)
+        zmq.Context.instance().term()
+
+
+def main() -> int:
+    """Serve until told to stop; the exit code."""
+    start = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineStart)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the front
+    waker = Waker()
+    built: Built | None = None
+    port = ZmqPort(start, waker, lambda: built.lanes.clock() if built else 0.0)
+
+    def stop(_signal: int, _frame: FrameType | None) -> None:
+        port.stopped = True
+        waker.wake()
+
+    signal.signal(signal.SIGTERM, stop)
+    try:
+        built = build(
+            start.config,
+            waker.wake,
+            progress=lambda stage, fraction: port.tell(Progress(stage, fraction)),
+        )
+        port.tell(built.ready)
+        run(built.engine, port)
+    except Exception as error:
+        port.tell(Fatal(_explain(error)))
+        return 1
+    finally:
+        if built is not None:
+            built.close()
+        port.close()
+    return 0
+
+
+def _explain(error: Exception) -> str:
+    """One line for the user; what nobody foresaw gets its type, and a traceback in the log."""
+    if isinstance(error, (ValueError, OSError, MemoryError)):
+        return str(error) or type(error).__name__
+    import traceback
+
+    traceback.print_exc()
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,149 @@
+"""From tickets to tokens: poll the lanes, deliver what is finished, settle what has landed."""
+
+from twolane.engine.kv import Allocation
+from twolane.engine.request import Flight, Phase, Request
+from twolane.engine.state import State
+from twolane.lanes import StepTokens
+from twolane.systems.plan import DecodeSteps, PrefillSlice
+
+
+def reap(state: State) -> bool:
+    """Deliver finished steps and settle finished launches; whether there were any.
+
+    Raises:
+        BaseException: what a lane ran into.
+    """
+    news = False
+    for flights in state.flights.values():
+        while flights:
+            flight = flights[0]
+            done = flight.ticket.done  # read before the steps: the last one comes before the end
+            news |= _deliver_steps(state, flight)
+            if not done:
+                break
+            if flight.ticket.error is not None:
+                raise flight.ticket.error
+            flights.popleft()
+            _settle(state, flight)
+            news = True
+    return news
+
+
+def _deliver_steps(state: State, flight: Flight) -> bool:
+    steps = flight.ticket.steps[flight.taken :]
+    flight.taken += len(steps)
+    for step in steps:
+        _deliver(state, flight, step)
+    return bool(steps)
+
+
+def _deliver(state: State, flight: Flight, step: StepTokens) -> None:
+    """Tokens are delivered per step, not per launch."""
+    for row, token in step:
+        request, allocation = flight.rows[row]
+        if _expected(request, allocation):
+            _receive(state, request, token)
+
+
+def _expected(request: Request, allocation: Allocation) -> bool:
+    """Whether results for that allocation still concern the request.
+
+    A request that was stopped, aborted or preempted after the launch has another allocation, or
+    none; what arrives for the old one is dropped.
+    """
+    return request.allocation is allocation
+
+
+def _receive(state: State, request: Request, token: int) -> None:
+    now = state.now()
+    request.tokens.append(token)
+    _note_latency(state, request, now)
+    if request.phase is not Phase.DECODE:
+        state.start_decode(request)
+    _share_full_pages(state, request)
+    state.say(request, [token], None)
+    params = request.sampling.params
+    eos = () if params.ignore_eos else request.sampling.eos_token_ids
+    # The sampler bans these before min_tokens.
+    if token in eos or token in params.stop_token_ids:
+        state.finish(request, "stop")
+    elif len(request.tokens) >= request.limit:
+        state.finish(request, "length")
+
+
+def _note_latency(state: State, request: Request, now: float) -> None:
+    if request.last_token_at is None:
+        request.first_token_at = now
+        state.recent["ttft"].add(now - request.arrival)
+    else:
+        state.recent["tbt"].add(now - request.last_token_at)
+    request.last_token_at = now
+    if request.generated > 1 and request.first_token_at is not None:
+        state.recent["tpot"].add((now - request.first_token_at) / (request.generated - 1))
+
+
+def _share_full_pages(state: State, request: Request) -> None:
+    """All but the last token, which is the next step's input, are in the KV cache."""
+    allocation = request.allocation
+    assert allocation is not None
+    written = len(request.tokens) - 1
+    if written // state.kv.page_size > len(allocation.path):
+        state.kv.share(allocation, request.tokens, written)
+
+
+def _settle(state: State, flight: Flight) -> None:
+    """The launch has ended: its pages may go, its batch moves on, the estimator learns."""
+    work = flight.launch.work
+    batch = flight.batch
+    if batch is not None:
+        batch.layers_done = work.last if isinstance(work, PrefillSlice) else state.layers
+        if batch.layers_done == state.layers:
+            state.launched.remove(batch)
+            for chunk in batch.chunks:
+                if not chunk.final:
+                    state.kv.share(chunk.allocation, chunk.request.tokens, chunk.start + chunk.n)
+    for _, allocation in flight.rows:
+        state.kv.landed(allocation)
+    _observe(state, flight)
+    _trace(state, flight)
+
+
+def _observe(state: State, flight: Flight) -> None:
+    work, units, seconds = flight.launch.work, flight.launch.units, flight.ticket.seconds
+    if isinstance(work, PrefillSlice):
+        layers = work.last - work.first
+        state.estimator.observe_prefill(flight.segments, layers, units, seconds)
+    elif isinstance(work, DecodeSteps):
+        steps = len(flight.ticket.steps)
+        state.estimator.observe_decode(flight.segments, units, seconds / steps)
+    else:
+        state.estimator.observe_hybrid(flight.segments, units, seconds)
+
+
+def _trace(state: State, flight: Flight) -> None:
+    ticket, work = flight.ticket, flight.launch.work
+    assert ticket.start is not None
+    assert ticket.end is not None
+    state.trace.launch(
+        ticket.lane,
+        _name(flight),
+        ticket.start,
+        ticket.end,
+        units=ticket.units,
+        work=type(work).__name__,
+        requests=[request.id for request, _ in flight.rows],
+        tokens=sum(segment.n for segment in flight.segments),
+        context=sum(segment.r for segment in flight.segments),
+        predicted=flight.predicted,
+        launched=flight.launched_at,
+        reason=flight.reason,
+    )
+
+
+def _name(flight: Flight) -> str:
+    work = flight.launch.work
+    if isinstance(work, PrefillSlice):
+        return f"layers {work.first}:{work.last}"
+    if isinstance(work, DecodeSteps):
+        return f"decode x{len(flight.ticket.steps)}"
+    return "hybrid"

@@ -1,0 +1,171 @@
+"""A request, a prefill batch and a launch in flight, as the engine keeps them."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from twolane.engine.kv import Allocation
+from twolane.engine.messages import Submit
+from twolane.estimate import Segment
+from twolane.lanes import Ticket
+from twolane.lanes.work import PrefillState, PromptRow, Sampling
+from twolane.systems.plan import Launch
+
+
+class Phase(Enum):
+    """Where a request is in its life."""
+
+    WAITING = "waiting"
+    """For prefill. Between two chunks of its prompt a request waits, too, and keeps its pages."""
+    PREFILL = "prefill"
+    """In a prefill batch, open, parked or launched to the end."""
+    DECODE = "decode"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One request. `systems.view.RequestView` is the part of it that systems see."""
+
+    id: str
+    tokens: list[int]
+    """The prompt and the output delivered so far; sent tokens are final."""
+    prompt_tokens: int
+    limit: int
+    """The most tokens, prompt and output, that it may grow to."""
+    priority: int
+    order: int
+    """Of arrival, unique."""
+    arrival: float
+    deadline: float | None
+    sampling: Sampling
+    lookup: Callable[["Request"], tuple[int, int]]
+    """Asks the prefix cache: (reused tokens, page cost)."""
+    phase: Phase = Phase.WAITING
+    allocation: Allocation | None = None
+    context: int = 0
+    """Tokens in the KV cache at the launched frontier."""
+    sampled: int = 0
+    """Tokens known, or sampled by a launch in flight; `len(tokens)` at the done frontier."""
+    cached: int | None = None
+    """Prompt tokens found in the prefix cache when first admitted."""
+    last_token_at: float | None = None
+    first_token_at: float | None = None
+
+    @property
+    def started(self) -> bool:
+        """Whether it holds a slot and pages."""
+        return self.allocation is not None
+
+    @property
+    def reused(self) -> int:
+        """Prompt tokens that need no computing."""
+        return self.context if self.started else self.lookup(self)[0]
+
+    @property
+    def new(self) -> int:
+        """Prompt tokens to compute."""
+        return len(self.tokens) - self.reused
+
+    @property
+    def page_cost(self) -> int:
+        """Free or reclaimable pages that admitting it takes."""
+        return 0 if self.started else self.lookup(self)[1]
+
+    @property
+    def generated(self) -> int:
+        """Output tokens delivered."""
+        return len(self.tokens) - self.prompt_tokens
+
+    @property
+    def to_generate(self) -> int:
+        """Output tokens it may still be launched for."""
+        return self.limit - max(self.sampled, len(self.tokens))
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Served in ascending order: priority, then age."""
+        return self.priority, self.order
+
+    @classmethod
+    def from_submit(
+        cls,
+        submit: Submit,
+        *,
+        order: int,
+        now: float,
+        max_model_len: int,
+        sampling: Sampling,
+        deadline: float | None,
+        lookup: Callable[["Request"], tuple[int, int]],
+    ) -> "Request":
+        """A new request, waiting."""
+        prompt = len(submit.prompt)
+        wanted = submit.params.max_tokens or max_model_len
+        return cls(
+            id=submit.id,
+            tokens=list(submit.prompt),
+            prompt_tokens=prompt,
+            limit=min(prompt + wanted, max_model_len),
+            priority=submit.priority,
+            order=order,
+            arrival=now,
+            deadline=deadline,
+            sampling=sampling,
+            lookup=lookup,
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BatchChunk:
+    """A request's part of a prefill batch, with the allocation it had when admitted."""
+
+    request: Request
+    allocation: Allocation
+    start: int
+    n: int
+    row: PromptRow
+
+    @property
+    def alive(self) -> bool:
+        """False once the request was aborted, or lost its pages."""
+        return self.request.allocation is self.allocation
+
+    @property
+    def final(self) -> bool:
+        """Whether the prompt ends here."""
+        return self.row.sampling is not None
+
+
+@dataclass(slots=True, eq=False)
+class PrefillBatch:
+    """Chunks that go through the layers together."""
+
+    members: list[BatchChunk]
+    opened: float
+    state: PrefillState = field(default_factory=PrefillState)
+    layers_launched: int = 0
+    layers_done: int = 0
+
+    @property
+    def chunks(self) -> Sequence[BatchChunk]:
+        """Those that are alive; the others leave at the next slice boundary."""
+        return [chunk for chunk in self.members if chunk.alive]
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """A launch and what the engine needs to know when its results arrive."""
+
+    launch: Launch
+    ticket: Ticket
+    rows: Sequence[tuple[Request, Allocation]]
+    """By the row numbers of the ticket's step tokens."""
+    segments: Sequence[Segment]
+    launched_at: float
+    batch: PrefillBatch | None = None
+    predicted: float | None = None
+    """Seconds."""
+    reason: str = ""
+    taken: int = 0
+    """Steps of the ticket that were delivered."""

@@ -1,0 +1,159 @@
+"""The engine's state: which request is where, and what is in flight."""
+
+import bisect
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from twolane.engine.kv import KVBooks
+from twolane.engine.messages import FinishReason, Output, Refused
+from twolane.engine.request import Flight, Phase, PrefillBatch, Request
+from twolane.engine.trace import Trace
+from twolane.estimate import Estimator
+from twolane.lanes import Lanes
+from twolane.systems.view import LaneView, Slo
+from twolane.vocabulary import LANES, LaneName
+
+WINDOW = 512
+
+
+class Window:
+    """The latest values of one latency, in seconds."""
+
+    def __init__(self) -> None:
+        self._values: deque[float] = deque(maxlen=WINDOW)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def add(self, seconds: float) -> None:
+        """A new value; the oldest one leaves when the window is full."""
+        self._values.append(seconds)
+
+    def percentile(self, q: float) -> float | None:
+        """The q-th percentile (0 to 100); None without values."""
+        return float(np.percentile(self._values, q)) if self._values else None
+
+
+@dataclass(slots=True)
+class Counters:
+    """Since the start."""
+
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    preemptions: int = 0
+
+
+@dataclass(slots=True)
+class State:
+    """Everything that the loop changes; only the loop's thread touches it."""
+
+    kv: KVBooks
+    lanes: Lanes
+    layers: int
+    estimator: Estimator
+    trace: Trace
+    slo: Slo = field(default_factory=Slo)
+    requests: dict[str, Request] = field(default_factory=dict)
+    """Those that are not finished, by id."""
+    queue: list[Request] = field(default_factory=list)
+    """Waiting and holding nothing, by rank."""
+    started: list[Request] = field(default_factory=list)
+    """Waiting between two chunks of their prompts, by rank."""
+    open: PrefillBatch | None = None
+    parked: PrefillBatch | None = None
+    launched: list[PrefillBatch] = field(default_factory=list)
+    """Launched to the last layer and not done, oldest first."""
+    decoding: list[Request] = field(default_factory=list)
+    """By rank."""
+    flights: dict[LaneName, deque[Flight]] = field(
+        default_factory=lambda: {lane: deque() for lane in LANES}
+    )
+    """Launches that were not reaped, in the order of their lane."""
+    recent: dict[str, Window] = field(
+        default_factory=lambda: {name: Window() for name in ("ttft", "tbt", "tpot")}
+    )
+    counters: Counters = field(default_factory=Counters)
+    outputs: dict[str, Output] = field(default_factory=dict)
+    """News for the front, by request."""
+    refused: list[Refused] = field(default_factory=list)
+
+    def now(self) -> float:
+        """Seconds on the lanes' clock."""
+        return self.lanes.clock()
+
+    def wait(self, request: Request) -> None:
+        """Put a request where it waits for prefill."""
+        request.phase = Phase.WAITING
+        line = self.started if request.started else self.queue
+        bisect.insort(line, request, key=lambda r: r.rank)
+
+    def unwait(self, request: Request) -> None:
+        """Take a request out of the waiting line."""
+        (self.started if request.started else self.queue).remove(request)
+
+    def start_decode(self, request: Request) -> None:
+        """Its prompt is done."""
+        request.phase = Phase.DECODE
+        bisect.insort(self.decoding, request, key=lambda r: r.rank)
+
+    def release(self, request: Request) -> None:
+        """Give up what the request holds; it is freed when the launches that name it have ended."""
+        if request.phase is Phase.DECODE:
+            self.decoding.remove(request)
+        if request.allocation is not None:
+            self.kv.give_up(request.allocation)
+        request.allocation = None
+        request.context = request.sampled = 0
+
+    def send_back(self, request: Request) -> None:
+        """The request loses its pages and will be computed anew from prompt and sent tokens."""
+        self.release(request)
+        self.wait(request)
+        self.counters.preemptions += 1
+        self.trace.request_event(request.id, "preempted", self.now())
+
+    def finish(self, request: Request, reason: FinishReason) -> None:
+        """The one way a request that was accepted ends."""
+        if request.phase is Phase.WAITING:
+            self.unwait(request)
+        self.release(request)
+        request.phase = Phase.FINISHED
+        del self.requests[request.id]
+        self.say(request, [], reason)
+        self.trace.request_end(request.id, self.now(), reason, request.generated)
+
+    def say(self, request: Request, tokens: Sequence[int], finish: FinishReason | None) -> None:
+        """Add to the news of this turn."""
+        old = self.outputs.get(request.id)
+        first = request.generated == len(tokens) and bool(tokens)
+        self.outputs[request.id] = Output(
+            id=request.id,
+            tokens=[*(old.tokens if old else ()), *tokens],
+            finish=finish,
+            cached=request.cached if first else (old.cached if old else None),
+        )
+
+    def drop_empty_batches(self) -> None:
+        """A batch whose last request has left is not launched any further."""
+        if self.open and not self.open.chunks:
+            self.open = None
+        if self.parked and not self.parked.chunks:
+            self.parked = None
+
+    def lane_view(self, lane: LaneName) -> LaneView:
+        """What is queued in a lane, and until when by prediction."""
+        flights = self.flights[lane]
+        if not flights:
+            return LaneView()
+        until: float | None = None
+        predictions = [flight.predicted for flight in flights]
+        known = [p for p in predictions if p is not None]
+        if len(known) == len(predictions):
+            begun = flights[0].ticket.start
+            now = self.now()
+            head_end = max(now, (now if begun is None else begun) + known[0])
+            until = head_end + sum(known[1:])
+        return LaneView(len(flights), flights[-1].launch.units, until)

@@ -1,0 +1,96 @@
+"""The trace of a run, in the JSON that Chrome and Perfetto open.
+
+Lanes are threads: one complete event ("X") for every launch, on the thread of its lane, named
+by its work, with units, requests, tokens, prediction and the plan's reason as arguments. Every
+request is an asynchronous slice; queue and KV use are counters. Times are microseconds since
+the trace began.
+"""
+
+import json
+from pathlib import Path
+from typing import Any, TextIO
+
+from twolane.vocabulary import LANES, LaneName
+
+LANE_THREADS: dict[LaneName, int] = {lane: i + 1 for i, lane in enumerate(LANES)}
+
+
+class Trace:
+    """Where the engine reports what happened; times are seconds on the lanes' clock.
+
+    This one writes nothing.
+    """
+
+    def request_begin(self, request: str, at: float, **args: Any) -> None:
+        """A request arrived."""
+
+    def request_event(self, request: str, name: str, at: float, **args: Any) -> None:
+        """Something happened to a request."""
+
+    def request_end(self, request: str, at: float, reason: str, tokens: int) -> None:
+        """A request ended."""
+
+    def launch(self, lane: LaneName, name: str, start: float, end: float, **args: Any) -> None:
+        """A launch ran in a lane."""
+
+    def note(self, name: str, at: float, **args: Any) -> None:
+        """Something the engine decided."""
+
+    def counters(self, at: float, **values: float) -> None:
+        """Gauges at a moment."""
+
+    def close(self) -> None:
+        """Nothing more will come."""
+
+
+class FileTrace(Trace):
+    """Writes events to a file as they come; the file is valid JSON once it is closed.
+
+    The viewers also read the file of a run that was killed.
+    """
+
+    def __init__(self, path: str | Path, began: float) -> None:
+        self._file: TextIO = Path(path).open("w", encoding="utf-8")  # noqa: SIM115
+        self._began = began
+        self._file.write("[\n")
+        self._write({"ph": "M", "name": "process_name", "args": {"name": "twolane"}}, last="")
+        for lane, thread in LANE_THREADS.items():
+            self._write({"ph": "M", "name": "thread_name", "tid": thread, "args": {"name": lane}})
+
+    def request_begin(self, request: str, at: float, **args: Any) -> None:
+        """See `Trace`."""
+        self._event("b", request, at, cat="request", id=request, args=args)
+
+    def request_event(self, request: str, name: str, at: float, **args: Any) -> None:
+        """See `Trace`."""
+        self._event("n", name, at, cat="request", id=request, args=args)
+
+    def request_end(self, request: str, at: float, reason: str, tokens: int) -> None:
+        """See `Trace`."""
+        args = {"finish": reason, "output_tokens": tokens}
+        self._event("e", request, at, cat="request", id=request, args=args)
+
+    def launch(self, lane: LaneName, name: str, start: float, end: float, **args: Any) -> None:
+        """See `Trace`."""
+        duration = round((end - start) * 1e6, 1)
+        self._event("X", name, start, tid=LANE_THREADS[lane], dur=duration, args=args)
+
+    def note(self, name: str, at: float, **args: Any) -> None:
+        """See `Trace`."""
+        self._event("i", name, at, s="p", args=args)
+
+    def counters(self, at: float, **values: float) -> None:
+        """See `Trace`."""
+        for name, value in values.items():
+            self._event("C", name, at, args={name: value})
+
+    def close(self) -> None:
+        """See `Trace`."""
+        self._file.write("\n]\n")
+        self._file.close()
+
+    def _event(self, kind: str, name: str, at: float, **more: Any) -> None:
+        self._write({"ph": kind, "name": name, "ts": round((at - self._began) * 1e6, 1), **more})
+
+    def _write(self, event: dict[str, Any], last: str = ",\n") -> None:
+        self._file.write(last + json.dumps({"pid": 1, "tid": 0, **event}))

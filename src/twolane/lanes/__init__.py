@@ -1,0 +1,65 @@
+"""Where work runs: ordered queues of device work, each bound to a share of the units.
+
+Lanes decide nothing. `Lanes.launch` queues work and returns at once; the `Ticket` tells what
+became of it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from twolane.lanes.work import Work
+from twolane.vocabulary import LaneName
+
+__all__ = ["Lanes", "StepTokens", "Ticket"]
+
+StepTokens = Sequence[tuple[int, int]]
+"""The tokens of one step: (row of the work, token)."""
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """A launch under way. Written by its lane, read by the engine, which polls it.
+
+    `steps` grows by one entry for every finished step (a prefill slice or hybrid pass is one
+    step), each before the lane goes on to the next; `end` is set last.
+    """
+
+    lane: LaneName
+    units: int
+    steps: list[StepTokens] = field(default_factory=list)
+    start: float | None = None
+    """Seconds, the lanes' clock, when the device began with it."""
+    end: float | None = None
+    error: BaseException | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether the device is through with it; nothing of it is read or written any more."""
+        return self.end is not None
+
+    @property
+    def seconds(self) -> float:
+        """How long the device worked on it; only when done."""
+        assert self.start is not None
+        assert self.end is not None
+        return self.end - self.start
+
+
+class Lanes(Protocol):
+    """The prefill lane, the decode lane and the whole device."""
+
+    units: int
+    """Of the device."""
+    levels: Sequence[tuple[int, int]]
+    """Partitions (prefill units, decode units) on offer, the solo ones (all, 0), (0, all) too."""
+
+    def launch(self, lane: LaneName, units: int, work: Work, after: Sequence[Ticket]) -> Ticket:
+        """Queue work behind what is queued in that lane; it begins when `after` is done.
+
+        Never blocks. The units of the prefill lane are counted from one end of the device, those
+        of the decode lane from the other: they overlap only if they add up to more than all.
+        """
+
+    def clock(self) -> float:
+        """Seconds, monotonic; the clock of the tickets."""

@@ -1,0 +1,63 @@
+"""The decisions: one file a system, each a pure function from view and memory to plan.
+
+A system is a frozen msgspec struct: its fields are its settings, its first docstring line is
+its description. Systems never import torch.
+"""
+
+from typing import Any, Protocol
+
+import msgspec
+
+from twolane.systems.chunked import Chunked
+from twolane.systems.plan import Plan
+from twolane.systems.prefill_first import PrefillFirst
+from twolane.systems.static_split import StaticSplit
+from twolane.systems.view import View
+
+__all__ = ["SYSTEMS", "System", "describe", "make_system"]
+
+
+class System(Protocol):
+    """A policy with its settings.
+
+    `memory` is its own small frozen state, handed back to it at the next scheduling point.
+    """
+
+    def start(self) -> Any:
+        """The memory before the first plan."""
+
+    def plan(self, view: View, memory: Any) -> tuple[Plan, Any]:
+        """What to launch now. No side effects: the same view and memory give the same plan."""
+
+
+SYSTEMS: dict[str, type[PrefillFirst | Chunked | StaticSplit]] = {
+    "prefill-first": PrefillFirst,
+    "chunked": Chunked,
+    "static-split": StaticSplit,
+}
+
+
+def describe(name: str) -> str:
+    """The system in a line."""
+    return (SYSTEMS[name].__doc__ or "").split("\n", 1)[0]
+
+
+def make_system(name: str, options: dict[str, str] | None = None) -> System:
+    """The system of that name with its settings given as text.
+
+    Raises:
+        ValueError: no such system, no such setting, or a value out of range; names both.
+    """
+    if name not in SYSTEMS:
+        raise ValueError(f"system {name!r} is unknown; there are: {', '.join(SYSTEMS)}")
+    kind = SYSTEMS[name]
+    settings = {field.name: field.default for field in msgspec.structs.fields(kind)}
+    for option in options or {}:
+        if option not in settings:
+            raise ValueError(
+                f"option {option!r} is not one of system {name}; it has: {', '.join(settings)}"
+            )
+    try:
+        return msgspec.convert(options or {}, kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"option of system {name}: {error}") from None

@@ -1,0 +1,30 @@
+"""Who is next for prefill: what every system that takes requests in order shares."""
+
+from twolane.systems.plan import Chunk
+from twolane.systems.view import View
+
+
+def next_chunks(view: View, budget: int, *, split: bool) -> tuple[Chunk, ...]:
+    """Chunks of the waiting requests, in order, of at most `budget` new tokens together.
+
+    With `split`, a prompt that exceeds the budget is cut; without, prompts are taken whole and
+    the first is taken even if it alone exceeds the budget. Nobody is overtaken: the first
+    request that does not fit ends the batch. A page for every decoding request is left over, so
+    that an admission does not lead straight to a preemption; a started prompt, which has its
+    pages, goes on whatever memory is left, or decode could wait for it for ever.
+    """
+    pages = view.free_pages + view.reclaimable_pages - len(view.decoding)
+    slots = view.free_slots
+    chunks: list[Chunk] = []
+    for request in view.waiting:
+        if not request.started:
+            pages -= request.page_cost
+            slots -= 1
+            if pages < 0 or slots < 0:
+                break
+        n = min(request.new, budget) if split else request.new
+        if n < 1 or (n > budget and chunks):
+            break
+        chunks.append(Chunk(request.id, n))
+        budget -= n
+    return tuple(chunks)

@@ -1,0 +1,177 @@
+"""The view: what a system may know at a scheduling point, read-only.
+
+Every request and batch has two frontiers: what is *done* (its ticket was reaped) and what is
+*launched* (queued in a lane or done). The protocols below are windows onto the engine's own
+objects, so that a view costs nothing to make; a system reads them and keeps no reference to
+them after `plan` returns.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from twolane.estimate import Estimator
+from twolane.vocabulary import LaneName
+
+
+class RequestView(Protocol):
+    """One request."""
+
+    @property
+    def id(self) -> str:
+        """Unique over the life of the engine."""
+
+    @property
+    def arrival(self) -> float:
+        """Seconds, the view's clock."""
+
+    @property
+    def priority(self) -> int:
+        """Lower is served earlier."""
+
+    @property
+    def deadline(self) -> float | None:
+        """When the TTFT SLO wants the first token, in seconds; None without an SLO."""
+
+    @property
+    def new(self) -> int:
+        """`n`: prompt tokens that no launched batch has computed and the prefix cache lacks."""
+
+    @property
+    def reused(self) -> int:
+        """`r`: prompt tokens in the prefix cache, or computed by chunks launched before."""
+
+    @property
+    def page_cost(self) -> int:
+        """Free or reclaimable pages that admitting this request takes; 0 once it holds them."""
+
+    @property
+    def started(self) -> bool:
+        """Whether it holds a slot and pages: some of its chunks were launched."""
+
+    @property
+    def generated(self) -> int:
+        """Output tokens delivered (the done frontier)."""
+
+    @property
+    def context(self) -> int:
+        """Tokens in its KV cache at the launched frontier."""
+
+    @property
+    def to_generate(self) -> int:
+        """Output tokens it may still be launched for, by its limits."""
+
+
+class ChunkView(Protocol):
+    """A request's part of a prefill batch."""
+
+    @property
+    def request(self) -> RequestView:
+        """Whose prompt it is."""
+
+    @property
+    def start(self) -> int:
+        """Tokens of the request before this chunk."""
+
+    @property
+    def n(self) -> int:
+        """New tokens."""
+
+
+class BatchView(Protocol):
+    """A prefill batch."""
+
+    @property
+    def chunks(self) -> Sequence[ChunkView]:
+        """Those of requests that are still alive."""
+
+    @property
+    def layers_launched(self) -> int:
+        """Layers queued in a lane or done."""
+
+    @property
+    def layers_done(self) -> int:
+        """Layers whose tickets were reaped."""
+
+    @property
+    def opened(self) -> float:
+        """When it was admitted, in seconds."""
+
+
+class Window(Protocol):
+    """The latest values of one latency, in seconds."""
+
+    def __len__(self) -> int: ...
+
+    def percentile(self, q: float) -> float | None:
+        """The q-th percentile (0 to 100); None without values."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """Latency bounds in seconds; None is no bound."""
+
+    ttft: float | None = None
+    ttft_per_token: float = 0.0
+    """Added for each new prompt token (Drift §5.1 gives 1 s per 1,024)."""
+    tbt: float | None = None
+    tpot: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LaneView:
+    """What one lane has to do."""
+
+    queued: int = 0
+    """Launches that are not done; the first of them is running."""
+    units: int = 0
+    """Of the launch queued last; 0 when idle."""
+    until: float | None = None
+    """When the queue will be empty by prediction, in seconds; None: no prediction."""
+
+    def due(self, now: float, lead: float) -> bool:
+        """Whether the lane wants another launch: idle, or predicted to be within `lead` seconds.
+
+        With no prediction, a lane that has one launch waits for it to end.
+        """
+        at = self.due_at(lead)
+        return self.queued == 0 or (at is not None and at <= now)
+
+    def due_at(self, lead: float) -> float | None:
+        """When a lane that has one launch will be due; None: when that launch ends."""
+        return self.until - lead if self.queued == 1 and self.until is not None else None
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """The state of the engine at one scheduling point."""
+
+    now: float
+    """Seconds, a monotonic clock."""
+    layers: int
+    units: int
+    levels: Sequence[tuple[int, int]]
+    """Partitions (prefill units, decode units) on offer, the solo ones too."""
+    waiting: Sequence[RequestView]
+    """Requests with new tokens and no open batch: started ones first, then by priority and age."""
+    batch: BatchView | None
+    """The open prefill batch: layers are left to launch."""
+    launched_batches: Sequence[BatchView]
+    """Batches that are launched to the last layer and not done, oldest first."""
+    parked: BatchView | None
+    """The preempted prefill batch."""
+    decoding: Sequence[RequestView]
+    """Requests that a decode step launched now would serve, oldest first."""
+    joining: Mapping[LaneName, Sequence[RequestView]]
+    """Requests whose prompt is launched to the end and not done, by the lane it was launched in:
+    a step launched in that same lane serves them too, for it runs after their prompt."""
+    lanes: Mapping[LaneName, LaneView]
+    free_pages: int
+    reclaimable_pages: int
+    """Pages that only the prefix cache holds."""
+    free_slots: int
+    """Requests that can be admitted beside those in prefill and decode."""
+    slo: Slo
+    recent: Mapping[str, Window]
+    """"ttft", "tbt" and "tpot" of the last requests."""
+    estimator: Estimator
