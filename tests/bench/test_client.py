@@ -294,3 +294,17 @@ def test_shared_blocks_reach_the_server(tmp_path):
     assert (len(first), len(second)) == (700, 600)
     assert first[:512] == second[:512]
     assert first[512:600] != second[512:600]
+
+
+def test_the_role_is_no_token_even_if_nothing_is_printed():
+    def script(number, body):
+        return [
+            (0.1, delta(role="assistant", content="")),
+            (0.4, delta(content="")),
+            (0.6, delta(content="")),
+            (0.6, delta("length")),
+            (0.6, DONE),
+        ]
+
+    record = outcome_of(script, endpoint="/v1/chat/completions")
+    assert list(record.token_times) == approx([0.4, 0.6])
