@@ -14,6 +14,7 @@ from fastapi.responses import StreamingResponse
 from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 from starlette.types import Receive, Scope, Send
 
 import twolane
@@ -181,8 +182,11 @@ def add_error_handlers(app: FastAPI, service: Service) -> None:
     async def http_error(request: Request, error: HTTPException) -> Response:
         code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "invalid")
         message = f"{request.method} {request.url.path}: {error.detail}"
-        refusal = ApiError(error.status_code, message, code=code, headers=error.headers)
-        return json_response(refusal.body, refusal.status_code)
+        headers = {"Allow": allowed_methods(app, request)} if error.status_code == 405 else None
+        refusal = ApiError(error.status_code, message, code=code, headers=headers or error.headers)
+        response = json_response(refusal.body, refusal.status_code)
+        response.headers.update(refusal.headers or {})
+        return response
 
     @app.exception_handler(GenerationRefused)
     async def engine_refused(request: Request, error: GenerationRefused) -> Response:
@@ -200,6 +204,13 @@ def add_error_handlers(app: FastAPI, service: Service) -> None:
     @app.exception_handler(Exception)
     async def internal(request: Request, error: Exception) -> Response:
         return json_response(error_body(500, "internal error", "internal_error"), 500)
+
+
+def allowed_methods(app: FastAPI, request: Request) -> str:
+    """Return the methods that the request's path has, as the Allow header lists them."""
+    routes = [route for route in app.routes if isinstance(route, APIRoute)]
+    fitting = [r for r in routes if r.matches(request.scope)[0] is not Match.NONE]
+    return ", ".join(sorted({method for route in fitting for method in route.methods or ()}))
 
 
 async def respond(

@@ -1,0 +1,120 @@
+"""A server as a user starts it, and a model small enough to start it often."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+TINY = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 128,
+    "max_position_embeddings": 65536,
+    "rms_norm_eps": 1e-5,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": True,
+}
+START_SECONDS = 120.0
+
+
+def write_tiny_model(path: Path) -> Path:
+    """Write the config of a tiny model without a tokenizer, for --load-format dummy."""
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(json.dumps(TINY))
+    return path
+
+
+class Served:
+    """A running `twolane serve`."""
+
+    def __init__(self, process: subprocess.Popen, announcement: str) -> None:
+        self.process = process
+        self.announcement = announcement
+        self.base = announcement.split(" | ")[1]
+
+    @property
+    def engine_pid(self) -> int:
+        children = Path(f"/proc/{self.process.pid}/task").glob("*/children")
+        (pid,) = {int(pid) for file in children for pid in file.read_text().split()}
+        return pid
+
+    def request(self, path: str, body: object | None = None, data: bytes | None = None):
+        """Return status, headers and parsed body."""
+        if body is not None:
+            data = json.dumps(body).encode()
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(self.base + path, data, headers)
+        try:
+            with urllib.request.urlopen(request, timeout=60) as response:
+                return response.status, response.headers, parsed(response.read())
+        except urllib.error.HTTPError as error:
+            return error.code, error.headers, parsed(error.read())
+
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics, their labels summed up."""
+        figures: dict[str, float] = {}
+        for line in self.request("/metrics")[2].splitlines():
+            if not line.startswith("#"):
+                name, value = line.rsplit(" ", 1)
+                name = name.split("{")[0].removeprefix("twolane:")
+                figures[name] = figures.get(name, 0.0) + float(value)
+        return figures
+
+
+def parsed(data: bytes):
+    try:
+        return json.loads(data)
+    except ValueError:
+        return data.decode()
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 30.0) -> object:
+    """Wait until `condition` returns something true, and return that."""
+    end = time.monotonic() + seconds
+    while not (result := condition()):
+        assert time.monotonic() < end, "the condition was not met in time"
+        time.sleep(0.02)
+    return result
+
+
+def alive(pid: int) -> bool:
+    """Whether a process exists and is no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@contextmanager
+def serving(*args: str, stderr: Path | None = None) -> Iterator[Served]:
+    """Run `twolane serve` on a free port; on leaving it is killed, its engine too."""
+    command = [sys.executable, "-m", "twolane", "serve", *args, "--port", "0"]
+    with (stderr or Path(os.devnull)).open("wb") as log:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
+    try:
+        line = process.stdout.readline()
+        assert line, f"the server ended with {process.wait()}"
+        yield Served(process, line.strip())
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        process.stdout.close()

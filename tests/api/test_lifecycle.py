@@ -1,0 +1,197 @@
+"""What becomes of requests and processes when something goes away."""
+
+import asyncio
+import http.client
+import json
+import os
+import signal
+import urllib.error
+import urllib.parse
+
+import aiohttp
+import pytest
+
+from .serving import alive, serving, wait_for
+
+LONG = {"prompt": [5, 6, 7], "max_tokens": 60_000, "ignore_eos": True}
+
+
+class Stream:
+    """A streamed completion, read as it comes."""
+
+    def __init__(self, served, body=LONG):
+        address = urllib.parse.urlsplit(served.base)
+        self.connection = http.client.HTTPConnection(address.hostname, address.port, timeout=60)
+        headers = {"Content-Type": "application/json"}
+        body = json.dumps({**body, "stream": True, "return_token_ids": True})
+        self.connection.request("POST", "/v1/completions", body, headers)
+        self.response = self.connection.getresponse()
+
+    def events(self):
+        """Yield the events until the stream ends."""
+        for line in self.response:
+            if line.startswith(b"data: ") and line != b"data: [DONE]\n":
+                yield json.loads(line[6:])
+
+    def next_token(self):
+        return next(self.events())["choices"][0]["token_ids"]
+
+    def close(self):
+        self.response.close()
+        self.connection.close()
+
+
+def quiet(served):
+    """Whether nothing runs any more."""
+    figures = served.metrics()
+    names = ("requests_in_flight", "num_requests_running", "num_requests_waiting")
+    return all(figures[name] == 0 for name in names)
+
+
+def test_a_client_that_leaves_a_stream_frees_the_engine(tiny):
+    stream = Stream(tiny)
+    stream.next_token()
+    assert tiny.metrics()["requests_in_flight"] == 1
+    stream.close()
+    wait_for(lambda: quiet(tiny))
+    assert tiny.metrics()["requests_aborted_total"] == 1
+
+
+def test_a_client_that_leaves_before_its_answer_frees_the_engine(tiny):
+    address = urllib.parse.urlsplit(tiny.base)
+    connection = http.client.HTTPConnection(address.hostname, address.port)
+    headers = {"Content-Type": "application/json"}
+    connection.request("POST", "/v1/completions", json.dumps(LONG), headers)
+    wait_for(lambda: tiny.metrics()["num_requests_running"] == 1)
+    connection.close()
+    wait_for(lambda: quiet(tiny))
+    assert tiny.metrics()["requests_aborted_total"] == 1
+
+
+def test_killing_the_engine_ends_streams_and_the_server(tiny, tmp_path):
+    stream = Stream(tiny)
+    stream.next_token()
+    engine = tiny.engine_pid
+    os.kill(engine, signal.SIGKILL)
+    *_, last = stream.events()
+    assert "signal 9" in last["error"]["message"]
+    assert tiny.request("/health")[0] == 503
+    assert tiny.request("/v1/completions", LONG)[0] == 503
+    assert tiny.process.wait(5) == 1
+    assert not alive(engine)
+
+
+def test_killing_the_server_ends_the_engine(tiny):
+    stream = Stream(tiny)
+    stream.next_token()
+    engine = tiny.engine_pid
+    tiny.process.kill()
+    wait_for(lambda: not alive(engine))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_drains(tiny, number):
+    stream = Stream(tiny, {**LONG, "max_tokens": 2000})
+    stream.next_token()
+    engine = tiny.engine_pid
+    tiny.process.send_signal(number)
+    *_, last = stream.events()
+    assert last["choices"][0]["finish_reason"] == "length"
+    assert tiny.process.wait(20) == 0
+    assert not alive(engine)
+
+
+def test_draining_is_bounded(tiny_model):
+    args = ("--load-format", "dummy", "--kv-tokens", "200000", "--drain-seconds", "0.3")
+    with serving(str(tiny_model), *args) as served:
+        stream = Stream(served)
+        stream.next_token()
+        served.process.send_signal(signal.SIGTERM)
+        *_, last = stream.events()
+        assert last["error"]["message"] == "the server is shutting down"
+        assert served.process.wait(10) == 0
+
+
+def test_a_second_signal_stops_at_once(tiny):
+    stream = Stream(tiny)
+    stream.next_token()
+    engine = tiny.engine_pid
+    tiny.process.send_signal(signal.SIGINT)
+    with pytest.raises((urllib.error.URLError, ConnectionError)):
+        wait_for(lambda: tiny.request("/health") and False)  # until nobody listens
+    tiny.process.send_signal(signal.SIGINT)
+    assert tiny.process.wait(5) == 0
+    assert not alive(engine)
+
+
+def test_a_terminals_interrupt_reaches_only_the_front(tiny):
+    assert os.getsid(tiny.engine_pid) != os.getsid(tiny.process.pid)
+
+
+def test_beyond_the_bound_requests_get_a_429(tiny_model):
+    args = ("--load-format", "dummy", "--kv-tokens", "200000", "--max-running", "1")
+    with serving(str(tiny_model), *args, "--max-queue", "1") as served:
+        running = Stream(served)
+        running.next_token()
+        address = urllib.parse.urlsplit(served.base)
+        queued = http.client.HTTPConnection(address.hostname, address.port)
+        headers = {"Content-Type": "application/json"}
+        queued.request("POST", "/v1/completions", json.dumps(LONG), headers)
+        wait_for(lambda: served.metrics()["requests_in_flight"] == 2)
+        for stream in (True, False):
+            status, got, body = served.request("/v1/completions", {**LONG, "stream": stream})
+            assert (status, body["error"]["code"]) == (429, "queue_full")
+            assert int(got["Retry-After"]) >= 1
+        queued.close()
+        wait_for(lambda: served.metrics()["requests_in_flight"] == 1)
+        running.close()
+        wait_for(lambda: quiet(served))
+
+
+def test_256_streams_at_a_bound_of_128(tiny_model):
+    async def one(session, url, index):
+        body = {
+            "prompt": [3 + (index + k) % 100 for k in range(200)],
+            "max_tokens": 20,
+            "ignore_eos": True,
+            "stream": True,
+            "return_token_ids": True,
+        }
+        async with session.post(url, json=body) as response:
+            if response.status == 429:
+                return "refused"
+            lines = [line async for line in response.content if line.startswith(b"data: ")]
+        assert lines.pop() == b"data: [DONE]\n"
+        choices = [json.loads(line[6:])["choices"][0] for line in lines]
+        assert sum(len(choice["token_ids"]) for choice in choices) == 20
+        return choices[-1]["finish_reason"]
+
+    async def all_of_them(base):
+        connector = aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(connector=connector) as session:
+            return await asyncio.gather(
+                *(one(session, f"{base}/v1/completions", index) for index in range(256))
+            )
+
+    args = ("--load-format", "dummy", "--kv-tokens", "20000", "--max-queue", "128")
+    with serving(str(tiny_model), *args) as served:
+        ends = asyncio.run(all_of_them(served.base))
+        assert set(ends) <= {"length", "refused"}
+        assert ends.count("length") >= 128
+        wait_for(lambda: quiet(served))
+        figures = served.metrics()
+        assert figures["requests_received_total"] == 256
+        assert figures["request_success_total"] == ends.count("length")
+
+
+def test_without_a_tokenizer_text_is_refused_and_ids_are_served(tiny):
+    for path, body in (
+        ("/v1/completions", {"prompt": "text"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "text"}]}),
+    ):
+        status, _, answer = tiny.request(path, body)
+        assert (status, answer["error"]["code"]) == (400, "invalid_prompt")
+        assert "without a tokenizer" in answer["error"]["message"]
+    body = {"prompt": [4, 5], "max_tokens": 3, "ignore_eos": True, "return_token_ids": True}
+    choice = tiny.request("/v1/completions", body)[2]["choices"][0]
+    assert (choice["text"], len(choice["token_ids"])) == ("", 3)

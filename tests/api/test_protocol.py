@@ -1,0 +1,155 @@
+import pytest
+from pydantic import ValidationError
+
+from twolane.api import protocol
+from twolane.api.errors import from_validation
+from twolane.api.protocol import ChatRequest, CompletionRequest
+from twolane.sampling import SamplingParams
+
+MESSAGES = [{"role": "user", "content": "Hi"}]
+
+
+def refusal(kind, body):
+    with pytest.raises(ValidationError) as caught:
+        kind.model_validate(body)
+    return from_validation(caught.value.errors())
+
+
+def unsupported(kind):
+    return [(name, neutral) for name, neutral in kind.unsupported.items()]
+
+
+@pytest.mark.parametrize(
+    ("kind", "least"), [(CompletionRequest, {"prompt": "x"}), (ChatRequest, {"messages": MESSAGES})]
+)
+class TestUnsupportedFields:
+    def test_neutral_values_are_accepted(self, kind, least):
+        for name, neutral in unsupported(kind):
+            for value in (None, *neutral):
+                kind.model_validate({**least, name: value})
+
+    def test_other_values_are_refused_by_name(self, kind, least):
+        for name, _ in unsupported(kind):
+            error = refusal(kind, {**least, name: {"other": "value"}})
+            assert (error.status_code, error.param) == (400, name)
+            assert error.code == "unsupported_parameter"
+
+    def test_true_is_not_one(self, kind, least):
+        assert refusal(kind, {**least, "n": True}).param == "n"
+        assert refusal(kind, {**least, "logprobs": 0}).param == "logprobs"
+
+    def test_unknown_fields_are_refused_by_name(self, kind, least):
+        error = refusal(kind, {**least, "temprature": 1})
+        assert (error.param, error.code) == ("temprature", "unknown_parameter")
+
+    def test_bookkeeping_fields_are_accepted(self, kind, least):
+        kind.model_validate({**least, **{name: {"any": ["thing"]} for name in protocol.INERT}})
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", "1"),
+        ("max_tokens", 1.5),
+        ("max_tokens", True),
+        ("max_tokens", 2**31),
+        ("top_k", 2**70),
+        ("stream", "yes"),
+        ("stop_token_ids", [-1]),
+        ("priority", 2**40),
+    ],
+)
+def test_wrong_types_name_the_field(field, value):
+    error = refusal(CompletionRequest, {"prompt": "x", field: value})
+    assert error.param.split("[")[0] == field
+    assert field in error.message
+
+
+@pytest.mark.parametrize("prompt", [None, 3, {"a": 1}, [1, "a"], [[1], "a"], [[1.5]], [True]])
+def test_a_wrong_prompt_is_one_clear_error(prompt):
+    error = refusal(CompletionRequest, {"prompt": prompt})
+    assert error.param == "prompt"
+    assert "list of token ids" in error.message
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompts"),
+    [
+        ("a", ["a"]),
+        (["a", "b"], ["a", "b"]),
+        ([1, 2], [[1, 2]]),
+        ([[1], [2, 3]], [[1], [2, 3]]),
+        ([0], [[0]]),
+    ],
+)
+def test_prompt_forms(prompt, prompts):
+    assert CompletionRequest.model_validate({"prompt": prompt}).prompts == prompts
+
+
+def test_messages_as_templates_know_them():
+    body = ChatRequest.model_validate(
+        {
+            "messages": [
+                {"role": "developer", "content": "Be brief."},
+                {"role": "user", "content": [{"type": "text", "text": t} for t in "ab"]},
+                {"role": "assistant", "content": "c", "refusal": None, "tool_calls": None},
+            ]
+        }
+    )
+    assert [m.for_template() for m in body.messages] == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "a\nb"},
+        {"role": "assistant", "content": "c"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        ({"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}, "content"),
+        ({"role": "tool", "content": "x"}, "role"),
+        ({"role": "user"}, "content"),
+        ({"role": "assistant", "content": "x", "tool_calls": [{}]}, "tool_calls"),
+    ],
+)
+def test_unserved_messages_are_refused(message, param):
+    assert refusal(ChatRequest, {"messages": [message]}).param.endswith(param)
+
+
+def test_sampling_defaults_are_openais():
+    completion = CompletionRequest.model_validate({"prompt": "x"})
+    chat = ChatRequest.model_validate({"messages": MESSAGES})
+    assert completion.sampling() == SamplingParams(max_tokens=16)
+    assert chat.sampling() == SamplingParams(max_tokens=None)
+
+
+def test_every_sampling_field_arrives():
+    given = {
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 7,
+        "min_p": 0.1,
+        "seed": 3,
+        "max_tokens": 5,
+        "min_tokens": 2,
+        "stop_token_ids": [4],
+        "ignore_eos": True,
+    }
+    params = CompletionRequest.model_validate({"prompt": "x", **given}).sampling()
+    assert params == SamplingParams(**{**given, "stop_token_ids": (4,)})
+
+
+def test_the_limit_is_named_as_the_client_did():
+    body = ChatRequest.model_validate({"messages": MESSAGES, "max_completion_tokens": 0})
+    with pytest.raises(ValueError, match=r"^max_completion_tokens must be at least 1"):
+        body.sampling()
+    error = refusal(
+        ChatRequest, {"messages": MESSAGES, "max_completion_tokens": 1, "max_tokens": 2}
+    )
+    assert error.param == "max_completion_tokens"
+
+
+def test_stream_options_need_a_stream():
+    body = {"prompt": "x", "stream_options": {"include_usage": True}}
+    assert refusal(CompletionRequest, body).param == "stream_options"
+    assert CompletionRequest.model_validate({**body, "stream": True}).include_usage

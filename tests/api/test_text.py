@@ -1,0 +1,109 @@
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
+
+from twolane.api.text import TextCodec, TextError, WindowDetokenizer
+
+VOCABULARY = 49152
+
+
+def pieces(detokenizer, tokens):
+    return [*(detokenizer.step(token) for token in tokens), detokenizer.flush()]
+
+
+@settings(max_examples=300, deadline=None)
+@given(tokens=st.lists(st.integers(0, VOCABULARY + 10), max_size=60))
+def test_pieces_of_any_tokens_make_the_full_decode(tokenizer, tokens):
+    codec = TextCodec(tokenizer)
+    whole = tokenizer.backend_tokenizer.decode(tokens, skip_special_tokens=True)
+    assert "".join(pieces(codec.detokenizer(), tokens)) == whole
+
+
+@settings(max_examples=300, deadline=None)
+@given(text=st.text(max_size=80))
+def test_pieces_of_any_text_make_the_full_decode(tokenizer, text):
+    # A piece that ended inside a character would leave a replacement character behind.
+    codec = TextCodec(tokenizer)
+    tokens = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
+    whole = tokenizer.backend_tokenizer.decode(tokens, skip_special_tokens=True)
+    assert "".join(pieces(codec.detokenizer(), tokens)) == whole
+
+
+def test_an_emoji_comes_whole(tokenizer):
+    tokens = tokenizer.backend_tokenizer.encode("👍🏽").ids
+    assert len(tokens) > 2
+    assert [p for p in pieces(TextCodec(tokenizer).detokenizer(), tokens) if p] == ["👍", "🏽"]
+
+
+def test_special_tokens_have_no_text(tokenizer):
+    tokens = tokenizer.backend_tokenizer.encode("<|im_start|>a<|im_end|>").ids
+    assert "".join(pieces(TextCodec(tokenizer).detokenizer(), tokens)) == "a"
+
+
+@pytest.fixture(scope="module")
+def sentencepiece():
+    """A byte-fallback tokenizer with decoders as Llama 2 has them."""
+    words = ["▁the", "▁cat", "s", "▁", "é", "a", "b"]
+    vocabulary = {"<unk>": 0}
+    vocabulary |= {f"<0x{byte:02X}>": byte + 1 for byte in range(256)}
+    vocabulary |= {word: 257 + place for place, word in enumerate(words)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [], byte_fallback=True, unk_token="<unk>"))
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    return tokenizer
+
+
+def test_sentencepiece_keeps_inner_spaces(sentencepiece):
+    parts = pieces(WindowDetokenizer(sentencepiece), [257, 258, 259, 260, 261])
+    assert parts == ["the", " cat", "s", " ", "é", ""]
+
+
+@settings(max_examples=200, deadline=None)
+@given(text=st.text(alphabet="the cats é日本👍", max_size=30))
+def test_window_pieces_make_the_full_decode(sentencepiece, text):
+    tokens = [byte + 1 for byte in text.encode()]
+    detokenizer = WindowDetokenizer(sentencepiece)
+    parts = [detokenizer.step(token) for token in tokens]
+    assert all("\ufffd" not in part for part in parts)
+    whole = sentencepiece.decode(tokens, skip_special_tokens=True)
+    assert "".join(parts) + detokenizer.flush() == whole
+
+
+def test_broken_bytes_are_not_held_for_ever(sentencepiece):
+    detokenizer = WindowDetokenizer(sentencepiece)
+    assert any(detokenizer.step(0x80 + 1) for _ in range(20))
+    assert len(detokenizer._window) < 20
+
+
+def test_without_a_tokenizer_text_is_refused():
+    codec = TextCodec(None)
+    assert pieces(codec.detokenizer(), [1, 2]) == ["", "", ""]
+    with pytest.raises(TextError, match="without a tokenizer"):
+        codec.encode("x")
+    with pytest.raises(TextError, match="without a tokenizer"):
+        codec.chat([{"role": "user", "content": "x"}])
+
+
+def test_chat_uses_the_template(tokenizer):
+    tokens = TextCodec(tokenizer).chat([{"role": "user", "content": "Hi"}])
+    text = tokenizer.backend_tokenizer.decode(tokens, skip_special_tokens=False)
+    assert text.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_a_template_that_fails_is_a_refusal(tokenizer):
+    class Broken:
+        backend_tokenizer = tokenizer.backend_tokenizer
+        chat_template = "{{ raise_exception('roles must alternate') }}"
+
+        def apply_chat_template(self, *args, **kwargs):
+            return tokenizer.apply_chat_template(*args, chat_template=self.chat_template, **kwargs)
+
+    with pytest.raises(TextError, match="roles must alternate"):
+        TextCodec(Broken()).chat([{"role": "user", "content": "Hi"}])
