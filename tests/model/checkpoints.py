@@ -42,7 +42,7 @@ _YARN_ROPE = {
     "rope_type": "yarn",
     "rope_theta": 10_000.0,
     "factor": 4.0,
-    "original_max_position_embeddings": 64,
+    "original_max_position_embeddings": 256,
 }
 
 
@@ -85,17 +85,28 @@ def make_checkpoint(family: str, path: Path, seed: int = 0, *, shards: int = 1) 
     model = AutoModelForCausalLM.from_config(_configs()[family], dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith(("norm.weight", "layernorm.weight")):
-                parameter.uniform_(0.5, 1.5)
-            elif name.endswith("bias"):
-                parameter.normal_(0.0, 0.5)
-            elif "embed_tokens" in name or "lm_head" in name:
-                parameter.normal_(0.0, 1.0)
-            else:
-                parameter.normal_(0.0, parameter.shape[1] ** -0.5)
+            _initialise(name, parameter, model.config.tie_word_embeddings)
     size = sum(p.numel() * 4 for p in model.parameters())
     model.save_pretrained(path, max_shard_size=size // shards + 1)
     return path
+
+
+def _initialise(name: str, parameter: torch.Tensor, tied: bool) -> None:
+    """Sharp attention that outweighs the token's own embedding, and far apart logits."""
+    if name == "model.norm.weight":
+        parameter.uniform_(*((4.0, 12.0) if tied else (0.5, 1.5)))
+    elif name.endswith(("q_norm.weight", "k_norm.weight")):
+        parameter.uniform_(0.7, 1.9)
+    elif name.endswith("norm.weight"):
+        parameter.uniform_(0.5, 1.5)
+    elif name.endswith("bias"):
+        parameter.normal_(0.0, 0.3)
+    elif name.endswith(("embed_tokens.weight", "lm_head.weight")):
+        # A tied embedding that outweighs the layers would predict the token it was given.
+        parameter.normal_(0.0, 0.15 if tied else 1.0)
+    else:
+        gain = 1.5 if ".self_attn." in name else 1.0
+        parameter.normal_(0.0, gain * parameter.shape[1] ** -0.5)
 
 
 def reference(path: Path) -> PreTrainedModel:

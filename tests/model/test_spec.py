@@ -1,0 +1,168 @@
+import json
+
+import pytest
+import torch
+from transformers import (
+    AutoConfig,
+    GemmaConfig,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from twolane.model.rope import frequencies
+from twolane.model.shapes import SHAPES
+from twolane.model.spec import (
+    RopeSpec,
+    UnsupportedModel,
+    spec_from_config,
+    spec_from_directory,
+)
+
+PUBLISHED = {
+    "llama-3.1-8b": 8_030_261_248,
+    "llama-3.1-70b": 70_553_706_496,
+    "codellama-34b": 33_743_970_304,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-14b": 14_768_307_200,
+    "qwen3-32b": 32_762_123_264,
+    "smollm2-135m-instruct": 134_515_008,
+}
+"""Parameters that the models' safetensors files hold."""
+
+
+def named(config, architecture):
+    config.architectures = [architecture]
+    return config
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_shapes_have_the_published_size(name):
+    assert SHAPES[name].parameters == PUBLISHED[name]
+
+
+def test_kv_bytes_per_token():
+    assert SHAPES["llama-3.1-8b"].kv_bytes_per_token(2) == 131_072
+
+
+def test_qwen2_ignores_a_window_that_is_off():
+    config = named(Qwen2Config(use_sliding_window=False, sliding_window=100), "Qwen2ForCausalLM")
+    spec = spec_from_config(config)
+    assert spec.sliding_window is None
+    assert spec.window(0) is None
+
+
+def test_windows():
+    mistral = spec_from_config(
+        named(MistralConfig(sliding_window=64, num_hidden_layers=2), "MistralForCausalLM")
+    )
+    assert [mistral.window(i) for i in range(2)] == [64, 64]
+    qwen = Qwen3Config(
+        use_sliding_window=True, sliding_window=32, max_window_layers=1, num_hidden_layers=3
+    )
+    assert [spec_from_config(named(qwen, "Qwen3ForCausalLM")).window(i) for i in range(3)] == [
+        None,
+        32,
+        32,
+    ]
+
+
+def test_end_tokens_of_both_configs_count(tmp_path):
+    named(LlamaConfig(eos_token_id=[5, 6]), "LlamaForCausalLM").save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [6, 7]}))
+    assert spec_from_directory(tmp_path).eos_token_ids == (5, 6, 7)
+
+
+def test_configs_written_before_rope_parameters(tmp_path):
+    raw = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "rope_theta": 500_000.0,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+    }
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    assert spec_from_directory(tmp_path).rope == SHAPES["llama-3.1-8b"].rope
+    raw["rope_scaling"] = {"type": "linear", "factor": 2.0}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    assert spec_from_directory(tmp_path).rope == RopeSpec(500_000.0, "linear", 2.0)
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"rope_type": "linear", "factor": 3.0},
+        {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768},
+        {
+            "rope_type": "yarn",
+            "factor": 16.0,
+            "original_max_position_embeddings": 4096,
+            "attention_factor": 0.8,
+            "beta_fast": 20,
+            "beta_slow": 2,
+            "truncate": False,
+        },
+    ],
+)
+def test_frequencies_are_those_of_transformers(scaling):
+    config = Qwen3Config(
+        head_dim=128,
+        max_position_embeddings=131_072,
+        rope_parameters={"rope_theta": 1e6, **scaling},
+    )
+    rope = spec_from_config(named(config, "Qwen3ForCausalLM")).rope
+    want, scale = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config)
+    torch.testing.assert_close(frequencies(rope, 128), want, rtol=1e-6, atol=0.0)
+    assert rope.attention_factor == pytest.approx(scale)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            named(GemmaConfig(), "GemmaForCausalLM"),
+            "architecture 'GemmaForCausalLM'; these work: LlamaForCausalLM, MistralForCausalLM, "
+            "Qwen2ForCausalLM, Qwen3ForCausalLM",
+        ),
+        (named(LlamaConfig(hidden_act="gelu"), "LlamaForCausalLM"), "activation 'gelu'"),
+        (
+            named(
+                LlamaConfig(rope_parameters={"rope_type": "dynamic", "factor": 2.0}),
+                "LlamaForCausalLM",
+            ),
+            "rope type 'dynamic'; these work: default, linear, llama3, yarn",
+        ),
+    ],
+)
+def test_refused_by_name(config, message):
+    with pytest.raises(UnsupportedModel, match=message):
+        spec_from_config(config)
+
+
+def test_refused_before_transformers_is_asked(tmp_path):
+    (tmp_path / "config.json").write_text(
+        json.dumps({"architectures": ["MambaNextForCausalLM"], "model_type": "mamba-next"})
+    )
+    with pytest.raises(UnsupportedModel, match="'MambaNextForCausalLM'"):
+        spec_from_directory(tmp_path)
+    config = AutoConfig.for_model("llama", architectures=["LlamaForCausalLM"]).to_dict()
+    config["quantization_config"] = {"quant_method": "gptq"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModel, match="quantisation 'gptq'"):
+        spec_from_directory(tmp_path)
+    with pytest.raises(ValueError, match=r"no config\.json"):
+        spec_from_directory(tmp_path / "nowhere")
