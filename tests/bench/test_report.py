@@ -121,6 +121,7 @@ def test_summary_shows_outcomes_latencies_slos_and_warnings():
         "25.00%",
         "TBT, of all gaps owed",
         "75.00%",
+        "full",
     ):
         assert part in page
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import msgspec
 from rich.console import Group, RenderableType
+from rich.markup import escape
 from rich.table import Table
 
 from twolane import __version__
@@ -71,11 +72,11 @@ def warnings(result: Result) -> list[str]:
     found = []
     lag = metrics.lag.percentiles[99.0] or 0.0
     if lag > LAG_BOUND and rate_label(result) != "inf":
-        found.append(f"the client is a bottleneck: 1 % of requests left {_ms(lag)} ms late or more")
+        found.append(f"the client is a bottleneck: it sent up to {_ms(lag)} ms late (P99)")
     loop = result.loop_lag.percentiles[99.0] or 0.0
     if loop > LAG_BOUND:
         found.append(
-            f"the client is a bottleneck: its clock readings are up to {_ms(loop)} ms late (P99)"
+            f"the client is a bottleneck: it read the clock up to {_ms(loop)} ms late (P99)"
         )
     if (metrics.tokens_per_chunk or 0.0) > CHUNK_BOUND:
         found.append(
@@ -92,11 +93,21 @@ def warnings(result: Result) -> list[str]:
     return found
 
 
+def first_errors(result: Result) -> list[tuple[str, str]]:
+    """For each kind of failure, what the first request that ended so was told."""
+    errors: dict[str, str] = {}
+    for record in result.records:
+        if not record.ok:
+            errors.setdefault(record.outcome, record.error)
+    return sorted(errors.items())
+
+
 def summary(result: Result) -> RenderableType:
     """Tables of counts, latencies and SLOs, and the warnings, for a terminal."""
     parts: list[RenderableType] = [_counts_table(result), _latency_table(result)]
     if result.config.goodput:
         parts.append(_slo_table(result))
+    parts += [f"[red]{kind}[/red]: {escape(error)}" for kind, error in first_errors(result)]
     parts += [f"[yellow]Warning:[/yellow] {text}" for text in warnings(result)]
     return Group(*parts)
 
