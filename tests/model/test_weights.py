@@ -1,0 +1,115 @@
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from twolane.model.hub import resolve
+from twolane.model.weights import WeightsError, load_decoder
+
+from .checkpoints import make_checkpoint
+from .passes import Pool, in_chunks, prompt
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    return make_checkpoint("llama31", tmp_path / "model", seed=3)
+
+
+def edit(checkpoint, change):
+    file = checkpoint / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file, {"format": "pt"})
+
+
+def test_missing_tensors_are_named(checkpoint):
+    edit(checkpoint, lambda t: t.pop("model.layers.2.mlp.up_proj.weight"))
+    with pytest.raises(WeightsError, match=r"missing tensors: model\.layers\.2\.mlp\.up_proj\.w"):
+        load_decoder(resolve(str(checkpoint)))
+
+
+def test_surplus_tensors_are_named(checkpoint):
+    edit(checkpoint, lambda t: t.update({"model.layers.0.self_attn.q_proj.bias": torch.ones(64)}))
+    with pytest.raises(WeightsError, match=r"surplus tensors: model\.layers\.0\.self_attn\.q_p"):
+        load_decoder(resolve(str(checkpoint)))
+
+
+def test_misshapen_tensors_are_named(checkpoint):
+    edit(checkpoint, lambda t: t.update({"model.norm.weight": torch.ones(63)}))
+    with pytest.raises(WeightsError, match=r"model\.norm\.weight \[63\] instead of \[64\]"):
+        load_decoder(resolve(str(checkpoint)))
+
+
+def test_long_lists_are_cut(checkpoint):
+    edit(checkpoint, lambda t: [t.pop(n) for n in list(t) if "mlp" in n])
+    with pytest.raises(WeightsError, match=r"and 7 more$"):
+        load_decoder(resolve(str(checkpoint)))
+
+
+def test_tied_embeddings_may_be_stored_twice_but_not_differ(checkpoint):
+    tokens = prompt(10)
+    want = in_chunks(load_decoder(resolve(str(checkpoint))), tokens, [10])
+    buffers = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
+    edit(
+        checkpoint,
+        lambda t: t.update(buffers | {"lm_head.weight": t["model.embed_tokens.weight"].clone()}),
+    )
+    assert torch.equal(in_chunks(load_decoder(resolve(str(checkpoint))), tokens, [10]), want)
+    edit(checkpoint, lambda t: t["lm_head.weight"].mul_(2))
+    with pytest.raises(WeightsError, match=r"lm_head\.weight differs"):
+        load_decoder(resolve(str(checkpoint)))
+
+
+def test_broken_files(checkpoint):
+    source = resolve(str(checkpoint))
+    file = checkpoint / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:1000])
+    with pytest.raises(ValueError, match="not a whole safetensors file"):
+        load_decoder(source)
+    file.rename(checkpoint / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"neither model\.safetensors nor"):
+        load_decoder(source)
+    index = {"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
+    (checkpoint / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=r"lacks model-00001-of-00002\.safetensors"):
+        load_decoder(source)
+
+
+def test_dummy_weights_follow_the_seed(checkpoint):
+    (checkpoint / "model.safetensors").unlink()
+    source = resolve(str(checkpoint), "dummy")
+    one, same, other = (
+        load_decoder(source, load_format="dummy", seed=s).weights.layers[1].down for s in (1, 1, 2)
+    )
+    assert torch.equal(one, same)
+    assert not torch.equal(one, other)
+    assert 0.01 < float(one.std()) < 0.03
+
+
+def test_dummy_shape_needs_no_files(monkeypatch, tmp_path):
+    monkeypatch.setenv("TWOLANE_CACHE", str(tmp_path))
+    source = resolve("smollm2-135m-instruct", "dummy")
+    decoder = load_decoder(source, load_format="dummy", max_positions=16_384, dtype="bfloat16")
+    assert decoder.spec.max_positions == 16_384
+    assert decoder.dtype == torch.bfloat16
+    assert source.tokenizer is None
+    assert not list(tmp_path.iterdir())
+    logits = in_chunks(decoder, prompt(5), [5])
+    assert logits.isfinite().all()
+
+
+def test_progress_and_arguments(checkpoint):
+    seen: list[tuple[str, float]] = []
+    load_decoder(resolve(str(checkpoint)), progress=lambda *news: seen.append(news))
+    assert seen == [("weights", i / 4) for i in range(5)]
+    with pytest.raises(ValueError, match="dtype must be one of"):
+        load_decoder(resolve(str(checkpoint)), dtype="int8")
+
+
+def test_the_pool_takes_the_bytes_it_says(checkpoint):
+    decoder = load_decoder(resolve(str(checkpoint)))
+    pool = Pool(decoder, pages=10)
+    held = sum(layer.numel() * layer.itemsize for layer in pool.kv.layers)
+    assert held == 10 * pool.kv.bytes_per_page(decoder.spec, 8, decoder.dtype)
+    assert pool.kv.k[0].shape == pool.kv.v[0].shape == (80, 2, 16)
