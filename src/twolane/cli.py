@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, get_args
 import typer
 
 import twolane
+from twolane.bench.cli import app as bench_app
 from twolane.engine.config import DType, EngineConfig, LoadFormat
 from twolane.sampling import SamplingParams
 
@@ -293,19 +294,7 @@ def doctor() -> None:
     raise typer.Exit(0 if report() else 1)
 
 
-@app.command(
-    add_help_option=False,
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-)
-def bench(context: typer.Context) -> None:
-    """Measure any server with OpenAI's API: `twolane bench serve --help`."""
-    try:
-        from twolane.bench.cli import app as bench_app
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.startswith("twolane"):
-            raise
-        raise fail(f"bench needs {error.name}: pip install 'twolane[bench]'") from error
-    bench_app(context.args, prog_name="twolane bench")
+app.add_typer(bench_app, name="bench")
 
 
 def main() -> None:
