@@ -55,7 +55,10 @@ def pair_rows(tensor: torch.Tensor, head_dim: int) -> torch.Tensor:
 
 
 class Decoder:
-    """The transformer. It keeps no state between calls, so that several threads can share it."""
+    """The transformer. It keeps no state between calls, so that several threads can share it.
+
+    Call it under `torch.inference_mode()`, which makes a decode step a few percent shorter.
+    """
 
     def __init__(self, spec: ModelSpec, weights: Weights) -> None:
         self.spec = spec

@@ -12,11 +12,8 @@ from safetensors import safe_open
 
 from twolane.model.decoder import Decoder, LayerWeights, Weights, pair_rows
 from twolane.model.gguf import GGUFModel
-from twolane.model.hub import ModelSource
+from twolane.model.hub import ModelSource, Progress
 from twolane.model.spec import ModelSpec
-
-Progress = Callable[[str, float], None]
-"""Called with a stage and the fraction of it that is done."""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
