@@ -39,9 +39,9 @@ def joining(state: State, lane: LaneName) -> list[Request]:
     """
     return [
         chunk.request
-        for flight in state.flights[lane]
-        if flight.batch in state.launched
-        for chunk in flight.batch.chunks
+        for batch in state.launched
+        if batch.last_lane == lane
+        for chunk in batch.chunks
         if chunk.final and chunk.request.phase is Phase.PREFILL and chunk.request.to_generate > 0
     ]
 
@@ -147,15 +147,18 @@ def _launch_slice(state: State, launch: Launch, part: PrefillSlice, reason: str)
     predicted = layer * (part.last - part.first) if layer is not None else None
     rows = [(chunk.request, chunk.allocation) for chunk in chunks]
     _take_off(state, launch, work, rows, segments, predicted, reason, batch)
-    _advance(state, batch, chunks, part.last)
+    _advance(state, batch, chunks, launch.lane, part.last)
     return True
 
 
-def _advance(state: State, batch: PrefillBatch, chunks: Sequence[BatchChunk], layers: int) -> None:
+def _advance(
+    state: State, batch: PrefillBatch, chunks: Sequence[BatchChunk], lane: LaneName, layers: int
+) -> None:
     """Move the batch's launched frontier, and its requests' when the last layer is launched."""
     batch.layers_launched = layers
     if layers < state.layers:
         return
+    batch.last_lane = lane
     state.open = None
     state.launched.append(batch)
     for chunk in chunks:
@@ -199,7 +202,7 @@ def _launch_hybrid(state: State, launch: Launch, reason: str) -> bool:
     predicted = state.estimator.hybrid(segments, launch.units)
     _take_off(state, launch, work, rows, segments, predicted, reason + reserved.note, batch)
     _advance_decode(reserved.rows)
-    _advance(state, batch, chunks, state.layers)
+    _advance(state, batch, chunks, launch.lane, state.layers)
     return True
 
 
@@ -218,7 +221,7 @@ def _take_off(
     for _, allocation in rows:
         state.kv.launched(allocation, ticket)
     flight = Flight(launch, ticket, rows, segments, state.now(), batch, predicted, reason)
-    state.flights[launch.lane].append(flight)
+    state.flights.append(flight)
 
 
 def _tickets_elsewhere(lane: LaneName, allocations: Iterable[Allocation]) -> list[Ticket]:

@@ -13,28 +13,29 @@ def reap(state: State) -> bool:
     Raises:
         BaseException: what a lane ran into.
     """
+    # The lanes run on while they are polled. A launch that another one waits for was launched
+    # before it; polled after it, it is seen to have ended whenever the other is seen to have
+    # begun. So: poll the latest launch first, deliver the earliest first.
+    polled = [(flight, *_poll(flight)) for flight in reversed(state.flights)][::-1]
     news = False
-    for flights in state.flights.values():
-        while flights:
-            flight = flights[0]
-            done = flight.ticket.done  # read before the steps: the last one comes before the end
-            news |= _deliver_steps(state, flight)
-            if not done:
-                break
-            if flight.ticket.error is not None:
-                raise flight.ticket.error
-            flights.popleft()
+    for flight, done, steps in polled:
+        for step in steps:
+            _deliver(state, flight, step)
+        if done:
             _settle(state, flight)
-            news = True
+        news |= done or bool(steps)
     return news
 
 
-def _deliver_steps(state: State, flight: Flight) -> bool:
-    steps = flight.ticket.steps[flight.taken :]
+def _poll(flight: Flight) -> tuple[bool, list[StepTokens]]:
+    """Whether the launch has ended, and the steps it has finished since the last time."""
+    ticket = flight.ticket
+    done = ticket.done  # read first: the last step comes before the end
+    if done and ticket.error is not None:
+        raise ticket.error
+    steps = ticket.steps[flight.taken :]
     flight.taken += len(steps)
-    for step in steps:
-        _deliver(state, flight, step)
-    return bool(steps)
+    return done, steps
 
 
 def _deliver(state: State, flight: Flight, step: StepTokens) -> None:
@@ -93,6 +94,7 @@ def _share_full_pages(state: State, request: Request) -> None:
 
 def _settle(state: State, flight: Flight) -> None:
     """The launch has ended: its pages may go, its batch moves on, the estimator learns."""
+    state.flights.remove(flight)
     work = flight.launch.work
     batch = flight.batch
     if batch is not None:

@@ -10,6 +10,7 @@ from twolane.estimate import Segment
 from twolane.lanes import Ticket
 from twolane.lanes.work import PrefillState, PromptRow, Sampling
 from twolane.systems.plan import Launch
+from twolane.vocabulary import LaneName
 
 
 class Phase(Enum):
@@ -146,6 +147,8 @@ class PrefillBatch:
     state: PrefillState = field(default_factory=PrefillState)
     layers_launched: int = 0
     layers_done: int = 0
+    last_lane: LaneName | None = None
+    """Where its last layers were launched, once they are."""
 
     @property
     def chunks(self) -> Sequence[BatchChunk]:

@@ -14,7 +14,7 @@ from twolane.engine.trace import Trace
 from twolane.estimate import Estimator
 from twolane.lanes import Lanes
 from twolane.systems.view import LaneView, Slo
-from twolane.vocabulary import LANES, LaneName
+from twolane.vocabulary import LaneName
 
 WINDOW = 512
 
@@ -68,10 +68,8 @@ class State:
     """Launched to the last layer and not done, oldest first."""
     decoding: list[Request] = field(default_factory=list)
     """By rank."""
-    flights: dict[LaneName, deque[Flight]] = field(
-        default_factory=lambda: {lane: deque() for lane in LANES}
-    )
-    """Launches that were not reaped, in the order of their lane."""
+    flights: list[Flight] = field(default_factory=list)
+    """Launches that were not reaped, in launch order."""
     recent: dict[str, Window] = field(
         default_factory=lambda: {name: Window() for name in ("ttft", "tbt", "tpot")}
     )
@@ -145,7 +143,7 @@ class State:
 
     def lane_view(self, lane: LaneName) -> LaneView:
         """What is queued in a lane, and until when by prediction."""
-        flights = self.flights[lane]
+        flights = [flight for flight in self.flights if flight.launch.lane == lane]
         if not flights:
             return LaneView()
         until: float | None = None

@@ -1,0 +1,281 @@
+"""Random schedules against the real engine and a real tiny model, checked after every turn."""
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import msgspec
+import torch
+
+from tests.engine.stepped import SteppedLanes
+from tests.model.checkpoints import make_checkpoint
+from twolane.engine.engine import Engine
+from twolane.engine.kv import KVBooks
+from twolane.engine.messages import Abort, Submit, ToEngine
+from twolane.engine.request import Phase, Request
+from twolane.estimate.online import OnlineEstimator
+from twolane.lanes.runner import Runner
+from twolane.lanes.work import DecodeRow, DecodeWork, PrefillState, PrefillWork, PromptRow, Sampling
+from twolane.model.attention import KVCache
+from twolane.model.decoder import Decoder, LayerWeights, Weights
+from twolane.model.hub import resolve
+from twolane.model.weights import load_decoder
+from twolane.sampling import SamplingParams
+from twolane.systems import System
+
+PAGE = 4
+MODEL_LEN = 48
+EOS = (2,)
+
+
+@cache
+def tiny_decoder() -> Decoder:
+    """Four layers in float64: the tokens of a request cannot depend on what runs beside it."""
+    with TemporaryDirectory() as directory:
+        path = make_checkpoint("qwen2", Path(directory) / "model", seed=1)
+        decoder = load_decoder(resolve(str(path)))
+    layers = [
+        LayerWeights(**{f.name: _double(getattr(w, f.name)) for f in fields(LayerWeights)})
+        for w in decoder.weights.layers
+    ]
+    w = decoder.weights
+    weights = Weights(_double(w.embedding), layers, _double(w.norm), _double(w.head))
+    return Decoder(decoder.spec, weights)
+
+
+def _double(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else tensor.double()
+
+
+def make_runner(pages: int, slots: int) -> Runner:
+    decoder = tiny_decoder()
+    kv = KVCache(decoder.spec, pages, PAGE, torch.float64)
+    for layer in (*kv.k, *kv.v):
+        layer.fill_(1e3)  # what nobody wrote must not be read: it would show
+    return Runner(decoder, kv, PAGE, slots)
+
+
+@cache
+def alone(prompt: tuple[int, ...], params: SamplingParams, seed: int) -> tuple[int, ...]:
+    """The output of a request that has the whole model to itself."""
+    decoder = tiny_decoder()
+    pages = list(range(-(-MODEL_LEN // PAGE)))
+    runner = make_runner(len(pages), 1)
+    sampling = Sampling(params, seed, len(prompt), EOS)
+    row = PromptRow(0, 0, prompt, pages, sampling)
+    prefill = PrefillWork(PrefillState(), (row,), 0, decoder.spec.layers, finishes=True)
+    limit = min(len(prompt) + (params.max_tokens or MODEL_LEN), MODEL_LEN)
+    with torch.inference_mode():
+        output = [step[0][1] for step in runner.run(prefill)]
+        while len(prompt) + len(output) < limit and not _stops(output[-1], params):
+            position = len(prompt) + len(output) - 1
+            work = DecodeWork((DecodeRow(0, position, 1, pages, sampling),), 1)
+            output += [step[0][1] for step in runner.run(work)]
+    return tuple(output)
+
+
+def _stops(token: int, params: SamplingParams) -> bool:
+    return token in params.stop_token_ids or (not params.ignore_eos and token in EOS)
+
+
+@dataclass
+class World:
+    """One engine, its stepped lanes, and a script of arrivals and aborts."""
+
+    system: System
+    rng: random.Random
+    requests: int = 20
+    pages: int = 14
+    slots: int = 6
+    prefix_cache: bool = True
+    seen: Counter[str] = field(default_factory=Counter)
+    """How often the schedule did what it is meant to exercise."""
+
+    def __post_init__(self) -> None:
+        lanes = SteppedLanes(make_runner(self.pages, self.slots), self._run_on)
+        books = KVBooks(self.pages, PAGE, self.slots, prefix_cache=self.prefix_cache)
+        spec = tiny_decoder().spec
+        self.lanes = lanes
+        self.engine = Engine(
+            self.system,
+            lanes,
+            books,
+            layers=spec.layers,
+            vocab_size=spec.vocab_size,
+            eos_token_ids=EOS,
+            max_model_len=MODEL_LEN,
+            estimator=OnlineEstimator(),
+        )
+        self.submits: list[Submit] = []
+        for i in range(self.requests):
+            self.submits.append(self._submit(i))
+        self.to_send = list(self.submits)
+        self.live: set[str] = set()
+        self.tokens: dict[str, list[int]] = {}
+        self.finished: dict[str, str] = {}
+
+    def _submit(self, i: int) -> Submit:
+        """The first three fill the pool, the last two ask the same; the others are of all kinds,
+        and may follow an earlier one as the next turn of a conversation does."""
+        rng = self.rng
+        if i == self.requests - 1:
+            return msgspec.structs.replace(self.submits[-1], id=f"r{i}")
+        if i < 3 or i == self.requests - 2:
+            prompt = [rng.randrange(3, 250) for _ in range(14)]
+            return Submit(
+                f"r{i}", prompt, SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+            )
+        greedy = rng.random() < 0.5
+        params = SamplingParams(
+            temperature=0.0 if greedy else 1.0,
+            seed=None if greedy else rng.randrange(2**40),
+            top_k=rng.choice((0, 5)),
+            top_p=rng.choice((1.0, 0.9)),
+            max_tokens=rng.choice((1, 2, 6, 14, 24, 30)),
+            ignore_eos=rng.random() < 0.5,
+            stop_token_ids=tuple(rng.sample(range(3, 250), 6)),
+        )
+        return Submit(f"r{i}", self._prompt(), params, priority=rng.choice((0, 0, 0, 1)))
+
+    def _prompt(self) -> list[int]:
+        """One that shares its beginning with others, all of it, or follows an earlier request."""
+        rng = self.rng
+        if self.submits and rng.random() < 0.3:
+            earlier = rng.choice(self.submits)
+            text = earlier.prompt + list(_alone(earlier))
+            return text[: rng.randint(20, 36)]
+        family = random.Random(rng.randrange(3))
+        shared = [family.randrange(3, 250) for _ in range(16)][: rng.choice((0, 4, 8, 12, 16))]
+        own = [rng.randrange(3, 250) for _ in range(rng.choice((1, 2, 5, 9, 14)))]
+        return shared if len(shared) == 16 and rng.random() < 0.5 else shared + own
+
+    def run(self) -> None:
+        """Until every request has ended; everything is checked after every turn."""
+        idle = 0
+        with torch.inference_mode():
+            while self.to_send or self.live:
+                changed = self.turn(self._messages())
+                ran = self._run_lanes()
+                idle = 0 if changed or ran else idle + 1
+                assert idle < 300, "nothing happens any more"
+            self._drain()
+        self._check_end()
+
+    def turn(self, messages: Sequence[ToEngine]) -> bool:
+        """One turn of the loop, with what happened noted and the books checked."""
+        engine = self.engine
+        self._note_reuse()
+        changed = engine.take(messages)
+        changed |= engine.reap()
+        plan = engine.plan()
+        self.seen["preempted batches"] += plan.preempt
+        changed |= engine.carry_out(plan)
+        for launch in plan.launches:
+            self.seen[f"level {launch.lane} {launch.units}"] += 1
+        news = engine.news()
+        if news is not None:
+            assert not news.refused, news.refused
+            for output in news.outputs:
+                assert output.id not in self.finished, "news of a request that has ended"
+                self.tokens.setdefault(output.id, []).extend(output.tokens)
+                if output.finish is not None:
+                    self.finished[output.id] = output.finish
+                    self.live.remove(output.id)
+        self.check()
+        return changed
+
+    def check(self) -> None:
+        """What must hold between any two turns."""
+        state = self.engine.state
+        state.kv.check()
+        for request in state.requests.values():
+            held = request.allocation
+            lines = (request in state.queue) + (request in state.started)
+            assert lines == (request.phase is Phase.WAITING)
+            assert (request in state.decoding) == (request.phase is Phase.DECODE)
+            assert held is None or not held.given_up
+            if request.phase is Phase.DECODE:
+                assert held is not None
+                assert len(held.pages) * PAGE >= request.context
+
+    def _messages(self) -> list[ToEngine]:
+        messages: list[ToEngine] = []
+        while self.to_send and self.rng.random() < 0.25:
+            if len(self.to_send) <= 2 and self.live:
+                break  # the last two come one after the other
+            submit = self.to_send.pop(0)
+            self.live.add(submit.id)
+            messages.append(submit)
+        victim = self._victim()
+        if victim is not None:
+            self.seen[f"aborted in {victim.phase.value}"] += 1
+            self.seen["aborted in flight"] += _in_flight(victim)
+            messages.append(Abort(victim.id))
+        return messages
+
+    def _victim(self) -> Request | None:
+        """Whom to abort: now and then anybody; in every schedule somebody in flight."""
+        requests = sorted(self.engine.state.requests.values(), key=lambda r: r.order)
+        in_flight = [r for r in requests if _in_flight(r)]
+        if in_flight and not self.seen["aborted in flight"] and len(self.finished) > 4:
+            return self.rng.choice(in_flight)
+        return self.rng.choice(requests) if requests and self.rng.random() < 0.05 else None
+
+    def _run_lanes(self) -> bool:
+        """Let lanes run for a while, or hold one back while the other goes on."""
+        steps = self.rng.choice((0, 1, 1, 2, 4))
+        held_back = self.rng.choice((None, None, "prefill", "decode"))
+        ran = False
+        for _ in range(steps):
+            lanes = [lane for lane in self.lanes.runnable() if lane != held_back]
+            if lanes:
+                self.lanes.step(self.rng.choice(lanes))
+                ran = True
+        return ran
+
+    def _run_on(self) -> None:
+        if self.rng.random() < 0.1:
+            for _ in range(self.rng.randint(1, 8)):
+                if runnable := self.lanes.runnable():
+                    self.lanes.step(self.rng.choice(runnable))
+
+    def _note_reuse(self) -> None:
+        state = self.engine.state
+        self.seen["prefix hits"] = state.counters.prefix_hits
+        self.seen["memory preemptions"] = state.counters.preemptions
+
+    def _drain(self) -> None:
+        """Let what is still in flight land."""
+        while self.lanes.runnable():
+            self.lanes.step(self.rng.choice(self.lanes.runnable()))
+            self.turn([])
+        self.turn([])
+
+    def _check_end(self) -> None:
+        kv = self.engine.state.kv
+        assert kv.free_pages + kv.reclaimable_pages == self.pages, "pages did not come back"
+        assert kv.free_slots == self.slots, "slots did not come back"
+        assert set(self.finished) == {submit.id for submit in self.submits}
+        for submit in self.submits:
+            self._check_output(submit)
+
+    def _check_output(self, submit: Submit) -> None:
+        got = tuple(self.tokens.get(submit.id, ()))
+        want = _alone(submit)
+        if self.finished[submit.id] == "abort":
+            want = want[: len(got)]
+        assert got == want, f"{submit.id}: {got} is not {want}"
+
+
+def _in_flight(request: Request) -> bool:
+    return request.allocation is not None and request.allocation.in_flight > 0
+
+
+def _alone(submit: Submit) -> tuple[int, ...]:
+    # The seed is handed over by itself: one cache entry serves all greedy requests of a prompt.
+    params = msgspec.structs.replace(submit.params, seed=None)
+    return alone(tuple(submit.prompt), params, submit.params.seed or 0)
