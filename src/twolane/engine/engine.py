@@ -165,9 +165,12 @@ class Engine:
             return Refused(message.id, "invalid", f"request id {message.id!r} is in use")
         if not message.prompt:
             return Refused(message.id, "invalid", "prompt is empty")
-        if not all(0 <= token < self._vocab_size for token in message.prompt):
-            text = f"prompt has a token id outside 0 to {self._vocab_size - 1}"
-            return Refused(message.id, "invalid", text)
+        known = range(self._vocab_size)
+        for name in ("prompt", "stop_token_ids"):
+            tokens = message.prompt if name == "prompt" else message.params.stop_token_ids
+            if not all(token in known for token in tokens):
+                text = f"{name} has a token id outside 0 to {known[-1]}"
+                return Refused(message.id, "invalid", text)
         if len(message.prompt) >= self.max_model_len:
             text = (
                 f"prompt has {len(message.prompt)} tokens, which leaves no room for output: "

@@ -274,7 +274,7 @@ class KVBooks:
         self._free_slots.append(allocation.slot)
 
     def check(self) -> None:
-        """Assert that no page or slot is lost or owned twice and that all pins are accounted for."""
+        """Assert that no page or slot is lost or owned twice, and that every pin has an owner."""
         nodes = list(self.tree.nodes())
         owned = [*self._free_pages, *(node.page for node in nodes)]
         for allocation in self._held:

@@ -1,0 +1,125 @@
+"""The engine on simulated lanes, with every launch on record."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from twolane.engine.engine import Engine
+from twolane.engine.kv import KVBooks
+from twolane.engine.loop import run
+from twolane.engine.messages import Submit, ToEngine
+from twolane.engine.simulated import SimPort
+from twolane.engine.trace import Trace
+from twolane.estimate.online import OnlineEstimator
+from twolane.lanes.sim import FixedDurations, SimLanes
+from twolane.sampling import SamplingParams
+from twolane.systems import System
+from twolane.vocabulary import LaneName
+
+LAYERS = 8
+UNITS = 132
+LEVELS = ((100, 32), (84, 48), (66, 66))
+
+
+@dataclass
+class Ran:
+    """A launch as the trace shows it."""
+
+    lane: LaneName
+    name: str
+    start: float
+    end: float
+    units: int
+    requests: list[str]
+    tokens: int
+    reason: str
+
+    def overlaps(self, other: "Ran") -> bool:
+        return self.start < other.end and other.start < self.end
+
+
+@dataclass
+class Record(Trace):
+    """Keeps launches and request events instead of writing them."""
+
+    launches: list[Ran] = field(default_factory=list)
+    events: list[tuple[str, str, float]] = field(default_factory=list)
+
+    def launch(self, lane: LaneName, name: str, start: float, end: float, **args: Any) -> None:
+        self.launches.append(
+            Ran(
+                lane,
+                name,
+                round(start, 6),
+                round(end, 6),
+                args["units"],
+                args["requests"],
+                args["tokens"],
+                args["reason"],
+            )
+        )
+
+    def request_event(self, request: str, name: str, at: float, **args: Any) -> None:
+        self.events.append((request, name, at))
+
+    def of(self, lane: LaneName) -> list[Ran]:
+        return [ran for ran in self.launches if ran.lane == lane]
+
+
+@dataclass
+class Simulation:
+    """What came out of a run: launches, tokens by request with their times, finish reasons."""
+
+    engine: Engine
+    record: Record
+    seconds: float
+    times: dict[str, list[float]]
+    finish: dict[str, str]
+
+
+def submit(name: str, prompt: int, output: int, **more: Any) -> Submit:
+    """A prompt unlike any other one."""
+    tokens = [hash_of(name, i) for i in range(prompt)]
+    return Submit(name, tokens, SamplingParams(max_tokens=output, ignore_eos=True), **more)
+
+
+def hash_of(name: str, i: int) -> int:
+    return (sum(map(ord, name)) * 7919 + i * 104_729) % 997
+
+
+def simulate(
+    system: System,
+    arrivals: Sequence[tuple[float, ToEngine]],
+    *,
+    durations: FixedDurations | None = None,
+    pages: int = 1000,
+    slots: int = 64,
+) -> Simulation:
+    """Run until everything has ended; no page may be missing then."""
+    lanes = SimLanes(UNITS, LEVELS, durations or FixedDurations())
+    record = Record()
+    engine = Engine(
+        system,
+        lanes,
+        KVBooks(pages, 16, slots, prefix_cache=True),
+        layers=LAYERS,
+        vocab_size=1000,
+        eos_token_ids=(),
+        max_model_len=8192,
+        estimator=OnlineEstimator(),
+        trace=record,
+    )
+    port = SimPort(lanes, arrivals)
+    run(engine, port)
+    kv = engine.state.kv
+    kv.check()
+    assert not engine.state.requests
+    assert kv.free_pages + kv.reclaimable_pages == pages
+    times: dict[str, list[float]] = {}
+    finish: dict[str, str] = {}
+    for at, news in port.news:
+        for output in news.outputs:
+            times.setdefault(output.id, []).extend([at] * len(output.tokens))
+            if output.finish:
+                finish[output.id] = output.finish
+    return Simulation(engine, record, lanes.clock(), times, finish)

@@ -1,0 +1,135 @@
+"""What the systems of this release decide, on simulated lanes."""
+
+import itertools
+import subprocess
+import sys
+
+import pytest
+
+from tests.systems.simulation import LAYERS, UNITS, simulate, submit
+from twolane.engine.messages import Abort
+from twolane.lanes.sim import FixedDurations
+from twolane.systems import SYSTEMS, describe, make_system
+from twolane.systems.plan import DecodeSteps, Hybrid, Launch, Plan, PlanError, PrefillSlice
+
+
+def gaps(times: list[float]) -> list[float]:
+    return [b - a for a, b in itertools.pairwise(times)]
+
+
+def test_prefill_first_stalls_decode_for_a_whole_prompt() -> None:
+    """MuxWise Figure 1: a long prefill delays the decode that is under way."""
+    arrivals = [(0.0, submit("a", 50, 30)), (0.2, submit("b", 600, 5))]
+    sim = simulate(make_system("prefill-first"), arrivals)
+    assert {ran.lane for ran in sim.record.launches} == {"device"}
+    assert max(gaps(sim.times["a"])) == pytest.approx(LAYERS * 0.010 + 0.020)
+
+
+def test_chunked_keeps_every_pass_within_its_budget() -> None:
+    """MuxWise §2.3.2: the sum of decode and prefill tokens of a pass is capped."""
+    arrivals = [(0.02 * i, submit(f"r{i}", 150 + 30 * i, 12)) for i in range(8)]
+    sim = simulate(make_system("chunked", {"token_budget": "64"}), arrivals)
+    hybrids = [ran for ran in sim.record.launches if ran.name == "hybrid"]
+    assert max(ran.tokens for ran in hybrids) == 64
+    assert any(len(ran.requests) > 2 for ran in hybrids)
+    assert max(gaps(sim.times["r0"])) <= 0.050 + 1e-9
+
+
+def test_chunked_goes_on_with_prefill_when_decode_fills_the_budget() -> None:
+    arrivals = [(0.0, submit(f"r{i}", 2, 40)) for i in range(6)]
+    arrivals.append((0.5, submit("late", 10, 2)))
+    sim = simulate(make_system("chunked", {"token_budget": "4"}), arrivals)
+    assert len(sim.times["late"]) == 2
+    assert sim.times["late"][0] < sim.times["r0"][-1]
+
+
+def test_static_split_runs_both_lanes_at_once_and_alone_on_all_units() -> None:
+    arrivals = [(0.0, submit("a", 50, 40)), (0.5, submit("b", 50, 5))]
+    durations = FixedDurations(prefill_layer=0.050)
+    system = make_system("static-split", {"decode_units": "48", "slice_seconds": "0.1"})
+    sim = simulate(system, arrivals, durations=durations)
+    second = [ran for ran in sim.record.of("prefill") if ran.requests == ["b"]]
+    assert [ran.name for ran in second][:2] == ["layers 0:2", "layers 2:4"]
+    assert {ran.units for ran in second} == {84}
+    beside = [d for d in sim.record.of("decode") if any(d.overlaps(p) for p in second)]
+    assert {d.units for d in beside[1:]} == {48}
+    assert {ran.units for ran in sim.record.of("decode")} == {48, UNITS}
+    assert sim.record.of("prefill")[0].name == f"layers 0:{LAYERS}"  # nothing decodes: no slices
+    assert max(gaps(sim.times["a"])) <= 0.020 + 1e-9
+
+
+def test_static_split_look_ahead_launches_that_many_steps() -> None:
+    sim = simulate(make_system("static-split", {"look_ahead": "4"}), [(0.0, submit("a", 9, 11))])
+    assert [ran.name for ran in sim.record.of("decode")] == ["decode x4", "decode x4", "decode x2"]
+    assert gaps(sim.times["a"])[1:] == pytest.approx([0.020] * 9)  # delivered step by step
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_priorities_come_before_age(name: str) -> None:
+    arrivals = [(0.0, submit("busy", 600, 2))]
+    arrivals += [(0.001, submit(f"low{i}", 600, 2, priority=1)) for i in range(6)]
+    arrivals += [(0.002, submit("high", 600, 2, priority=0))]
+    options = {"token_budget": "600"} if name == "chunked" else {"max_batch_tokens": "600"}
+    sim = simulate(make_system(name, options), arrivals)
+    assert sim.times["high"][0] < min(sim.times[f"low{i}"][0] for i in range(6))
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_nobody_is_overtaken_for_want_of_memory(name: str) -> None:
+    """A long prompt that does not fit yet is not passed by short ones that would."""
+    arrivals = [(0.0, submit("first", 480, 60)), (0.1, submit("long", 640, 4))]
+    arrivals += [(0.2 + 0.01 * i, submit(f"short{i}", 32, 4)) for i in range(20)]
+    sim = simulate(make_system(name), arrivals, pages=60)
+    assert sim.times["long"][0] <= min(sim.times[f"short{i}"][0] for i in range(20))
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_an_idle_engine_plans_nothing_and_wants_no_waking(name: str) -> None:
+    sim = simulate(make_system(name), [(0.0, submit("a", 40, 3)), (0.01, Abort("nobody"))])
+    assert sim.engine.plan() == Plan()
+
+
+def test_settings_are_read_from_text_and_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="'nonesuch' is unknown; there are: prefill-first"):
+        make_system("nonesuch")
+    with pytest.raises(ValueError, match="'budget' is not one of system chunked; it has: token_"):
+        make_system("chunked", {"budget": "1"})
+    with pytest.raises(ValueError, match="token_budget must be at least 1"):
+        make_system("chunked", {"token_budget": "0"})
+    with pytest.raises(ValueError, match="Expected `int`"):
+        make_system("chunked", {"token_budget": "many"})
+    assert all(describe(name) for name in SYSTEMS)
+
+
+def test_systems_do_not_import_torch() -> None:
+    code = "import sys, twolane.systems; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+class Once:
+    """Answers with one plan, once something waits."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+
+    def start(self) -> None:
+        return None
+
+    def plan(self, view: object, memory: None) -> tuple[Plan, None]:
+        return (self._plan if view.waiting else Plan()), None  # type: ignore[attr-defined]
+
+
+ILLEGAL = {
+    "on offer": Plan(launches=(Launch("decode", 7, DecodeSteps()),)),
+    "not where the open batch is": Plan(launches=(Launch("prefill", 100, PrefillSlice(0, 2)),)),
+    "without an open batch": Plan(launches=(Launch("device", UNITS, Hybrid()),)),
+    "0 decode steps": Plan(launches=(Launch("decode", 32, DecodeSteps(0)),)),
+    "preempts without": Plan(preempt=True),
+    "resumes without": Plan(resume=True),
+}
+
+
+@pytest.mark.parametrize("message", ILLEGAL)
+def test_illegal_plans_are_refused_by_what_is_wrong(message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        simulate(Once(ILLEGAL[message]), [(0.0, submit("a", 8, 2))])
