@@ -97,6 +97,25 @@ def test_what_cannot_be_had_is_one_line(args, word):
     assert len(result.stderr.splitlines()) == 1
 
 
+def test_an_unsupported_architecture_is_one_line_that_lists_those_that_work(tmp_path):
+    model = write_tiny_model(tmp_path)
+    config = (model / "config.json").read_text().replace("LlamaFor", "GPT9For")
+    (model / "config.json").write_text(config)
+    result = run("serve", str(model), "--load-format", "dummy")
+    assert result.returncode == 1
+    assert "GPT9ForCausalLM" in result.stderr
+    assert "LlamaForCausalLM" in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_settings_that_the_model_cannot_keep_are_one_line(tmp_path):
+    model = str(write_tiny_model(tmp_path))
+    result = run("serve", model, "--load-format", "dummy", "--max-model-len", "100000")
+    assert result.returncode == 1
+    assert "100000 exceeds the model's 65536 positions" in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
 def test_an_address_in_use_is_one_line():
     import socket
 

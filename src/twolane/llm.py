@@ -48,9 +48,9 @@ class LLM:
         settings: fields of `twolane.engine.config.EngineConfig`, such as `system` or `kv_tokens`.
 
     Raises:
-        ValueError: a setting is wrong, or the model is not there or not supported.
+        ValueError: a setting is wrong, or the model is not there.
         PullError: the model could not be fetched.
-        EngineError: the engine could not start.
+        EngineError: the engine could not start, for instance with an unsupported model.
     """
 
     def __init__(self, model: str, **settings: Any) -> None:

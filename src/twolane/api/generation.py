@@ -93,11 +93,11 @@ class Generation:
         self._observer = observer
         self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         self._detokenizers = [codec.detokenizer() for _ in prompts]
-        self._open: dict[int, str] = {}
         base = uuid.uuid4().hex
+        self._open = {index: f"{base}-{index}" for index in range(len(prompts))}
         try:
             for index, (prompt, chosen) in enumerate(zip(prompts, params, strict=True)):
-                self._submit(index, f"{base}-{index}", prompt, chosen, priority)
+                self._submit(index, prompt, chosen, priority)
         except BaseException:
             self.close()
             raise
@@ -133,15 +133,11 @@ class Generation:
             self._engine.abort(id)
             self._end(index, None)
 
-    def _submit(
-        self, index: int, id: str, prompt: list[int], params: SamplingParams, priority: int
-    ) -> None:
-        self._open[index] = id
-
+    def _submit(self, index: int, prompt: list[int], params: SamplingParams, priority: int) -> None:
         def sink(event: Event) -> None:
             self._receive(index, event)
 
-        self._engine.submit(id, prompt, params, priority, sink)
+        self._engine.submit(self._open[index], prompt, params, priority, sink)
 
     def _receive(self, index: int, event: Event) -> None:
         if isinstance(event, Output) and event.tokens:

@@ -192,6 +192,8 @@ class Books:
             service.metrics.request(arrival, len(prompt)) for prompt in prompts
         ]
         self._queued = [True] * len(prompts)
+        self._lengths = [len(prompt) for prompt in prompts]
+        self._arrival = arrival
 
     def tokens(self, index: int, count: int, now: float) -> None:
         """See `Observer.tokens`."""
@@ -202,15 +204,21 @@ class Books:
         """See `Observer.ended`."""
         self._leave(index, served=False)
         metrics = self._metrics[index]
+        outcome: str
         match event:
-            case Output(finish=reason) if reason in ("stop", "length"):
-                metrics.finish(reason, now)
-            case Refused(code=code):
-                metrics.refuse(code)
+            case Output(finish="stop" | "length" as outcome):
+                metrics.finish(outcome, now)
+            case Refused(code=outcome):
+                metrics.refuse(outcome)
             case Output() | EngineGone():
+                outcome = "broken off by the engine"
                 metrics.abort("engine")
             case None:
+                outcome = "given up"
                 metrics.abort("disconnect")
+        log.debug(
+            "%d prompt tokens: %s after %.3f s", self._lengths[index], outcome, now - self._arrival
+        )
 
     def _leave(self, index: int, *, served: bool) -> None:
         if self._queued[index]:

@@ -18,13 +18,12 @@ async def start_engine(
     """Fetch the model if need be, start an engine and load the tokenizer beside it.
 
     Raises:
-        ValueError: a setting is wrong, or the model is not there or not supported.
+        ValueError: a setting is wrong, or the model is not there.
         PullError: the model could not be fetched.
-        EngineError: the engine could not start.
+        EngineError: the engine could not start, for instance with an unsupported model.
     """
     check_settings(config)
     source = await asyncio.to_thread(resolve, config.model, config.load_format)
-    source.spec()  # refuses what is not supported before anything is loaded
     codec = asyncio.create_task(asyncio.to_thread(load_codec, source))
     try:
         engine = await EngineClient.start(config, on_progress)
