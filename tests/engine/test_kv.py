@@ -1,0 +1,162 @@
+"""The books of the KV cache: pages, the radix tree, allocations."""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from twolane.engine.kv import Allocation, KVBooks
+from twolane.lanes import Ticket
+
+PAGE = 4
+
+
+def books(pages: int = 16, slots: int = 8) -> KVBooks:
+    return KVBooks(pages, PAGE, slots, prefix_cache=True)
+
+
+def allocate(kv: KVBooks, tokens: list[int]) -> Allocation:
+    allocation = kv.allocate(tokens)
+    assert allocation is not None
+    return allocation
+
+
+def test_a_shared_prefix_is_found_page_by_page() -> None:
+    kv = books()
+    first = allocate(kv, list(range(14)))
+    kv.share(first, list(range(14)), 14)
+    second = allocate(kv, [*range(10), 99, 98])
+    assert second.pages[:2] == first.pages[:2]
+    assert second.pages[2] != first.pages[2]  # tokens 8 to 11 differ
+    kv.check()
+
+
+def test_a_full_hit_leaves_the_last_token_to_compute() -> None:
+    kv = books()
+    tokens = list(range(8))
+    kv.share(allocate(kv, tokens), tokens, 8)
+    assert len(kv.match(tokens)) == 1  # the page that holds the last token is computed again
+    assert len(kv.match([*tokens, 8])) == 2
+
+
+def test_a_page_that_is_not_full_is_not_shared() -> None:
+    kv = books()
+    tokens = list(range(7))
+    kv.share(allocate(kv, tokens), tokens, 7)
+    assert kv.match([*tokens, 7, 8]) == kv.match(tokens)
+    assert len(kv.match(tokens)) == 1
+
+
+def test_pages_return_when_the_last_launch_has_ended() -> None:
+    kv = books()
+    held = allocate(kv, [1, 2, 3])
+    kv.launched(held, Ticket("prefill", 1))
+    kv.launched(held, Ticket("decode", 1))
+    kv.give_up(held)
+    assert kv.free_pages == 15
+    assert kv.returning_pages == 1
+    kv.landed(held)
+    assert kv.free_pages == 15
+    kv.landed(held)
+    assert (kv.free_pages, kv.free_slots, kv.returning_pages) == (16, 8, 0)
+
+
+def test_the_least_recently_used_leaf_goes_first_and_pinned_ones_never() -> None:
+    kv = books(pages=5)
+    old, new, pinned = [1] * 5, [2] * 5, [3] * 5
+    for tokens in (old, new):
+        held = allocate(kv, tokens)
+        kv.share(held, tokens, 4)
+        kv.give_up(held)
+    kv.give_up(allocate(kv, old))  # used again: `new` is the older one now
+    held = allocate(kv, pinned)
+    kv.share(held, pinned, 4)
+    assert kv.grow(held, 16)  # two more pages; one free, one from `new`
+    assert len(kv.match(old)) == 1
+    assert len(kv.match(new)) == 0
+    assert len(kv.match(pinned)) == 1
+    assert not kv.grow(held, 100)
+    kv.check()
+
+
+def test_leaves_go_before_what_they_continue() -> None:
+    kv = books(pages=4)
+    tokens = list(range(12))
+    held = allocate(kv, tokens)
+    kv.share(held, tokens, 12)
+    kv.give_up(held)
+    allocate(kv, [50, 51, 52, 53, 54])  # one free page, one evicted
+    assert len(kv.match([*tokens, 1])) == 2
+
+
+def test_two_requests_that_compute_the_same_page_keep_their_own() -> None:
+    kv = books()
+    tokens = list(range(9))
+    one, other = allocate(kv, tokens), allocate(kv, tokens)
+    kv.share(one, tokens, 9)
+    kv.share(other, tokens, 9)
+    assert not set(one.pages) & set(other.pages)
+    kv.check()
+    kv.give_up(one)
+    assert kv.reclaimable_pages == 0  # the other still stands on these nodes
+    kv.give_up(other)
+    assert (kv.reclaimable_pages, kv.free_pages) == (2, 14)
+    kv.check()
+
+
+def test_allocation_is_all_or_nothing() -> None:
+    kv = books(pages=3, slots=1)
+    assert kv.allocate(list(range(13))) is None
+    kv.check()
+    assert allocate(kv, list(range(12))).slot == 0
+    assert kv.allocate([1]) is None
+    kv.check()
+
+
+def test_without_a_prefix_cache_nothing_is_shared() -> None:
+    kv = KVBooks(8, PAGE, 4, prefix_cache=False)
+    tokens = list(range(9))
+    held = allocate(kv, tokens)
+    kv.share(held, tokens, 9)
+    kv.give_up(held)
+    assert (kv.match(tokens), kv.free_pages, kv.reclaimable_pages) == ([], 8, 0)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 2**32), pages=st.integers(3, 30))
+def test_cost_is_what_allocation_takes(seed: int, pages: int) -> None:
+    """Whatever happened before: `cost` pages less are to be had after `allocate`."""
+    rng = random.Random(seed)
+    kv = books(pages)
+    held: list[tuple[Allocation, list[int]]] = []
+    for _ in range(60):
+        tokens = [rng.randrange(2) for _ in range(rng.randrange(1, 30))]
+        before, cost = kv.free_pages + kv.reclaimable_pages, kv.cost(tokens)
+        allocation = kv.allocate(tokens)
+        assert (allocation is not None) == (cost <= before and len(held) < 8)
+        if allocation is not None:
+            assert kv.free_pages + kv.reclaimable_pages == before - cost
+            held.append((allocation, tokens))
+            kv.share(allocation, tokens, rng.randrange(len(tokens) + 1))
+        while held and (allocation is None or rng.random() < 0.3):
+            kv.give_up(held.pop(rng.randrange(len(held)))[0])
+            allocation = held[0][0] if held else None
+        kv.check()
+
+
+@pytest.mark.parametrize("fault", ["lost page", "page owned twice", "wrong pin", "slot twice"])
+def test_check_notices(fault: str) -> None:
+    kv = books()
+    held = allocate(kv, list(range(9)))
+    kv.share(held, list(range(9)), 9)
+    if fault == "lost page":
+        held.private.pop()
+    elif fault == "page owned twice":
+        held.private.add(held.pages[0])
+    elif fault == "wrong pin":
+        held.path[0].pins += 1
+    else:
+        allocate(kv, [7]).slot = held.slot
+    with pytest.raises(AssertionError):
+        kv.check()
