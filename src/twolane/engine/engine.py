@@ -60,6 +60,7 @@ class Engine:
         self._eos_token_ids = tuple(eos_token_ids)
         self._seeds = random.Random(seed)
         self._arrivals = 0
+        self._told = self.stats()
 
     def take(self, messages: Iterable[ToEngine]) -> bool:
         """New requests and aborts; whether there were any."""
@@ -86,17 +87,17 @@ class Engine:
         return carry_out(self.state, plan)
 
     def news(self) -> Outputs | None:
-        """What the front should hear since the last call; None: nothing."""
-        state = self.state
-        if not state.outputs and not state.refused:
+        """What the front should hear since the last call, gauges too; None: nothing."""
+        state, stats = self.state, self.stats()
+        if not state.outputs and not state.refused and stats == self._told:
             return None
-        news = Outputs(list(state.outputs.values()), state.refused, self.stats())
-        state.outputs, state.refused = {}, []
+        news = Outputs(list(state.outputs.values()), state.refused, stats)
+        state.outputs, state.refused, self._told = {}, [], stats
         state.trace.counters(
             state.now(),
-            decoding=news.stats.running,
-            waiting=news.stats.waiting,
-            pages_used=news.stats.kv_pages - news.stats.kv_pages_free - news.stats.kv_pages_cached,
+            decoding=stats.running,
+            waiting=stats.waiting,
+            pages_used=stats.kv_pages - stats.kv_pages_free - stats.kv_pages_cached,
         )
         return news
 

@@ -8,7 +8,8 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Sequence
 from types import FrameType
 
 import msgspec
@@ -29,6 +30,10 @@ from twolane.engine.messages import (
 
 SEND_TIMEOUT_MS = 5000
 """A front that does not read for so long is gone or stuck; its pipe tells which."""
+
+
+class FrontGone(Exception):
+    """Nobody waits for this engine any more."""
 
 
 class Waker:
@@ -52,9 +57,12 @@ class Waker:
 
 
 class ZmqPort:
-    """The loop's port to the front: messages, the front's pipe, and the lanes' wake-ups."""
+    """The loop's port to the front: messages, the front's pipe, and the lanes' wake-ups.
 
-    def __init__(self, start: EngineStart, waker: Waker, clock: Callable[[], float]) -> None:
+    The clock of lanes that run on a real device is `time.monotonic`.
+    """
+
+    def __init__(self, start: EngineStart, waker: Waker) -> None:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self._inbox = context.socket(zmq.PULL)
         self._inbox.set_hwm(0)
@@ -64,7 +72,6 @@ class ZmqPort:
         self._outbox.setsockopt(zmq.SNDTIMEO, SEND_TIMEOUT_MS)
         self._outbox.connect(start.from_engine)
         self._waker = waker
-        self._clock = clock
         self._poller = zmq.Poller()
         for source in (self._inbox, waker.read_fd, sys.stdin.fileno()):
             self._poller.register(source, zmq.POLLIN)
@@ -91,11 +98,21 @@ class ZmqPort:
 
     def wait(self, wake_at: float | None) -> None:
         """See `Port.wait`."""
-        timeout = None if wake_at is None else round(max(0.0, wake_at - self._clock()) * 1e3)
+        timeout = None if wake_at is None else round(max(0.0, wake_at - time.monotonic()) * 1e3)
         ready = dict(self._poller.poll(timeout))
         self._waker.clear()
-        if sys.stdin.fileno() in ready:
-            self.stopped = True  # nothing but its end ever comes
+        self.stopped |= sys.stdin.fileno() in ready  # nothing but its end ever comes
+
+    def tell_progress(self, stage: str, fraction: float) -> None:
+        """Send a step of the start; nothing is loaded for a front that is gone.
+
+        Raises:
+            FrontGone: its pipe has ended, or SIGTERM came.
+        """
+        self.wait(0.0)
+        if self.stopped:
+            raise FrontGone
+        self.tell(Progress(stage, fraction))
 
     def close(self) -> None:
         """Let what was sent go out, within bounds."""
@@ -110,7 +127,7 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the front
     waker = Waker()
     built: Built | None = None
-    port = ZmqPort(start, waker, lambda: built.lanes.clock() if built else 0.0)
+    port = ZmqPort(start, waker)
 
     def stop(_signal: int, _frame: FrameType | None) -> None:
         port.stopped = True
@@ -118,13 +135,11 @@ def main() -> int:
 
     signal.signal(signal.SIGTERM, stop)
     try:
-        built = build(
-            start.config,
-            waker.wake,
-            progress=lambda stage, fraction: port.tell(Progress(stage, fraction)),
-        )
+        built = build(start.config, waker.wake, progress=port.tell_progress)
         port.tell(built.ready)
         run(built.engine, port)
+    except FrontGone:
+        return 0
     except Exception as error:
         port.tell(Fatal(_explain(error)))
         return 1
