@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import msgspec
 import torch
@@ -96,7 +97,7 @@ class World:
     """How often the schedule did what it is meant to exercise."""
 
     def __post_init__(self) -> None:
-        lanes = SteppedLanes(make_runner(self.pages, self.slots), self._run_on)
+        lanes = self.make_lanes(make_runner(self.pages, self.slots))
         books = KVBooks(self.pages, PAGE, self.slots, prefix_cache=self.prefix_cache)
         spec = tiny_decoder().spec
         self.lanes = lanes
@@ -117,6 +118,9 @@ class World:
         self.live: set[str] = set()
         self.tokens: dict[str, list[int]] = {}
         self.finished: dict[str, str] = {}
+
+    def make_lanes(self, runner: Runner) -> Any:
+        return SteppedLanes(runner, self._run_on)
 
     def _submit(self, i: int) -> Submit:
         """The first three fill the pool, the last two ask the same; the others are of all kinds,
@@ -159,10 +163,10 @@ class World:
         with torch.inference_mode():
             while self.to_send or self.live:
                 changed = self.turn(self._messages())
-                ran = self._run_lanes()
+                ran = self.run_lanes()
                 idle = 0 if changed or ran else idle + 1
                 assert idle < 300, "nothing happens any more"
-            self._drain()
+            self.drain()
         self._check_end()
 
     def turn(self, messages: Sequence[ToEngine]) -> bool:
@@ -225,7 +229,7 @@ class World:
             return self.rng.choice(in_flight)
         return self.rng.choice(requests) if requests and self.rng.random() < 0.05 else None
 
-    def _run_lanes(self) -> bool:
+    def run_lanes(self) -> bool:
         """Let lanes run for a while, or hold one back while the other goes on."""
         steps = self.rng.choice((0, 1, 1, 2, 4))
         held_back = self.rng.choice((None, None, "prefill", "decode"))
@@ -248,7 +252,7 @@ class World:
         self.seen["prefix hits"] = state.counters.prefix_hits
         self.seen["memory preemptions"] = state.counters.preemptions
 
-    def _drain(self) -> None:
+    def drain(self) -> None:
         """Let what is still in flight land."""
         while self.lanes.runnable():
             self.lanes.step(self.rng.choice(self.lanes.runnable()))

@@ -1,0 +1,125 @@
+"""Random schedules on CPU lanes whose threads really run at once: every output as when alone.
+
+The worlds of `tests/engine` decide themselves when a lane takes a step. Here the machine does:
+what two threads do to one KV pool, one set of slots and one set of tickets in the same instant
+is put to the test. Prompts, aborts and plans are random, the model is in float64, and every page
+is accounted for after every turn.
+"""
+
+import os
+import random
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from tests.engine.random_plans import RandomPlans
+from tests.engine.world import World
+from twolane.engine import launch
+from twolane.lanes import StepTokens
+from twolane.lanes.cpu import CpuLanes
+from twolane.lanes.runner import Runner
+from twolane.lanes.work import Work
+from twolane.systems import System, make_system
+
+WORLDS = 25
+FULL_WORLDS = 300
+PATIENCE = 60.0
+
+SYSTEMS: dict[str, Callable[[int], System]] = {
+    "random plans": RandomPlans,
+    "static-split": lambda _: make_system("static-split", {"slice_seconds": "0"}),
+    "static-split, 3 ahead": lambda _: make_system(
+        "static-split", {"slice_seconds": "0", "look_ahead": "3"}
+    ),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """For the requests alone, too: a tiny model gains nothing from a team of threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+class Watched:
+    """A runner that counts how often work begins in one thread while another is at work."""
+
+    def __init__(self, runner: Runner, seen: Counter[str]) -> None:
+        self._runner, self._seen = runner, seen
+        self._at_work = 0
+        self._lock = threading.Lock()
+
+    def run(self, work: Work) -> Iterator[StepTokens]:
+        torch.set_num_threads(1)  # of this lane
+        with self._lock:
+            self._seen["side by side"] += self._at_work > 0
+            self._at_work += 1
+        yield from self._runner.run(work)
+        with self._lock:
+            self._at_work -= 1
+
+
+@dataclass
+class ThreadedWorld(World):
+    """A world whose lanes run by themselves; the script only decides what is asked and when."""
+
+    news: threading.Event = field(default_factory=threading.Event)
+
+    def make_lanes(self, runner: Runner) -> CpuLanes:
+        return CpuLanes(Watched(runner, self.seen), _cores(), self.news.set)
+
+    def run_lanes(self) -> bool:
+        """Look again when a lane has news, or in a moment; whether lanes are at work."""
+        self.news.wait(self.rng.choice((0.0005, 0.002)))
+        self.news.clear()
+        return bool(self.engine.state.flights)
+
+    def drain(self) -> None:
+        while self.run_lanes():
+            self.turn([])
+
+    def run(self) -> None:
+        try:
+            super().run()
+        finally:
+            self.lanes.close(PATIENCE)
+
+
+def _cores() -> list[int]:
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
+def run_worlds(system: str, seeds: range) -> Counter[str]:
+    """What the schedules of these seeds did, all together."""
+    seen: Counter[str] = Counter()
+    for seed in seeds:
+        world = ThreadedWorld(SYSTEMS[system](seed), random.Random(seed))
+        world.run()
+        seen += world.seen
+    return seen
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_outputs_are_those_of_requests_alone(system: str, request: pytest.FixtureRequest) -> None:
+    """The threads were at work at once, memory ran out, pages were shared, somebody left."""
+    seen = run_worlds(system, range(FULL_WORLDS if request.config.getoption("--full") else WORLDS))
+    for what in ("side by side", "memory preemptions", "prefix hits", "aborted in flight"):
+        assert seen[what] >= WORLDS // 4, f"{what}: {seen[what]}"
+
+
+def test_lanes_that_do_not_wait_for_each_other_are_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without hand-overs between lanes two threads race, and outputs differ before long."""
+    monkeypatch.setattr(launch, "_tickets_elsewhere", lambda lane, allocations: [])
+    with pytest.raises(Exception):  # noqa: B017  # whichever check notices it first
+        run_worlds("random plans", range(100 * WORLDS))

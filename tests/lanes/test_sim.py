@@ -1,0 +1,165 @@
+"""Simulated lanes: fixed durations on a clock that moves when it is told to."""
+
+from typing import Any
+
+import pytest
+
+from twolane.lanes.sim import TOKEN, FixedDurations, SimLanes
+from twolane.lanes.work import (
+    DecodeRow,
+    DecodeWork,
+    HybridWork,
+    PrefillState,
+    PrefillWork,
+    PromptRow,
+    Sampling,
+)
+from twolane.sampling import SamplingParams
+
+SAMPLING = Sampling(SamplingParams(), 0, 4, ())
+DURATIONS = FixedDurations(prefill_layer=1.0, decode_step=2.0, hybrid=5.0)
+
+
+def prompt(*, final: bool = True) -> PromptRow:
+    return PromptRow(0, 0, (5, 6, 7, 8), (0,), SAMPLING if final else None)
+
+
+def prefill(layers: int, *rows: PromptRow, finishes: bool = False) -> PrefillWork:
+    return PrefillWork(PrefillState(), rows or (prompt(),), 0, layers, finishes)
+
+
+def decode(k: int, *steps: int) -> DecodeWork:
+    """k steps; a row for each number of steps it takes part in."""
+    rows = tuple(DecodeRow(i, 4, n, (i,), SAMPLING) for i, n in enumerate(steps or (k,)))
+    return DecodeWork(rows, k)
+
+
+@pytest.fixture
+def lanes() -> SimLanes:
+    return SimLanes(108, [(84, 24), (72, 36)], DURATIONS)
+
+
+def test_the_levels(lanes: SimLanes) -> None:
+    assert lanes.units == 108
+    assert set(lanes.levels) == {(84, 24), (72, 36), (108, 0), (0, 108)}
+
+
+@pytest.mark.parametrize(
+    ("work", "seconds"),
+    [
+        (prefill(1), 1.0),
+        (prefill(7), 7.0),
+        (decode(1), 2.0),
+        (decode(3), 6.0),
+        (HybridWork(decode(1).rows, (prompt(),)), 5.0),
+    ],
+)
+def test_durations(lanes: SimLanes, work: Any, seconds: float) -> None:
+    """Not a moment before, exactly then; the units do not matter."""
+    lanes.advance(10.0)
+    ticket = lanes.launch("prefill", 24, work, ())
+    assert (ticket.lane, ticket.units) == ("prefill", 24)
+    lanes.advance(10.0 + seconds - 1e-6)
+    assert ticket.start == 10.0
+    assert not ticket.done
+    lanes.advance(10.0 + seconds)
+    assert ticket.done
+    assert ticket.seconds == seconds
+
+
+def test_the_clock_stands_still(lanes: SimLanes) -> None:
+    """Until it is advanced; it never goes back, and never by itself."""
+    lanes.launch("decode", 24, decode(2), ())
+    assert lanes.clock() == 0.0
+    lanes.advance(3.0)
+    lanes.advance(1.0)
+    assert lanes.clock() == 3.0
+
+
+def test_events_are_the_ends_of_steps(lanes: SimLanes) -> None:
+    """Of all lanes, in order of time; none when nothing runs."""
+    assert lanes.next_event() is None
+    lanes.launch("decode", 24, decode(3), ())
+    lanes.launch("prefill", 84, prefill(3), ())
+    times = []
+    while (at := lanes.next_event()) is not None:
+        times.append(at)
+        lanes.advance(at)
+    assert times == [2.0, 3.0, 4.0, 6.0]
+
+
+def test_a_lane_runs_in_order(lanes: SimLanes) -> None:
+    """Each launch begins when the one before it ends, and shows no start until then."""
+    first = lanes.launch("prefill", 84, prefill(3), ())
+    second = lanes.launch("prefill", 108, prefill(2), ())
+    lanes.advance(2.0)
+    assert second.start is None
+    lanes.advance(9.0)
+    third = lanes.launch("prefill", 84, prefill(1), ())
+    lanes.advance(20.0)
+    spans = [(ticket.start, ticket.end) for ticket in (first, second, third)]
+    assert spans == [(0.0, 3.0), (3.0, 5.0), (9.0, 10.0)]
+
+
+def test_lanes_run_at_the_same_time(lanes: SimLanes) -> None:
+    """And neither slows the other."""
+    tickets = [
+        lanes.launch("prefill", 84, prefill(4), ()),
+        lanes.launch("decode", 24, decode(2), ()),
+        lanes.launch("device", 108, HybridWork((), (prompt(),)), ()),
+    ]
+    lanes.advance(10.0)
+    assert [(t.start, t.end) for t in tickets] == [(0.0, 4.0), (0.0, 4.0), (0.0, 5.0)]
+
+
+def test_a_launch_waits_for_those_it_is_after(lanes: SimLanes) -> None:
+    """All of them, and its own lane; what is behind it in the lane waits, too."""
+    one = lanes.launch("prefill", 84, prefill(3), ())
+    two = lanes.launch("device", 108, HybridWork((), (prompt(),)), ())
+    lanes.launch("decode", 24, decode(1), ())
+    held = lanes.launch("decode", 24, decode(1), [one, two])
+    behind = lanes.launch("decode", 24, decode(1), ())
+    lanes.advance(4.9)
+    assert held.start is None
+    lanes.advance(20.0)
+    assert (held.start, held.end) == (5.0, 7.0)
+    assert (behind.start, behind.end) == (7.0, 9.0)
+
+
+def test_a_launch_after_one_that_is_done_starts_now(lanes: SimLanes) -> None:
+    done = lanes.launch("prefill", 84, prefill(1), ())
+    lanes.advance(4.0)
+    ticket = lanes.launch("decode", 24, decode(1), [done])
+    lanes.advance(6.0)
+    assert (ticket.start, ticket.end) == (4.0, 6.0)
+
+
+def test_steps_come_one_by_one(lanes: SimLanes) -> None:
+    """Rows leave when their steps are over, as on a device."""
+    ticket = lanes.launch("decode", 24, decode(3, 3, 1, 2), ())
+    want = [[(0, TOKEN), (1, TOKEN), (2, TOKEN)], [(0, TOKEN), (2, TOKEN)], [(0, TOKEN)]]
+    for step in range(3):
+        assert ticket.steps == want[:step]
+        assert not ticket.done
+        lanes.advance(2.0 * (step + 1))
+    assert ticket.steps == want
+    assert ticket.done
+
+
+@pytest.mark.parametrize(
+    ("work", "tokens"),
+    [
+        (prefill(2, prompt(), prompt(final=False)), []),
+        (prefill(2, prompt(final=False), prompt(), finishes=True), [(1, TOKEN)]),
+        (
+            HybridWork(decode(1, 1, 1).rows, (prompt(final=False), prompt())),
+            [(0, TOKEN), (1, TOKEN), (3, TOKEN)],
+        ),
+    ],
+    ids=["not the last layer", "a chunk and an end", "decode rows first"],
+)
+def test_first_tokens(lanes: SimLanes, work: Any, tokens: Any) -> None:
+    """Prompts that end in the model's last layer are sampled, no others."""
+    ticket = lanes.launch("device", 108, work, ())
+    lanes.advance(10.0)
+    assert ticket.steps == [tokens]
