@@ -1,0 +1,180 @@
+"""The real engine in this process: books, KV pool, runner, CPU lanes on real threads, and loop."""
+
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from twolane.engine.engine import Engine
+from twolane.engine.kv import KVBooks
+from twolane.engine.loop import run
+from twolane.engine.messages import Outputs, Submit, ToEngine
+from twolane.engine.trace import Trace
+from twolane.estimate.online import OnlineEstimator
+from twolane.lanes import StepTokens
+from twolane.lanes.cpu import CpuLanes
+from twolane.lanes.runner import Runner
+from twolane.lanes.work import Work
+from twolane.model.attention import KVCache
+from twolane.model.decoder import Decoder
+from twolane.systems import System
+from twolane.vocabulary import LaneName
+
+STUCK_SECONDS = 120.0
+"""No launch of these tests takes a tenth of that, even on a busy machine."""
+
+
+@dataclass(frozen=True)
+class Flown:
+    """A launch that has landed."""
+
+    lane: LaneName
+    name: str
+    start: float
+    end: float
+    requests: int
+
+
+class LaunchLog(Trace):
+    """Keeps what ran in the lanes."""
+
+    def __init__(self) -> None:
+        self.launches: list[Flown] = []
+
+    def launch(self, lane: LaneName, name: str, start: float, end: float, **args: Any) -> None:
+        self.launches.append(Flown(lane, name, start, end, len(args["requests"])))
+
+
+class OneThread(Runner):
+    """Each lane computes on its own thread alone.
+
+    A team of threads that waits for one another in every operation crawls where other programs
+    want the cores, too, and tiny models gain nothing from it.
+    """
+
+    def run(self, work: Work) -> Iterator[StepTokens]:
+        torch.set_num_threads(1)
+        yield from super().run(work)
+
+
+class LocalPort:
+    """Submits two thirds of the requests at once, the rest when the first one has ended."""
+
+    def __init__(self, submits: Sequence[Submit]) -> None:
+        first = -(-2 * len(submits) // 3)
+        self._now, self._later = list(submits[:first]), list(submits[first:])
+        self._unfinished = {submit.id for submit in submits}
+        self._woken = threading.Event()
+        self._clock = CpuLanes.clock
+        self.tokens: dict[str, list[int]] = {submit.id: [] for submit in submits}
+        self.finish: dict[str, str] = {}
+
+    def wake(self) -> None:
+        """A lane has news."""
+        self._woken.set()
+
+    def receive(self) -> Sequence[ToEngine] | None:
+        self._woken.clear()
+        messages, self._now = self._now, []
+        return messages if self._unfinished else None
+
+    def send(self, news: Outputs) -> None:
+        assert not news.refused, news.refused
+        for output in news.outputs:
+            self.tokens[output.id] += output.tokens
+            if output.finish is not None:
+                self.finish[output.id] = output.finish
+                self._unfinished.remove(output.id)  # raises if it had ended before
+                self._now, self._later = [*self._now, *self._later], []
+
+    def wait(self, wake_at: float | None) -> None:
+        seconds = STUCK_SECONDS if wake_at is None else max(0.0, wake_at - self._clock())
+        woken = self._woken.wait(seconds)
+        assert woken or wake_at is not None, "the engine sleeps with requests unfinished"
+
+
+@dataclass(frozen=True)
+class Served:
+    """What came of the requests, in their order, and how they were served."""
+
+    outputs: list[list[int]]
+    finish: list[str]
+    preemptions: int
+    prefix_hits: int
+    launches: list[Flown] = field(repr=False)
+
+    @property
+    def most_together(self) -> int:
+        """Requests in the largest launch."""
+        return max(flown.requests for flown in self.launches)
+
+    @property
+    def names(self) -> set[str]:
+        """Of the launches."""
+        return {flown.name for flown in self.launches}
+
+    @property
+    def side_by_side(self) -> int:
+        """How many launches began in one lane before an earlier one had ended in another."""
+        flown = sorted(self.launches, key=lambda launch: launch.start)
+        return sum(a.lane != b.lane and b.start < a.end for a, b in pairwise(flown))
+
+
+def serve(
+    decoder: Decoder,
+    system: System,
+    submits: Sequence[Submit],
+    *,
+    pages: int,
+    page_size: int,
+    running: int,
+    prefix_cache: bool,
+    runner: type[Runner] = OneThread,
+) -> Served:
+    """Serve these requests to their ends on all cores; nothing may be left over."""
+    spec, port, log = decoder.spec, LocalPort(submits), LaunchLog()
+    books = KVBooks(pages, page_size, running, prefix_cache=prefix_cache)
+    kv = KVCache(spec, pages, page_size, decoder.dtype)
+    for layer in kv.layers:
+        layer.fill_(float("nan"))  # what nobody wrote must not be read: it would show
+    lanes = CpuLanes(runner(decoder, kv, page_size, running), _cores(), port.wake)
+    engine = Engine(
+        system,
+        lanes,
+        books,
+        layers=spec.layers,
+        vocab_size=spec.vocab_size,
+        eos_token_ids=spec.eos_token_ids,
+        max_model_len=spec.max_positions,
+        estimator=OnlineEstimator(),
+        trace=log,
+    )
+    try:
+        run(engine, port)
+        while engine.state.flights:  # steps that were launched ahead
+            port.receive()
+            if not engine.reap():
+                port.wait(None)
+    finally:
+        lanes.close()
+    books.check()
+    assert books.free_pages + books.reclaimable_pages == pages, "pages did not come back"
+    assert books.free_slots == running, "slots did not come back"
+    stats = engine.stats()
+    return Served(
+        outputs=[port.tokens[submit.id] for submit in submits],
+        finish=[port.finish[submit.id] for submit in submits],
+        preemptions=stats.preemptions,
+        prefix_hits=stats.prefix_hits,
+        launches=log.launches,
+    )
+
+
+def _cores() -> list[int]:
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))

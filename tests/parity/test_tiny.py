@@ -1,0 +1,195 @@
+"""Fifty prompts of 1 to 512 tokens on a random model of each family, served in every way."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from tests.model.checkpoints import FAMILIES, VOCAB, make_checkpoint, reference
+from tests.parity.axes import Case, all_cases, pairwise_cases
+from tests.parity.judge import Judge, Tally
+from tests.parity.prompts import LENGTHS, MAX_TOKENS, random_requests
+from tests.parity.schedules import schedules
+from tests.parity.serving import OneThread, Served, serve
+from twolane.lanes import StepTokens
+from twolane.lanes.runner import Runner
+from twolane.lanes.work import DecodeRow, PrefillWork
+from twolane.model.attention import Batch
+from twolane.model.decoder import Decoder
+from twolane.model.hub import resolve
+from twolane.model.weights import load_decoder
+
+LAYERS = 4
+PAGE = 8
+REQUESTS = random_requests(VOCAB)
+POOLS = {"ample": 2048, "small": -(-(max(LENGTHS) + MAX_TOKENS + PAGE) // PAGE)}
+"""Pages: nothing is ever evicted; one of the longest requests, and little beside it."""
+AXES: dict[str, Any] = {
+    "family": FAMILIES,
+    "schedule": tuple(schedules(LAYERS)),
+    "running": (1, 2, 5, 16, 32),
+    "prefix_cache": (True, False),
+    "pool": tuple(POOLS),
+}
+
+Models = Callable[[str], tuple[Decoder, Judge]]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    """family → (decoder, the same checkpoint in transformers); each loaded once."""
+
+    @cache
+    def load(family: str) -> tuple[Decoder, Judge]:
+        path = make_checkpoint(family, tmp_path_factory.mktemp("parity") / family, seed=1)
+        return load_decoder(resolve(str(path))), Judge(reference(path))
+
+    return load
+
+
+def name(case: Case) -> str:
+    cache = "cached" if case["prefix_cache"] else "uncached"
+    return f"{case['family']}-{case['schedule']}-{case['running']}-{cache}-{case['pool']}"
+
+
+@pytest.mark.parametrize("case", pairwise_cases(AXES), ids=name)
+def test_pairwise(case: Case, models: Models, tally: Tally) -> None:
+    """Every two values of two axes meet in one of these cases."""
+    check(case, models, tally)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("schedule", AXES["schedule"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_in_full(family: str, schedule: str, models: Models, tally: Tally) -> None:
+    """All values of the other axes with all of each other."""
+    for case in all_cases({**AXES, "family": (family,), "schedule": (schedule,)}):
+        check(case, models, tally)
+
+
+@pytest.mark.parametrize("family", ["llama31", "qwen3"])
+def test_with_a_team_of_threads_in_each_lane(family: str, models: Models, tally: Tally) -> None:
+    """As it is served: a lane on two cores computes on two threads."""
+    decoder, judge = models(family)
+    requests = REQUESTS[::4]
+    served = serve(
+        decoder,
+        schedules(LAYERS)["static-split-k3"](),
+        requests,
+        pages=POOLS["ample"],
+        page_size=PAGE,
+        running=8,
+        prefix_cache=True,
+        runner=Runner,
+    )
+    for request, output in zip(requests, served.outputs, strict=True):
+        tally.forgiven += judge.forgiven(request.prompt, output)
+        tally.tokens += len(output)
+    tally.runs += 1
+
+
+class LeavesOutALayer(OneThread):
+    """A prefill that goes on after a cut begins a layer too late."""
+
+    def _layers(self, hidden: Tensor, batch: Batch, first: int, last: int) -> Tensor:
+        return super()._layers(hidden, batch, first + (first > 0), last)
+
+
+class LosesAWrite(OneThread):
+    """Keys and values of decode steps are not kept in one layer."""
+
+    def _decode(self, rows: Sequence[DecodeRow], step: int) -> StepTokens:
+        before = self._kv.layers[2].clone()
+        tokens = super()._decode(rows, step)
+        self._kv.layers[2].copy_(before)
+        return tokens
+
+
+class MixesUpSlots(OneThread):
+    """Half of the decoding requests go on from their neighbour's token."""
+
+    def _decode(self, rows: Sequence[DecodeRow], step: int) -> StepTokens:
+        return super()._decode([replace(row, slot=row.slot & ~1) for row in rows], step)
+
+
+class KeepsTheWrongHiddenStates(OneThread):
+    """A batch goes on with its tokens in another order."""
+
+    def _resume(self, work: PrefillWork) -> Tensor:
+        hidden = super()._resume(work)
+        return hidden if work.first == 0 else hidden.flip(0)
+
+
+@pytest.mark.parametrize(
+    "faulty", [LeavesOutALayer, LosesAWrite, MixesUpSlots, KeepsTheWrongHiddenStates]
+)
+def test_faults_are_noticed(faulty: type[Runner], models: Models) -> None:
+    """The comparison is worth something: a runner with one fault does not pass it."""
+    decoder, judge = models("qwen2")
+    requests = REQUESTS[::5]
+
+    def forgiven(runner: type[Runner]) -> int:
+        served = serve(
+            decoder,
+            schedules(LAYERS)["cut-2"](),
+            requests,
+            pages=POOLS["ample"],
+            page_size=PAGE,
+            running=4,
+            prefix_cache=False,
+            runner=runner,
+        )
+        outputs = zip(requests, served.outputs, strict=True)
+        return sum(judge.forgiven(request.prompt, output) for request, output in outputs)
+
+    assert forgiven(OneThread) <= 1
+    with pytest.raises(AssertionError, match="the reference has"):
+        forgiven(faulty)
+
+
+def check(case: Case, models: Models, tally: Tally) -> None:
+    """Every token is the reference's; and the case was what it says it is."""
+    decoder, judge = models(case["family"])
+    served = serve(
+        decoder,
+        schedules(LAYERS)[case["schedule"]](),
+        REQUESTS,
+        pages=POOLS[case["pool"]],
+        page_size=PAGE,
+        running=case["running"],
+        prefix_cache=case["prefix_cache"],
+    )
+    for request, output, finish in zip(REQUESTS, served.outputs, served.finish, strict=True):
+        assert len(output) == request.params.max_tokens
+        assert finish == "length"
+        tally.forgiven += judge.forgiven(request.prompt, output)
+        tally.tokens += len(output)
+    tally.runs += 1
+    tally.side_by_side += served.side_by_side
+    check_setting(case, served)
+
+
+def check_setting(case: Case, served: Served) -> None:
+    """Memory ran out where it should, pages were shared where they may be, cuts are where meant."""
+    running, schedule = case["running"], case["schedule"]
+    assert bool(served.preemptions) == (case["pool"] == "small" and running > 1)
+    assert bool(served.prefix_hits) == case["prefix_cache"]
+    assert served.most_together <= running
+    if schedule == "prefill-first" and case["pool"] == "ample":
+        assert served.most_together == running
+    slices = {launch for launch in served.names if launch.startswith("layers")}
+    if schedule.startswith("cut"):
+        layer = schedule.removeprefix("cut-")
+        assert slices == {f"layers 0:{layer}", f"layers {layer}:{LAYERS}"}
+    elif schedule == "every-layer":
+        assert slices == {f"layers {i}:{i + 1}" for i in range(LAYERS)}
+    elif schedule == "static-split" and running > 1:
+        assert {f"layers {i}:{i + 1}" for i in range(LAYERS)} <= slices
+    elif schedule == "static-split-k3":
+        assert "decode x3" in served.names
+    elif schedule.startswith("chunked"):
+        assert "hybrid" in served.names
