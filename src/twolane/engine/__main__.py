@@ -3,7 +3,12 @@
 import os
 import sys
 
-from twolane.engine.process import main
+# oneDNN, and PyTorch above it, each keep a compiled kernel for every shape that was ever
+# multiplied, up to these many; the default of 1,024 grows to hundreds of megabytes.
+for _variable in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+    os.environ.setdefault(_variable, "128")
+
+from twolane.engine.process import main  # noqa: E402
 
 code = main()
 sys.stdout.flush()
