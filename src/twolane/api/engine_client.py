@@ -75,7 +75,9 @@ class EngineClient:
         self._folder = private_folder()
         self._context = zmq.Context()
         self._push = self._context.socket(zmq.PUSH)
-        self._pull = zmq.asyncio.Socket.from_socket(self._context.socket(zmq.PULL))
+        # Not `Socket.from_socket`: its close leaves the wrapped socket to be closed again when it
+        # is collected, which hits whichever socket has its address by then.
+        self._pull = zmq.asyncio.Context.shadow(self._context).socket(zmq.PULL)
         for socket in (self._push, self._pull):
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.SNDHWM, 0)  # admission bounds what is under way

@@ -1,0 +1,155 @@
+"""The engine process: how it starts, how it ends, and what it costs over time."""
+
+import asyncio
+import random
+import signal
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.model.checkpoints import make_checkpoint
+from twolane.api.engine_client import EngineClient, EngineError, Event
+from twolane.engine.config import EngineConfig
+from twolane.engine.messages import Output
+from twolane.sampling import SamplingParams
+
+KV_TOKENS = 4096
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_checkpoint("qwen2", tmp_path_factory.mktemp("process") / "model"))
+
+
+def with_engine(
+    use: Callable[[EngineClient], Coroutine[Any, Any, None]], model: str, **settings: Any
+) -> None:
+    async def run() -> None:
+        client = await EngineClient.start(
+            EngineConfig(model=model, kv_tokens=KV_TOKENS, max_running=32, **settings)
+        )
+        try:
+            await use(client)
+        finally:
+            await client.close()
+
+    asyncio.run(run())
+
+
+async def serve(client: EngineClient, name: str, count: int) -> int:
+    """Run so many requests of all lengths at once; how many ended as they should."""
+    rng = random.Random(name)
+    left, all_ended, good = count, asyncio.Event(), 0
+
+    def sink(event: Event) -> None:
+        nonlocal left, good
+        if isinstance(event, Output) and event.finish is None:
+            return
+        left -= 1
+        good += isinstance(event, Output) and event.finish in ("stop", "length")
+        if left == 0:
+            all_ended.set()
+
+    for i in range(count):
+        prompt = [rng.randrange(3, 250) for _ in range(rng.randrange(1, 300))]
+        params = SamplingParams(seed=i, max_tokens=rng.randrange(1, 24))
+        client.submit(f"{name}-{i}", prompt, params, 0, sink)
+    await all_ended.wait()
+    return good
+
+
+def resident(pid: int) -> float:
+    """MiB of memory of a process."""
+    lines = Path(f"/proc/{pid}/status").read_text(encoding="ascii").splitlines()
+    return int(next(line for line in lines if line.startswith("VmRSS")).split()[1]) / 1024
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not holds():
+            await asyncio.sleep(0.01)
+
+
+def test_memory_is_flat_over_2000_requests_and_all_pages_come_back(model: str) -> None:
+    """After the first 500, which fill the caches of kernels and prefixes."""
+
+    async def use(client: EngineClient) -> None:
+        assert await serve(client, "warm", 500) == 500
+        before = resident(client.process.pid)
+        for i in range(3):
+            assert await serve(client, f"round{i}", 500) == 500
+        assert resident(client.process.pid) < before + 64
+        pages = KV_TOKENS // 16
+        await until(lambda: client.stats.kv_pages_free + client.stats.kv_pages_cached == pages)
+        assert client.stats.running == client.stats.prefilling == client.stats.waiting == 0
+
+    with_engine(use, model)
+
+
+def test_aborted_requests_return_their_pages_at_rest(model: str) -> None:
+    """The gauges reach the front although no token follows."""
+
+    async def use(client: EngineClient) -> None:
+        begun = asyncio.Event()
+        params = SamplingParams(max_tokens=900, ignore_eos=True)
+        client.submit("long", [5] * 100, params, 0, lambda _: begun.set())
+        await begun.wait()
+        client.abort("long")
+        await until(
+            lambda: (
+                client.stats.kv_pages_free + client.stats.kv_pages_cached == client.stats.kv_pages
+            )
+        )
+
+    with_engine(use, model)
+
+
+def test_sigterm_ends_it(model: str) -> None:
+    async def use(client: EngineClient) -> None:
+        client.process.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(10):
+            assert await client.process.wait() == 0
+
+    with_engine(use, model)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"kv_tokens": 64, "max_model_len": 128}, "kv_tokens 64 is too small for one request"),
+        ({"max_model_len": 5000}, "max_model_len 5000 exceeds the model's 1024 positions"),
+        ({"cores": 1000}, "cores must be between 1 and"),
+        ({"system": "none"}, "system 'none' is unknown"),
+        ({"options": {"k": "1"}}, "option 'k' is not one of system static-split"),
+        ({"trace": "/nowhere/trace.json"}, "/nowhere/trace.json"),
+    ],
+)
+def test_a_wrong_setting_is_one_line_that_names_it(
+    model: str, settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(EngineError, match=message):
+        asyncio.run(EngineClient.start(EngineConfig(model=model, **settings)))
+
+
+@pytest.mark.parametrize("system", ["prefill-first", "chunked", "static-split"])
+def test_a_trace_is_valid_json_and_accounts_for_every_request(
+    model: str, system: str, tmp_path: Path
+) -> None:
+    import json
+
+    trace = tmp_path / "trace.json"
+
+    async def use(client: EngineClient) -> None:
+        assert await serve(client, "traced", 20) == 20
+
+    with_engine(use, model, system=system, trace=str(trace))
+    events = json.loads(trace.read_text(encoding="utf-8"))
+    begun = {e["id"] for e in events if e["ph"] == "b"}
+    ended = {e["id"] for e in events if e["ph"] == "e"}
+    assert begun == ended == {f"traced-{i}" for i in range(20)}
+    launches = [e for e in events if e["ph"] == "X"]
+    assert all(e["dur"] >= 0 and e["args"]["reason"] for e in launches)
+    served = {request for e in launches for request in e["args"]["requests"]}
+    assert served == begun
