@@ -80,12 +80,12 @@ def test_events_are_the_ends_of_steps(lanes: SimLanes) -> None:
     """Of all lanes, in order of time; none when nothing runs."""
     assert lanes.next_event() is None
     lanes.launch("decode", 24, decode(3), ())
-    lanes.launch("prefill", 84, prefill(3), ())
+    lanes.launch("prefill", 84, prefill(1), ())
     times = []
     while (at := lanes.next_event()) is not None:
         times.append(at)
         lanes.advance(at)
-    assert times == [2.0, 3.0, 4.0, 6.0]
+    assert times == [1.0, 2.0, 4.0, 6.0]
 
 
 def test_a_lane_runs_in_order(lanes: SimLanes) -> None:

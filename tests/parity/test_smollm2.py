@@ -32,7 +32,6 @@ SETTINGS: dict[str, Any] = {
     "pool": ("ample", "small"),
 }
 FEW_CASES = (
-    {"schedule": "chunked-640", "running": 3, "prefix_cache": False, "pool": "ample"},
     {"schedule": "static-split-k3", "running": 3, "prefix_cache": False, "pool": "small"},
     {"schedule": "chunked-48", "running": 20, "prefix_cache": True, "pool": "small"},
     {"schedule": "prefill-first", "running": 20, "prefix_cache": False, "pool": "small"},
