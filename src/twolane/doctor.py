@@ -4,7 +4,6 @@ import os
 import platform
 from collections.abc import Iterator
 from importlib.metadata import version
-from typing import cast
 
 from rich.console import Console
 from rich.table import Table
@@ -12,7 +11,7 @@ from rich.table import Table
 import twolane
 from twolane.api.settings import usable_cores
 from twolane.model import hub
-from twolane.systems import SYSTEMS, describe
+from twolane.systems import SYSTEMS, defaults, describe
 
 
 def report() -> bool:
@@ -39,6 +38,7 @@ def findings() -> Iterator[tuple[str, str]]:
     yield "cuda lanes", f"not in this version; {cuda_state()}"
     for place, name in enumerate(SYSTEMS):
         yield "systems" if place == 0 else "", f"{name}: {describe(name)}"
+        yield "", "  " + " ".join(f"{key}={value}" for key, value in defaults(name).items())
     yield "cache", str(hub.cache_dir())
     yield "pulled", ", ".join(pulled()) or "nothing yet: twolane pull"
 
@@ -71,12 +71,9 @@ def cpu_problem() -> str | None:
 
 def cpu_partitions() -> str:
     """Return the partitions that the CPU lanes offer."""
-    from twolane.lanes.cpu import CpuLanes
-    from twolane.lanes.runner import Runner
+    from twolane.lanes.cpu import partitions
 
-    no_work = cast(Runner, None)  # nothing is launched
-    lanes = CpuLanes(no_work, range(usable_cores()), lambda: None)
-    return " ".join(f"({prefill},{decode})" for prefill, decode in lanes.levels)
+    return " ".join(f"({prefill},{decode})" for prefill, decode in partitions(usable_cores()))
 
 
 def cuda_state() -> str:

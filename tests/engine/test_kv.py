@@ -132,7 +132,7 @@ def test_cost_is_what_allocation_takes(seed: int, pages: int) -> None:
     held: list[tuple[Allocation, list[int]]] = []
     for _ in range(60):
         tokens = [rng.randrange(2) for _ in range(rng.randrange(1, 30))]
-        before, cost = kv.free_pages + kv.reclaimable_pages, kv.cost(tokens)
+        before, cost = kv.free_pages + kv.reclaimable_pages, kv.lookup(tokens).cost
         allocation = kv.allocate(tokens)
         assert (allocation is not None) == (cost <= before and len(held) < 8)
         if allocation is not None:

@@ -4,7 +4,7 @@ import random
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from twolane.engine.kv import KVBooks
+from twolane.engine.kv import KVBooks, Lookup
 from twolane.engine.launch import carry_out, joining
 from twolane.engine.messages import Abort, Outputs, Refused, Stats, Submit, ToEngine
 from twolane.engine.reap import reap
@@ -153,7 +153,7 @@ class Engine:
             now=now,
             max_model_len=self.max_model_len,
             sampling=self._sampling(message),
-            deadline=self._deadline(message, now),
+            slo=state.slo,
             lookup=self._lookup,
         )
         self._arrivals += 1
@@ -185,15 +185,11 @@ class Engine:
         seed = drawn if message.params.seed is None else message.params.seed
         return Sampling(message.params, seed, len(message.prompt), self._eos_token_ids)
 
-    def _deadline(self, message: Submit, now: float) -> float | None:
-        slo = self.state.slo
-        if slo.ttft is None:
-            return None
-        return now + slo.ttft + slo.ttft_per_token * len(message.prompt)
-
-    def _lookup(self, request: Request) -> tuple[int, int]:
+    def _lookup(self, request: Request) -> Lookup:
         kv = self.state.kv
-        return len(kv.match(request.tokens)) * kv.page_size, kv.cost(request.tokens)
+        if request.looked_up is None or request.looked_up.version != kv.tree.version:
+            request.looked_up = kv.lookup(request.tokens)
+        return request.looked_up
 
     def _abort(self, message: Abort) -> None:
         request = self.state.requests.get(message.id)

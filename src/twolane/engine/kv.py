@@ -39,7 +39,7 @@ class PrefixTree:
         self._idle_leaves: list[tuple[int, Node]] = []
         self._tick = 0
         self.version = 0
-        """Changes with every change of structure: a match is valid for one version."""
+        """Changes whenever a match or its cost may."""
         self.unpinned = 0
         """Nodes that nobody pins, all of them reclaimable."""
 
@@ -77,6 +77,7 @@ class PrefixTree:
     def pin(self, node: Node) -> None:
         """Keep a node from being reclaimed; parents before children."""
         self.unpinned -= node.pins == 0
+        self.version += node.pins == 0
         node.pins += 1
 
     def unpin(self, path: Sequence[Node]) -> None:
@@ -85,6 +86,7 @@ class PrefixTree:
         for node in reversed(path):
             node.pins -= 1
             self.unpinned += node.pins == 0
+            self.version += node.pins == 0
             node.last_used = self._tick
             self._offer(node)
 
@@ -118,6 +120,18 @@ class PrefixTree:
     def _offer(self, node: Node) -> None:
         if not node.pins and not node.children:
             heapq.heappush(self._idle_leaves, (node.last_used, node))
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """What the prefix tree has for a request that holds nothing yet."""
+
+    reused: int
+    """Tokens found."""
+    cost: int
+    """Free or reclaimable pages that allocating takes."""
+    version: int
+    """Of the tree: the answer holds as long as that does."""
 
 
 @dataclass(slots=True, eq=False)
@@ -192,17 +206,23 @@ class KVBooks:
             return []
         return self.tree.match(tokens, (len(tokens) - 1) // self.page_size)
 
-    def cost(self, tokens: Sequence[int]) -> int:
-        """Free or reclaimable pages that `allocate` would take."""
+    def lookup(self, tokens: Sequence[int]) -> Lookup:
+        """What `allocate` would find and take."""
         path = self.match(tokens)
         pinned = sum(node.pins > 0 for node in path)
-        return self.pages_for(len(tokens)) - pinned
+        return Lookup(
+            reused=len(path) * self.page_size,
+            cost=self.pages_for(len(tokens)) - pinned,
+            version=self.tree.version,
+        )
 
     def allocate(self, tokens: Sequence[int]) -> Allocation | None:
         """A slot and pages for all of these tokens, the shared ones pinned; None: no room."""
-        path = self.match(tokens)
-        if not self._free_slots or self.cost(tokens) > self.free_pages + self.reclaimable_pages:
+        if not self._free_slots or self.lookup(tokens).cost > (
+            self.free_pages + self.reclaimable_pages
+        ):
             return None
+        path = self.match(tokens)
         for node in path:
             self.tree.pin(node)
         allocation = Allocation(self._free_slots.pop(), [node.page for node in path], path)

@@ -146,7 +146,7 @@ def _launch_slice(state: State, launch: Launch, part: PrefillSlice, reason: str)
     layer = state.estimator.prefill_layer(segments, launch.units)
     predicted = layer * (part.last - part.first) if layer is not None else None
     rows = [(chunk.request, chunk.allocation) for chunk in chunks]
-    _take_off(state, launch, work, rows, segments, predicted, reason, batch)
+    _take_off(state, work, Flight(launch, rows, segments, predicted, reason, batch))
     _advance(state, batch, chunks, launch.lane, part.last)
     return True
 
@@ -181,7 +181,7 @@ def _launch_decode(state: State, launch: Launch, steps: DecodeSteps, reason: str
     step = state.estimator.decode_step(segments, launch.units)
     predicted = step * reserved.k if step is not None else None
     rows = [(request, _held(request)) for request, _ in reserved.rows]
-    _take_off(state, launch, work, rows, segments, predicted, reason + reserved.note)
+    _take_off(state, work, Flight(launch, rows, segments, predicted, reason + reserved.note))
     _advance_decode(reserved.rows)
     return True
 
@@ -200,27 +200,20 @@ def _launch_hybrid(state: State, launch: Launch, reason: str) -> bool:
     rows = [(request, _held(request)) for request, _ in reserved.rows]
     rows += [(chunk.request, chunk.allocation) for chunk in chunks]
     predicted = state.estimator.hybrid(segments, launch.units)
-    _take_off(state, launch, work, rows, segments, predicted, reason + reserved.note, batch)
+    flight = Flight(launch, rows, segments, predicted, reason + reserved.note, batch)
+    _take_off(state, work, flight)
     _advance_decode(reserved.rows)
     _advance(state, batch, chunks, launch.lane, state.layers)
     return True
 
 
-def _take_off(
-    state: State,
-    launch: Launch,
-    work: Work,
-    rows: Sequence[tuple[Request, Allocation]],
-    segments: Sequence[Segment],
-    predicted: float | None,
-    reason: str,
-    batch: PrefillBatch | None = None,
-) -> None:
-    after = _tickets_elsewhere(launch.lane, (allocation for _, allocation in rows))
-    ticket = state.lanes.launch(launch.lane, launch.units, work, after)
-    for _, allocation in rows:
-        state.kv.launched(allocation, ticket)
-    flight = Flight(launch, ticket, rows, segments, state.now(), batch, predicted, reason)
+def _take_off(state: State, work: Work, flight: Flight) -> None:
+    launch = flight.launch
+    after = _tickets_elsewhere(launch.lane, (allocation for _, allocation in flight.rows))
+    flight.launched_at = state.now()
+    flight.ticket = state.lanes.launch(launch.lane, launch.units, work, after)
+    for _, allocation in flight.rows:
+        state.kv.launched(allocation, flight.ticket)
     state.flights.append(flight)
 
 

@@ -79,8 +79,6 @@ def _note_latency(state: State, request: Request, now: float) -> None:
     else:
         state.recent["tbt"].add(now - request.last_token_at)
     request.last_token_at = now
-    if request.generated > 1 and request.first_token_at is not None:
-        state.recent["tpot"].add((now - request.first_token_at) / (request.generated - 1))
 
 
 def _share_full_pages(state: State, request: Request) -> None:
@@ -137,7 +135,7 @@ def _trace(state: State, flight: Flight) -> None:
         tokens=sum(segment.n for segment in flight.segments),
         context=sum(segment.r for segment in flight.segments),
         predicted=flight.predicted,
-        launched=flight.launched_at,
+        waited=ticket.start - flight.launched_at,
         reason=flight.reason,
     )
 

@@ -4,12 +4,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from twolane.engine.kv import Allocation
+from twolane.engine.kv import Allocation, Lookup
 from twolane.engine.messages import Submit
 from twolane.estimate import Segment
 from twolane.lanes import Ticket
 from twolane.lanes.work import PrefillState, PromptRow, Sampling
 from twolane.systems.plan import Launch
+from twolane.systems.view import Slo
 from twolane.vocabulary import LaneName
 
 
@@ -38,10 +39,12 @@ class Request:
     order: int
     """Of arrival, unique."""
     arrival: float
-    deadline: float | None
+    slo: Slo
     sampling: Sampling
-    lookup: Callable[["Request"], tuple[int, int]]
-    """Asks the prefix cache: (reused tokens, page cost)."""
+    lookup: Callable[["Request"], Lookup]
+    """Asks the prefix cache."""
+    looked_up: Lookup | None = None
+    """Its last answer."""
     phase: Phase = Phase.WAITING
     allocation: Allocation | None = None
     context: int = 0
@@ -61,7 +64,7 @@ class Request:
     @property
     def reused(self) -> int:
         """Prompt tokens that need no computing."""
-        return self.context if self.started else self.lookup(self)[0]
+        return self.context if self.started else self.lookup(self).reused
 
     @property
     def new(self) -> int:
@@ -71,7 +74,16 @@ class Request:
     @property
     def page_cost(self) -> int:
         """Free or reclaimable pages that admitting it takes."""
-        return 0 if self.started else self.lookup(self)[1]
+        return 0 if self.started else self.lookup(self).cost
+
+    @property
+    def deadline(self) -> float | None:
+        """When the TTFT SLO wants the first token; it allows for the tokens that are new."""
+        if self.slo.ttft is None:
+            return None
+        cached = self.reused if self.cached is None else self.cached
+        new = self.prompt_tokens - cached
+        return self.arrival + self.slo.ttft + self.slo.ttft_per_token * new
 
     @property
     def generated(self) -> int:
@@ -82,6 +94,13 @@ class Request:
     def to_generate(self) -> int:
         """Output tokens it may still be launched for."""
         return self.limit - max(self.sampled, len(self.tokens))
+
+    @property
+    def tpot(self) -> float | None:
+        """Time per output token after the first, in seconds, so far."""
+        if self.first_token_at is None or self.last_token_at is None or self.generated < 2:
+            return None
+        return (self.last_token_at - self.first_token_at) / (self.generated - 1)
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -97,8 +116,8 @@ class Request:
         now: float,
         max_model_len: int,
         sampling: Sampling,
-        deadline: float | None,
-        lookup: Callable[["Request"], tuple[int, int]],
+        slo: Slo,
+        lookup: Callable[["Request"], Lookup],
     ) -> "Request":
         """A new request, waiting."""
         prompt = len(submit.prompt)
@@ -111,7 +130,7 @@ class Request:
             priority=submit.priority,
             order=order,
             arrival=now,
-            deadline=deadline,
+            slo=slo,
             sampling=sampling,
             lookup=lookup,
         )
@@ -161,14 +180,14 @@ class Flight:
     """A launch and what the engine needs to know when its results arrive."""
 
     launch: Launch
-    ticket: Ticket
     rows: Sequence[tuple[Request, Allocation]]
     """By the row numbers of the ticket's step tokens."""
     segments: Sequence[Segment]
-    launched_at: float
-    batch: PrefillBatch | None = None
-    predicted: float | None = None
+    predicted: float | None
     """Seconds."""
-    reason: str = ""
+    reason: str
+    batch: PrefillBatch | None = None
+    ticket: Ticket = field(init=False)
+    launched_at: float = field(init=False)
     taken: int = 0
     """Steps of the ticket that were delivered."""

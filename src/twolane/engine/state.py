@@ -105,6 +105,7 @@ class State:
             self.kv.give_up(request.allocation)
         request.allocation = None
         request.context = request.sampled = 0
+        request.looked_up = None  # by now it has more tokens to find
 
     def send_back(self, request: Request) -> None:
         """The request loses its pages and will be computed anew from prompt and sent tokens."""
@@ -120,6 +121,8 @@ class State:
         self.release(request)
         request.phase = Phase.FINISHED
         del self.requests[request.id]
+        if (tpot := request.tpot) is not None:
+            self.recent["tpot"].add(tpot)
         self.say(request, [], reason)
         self.trace.request_end(request.id, self.now(), reason, request.generated)
 

@@ -33,9 +33,6 @@ class Trace:
     def launch(self, lane: LaneName, name: str, start: float, end: float, **args: Any) -> None:
         """A launch ran in a lane."""
 
-    def note(self, name: str, at: float, **args: Any) -> None:
-        """Something the engine decided."""
-
     def counters(self, at: float, **values: float) -> None:
         """Gauges at a moment."""
 
@@ -74,10 +71,6 @@ class FileTrace(Trace):
         """See `Trace`."""
         duration = round((end - start) * 1e6, 1)
         self._event("X", name, start, tid=LANE_THREADS[lane], dur=duration, args=args)
-
-    def note(self, name: str, at: float, **args: Any) -> None:
-        """See `Trace`."""
-        self._event("i", name, at, s="p", args=args)
 
     def counters(self, at: float, **values: float) -> None:
         """See `Trace`."""

@@ -20,6 +20,12 @@ from twolane.lanes.work import Work
 from twolane.vocabulary import LaneName
 
 
+def partitions(cores: int) -> tuple[tuple[int, int], ...]:
+    """All ways to share the cores, and the solo ones: (prefill, decode)."""
+    shared = [(cores - d, d) for d in range(1, cores)]
+    return (*shared, (cores, 0), (0, cores))
+
+
 @dataclass(slots=True, eq=False)
 class _CpuTicket(Ticket):
     finished: threading.Event = field(default_factory=threading.Event)
@@ -48,8 +54,7 @@ class CpuLanes:
         self._workers: dict[tuple[LaneName, int], _Worker] = {}
         self._last: dict[LaneName, _CpuTicket] = {}
         self.units = len(self._cores)
-        shared = [(self.units - d, d) for d in range(1, self.units)]
-        self.levels: Sequence[tuple[int, int]] = (*shared, (self.units, 0), (0, self.units))
+        self.levels: Sequence[tuple[int, int]] = partitions(self.units)
 
     clock = staticmethod(time.monotonic)
 

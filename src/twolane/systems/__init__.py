@@ -14,7 +14,7 @@ from twolane.systems.prefill_first import PrefillFirst
 from twolane.systems.static_split import StaticSplit
 from twolane.systems.view import View
 
-__all__ = ["SYSTEMS", "System", "describe", "make_system"]
+__all__ = ["SYSTEMS", "System", "defaults", "describe", "make_system"]
 
 
 class System(Protocol):
@@ -42,6 +42,11 @@ def describe(name: str) -> str:
     return (SYSTEMS[name].__doc__ or "").split("\n", 1)[0]
 
 
+def defaults(name: str) -> dict[str, Any]:
+    """The system's settings and their defaults."""
+    return {field.name: field.default for field in msgspec.structs.fields(SYSTEMS[name])}
+
+
 def make_system(name: str, options: dict[str, str] | None = None) -> System:
     """The system of that name with its settings given as text.
 
@@ -50,8 +55,7 @@ def make_system(name: str, options: dict[str, str] | None = None) -> System:
     """
     if name not in SYSTEMS:
         raise ValueError(f"system {name!r} is unknown; there are: {', '.join(SYSTEMS)}")
-    kind = SYSTEMS[name]
-    settings = {field.name: field.default for field in msgspec.structs.fields(kind)}
+    kind, settings = SYSTEMS[name], defaults(name)
     for option in options or {}:
         if option not in settings:
             raise ValueError(
