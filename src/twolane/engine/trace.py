@@ -47,7 +47,8 @@ class FileTrace(Trace):
     """
 
     def __init__(self, path: str | Path, began: float) -> None:
-        self._file: TextIO = Path(path).open("w", encoding="utf-8")  # noqa: SIM115
+        # Flushed event by event: what a killed run leaves ends in a whole event.
+        self._file: TextIO = Path(path).open("w", buffering=1, encoding="utf-8")  # noqa: SIM115
         self._began = began
         self._file.write("[\n")
         self._write({"ph": "M", "name": "process_name", "args": {"name": "twolane"}}, last="")
