@@ -229,6 +229,7 @@ def report(figures: list[Figure], seconds: float, out: Path | None) -> None:
     commit = subprocess.run(
         ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
     )
+    out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(
         json.dumps(
             {
