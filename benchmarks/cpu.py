@@ -39,6 +39,9 @@ EVERY_SECONDS = 3.0
 ANSWER = 8
 
 
+Measured = dict[str, float]
+
+
 @dataclass(frozen=True)
 class Figure:
     """A measured value, the bar it is held to, and whether it clears it."""
@@ -107,25 +110,27 @@ async def load(system: str, seconds: float, seed: int) -> tuple[list[float], flo
     return gaps, (answered + output) / (ended - began)
 
 
-async def lanes(seconds: float) -> list[Figure]:
-    results: dict[str, tuple[list[float], list[float]]] = {}
+async def lanes(seconds: float) -> tuple[Measured, list[Figure]]:
+    gaps: dict[str, list[float]] = {}
+    rates: dict[str, list[float]] = {}
     for seed in range(2):
         for system in ("prefill-first", "static-split"):
-            gaps, rate = await load(system, seconds, seed)
-            kept = results.setdefault(system, ([], []))
-            kept[0].extend(gaps)
-            kept[1].append(rate)
-    (base, base_rates), (split, split_rates) = results["prefill-first"], results["static-split"]
-    for name, (gaps, rates) in results.items():
-        p50, p99 = np.percentile(gaps, [50, 99]) * 1e3
-        print(
-            f"  {name:14} P50 {p50:6.1f} ms  P99 {p99:6.1f} ms  max {max(gaps) * 1e3:6.1f} ms  "
-            f"{statistics.mean(rates):6.0f} tokens/s"
-        )
-    p99 = float(np.percentile(base, 99) / np.percentile(split, 99))
-    longest = max(base) / max(split)
-    rate = statistics.mean(split_rates) / statistics.mean(base_rates)
-    return [
+            some, rate = await load(system, seconds, seed)
+            gaps.setdefault(system, []).extend(some)
+            rates.setdefault(system, []).append(rate)
+    measured: Measured = {}
+    for system in gaps:
+        p50, p99 = np.percentile(gaps[system], [50, 99])
+        measured[f"{system}, P50 TBT (ms)"] = p50 * 1e3
+        measured[f"{system}, P99 TBT (ms)"] = p99 * 1e3
+        measured[f"{system}, longest gap (ms)"] = max(gaps[system]) * 1e3
+        measured[f"{system}, tokens/s"] = statistics.mean(rates[system])
+
+    def ratio(what: str) -> float:
+        return measured[f"prefill-first, {what}"] / measured[f"static-split, {what}"]
+
+    p99, longest, rate = ratio("P99 TBT (ms)"), ratio("longest gap (ms)"), 1 / ratio("tokens/s")
+    return measured, [
         Figure("P99 TBT, prefill-first / static-split", p99, ">= 3", p99 >= 3),
         Figure("longest gap, prefill-first / static-split", longest, ">= 5", longest >= 5),
         Figure("throughput, static-split / prefill-first", rate, ">= 0.85", rate >= 0.85),
@@ -168,7 +173,7 @@ def generate_speed(output: int, seed: int) -> float:
     return statistics.median(runs)
 
 
-async def base() -> list[Figure]:
+async def base() -> tuple[Measured, list[Figure]]:
     client = await start("static-split")
     await streams(client, 1, 16, 99)
     one = statistics.median([await streams(client, 1, 96, seed) for seed in range(3)])
@@ -177,12 +182,14 @@ async def base() -> list[Figure]:
     idle = await idle_share(client)
     await client.close()
     reference = generate_speed(96, 0)
-    print(
-        f"  one stream {one:.1f} tokens/s, transformers.generate {reference:.1f}, "
-        f"16 streams {sixteen:.1f}; TTFT of 1,024 tokens {cold * 1e3:.0f} ms, "
-        f"with 1,008 of them cached {warm * 1e3:.0f} ms"
-    )
-    return [
+    measured = {
+        "one stream, tokens/s": one,
+        "transformers.generate, tokens/s": reference,
+        "16 streams, tokens/s": sixteen,
+        "TTFT of 1,024 tokens (ms)": cold * 1e3,
+        "TTFT of 1,024 tokens, 1,008 of them cached (ms)": warm * 1e3,
+    }
+    return measured, [
         Figure(
             "one stream / transformers.generate", one / reference, ">= 0.8", one >= 0.8 * reference
         ),
@@ -218,10 +225,12 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / 100
 
 
-def report(figures: list[Figure], seconds: float, out: Path | None) -> None:
+def report(measured: Measured, figures: list[Figure], seconds: float, out: Path | None) -> None:
+    for name, value in measured.items():
+        print(f"{name:50} {value:8.1f}")
     for figure in figures:
         mark = "holds" if figure.holds else "MISSES"
-        print(f"{figure.name:45} {figure.value:8.3f}   bar {figure.bar:8} {mark}")
+        print(f"{figure.name:50} {figure.value:8.3f}   bar {figure.bar:8} {mark}")
     if out is None:
         return
     import torch
@@ -250,6 +259,7 @@ def report(figures: list[Figure], seconds: float, out: Path | None) -> None:
                     "every_seconds": EVERY_SECONDS,
                     "seconds": seconds,
                 },
+                "measured": {name: round(value, 2) for name, value in measured.items()},
                 "figures": [asdict(figure) for figure in figures],
             },
             indent=1,
@@ -271,8 +281,10 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=30.0, help="of each of the four loads")
     parser.add_argument("--out", type=Path, help="write the figures here as JSON")
     arguments = parser.parse_args()
-    figures = asyncio.run(lanes(arguments.seconds)) + asyncio.run(base())
-    report(figures, arguments.seconds, arguments.out)
+    with_lanes, lane_figures = asyncio.run(lanes(arguments.seconds))
+    of_base, base_figures = asyncio.run(base())
+    measured, figures = with_lanes | of_base, lane_figures + base_figures
+    report(measured, figures, arguments.seconds, arguments.out)
 
 
 if __name__ == "__main__":

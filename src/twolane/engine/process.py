@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from math import ceil
 from types import FrameType
 
 import msgspec
@@ -98,7 +99,7 @@ class ZmqPort:
 
     def wait(self, wake_at: float | None) -> None:
         """See `Port.wait`."""
-        timeout = None if wake_at is None else round(max(0.0, wake_at - time.monotonic()) * 1e3)
+        timeout = None if wake_at is None else ceil(max(0.0, wake_at - time.monotonic()) * 1e3)
         ready = dict(self._poller.poll(timeout))
         self._waker.clear()
         self.stopped |= sys.stdin.fileno() in ready  # nothing but its end ever comes
