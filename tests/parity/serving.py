@@ -161,6 +161,9 @@ def serve(
                 port.wait(None)
     finally:
         lanes.close()
+        # Lanes and workers refer to each other: the pool would stay until they are collected.
+        for part in (kv.layers, kv.k, kv.v):
+            part.clear()
     books.check()
     assert books.free_pages + books.reclaimable_pages == pages, "pages did not come back"
     assert books.free_slots == running, "slots did not come back"
