@@ -120,7 +120,7 @@ async def lanes(seconds: float) -> tuple[Measured, list[Figure]]:
             rates.setdefault(system, []).append(rate)
     measured: Measured = {}
     for system in gaps:
-        p50, p99 = np.percentile(gaps[system], [50, 99])
+        p50, p99 = map(float, np.percentile(gaps[system], [50, 99]))
         measured[f"{system}, P50 TBT (ms)"] = p50 * 1e3
         measured[f"{system}, P99 TBT (ms)"] = p99 * 1e3
         measured[f"{system}, longest gap (ms)"] = max(gaps[system]) * 1e3

@@ -5,6 +5,7 @@ of OpenMP threads is created pinned to those cores and stays there; a launch wai
 before it in its lane, so only one worker of a lane is ever at work.
 """
 
+import contextlib
 import os
 import threading
 import time
@@ -78,6 +79,7 @@ class CpuLanes:
             worker.jobs.put(None)
         for worker in self._workers.values():
             worker.thread.join(timeout)
+        self._workers.clear()  # they hold the lanes, which hold them
 
     def _share(self, lane: LaneName, units: int) -> tuple[int, ...]:
         return self._cores[-units:] if lane == "decode" else self._cores[:units]
@@ -110,7 +112,8 @@ class _Worker:
 
     def _work(self) -> None:
         if hasattr(os, "sched_setaffinity"):
-            os.sched_setaffinity(0, self._cores)  # 0 is the calling thread
+            with contextlib.suppress(OSError):  # a core was taken away: unpinned is still served
+                os.sched_setaffinity(0, self._cores)  # 0 is the calling thread
         torch.set_num_threads(len(self._cores))  # of the calling thread's OpenMP team
         with torch.inference_mode():
             while (job := self.jobs.get()) is not None:
