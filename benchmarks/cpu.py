@@ -1,10 +1,10 @@
-"""What the CPU lanes do: `python benchmarks/cpu.py [--seconds 30] [--out results/cpu.json]`.
+"""What the CPU lanes do: `python benchmarks/cpu.py [--seconds 15] [--out results/cpu.json]`.
 
 Three questions, on the embedded model in float32 on all cores of this machine, which should be
 doing nothing else:
 
 1. Do lanes help? Four requests decode while a 600-token prompt comes every 3 seconds, under
-   `static-split` and under `prefill-first`, in turn and twice. Time between tokens is taken where
+   `static-split` and under `prefill-first`, in turn. Time between tokens is taken where
    the front receives them; throughput is prompt tokens of prompts answered plus output tokens.
 2. Is the base slow? One stream against `transformers.generate`, 16 streams against one, and a
    prompt whose prefix is cached against the same prompt for the first time.
@@ -36,6 +36,9 @@ MODEL = "smollm2-135m-instruct"
 DECODING = 4
 PROMPT = 600
 EVERY_SECONDS = 3.0
+ROUNDS = 4
+"""Of each system, in turn. The longest gap is a round's, the median of the rounds: on a shared
+machine one hiccup of the host in two minutes says nothing about lanes. The worst is shown, too."""
 ANSWER = 8
 
 
@@ -113,26 +116,32 @@ async def load(system: str, seconds: float, seed: int) -> tuple[list[float], flo
 async def lanes(seconds: float) -> tuple[Measured, list[Figure]]:
     gaps: dict[str, list[float]] = {}
     rates: dict[str, list[float]] = {}
-    for seed in range(2):
+    longest: dict[str, list[float]] = {}
+    for seed in range(ROUNDS):
         for system in ("prefill-first", "static-split"):
             some, rate = await load(system, seconds, seed)
             gaps.setdefault(system, []).extend(some)
+            longest.setdefault(system, []).append(max(some))
             rates.setdefault(system, []).append(rate)
     measured: Measured = {}
     for system in gaps:
         p50, p99 = map(float, np.percentile(gaps[system], [50, 99]))
         measured[f"{system}, P50 TBT (ms)"] = p50 * 1e3
         measured[f"{system}, P99 TBT (ms)"] = p99 * 1e3
-        measured[f"{system}, longest gap (ms)"] = max(gaps[system]) * 1e3
+        measured[f"{system}, longest gap of a round (ms)"] = (
+            statistics.median(longest[system]) * 1e3
+        )
+        measured[f"{system}, longest gap of all rounds (ms)"] = max(longest[system]) * 1e3
         measured[f"{system}, tokens/s"] = statistics.mean(rates[system])
 
     def ratio(what: str) -> float:
         return measured[f"prefill-first, {what}"] / measured[f"static-split, {what}"]
 
-    p99, longest, rate = ratio("P99 TBT (ms)"), ratio("longest gap (ms)"), 1 / ratio("tokens/s")
+    p99, rate = ratio("P99 TBT (ms)"), 1 / ratio("tokens/s")
+    gap = ratio("longest gap of a round (ms)")
     return measured, [
         Figure("P99 TBT, prefill-first / static-split", p99, ">= 3", p99 >= 3),
-        Figure("longest gap, prefill-first / static-split", longest, ">= 5", longest >= 5),
+        Figure("longest gap of a round, prefill-first / static-split", gap, ">= 5", gap >= 5),
         Figure("throughput, static-split / prefill-first", rate, ">= 0.85", rate >= 0.85),
     ]
 
@@ -227,10 +236,10 @@ def cpu_seconds(pid: int) -> float:
 
 def report(measured: Measured, figures: list[Figure], seconds: float, out: Path | None) -> None:
     for name, value in measured.items():
-        print(f"{name:50} {value:8.1f}")
+        print(f"{name:55} {value:8.1f}")
     for figure in figures:
         mark = "holds" if figure.holds else "MISSES"
-        print(f"{figure.name:50} {figure.value:8.3f}   bar {figure.bar:8} {mark}")
+        print(f"{figure.name:55} {figure.value:8.3f}   bar {figure.bar:8} {mark}")
     if out is None:
         return
     import torch
@@ -278,7 +287,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--seconds", type=float, default=30.0, help="of each of the four loads")
+    parser.add_argument("--seconds", type=float, default=15.0, help="of each round")
     parser.add_argument("--out", type=Path, help="write the figures here as JSON")
     arguments = parser.parse_args()
     with_lanes, lane_figures = asyncio.run(lanes(arguments.seconds))
