@@ -267,6 +267,7 @@ def report(measured: Measured, figures: list[Figure], seconds: float, out: Path 
                     "prompt": PROMPT,
                     "every_seconds": EVERY_SECONDS,
                     "seconds": seconds,
+                    "rounds": ROUNDS,
                 },
                 "measured": {name: round(value, 2) for name, value in measured.items()},
                 "figures": [asdict(figure) for figure in figures],
