@@ -14,8 +14,8 @@ from twolane.estimate.online import OnlineEstimator
 from twolane.lanes.sim import FixedDurations, SimLanes
 from twolane.sampling import SamplingParams
 from twolane.systems import make_system
-from twolane.systems.plan import Chunk, DecodeSteps, Launch, Plan, PrefillSlice
-from twolane.systems.view import View
+from twolane.systems.plan import Chunk, DecodeSteps, Launch, Plan, PrefillSlice, Refusal
+from twolane.systems.view import Slo, View
 
 
 @dataclass
@@ -140,14 +140,14 @@ def test_a_request_that_cannot_be_served_is_refused_by_name() -> None:
         "context length is 64": Submit("x", [1] * 64, tokens),
     }
     for message, request in bad.items():
-        sim = simulate_one(request)
-        assert message in sim.refused[0].message
-        assert not sim.outputs
+        news = news_of(request)
+        assert message in news.refused[0].message
+        assert not news.outputs
 
 
-def simulate_one(request: Submit) -> Outputs:
-    """The first news of an engine whose pool holds 64 tokens."""
-    engine = Engine(
+def small_engine(slo: Slo | None = None) -> Engine:
+    """An engine whose pool holds 64 tokens."""
+    return Engine(
         make_system("chunked"),
         SimLanes(UNITS, (), FixedDurations()),
         KVBooks(4, 16, 4, prefix_cache=True),
@@ -156,7 +156,12 @@ def simulate_one(request: Submit) -> Outputs:
         eos_token_ids=(),
         max_model_len=4096,
         estimator=OnlineEstimator(),
+        slo=slo,
     )
+
+
+def news_of(request: Submit) -> Outputs:
+    engine = small_engine()
     engine.take([request])
     news = engine.news()
     assert news is not None
@@ -168,3 +173,24 @@ def test_a_request_stops_at_the_context_length() -> None:
     sim = simulate(make_system("static-split"), [(0.0, submit("a", 40, 500))], pages=4)
     assert len(sim.times["a"]) == 64 - 40
     assert sim.finish == {"a": "length"}
+
+
+def test_a_plan_may_refuse_who_waits_and_says_why() -> None:
+    def decide(view: View) -> Plan:
+        late = tuple(Refusal(r.id, "too late") for r in view.waiting if r.id == "late")
+        return Plan(refuse=late) if late else one_by_one(view)
+
+    arrivals = [(0.0, submit("early", 20, 3)), (0.05, submit("late", 20, 3))]
+    sim = simulate(Script(decide), arrivals)
+    assert [(r.id, r.code, r.message) for r in sim.refused] == [("late", "refused", "too late")]
+    assert sim.finish == {"early": "length"}
+
+
+def test_a_deadline_allows_for_new_tokens_only() -> None:
+    """1 s per 1,024 new tokens (Drift §5.1); what the prefix cache has costs nothing."""
+    engine = small_engine(Slo(ttft=0.5, ttft_per_token=1 / 1024))
+    engine.take([Submit("a", [7] * 33, SamplingParams())])
+    request = engine.state.requests["a"]
+    assert request.deadline == pytest.approx(0.5 + 33 / 1024)
+    request.cached = 32
+    assert request.deadline == pytest.approx(0.5 + 1 / 1024)

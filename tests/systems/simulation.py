@@ -7,7 +7,7 @@ from typing import Any
 from twolane.engine.engine import Engine
 from twolane.engine.kv import KVBooks
 from twolane.engine.loop import run
-from twolane.engine.messages import Submit, ToEngine
+from twolane.engine.messages import Refused, Submit, ToEngine
 from twolane.engine.simulated import SimPort
 from twolane.engine.trace import Trace
 from twolane.estimate.online import OnlineEstimator
@@ -75,6 +75,7 @@ class Simulation:
     seconds: float
     times: dict[str, list[float]]
     finish: dict[str, str]
+    refused: list[Refused]
 
 
 def submit(name: str, prompt: int, output: int, **more: Any) -> Submit:
@@ -122,4 +123,5 @@ def simulate(
             times.setdefault(output.id, []).extend([at] * len(output.tokens))
             if output.finish:
                 finish[output.id] = output.finish
-    return Simulation(engine, record, lanes.clock(), times, finish)
+    refused = [refused for _, news in port.news for refused in news.refused]
+    return Simulation(engine, record, lanes.clock(), times, finish, refused)
