@@ -31,7 +31,9 @@ def test_any_cut_gives_the_same_events(stream, cuts):
     assert parse([bytes([byte]) for byte in stream]) == parse([stream])
 
 
-@given(st.lists(st.lists(st.text(st.characters(exclude_characters="\r\n")), min_size=1)))
+@given(
+    st.lists(st.lists(st.text(st.characters(codec="utf-8", exclude_characters="\r\n")), min_size=1))
+)
 def test_written_events_are_read_back(messages):
     stream = "".join("".join(f"data: {one}\n" for one in lines) + "\n" for lines in messages)
     want = [Event("message", "\n".join(lines)) for lines in messages]
