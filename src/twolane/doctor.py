@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 import twolane
-from twolane.api.settings import usable_cores
+from twolane.engine.config import usable_cores
 from twolane.model import hub
 from twolane.systems import SYSTEMS, defaults, describe
 
@@ -31,7 +31,7 @@ def findings() -> Iterator[tuple[str, str]]:
     yield "twolane", twolane.__version__
     yield "python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"
     yield "torch", version("torch")
-    yield "cores", f"{usable_cores()} usable of {os.cpu_count()}{affinity()}"
+    yield "cores", f"{len(usable_cores())} usable of {os.cpu_count()}{affinity()}"
     yield "memory", memory()
     problem = cpu_problem()
     yield "cpu lanes", problem or f"work; partitions (prefill, decode): {cpu_partitions()}"
@@ -47,7 +47,7 @@ def affinity() -> str:
     """Return the numbers of the cores that this process may use."""
     if not hasattr(os, "sched_getaffinity"):
         return ", threads cannot be pinned on this system"
-    return f", numbers {', '.join(map(str, sorted(os.sched_getaffinity(0))))}"
+    return f", numbers {', '.join(map(str, usable_cores()))}"
 
 
 def memory() -> str:
@@ -73,7 +73,7 @@ def cpu_partitions() -> str:
     """Return the partitions that the CPU lanes offer."""
     from twolane.lanes.cpu import partitions
 
-    return " ".join(f"({prefill},{decode})" for prefill, decode in partitions(usable_cores()))
+    return " ".join(f"({prefill},{decode})" for prefill, decode in partitions(len(usable_cores())))
 
 
 def cuda_state() -> str:

@@ -6,7 +6,6 @@ is put to the test. Prompts, aborts and plans are random, the model is in float6
 is accounted for after every turn.
 """
 
-import os
 import random
 import threading
 from collections import Counter
@@ -19,6 +18,7 @@ import torch
 from tests.engine.random_plans import RandomPlans
 from tests.engine.world import World
 from twolane.engine import launch
+from twolane.engine.config import usable_cores
 from twolane.lanes import StepTokens
 from twolane.lanes.cpu import CpuLanes
 from twolane.lanes.runner import Runner
@@ -72,7 +72,7 @@ class ThreadedWorld(World):
     news: threading.Event = field(default_factory=threading.Event)
 
     def make_lanes(self, runner: Runner) -> CpuLanes:
-        return CpuLanes(Watched(runner, self.seen), _cores(), self.news.set)
+        return CpuLanes(Watched(runner, self.seen), usable_cores(), self.news.set)
 
     def run_lanes(self) -> bool:
         """Look again when a lane has news, or in a moment; whether lanes are at work."""
@@ -89,12 +89,6 @@ class ThreadedWorld(World):
             super().run()
         finally:
             self.lanes.close(PATIENCE)
-
-
-def _cores() -> list[int]:
-    if hasattr(os, "sched_getaffinity"):
-        return sorted(os.sched_getaffinity(0))
-    return list(range(os.cpu_count() or 1))
 
 
 def run_worlds(system: str, seeds: range) -> Counter[str]:

@@ -1,6 +1,5 @@
 """The real engine in this process: books, KV pool, runner, CPU lanes on real threads, and loop."""
 
-import os
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -9,6 +8,7 @@ from typing import Any
 
 import torch
 
+from twolane.engine.config import usable_cores
 from twolane.engine.engine import Engine
 from twolane.engine.kv import KVBooks
 from twolane.engine.loop import run
@@ -141,7 +141,7 @@ def serve(
     kv = KVCache(spec, pages, page_size, decoder.dtype)
     for layer in kv.layers:
         layer.fill_(float("nan"))  # what nobody wrote must not be read: it would show
-    lanes = CpuLanes(runner(decoder, kv, page_size, running), _cores(), port.wake)
+    lanes = CpuLanes(runner(decoder, kv, page_size, running), usable_cores(), port.wake)
     engine = Engine(
         system,
         lanes,
@@ -175,9 +175,3 @@ def serve(
         prefix_hits=stats.prefix_hits,
         launches=log.launches,
     )
-
-
-def _cores() -> list[int]:
-    if hasattr(os, "sched_getaffinity"):
-        return sorted(os.sched_getaffinity(0))
-    return list(range(os.cpu_count() or 1))

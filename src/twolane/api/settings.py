@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from twolane.engine.config import EngineConfig
+from twolane.engine.config import EngineConfig, usable_cores
 from twolane.systems import make_system
 
 
@@ -31,7 +31,7 @@ def check_settings(config: EngineConfig) -> None:
         value = getattr(config, field)
         if value is not None and value < 1:
             raise SettingError(field, f"must be at least 1, not {value}")
-    usable = usable_cores()
+    usable = len(usable_cores())
     if config.cores is not None and not 1 <= config.cores <= usable:
         raise SettingError("cores", f"must be between 1 and {usable} here, not {config.cores}")
     length, positions, pool = config.max_model_len, config.max_positions, config.kv_tokens
@@ -47,10 +47,3 @@ def check_settings(config: EngineConfig) -> None:
     except ValueError as error:
         field = "system" if str(error).startswith("system") else "options"
         raise SettingError(field, str(error).split(" ", 1)[1]) from error
-
-
-def usable_cores() -> int:
-    """Return how many cores this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

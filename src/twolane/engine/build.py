@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from twolane.engine.config import EngineConfig
+from twolane.engine.config import EngineConfig, usable_cores
 from twolane.engine.engine import Engine
 from twolane.engine.kv import KVBooks
 from twolane.engine.messages import Ready
@@ -99,10 +99,7 @@ def _ready(config: EngineConfig, engine: Engine, spec: ModelSpec) -> Ready:
 
 def _cores(config: EngineConfig) -> list[int]:
     """The core numbers for the lanes."""
-    if hasattr(os, "sched_getaffinity"):
-        usable = sorted(os.sched_getaffinity(0))
-    else:
-        usable = list(range(os.cpu_count() or 1))
+    usable = usable_cores()
     if config.cores is None:
         return usable
     if not 1 <= config.cores <= len(usable):

@@ -1,5 +1,6 @@
 """The engine's settings, as the front hands them to the engine process."""
 
+import os
 from typing import Literal
 
 import msgspec
@@ -8,6 +9,13 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "dummy"]
 
 DEFAULT_SYSTEM = "static-split"
+
+
+def usable_cores() -> list[int]:
+    """The numbers of the cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

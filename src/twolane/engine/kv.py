@@ -43,18 +43,17 @@ class PrefixTree:
         self.unpinned = 0
         """Nodes that nobody pins, all of them reclaimable."""
 
-    def keys(self, tokens: Sequence[int], pages: int) -> Iterator[bytes]:
-        """The first `pages` full pages of a sequence, as child keys."""
+    def key(self, tokens: Sequence[int], page: int) -> bytes:
+        """A full page of a sequence, as the key of a child."""
         size = self._page_size
-        for i in range(pages):
-            yield array("q", tokens[i * size : (i + 1) * size]).tobytes()
+        return array("q", tokens[page * size : (page + 1) * size]).tobytes()
 
     def match(self, tokens: Sequence[int], pages: int) -> list[Node]:
         """The longest path of at most `pages` nodes that these tokens begin with."""
         path: list[Node] = []
         node = self._root
-        for key in self.keys(tokens, pages):
-            child = node.children.get(key)
+        for page in range(pages):
+            child = node.children.get(self.key(tokens, page))
             if child is None:
                 break
             path.append(child)
@@ -250,9 +249,9 @@ class KVBooks:
         """
         if not self._prefix_cache:
             return
-        path, size = allocation.path, self.page_size
-        for i in range(len(path), written // size):
-            key = array("q", tokens[i * size : (i + 1) * size]).tobytes()
+        path = allocation.path
+        for i in range(len(path), written // self.page_size):
+            key = self.tree.key(tokens, i)
             node = self.tree.child(path, key)
             if node is None:
                 node = self.tree.add(path, key, allocation.pages[i])

@@ -46,12 +46,6 @@ def joining(state: State, lane: LaneName) -> list[Request]:
     ]
 
 
-def give_up_batch(state: State, batch: PrefillBatch) -> None:
-    """Its requests wait again, without their pages."""
-    for chunk in batch.chunks:
-        state.send_back(chunk.request)
-
-
 def _refuse(state: State, request_id: str, message: str) -> None:
     request = state.requests.get(request_id)
     if request is None or request not in state.queue:
@@ -280,7 +274,8 @@ def _reserve(state: State, lane: LaneName, k: int) -> _Reserved:
 def _make_room(state: State, rows: Sequence[Request]) -> None:
     """Give up pages until one step of the remaining rows fits, now or when pages have returned."""
     if state.parked is not None:
-        give_up_batch(state, state.parked)
+        for chunk in state.parked.chunks:
+            state.send_back(chunk.request)
         state.parked = None
     # The first in rank is never sent back: with the pool to itself it fits, so there is progress.
     victims = [request for request in rows if request.phase is Phase.DECODE][1:]

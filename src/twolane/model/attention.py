@@ -167,11 +167,6 @@ class Batch:
         """New tokens."""
         return self.offsets[-1]
 
-    @property
-    def last_rows(self) -> tuple[int, ...]:
-        """The row of each segment's last token."""
-        return tuple(offset - 1 for offset in self.offsets[1:])
-
     def rotation(self, frequencies: torch.Tensor, scale: float) -> torch.Tensor:
         """`scale` * e^(i * angle) of each token and frequency, complex64 [T, 1, head_dim / 2]."""
         if self._rotation is None:
