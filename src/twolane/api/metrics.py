@@ -1,8 +1,6 @@
 """What `/metrics` says. Names are vLLM's after the prefix where the meaning is the same.
 
-Requests are counted one for each prompt, and at any moment
-
-    requests_received = request_success + requests_refused + requests_aborted + requests_in_flight
+`calls.py` says what counts as a request.
 """
 
 from collections.abc import Callable, Iterator
@@ -75,7 +73,13 @@ class Metrics:
         self.registry = CollectorRegistry()
         self.registry.register(EngineCollector(stats, model_name))
         self._model_name = model_name
-        self.received = self._counter("requests_received", "Prompts received")
+        self._http = Counter(
+            f"{PREFIX}http_requests",
+            "HTTP requests",
+            ["method", "handler", "status"],
+            registry=self.registry,
+        )
+        self.received = self._counter("requests_received", "Requests received")
         self.success = self._counter_by(
             "finished_reason", "request_success", "Requests answered to the end"
         )
@@ -99,16 +103,13 @@ class Metrics:
             "e2e_request_latency_seconds", "From arrival to the last token", E2E_BUCKETS
         )
 
-    def refuse(self, reason: str) -> None:
-        """Count a request that was refused on arrival."""
-        self.received.inc()
-        self.refused(reason).inc()
-
     def request(self, arrival: float, prompt_tokens: int) -> "RequestMetrics":
-        """Count a request that goes to the engine; its one ending is to be told to the result."""
-        self.received.inc()
-        self.in_flight.inc()
+        """Return a request that was counted; its one ending is to be told to the result."""
         return RequestMetrics(self, arrival, prompt_tokens)
+
+    def http(self, method: str, handler: str, status: int) -> None:
+        """Count an HTTP request."""
+        self._http.labels(method, handler, str(status)).inc()
 
     def render(self) -> bytes:
         """Return all figures in Prometheus' text form."""

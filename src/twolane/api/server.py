@@ -2,8 +2,7 @@
 
 import asyncio
 import logging
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -19,6 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 import twolane
 from twolane.api.answers import DONE, Answer, event
+from twolane.api.calls import CLIENT_GONE, Calls, call_of, set_reason
 from twolane.api.errors import ApiError, error_body, from_validation
 from twolane.api.generation import Delta, Generation, GenerationFailed, GenerationRefused
 from twolane.api.protocol import ChatRequest, CompletionRequest, GenerationBody
@@ -90,13 +90,13 @@ def create_app(service: Service) -> FastAPI:
         title="Twolane", version=twolane.__version__, description="OpenAI's API, in two lanes."
     )
     app.router.route_class = Route
-    add_error_handlers(app, service)
+    app.add_middleware(Calls, metrics=service.metrics, paths=GENERATION_PATHS)  # the outermost
+    add_error_handlers(app)
     add_info_routes(app, service)
 
     @app.post("/v1/completions", response_class=Response)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Continue one or more prompts."""
-        arrival = time.monotonic()
         service.check_model(body.model)
         prompts = await service.completion_prompts(body)
         answer = Answer(
@@ -105,18 +105,21 @@ def create_app(service: Service) -> FastAPI:
             prompts,
             return_token_ids=bool(body.return_token_ids),
         )
-        return await respond(request, body, service.generate(body, prompts, arrival), answer)
+        return await respond(
+            request, body, service.generate(body, prompts, call_of(request)), answer
+        )
 
     @app.post("/v1/chat/completions", response_class=Response)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Answer a conversation."""
-        arrival = time.monotonic()
         service.check_model(body.model)
         prompts = [await service.chat_prompt(body)]
         answer = Answer(
             "chat", service.model_name, prompts, return_token_ids=bool(body.return_token_ids)
         )
-        return await respond(request, body, service.generate(body, prompts, arrival), answer)
+        return await respond(
+            request, body, service.generate(body, prompts, call_of(request)), answer
+        )
 
     return app
 
@@ -159,12 +162,11 @@ def add_info_routes(app: FastAPI, service: Service) -> None:
         return Response(service.metrics.render(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
 
-def add_error_handlers(app: FastAPI, service: Service) -> None:
-    """Put every error into OpenAI's form, and count refused requests."""
+def add_error_handlers(app: FastAPI) -> None:
+    """Put every error into OpenAI's form."""
 
     async def refuse(request: Request, error: ApiError) -> Response:
-        if request.url.path in GENERATION_PATHS:
-            service.metrics.refuse(error.code)
+        set_reason(request, error.code)
         log.debug("%s %s %d %s", request.method, request.url.path, error.status_code, error.message)
         response = json_response(error.body, error.status_code)
         response.headers.update(error.headers or {})
@@ -182,11 +184,12 @@ def add_error_handlers(app: FastAPI, service: Service) -> None:
     async def http_error(request: Request, error: HTTPException) -> Response:
         code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "invalid")
         message = f"{request.method} {request.url.path}: {error.detail}"
-        headers = {"Allow": allowed_methods(app, request)} if error.status_code == 405 else None
-        refusal = ApiError(error.status_code, message, code=code, headers=headers or error.headers)
-        response = json_response(refusal.body, refusal.status_code)
-        response.headers.update(refusal.headers or {})
-        return response
+        headers: Mapping[str, str] | None = error.headers
+        if error.status_code == 405:
+            headers = {"Allow": allowed_methods(app, request)}
+        return await refuse(
+            request, ApiError(error.status_code, message, code=code, headers=headers)
+        )
 
     @app.exception_handler(GenerationRefused)
     async def engine_refused(request: Request, error: GenerationRefused) -> Response:
@@ -199,7 +202,7 @@ def add_error_handlers(app: FastAPI, service: Service) -> None:
 
     @app.exception_handler(ClientGone)
     async def client_gone(request: Request, error: ClientGone) -> Response:
-        return Response(status_code=499)  # nobody reads it
+        return Response(status_code=CLIENT_GONE)  # nobody reads it
 
     @app.exception_handler(Exception)
     async def internal(request: Request, error: Exception) -> Response:

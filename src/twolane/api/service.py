@@ -8,10 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from twolane.api.admission import Admission
+from twolane.api.calls import Call
 from twolane.api.engine_client import EngineClient, EngineError, EngineGone, Event
 from twolane.api.errors import ApiError
 from twolane.api.generation import Generation
-from twolane.api.metrics import Metrics, RequestMetrics
+from twolane.api.metrics import Metrics
 from twolane.api.protocol import ChatRequest, CompletionRequest, GenerationBody
 from twolane.api.text import TextCodec, TextError
 from twolane.engine.messages import Output, Refused
@@ -117,7 +118,7 @@ class Service:
         return params
 
     def generate(
-        self, body: GenerationBody, prompts: Sequence[list[int]], arrival: float
+        self, body: GenerationBody, prompts: Sequence[list[int]], call: Call
     ) -> Generation:
         """Admit a request and send it to the engine.
 
@@ -128,7 +129,7 @@ class Service:
         if self.unavailable is not None:
             raise ApiError(503, self.unavailable, code="unavailable")
         self.admission.enter(len(prompts))
-        books = Books(self, prompts, arrival)
+        books = Books(self, prompts, call)
         try:
             return Generation(
                 self.engine,
@@ -186,14 +187,12 @@ class Books:
     Invariant: each prompt leaves the queue once and ends once in the metrics.
     """
 
-    def __init__(self, service: Service, prompts: Sequence[list[int]], arrival: float) -> None:
+    def __init__(self, service: Service, prompts: Sequence[list[int]], call: Call) -> None:
         self._admission = service.admission
-        self._metrics: list[RequestMetrics] = [
-            service.metrics.request(arrival, len(prompt)) for prompt in prompts
-        ]
+        self._metrics = call.admit(prompts)
         self._queued = [True] * len(prompts)
         self._lengths = [len(prompt) for prompt in prompts]
-        self._arrival = arrival
+        self._arrival = call.arrival
 
     def tokens(self, index: int, count: int, now: float) -> None:
         """See `Observer.tokens`."""

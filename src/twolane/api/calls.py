@@ -1,0 +1,161 @@
+"""The life of an HTTP call, as the metrics count it.
+
+A *call* is one POST to a path that generates; a *request* is one answer that it asks for. A call
+counts as one request when it arrives, and as many as it has answers once it is admitted, so that
+at every moment
+
+    requests_received = request_success + requests_refused + requests_aborted + requests_in_flight
+"""
+
+import asyncio
+import time
+from collections.abc import Container, Sequence
+
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from twolane.api.metrics import Metrics, RequestMetrics
+
+METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+CLIENT_GONE = 499
+"""The status, nginx's, of a call whose client left before there was an answer."""
+
+
+class Call:
+    """One call that asks for answers. It is admitted, refused or aborted, once.
+
+    Args:
+        metrics: where it is counted.
+    """
+
+    def __init__(self, metrics: Metrics) -> None:
+        self.arrival = time.monotonic()
+        """When its last byte was read, in seconds."""
+        self._metrics = metrics
+        self._open = True
+        metrics.received.inc()
+        metrics.in_flight.inc()
+
+    def admit(self, prompts: Sequence[list[int]]) -> list[RequestMetrics]:
+        """Go on as one request for each of `prompts`, which end one by one."""
+        assert self._open
+        self._open = False
+        self._metrics.received.inc(len(prompts) - 1)
+        self._metrics.in_flight.inc(len(prompts) - 1)
+        return [self._metrics.request(self.arrival, len(prompt)) for prompt in prompts]
+
+    def refuse(self, reason: str) -> None:
+        """Count the call as refused, unless it has been settled."""
+        if self._settle():
+            self._metrics.refused(reason).inc()
+
+    def abort(self, reason: str) -> None:
+        """Count the call as broken off, unless it has been settled."""
+        if self._settle():
+            self._metrics.aborted(reason).inc()
+
+    def _settle(self) -> bool:
+        was_open, self._open = self._open, False
+        if was_open:
+            self._metrics.in_flight.dec()
+        return was_open
+
+
+def call_of(request: Request) -> Call:
+    """Return the call that `Calls` has made of a request."""
+    call: Call = request.state.call
+    return call
+
+
+def set_reason(request: Request, code: str) -> None:
+    """Say why a request is refused; without, the reason is its status."""
+    request.state.reason = code
+
+
+class Calls:
+    """ASGI middleware, the outermost: counts every HTTP request, and settles every call.
+
+    Args:
+        app: what answers.
+        metrics: where to count.
+        paths: those whose POSTs are calls.
+    """
+
+    def __init__(self, app: ASGIApp, metrics: Metrics, paths: Container[str]) -> None:
+        self._app = app
+        self._metrics = metrics
+        self._paths = paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        is_call = scope["method"] == "POST" and scope["path"] in self._paths
+        watched = Watched(self._metrics, Call(self._metrics) if is_call else None, scope)
+        try:
+            await self._app(scope, watched.receiving(receive), watched.sending(send))
+        except asyncio.CancelledError:
+            watched.settle(503, broken_off="shutdown")
+            raise
+        finally:
+            # An answer that was never begun: the client has left, or an error was not foreseen.
+            watched.settle(CLIENT_GONE if watched.gone else 500)
+
+
+class Watched:
+    """One HTTP request under way. It is counted before its status is sent, or else at its end."""
+
+    def __init__(self, metrics: Metrics, call: Call | None, scope: Scope) -> None:
+        self.gone = False
+        self._metrics = metrics
+        self._call = call
+        self._scope = scope
+        self._state = scope.setdefault("state", {})
+        self._state["call"] = call
+        self._settled = False
+
+    def receiving(self, receive: Receive) -> Receive:
+        """Wrap `receive`: note when the body is complete, and whether the client has left."""
+
+        async def wrapped() -> Message:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                self.gone = True
+            elif self._call is not None and not message.get("more_body"):
+                self._call.arrival = time.monotonic()
+            return message
+
+        return wrapped
+
+    def sending(self, send: Send) -> Send:
+        """Wrap `send`: settle the request when its status is known."""
+
+        async def wrapped(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self.settle(message["status"])
+            await send(message)
+
+        return wrapped
+
+    def settle(self, status: int, *, broken_off: str | None = None) -> None:
+        """Count the request, once."""
+        if self._settled:
+            return
+        self._settled = True
+        if self.gone and status >= 400:
+            status, broken_off = CLIENT_GONE, "disconnect"
+        self._count(status)
+        if self._call is None:
+            return
+        if broken_off is not None:
+            self._call.abort(broken_off)
+        elif status >= 400:
+            self._call.refuse(self._state.get("reason") or f"http_{status}")
+
+    def _count(self, status: int) -> None:
+        """Add to the requests by endpoint; what clients can invent is no label of its own."""
+        route = getattr(self._scope.get("route"), "path", None)
+        method = self._scope["method"]
+        method = method if method in METHODS else "OTHER"
+        self._metrics.http(method, route or "none", status)
