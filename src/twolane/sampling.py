@@ -1,9 +1,15 @@
 """What a request asks of the sampler, with the names that vLLM and SGLang use."""
 
+import math
+
 import msgspec
 
 GREEDY_TEMPERATURE = 1e-5
 """Temperatures below this are greedy: the scaled logits would leave the float range."""
+MOST_LOGPROBS = 20
+"""Alternatives that may be asked for, as in OpenAI's API."""
+MOST_LOGIT_BIAS = 100.0
+_INT64 = range(-(2**63), 2**63)
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,28 +37,81 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens that end the request; the one that did is the last token of the output."""
     ignore_eos: bool = False
     """Go on after the end-of-sequence token."""
+    repetition_penalty: float = 1.0
+    """Above 1, tokens of prompt and output become less likely: their positive logits are divided
+    by this, the negative ones multiplied."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logits of tokens that the output has."""
+    frequency_penalty: float = 0.0
+    """Subtracted from the logits of tokens for each time that the output has them."""
+    logit_bias: dict[int, float] = {}
+    """Added to the logits of these token ids."""
+    logprobs: int | None = None
+    """With each output token its log-probability and this many alternatives. Log-probabilities are
+    the model's own: before bias, penalties, temperature and filters."""
+    prompt_logprobs: int | None = None
+    """The same for each prompt token but the first; such a request reuses no cached prefix."""
 
     def __post_init__(self) -> None:
-        checks = (
-            ("temperature", 0.0 <= self.temperature <= 100.0, "between 0 and 100"),
-            ("top_p", 0.0 < self.top_p <= 1.0, "above 0 and at most 1"),
-            ("top_k", self.top_k >= -1, "-1, 0 (both: all tokens) or positive"),
-            ("min_p", 0.0 <= self.min_p <= 1.0, "between 0 and 1"),
-            ("seed", self.seed is None or -(2**63) <= self.seed < 2**63, "a 64-bit integer"),
-            ("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "at least 1"),
-            ("min_tokens", self.min_tokens >= 0, "at least 0"),
-            (
-                "min_tokens",
-                self.max_tokens is None or self.min_tokens <= self.max_tokens,
-                f"at most max_tokens ({self.max_tokens})",
-            ),
-            ("stop_token_ids", all(t >= 0 for t in self.stop_token_ids), "not negative"),
-        )
-        for name, holds, allowed in checks:
+        for name, holds, allowed in (*self._drawing_checks(), *self._ending_checks()):
             if not holds:
                 raise ValueError(f"{name} must be {allowed}, not {getattr(self, name)!r}")
+
+    def _drawing_checks(self) -> tuple[tuple[str, bool, str], ...]:
+        biases = self.logit_bias.values()
+        return (
+            ("temperature", 0.0 <= self.temperature <= 100.0, "between 0 and 100"),
+            ("top_p", 0.0 < self.top_p <= 1.0, "above 0 and at most 1"),
+            ("top_k", -1 <= self.top_k < 2**63, "-1, 0 (both: all tokens) or positive"),
+            ("min_p", 0.0 <= self.min_p <= 1.0, "between 0 and 1"),
+            ("seed", self.seed is None or self.seed in _INT64, "a 64-bit integer"),
+            ("repetition_penalty", 0.0 < self.repetition_penalty < math.inf, "above 0"),
+            ("presence_penalty", -2.0 <= self.presence_penalty <= 2.0, "between -2 and 2"),
+            ("frequency_penalty", -2.0 <= self.frequency_penalty <= 2.0, "between -2 and 2"),
+            ("logit_bias", all(0 <= t < 2**63 for t in self.logit_bias), "of token ids"),
+            (
+                "logit_bias",
+                all(-MOST_LOGIT_BIAS <= bias <= MOST_LOGIT_BIAS for bias in biases),
+                "between -100 and 100 for each token",
+            ),
+        )
+
+    def _ending_checks(self) -> tuple[tuple[str, bool, str], ...]:
+        most, counts = self.max_tokens, range(MOST_LOGPROBS + 1)
+        return (
+            ("max_tokens", most is None or 1 <= most < 2**63, "at least 1"),
+            ("min_tokens", 0 <= self.min_tokens < 2**63, "at least 0"),
+            ("min_tokens", most is None or self.min_tokens <= most, f"at most max_tokens ({most})"),
+            ("stop_token_ids", all(0 <= t < 2**63 for t in self.stop_token_ids), "of token ids"),
+            ("logprobs", self.logprobs is None or self.logprobs in counts, "between 0 and 20"),
+            (
+                "prompt_logprobs",
+                self.prompt_logprobs is None or self.prompt_logprobs in counts,
+                "between 0 and 20",
+            ),
+        )
 
     @property
     def greedy(self) -> bool:
         """Whether the most likely token is always taken."""
         return self.temperature < GREEDY_TEMPERATURE
+
+    @property
+    def penalises(self) -> bool:
+        """Whether the choice depends on the tokens before it."""
+        return (
+            self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+        )
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """What the model thought of one token: natural logarithms of probabilities."""
+
+    token: int
+    logprob: float
+    rank: int
+    """How many tokens are at least as likely, itself among them: 1 is the most likely (as vLLM)."""
+    top: list[tuple[int, float]]
+    """(token, log-probability), most likely first: as many as were asked for."""

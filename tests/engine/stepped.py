@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from twolane.lanes import StepTokens, Ticket
+from twolane.lanes import Step, Ticket
 from twolane.lanes.runner import Runner
 from twolane.lanes.work import Work
 from twolane.vocabulary import LANES, LaneName
@@ -34,7 +34,7 @@ class SteppedTicket(Ticket):
 @dataclass
 class _Job:
     ticket: SteppedTicket
-    steps: Iterator[StepTokens]
+    steps: Iterator[Step]
     after: Sequence[SteppedTicket]
 
 

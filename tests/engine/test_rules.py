@@ -13,9 +13,10 @@ from twolane.engine.messages import Abort, Outputs, Submit
 from twolane.estimate.online import OnlineEstimator
 from twolane.lanes.sim import FixedDurations, SimLanes
 from twolane.sampling import SamplingParams
+from twolane.slo import Slo
 from twolane.systems import make_system
 from twolane.systems.plan import Chunk, DecodeSteps, Launch, Plan, PrefillSlice, Refusal
-from twolane.systems.view import Slo, View
+from twolane.systems.view import View
 
 
 @dataclass

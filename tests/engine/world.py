@@ -60,9 +60,16 @@ def make_runner(pages: int, slots: int) -> Runner:
     return Runner(decoder, kv, PAGE, slots)
 
 
-@cache
-def alone(prompt: tuple[int, ...], params: SamplingParams, seed: int) -> tuple[int, ...]:
+def alone(submit: Submit) -> tuple[int, ...]:
     """The output of a request that has the whole model to itself."""
+    # The seed is handed over by itself: one cache entry serves all greedy requests of a prompt.
+    params = msgspec.structs.replace(submit.params, seed=None)
+    return _alone(tuple(submit.prompt), msgspec.json.encode(params), submit.params.seed or 0)
+
+
+@cache
+def _alone(prompt: tuple[int, ...], encoded: bytes, seed: int) -> tuple[int, ...]:
+    params = msgspec.json.decode(encoded, type=SamplingParams)
     decoder = tiny_decoder()
     pages = list(range(-(-MODEL_LEN // PAGE)))
     runner = make_runner(len(pages), 1)
@@ -71,11 +78,11 @@ def alone(prompt: tuple[int, ...], params: SamplingParams, seed: int) -> tuple[i
     prefill = PrefillWork(PrefillState(), (row,), 0, decoder.spec.layers, finishes=True)
     limit = min(len(prompt) + (params.max_tokens or MODEL_LEN), MODEL_LEN)
     with torch.inference_mode():
-        output = [step[0][1] for step in runner.run(prefill)]
+        output = [step.sampled[0].token for step in runner.run(prefill)]
         while len(prompt) + len(output) < limit and not _stops(output[-1], params):
             position = len(prompt) + len(output) - 1
             work = DecodeWork((DecodeRow(0, position, 1, pages, sampling),), 1)
-            output += [step[0][1] for step in runner.run(work)]
+            output += [step.sampled[0].token for step in runner.run(work)]
     return tuple(output)
 
 
@@ -150,7 +157,7 @@ class World:
         rng = self.rng
         if self.submits and rng.random() < 0.3:
             earlier = rng.choice(self.submits)
-            text = earlier.prompt + list(_alone(earlier))
+            text = earlier.prompt + list(alone(earlier))
             return text[: rng.randint(20, 36)]
         family = random.Random(rng.randrange(3))
         shared = [family.randrange(3, 250) for _ in range(16)][: rng.choice((0, 4, 8, 12, 16))]
@@ -269,7 +276,7 @@ class World:
 
     def _check_output(self, submit: Submit) -> None:
         got = tuple(self.tokens.get(submit.id, ()))
-        want = _alone(submit)
+        want = alone(submit)
         if self.finished[submit.id] == "abort":
             want = want[: len(got)]
         assert got == want, f"{submit.id}: {got} is not {want}"
@@ -277,9 +284,3 @@ class World:
 
 def _in_flight(request: Request) -> bool:
     return request.allocation is not None and request.allocation.in_flight > 0
-
-
-def _alone(submit: Submit) -> tuple[int, ...]:
-    # The seed is handed over by itself: one cache entry serves all greedy requests of a prompt.
-    params = msgspec.structs.replace(submit.params, seed=None)
-    return alone(tuple(submit.prompt), params, submit.params.seed or 0)

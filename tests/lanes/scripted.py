@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from twolane.lanes import StepTokens, Ticket
+from twolane.lanes import Sampled, Step, Ticket
 from twolane.lanes.cpu import CpuLanes
 
 PATIENCE = 60.0
@@ -37,36 +37,41 @@ class Gate:
 
 
 class ScriptRunner:
-    """Runs work that is a generator function of step tokens."""
+    """Runs work that is a generator function of steps."""
 
-    def run(self, work: Callable[[], Iterator[StepTokens]]) -> Iterator[StepTokens]:
+    def run(self, work: Callable[[], Iterator[Step]]) -> Iterator[Step]:
         return work()
 
 
-def gated(*gates: Gate) -> Callable[[], Iterator[StepTokens]]:
-    """Work of as many steps as gates; step i ends when gate i is passed and yields (i, i)."""
+def sampled(i: int) -> Step:
+    """A step that samples token i in row i."""
+    return Step([Sampled(i, i)])
 
-    def work() -> Iterator[StepTokens]:
+
+def gated(*gates: Gate) -> Callable[[], Iterator[Step]]:
+    """Work of as many steps as gates; step i ends when gate i is passed and yields `sampled(i)`."""
+
+    def work() -> Iterator[Step]:
         for i, gate in enumerate(gates):
             gate.pass_through()
-            yield [(i, i)]
+            yield sampled(i)
 
     return work
 
 
-def call(function: Callable[[], Any]) -> Callable[[], Iterator[StepTokens]]:
+def call(function: Callable[[], Any]) -> Callable[[], Iterator[Step]]:
     """Work of one step that calls the function."""
 
-    def work() -> Iterator[StepTokens]:
+    def work() -> Iterator[Step]:
         function()
-        yield []
+        yield Step()
 
     return work
 
 
-def nothing() -> Iterator[StepTokens]:
+def nothing() -> Iterator[Step]:
     """Work of one empty step."""
-    yield []
+    yield Step()
 
 
 @dataclass

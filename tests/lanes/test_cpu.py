@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.lanes.scripted import PATIENCE, Bench, Gate, call, gated, nothing
-from twolane.lanes import StepTokens
+from tests.lanes.scripted import PATIENCE, Bench, Gate, call, gated, nothing, sampled
+from twolane.lanes import Step
 from twolane.vocabulary import LANES
 
 CORES = tuple(sorted(os.sched_getaffinity(0)))[:2] if hasattr(os, "sched_getaffinity") else (0, 1)
@@ -196,13 +196,13 @@ def test_steps_are_published_before_the_end(bench: Bench) -> None:
     ticket = bench.lanes.launch("decode", 1, gated(*gates), ())
     for i, gate in enumerate(gates):
         gate.wait_until_reached()
-        assert ticket.steps == [[(j, j)] for j in range(i)]
+        assert ticket.steps == [sampled(j) for j in range(i)]
         assert bench.notified == i
         assert ticket.start is not None
         assert not ticket.done
         gate.open()
     bench.wait_done(ticket)
-    assert ticket.steps == [[(j, j)] for j in range(3)]
+    assert ticket.steps == [sampled(j) for j in range(3)]
     assert ticket.seconds > 0
     # The end is news of its own; its notification comes after `end` is seen.
     bench.wait_for(lambda: bench.notified == len(gates) + 1)
@@ -212,8 +212,8 @@ def test_an_error_arrives_in_the_ticket_and_the_lane_goes_on(bench: Bench) -> No
     """Steps before it count; what waits for the launch is not held up."""
     failure = ValueError("a page of nothing")
 
-    def work() -> Iterator[StepTokens]:
-        yield [(0, 7)]
+    def work() -> Iterator[Step]:
+        yield sampled(7)
         raise failure
 
     failed = bench.lanes.launch("prefill", 1, work, ())
@@ -221,16 +221,16 @@ def test_an_error_arrives_in_the_ticket_and_the_lane_goes_on(bench: Bench) -> No
     elsewhere = bench.lanes.launch("decode", 1, nothing, [failed])
     bench.wait_done(failed, next_one, elsewhere)
     assert failed.error is failure
-    assert failed.steps == [[(0, 7)]]
+    assert failed.steps == [sampled(7)]
     assert next_one.error is elsewhere.error is None
 
 
 def test_an_error_before_the_first_step(bench: Bench) -> None:
     """Even one that ends programs ends only its launch."""
 
-    def work() -> Iterator[StepTokens]:
+    def work() -> Iterator[Step]:
         raise SystemExit(3)
-        yield []
+        yield Step()
 
     failed = bench.lanes.launch("decode", 1, work, ())
     bench.wait_done(failed, bench.lanes.launch("decode", 1, nothing, ()))

@@ -19,7 +19,7 @@ from tests.engine.random_plans import RandomPlans
 from tests.engine.world import World
 from twolane.engine import launch
 from twolane.engine.config import usable_cores
-from twolane.lanes import StepTokens
+from twolane.lanes import Step
 from twolane.lanes.cpu import CpuLanes
 from twolane.lanes.runner import Runner
 from twolane.lanes.work import Work
@@ -55,7 +55,7 @@ class Watched:
         self._at_work = 0
         self._lock = threading.Lock()
 
-    def run(self, work: Work) -> Iterator[StepTokens]:
+    def run(self, work: Work) -> Iterator[Step]:
         torch.set_num_threads(1)  # of this lane
         with self._lock:
             self._seen["side by side"] += self._at_work > 0

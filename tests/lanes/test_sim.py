@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from twolane.lanes import Sampled, Step
 from twolane.lanes.sim import TOKEN, FixedDurations, SimLanes
 from twolane.lanes.work import (
     DecodeRow,
@@ -32,6 +33,10 @@ def decode(k: int, *steps: int) -> DecodeWork:
     """k steps; a row for each number of steps it takes part in."""
     rows = tuple(DecodeRow(i, 4, n, (i,), SAMPLING) for i, n in enumerate(steps or (k,)))
     return DecodeWork(rows, k)
+
+
+def sampled(*rows: int) -> Step:
+    return Step([Sampled(row, TOKEN) for row in rows])
 
 
 @pytest.fixture
@@ -137,7 +142,7 @@ def test_a_launch_after_one_that_is_done_starts_now(lanes: SimLanes) -> None:
 def test_steps_come_one_by_one(lanes: SimLanes) -> None:
     """Rows leave when their steps are over, as on a device."""
     ticket = lanes.launch("decode", 24, decode(3, 3, 1, 2), ())
-    want = [[(0, TOKEN), (1, TOKEN), (2, TOKEN)], [(0, TOKEN), (2, TOKEN)], [(0, TOKEN)]]
+    want = [sampled(0, 1, 2), sampled(0, 2), sampled(0)]
     for step in range(3):
         assert ticket.steps == want[:step]
         assert not ticket.done
@@ -147,19 +152,19 @@ def test_steps_come_one_by_one(lanes: SimLanes) -> None:
 
 
 @pytest.mark.parametrize(
-    ("work", "tokens"),
+    ("work", "result"),
     [
-        (prefill(2, prompt(), prompt(final=False)), []),
-        (prefill(2, prompt(final=False), prompt(), finishes=True), [(1, TOKEN)]),
+        (prefill(2, prompt(), prompt(final=False)), Step()),
+        (prefill(2, prompt(final=False), prompt(), finishes=True), sampled(1)),
         (
             HybridWork(decode(1, 1, 1).rows, (prompt(final=False), prompt())),
-            [(0, TOKEN), (1, TOKEN), (3, TOKEN)],
+            sampled(0, 1, 3),
         ),
     ],
     ids=["not the last layer", "a chunk and an end", "decode rows first"],
 )
-def test_first_tokens(lanes: SimLanes, work: Any, tokens: Any) -> None:
+def test_first_tokens(lanes: SimLanes, work: Any, result: Step) -> None:
     """Prompts that end in the model's last layer are sampled, no others."""
     ticket = lanes.launch("device", 108, work, ())
     lanes.advance(10.0)
-    assert ticket.steps == [tokens]
+    assert ticket.steps == [result]

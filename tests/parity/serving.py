@@ -15,7 +15,7 @@ from twolane.engine.loop import run
 from twolane.engine.messages import Outputs, Submit, ToEngine
 from twolane.engine.trace import Trace
 from twolane.estimate.online import OnlineEstimator
-from twolane.lanes import StepTokens
+from twolane.lanes import Step
 from twolane.lanes.cpu import CpuLanes
 from twolane.lanes.runner import Runner
 from twolane.lanes.work import Work
@@ -56,7 +56,7 @@ class OneThread(Runner):
     want the cores, too, and tiny models gain nothing from it.
     """
 
-    def run(self, work: Work) -> Iterator[StepTokens]:
+    def run(self, work: Work) -> Iterator[Step]:
         torch.set_num_threads(1)
         yield from super().run(work)
 

@@ -14,7 +14,7 @@ from tests.parity.judge import Judge, Tally
 from tests.parity.prompts import LENGTHS, MAX_TOKENS, random_requests
 from tests.parity.schedules import schedules
 from tests.parity.serving import OneThread, Served, serve
-from twolane.lanes import StepTokens
+from twolane.lanes import Step
 from twolane.lanes.runner import Runner
 from twolane.lanes.work import DecodeRow, PrefillWork
 from twolane.model.attention import Batch
@@ -102,7 +102,7 @@ class LeavesOutALayer(OneThread):
 class LosesAWrite(OneThread):
     """Keys and values of decode steps are not kept in one layer."""
 
-    def _decode(self, rows: Sequence[DecodeRow], step: int) -> StepTokens:
+    def _decode(self, rows: Sequence[DecodeRow], step: int) -> Step:
         before = self._kv.layers[2].clone()
         tokens = super()._decode(rows, step)
         self._kv.layers[2].copy_(before)
@@ -112,7 +112,7 @@ class LosesAWrite(OneThread):
 class MixesUpSlots(OneThread):
     """Half of the decoding requests go on from their neighbour's token."""
 
-    def _decode(self, rows: Sequence[DecodeRow], step: int) -> StepTokens:
+    def _decode(self, rows: Sequence[DecodeRow], step: int) -> Step:
         return super()._decode([replace(row, slot=row.slot & ~1) for row in rows], step)
 
 

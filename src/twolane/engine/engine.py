@@ -6,18 +6,22 @@ from typing import Any
 
 from twolane.engine.kv import KVBooks, Lookup
 from twolane.engine.launch import carry_out, joining
-from twolane.engine.messages import Abort, Outputs, Refused, Stats, Submit, ToEngine
+from twolane.engine.messages import Abort, FinishReason, Outputs, Refused, Stats, Submit, ToEngine
 from twolane.engine.reap import reap
-from twolane.engine.request import Phase, Request
+from twolane.engine.request import Request
 from twolane.engine.state import State
 from twolane.engine.trace import Trace
 from twolane.estimate import Estimator
 from twolane.lanes import Lanes
 from twolane.lanes.work import Sampling
+from twolane.sampling import SamplingParams
+from twolane.slo import Slo
 from twolane.systems import System
 from twolane.systems.plan import Plan
-from twolane.systems.view import Slo, View
+from twolane.systems.view import View
 from twolane.vocabulary import LANES
+
+_NEUTRAL = SamplingParams()
 
 
 class Engine:
@@ -63,14 +67,16 @@ class Engine:
         self._told = self.stats()
 
     def take(self, messages: Iterable[ToEngine]) -> bool:
-        """New requests and aborts; whether there were any."""
+        """New requests, aborts and stops; whether there were any."""
         news = False
         for message in messages:
             news = True
             if isinstance(message, Submit):
                 self._submit(message)
+            elif isinstance(message, Abort):
+                self._end(message.id, "abort")
             else:
-                self._abort(message)
+                self._end(message.id, "stop", message.tokens)
         return news
 
     def reap(self) -> bool:
@@ -115,6 +121,7 @@ class Engine:
             prefix_queries=state.counters.prefix_queries,
             prefix_hits=state.counters.prefix_hits,
             preemptions=state.counters.preemptions,
+            seconds=[(*level, spent) for level, spent in state.counters.seconds.items()],
         )
 
     def view(self) -> View:
@@ -153,7 +160,7 @@ class Engine:
             now=now,
             max_model_len=self.max_model_len,
             sampling=self._sampling(message),
-            slo=state.slo,
+            slo=message.slo.over(state.slo),
             lookup=self._lookup,
         )
         self._arrivals += 1
@@ -166,6 +173,14 @@ class Engine:
             return Refused(message.id, "invalid", f"request id {message.id!r} is in use")
         if not message.prompt:
             return Refused(message.id, "invalid", "prompt is empty")
+        for name in ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias"):
+            if getattr(message.params, name) != getattr(_NEUTRAL, name):
+                return Refused(message.id, "invalid", f"{name} is not served yet")
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(message.params, name) is not None:
+                return Refused(message.id, "invalid", f"{name} is not served yet")
+        if message.leader is not None:
+            return Refused(message.id, "invalid", "leader is not served yet")
         known = range(self._vocab_size)
         for name in ("prompt", "stop_token_ids"):
             tokens = message.prompt if name == "prompt" else message.params.stop_token_ids
@@ -191,8 +206,8 @@ class Engine:
             request.looked_up = kv.lookup(request.tokens)
         return request.looked_up
 
-    def _abort(self, message: Abort) -> None:
-        request = self.state.requests.get(message.id)
-        if request is not None and request.phase is not Phase.FINISHED:
-            self.state.finish(request, "abort")
+    def _end(self, request_id: str, reason: FinishReason, kept: int | None = None) -> None:
+        request = self.state.requests.get(request_id)
+        if request is not None:
+            self.state.finish(request, reason, kept)
             self.state.drop_empty_batches()

@@ -104,6 +104,7 @@ def _allocate(state: State, request: Request) -> Allocation:
     request.context = len(allocation.path) * state.kv.page_size
     if request.cached is None:
         request.cached = request.context
+        request.admitted_at = state.now()
         state.counters.prefix_queries += len(request.tokens)
         state.counters.prefix_hits += request.context
     state.trace.request_event(request.id, "admitted", state.now(), reused=request.context)

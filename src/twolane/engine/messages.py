@@ -1,7 +1,7 @@
 """What the API process and the engine process say to each other: msgspec structs over ZeroMQ.
 
-A message is one msgpack-encoded struct, tagged with its type. The front sends `Submit` and
-`Abort`; the engine sends `Progress` while it starts, `Ready` once, then one `Outputs` for every
+A message is one msgpack-encoded struct, tagged with its type. The front sends `Submit`, `Abort` and
+`Finish`; the engine sends `Progress` while it starts, `Ready` once, then one `Outputs` for every
 turn of its loop that has news. For every `Submit` the engine sends exactly one ending: an
 `Output` with a `finish` reason, or a `Refused`; after an `Abort` it sends nothing more for that
 request except the `Output` with finish "abort".
@@ -12,6 +12,8 @@ from typing import Literal
 import msgspec
 
 from twolane.sampling import SamplingParams
+from twolane.sampling import TokenLogprobs as TokenLogprobs
+from twolane.slo import Slo
 
 FinishReason = Literal["stop", "length", "abort"]
 RefusedCode = Literal["invalid", "too_long", "refused"]
@@ -25,12 +27,27 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     params: SamplingParams
     priority: int = 0
     """Lower values are served earlier, as in vLLM."""
+    slo: Slo = Slo()
+    """None is the server's default."""
+    leader: str | None = None
+    """The first of several requests with this prompt (`n` > 1): this one is held back until the
+    leader's prompt is in the prefix cache, or the leader has ended."""
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
     """The client has lost interest; unknown and finished ids are ignored."""
 
     id: str
+
+
+class Finish(msgspec.Struct, frozen=True, tag=True):
+    """The answer is complete with its first `tokens` tokens: a stop string was found.
+
+    The request ends with finish "stop"; unknown and finished ids are ignored.
+    """
+
+    id: str
+    tokens: int
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True):
@@ -57,6 +74,17 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     eos_token_ids: list[int]
 
 
+class Times(msgspec.Struct, frozen=True):
+    """How long a request took, in seconds; None where it did not get there."""
+
+    queue: float | None = None
+    """Arrival to first admission."""
+    prefill: float | None = None
+    """First admission to first token."""
+    decode: float | None = None
+    """First token to last."""
+
+
 class Output(msgspec.Struct, frozen=True):
     """New tokens of one request; the last one of a request carries `finish`."""
 
@@ -65,6 +93,12 @@ class Output(msgspec.Struct, frozen=True):
     finish: FinishReason | None = None
     cached: int | None = None
     """Prompt tokens found in the prefix cache; with the first tokens only."""
+    logprobs: list[TokenLogprobs] | None = None
+    """Of each of `tokens`, if asked for."""
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    """Of each prompt token but the first, if asked for; with the first tokens only."""
+    times: Times | None = None
+    """With `finish`."""
 
 
 class Refused(msgspec.Struct, frozen=True):
@@ -92,6 +126,8 @@ class Stats(msgspec.Struct, frozen=True):
     """Prompt tokens found in the prefix cache."""
     preemptions: int = 0
     """Requests that lost their pages to others and were recomputed."""
+    seconds: list[tuple[str, int, float]] = []
+    """(lane, units, seconds of device work done on them)."""
 
 
 class Outputs(msgspec.Struct, frozen=True, tag=True):
@@ -108,7 +144,7 @@ class Fatal(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
-ToEngine = Submit | Abort
+ToEngine = Submit | Abort | Finish
 FromEngine = Progress | Ready | Outputs | Fatal
 
 encode = msgspec.msgpack.Encoder().encode

@@ -3,7 +3,7 @@
 from twolane.engine.kv import Allocation
 from twolane.engine.request import Flight, Phase, Request
 from twolane.engine.state import State
-from twolane.lanes import StepTokens
+from twolane.lanes import Sampled, Step
 from twolane.systems.plan import DecodeSteps, PrefillSlice
 
 
@@ -27,7 +27,7 @@ def reap(state: State) -> bool:
     return news
 
 
-def _poll(flight: Flight) -> tuple[bool, list[StepTokens]]:
+def _poll(flight: Flight) -> tuple[bool, list[Step]]:
     """Whether the launch has ended, and the steps it has finished since the last time."""
     ticket = flight.ticket
     done = ticket.done  # read first: the last step comes before the end
@@ -38,12 +38,12 @@ def _poll(flight: Flight) -> tuple[bool, list[StepTokens]]:
     return done, steps
 
 
-def _deliver(state: State, flight: Flight, step: StepTokens) -> None:
+def _deliver(state: State, flight: Flight, step: Step) -> None:
     """Tokens are delivered per step, not per launch."""
-    for row, token in step:
-        request, allocation = flight.rows[row]
+    for sampled in step.sampled:
+        request, allocation = flight.rows[sampled.row]
         if _expected(request, allocation):
-            _receive(state, request, token)
+            _receive(state, request, sampled)
 
 
 def _expected(request: Request, allocation: Allocation) -> bool:
@@ -55,8 +55,8 @@ def _expected(request: Request, allocation: Allocation) -> bool:
     return request.allocation is allocation
 
 
-def _receive(state: State, request: Request, token: int) -> None:
-    now = state.now()
+def _receive(state: State, request: Request, sampled: Sampled) -> None:
+    now, token = state.now(), sampled.token
     request.tokens.append(token)
     _note_latency(state, request, now)
     if request.phase is not Phase.DECODE:
@@ -104,6 +104,8 @@ def _settle(state: State, flight: Flight) -> None:
                     state.kv.share(chunk.allocation, chunk.request.tokens, chunk.start + chunk.n)
     for _, allocation in flight.rows:
         state.kv.landed(allocation)
+    ticket = flight.ticket
+    state.counters.seconds[ticket.lane, ticket.units] += ticket.seconds
     _observe(state, flight)
     _trace(state, flight)
 

@@ -5,12 +5,12 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from twolane.engine.kv import Allocation, Lookup
-from twolane.engine.messages import Submit
+from twolane.engine.messages import Submit, Times
 from twolane.estimate import Segment
 from twolane.lanes import Ticket
 from twolane.lanes.work import PrefillState, PromptRow, Sampling
+from twolane.slo import Slo
 from twolane.systems.plan import Launch
-from twolane.systems.view import Slo
 from twolane.vocabulary import LaneName
 
 
@@ -53,6 +53,7 @@ class Request:
     """Tokens known, or sampled by a launch in flight; `len(tokens)` at the done frontier."""
     cached: int | None = None
     """Prompt tokens found in the prefix cache when first admitted."""
+    admitted_at: float | None = None
     last_token_at: float | None = None
     first_token_at: float | None = None
 
@@ -101,6 +102,18 @@ class Request:
         if self.first_token_at is None or self.last_token_at is None or self.generated < 2:
             return None
         return (self.last_token_at - self.first_token_at) / (self.generated - 1)
+
+    def times(self) -> Times:
+        """How long it took so far."""
+
+        def between(start: float | None, end: float | None) -> float | None:
+            return None if start is None or end is None else end - start
+
+        return Times(
+            queue=between(self.arrival, self.admitted_at),
+            prefill=between(self.admitted_at, self.first_token_at),
+            decode=between(self.first_token_at, self.last_token_at),
+        )
 
     @property
     def rank(self) -> tuple[int, int]:

@@ -1,7 +1,7 @@
 """The engine's state: which request is where, and what is in flight."""
 
 import bisect
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -13,7 +13,8 @@ from twolane.engine.request import Flight, Phase, PrefillBatch, Request
 from twolane.engine.trace import Trace
 from twolane.estimate import Estimator
 from twolane.lanes import Lanes
-from twolane.systems.view import LaneView, Slo
+from twolane.slo import Slo
+from twolane.systems.view import LaneView
 from twolane.vocabulary import LaneName
 
 WINDOW = 512
@@ -44,6 +45,8 @@ class Counters:
     prefix_queries: int = 0
     prefix_hits: int = 0
     preemptions: int = 0
+    seconds: dict[tuple[LaneName, int], float] = field(default_factory=lambda: defaultdict(float))
+    """Of device work, by lane and units."""
 
 
 @dataclass(slots=True)
@@ -114,8 +117,8 @@ class State:
         self.counters.preemptions += 1
         self.trace.request_event(request.id, "preempted", self.now())
 
-    def finish(self, request: Request, reason: FinishReason) -> None:
-        """The one way a request that was accepted ends."""
+    def finish(self, request: Request, reason: FinishReason, kept: int | None = None) -> None:
+        """The one way a request that was accepted ends; `kept`: of its output tokens, None: all."""
         if request.phase is Phase.WAITING:
             self.unwait(request)
         self.release(request)
@@ -124,7 +127,8 @@ class State:
         if (tpot := request.tpot) is not None:
             self.recent["tpot"].add(tpot)
         self.say(request, [], reason)
-        self.trace.request_end(request.id, self.now(), reason, request.generated)
+        tokens = request.generated if kept is None else kept
+        self.trace.request_end(request.id, self.now(), reason, tokens)
 
     def say(self, request: Request, tokens: Sequence[int], finish: FinishReason | None) -> None:
         """Add to the news of this turn."""
@@ -135,6 +139,7 @@ class State:
             tokens=[*(old.tokens if old else ()), *tokens],
             finish=finish,
             cached=request.cached if first else (old.cached if old else None),
+            times=request.times() if finish else None,
         )
 
     def drop_empty_batches(self) -> None:

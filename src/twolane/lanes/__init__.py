@@ -6,15 +6,39 @@ became of it.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from twolane.lanes.work import Work
+from twolane.sampling import TokenLogprobs
 from twolane.vocabulary import LaneName
 
-__all__ = ["Lanes", "StepTokens", "Ticket"]
+__all__ = ["Lanes", "PromptLogprobs", "Sampled", "Step", "Ticket"]
 
-StepTokens = Sequence[tuple[int, int]]
-"""The tokens of one step: (row of the work, token)."""
+
+class Sampled(NamedTuple):
+    """A token that a step has sampled."""
+
+    row: int
+    """Of the work."""
+    token: int
+    logprobs: TokenLogprobs | None = None
+    """If the row asks for them."""
+
+
+class PromptLogprobs(NamedTuple):
+    """What a step thought of a chunk's targets."""
+
+    row: int
+    """Of the work."""
+    logprobs: Sequence[TokenLogprobs]
+    """One for each of the row's targets."""
+
+
+class Step(NamedTuple):
+    """What one step came to."""
+
+    sampled: Sequence[Sampled] = ()
+    prompt_logprobs: Sequence[PromptLogprobs] = ()
 
 
 @dataclass(slots=True, eq=False)
@@ -27,7 +51,7 @@ class Ticket:
 
     lane: LaneName
     units: int
-    steps: list[StepTokens] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
     start: float | None = None
     """Seconds, the lanes' clock, when the device began with it."""
     end: float | None = None

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from twolane.lanes import StepTokens
+from twolane.lanes import Sampled, Step
 from twolane.lanes.work import (
     DecodeRow,
     DecodeWork,
@@ -33,8 +33,8 @@ class Runner:
         self._page_size = page_size
         self._last_token = [0] * slots
 
-    def run(self, work: Work) -> Iterator[StepTokens]:
-        """Do the work; yields the tokens of each step when the step is done."""
+    def run(self, work: Work) -> Iterator[Step]:
+        """Do the work; yields what each step came to when it is done."""
         if isinstance(work, DecodeWork):
             for step in range(work.k):
                 yield self._decode(work.rows, step)
@@ -43,24 +43,24 @@ class Runner:
         else:
             yield self._hybrid(work)
 
-    def _decode(self, rows: Sequence[DecodeRow], step: int) -> StepTokens:
+    def _decode(self, rows: Sequence[DecodeRow], step: int) -> Step:
         alive = [(i, row) for i, row in enumerate(rows) if step < row.steps]
         tokens = torch.tensor([self._last_token[row.slot] for _, row in alive])
         batch = self._batch([Segment(row.position + step, 1, row.pages) for _, row in alive])
         hidden = self._layers(self._decoder.embed(tokens), batch, 0, self._decoder.spec.layers)
         rows_to_sample = [_sample_row(row.sampling, row.position + step + 1) for _, row in alive]
         chosen = self._sample(hidden, rows_to_sample, [row.slot for _, row in alive])
-        return [(i, token) for (i, _), token in zip(alive, chosen, strict=True)]
+        return Step([Sampled(i, token) for (i, _), token in zip(alive, chosen, strict=True)])
 
-    def _prefill(self, work: PrefillWork) -> StepTokens:
+    def _prefill(self, work: PrefillWork) -> Step:
         batch = self._batch([_segment(row) for row in work.rows])
         hidden = self._resume(work)
         hidden = self._layers(hidden, batch, work.first, work.last)
         if not work.finishes:
             work.state.hidden, work.state.rows = hidden, work.rows
-            return ()
+            return Step()
         work.state.hidden, work.state.rows = None, ()
-        return self._finish_prompts(hidden, work.rows, first_row=0)
+        return Step(self._finish_prompts(hidden, work.rows, first_row=0))
 
     def _resume(self, work: PrefillWork) -> Tensor:
         """The hidden states where the last slice left them, without the rows that have left."""
@@ -75,7 +75,7 @@ class Runner:
         kept = zip(work.state.rows, parts, strict=True)
         return torch.cat([part for row, part in kept if row.slot in alive])
 
-    def _hybrid(self, work: HybridWork) -> StepTokens:
+    def _hybrid(self, work: HybridWork) -> Step:
         last = torch.tensor([self._last_token[row.slot] for row in work.decode], dtype=torch.long)
         tokens = torch.cat([last, _tokens(work.prompts)])
         segments = [Segment(row.position, 1, row.pages) for row in work.decode]
@@ -85,11 +85,11 @@ class Runner:
         n = len(work.decode)
         chosen = self._sample(hidden[:n], rows, [row.slot for row in work.decode])
         done = self._finish_prompts(hidden[n:], work.prompts, first_row=n)
-        return [*enumerate(chosen), *done]
+        return Step([*map(Sampled, range(n), chosen), *done])
 
     def _finish_prompts(
         self, hidden: Tensor, rows: Sequence[PromptRow], first_row: int
-    ) -> StepTokens:
+    ) -> list[Sampled]:
         """Sample after the last token of each prompt that is complete."""
         ends, sample_rows, slots, places = [], [], [], []
         end = 0
@@ -101,7 +101,7 @@ class Runner:
                 slots.append(row.slot)
                 places.append(first_row + i)
         chosen = self._sample(hidden[ends], sample_rows, slots)
-        return list(zip(places, chosen, strict=True))
+        return list(map(Sampled, places, chosen))
 
     def _sample(self, hidden: Tensor, rows: Sequence[SampleRow], slots: Sequence[int]) -> list[int]:
         if not rows:

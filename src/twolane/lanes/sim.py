@@ -8,7 +8,7 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from twolane.lanes import StepTokens, Ticket
+from twolane.lanes import Sampled, Step, Ticket
 from twolane.lanes.work import DecodeWork, HybridWork, PrefillWork, PromptRow, Work
 from twolane.vocabulary import LaneName
 
@@ -35,8 +35,8 @@ class FixedDurations:
 
 @dataclass(slots=True, eq=False)
 class _SimTicket(Ticket):
-    pending: list[tuple[float, StepTokens]] = field(default_factory=list)
-    """(time, tokens) of the steps to come, in order."""
+    pending: list[tuple[float, Step]] = field(default_factory=list)
+    """(time, result) of the steps to come, in order."""
     starts: float = 0.0
     ends: float = 0.0
 
@@ -72,7 +72,7 @@ class SimLanes:
         ticket = _SimTicket(lane, units, starts=at)
         for step, seconds in enumerate(self._durations.steps(work)):
             at += seconds
-            ticket.pending.append((at, _tokens(work, step)))
+            ticket.pending.append((at, _result(work, step)))
             heapq.heappush(self._events, at)
         self._free_at[lane] = ticket.ends = at
         self._active.append(ticket)
@@ -97,14 +97,14 @@ class SimLanes:
         self._active = [ticket for ticket in self._active if not ticket.done]
 
 
-def _tokens(work: Work, step: int) -> StepTokens:
+def _result(work: Work, step: int) -> Step:
     if isinstance(work, DecodeWork):
-        return [(i, TOKEN) for i, row in enumerate(work.rows) if step < row.steps]
+        return Step([Sampled(i, TOKEN) for i, row in enumerate(work.rows) if step < row.steps])
     if isinstance(work, HybridWork):
         n = len(work.decode)
-        return [(i, TOKEN) for i in range(n)] + _first_tokens(work.prompts, n)
-    return _first_tokens(work.rows, 0) if work.finishes else []
+        return Step([Sampled(i, TOKEN) for i in range(n)] + _first_tokens(work.prompts, n))
+    return Step(_first_tokens(work.rows, 0) if work.finishes else ())
 
 
-def _first_tokens(rows: Sequence[PromptRow], first: int) -> list[tuple[int, int]]:
-    return [(first + i, TOKEN) for i, row in enumerate(rows) if row.sampling is not None]
+def _first_tokens(rows: Sequence[PromptRow], first: int) -> list[Sampled]:
+    return [Sampled(first + i, TOKEN) for i, row in enumerate(rows) if row.sampling is not None]

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from twolane.estimate import Estimator
+from twolane.slo import Slo
 from twolane.vocabulary import LaneName
 
 
@@ -32,6 +33,10 @@ class RequestView(Protocol):
     @property
     def deadline(self) -> float | None:
         """When the TTFT SLO wants the first token, in seconds; None without an SLO."""
+
+    @property
+    def slo(self) -> Slo:
+        """Its own latency bounds, the server's where it has none."""
 
     @property
     def new(self) -> int:
@@ -108,17 +113,6 @@ class Window(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Slo:
-    """Latency bounds in seconds; None is no bound."""
-
-    ttft: float | None = None
-    ttft_per_token: float = 0.0
-    """Added for each new prompt token (Drift §5.1 gives 1 s per 1,024)."""
-    tbt: float | None = None
-    tpot: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class LaneView:
     """What one lane has to do."""
 
@@ -172,6 +166,7 @@ class View:
     free_slots: int
     """Requests that can be admitted beside those in prefill and decode."""
     slo: Slo
+    """The server's; each request has its own."""
     recent: Mapping[str, Window]
     """"ttft", "tbt" and "tpot" of the last requests."""
     estimator: Estimator

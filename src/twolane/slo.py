@@ -1,0 +1,37 @@
+"""Latency bounds."""
+
+import math
+
+import msgspec
+
+
+class Slo(msgspec.Struct, frozen=True, kw_only=True):
+    """Latency bounds in seconds; None is no bound.
+
+    Raises:
+        ValueError: a field is out of range; the message begins with the field's name.
+    """
+
+    ttft: float | None = None
+    ttft_per_token: float = 0.0
+    """Added to `ttft` for each new prompt token (Drift §5.1 gives 1 s per 1,024)."""
+    tbt: float | None = None
+    tpot: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("ttft", "tbt", "tpot"):
+            value = getattr(self, name)
+            if value is not None and not 0.0 < value < math.inf:
+                raise ValueError(f"{name} must be above 0, not {value!r}")
+        if not 0.0 <= self.ttft_per_token < math.inf:
+            raise ValueError(f"ttft_per_token must be at least 0, not {self.ttft_per_token!r}")
+
+    def over(self, default: "Slo") -> "Slo":
+        """These bounds, and those of `default` where there is none."""
+        ttft = default if self.ttft is None else self
+        return Slo(
+            ttft=ttft.ttft,
+            ttft_per_token=ttft.ttft_per_token,
+            tbt=default.tbt if self.tbt is None else self.tbt,
+            tpot=default.tpot if self.tpot is None else self.tpot,
+        )
