@@ -43,23 +43,31 @@ class TensorSource(Protocol):
         ...
 
 
-def load_decoder(
+def load_decoder(source: ModelSource, **options: Any) -> Decoder:
+    """Load a model for the CPU: `load_weights` into a `Decoder`."""
+    return Decoder(*load_weights(source, **options))
+
+
+def load_weights(
     source: ModelSource,
     *,
     dtype: str = "auto",
     load_format: str = "auto",
     max_positions: int | None = None,
     seed: int = 0,
+    device: torch.device | str = "cpu",
     progress: Progress | None = None,
-) -> Decoder:
-    """Load a model for the CPU.
+) -> tuple[ModelSpec, Weights]:
+    """Load a model's weights onto a device.
 
     Args:
         source: what `hub.resolve` found.
-        dtype: of the weights: "float32", "bfloat16", "float16", or "auto", which is float32.
-        load_format: "dummy" takes random normal weights, the same for the same seed.
+        dtype: of the weights: "float32", "bfloat16", "float16", or "auto", which is float32 on a
+            CPU and bfloat16 on a GPU.
+        load_format: "dummy" takes random normal weights, the same for the same seed and device.
         max_positions: overrides the positions of the config.
         seed: of dummy weights.
+        device: where the weights go, layer by layer.
         progress: told ("weights", fraction) as layers are loaded.
 
     Raises:
@@ -69,22 +77,25 @@ def load_decoder(
     """
     if dtype != "auto" and dtype not in DTYPES:
         raise ValueError(f"dtype must be one of auto, {', '.join(DTYPES)}, not {dtype!r}")
-    torch_dtype = torch.float32 if dtype == "auto" else DTYPES[dtype]
+    device = torch.device(device)
+    if dtype == "auto":
+        dtype = "float32" if device.type == "cpu" else "bfloat16"
     with ExitStack() as stack:
-        spec, tensors = _open(source, load_format, seed, stack)
+        spec, tensors = _open(source, load_format, seed, device, stack)
         if max_positions is not None:
             spec = replace(spec, max_positions=max_positions)
         _check(spec, tensors, source.name)
-        weights = _assemble(spec, tensors, torch_dtype, progress or (lambda *_: None))
-    return Decoder(spec, weights)
+        progress = progress or (lambda *_: None)
+        weights = _assemble(spec, tensors, DTYPES[dtype], device, progress)
+    return spec, weights
 
 
 def _open(
-    source: ModelSource, load_format: str, seed: int, stack: ExitStack
+    source: ModelSource, load_format: str, seed: int, device: torch.device, stack: ExitStack
 ) -> tuple[ModelSpec, TensorSource]:
     if load_format == "dummy":
         spec = source.spec()
-        return spec, _Dummy(spec, seed)
+        return spec, _Dummy(spec, seed, device)
     if source.kind == "gguf" and source.path is not None:
         model = GGUFModel(source.path)
         return model.spec, model
@@ -135,9 +146,10 @@ class _Safetensors:
 class _Dummy:
     """Random normal matrices and norms of one, the same for the same seed."""
 
-    def __init__(self, spec: ModelSpec, seed: int) -> None:
+    def __init__(self, spec: ModelSpec, seed: int, device: torch.device) -> None:
         self._shapes = dict(_expected(spec))
-        self._generator = torch.Generator().manual_seed(seed)
+        self._device = device
+        self._generator = torch.Generator(device).manual_seed(seed)
 
     def names(self) -> list[str]:
         return list(self._shapes)
@@ -147,8 +159,8 @@ class _Dummy:
 
     def get(self, name: str) -> torch.Tensor:
         if name.endswith("norm.weight"):
-            return torch.ones(self._shapes[name])
-        tensor = torch.empty(self._shapes[name])
+            return torch.ones(self._shapes[name], device=self._device)
+        tensor = torch.empty(self._shapes[name], device=self._device)
         return tensor.normal_(0.0, _DUMMY_STD, generator=self._generator)
 
 
@@ -206,10 +218,14 @@ def _check(spec: ModelSpec, tensors: TensorSource, name: str) -> None:
 
 
 def _assemble(
-    spec: ModelSpec, tensors: TensorSource, dtype: torch.dtype, progress: Progress
+    spec: ModelSpec,
+    tensors: TensorSource,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Progress,
 ) -> Weights:
     def get(name: str) -> torch.Tensor:
-        return torch.as_tensor(tensors.get(name)).to(dtype)
+        return torch.as_tensor(tensors.get(name)).to(device, dtype)
 
     embedding = get("model.embed_tokens.weight")
     layers = []
