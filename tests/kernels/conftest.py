@@ -1,13 +1,16 @@
 """Without a GPU, Triton's kernels run through its interpreter.
 
-Triton reads the variable when it is imported and when a kernel is defined, so both happen here, and
-the variable is put back at once: no other test, and no process that one starts, sees it.
+Triton reads the variable when it is imported, when a kernel is defined and when one runs. So it is
+set around the first two here, and during each test of this folder; no other test, and no process
+that one starts, sees it.
 """
 
 import importlib
-import os
 import pkgutil
+from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -21,17 +24,52 @@ def _define_kernels() -> None:
         importlib.import_module(module.name)
 
 
+def _mend_loop_bounds() -> None:
+    """Triton 3.6 turns arrays of one element into loop bounds by int(), which NumPy 2.4 refuses."""
+    from triton.runtime import interpreter
+
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patched(tensor: type, scope: object) -> None:
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    interpreter._patch_lang_tensor = patched
+
+
+def _mend_bfloat16() -> None:
+    """Triton 3.6 cuts float32 off where a GPU rounds to the nearest, ties to even.
+
+    Kernels would be off by twice as much as they are, and always towards zero.
+    """
+    from triton import language
+    from triton.runtime import interpreter
+
+    original: Callable[..., Any] = interpreter._convert_float
+
+    def convert(data: np.ndarray, source: Any, target: Any, rounding: Any) -> np.ndarray:
+        if (source, target) != (language.float32, language.bfloat16):
+            return original(data, source, target, rounding)
+        bits = data.view(np.uint32)
+        nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        return np.where(np.isnan(data), 0x7FC0, nearest).astype(np.uint16)
+
+    interpreter._convert_float = convert
+
+
 if DEVICE == "cpu":
-    before = os.environ.get("TRITON_INTERPRET")
-    os.environ["TRITON_INTERPRET"] = "1"
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
         pytest.importorskip("triton")
+        _mend_loop_bounds()
+        _mend_bfloat16()
         _define_kernels()
-    finally:
-        if before is None:
-            del os.environ["TRITON_INTERPRET"]
-        else:
-            os.environ["TRITON_INTERPRET"] = before
+
+
+@pytest.fixture(autouse=True)
+def _interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    if DEVICE == "cpu":
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture

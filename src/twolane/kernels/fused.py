@@ -1,0 +1,407 @@
+"""The small operations between a layer's matrix products and around a decode step, one kernel each.
+
+All of them run on torch's current stream, read lengths and positions on the device and allocate
+nothing, so that they can be captured in a CUDA graph. Tensors are float32, bfloat16 or float16;
+arithmetic is float32, rounded to the tensors' type where Hugging Face's Llama rounds.
+
+A row is *active* while `lengths[row]` is above 0. Rows that are not pad a batch: nothing is read or
+written for them.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+_HEADS = 16
+"""Heads of one token that one program rotates: 4 KB of bfloat16 at 128 dimensions."""
+_ELEMENTS = 2048
+"""Elements that one program of an elementwise kernel makes."""
+
+
+@triton.jit
+def _rms_norm(
+    x: tl.tensor,
+    residual: tl.tensor,
+    weight: tl.tensor,
+    out: tl.tensor,
+    x_stride: tl.tensor,
+    eps: tl.tensor,
+    HIDDEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ADD: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < HIDDEN
+    value = tl.load(x + row * x_stride + column, mask=inside, other=0.0)
+    scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    if ADD:
+        place = residual + row * HIDDEN + column
+        total = value.to(tl.float32) + tl.load(place, mask=inside, other=0.0).to(tl.float32)
+        value = total.to(value.dtype)
+        tl.store(place, value, mask=inside)
+    wide = value.to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(wide * wide) / HIDDEN + eps)
+    normal = (wide * inverse).to(value.dtype).to(tl.float32) * scale
+    tl.store(out + row * HIDDEN + column, normal.to(value.dtype), mask=inside)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> torch.Tensor:
+    """`out` [T, hidden] = each row of `x` over its root mean square, times `weight` [hidden].
+
+    Rows of `x` may lie apart (`x.stride(0)`); `out` may be `x` if they do not.
+    """
+    _launch_norm(x, None, weight, eps, out)
+    return out
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor
+) -> torch.Tensor:
+    """`residual` += `x`, then `out` = the RMS norm of `residual`; all [T, hidden].
+
+    `out` may be `x`.
+    """
+    _launch_norm(x, residual, weight, eps, out)
+    return out
+
+
+def _launch_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    out: torch.Tensor,
+) -> None:
+    rows, hidden = x.shape
+    block = triton.next_power_of_2(hidden)
+    _rms_norm[(rows,)](
+        x,
+        x if residual is None else residual,
+        weight,
+        out,
+        x.stride(0),
+        eps,
+        HIDDEN=hidden,
+        BLOCK=block,
+        ADD=residual is not None,
+        num_warps=min(max(block // 512, 1), 16),
+    )
+
+
+def rotary_table(frequencies: torch.Tensor, scale: float, positions: int) -> torch.Tensor:
+    """Cosines and sines, times `scale`, of all angles: float32 [positions, head_dim / 2, 2].
+
+    The angles are float32 products of position and `frequencies` [head_dim / 2], as in
+    `transformers` and in the CPU's decoder, so that long contexts see the same rotation. A table
+    costs 64 MB at 131,072 positions and 128 dimensions, and a token reads 512 bytes of it; sines of
+    large angles would cost the kernel a slow path.
+    """
+    places = torch.arange(positions, dtype=torch.float32, device=frequencies.device)
+    angles = places[:, None] * frequencies.float()
+    return torch.stack((angles.cos() * scale, angles.sin() * scale), dim=-1)
+
+
+@triton.jit
+def _qkv_rope_write(
+    qkv: tl.tensor,
+    positions: tl.tensor,
+    norm: tl.tensor,
+    table: tl.tensor,
+    q_out: tl.tensor,
+    pool: tl.tensor,
+    slots: tl.tensor,
+    pages: tl.tensor,
+    lengths: tl.tensor,
+    qkv_stride: tl.tensor,
+    q_stride: tl.tensor,
+    page_stride: tl.tensor,
+    eps: tl.tensor,
+    Q_HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    NORM: tl.constexpr,
+    PAGED: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    if PAGED:
+        active = tl.load(lengths + row) > 0
+        owner = tl.load(slots + row, mask=active, other=0).to(tl.int64)
+        position = tl.load(positions + row, mask=active, other=0).to(tl.int64)
+        page = tl.load(pages + owner * page_stride + position // PAGE, mask=active, other=0)
+        page = page.to(tl.int64)
+        offset = position % PAGE
+    else:
+        place = tl.load(slots + row).to(tl.int64)
+        active = place >= 0
+        position = tl.load(positions + row, mask=active, other=0).to(tl.int64)
+        page = place // PAGE
+        offset = place % PAGE
+    if not active:
+        return
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
+    dim = tl.arange(0, BLOCK)[None, :]
+    rotated = head < Q_HEADS + KV_HEADS
+    inside = (head < Q_HEADS + 2 * KV_HEADS) & (dim < DIM)
+    x = tl.load(qkv + row * qkv_stride + head * DIM + dim, mask=inside, other=0.0)
+    value = x.to(tl.float32)
+    if NORM:
+        inverse = tl.rsqrt(tl.sum(value * value, axis=1, keep_dims=True) / DIM + eps)
+        scale = tl.load(norm + head * DIM + dim, mask=inside & rotated, other=0.0).to(tl.float32)
+        normal = (value * inverse).to(x.dtype).to(tl.float32) * scale
+        value = tl.where(rotated, normal.to(x.dtype).to(tl.float32), value)
+    turn = tl.load(
+        table + position * DIM + dim + tl.zeros_like(head), mask=inside & rotated, other=0.0
+    )
+    cos, sin = tl.split(tl.reshape(turn, (HEADS, BLOCK // 2, 2)))
+    even, odd = tl.split(tl.reshape(value, (HEADS, BLOCK // 2, 2)))
+    pairs = tl.join(even * cos - odd * sin, even * sin + odd * cos)
+    value = tl.where(rotated, tl.reshape(pairs, (HEADS, BLOCK)), value).to(x.dtype)
+    tl.store(q_out + row * q_stride + head * DIM + dim, value, mask=inside & (head < Q_HEADS))
+    part = (head >= Q_HEADS + KV_HEADS).to(tl.int32)  # 0: keys, 1: values
+    kv_head = head - Q_HEADS - part * KV_HEADS
+    line = ((page * KV_HEADS + kv_head) * 2 + part) * PAGE + offset
+    tl.store(pool + line * DIM + dim, value, mask=inside & (head >= Q_HEADS))
+
+
+def qkv_rope_write(
+    qkv: torch.Tensor,
+    positions: torch.Tensor,
+    qk_norm: torch.Tensor | None,
+    eps: float,
+    table: torch.Tensor,
+    q_out: torch.Tensor,
+    pool: torch.Tensor,
+    write_slots: torch.Tensor,
+) -> None:
+    """Normalise (Qwen3) and rotate queries and keys; write keys and values into the KV pool.
+
+    Args:
+        qkv: [T, (heads + 2 * kv_heads) * head_dim], the product with its bias; pairs of dimensions
+            that turn together are neighbours.
+        positions: place of each token in its sequence, int [T], below `len(table)`.
+        qk_norm: [heads + kv_heads, head_dim], or None for a model without.
+        eps: of `qk_norm`.
+        table: from `rotary_table`.
+        q_out: [T, heads, head_dim], each token's dense; may be that part of `qkv` itself.
+        pool: [pages, kv_heads, 2, page_size, head_dim].
+        write_slots: page * page_size + offset of each token, int [T]; negative: the row is not
+            active.
+    """
+    _launch_rope(qkv, positions, qk_norm, eps, table, q_out, pool, write_slots, None, None)
+
+
+def qkv_rope_write_decode(
+    qkv: torch.Tensor,
+    positions: torch.Tensor,
+    qk_norm: torch.Tensor | None,
+    eps: float,
+    table: torch.Tensor,
+    q_out: torch.Tensor,
+    pool: torch.Tensor,
+    tables: torch.Tensor,
+    slots: torch.Tensor,
+    lengths: torch.Tensor,
+) -> None:
+    """`qkv_rope_write` that finds the place to write on the device, for decode.
+
+    Args:
+        tables: pages of the sequence in each slot, int32 [slots, max_pages].
+        slots: the slot that each row belongs to, int32 [R].
+        lengths: above 0 for active rows, int32 [R].
+        qkv, positions, qk_norm, eps, table, q_out, pool: as there, T = R.
+    """
+    _launch_rope(qkv, positions, qk_norm, eps, table, q_out, pool, slots, tables, lengths)
+
+
+def _launch_rope(
+    qkv: torch.Tensor,
+    positions: torch.Tensor,
+    qk_norm: torch.Tensor | None,
+    eps: float,
+    table: torch.Tensor,
+    q_out: torch.Tensor,
+    pool: torch.Tensor,
+    slots: torch.Tensor,
+    tables: torch.Tensor | None,
+    lengths: torch.Tensor | None,
+) -> None:
+    rows, heads, dim = q_out.shape
+    kv_heads, page_size = pool.shape[1], pool.shape[3]
+    block = triton.next_power_of_2(dim)
+    _qkv_rope_write[(rows, triton.cdiv(heads + 2 * kv_heads, _HEADS))](
+        qkv,
+        positions,
+        qkv if qk_norm is None else qk_norm,
+        table,
+        q_out,
+        pool,
+        slots,
+        slots if tables is None else tables,
+        slots if lengths is None else lengths,
+        qkv.stride(0),
+        q_out.stride(0),
+        0 if tables is None else tables.stride(0),
+        eps,
+        Q_HEADS=heads,
+        KV_HEADS=kv_heads,
+        DIM=dim,
+        PAGE=page_size,
+        NORM=qk_norm is not None,
+        PAGED=tables is not None,
+        HEADS=_HEADS,
+        BLOCK=block,
+        num_warps=min(max(_HEADS * block // 512, 1), 8),
+    )
+
+
+@triton.jit
+def _silu_mul(
+    gate_up: tl.tensor,
+    out: tl.tensor,
+    INNER: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < INNER
+    place = gate_up + row * 2 * INNER + column
+    gate = tl.load(place, mask=inside, other=0.0)
+    up = tl.load(place + INNER, mask=inside, other=0.0).to(tl.float32)
+    wide = gate.to(tl.float32)
+    silu = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype).to(tl.float32)
+    tl.store(out + row * INNER + column, (silu * up).to(gate.dtype), mask=inside)
+
+
+def silu_mul(gate_up: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """`out` [T, inner] = silu(gate) * up of `gate_up` [T, 2 * inner], the gate first."""
+    rows, inner = out.shape
+    block = min(_ELEMENTS, triton.next_power_of_2(inner))
+    _silu_mul[(rows, triton.cdiv(inner, block))](
+        gate_up, out, INNER=inner, BLOCK=block, num_warps=4
+    )
+    return out
+
+
+@triton.jit
+def _embed(
+    last_token: tl.tensor,
+    slots: tl.tensor,
+    lengths: tl.tensor,
+    embedding: tl.tensor,
+    out: tl.tensor,
+    HIDDEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    active = tl.load(lengths + row) > 0
+    slot = tl.load(slots + row, mask=active, other=0)
+    token = tl.load(last_token + slot, mask=active, other=0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < HIDDEN
+    value = tl.load(embedding + token * HIDDEN + column, mask=inside & active, other=0.0)
+    tl.store(out + row * HIDDEN + column, value, mask=inside)
+
+
+def embed(
+    last_token: torch.Tensor,
+    slots: torch.Tensor,
+    lengths: torch.Tensor,
+    embedding: torch.Tensor,
+    out: torch.Tensor,
+) -> torch.Tensor:
+    """`out` [R, hidden] = the rows of `embedding` of the tokens last sampled in each row's slot.
+
+    Rows that are not active become zeros, so that what follows computes with finite numbers.
+
+    Args:
+        last_token: int [slots].
+        slots: the slot that each row belongs to, int [R].
+        lengths: above 0 for active rows, int [R].
+        embedding: [vocab, hidden].
+        out: [R, hidden].
+    """
+    rows, hidden = out.shape
+    block = min(1024, triton.next_power_of_2(hidden))
+    _embed[(rows, triton.cdiv(hidden, block))](
+        last_token, slots, lengths, embedding, out, HIDDEN=hidden, BLOCK=block, num_warps=4
+    )
+    return out
+
+
+@triton.jit
+def _advance(
+    sampled: tl.tensor,
+    slots: tl.tensor,
+    steps: tl.tensor,
+    step: tl.tensor,
+    positions: tl.tensor,
+    lengths: tl.tensor,
+    last_token: tl.tensor,
+    ring: tl.tensor,
+    rows: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
+    # One warp, so that every lane has read the step before one of them writes the next.
+    now = tl.load(step)
+    for first in range(0, rows, BLOCK):
+        row = first + tl.arange(0, BLOCK)
+        length = tl.load(lengths + row, mask=row < rows, other=0)
+        active = length > 0
+        limit = tl.load(steps + row, mask=active, other=0)
+        active = active & (now < limit)
+        token = tl.load(sampled + row, mask=active, other=0)
+        slot = tl.load(slots + row, mask=active, other=0)
+        position = tl.load(positions + row, mask=active, other=0)
+        tl.store(last_token + slot, token, mask=active)
+        tl.store(ring + now * rows + row, token, mask=active)
+        tl.store(positions + row, position + 1, mask=active)
+        left = tl.where(active & (now + 1 < limit), length + 1, 0)
+        tl.store(lengths + row, left, mask=row < rows)
+    tl.store(step, now + 1)
+
+
+def advance(
+    sampled: torch.Tensor,
+    slots: torch.Tensor,
+    steps: torch.Tensor,
+    step: torch.Tensor,
+    positions: torch.Tensor,
+    lengths: torch.Tensor,
+    last_token: torch.Tensor,
+    ring: torch.Tensor,
+) -> None:
+    """End a decode step: hand out its tokens and make the rows ready for the next one.
+
+    An active row's token goes to its slot and to `ring`, its position and length grow by one, and
+    if this was its last step its length becomes 0: it pads the batch from then on.
+
+    Args:
+        sampled: the token of each row, int [R].
+        slots: the slot that each row belongs to, int [R], different for active rows.
+        steps: how many steps of the launch each row takes part in, int [R].
+        step: the number of this step in its launch, from 0, int [1]; grows by one.
+        positions: place of the row's input token in its sequence, int [R].
+        lengths: tokens that the row sees, its input token included, int [R].
+        last_token: int [slots].
+        ring: tokens of each step, int [k, R], on the device or in pinned memory; what belongs to
+            no active row is left as it is.
+    """
+    rows = len(sampled)
+    block = min(256, max(32, triton.next_power_of_2(rows)))
+    _advance[(1,)](
+        sampled,
+        slots,
+        steps,
+        step,
+        positions,
+        lengths,
+        last_token,
+        ring,
+        rows,
+        BLOCK=block,
+        num_warps=1,
+    )

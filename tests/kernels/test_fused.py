@@ -1,0 +1,204 @@
+"""The fused operations against the CPU's model, spelled out with PyTorch."""
+
+import pytest
+import torch
+from torch.nn import functional
+
+from twolane.kernels import fused
+
+TYPES = [torch.float32, torch.bfloat16, torch.float16]
+EPS = 1e-5
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> torch.Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(shape, generator=generator).to(device, dtype)
+
+
+def assert_close(out: torch.Tensor, expected: torch.Tensor) -> None:
+    """Within two roundings of 16-bit types; float32 sums in another order."""
+    bound = torch.finfo(out.dtype).eps * (20 if out.dtype == torch.float32 else 2)
+    torch.testing.assert_close(out.float(), expected.float(), rtol=bound, atol=bound / 4)
+
+
+def llama_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """As `transformers` writes it, with its roundings."""
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS)
+    return weight * wide.to(x.dtype)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(("rows", "hidden"), [(1, 64), (3, 576), (2, 2560), (2, 8192)])
+def test_norms_follow_llama(rows: int, hidden: int, dtype: torch.dtype, device: str) -> None:
+    x, residual = (random(rows, hidden + i, dtype=dtype, device=device) for i in range(2))
+    residual = residual[:, :hidden].contiguous()
+    weight = 1 + random(hidden, dtype=dtype, device=device) / 4
+    assert_close(fused.rms_norm(x, weight, EPS, torch.empty_like(x)), llama_norm(x, weight))
+    total = x + residual
+    out = fused.add_rms_norm(x, residual, weight, EPS, torch.empty_like(x))
+    assert torch.equal(residual, total)
+    assert_close(out, llama_norm(total, weight))
+
+
+def test_norm_of_rows_that_lie_apart(device: str) -> None:
+    x, weight = random(6, 96, device=device), random(96, device=device)
+    out = fused.rms_norm(x[::2], weight, EPS, torch.empty(3, 96, device=device))
+    assert_close(out, llama_norm(x[::2], weight))
+
+
+def test_add_norm_may_write_over_its_input(device: str) -> None:
+    x, residual, weight = (random(n, 96, device=device) for n in (3, 3, 1))
+    residual = residual + 1
+    expected = llama_norm(x + residual, weight[0])
+    fused.add_rms_norm(x, residual, weight[0], EPS, x)
+    assert_close(x, expected)
+
+
+def rotated(x: torch.Tensor, positions: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
+    """Neighbouring pairs of x [T, heads, dim], turned; the scale is 1.5."""
+    angles = positions[:, None].float() * frequencies
+    turn = torch.complex(angles.cos() * 1.5, angles.sin() * 1.5)[:, None]
+    pairs = torch.view_as_complex(x.float().reshape(*x.shape[:2], -1, 2))
+    return torch.view_as_real(pairs * turn).flatten(2).to(x.dtype)
+
+
+class Heads:
+    """A batch of three tokens, what becomes of it, and a pool to write to."""
+
+    def __init__(
+        self, heads: int, kv_heads: int, dim: int, dtype: torch.dtype, norm: bool, device: str
+    ) -> None:
+        self.heads, self.kv_heads, self.dim, self.page = heads, kv_heads, dim, 16
+        count = heads + 2 * kv_heads
+        self.qkv = random(3, count * dim, dtype=dtype, device=device)
+        self.norm = None
+        if norm:
+            self.norm = 1 + random(heads + kv_heads, dim, dtype=dtype, device=device) / 4
+        frequencies = (10_000.0 ** (-torch.arange(0, dim, 2) / dim)).to(device)
+        self.positions = torch.tensor([0, 37, 1000], dtype=torch.int32, device=device)
+        self.table = fused.rotary_table(frequencies, 1.5, 1001)
+        self.pool = torch.full((5, kv_heads, 2, self.page, dim), 7.0, dtype=dtype, device=device)
+        x = self.qkv.view(3, count, dim)
+        qk = x[:, : heads + kv_heads]
+        if self.norm is not None:
+            qk = llama_norm(qk, self.norm)
+        qk = rotated(qk, self.positions, frequencies)
+        self.q, self.k = qk[:, :heads], qk[:, heads:]
+        self.v = x[:, heads + kv_heads :].clone()
+
+    def expected_pool(self, slots: list[int]) -> torch.Tensor:
+        pool = self.pool.clone()
+        for row, slot in enumerate(slots):
+            if slot >= 0:
+                pool[slot // self.page, :, 0, slot % self.page] = self.k[row]
+                pool[slot // self.page, :, 1, slot % self.page] = self.v[row]
+        return pool
+
+
+SHAPES = [(8, 2, 64, False), (32, 8, 128, True), (9, 3, 64, False), (4, 4, 96, True)]
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "norm"), SHAPES)
+def test_rotates_and_writes(
+    heads: int, kv_heads: int, dim: int, norm: bool, dtype: torch.dtype, device: str
+) -> None:
+    case = Heads(heads, kv_heads, dim, dtype, norm, device)
+    slots = [0, -1, 4 * 16 + 15]
+    expected = case.expected_pool(slots)
+    out = torch.full((3, heads, dim), 3.0, dtype=dtype, device=device)
+    places = torch.tensor(slots, device=device)
+    fused.qkv_rope_write(
+        case.qkv, case.positions, case.norm, EPS, case.table, out, case.pool, places
+    )
+    assert_close(out[::2], case.q[::2])
+    assert (out[1] == 3.0).all()
+    assert_close(case.pool, expected)
+    assert torch.equal(case.pool == 7.0, expected == 7.0)
+
+
+def test_rotates_in_place_and_finds_pages(device: str) -> None:
+    case = Heads(8, 2, 64, torch.float32, True, device)
+    tables = torch.zeros(4, 70, dtype=torch.int32, device=device)
+    tables[2, 0], tables[3, 2], tables[0, 62] = 4, 1, 2
+    slots = torch.tensor([2, 3, 0], dtype=torch.int32, device=device)
+    lengths = torch.tensor([1, 38, 0], dtype=torch.int32, device=device)
+    expected = case.expected_pool([4 * 16, 16 + 5, -1])
+    out = case.qkv[:, : 8 * 64].view(3, 8, 64)
+    untouched = case.qkv[2].clone()
+    fused.qkv_rope_write_decode(
+        case.qkv, case.positions, case.norm, EPS, case.table, out, case.pool, tables, slots, lengths
+    )
+    assert_close(out[:2], case.q[:2])
+    assert torch.equal(case.qkv[2], untouched)
+    assert_close(case.pool, expected)
+
+
+def test_rows_that_pad_are_not_followed(device: str) -> None:
+    """Their slot, position and page may be anything."""
+    case = Heads(8, 2, 64, torch.float32, False, device)
+    before = case.pool.clone()
+    far = torch.full((3,), 2**30, dtype=torch.int32, device=device)
+    nothing = torch.zeros(3, dtype=torch.int32, device=device)
+    tables = torch.zeros(1, 1, dtype=torch.int32, device=device)
+    out = torch.empty(3, 8, 64, device=device)
+    fused.qkv_rope_write_decode(
+        case.qkv, far, None, EPS, case.table, out, case.pool, tables, far, nothing
+    )
+    fused.qkv_rope_write(case.qkv, far, None, EPS, case.table, out, case.pool, -far)
+    assert torch.equal(case.pool, before)
+
+
+def test_long_contexts_turn_as_in_float64(device: str) -> None:
+    """The table is as good as the float32 product of position and frequency."""
+    frequencies = (500_000.0 ** (-torch.arange(0, 128, 2) / 128)).to(device)
+    table = fused.rotary_table(frequencies, 1.0, 131_072)[131_000:].double()
+    places = torch.arange(131_000, 131_072, dtype=torch.float32, device=device)
+    angles = (places[:, None] * frequencies).double()
+    expected = torch.stack((angles.cos(), angles.sin()), dim=-1)
+    torch.testing.assert_close(table, expected, rtol=0, atol=2e-7)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(("rows", "inner"), [(1, 96), (2, 2100)])
+def test_silu_mul(rows: int, inner: int, dtype: torch.dtype, device: str) -> None:
+    gate_up = 4 * random(rows, 2 * inner, dtype=dtype, device=device)
+    gate_up[0, 0] = -80.0  # almost -0
+    gate, up = gate_up.chunk(2, dim=1)
+    out = torch.empty(rows, inner, dtype=dtype, device=device)
+    assert_close(fused.silu_mul(gate_up, out), functional.silu(gate) * up)
+
+
+@pytest.mark.parametrize("hidden", [64, 1100])
+def test_embeds_the_last_token_of_active_rows(hidden: int, device: str) -> None:
+    table = random(10, hidden, dtype=torch.bfloat16, device=device)
+    last_token = torch.tensor([9, -5, 4], device=device)
+    slots = torch.tensor([2, 1_000_000, 0], dtype=torch.int32, device=device)
+    lengths = torch.tensor([5, 0, 1], dtype=torch.int32, device=device)
+    out = torch.empty(3, hidden, dtype=torch.bfloat16, device=device)
+    fused.embed(last_token, slots, lengths, table, out)
+    assert torch.equal(out, torch.stack((table[4], torch.zeros_like(table[0]), table[9])))
+
+
+@pytest.mark.parametrize("rows", [4, 300])
+def test_advance_runs_rows_for_their_steps(rows: int, device: str) -> None:
+    """Row r takes part in r % 3 steps of three, and stops there."""
+    numbers = torch.arange(rows, dtype=torch.int32, device=device)
+    steps = numbers % 3
+    slots = numbers.flip(0).contiguous()
+    step = torch.zeros(1, dtype=torch.int32, device=device)
+    positions, lengths = numbers + 10, torch.where(steps > 0, numbers + 11, 0).int()
+    last_token = torch.full((rows,), -1, device=device)
+    ring = torch.full((3, rows), -1, device=device)
+    for now in range(3):
+        sampled = numbers.long() * 10 + now
+        fused.advance(sampled, slots, steps, step, positions, lengths, last_token, ring)
+        active = now < steps
+        assert torch.equal(ring[now], torch.where(active, sampled, -1))
+        left = torch.where(now + 1 < steps, numbers + 12 + now, 0)
+        assert torch.equal(lengths, left.int())
+    assert step.item() == 3
+    assert torch.equal(positions, numbers + 10 + steps)
+    expected = torch.where(steps > 0, numbers.long() * 10 + steps - 1, -1)
+    assert torch.equal(last_token[slots.long()], expected)
