@@ -1,10 +1,10 @@
 """The real engine in this process: books, KV pool, runner, CPU lanes on real threads, and loop."""
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -15,12 +15,13 @@ from twolane.engine.loop import run
 from twolane.engine.messages import Outputs, Submit, ToEngine
 from twolane.engine.trace import Trace
 from twolane.estimate.online import OnlineEstimator
-from twolane.lanes import Step
+from twolane.lanes import Lanes, Step
 from twolane.lanes.cpu import CpuLanes
 from twolane.lanes.runner import Runner
 from twolane.lanes.work import Work
 from twolane.model.attention import KVCache
 from twolane.model.decoder import Decoder
+from twolane.model.spec import ModelSpec
 from twolane.systems import System
 from twolane.vocabulary import LaneName
 
@@ -136,12 +137,36 @@ def serve(
     runner: type[Runner] = OneThread,
 ) -> Served:
     """Serve these requests to their ends on all cores; nothing may be left over."""
-    spec, port, log = decoder.spec, LocalPort(submits), LaunchLog()
-    books = KVBooks(pages, page_size, running, prefix_cache=prefix_cache)
-    kv = KVCache(spec, pages, page_size, decoder.dtype)
+    kv = KVCache(decoder.spec, pages, page_size, decoder.dtype)
     for layer in kv.layers:
         layer.fill_(float("nan"))  # what nobody wrote must not be read: it would show
-    lanes = CpuLanes(runner(decoder, kv, page_size, running), usable_cores(), port.wake)
+    books = KVBooks(pages, page_size, running, prefix_cache=prefix_cache)
+
+    def lanes(wake: Callable[[], None]) -> CpuLanes:
+        return CpuLanes(runner(decoder, kv, page_size, running), usable_cores(), wake)
+
+    try:
+        return serve_on(lanes, decoder.spec, books, system, submits)
+    finally:
+        # Lanes and workers refer to each other: the pool would stay until they are collected.
+        for part in (kv.layers, kv.k, kv.v):
+            part.clear()
+
+
+class ClosableLanes(Lanes, Protocol):
+    def close(self) -> None: ...
+
+
+def serve_on(
+    make_lanes: Callable[[Callable[[], None]], ClosableLanes],
+    spec: ModelSpec,
+    books: KVBooks,
+    system: System,
+    submits: Sequence[Submit],
+) -> Served:
+    """Serve these requests to their ends; nothing may be left over."""
+    port, log = LocalPort(submits), LaunchLog()
+    lanes = make_lanes(port.wake)
     engine = Engine(
         system,
         lanes,
@@ -153,6 +178,7 @@ def serve(
         estimator=OnlineEstimator(),
         trace=log,
     )
+    slots = books.free_slots
     try:
         run(engine, port)
         while engine.state.flights:  # steps that were launched ahead
@@ -161,12 +187,10 @@ def serve(
                 port.wait(None)
     finally:
         lanes.close()
-        # Lanes and workers refer to each other: the pool would stay until they are collected.
-        for part in (kv.layers, kv.k, kv.v):
-            part.clear()
     books.check()
-    assert books.free_pages + books.reclaimable_pages == pages, "pages did not come back"
-    assert books.free_slots == running, "slots did not come back"
+    left = books.free_pages + books.reclaimable_pages
+    assert left == books.total_pages, "pages did not come back"
+    assert books.free_slots == slots, "slots did not come back"
     stats = engine.stats()
     return Served(
         outputs=[port.tokens[submit.id] for submit in submits],

@@ -163,6 +163,12 @@ def check(case: Case, models: Models, tally: Tally) -> None:
         running=case["running"],
         prefix_cache=case["prefix_cache"],
     )
+    compare(served, judge, tally)
+    check_setting(case, served)
+
+
+def compare(served: Served, judge: Judge, tally: Tally) -> None:
+    """Every token is the reference's."""
     for request, output, finish in zip(REQUESTS, served.outputs, served.finish, strict=True):
         assert len(output) == request.params.max_tokens
         assert finish == "length"
@@ -170,7 +176,6 @@ def check(case: Case, models: Models, tally: Tally) -> None:
         tally.tokens += len(output)
     tally.runs += 1
     tally.side_by_side += served.side_by_side
-    check_setting(case, served)
 
 
 def check_setting(case: Case, served: Served) -> None:
