@@ -57,12 +57,33 @@ def _mend_bfloat16() -> None:
     interpreter._convert_float = convert
 
 
+def _mend_bfloat16_products() -> None:
+    """Triton 3.6 keeps bfloat16 as its bits, and multiplies matrices of these as whole numbers."""
+    from triton import language
+    from triton.runtime import interpreter
+
+    builder = interpreter.InterpreterBuilder
+    original: Callable[..., Any] = builder.create_dot
+
+    def widened(handle: Any) -> Any:
+        if handle.dtype.scalar != language.bfloat16:
+            return handle
+        bits = handle.data.astype(np.uint32) << 16
+        return interpreter.TensorHandle(bits.view(np.float32), language.float32)
+
+    def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        return original(self, widened(a), widened(b), *rest)
+
+    builder.create_dot = create_dot
+
+
 if DEVICE == "cpu":
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
         pytest.importorskip("triton")
         _mend_loop_bounds()
         _mend_bfloat16()
+        _mend_bfloat16_products()
         _define_kernels()
 
 

@@ -1,0 +1,217 @@
+"""Paged decode attention in Triton: float32, bfloat16 and float16, any GPU.
+
+The schedule is `decode_attention`'s; a tile is one page. A worker is a program of one warp, several
+to an SM: what one waits for, the others fill. A second kernel combines the runs that were cut.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+LOG2E = 1.4426950408889634
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """What may be tuned to a device and a level."""
+
+    workers: int = 8
+    """Programs an SM."""
+    warps: int = 1
+    stages: int = 6
+    """Pages in flight a program."""
+
+
+@triton.jit
+def _tiles(
+    lengths: tl.tensor, row: tl.tensor, rows: tl.tensor, window: tl.tensor, PAGE: tl.constexpr
+) -> tl.tuple:
+    """Of each row: tokens, first page that is seen, pages that are seen."""
+    length = tl.load(lengths + row, mask=row < rows, other=0)
+    first = tl.maximum(length - window, 0) // PAGE
+    return length, first, (length + PAGE - 1) // PAGE - first
+
+
+@triton.jit
+def _attend(
+    q: tl.tensor,
+    pool: tl.tensor,
+    tables: tl.tensor,
+    slots: tl.tensor,
+    lengths: tl.tensor,
+    out: tl.tensor,
+    partial: tl.tensor,
+    sums: tl.tensor,
+    rows: tl.tensor,
+    kv_heads: tl.tensor,
+    group: tl.tensor,
+    q_stride: tl.tensor,
+    page_stride: tl.tensor,
+    head_stride: tl.tensor,
+    table_stride: tl.tensor,
+    window: tl.tensor,
+    scale: tl.tensor,
+    HEAD: tl.constexpr,
+    DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    STAGES: tl.constexpr,
+) -> None:
+    worker = tl.program_id(0)
+    row_ids = tl.arange(0, ROWS)
+    length_of, first_of, count_of = _tiles(lengths, row_ids, rows, window, PAGE)
+    end_of = tl.cumsum(count_of, 0) * kv_heads
+    total = tl.sum(count_of, 0) * kv_heads
+    chunk = tl.cdiv(total, tl.num_programs(0))
+    position = worker * chunk
+    stop = tl.minimum(position + chunk, total)
+
+    members = tl.arange(0, GROUP)
+    dims = tl.arange(0, DIM)
+    keys = tl.arange(0, PAGE)
+    inside = (keys[:, None] * HEAD + dims[None, :]).to(tl.int64)
+    while position < stop:
+        row = tl.sum((end_of <= position).to(tl.int32), 0)
+        here = row_ids == row
+        count = tl.sum(tl.where(here, count_of, 0), 0)
+        length = tl.sum(tl.where(here, length_of, 0), 0)
+        first = tl.sum(tl.where(here, first_of, 0), 0)
+        offset = position - tl.sum(tl.where(here, end_of, 0), 0) + count * kv_heads
+        head = offset // count
+        start = offset - head * count
+        tiles = tl.minimum(count - start, stop - position)
+
+        q_at = q + row.to(tl.int64) * q_stride + (head * group + members)[:, None] * HEAD
+        q_mask = (members[:, None] < group) & (dims[None, :] < HEAD)
+        query = tl.load(q_at + dims[None, :], mask=q_mask, other=0.0)
+        table = tables + tl.load(slots + row).to(tl.int64) * table_stride
+        maximum = tl.full([GROUP], float("-inf"), tl.float32)
+        total_weight = tl.zeros([GROUP], tl.float32)
+        accumulated = tl.zeros([GROUP, DIM], tl.float32)
+        for page in tl.range(first + start, first + start + tiles, num_stages=STAGES):
+            at = tl.load(table + page).to(tl.int64) * page_stride + head * head_stride
+            token = page * PAGE + keys
+            # What lies beyond the last token was perhaps never written, and may be NaN.
+            written = (token[:, None] < length) & (dims[None, :] < HEAD)
+            k = tl.load(pool + at + inside, mask=written, other=0.0, eviction_policy="evict_first")
+            v = tl.load(
+                pool + at + PAGE * HEAD + inside,
+                mask=written,
+                other=0.0,
+                eviction_policy="evict_first",
+            )
+            scores = tl.dot(query, tl.trans(k), input_precision="ieee") * scale
+            seen = (token < length) & (token >= length - window)
+            scores = tl.where(seen[None, :], scores, float("-inf"))
+            peak = tl.maximum(maximum, tl.max(scores, 1))
+            weights = tl.exp2(scores - peak[:, None])
+            fade = tl.exp2(maximum - peak)
+            total_weight = total_weight * fade + tl.sum(weights, 1)
+            accumulated = accumulated * fade[:, None]
+            accumulated = tl.dot(weights.to(v.dtype), v, accumulated, input_precision="ieee")
+            maximum = peak
+
+        if tiles == count:
+            out_at = out + ((row * kv_heads + head) * group + members).to(tl.int64)[:, None] * HEAD
+            result = accumulated / total_weight[:, None]
+            tl.store(out_at + dims[None, :], result.to(out.dtype.element_ty), mask=q_mask)
+        else:
+            # A worker's first piece may have begun before it; only its last goes on after it.
+            place = worker * 2 + (position > worker * chunk).to(tl.int32)
+            at = place * GROUP + members
+            tl.store(partial + at[:, None] * DIM + dims[None, :], accumulated)
+            tl.store(sums + at * 2, maximum)
+            tl.store(sums + at * 2 + 1, total_weight)
+        position += tiles
+
+
+@triton.jit
+def _combine(
+    lengths: tl.tensor,
+    out: tl.tensor,
+    partial: tl.tensor,
+    sums: tl.tensor,
+    rows: tl.tensor,
+    kv_heads: tl.tensor,
+    group: tl.tensor,
+    window: tl.tensor,
+    workers: tl.tensor,
+    HEAD: tl.constexpr,
+    DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+) -> None:
+    run = tl.program_id(0)
+    row = run // kv_heads
+    row_ids = tl.arange(0, ROWS)
+    _, _, count_of = _tiles(lengths, row_ids, rows, window, PAGE)
+    count = tl.sum(tl.where(row_ids == row, count_of, 0), 0)
+    chunk = tl.cdiv(tl.sum(count_of, 0) * kv_heads, workers)
+    begin = tl.sum(tl.where(row_ids < row, count_of, 0), 0) * kv_heads
+    begin += (run - row * kv_heads) * count
+    if count > 0:
+        first = begin // chunk
+        last = (begin + count - 1) // chunk
+        if first < last:
+            members = tl.arange(0, GROUP)
+            dims = tl.arange(0, DIM)
+            maximum = tl.full([GROUP], float("-inf"), tl.float32)
+            total_weight = tl.zeros([GROUP], tl.float32)
+            accumulated = tl.zeros([GROUP, DIM], tl.float32)
+            for worker in range(first, last + 1):
+                second = (worker == first) & (begin > first * chunk)
+                at = (worker * 2 + second.to(tl.int32)) * GROUP + members
+                part_maximum = tl.load(sums + at * 2)
+                peak = tl.maximum(maximum, part_maximum)
+                fade = tl.exp2(maximum - peak)
+                gain = tl.exp2(part_maximum - peak)
+                total_weight = total_weight * fade + tl.load(sums + at * 2 + 1) * gain
+                part = tl.load(partial + at[:, None] * DIM + dims[None, :])
+                accumulated = accumulated * fade[:, None] + part * gain[:, None]
+                maximum = peak
+            out_at = out + (run * group + members).to(tl.int64)[:, None] * HEAD
+            mask = (members[:, None] < group) & (dims[None, :] < HEAD)
+            result = accumulated / total_weight[:, None]
+            tl.store(out_at + dims[None, :], result.to(out.dtype.element_ty), mask=mask)
+
+
+def attend(
+    q: torch.Tensor,
+    pool: torch.Tensor,
+    tables: torch.Tensor,
+    slots: torch.Tensor,
+    lengths: torch.Tensor,
+    out: torch.Tensor,
+    partial: torch.Tensor,
+    sums: torch.Tensor,
+    *,
+    units: int,
+    window: int,
+    scale: float,
+    tuning: Tuning,
+) -> None:
+    """`decode_attention` of checked arguments, with the tensors of a `DecodeScratch`."""
+    (rows, heads, head_dim), kv_heads, page = q.shape, pool.shape[1], pool.shape[3]
+    shape = {
+        "HEAD": head_dim,
+        "DIM": triton.next_power_of_2(head_dim),
+        "PAGE": page,
+        "GROUP": 16,
+        "ROWS": triton.next_power_of_2(rows),
+    }
+    group, workers = heads // kv_heads, units * tuning.workers
+    strides = q.stride(0), pool.stride(0), pool.stride(1), tables.stride(0)
+    _attend[(workers,)](
+        *(q, pool, tables, slots, lengths, out, partial, sums, rows, kv_heads, group, *strides),
+        window,
+        scale * LOG2E,
+        **shape,
+        STAGES=tuning.stages,
+        num_warps=tuning.warps,
+    )
+    combined = rows, kv_heads, group, window, workers
+    _combine[(rows * kv_heads,)](lengths, out, partial, sums, *combined, **shape, num_warps=1)
