@@ -48,7 +48,7 @@ def decode_scratch(
     rows: int, heads: int, dim: int, units: int, device: torch.device | str
 ) -> DecodeScratch:
     """A workspace for up to `rows` rows, `heads` query heads and `units` SMs."""
-    places = 2 * units * portable.Tuning().workers * MAX_GROUP
+    places = 2 * units * portable.MAX_WORKERS * MAX_GROUP
     width = max(16, 1 << (dim - 1).bit_length())
     partial = torch.empty(places * width, dtype=torch.float32, device=device)
     sums = torch.empty(places * 2, dtype=torch.float32, device=device)
@@ -97,7 +97,7 @@ def decode_attention(
         units=units,
         window=_EVERYTHING if window is None else window,
         scale=q.shape[2] ** -0.5 if scale is None else scale,
-        tuning=portable.Tuning(),
+        tuned=portable.tuning(pool[0, 0].numel() * pool.element_size()),
     )
 
 

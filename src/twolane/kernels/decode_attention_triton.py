@@ -13,15 +13,33 @@ import triton.language as tl
 LOG2E = 1.4426950408889634
 
 
+MAX_WORKERS = 12
+"""Most programs an SM."""
+
+
 @dataclass(frozen=True)
 class Tuning:
-    """What may be tuned to a device and a level."""
+    """What may be tuned to a device."""
 
-    workers: int = 8
-    """Programs an SM."""
-    warps: int = 1
-    stages: int = 6
-    """Pages in flight a program."""
+    workers: int
+    """Programs an SM, all resident at once."""
+    warps: int
+    """Of a program."""
+    stages: int
+    """Of its pipeline; the page numbers take about half of them, the pages the rest."""
+
+
+def tuning(tile_bytes: int) -> Tuning:
+    """What fits 227 KB of shared memory an SM, for pages of this many bytes a KV head."""
+    if tile_bytes <= 8 << 10:
+        return Tuning(workers=12, warps=1, stages=6)
+    if tile_bytes <= 16 << 10:
+        return Tuning(workers=6, warps=1, stages=6)
+    if tile_bytes <= 32 << 10:
+        return Tuning(workers=5, warps=4, stages=4)
+    if tile_bytes <= 64 << 10:
+        return Tuning(workers=2, warps=4, stages=3)
+    return Tuning(workers=1, warps=4, stages=2)
 
 
 @triton.jit
@@ -72,7 +90,7 @@ def _attend(
     members = tl.arange(0, GROUP)
     dims = tl.arange(0, DIM)
     keys = tl.arange(0, PAGE)
-    inside = (keys[:, None] * HEAD + dims[None, :]).to(tl.int64)
+    inside = keys[:, None] * HEAD + dims[None, :]
     while position < stop:
         row = tl.sum((end_of <= position).to(tl.int32), 0)
         here = row_ids == row
@@ -95,7 +113,9 @@ def _attend(
             at = tl.load(table + page).to(tl.int64) * page_stride + head * head_stride
             token = page * PAGE + keys
             # What lies beyond the last token was perhaps never written, and may be NaN.
-            written = (token[:, None] < length) & (dims[None, :] < HEAD)
+            written = token[:, None] < length
+            if DIM != HEAD:
+                written &= dims[None, :] < HEAD
             k = tl.load(pool + at + inside, mask=written, other=0.0, eviction_policy="evict_first")
             v = tl.load(
                 pool + at + PAGE * HEAD + inside,
@@ -192,7 +212,7 @@ def attend(
     units: int,
     window: int,
     scale: float,
-    tuning: Tuning,
+    tuned: Tuning,
 ) -> None:
     """`decode_attention` of checked arguments, with the tensors of a `DecodeScratch`."""
     (rows, heads, head_dim), kv_heads, page = q.shape, pool.shape[1], pool.shape[3]
@@ -203,15 +223,15 @@ def attend(
         "GROUP": 16,
         "ROWS": triton.next_power_of_2(rows),
     }
-    group, workers = heads // kv_heads, units * tuning.workers
+    group, workers = heads // kv_heads, units * tuned.workers
     strides = q.stride(0), pool.stride(0), pool.stride(1), tables.stride(0)
     _attend[(workers,)](
         *(q, pool, tables, slots, lengths, out, partial, sums, rows, kv_heads, group, *strides),
         window,
         scale * LOG2E,
         **shape,
-        STAGES=tuning.stages,
-        num_warps=tuning.warps,
+        STAGES=tuned.stages,
+        num_warps=tuned.warps,
     )
     combined = rows, kv_heads, group, window, workers
     _combine[(rows * kv_heads,)](lengths, out, partial, sums, *combined, **shape, num_warps=1)
