@@ -145,12 +145,12 @@ def test_queries_inside_a_wider_matrix(device: str) -> None:
 
 def test_scratch_is_used_again(device: str) -> None:
     """What one launch leaves there does not reach the next, also of another shape."""
-    scratch = decode_scratch(8, 16, 128, 2, device)
+    scratch = decode_scratch(8, 16, 128, 1, device)
     scratch.partial.fill_(torch.nan)
     scratch.sums.fill_(torch.nan)
-    for lengths in ([90, 7], [5, 40, 16], [90, 7]):
+    for lengths in ([40, 7], [5, 16, 20], [40, 7]):
         case = Case.make(lengths, device=device)
-        assert torch.equal(case.run(2, scratch=scratch), case.run(2))
+        assert torch.equal(case.run(1, scratch=scratch), case.run(1))
 
 
 @pytest.mark.parametrize(
