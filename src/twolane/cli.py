@@ -212,6 +212,9 @@ def serve(
     drain_seconds: Annotated[
         float, typer.Option(min=0.0, help="How long requests may go on after Ctrl-C or SIGTERM.")
     ] = 10.0,
+    arrival_seconds: Annotated[
+        float, typer.Option(min=0.1, help="How long a request may take to arrive.")
+    ] = 60.0,
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"],
         typer.Option(help="debug: a line for every request."),
@@ -226,6 +229,7 @@ def serve(
         served_model_name=served_model_name,
         max_queue=max_queue,
         drain_seconds=drain_seconds,
+        arrival_seconds=arrival_seconds,
         log_level=log_level,
     )
     with one_line_errors():

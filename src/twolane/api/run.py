@@ -11,6 +11,7 @@ import msgspec
 import uvicorn
 
 import twolane
+from twolane.api.connection import connection_class
 from twolane.api.engine_client import CLOSE_SECONDS, EngineClient
 from twolane.api.progress import progress_bars
 from twolane.api.server import create_app
@@ -39,6 +40,8 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Requests that may wait for their first token."""
     drain_seconds: float = 10.0
     """How long requests may go on after the first signal to stop."""
+    arrival_seconds: float = 60.0
+    """How long a request, headers and body, may take to arrive."""
     log_level: str = "info"
 
 
@@ -107,6 +110,8 @@ async def serve_until_stopped(
     """Serve HTTP; return the exit code."""
     settings = uvicorn.Config(
         create_app(service),
+        http=connection_class(options.arrival_seconds),
+        ws="none",
         lifespan="off",
         log_config=None,
         access_log=False,

@@ -157,6 +157,8 @@ class Service:
 
     def _check_prompts(self, prompts: Sequence[list[int]], param: str) -> None:
         context = self.engine.ready.max_model_len
+        if not prompts:
+            raise ApiError(400, "there is no prompt", code="invalid_prompt", param=param)
         for prompt in prompts:
             if not prompt:
                 raise ApiError(400, "the prompt is empty", code="invalid_prompt", param=param)

@@ -1,0 +1,81 @@
+"""The server under abuse, and the questions that show whether it is unhurt."""
+
+import json
+import random
+import urllib.parse
+from concurrent.futures import ThreadPoolExecutor
+
+from ..api.serving import Served, wait_for
+
+RUNNING = 8
+PAGE = 16
+PAGES_EACH = 63
+"""A request that fills these pages together with `RUNNING - 1` others fills the pool."""
+ARGUMENTS = (
+    *("--served-model-name", "tiny", "--max-queue", "64", "--max-running", str(RUNNING)),
+    *("--kv-tokens", str(RUNNING * PAGES_EACH * PAGE), "--page-size", str(PAGE)),
+    *("--arrival-seconds", "1"),
+)
+PATH = "/v1/completions"
+GOOD = {"prompt": "The quick brown fox", "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+
+
+class Target:
+    """A server with `ARGUMENTS` on a model of `checkpoint.write_text_model`."""
+
+    def __init__(self, served: Served) -> None:
+        self.served = served
+        address = urllib.parse.urlsplit(served.base)
+        self.address = (address.hostname, address.port)
+        self.context: int = served.request("/v1/models")[2]["data"][0]["max_model_len"]
+        self.asked = 0
+        """Requests of its own that were answered."""
+        self._right = self._good_text()
+
+    def warm_up(self, count: int) -> None:
+        """Ask for prompts of all lengths: the engine keeps compiled kernels of many shapes."""
+        chance = random.Random(count)
+        lengths = [chance.randrange(1, self.context - 12) for _ in range(count)]
+        bodies = [{**GOOD, "prompt": [9 + length % 200] * length} for length in lengths]
+        with ThreadPoolExecutor(RUNNING) as pool:
+            statuses = set(pool.map(lambda body: self.served.request(PATH, body)[0], bodies))
+        assert statuses == {200}
+        self.asked += count
+
+    def check_good_request(self) -> None:
+        """A good request gets the answer that it got at the start."""
+        assert self._good_text() == self._right
+
+    def check_quiet(self) -> None:
+        """Nothing is left in flight."""
+        wait_for(lambda: not any(self._in_flight()))
+
+    def check_room(self) -> None:
+        """Every slot and every page can be used: requests that need all of them run together."""
+        before = self.served.metrics()["num_preemptions_total"]
+        with ThreadPoolExecutor(RUNNING) as pool:
+            answers = [pool.submit(self._fill, index) for index in range(RUNNING)]
+            wait_for(lambda: self.served.metrics()["num_requests_running"] == RUNNING)
+            assert [answer.result() for answer in answers] == ["length"] * RUNNING
+        assert self.served.metrics()["num_preemptions_total"] == before
+        self.check_quiet()
+
+    def _good_text(self) -> str:
+        status, _, body = self.served.request(PATH, GOOD)
+        assert status == 200, body
+        self.asked += 1
+        return json.dumps(body["choices"])
+
+    def _fill(self, index: int) -> str:
+        half = PAGES_EACH * PAGE // 2
+        prompt = [10 + index, *[20 + (index + place) % 100 for place in range(half - 1)]]
+        body = {"prompt": prompt, "max_tokens": half, "ignore_eos": True}
+        status, _, answer = self.served.request(PATH, body)
+        assert status == 200, answer
+        self.asked += 1
+        return answer["choices"][0]["finish_reason"]
+
+    def _in_flight(self) -> list[float]:
+        figures = self.served.metrics()
+        gauges = ("requests_in_flight", "num_requests_running", "num_requests_waiting")
+        return [figures[name] for name in gauges]
