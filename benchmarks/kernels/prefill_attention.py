@@ -1,0 +1,352 @@
+"""Prefill attention on every level: `python benchmarks/kernels/prefill_attention.py`.
+
+First correctness, against attention in float32: all kernels, over shapes, ragged batches, windows,
+page sizes and dtypes, on the whole device and in green contexts. Then TFLOP/s of 8,192 new tokens
+and of 1,024 over 32,768 reused ones (32 query heads, 8 KV heads of 128, bf16, pages of 32),
+counting 4 * dim * heads operations for every key that a token sees: FlashInfer's FA3 as it plans
+itself, under our plan, and our Triton kernel. `share` is the rate over (SMs / all SMs) times that
+on all SMs. FlashInfer is found through PYTHONPATH.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from common import LEVELS, Partition, Report, partition, seconds, worst_difference
+
+from twolane.kernels import prefill_attention_flashinfer as fa3
+from twolane.kernels.prefill_attention import PrefillPlan, PrefillWorkspace, prefill_attention
+from twolane.kernels.prefill_attention_triton import Tiling, TritonProgram
+
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+WORKLOADS = {
+    "8192 new": [(0, 8192)],
+    "1024 over 32K": [(32768, 1024)],
+}
+OTHERS = {
+    "1024 over 4K": [(4096, 1024)],
+    "512 over 8K": [(8192, 512)],
+    "ragged": [(0, 2300), (1000, 700), (6000, 1500), (0, 300), (12000, 40)],
+    "2 x 64 over 16K": [(16384, 64), (16384, 64)],
+}
+CASES = [
+    # segments, heads, KV heads, dim, page size, dtype, window
+    ([(0, 1000)], 32, 8, 128, 32, torch.bfloat16, None),
+    (
+        [(512, 300), (0, 77), (1000, 1), (40, 600), (3333, 129)],
+        32,
+        8,
+        128,
+        32,
+        torch.bfloat16,
+        None,
+    ),
+    ([(700, 333), (0, 500)], 12, 4, 64, 16, torch.bfloat16, None),
+    ([(700, 333), (0, 500)], 8, 8, 128, 64, torch.bfloat16, None),
+    ([(700, 333), (0, 500)], 16, 1, 64, 64, torch.bfloat16, None),
+    ([(700, 333), (0, 500)], 8, 2, 128, 32, torch.float16, 256),
+    ([(5000, 4), (60, 1)], 32, 8, 128, 32, torch.bfloat16, None),
+    ([(300, 200)], 4, 2, 64, 16, torch.float32, None),
+    ([(300, 200)], 5, 1, 96, 32, torch.bfloat16, 64),
+]
+Call = Callable[[], None]
+
+
+class Problem:
+    """Random queries, pools with pages in random order, and where the results go."""
+
+    def __init__(
+        self,
+        segments: Sequence[tuple[int, int]],
+        heads: int,
+        kv_heads: int,
+        dim: int,
+        page_size: int,
+        dtype: torch.dtype,
+        window: int | None = None,
+        copies: int = 1,
+    ) -> None:
+        self.segments, self.window, self.page_size = list(segments), window, page_size
+        self.heads, self.kv_heads, self.dim, self.dtype = heads, kv_heads, dim, dtype
+        counts = [-(-(r + n) // page_size) for r, n in segments]
+        order = torch.randperm(sum(counts)).tolist()
+        self.tables = [[order.pop() for _ in range(count)] for count in counts]
+        rows = sum(n for _, n in segments)
+        options = {"dtype": dtype, "device": "cuda"}
+        shape = (sum(counts), kv_heads, 2, page_size, dim)
+        self.pools = [torch.randn(shape, **options) for _ in range(copies)]
+        self.q = [torch.randn((rows, heads, dim), **options) for _ in range(copies)]
+        self.out = [torch.empty_like(q) for q in self.q]
+
+    @property
+    def operations(self) -> int:
+        """Of causal attention."""
+        keys = sum(n * r + n * (n + 1) // 2 for r, n in self.segments)
+        return 4 * self.dim * self.heads * keys
+
+    def plan(self, units: int, workspace: PrefillWorkspace, backend: str | None) -> PrefillPlan:
+        """Ours."""
+        return PrefillPlan.build(
+            self.segments,
+            self.tables,
+            page_size=self.page_size,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            dim=self.dim,
+            dtype=self.dtype,
+            units=units,
+            workspace=workspace,
+            window=self.window,
+            backend=backend,
+        )
+
+    def calls(self, plan: PrefillPlan) -> list[Call]:
+        """One for each copy."""
+        return [
+            lambda i=i: prefill_attention(plan, self.q[i], self.pools[i], self.out[i])
+            for i in range(len(self.q))
+        ]
+
+    def reference(self) -> torch.Tensor:
+        """In float32, of the first copy."""
+        q, pool = self.q[0].float(), self.pools[0].float()
+        out, row = torch.empty_like(q), 0
+        for (reused, new), table in zip(self.segments, self.tables, strict=True):
+            kv = pool[table].permute(2, 1, 0, 3, 4).reshape(2, self.kv_heads, -1, self.dim)
+            kv = kv[:, :, : reused + new].repeat_interleave(self.heads // self.kv_heads, 1)
+            place = torch.arange(reused, reused + new, device="cuda")[:, None]
+            key = torch.arange(reused + new, device="cuda")
+            seen = key <= place
+            if self.window is not None:
+                seen &= key > place - self.window
+            score = q[row : row + new].transpose(0, 1) @ kv[0].transpose(1, 2) * self.dim**-0.5
+            weight = score.masked_fill_(~seen, -torch.inf).softmax(-1)
+            out[row : row + new] = (weight @ kv[1]).transpose(0, 1)
+            row += new
+        return out
+
+
+def flashinfer_itself(problem: Problem) -> list[Call]:
+    """FlashInfer's kernel under FlashInfer's plan."""
+    module, why = fa3._load(problem.dtype, problem.dim)
+    if module is None:
+        raise RuntimeError(why)
+    scratch, lists = (torch.empty(16 << 20, dtype=torch.uint8, device="cuda") for _ in range(2))
+    pinned = torch.empty(lists.shape, dtype=torch.uint8, pin_memory=True)
+    new = [n for _, n in problem.segments]
+    length = torch.tensor([r + n for r, n in problem.segments], dtype=torch.int32)
+    rows = torch.tensor([0, *new], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    used = torch.tensor([0, *map(len, problem.tables)], dtype=torch.int32)
+    used = used.cumsum(0, dtype=torch.int32)
+    info = module.plan(
+        scratch, lists, pinned, rows, used, length, sum(new), len(new), problem.heads,
+        problem.kv_heads, problem.page_size, False, problem.dim, problem.dim, True, -1,
+    )  # fmt: skip
+    torch.cuda.synchronize()
+    pages = torch.tensor(
+        [page for table in problem.tables for page in table], dtype=torch.int32, device="cuda"
+    )
+    on_device = (rows.cuda(), used.cuda(), length.cuda())
+
+    def run(i: int) -> None:
+        pool = problem.pools[i]
+        module.paged_run(
+            scratch, lists, info, problem.q[i], pool[:, :, 0], pool[:, :, 1], on_device[0],
+            on_device[1], pages, on_device[2], problem.out[i], None, 1, 1, -1, False, None, None,
+            None, None, 0.0, problem.dim**-0.5, 1.0, 0,
+        )  # fmt: skip
+
+    return [lambda i=i: run(i) for i in range(len(problem.q))]
+
+
+def check(report: Report, name: str, problem: Problem, call: Call, where: Partition) -> None:
+    """One line: the largest relative error of a row."""
+    problem.out[0].fill_(torch.nan)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(where.stream):
+        call()
+    torch.cuda.synchronize()
+    error, place = worst_difference(problem.out[0], problem.reference())
+    good = error <= TOLERANCE[problem.dtype]
+    row = {"check": name, "units": where.units, "error": error, "good": good}
+    if not good:
+        report.failures += 1
+        row["worst"] = place
+    report.add(**row)
+
+
+def correctness(report: Report, parts: Sequence[Partition]) -> None:
+    """Every case on every kernel that can do it, each in another part of the device."""
+    workspace = PrefillWorkspace("cuda")
+    for index, (segments, *shape) in enumerate(CASES):
+        problem = Problem(segments, *shape)
+        for place, backend in enumerate(("flashinfer", "triton")):
+            where = parts[(index + place) % len(parts)]
+            name = f"{backend} {segments} {' '.join(map(str, shape))}"
+            with report.attempt(name), torch.cuda.stream(where.stream):
+                plan = problem.plan(where.units, workspace, None)
+                if backend == "flashinfer" and fa3.problem(plan.batch):
+                    continue
+                plan = problem.plan(where.units, workspace, backend)
+                check(report, name, problem, problem.calls(plan)[0], where)
+    splits(report, workspace, parts)
+
+
+def splits(report: Report, workspace: PrefillWorkspace, parts: Sequence[Partition]) -> None:
+    """Batches whose tiles are split, under both kernels; FA3 with heads of 64, too."""
+    for dim, segments in ((128, [(9000, 600), (0, 77)]), (64, [(9001, 200), (7000, 130)])):
+        problem = Problem(segments, 8, 2, dim, 32, torch.bfloat16)
+        for backend in ("flashinfer", "triton"):
+            for where in parts:
+                name = f"{backend} split {segments} {dim}"
+                with report.attempt(name), torch.cuda.stream(where.stream):
+                    plan = problem.plan(where.units, workspace, backend)
+                    program = plan._program
+                    count = (
+                        program.merge.count
+                        if isinstance(program, TritonProgram)
+                        else program.fronts.merge.count
+                        if program.fronts
+                        else 0
+                    )
+                    check(report, f"{name}: {count} tiles", problem, problem.calls(plan)[0], where)
+
+
+def rate(problem: Problem, calls: Sequence[Call], where: Partition, repeats: int) -> float:
+    """TFLOP/s."""
+    return problem.operations / seconds(calls, where.stream, repeats) / 1e12
+
+
+def levels(report: Report, parts: Sequence[Partition], repeats: int) -> None:
+    """The table: levels down, workloads and kernels across."""
+    problems = {
+        name: Problem(segments, 32, 8, 128, 32, torch.bfloat16, copies=2)
+        for name, segments in WORKLOADS.items()
+    }
+    whole: dict[tuple[str, str], float] = {}
+    for where in sorted(parts, key=lambda part: -part.units):
+        workspace = PrefillWorkspace("cuda")
+        for name, problem in problems.items():
+            row: dict[str, float] = {}
+            for kernel in ("itself", "flashinfer", "triton"):
+                with report.attempt(f"{kernel} {name} {where.units}"):
+                    with torch.cuda.stream(where.stream):
+                        if kernel == "itself":
+                            calls = flashinfer_itself(problem)
+                        else:
+                            calls = problem.calls(problem.plan(where.units, workspace, kernel))
+                    row[kernel] = rate(problem, calls, where, repeats)
+            total = torch.cuda.get_device_properties(0).multi_processor_count
+            if where.units == total:
+                whole |= {(name, kernel): value for kernel, value in row.items()}
+            shares = {
+                f"{kernel}_share": value / (whole[name, kernel] * where.units / total)
+                for kernel, value in row.items()
+                if (name, kernel) in whole
+            }
+            report.add(workload=name, units=where.units, **row, **shares)
+
+
+def variants(report: Report, where: Partition, repeats: int) -> None:
+    """The Triton kernel in other shapes, and FA3 with and without splitting, on all SMs."""
+    workspace = PrefillWorkspace("cuda")
+    shapes = [
+        Tiling(128, 64, 8, 3, 1),
+        Tiling(128, 64, 8, 4, 1),
+        Tiling(128, 128, 8, 2, 1),
+        Tiling(128, 128, 8, 3, 1),
+        Tiling(64, 64, 4, 3, 2),
+        Tiling(64, 64, 4, 2, 2),
+    ]
+    for name, segments in WORKLOADS.items():
+        problem = Problem(segments, 32, 8, 128, 32, torch.bfloat16, copies=2)
+        for shape in shapes:
+            with report.attempt(f"{shape}"):
+                with torch.cuda.stream(where.stream):
+                    plan = problem.plan(where.units, workspace, "triton")
+                    program = TritonProgram.plan(plan.batch, where.units, shape)
+                    plan = replace(plan, _program=program)
+                value = rate(problem, problem.calls(plan), where, repeats)
+                report.add(variant=str(shape), workload=name, rate=value)
+
+
+def others(report: Report, parts: Sequence[Partition], repeats: int) -> None:
+    """Other batches, on some levels: both kernels, and FA3 with no tile split."""
+    for name, segments in OTHERS.items():
+        problem = Problem(segments, 32, 8, 128, 32, torch.bfloat16, copies=3)
+        for where in parts:
+            workspace = PrefillWorkspace("cuda")
+            row: dict[str, float] = {}
+            for kernel in ("itself", "whole", "flashinfer", "triton"):
+                with report.attempt(f"{kernel} {name} {where.units}"):
+                    with torch.cuda.stream(where.stream):
+                        if kernel == "itself":
+                            calls = flashinfer_itself(problem)
+                        else:
+                            backend = "triton" if kernel == "triton" else "flashinfer"
+                            plan = problem.plan(where.units, workspace, backend)
+                            if kernel == "whole":
+                                program = fa3.FlashInferProgram.plan(plan.batch, where.units, False)
+                                plan = replace(plan, _program=program)
+                            calls = problem.calls(plan)
+                    row[kernel] = rate(problem, calls, where, repeats)
+            report.add(workload=name, units=where.units, **row)
+
+
+def host(report: Report) -> None:
+    """Milliseconds of the CPU for a plan, and for the same batch at another level."""
+    workspace = PrefillWorkspace("cuda")
+    for name, segments in (WORKLOADS | OTHERS).items():
+        problem = Problem(segments, 32, 8, 128, 32, torch.bfloat16)
+        for backend in ("flashinfer", "triton"):
+            with report.attempt(f"host {name}"):
+                built, moved, launched = [], [], []
+                for units in (132, 100, 84, 64, 48, 32, 16) * 3:
+                    start = time.perf_counter()
+                    plan = problem.plan(units, workspace, backend)
+                    middle = time.perf_counter()
+                    plan = plan.at(units + 1)
+                    end = time.perf_counter()
+                    problem.calls(plan)[0]()
+                    launched.append(time.perf_counter() - end)
+                    built.append(middle - start)
+                    moved.append(end - middle)
+                    torch.cuda.synchronize()
+                times = {"build": built, "at": moved, "launch": launched}
+                medians = {f"{k}_ms": statistics.median(v) * 1e3 for k, v in times.items()}
+                worst = {f"{k}_worst_ms": max(v[7:]) * 1e3 for k, v in times.items()}
+                report.add(host=name, backend=backend, **medians, **worst)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--tune", action="store_true", help="other shapes of the Triton kernel")
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    report = Report("prefill_attention")
+    parts = [partition(units) for units in LEVELS]
+    some = [part for part in parts if part.units in (24, 84, 132)]
+    with report.attempt("FlashInfer"):
+        why = fa3._load(torch.bfloat16, 128)[1]
+        report.add(flashinfer=why or "loaded")
+    with report.attempt("correctness"):
+        correctness(report, some)
+    with report.attempt("levels"):
+        levels(report, parts, arguments.repeats)
+    with report.attempt("others"):
+        others(report, some, arguments.repeats)
+    with report.attempt("host"):
+        host(report)
+    if arguments.tune:
+        with report.attempt("variants"):
+            variants(report, parts[-1], arguments.repeats)
+    report.write()
+
+
+if __name__ == "__main__":
+    main()

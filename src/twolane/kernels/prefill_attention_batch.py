@@ -1,0 +1,121 @@
+"""A prefill batch as the kernels see it, and the memory that a lane lends them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from twolane.kernels.prefill_attention_schedule import Ints, Segments
+
+
+class PrefillWorkspace:
+    """A lane's scratch memory for split tiles; grows as its plans need. Lanes never share one."""
+
+    def __init__(self, device: torch.device | str) -> None:
+        self.device = torch.device(device)
+        self._buffers: dict[tuple[str, torch.dtype], torch.Tensor] = {}
+
+    def take(self, name: str, elements: int, dtype: torch.dtype) -> torch.Tensor:
+        """At least `elements` elements, the same memory at each call; contents are left over."""
+        held = self._buffers.get((name, dtype))
+        if held is None or held.numel() < elements:
+            held = torch.empty(elements, dtype=dtype, device=self.device)
+            self._buffers[name, dtype] = held
+        return held
+
+
+@dataclass(frozen=True)
+class PrefillBatch:
+    """What a batch's plans share at all levels."""
+
+    segments: Segments
+    tokens: int
+    """New tokens of all segments."""
+    pages: torch.Tensor
+    """The segments' pages, end to end, int32 on the device."""
+    page_size: int
+    heads: int
+    kv_heads: int
+    dim: int
+    dtype: torch.dtype
+    window: int | None
+    """Tokens seen by each token, itself included; None: all."""
+    workspace: PrefillWorkspace
+
+    @classmethod
+    def build(
+        cls,
+        segments: Sequence[tuple[int, int]],
+        tables: Sequence[Sequence[int]],
+        page_size: int,
+        heads: int,
+        kv_heads: int,
+        dim: int,
+        dtype: torch.dtype,
+        window: int | None,
+        workspace: PrefillWorkspace,
+    ) -> "PrefillBatch":
+        """Check the arguments of `PrefillPlan.build` and upload the pages."""
+        _check(segments, tables, page_size, heads, kv_heads, dim, window)
+        reused, new = np.array(segments, dtype=np.int64).T
+        if window is not None and window >= (reused + new).max():
+            window = None
+        used = -(-(reused + new) // page_size)
+        lists = [np.array(t[:n]) for t, n in zip(tables, used.tolist(), strict=True)]
+        columns = Segments(reused, new, np.cumsum(new) - new, np.cumsum(used) - used)
+        pages, _ = upload([np.concatenate(lists)], workspace.device)
+        shape = (page_size, heads, kv_heads, dim, dtype, window)
+        return cls(columns, int(new.sum()), pages, *shape, workspace)
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a KV head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def scale(self) -> float:
+        """Of the scores."""
+        return float(self.dim**-0.5)
+
+
+def upload(parts: Sequence[Ints], device: torch.device) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """`parts`, flat, as int32 on the device: one copy from pinned memory on the current stream.
+
+    Returns:
+        A buffer, and each part's view of it, at a multiple of 16 bytes.
+    """
+    starts = np.cumsum([0, *(-(-part.size // 4) * 4 for part in parts)]).tolist()
+    host = torch.empty(starts.pop(), dtype=torch.int32, pin_memory=device.type == "cuda")
+    values = host.numpy()
+    for start, part in zip(starts, parts, strict=True):
+        values[start : start + part.size] = part.ravel()
+    sent = host.to(device, non_blocking=True)
+    views = [sent[start : start + part.size] for start, part in zip(starts, parts, strict=True)]
+    return sent, views
+
+
+def _check(
+    segments: Sequence[tuple[int, int]],
+    tables: Sequence[Sequence[int]],
+    page_size: int,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    window: int | None,
+) -> None:
+    if not segments or len(segments) != len(tables):
+        raise ValueError(f"{len(segments)} segments and {len(tables)} tables")
+    for (reused, new), table in zip(segments, tables, strict=True):
+        if reused < 0 or new < 1:
+            raise ValueError(f"segment ({reused}, {new}): reused >= 0 and new >= 1 are needed")
+        if len(table) * page_size < reused + new:
+            raise ValueError(f"{len(table)} pages of {page_size} do not cover {reused} + {new}")
+    if kv_heads < 1 or heads % kv_heads or not 1 <= heads // kv_heads <= 16:
+        raise ValueError(f"heads={heads}, kv_heads={kv_heads}: groups of 1 to 16 are needed")
+    if page_size not in (16, 32, 64):
+        raise ValueError(f"page_size={page_size} must be 16, 32 or 64")
+    if dim < 16 or dim > 256 or dim % 8:
+        raise ValueError(f"dim={dim} must be a multiple of 8 from 16 to 256")
+    if window is not None and window < 1:
+        raise ValueError(f"window={window} must be at least 1")

@@ -1,0 +1,247 @@
+"""Prefill attention by FlashInfer's FA3 kernel for Hopper, under a plan of our own.
+
+FlashInfer's planner deals tiles to as many lists as the device has SMs, one a block, and its
+launcher starts that many blocks. We write the lists ourselves, for the SMs of the lane, and leave
+those of the further blocks empty: they end as soon as they are scheduled. Its kernel computes whole
+tiles. To split one, its front runs without causal mask in a launch before, with copies of the
+queries, one a piece, because a piece's results go where its queries came from; a merge of our own
+follows. Written against FlashInfer 0.6.13 (`PrefillSM90Plan` and `batch_prefill_sm90.cu`).
+"""
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+import torch
+
+from twolane.kernels.prefill_attention_batch import PrefillBatch, upload
+from twolane.kernels.prefill_attention_schedule import (
+    HEAD,
+    HIGH,
+    LOW,
+    ROW,
+    SLOT,
+    TABLE,
+    TOKENS,
+    Costs,
+    Ints,
+    Work,
+    schedule,
+    tiles,
+)
+from twolane.kernels.prefill_attention_triton import Merge, gather_kernel
+
+_COSTS = Costs(block=96, item=288, split=800)
+_MAX_BLOCKS = 511
+"""Blocks that its launcher may start: a list for each, so more than any device has SMs."""
+_HND = 1
+_FULL, _CAUSAL = 0, 1
+_NO_WINDOW = -1
+_PART = 32
+
+
+def tile_tokens(dim: int) -> int:
+    """New tokens of one head that a block computes together (FA3's CTA_Q)."""
+    return 192 if dim == 64 else 128
+
+
+def problem(batch: PrefillBatch) -> str | None:
+    """Why FA3 cannot compute this batch; None if it can."""
+    if batch.dtype not in (torch.bfloat16, torch.float16):
+        return f"FA3 has no {batch.dtype}"
+    if batch.dim not in (64, 128):
+        return f"FA3 is used for heads of 64 and 128, not {batch.dim}"
+    if batch.window is not None:
+        return "FA3 is built without sliding windows"
+    device = batch.workspace.device
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+        return "FA3 needs a Hopper GPU (sm_90)"
+    return _load(batch.dtype, batch.dim)[1]
+
+
+@lru_cache
+def _load(dtype: torch.dtype, dim: int) -> tuple[Any, str | None]:
+    """FlashInfer's module for a type and a head, or why there is none. May compile for minutes."""
+    try:
+        generate = import_module("flashinfer.jit.attention").gen_batch_prefill_module
+        types = (dtype, dtype, dtype, torch.int32)
+        no_rope, plain = 0, (False, False, False)  # no window, no soft cap, no fp16 scores
+        return generate("fa3", *types, dim, dim, no_rope, *plain).build_and_load(), None
+    except ImportError as error:
+        return None, f"FlashInfer is not installed ({error})"
+    except Exception as error:  # whatever its compilation raises
+        text = str(error).strip().splitlines() or [""]
+        return None, f"FlashInfer cannot load FA3: {type(error).__name__}: {text[0][:200]}"
+
+
+@dataclass(frozen=True)
+class _Launch:
+    """Work lists of one launch, in FlashInfer's order."""
+
+    lists: torch.Tensor
+    """FlashInfer's integer workspace."""
+    plan_info: list[int]
+    """Byte offsets of the lists in it, and that heads do not share them."""
+
+    def run(
+        self,
+        module: Any,
+        batch: PrefillBatch,
+        q: torch.Tensor,
+        pool: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+        mask: int,
+    ) -> None:
+        """Launch it; `lse` is float32 [rows of q, heads], in base 2."""
+        unused = self.lists
+        module.paged_run(
+            unused,  # the float workspace
+            self.lists,
+            self.plan_info,
+            q,
+            pool[:, :, 0],
+            pool[:, :, 1],
+            unused,  # qo_indptr and paged_kv_indptr: the lists have them
+            unused,
+            batch.pages,
+            unused,  # paged_kv_last_page_len
+            out,
+            lse,
+            mask,
+            _HND,
+            _NO_WINDOW,
+            False,  # programmatic dependent launch
+            None,  # multi-item scoring: prefix lengths, positions, longest item
+            None,
+            None,
+            None,  # scales of v
+            0.0,  # soft cap
+            batch.scale,
+            1.0,  # scale of v
+            0,
+        )
+
+
+@dataclass(frozen=True)
+class _Fronts:
+    """The launch of the split tiles' fronts, and what goes around it."""
+
+    launch: _Launch
+    pieces: torch.Tensor
+    slots: int
+    slot_q: torch.Tensor
+    merge: Merge
+
+    def run(self, module: Any, batch: PrefillBatch, q: torch.Tensor, pool: torch.Tensor) -> None:
+        """Fill the slots."""
+        rows, merge = self.merge.rows, self.merge
+        gather_kernel[(self.slots, rows // _PART)](
+            q,
+            q.stride(0),
+            self.slot_q,
+            self.pieces,
+            DIM=batch.dim,
+            ROWS=rows,
+            FIRST_PLACE=merge.first_place,
+            PART=_PART,
+        )
+        # Slot s of head h lies at row (first_place + s - h) * rows of a tensor whose heads are one
+        # slot apart: the heads overlap, each slot is used by the one that it was made for.
+        shape = ((self.slots + batch.heads - 1) * rows, batch.heads, batch.dim)
+        strides = (batch.dim, rows * batch.dim, 1)
+        slot_q = self.slot_q.as_strided(shape, strides)
+        slot_out = merge.slot_out.as_strided(shape, strides)
+        slot_lse = merge.slot_lse[: shape[0] * batch.heads].view(shape[0], batch.heads)
+        self.launch.run(module, batch, slot_q, pool, slot_out, slot_lse, _FULL)
+
+
+@dataclass(frozen=True)
+class FlashInferProgram:
+    """A batch's attention by FA3 on a lane's SMs."""
+
+    batch: PrefillBatch
+    module: Any
+    main: _Launch
+    fronts: _Fronts | None
+
+    @classmethod
+    def plan(cls, batch: PrefillBatch, units: int, split: bool = True) -> "FlashInferProgram":
+        """Deal the batch's tiles to `units` SMs, splitting some where that is faster."""
+        rows = tile_tokens(batch.dim)
+        items, cost = tiles(batch.segments, rows, batch.heads, None, _COSTS)
+        granule = math.lcm(_COSTS.block, batch.page_size)
+        plan = schedule(items, cost, units, _COSTS, granule, own_launch=True, split=split)
+        parts = _lists(plan.main, batch.page_size)
+        if plan.fronts is not None:
+            pieces = plan.fronts.items.copy()
+            # Their queries are in the slots.
+            pieces[:, ROW] = (pieces[:, SLOT] + batch.heads - 1 - pieces[:, HEAD]) * rows
+            parts += _lists(Work(pieces, plan.fronts.bounds), batch.page_size)
+            parts += [plan.fronts.items, plan.merges]
+        buffer, sent = upload(parts, batch.workspace.device)
+        module, _ = _load(batch.dtype, batch.dim)
+        main = _Launch(buffer, _plan_info(sent[:_LISTS]))
+        if plan.fronts is None:
+            return cls(batch, module, main, None)
+        places = plan.slots + batch.heads - 1
+        storage = (places + batch.heads) * rows * batch.dim
+        take = batch.workspace.take
+        merge = Merge(
+            sent[-1],
+            len(plan.merges),
+            rows,
+            1,
+            take("lse", batch.tokens * batch.heads, torch.float32),
+            take("slot_out", storage, batch.dtype),
+            take("slot_lse", places * rows * batch.heads, torch.float32),
+            first_place=batch.heads - 1,
+            lse_stride=batch.heads,
+            lse_shift=1,
+        )
+        fronts = _Fronts(
+            _Launch(buffer, _plan_info(sent[_LISTS : 2 * _LISTS])),
+            sent[-2],
+            plan.slots,
+            take("slot_q", storage, batch.dtype),
+            merge,
+        )
+        return cls(batch, module, main, fronts)
+
+    def run(self, q: torch.Tensor, pool: torch.Tensor, out: torch.Tensor) -> None:
+        """Launch it; as `prefill_attention`."""
+        batch, fronts = self.batch, self.fronts
+        if fronts is None:
+            self.main.run(self.module, batch, q, pool, out, None, _CAUSAL)
+            return
+        fronts.run(self.module, batch, q, pool)
+        lse = fronts.merge.lse[: batch.tokens * batch.heads].view(batch.tokens, batch.heads)
+        self.main.run(self.module, batch, q, pool, out, lse, _CAUSAL)
+        fronts.merge.run(batch, out)
+
+
+_LISTS = 7
+
+
+def _lists(work: Work, page_size: int) -> list[Ints]:
+    """Rows, pages, tokens, keys and heads of the items, bounds of the blocks' lists, and zeros."""
+    items = work.items
+    bounds = np.full(_MAX_BLOCKS + 1, work.bounds[-1])
+    bounds[: len(work.bounds)] = work.bounds
+    pages = items[:, TABLE] + items[:, LOW] // page_size
+    keys = items[:, HIGH] - items[:, LOW]
+    zeros = np.zeros_like(keys)
+    return [items[:, ROW], pages, items[:, TOKENS], keys, items[:, HEAD], bounds, zeros]
+
+
+def _plan_info(lists: list[torch.Tensor]) -> list[int]:
+    """`PrefillPlanSM90Info`: byte offsets of the lists, and whether all heads share them.
+
+    Each item is a sequence of one tile, so the tile's index in its sequence is 0 in all of them; so
+    is the sequence's in the batch, which this kernel does not read.
+    """
+    rows, pages, tokens, keys, heads, bounds, zeros = (4 * int(t.storage_offset()) for t in lists)
+    return [zeros, rows, pages, tokens, keys, heads, bounds, zeros, 0]

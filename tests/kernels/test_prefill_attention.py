@@ -1,0 +1,348 @@
+"""Prefill attention: kernels against float32 attention, schedules against their promises."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from twolane.kernels import prefill_attention_flashinfer as fa3
+from twolane.kernels.prefill_attention import PrefillPlan, PrefillWorkspace, prefill_attention
+from twolane.kernels.prefill_attention_schedule import (
+    HEAD,
+    HIGH,
+    LOW,
+    POSITION,
+    ROW,
+    SLOT,
+    TAIL,
+    TOKENS,
+    WHOLE,
+    Costs,
+    Segments,
+    schedule,
+    tiles,
+)
+from twolane.kernels.prefill_attention_triton import TritonProgram, tiling
+
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1.5e-3}
+
+
+def make(segments, heads, kv_heads, dim, page_size, dtype, device, seed=0):
+    """Random queries, a pool in random page order whose unused slots are NaN, and the tables."""
+    generator = torch.Generator().manual_seed(seed)
+    counts = [-(-(reused + new) // page_size) for reused, new in segments]
+    order = (torch.randperm(sum(counts), generator=generator) + 1).tolist()
+    tables = [[order.pop() for _ in range(count)] for count in counts]
+    shape = (sum(counts) + 2, kv_heads, 2, page_size, dim)
+    pool = torch.randn(shape, generator=generator)
+    written = torch.zeros(shape[0], page_size, dtype=torch.bool)
+    for (reused, new), table in zip(segments, tables, strict=True):
+        for place in range(reused + new):
+            written[table[place // page_size], place % page_size] = True
+    pool.masked_fill_(~written[:, None, None, :, None], torch.nan)
+    rows = sum(new for _, new in segments)
+    q = torch.randn((rows, heads, dim), generator=generator)
+    return q.to(dtype).to(device), pool.to(dtype).to(device), tables
+
+
+def reference(segments, q, pool, tables, window):
+    """Attention in float32, one segment at a time."""
+    _, kv_heads, _, page_size, dim = pool.shape
+    out, row = torch.empty(q.shape), 0
+    for (reused, new), table in zip(segments, tables, strict=True):
+        used = pool[table[: -(-(reused + new) // page_size)]].float().cpu()
+        kv = used.permute(2, 1, 0, 3, 4).reshape(2, kv_heads, -1, dim)[:, :, : reused + new]
+        query = q[row : row + new].float().cpu().transpose(0, 1)
+        k, v = kv.repeat_interleave(q.shape[1] // kv_heads, 1)
+        place, key = torch.arange(reused, reused + new)[:, None], torch.arange(reused + new)
+        seen = key <= place
+        if window is not None:
+            seen &= key > place - window
+        score = (query @ k.transpose(1, 2) * dim**-0.5).masked_fill(~seen, -torch.inf)
+        out[row : row + new] = (score.softmax(-1) @ v).transpose(0, 1)
+        row += new
+    return out
+
+
+def check(plan, q, pool, segments, tables, window=None):
+    out = torch.full(q.shape, torch.nan, dtype=q.dtype, device=q.device)
+    prefill_attention(plan, q, pool, out)
+    expected = reference(segments, q, pool, tables, window)
+    error = (out.float().cpu() - expected).norm(dim=-1) / expected.norm(dim=-1)
+    assert error.max() <= TOLERANCE[q.dtype], error.max()
+
+
+@pytest.mark.parametrize(
+    ("segments", "heads", "kv_heads", "dim", "page_size", "dtype", "window"),
+    [
+        ([(0, 40)], 4, 2, 64, 16, torch.float32, None),
+        ([(0, 1)], 2, 2, 64, 32, torch.float32, None),
+        ([(37, 1), (0, 70), (100, 33), (64, 64)], 4, 1, 64, 32, torch.float32, None),
+        ([(50, 30), (0, 90)], 6, 2, 64, 16, torch.float32, 24),
+        ([(130, 5), (3, 3)], 16, 1, 128, 64, torch.float32, None),
+        ([(200, 2), (90, 1)], 5, 1, 128, 32, torch.float32, 64),
+        ([(20, 50)], 3, 3, 80, 16, torch.float32, None),
+        ([(20, 50)], 7, 1, 96, 32, torch.float32, 33),
+        ([(64, 70), (0, 140)], 2, 1, 64, 32, torch.float16, None),
+        ([(64, 70), (10, 130)], 4, 1, 128, 64, torch.float16, 100),
+        ([(7, 9)], 2, 1, 256, 16, torch.float16, None),
+        ([(64, 70), (0, 140)], 2, 1, 128, 32, torch.bfloat16, None),
+    ],
+)
+@pytest.mark.parametrize("units", [1, 3])
+def test_the_triton_kernel_equals_float32_attention(
+    segments, heads, kv_heads, dim, page_size, dtype, window, units, device
+):
+    q, pool, tables = make(segments, heads, kv_heads, dim, page_size, dtype, device)
+    plan = PrefillPlan.build(
+        segments,
+        tables,
+        page_size=page_size,
+        heads=heads,
+        kv_heads=kv_heads,
+        dim=dim,
+        dtype=dtype,
+        units=units,
+        workspace=PrefillWorkspace(device),
+        window=window,
+        backend="triton",
+    )
+    check(plan, q, pool, segments, tables, window)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 64), (3, 1, 80)])
+def test_split_tiles_are_merged(heads, kv_heads, dim, device):
+    segments = [(500, 10), (450, 17)]
+    q, pool, tables = make(segments, heads, kv_heads, dim, 32, torch.float32, device)
+    plan = PrefillPlan.build(
+        segments,
+        tables,
+        page_size=32,
+        heads=heads,
+        kv_heads=kv_heads,
+        dim=dim,
+        dtype=torch.float32,
+        units=8,
+        workspace=PrefillWorkspace(device),
+        backend="triton",
+    )
+    # Splitting these few keys never pays, so cut them as if launches were free.
+    shape = replace(tiling(10 * heads // kv_heads, dim, torch.float32), item=0, split=0)
+    program = TritonProgram.plan(plan.batch, 8, shape)
+    assert program.merge.count
+    check(replace(plan, _program=program), q, pool, segments, tables)
+
+
+class Fa3:
+    """What FlashInfer's FA3 kernel does with a plan, block by block, in PyTorch.
+
+    As `batch_prefill_sm90.cu` reads its arguments and `BatchPrefillPersistentTileScheduler` the
+    lists; `blocks` is the SMs that its launcher sees.
+    """
+
+    def __init__(self, blocks: int) -> None:
+        self.blocks = blocks
+
+    def paged_run(self, _float, lists, info, q, k, v, *rest):
+        _rows, _used, pages, _last, out, lse, mask, layout, window, *_rest, scale, _v, _items = rest
+        assert (layout, window, info[8]) == (1, -1, 0)
+        tile, row, page, tokens, keys, head, bounds = (lists[o // 4 :].tolist() for o in info[:7])
+        assert all(offset % 16 == 0 for offset in info[:8])
+        for i in range(bounds[0], bounds[self.blocks]):
+            assert tile[i] == 0
+            size, group = k.shape[2], q.shape[1] // k.shape[1]
+            used = pages[page[i] : page[i] - (-keys[i] // size)].long()
+            read = [c[used, head[i] // group].reshape(-1, q.shape[2])[: keys[i]] for c in (k, v)]
+            place = slice(row[i], row[i] + tokens[i])
+            score = q[place, head[i]] @ read[0].T * scale
+            if mask == 1:
+                last = torch.arange(tokens[i])[:, None] + keys[i] - tokens[i]
+                score = score.masked_fill(torch.arange(keys[i]) > last, -torch.inf)
+            out[place, head[i]] = score.softmax(-1) @ read[1]
+            if lse is not None:
+                lse[place, head[i]] = score.logsumexp(-1) / np.log(2)
+
+
+@pytest.mark.parametrize(
+    ("segments", "heads", "kv_heads", "dim", "page_size", "units", "splits"),
+    [
+        ([(0, 300), (40, 1), (129, 131)], 4, 2, 64, 16, 3, False),
+        ([(0, 300)], 2, 2, 128, 32, 8, False),
+        ([(5000, 130)], 2, 1, 128, 32, 3, True),
+        ([(3000, 100), (4000, 200)], 2, 1, 64, 64, 10, True),
+        ([(4100, 20), (0, 50)], 1, 1, 128, 16, 7, True),
+    ],
+)
+def test_fa3_computes_attention_under_our_plan(
+    segments, heads, kv_heads, dim, page_size, units, splits, device, monkeypatch
+):
+    if device != "cpu":
+        pytest.skip("FlashInfer itself is there: the kernel's benchmark checks it")
+    q, pool, tables = make(segments, heads, kv_heads, dim, page_size, torch.float32, device)
+    monkeypatch.setattr(fa3, "_load", lambda dtype, dim: (Fa3(132), None))
+    plan = PrefillPlan.build(
+        segments,
+        tables,
+        page_size=page_size,
+        heads=heads,
+        kv_heads=kv_heads,
+        dim=dim,
+        dtype=torch.float32,
+        units=1,
+        workspace=PrefillWorkspace(device),
+    )
+    program = fa3.FlashInferProgram.plan(plan.batch, units)
+    assert (program.fronts is not None) == splits
+    check(replace(plan, _program=program), q, pool, segments, tables)
+
+
+def columns(segments):
+    reused, new = np.array(segments, dtype=np.int64).T
+    return Segments(reused, new, np.cumsum(new) - new, np.zeros_like(new))
+
+
+@given(
+    segments=st.lists(
+        st.tuples(st.integers(0, 40_000), st.integers(1, 3000)), min_size=1, max_size=5
+    ),
+    heads=st.integers(1, 12),
+    units=st.integers(1, 140),
+    own_launch=st.booleans(),
+)
+@settings(max_examples=200, deadline=None)
+def test_a_schedule_computes_every_key_of_every_tile_once(segments, heads, units, own_launch):
+    costs = Costs(block=96, item=288, split=0)
+    items, cost = tiles(columns(segments), 128, heads, None, costs)
+    plan = schedule(items, cost, units, costs, 192, own_launch, True)
+    works = [plan.main] + ([plan.fronts] if plan.fronts else [])
+    for work in works:
+        assert work.bounds[0] == 0 and work.bounds[-1] == len(work.items)
+        assert len(work.bounds) == units + 1 and (np.diff(work.bounds) >= 0).all()
+    done = np.concatenate([work.items for work in works])
+    pieces = {}
+    for item in done.tolist():
+        pieces.setdefault((item[ROW], item[HEAD]), []).append(item)
+    assert len(pieces) == len(items)
+    merges = {(m[0], m[2]): m for m in plan.merges.tolist()}
+    slots = []
+    for tile in items.tolist():
+        parts = sorted(pieces[tile[ROW], tile[HEAD]], key=lambda part: part[LOW])
+        edges = [part[LOW] for part in parts] + [parts[-1][HIGH]]
+        assert [part[HIGH] for part in parts] == edges[1:]
+        assert (edges[0], edges[-1]) == (tile[LOW], tile[HIGH])
+        assert all(part[TOKENS] == tile[TOKENS] for part in parts)
+        if len(parts) == 1:
+            assert parts[0][SLOT] == WHOLE
+            continue
+        _, tokens, _, first, count = merges.pop((tile[ROW], tile[HEAD]))
+        assert tokens == tile[TOKENS]
+        assert [part[SLOT] for part in parts] == [*range(first, first + count), TAIL]
+        assert parts[-1][LOW] <= tile[POSITION] and all(e % 192 == 0 for e in edges[:-1])
+        slots += range(first, first + count)
+    assert not merges
+    assert sorted(slots) == list(range(plan.slots))
+
+
+@pytest.mark.parametrize("units", [16, 24, 32, 48, 64, 84, 100, 116, 132])
+@pytest.mark.parametrize("segments", [[(0, 8192)], [(32768, 1024)]])
+def test_blocks_have_equal_work_on_every_level(segments, units):
+    """A block's keys, with what an item costs, are within 4 % of an equal share of the whole."""
+    costs = Costs(block=96, item=288, split=800)
+    items, cost = tiles(columns(segments), 128, 32, None, costs)
+    plan = schedule(items, cost, units, costs, 96, True, True)
+    most = 0.0
+    for work in filter(None, (plan.main, plan.fronts)):
+        owner = np.repeat(np.arange(units), np.diff(work.bounds))
+        keys = work.items[:, HIGH] - work.items[:, LOW] + costs.item
+        most += np.bincount(owner, keys, minlength=units).max()
+    whole = (items[:, HIGH] - items[:, LOW] + costs.item).sum()
+    assert most <= 1.04 * whole / units
+
+
+def test_dealing_in_turn_is_as_even_as_dealing_one_by_one():
+    items, cost = tiles(columns([(0, 20_000)]), 128, 32, None, Costs(96, 288, 0))
+    plan = schedule(items, cost, 33, Costs(96, 288, 0), 96, False, False)
+    owner = np.repeat(np.arange(33), np.diff(plan.main.bounds))
+    keys = plan.main.items[:, HIGH] - plan.main.items[:, LOW]
+    loads = np.bincount(owner, keys)
+    assert loads.max() <= 1.001 * loads.mean()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"segments": []}, "0 segments"),
+        ({"segments": [(0, 0)]}, "new >= 1"),
+        ({"segments": [(0, 65)]}, "do not cover"),
+        ({"page_size": 48}, "page_size=48"),
+        ({"kv_heads": 3}, "kv_heads=3"),
+        ({"dim": 60}, "dim=60"),
+        ({"units": 0}, "units=0"),
+        ({"window": 0}, "window=0"),
+        ({"backend": "flashinfer"}, "backend='flashinfer': FA3"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(change, message):
+    arguments = {
+        "segments": [(0, 64)],
+        "tables": [[1, 2]],
+        "page_size": 32,
+        "heads": 4,
+        "kv_heads": 2,
+        "dim": 64,
+        "dtype": torch.float32,
+        "units": 2,
+        "workspace": PrefillWorkspace("cpu"),
+    } | change
+    arguments["tables"] = [[1, 2]] * len(arguments["segments"])
+    with pytest.raises(ValueError, match=message):
+        PrefillPlan.build(**arguments)
+
+
+def test_tensors_that_are_not_the_plans_are_refused(device):
+    segments = [(0, 20)]
+    q, pool, tables = make(segments, 4, 2, 64, 32, torch.float32, device)
+    plan = PrefillPlan.build(
+        segments,
+        tables,
+        page_size=32,
+        heads=4,
+        kv_heads=2,
+        dim=64,
+        dtype=torch.float32,
+        units=2,
+        workspace=PrefillWorkspace(device),
+    )
+    for name, wrong in (
+        ("q is", (q[:-1], pool, q)),
+        ("out: a token's heads", (q, pool, torch.empty(4, 20, 64).transpose(0, 1))),
+        ("pool is", (q, pool[:, :1], q)),
+        ("must be torch.float32", (q.half(), pool, q)),
+    ):
+        with pytest.raises(ValueError, match=name):
+            prefill_attention(plan, *wrong)
+
+
+def test_strided_queries_and_another_level(device):
+    """Queries are a slice of the fused projection; `at` keeps the batch and its pages."""
+    segments = [(70, 45), (0, 60)]
+    q, pool, tables = make(segments, 4, 2, 64, 32, torch.float32, device)
+    fused = torch.randn(len(q), 8, 64, device=device)
+    fused[:, :4] = q
+    plan = PrefillPlan.build(
+        segments,
+        tables,
+        page_size=32,
+        heads=4,
+        kv_heads=2,
+        dim=64,
+        dtype=torch.float32,
+        units=5,
+        workspace=PrefillWorkspace(device),
+    )
+    moved = plan.at(2)
+    assert moved.batch is plan.batch and moved.units == 2
+    check(moved, fused[:, :4], pool, segments, tables)
