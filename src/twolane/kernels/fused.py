@@ -4,8 +4,8 @@ All of them run on torch's current stream, read lengths and positions on the dev
 nothing, so that they can be captured in a CUDA graph. Tensors are float32, bfloat16 or float16;
 arithmetic is float32, rounded to the tensors' type where Hugging Face's Llama rounds.
 
-A row is *active* while `lengths[row]` is above 0. Rows that are not pad a batch: nothing is read or
-written for them.
+A row is *active* while `lengths[row]` is above 0. Rows that are not pad a batch: nothing is written
+for them, and their slots, positions and pages are not followed.
 """
 
 import torch
@@ -16,6 +16,12 @@ _HEADS = 16
 """Heads of one token that one program rotates: 4 KB of bfloat16 at 128 dimensions."""
 _ELEMENTS = 2048
 """Elements that one program of an elementwise kernel makes."""
+_PER_WARP = 512
+"""Elements that a warp handles: two loads of 16 bytes a thread in 16-bit types."""
+
+
+def _warps(elements: int) -> int:
+    return min(max(elements // _PER_WARP, 1), 16)
 
 
 @triton.jit
@@ -85,7 +91,7 @@ def _launch_norm(
         HIDDEN=hidden,
         BLOCK=block,
         ADD=residual is not None,
-        num_warps=min(max(block // 512, 1), 16),
+        num_warps=_warps(block),
     )
 
 
@@ -127,6 +133,12 @@ def _qkv_rope_write(
     BLOCK: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
+    dim = tl.arange(0, BLOCK)[None, :]
+    rotated = head < Q_HEADS + KV_HEADS
+    inside = (head < Q_HEADS + 2 * KV_HEADS) & (dim < DIM)
+    # Under way while the chain of loads that finds the page runs; of a row not active, too.
+    x = tl.load(qkv + row * qkv_stride + head * DIM + dim, mask=inside, other=0.0)
     if PAGED:
         active = tl.load(lengths + row) > 0
         owner = tl.load(slots + row, mask=active, other=0).to(tl.int64)
@@ -142,11 +154,6 @@ def _qkv_rope_write(
         offset = place % PAGE
     if not active:
         return
-    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
-    dim = tl.arange(0, BLOCK)[None, :]
-    rotated = head < Q_HEADS + KV_HEADS
-    inside = (head < Q_HEADS + 2 * KV_HEADS) & (dim < DIM)
-    x = tl.load(qkv + row * qkv_stride + head * DIM + dim, mask=inside, other=0.0)
     value = x.to(tl.float32)
     if NORM:
         inverse = tl.rsqrt(tl.sum(value * value, axis=1, keep_dims=True) / DIM + eps)
@@ -254,7 +261,7 @@ def _launch_rope(
         PAGED=tables is not None,
         HEADS=_HEADS,
         BLOCK=block,
-        num_warps=min(max(_HEADS * block // 512, 1), 8),
+        num_warps=_warps(_HEADS * block),
     )
 
 
@@ -281,7 +288,7 @@ def silu_mul(gate_up: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     rows, inner = out.shape
     block = min(_ELEMENTS, triton.next_power_of_2(inner))
     _silu_mul[(rows, triton.cdiv(inner, block))](
-        gate_up, out, INNER=inner, BLOCK=block, num_warps=4
+        gate_up, out, INNER=inner, BLOCK=block, num_warps=_warps(block)
     )
     return out
 
@@ -327,7 +334,14 @@ def embed(
     rows, hidden = out.shape
     block = min(1024, triton.next_power_of_2(hidden))
     _embed[(rows, triton.cdiv(hidden, block))](
-        last_token, slots, lengths, embedding, out, HIDDEN=hidden, BLOCK=block, num_warps=4
+        last_token,
+        slots,
+        lengths,
+        embedding,
+        out,
+        HIDDEN=hidden,
+        BLOCK=block,
+        num_warps=_warps(block),
     )
     return out
 

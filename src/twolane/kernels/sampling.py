@@ -1,0 +1,680 @@
+"""Choosing tokens on the device, inside a CUDA graph, as `twolane.model.sampler` chooses them.
+
+Nothing is sorted. A row's logits lie in *chunks*, one program each, so that a few rows fill a
+partition as well as many do. The logits are read
+
+- once if the row is greedy: the largest of each chunk (`_peaks`), then the largest of those;
+- twice if it is random: the mass of each chunk (`_masses`) says in which chunk the inverse CDF
+  lands, and only that one is read again (`_choose`);
+- four times if top-k or top-p cut the distribution. The weight at the cut is found by 15 pivots at
+  once, twice: `_masses` and `_narrow` bring it down to a 256th of the range of weights. `_collect`
+  gathers the tokens there, at most a few thousand, and `_choose` searches among them to the bit.
+  Where they are more (a row of nothing but ties), `_choose` searches the whole row: slow, rare, and
+  as exact.
+
+A weight is the float32 exponential of a scaled logit, at most 1. Sums of weights are integers, in
+units of 2**-44: adding them is associative, so that a token depends neither on the order of the
+programs nor on the size of the chunks. Weights order as their bits do.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import triton
+import triton.language as tl
+
+MAX_BANNED = 8
+"""Token ids that a slot's parameters can ban."""
+
+WORDS = 8
+"""Words of 64 bits that a slot's parameters take."""
+
+_PARAMS = np.dtype(
+    [
+        ("seed", np.int64),
+        ("top_p", np.float64),
+        ("temperature", np.float32),
+        ("log_min_p", np.float32),
+        ("top_k", np.int32),
+        ("limit", np.int32),
+        ("banned", np.int32, (MAX_BANNED,)),
+    ]
+)
+# The same in elements of each type.
+_SEED = tl.constexpr(0)
+_TOP_P = tl.constexpr(1)
+_TEMPERATURE = tl.constexpr(4)
+_LOG_MIN_P = tl.constexpr(5)
+_TOP_K = tl.constexpr(6)
+_LIMIT = tl.constexpr(7)
+_BANNED = tl.constexpr(8)
+_BANS = tl.constexpr(MAX_BANNED)
+_LONGS = tl.constexpr(WORDS)
+_INTS = tl.constexpr(2 * WORDS)
+
+_UNIT = tl.constexpr(2.0**44)
+_ABOVE_ALL = tl.constexpr(0x3F800001)
+"""One more than the bits of the largest weight, 1."""
+_PIVOTS = tl.constexpr(16)
+"""Cells that the pivots cut a range of bits into."""
+_WARPS = 8
+
+
+def pack_params(
+    *,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    seed: int = 0,
+    limit: int = 0,
+    banned: Sequence[int] = (),
+) -> npt.NDArray[np.int64]:
+    """How a slot's tokens are chosen, as the words [WORDS] of its row of `params`.
+
+    Args:
+        temperature: 0: greedy, and nothing else but `limit` and `banned` counts.
+        top_k: 0 or less: all tokens.
+        top_p: in (0, 1].
+        min_p: in [0, 1].
+        seed: any 64 bits.
+        limit: index in the sequence from which on nothing is banned.
+        banned: token ids that are not chosen before `limit`.
+
+    Raises:
+        ValueError: more than `MAX_BANNED` ids are banned.
+    """
+    if len(banned) > MAX_BANNED:
+        raise ValueError(f"banned: {len(banned)} token ids, more than {MAX_BANNED}")
+    row = np.zeros((), dtype=_PARAMS)
+    row["seed"] = np.uint64(seed & (2**64 - 1)).astype(np.int64)
+    row["top_p"] = top_p
+    row["temperature"] = temperature
+    row["log_min_p"] = np.log(min_p) if min_p > 0.0 else -np.inf
+    row["top_k"] = max(top_k, 0)
+    row["limit"] = limit
+    row["banned"] = [*banned, *[-1] * (MAX_BANNED - len(banned))]
+    return row.reshape(1).view(np.int64)
+
+
+def new_params(slots: int, device: torch.device | str) -> torch.Tensor:
+    """Parameters of greedy slots, int64 [slots, WORDS]; fill rows from `pack_params`."""
+    return torch.zeros(slots, WORDS, dtype=torch.int64, device=device)
+
+
+@triton.jit
+def _mix(z: tl.tensor) -> tl.tensor:
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB
+    return z ^ (z >> 31)
+
+
+@triton.jit
+def _uniform(seed: tl.tensor, position: tl.tensor) -> tl.tensor:
+    """`twolane.model.sampler.uniform`, bit for bit; both arguments are int64."""
+    golden = tl.full((), 0x9E3779B97F4A7C15, tl.uint64)
+    state = _mix(seed.to(tl.uint64) + golden)
+    return (_mix(state + (position.to(tl.uint64) + 1) * golden) >> 11).to(tl.float64) * 2.0**-53
+
+
+@triton.jit
+def _logits(
+    logits: tl.tensor, ids: tl.tensor, position: tl.tensor, ints: tl.tensor, VOCAB: tl.constexpr
+) -> tl.tensor:
+    """Logits of a row at `ids`, float32; minus infinity where banned or beyond the vocabulary."""
+    x = tl.load(logits + ids, mask=ids < VOCAB, other=-float("inf")).to(tl.float32)
+    if position < tl.load(ints + _LIMIT):
+        for i in tl.static_range(_BANS):
+            x = tl.where(ids == tl.load(ints + _BANNED + i), -float("inf"), x)
+    return x
+
+
+@triton.jit
+def _weights(x: tl.tensor, floats: tl.tensor, peak: tl.tensor) -> tl.tensor:
+    """Weights of logits, 1 where `x` is `peak` and 0 below min-p (and for NaN)."""
+    temperature = tl.load(floats + _TEMPERATURE)
+    scaled = tl.div_rn(x, temperature) - tl.div_rn(peak, temperature)
+    return tl.where(scaled >= tl.load(floats + _LOG_MIN_P), tl.exp(scaled), 0.0)
+
+
+@triton.jit
+def _bits(weights: tl.tensor) -> tl.tensor:
+    return weights.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _units(weights: tl.tensor) -> tl.tensor:
+    return (weights * _UNIT).to(tl.int64)
+
+
+@triton.jit
+def _peaks(
+    logits: tl.tensor,
+    stride: tl.tensor,
+    slots: tl.tensor,
+    positions: tl.tensor,
+    lengths: tl.tensor,
+    ints: tl.tensor,
+    floats: tl.tensor,
+    peaks: tl.tensor,
+    best: tl.tensor,
+    floors: tl.tensor,
+    counts: tl.tensor,
+    VOCAB: tl.constexpr,
+    CHUNK: tl.constexpr,
+) -> None:
+    """Largest logit of each chunk, its id, and for random rows the smallest that is finite."""
+    row = tl.program_id(0).to(tl.int64)
+    chunk = tl.program_id(1)
+    if tl.load(lengths + row) <= 0:
+        return
+    slot = tl.load(slots + row).to(tl.int64)
+    ids = chunk * CHUNK + tl.arange(0, CHUNK)
+    x = _logits(
+        logits + row * stride, ids, tl.load(positions + row) + 1, ints + slot * _INTS, VOCAB
+    )
+    peak = tl.max(x)
+    place = row * tl.num_programs(1) + chunk
+    tl.store(peaks + place, peak)
+    tl.store(best + place, tl.min(tl.where(x == peak, ids, VOCAB)))
+    if tl.load(floats + slot * _INTS + _TEMPERATURE) > 0.0:
+        tl.store(floors + place, tl.min(tl.where(x > -float("inf"), x, float("inf"))))
+        if chunk == 0:
+            tl.store(counts + row, 0)
+
+
+@triton.jit
+def _filters(ints: tl.tensor, doubles: tl.tensor, VOCAB: tl.constexpr) -> tl.tensor:
+    """Top-k (0: none) and top-p of a slot."""
+    top_k = tl.load(ints + _TOP_K)
+    top_k = tl.where(top_k < VOCAB, top_k, 0)
+    return top_k, tl.load(doubles + _TOP_P)
+
+
+@triton.jit
+def _pivot(low: tl.tensor, high: tl.tensor, i: tl.tensor) -> tl.tensor:
+    """Lower end of cell `i` of the bits [low, high)."""
+    return (low + (high - low).to(tl.int64) * i // _PIVOTS).to(tl.int32)
+
+
+@triton.jit
+def _measure(
+    weights: tl.tensor, top_k: tl.tensor, low: tl.tensor, high: tl.tensor, parts: tl.tensor
+) -> None:
+    """How much of a chunk lies at or above each pivot: tokens with a top-k, mass without."""
+    bits = _bits(weights)
+    value = tl.where(top_k > 0, 1.0, weights)
+    for i in tl.static_range(1, _PIVOTS):
+        tl.store(parts + i, tl.sum(tl.where(bits >= _pivot(low, high, i), value, 0.0)))
+
+
+@triton.jit
+def _masses(
+    logits: tl.tensor,
+    stride: tl.tensor,
+    slots: tl.tensor,
+    positions: tl.tensor,
+    lengths: tl.tensor,
+    ints: tl.tensor,
+    floats: tl.tensor,
+    doubles: tl.tensor,
+    peaks: tl.tensor,
+    floors: tl.tensor,
+    masses: tl.tensor,
+    cells: tl.tensor,
+    parts: tl.tensor,
+    VOCAB: tl.constexpr,
+    CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+) -> None:
+    """Mass of each chunk of the random rows; for those with a filter, the first pivots."""
+    row = tl.program_id(0).to(tl.int64)
+    chunk = tl.program_id(1)
+    chunks = tl.num_programs(1)
+    if tl.load(lengths + row) <= 0:
+        return
+    slot = tl.load(slots + row).to(tl.int64)
+    temperature = tl.load(floats + slot * _INTS + _TEMPERATURE)
+    if temperature <= 0.0:
+        return
+    each = tl.arange(0, CHUNKS)
+    known = each < chunks
+    peak = tl.max(tl.load(peaks + row * chunks + each, mask=known, other=-float("inf")))
+    ids = chunk * CHUNK + tl.arange(0, CHUNK)
+    x = _logits(
+        logits + row * stride, ids, tl.load(positions + row) + 1, ints + slot * _INTS, VOCAB
+    )
+    weights = _weights(x, floats + slot * _INTS, peak)
+    tl.store(masses + row * chunks + chunk, tl.sum(_units(weights)))
+    top_k, top_p = _filters(ints + slot * _INTS, doubles + slot * _LONGS, VOCAB)
+    if (top_k > 0) | (top_p < 1.0):
+        floor = tl.min(tl.load(floors + row * chunks + each, mask=known, other=float("inf")))
+        least = tl.div_rn(floor, temperature) - tl.div_rn(peak, temperature)
+        least = tl.maximum(least, tl.load(floats + slot * _INTS + _LOG_MIN_P))
+        low = _bits(tl.exp(least))
+        high = tl.full((), _ABOVE_ALL, tl.int32)
+        if chunk == 0:
+            tl.store(cells + row * 6, low)
+            tl.store(cells + row * 6 + 1, high)
+        _measure(weights, top_k, low, high, parts + (row * chunks + chunk) * _PIVOTS)
+
+
+@triton.jit
+def _cell(
+    cells: tl.tensor,
+    parts: tl.tensor,
+    masses: tl.tensor,
+    chunks: tl.tensor,
+    top_k: tl.tensor,
+    top_p: tl.tensor,
+    CHUNKS: tl.constexpr,
+) -> tl.tensor:
+    """The cell of a row's range where the cut lies: the highest that still reaches far enough."""
+    each = tl.arange(0, CHUNKS)
+    known = each < chunks
+    total = tl.sum(tl.load(masses + each, mask=known, other=0)).to(tl.float64) / _UNIT
+    wanted = tl.where(top_k > 0, top_k.to(tl.float64), top_p * total)
+    i = tl.arange(0, _PIVOTS)
+    inner = i > 0
+    part = tl.load(
+        parts + each[:, None] * _PIVOTS + i[None, :],
+        mask=known[:, None] & inner[None, :],
+        other=0.0,
+    )
+    reached = tl.sum(part.to(tl.float64), axis=0) >= wanted
+    cell = tl.sum((reached & inner).to(tl.int32))
+    low, high = tl.load(cells), tl.load(cells + 1)
+    return _pivot(low, high, cell), _pivot(low, high, cell + 1)
+
+
+@triton.jit
+def _narrow(
+    logits: tl.tensor,
+    stride: tl.tensor,
+    slots: tl.tensor,
+    positions: tl.tensor,
+    lengths: tl.tensor,
+    ints: tl.tensor,
+    floats: tl.tensor,
+    doubles: tl.tensor,
+    peaks: tl.tensor,
+    masses: tl.tensor,
+    cells: tl.tensor,
+    parts: tl.tensor,
+    above: tl.tensor,
+    counts: tl.tensor,
+    tokens: tl.tensor,
+    found: tl.tensor,
+    VOCAB: tl.constexpr,
+    CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+    COLLECT: tl.constexpr,
+) -> None:
+    """Rows with a filter: one more round of pivots or, with COLLECT, gather what is left.
+
+    Left are the tokens of the cell, and with a top-k those above it, too. `above` is the mass of a
+    chunk that is certainly kept and not gathered.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    chunk = tl.program_id(1)
+    chunks = tl.num_programs(1)
+    rows = tl.num_programs(0)
+    if tl.load(lengths + row) <= 0:
+        return
+    slot = tl.load(slots + row).to(tl.int64)
+    if tl.load(floats + slot * _INTS + _TEMPERATURE) <= 0.0:
+        return
+    top_k, top_p = _filters(ints + slot * _INTS, doubles + slot * _LONGS, VOCAB)
+    if (top_k <= 0) & (top_p >= 1.0):
+        return
+    each = tl.arange(0, CHUNKS)
+    peak = tl.max(tl.load(peaks + row * chunks + each, mask=each < chunks, other=-float("inf")))
+    ids = chunk * CHUNK + tl.arange(0, CHUNK)
+    x = _logits(
+        logits + row * stride, ids, tl.load(positions + row) + 1, ints + slot * _INTS, VOCAB
+    )
+    weights = _weights(x, floats + slot * _INTS, peak)
+    place = row * chunks + chunk
+    cells += row * 6
+    parts += row * chunks * _PIVOTS
+    if COLLECT:
+        cells += 2
+        parts += rows * chunks * _PIVOTS
+    low, high = _cell(cells, parts, masses + row * chunks, chunks, top_k, top_p, CHUNKS)
+    if chunk == 0:
+        tl.store(cells + 2, low)
+        tl.store(cells + 3, high)
+    if COLLECT:
+        bits = _bits(weights)
+        high = tl.where(top_k > 0, _ABOVE_ALL, high)
+        tl.store(above + place, tl.sum(tl.where(bits >= high, _units(weights), 0)))
+        inside = (bits >= low) & (bits < high)
+        count = tl.sum(inside.to(tl.int32))
+        if count > CANDIDATES:
+            tl.atomic_add(counts + row, count)
+        elif count > 0:
+            # In whatever order: only sums are taken of them.
+            order = tl.atomic_add(counts + row + tl.zeros_like(bits), 1, mask=inside)
+            kept = inside & (order < CANDIDATES)
+            tl.store(tokens + row * CANDIDATES + order, ids, mask=kept)
+            tl.store(found + row * CANDIDATES + order, weights, mask=kept)
+    else:
+        parts += (rows * chunks + chunk) * _PIVOTS
+        _measure(weights, top_k, low, high, parts)
+
+
+@triton.jit
+def _kept(bits: tl.tensor, ids: tl.tensor, cut: tl.tensor, last: tl.tensor) -> tl.tensor:
+    """Whether tokens are kept: weights above the cut, and those at it up to the id `last`."""
+    return (bits > cut) | ((bits == cut) & (ids <= last))
+
+
+@triton.jit
+def _sums(
+    row: tl.tuple,
+    size: tl.tensor,
+    whole: tl.tensor,
+    cut: tl.tensor,
+    last: tl.tensor,
+    bound: tl.tensor,
+    VOCAB: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> tl.tensor:
+    """Number and mass of the candidates (`whole`: of all tokens) kept, with ids below `bound`."""
+    logits, tokens, found, position, ints, floats, peak = row
+    count = tl.full((), 0, tl.int32)
+    mass = tl.full((), 0, tl.int64)
+    for first in range(0, size, BLOCK):
+        place = first + tl.arange(0, BLOCK)
+        if whole:
+            ids = place
+            weights = _weights(_logits(logits, ids, position, ints, VOCAB), floats, peak)
+        else:
+            ids = tl.load(tokens + place, mask=place < size, other=VOCAB)
+            weights = tl.load(found + place, mask=place < size, other=0.0)
+        kept = _kept(_bits(weights), ids, cut, last) & (ids < bound)
+        count += tl.sum(kept.to(tl.int32))
+        mass += tl.sum(tl.where(kept, _units(weights), 0))
+    return count, mass
+
+
+@triton.jit
+def _kth(
+    row: tl.tuple,
+    size: tl.tensor,
+    whole: tl.tensor,
+    low: tl.tensor,
+    high: tl.tensor,
+    top_k: tl.tensor,
+    VOCAB: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> tl.tensor:
+    """The largest cut in [low, high) at or above which there are `top_k` tokens."""
+    while high - low > 1:
+        middle = (low + high) // 2
+        count, _ = _sums(row, size, whole, middle, VOCAB, VOCAB, VOCAB, BLOCK)
+        low = tl.where(count >= top_k, middle, low)
+        high = tl.where(count >= top_k, high, middle)
+    return low
+
+
+@triton.jit
+def _nucleus(
+    row: tl.tuple,
+    size: tl.tensor,
+    whole: tl.tensor,
+    low: tl.tensor,
+    high: tl.tensor,
+    wanted: tl.tensor,
+    VOCAB: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> tl.tensor:
+    """The largest cut in [low, high) at or above which the mass is `wanted`, and the last id at it.
+
+    Of the tokens at the cut the first ones are kept, as few as make up the mass.
+    """
+    while high - low > 1:
+        middle = (low + high) // 2
+        _, mass = _sums(row, size, whole, middle, VOCAB, VOCAB, VOCAB, BLOCK)
+        low = tl.where(mass >= wanted, middle, low)
+        high = tl.where(mass >= wanted, high, middle)
+    count, mass = _sums(row, size, whole, low, -1, VOCAB, VOCAB, BLOCK)
+    one = tl.maximum(_units(low.to(tl.float32, bitcast=True)), 1)
+    few = count + (wanted - mass + one - 1) // one
+    before = tl.full((), -1, tl.int32)
+    last = tl.full((), VOCAB, tl.int32)
+    while last - before > 1:
+        middle = (before + last) // 2
+        count, _ = _sums(row, size, whole, low, middle, VOCAB, VOCAB, BLOCK)
+        before = tl.where(count >= few, before, middle)
+        last = tl.where(count >= few, middle, last)
+    return low, last
+
+
+@triton.jit
+def _land(
+    row: tl.tuple,
+    size: tl.tensor,
+    whole: tl.tensor,
+    cut: tl.tensor,
+    last: tl.tensor,
+    sure: tl.tensor,
+    number: tl.tensor,
+    VOCAB: tl.constexpr,
+    CHUNK: tl.constexpr,
+    N_CHUNKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr = 128,
+) -> tl.tensor:
+    """The token on which the inverse CDF over the kept ones lands, `number` being in [0, 1)."""
+    logits, _tokens, _found, position, ints, floats, peak = row
+    _, mass = _sums(row, size, whole, cut, last, VOCAB, VOCAB, BLOCK)
+    total = tl.sum(sure) + mass
+    target = tl.minimum((number * total.to(tl.float64)).to(tl.int64), total - 1)
+    # The first chunk, then group, then token, whose cumulated mass is above the target.
+    each = tl.arange(0, sure.shape[0])
+    before = tl.full((), 0, tl.int64)
+    chunk = tl.full((), 0, tl.int32)
+    beyond = tl.full((), N_CHUNKS, tl.int32)
+    while beyond - chunk > 1:
+        middle = (chunk + beyond) // 2
+        _, mass = _sums(row, size, whole, cut, last, middle * CHUNK, VOCAB, BLOCK)
+        mass += tl.sum(tl.where(each < middle, sure, 0))
+        before = tl.where(mass <= target, mass, before)
+        chunk = tl.where(mass <= target, middle, chunk)
+        beyond = tl.where(mass <= target, beyond, middle)
+    ids = chunk * CHUNK + tl.arange(0, CHUNK)
+    weights = _weights(_logits(logits, ids, position, ints, VOCAB), floats, peak)
+    units = tl.where(_kept(_bits(weights), ids, cut, last), _units(weights), 0)
+    groups = tl.sum(tl.reshape(units, (CHUNK // GROUP, GROUP)), axis=1)
+    each = tl.arange(0, CHUNK // GROUP)
+    group = tl.sum((before + tl.cumsum(groups) <= target).to(tl.int32))
+    before += tl.sum(tl.where(each < group, groups, 0))
+    ids = chunk * CHUNK + group * GROUP + tl.arange(0, GROUP)
+    weights = _weights(_logits(logits, ids, position, ints, VOCAB), floats, peak)
+    units = tl.where(_kept(_bits(weights), ids, cut, last), _units(weights), 0)
+    return tl.min(tl.where(before + tl.cumsum(units) > target, ids, VOCAB))
+
+
+@triton.jit
+def _choose(
+    logits: tl.tensor,
+    stride: tl.tensor,
+    slots: tl.tensor,
+    positions: tl.tensor,
+    lengths: tl.tensor,
+    ints: tl.tensor,
+    floats: tl.tensor,
+    doubles: tl.tensor,
+    longs: tl.tensor,
+    peaks: tl.tensor,
+    best: tl.tensor,
+    masses: tl.tensor,
+    cells: tl.tensor,
+    above: tl.tensor,
+    counts: tl.tensor,
+    tokens: tl.tensor,
+    found: tl.tensor,
+    out: tl.tensor,
+    VOCAB: tl.constexpr,
+    CHUNK: tl.constexpr,
+    N_CHUNKS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """The token of each row."""
+    r = tl.program_id(0).to(tl.int64)
+    if tl.load(lengths + r) <= 0:
+        return
+    slot = tl.load(slots + r).to(tl.int64)
+    ints += slot * _INTS
+    floats += slot * _INTS
+    each = tl.arange(0, CHUNKS)
+    known = each < N_CHUNKS
+    place = r * N_CHUNKS + each
+    highest = tl.load(peaks + place, mask=known, other=-float("inf"))
+    peak = tl.max(highest)
+    if tl.load(floats + _TEMPERATURE) <= 0.0:
+        first = tl.load(best + place, mask=known, other=VOCAB)
+        token = tl.min(tl.where(highest == peak, first, VOCAB))
+        tl.store(out + r, tl.minimum(token, VOCAB - 1))
+        return
+    position = tl.load(positions + r) + 1
+    row = (
+        logits + r * stride, tokens + r * CANDIDATES, found + r * CANDIDATES, position, ints,
+        floats, peak,
+    )  # fmt: skip
+    top_k, top_p = _filters(ints, doubles + slot * _LONGS, VOCAB)
+    # Kept are the weights above `cut`, and of those at it the ids up to `last`. Their mass is
+    # `sure`, chunk by chunk, plus what `_sums` finds among `size` candidates.
+    sure = tl.load(masses + place, mask=known, other=0)
+    cut = tl.full((), 0, tl.int32)
+    last = tl.full((), VOCAB, tl.int32)
+    size = tl.full((), 0, tl.int32)
+    whole = size > 0
+    if (top_k > 0) | (top_p < 1.0):
+        total = tl.sum(sure)
+        wanted = tl.ceil(top_p * total.to(tl.float64)).to(tl.int64)
+        sure = tl.load(above + place, mask=known, other=0)
+        size = tl.load(counts + r)
+        low, high = tl.load(cells + r * 6 + 4), tl.load(cells + r * 6 + 5)
+        whole = size > CANDIDATES
+        if not whole:
+            # The pivots' sums were rounded: that the cut is among the candidates is checked here.
+            _, mass = _sums(row, size, whole, 0, VOCAB, VOCAB, VOCAB, BLOCK)
+            missed = (tl.sum(sure) >= wanted) | (tl.sum(sure) + mass < wanted)
+            whole = tl.where(top_k > 0, (size < top_k) & (mass < total), missed)
+        if whole:
+            sure = tl.zeros_like(sure)
+            size = tl.full((), VOCAB, tl.int32)
+            low = tl.full((), 0, tl.int32)
+            high = tl.full((), _ABOVE_ALL, tl.int32)
+        if top_k > 0:
+            high = tl.full((), _ABOVE_ALL, tl.int32)
+            low = _kth(row, size, whole, low, high, tl.minimum(top_k, size), VOCAB, BLOCK)
+            cut = low
+            _, mass = _sums(row, size, whole, cut, VOCAB, VOCAB, VOCAB, BLOCK)
+            wanted = tl.ceil(top_p * mass.to(tl.float64)).to(tl.int64)
+        if top_p < 1.0:
+            wanted -= tl.sum(sure)
+            cut, last = _nucleus(row, size, whole, low, high, wanted, VOCAB, BLOCK)
+    number = _uniform(tl.load(longs + slot * _LONGS + _SEED), position.to(tl.int64))
+    token = _land(row, size, whole, cut, last, sure, number, VOCAB, CHUNK, N_CHUNKS, BLOCK)
+    tl.store(out + r, tl.minimum(token, VOCAB - 1))
+
+
+class Sampler:
+    """Buffers to sample up to `rows` rows; one for each stream that samples.
+
+    Args:
+        rows: the most rows of a call.
+        vocab: tokens of the vocabulary.
+        device: where the logits are.
+        chunk: tokens that one program reads; a power of 2.
+        candidates: tokens of a row among which a top-k or top-p cut is searched quickly.
+    """
+
+    def __init__(
+        self,
+        rows: int,
+        vocab: int,
+        device: torch.device | str,
+        chunk: int = 8192,
+        candidates: int = 4096,
+    ) -> None:
+        self.vocab, self._chunk, self._candidates = vocab, chunk, candidates
+        self._chunks = triton.cdiv(vocab, chunk)
+        each = rows * self._chunks
+
+        def buffer(size: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.empty(size, dtype=dtype, device=device)
+
+        self._peaks, self._floors = (buffer(each, torch.float32) for _ in range(2))
+        self._best = buffer(each, torch.int32)
+        self._masses, self._above = (buffer(each, torch.int64) for _ in range(2))
+        self._cells = buffer(6 * rows, torch.int32)
+        self._parts = buffer(2 * each * _PIVOTS.value, torch.float32)
+        self._counts = buffer(rows, torch.int32)
+        self._tokens = buffer(rows * candidates, torch.int32)
+        self._found = buffer(rows * candidates, torch.float32)
+
+    def sample(
+        self,
+        logits: torch.Tensor,
+        slots: torch.Tensor,
+        positions: torch.Tensor,
+        lengths: torch.Tensor,
+        params: torch.Tensor,
+        out: torch.Tensor,
+    ) -> torch.Tensor:
+        """The token after each active row, on the current stream, without a host round trip.
+
+        Args:
+            logits: [R, vocab], float32 or 16-bit; a row's are dense. Left as they are.
+            slots: the slot that each row belongs to, int [R].
+            positions: place, in its sequence, of the token that the logits came from, int [R]; the
+                one chosen has the next.
+            lengths: above 0 for active rows, int [R]; others are skipped.
+            params: of each slot, from `new_params`.
+            out: int [R].
+        """
+        rows = len(logits)
+        row = (logits, logits.stride(0), slots, positions, lengths)
+        ints, floats = params.view(torch.int32), params.view(torch.float32)
+        doubles = params.view(torch.float64)
+        grid = (rows, self._chunks)
+        sizes = {"VOCAB": self.vocab, "CHUNK": self._chunk}
+        chunks = triton.next_power_of_2(self._chunks)
+        warps = {"num_warps": _WARPS}
+        _peaks[grid](
+            *row,
+            ints,
+            floats,
+            self._peaks,
+            self._best,
+            self._floors,
+            self._counts,
+            **sizes,
+            **warps,
+        )
+        _masses[grid](
+            *row, ints, floats, doubles, self._peaks, self._floors, self._masses, self._cells,
+            self._parts, **sizes, CHUNKS=chunks, **warps,
+        )  # fmt: skip
+        for collect in (False, True):
+            _narrow[grid](
+                *row, ints, floats, doubles, self._peaks, self._masses, self._cells, self._parts,
+                self._above, self._counts, self._tokens, self._found, **sizes, CHUNKS=chunks,
+                CANDIDATES=self._candidates, COLLECT=collect, **warps,
+            )  # fmt: skip
+        _choose[(rows,)](
+            *row, ints, floats, doubles, params, self._peaks, self._best, self._masses, self._cells,
+            self._above, self._counts, self._tokens, self._found, out, **sizes,
+            N_CHUNKS=self._chunks, CHUNKS=chunks, CANDIDATES=self._candidates,
+            BLOCK=min(2048, self._candidates), **warps,
+        )  # fmt: skip
+        return out
