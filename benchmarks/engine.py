@@ -1,0 +1,517 @@
+"""What the GPU lanes do: `python benchmarks/engine.py [--out results/engine-h200.json]`.
+
+On one GPU that does nothing else, with dummy weights (random, never zeros) in the true shapes and
+a KV pool of random numbers. Times are the lanes' own: from the event before a launch to the event
+behind it. Values are medians; every ratio is of two things measured in this run. `--only` names
+parts; what a part needs is measured with it.
+"""
+
+import argparse
+import gc
+import itertools
+import json
+import platform
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+
+import numpy as np
+import torch
+from twolane.kernels.prefill_attention import PrefillPlan, PrefillWorkspace, prefill_attention
+
+from twolane import __version__
+from twolane.kernels.decode_attention import decode_attention
+from twolane.lanes import Ticket
+from twolane.lanes.cuda.machine import CudaMachine
+from twolane.lanes.work import (
+    DecodeRow,
+    DecodeWork,
+    HybridWork,
+    PrefillState,
+    PrefillWork,
+    PromptRow,
+    Sampling,
+    Work,
+)
+from twolane.model.hub import resolve
+from twolane.model.weights import load_weights
+from twolane.sampling import SamplingParams
+
+PAGE = 32
+GREEDY = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A measured value, the bar it is held to, and whether it clears it."""
+
+    name: str
+    value: float
+    bar: str
+    holds: bool
+    unit: str = ""
+
+
+def at_most(name: str, value: float, bar: float, unit: str = "") -> Figure:
+    return Figure(name, value, f"<= {bar:g}", value <= bar, unit)
+
+
+def at_least(name: str, value: float, bar: float, unit: str = "") -> Figure:
+    return Figure(name, value, f">= {bar:g}", value >= bar, unit)
+
+
+@dataclass
+class Rig:
+    """A model on the GPU with its lanes, driven without the engine."""
+
+    name: str
+    decode_units: Sequence[int] | None = None
+    slots: int = 256
+    pages: int = 0
+    machine: CudaMachine = field(init=False)
+
+    def __post_init__(self) -> None:
+        begun = time.monotonic()
+        source = resolve(self.name, "dummy")
+        spec, weights = load_weights(source, load_format="dummy", device="cuda")
+        self.machine = CudaMachine(spec, weights, self.decode_units)
+        if not self.pages:
+            each = PAGE * spec.kv_bytes_per_token(2)
+            self.pages = self.machine.kv_bytes(0.85, 40_960) // each
+        self.lanes = self.machine.start(
+            self.pages, PAGE, self.slots, 40_960, lambda: None, lambda *_: None
+        )
+        for layer in self.lanes.runner.kv.layers:
+            layer.normal_()
+        torch.cuda.synchronize()
+        self.free = list(range(self.pages))
+        random.Random(0).shuffle(self.free)
+        self.start_seconds = time.monotonic() - begun
+
+    @property
+    def spec(self):
+        return self.machine.spec
+
+    def close(self) -> None:
+        self.lanes.close()
+        del self.lanes, self.machine
+        gc.collect()
+        torch.cuda.empty_cache()
+
+    def take(self, tokens: int) -> list[int]:
+        """Pages for so many tokens, scattered over the pool."""
+        return [self.free.pop() for _ in range(-(-tokens // PAGE))]
+
+    def launch(self, lane: str, units: int, work: Work) -> Ticket:
+        return self.lanes.launch(lane, units, work, ())
+
+    def decode_rows(self, count: int, context: int, steps: int = 1) -> tuple[DecodeRow, ...]:
+        """Requests of so much context, with room for many more tokens."""
+        sampling = Sampling(GREEDY, 0, context, (), [])
+        return tuple(
+            DecodeRow(slot, context - 1, steps, self.take(context + 512), sampling)
+            for slot in range(count)
+        )
+
+    def prompt(self, new: int, reused: int = 0, slot: int | None = None) -> PromptRow:
+        tokens = np.random.default_rng(0).integers(3, self.spec.vocab_size, new).tolist()
+        sampling = Sampling(GREEDY, 0, new + reused, (), [])
+        pages = self.take(reused + new)
+        return PromptRow(self.slots - 1 if slot is None else slot, reused, tokens, pages, sampling)
+
+    def give_back(self, rows: Sequence[DecodeRow | PromptRow]) -> None:
+        for row in rows:
+            self.free += row.pages
+
+
+def finished(ticket: Ticket, seconds: float = 60.0) -> Ticket:
+    end = time.monotonic() + seconds
+    while not ticket.done:
+        if time.monotonic() > end:
+            raise TimeoutError("a launch does not end")
+        time.sleep(0.0002)
+    if ticket.error is not None:
+        raise ticket.error
+    return ticket
+
+
+def repeat(times: int, run: Callable[[], Ticket]) -> float:
+    """Median seconds of a launch; the first two are not counted."""
+    return statistics.median([finished(run()).seconds for _ in range(times + 2)][2:])
+
+
+def prefill(row: PromptRow, layers: int) -> PrefillWork:
+    return PrefillWork(PrefillState(), (row,), 0, layers, finishes=True)
+
+
+def decode_seconds(rig: Rig, rows: Sequence[DecodeRow], units: int, k: int = 4) -> float:
+    """One step, of k in a launch."""
+    work = DecodeWork(tuple(replaced(row, k) for row in rows), k)
+    return repeat(5, lambda: rig.launch("decode", units, work)) / k
+
+
+def replaced(row: DecodeRow, steps: int) -> DecodeRow:
+    return DecodeRow(row.slot, row.position, steps, row.pages, row.sampling)
+
+
+def copy_bandwidth() -> float:
+    """Bytes a second, read and written, of a large copy on the whole device."""
+    x = torch.randn(1 << 30, device="cuda", dtype=torch.bfloat16)
+    y = torch.empty_like(x)
+    seconds = timed(lambda: y.copy_(x), 12)
+    return 2 * x.nbytes / seconds
+
+
+def timed(run: Callable[[], object], times: int = 7) -> float:
+    """Median seconds on the current stream."""
+    samples = []
+    for _ in range(times + 2):
+        a, b = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        a.record()
+        run()
+        b.record()
+        b.synchronize()
+        samples.append(a.elapsed_time(b) * 1e-3)
+    return statistics.median(samples[2:])
+
+
+def gemms(rig: Rig, tokens: int) -> tuple[Callable[[], object], float]:
+    """The bare matrix products of a pass of so many tokens, and their FLOPs; no head."""
+    spec, weights = rig.spec, rig.machine.decoder.weights
+
+    def wide(width: int) -> torch.Tensor:
+        return torch.randn(tokens, width, device="cuda", dtype=torch.bfloat16)
+
+    x, a, m = wide(spec.hidden_size), wide(spec.q_size), wide(spec.intermediate_size)
+    qkv = wide(spec.q_size + 2 * spec.kv_size)
+    gate_up, out = wide(2 * spec.intermediate_size), wide(spec.hidden_size)
+
+    def run() -> None:
+        for w in weights.layers:
+            torch.mm(x, w.qkv.t(), out=qkv)
+            torch.mm(a, w.o.t(), out=out)
+            torch.mm(x, w.gate_up.t(), out=gate_up)
+            torch.mm(m, w.down.t(), out=out)
+
+    per_layer = sum(t.numel() for t in (weights.layers[0].qkv, weights.layers[0].o))
+    per_layer += sum(t.numel() for t in (weights.layers[0].gate_up, weights.layers[0].down))
+    return run, 2.0 * tokens * per_layer * spec.layers
+
+
+def attention_flops(spec, new: int, reused: int) -> float:
+    visible = new * reused + new * (new + 1) / 2
+    return 4.0 * spec.layers * spec.heads * spec.head_dim * visible
+
+
+# --- figures -----------------------------------------------------------------------------------
+
+
+def solo(rig: Rig, details: dict) -> list[Figure]:
+    """Decode steps on every level and prefill on every level, one phase at a time."""
+    spec, whole = rig.spec, rig.machine.partitions.units
+    bandwidth = copy_bandwidth()
+    rows = rig.decode_rows(64, 2048)
+    kv_bytes = 64 * 2048 * spec.kv_bytes_per_token(2)
+    weight_bytes = 2 * (spec.parameters - spec.vocab_size * spec.hidden_size)
+    steps = {u: decode_seconds(rig, rows, u) for u in rig.machine.partitions.decode_units}
+    details |= {
+        "copy_tb_s": bandwidth / 1e12,
+        "decode_step_ms_64x2048": {u: s * 1e3 for u, s in steps.items()},
+        "decode_tb_s_64x2048": {u: (kv_bytes + weight_bytes) / s / 1e12 for u, s in steps.items()},
+    }
+    ideal = (kv_bytes + weight_bytes) / bandwidth
+    figures = [at_most("decode step over bytes / copy bandwidth", steps[whole] / ideal, 1.15)]
+    narrow = min(steps, key=lambda u: abs(u - 32))
+    figures.append(
+        at_most(f"decode step on {narrow} SMs over all", steps[narrow] / steps[whole], 1.5)
+    )
+    rig.give_back(rows)
+    row = rig.prompt(8192)
+    prefills = {}
+    for units in [*(p for p, _ in rig.machine.partitions.levels), whole]:
+        prefills[units] = repeat(
+            3, lambda u=units: rig.launch("prefill", u, prefill(row, spec.layers))
+        )
+    details["prefill_tokens_s_8192"] = {u: 8192 / s for u, s in prefills.items()}
+    bare, flops = gemms(rig, 8192)
+    bare_rate = flops / timed(bare, 3)
+    rate = (flops + attention_flops(spec, 8192, 0)) / prefills[whole]
+    details |= {"bare_gemm_tflops": bare_rate / 1e12, "prefill_tflops": rate / 1e12}
+    figures.append(at_least("prefill FLOP/s over bare GEMMs", rate / bare_rate, 0.88))
+    figures.append(at_least("prefill of 8192", 8192 / prefills[whole], 38_000, "tokens/s"))
+    rig.give_back([row])
+    return figures
+
+
+def hybrid(rig: Rig, details: dict) -> list[Figure]:
+    """64 decodes at 2K and 1,024 new tokens on 4K reused, in one pass."""
+    whole = rig.machine.partitions.units
+    rows, row = rig.decode_rows(64, 2048), rig.prompt(1024, 4096)
+    work = HybridWork(rows, (row,))
+    seconds = repeat(7, lambda: rig.launch("device", whole, work))
+    bare, _ = gemms(rig, 1088)
+    parts = {"gemms": timed(bare, 7), **attention_alone(rig, rows, row)}
+    details["hybrid_ms"] = {"pass": seconds * 1e3, **{k: v * 1e3 for k, v in parts.items()}}
+    rig.give_back([*rows, row])
+    return [
+        at_most("hybrid pass over its GEMMs and attentions", seconds / sum(parts.values()), 1.05)
+    ]
+
+
+def attention_alone(rig: Rig, rows: Sequence[DecodeRow], row: PromptRow) -> dict[str, float]:
+    """Seconds of all layers' decode attention and prefill attention, each alone."""
+    spec, runner = rig.spec, rig.lanes.runner
+    steps, whole = runner.steps, rig.machine.partitions.units
+    tables = runner.slots.tables
+    slots = torch.arange(len(rows), dtype=torch.int32, device="cuda")
+    lengths = torch.full_like(slots, rows[0].position + 1)
+    shape = (spec.heads, spec.head_dim)
+    q = torch.randn(len(rows), *shape, device="cuda", dtype=torch.bfloat16)
+    out = torch.empty_like(q)
+
+    def decode() -> None:
+        for pool in runner.kv.layers:
+            decode_attention(q, pool, tables, slots, lengths, out, steps.scratch, units=whole)
+
+    new = len(row.tokens)
+    p = torch.randn(new, *shape, device="cuda", dtype=torch.bfloat16)
+    p_out = torch.empty_like(p)
+    plan = PrefillPlan.build(
+        [(row.start, new)], [row.pages], page_size=PAGE, heads=spec.heads, kv_heads=spec.kv_heads,
+        dim=spec.head_dim, dtype=p.dtype, units=whole, workspace=PrefillWorkspace("cuda"),
+    )  # fmt: skip
+
+    def prompts() -> None:
+        for pool in runner.kv.layers:
+            prefill_attention(plan, p, pool, p_out)
+
+    return {"decode attention": timed(decode), "prefill attention": timed(prompts)}
+
+
+@dataclass
+class Both:
+    """Both lanes kept busy: what came of it."""
+
+    tokens_s: float
+    gaps: list[float]
+    decode_idle: float
+    prefill_idle: float
+    launch_seconds: list[float]
+
+
+def both_lanes(
+    rig: Rig, level: tuple[int, int], rows: Sequence[DecodeRow], row: PromptRow,
+    slice_layers: int, seconds: float,
+) -> Both:  # fmt: skip
+    """Queue steps and slices so that neither lane ever waits for the host."""
+    layers, ahead = rig.spec.layers, 2
+    decode, slices = [], []
+    state, at = PrefillState(), 0
+    launch_seconds = []
+    work = DecodeWork(tuple(rows), 1)
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        idle = True
+        if sum(not t.done for t in decode[-ahead - 1 :]) < ahead:
+            begun = time.perf_counter()
+            decode.append(rig.launch("decode", level[1], work))
+            launch_seconds.append(time.perf_counter() - begun)
+            idle = False
+        if sum(not t.done for t in slices[-ahead - 1 :]) < ahead:
+            last = min(at + slice_layers, layers)
+            part = PrefillWork(state, (row,), at, last, finishes=last == layers)
+            slices.append(rig.launch("prefill", level[0], part))
+            at = last % layers
+            state = PrefillState() if at == 0 else state
+            idle = False
+        if idle:
+            time.sleep(0.0001)
+    for ticket in (decode[-1], slices[-1]):
+        finished(ticket)
+    skip = 0.15
+    decode, slices = decode[int(skip * len(decode)) :], slices[int(skip * len(slices)) :]
+    per_prompt = -(-layers // slice_layers)
+    span = slices[-1].end - slices[0].end
+    tokens = len(row.tokens) * (len(slices) - 1) / per_prompt
+    gaps = [b.end - a.end for a, b in itertools.pairwise(decode)]
+    return Both(tokens / span, gaps, idle_share(decode), idle_share(slices), launch_seconds)
+
+
+def idle_share(tickets: Sequence[Ticket]) -> float:
+    """Share of the time between the first start and the last end that nothing ran."""
+    busy = sum(t.seconds for t in tickets)
+    return max(0.0, 1 - busy / (tickets[-1].end - tickets[0].start))
+
+
+def side_by_side(
+    rig: Rig, details: dict, running: int, tokens_bar: float, gap_bar: float
+) -> list[Figure]:
+    """48 SMs decode, the others prefill prompts of 8,192 tokens."""
+    level = min(rig.machine.partitions.levels, key=lambda pd: abs(pd[1] - 48))
+    rows, row = rig.decode_rows(running, 2048), rig.prompt(8192)
+    both_lanes(rig, level, rows, row, 4, 1.0)
+    both = both_lanes(rig, level, rows, row, 4, 6.0)
+    gaps = np.array(both.gaps) * 1e3
+    details[f"both_lanes_{level[0]}_{level[1]}"] = {
+        "tokens_s": both.tokens_s,
+        "tbt_ms": {q: float(np.percentile(gaps, q)) for q in (50, 90, 99, 100)},
+        "decode_idle": both.decode_idle,
+        "prefill_idle": both.prefill_idle,
+        "launch_ms": float(np.median(both.launch_seconds) * 1e3),
+    }
+    rig.give_back([*rows, row])
+    name = rig.name
+    return [
+        at_least(f"{name}: prefill beside decode", both.tokens_s, tokens_bar, "tokens/s"),
+        at_most(f"{name}: P99 TBT beside prefill", float(np.percentile(gaps, 99)), gap_bar, "ms"),
+        at_most(f"{name}: decode lane idle", both.decode_idle, 0.02),
+        at_most(f"{name}: prefill lane idle", both.prefill_idle, 0.04),
+    ]
+
+
+def switches(rig: Rig, details: dict) -> list[Figure]:
+    """Device time between two decode steps on different levels."""
+    levels = [d for _, d in rig.machine.partitions.levels[1:3]]
+    rows = rig.decode_rows(16, 512)
+    work = DecodeWork(rows, 1)
+    tickets = [rig.launch("decode", levels[i % 2], work) for i in range(60)]
+    finished(tickets[-1])
+    gaps = [b.start - a.end for a, b in itertools.pairwise(tickets)]
+    same = [rig.launch("decode", levels[0], work) for i in range(60)]
+    finished(same[-1])
+    stays = [b.start - a.end for a, b in itertools.pairwise(same)]
+    rig.give_back(rows)
+    details["switch_us"] = {
+        "switch": statistics.median(gaps) * 1e6, "same level": statistics.median(stays) * 1e6,
+    }  # fmt: skip
+    return [at_most("level switch", statistics.median(gaps) * 1e6, 50, "us")]
+
+
+def host(rig: Rig, details: dict) -> list[Figure]:
+    """Time of the host to launch a decode step."""
+    figures = []
+    for count, bar in ((64, 0.4), (256, 1.2)):
+        rows = rig.decode_rows(count, 256)
+        work = DecodeWork(rows, 1)
+        samples = []
+        for _ in range(40):
+            begun = time.perf_counter()
+            ticket = rig.launch("decode", rig.machine.partitions.units, work)
+            samples.append(time.perf_counter() - begun)
+            finished(ticket)
+        figures.append(
+            at_most(f"launching a step of {count}", statistics.median(samples) * 1e3, bar, "ms")
+        )
+        rig.give_back(rows)
+    return figures
+
+
+def memory(rig: Rig, details: dict) -> list[Figure]:
+    levels = rig.lanes.runner.steps.levels
+    details["graphs"] = {
+        u: {"mib": g.bytes / 2**20, "seconds": g.seconds} for u, g in levels.items()
+    }
+    total = sum(g.bytes for g in levels.values())
+    return [
+        at_most("graphs of all levels", total / 1e9, 2.0, "GB"),
+        at_most("capture", sum(g.seconds for g in levels.values()), 60, "s"),
+    ]
+
+
+def big(rig: Rig, details: dict) -> list[Figure]:
+    """34B: the solo figures."""
+    spec, whole = rig.spec, rig.machine.partitions.units
+    rows = rig.decode_rows(32, 2048)
+    step = decode_seconds(rig, rows, whole)
+    rig.give_back(rows)
+    row = rig.prompt(8192)
+    seconds = repeat(3, lambda: rig.launch("prefill", whole, prefill(row, spec.layers)))
+    rig.give_back([row])
+    return [
+        at_most("34B: decode step of 32 at 2K", step * 1e3, 20.2, "ms"),
+        at_least("34B: prefill of 8192", 8192 / seconds, 8300, "tokens/s"),
+    ]
+
+
+Part = Callable[[Rig, dict], list[Figure]]
+PARTS: dict[str, tuple[str, dict[str, Part]]] = {
+    "qwen3": (
+        "qwen3-8b",
+        {"memory": memory, "solo": solo, "hybrid": hybrid, "switches": switches, "host": host},
+    ),
+    "llama": (
+        "llama-3.1-8b",
+        {"both": lambda rig, details: side_by_side(rig, details, 64, 23_000, 16)},
+    ),
+    "codellama": (
+        "codellama-34b",
+        {"big": big, "both": lambda rig, details: side_by_side(rig, details, 32, 4900, 34)},
+    ),
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--only", nargs="*", help="models, or model.part")
+    args = parser.parse_args()
+    figures, details = [], {}
+    for key, (model, parts) in PARTS.items():
+        chosen = {n: p for n, p in parts.items() if wanted(args.only, key, n)}
+        if not chosen:
+            continue
+        rig = Rig(model)
+        details[model] = {"start_seconds": rig.start_seconds, "kv_tokens": rig.pages * PAGE}
+        for name, part in chosen.items():
+            begun = time.monotonic()
+            try:
+                new = part(rig, details[model])
+            except Exception as error:
+                new = [Figure(f"{key}.{name}: {error!r}"[:300], float("nan"), "runs", False)]
+            figures += new
+            for f in new:
+                print(f"{'ok  ' if f.holds else 'MISS'} {f.name}: {f.value:.4g} {f.unit} ({f.bar})")
+            print(f"     [{key}.{name} {time.monotonic() - begun:.1f} s]", flush=True)
+        print(json.dumps(details[model], default=float), flush=True)
+        rig.close()
+    if args.out:
+        args.out.write_text(json.dumps(report(figures, details), indent=1, default=float) + "\n")
+    return 0 if all(f.holds for f in figures) else 1
+
+
+def wanted(only: Sequence[str] | None, model: str, part: str) -> bool:
+    return not only or model in only or f"{model}.{part}" in only
+
+
+def report(figures: Sequence[Figure], details: dict) -> dict:
+    query = "--query-gpu=name,driver_version,power.limit,clocks.max.sm"
+    smi = subprocess.run(
+        ["nvidia-smi", query, "--format=csv,noheader"], capture_output=True, text=True, check=False
+    )
+    commit = subprocess.run(
+        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
+    )
+    return {
+        "command": " ".join(["python", *sys.argv]),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": commit.stdout.strip(),
+        "gpu": smi.stdout.strip(),
+        "versions": {
+            "twolane": __version__,
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+            "python": platform.python_version(),
+        },
+        "figures": [asdict(f) for f in figures],
+        "details": details,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,46 @@
+"""When something happened on the device, in seconds of the host's monotonic clock."""
+
+import time
+
+import torch
+
+from twolane.lanes.cuda.events import new_event
+
+DRIFT = 2e-5
+"""Seconds a second that the device's clock and the host's are allowed to part."""
+REBASE_SECONDS = 10.0
+"""Events give their distance as float32 milliseconds: over this much it is exact to 1 us."""
+
+
+class DeviceClock:
+    """Times of events, which must have happened, in the order they are asked for.
+
+    The host sees an event a little after it happened and never before, so the smallest distance
+    seen between the two clocks is the truest; it may grow only as fast as clocks drift.
+    """
+
+    def __init__(self) -> None:
+        self._base = new_event(timing=True)
+        self._base.record()
+        self._base.synchronize()
+        self._base_seconds = 0.0
+        self._offset = time.monotonic()
+        self._synced = 0.0
+
+    def seen(self, event: torch.cuda.Event) -> float:
+        """The time of an event that the caller has just waited for."""
+        seconds = self._device_seconds(event)
+        observed = time.monotonic() - seconds
+        drifted = self._offset + DRIFT * max(0.0, seconds - self._synced)
+        self._offset, self._synced = min(observed, drifted), seconds
+        return seconds + self._offset
+
+    def time(self, event: torch.cuda.Event) -> float:
+        """The time of an event that happened at some time before."""
+        return self._device_seconds(event) + self._offset
+
+    def _device_seconds(self, event: torch.cuda.Event) -> float:
+        seconds: float = self._base_seconds + self._base.elapsed_time(event) * 1e-3
+        if seconds - self._base_seconds > REBASE_SECONDS:
+            self._base, self._base_seconds = event, seconds
+        return seconds

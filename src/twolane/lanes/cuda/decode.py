@@ -1,0 +1,182 @@
+"""Decode steps as CUDA graphs: one for each number of rows and each share of the SMs.
+
+A step is two graphs: the forward pass up to the logits, and its end: sampling, and the advance of
+positions, lengths and last tokens. Both read everything that changes from device memory, so that
+k steps are 2k replays with no host in between. All graphs share one memory pool: steps of the
+decode lane run in order, and nothing of one step lives on into the next but the buffers here.
+"""
+
+import bisect
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from twolane.kernels import fused
+from twolane.kernels.decode_attention import decode_scratch
+from twolane.kernels.linear import products_on
+from twolane.kernels.sampling import Sampler
+from twolane.lanes.cuda.green import Partitions
+from twolane.lanes.cuda.rows import Steps
+from twolane.lanes.cuda.slots import Slots, upload
+from twolane.lanes.work import DecodeRow
+from twolane.model.gpu import GpuDecoder, GpuKVCache, Workspace
+
+BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
+"""Rows that graphs are made for, and from there on every 64."""
+MAX_STEPS = 64
+"""The longest look-ahead."""
+
+
+def buckets(max_rows: int) -> tuple[int, ...]:
+    """Row counts that graphs are made for: the last one is `max_rows`."""
+    every = [*BUCKETS, *range(BUCKETS[-1] + 64, max_rows, 64)]
+    return (*(count for count in every if count < max_rows), max_rows)
+
+
+@dataclass(frozen=True)
+class LevelGraphs:
+    """The graphs of one share of the SMs, and what they cost."""
+
+    forward: dict[int, torch.cuda.CUDAGraph]
+    finish: dict[int, torch.cuda.CUDAGraph]
+    bytes: int
+    """Device memory that capturing took."""
+    seconds: float
+
+
+class Inputs:
+    """What the host tells a decode launch, as one block of int32 for one upload.
+
+    Rows of a bucket: slots, positions, lengths and steps, each [bucket], then the step's number.
+    """
+
+    def __init__(self, max_rows: int, device: torch.device) -> None:
+        self.block = torch.zeros(4 * max_rows + 1, dtype=torch.int32, device=device)
+        self._device = device
+
+    def views(self, bucket: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """slots, positions, lengths, steps [bucket] each and the step's number [1]."""
+        parts = self.block[: 4 * bucket].view(4, bucket)
+        return parts[0], parts[1], parts[2], parts[3], self.block[4 * bucket : 4 * bucket + 1]
+
+    def send(self, rows: Sequence[DecodeRow], bucket: int, padding: int, first: int) -> None:
+        """Upload a launch's rows as its step `first` finds them; `padding` fills the bucket."""
+        values = np.zeros(4 * bucket + 1, dtype=np.int32)
+        parts = values[:-1].reshape(4, bucket)
+        parts[0] = padding
+        count = len(rows)
+        parts[0, :count] = [row.slot for row in rows]
+        parts[1, :count] = [row.position + first for row in rows]
+        parts[3, :count] = [row.steps - first for row in rows]
+        parts[2, :count] = np.where(parts[3, :count] > 0, parts[1, :count] + 1, 0)
+        upload(values, self._device, self.block)
+
+
+class DecodeSteps:
+    """The decode graphs of one model and the buffers that they share.
+
+    Args:
+        decoder: the model.
+        kv: its pool.
+        slots: what the device knows of the requests.
+        max_rows: the most rows of a step.
+        units: the most SMs of a level.
+    """
+
+    def __init__(
+        self, decoder: GpuDecoder, kv: GpuKVCache, slots: Slots, max_rows: int, units: int
+    ) -> None:
+        spec, device, dtype = decoder.spec, decoder.device, decoder.dtype
+        self._decoder, self._kv, self._slots = decoder, kv, slots
+        self.buckets = buckets(max_rows)
+        self.inputs = Inputs(max_rows, device)
+        self.workspace = Workspace(spec, dtype, device)
+        self.workspace.reserve(max_rows)
+        self.scratch = decode_scratch(max_rows, spec.heads, spec.head_dim, units, device)
+        self._sampler = Sampler(max_rows, spec.vocab_size, device)
+        self._hidden = torch.empty((max_rows, spec.hidden_size), dtype=dtype, device=device)
+        self.logits = torch.empty((max_rows, spec.vocab_size), dtype=torch.float32, device=device)
+        self.tokens = torch.zeros(max_rows, dtype=torch.int32, device=device)
+        self.ring = torch.zeros(MAX_STEPS * max_rows, dtype=torch.int32, device=device)
+        """Tokens by step and row of the bucket."""
+        self._pool = torch.cuda.graph_pool_handle()
+        self.levels: dict[int, LevelGraphs] = {}
+
+    def capture(self, partitions: Partitions, progress: Callable[[float], None]) -> None:
+        """Make the graphs of every level; `progress` is told the share that is done."""
+        shares = partitions.decode_units
+        torch.cuda.empty_cache()  # capturing does it, too: it would count for the first level
+        for place, units in enumerate(shares):
+            stream = partitions.stream("decode", units)
+            free, begun = torch.cuda.mem_get_info()[0], time.monotonic()
+            forward: dict[int, torch.cuda.CUDAGraph] = {}
+            finish: dict[int, torch.cuda.CUDAGraph] = {}
+            for done, bucket in enumerate(reversed(self.buckets)):
+                progress((place + done / len(self.buckets)) / len(shares))
+                forward[bucket] = self._capture(stream, self._forward, bucket, units)
+                finish[bucket] = self._capture(stream, self._finish, bucket, units)
+            taken = free - torch.cuda.mem_get_info()[0]
+            seconds = time.monotonic() - begun
+            self.levels[units] = LevelGraphs(forward, finish, taken, seconds)
+        progress(1.0)
+
+    def bucket(self, rows: int) -> int:
+        """The smallest bucket that holds so many rows."""
+        return self.buckets[bisect.bisect_left(self.buckets, rows)]
+
+    def forward(self, units: int, bucket: int) -> None:
+        """Queue the forward pass of a step on the current stream; it ends with `logits`."""
+        graphs = self.levels.get(units)
+        if graphs is None:  # no decode lane has such a share: it is not worth graphs
+            self._forward(bucket, units)
+        else:
+            graphs.forward[bucket].replay()
+
+    def finish(self, units: int, bucket: int) -> None:
+        """Queue the end of a step: its tokens are in `ring` and in the slots."""
+        graphs = self.levels.get(units)
+        if graphs is None:
+            self._finish(bucket, units)
+        else:
+            graphs.finish[bucket].replay()
+
+    def step_tokens(self, step: int, bucket: int) -> Tensor:
+        """Tokens of a launch's step, int32 [bucket], on the device until the next launch."""
+        return self.ring[step * bucket : (step + 1) * bucket]
+
+    def _capture(
+        self,
+        stream: torch.cuda.Stream,
+        part: Callable[[int, int], None],
+        bucket: int,
+        units: int,
+    ) -> torch.cuda.CUDAGraph:
+        with torch.cuda.stream(stream):
+            part(bucket, units)  # compiles kernels and sets up libraries; all rows are padding
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=stream):
+            part(bucket, units)
+        return graph
+
+    def _forward(self, bucket: int, units: int) -> None:
+        decoder = self._decoder
+        slots, positions, lengths, _, _ = self.inputs.views(bucket)
+        rows = Steps(decoder, self._slots.tables, slots, positions, lengths, self.scratch, units)
+        hidden, products = self._hidden[:bucket], products_on(units)
+        fused.embed(self._slots.last_token, slots, lengths, decoder.weights.embedding, hidden)
+        decoder.layers(0, decoder.spec.layers, hidden, rows, self._kv, self.workspace, products)
+        decoder.head(hidden, self.logits[:bucket], self.workspace, products)
+
+    def _finish(self, bucket: int, units: int) -> None:
+        slots, positions, lengths, steps, step = self.inputs.views(bucket)
+        tokens = self.tokens[:bucket]
+        params = self._slots.params
+        self._sampler.sample(self.logits[:bucket], slots, positions, lengths, params, tokens)
+        fused.advance(
+            tokens, slots, steps, step, positions, lengths, self._slots.last_token, self.ring
+        )

@@ -1,0 +1,138 @@
+"""The lanes of one GPU: streams chained by events, and a watcher thread for each lane."""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+
+import torch
+
+from twolane.lanes import Ticket
+from twolane.lanes.cuda.clock import DeviceClock
+from twolane.lanes.cuda.events import new_event
+from twolane.lanes.cuda.green import Partitions
+from twolane.lanes.cuda.runner import CudaRunner, PendingStep
+from twolane.lanes.work import PrefillWork, Work
+from twolane.vocabulary import LANES, LaneName
+
+
+@dataclass(slots=True, eq=False)
+class CudaTicket(Ticket):
+    """A launch on a stream."""
+
+    ended: torch.cuda.Event = field(default_factory=lambda: new_event(timing=True))
+    """Recorded behind the launch."""
+    stream: torch.cuda.Stream | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Watched:
+    ticket: CudaTicket
+    begun: torch.cuda.Event
+    steps: Sequence[PendingStep]
+
+
+class CudaLanes:
+    """Green-context lanes over one model.
+
+    Launches of a lane run in order, whatever their levels: each waits, on the device, for the one
+    before it.
+
+    Args:
+        runner: queues the work.
+        partitions: the levels and their streams.
+        notify: called from a lane's thread whenever a ticket has news.
+    """
+
+    def __init__(
+        self, runner: CudaRunner, partitions: Partitions, notify: Callable[[], None]
+    ) -> None:
+        self.runner = runner
+        self._partitions = partitions
+        self._last: dict[str, CudaTicket] = {}
+        """The last launch that used each of what launches share."""
+        self._watchers = {lane: _Watcher(lane, partitions.device, notify) for lane in LANES}
+        self.units = partitions.units
+        self.levels: Sequence[tuple[int, int]] = partitions.offered
+
+    clock = staticmethod(time.monotonic)
+
+    def launch(self, lane: LaneName, units: int, work: Work, after: Sequence[Ticket]) -> Ticket:
+        """See `Lanes.launch`."""
+        stream = self._partitions.stream(lane, units)
+        ticket = CudaTicket(lane, units, stream=stream)
+        with torch.cuda.stream(stream), torch.inference_mode():
+            used = _used(lane, work)
+            for other in self._before(used, stream, after):
+                stream.wait_event(other.ended)
+            begun = new_event(timing=True)
+            begun.record(stream)
+            steps = self.runner.run(work, lane, units)
+            ticket.ended.record(stream)
+        self._last.update(dict.fromkeys(used, ticket))
+        self._watchers[lane].queue.put(_Watched(ticket, begun, steps))
+        return ticket
+
+    def close(self, timeout: float = 1.0) -> None:
+        """End the threads when they are through with what is queued; wait for each so long."""
+        for watcher in self._watchers.values():
+            watcher.queue.put(None)
+        for watcher in self._watchers.values():
+            watcher.thread.join(timeout)
+
+    def _before(
+        self, used: Sequence[str], stream: torch.cuda.Stream, after: Sequence[Ticket]
+    ) -> list[CudaTicket]:
+        """What must end first and is not ordered by the stream itself."""
+        last = [self._last[name] for name in used if name in self._last]
+        named = [ticket for ticket in after if isinstance(ticket, CudaTicket)]
+        return [t for t in (*last, *named) if not t.done and t.stream is not stream]
+
+
+def _used(lane: LaneName, work: Work) -> Sequence[str]:
+    """What no two launches may use at a time: a lane's memory, and the decode steps' buffers.
+
+    The whole device excludes everything, which lets it use the prefill lane's memory.
+    """
+    if lane == "device":
+        return (*LANES, "steps")
+    return (lane,) if isinstance(work, PrefillWork) else (lane, "steps")
+
+
+class _Watcher:
+    """A thread that waits for a lane's events in order and fills in its tickets.
+
+    It spins in the driver, without Python's lock, for as long as its lane has work: a thread put
+    to sleep would see the end of a step a quarter of a millisecond late.
+    """
+
+    def __init__(self, lane: LaneName, device: int, notify: Callable[[], None]) -> None:
+        self.queue: SimpleQueue[_Watched | None] = SimpleQueue()
+        self._device = device
+        self._notify = notify
+        self._clock = DeviceClock()
+        self.thread = threading.Thread(target=self._watch, name=f"watch-{lane}", daemon=True)
+        self.thread.start()
+
+    def _watch(self) -> None:
+        torch.cuda.set_device(self._device)
+        while (watched := self.queue.get()) is not None:
+            ticket = watched.ticket
+            try:
+                self._follow(watched)
+            except BaseException as error:  # the engine raises it on its own thread
+                ticket.error = error
+                ticket.end = time.monotonic()
+            self._notify()
+
+    def _follow(self, watched: _Watched) -> None:
+        ticket = watched.ticket
+        watched.begun.synchronize()
+        ticket.start = self._clock.seen(watched.begun)
+        for step in watched.steps:
+            step.done.synchronize()
+            ticket.steps.append(step.collect())
+            self._notify()
+        ticket.ended.synchronize()
+        ticket.end = max(self._clock.seen(ticket.ended), ticket.start)

@@ -1,0 +1,111 @@
+"""The tokens of a forward pass on the GPU: prompts, decode rows, or both."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from twolane.kernels import fused
+from twolane.kernels.decode_attention import DecodeScratch, decode_attention
+from twolane.kernels.prefill_attention import PrefillPlan, prefill_attention
+from twolane.model.decoder import LayerWeights
+from twolane.model.gpu import GpuDecoder
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Tokens whose places the host has worked out: prompts, and hybrid batches.
+
+    Decode rows come first, if there are any.
+    """
+
+    decoder: GpuDecoder
+    positions: Tensor
+    """int32 [T]"""
+    write_slots: Tensor
+    """Where in the pool each token's key goes, page * page_size + offset, int32 [T]."""
+    plans: Mapping[int | None, PrefillPlan]
+    """Of the prompts, by window."""
+    steps: "Steps | None" = None
+    """The decode rows, for hybrid batches."""
+
+    def behind(self, steps: "Steps", page_size: int) -> "Placed":
+        """These tokens behind decode rows, in one pass."""
+        pages = steps.tables[steps.slots, steps.positions // page_size]
+        write_slots = pages * page_size + steps.positions % page_size
+        return Placed(
+            self.decoder,
+            torch.cat([steps.positions, self.positions]),
+            torch.cat([write_slots, self.write_slots]),
+            self.plans,
+            steps,
+        )
+
+    def write(self, qkv: Tensor, q: Tensor, weights: LayerWeights, pool: Tensor) -> None:
+        """See `Rows.write`."""
+        spec = self.decoder.spec
+        fused.qkv_rope_write(
+            qkv,
+            self.positions,
+            weights.qk_norm,
+            spec.norm_eps,
+            self.decoder.rotary,
+            q,
+            pool,
+            self.write_slots,
+        )
+
+    def attend(self, q: Tensor, pool: Tensor, window: int | None, out: Tensor) -> None:
+        """See `Rows.attend`."""
+        decoding = 0
+        if self.steps is not None:
+            decoding = len(self.steps.slots)
+            self.steps.attend(q[:decoding], pool, window, out[:decoding])
+        prefill_attention(self.plans[window], q[decoding:], pool, out[decoding:])
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Decode rows: their places are worked out on the device, so a graph can be replayed."""
+
+    decoder: GpuDecoder
+    tables: Tensor
+    slots: Tensor
+    """int32 [R]"""
+    positions: Tensor
+    """Of the token that each row computes, int32 [R]."""
+    lengths: Tensor
+    """Tokens each row sees, itself included; 0: the row is padding or done. int32 [R]"""
+    scratch: DecodeScratch
+    units: int
+
+    def write(self, qkv: Tensor, q: Tensor, weights: LayerWeights, pool: Tensor) -> None:
+        """See `Rows.write`."""
+        spec = self.decoder.spec
+        fused.qkv_rope_write_decode(
+            qkv,
+            self.positions,
+            weights.qk_norm,
+            spec.norm_eps,
+            self.decoder.rotary,
+            q,
+            pool,
+            self.tables,
+            self.slots,
+            self.lengths,
+        )
+
+    def attend(self, q: Tensor, pool: Tensor, window: int | None, out: Tensor) -> None:
+        """See `Rows.attend`."""
+        decode_attention(
+            q,
+            pool,
+            self.tables,
+            self.slots,
+            self.lengths,
+            out,
+            self.scratch,
+            units=self.units,
+            window=window,
+        )

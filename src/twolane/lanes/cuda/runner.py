@@ -1,0 +1,265 @@
+"""Queues work for the GPU on the current stream; nothing here waits for the device."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from twolane.kernels.linear import products_on
+from twolane.kernels.prefill_attention import PrefillPlan, PrefillWorkspace
+from twolane.kernels.sampling import Sampler
+from twolane.lanes import Sampled, Step
+from twolane.lanes.cuda.decode import MAX_STEPS, DecodeSteps
+from twolane.lanes.cuda.events import new_event
+from twolane.lanes.cuda.rows import Placed, Steps
+from twolane.lanes.cuda.slots import Ints, Slots, upload
+from twolane.lanes.work import DecodeRow, DecodeWork, HybridWork, PrefillWork, PromptRow, Work
+from twolane.model.gpu import GpuDecoder, GpuKVCache, Workspace
+from twolane.vocabulary import LaneName
+
+
+@dataclass(frozen=True, slots=True)
+class PendingStep:
+    """A step that was queued."""
+
+    done: torch.cuda.Event
+    """Its results are in host memory."""
+    collect: Callable[[], Step]
+    """Makes them of what the device wrote; once `done` has happened."""
+
+
+@dataclass(slots=True, eq=False)
+class _Pass:
+    """A prefill batch between two slices."""
+
+    rows: Sequence[PromptRow]
+    hidden: Tensor
+    """The residual stream, [T, hidden]."""
+    positions: Tensor
+    write_slots: Tensor
+    plans: dict[int | None, PrefillPlan] = field(default_factory=dict)
+    """By window, for the SMs of the last slice."""
+
+
+class _LaneMemory:
+    """What the launches of one lane write to, and no other lane's."""
+
+    def __init__(self, decoder: GpuDecoder, max_rows: int) -> None:
+        self.activations = Workspace(decoder.spec, decoder.dtype, decoder.device)
+        self.attention = PrefillWorkspace(decoder.device)
+        self.sampler = Sampler(max_rows, decoder.spec.vocab_size, decoder.device)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a launch runs."""
+
+    units: int
+    memory: _LaneMemory
+
+
+class CudaRunner:
+    """One model, one KV pool, and memory for each lane.
+
+    The whole device shares the prefill lane's memory: it excludes the lanes.
+
+    Args:
+        decoder: the model.
+        kv: its pool.
+        slots: what the device knows of the requests.
+        steps: the decode graphs.
+        max_batch_tokens: of a prefill batch, which the workspace is made for; larger ones grow it.
+    """
+
+    def __init__(
+        self,
+        decoder: GpuDecoder,
+        kv: GpuKVCache,
+        slots: Slots,
+        steps: DecodeSteps,
+        max_batch_tokens: int,
+    ) -> None:
+        self._decoder, self.kv, self.slots, self.steps = decoder, kv, slots, steps
+        rows = steps.buckets[-1]
+        prefill, decode = _LaneMemory(decoder, rows), _LaneMemory(decoder, rows)
+        prefill.activations.reserve(max_batch_tokens)
+        self._memory: dict[LaneName, _LaneMemory] = {
+            "prefill": prefill,
+            "decode": decode,
+            "device": prefill,
+        }
+
+    def run(self, work: Work, lane: LaneName, units: int) -> list[PendingStep]:
+        """Queue the work on the current stream, which has so many SMs."""
+        place = _Place(units, self._memory[lane])
+        if isinstance(work, DecodeWork):
+            return self._decode(work, units)
+        if isinstance(work, PrefillWork):
+            return self._prefill(work, place)
+        return [self._hybrid(work, place)]
+
+    def _decode(self, work: DecodeWork, units: int) -> list[PendingStep]:
+        rows, steps = work.rows, self.steps
+        bucket = steps.bucket(len(rows))
+        self.slots.update(rows)
+        pending = []
+        for step in range(work.k):
+            if step % MAX_STEPS == 0:
+                steps.inputs.send(rows, bucket, self.slots.padding, step)
+            steps.forward(units, bucket)
+            steps.finish(units, bucket)
+            alive = [i for i, row in enumerate(rows) if step < row.steps]
+            tokens = steps.step_tokens(step % MAX_STEPS, bucket)
+            pending.append(_read(tokens[: len(rows)], alive, alive))
+        return pending
+
+    def _prefill(self, work: PrefillWork, place: _Place) -> list[PendingStep]:
+        state = work.state
+        batch = self._open(work.rows) if work.first == 0 else self._resumed(state.hidden, work.rows)
+        plans = self._plans(batch, place, work.first, work.last)
+        placed = Placed(self._decoder, batch.positions, batch.write_slots, plans)
+        self._layers(work.first, work.last, batch.hidden, placed, place)
+        if not work.finishes:
+            state.hidden, state.rows = batch, work.rows
+            return []
+        state.hidden, state.rows = None, ()
+        return [self._sample(batch.hidden, (), work.rows, place)]
+
+    def _hybrid(self, work: HybridWork, place: _Place) -> PendingStep:
+        """One pass of decode rows, which come first, and prompts."""
+        batch, layers = self._open(work.prompts), self._decoder.spec.layers
+        plans = self._plans(batch, place, 0, layers)
+        hidden, placed = (
+            batch.hidden,
+            Placed(self._decoder, batch.positions, batch.write_slots, plans),
+        )
+        if work.decode:
+            decoding = self._steps_of(work.decode, place)
+            tokens = self.slots.last_token[decoding.slots]
+            embedded = functional.embedding(tokens, self._decoder.weights.embedding)
+            hidden = torch.cat([embedded, hidden])
+            placed = placed.behind(decoding, self.kv.page_size)
+        self._layers(0, layers, hidden, placed, place)
+        return self._sample(hidden, work.decode, work.prompts, place)
+
+    def _steps_of(self, rows: Sequence[DecodeRow], place: _Place) -> Steps:
+        """Decode rows for a pass that is not a graph."""
+        steps, count = self.steps, len(rows)
+        self.slots.update(rows)
+        steps.inputs.send(rows, count, self.slots.padding, 0)
+        slots, positions, lengths, _, _ = steps.inputs.views(count)
+        tables = self.slots.tables
+        return Steps(self._decoder, tables, slots, positions, lengths, steps.scratch, place.units)
+
+    def _open(self, rows: Sequence[PromptRow]) -> _Pass:
+        """Lay out a batch and embed its tokens."""
+        self.slots.update(rows)
+        tokens = np.concatenate([np.asarray(row.tokens, dtype=np.int32) for row in rows])
+        where = [_places(row, self.kv.page_size) for row in rows]
+        positions, write_slots = (np.concatenate(part) for part in zip(*where, strict=True))
+        sent = upload(np.stack([tokens, positions, write_slots]), self._decoder.device)
+        parts = sent.view(3, -1)
+        hidden = functional.embedding(parts[0], self._decoder.weights.embedding)
+        return _Pass(rows, hidden, parts[1], parts[2])
+
+    def _resumed(self, batch: object, rows: Sequence[PromptRow]) -> _Pass:
+        """The batch where the last slice left it, without the rows that have left."""
+        assert isinstance(batch, _Pass)
+        if batch.rows == rows:
+            return batch
+        alive = {row.slot for row in rows}
+        kept = np.repeat(
+            [row.slot in alive for row in batch.rows], [len(row.tokens) for row in batch.rows]
+        )
+        index = upload(np.flatnonzero(kept).astype(np.int32), self._decoder.device)
+        return _Pass(rows, batch.hidden[index], batch.positions[index], batch.write_slots[index])
+
+    def _layers(self, first: int, last: int, hidden: Tensor, placed: Placed, place: _Place) -> None:
+        products, activations = products_on(place.units), place.memory.activations
+        self._decoder.layers(first, last, hidden, placed, self.kv, activations, products)
+
+    def _plans(
+        self, batch: _Pass, place: _Place, first: int, last: int
+    ) -> dict[int | None, PrefillPlan]:
+        """The batch's attention, planned once for each window and again for each level."""
+        for window in {self._decoder.spec.window(i) for i in range(first, last)}:
+            plan = batch.plans.get(window)
+            if plan is None:
+                batch.plans[window] = self._plan(batch.rows, place, window)
+            elif plan.units != place.units:
+                batch.plans[window] = plan.at(place.units)
+        return batch.plans
+
+    def _plan(self, rows: Sequence[PromptRow], place: _Place, window: int | None) -> PrefillPlan:
+        spec = self._decoder.spec
+        return PrefillPlan.build(
+            [(row.start, len(row.tokens)) for row in rows],
+            [row.pages for row in rows],
+            page_size=self.kv.page_size,
+            heads=spec.heads,
+            kv_heads=spec.kv_heads,
+            dim=spec.head_dim,
+            dtype=self._decoder.dtype,
+            units=place.units,
+            workspace=place.memory.attention,
+            window=window,
+        )
+
+    def _sample(
+        self,
+        hidden: Tensor,
+        decode: Sequence[DecodeRow],
+        prompts: Sequence[PromptRow],
+        place: _Place,
+    ) -> PendingStep:
+        """Sample after every decode row and after each prompt that is complete."""
+        chosen = [(i, i, row.slot, row.position) for i, row in enumerate(decode)]
+        end = len(decode)
+        for i, prompt in enumerate(prompts, start=len(decode)):
+            end += len(prompt.tokens)
+            if prompt.sampling is not None:
+                chosen.append((i, end - 1, prompt.slot, prompt.start + len(prompt.tokens) - 1))
+        if not chosen:
+            return _nothing()
+        values = np.array(chosen, dtype=np.int32).T
+        ends, slots, positions = upload(values[1:], self._decoder.device).view(3, -1)
+        last = hidden[ends]
+        shape = (len(last), self._decoder.spec.vocab_size)
+        logits = last.new_empty(shape, dtype=torch.float32)
+        self._decoder.head(last, logits, place.memory.activations, products_on(place.units))
+        tokens = torch.empty_like(slots)
+        params, active = self.slots.params, torch.ones_like(slots)
+        place.memory.sampler.sample(logits, slots, positions, active, params, tokens)
+        self.slots.last_token[slots] = tokens
+        return _read(tokens, range(len(chosen)), values[0].tolist())
+
+
+def _places(row: PromptRow, page_size: int) -> tuple[Ints, Ints]:
+    """Position and place in the pool of each token of a chunk, int32 [n] each."""
+    positions = np.arange(row.start, row.start + len(row.tokens), dtype=np.int32)
+    pages = np.asarray(row.pages, dtype=np.int32)
+    return positions, pages[positions // page_size] * page_size + positions % page_size
+
+
+def _read(tokens: Tensor, which: Sequence[int], rows: Sequence[int]) -> PendingStep:
+    """Bring a step's tokens to the host: `tokens[which[i]]` is that of row `rows[i]`."""
+    pinned = torch.empty(len(tokens), dtype=torch.int32, pin_memory=True)
+    pinned.copy_(tokens, non_blocking=True)
+    done = new_event()
+    done.record()
+
+    def collect() -> Step:
+        values = pinned.tolist()
+        return Step([Sampled(row, values[i]) for i, row in zip(which, rows, strict=True)])
+
+    return PendingStep(done, collect)
+
+
+def _nothing() -> PendingStep:
+    """A step that samples nothing."""
+    done = new_event()
+    done.record()
+    return PendingStep(done, Step)

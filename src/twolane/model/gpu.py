@@ -1,0 +1,155 @@
+"""The decoder on an NVIDIA GPU: cuBLAS for the large products, own kernels for all between.
+
+The residual stream is updated in place, by the products that end a block. A forward pass is
+addressable layer by layer, like `model/decoder.py`, whose weights and order of dimensions it has.
+"""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from twolane.kernels import fused
+from twolane.kernels.linear import Products
+from twolane.model.decoder import LayerWeights, Weights
+from twolane.model.rope import frequencies
+from twolane.model.spec import ModelSpec
+
+MLP_ROWS = 8192
+"""Rows that go through the MLP at a time, which bounds its workspace."""
+
+
+class GpuKVCache:
+    """Keys and values of all layers: `layers[i]` is [pages, kv_heads, 2, page_size, head_dim].
+
+    K and V of one head's page are one run of memory, so that decode attention pulls them as one
+    tile. The pool starts uninitialised; nothing reads a place before it was written.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, pages: int, page_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.page_size = page_size
+        shape = (pages, spec.kv_heads, 2, page_size, spec.head_dim)
+        self.layers = [torch.empty(shape, dtype=dtype, device=device) for _ in range(spec.layers)]
+
+
+class Rows(Protocol):
+    """The tokens of one forward pass: where their keys go and what they see."""
+
+    def write(self, qkv: Tensor, q: Tensor, weights: LayerWeights, pool: Tensor) -> None:
+        """Normalise and rotate queries and keys; keys and values go to the pool, queries to `q`."""
+        ...
+
+    def attend(self, q: Tensor, pool: Tensor, window: int | None, out: Tensor) -> None:
+        """Causal attention of every token over its own sequence; all are [T, heads, head_dim]."""
+        ...
+
+
+class Workspace:
+    """The activations of one lane, made for up to so many tokens and grown when more come.
+
+    Launches of a lane run in order, so one set of buffers serves them all; two lanes never share.
+    """
+
+    def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:
+        self._sizes = {
+            "norm": spec.hidden_size,
+            "qkv": spec.q_size + 2 * spec.kv_size,
+            "q": spec.q_size,
+            "attended": spec.q_size,
+        }
+        self._mlp_sizes = {"gate_up": 2 * spec.intermediate_size, "act": spec.intermediate_size}
+        self._buffers: dict[str, Tensor] = {}
+        self._dtype, self._device = dtype, device
+
+    def get(self, name: str, rows: int) -> Tensor:
+        """A buffer [rows, its width]; what it held is lost to the next who asks."""
+        width = self._sizes.get(name) or self._mlp_sizes[name]
+        buffer = self._buffers.get(name)
+        if buffer is None or len(buffer) < rows:
+            self._buffers[name] = buffer = torch.empty(
+                (rows, width), dtype=self._dtype, device=self._device
+            )
+        return buffer[:rows]
+
+    def reserve(self, rows: int) -> None:
+        """Make all buffers now, for passes of up to so many tokens."""
+        for name in self._sizes:
+            self.get(name, rows)
+        for name in self._mlp_sizes:
+            self.get(name, min(rows, MLP_ROWS))
+
+    @property
+    def bytes(self) -> int:
+        """Bytes held."""
+        return sum(buffer.nbytes for buffer in self._buffers.values())
+
+
+class GpuDecoder:
+    """The transformer on one GPU. It keeps no state between calls: buffers come from the caller."""
+
+    def __init__(self, spec: ModelSpec, weights: Weights) -> None:
+        self.spec = spec
+        self.weights = weights
+        self.dtype = weights.embedding.dtype
+        self.device = weights.embedding.device
+        self.rotary = fused.rotary_table(
+            frequencies(spec.rope, spec.head_dim).to(self.device),
+            spec.rope.attention_factor,
+            spec.max_positions,
+        )
+        """Cosines and sines, float32 [positions, head_dim / 2, 2]."""
+
+    def layers(
+        self,
+        first: int,
+        last: int,
+        residual: Tensor,
+        rows: Rows,
+        kv: GpuKVCache,
+        workspace: Workspace,
+        products: Products,
+    ) -> None:
+        """Run layers `first:last` on the current stream.
+
+        Args:
+            first: layer index.
+            last: one past the last layer.
+            residual: [T, hidden] from `embed` or the layer before; updated in place.
+            rows: the T tokens.
+            kv: the pool.
+            workspace: of the lane.
+            products: the matrix products for the lane's share of the SMs.
+        """
+        spec, count = self.spec, len(residual)
+        norm, qkv = workspace.get("norm", count), workspace.get("qkv", count)
+        q = workspace.get("q", count).view(count, spec.heads, spec.head_dim)
+        attended = workspace.get("attended", count)
+        for i in range(first, last):
+            w = self.weights.layers[i]
+            fused.rms_norm(residual, w.input_norm, spec.norm_eps, norm)
+            products.linear(norm, w.qkv, w.qkv_bias, qkv)
+            rows.write(qkv, q, w, kv.layers[i])
+            rows.attend(q, kv.layers[i], spec.window(i), attended.view_as(q))
+            products.add_linear(attended, w.o, w.o_bias, residual)
+            fused.rms_norm(residual, w.post_norm, spec.norm_eps, norm)
+            for start in range(0, count, MLP_ROWS):
+                end = min(start + MLP_ROWS, count)
+                self._mlp(norm[start:end], w, residual[start:end], workspace, products)
+
+    def _mlp(
+        self, x: Tensor, w: LayerWeights, residual: Tensor, workspace: Workspace, products: Products
+    ) -> None:
+        gate_up, act = workspace.get("gate_up", len(x)), workspace.get("act", len(x))
+        products.linear(x, w.gate_up, w.gate_up_bias, gate_up)
+        fused.silu_mul(gate_up, act)
+        products.add_linear(act, w.down, w.down_bias, residual)
+
+    def head(
+        self, hidden: Tensor, logits: Tensor, workspace: Workspace, products: Products
+    ) -> None:
+        """Write the logits, float32 [R, vocab], of the last layer's hidden states [R, hidden]."""
+        norm = workspace.get("norm", len(hidden))
+        fused.rms_norm(hidden, self.weights.norm, self.spec.norm_eps, norm)
+        products.logits(norm, self.weights.head, logits)

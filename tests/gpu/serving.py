@@ -1,0 +1,47 @@
+"""A model on the GPU, and the real engine in this process over its lanes."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from tests.parity.serving import Served, serve_on
+from twolane.engine.kv import KVBooks
+from twolane.engine.messages import Submit
+from twolane.lanes.cuda.lanes import CudaLanes
+from twolane.lanes.cuda.machine import CudaMachine
+from twolane.systems import System
+
+LEVELS = (16, 48, 96)
+"""SMs for decode: few, some and most."""
+PAGE = 16
+
+
+def lanes_on(
+    machine: CudaMachine, pages: int, running: int, page_size: int = PAGE
+) -> Callable[[Callable[[], None]], CudaLanes]:
+    """Lanes over a pool that shows what nobody wrote."""
+
+    def make(wake: Callable[[], None]) -> CudaLanes:
+        lanes = machine.start(
+            pages, page_size, running, machine.spec.max_positions, wake, lambda *_: None
+        )
+        for layer in lanes.runner.kv.layers:
+            layer.fill_(float("nan"))
+        torch.cuda.synchronize()
+        return lanes
+
+    return make
+
+
+def serve(
+    machine: CudaMachine,
+    system: System,
+    submits: Sequence[Submit],
+    *,
+    pages: int,
+    running: int,
+    prefix_cache: bool,
+) -> Served:
+    """Serve these requests to their ends; nothing may be left over."""
+    books = KVBooks(pages, PAGE, running, prefix_cache=prefix_cache)
+    return serve_on(lanes_on(machine, pages, running), machine.spec, books, system, submits)

@@ -1,0 +1,50 @@
+"""float32 on the GPU says what transformers says, whatever the schedule; as `tests/parity`."""
+
+from collections.abc import Callable
+from functools import cache
+
+import pytest
+
+from tests.gpu.serving import LEVELS, PAGE, serve
+from tests.model.checkpoints import FAMILIES, make_checkpoint, reference
+from tests.parity.judge import Judge, Tally
+from tests.parity.prompts import LENGTHS, MAX_TOKENS
+from tests.parity.schedules import schedules
+from tests.parity.test_tiny import LAYERS, REQUESTS, compare
+from twolane.lanes.cuda.machine import CudaMachine
+from twolane.model.hub import resolve
+from twolane.model.weights import load_weights
+
+SMALL = -(-(max(LENGTHS) + MAX_TOKENS + PAGE) // PAGE)
+Machines = Callable[[str], tuple[CudaMachine, Judge]]
+
+
+@pytest.fixture(scope="module")
+def machines(tmp_path_factory: pytest.TempPathFactory) -> Machines:
+    """family → (a GPU with it, the same checkpoint in transformers)."""
+
+    @cache
+    def load(family: str) -> tuple[CudaMachine, Judge]:
+        path = make_checkpoint(family, tmp_path_factory.mktemp("gpu") / family, seed=1)
+        spec, weights = load_weights(resolve(str(path)), dtype="float32", device="cuda")
+        return CudaMachine(spec, weights, LEVELS), Judge(reference(path))
+
+    return load
+
+
+@pytest.mark.parametrize("schedule", tuple(schedules(LAYERS)))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens(family: str, schedule: str, machines: Machines, tally: Tally) -> None:
+    machine, judge = machines(family)
+    turn = FAMILIES.index(family) + list(schedules(LAYERS)).index(schedule)
+    pages = (2048, SMALL)[turn % 2]
+    served = serve(
+        machine,
+        schedules(LAYERS)[schedule](),
+        REQUESTS,
+        pages=pages,
+        running=(5, 16, 32)[turn % 3],
+        prefix_cache=turn % 4 > 0,
+    )
+    compare(served, judge, tally)
+    assert bool(served.preemptions) == (pages == SMALL)

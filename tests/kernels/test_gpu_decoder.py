@@ -1,0 +1,104 @@
+"""The GPU's decoder says what the CPU's says, cut after a layer and going on to decode."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.model.checkpoints import make_checkpoint
+from twolane.kernels.decode_attention import decode_scratch
+from twolane.kernels.linear import products_on
+from twolane.kernels.prefill_attention import PrefillPlan, PrefillWorkspace
+from twolane.lanes.cuda.rows import Placed, Steps
+from twolane.model.attention import Batch, KVCache, Segment
+from twolane.model.decoder import Decoder
+from twolane.model.gpu import GpuDecoder, GpuKVCache, Rows, Workspace
+from twolane.model.hub import resolve
+from twolane.model.weights import load_weights
+
+PAGE = 16
+PAGES = [3, 1, 4, 2]
+PROMPT = 37
+UNITS = 3
+FAMILIES = ("llama-bias", "mistral", "qwen2-sliding", "qwen3")
+
+
+def ints(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+class OnGpu:
+    """One prompt in slot 1, in prefill and then in decode."""
+
+    def __init__(self, decoder: GpuDecoder) -> None:
+        self.decoder, self.spec = decoder, decoder.spec
+        device = torch.device("cpu")
+        self.kv = GpuKVCache(self.spec, 6, PAGE, torch.float32, device)
+        for layer in self.kv.layers:
+            layer.fill_(float("nan"))  # what nobody wrote must not be read: it would show
+        self.workspace = Workspace(self.spec, torch.float32, device)
+
+    def layers(self, first: int, last: int, hidden: torch.Tensor, rows: Rows) -> None:
+        products = products_on(UNITS)
+        self.decoder.layers(first, last, hidden, rows, self.kv, self.workspace, products)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits = torch.empty(len(hidden), self.spec.vocab_size)
+        self.decoder.head(hidden, logits, self.workspace, products_on(UNITS))
+        return logits
+
+    def prompt(self) -> Placed:
+        positions = torch.arange(PROMPT, dtype=torch.int32)
+        write_slots = ints(*(PAGES[p // PAGE] * PAGE + p % PAGE for p in range(PROMPT)))
+        windows = {self.spec.window(i) for i in range(self.spec.layers)}
+        plans = {
+            window: PrefillPlan.build(
+                [(0, PROMPT)],
+                [PAGES],
+                page_size=PAGE,
+                heads=self.spec.heads,
+                kv_heads=self.spec.kv_heads,
+                dim=self.spec.head_dim,
+                dtype=torch.float32,
+                units=UNITS,
+                workspace=PrefillWorkspace("cpu"),
+                window=window,
+            )
+            for window in windows
+        }
+        return Placed(self.decoder, positions, write_slots, plans)
+
+    def step(self) -> Steps:
+        """Row 0 is padding."""
+        tables = torch.zeros(3, len(PAGES), dtype=torch.int32)
+        tables[1] = ints(*PAGES)
+        scratch = decode_scratch(2, self.spec.heads, self.spec.head_dim, UNITS, "cpu")
+        lengths = ints(0, PROMPT + 1)
+        return Steps(self.decoder, tables, ints(2, 1), ints(0, PROMPT), lengths, scratch, UNITS)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_same_logits(family: str, tmp_path: Path) -> None:
+    path = make_checkpoint(family, tmp_path / family, seed=1)
+    spec, weights = load_weights(resolve(str(path)))
+    tokens = torch.randint(3, 250, (PROMPT + 1,), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        expected = on_cpu(Decoder(spec, weights), tokens)
+        gpu = OnGpu(GpuDecoder(spec, weights))
+        hidden = weights.embedding[tokens[:-1]]
+        for first, last in ((0, 1), (1, spec.layers)):
+            gpu.layers(first, last, hidden, gpu.prompt())
+        torch.testing.assert_close(gpu.logits(hidden), expected[:-1], atol=2e-3, rtol=0)
+        hidden = weights.embedding[tokens[[0, -1]]]
+        gpu.layers(0, spec.layers, hidden, gpu.step())
+        torch.testing.assert_close(gpu.logits(hidden)[1], expected[-1], atol=2e-3, rtol=0)
+
+
+def on_cpu(decoder: Decoder, tokens: torch.Tensor) -> torch.Tensor:
+    """Logits of every token."""
+    kv = KVCache(decoder.spec, 6, PAGE, torch.float32)
+    batch = Batch.build([Segment(0, len(tokens), PAGES)], PAGE)
+    hidden = decoder.embed(tokens)
+    for i in range(decoder.spec.layers):
+        hidden = decoder.layer(i, hidden, batch, kv)
+    return decoder.head(hidden)
