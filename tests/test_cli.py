@@ -43,7 +43,9 @@ def test_nothing_heavy_is_imported_for_help(args):
 
 
 def test_every_engine_setting_has_an_option():
-    assert set(ENGINE_OPTIONS) == {field.name for field in fields(EngineConfig)} - {"model"}
+    bounds = {f"slo_{name}_ms" for name in ("ttft", "tbt", "tpot")}
+    settings = {field.name for field in fields(EngineConfig)}
+    assert set(ENGINE_OPTIONS) == settings - {"model", "slo"} | bounds
     text = run("serve", "--help").stdout
     for name in ENGINE_OPTIONS:
         flag = "--option" if name == "options" else "--" + name.replace("_", "-")
@@ -67,6 +69,8 @@ def test_version():
         (("--option", "nope"), ("--option nope", "KEY=VALUE")),
         (("--option", "decode_units=x"), ("--option", "decode_units")),
         (("--trace", "/nowhere/t.json"), ("--trace", "/nowhere/t.json")),
+        (("--slo-tbt-ms", "-1"), ("--slo-tbt-ms", "-1")),
+        (("--slo-ttft-ms", "nan"), ("--slo-ttft-ms", "nan")),
         (("--dtype", "int4"), ("--dtype", "bfloat16")),
         (("--port", "99999"), ("--port", "65535")),
         (("--max-queue", "0"), ("--max-queue",)),

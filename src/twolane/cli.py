@@ -16,6 +16,7 @@ import twolane
 from twolane.bench.cli import app as bench_app
 from twolane.engine.config import DType, EngineConfig, LoadFormat
 from twolane.sampling import SamplingParams
+from twolane.slo import Slo
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 USAGE_ERROR = 2
@@ -64,6 +65,25 @@ ENGINE_OPTIONS: dict[str, Any] = {
         list[str],
         typer.Option(
             "--option", metavar="KEY=VALUE", help="A setting of the system; may be repeated."
+        ),
+    ],
+    "slo_ttft_ms": Annotated[
+        float | None,
+        typer.Option(
+            help="Bound on the time to the first token, in ms, of requests that bring none "
+            "(x-slo-ttft-ms). 0: no bound."
+        ),
+    ],
+    "slo_tbt_ms": Annotated[
+        float | None,
+        typer.Option(
+            help="Bound on each time between two tokens, in ms (x-slo-tbt-ms). 0: no bound."
+        ),
+    ],
+    "slo_tpot_ms": Annotated[
+        float | None,
+        typer.Option(
+            help="Bound on the mean time between tokens, in ms (x-slo-tpot-ms). 0: no bound."
         ),
     ],
     "page_size": Annotated[int, typer.Option(help="Tokens in a KV page.")],
@@ -117,9 +137,23 @@ def fail(message: str, code: int = 1) -> typer.Exit:
     return typer.Exit(code)
 
 
-def flag(field: str) -> str:
-    """Return the flag of an `EngineConfig` field."""
-    return "--option" if field == "options" else "--" + field.replace("_", "-")
+def flag(name: str) -> str:
+    """Return the flag of an engine option."""
+    return "--option" if name == "options" else "--" + name.replace("_", "-")
+
+
+def default_slo(settings: dict[str, Any]) -> Slo:
+    """Take the bounds out of the options: milliseconds there, seconds in the engine."""
+    bounds: dict[str, Any] = {
+        name: settings.pop(f"slo_{name}_ms") for name in ("ttft", "tbt", "tpot")
+    }
+    try:
+        ttft, tbt, tpot = (ms / 1e3 if ms else None for ms in bounds.values())
+        return Slo(ttft=ttft, tbt=tbt, tpot=tpot)
+    except ValueError as error:
+        name = str(error).split(" ", 1)[0]
+        problem = f"must be 0 (no bound) or above, not {bounds[name]}"
+        raise fail(f"{flag(f'slo_{name}_ms')} {problem}", USAGE_ERROR) from error
 
 
 def engine_config(model: str, settings: dict[str, Any]) -> EngineConfig:
@@ -132,7 +166,8 @@ def engine_config(model: str, settings: dict[str, Any]) -> EngineConfig:
         if not equals:
             raise fail(f"--option {option}: write KEY=VALUE", USAGE_ERROR)
         options[key.replace("-", "_")] = value
-    config = EngineConfig(model=model, options=options, **settings)
+    slo = default_slo(settings)
+    config = EngineConfig(model=model, options=options, slo=slo, **settings)
     try:
         check_settings(config)
     except SettingError as error:
@@ -149,7 +184,7 @@ def takes_engine_settings(command: Callable[..., None]) -> Callable[..., None]:
     parameters = [p for p in inspect.signature(command).parameters.values() if p.name != "config"]
     for name, annotation in ENGINE_OPTIONS.items():
         get_args(annotation)[1].rich_help_panel = "Engine"
-        default = [] if name == "options" else getattr(defaults, name)
+        default = [] if name == "options" else getattr(defaults, name, None)
         parameters.append(
             inspect.Parameter(
                 name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation

@@ -14,7 +14,7 @@ from collections.abc import Container, Sequence
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from twolane.api.metrics import Metrics, RequestMetrics
+from twolane.api.metrics import Metrics, RequestMetrics, miss_all
 
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 CLIENT_GONE = 499
@@ -31,23 +31,32 @@ class Call:
     def __init__(self, metrics: Metrics) -> None:
         self.arrival = time.monotonic()
         """When its last byte was read, in seconds."""
+        self.slo = metrics.slo
+        """Its own latency bounds, once they are read; the server's where it has none."""
         self._metrics = metrics
         self._open = True
         metrics.received.inc()
         metrics.in_flight.inc()
 
     def admit(self, prompts: Sequence[list[int]]) -> list[RequestMetrics]:
-        """Go on as one request for each of `prompts`, which end one by one."""
+        """Go on as one request for each of `prompts` (n of each, if so asked), which end apart."""
         assert self._open
         self._open = False
         self._metrics.received.inc(len(prompts) - 1)
         self._metrics.in_flight.inc(len(prompts) - 1)
-        return [self._metrics.request(self.arrival, len(prompt)) for prompt in prompts]
+        return [RequestMetrics(self._metrics, self.arrival, len(p), self.slo) for p in prompts]
 
-    def refuse(self, reason: str) -> None:
-        """Count the call as refused, unless it has been settled."""
+    def refuse(self, reason: str, *, overload: bool) -> None:
+        """Count the call as refused, unless it has been settled.
+
+        Args:
+            reason: why.
+            overload: whether a good request would have been refused too: it misses its SLO.
+        """
         if self._settle():
             self._metrics.refused(reason).inc()
+            if overload:
+                miss_all(self._metrics, self.slo)
 
     def abort(self, reason: str) -> None:
         """Count the call as broken off, unless it has been settled."""
@@ -151,11 +160,12 @@ class Watched:
         if broken_off is not None:
             self._call.abort(broken_off)
         elif status >= 400:
-            self._call.refuse(self._state.get("reason") or f"http_{status}")
+            reason = self._state.get("reason") or f"http_{status}"
+            self._call.refuse(reason, overload=status == 429 or status >= 500)
 
     def _count(self, status: int) -> None:
         """Add to the requests by endpoint; what clients can invent is no label of its own."""
         route = getattr(self._scope.get("route"), "path", None)
         method = self._scope["method"]
         method = method if method in METHODS else "OTHER"
-        self._metrics.http(method, route or "none", status)
+        self._metrics.http.labels(method, route or "none", str(status)).inc()

@@ -1,29 +1,40 @@
-"""What `/metrics` says. Names are vLLM's after the prefix where the meaning is the same.
+"""What `/metrics` says; docs/metrics.md defines each figure by formula.
 
-`calls.py` says what counts as a request.
+Names are vLLM's after the prefix where the meaning is the same. `calls.py` says what counts as a
+request.
 """
 
 from collections.abc import Callable, Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+import prometheus_client
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from twolane.engine.messages import FinishReason, Stats
+from twolane.engine.messages import FinishReason, Stats, Times
+from twolane.slo import Slo
 
 PREFIX = "twolane:"
-TTFT_BUCKETS = (
-    *(0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5),
+MS = 1e-3
+# Steps of 1 ms up to 15 ms: quantiles are interpolated within a bucket, and SLOs of 10 ms are met.
+START_BUCKETS = (
+    *(round(ms * MS, 3) for ms in range(1, 16)),
+    *(0.0175, 0.02, 0.025, 0.03, 0.04, 0.05, 0.06, 0.08, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5),
     *(0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0),
 )
+"""Of TTFT and its parts."""
 GAP_BUCKETS = (
-    *(0.002, 0.004, 0.006, 0.008, 0.01, 0.012, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075),
-    *(0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0),
+    *(round(ms * MS, 3) for ms in range(2, 16)),
+    *(0.0175, 0.02, 0.0225, 0.025, 0.03, 0.035, 0.04, 0.05, 0.06, 0.075, 0.1, 0.15, 0.2, 0.3),
+    *(0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0),
 )
-E2E_BUCKETS = (
+"""Of the time between tokens."""
+WHOLE_BUCKETS = (
     *(0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0),
     *(30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
+"""Of whole requests."""
+TOKEN_BUCKETS = tuple(step * 10**power for power in range(6) for step in (1, 2, 5))
 
 
 class EngineCollector(Collector):
@@ -37,91 +48,125 @@ class EngineCollector(Collector):
         """Yield the engine's latest figures."""
         stats = self._stats()
         held = stats.kv_pages - stats.kv_pages_free - stats.kv_pages_cached
-        gauges = (
-            ("num_requests_running", "Requests in prefill or decode", self._running(stats)),
-            ("num_requests_prefilling", "Requests in prefill", stats.prefilling),
-            ("num_requests_waiting", "Requests waiting for prefill", stats.waiting),
-            (
-                "kv_cache_usage_perc",
-                "Share of the KV pages that requests hold; 1 is all of them",
-                held / stats.kv_pages if stats.kv_pages else 0.0,
-            ),
+        running = stats.running + stats.prefilling
+        usage = held / stats.kv_pages if stats.kv_pages else 0.0
+        yield self._gauge("num_requests_running", "Requests in prefill or decode", running)
+        yield self._gauge("num_requests_prefilling", "Requests in prefill", stats.prefilling)
+        yield self._gauge("num_requests_waiting", "Requests waiting for prefill", stats.waiting)
+        yield self._gauge(
+            "kv_cache_usage_perc", "Share of the KV pages that requests hold; 1 is all", usage
         )
-        counters = (
-            ("prefix_cache_queries", "Prompt tokens looked up", stats.prefix_queries),
-            ("prefix_cache_hits", "Prompt tokens found", stats.prefix_hits),
-            ("num_preemptions", "Requests recomputed for want of pages", stats.preemptions),
+        queries, hits = stats.prefix_queries, stats.prefix_hits
+        yield self._counter("prefix_cache_queries", "Prompt tokens looked up", queries)
+        yield self._counter("prefix_cache_hits", "Prompt tokens found", hits)
+        yield self._counter(
+            "num_preemptions", "Requests recomputed for want of pages", stats.preemptions
         )
-        for name, text, value in gauges:
-            gauge = GaugeMetricFamily(PREFIX + name, text, labels=["model_name"])
-            gauge.add_metric([self._model_name], value)
-            yield gauge
-        for name, text, value in counters:
-            counter = CounterMetricFamily(PREFIX + name, text, labels=["model_name"])
-            counter.add_metric([self._model_name], value)
-            yield counter
+        yield self._lanes(stats)
 
-    @staticmethod
-    def _running(stats: Stats) -> int:
-        return stats.running + stats.prefilling
+    def _gauge(self, name: str, text: str, value: float) -> Metric:
+        family = GaugeMetricFamily(PREFIX + name, text, labels=["model_name"])
+        family.add_metric([self._model_name], value)
+        return family
+
+    def _counter(self, name: str, text: str, value: float) -> Metric:
+        family = CounterMetricFamily(PREFIX + name, text, labels=["model_name"])
+        family.add_metric([self._model_name], value)
+        return family
+
+    def _lanes(self, stats: Stats) -> Metric:
+        family = CounterMetricFamily(
+            f"{PREFIX}lane_busy_seconds",
+            "Seconds in which a lane worked on so many units",
+            labels=["model_name", "lane", "units"],
+        )
+        for lane, units, seconds in stats.seconds:
+            family.add_metric([self._model_name, lane, str(units)], seconds)
+        return family
 
 
 class Metrics:
-    """The counters of one server, in a registry of their own."""
+    """The figures of one server, in a registry of their own.
 
-    def __init__(self, stats: Callable[[], Stats], model_name: str) -> None:
+    Args:
+        stats: returns the engine's latest.
+        model_name: the label of every figure that is about the model.
+        slo: the bounds of requests that bring none.
+    """
+
+    def __init__(self, stats: Callable[[], Stats], model_name: str, slo: Slo) -> None:
+        prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
+        self.slo = slo
         self.registry = CollectorRegistry()
         self.registry.register(EngineCollector(stats, model_name))
+        ProcessCollector(registry=self.registry)
         self._model_name = model_name
-        self._http = Counter(
+        self.http = Counter(
             f"{PREFIX}http_requests",
             "HTTP requests",
             ["method", "handler", "status"],
             registry=self.registry,
         )
+        self._count_requests()
+        self._time_requests()
+        self._size_requests()
+
+    def _count_requests(self) -> None:
         self.received = self._counter("requests_received", "Requests received")
         self.success = self._counter_by(
-            "finished_reason", "request_success", "Requests answered to the end"
+            "request_success", "Requests answered to the end", "finished_reason"
         )
-        self.refused = self._counter_by("reason", "requests_refused", "Requests refused")
-        self.aborted = self._counter_by("reason", "requests_aborted", "Requests broken off")
+        self.refused = self._counter_by("requests_refused", "Requests refused", "reason")
+        self.aborted = self._counter_by("requests_aborted", "Requests broken off", "reason")
         self.in_flight = Gauge(
             f"{PREFIX}requests_in_flight",
             "Requests received and not ended",
             ["model_name"],
             registry=self.registry,
-        ).labels(model_name)
+        ).labels(self._model_name)
         self.prompt = self._counter("prompt_tokens", "Prompt tokens of requests with a first token")
         self.output = self._counter("generation_tokens", "Tokens generated")
-        self.ttft = self._histogram(
-            "time_to_first_token_seconds", "From arrival to the first token", TTFT_BUCKETS
+        self.slo_requests = self._counter_by(
+            "slo_requests", "Requests with a latency bound that met or missed it", "slo", "outcome"
         )
-        self.gap = self._histogram(
-            "inter_token_latency_seconds", "Between two tokens of one request", GAP_BUCKETS
-        )
-        self.e2e = self._histogram(
-            "e2e_request_latency_seconds", "From arrival to the last token", E2E_BUCKETS
+        self.slo_gaps = self._counter_by(
+            "slo_gaps", "Gaps of requests with a TBT bound that met or missed it", "outcome"
         )
 
-    def request(self, arrival: float, prompt_tokens: int) -> "RequestMetrics":
-        """Return a request that was counted; its one ending is to be told to the result."""
-        return RequestMetrics(self, arrival, prompt_tokens)
+    def _time_requests(self) -> None:
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            return self._histogram(f"{name}_seconds", text, buckets)
 
-    def http(self, method: str, handler: str, status: int) -> None:
-        """Count an HTTP request."""
-        self._http.labels(method, handler, str(status)).inc()
+        self.ttft = histogram("time_to_first_token", "Arrival to first token", START_BUCKETS)
+        self.gap = histogram("inter_token_latency", "Between two tokens of a request", GAP_BUCKETS)
+        self.tpot = histogram(
+            "request_time_per_output_token", "Mean time between a request's tokens", GAP_BUCKETS
+        )
+        self.e2e = histogram("e2e_request_latency", "Arrival to the end", WHOLE_BUCKETS)
+        self.queue = histogram("request_queue_time", "Waiting for prefill", START_BUCKETS)
+        self.prefill = histogram("request_prefill_time", "Prefill to first token", START_BUCKETS)
+        self.decode = histogram("request_decode_time", "First token to last", WHOLE_BUCKETS)
+        self.inference = histogram("request_inference_time", "Prefill to last token", WHOLE_BUCKETS)
+
+    def _size_requests(self) -> None:
+        self.prompt_size = self._histogram(
+            "request_prompt_tokens", "Prompt tokens of a finished request", TOKEN_BUCKETS
+        )
+        self.output_size = self._histogram(
+            "request_generation_tokens", "Output tokens of a finished request", TOKEN_BUCKETS
+        )
 
     def render(self) -> bytes:
         """Return all figures in Prometheus' text form."""
-        return generate_latest(self.registry)
+        return prometheus_client.generate_latest(self.registry)
 
     def _counter(self, name: str, text: str) -> Counter:
-        counter = Counter(PREFIX + name, text, ["model_name"], registry=self.registry)
-        return counter.labels(self._model_name)
+        return self._counter_by(name, text)()
 
-    def _counter_by(self, label: str, name: str, text: str) -> Callable[[str], Counter]:
-        counter = Counter(PREFIX + name, text, ["model_name", label], registry=self.registry)
-        return lambda value: counter.labels(self._model_name, value)
+    def _counter_by(self, name: str, text: str, *labels: str) -> Callable[..., Counter]:
+        names = ["model_name", *labels]
+        counter = Counter(PREFIX + name, text, names, registry=self.registry)
+        return lambda *values: counter.labels(self._model_name, *values)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         histogram = Histogram(
@@ -131,47 +176,120 @@ class Metrics:
 
 
 class RequestMetrics:
-    """The figures of one request in flight. Times are seconds on one monotonic clock."""
+    """The figures of one request in flight. Times are seconds on one monotonic clock.
 
-    def __init__(self, metrics: Metrics, arrival: float, prompt_tokens: int) -> None:
+    Args:
+        metrics: where they go.
+        arrival: when the request came.
+        prompt_tokens: how long its prompt is.
+        slo: its latency bounds, the server's where it has none.
+    """
+
+    def __init__(self, metrics: Metrics, arrival: float, prompt_tokens: int, slo: Slo) -> None:
         self._metrics = metrics
         self._arrival = arrival
         self._prompt_tokens = prompt_tokens
-        self._last: float | None = None
+        self._slo = slo
+        self._output_tokens = 0
+        self._first: float | None = None
+        self._last = arrival
+        self._longest_gap = 0.0
         self._open = True
 
     def tokens(self, count: int, now: float) -> None:
         """Count tokens that arrived together: one gap, and none between them."""
         metrics = self._metrics
         metrics.output.inc(count)
-        if self._last is None:
+        self._output_tokens += count
+        if self._first is None:
+            self._first = now
             metrics.prompt.inc(self._prompt_tokens)
             metrics.ttft.observe(now - self._arrival)
         else:
-            metrics.gap.observe(now - self._last)
+            self._gap(now - self._last)
         for _ in range(count - 1):
-            metrics.gap.observe(0.0)
+            self._gap(0.0)
         self._last = now
 
-    def finish(self, reason: FinishReason, now: float) -> None:
+    def finish(self, reason: FinishReason, now: float, times: Times | None) -> None:
         """Count a full answer."""
-        if self._end():
-            metrics = self._metrics
-            metrics.success(reason).inc()
-            metrics.e2e.observe(now - self._arrival)
+        if not self._end():
+            return
+        metrics = self._metrics
+        metrics.success(reason).inc()
+        metrics.prompt_size.observe(self._prompt_tokens)
+        metrics.output_size.observe(self._output_tokens)
+        metrics.e2e.observe(now - self._arrival)
+        tpot = 0.0
+        if self._first is not None and self._output_tokens > 1:
+            tpot = (now - self._first) / (self._output_tokens - 1)
+            metrics.tpot.observe(tpot)
+        if times is not None:
+            self._observe_times(times)
+        self._judge("ttft", self._slo.ttft, (self._first or now) - self._arrival)
+        self._judge("tbt", self._slo.tbt, self._longest_gap)
+        self._judge("tpot", self._slo.tpot, tpot)
 
     def refuse(self, reason: str) -> None:
-        """Count a request that the engine refused."""
+        """Count a request that the engine refused: the client's mistake, which no SLO covers."""
         if self._end():
             self._metrics.refused(reason).inc()
 
-    def abort(self, reason: str) -> None:
-        """Count a request that was broken off; nothing happens if it has ended."""
+    def fail(self, reason: str) -> None:
+        """Count a request that the server broke off; nothing happens if it has ended."""
         if self._end():
             self._metrics.aborted(reason).inc()
+            miss_all(self._metrics, self._slo)
+
+    def give_up(self, reason: str, now: float) -> None:
+        """Count a request that the client broke off; nothing happens if it has ended.
+
+        What was late by then is missed; of what was not, nobody knows.
+        """
+        if not self._end():
+            return
+        self._metrics.aborted(reason).inc()
+        slo = self._slo
+        if self._first is not None:
+            self._judge("ttft", slo.ttft, self._first - self._arrival)
+        elif slo.ttft is not None and now - self._arrival > slo.ttft:
+            self._metrics.slo_requests("ttft", "missed").inc()
+        longest = max(self._longest_gap, now - self._last) if self._first is not None else 0.0
+        if slo.tbt is not None and longest > slo.tbt:
+            self._metrics.slo_requests("tbt", "missed").inc()
+
+    def _gap(self, seconds: float) -> None:
+        self._metrics.gap.observe(seconds)
+        self._longest_gap = max(self._longest_gap, seconds)
+        if self._slo.tbt is not None:
+            self._metrics.slo_gaps("met" if seconds <= self._slo.tbt else "missed").inc()
+
+    def _judge(self, name: str, bound: float | None, seconds: float) -> None:
+        if bound is not None:
+            self._metrics.slo_requests(name, "met" if seconds <= bound else "missed").inc()
+
+    def _observe_times(self, times: Times) -> None:
+        metrics = self._metrics
+        parts = (
+            (metrics.queue, times.queue),
+            (metrics.prefill, times.prefill),
+            (metrics.decode, times.decode),
+        )
+        for histogram, seconds in parts:
+            if seconds is not None:
+                histogram.observe(seconds)
+        if times.prefill is not None and times.decode is not None:
+            metrics.inference.observe(times.prefill + times.decode)
 
     def _end(self) -> bool:
         was_open, self._open = self._open, False
         if was_open:
             self._metrics.in_flight.dec()
         return was_open
+
+
+def miss_all(metrics: Metrics, slo: Slo) -> None:
+    """Count every bound of a request that was not served as missed."""
+    for name in ("ttft", "tbt", "tpot"):
+        if getattr(slo, name) is not None:
+            metrics.slo_requests(name, "missed").inc()

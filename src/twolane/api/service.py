@@ -41,7 +41,7 @@ class Service:
         self.model_name = model_name
         self.created = int(time.time())
         self.admission = Admission(max_queue)
-        self.metrics = Metrics(lambda: engine.stats, model_name)
+        self.metrics = Metrics(lambda: engine.stats, model_name, engine.ready.slo)
         self.draining = False
         # One thread: tokenizers are not safe to share, and long prompts must not hold the loop.
         self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
@@ -190,7 +190,7 @@ class Books:
     """
 
     def __init__(self, service: Service, prompts: Sequence[list[int]], call: Call) -> None:
-        self._admission = service.admission
+        self._service = service
         self._metrics = call.admit(prompts)
         self._queued = [True] * len(prompts)
         self._lengths = [len(prompt) for prompt in prompts]
@@ -208,15 +208,15 @@ class Books:
         outcome: str
         match event:
             case Output(finish="stop" | "length" as outcome):
-                metrics.finish(outcome, now)
+                metrics.finish(outcome, now, event.times)
             case Refused(code=outcome):
                 metrics.refuse(outcome)
             case Output() | EngineGone():
-                outcome = "broken off by the engine"
-                metrics.abort("engine")
+                outcome = "broken off by the server"
+                metrics.fail("shutdown" if self._service.draining else "engine")
             case None:
                 outcome = "given up"
-                metrics.abort("disconnect")
+                metrics.give_up("disconnect", now)
         log.debug(
             "%d prompt tokens: %s after %.3f s", self._lengths[index], outcome, now - self._arrival
         )
@@ -224,4 +224,4 @@ class Books:
     def _leave(self, index: int, *, served: bool) -> None:
         if self._queued[index]:
             self._queued[index] = False
-            self._admission.leave(served=served)
+            self._service.admission.leave(served=served)

@@ -79,6 +79,7 @@ def build(
         estimator=OnlineEstimator(),
         seed=config.seed,
         trace=trace,
+        slo=config.slo,
     )
     return Built(engine, lanes, trace, _ready(config, engine, spec))
 
@@ -94,6 +95,7 @@ def _ready(config: EngineConfig, engine: Engine, spec: ModelSpec) -> Ready:
         kv_tokens=kv.total_pages * kv.page_size,
         vocab_size=spec.vocab_size,
         eos_token_ids=list(spec.eos_token_ids),
+        slo=config.slo,
     )
 
 

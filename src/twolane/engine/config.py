@@ -5,6 +5,8 @@ from typing import Literal
 
 import msgspec
 
+from twolane.slo import Slo
+
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "dummy"]
 
@@ -36,6 +38,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     system: str = DEFAULT_SYSTEM
     options: dict[str, str] = {}
     """The system's own settings by name, as text; `twolane.systems` says which there are."""
+    slo: Slo = Slo()
+    """Of requests that bring none of their own."""
     page_size: int = 16
     """Tokens in a KV page."""
     kv_tokens: int | None = None

@@ -72,6 +72,8 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     """How many tokens the KV pool holds."""
     vocab_size: int
     eos_token_ids: list[int]
+    slo: Slo = Slo()
+    """Of requests that bring none of their own."""
 
 
 class Times(msgspec.Struct, frozen=True):
