@@ -99,7 +99,7 @@ def test_killing_the_server_ends_the_engine(tiny):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_drains(tiny, number):
-    stream = Stream(tiny, {**LONG, "max_tokens": 2000})
+    stream = Stream(tiny, {**LONG, "max_tokens": 300})
     stream.next_token()
     engine = tiny.engine_pid
     tiny.process.send_signal(number)
