@@ -3,9 +3,10 @@
 First correctness, against attention in float32: all kernels, over shapes, ragged batches, windows,
 page sizes and dtypes, on the whole device and in green contexts. Then TFLOP/s of 8,192 new tokens
 and of 1,024 over 32,768 reused ones (32 query heads, 8 KV heads of 128, bf16, pages of 32),
-counting 4 * dim * heads operations for every key that a token sees: FlashInfer's FA3 as it plans
-itself, under our plan, and our Triton kernel. `share` is the rate over (SMs / all SMs) times that
-on all SMs. FlashInfer is found through PYTHONPATH.
+counting 4 * dim * heads operations for every key that a token sees: `library` is FlashInfer's FA3
+as it plans itself, `planned` the same under our plan, `dense` that on keys outside the pool, where
+nothing is reused, and `triton` our kernel. A share is the rate over (SMs / all SMs) times that on
+all SMs. FlashInfer is found through PYTHONPATH.
 """
 
 import argparse
@@ -18,7 +19,12 @@ import torch
 from common import LEVELS, Partition, Report, partition, seconds, worst_difference
 
 from twolane.kernels import prefill_attention_flashinfer as fa3
-from twolane.kernels.prefill_attention import PrefillPlan, PrefillWorkspace, prefill_attention
+from twolane.kernels.prefill_attention import (
+    PrefillPlan,
+    PrefillWorkspace,
+    choose,
+    prefill_attention,
+)
 from twolane.kernels.prefill_attention_triton import Tiling, TritonProgram
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
@@ -31,6 +37,9 @@ OTHERS = {
     "512 over 8K": [(8192, 512)],
     "ragged": [(0, 2300), (1000, 700), (6000, 1500), (0, 300), (12000, 40)],
     "2 x 64 over 16K": [(16384, 64), (16384, 64)],
+    "96 over 8K": [(8192, 96)],
+    "4 x 2048 new": [(0, 2048)] * 4,
+    "512 new": [(0, 512)],
 }
 CASES = [
     # segments, heads, KV heads, dim, page size, dtype, window
@@ -52,6 +61,7 @@ CASES = [
     ([(300, 200)], 4, 2, 64, 16, torch.float32, None),
     ([(300, 200)], 5, 1, 96, 32, torch.bfloat16, 64),
 ]
+KERNELS = ("planned", "dense", "triton")
 Call = Callable[[], None]
 
 
@@ -80,6 +90,18 @@ class Problem:
         self.pools = [torch.randn(shape, **options) for _ in range(copies)]
         self.q = [torch.randn((rows, heads, dim), **options) for _ in range(copies)]
         self.out = [torch.empty_like(q) for q in self.q]
+        self.new = [self._new(pool) for pool in self.pools]
+
+    def _new(self, pool: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The new tokens' keys and values, as slices of a fused projection."""
+        parts = []
+        for (reused, new), table in zip(self.segments, self.tables, strict=True):
+            kv = pool[table].permute(0, 3, 2, 1, 4).flatten(0, 1)  # [tokens, 2, kv_heads, dim]
+            parts.append(kv[reused : reused + new])
+        fused = torch.cat(parts).new_empty(len(self.q[0]), self.heads + 2 * self.kv_heads, self.dim)
+        fused[:, self.heads :] = torch.cat(parts).flatten(1, 2)
+        k, v = fused[:, self.heads :].split(self.kv_heads, 1)
+        return k, v
 
     @property
     def operations(self) -> int:
@@ -87,7 +109,9 @@ class Problem:
         keys = sum(n * r + n * (n + 1) // 2 for r, n in self.segments)
         return 4 * self.dim * self.heads * keys
 
-    def plan(self, units: int, workspace: PrefillWorkspace, backend: str | None) -> PrefillPlan:
+    def plan(
+        self, units: int, workspace: PrefillWorkspace, backend: str | None, dense: bool = False
+    ) -> PrefillPlan:
         """Ours."""
         return PrefillPlan.build(
             self.segments,
@@ -101,12 +125,15 @@ class Problem:
             workspace=workspace,
             window=self.window,
             backend=backend,
+            dense=dense,
         )
 
     def calls(self, plan: PrefillPlan) -> list[Call]:
         """One for each copy."""
         return [
-            lambda i=i: prefill_attention(plan, self.q[i], self.pools[i], self.out[i])
+            lambda i=i: prefill_attention(
+                plan, self.q[i], self.pools[i], self.out[i], self.new[i] if plan.dense else None
+            )
             for i in range(len(self.q))
         ]
 
@@ -178,20 +205,30 @@ def check(report: Report, name: str, problem: Problem, call: Call, where: Partit
     report.add(**row)
 
 
+def planned(
+    problem: Problem, kernel: str, units: int, workspace: PrefillWorkspace
+) -> PrefillPlan | None:
+    """Our plan for `planned`, `dense` or `triton`; None where the kernel cannot do it."""
+    best, _ = choose(problem.dtype, problem.dim, workspace.device, problem.window)
+    if kernel != "triton" and best != "flashinfer":
+        return None
+    backend = "triton" if kernel == "triton" else "flashinfer"
+    plan = problem.plan(units, workspace, backend, kernel == "dense")
+    return None if kernel == "dense" and not plan.dense else plan
+
+
 def correctness(report: Report, parts: Sequence[Partition]) -> None:
     """Every case on every kernel that can do it, each in another part of the device."""
     workspace = PrefillWorkspace("cuda")
     for index, (segments, *shape) in enumerate(CASES):
         problem = Problem(segments, *shape)
-        for place, backend in enumerate(("flashinfer", "triton")):
+        for place, kernel in enumerate(KERNELS):
             where = parts[(index + place) % len(parts)]
-            name = f"{backend} {segments} {' '.join(map(str, shape))}"
+            name = f"{kernel} {segments} {' '.join(map(str, shape))}"
             with report.attempt(name), torch.cuda.stream(where.stream):
-                plan = problem.plan(where.units, workspace, None)
-                if backend == "flashinfer" and fa3.problem(plan.batch):
-                    continue
-                plan = problem.plan(where.units, workspace, backend)
-                check(report, name, problem, problem.calls(plan)[0], where)
+                plan = planned(problem, kernel, where.units, workspace)
+                if plan is not None:
+                    check(report, name, problem, problem.calls(plan)[0], where)
     splits(report, workspace, parts)
 
 
@@ -199,20 +236,22 @@ def splits(report: Report, workspace: PrefillWorkspace, parts: Sequence[Partitio
     """Batches whose tiles are split, under both kernels; FA3 with heads of 64, too."""
     for dim, segments in ((128, [(9000, 600), (0, 77)]), (64, [(9001, 200), (7000, 130)])):
         problem = Problem(segments, 8, 2, dim, 32, torch.bfloat16)
-        for backend in ("flashinfer", "triton"):
+        for kernel in ("planned", "triton"):
             for where in parts:
-                name = f"{backend} split {segments} {dim}"
+                name = f"{kernel} split {segments} {dim}"
                 with report.attempt(name), torch.cuda.stream(where.stream):
-                    plan = problem.plan(where.units, workspace, backend)
-                    program = plan._program
-                    count = (
-                        program.merge.count
-                        if isinstance(program, TritonProgram)
-                        else program.fronts.merge.count
-                        if program.fronts
-                        else 0
-                    )
-                    check(report, f"{name}: {count} tiles", problem, problem.calls(plan)[0], where)
+                    plan = planned(problem, kernel, where.units, workspace)
+                    if plan is not None:
+                        name += f": {split_tiles(plan)} tiles"
+                        check(report, name, problem, problem.calls(plan)[0], where)
+
+
+def split_tiles(plan: PrefillPlan) -> int:
+    """How many tiles a plan splits."""
+    program = plan._program
+    if isinstance(program, fa3.FlashInferProgram):
+        return program.fronts.merge.count if program.fronts else 0
+    return program.merge.count if isinstance(program, TritonProgram) else 0
 
 
 def rate(problem: Problem, calls: Sequence[Call], where: Partition, repeats: int) -> float:
@@ -220,38 +259,46 @@ def rate(problem: Problem, calls: Sequence[Call], where: Partition, repeats: int
     return problem.operations / seconds(calls, where.stream, repeats) / 1e12
 
 
+def rates(
+    report: Report, problem: Problem, name: str, where: Partition, repeats: int
+) -> dict[str, float]:
+    """TFLOP/s of every kernel that can do it."""
+    workspace, row = PrefillWorkspace("cuda"), {}
+    for kernel in ("library", *KERNELS):
+        with report.attempt(f"{kernel} {name} {where.units}"):
+            with torch.cuda.stream(where.stream):
+                if kernel == "library":
+                    calls = flashinfer_itself(problem)
+                else:
+                    plan = planned(problem, kernel, where.units, workspace)
+                    calls = [] if plan is None else problem.calls(plan)
+            if calls:
+                row[kernel] = rate(problem, calls, where, repeats)
+    return row
+
+
 def levels(report: Report, parts: Sequence[Partition], repeats: int) -> None:
-    """The table: levels down, workloads and kernels across."""
-    problems = {
-        name: Problem(segments, 32, 8, 128, 32, torch.bfloat16, copies=2)
-        for name, segments in WORKLOADS.items()
-    }
-    whole: dict[tuple[str, str], float] = {}
-    for where in sorted(parts, key=lambda part: -part.units):
-        workspace = PrefillWorkspace("cuda")
-        for name, problem in problems.items():
-            row: dict[str, float] = {}
-            for kernel in ("itself", "flashinfer", "triton"):
-                with report.attempt(f"{kernel} {name} {where.units}"):
-                    with torch.cuda.stream(where.stream):
-                        if kernel == "itself":
-                            calls = flashinfer_itself(problem)
-                        else:
-                            calls = problem.calls(problem.plan(where.units, workspace, kernel))
-                    row[kernel] = rate(problem, calls, where, repeats)
-            total = torch.cuda.get_device_properties(0).multi_processor_count
-            if where.units == total:
-                whole |= {(name, kernel): value for kernel, value in row.items()}
-            shares = {
-                f"{kernel}_share": value / (whole[name, kernel] * where.units / total)
-                for kernel, value in row.items()
-                if (name, kernel) in whole
-            }
-            report.add(workload=name, units=where.units, **row, **shares)
+    """The table: levels down, workloads and kernels across; then what it is about."""
+    total = torch.cuda.get_device_properties(0).multi_processor_count
+    for name, segments in WORKLOADS.items():
+        problem = Problem(segments, 32, 8, 128, 32, torch.bfloat16, copies=2)
+        whole: dict[str, float] = {}
+        worst: dict[str, float] = {}
+        for where in sorted(parts, key=lambda part: -part.units):
+            row = rates(report, problem, name, where, repeats)
+            whole = whole or row
+            shares = {k: v / (whole[k] * where.units / total) for k, v in row.items() if k in whole}
+            worst = {k: min(v, worst.get(k, v)) for k, v in shares.items()}
+            named = {f"{kernel}_share": share for kernel, share in shares.items()}
+            report.add(workload=name, units=where.units, **row, **named)
+        for kernel in KERNELS:
+            if kernel in worst and "library" in whole:
+                versus = whole[kernel] / whole["library"]
+                report.add(figure=f"{name}, {kernel}", share=worst[kernel], of_library=versus)
 
 
 def variants(report: Report, where: Partition, repeats: int) -> None:
-    """The Triton kernel in other shapes, and FA3 with and without splitting, on all SMs."""
+    """The Triton kernel in other shapes, on all SMs."""
     workspace = PrefillWorkspace("cuda")
     shapes = [
         Tiling(128, 64, 8, 3, 1),
@@ -268,32 +315,23 @@ def variants(report: Report, where: Partition, repeats: int) -> None:
                 with torch.cuda.stream(where.stream):
                     plan = problem.plan(where.units, workspace, "triton")
                     program = TritonProgram.plan(plan.batch, where.units, shape)
-                    plan = replace(plan, _program=program)
+                plan = replace(plan, _program=program)
                 value = rate(problem, problem.calls(plan), where, repeats)
                 report.add(variant=str(shape), workload=name, rate=value)
 
 
 def others(report: Report, parts: Sequence[Partition], repeats: int) -> None:
-    """Other batches, on some levels: both kernels, and FA3 with no tile split."""
+    """Other batches, on some levels, and which kernel is chosen."""
     for name, segments in OTHERS.items():
         problem = Problem(segments, 32, 8, 128, 32, torch.bfloat16, copies=3)
         for where in parts:
-            workspace = PrefillWorkspace("cuda")
-            row: dict[str, float] = {}
-            for kernel in ("itself", "whole", "flashinfer", "triton"):
-                with report.attempt(f"{kernel} {name} {where.units}"):
-                    with torch.cuda.stream(where.stream):
-                        if kernel == "itself":
-                            calls = flashinfer_itself(problem)
-                        else:
-                            backend = "triton" if kernel == "triton" else "flashinfer"
-                            plan = problem.plan(where.units, workspace, backend)
-                            if kernel == "whole":
-                                program = fa3.FlashInferProgram.plan(plan.batch, where.units, False)
-                                plan = replace(plan, _program=program)
-                            calls = problem.calls(plan)
-                    row[kernel] = rate(problem, calls, where, repeats)
-            report.add(workload=name, units=where.units, **row)
+            row = rates(report, problem, name, where, repeats)
+            with torch.cuda.stream(where.stream):
+                plan = problem.plan(where.units, PrefillWorkspace("cuda"), None, True)
+            chosen = f"{plan.backend}{' dense' if plan.dense else ''}"
+            report.add(
+                workload=name, units=where.units, **row, split=split_tiles(plan), chosen=chosen
+            )
 
 
 def host(report: Report) -> None:

@@ -67,9 +67,10 @@ def reference(segments, q, pool, tables, window):
     return out
 
 
-def check(plan, q, pool, segments, tables, window=None):
+def check(plan, q, pool, segments, tables, window=None, new=None):
     out = torch.full(q.shape, torch.nan, dtype=q.dtype, device=q.device)
-    prefill_attention(plan, q, pool, out)
+    # A dense plan does not read the pool.
+    prefill_attention(plan, q, torch.full_like(pool, torch.nan) if new else pool, out, new)
     expected = reference(segments, q, pool, tables, window)
     error = (out.float().cpu() - expected).norm(dim=-1) / expected.norm(dim=-1)
     assert error.max() <= TOLERANCE[q.dtype], error.max()
@@ -146,22 +147,36 @@ class Fa3:
     def __init__(self, blocks: int) -> None:
         self.blocks = blocks
 
-    def paged_run(self, _float, lists, info, q, k, v, *rest):
-        _rows, _used, pages, _last, out, lse, mask, layout, window, *_rest, scale, _v, _items = rest
-        assert (layout, window, info[8]) == (1, -1, 0)
-        tile, row, page, tokens, keys, head, bounds = (lists[o // 4 :].tolist() for o in info[:7])
+    def paged_run(self, _float, lists, info, q, k, v, _rows, _used, pages, _last, *rest):
+        def read(cache, first, count, head):
+            size = cache.shape[2]
+            used = pages[first : first - (-count // size)].long()
+            return cache[used, head].reshape(-1, cache.shape[3])[:count]
+
+        assert rest[3] == 1
+        self._run(lists, info, q, k, v, read, k.shape[1], *rest)
+
+    def ragged_run(self, _float, lists, info, q, k, v, _rows, _used, *rest):
+        def read(tensor, first, count, head):
+            return tensor[first : first + count, head]
+
+        assert rest[3] == 0
+        self._run(lists, info, q, k, v, read, k.shape[1], *rest)
+
+    def _run(self, lists, info, q, k, v, read, kv_heads, out, lse, mask, _layout, window, *rest):
+        assert (window, info[8]) == (-1, 0)
         assert all(offset % 16 == 0 for offset in info[:8])
+        tile, row, first, tokens, keys, head, bounds = (lists[o // 4 :].tolist() for o in info[:7])
         for i in range(bounds[0], bounds[self.blocks]):
             assert tile[i] == 0
-            size, group = k.shape[2], q.shape[1] // k.shape[1]
-            used = pages[page[i] : page[i] - (-keys[i] // size)].long()
-            read = [c[used, head[i] // group].reshape(-1, q.shape[2])[: keys[i]] for c in (k, v)]
+            kv_head = head[i] // (q.shape[1] // kv_heads)
+            key, value = (read(tensor, first[i], keys[i], kv_head) for tensor in (k, v))
             place = slice(row[i], row[i] + tokens[i])
-            score = q[place, head[i]] @ read[0].T * scale
+            score = q[place, head[i]] @ key.T * rest[-3]
             if mask == 1:
                 last = torch.arange(tokens[i])[:, None] + keys[i] - tokens[i]
                 score = score.masked_fill(torch.arange(keys[i]) > last, -torch.inf)
-            out[place, head[i]] = score.softmax(-1) @ read[1]
+            out[place, head[i]] = score.softmax(-1) @ value
             if lse is not None:
                 lse[place, head[i]] = score.logsumexp(-1) / np.log(2)
 
@@ -171,9 +186,9 @@ class Fa3:
     [
         ([(0, 300), (40, 1), (129, 131)], 4, 2, 64, 16, 3, False),
         ([(0, 300)], 2, 2, 128, 32, 8, False),
-        ([(5000, 130)], 2, 1, 128, 32, 3, True),
-        ([(3000, 100), (4000, 200)], 2, 1, 64, 64, 10, True),
-        ([(4100, 20), (0, 50)], 1, 1, 128, 16, 7, True),
+        ([(800, 130)], 2, 1, 128, 32, 3, True),
+        ([(600, 100), (800, 200)], 2, 1, 64, 64, 10, True),
+        ([(900, 20), (0, 50)], 1, 1, 128, 16, 7, True),
     ],
 )
 def test_fa3_computes_attention_under_our_plan(
@@ -183,6 +198,8 @@ def test_fa3_computes_attention_under_our_plan(
         pytest.skip("FlashInfer itself is there: the kernel's benchmark checks it")
     q, pool, tables = make(segments, heads, kv_heads, dim, page_size, torch.float32, device)
     monkeypatch.setattr(fa3, "_load", lambda dtype, dim: (Fa3(132), None))
+    if splits:  # few keys: as if launches and items were free
+        monkeypatch.setattr(fa3, "_PAGED", replace(fa3._PAGED, item=0, split=0))
     plan = PrefillPlan.build(
         segments,
         tables,
@@ -197,6 +214,37 @@ def test_fa3_computes_attention_under_our_plan(
     program = fa3.FlashInferProgram.plan(plan.batch, units)
     assert (program.fronts is not None) == splits
     check(replace(plan, _program=program), q, pool, segments, tables)
+
+
+def test_fa3_reads_dense_keys_where_nothing_is_reused(device, monkeypatch):
+    if device != "cpu":
+        pytest.skip("FlashInfer itself is there: the kernel's benchmark checks it")
+    segments = [(0, 200), (0, 1), (0, 333)]
+    q, pool, tables = make(segments, 4, 2, 64, 32, torch.float32, device)
+    monkeypatch.setattr(fa3, "_load", lambda dtype, dim: (Fa3(132), None))
+    monkeypatch.setattr(fa3, "problem", lambda dtype, dim, device: None)
+    arguments = {
+        "page_size": 32,
+        "heads": 4,
+        "kv_heads": 2,
+        "dim": 64,
+        "dtype": torch.float32,
+        "units": 5,
+        "workspace": PrefillWorkspace(device),
+        "dense": True,
+    }
+    plan = PrefillPlan.build(segments, tables, **arguments).at(3)
+    assert plan.dense
+    parts = []
+    for (_, new), table in zip(segments, tables, strict=True):
+        kv = pool[table].permute(2, 0, 3, 1, 4).flatten(1, 2)
+        parts.append(kv[:, :new])
+    k, v = torch.cat(parts, 1)
+    with pytest.raises(ValueError, match="new is missing"):
+        prefill_attention(plan, q, pool, torch.empty_like(q))
+    check(plan, q, pool, segments, tables, new=(k, v))
+    reused = PrefillPlan.build([(1, 199), *segments[1:]], tables, **arguments)
+    assert not reused.dense and reused.backend == "flashinfer"
 
 
 def columns(segments):
@@ -318,9 +366,10 @@ def test_tensors_that_are_not_the_plans_are_refused(device):
     )
     for name, wrong in (
         ("q is", (q[:-1], pool, q)),
-        ("out: a token's heads", (q, pool, torch.empty(4, 20, 64).transpose(0, 1))),
+        ("out: .* a token's heads contiguous", (q, pool, torch.empty(4, 20, 64).transpose(0, 1))),
         ("pool is", (q, pool[:, :1], q)),
-        ("must be torch.float32", (q.half(), pool, q)),
+        ("q: torch.float32 is needed", (q.half(), pool, q)),
+        ("pool is torch.float16", (q, pool.half(), q)),
     ):
         with pytest.raises(ValueError, match=name):
             prefill_attention(plan, *wrong)

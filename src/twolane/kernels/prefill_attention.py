@@ -19,16 +19,21 @@ from typing import Literal, Protocol
 import torch
 
 from twolane.kernels import prefill_attention_flashinfer as fa3
-from twolane.kernels.prefill_attention_batch import PrefillBatch, PrefillWorkspace
+from twolane.kernels.prefill_attention_batch import NewKV, PrefillBatch, PrefillWorkspace
 from twolane.kernels.prefill_attention_triton import TritonProgram
 
 __all__ = ["Backend", "PrefillPlan", "PrefillWorkspace", "choose", "prefill_attention"]
 
 Backend = Literal["flashinfer", "triton"]
 
+_FILLED = 0.65
+"""Triton's rate over FA3's: if a smaller share of FA3's rows has a token, Triton is faster."""
+
 
 class _Program(Protocol):
-    def run(self, q: torch.Tensor, pool: torch.Tensor, out: torch.Tensor) -> None: ...
+    def run(
+        self, q: torch.Tensor, pool: torch.Tensor, out: torch.Tensor, new: NewKV | None
+    ) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -44,6 +49,8 @@ class PrefillPlan:
     backend: Backend
     why: str
     """Why this backend."""
+    dense: bool
+    """Whether `prefill_attention` reads `k` and `v` instead of the pool, and so needs them."""
     _program: _Program
 
     @classmethod
@@ -61,6 +68,7 @@ class PrefillPlan:
         workspace: PrefillWorkspace,
         window: int | None = None,
         backend: Backend | None = None,
+        dense: bool = False,
     ) -> "PrefillPlan":
         """Plan a batch: host work and two uploads, no synchronisation.
 
@@ -75,27 +83,35 @@ class PrefillPlan:
             workspace: the lane's.
             window: tokens seen by each token, itself included; None: all.
             backend: None: the best there is.
+            dense: the caller can give the new tokens' keys and values to `prefill_attention`; where
+                nothing is reused, FA3 reads them faster than pages.
 
         Raises:
             ValueError: an argument is out of range, or the backend cannot do it.
         """
         shape = (page_size, heads, kv_heads, dim, dtype, window)
         batch = PrefillBatch.build(segments, tables, *shape, workspace)
-        best, why = choose(batch)
+        best, why = _choose(batch)
         if backend is not None and backend != best:
-            problem = fa3.problem(batch)
-            if backend == "flashinfer" and problem is not None:
+            able, problem = choose(dtype, dim, workspace.device, batch.window)
+            if backend == "flashinfer" and able != backend:
                 raise ValueError(f"backend='flashinfer': {problem}")
             best, why = backend, "asked for"
-        return cls(batch, units, best, why, _program(batch, units, best))
+        dense = dense and best == "flashinfer" and not batch.segments.reused.any()
+        return cls(batch, units, best, why, dense, _program(batch, units, best, dense))
 
     def at(self, units: int) -> "PrefillPlan":
         """The same batch on another number of SMs: host work and one upload."""
-        return replace(self, units=units, _program=_program(self.batch, units, self.backend))
+        program = _program(self.batch, units, self.backend, self.dense)
+        return replace(self, units=units, _program=program)
 
 
 def prefill_attention(
-    plan: PrefillPlan, q: torch.Tensor, pool: torch.Tensor, out: torch.Tensor
+    plan: PrefillPlan,
+    q: torch.Tensor,
+    pool: torch.Tensor,
+    out: torch.Tensor,
+    new: NewKV | None = None,
 ) -> None:
     """Causal attention of a batch's new tokens, whose keys and values are in the pool already.
 
@@ -106,38 +122,60 @@ def prefill_attention(
         q: rotated queries [T, heads, dim]; a token's heads are contiguous.
         pool: one layer's KV [pages, kv_heads, 2, page_size, dim], contiguous.
         out: [T, heads, dim]; a token's heads are contiguous. Written whole.
+        new: the new tokens' rotated keys and their values, [T, kv_heads, dim] each, a token's heads
+            contiguous. Needed and read if `plan.dense`; the pool has the same.
 
     Raises:
-        ValueError: a shape, dtype or layout is not the plan's.
+        ValueError: a shape, dtype or layout is not the plan's, or `new` is missing.
     """
     batch = plan.batch
-    for name, tensor in (("q", q), ("out", out)):
-        if tensor.shape != (batch.tokens, batch.heads, batch.dim):
+    named = [("q", q, batch.heads), ("out", out, batch.heads)]
+    if plan.dense and new is None:
+        raise ValueError("new is missing: the plan is dense")
+    if new is not None:
+        named += [("k", new[0], batch.kv_heads), ("v", new[1], batch.kv_heads)]
+    for name, tensor, heads in named:
+        if tensor.shape != (batch.tokens, heads, batch.dim):
             raise ValueError(f"{name} is {list(tensor.shape)}, not the plan's [T, heads, dim]")
-        if tensor.stride()[1:] != (batch.dim, 1):
-            raise ValueError(f"{name}: a token's heads must be contiguous")
+        if tensor.stride()[1:] != (batch.dim, 1) or tensor.dtype != batch.dtype:
+            raise ValueError(f"{name}: {batch.dtype} is needed, a token's heads contiguous")
     if pool.shape[1:] != (batch.kv_heads, 2, batch.page_size, batch.dim):
         raise ValueError(f"pool is {list(pool.shape)}, not [pages, kv_heads, 2, page_size, dim]")
     if not pool.is_contiguous():
         raise ValueError("pool must be contiguous")
-    if not q.dtype == pool.dtype == out.dtype == batch.dtype:
-        raise ValueError(f"q, pool and out must be {batch.dtype}")
-    plan._program.run(q, pool, out)
+    if pool.dtype != batch.dtype:
+        raise ValueError(f"pool is {pool.dtype}, not {batch.dtype}")
+    plan._program.run(q, pool, out, new)
 
 
-def choose(batch: PrefillBatch) -> tuple[Backend, str]:
-    """The backend for a batch, and why."""
-    problem = fa3.problem(batch)
+def choose(
+    dtype: torch.dtype, dim: int, device: torch.device, window: int | None = None
+) -> tuple[Backend, str]:
+    """The backend for a model's prefill, and why.
+
+    Loads FlashInfer's kernel, which may compile it for minutes: call it once before serving.
+    """
+    problem = fa3.problem(dtype, dim, device)
     if problem is not None:
         return "triton", problem
-    if int(batch.segments.new.max()) * batch.group <= fa3.tile_tokens(batch.dim):
-        return "triton", "few new tokens: here the heads of a group share a tile"
+    if window is not None:
+        return "triton", "FA3 is built without sliding windows"
     return "flashinfer", "FA3 on Hopper"
 
 
-def _program(batch: PrefillBatch, units: int, backend: Backend) -> _Program:
+def _choose(batch: PrefillBatch) -> tuple[Backend, str]:
+    """As `choose`, but Triton where FA3's tiles, of one head each, would be rather empty."""
+    best, why = choose(batch.dtype, batch.dim, batch.workspace.device, batch.window)
+    if best == "flashinfer" and fa3.filled(batch) < _FILLED:
+        return "triton", "few new tokens: the heads of a group share a tile"
+    return best, why
+
+
+def _program(batch: PrefillBatch, units: int, backend: Backend, dense: bool) -> _Program:
     if units < 1:
         raise ValueError(f"units={units} must be at least 1")
+    if dense:
+        return fa3.DenseProgram.plan(batch, units)
     if backend == "flashinfer":
         return fa3.FlashInferProgram.plan(batch, units)
     return TritonProgram.plan(batch, units)

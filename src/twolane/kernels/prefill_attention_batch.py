@@ -8,6 +8,9 @@ import torch
 
 from twolane.kernels.prefill_attention_schedule import Ints, Segments
 
+NewKV = tuple[torch.Tensor, torch.Tensor]
+"""Keys and values of a batch's new tokens, each [T, kv_heads, dim]."""
+
 
 class PrefillWorkspace:
     """A lane's scratch memory for split tiles; grows as its plans need. Lanes never share one."""

@@ -5,11 +5,13 @@ launcher starts that many blocks. We write the lists ourselves, for the SMs of t
 those of the further blocks empty: they end as soon as they are scheduled. Its kernel computes whole
 tiles. To split one, its front runs without causal mask in a launch before, with copies of the
 queries, one a piece, because a piece's results go where its queries came from; a merge of our own
-follows. Written against FlashInfer 0.6.13 (`PrefillSM90Plan` and `batch_prefill_sm90.cu`).
+follows. A batch without reused tokens needs no pages: where the caller has the new keys and values
+at hand, FA3 for dense ones reads them by TMA, faster than the gather from pages. Written against
+FlashInfer 0.6.13 (`PrefillSM90Plan` and `batch_prefill_sm90.cu`).
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib import import_module
 from typing import Any
@@ -17,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from twolane.kernels.prefill_attention_batch import PrefillBatch, upload
+from twolane.kernels.prefill_attention_batch import NewKV, PrefillBatch, upload
 from twolane.kernels.prefill_attention_schedule import (
     HEAD,
     HIGH,
@@ -34,10 +36,11 @@ from twolane.kernels.prefill_attention_schedule import (
 )
 from twolane.kernels.prefill_attention_triton import Merge, gather_kernel
 
-_COSTS = Costs(block=96, item=288, split=800)
+_PAGED = Costs(block=96, item=288, split=1200)
+_DENSE = Costs(block=128, item=288, split=0)
 _MAX_BLOCKS = 511
 """Blocks that its launcher may start: a list for each, so more than any device has SMs."""
-_HND = 1
+_NHD, _HND = 0, 1
 _FULL, _CAUSAL = 0, 1
 _NO_WINDOW = -1
 _PART = 32
@@ -48,18 +51,22 @@ def tile_tokens(dim: int) -> int:
     return 192 if dim == 64 else 128
 
 
-def problem(batch: PrefillBatch) -> str | None:
-    """Why FA3 cannot compute this batch; None if it can."""
-    if batch.dtype not in (torch.bfloat16, torch.float16):
-        return f"FA3 has no {batch.dtype}"
-    if batch.dim not in (64, 128):
-        return f"FA3 is used for heads of 64 and 128, not {batch.dim}"
-    if batch.window is not None:
-        return "FA3 is built without sliding windows"
-    device = batch.workspace.device
+def filled(batch: PrefillBatch) -> float:
+    """The share of the rows of a batch's tiles that have a token, weighted by their keys."""
+    new, keys = batch.segments.new, batch.segments.reused + batch.segments.new
+    rows = -(-new // tile_tokens(batch.dim)) * tile_tokens(batch.dim)
+    return float((new * keys).sum() / (rows * keys).sum())
+
+
+def problem(dtype: torch.dtype, dim: int, device: torch.device) -> str | None:
+    """Why FA3 cannot be used here; None if it can."""
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"FA3 has no {dtype}"
+    if dim not in (64, 128):
+        return f"FA3 is used for heads of 64 and 128, not {dim}"
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
         return "FA3 needs a Hopper GPU (sm_90)"
-    return _load(batch.dtype, batch.dim)[1]
+    return _load(dtype, dim)[1]
 
 
 @lru_cache
@@ -86,7 +93,7 @@ class _Launch:
     plan_info: list[int]
     """Byte offsets of the lists in it, and that heads do not share them."""
 
-    def run(
+    def paged(
         self,
         module: Any,
         batch: PrefillBatch,
@@ -96,34 +103,37 @@ class _Launch:
         lse: torch.Tensor | None,
         mask: int,
     ) -> None:
-        """Launch it; `lse` is float32 [rows of q, heads], in base 2."""
+        """Attend to the pages; `lse` is float32 [rows of q, heads], in base 2."""
         unused = self.lists
-        module.paged_run(
-            unused,  # the float workspace
-            self.lists,
-            self.plan_info,
-            q,
-            pool[:, :, 0],
-            pool[:, :, 1],
-            unused,  # qo_indptr and paged_kv_indptr: the lists have them
-            unused,
-            batch.pages,
-            unused,  # paged_kv_last_page_len
-            out,
-            lse,
-            mask,
-            _HND,
-            _NO_WINDOW,
-            False,  # programmatic dependent launch
-            None,  # multi-item scoring: prefix lengths, positions, longest item
-            None,
-            None,
-            None,  # scales of v
-            0.0,  # soft cap
-            batch.scale,
-            1.0,  # scale of v
-            0,
-        )
+        kv = pool[:, :, 0], pool[:, :, 1]
+        # qo_indptr, paged_kv_indptr and paged_kv_last_page_len: the lists have them.
+        where = unused, unused, batch.pages, unused
+        common = self._common(batch, out, lse, mask, _HND)
+        module.paged_run(unused, self.lists, self.plan_info, q, *kv, *where, *common)
+
+    def dense(
+        self,
+        module: Any,
+        batch: PrefillBatch,
+        q: torch.Tensor,
+        new: NewKV,
+        out: torch.Tensor,
+    ) -> None:
+        """Attend to keys and values in the order of the rows."""
+        unused = self.lists
+        common = self._common(batch, out, None, _CAUSAL, _NHD)
+        module.ragged_run(unused, self.lists, self.plan_info, q, *new, unused, unused, *common)
+
+    @staticmethod
+    def _common(
+        batch: PrefillBatch, out: torch.Tensor, lse: torch.Tensor | None, mask: int, layout: int
+    ) -> tuple[Any, ...]:
+        no_dependent_launch = False
+        # Prefix lengths, positions and longest item of multi-item scoring; scales of v.
+        tensors = None, None, None, None
+        soft_cap, v_scale, item_length = 0.0, 1.0, 0
+        scalars = soft_cap, batch.scale, v_scale, item_length
+        return out, lse, mask, layout, _NO_WINDOW, no_dependent_launch, *tensors, *scalars
 
 
 @dataclass(frozen=True)
@@ -156,7 +166,7 @@ class _Fronts:
         slot_q = self.slot_q.as_strided(shape, strides)
         slot_out = merge.slot_out.as_strided(shape, strides)
         slot_lse = merge.slot_lse[: shape[0] * batch.heads].view(shape[0], batch.heads)
-        self.launch.run(module, batch, slot_q, pool, slot_out, slot_lse, _FULL)
+        self.launch.paged(module, batch, slot_q, pool, slot_out, slot_lse, _FULL)
 
 
 @dataclass(frozen=True)
@@ -172,9 +182,9 @@ class FlashInferProgram:
     def plan(cls, batch: PrefillBatch, units: int, split: bool = True) -> "FlashInferProgram":
         """Deal the batch's tiles to `units` SMs, splitting some where that is faster."""
         rows = tile_tokens(batch.dim)
-        items, cost = tiles(batch.segments, rows, batch.heads, None, _COSTS)
-        granule = math.lcm(_COSTS.block, batch.page_size)
-        plan = schedule(items, cost, units, _COSTS, granule, own_launch=True, split=split)
+        items, cost = tiles(batch.segments, rows, batch.heads, None, _PAGED)
+        granule = math.lcm(_PAGED.block, batch.page_size)
+        plan = schedule(items, cost, units, _PAGED, granule, own_launch=True, split=split)
         parts = _lists(plan.main, batch.page_size)
         if plan.fronts is not None:
             pieces = plan.fronts.items.copy()
@@ -211,16 +221,45 @@ class FlashInferProgram:
         )
         return cls(batch, module, main, fronts)
 
-    def run(self, q: torch.Tensor, pool: torch.Tensor, out: torch.Tensor) -> None:
+    def run(
+        self, q: torch.Tensor, pool: torch.Tensor, out: torch.Tensor, new: NewKV | None
+    ) -> None:
         """Launch it; as `prefill_attention`."""
         batch, fronts = self.batch, self.fronts
         if fronts is None:
-            self.main.run(self.module, batch, q, pool, out, None, _CAUSAL)
+            self.main.paged(self.module, batch, q, pool, out, None, _CAUSAL)
             return
         fronts.run(self.module, batch, q, pool)
         lse = fronts.merge.lse[: batch.tokens * batch.heads].view(batch.tokens, batch.heads)
-        self.main.run(self.module, batch, q, pool, out, lse, _CAUSAL)
+        self.main.paged(self.module, batch, q, pool, out, lse, _CAUSAL)
         fronts.merge.run(batch, out)
+
+
+@dataclass(frozen=True)
+class DenseProgram:
+    """Attention of a batch without reused tokens by FA3, on keys and values outside the pool."""
+
+    batch: PrefillBatch
+    module: Any
+    launch: _Launch
+
+    @classmethod
+    def plan(cls, batch: PrefillBatch, units: int) -> "DenseProgram":
+        """Deal the batch's tiles to `units` SMs."""
+        # A sequence's keys are found by its first row, as if by pages of one token.
+        segments = replace(batch.segments, tables=batch.segments.rows)
+        items, cost = tiles(segments, tile_tokens(batch.dim), batch.heads, None, _DENSE)
+        plan = schedule(items, cost, units, _DENSE, _DENSE.block, own_launch=True, split=False)
+        buffer, sent = upload(_lists(plan.main, 1), batch.workspace.device)
+        module, _ = _load(batch.dtype, batch.dim)
+        return cls(batch, module, _Launch(buffer, _plan_info(sent)))
+
+    def run(
+        self, q: torch.Tensor, pool: torch.Tensor, out: torch.Tensor, new: NewKV | None
+    ) -> None:
+        """Launch it; as `prefill_attention`."""
+        assert new is not None
+        self.launch.dense(self.module, self.batch, q, new, out)
 
 
 _LISTS = 7

@@ -29,9 +29,9 @@ TAIL = -2
 """To the output, with its log-sum-exp for the merge."""
 
 _OWNER_BITS = 16
-_EXACT_ROUNDS = 4
+_EXACT_ROUNDS = 2
 """The last rounds are dealt one by one to the block with the least work, those before in turn."""
-_SPLIT_GAIN = 0.02
+_SPLIT_GAIN = 0.03
 """Splitting must save this share of the time to be worth its launches."""
 
 
@@ -122,7 +122,7 @@ def schedule(
     owner, loads = _deal(cost, units)
     best, whole = float(loads.max()), Schedule(_work(items, owner, units), None, _NO_MERGES, 0)
     mean = cost.sum() / units
-    if not split or best <= (1 + _SPLIT_GAIN) * mean:
+    if not split or best - mean <= costs.split + _SPLIT_GAIN * best:
         return whole
     chosen = whole
     for count in _candidates(cost, mean, units):

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from twolane.kernels.prefill_attention_batch import PrefillBatch, upload
+from twolane.kernels.prefill_attention_batch import NewKV, PrefillBatch, upload
 from twolane.kernels.prefill_attention_schedule import Costs, schedule, tiles
 
 
@@ -365,7 +365,9 @@ class TritonProgram:
         )
         return cls(batch, shape, blocks, listed, bounds, merge)
 
-    def run(self, q: torch.Tensor, pool: torch.Tensor, out: torch.Tensor) -> None:
+    def run(
+        self, q: torch.Tensor, pool: torch.Tensor, out: torch.Tensor, new: NewKV | None
+    ) -> None:
         """Launch it; as `prefill_attention`."""
         batch, merge = self.batch, self.merge
         prefill_kernel[(self.blocks,)](
