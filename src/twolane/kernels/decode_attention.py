@@ -7,8 +7,8 @@ gives each of them the same number of tokens:
 
 - The work is cut into *tiles*, a page (or a fixed number of tokens) of one KV head of one row, in
   the order rows, heads, tiles. The tiles of one head of one row are a *run*.
-- *Worker* w of W takes the tiles [w * c, (w + 1) * c) with c = ceil(tiles / W), whatever runs they
-  belong to.
+- *Worker* w of W (the tiles' number, if there are fewer tiles) takes the tiles
+  [w * tiles // W, (w + 1) * tiles // W), whatever runs they belong to.
 - A run inside one worker is written at once. Of a run that is cut, each worker leaves a partial
   result (maximum, sum of weights, weighted sum of values), two a worker at most: at place 0 the
   run it begins with, at place 1 the one that it ends with, if that is another. They are combined in
@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 import torch
 
+from twolane.kernels import decode_attention_cuda as hopper
 from twolane.kernels import decode_attention_triton as portable
 
 MAX_GROUP = 16
@@ -42,17 +43,20 @@ class DecodeScratch:
     """Weighted sums of values of runs that were cut, float32."""
     sums: torch.Tensor
     """Their maxima (base 2) and sums of weights, float32."""
+    arrivals: torch.Tensor
+    """Parts that have arrived of the run that a worker began, int32; 0 between launches."""
 
 
 def decode_scratch(
     rows: int, heads: int, dim: int, units: int, device: torch.device | str
 ) -> DecodeScratch:
     """A workspace for up to `rows` rows, `heads` query heads and `units` SMs."""
-    places = 2 * units * portable.MAX_WORKERS * MAX_GROUP
+    workers = units * max(portable.MAX_WORKERS, hopper.MAX_WORKERS)
     width = max(16, 1 << (dim - 1).bit_length())
-    partial = torch.empty(places * width, dtype=torch.float32, device=device)
-    sums = torch.empty(places * 2, dtype=torch.float32, device=device)
-    return DecodeScratch(rows, heads, dim, units, partial, sums)
+    sizes = 2 * workers * hopper.place_floats(width), 2 * workers * MAX_GROUP * 2
+    partial, sums = (torch.empty(n, dtype=torch.float32, device=device) for n in sizes)
+    arrivals = torch.zeros(workers, dtype=torch.int32, device=device)
+    return DecodeScratch(rows, heads, dim, units, partial, sums, arrivals)
 
 
 def decode_attention(
@@ -92,13 +96,19 @@ def decode_attention(
     _check_scratch(scratch, q, units)
     if window is not None and window < 1:
         raise ValueError(f"window={window}: at least 1")
-    portable.attend(
-        *(q, pool, tables, slots, lengths, out, scratch.partial, scratch.sums),
-        units=units,
-        window=_EVERYTHING if window is None else window,
-        scale=q.shape[2] ** -0.5 if scale is None else scale,
-        tuned=portable.tuning(pool[0, 0].numel() * pool.element_size()),
-    )
+    arguments = q, pool, tables, slots, lengths, out, scratch.partial
+    window = _EVERYTHING if window is None else window
+    scale = q.shape[2] ** -0.5 if scale is None else scale
+    if hopper.serves(q):
+        tuned = hopper.tuning(units)
+        hopper.attend(
+            *arguments, scratch.arrivals, units=units, window=window, scale=scale, tuned=tuned
+        )
+    else:
+        chosen = portable.tuning(pool[0, 0].numel() * pool.element_size())
+        portable.attend(
+            *arguments, scratch.sums, units=units, window=window, scale=scale, tuned=chosen
+        )
 
 
 def _check(

@@ -53,6 +53,18 @@ def _tiles(
 
 
 @triton.jit
+def _begin(worker: tl.tensor, total: tl.tensor, workers: tl.tensor) -> tl.tensor:
+    """First tile of a worker."""
+    return (worker.to(tl.int64) * total // workers).to(tl.int32)
+
+
+@triton.jit
+def _owner(position: tl.tensor, total: tl.tensor, workers: tl.tensor) -> tl.tensor:
+    """Worker of a tile."""
+    return (((position.to(tl.int64) + 1) * workers - 1) // total).to(tl.int32)
+
+
+@triton.jit
 def _attend(
     q: tl.tensor,
     pool: tl.tensor,
@@ -83,9 +95,10 @@ def _attend(
     length_of, first_of, count_of = _tiles(lengths, row_ids, rows, window, PAGE)
     end_of = tl.cumsum(count_of, 0) * kv_heads
     total = tl.sum(count_of, 0) * kv_heads
-    chunk = tl.cdiv(total, tl.num_programs(0))
-    position = worker * chunk
-    stop = tl.minimum(position + chunk, total)
+    workers = tl.maximum(tl.minimum(tl.num_programs(0), total), 1)
+    own_begin = _begin(worker, total, workers)
+    position = own_begin
+    stop = tl.where(worker < workers, _begin(worker + 1, total, workers), position)
 
     members = tl.arange(0, GROUP)
     dims = tl.arange(0, DIM)
@@ -140,7 +153,7 @@ def _attend(
             tl.store(out_at + dims[None, :], result.to(out.dtype.element_ty), mask=q_mask)
         else:
             # A worker's first piece may have begun before it; only its last goes on after it.
-            place = worker * 2 + (position > worker * chunk).to(tl.int32)
+            place = worker * 2 + (position > own_begin).to(tl.int32)
             at = place * GROUP + members
             tl.store(partial + at[:, None] * DIM + dims[None, :], accumulated)
             tl.store(sums + at * 2, maximum)
@@ -170,12 +183,13 @@ def _combine(
     row_ids = tl.arange(0, ROWS)
     _, _, count_of = _tiles(lengths, row_ids, rows, window, PAGE)
     count = tl.sum(tl.where(row_ids == row, count_of, 0), 0)
-    chunk = tl.cdiv(tl.sum(count_of, 0) * kv_heads, workers)
+    total = tl.sum(count_of, 0) * kv_heads
+    workers = tl.minimum(workers, total)
     begin = tl.sum(tl.where(row_ids < row, count_of, 0), 0) * kv_heads
     begin += (run - row * kv_heads) * count
     if count > 0:
-        first = begin // chunk
-        last = (begin + count - 1) // chunk
+        first = _owner(begin, total, workers)
+        last = _owner(begin + count - 1, total, workers)
         if first < last:
             members = tl.arange(0, GROUP)
             dims = tl.arange(0, DIM)
@@ -183,7 +197,7 @@ def _combine(
             total_weight = tl.zeros([GROUP], tl.float32)
             accumulated = tl.zeros([GROUP, DIM], tl.float32)
             for worker in range(first, last + 1):
-                second = (worker == first) & (begin > first * chunk)
+                second = (worker == first) & (begin > _begin(first, total, workers))
                 at = (worker * 2 + second.to(tl.int32)) * GROUP + members
                 part_maximum = tl.load(sums + at * 2)
                 peak = tl.maximum(maximum, part_maximum)

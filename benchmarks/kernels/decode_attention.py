@@ -1,0 +1,364 @@
+"""Decode attention on the SMs of a lane: first whether it is right, then bytes of KV per second.
+
+    PYTHONPATH=src python benchmarks/kernels/decode_attention.py [--variants]
+
+The ceiling is a kernel that only reads, with many independent 16-byte loads in flight, the same
+pages in the same random order. JSON goes to $OUT. With --variants the tuning is swept instead.
+"""
+
+import argparse
+import ctypes
+import itertools
+import os
+import random
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from common import LEVELS, Partition, Report, capture, partition, seconds, worst_difference
+
+from twolane.kernels import decode_attention_cuda as hopper
+from twolane.kernels import decode_attention_triton as portable
+from twolane.kernels import nvrtc
+from twolane.kernels.decode_attention import decode_attention, decode_scratch
+
+WATCHDOG = ("-DWATCHDOG=20000000",)
+EVERYTHING = 1 << 30
+TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}
+
+READ = """
+struct Arguments { const char* pool; unsigned* sink; unsigned first, count, mask; };
+struct alignas(16) Words { unsigned w[4]; };
+extern "C" __global__ void __launch_bounds__(THREADS, 1) read(const __grid_constant__ Arguments a) {
+    unsigned warps = gridDim.x * (THREADS / 32), lane = threadIdx.x % 32, x = 0;
+    unsigned long long policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    for (unsigned i = blockIdx.x * (THREADS / 32) + threadIdx.x / 32; i < a.count; i += warps) {
+        unsigned long long page = ((a.first + i) * 2654435761u) & a.mask;
+        const char* at = a.pool + page * 16384 + lane * 16;
+        for (int j = 0; j < 16384 / 512; j += UNROLL) {
+            Words v[UNROLL];
+#pragma unroll
+            for (int k = 0; k < UNROLL; ++k)
+                asm volatile("ld.global.nc.L1::no_allocate.L2::cache_hint.v4.u32"
+                             " {%0, %1, %2, %3}, [%4], %5;"
+                             : "=r"(v[k].w[0]), "=r"(v[k].w[1]), "=r"(v[k].w[2]), "=r"(v[k].w[3])
+                             : "l"(at + (j + k) * 512), "l"(policy));
+#pragma unroll
+            for (int k = 0; k < UNROLL; ++k) x ^= v[k].w[0] ^ v[k].w[1] ^ v[k].w[2] ^ v[k].w[3];
+        }
+    }
+    if (x == 0x12345678) *a.sink = x;
+}
+"""
+
+
+class _ReadArguments(ctypes.Structure):
+    _fields_ = (
+        ("pool", ctypes.c_void_p),
+        ("sink", ctypes.c_void_p),
+        *((name, ctypes.c_uint) for name in ("first", "count", "mask")),
+    )
+
+
+def read_kernel(threads: int, unroll: int) -> nvrtc.Kernel:
+    return nvrtc.load(READ, (f"-DTHREADS={threads}", f"-DUNROLL={unroll}"), "read", 0, 0)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One layer's cache with sequences of given lengths, and queries."""
+
+    q: torch.Tensor
+    pool: torch.Tensor
+    tables: torch.Tensor
+    slots: torch.Tensor
+    lengths: torch.Tensor
+    tokens: int
+
+    @classmethod
+    def make(
+        cls,
+        lengths: Sequence[int],
+        kv_heads: int = 8,
+        group: int = 4,
+        dim: int = 128,
+        page: int = 32,
+        dtype: torch.dtype = torch.bfloat16,
+        pool: torch.Tensor | None = None,
+    ) -> "Problem":
+        """`pool`: flat memory to cut the pages from; None: new, NaN where no sequence wrote."""
+        rows, used = len(lengths), [-(-n // page) for n in lengths]
+        shape = (sum(used) + 1, kv_heads, 2, page, dim)
+        order = torch.randperm(shape[0], device="cuda", dtype=torch.int32)
+        tables = torch.full((rows + 1, max(*used, 1)), EVERYTHING, dtype=torch.int32, device="cuda")
+        slots = torch.randperm(rows + 1, device="cuda", dtype=torch.int32)[:rows]
+        if fresh := pool is None:
+            pages = torch.randn(shape, device="cuda", dtype=dtype)
+        else:
+            pages = pool[: torch.Size(shape).numel()].view(shape)
+        taken = 0
+        for slot, count, n in zip(slots.tolist(), used, lengths, strict=True):
+            tables[slot, :count] = order[taken : taken + count]
+            taken += count
+            if fresh and n % page:
+                pages[order[taken - 1], :, :, n % page :] = torch.nan
+        q = torch.randn(rows, kv_heads * group, dim, device="cuda", dtype=dtype)
+        length = torch.tensor(lengths, dtype=torch.int32, device="cuda")
+        return cls(q, pages, tables, slots, length, sum(lengths))
+
+    @property
+    def bytes(self) -> int:
+        """Of keys and values that must be read."""
+        _, kv_heads, _, _, dim = self.pool.shape
+        return self.tokens * 2 * kv_heads * dim * self.pool.element_size()
+
+    def reference(self, window: int | None = None) -> torch.Tensor:
+        """float32; rows of length 0 are 7."""
+        (_, heads, dim), (_, kv_heads, _, page, _) = self.q.shape, self.pool.shape
+        out = torch.full(self.q.shape, 7.0, device="cuda")
+        for row, n in enumerate(self.lengths.tolist()):
+            if n == 0:
+                continue
+            pages = self.tables[int(self.slots[row]), : -(-n // page)].long()
+            kv = self.pool[pages].float().permute(2, 1, 0, 3, 4).reshape(2, kv_heads, -1, dim)
+            k, v = kv[:, :, max(0, n - (window or n)) : n]
+            q = self.q[row].float().view(kv_heads, -1, dim)
+            weights = (torch.einsum("khd,knd->khn", q, k) * dim**-0.5).softmax(-1)
+            out[row] = torch.einsum("khn,knd->khd", weights, v).reshape(heads, dim)
+        return out
+
+    def cuda(
+        self,
+        units: int,
+        tuned: hopper.Tuning | None = None,
+        extra: tuple[str, ...] = (),
+        window: int | None = None,
+    ) -> tuple[Callable[[], None], torch.Tensor]:
+        """A call of the CUDA kernel with a scratch of its own, and what it writes to."""
+        scratch, out = decode_scratch(*self.q.shape, units, "cuda"), torch.full_like(self.q, 7.0)
+        arguments = self.q, self.pool, self.tables, self.slots, self.lengths, out, scratch.partial
+        settings = {
+            "units": units,
+            "window": window or EVERYTHING,
+            "scale": self.q.shape[2] ** -0.5,
+            "tuned": tuned or hopper.tuning(units),
+            "extra": extra,
+        }
+        return lambda: hopper.attend(*arguments, scratch.arrivals, **settings), out
+
+    def triton(
+        self, units: int, tuned: portable.Tuning | None = None, window: int | None = None
+    ) -> tuple[Callable[[], None], torch.Tensor]:
+        """A call of the Triton kernel with a scratch of its own, and what it writes to."""
+        scratch, out = decode_scratch(*self.q.shape, units, "cuda"), torch.full_like(self.q, 7.0)
+        arguments = self.q, self.pool, self.tables, self.slots, self.lengths, out, scratch.partial
+        tile = self.pool[0, 0].numel() * self.pool.element_size()
+        settings = {
+            "units": units,
+            "window": window or EVERYTHING,
+            "scale": self.q.shape[2] ** -0.5,
+            "tuned": tuned or portable.tuning(tile),
+        }
+        return lambda: portable.attend(*arguments, scratch.sums, **settings), out
+
+
+def ragged(rows: int, low: int, high: int, seed: int = 0) -> list[int]:
+    dice = random.Random(seed)
+    return [dice.randint(low, high) for _ in range(rows)]
+
+
+MIXED = [0, 1, 5000, 31, 32, 33, 0, 700, 64, 2049, 15, 16, 17, 129]
+CASES: list[dict] = [
+    *({"group": group} for group in (1, 2, 3, 4, 5, 7, 8, 9, 16)),
+    *({"dim": 64, "group": group, "kv_heads": 3} for group in (1, 3, 8, 16)),
+    *({"page": page, "dim": dim} for page in (16, 64) for dim in (64, 128)),
+    *({"dtype": torch.float16, "dim": dim, "group": 7} for dim in (64, 128)),
+    *({"window": window} for window in (1, 100, 1024)),
+    {"window": 100, "page": 16, "dim": 64},
+]
+
+
+def prepare() -> None:
+    """Compile what the checks need, on all cores; the results are in the cache on disk."""
+    wanted = {
+        hopper.options(c.get("dtype", torch.bfloat16), c.get("dim", 128), c.get("page", 32),
+                       c.get("group", 4), hopper.Tuning()) + WATCHDOG
+        for c in CASES
+    }  # fmt: skip
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        for _ in threads.map(lambda o: nvrtc.compile_cubin(hopper.source(), o), wanted):
+            pass
+
+
+def judge(report: Report, what: str, out: torch.Tensor, expected: torch.Tensor) -> bool:
+    error, place = worst_difference(out, expected)
+    if error < TOLERANCE[out.dtype]:
+        return True
+    report.failures += 1
+    report.add(wrong=what, error=error, at=place)
+    return False
+
+
+def check(report: Report, lane: Partition) -> None:
+    """Every case with few and with many workers, again in a graph, again on other SMs."""
+    passed = 0
+    for case in CASES:
+        case = dict(case)
+        window = case.pop("window", None)
+        with report.attempt(f"cuda {case} window={window}"):
+            problem = Problem.make(MIXED, **case)
+            expected = problem.reference(window)
+            for units in (3, lane.units, 132):
+                call, out = problem.cuda(units, extra=WATCHDOG, window=window)
+                call()
+                first = out.clone()
+                good = judge(report, f"cuda {case} window={window} {units}", first, expected)
+                if (first[problem.lengths == 0] != 7).any():
+                    good = False
+                    report.add(wrong=f"cuda {case}: padding rows were written")
+                graph = capture([call], lane.stream)
+                for _ in range(20):
+                    graph.replay()
+                    good &= torch.equal(out, first)
+                if not good:
+                    report.failures += 1
+                    report.add(wrong=f"cuda {case} {units}", repeated="differs or above")
+                passed += good
+    for case in ({}, {"dtype": torch.float32, "group": 3}, {"dim": 64, "page": 64}):
+        with report.attempt(f"triton {case}"):
+            problem = Problem.make(MIXED, **case)
+            expected = problem.reference(300)
+            call, out = problem.triton(24, window=300)
+            call()
+            first = out.clone()
+            passed += judge(report, f"triton {case}", first, expected)
+            capture([call], lane.stream).replay()
+            passed += judge(report, f"triton {case} in a graph", out, expected)
+    with report.attempt("decode_attention"):
+        problem = Problem.make(ragged(40, 1, 5000))
+        out = torch.zeros_like(problem.q)
+        scratch = decode_scratch(*problem.q.shape, 132, "cuda")
+        cache = problem.pool, problem.tables, problem.slots, problem.lengths
+        decode_attention(problem.q, *cache, out, scratch, units=132)
+        passed += judge(report, "decode_attention", out, problem.reference())
+    report.add(passed=passed)
+
+
+SHAPES = {
+    "64x2K": ([2048] * 64, 4),
+    "ragged": (ragged(64, 200, 8000), 2),
+    "1x32K": ([32768], 16),
+    "256x512": ([512] * 256, 4),
+}
+
+
+def layers(name: str, memory: torch.Tensor, **shape: int) -> list[Problem]:
+    """As many layers of a shape as exceed the L2 cache many times."""
+    lengths, count = SHAPES[name]
+    size = memory.numel() // count
+    return [
+        Problem.make(lengths, pool=memory[i * size : (i + 1) * size], **shape) for i in range(count)
+    ]
+
+
+Make = Callable[[Problem, int], tuple[Callable[[], None], torch.Tensor]]
+
+
+def rate(problems: Sequence[Problem], lane: Partition, make: Make) -> float:
+    """TB/s of KV."""
+    calls = [make(p, lane.units)[0] for p in problems]
+    return problems[0].bytes / seconds(calls, lane.stream, 7) / 1e12
+
+
+def rates(problems: Sequence[Problem], lanes: Sequence[Partition], make: Make) -> dict[str, float]:
+    """TB/s by level."""
+    return {str(lane.units): rate(problems, lane, make) for lane in lanes}
+
+
+def read_rate(memory: torch.Tensor, lane: Partition, threads: int, unroll: int) -> float:
+    """TB/s of a kernel that reads 16 KB pages in random order."""
+    kernel, sink = read_kernel(threads, unroll), torch.zeros(1, dtype=torch.int32, device="cuda")
+    pages = 1 << ((memory.numel() * memory.element_size() // 16384).bit_length() - 1)
+    count = pages // 4
+
+    def call(first: int) -> Callable[[], None]:
+        arguments = _ReadArguments(memory.data_ptr(), sink.data_ptr(), first, count, pages - 1)
+        return lambda: kernel.launch(lane.units, threads, 0, arguments)
+
+    calls = [call(i * count) for i in range(4)]
+    return count * 16384 / seconds(calls, lane.stream, 7) / 1e12
+
+
+def speed(report: Report, memory: torch.Tensor, lanes: Sequence[Partition]) -> None:
+    for name in SHAPES:
+        problems = layers(name, memory)
+        for lane in lanes:
+            with report.attempt(f"{name} {lane.units}"):
+                row: dict = {"shape": name, "units": lane.units}
+                if name == "64x2K":
+                    row["read"] = max(
+                        read_rate(memory, lane, *v) for v in ((1024, 8), (512, 16), (1024, 16))
+                    )
+                row["cuda"] = rate(problems, lane, Problem.cuda)
+                if name == "64x2K" or lane.units in (24, 132):
+                    row["triton"] = rate(problems, lane, Problem.triton)
+                if "read" in row:
+                    row["share"] = row["cuda"] / row["read"]
+                report.add(**row)
+
+
+def variants(report: Report, memory: torch.Tensor, lanes: Sequence[Partition]) -> None:
+    lanes = [lane for lane in lanes if lane.units in (24, 48, 132)]
+    problems = layers("64x2K", memory)
+    for warps, stages in ((8, 3), (4, 6), (5, 5), (6, 4), (9, 3), (12, 2), (10, 2), (8, 2)):
+        tuned = hopper.Tuning(warps, stages)
+        with report.attempt(f"{tuned}"):
+            make = partial(Problem.cuda, tuned=tuned)
+            report.add(cuda=f"{warps}x{stages}", **rates(problems, lanes, make))
+    for probe, (warps, stages) in itertools.product((1, 2), ((8, 3), (12, 2))):
+        tuned, extra = hopper.Tuning(warps, stages), (f"-DPROBE={probe}",)
+        with report.attempt(f"probe {probe}"):
+            make = partial(Problem.cuda, tuned=tuned, extra=extra)
+            only = "copy" if probe == 1 else "copy+load"
+            report.add(cuda=f"{warps}x{stages}", only=only, **rates(problems, lanes, make))
+    for threads, unroll in ((1024, 8), (1024, 16), (512, 16), (512, 32), (256, 32)):
+        with report.attempt(f"read {threads} {unroll}"):
+            found = {str(lane.units): read_rate(memory, lane, threads, unroll) for lane in lanes}
+            report.add(read=f"{threads}x{unroll}", **found)
+    for page, dim in ((16, 128), (64, 128), (32, 64), (16, 64)):
+        with report.attempt(f"page {page} dim {dim}"):
+            others = layers("64x2K", memory, page=page, dim=dim)
+            report.add(cuda="default", page=page, dim=dim, **rates(others, lanes, Problem.cuda))
+    for setting in ((6, 1, 6), (4, 1, 8), (3, 1, 10), (4, 2, 8), (6, 2, 6), (4, 4, 8)):
+        with report.attempt(f"triton {setting}"):
+            make = partial(Problem.triton, tuned=portable.Tuning(*setting))
+            name = "workers {} warps {} stages {}".format(*setting)
+            report.add(triton=name, **rates(problems, lanes, make))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--variants", action="store_true", help="sweep the tuning")
+    parser.add_argument("--no-check", action="store_true", help="only speed")
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    report = Report("decode-attention-variants" if arguments.variants else "decode-attention")
+    lanes = []
+    for units in LEVELS:
+        with report.attempt(f"partition {units}"):
+            lanes.append(partition(units))
+    if not arguments.no_check:
+        with report.attempt("compile"):
+            prepare()
+        with report.attempt("check"):
+            check(report, next(lane for lane in lanes if lane.units == 24))
+    memory = torch.empty((1 << 31) + (1 << 24), dtype=torch.bfloat16, device="cuda").normal_()
+    (variants if arguments.variants else speed)(report, memory, lanes)
+    report.write()
+
+
+if __name__ == "__main__":
+    main()

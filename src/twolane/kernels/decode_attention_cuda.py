@@ -1,0 +1,119 @@
+"""Launches of decode_attention.cu: bfloat16 and float16 on Hopper."""
+
+import ctypes
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from twolane.kernels import nvrtc
+
+LOG2E = 1.4426950408889634
+HEAD_DIMS = (64, 128)
+MAX_WORKERS = 12
+"""Most warps of a block; there is one block an SM."""
+_HALF_BYTES = 4 * (2048 + 32)
+_SHARED = 227 * 1024 - 1024
+"""What a block may have, less what the kernel takes statically."""
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """What may be tuned to a level."""
+
+    warps: int = 8
+    """Workers an SM."""
+    stages: int = 3
+    """Half tiles (8 KB) in flight a worker."""
+
+
+class _Arguments(ctypes.Structure):
+    """As in the source."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("q", "pool", "tables", "slots", "lengths", "out")),
+        *((name, ctypes.c_void_p) for name in ("partial", "arrivals")),
+        *((name, ctypes.c_int) for name in ("rows", "kv_heads", "group")),
+        *((name, ctypes.c_uint) for name in ("q_stride", "head_stride", "table_stride")),
+        ("page_stride", ctypes.c_ulonglong),
+        ("window", ctypes.c_int),
+        ("scale", ctypes.c_float),
+    )
+
+
+@cache
+def available(device: torch.device) -> bool:
+    """Whether the device is a Hopper GPU and cuda-bindings can compile for it."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+        return False
+    try:
+        import cuda.bindings.nvrtc  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def serves(q: torch.Tensor) -> bool:
+    """Whether the kernel exists for these queries."""
+    types = torch.bfloat16, torch.float16
+    return q.dtype in types and q.shape[2] in HEAD_DIMS and available(q.device)
+
+
+def place_floats(dim: int) -> int:
+    """float32 numbers of one partial result."""
+    return 16 * dim + 32
+
+
+def tuning(units: int) -> Tuning:
+    """What measurements chose for a level."""
+    del units
+    return Tuning()
+
+
+def options(dtype: torch.dtype, dim: int, page: int, group: int, tuned: Tuning) -> tuple[str, ...]:
+    """Of the compiler."""
+    values = {
+        "T_BF16": int(dtype == torch.bfloat16),
+        "DIM": dim,
+        "PAGE": page,
+        "TILES_N": 1 if group <= 8 else 2,
+        "WARPS": tuned.warps,
+        "STAGES": tuned.stages,
+    }
+    return tuple(f"-D{name}={value}" for name, value in values.items())
+
+
+@cache
+def source() -> str:
+    """The CUDA C++."""
+    return Path(__file__).with_name("decode_attention.cu").read_text()
+
+
+def attend(
+    q: torch.Tensor,
+    pool: torch.Tensor,
+    tables: torch.Tensor,
+    slots: torch.Tensor,
+    lengths: torch.Tensor,
+    out: torch.Tensor,
+    partial: torch.Tensor,
+    arrivals: torch.Tensor,
+    *,
+    units: int,
+    window: int,
+    scale: float,
+    tuned: Tuning,
+    extra: tuple[str, ...] = (),
+) -> None:
+    """`decode_attention` of checked arguments, with the tensors of a `DecodeScratch`."""
+    (rows, heads, dim), kv_heads = q.shape, pool.shape[1]
+    shared = tuned.warps * tuned.stages * _HALF_BYTES + 3 * 4 * rows
+    chosen = options(q.dtype, dim, pool.shape[3], heads // kv_heads, tuned) + extra
+    kernel = nvrtc.load(source(), chosen, "decode_attention", _SHARED, q.device.index or 0)
+    size = q.element_size()
+    tensors = (t.data_ptr() for t in (q, pool, tables, slots, lengths, out, partial, arrivals))
+    counts = rows, kv_heads, heads // kv_heads
+    strides = q.stride(0) * size, pool.stride(1) * size, tables.stride(0), pool.stride(0) * size
+    arguments = _Arguments(*tensors, *counts, *strides, window, scale * LOG2E)
+    kernel.launch(units, tuned.warps * 32, shared, arguments)

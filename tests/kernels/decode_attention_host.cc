@@ -1,0 +1,277 @@
+// Runs decode_attention.cu on the CPU: every thread of a block is a fiber, and the instructions that
+// it wraps are acted out as the PTX manual defines them. Copies end late, out of order, and spoil
+// their target at once; blocks and threads run in random order. Counts bank conflicts.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <map>
+#include <random>
+#include <vector>
+
+#include <ucontext.h>
+
+#define ON_HOST
+#define __device__
+#define __global__
+#define __shared__ static
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define __grid_constant__
+#define __align__(n)
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+struct float2 { float x, y; };
+struct float4 { float x, y, z, w; };
+struct Index { u32 x; };
+struct Words;
+
+static float2 make_float2(float x, float y) { return {x, y}; }
+static float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+static float __int_as_float(u32 i) { float f; memcpy(&f, &i, 4); return f; }
+static float __uint_as_float(u32 i) { return __int_as_float(i); }
+static int max(int a, int b) { return a > b ? a : b; }
+static int min(int a, int b) { return a < b ? a : b; }
+static u32 min(u32 a, u32 b) { return a < b ? a : b; }
+static int __popc(u32 x) { return __builtin_popcount(x); }
+template <class T> static T __ldg(const T* p) { return *p; }
+template <class T> static T __ldcg(const T* p) { return *p; }
+template <class T> static void __stcg(T* p, T v) { *p = v; }
+static int atomicAdd(int* p, int v) { int before = *p; *p += v; return before; }
+static void __threadfence() {}
+
+static u32 __byte_perm(u32 a, u32 b, u32 selector) {
+    u64 both = (u64)b << 32 | a;
+    u32 d = 0;
+    for (int i = 0; i < 4; ++i) d |= (u32)(both >> (selector >> 4 * i & 7) * 8 & 255) << 8 * i;
+    return d;
+}
+
+// Fibers.
+
+static std::mt19937 dice;
+static ucontext_t scheduler;
+static std::function<void()> body;
+struct Fiber { ucontext_t context; std::vector<char> stack; bool done; };
+static std::vector<Fiber> fibers;
+static int current;
+static Index threadIdx, blockIdx, gridDim;
+
+static void yield() { swapcontext(&fibers[current].context, &scheduler); }
+
+static void entry() {
+    body();
+    fibers[current].done = true;
+    yield();
+}
+
+struct Meeting { int arrived = 0, generation = 0; };
+static Meeting warp_meetings[32], block_meeting;
+static u64 spins;
+
+static void meet(Meeting& m, int members) {
+    int generation = m.generation;
+    if (++m.arrived == members) {
+        m.arrived = 0;
+        ++m.generation;
+        return;
+    }
+    while (m.generation == generation) yield();
+}
+
+static void __syncwarp() { meet(warp_meetings[current / 32], 32); }
+static void __syncthreads() { meet(block_meeting, fibers.size()); }
+
+// Each lane gives a value, each sees all.
+template <class T> static std::vector<T> exchange(const T& mine) {
+    static std::map<int, std::vector<T>> boards;
+    std::vector<T>& board = boards[current / 32];
+    board.resize(32);
+    board[current % 32] = mine;
+    __syncwarp();
+    std::vector<T> all = boards[current / 32];
+    __syncwarp();
+    return all;
+}
+
+template <class T> static T __shfl_sync(u32, T v, int lane) { return exchange(v)[lane & 31]; }
+template <class T> static T __shfl_xor_sync(u32, T v, int mask) {
+    return exchange(v)[current % 32 ^ mask];
+}
+template <class T> static T __shfl_up_sync(u32, T v, int d) {
+    auto all = exchange(v);
+    return all[current % 32 < d ? current % 32 : current % 32 - d];
+}
+static u32 __ballot_sync(u32, bool v) {
+    u32 bits = 0;
+    auto all = exchange<int>(v);
+    for (int i = 0; i < 32; ++i) bits |= (u32)all[i] << i;
+    return bits;
+}
+static u32 __reduce_add_sync(u32, u32 v) {
+    u32 total = 0;
+    for (u32 x : exchange(v)) total += x;
+    return total;
+}
+
+// Shared memory, barriers and copies.
+
+alignas(128) static char shared_memory[1 << 18];
+static char* dynamic_shared() { return shared_memory; }
+static u32 shared_address(const void* p) { return (u32)((const char*)p - shared_memory); }
+
+struct Barrier { int arrivals = 0, pending = 0; u32 phase = 0; };
+struct Copy { u32 target; const void* source; u32 bytes, barrier; };
+static std::map<u32, Barrier> barriers_by_address;
+static std::vector<Copy> copies;
+static u64 conflicts, loads;
+
+static void settle(Barrier& b) {
+    if (b.arrivals == 1 && b.pending == 0) {
+        b.arrivals = 0;
+        ++b.phase;
+    }
+}
+
+static void barrier_init(u32 barrier) { barriers_by_address[barrier] = Barrier{}; }
+static void barriers_ready() { __syncthreads(); }
+static void barrier_expect(u32 barrier, u32 bytes) {
+    Barrier& b = barriers_by_address[barrier];
+    if (b.arrivals) abort();  // the half before was never waited for
+    b.arrivals = 1;
+    b.pending += bytes;
+    settle(b);
+}
+static void bulk_copy(u32 target, const void* source, u32 bytes, u32 barrier, u64) {
+    if (target % 16 || (u64)source % 16 || bytes % 16) abort();
+    memset(shared_memory + target, 0xff, bytes);  // NaN
+    copies.push_back({target, source, bytes, barrier});
+}
+static void barrier_wait(u32 barrier, u32 parity) {
+    while ((barriers_by_address[barrier].phase & 1) == parity) {
+        if (!copies.empty() && dice() % 8 == 0) {
+            std::swap(copies[dice() % copies.size()], copies.back());
+            Copy c = copies.back();
+            copies.pop_back();
+            memcpy(shared_memory + c.target, c.source, c.bytes);
+            Barrier& b = barriers_by_address[c.barrier];
+            b.pending -= c.bytes;
+            settle(b);
+        }
+        if (++spins > 2000000000ull) abort();
+        yield();
+    }
+}
+static void loads_done() { __syncwarp(); }
+static u64 evict_first() { return 0; }
+
+// Arithmetic.
+
+static float widen(u32 bits) {
+#if T_BF16
+    return __int_as_float(bits << 16);
+#else
+    _Float16 h;
+    unsigned short b = bits;
+    memcpy(&h, &b, 2);
+    return h;
+#endif
+}
+static u32 narrow(float f) {
+#if T_BF16
+    u32 u;
+    memcpy(&u, &f, 4);
+    return (u + 0x7fff + (u >> 16 & 1)) >> 16;
+#else
+    _Float16 h = f;
+    unsigned short b;
+    memcpy(&b, &h, 2);
+    return b;
+#endif
+}
+static u32 pack(float low, float high) { return narrow(low) | narrow(high) << 16; }
+static float power2(float x) { return std::exp2(x); }
+
+struct Operands { u32 a[4], b[2]; };
+static void multiply(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    auto all = exchange(Operands{{a0, a1, a2, a3}, {b0, b1}});
+    auto element = [](u32 word, int i) { return widen(word >> 16 * i & 0xffff); };
+    int g = current % 32 / 4, t = current % 4;
+    for (int i = 0; i < 4; ++i) {
+        int row = g + i / 2 * 8, column = 2 * t + i % 2;
+        for (int k = 0; k < 16; ++k)
+            d[i] += element(all[row % 8 * 4 + k % 8 / 2].a[row / 8 + k / 8 * 2], k % 2)
+                    * element(all[column * 4 + k % 8 / 2].b[k / 8], k % 2);
+    }
+}
+static u32 transpose(u32 a) {
+    auto all = exchange(a);
+    int g = current % 32 / 4, t = current % 4;
+    auto element = [&](int row) { return all[row * 4 + g / 2] >> g % 2 * 16 & 0xffff; };
+    return element(2 * t) | element(2 * t + 1) << 16;
+}
+static Words load_shared(u32 address);
+static Words load_query(const char* at);
+
+#include SOURCE
+
+static Words load_shared(u32 address) {
+    auto all = exchange(address);
+    if (current % 32 == 0) {
+        ++loads;
+        for (int part = 0; part < 4; ++part) {
+            u32 banks = 0;
+            for (int i = 0; i < 8; ++i) banks |= 1u << all[part * 8 + i] / 16 % 8;
+            conflicts += banks != 255;
+        }
+    }
+    Words v;
+    memcpy(&v, shared_memory + address, 16);
+    return v;
+}
+static Words load_query(const char* at) {
+    Words v;
+    memcpy(&v, at, 16);
+    return v;
+}
+
+extern "C" u64 run(const Arguments* a, int units, int seed) {
+    dice.seed(seed);
+    spins = conflicts = loads = 0;
+    gridDim.x = units;
+    std::vector<int> blocks(units), order(WARPS * 32);
+    for (int i = 0; i < units; ++i) blocks[i] = i;
+    for (int i = 0; i < WARPS * 32; ++i) order[i] = i;
+    std::shuffle(blocks.begin(), blocks.end(), dice);
+    body = [a] { decode_attention(*a); };
+    for (int block : blocks) {
+        blockIdx.x = block;
+        memset(shared_memory, 0xff, sizeof shared_memory);
+        barriers_by_address.clear();
+        fibers.assign(WARPS * 32, Fiber{});
+        for (Fiber& f : fibers) {
+            f.stack.resize(1 << 17);
+            getcontext(&f.context);
+            f.context.uc_stack.ss_sp = f.stack.data();
+            f.context.uc_stack.ss_size = f.stack.size();
+            f.context.uc_link = &scheduler;
+            makecontext(&f.context, entry, 0);
+        }
+        for (size_t done = 0; done < fibers.size();) {
+            std::swap(order[dice() % order.size()], order[dice() % order.size()]);
+            for (int i : order) {
+                if (fibers[i].done) continue;
+                current = i;
+                threadIdx.x = i;
+                swapcontext(&scheduler, &fibers[i].context);
+                done += fibers[i].done;
+            }
+        }
+        if (!copies.empty()) return ~0ull;  // asked for and never waited for
+    }
+    return conflicts;
+}
