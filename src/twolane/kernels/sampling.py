@@ -607,7 +607,8 @@ class Sampler:
         candidates: int = 4096,
     ) -> None:
         self.vocab, self._chunk, self._candidates = vocab, chunk, candidates
-        self._chunks = triton.cdiv(vocab, chunk)
+        # Triton 3.6 does not compile `_choose` for a single chunk; a second may be empty.
+        self._chunks = max(2, triton.cdiv(vocab, chunk))
         each = rows * self._chunks
 
         def buffer(size: int, dtype: torch.dtype) -> torch.Tensor:
