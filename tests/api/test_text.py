@@ -4,6 +4,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 from twolane.api.text import TextCodec, TextError, WindowDetokenizer
+from twolane.model.tokenizer import ModelTokenizer
 
 VOCABULARY = 49152
 
@@ -16,7 +17,7 @@ def pieces(detokenizer, tokens):
 @given(tokens=st.lists(st.integers(0, VOCABULARY + 10), max_size=60))
 def test_pieces_of_any_tokens_make_the_full_decode(tokenizer, tokens):
     codec = TextCodec(tokenizer)
-    whole = tokenizer.backend_tokenizer.decode(tokens, skip_special_tokens=True)
+    whole = tokenizer.backend.decode(tokens, skip_special_tokens=True)
     assert "".join(pieces(codec.detokenizer(), tokens)) == whole
 
 
@@ -25,19 +26,19 @@ def test_pieces_of_any_tokens_make_the_full_decode(tokenizer, tokens):
 def test_pieces_of_any_text_make_the_full_decode(tokenizer, text):
     # A piece that ended inside a character would leave a replacement character behind.
     codec = TextCodec(tokenizer)
-    tokens = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
-    whole = tokenizer.backend_tokenizer.decode(tokens, skip_special_tokens=True)
+    tokens = tokenizer.backend.encode(text, add_special_tokens=False).ids
+    whole = tokenizer.backend.decode(tokens, skip_special_tokens=True)
     assert "".join(pieces(codec.detokenizer(), tokens)) == whole
 
 
 def test_an_emoji_comes_whole(tokenizer):
-    tokens = tokenizer.backend_tokenizer.encode("👍🏽").ids
+    tokens = tokenizer.backend.encode("👍🏽").ids
     assert len(tokens) > 2
     assert [p for p in pieces(TextCodec(tokenizer).detokenizer(), tokens) if p] == ["👍", "🏽"]
 
 
 def test_special_tokens_have_no_text(tokenizer):
-    tokens = tokenizer.backend_tokenizer.encode("<|im_start|>a<|im_end|>").ids
+    tokens = tokenizer.backend.encode("<|im_start|>a<|im_end|>").ids
     assert "".join(pieces(TextCodec(tokenizer).detokenizer(), tokens)) == "a"
 
 
@@ -93,17 +94,69 @@ def test_without_a_tokenizer_text_is_refused():
 
 def test_chat_uses_the_template(tokenizer):
     tokens = TextCodec(tokenizer).chat([{"role": "user", "content": "Hi"}])
-    text = tokenizer.backend_tokenizer.decode(tokens, skip_special_tokens=False)
+    text = tokenizer.backend.decode(tokens, skip_special_tokens=False)
     assert text.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
 
 
+def with_template(tokenizer, template):
+    return TextCodec(ModelTokenizer(tokenizer.backend, template, tokenizer.special_tokens))
+
+
 def test_a_template_that_fails_is_a_refusal(tokenizer):
-    class Broken:
-        backend_tokenizer = tokenizer.backend_tokenizer
-        chat_template = "{{ raise_exception('roles must alternate') }}"
-
-        def apply_chat_template(self, *args, **kwargs):
-            return tokenizer.apply_chat_template(*args, chat_template=self.chat_template, **kwargs)
-
+    codec = with_template(tokenizer, "{{ raise_exception('roles must alternate') }}")
     with pytest.raises(TextError, match="roles must alternate"):
-        TextCodec(Broken()).chat([{"role": "user", "content": "Hi"}])
+        codec.chat([{"role": "user", "content": "Hi"}])
+    with pytest.raises(TextError, match="template is broken"):
+        with_template(tokenizer, "{% if %}")
+
+
+NAMED = """{% for m in messages %}{{ m.name + ': ' if m.name }}{{ m.content }}
+{% endfor %}{{ 'think' if enable_thinking }}"""
+
+
+def test_variables_of_the_template(tokenizer):
+    codec = with_template(tokenizer, NAMED)
+    turns = [{"role": "user", "content": "Hi"}]
+    plain, thinking = (
+        codec.decode(codec.chat(turns, variables=v), skip_special_tokens=False)
+        for v in (None, {"enable_thinking": True})
+    )
+    assert (plain, thinking) == ("Hi\n", "Hi\nthink")
+    with pytest.raises(TextError, match="has no variable 'enable_thinkign'") as refusal:
+        codec.chat(turns, variables={"enable_thinkign": True})
+    assert refusal.value.param == "chat_template_kwargs"
+    for reserved in ("messages", "add_generation_prompt", "tools"):
+        with pytest.raises(TextError, match="has no variable"):
+            codec.chat(turns, variables={reserved: []})
+
+
+def test_names_are_shown_or_refused(tokenizer):
+    turns = [{"role": "user", "content": "Hi", "name": "Ann"}]
+    codec = with_template(tokenizer, NAMED)
+    assert codec.decode(codec.chat(turns), skip_special_tokens=False) == "Ann: Hi\n"
+    with pytest.raises(TextError, match="does not show names") as refusal:
+        TextCodec(tokenizer).chat(turns)
+    assert refusal.value.param == "messages[0].name"
+
+
+def test_least_tokens_is_a_bound(tokenizer):
+    codec = TextCodec(tokenizer)
+    for text in ("", "a", " " * 1000, "\n" * 999, "The cat. " * 300, "==========" * 100):
+        assert codec.least_tokens(text) <= len(codec.encode(text))
+    assert codec.least_tokens("a" * 10**6) > 1000
+    assert TextCodec(None).least_tokens("a") == 0
+
+
+def test_special_tokens_are_shown_on_demand(tokenizer):
+    codec = TextCodec(tokenizer)
+    tokens = codec.encode("<|im_start|>a<|im_end|>")
+    shown = "".join(pieces(codec.detokenizer(skip_special_tokens=False), tokens))
+    assert shown == "<|im_start|>a<|im_end|>" == codec.decode(tokens, skip_special_tokens=False)
+    assert codec.decode(tokens, skip_special_tokens=True) == "a"
+
+
+def test_bytes_of_sentencepiece_tokens(sentencepiece):
+    codec = TextCodec(ModelTokenizer(sentencepiece, None, {}))
+    assert [codec.token_bytes(token) for token in (257, 0xC3 + 1, 0, 9999)] == [
+        *(b" the", b"\xc3", b"<unk>", b"")
+    ]

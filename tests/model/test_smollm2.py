@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from twolane.model.attention import Segment
+from twolane.model.convert import read
 from twolane.model.shapes import SHAPES
-from twolane.model.tokenizer import load_tokenizer
 from twolane.model.weights import load_decoder
 
 from .passes import Pool, close, forward
@@ -20,7 +20,7 @@ def decoder(smollm2):
 
 @pytest.fixture(scope="module")
 def prompts(smollm2):
-    tokenizer = load_tokenizer(smollm2)
+    tokenizer = read(smollm2.tokenizer)
     return [
         torch.tensor(
             tokenizer.apply_chat_template(

@@ -1,9 +1,14 @@
+import json
+import subprocess
+
 import pytest
 from gguf import GGUFReader
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from twolane.model import convert
+from twolane.model import tokenizer as tokenizer_module
 from twolane.model.hub import resolve
 from twolane.model.tokenizer import load_tokenizer
 
@@ -46,21 +51,21 @@ def published(smollm2):
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_ids_are_those_of_the_published_tokenizer(tokenizer, published, text):
-    ids = tokenizer.encode(text)
+    ids = tokenizer.backend.encode(text).ids
     assert ids == published.encode(text).ids
-    assert tokenizer.decode(ids) == text
+    assert tokenizer.backend.decode(ids) == text
 
 
 @settings(max_examples=200, deadline=None)
 @given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=40))
 def test_any_text(tokenizer, published, text):
     """The vocabulary lacks bytes that text hardly has (0x06, ...): those are lost, no others."""
-    ids = tokenizer.encode(text)
+    ids = tokenizer.backend.encode(text).ids
     assert ids == published.encode(text).ids
     missing = set(pre_tokenizers.ByteLevel.alphabet()) - published.get_vocab().keys()
     lost = {c for c in text if set(spelled(c)) & missing}
     if not lost:
-        assert tokenizer.decode(ids) == text
+        assert tokenizer.backend.decode(ids) == text
 
 
 def spelled(character: str) -> str:
@@ -69,15 +74,56 @@ def spelled(character: str) -> str:
     return "".join(piece for piece, _ in split.pre_tokenize_str(character))
 
 
-def test_special_tokens_and_chat_template(tokenizer):
-    ids = tokenizer.encode("<|im_start|>user\nhi<|im_end|>")
-    assert (ids[0], ids[-1]) == (1, 2)
-    assert tokenizer.decode(ids, skip_special_tokens=True) == "user\nhi"
-    text = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "hi"}], tokenize=False, add_generation_prompt=True
-    )
-    assert text.endswith("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
-    assert tokenizer.eos_token_id == 2
+def test_the_kept_form_is_what_transformers_reads(tokenizer, smollm2):
+    read = convert.read(smollm2.tokenizer)
+    assert json.loads(tokenizer.backend.to_str()) == json.loads(read.backend_tokenizer.to_str())
+    assert tokenizer.chat_template == read.get_chat_template()
+    assert tokenizer.special_tokens == read.special_tokens_map
+    for text in TEXTS:
+        assert tokenizer.backend.encode(text).ids == read(text).input_ids
+
+
+def test_a_tokenizer_is_converted_once_and_again_when_its_files_change(
+    tmp_path, monkeypatch, tokenizer
+):
+    monkeypatch.setenv("TWOLANE_CACHE", str(tmp_path / "cache"))
+    runs = []
+    run = subprocess.run
+    monkeypatch.setattr(subprocess, "run", lambda *a, **k: runs.append(a) or run(*a, **k))
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    write_tokenizer(folder, tokenizer, "{{ messages }}")
+    source = resolve(str(folder))
+    first, second = load_tokenizer(source), load_tokenizer(source)
+    assert len(runs) == 1
+    assert first.chat_template == second.chat_template == "{{ messages }}"
+    assert first.backend.to_str() == second.backend.to_str()
+    assert first.backend.encode(TEXTS[1]).ids == tokenizer.backend.encode(TEXTS[1]).ids
+    write_tokenizer(folder, tokenizer, "{{ messages[0].content }}")
+    assert load_tokenizer(source).chat_template == "{{ messages[0].content }}"
+    assert len(runs) == 2
+
+
+def write_tokenizer(folder, tokenizer, template):
+    (folder / "tokenizer.json").write_text(tokenizer.backend.to_str())
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def test_a_broken_tokenizer_is_an_error_of_one_line(tmp_path, monkeypatch):
+    monkeypatch.setenv("TWOLANE_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ValueError, match="no tokenizer: ") as error:
+        load_tokenizer(resolve(str(tmp_path)))
+    assert "\n" not in str(error.value)
+
+
+def test_a_cache_that_cannot_be_written_is_none(tmp_path, monkeypatch, smollm2):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(tokenizer_module, "cache_dir", lambda: tmp_path / "file")
+    assert load_tokenizer(smollm2).chat_template
 
 
 def test_a_shape_has_no_tokenizer():

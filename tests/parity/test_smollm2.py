@@ -17,9 +17,9 @@ from tests.parity.schedules import SYSTEMS, schedules
 from tests.parity.serving import OneThread, serve
 from twolane.engine.messages import Submit
 from twolane.lanes.runner import Runner
+from twolane.model.convert import read
 from twolane.model.decoder import Decoder
 from twolane.model.hub import DEFAULT_MODEL, ModelSource, pull, resolve
-from twolane.model.tokenizer import load_tokenizer
 from twolane.model.weights import load_decoder
 from twolane.sampling import SamplingParams
 
@@ -65,7 +65,7 @@ def judge(source: ModelSource) -> Judge:
 @pytest.fixture(scope="module")
 def requests(source: ModelSource) -> list[Submit]:
     """Chats and texts in turn; all are greedy and end as real ones do."""
-    tokenizer = load_tokenizer(source)
+    tokenizer = read(source.tokenizer)
     prompts: list[list[int]] = []
     for system, question in CHATS:
         messages = [{"role": "system", "content": system}] if system else []

@@ -1,19 +1,34 @@
 """Text to tokens and back: prompts, chat templates and incremental detokenising."""
 
 import codecs
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from jinja2 import TemplateSyntaxError
 from tokenizers import Tokenizer, decoders
 from tokenizers.pre_tokenizers import ByteLevel
 
+from twolane.api.template import ChatTemplate, Message
+from twolane.model.tokenizer import ModelTokenizer
+
 REPLACEMENT = "\ufffd"
+BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
 MAX_HELD_TOKENS = 8
 """A character has at most four bytes; what is still broken after this many tokens stays broken."""
 
 
 class TextError(ValueError):
-    """A prompt that cannot be turned into tokens; the message says why."""
+    """A prompt that cannot be turned into tokens.
+
+    Args:
+        message: why.
+        param: the request field at fault, where it is not the prompt.
+    """
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
 
 
 class Detokenizer(Protocol):
@@ -33,23 +48,28 @@ class Detokenizer(Protocol):
 
 
 class ByteVocabulary:
-    """What each token of a byte-level tokenizer stands for, looked up once a token."""
+    """What each token of a byte-level tokenizer stands for, looked up once a token.
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    Args:
+        tokenizer: whose.
+        skip_special_tokens: whether special tokens stand for nothing.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
-        self._special = special_tokens(tokenizer)
+        self._hidden = special_tokens(tokenizer) if skip_special_tokens else frozenset()
         self._byte_of = byte_alphabet()
         self._known: dict[int, bytes] = {}
 
     def bytes_of(self, token: int) -> bytes:
-        """Return the bytes of `token`: none for special tokens and ids beyond the vocabulary."""
+        """Return the bytes of `token`: none if it is hidden or beyond the vocabulary."""
         known = self._known.get(token)
         if known is None:
             known = self._known[token] = self._look_up(token)
         return known
 
     def _look_up(self, token: int) -> bytes:
-        name = None if token in self._special else self._tokenizer.id_to_token(token)
+        name = None if token in self._hidden else self._tokenizer.id_to_token(token)
         if name is None:
             return b""
         try:
@@ -81,19 +101,19 @@ class WindowDetokenizer:
     differ from that of a decode of the whole.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
-        self._special = special_tokens(tokenizer)
+        self._hidden = special_tokens(tokenizer) if skip_special_tokens else frozenset()
         self._window: list[int] = []
         self._sent_tokens = 0
         self._sent = ""  # the text of the window's first `_sent_tokens` tokens, already returned
 
     def step(self, token: int) -> str:
         """See `Detokenizer.step`."""
-        if token in self._special:
+        if token in self._hidden:
             return ""
         self._window.append(token)
-        text = self._tokenizer.decode(self._window, skip_special_tokens=True)
+        text = self._decode()
         held = len(self._window) - self._sent_tokens
         if text.endswith(REPLACEMENT) and held < MAX_HELD_TOKENS:
             return ""
@@ -101,13 +121,16 @@ class WindowDetokenizer:
         # Keep the tokens of this piece: how the next one is written depends on what is before it.
         self._window = self._window[self._sent_tokens :]
         self._sent_tokens = len(self._window)
-        self._sent = self._tokenizer.decode(self._window, skip_special_tokens=True)
+        self._sent = self._decode()
         return piece
 
     def flush(self) -> str:
         """See `Detokenizer.flush`."""
-        text = self._tokenizer.decode(self._window, skip_special_tokens=True)
-        return text[len(self._sent) :]
+        return self._decode()[len(self._sent) :]
+
+    def _decode(self) -> str:
+        # What is to be hidden is not in the window.
+        return self._tokenizer.decode(self._window, skip_special_tokens=False)
 
 
 class NoText:
@@ -126,67 +149,163 @@ class TextCodec:
     """The tokenizer of the served model, as the front uses it.
 
     Args:
-        tokenizer: one of `transformers`, or None for a model that has none.
+        tokenizer: None for a model that has none.
+
+    Raises:
+        TextError: the model's chat template is not one.
     """
 
-    def __init__(self, tokenizer: Any | None) -> None:
-        self._tokenizer = tokenizer
-        self._backend: Tokenizer | None = getattr(tokenizer, "backend_tokenizer", None)
-        if tokenizer is not None and self._backend is None:
-            raise TextError(f"{type(tokenizer).__name__} is not a fast tokenizer")
-        self._bytes: ByteVocabulary | None = None
-        if self._backend is not None and isinstance(self._backend.decoder, decoders.ByteLevel):
-            self._bytes = ByteVocabulary(self._backend)
+    def __init__(self, tokenizer: ModelTokenizer | None) -> None:
+        self._backend = None if tokenizer is None else tokenizer.backend
+        self._template: ChatTemplate | None = None
+        if tokenizer is not None and tokenizer.chat_template:
+            try:
+                self._template = ChatTemplate(tokenizer.chat_template, tokenizer.special_tokens)
+            except TemplateSyntaxError as error:
+                raise TextError(f"the model's chat template is broken: {error}") from error
+        self._shown: ByteVocabulary | None = None
+        self._longest: int | None = None
+        if self._backend is not None:
+            self._longest = longest_token(self._backend)
+            if isinstance(self._backend.decoder, decoders.ByteLevel):
+                self._shown = ByteVocabulary(self._backend, skip_special_tokens=False)
+                self._text = ByteVocabulary(self._backend, skip_special_tokens=True)
 
     @property
     def has_tokenizer(self) -> bool:
         """Whether text can be served at all."""
-        return self._tokenizer is not None
+        return self._backend is not None
 
     @property
     def has_chat_template(self) -> bool:
         """Whether `chat` can work."""
-        return bool(getattr(self._tokenizer, "chat_template", None))
+        return self._template is not None
 
-    def encode(self, text: str) -> list[int]:
-        """Return the tokens of a plain prompt, with the special ones the model expects around it.
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Return the tokens of a plain prompt.
+
+        Args:
+            text: the prompt.
+            add_special_tokens: whether to put those around it that the model expects.
 
         Raises:
             TextError: the model has no tokenizer.
         """
-        return self._encode(text, add_special_tokens=True)
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
 
-    def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Return the tokens of a conversation, up to where the assistant's answer begins.
+    def chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        add_special_tokens: bool = False,
+        variables: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Return the tokens of a conversation; see `ChatTemplate.render`.
 
         Raises:
             TextError: the model has no tokenizer or chat template, or the template refuses.
         """
-        if self._tokenizer is None:
-            raise no_tokenizer()
-        if not self.has_chat_template:
+        tokenizer = self._tokenizer
+        if self._template is None:
             raise TextError("this model has no chat template: use /v1/completions")
-        try:
-            text = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+        unknown = sorted((variables or {}).keys() - self._template.variables)
+        if unknown:
+            raise TextError(
+                f"the model's chat template has no variable {unknown[0]!r}",
+                param="chat_template_kwargs",
             )
+
+        def render(turns: Sequence[Message]) -> str:
+            assert self._template is not None
+            return self._template.render(
+                turns,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                variables=variables,
+            )
+
+        try:
+            text = render(messages)
+            for place, message in enumerate(messages):
+                if "name" in message and text == render(without_name(messages, place)):
+                    raise TextError(
+                        "the model's chat template does not show names",
+                        param=f"messages[{place}].name",
+                    )
+        except TextError:
+            raise
         except Exception as error:  # templates are programs that come with the model
             raise TextError(f"the model's chat template refused the messages: {error}") from error
-        return self._encode(text, add_special_tokens=False)
+        ids: list[int] = tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
 
-    def detokenizer(self) -> Detokenizer:
+    def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """Return the text of tokens.
+
+        Raises:
+            TextError: the model has no tokenizer.
+        """
+        return self._tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens)
+
+    def token_names(self, tokens: Sequence[int]) -> list[str]:
+        """Return the tokens as the vocabulary spells them.
+
+        Raises:
+            TextError: the model has no tokenizer.
+        """
+        return [self._tokenizer.id_to_token(token) or "" for token in tokens]
+
+    def token_bytes(self, token: int) -> bytes:
+        """Return what one token stands for, special tokens too; nothing without a tokenizer."""
+        if self._shown is not None:
+            return self._shown.bytes_of(token)
+        name = None if self._backend is None else self._backend.id_to_token(token)
+        if name is None:
+            return b""
+        if byte := BYTE_TOKEN.fullmatch(name):
+            return bytes.fromhex(byte[1])
+        return name.replace("\u2581", " ").encode()
+
+    def least_tokens(self, text: str) -> int:
+        """Return how many tokens `text` makes at least, at a glance."""
+        return 0 if self._longest is None else len(text) // self._longest
+
+    def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer:
         """Return the detokeniser of a new request."""
         if self._backend is None:
             return NoText()
-        if self._bytes is not None:
-            return ByteDetokenizer(self._bytes)
-        return WindowDetokenizer(self._backend)
+        if self._shown is not None:
+            return ByteDetokenizer(self._text if skip_special_tokens else self._shown)
+        return WindowDetokenizer(self._backend, skip_special_tokens=skip_special_tokens)
 
-    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+    @property
+    def _tokenizer(self) -> Tokenizer:
         if self._backend is None:
             raise no_tokenizer()
-        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
-        return ids
+        return self._backend
+
+
+def without_name(messages: Sequence[Message], place: int) -> list[Message]:
+    """Return the messages, one of them without its name."""
+    return [
+        {key: value for key, value in message.items() if key != "name" or index != place}
+        for index, message in enumerate(messages)
+    ]
+
+
+def longest_token(tokenizer: Tokenizer) -> int | None:
+    """Return how many characters a token takes at most; None: as many as the text has.
+
+    The text that a token stands for may be longer than its name only where something is dropped
+    on the way: by a normaliser, or by tokens that take the spaces around them.
+    """
+    added = tokenizer.get_added_tokens_decoder().values()
+    if tokenizer.normalizer is not None or any(t.lstrip or t.rstrip for t in added):
+        return None
+    return max(map(len, tokenizer.get_vocab(with_added_tokens=True)), default=None)
 
 
 def no_tokenizer() -> TextError:

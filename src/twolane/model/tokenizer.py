@@ -1,57 +1,95 @@
-"""Tokenizers through `transformers`, with what GGUF files leave out put back."""
+"""Tokenizers and chat templates, in the form that serving needs. No torch, no `transformers`."""
 
-import re
-from typing import TYPE_CHECKING
+import hashlib
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
 
-from tokenizers import pre_tokenizers
+import msgspec
+from tokenizers import Tokenizer
 
-from twolane.model.hub import ModelSource
+from twolane.model.hub import ModelSource, cache_dir
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+_FORMAT = 1
+"""Of `TokenizerFile` and of how it is made; files of other formats are made anew."""
+_READ_BY = ("*.json", "*.model", "*.jinja", "*.txt", "*.py")
+"""The files of a model directory that a tokenizer may be made of."""
 
-_DIGIT = re.compile("[0-9]")
+
+class TokenizerFile(msgspec.Struct, frozen=True):
+    """A converted tokenizer, as `convert` writes it."""
+
+    backend: str
+    """JSON of `tokenizers`."""
+    chat_template: str | None
+    special_tokens: dict[str, str]
+    """By name ("bos_token", ...), as chat templates know them."""
 
 
-def load_tokenizer(source: ModelSource) -> "PreTrainedTokenizerFast":
-    """The fast tokenizer of a model, with its chat template.
+@dataclass(frozen=True)
+class ModelTokenizer:
+    """The tokenizer of a model, with its chat template."""
+
+    backend: Tokenizer
+    chat_template: str | None
+    special_tokens: Mapping[str, str]
+
+
+def load_tokenizer(source: ModelSource) -> ModelTokenizer:
+    """The tokenizer of a model.
+
+    It is converted by a short-lived process the first time, and kept in the cache: `transformers`
+    reads every kind of tokenizer, but imports PyTorch.
 
     Raises:
         ValueError: the model has no tokenizer, or not one that `transformers` can read.
     """
     if source.tokenizer is None:
         raise ValueError(f"{source.name} has no tokenizer")
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
-    if source.tokenizer.is_dir():
-        tokenizer = AutoTokenizer.from_pretrained(source.tokenizer)
-    else:
-        folder, file = source.tokenizer.parent, source.tokenizer.name
-        tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file)
-    if not isinstance(tokenizer, PreTrainedTokenizerFast):
-        raise ValueError(f"{source.name}: its tokenizer has no fast form")
-    if source.tokenizer.is_file():
-        _split_digits(tokenizer)
-    return tokenizer
+    kept = cache_dir() / "tokenizers" / f"{_fingerprint(source.tokenizer)}.json"
+    try:
+        file = msgspec.json.decode(kept.read_bytes(), type=TokenizerFile)
+    except (OSError, msgspec.MsgspecError):
+        file = _convert(source.name, source.tokenizer, kept)
+    return ModelTokenizer(Tokenizer.from_str(file.backend), file.chat_template, file.special_tokens)
 
 
-def _split_digits(tokenizer: "PreTrainedTokenizerFast") -> None:
-    """Split digits one by one before byte-level BPE where the vocabulary was learned so.
+def _fingerprint(path: Path) -> str:
+    """Changes when the tokenizer's files do, or what reads them."""
+    files = [path] if path.is_file() else sorted(f for p in _READ_BY for f in path.glob(p))
+    parts = [str(_FORMAT), version("transformers"), version("tokenizers")]
+    for file in files:
+        stat = file.stat()
+        parts.append(f"{file.resolve()} {stat.st_size} {stat.st_mtime_ns}")
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
 
-    A GGUF file names its pre-tokenizer ("smollm", "starcoder", ...), but `transformers` takes the
-    one of GPT-2 for names it does not know. The vocabulary tells: where digits were split, no
-    learned token joins one with anything else. Without the split, spaces before a number would be
-    cut differently than in training.
-    """
-    backend = tokenizer.backend_tokenizer
-    if not isinstance(backend.pre_tokenizer, pre_tokenizers.ByteLevel):
+
+def _convert(name: str, path: Path, keep: Path) -> TokenizerFile:
+    with tempfile.TemporaryDirectory(prefix="twolane-") as scratch:
+        made = Path(scratch) / "tokenizer.json"
+        command = [sys.executable, "-m", "twolane.model.convert", str(path), str(made)]
+        run = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+        )
+        if run.returncode != 0:
+            said = run.stderr.strip().splitlines()
+            raise ValueError(f"{name}: no tokenizer: {said[-1] if said else 'unknown reason'}")
+        data = made.read_bytes()
+    _keep(data, keep)
+    return msgspec.json.decode(data, type=TokenizerFile)
+
+
+def _keep(data: bytes, path: Path) -> None:
+    """Write a cache file, whole or not at all; a cache that cannot be written is none."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            file.write(data)
+        os.replace(file.name, path)  # noqa: PTH105
+    except OSError:
         return
-    learned = tokenizer.get_vocab().keys() - tokenizer.get_added_vocab().keys()
-    if any(len(token) > 1 and _DIGIT.search(token) for token in learned):
-        return
-    backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Digits(individual_digits=True),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
-        ]
-    )
