@@ -250,6 +250,18 @@ def serve(
     arrival_seconds: Annotated[
         float, typer.Option(min=0.1, help="How long a request may take to arrive.")
     ] = 60.0,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            envvar="TWOLANE_API_KEY",
+            help="A key that requests must bring; may be repeated. The environment variable "
+            "(keys apart by spaces) keeps them out of the process list.",
+            show_default=False,
+        ),
+    ] = None,
+    max_body_bytes: Annotated[
+        int, typer.Option(min=1, help="Larger request bodies get a 413.")
+    ] = 32 << 20,
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"],
         typer.Option(help="debug: a line for every request."),
@@ -258,6 +270,8 @@ def serve(
     """Serve a model over HTTP with OpenAI's API."""
     from twolane.api import run
 
+    if any(not key.strip() for key in api_key or ()):
+        raise fail("--api-key must not be empty", USAGE_ERROR)
     options = run.ServerOptions(
         host=host,
         port=port,
@@ -265,6 +279,8 @@ def serve(
         max_queue=max_queue,
         drain_seconds=drain_seconds,
         arrival_seconds=arrival_seconds,
+        api_keys=tuple(api_key or ()),
+        max_body_bytes=max_body_bytes,
         log_level=log_level,
     )
     with one_line_errors():

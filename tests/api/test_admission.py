@@ -1,7 +1,16 @@
+import random
+
 import pytest
 
 from twolane.api.admission import Admission
 from twolane.api.errors import ApiError
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
 
 
 def test_the_bound_is_exact():
@@ -29,16 +38,33 @@ def test_several_prompts_enter_together_or_not_at_all():
 
 
 def test_retry_after_is_the_time_to_serve_the_queue():
-    now = 0.0
-    admission = Admission(100, clock=lambda: now)
+    clock = Clock()
+    admission = Admission(100, clock)
     admission.enter(40)
-    for second in range(10):
-        now = float(second)
+    for second in range(1, 11):
+        clock.now = float(second)
         admission.leave(served=True)
     assert admission.waiting == 30
-    assert admission.retry_after() == 27  # 10 first tokens in 9 seconds
-    now = 1000.0
+    assert admission.retry_after() == 30  # 10 first tokens in 10 seconds
+    clock.now = 1000.0  # nothing moves any more
     assert admission.retry_after() == 60
+
+
+def test_retry_after_is_honest_at_any_rate_and_after_any_pause():
+    rng = random.Random(0)
+    clock = Clock()
+    admission = Admission(1000, clock)
+    for seconds in (0.01, 0.2, 0.03):
+        admission.enter(200)
+        for _ in range(100):
+            clock.now += rng.expovariate(1 / seconds)
+            admission.leave(served=True)
+        promised, begun = admission.retry_after(), clock.now
+        while admission.waiting:
+            clock.now += rng.expovariate(1 / seconds)
+            admission.leave(served=True)
+        assert promised == pytest.approx(clock.now - begun, rel=0.3, abs=1.5)
+        clock.now += 3600.0
 
 
 def test_broken_off_requests_do_not_count_as_served():

@@ -36,7 +36,7 @@ class TestUnsupportedFields:
 
     def test_true_is_not_one(self, kind, least):
         assert refusal(kind, {**least, "n": True}).param == "n"
-        assert refusal(kind, {**least, "logprobs": 0}).param == "logprobs"
+        assert refusal(kind, {**least, "use_beam_search": 0}).param == "use_beam_search"
 
     def test_unknown_fields_are_refused_by_name(self, kind, least):
         error = refusal(kind, {**least, "temprature": 1})

@@ -25,7 +25,11 @@ class Admission:
         self.max_queue = max_queue
         self.waiting = 0
         self._clock = clock
-        self._served: deque[float] = deque(maxlen=SERVED_WINDOW)
+        # Times of first tokens on a clock that runs only while somebody waits: what an idle
+        # server serves in an hour says nothing about how fast a queue moves.
+        self._served: deque[float] = deque([0.0], maxlen=SERVED_WINDOW + 1)
+        self._busy_until_now = 0.0
+        self._waiting_since = 0.0
 
     def enter(self, count: int = 1) -> None:
         """Take `count` places in the queue, or none.
@@ -34,7 +38,7 @@ class Admission:
             ApiError: 429 when there is no room now, 400 when there never will be.
         """
         if count > self.max_queue:
-            message = f"{count} prompts are more than the queue holds ({self.max_queue})"
+            message = f"{count} answers are more than the queue holds ({self.max_queue})"
             raise ApiError(400, message, code="too_many_prompts", param="prompt")
         if self.waiting + count > self.max_queue:
             raise ApiError(
@@ -43,19 +47,29 @@ class Admission:
                 code="queue_full",
                 headers={"Retry-After": str(self.retry_after())},
             )
+        if self.waiting == 0:
+            self._waiting_since = self._clock()
         self.waiting += count
 
     def leave(self, *, served: bool) -> None:
         """Give a place back; `served` means that the request has its first token."""
         assert self.waiting > 0
-        self.waiting -= 1
         if served:
-            self._served.append(self._clock())
+            self._served.append(self._busy())
+        self.waiting -= 1
+        if self.waiting == 0:
+            self._busy_until_now += self._clock() - self._waiting_since
 
     def retry_after(self) -> int:
         """Return the whole seconds in which the present queue should be served."""
         least, most = RETRY_SECONDS
-        if len(self._served) < 2:
+        served = len(self._served) - 1
+        if served == 0:
             return least
-        rate = len(self._served) / max(self._clock() - self._served[0], 1e-9)
-        return min(most, max(least, math.ceil(self.waiting / rate)))
+        seconds = self.waiting * (self._busy() - self._served[0]) / served
+        return min(most, max(least, math.ceil(seconds)))
+
+    def _busy(self) -> float:
+        """How long somebody has been waiting, all in all."""
+        running = self._clock() - self._waiting_since if self.waiting else 0.0
+        return self._busy_until_now + running

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 import shutil
 import sys
 import tempfile
@@ -16,6 +17,7 @@ from twolane.engine.config import EngineConfig, EngineStart
 from twolane.engine.messages import (
     Abort,
     Fatal,
+    Finish,
     Output,
     Outputs,
     Progress,
@@ -27,8 +29,9 @@ from twolane.engine.messages import (
     decode_from_engine,
     encode,
 )
-from twolane.sampling import SamplingParams
 
+SECRETS = frozenset({"TWOLANE_API_KEY"})
+"""Environment variables that are none of the engine's business."""
 LAST_WORDS_SECONDS = 0.2
 """How long a message of an engine that has exited may still be under way."""
 CLOSE_SECONDS = 10.0
@@ -102,9 +105,7 @@ class EngineClient:
         client._pump_task = asyncio.create_task(client._pump())
         return client
 
-    def submit(
-        self, id: str, prompt: list[int], params: SamplingParams, priority: int, sink: Sink
-    ) -> None:
+    def submit(self, request: Submit, sink: Sink) -> None:
         """Send a request; its events go to `sink`, which must not block.
 
         Raises:
@@ -112,8 +113,13 @@ class EngineClient:
         """
         if self.failure is not None:
             raise EngineError(self.failure)
-        self._send(Submit(id=id, prompt=prompt, params=params, priority=priority))
-        self._sinks[id] = sink
+        self._send(request)
+        self._sinks[request.id] = sink
+
+    def finish(self, id: str, tokens: int) -> None:
+        """Say that an answer is complete with its first `tokens` tokens; its ending follows."""
+        with contextlib.suppress(EngineError):  # the watch on the process reports it
+            self._send(Finish(id=id, tokens=tokens))
 
     def abort(self, id: str) -> None:
         """Give a request up; nothing happens if it has ended."""
@@ -157,6 +163,7 @@ class EngineClient:
             stdin=asyncio.subprocess.PIPE,
             stdout=sys.__stderr__.fileno() if sys.__stderr__ else None,
             start_new_session=True,
+            env={name: value for name, value in os.environ.items() if name not in SECRETS},
         )
         assert self.process.stdin is not None
         start = EngineStart(config=config, to_engine=to_engine, from_engine=from_engine)

@@ -39,7 +39,12 @@ class ApiError(HTTPException):
 
 def error_body(status: int, message: str, code: str, param: str | None = None) -> dict[str, Any]:
     """Return OpenAI's error object for an HTTP status."""
-    kinds = {429: "rate_limit_error", 500: "server_error", 503: "service_unavailable_error"}
+    kinds = {
+        401: "authentication_error",
+        429: "rate_limit_error",
+        500: "server_error",
+        503: "service_unavailable_error",
+    }
     kind = kinds.get(status, "invalid_request_error")
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
@@ -67,6 +72,6 @@ def from_validation(errors: Sequence[Any]) -> ApiError:
 def field_name(location: Sequence[str | int]) -> str | None:
     """Write pydantic's location as in JSON: ("body", "messages", 0, "role") → messages[0].role."""
     name = ""
-    for part in location[1:] if location[:1] == ("body",) else location:
+    for part in location[1:] if location[:1] in (("body",), ("header",)) else location:
         name += f"[{part}]" if isinstance(part, int) else f".{part}" if name else part
     return name or None

@@ -10,21 +10,44 @@ from typing import Protocol
 import msgspec
 
 from twolane.api.engine_client import EngineClient, EngineGone, Event
+from twolane.api.stops import StopStrings
 from twolane.api.text import TextCodec
-from twolane.engine.messages import FinishReason, Output, Refused
+from twolane.engine.messages import FinishReason, Output, Refused, Submit, TokenLogprobs
 from twolane.sampling import SamplingParams
+from twolane.slo import Slo
+
+SEEDS = 2**64
+
+
+class TextOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How tokens become text, and which text ends an answer."""
+
+    stop: tuple[str, ...] = ()
+    """The answer ends where one of these begins."""
+    include_stop: bool = False
+    """Show what stopped the answer, string or token."""
+    skip_special_tokens: bool = True
 
 
 class Delta(msgspec.Struct, frozen=True):
-    """What one engine event adds to one prompt's answer."""
+    """What one engine event adds to one answer."""
 
     index: int
-    """Of the prompt within its request."""
+    """Of the answer within its request."""
     text: str
     tokens: list[int]
+    offsets: list[int]
+    """Where in the answer's text each token begins, in characters, from before anything is held
+    back or cut off."""
     finish: FinishReason | None = None
+    stop_reason: int | str | None = None
+    """The stop token or string that ended the answer; None: end of sequence, or length."""
     cached: int | None = None
     """Prompt tokens found in the prefix cache; with the first delta only."""
+    logprobs: list[TokenLogprobs] | None = None
+    """One for each token, if asked for."""
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    """One for each prompt token but the first, if asked for; with the first delta only."""
 
 
 class GenerationFailed(Exception):
@@ -44,14 +67,14 @@ class GenerationRefused(ValueError):
 
 
 class Observer(Protocol):
-    """Is told of every event of a generation; each prompt has one ending."""
+    """Is told of every event of a generation; each answer has one ending."""
 
     def tokens(self, index: int, count: int, now: float) -> None:
-        """New tokens arrived."""
+        """New tokens arrived that are part of the answer."""
         ...
 
     def ended(self, index: int, event: Event | None, now: float) -> None:
-        """The prompt's last event arrived; None: it was given up."""
+        """The answer's last event arrived; None: it was given up."""
         ...
 
 
@@ -68,14 +91,90 @@ class Unobserved:
 UNOBSERVED = Unobserved()
 
 
-class Generation:
-    """One or more prompts of one request, answered side by side.
+class Reader:
+    """Turns the engine's news of one answer into text, and finds its stop strings.
 
-    Iterate over the deltas of all prompts; leave the context to give up what has not ended.
+    Args:
+        index: of the answer.
+        codec: the tokenizer.
+        params: of the answer.
+        options: of its text.
+        eos_token_ids: which end an answer without being its reason to stop.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        codec: TextCodec,
+        params: SamplingParams,
+        options: TextOptions,
+        eos_token_ids: Sequence[int],
+    ) -> None:
+        self.count = 0
+        """Tokens of the answer so far."""
+        self.stopped = False
+        """A stop string has come: nothing after it belongs to the answer."""
+        self._index = index
+        self._params = params
+        self._include_stop = options.include_stop
+        self._no_reason = () if params.ignore_eos else tuple(eos_token_ids)
+        self._detokenizer = codec.detokenizer(skip_special_tokens=options.skip_special_tokens)
+        self._stops = StopStrings(options.stop, include=options.include_stop)
+        self._length = 0
+
+    def read(self, output: Output) -> Delta:
+        """Take the engine's news of this answer."""
+        texts: list[str] = []
+        offsets: list[int] = []
+        stop: int | str | None = None
+        for token in output.tokens:
+            self.count += 1
+            offsets.append(self._length)
+            last = output.finish == "stop" and len(offsets) == len(output.tokens)
+            if last and token not in self._no_reason:
+                stop = token
+            if last and not self._include_stop:
+                break
+            text, stop_string = self._show(self._detokenizer.step(token))
+            texts.append(text)
+            if stop_string is not None:
+                self.stopped, stop = True, stop_string
+                break
+        if output.finish is not None and not self.stopped:
+            text, stop_string = self._show(self._detokenizer.flush())
+            self.stopped, stop = stop_string is not None, stop_string or stop
+            texts += [text, self._stops.flush()]
+        kept = len(offsets)
+        return Delta(
+            self._index,
+            "".join(texts),
+            output.tokens[:kept],
+            offsets,
+            "stop" if self.stopped else output.finish,
+            stop,
+            output.cached,
+            None if output.logprobs is None else output.logprobs[:kept],
+            output.prompt_logprobs,
+        )
+
+    def _show(self, piece: str) -> tuple[str, str | None]:
+        """The text that may be shown now, and the stop string that ended it."""
+        self._length += len(piece)
+        if self.count < self._params.min_tokens:
+            return piece, None
+        found = self._stops.feed(piece)
+        return found.text, found.stop
+
+
+class Generation:
+    """One or more prompts of one request, each answered once or `n` times, side by side.
+
+    Iterate over the deltas of all answers; leave the context to give up what has not ended. The
+    answers to the first prompt come first: answer j of prompt i has the index i * n + j.
 
     Raises:
         EngineError: on construction, when the engine is gone.
-        GenerationFailed: while iterating, when the engine dies or breaks a prompt off.
+        GenerationFailed: while iterating, when the engine dies or breaks an answer off.
         GenerationRefused: while iterating, when the engine refuses a prompt.
     """
 
@@ -86,35 +185,43 @@ class Generation:
         prompts: Sequence[list[int]],
         params: Sequence[SamplingParams],
         *,
+        n: int = 1,
+        text: TextOptions = TextOptions(),  # noqa: B008  # frozen
         priority: int = 0,
+        slo: Slo = Slo(),  # noqa: B008  # frozen
         observer: Observer = UNOBSERVED,
     ) -> None:
         self._engine = engine
         self._observer = observer
-        self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
-        self._detokenizers = [codec.detokenizer() for _ in prompts]
+        self._events: asyncio.Queue[Delta | Event | None] = asyncio.Queue()
+        self._readers: list[Reader] = []
         base = uuid.uuid4().hex
-        self._open = {index: f"{base}-{index}" for index in range(len(prompts))}
+        self._open = {index: f"{base}-{index}" for index in range(len(prompts) * n)}
         try:
-            for index, (prompt, chosen) in enumerate(zip(prompts, params, strict=True)):
-                self._submit(index, prompt, chosen, priority)
+            for index, id in list(self._open.items()):
+                prompt, place = divmod(index, n)
+                leader = self._open.get(index - place) if place else None
+                chosen = of_answer(params[prompt], place)
+                eos = engine.ready.eos_token_ids
+                self._readers.append(Reader(index, codec, chosen, text, eos))
+                submit = Submit(id, prompts[prompt], chosen, priority, slo, leader)
+                self._submit(index, submit)
         except BaseException:
             self.close()
             raise
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
-        """Yield deltas until every prompt has ended."""
+        """Yield deltas until every answer has ended."""
         while self._open or not self._events.empty():
-            index, event = await self._events.get()
-            match event:
-                case Output(finish="abort"):
-                    raise GenerationFailed("the engine gave the request up")
+            match await self._events.get():
+                case Delta() as delta:
+                    yield delta
                 case Output():
-                    yield self._delta(index, event)
-                case Refused():
-                    raise GenerationRefused(event)
-                case EngineGone():
-                    raise GenerationFailed(event.message)
+                    raise GenerationFailed("the engine gave the request up")
+                case Refused() as refused:
+                    raise GenerationRefused(refused)
+                case EngineGone() as gone:
+                    raise GenerationFailed(gone.message)
 
     def __enter__(self) -> "Generation":
         return self
@@ -128,34 +235,52 @@ class Generation:
         self.close()
 
     def close(self) -> None:
-        """Give up the prompts that have not ended."""
+        """Give up the answers that have not ended."""
         for index, id in list(self._open.items()):
             self._engine.abort(id)
             self._end(index, None)
 
-    def _submit(self, index: int, prompt: list[int], params: SamplingParams, priority: int) -> None:
+    def _submit(self, index: int, submit: Submit) -> None:
         def sink(event: Event) -> None:
             self._receive(index, event)
 
-        self._engine.submit(self._open[index], prompt, params, priority, sink)
+        self._engine.submit(submit, sink)
 
     def _receive(self, index: int, event: Event) -> None:
-        if isinstance(event, Output) and event.tokens:
-            self._observer.tokens(index, len(event.tokens), time.monotonic())
+        """Take an event of the engine, at once: what is counted is what the client gets."""
+        reader = self._readers[index]
+        told: Delta | Event | None = event
+        if reader.stopped:
+            told = None  # the client has its full answer, whatever comes now
+        elif isinstance(event, Output) and event.finish != "abort":
+            told = self._read(reader, index, event)
         if not isinstance(event, Output) or event.finish is not None:
+            if isinstance(event, Output) and reader.stopped:
+                event = msgspec.structs.replace(event, finish="stop")
             self._end(index, event)
-        self._events.put_nowait((index, event))
+        self._events.put_nowait(told)
+
+    def _read(self, reader: Reader, index: int, output: Output) -> Delta:
+        delta = reader.read(output)
+        if delta.tokens:
+            self._observer.tokens(index, len(delta.tokens), time.monotonic())
+        if reader.stopped and output.finish is None:
+            self._engine.finish(self._open[index], reader.count)
+        return delta
 
     def _end(self, index: int, event: Event | None) -> None:
         del self._open[index]
         self._observer.ended(index, event, time.monotonic())
 
-    def _delta(self, index: int, output: Output) -> Delta:
-        detokenizer = self._detokenizers[index]
-        tokens = output.tokens
-        # The token that stopped the answer ends it and is no part of its text.
-        shown = tokens[:-1] if output.finish == "stop" else tokens
-        text = "".join(detokenizer.step(token) for token in shown)
-        if output.finish is not None:
-            text += detokenizer.flush()
-        return Delta(index, text, tokens, output.finish, output.cached)
+
+def of_answer(params: SamplingParams, place: int) -> SamplingParams:
+    """Return the parameters of one of several answers to a prompt.
+
+    Each has a seed of its own, as in vLLM, and only the first computes what concerns the prompt.
+    """
+    if place == 0:
+        return params
+    seed = params.seed
+    if seed is not None:
+        seed = (seed + place + SEEDS // 2) % SEEDS - SEEDS // 2
+    return msgspec.structs.replace(params, seed=seed, prompt_logprobs=None)

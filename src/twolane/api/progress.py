@@ -1,7 +1,8 @@
 """Shows the engine's start in the terminal."""
 
 import contextlib
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable, Iterator
 
 from rich.console import Console
 from rich.progress import BarColumn, TaskID, TextColumn
@@ -9,18 +10,36 @@ from rich.progress import Progress as Bar
 
 from twolane.engine.messages import Progress
 
+log = logging.getLogger("twolane.api")
+
 
 @contextlib.contextmanager
-def progress_bars() -> Iterator["ProgressBars"]:
-    """Show the engine's start on standard error, a bar for each stage."""
+def progress_bars() -> Iterator[Callable[[Progress], None]]:
+    """Show the engine's start on standard error: a bar for each stage, or a line in a log."""
     console = Console(stderr=True)
+    if not console.is_terminal:
+        yield ProgressLines()
+        return
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
         TextColumn("{task.percentage:>3.0f}%"),
     )
-    with Bar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    with Bar(*columns, console=console, transient=True) as bar:
         yield ProgressBars(bar)
+
+
+class ProgressLines:
+    """Logs each stage as it begins."""
+
+    def __init__(self) -> None:
+        self._stages: set[str] = set()
+
+    def __call__(self, progress: Progress) -> None:
+        """Show one."""
+        if progress.stage not in self._stages:
+            self._stages.add(progress.stage)
+            log.info("%s ...", progress.stage)
 
 
 class ProgressBars:

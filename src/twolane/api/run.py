@@ -42,6 +42,10 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How long requests may go on after the first signal to stop."""
     arrival_seconds: float = 60.0
     """How long a request, headers and body, may take to arrive."""
+    api_keys: tuple[str, ...] = ()
+    """One of these is needed to ask; none: everybody may."""
+    max_body_bytes: int = 32 << 20
+    """Longer request bodies are refused."""
     log_level: str = "info"
 
 
@@ -108,8 +112,9 @@ async def serve_until_stopped(
     service: Service, listener: socket.socket, stop: Stop, options: ServerOptions
 ) -> int:
     """Serve HTTP; return the exit code."""
+    app = create_app(service, api_keys=options.api_keys, max_body_bytes=options.max_body_bytes)
     settings = uvicorn.Config(
-        create_app(service),
+        app,
         http=connection_class(options.arrival_seconds),
         ws="none",
         lifespan="off",

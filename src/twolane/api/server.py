@@ -1,67 +1,32 @@
-"""The HTTP endpoints."""
+"""The HTTP endpoints that ask the model."""
 
 import asyncio
-import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+import sys
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Annotated, TypeVar
 
-import msgspec
-from fastapi import FastAPI, Request, Response
-from fastapi.exceptions import RequestValidationError
+from fastapi import Depends, FastAPI, Header, Request, Response
 from fastapi.responses import StreamingResponse
-from fastapi.routing import APIRoute
-from prometheus_client import CONTENT_TYPE_LATEST
-from starlette.exceptions import HTTPException
-from starlette.routing import Match
 from starlette.types import Receive, Scope, Send
 
 import twolane
-from twolane.api.answers import DONE, Answer, event
-from twolane.api.calls import CLIENT_GONE, Calls, call_of, set_reason
-from twolane.api.errors import ApiError, error_body, from_validation
+from twolane.api.answers import DONE, Answer, AnswerOptions, Echo, event
+from twolane.api.calls import Calls, call_of
+from twolane.api.errors import error_body
+from twolane.api.gate import MAX_BODY_BYTES, Gate
 from twolane.api.generation import Delta, Generation, GenerationFailed, GenerationRefused
+from twolane.api.handlers import ClientGone, add_error_handlers
+from twolane.api.info import add_info_routes, add_token_routes
+from twolane.api.logprobs import LogprobWriter
 from twolane.api.protocol import ChatRequest, CompletionRequest, GenerationBody
+from twolane.api.route import Route, json_response
+from twolane.api.schemas import ERRORS, NO_KEY, QUEUE_FULL, STREAM, ChatCompletion, Completion
 from twolane.api.service import Service
-
-log = logging.getLogger("twolane.api")
+from twolane.slo import Slo
 
 T = TypeVar("T")
 GENERATION_PATHS = frozenset({"/v1/completions", "/v1/chat/completions"})
-REFUSED_CODES = {"too_long": "context_length_exceeded", "invalid": "invalid_value"}
-
-
-class ClientGone(Exception):
-    """The client closed the connection before its answer was there."""
-
-
-class StrictJson(Request):
-    """A request whose body must be JSON by the letter: UTF-8, no NaN, no lone surrogates."""
-
-    async def json(self) -> Any:
-        """Parse the body.
-
-        Raises:
-            ApiError: 400.
-        """
-        try:
-            return msgspec.json.decode(await self.body())
-        except (ValueError, RecursionError) as error:
-            message = f"the body is not valid JSON: {error}"
-            raise ApiError(400, message, code="invalid_json") from error
-
-
-class Route(APIRoute):
-    """A route that parses bodies with `StrictJson`."""
-
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """Wrap FastAPI's handler."""
-        handle = super().get_route_handler()
-
-        async def handler(request: Request) -> Response:
-            return await handle(StrictJson(request.scope, request.receive))
-
-        return handler
 
 
 class EventStream(StreamingResponse):
@@ -79,141 +44,99 @@ class EventStream(StreamingResponse):
             await super().__call__(scope, receive, send)
 
 
-def json_response(body: Any, status: int = 200) -> Response:
-    """Return `body` as JSON."""
-    return Response(msgspec.json.encode(body), status, media_type="application/json")
-
-
-def create_app(service: Service) -> FastAPI:
-    """Return the application that serves `service`."""
+def create_app(
+    service: Service,
+    *,
+    api_keys: Sequence[str] = (),
+    max_body_bytes: int = MAX_BODY_BYTES,
+) -> FastAPI:
+    """Return the application that serves `service`; for keys and bound see `Gate`."""
     app = FastAPI(
         title="Twolane", version=twolane.__version__, description="OpenAI's API, in two lanes."
     )
     app.router.route_class = Route
+    app.add_middleware(Gate, api_keys=api_keys, max_body_bytes=max_body_bytes)
     app.add_middleware(Calls, metrics=service.metrics, paths=GENERATION_PATHS)  # the outermost
     add_error_handlers(app)
     add_info_routes(app, service)
-
-    @app.post("/v1/completions", response_class=Response)
-    async def completions(body: CompletionRequest, request: Request) -> Response:
-        """Continue one or more prompts."""
-        service.check_model(body.model)
-        prompts = await service.completion_prompts(body)
-        answer = Answer(
-            "completion",
-            service.model_name,
-            prompts,
-            return_token_ids=bool(body.return_token_ids),
-        )
-        return await respond(
-            request, body, service.generate(body, prompts, call_of(request)), answer
-        )
-
-    @app.post("/v1/chat/completions", response_class=Response)
-    async def chat_completions(body: ChatRequest, request: Request) -> Response:
-        """Answer a conversation."""
-        service.check_model(body.model)
-        prompts = [await service.chat_prompt(body)]
-        answer = Answer(
-            "chat", service.model_name, prompts, return_token_ids=bool(body.return_token_ids)
-        )
-        return await respond(
-            request, body, service.generate(body, prompts, call_of(request)), answer
-        )
-
+    add_token_routes(app, service)
+    add_generation_routes(app, service)
     return app
 
 
-def add_info_routes(app: FastAPI, service: Service) -> None:
-    """Add what tells about the server."""
-
-    def model_card() -> dict[str, Any]:
-        return {
-            "id": service.model_name,
-            "object": "model",
-            "created": service.created,
-            "owned_by": "twolane",
-            "root": service.model_name,
-            "parent": None,
-            "max_model_len": service.engine.ready.max_model_len,
-        }
-
-    @app.get("/v1/models")
-    async def models() -> Response:
-        """List the one served model."""
-        return json_response({"object": "list", "data": [model_card()]})
-
-    @app.get("/v1/models/{model:path}")
-    async def model(model: str) -> Response:
-        """Describe the served model."""
-        service.check_model(model)
-        return json_response(model_card())
-
-    @app.get("/health")
-    async def health() -> Response:
-        """Say whether requests can be served: 200 or 503."""
-        if service.unavailable is not None:
-            raise ApiError(503, service.unavailable, code="unavailable")
-        return json_response({"status": "ok"})
-
-    @app.get("/metrics")
-    async def metrics() -> Response:
-        """Return the metrics in Prometheus' text form."""
-        return Response(service.metrics.render(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+Milliseconds = Annotated[float | None, Header(gt=0, allow_inf_nan=False)]
 
 
-def add_error_handlers(app: FastAPI) -> None:
-    """Put every error into OpenAI's form."""
-
-    async def refuse(request: Request, error: ApiError) -> Response:
-        set_reason(request, error.code)
-        log.debug("%s %s %d %s", request.method, request.url.path, error.status_code, error.message)
-        response = json_response(error.body, error.status_code)
-        response.headers.update(error.headers or {})
-        return response
-
-    @app.exception_handler(ApiError)
-    async def api_error(request: Request, error: ApiError) -> Response:
-        return await refuse(request, error)
-
-    @app.exception_handler(RequestValidationError)
-    async def invalid(request: Request, error: RequestValidationError) -> Response:
-        return await refuse(request, from_validation(error.errors()))
-
-    @app.exception_handler(HTTPException)
-    async def http_error(request: Request, error: HTTPException) -> Response:
-        code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "invalid")
-        message = f"{request.method} {request.url.path}: {error.detail}"
-        headers: Mapping[str, str] | None = error.headers
-        if error.status_code == 405:
-            headers = {"Allow": allowed_methods(app, request)}
-        return await refuse(
-            request, ApiError(error.status_code, message, code=code, headers=headers)
-        )
-
-    @app.exception_handler(GenerationRefused)
-    async def engine_refused(request: Request, error: GenerationRefused) -> Response:
-        code = REFUSED_CODES.get(error.refused.code, "refused")
-        return json_response(error_body(400, error.refused.message, code), 400)
-
-    @app.exception_handler(GenerationFailed)
-    async def failed(request: Request, error: GenerationFailed) -> Response:
-        return json_response(error_body(503, str(error), "unavailable"), 503)
-
-    @app.exception_handler(ClientGone)
-    async def client_gone(request: Request, error: ClientGone) -> Response:
-        return Response(status_code=CLIENT_GONE)  # nobody reads it
-
-    @app.exception_handler(Exception)
-    async def internal(request: Request, error: Exception) -> Response:
-        return json_response(error_body(500, "internal error", "internal_error"), 500)
+def slo(
+    x_slo_ttft_ms: Milliseconds = None,
+    x_slo_tbt_ms: Milliseconds = None,
+    x_slo_tpot_ms: Milliseconds = None,
+) -> Slo:
+    """Return a request's own latency bounds, from its headers."""
+    return Slo(ttft=seconds(x_slo_ttft_ms), tbt=seconds(x_slo_tbt_ms), tpot=seconds(x_slo_tpot_ms))
 
 
-def allowed_methods(app: FastAPI, request: Request) -> str:
-    """Return the methods that the request's path has, as the Allow header lists them."""
-    routes = [route for route in app.routes if isinstance(route, APIRoute)]
-    fitting = [r for r in routes if r.matches(request.scope)[0] is not Match.NONE]
-    return ", ".join(sorted({method for route in fitting for method in route.methods or ()}))
+def seconds(milliseconds: float | None) -> float | None:
+    """Return seconds, which stay above 0."""
+    return None if milliseconds is None else max(milliseconds / 1e3, sys.float_info.min)
+
+
+def add_generation_routes(app: FastAPI, service: Service) -> None:
+    """Add what asks the model."""
+    described = {**ERRORS, **QUEUE_FULL, **NO_KEY}
+
+    @app.post(
+        "/v1/completions",
+        response_class=Response,
+        responses={200: {"model": Completion, "content": STREAM}, **described},
+    )
+    async def completions(
+        body: CompletionRequest, request: Request, bounds: Annotated[Slo, Depends(slo)]
+    ) -> Response:
+        """Continue one or more prompts."""
+        service.check_model(body.model)
+        prompts = await service.completion_prompts(body)
+        tokens = [prompt.tokens for prompt in prompts]
+        options = answer_options(body, service.echo(body, prompts))
+        writer = logprob_writer(body, service)
+        answer = Answer("completion", service.model_name, tokens, writer, options)
+        generation = service.generate(body, tokens, call_of(request), bounds)
+        return await respond(request, body, generation, answer)
+
+    @app.post(
+        "/v1/chat/completions",
+        response_class=Response,
+        responses={200: {"model": ChatCompletion, "content": STREAM}, **described},
+    )
+    async def chat_completions(
+        body: ChatRequest, request: Request, bounds: Annotated[Slo, Depends(slo)]
+    ) -> Response:
+        """Answer a conversation."""
+        service.check_model(body.model)
+        tokens = [(await service.chat_prompt(body)).tokens]
+        options, writer = answer_options(body), logprob_writer(body, service)
+        answer = Answer("chat", service.model_name, tokens, writer, options)
+        generation = service.generate(body, tokens, call_of(request), bounds)
+        return await respond(request, body, generation, answer)
+
+
+def answer_options(body: GenerationBody, echo: Echo | None = None) -> AnswerOptions:
+    """Return what a request wants to see."""
+    return AnswerOptions(
+        n=body.choices,
+        return_token_ids=bool(body.return_token_ids),
+        logprobs=body.logprob_count is not None,
+        prompt_logprobs=body.prompt_logprobs is not None,
+        echo=echo,
+        continuous_usage=body.continuous_usage,
+        include_usage=body.include_usage,
+    )
+
+
+def logprob_writer(body: GenerationBody, service: Service) -> LogprobWriter:
+    """Return what writes the log-probabilities that a request wants to see."""
+    as_ids = bool(body.return_tokens_as_token_ids)
+    return LogprobWriter(service.codec, body.logprob_count or 0, as_ids=as_ids)
 
 
 async def respond(

@@ -3,24 +3,53 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from functools import partial
+from typing import NamedTuple, TypeVar
 
 from twolane.api.admission import Admission
+from twolane.api.answers import Echo
 from twolane.api.calls import Call
 from twolane.api.engine_client import EngineClient, EngineError, EngineGone, Event
 from twolane.api.errors import ApiError
-from twolane.api.generation import Generation
+from twolane.api.generation import Generation, TextOptions
 from twolane.api.metrics import Metrics
-from twolane.api.protocol import ChatRequest, CompletionRequest, GenerationBody
+from twolane.api.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    GenerationBody,
+    Message,
+    Rendering,
+    TokenizeRequest,
+)
 from twolane.api.text import TextCodec, TextError
 from twolane.engine.messages import Output, Refused
 from twolane.sampling import SamplingParams
+from twolane.slo import Slo
 
 log = logging.getLogger("twolane.api")
 
+
 T = TypeVar("T")
+
+
+class Prompt(NamedTuple):
+    """A prompt to answer."""
+
+    tokens: list[int]
+    text: str | None = None
+    """As given; None: it was not text, or was cut."""
+
+    def last(self, most: int) -> "Prompt":
+        """Return the prompt cut to its last tokens."""
+        return self if len(self.tokens) <= most else Prompt(self.tokens[-most:])
+
+    def shown(self, codec: TextCodec, skip_special_tokens: bool) -> str:
+        """Return the prompt as text, which is empty without a tokenizer."""
+        if self.text is not None or not codec.has_tokenizer:
+            return self.text or ""
+        return codec.decode(self.tokens, skip_special_tokens=skip_special_tokens)
 
 
 class Service:
@@ -43,8 +72,9 @@ class Service:
         self.admission = Admission(max_queue)
         self.metrics = Metrics(lambda: engine.stats, model_name, engine.ready.slo)
         self.draining = False
-        # One thread: tokenizers are not safe to share, and long prompts must not hold the loop.
+        # Long texts must not hold the loop, nor those of /tokenize, which have no bound, prompts.
         self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
+        self._counting = ThreadPoolExecutor(1, thread_name_prefix="count")
 
     @property
     def unavailable(self) -> str | None:
@@ -67,29 +97,64 @@ class Service:
                 param="model",
             )
 
-    async def completion_prompts(self, body: CompletionRequest) -> list[list[int]]:
-        """Return the tokens of each prompt of a completion request.
+    async def completion_prompts(self, body: CompletionRequest) -> list[Prompt]:
+        """Return the prompts of a completion request.
 
         Raises:
             ApiError: 400, the prompts cannot be served.
         """
-        tokens = [
-            prompt if isinstance(prompt, list) else await self._text(self.codec.encode, prompt)
-            for prompt in body.prompts
-        ]
-        self._check_prompts(tokens, "prompt")
-        return tokens
+        special = body.add_special_tokens is not False
+        prompts = []
+        for given in body.prompts:
+            if isinstance(given, str):
+                self._check_text(given, body, "prompt")
+                encode = partial(self.codec.encode, given, add_special_tokens=special)
+                prompts.append(Prompt(await self._text(encode, "prompt"), given))
+            else:
+                prompts.append(Prompt(given))
+        return self._fitted(prompts, body, "prompt")
 
-    async def chat_prompt(self, body: ChatRequest) -> list[int]:
-        """Return the tokens of a conversation.
+    async def chat_prompt(self, body: ChatRequest) -> Prompt:
+        """Return a conversation as a prompt.
 
         Raises:
             ApiError: 400, the conversation cannot be served.
         """
-        messages = [message.for_template() for message in body.messages]
-        tokens = await self._text(self.codec.chat, messages, param="messages")
-        self._check_prompts([tokens], "messages")
-        return tokens
+        for message in body.messages:
+            self._check_text(message.text, body, "messages")
+        chat = self._chat(body.messages, body, special=bool(body.add_special_tokens))
+        tokens = await self._text(chat, "messages")
+        return self._fitted([Prompt(tokens)], body, "messages")[0]
+
+    async def tokenize(self, body: TokenizeRequest) -> list[int]:
+        """Return the tokens of a text or a conversation, of any length.
+
+        Raises:
+            ApiError: 400, there is no tokenizer or template, or the template refuses.
+        """
+        if body.prompt is not None:
+            special = body.add_special_tokens is not False
+            encode = partial(self.codec.encode, body.prompt, add_special_tokens=special)
+            return await self._text(encode, "prompt", self._counting)
+        chat = self._chat(body.messages or [], body, special=bool(body.add_special_tokens))
+        return await self._text(chat, "messages", self._counting)
+
+    async def detokenize(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens, special ones too.
+
+        Raises:
+            ApiError: 400, there is no tokenizer.
+        """
+        self.check_ids("tokens", tokens)
+        decode = partial(self.codec.decode, tokens, skip_special_tokens=False)
+        return await self._text(decode, "tokens", self._counting)
+
+    def echo(self, body: CompletionRequest, prompts: Sequence[Prompt]) -> Echo | None:
+        """Return what of the prompts is shown before the answers."""
+        if not body.echo:
+            return None
+        hide = body.skip_special_tokens is not False
+        return Echo([prompt.shown(self.codec, hide) for prompt in prompts], body.only_echo)
 
     def sampling(self, body: GenerationBody, prompts: Sequence[list[int]]) -> SamplingParams:
         """Return the sampling parameters of a request, checked against the model's limits.
@@ -114,11 +179,12 @@ class Service:
                 code="context_length_exceeded",
                 param=name,
             )
-        self._check_ids("stop_token_ids", params.stop_token_ids)
+        self.check_ids("stop_token_ids", params.stop_token_ids)
+        self.check_ids("logit_bias", params.logit_bias)
         return params
 
     def generate(
-        self, body: GenerationBody, prompts: Sequence[list[int]], call: Call
+        self, body: GenerationBody, prompts: Sequence[list[int]], call: Call, slo: Slo
     ) -> Generation:
         """Admit a request and send it to the engine.
 
@@ -128,56 +194,92 @@ class Service:
         params = self.sampling(body, prompts)
         if self.unavailable is not None:
             raise ApiError(503, self.unavailable, code="unavailable")
-        self.admission.enter(len(prompts))
-        books = Books(self, prompts, call)
+        answers = [prompt for prompt in prompts for _ in range(body.choices)]
+        self.admission.enter(len(answers))
+        books = Books(self, answers, call)
+        text = TextOptions(
+            stop=body.stop_strings,
+            include_stop=bool(body.include_stop_str_in_output),
+            skip_special_tokens=body.skip_special_tokens is not False,
+        )
         try:
             return Generation(
                 self.engine,
                 self.codec,
                 prompts,
                 [params] * len(prompts),
+                n=body.choices,
+                text=text,
                 priority=body.priority or 0,
+                slo=slo,
                 observer=books,
             )
         except EngineError as error:
             raise ApiError(503, str(error), code="unavailable") from error
 
     def close(self) -> None:
-        """Free the tokenizing thread."""
-        self._tokenizing.shutdown(cancel_futures=True)
+        """Free the threads."""
+        for threads in (self._tokenizing, self._counting):
+            threads.shutdown(cancel_futures=True)
+
+    def _chat(
+        self, messages: Sequence[Message], how: Rendering, *, special: bool
+    ) -> Callable[[], list[int]]:
+        turns = [message.for_template() for message in messages]
+        return partial(self.codec.chat, turns, add_special_tokens=special, **how.rendering)
 
     async def _text(
-        self, function: Callable[[T], list[int]], text: T, param: str = "prompt"
-    ) -> list[int]:
+        self, work: Callable[[], T], param: str, thread: ThreadPoolExecutor | None = None
+    ) -> T:
         loop = asyncio.get_running_loop()
         try:
-            return await loop.run_in_executor(self._tokenizing, function, text)
+            return await loop.run_in_executor(thread or self._tokenizing, work)
         except TextError as error:
+            param = error.param or param
             raise ApiError(400, str(error), code="invalid_prompt", param=param) from error
 
-    def _check_prompts(self, prompts: Sequence[list[int]], param: str) -> None:
-        context = self.engine.ready.max_model_len
+    def _check_text(self, text: str, body: GenerationBody, param: str) -> None:
+        """Refuse at a glance what would take long to tokenise and cannot fit."""
+        least = self.codec.least_tokens(text)
+        if least >= self.engine.ready.max_model_len and body.truncate_prompt_tokens is None:
+            raise self._too_long(f"at least {least}", param)
+
+    def _fitted(self, prompts: list[Prompt], body: GenerationBody, param: str) -> list[Prompt]:
+        """Cut the prompts as the request asks, and check them."""
         if not prompts:
             raise ApiError(400, "there is no prompt", code="invalid_prompt", param=param)
+        most = body.truncate_prompt_tokens
+        if most is not None:
+            prompts = [prompt.last(most) for prompt in prompts]
         for prompt in prompts:
-            if not prompt:
+            if not prompt.tokens:
                 raise ApiError(400, "the prompt is empty", code="invalid_prompt", param=param)
-            if len(prompt) >= context:
-                raise ApiError(
-                    400,
-                    f"the prompt has {len(prompt)} tokens; the context has {context}, and at "
-                    "least one is for the answer",
-                    code="context_length_exceeded",
-                    param=param,
-                )
-            self._check_ids(param, prompt)
+            if len(prompt.tokens) >= self.engine.ready.max_model_len:
+                raise self._too_long(str(len(prompt.tokens)), param)
+            self.check_ids(param, prompt.tokens)
+        return prompts
 
-    def _check_ids(self, param: str, ids: Sequence[int]) -> None:
+    def _too_long(self, tokens: str, param: str) -> ApiError:
+        return ApiError(
+            400,
+            f"the prompt has {tokens} tokens; the context has "
+            f"{self.engine.ready.max_model_len}, and at least one is for the answer",
+            code="context_length_exceeded",
+            param=param,
+        )
+
+    def check_ids(self, param: str, ids: Iterable[int]) -> None:
+        """Refuse token ids that the model does not have.
+
+        Raises:
+            ApiError: 400.
+        """
         vocabulary = self.engine.ready.vocab_size
-        if ids and max(ids) >= vocabulary:
+        largest = max(ids, default=0)
+        if largest >= vocabulary:
             raise ApiError(
                 400,
-                f"{param}: token id {max(ids)} is beyond the vocabulary of {vocabulary}",
+                f"{param}: token id {largest} is beyond the vocabulary of {vocabulary}",
                 code="invalid_value",
                 param=param,
             )

@@ -1,0 +1,223 @@
+"""The answers as the OpenAPI description shows them. `answers.py` writes them; a test compares."""
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+FinishReason = Literal["stop", "length"]
+
+
+class Shown(BaseModel):
+    """A JSON object with exactly these fields."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class ErrorDetail(Shown):
+    """What is wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class ErrorBody(Shown):
+    """Every error's body."""
+
+    error: ErrorDetail
+
+
+class PromptTokensDetails(Shown):
+    """Of the prompt tokens."""
+
+    cached_tokens: int
+
+
+class Usage(Shown):
+    """Token counts."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class PromptLogprob(Shown):
+    """What the model thought of a token at a place of the prompt."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+
+
+class CompletionLogprobs(Shown):
+    """Log-probabilities of a completion, one entry for each token."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(Shown):
+    """An answer to a prompt."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReason
+    stop_reason: int | str | None
+    prompt_logprobs: PromptLogprobs | None = None
+    prompt_token_ids: list[int] | None = None
+    token_ids: list[int] | None = None
+
+
+class Completion(Shown):
+    """The answer of /v1/completions."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage
+
+
+class ChatToken(Shown):
+    """A token and its log-probability."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatTokenLogprob(ChatToken):
+    """A token of the answer, with alternatives."""
+
+    top_logprobs: list[ChatToken]
+
+
+class ChatLogprobs(Shown):
+    """Log-probabilities of a chat answer."""
+
+    content: list[ChatTokenLogprob]
+    refusal: None
+
+
+class AssistantMessage(Shown):
+    """What the model says."""
+
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+
+
+class ChatChoice(Shown):
+    """An answer to a conversation."""
+
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason
+    stop_reason: int | str | None
+    token_ids: list[int] | None = None
+
+
+class ChatCompletion(Shown):
+    """The answer of /v1/chat/completions."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_logprobs: PromptLogprobs | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class Model(Shown):
+    """A served model."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    parent: None
+    max_model_len: int
+
+
+class ModelList(Shown):
+    """All served models."""
+
+    object: Literal["list"]
+    data: list[Model]
+
+
+class Tokens(Shown):
+    """The answer of /tokenize."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class Text(Shown):
+    """The answer of /detokenize."""
+
+    prompt: str
+
+
+class Health(Shown):
+    """The answer of a probe."""
+
+    status: Literal["ok"]
+
+
+class Version(Shown):
+    """The answer of /version."""
+
+    version: str
+
+
+ERRORS: dict[int | str, dict[str, Any]] = {
+    400: {"model": ErrorBody, "description": "The request is wrong; `param` names the field."},
+    404: {"model": ErrorBody, "description": "There is no such model."},
+    408: {"model": ErrorBody, "description": "The body took too long to arrive."},
+    413: {"model": ErrorBody, "description": "The body is too large."},
+    415: {"model": ErrorBody, "description": "The body is not JSON."},
+    503: {"model": ErrorBody, "description": "The server is stopping, or its engine is gone."},
+    "default": {"model": ErrorBody, "description": "Any other error."},
+}
+"""Of endpoints that take a body."""
+QUEUE_FULL: dict[int | str, dict[str, Any]] = {
+    429: {
+        "model": ErrorBody,
+        "description": "The queue is full.",
+        "headers": {
+            "Retry-After": {
+                "description": "Seconds in which the present queue should be served.",
+                "schema": {"type": "integer", "minimum": 1},
+            }
+        },
+    }
+}
+UNAVAILABLE: dict[int | str, dict[str, Any]] = {503: ERRORS[503]}
+NO_KEY: dict[int | str, dict[str, Any]] = {
+    401: {"model": ErrorBody, "description": "The API key is missing or wrong."}
+}
+STREAM: dict[str, Any] = {
+    "text/event-stream": {
+        "schema": {
+            "type": "string",
+            "description": "Server-sent events with a chunk each, then `data: [DONE]`.",
+        }
+    }
+}
+"""The other form of an answer, with `stream`."""

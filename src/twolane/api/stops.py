@@ -1,0 +1,77 @@
+"""Stop strings, found in text that comes in pieces."""
+
+from collections.abc import Sequence
+
+import msgspec
+
+MOST_STRINGS = 32
+LONGEST_STRING = 1024
+"""Characters."""
+
+
+class Found(msgspec.Struct, frozen=True):
+    """What a piece of text did."""
+
+    text: str
+    """What may be shown now."""
+    stop: str | None = None
+    """The stop string that has come; nothing follows it."""
+
+
+class StopStrings:
+    """Looks for stop strings, and holds back what may be the beginning of one.
+
+    The string that is complete first ends the text; of two that are complete with the same
+    character, the longer. So the outcome does not depend on how the text is cut into pieces.
+
+    Args:
+        strings: to look for, none of them empty.
+        include: whether the stop string is part of the text.
+    """
+
+    def __init__(self, strings: Sequence[str], *, include: bool = False) -> None:
+        # Longest first: the first to match a character is the one that began first.
+        self._matchers = [Matcher(string) for string in sorted(strings, key=len, reverse=True)]
+        self._include = include
+        self._held = ""
+
+    def feed(self, piece: str) -> Found:
+        """Take the next piece of text."""
+        if not self._matchers:
+            return Found(piece)
+        for place, character in enumerate(piece):
+            hits = [m for m in self._matchers if m.feed(character)]
+            if hits:
+                stop = hits[0].string
+                text = self._held + piece[: place + 1]
+                self._held = ""
+                return Found(text if self._include else text[: -len(stop)], stop)
+        text = self._held + piece
+        shown = len(text) - max(matcher.matched for matcher in self._matchers)
+        self._held = text[shown:]
+        return Found(text[:shown])
+
+    def flush(self) -> str:
+        """Return what is held back. Call it once, when the text has ended."""
+        return self._held
+
+
+class Matcher:
+    """Finds one string (Knuth, Morris and Pratt): how much of it the text so far ends with."""
+
+    def __init__(self, string: str) -> None:
+        self.string = string
+        self.matched = 0
+        self._fallback = [0] * len(string)
+        for place in range(1, len(string)):
+            self._fallback[place] = self._longest(string[place], self._fallback[place - 1])
+
+    def feed(self, character: str) -> bool:
+        """Take the next character; return whether the whole string has come."""
+        self.matched = self._longest(character, self.matched)
+        return self.matched == len(self.string)
+
+    def _longest(self, character: str, matched: int) -> int:
+        while matched and self.string[matched] != character:
+            matched = self._fallback[matched - 1]
+        return matched + (self.string[matched] == character)
