@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 import twolane
 from twolane.api.answers import DONE, Answer, AnswerOptions, Echo, event
-from twolane.api.calls import Calls, call_of
+from twolane.api.calls import Call, Calls, call_of
 from twolane.api.errors import error_body
 from twolane.api.gate import MAX_BODY_BYTES, Gate
 from twolane.api.generation import Delta, Generation, GenerationFailed, GenerationRefused
@@ -67,13 +67,20 @@ def create_app(
 Milliseconds = Annotated[float | None, Header(gt=0, allow_inf_nan=False)]
 
 
-def slo(
+async def bounded_call(
+    request: Request,
     x_slo_ttft_ms: Milliseconds = None,
     x_slo_tbt_ms: Milliseconds = None,
     x_slo_tpot_ms: Milliseconds = None,
-) -> Slo:
-    """Return a request's own latency bounds, from its headers."""
-    return Slo(ttft=seconds(x_slo_ttft_ms), tbt=seconds(x_slo_tbt_ms), tpot=seconds(x_slo_tpot_ms))
+) -> Call:
+    """Return the call of a request, with its own latency bounds over the server's."""
+    call = call_of(request)
+    own = Slo(ttft=seconds(x_slo_ttft_ms), tbt=seconds(x_slo_tbt_ms), tpot=seconds(x_slo_tpot_ms))
+    call.slo = own.over(call.slo)
+    return call
+
+
+BoundedCall = Annotated[Call, Depends(bounded_call)]
 
 
 def seconds(milliseconds: float | None) -> float | None:
@@ -90,9 +97,7 @@ def add_generation_routes(app: FastAPI, service: Service) -> None:
         response_class=Response,
         responses={200: {"model": Completion, "content": STREAM}, **described},
     )
-    async def completions(
-        body: CompletionRequest, request: Request, bounds: Annotated[Slo, Depends(slo)]
-    ) -> Response:
+    async def completions(body: CompletionRequest, request: Request, call: BoundedCall) -> Response:
         """Continue one or more prompts."""
         service.check_model(body.model)
         prompts = await service.completion_prompts(body)
@@ -100,7 +105,7 @@ def add_generation_routes(app: FastAPI, service: Service) -> None:
         options = answer_options(body, service.echo(body, prompts))
         writer = logprob_writer(body, service)
         answer = Answer("completion", service.model_name, tokens, writer, options)
-        generation = service.generate(body, tokens, call_of(request), bounds)
+        generation = service.generate(body, tokens, call)
         return await respond(request, body, generation, answer)
 
     @app.post(
@@ -108,15 +113,13 @@ def add_generation_routes(app: FastAPI, service: Service) -> None:
         response_class=Response,
         responses={200: {"model": ChatCompletion, "content": STREAM}, **described},
     )
-    async def chat_completions(
-        body: ChatRequest, request: Request, bounds: Annotated[Slo, Depends(slo)]
-    ) -> Response:
+    async def chat_completions(body: ChatRequest, request: Request, call: BoundedCall) -> Response:
         """Answer a conversation."""
         service.check_model(body.model)
         tokens = [(await service.chat_prompt(body)).tokens]
         options, writer = answer_options(body), logprob_writer(body, service)
         answer = Answer("chat", service.model_name, tokens, writer, options)
-        generation = service.generate(body, tokens, call_of(request), bounds)
+        generation = service.generate(body, tokens, call)
         return await respond(request, body, generation, answer)
 
 

@@ -26,7 +26,6 @@ from twolane.api.protocol import (
 from twolane.api.text import TextCodec, TextError
 from twolane.engine.messages import Output, Refused
 from twolane.sampling import SamplingParams
-from twolane.slo import Slo
 
 log = logging.getLogger("twolane.api")
 
@@ -184,7 +183,7 @@ class Service:
         return params
 
     def generate(
-        self, body: GenerationBody, prompts: Sequence[list[int]], call: Call, slo: Slo
+        self, body: GenerationBody, prompts: Sequence[list[int]], call: Call
     ) -> Generation:
         """Admit a request and send it to the engine.
 
@@ -211,7 +210,7 @@ class Service:
                 n=body.choices,
                 text=text,
                 priority=body.priority or 0,
-                slo=slo,
+                slo=call.slo,
                 observer=books,
             )
         except EngineError as error:

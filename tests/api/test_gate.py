@@ -1,0 +1,152 @@
+"""Keys, ids and bounds, as clients see them on the wire."""
+
+import http.client
+import json
+import os
+import urllib.parse
+from pathlib import Path
+
+import pytest
+
+from .serving import serving
+
+KEYS = ("first-key", "second-key")
+ASK = {"prompt": [5, 6], "max_tokens": 2, "ignore_eos": True}
+LIMIT = 10_000
+
+
+@pytest.fixture(scope="module")
+def guarded(tiny_model, tmp_path_factory):
+    log = tmp_path_factory.mktemp("log") / "err"
+    os.environ["TWOLANE_API_KEY"] = " ".join(KEYS)
+    try:
+        args = ("--load-format", "dummy", "--kv-tokens", "2000", "--log-level", "debug")
+        with serving(str(tiny_model), *args, "--max-body-bytes", str(LIMIT), stderr=log) as served:
+            served.log = log
+            yield served
+    finally:
+        del os.environ["TWOLANE_API_KEY"]
+
+
+def ask(served, method, path, body=b"", headers=None, **send):
+    address = urllib.parse.urlsplit(served.base)
+    connection = http.client.HTTPConnection(address.hostname, address.port, timeout=30)
+    headers = {"Content-Type": "application/json", **(headers or {})}
+    connection.request(method, path, body, headers, **send)
+    response = connection.getresponse()
+    data = response.read()
+    connection.close()
+    return response.status, response.headers, data
+
+
+def bearer(key):
+    return {"Authorization": f"Bearer {key}"}
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/models", "/v1/nothing", "/tokenize"])
+@pytest.mark.parametrize(
+    "headers",
+    [{}, bearer("wrong"), bearer(""), bearer(KEYS[0] + "x"), {"Authorization": KEYS[0]}],
+)
+def test_without_a_key_there_is_a_401(guarded, path, headers):
+    method = "GET" if "models" in path else "POST"
+    status, got, data = ask(guarded, method, path, json.dumps(ASK), headers)
+    assert (status, got["WWW-Authenticate"]) == (401, "Bearer")
+    error = json.loads(data)["error"]
+    assert (error["type"], error["code"]) == ("authentication_error", "invalid_api_key")
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_each_key_opens(guarded, key):
+    assert ask(guarded, "POST", "/v1/completions", json.dumps(ASK), bearer(key))[0] == 200
+    assert ask(guarded, "GET", "/v1/models", headers={"authorization": f"bearer {key}"})[0] == 200
+
+
+@pytest.mark.parametrize("path", ["/health", "/health/live", "/ping", "/version", "/metrics"])
+def test_probes_need_no_key(guarded, path):
+    assert ask(guarded, "GET", path)[0] == 200
+
+
+def test_keys_show_nowhere(guarded):
+    ask(guarded, "POST", "/v1/completions", json.dumps(ASK), bearer(KEYS[0]))
+    ask(guarded, "POST", "/v1/completions", json.dumps(ASK), bearer("wrong-key"))
+    engine = Path(f"/proc/{guarded.engine_pid}")
+    front = Path(f"/proc/{guarded.process.pid}")
+    seen = [engine / "cmdline", engine / "environ", front / "cmdline", guarded.log]
+    for key in (*KEYS, "wrong-key"):
+        assert not any(key.encode() in place.read_bytes() for place in seen)
+        assert key.encode() not in ask(guarded, "GET", "/metrics")[2]
+
+
+def big(size):
+    body = json.dumps({**ASK, "user": ""})
+    return json.dumps({**ASK, "user": "x" * (size - len(body))}).encode()
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_the_bound_on_bodies_is_exact(guarded, chunked):
+    for size, expected in ((LIMIT, 200), (LIMIT + 1, 413)):
+        body = big(size)
+        assert len(body) == size
+        sent = (body[i : i + 999] for i in range(0, size, 999)) if chunked else body
+        status, _, data = ask(
+            guarded, "POST", "/v1/completions", sent, bearer(KEYS[0]), encode_chunked=chunked
+        )
+        assert status == expected
+    assert json.loads(data)["error"]["code"] == "body_too_large"
+
+
+def test_a_body_too_large_is_not_read(guarded):
+    headers = {**bearer(KEYS[0]), "Content-Length": str(10**12)}
+    assert ask(guarded, "POST", "/v1/completions", b"{", headers)[0] == 413
+
+
+@pytest.mark.parametrize(
+    ("given", "comes_back"),
+    [
+        ("abc-123", "abc-123"),
+        ("a b\tc", "abc"),
+        ("x" * 500, "x" * 128),
+        ("caf\u00e9<script>", "caf<script>"),
+    ],
+)
+def test_request_ids_come_back_clean(guarded, given, comes_back):
+    for path in ("/health", "/nothing"):
+        assert ask(guarded, "GET", path, headers={"X-Request-Id": given})[1]["X-Request-Id"] == (
+            comes_back
+        )
+
+
+def test_requests_without_an_id_get_one(guarded):
+    ids = {ask(guarded, "GET", "/v1/models")[1]["X-Request-Id"] for _ in range(3)}
+    assert len(ids) == 3
+    assert all(ids)
+
+
+@pytest.mark.parametrize("name", ["x-slo-ttft-ms", "x-slo-tbt-ms", "x-slo-tpot-ms"])
+def test_slo_headers_are_positive_finite_numbers(guarded, name):
+    key = bearer(KEYS[0])
+    for value in ("0", "-1", "nan", "inf", "1e999", "", "ten", "5ms", "0x10"):
+        status, _, data = ask(
+            guarded, "POST", "/v1/completions", json.dumps(ASK), {**key, name: value}
+        )
+        assert (status, json.loads(data)["error"]["param"]) == (400, name), value
+    for value in ("50", "0.5", "1e-300", "1e300"):
+        headers = {**key, name: value}
+        assert ask(guarded, "POST", "/v1/completions", json.dumps(ASK), headers)[0] == 200
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Content-Type": "text/plain"},
+        {"Content-Type": "application/x-www-form-urlencoded"},
+        {"Content-Type": ""},
+        {"Content-Encoding": "gzip"},
+    ],
+)
+def test_bodies_that_are_no_json_are_refused(guarded, headers):
+    status, _, data = ask(
+        guarded, "POST", "/v1/completions", json.dumps(ASK), {**bearer(KEYS[0]), **headers}
+    )
+    assert (status, json.loads(data)["error"]["code"]) == (415, "unsupported_media_type")
