@@ -6,20 +6,25 @@ What a command needs is imported when it runs, so that help is there at once.
 import contextlib
 import functools
 import inspect
+import os
 import sys
 from collections.abc import Callable, Iterator
+from difflib import get_close_matches
+from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import typer
 
 import twolane
 from twolane.bench.cli import app as bench_app
+from twolane.configfile import config_option
 from twolane.engine.config import DType, EngineConfig, LoadFormat
 from twolane.sampling import SamplingParams
 from twolane.slo import Slo
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 USAGE_ERROR = 2
+INTERRUPTED = 130
 
 app = typer.Typer(
     name="twolane",
@@ -31,81 +36,153 @@ app = typer.Typer(
     "then `twolane serve smollm2-135m-instruct`.",
 )
 
+
+def systems(incomplete: str) -> list[tuple[str, str]]:
+    """Return the systems for shell completion."""
+    from twolane.systems import SYSTEMS, describe
+
+    return [(name, describe(name)) for name in SYSTEMS if name.startswith(incomplete)]
+
+
+def models(incomplete: str) -> list[str]:
+    """Return the models that have names of their own, for shell completion."""
+    from twolane.model.hub import ALIASES
+    from twolane.model.shapes import SHAPES
+
+    return [name for name in (*ALIASES, *SHAPES) if name.startswith(incomplete)]
+
+
+MODEL_HELP = (
+    "An alias (smollm2-135m-instruct), a local directory, a .gguf file, a built-in shape "
+    "(with --load-format dummy) or a Hugging Face id."
+)
 ModelArgument = Annotated[
+    str, typer.Argument(autocompletion=models, help=MODEL_HELP, show_default=False)
+]
+ServedModelArgument = Annotated[
     str,
     typer.Argument(
-        help="An alias (smollm2-135m-instruct), a local directory, a .gguf file, a built-in shape "
-        "(with --load-format dummy) or a Hugging Face id.",
-        show_default=False,
+        autocompletion=models, envvar="TWOLANE_MODEL", help=MODEL_HELP, show_default=False
     ),
 ]
 
+MODEL, SCHEDULING, MEMORY, DEVICE, SERVER = "Model", "Scheduling", "Memory", "Device", "Server"
+"""Panels of options in the help."""
+
 ENGINE_OPTIONS: dict[str, Any] = {
     "load_format": Annotated[
-        LoadFormat, typer.Option(help='"dummy": random weights, no files needed.')
+        LoadFormat,
+        typer.Option(rich_help_panel=MODEL, help='"dummy": random weights, no files needed.'),
     ],
     "dtype": Annotated[
-        DType, typer.Option(help="Of weights and KV cache; auto is float32 on a CPU.")
+        DType,
+        typer.Option(
+            rich_help_panel=MODEL, help="Of weights and KV cache; auto is float32 on a CPU."
+        ),
     ],
     "max_positions": Annotated[
-        int | None, typer.Option(help="Raise (or lower) the positions the model is built for.")
+        int | None,
+        typer.Option(
+            rich_help_panel=MODEL,
+            metavar="TOKENS",
+            help="Raise (or lower) the positions the model is built for.",
+        ),
     ],
     "max_model_len": Annotated[
         int | None,
-        typer.Option(help="Most tokens of one request. Default: the model's positions."),
+        typer.Option(
+            rich_help_panel=MODEL,
+            metavar="TOKENS",
+            help="Most tokens of one request, prompt and answer. Default: the model's positions.",
+        ),
     ],
     "seed": Annotated[
-        int, typer.Option(help="Of dummy weights, and of sampling where a request has no seed.")
+        int,
+        typer.Option(
+            rich_help_panel=MODEL,
+            help="Of dummy weights, and of sampling where a request has no seed.",
+        ),
     ],
     "system": Annotated[
         str,
-        typer.Option(help="How prefill and decode share the device; `twolane doctor` lists them."),
+        typer.Option(
+            rich_help_panel=SCHEDULING,
+            autocompletion=systems,
+            help="How prefill and decode share the device; `twolane doctor` lists them.",
+        ),
     ],
     "options": Annotated[
         list[str],
         typer.Option(
-            "--option", metavar="KEY=VALUE", help="A setting of the system; may be repeated."
+            "--option",
+            rich_help_panel=SCHEDULING,
+            metavar="KEY=VALUE",
+            help="A setting of the system (`twolane doctor` lists them); may be repeated.",
+        ),
+    ],
+    "max_running": Annotated[
+        int,
+        typer.Option(
+            rich_help_panel=SCHEDULING, help="Most requests in prefill and decode together."
         ),
     ],
     "slo_ttft_ms": Annotated[
         float | None,
         typer.Option(
-            help="Bound on the time to the first token, in ms, of requests that bring none "
-            "(x-slo-ttft-ms). 0: no bound."
+            rich_help_panel=SCHEDULING,
+            metavar="MS",
+            help="Bound on the time to the first token of requests without an x-slo-ttft-ms "
+            "header, in milliseconds. 0: no bound, the default.",
         ),
     ],
     "slo_tbt_ms": Annotated[
         float | None,
         typer.Option(
-            help="Bound on each time between two tokens, in ms (x-slo-tbt-ms). 0: no bound."
+            rich_help_panel=SCHEDULING,
+            metavar="MS",
+            help="The same for each time between two tokens (x-slo-tbt-ms).",
         ),
     ],
     "slo_tpot_ms": Annotated[
         float | None,
         typer.Option(
-            help="Bound on the mean time between tokens, in ms (x-slo-tpot-ms). 0: no bound."
+            rich_help_panel=SCHEDULING,
+            metavar="MS",
+            help="The same for the mean time between tokens (x-slo-tpot-ms).",
         ),
     ],
-    "page_size": Annotated[int, typer.Option(help="Tokens in a KV page.")],
+    "page_size": Annotated[
+        int, typer.Option(rich_help_panel=MEMORY, metavar="TOKENS", help="Tokens in a KV page.")
+    ],
     "kv_tokens": Annotated[
         int | None,
-        typer.Option(help="Tokens in the KV pool. Default: a share of the free memory."),
-    ],
-    "max_running": Annotated[
-        int, typer.Option(help="Most requests in prefill and decode together.")
+        typer.Option(
+            rich_help_panel=MEMORY,
+            metavar="TOKENS",
+            help="Tokens in the KV pool. Default: as many as a share of the free memory holds.",
+        ),
     ],
     "prefix_cache": Annotated[
         bool,
         typer.Option(
-            "--prefix-cache/--no-prefix-cache", help="Reuse the KV of prompts that begin alike."
+            "--prefix-cache/--no-prefix-cache",
+            rich_help_panel=MEMORY,
+            help="Reuse the KV of prompts that begin alike.",
         ),
     ],
     "cores": Annotated[
-        int | None, typer.Option(help="CPU cores for both lanes. Default: all there are.")
+        int | None,
+        typer.Option(
+            rich_help_panel=DEVICE, help="CPU cores for both lanes. Default: all there are."
+        ),
     ],
     "trace": Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="Write a Chrome / Perfetto trace of the run."),
+        typer.Option(
+            rich_help_panel=DEVICE,
+            metavar="FILE",
+            help="Write a Chrome / Perfetto trace of the run (open it in ui.perfetto.dev).",
+        ),
     ],
 }
 """How each field of `EngineConfig` beside the model is given on the command line."""
@@ -115,6 +192,8 @@ EPILOG_SERVE = """**Examples**
 - `twolane serve smollm2-135m-instruct` — the small model that comes with Twolane
 
 - `twolane serve ./my-model --system chunked --option token_budget=512 --port 9000`
+
+- `twolane serve --config serve.yaml` — options from a file: `model: ./my-model`, `max-queue: 64`, …
 
 - `twolane serve qwen3-8b --load-format dummy --max-model-len 4096` — random weights, no files
 
@@ -140,6 +219,11 @@ def fail(message: str, code: int = 1) -> typer.Exit:
 def flag(name: str) -> str:
     """Return the flag of an engine option."""
     return "--option" if name == "options" else "--" + name.replace("_", "-")
+
+
+def variable(flag: str) -> str:
+    """Return the environment variable that stands in for a flag."""
+    return "TWOLANE_" + flag.removeprefix("--").replace("-", "_").upper()
 
 
 def default_slo(settings: dict[str, Any]) -> Slo:
@@ -183,7 +267,7 @@ def takes_engine_settings(command: Callable[..., None]) -> Callable[..., None]:
     defaults = EngineConfig(model="")
     parameters = [p for p in inspect.signature(command).parameters.values() if p.name != "config"]
     for name, annotation in ENGINE_OPTIONS.items():
-        get_args(annotation)[1].rich_help_panel = "Engine"
+        get_args(annotation)[1].envvar = variable(flag(name))
         default = [] if name == "options" else getattr(defaults, name, None)
         parameters.append(
             inspect.Parameter(
@@ -233,22 +317,64 @@ def top(
 @app.command(epilog=EPILOG_SERVE)
 @takes_engine_settings
 def serve(
-    model: ModelArgument,
+    model: ServedModelArgument,
     config: EngineConfig,
-    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is all.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes any free port.")] = 8000,
+    config_file: Annotated[Path | None, config_option(envvar="TWOLANE_CONFIG")] = None,
+    host: Annotated[
+        str,
+        typer.Option(
+            envvar="TWOLANE_HOST",
+            rich_help_panel=SERVER,
+            help="Address to listen on; 0.0.0.0 is all.",
+        ),
+    ] = "127.0.0.1",
+    port: Annotated[
+        int,
+        typer.Option(
+            envvar="TWOLANE_PORT",
+            rich_help_panel=SERVER,
+            min=0,
+            max=65535,
+            help="0 takes any free port.",
+        ),
+    ] = 8000,
     served_model_name: Annotated[
-        str | None, typer.Option(help="What clients call the model. Default: as given here.")
+        str | None,
+        typer.Option(
+            envvar="TWOLANE_SERVED_MODEL_NAME",
+            rich_help_panel=SERVER,
+            metavar="NAME",
+            help="What clients call the model. Default: as given here.",
+        ),
     ] = None,
     max_queue: Annotated[
         int,
-        typer.Option(min=1, help="Requests that may wait for their first token; more get a 429."),
+        typer.Option(
+            envvar="TWOLANE_MAX_QUEUE",
+            rich_help_panel=SERVER,
+            min=1,
+            help="Requests that may wait for their first token; more get a 429.",
+        ),
     ] = 1024,
     drain_seconds: Annotated[
-        float, typer.Option(min=0.0, help="How long requests may go on after Ctrl-C or SIGTERM.")
+        float,
+        typer.Option(
+            envvar="TWOLANE_DRAIN_SECONDS",
+            rich_help_panel=SERVER,
+            metavar="SECONDS",
+            min=0.0,
+            help="How long requests may go on after Ctrl-C or SIGTERM; a second one stops at once.",
+        ),
     ] = 10.0,
     arrival_seconds: Annotated[
-        float, typer.Option(min=0.1, help="How long a request may take to arrive.")
+        float,
+        typer.Option(
+            envvar="TWOLANE_ARRIVAL_SECONDS",
+            rich_help_panel=SERVER,
+            metavar="SECONDS",
+            min=0.1,
+            help="How long a request may take to arrive.",
+        ),
     ] = 60.0,
     api_key: Annotated[
         list[str] | None,
@@ -264,7 +390,11 @@ def serve(
     ] = 32 << 20,
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"],
-        typer.Option(help="debug: a line for every request."),
+        typer.Option(
+            envvar="TWOLANE_LOG_LEVEL",
+            rich_help_panel=SERVER,
+            help="debug: a line for every request.",
+        ),
     ] = "info",
 ) -> None:
     """Serve a model over HTTP with OpenAI's API."""
@@ -283,6 +413,7 @@ def serve(
         max_body_bytes=max_body_bytes,
         log_level=log_level,
     )
+    warn_of_unknown_variables()
     with one_line_errors():
         code = run.serve(config, options)
     raise typer.Exit(code)
@@ -353,5 +484,38 @@ app.add_typer(bench_app, name="bench")
 
 
 def main() -> None:
-    """Run the command line."""
-    app()
+    """Run the command line; what a user got wrong is one line and exit code 2."""
+    try:
+        code = app(prog_name="twolane", standalone_mode=False)
+    except typer.Abort:
+        code = INTERRUPTED
+    except Exception as error:
+        if not hasattr(error, "format_message"):  # the parser's own errors have it
+            raise
+        code = explain(error)
+    sys.exit(code)
+
+
+def warn_of_unknown_variables() -> None:
+    """Say which TWOLANE_* variables no option reads: mistyped ones should not go unseen."""
+    command = typer.main.get_command(app).commands["serve"]  # type: ignore[attr-defined]
+    known = [param.envvar for param in command.params if param.envvar] + ["TWOLANE_CACHE"]
+    for name in sorted(os.environ):
+        if name.startswith("TWOLANE_") and name not in known:
+            near = get_close_matches(name, known, 1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            typer.echo(f"twolane: the variable {name} is not one of mine{hint}", err=True)
+
+
+def explain(error: Any) -> int:
+    """Print a parser's error in a line that says where the value came from; return its code."""
+    message = " ".join(error.format_message().split())
+    context, param = getattr(error, "ctx", None), getattr(error, "param", None)
+    if message and context is not None:
+        source = param and context.get_parameter_source(param.name)
+        if source is not None and source.name == "DEFAULT_MAP":
+            message = f"{context.params['config_file']}: {message}"
+        message += f" (see {context.command_path} --help)"
+    if message:
+        fail(message)
+    return int(error.exit_code)

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from twolane.configfile import config_option
+
 if TYPE_CHECKING:
     from twolane.bench.client import Tally
     from twolane.bench.serve import BenchConfig, Result
@@ -33,6 +35,9 @@ Lengths like those of Azure's chat service, with promises to keep (ms):
   twolane bench serve --dataset azure-conv --request-rate 2 \\
     --goodput ttft:1000 tbt:50
 \b
+Options from a file, its keys named as the flags are:
+  twolane bench serve --config bench.yaml
+\b
 Ten minutes of a recorded trace, at its own times, prefixes shared as recorded:
   twolane bench serve --dataset mooncake_trace.jsonl.gz --trace-duration 600
 """
@@ -48,6 +53,7 @@ def bench() -> None:
 @app.command(help=_HELP)
 def serve(
     more_slos: Annotated[list[str] | None, typer.Argument(metavar="NAME:MS", hidden=True)] = None,
+    config_file: Annotated[Path | None, config_option()] = None,
     base_url: Annotated[
         str, typer.Option(help="Where the server listens.", rich_help_panel=_WHERE)
     ] = "http://127.0.0.1:8000",
