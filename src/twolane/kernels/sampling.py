@@ -479,13 +479,14 @@ def _land(
     before = tl.full((), 0, tl.int64)
     chunk = tl.full((), 0, tl.int32)
     beyond = tl.full((), N_CHUNKS, tl.int32)
-    while beyond - chunk > 1:
-        middle = (chunk + beyond) // 2
-        _, mass = _sums(row, size, whole, cut, last, middle * CHUNK, VOCAB, BLOCK)
-        mass += tl.sum(tl.where(each < middle, sure, 0))
-        before = tl.where(mass <= target, mass, before)
-        chunk = tl.where(mass <= target, middle, chunk)
-        beyond = tl.where(mass <= target, beyond, middle)
+    if N_CHUNKS > 1:  # Triton 3.6 fails on a loop that it knows never to run
+        while beyond - chunk > 1:
+            middle = (chunk + beyond) // 2
+            _, mass = _sums(row, size, whole, cut, last, middle * CHUNK, VOCAB, BLOCK)
+            mass += tl.sum(tl.where(each < middle, sure, 0))
+            before = tl.where(mass <= target, mass, before)
+            chunk = tl.where(mass <= target, middle, chunk)
+            beyond = tl.where(mass <= target, beyond, middle)
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
     weights = _weights(_logits(logits, ids, position, ints, VOCAB), floats, peak)
     units = tl.where(_kept(_bits(weights), ids, cut, last), _units(weights), 0)

@@ -1,0 +1,119 @@
+"""Compile, for sm_90, what launches would run there; no GPU is needed.
+
+    python tests/kernels/compiling.py [--full]
+
+prints one line of JSON a kernel: name, seconds to compile, registers, instructions that spill them,
+bytes of shared memory, and the bytes of the widest global load and store. The interpreter that the
+other tests use sees no error of the compiler.
+"""
+
+import inspect
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+TYPES = {
+    torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16",
+    torch.float64: "*fp64", torch.int32: "*i32", torch.int64: "*i64",
+}  # fmt: skip
+
+
+def source(kernel: Any, values: dict[str, Any]) -> ASTSource:
+    """What Triton would compile for these arguments."""
+    signature, constants, attributes = {}, {}, {}
+    for place, parameter in enumerate(kernel.params):
+        value = values[parameter.name]
+        signature[parameter.name] = "i32" if isinstance(value, int) else "fp32"
+        if parameter.is_constexpr or (isinstance(value, int) and value == 1):
+            signature[parameter.name] = "constexpr"
+            constants[(place,)] = value
+        elif isinstance(value, torch.Tensor):
+            signature[parameter.name] = TYPES[value.dtype]
+            value = value.data_ptr()
+        if isinstance(value, int) and value % 16 == 0 and (place,) not in constants:
+            attributes[(place,)] = [["tt.divisibility", 16]]
+    return ASTSource(kernel, signature, constants, attributes)
+
+
+def usage(cubin: bytes) -> dict[str, int]:
+    """Registers of a kernel, its spills, and its widest global accesses in bytes."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run(
+            [tool, "-res-usage", "-sass", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    found = re.search(r"REG:(\d+)", text)
+    assert found, text[:500]
+    widths = {}
+    for name, what in (("LDG", "load"), ("STG", "store")):
+        kinds = re.findall(rf"\b{name}\.E(?:\.\w+)*", text)
+        bits = [int(m[1]) if (m := re.search(r"\.(64|128)\b", kind)) else 32 for kind in kinds]
+        widths[what] = max(bits, default=0) // 8
+    spills = len(re.findall(r"\b(?:STL|LDL)\b", text))
+    return {"registers": int(found[1]), "spills": spills, **widths}
+
+
+def compile_instead(
+    kernel: Any, *args: Any, grid: Any, num_warps: int = 4, num_stages: int = 3, **kwargs: Any
+) -> None:
+    """In place of `JITFunction.run`."""
+    kwargs.pop("warmup")
+    values = inspect.signature(kernel.fn).bind(*args, **kwargs).arguments
+    start = time.perf_counter()
+    options = {"num_warps": num_warps, "num_stages": num_stages}
+    built = triton.compile(source(kernel, values), GPUTarget("cuda", 90, 32), options)
+    row = {"kernel": kernel.fn.__name__, "seconds": round(time.perf_counter() - start, 2)}
+    row |= {**usage(built.asm["cubin"]), "shared": built.metadata.shared}
+    print(json.dumps(row), flush=True)
+
+
+def launch_fused(dtype: torch.dtype) -> None:
+    from twolane.kernels import fused
+
+    def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype)
+
+    x, weight = empty(2, 2560), empty(2560)
+    fused.rms_norm(x, weight, 1e-6, x)
+    fused.add_rms_norm(x, x, weight, 1e-6, x)
+    pool, qkv, q = empty(4, 8, 2, 32, 128), empty(2, 48 * 128), empty(2, 32, 128)
+    table, ints = empty(64, 64, 2, dtype=torch.float32), empty(2, dtype=torch.int32)
+    places, pages = empty(2, dtype=torch.int64), empty(2, 16, dtype=torch.int32)
+    fused.qkv_rope_write(qkv, ints, empty(40, 128), 1e-6, table, q, pool, places)
+    fused.qkv_rope_write_decode(qkv, ints, None, 1e-6, table, q, pool, pages, ints, ints)
+    fused.silu_mul(empty(2, 24_576), empty(2, 12_288))
+    fused.embed(places, ints, ints, empty(99, 2560), x)
+    fused.advance(places, ints, ints, ints[:1], ints, ints, places, places)
+
+
+def launch_sampler(dtype: torch.dtype, vocab: int, chunk: int) -> None:
+    from twolane.kernels import sampling
+
+    ints = torch.empty(2, dtype=torch.int32)
+    sampler = sampling.Sampler(2, vocab, "cpu", chunk=chunk)
+    logits, params = torch.empty(2, vocab, dtype=dtype), sampling.new_params(2, "cpu")
+    sampler.sample(logits, ints, ints, ints, params, torch.empty(2, dtype=torch.int64))
+
+
+if __name__ == "__main__":
+    JITFunction.run = compile_instead
+    launch_fused(torch.bfloat16)
+    launch_sampler(torch.bfloat16, 151_936, 1024)  # small chunks compile faster
+    if "--full" in sys.argv:
+        launch_fused(torch.float32)
+        launch_sampler(torch.bfloat16, 1000, 1024)  # one chunk is a case of its own
+        for dtype in (torch.float32, torch.bfloat16):
+            launch_sampler(dtype, 151_936, 8192)
