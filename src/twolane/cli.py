@@ -416,7 +416,11 @@ def serve(
     warn_of_unknown_variables()
     with one_line_errors():
         code = run.serve(config, options)
-    raise typer.Exit(code)
+    # Everything is closed. Taking the interpreter down in order would take seconds: supervisors
+    # wait for the exit code to start the next server.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 @app.command(epilog=EPILOG_GENERATE)
