@@ -373,20 +373,29 @@ def serve(
             rich_help_panel=SERVER,
             metavar="SECONDS",
             min=0.1,
-            help="How long a request may take to arrive.",
+            help="How long a request may take to arrive; slower ones get a 408.",
         ),
     ] = 60.0,
     api_key: Annotated[
         list[str] | None,
         typer.Option(
             envvar="TWOLANE_API_KEY",
+            rich_help_panel=SERVER,
+            metavar="KEY",
             help="A key that requests must bring; may be repeated. The environment variable "
-            "(keys apart by spaces) keeps them out of the process list.",
+            "(keys apart by spaces) or the file keeps them out of the process list.",
             show_default=False,
         ),
     ] = None,
     max_body_bytes: Annotated[
-        int, typer.Option(min=1, help="Larger request bodies get a 413.")
+        int,
+        typer.Option(
+            envvar="TWOLANE_MAX_BODY_BYTES",
+            rich_help_panel=SERVER,
+            metavar="BYTES",
+            min=1,
+            help="Larger request bodies get a 413.",
+        ),
     ] = 32 << 20,
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"],
