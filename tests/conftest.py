@@ -3,6 +3,10 @@
 import pytest
 from hypothesis import settings
 
+from tests.kernels import interpreter
+
+interpreter.define()
+
 # The same examples in every run: a test that fails now and then tells nobody anything.
 settings.register_profile("same", derandomize=True)
 settings.load_profile("same")

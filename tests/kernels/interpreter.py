@@ -1,0 +1,113 @@
+"""Without a GPU, Triton's kernels run through its interpreter.
+
+Triton reads a variable when it is imported, when a kernel is defined and when one runs. So it is
+set around the first two here, before any test's imports bring Triton in, and during each test of
+this folder; no other test, and no process that one starts, sees it.
+"""
+
+import importlib
+import importlib.util
+import pkgutil
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _define_kernels() -> None:
+    import twolane.kernels as package
+
+    for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+        importlib.import_module(module.name)
+
+
+def _mend_loop_bounds() -> None:
+    """Triton 3.6 turns arrays of one element into loop bounds by int(), which NumPy 2.4 refuses."""
+    from triton.runtime import interpreter
+
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patched(tensor: type, scope: object) -> None:
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    interpreter._patch_lang_tensor = patched
+
+
+def _mend_bfloat16() -> None:
+    """Triton 3.6 cuts float32 off where a GPU rounds to the nearest, ties to even.
+
+    Kernels would be off by twice as much as they are, and always towards zero.
+    """
+    from triton import language
+    from triton.runtime import interpreter
+
+    original: Callable[..., Any] = interpreter._convert_float
+
+    def convert(data: np.ndarray, source: Any, target: Any, rounding: Any) -> np.ndarray:
+        if (source, target) != (language.float32, language.bfloat16):
+            return original(data, source, target, rounding)
+        bits = data.view(np.uint32)
+        nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        return np.where(np.isnan(data), 0x7FC0, nearest).astype(np.uint16)
+
+    interpreter._convert_float = convert
+
+
+def _mend_bfloat16_products() -> None:
+    """Triton 3.6 keeps bfloat16 as its bits, and multiplies matrices of these as whole numbers."""
+    from triton import language
+    from triton.runtime import interpreter
+
+    builder = interpreter.InterpreterBuilder
+    original: Callable[..., Any] = builder.create_dot
+
+    def widened(handle: Any) -> Any:
+        if handle.dtype.scalar != language.bfloat16:
+            return handle
+        bits = handle.data.astype(np.uint32) << 16
+        return interpreter.TensorHandle(bits.view(np.float32), language.float32)
+
+    def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        return original(self, widened(a), widened(b), *rest)
+
+    builder.create_dot = create_dot
+
+
+def _mend_nested_calls() -> None:
+    """Triton 3.6 patches its language anew for each call of a function inside a kernel.
+
+    That it is patched already can be seen, and takes two milliseconds less.
+    """
+    from triton import language
+    from triton.runtime import interpreter
+
+    original: Callable[..., Any] = interpreter._patch_lang
+    modules: dict[Any, list[Any]] = {}
+
+    def patch_language(kernel: Any) -> Any:
+        if kernel not in modules:
+            known = (language, language.core)
+            modules[kernel] = [m for m in known if m in kernel.__globals__.values()]
+        if any(language.core.is_builtin(module.load) for module in modules[kernel]):
+            return original(kernel)
+        return interpreter._LangPatchScope()
+
+    interpreter._patch_lang = patch_language
+
+
+def define() -> None:
+    """Import Triton and define all kernels for the interpreter, if there is no GPU."""
+    if DEVICE != "cpu" or importlib.util.find_spec("triton") is None:
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        _mend_loop_bounds()
+        _mend_bfloat16()
+        _mend_bfloat16_products()
+        _mend_nested_calls()
+        _define_kernels()
