@@ -30,6 +30,7 @@ from twolane.kernels.prefill_attention_schedule import (
     TOKENS,
     Costs,
     Ints,
+    Schedule,
     Work,
     schedule,
     tiles,
@@ -144,29 +145,49 @@ class _Fronts:
     pieces: torch.Tensor
     slots: int
     slot_q: torch.Tensor
+    """[rows, heads, dim]. Slot s of head h lies at row (first_place + s - h) * tile rows; heads are
+    one slot apart, so they overlap, and each slot is used by the one that it was made for."""
+    slot_out: torch.Tensor
+    """Alike."""
+    slot_lse: torch.Tensor
+    """[rows, heads], contiguous."""
     merge: Merge
+
+    @classmethod
+    def of(
+        cls, batch: PrefillBatch, plan: Schedule, buffer: torch.Tensor, sent: list[torch.Tensor]
+    ) -> "_Fronts":
+        """`sent`: the lists of the launch, the pieces, the merges."""
+        heads, rows = batch.heads, tile_tokens(batch.dim)
+        slots = plan.slots + heads - 1
+        shape, strides = (slots * rows, heads, batch.dim), (batch.dim, rows * batch.dim, 1)
+        storage = (slots + heads) * rows * batch.dim
+        take = batch.workspace.take
+        slot_q = take("slot_q", storage, batch.dtype).as_strided(shape, strides)
+        slot_out = take("slot_out", storage, batch.dtype).as_strided(shape, strides)
+        slot_lse = take("slot_lse", slots * rows * heads, torch.float32)
+        slot_lse = slot_lse[: slots * rows * heads].view(-1, heads)
+        lse = take("lse", batch.tokens * heads, torch.float32)
+        lse = lse[: batch.tokens * heads].view(-1, heads)
+        layout = {"first_place": heads - 1, "lse_stride": heads, "lse_shift": 1}
+        merge = Merge(sent[-1], len(plan.merges), rows, 1, lse, slot_out, slot_lse, **layout)
+        launch = _Launch(buffer, _plan_info(sent[:_LISTS]))
+        return cls(launch, sent[_LISTS], plan.slots, slot_q, slot_out, slot_lse, merge)
 
     def run(self, module: Any, batch: PrefillBatch, q: torch.Tensor, pool: torch.Tensor) -> None:
         """Fill the slots."""
-        rows, merge = self.merge.rows, self.merge
-        gather_kernel[(self.slots, rows // _PART)](
+        merge = self.merge
+        gather_kernel[(self.slots, merge.rows // _PART)](
             q,
             q.stride(0),
             self.slot_q,
             self.pieces,
             DIM=batch.dim,
-            ROWS=rows,
+            ROWS=merge.rows,
             FIRST_PLACE=merge.first_place,
             PART=_PART,
         )
-        # Slot s of head h lies at row (first_place + s - h) * rows of a tensor whose heads are one
-        # slot apart: the heads overlap, each slot is used by the one that it was made for.
-        shape = ((self.slots + batch.heads - 1) * rows, batch.heads, batch.dim)
-        strides = (batch.dim, rows * batch.dim, 1)
-        slot_q = self.slot_q.as_strided(shape, strides)
-        slot_out = merge.slot_out.as_strided(shape, strides)
-        slot_lse = merge.slot_lse[: shape[0] * batch.heads].view(shape[0], batch.heads)
-        self.launch.paged(module, batch, slot_q, pool, slot_out, slot_lse, _FULL)
+        self.launch.paged(module, batch, self.slot_q, pool, self.slot_out, self.slot_lse, _FULL)
 
 
 @dataclass(frozen=True)
@@ -179,12 +200,12 @@ class FlashInferProgram:
     fronts: _Fronts | None
 
     @classmethod
-    def plan(cls, batch: PrefillBatch, units: int, split: bool = True) -> "FlashInferProgram":
+    def plan(cls, batch: PrefillBatch, units: int) -> "FlashInferProgram":
         """Deal the batch's tiles to `units` SMs, splitting some where that is faster."""
         rows = tile_tokens(batch.dim)
         items, cost = tiles(batch.segments, rows, batch.heads, None, _PAGED)
         granule = math.lcm(_PAGED.block, batch.page_size)
-        plan = schedule(items, cost, units, _PAGED, granule, own_launch=True, split=split)
+        plan = schedule(items, cost, units, _PAGED, granule, own_launch=True, split=True)
         parts = _lists(plan.main, batch.page_size)
         if plan.fronts is not None:
             pieces = plan.fronts.items.copy()
@@ -194,32 +215,8 @@ class FlashInferProgram:
             parts += [plan.fronts.items, plan.merges]
         buffer, sent = upload(parts, batch.workspace.device)
         module, _ = _load(batch.dtype, batch.dim)
-        main = _Launch(buffer, _plan_info(sent[:_LISTS]))
-        if plan.fronts is None:
-            return cls(batch, module, main, None)
-        places = plan.slots + batch.heads - 1
-        storage = (places + batch.heads) * rows * batch.dim
-        take = batch.workspace.take
-        merge = Merge(
-            sent[-1],
-            len(plan.merges),
-            rows,
-            1,
-            take("lse", batch.tokens * batch.heads, torch.float32),
-            take("slot_out", storage, batch.dtype),
-            take("slot_lse", places * rows * batch.heads, torch.float32),
-            first_place=batch.heads - 1,
-            lse_stride=batch.heads,
-            lse_shift=1,
-        )
-        fronts = _Fronts(
-            _Launch(buffer, _plan_info(sent[_LISTS : 2 * _LISTS])),
-            sent[-2],
-            plan.slots,
-            take("slot_q", storage, batch.dtype),
-            merge,
-        )
-        return cls(batch, module, main, fronts)
+        fronts = _Fronts.of(batch, plan, buffer, sent[_LISTS:]) if plan.slots else None
+        return cls(batch, module, _Launch(buffer, _plan_info(sent[:_LISTS])), fronts)
 
     def run(
         self, q: torch.Tensor, pool: torch.Tensor, out: torch.Tensor, new: NewKV | None
@@ -230,8 +227,7 @@ class FlashInferProgram:
             self.main.paged(self.module, batch, q, pool, out, None, _CAUSAL)
             return
         fronts.run(self.module, batch, q, pool)
-        lse = fronts.merge.lse[: batch.tokens * batch.heads].view(batch.tokens, batch.heads)
-        self.main.paged(self.module, batch, q, pool, out, lse, _CAUSAL)
+        self.main.paged(self.module, batch, q, pool, out, fronts.merge.lse, _CAUSAL)
         fronts.merge.run(batch, out)
 
 
