@@ -116,6 +116,7 @@ def test_version():
         (("--kv-tokens", "100", "--max-model-len", "200"), ("--kv-tokens 100", "200")),
         (("--max-positions", "100", "--max-model-len", "200"), ("--max-model-len 200", "100")),
         (("--page-size", "0"), ("--page-size", "at least 1")),
+        (("--max-model-len", "1"), ("--max-model-len", "at least 2")),
         (("--cores", "0"), ("--cores", "between 1 and")),
         (("--system", "nope"), ("--system 'nope'", "static-split", "chunked")),
         (("--option", "nope=1"), ("--option 'nope'", "decode_units")),

@@ -242,7 +242,7 @@ def default_slo(settings: dict[str, Any]) -> Slo:
 
 def engine_config(model: str, settings: dict[str, Any]) -> EngineConfig:
     """Make the engine's settings of what the command line says, checked."""
-    from twolane.api.settings import SettingError, check_settings
+    from twolane.engine.settings import SettingError, check_settings
 
     options = {}
     for option in settings.pop("options"):

@@ -12,7 +12,7 @@ import pytest
 from tests.model.checkpoints import make_checkpoint
 from twolane.api.engine_client import EngineClient, EngineError, Event
 from twolane.engine.config import EngineConfig
-from twolane.engine.messages import Output
+from twolane.engine.messages import Output, Submit
 from twolane.sampling import SamplingParams
 
 KV_TOKENS = 4096
@@ -55,7 +55,7 @@ async def serve(client: EngineClient, name: str, count: int) -> int:
     for i in range(count):
         prompt = [rng.randrange(3, 250) for _ in range(rng.randrange(1, 300))]
         params = SamplingParams(seed=i, max_tokens=rng.randrange(1, 24))
-        client.submit(f"{name}-{i}", prompt, params, 0, sink)
+        client.submit(Submit(f"{name}-{i}", prompt, params), sink)
     await all_ended.wait()
     return good
 
@@ -94,7 +94,7 @@ def test_aborted_requests_return_their_pages_at_rest(model: str) -> None:
     async def use(client: EngineClient) -> None:
         begun = asyncio.Event()
         params = SamplingParams(max_tokens=900, ignore_eos=True)
-        client.submit("long", [5] * 100, params, 0, lambda _: begun.set())
+        client.submit(Submit("long", [5] * 100, params), lambda _: begun.set())
         await begun.wait()
         client.abort("long")
         await until(
@@ -118,11 +118,11 @@ def test_sigterm_ends_it(model: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"kv_tokens": 64, "max_model_len": 128}, "kv_tokens 64 is too small for one request"),
+        ({"kv_tokens": 64, "max_model_len": 128}, "kv_tokens 64 does not hold one request of 128"),
         ({"max_model_len": 5000}, "max_model_len 5000 exceeds the model's 1024 positions"),
         ({"cores": 1000}, "cores must be between 1 and"),
         ({"system": "none"}, "system 'none' is unknown"),
-        ({"options": {"k": "1"}}, "option 'k' is not one of system static-split"),
+        ({"options": {"k": "1"}}, "options 'k' is not one of system static-split"),
         ({"trace": "/nowhere/trace.json"}, "/nowhere/trace.json"),
     ],
 )

@@ -4,10 +4,10 @@ import asyncio
 from collections.abc import Callable
 
 from twolane.api.engine_client import EngineClient, ignore_progress
-from twolane.api.settings import check_settings
 from twolane.api.text import TextCodec
 from twolane.engine.config import EngineConfig
 from twolane.engine.messages import Progress
+from twolane.engine.settings import check_settings
 from twolane.model.hub import ModelSource, resolve
 from twolane.model.tokenizer import load_tokenizer
 

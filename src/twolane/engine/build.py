@@ -10,6 +10,7 @@ from twolane.engine.config import EngineConfig, usable_cores
 from twolane.engine.engine import Engine
 from twolane.engine.kv import KVBooks
 from twolane.engine.messages import Ready
+from twolane.engine.settings import check_settings
 from twolane.engine.trace import FileTrace, Trace
 from twolane.estimate.online import OnlineEstimator
 from twolane.lanes.cpu import CpuLanes
@@ -51,8 +52,9 @@ def build(
         ValueError: a setting is wrong; the message names it.
         OSError: a file cannot be read or written.
     """
+    check_settings(config)
     system = make_system(config.system, config.options)
-    cores = _cores(config)
+    cores = usable_cores()[: config.cores]
     torch.set_num_threads(len(cores))  # for loading; each lane sets its own
     decoder = load_decoder(
         resolve(config.model, config.load_format),
@@ -99,20 +101,8 @@ def _ready(config: EngineConfig, engine: Engine, spec: ModelSpec) -> Ready:
     )
 
 
-def _cores(config: EngineConfig) -> list[int]:
-    """The core numbers for the lanes."""
-    usable = usable_cores()
-    if config.cores is None:
-        return usable
-    if not 1 <= config.cores <= len(usable):
-        raise ValueError(f"cores must be between 1 and {len(usable)}, not {config.cores}")
-    return usable[: config.cores]
-
-
 def _max_model_len(config: EngineConfig, spec: ModelSpec) -> int:
     wanted = config.max_model_len or spec.max_positions
-    if wanted < 2:
-        raise ValueError(f"max_model_len must be at least 2, not {wanted}")
     if wanted > spec.max_positions:
         raise ValueError(
             f"max_model_len {wanted} exceeds the model's {spec.max_positions} positions; "
@@ -123,18 +113,9 @@ def _max_model_len(config: EngineConfig, spec: ModelSpec) -> int:
 
 def _books(config: EngineConfig, decoder: Decoder, max_model_len: int) -> KVBooks:
     """Pages for `kv_tokens`, or for a share of the free memory."""
-    if config.page_size < 1:
-        raise ValueError(f"page_size must be at least 1, not {config.page_size}")
-    if config.max_running < 1:
-        raise ValueError(f"max_running must be at least 1, not {config.max_running}")
     page_bytes = KVCache.bytes_per_page(decoder.spec, config.page_size, decoder.dtype)
     if config.kv_tokens is not None:
         pages = config.kv_tokens // config.page_size
-        if pages * config.page_size < (config.max_model_len or 2):
-            raise ValueError(
-                f"kv_tokens {config.kv_tokens} is too small for one request of "
-                f"{config.max_model_len or 2} tokens"
-            )
     else:
         share = min(_free_memory() * KV_SHARE, KV_MOST_BYTES)
         most = config.max_running * -(-max_model_len // config.page_size)

@@ -1,10 +1,13 @@
-"""Checks of the engine's settings that need no model."""
+"""Checks of the engine's settings that need no model: the front makes them before it starts an
+engine, the engine when it is built."""
 
 import os
 from pathlib import Path
 
 from twolane.engine.config import EngineConfig, usable_cores
 from twolane.systems import make_system
+
+_LEAST = {"max_positions": 1, "max_model_len": 2, "page_size": 1, "kv_tokens": 1, "max_running": 1}
 
 
 class SettingError(ValueError):
@@ -27,19 +30,19 @@ def check_settings(config: EngineConfig) -> None:
     Raises:
         SettingError: the first that is.
     """
-    for field in ("max_positions", "max_model_len", "page_size", "kv_tokens", "max_running"):
+    for field, bound in _LEAST.items():
         value = getattr(config, field)
-        if value is not None and value < 1:
-            raise SettingError(field, f"must be at least 1, not {value}")
+        if value is not None and value < bound:
+            raise SettingError(field, f"must be at least {bound}, not {value}")
     usable = len(usable_cores())
     if config.cores is not None and not 1 <= config.cores <= usable:
         raise SettingError("cores", f"must be between 1 and {usable} here, not {config.cores}")
     length, positions, pool = config.max_model_len, config.max_positions, config.kv_tokens
     if length is not None and positions is not None and length > positions:
         raise SettingError("max_model_len", f"{length} exceeds max_positions {positions}")
-    if pool is not None and pool < max(config.page_size, length or 0):
-        least = f"one request of max_model_len {length}" if length else f"{config.page_size}"
-        raise SettingError("kv_tokens", f"{pool} does not hold {least} tokens")
+    if pool is not None and pool // config.page_size * config.page_size < (length or 2):
+        request = f"one request of {length or 2} tokens in pages of {config.page_size}"
+        raise SettingError("kv_tokens", f"{pool} does not hold {request}")
     if config.trace is not None and not os.access(Path(config.trace).absolute().parent, os.W_OK):
         raise SettingError("trace", f"{config.trace} cannot be written")
     try:
