@@ -98,10 +98,31 @@ def test_two_requests_that_compute_the_same_page_keep_their_own() -> None:
     kv.share(other, tokens, 9)
     assert not set(one.pages) & set(other.pages)
     kv.check()
-    kv.give_up(one)
-    assert kv.reclaimable_pages == 0  # the other still stands on these nodes
+    kv.give_up(one)  # its pages make way for those of the other, which stands on the same nodes
+    assert (kv.reclaimable_pages, kv.free_pages) == (0, 13)
+    kv.check()
+    third = allocate(kv, tokens)
+    assert third.pages[:2] == other.pages[:2]
     kv.give_up(other)
+    kv.check()
+    kv.give_up(third)
     assert (kv.reclaimable_pages, kv.free_pages) == (2, 14)
+    kv.check()
+
+
+def test_a_copy_of_a_page_that_nobody_uses_takes_its_place() -> None:
+    """A request that may not reuse the tree does not keep it from being reclaimed."""
+    kv = books(pages=6)
+    tokens = list(range(9))
+    first = allocate(kv, tokens)
+    kv.share(first, tokens, 9)
+    kv.give_up(first)
+    second = kv.allocate(tokens, reuse=False)
+    assert second is not None
+    assert not second.path
+    assert (kv.free_pages, kv.reclaimable_pages) == (1, 2)
+    kv.share(second, tokens, 9)
+    assert (kv.free_pages, kv.reclaimable_pages) == (3, 0)
     kv.check()
 
 

@@ -5,11 +5,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
+from msgspec.structs import replace
 
 from tests.systems.simulation import LAYERS, UNITS, Simulation, simulate, submit
 from twolane.engine.engine import Engine
 from twolane.engine.kv import KVBooks
-from twolane.engine.messages import Abort, Outputs, Submit
+from twolane.engine.messages import Abort, Finish, Outputs, Submit, ToEngine
 from twolane.estimate.online import OnlineEstimator
 from twolane.lanes.sim import FixedDurations, SimLanes
 from twolane.sampling import SamplingParams
@@ -138,6 +139,10 @@ def test_a_request_that_cannot_be_served_is_refused_by_name() -> None:
         "prompt is empty": Submit("x", [], tokens),
         "outside 0 to 999": Submit("x", [1000], tokens),
         "stop_token_ids has a token id": Submit("x", [1], SamplingParams(stop_token_ids=(1000,))),
+        "logit_bias has a token id": Submit("x", [1], SamplingParams(logit_bias={1000: 1.0})),
+        "stop_token_ids leave no token to choose": Submit(
+            "x", [1], SamplingParams(stop_token_ids=tuple(range(1000)), min_tokens=1)
+        ),
         "context length is 64": Submit("x", [1] * 64, tokens),
     }
     for message, request in bad.items():
@@ -195,3 +200,125 @@ def test_a_deadline_allows_for_new_tokens_only() -> None:
     assert request.deadline == pytest.approx(0.5 + 33 / 1024)
     request.cached = 32
     assert request.deadline == pytest.approx(0.5 + 1 / 1024)
+
+
+def siblings(prompt: int, count: int = 3, output: int = 4) -> list[Submit]:
+    """`n` > 1: the first leads."""
+    lead = submit("lead", prompt, output)
+    return [lead] + [replace(lead, id=f"child{i}", leader="lead") for i in range(1, count)]
+
+
+def test_children_wait_unseen_for_their_leader_and_reuse_its_pages() -> None:
+    """They count as waiting; the prompt is computed once but for its partial page."""
+    seen: list[list[str]] = []
+
+    def decide(view: View) -> Plan:
+        seen.append([request.id for request in view.waiting])
+        return one_by_one(view)
+
+    family = siblings(40)
+    sim = simulate(Script(decide), [(0.0, message) for message in family])
+    first = sim.times["lead"][0]
+    assert ["child1", "child2"] in seen
+    assert not any("child1" in ids and "lead" in ids for ids in seen)
+    admitted = {name: at for name, event, at in sim.record.events if event == "admitted"}
+    assert min(admitted["child1"], admitted["child2"]) >= first
+    assert [ran.tokens for ran in sim.record.of("prefill")] == [40, 8, 8]
+    assert sim.engine.state.counters.prefix_hits == 64
+    assert all(len(sim.times[message.id]) == 4 for message in family)
+
+
+def held_back(*messages: ToEngine) -> tuple[Engine, set[str]]:
+    """Who is held back after these messages came in."""
+    engine = small_engine()
+    engine.take(messages)
+    assert engine.stats().waiting == len(engine.state.requests)
+    return engine, {r.id for line in engine.state.held.values() for r in line}
+
+
+def test_children_are_held_back_only_for_what_they_can_gain() -> None:
+    family = siblings(40)
+    assert held_back(*family)[1] == {"child1", "child2"}
+    assert not held_back(*family[1:])[1], "nobody leads"
+    assert not held_back(*siblings(16))[1], "there is no full page that a child can use"
+    scored = replace(family[1].params, prompt_logprobs=0)
+    assert not held_back(family[0], replace(family[1], params=scored))[1]
+
+
+@pytest.mark.parametrize("ending", [Abort("lead"), Finish("lead", 0)])
+def test_children_go_on_when_their_leader_ends(ending: ToEngine) -> None:
+    engine, held = held_back(*siblings(40), ending, Abort("child2"))
+    assert not held
+    assert [request.id for request in engine.state.queue] == ["child1"]
+    engine, held = held_back(*siblings(40), Abort("child2"), Abort("child2"))
+    assert held == {"child1"}
+
+
+def test_children_go_on_when_their_leader_is_refused() -> None:
+    def decide(view: View) -> Plan:
+        unwanted = tuple(Refusal(r.id, "no") for r in view.waiting if r.id == "lead")
+        return Plan(refuse=unwanted) if unwanted else one_by_one(view)
+
+    sim = simulate(Script(decide), [(0.0, message) for message in siblings(40)])
+    assert [refused.id for refused in sim.refused] == ["lead"]
+    assert sim.finish == {"child1": "length", "child2": "length"}
+
+
+def test_a_stop_string_ends_a_request_with_the_tokens_kept() -> None:
+    """What comes later is dropped; who is unknown or has ended is ignored."""
+    arrivals: list[tuple[float, ToEngine]] = [(0.0, submit("a", 20, 40)), (0.0, submit("b", 20, 4))]
+    arrivals += [(0.3, Finish("a", 3)), (0.3, Finish("a", 3)), (0.4, Finish("b", 1))]
+    sim = simulate(make_system("static-split", {"look_ahead": "4"}), arrivals)
+    assert sim.finish == {"a": "stop", "b": "length"}
+    assert 3 < len(sim.times["a"]) < 40
+    assert max(sim.times["a"]) <= 0.31
+    assert sim.record.ends["a"] == ("stop", 3)
+
+
+def test_times_add_up() -> None:
+    """On the engine's clock; what a request did not come to is missing."""
+    arrivals = [(0.0, submit("a", 40, 5)), (0.01, submit("b", 40, 5)), (0.02, Abort("b"))]
+    sim = simulate(Script(one_by_one), arrivals)
+    a = sim.outputs["a"].times
+    assert a is not None
+    assert (a.queue, a.prefill, a.decode) == pytest.approx((0.0, 0.08, 4 * 0.02))
+    b = sim.outputs["b"].times
+    assert b is not None
+    assert (b.queue, b.prefill, b.decode) == (None, None, None)
+
+
+def test_seconds_by_lane_and_units() -> None:
+    sim = simulate(Script(one_by_one), [(0.0, submit("a", 40, 5))])
+    seconds = {(lane, units): spent for lane, units, spent in sim.engine.stats().seconds}
+    assert seconds == pytest.approx({("prefill", UNITS): 0.08, ("decode", UNITS): 0.08})
+
+
+def test_a_request_may_have_bounds_of_its_own() -> None:
+    """Field by field; a TTFT of its own is what it says, however long the prompt."""
+    engine = small_engine(Slo(ttft=0.5, ttft_per_token=1.0, tbt=0.1))
+    own = {"a": Slo(), "b": Slo(ttft=2.0), "c": Slo(tbt=0.3, tpot=0.2)}
+    engine.take([Submit(name, [7] * 20, SamplingParams(), slo=slo) for name, slo in own.items()])
+    a, b, c = (engine.state.requests[name] for name in "abc")
+    assert a.slo == Slo(ttft=0.5, ttft_per_token=1.0, tbt=0.1)
+    assert b.slo == Slo(ttft=2.0, tbt=0.1)
+    assert c.slo == Slo(ttft=0.5, ttft_per_token=1.0, tbt=0.3, tpot=0.2)
+    assert (a.deadline, b.deadline, c.deadline) == (20.5, 2.0, 20.5)
+
+
+def test_a_prompt_that_is_scored_reuses_nothing() -> None:
+    """Cut into chunks, and its pages are in the tree for others."""
+    plain = submit("a", 40, 4)
+    params = replace(plain.params, prompt_logprobs=0, logprobs=0)
+    arrivals: list[tuple[float, ToEngine]] = [(0.0, replace(plain, id="scored", params=params))]
+    arrivals += [(1.0, replace(plain, id="again", params=params)), (2.0, plain)]
+    sim = simulate(make_system("chunked", {"token_budget": "16"}), arrivals)
+    for name in ("scored", "again"):
+        output = sim.outputs[name]
+        assert output.cached == 0
+        assert output.prompt_logprobs is not None
+        assert [scored.token for scored in output.prompt_logprobs] == plain.prompt[1:]
+        assert output.logprobs is not None
+        assert len(output.logprobs) == len(output.tokens) == 4
+    assert sim.outputs["a"].cached == 32
+    assert sim.outputs["a"].prompt_logprobs is None
+    assert sim.outputs["a"].logprobs is None

@@ -6,6 +6,7 @@ turn the books are checked, at the end every output is compared with the request
 """
 
 import random
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -28,6 +29,8 @@ SYSTEMS: dict[str, Callable[[int], System]] = {
     "static-split": lambda _: make_system("static-split", {"look_ahead": "2"}),
 }
 
+KINDS = ("penalised", "biased", "scored", "scored prompts")
+
 
 def run_world(system: str, seed: int, *, prefix_cache: bool = True) -> World:
     world = World(SYSTEMS[system](seed), random.Random(seed), prefix_cache=prefix_cache)
@@ -42,8 +45,10 @@ def schedules(request: pytest.FixtureRequest) -> range:
 
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_random_schedules(system: str, schedules: range) -> None:
+    total: Counter[str] = Counter()
     for seed in schedules:
         seen = run_world(system, seed).seen
+        total += seen
         assert seen["memory preemptions"], f"seed {seed} preempts nothing"
         assert seen["aborted in flight"], f"seed {seed} aborts nothing in flight"
         assert seen["prefix hits"], f"seed {seed} reuses no page"
@@ -52,6 +57,8 @@ def test_random_schedules(system: str, schedules: range) -> None:
             assert len(levels) > 1, f"seed {seed} never switches"
         if system == "random plans":
             assert seen["preempted batches"], f"seed {seed} parks no batch"
+    for what in ("held back", "stopped in flight", *KINDS):
+        assert total[what] > len(schedules), what
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
@@ -140,7 +147,9 @@ GUARDS: dict[str, tuple[Any, str, Any]] = {
     "a full hit leaves the last token to compute": (
         KVBooks,
         "match",
-        lambda books, tokens: books.tree.match(tokens, len(tokens) // books.page_size),
+        lambda books, tokens, *, reuse=True: books.tree.match(
+            tokens, len(tokens) // books.page_size
+        ),
     ),
     "pages for all steps are reserved before the launch": (
         KVBooks,

@@ -10,22 +10,32 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import msgspec
+import pytest
 import torch
 
 from tests.engine.stepped import SteppedLanes
 from tests.model.checkpoints import make_checkpoint
 from twolane.engine.engine import Engine
 from twolane.engine.kv import KVBooks
-from twolane.engine.messages import Abort, Submit, ToEngine
+from twolane.engine.messages import Abort, Finish, Output, Submit, ToEngine
 from twolane.engine.request import Phase, Request
 from twolane.estimate.online import OnlineEstimator
+from twolane.lanes import Step
 from twolane.lanes.runner import Runner
-from twolane.lanes.work import DecodeRow, DecodeWork, PrefillState, PrefillWork, PromptRow, Sampling
+from twolane.lanes.work import (
+    DecodeRow,
+    DecodeWork,
+    PrefillState,
+    PrefillWork,
+    PromptRow,
+    Sampling,
+    Scoring,
+)
 from twolane.model.attention import KVCache
 from twolane.model.decoder import Decoder, LayerWeights, Weights
 from twolane.model.hub import resolve
 from twolane.model.weights import load_decoder
-from twolane.sampling import SamplingParams
+from twolane.sampling import SamplingParams, TokenLogprobs
 from twolane.systems import System
 
 PAGE = 4
@@ -60,30 +70,51 @@ def make_runner(pages: int, slots: int) -> Runner:
     return Runner(decoder, kv, PAGE, slots)
 
 
-def alone(submit: Submit) -> tuple[int, ...]:
-    """The output of a request that has the whole model to itself."""
+@dataclass(frozen=True)
+class Answer:
+    """What a request gets."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+    def take(self, step: Step) -> None:
+        """The one row of that step."""
+        for _, scores in step.prompt_logprobs:
+            self.prompt_logprobs.extend(scores)
+        for sampled in step.sampled:
+            self.tokens.append(sampled.token)
+            self.logprobs.extend([sampled.logprobs] if sampled.logprobs else [])
+
+
+def alone(submit: Submit) -> Answer:
+    """The answer to a request that has the whole model to itself."""
     # The seed is handed over by itself: one cache entry serves all greedy requests of a prompt.
     params = msgspec.structs.replace(submit.params, seed=None)
     return _alone(tuple(submit.prompt), msgspec.json.encode(params), submit.params.seed or 0)
 
 
 @cache
-def _alone(prompt: tuple[int, ...], encoded: bytes, seed: int) -> tuple[int, ...]:
+def _alone(prompt: tuple[int, ...], encoded: bytes, seed: int) -> Answer:
     params = msgspec.json.decode(encoded, type=SamplingParams)
-    decoder = tiny_decoder()
+    decoder, answer = tiny_decoder(), Answer()
     pages = list(range(-(-MODEL_LEN // PAGE)))
     runner = make_runner(len(pages), 1)
-    sampling = Sampling(params, seed, len(prompt), EOS)
-    row = PromptRow(0, 0, prompt, pages, sampling)
+    sampling = Sampling(params, seed, len(prompt), EOS, prompt)
+    top = params.prompt_logprobs
+    scoring = None if top is None or len(prompt) == 1 else Scoring(prompt[1:], top)
+    row = PromptRow(0, 0, prompt, pages, sampling, scoring)
     prefill = PrefillWork(PrefillState(), (row,), 0, decoder.spec.layers, finishes=True)
     limit = min(len(prompt) + (params.max_tokens or MODEL_LEN), MODEL_LEN)
     with torch.inference_mode():
-        output = [step.sampled[0].token for step in runner.run(prefill)]
-        while len(prompt) + len(output) < limit and not _stops(output[-1], params):
-            position = len(prompt) + len(output) - 1
+        for step in runner.run(prefill):
+            answer.take(step)
+        while len(prompt) + len(answer.tokens) < limit and not _stops(answer.tokens[-1], params):
+            position = len(prompt) + len(answer.tokens) - 1
             work = DecodeWork((DecodeRow(0, position, 1, pages, sampling),), 1)
-            output += [step.sampled[0].token for step in runner.run(work)]
-    return tuple(output)
+            for step in runner.run(work):
+                answer.take(step)
+    return answer
 
 
 def _stops(token: int, params: SamplingParams) -> bool:
@@ -92,7 +123,7 @@ def _stops(token: int, params: SamplingParams) -> bool:
 
 @dataclass
 class World:
-    """One engine, its stepped lanes, and a script of arrivals and aborts."""
+    """One engine, its stepped lanes, and a script of arrivals, aborts and stop strings."""
 
     system: System
     rng: random.Random
@@ -123,7 +154,9 @@ class World:
             self.submits.append(self._submit(i))
         self.to_send = list(self.submits)
         self.live: set[str] = set()
-        self.tokens: dict[str, list[int]] = {}
+        self.answers: dict[str, Answer] = {}
+        self.cut: set[str] = set()
+        """Requests that the front ended, for a stop string."""
         self.finished: dict[str, str] = {}
 
     def make_lanes(self, runner: Runner) -> Any:
@@ -140,6 +173,8 @@ class World:
             return Submit(
                 f"r{i}", prompt, SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
             )
+        if rng.random() < 0.15:
+            return self._sibling(f"r{i}")
         greedy = rng.random() < 0.5
         params = SamplingParams(
             temperature=0.0 if greedy else 1.0,
@@ -149,16 +184,41 @@ class World:
             max_tokens=rng.choice((1, 2, 6, 14, 24, 30)),
             ignore_eos=rng.random() < 0.5,
             stop_token_ids=tuple(rng.sample(range(3, 250), 6)),
+            logprobs=rng.choice((None, None, None, 0, 3)),
+            prompt_logprobs=rng.choice((*[None] * 8, 0, 2)),
+            **self._adjusting(),
         )
         return Submit(f"r{i}", self._prompt(), params, priority=rng.choice((0, 0, 0, 1)))
+
+    def _adjusting(self) -> dict[str, Any]:
+        """Bias and penalties for some, strong enough to change what a random model says."""
+        rng = self.rng
+        kinds = {
+            "repetition_penalty": rng.choice((0.5, 1.5, 4.0)),
+            "presence_penalty": rng.choice((-2.0, 2.0)),
+            "frequency_penalty": rng.choice((-2.0, 1.0)),
+            "logit_bias": {token: rng.choice((-20.0, 5.0)) for token in rng.sample(range(250), 20)},
+        }
+        return {name: value for name, value in kinds.items() if rng.random() < 0.15}
+
+    def _sibling(self, name: str) -> Submit:
+        """Another answer to the same prompt (`n` > 1)."""
+        last = self.submits[-1]
+        params = msgspec.structs.replace(
+            last.params, temperature=1.0, seed=self.rng.randrange(2**40), prompt_logprobs=None
+        )
+        leader = last.leader or last.id
+        return msgspec.structs.replace(last, id=name, params=params, leader=leader)
 
     def _prompt(self) -> list[int]:
         """One that shares its beginning with others, all of it, or follows an earlier request."""
         rng = self.rng
-        if self.submits and rng.random() < 0.3:
+        if self.submits and rng.random() < 0.4:
             earlier = rng.choice(self.submits)
-            text = earlier.prompt + list(alone(earlier))
-            return text[: rng.randint(20, 36)]
+            text = earlier.prompt + alone(earlier).tokens
+            if rng.random() < 0.5:
+                return text[: rng.randint(20, 36)]
+            return [*text[:36], *(rng.randrange(3, 250) for _ in range(rng.randint(1, 5)))]
         family = random.Random(rng.randrange(3))
         shared = [family.randrange(3, 250) for _ in range(16)][: rng.choice((0, 4, 8, 12, 16))]
         own = [rng.randrange(3, 250) for _ in range(rng.choice((1, 2, 5, 9, 14)))]
@@ -192,12 +252,21 @@ class World:
             assert not news.refused, news.refused
             for output in news.outputs:
                 assert output.id not in self.finished, "news of a request that has ended"
-                self.tokens.setdefault(output.id, []).extend(output.tokens)
+                self._note_output(output)
                 if output.finish is not None:
                     self.finished[output.id] = output.finish
                     self.live.remove(output.id)
         self.check()
         return changed
+
+    def _note_output(self, output: Output) -> None:
+        answer = self.answers.setdefault(output.id, Answer())
+        if output.prompt_logprobs is not None:
+            assert output.tokens
+            assert not answer.tokens, "prompt log-probabilities come with the first tokens"
+        answer.tokens.extend(output.tokens)
+        answer.logprobs.extend(output.logprobs or ())
+        answer.prompt_logprobs.extend(output.prompt_logprobs or ())
 
     def check(self) -> None:
         """What must hold between any two turns."""
@@ -205,13 +274,18 @@ class World:
         state.kv.check()
         for request in state.requests.values():
             held = request.allocation
-            lines = (request in state.queue) + (request in state.started)
+            held_back = request in state.held.get(request.leader or "", ())
+            lines = (request in state.queue) + (request in state.started) + held_back
             assert lines == (request.phase is Phase.WAITING)
             assert (request in state.decoding) == (request.phase is Phase.DECODE)
             assert held is None or not held.given_up
             if request.phase is Phase.DECODE:
                 assert held is not None
                 assert len(held.pages) * PAGE >= request.context
+            if held_back:
+                leader = state.requests[request.leader]
+                assert not leader.generated
+                self.seen["held back"] += 1
 
     def _messages(self) -> list[ToEngine]:
         messages: list[ToEngine] = []
@@ -226,11 +300,30 @@ class World:
             self.seen[f"aborted in {victim.phase.value}"] += 1
             self.seen["aborted in flight"] += _in_flight(victim)
             messages.append(Abort(victim.id))
+        stopped = self._stopped()
+        if stopped is not None and stopped is not victim:
+            self.seen["stopped in flight"] += _in_flight(stopped)
+            self.cut.add(stopped.id)
+            messages.append(Finish(stopped.id, self.rng.randint(0, stopped.generated)))
         return messages
+
+    def _mortal(self) -> list[Request]:
+        """Those that may be ended from outside: not the last two, which ask the same, nor the
+        first three, while they are to fill the pool."""
+        immortal = {submit.id for submit in self.submits[-2:]}
+        if not self.seen["memory preemptions"]:
+            immortal |= {submit.id for submit in self.submits[:3]}
+        requests = sorted(self.engine.state.requests.values(), key=lambda r: r.order)
+        return [request for request in requests if request.id not in immortal]
+
+    def _stopped(self) -> Request | None:
+        """In whose output the front finds a stop string."""
+        found = [r for r in self._mortal() if r.generated]
+        return self.rng.choice(found) if found and self.rng.random() < 0.04 else None
 
     def _victim(self) -> Request | None:
         """Whom to abort: now and then anybody; in every schedule somebody in flight."""
-        requests = sorted(self.engine.state.requests.values(), key=lambda r: r.order)
+        requests = self._mortal()
         in_flight = [r for r in requests if _in_flight(r)]
         if in_flight and not self.seen["aborted in flight"] and len(self.finished) > 4:
             return self.rng.choice(in_flight)
@@ -275,11 +368,35 @@ class World:
             self._check_output(submit)
 
     def _check_output(self, submit: Submit) -> None:
-        got = tuple(self.tokens.get(submit.id, ()))
-        want = alone(submit)
-        if self.finished[submit.id] == "abort":
-            want = want[: len(got)]
-        assert got == want, f"{submit.id}: {got} is not {want}"
+        got, want = self.answers.get(submit.id, Answer()), alone(submit)
+        n = len(want.tokens)
+        if self.finished[submit.id] == "abort" or submit.id in self.cut:
+            n = len(got.tokens)
+        assert got.tokens == want.tokens[:n], f"{submit.id}: {got.tokens} is not {want.tokens}"
+        if submit.params.logprobs is not None:
+            _compare(got.logprobs, want.logprobs[:n])
+        if submit.params.prompt_logprobs is not None and n:
+            _compare(got.prompt_logprobs, want.prompt_logprobs)
+        if submit.id in self.cut:
+            assert self.finished[submit.id] == "stop"
+        self._note_kind(submit)
+
+    def _note_kind(self, submit: Submit) -> None:
+        params = submit.params
+        self.seen["penalised"] += params.penalises
+        self.seen["biased"] += bool(params.logit_bias)
+        self.seen["scored"] += params.logprobs is not None
+        self.seen["scored prompts"] += params.prompt_logprobs is not None
+
+
+def _compare(got: list[TokenLogprobs], want: list[TokenLogprobs]) -> None:
+    """The same tokens in the same order; the model is in float64, its logits in float32."""
+    assert len(got) == len(want)
+    for ours, theirs in zip(got, want, strict=True):
+        assert (ours.token, ours.rank) == (theirs.token, theirs.rank)
+        assert [token for token, _ in ours.top] == [token for token, _ in theirs.top]
+        values = [ours.logprob, *(logprob for _, logprob in ours.top)]
+        assert values == pytest.approx([theirs.logprob, *(p for _, p in theirs.top)], abs=1e-4)
 
 
 def _in_flight(request: Request) -> bool:

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from twolane.model.sampler import SampleRow, sample, uniform
+from twolane.model.sampler import Adjustment, SampleRow, sample, score, uniform
 from twolane.sampling import SamplingParams
 
 DRAWS = 4000
@@ -128,6 +128,9 @@ filters = st.builds(
     top_p=st.floats(0.01, 1.0),
     top_k=st.integers(-1, 40),
     min_p=st.floats(0.0, 1.0),
+    repetition_penalty=st.sampled_from([1.0, 1.0, 2.0]),
+    frequency_penalty=st.sampled_from([0.0, 0.0, 0.5]),
+    logit_bias=st.sampled_from([{}, {4: 2.0}]),
 )
 row = st.builds(SampleRow, filters, st.integers(-(2**63), 2**63 - 1), st.integers(0, 10_000))
 
@@ -136,7 +139,14 @@ row = st.builds(SampleRow, filters, st.integers(-(2**63), 2**63 - 1), st.integer
 @given(rows=st.lists(row, min_size=1, max_size=8), data=st.data())
 def test_a_row_depends_on_nothing_else_in_the_batch(rows, data):
     logits = torch.randn(len(rows), 37, generator=torch.Generator().manual_seed(len(rows)))
-    rows = [replace(r, banned=(i,)) if i % 3 == 2 else r for i, r in enumerate(rows)]
+    rows = [
+        replace(
+            r,
+            banned=(i,) if i % 3 == 2 else (),
+            adjustment=Adjustment(r.params, [i], [3, 3]) if i % 2 else None,
+        )
+        for i, r in enumerate(rows)
+    ]
     together = sample(logits, rows)
     alone = [int(sample(logits[i : i + 1], [r])) for i, r in enumerate(rows)]
     assert together.tolist() == alone
@@ -164,3 +174,95 @@ def test_the_chosen_token_passes_every_filter(params, seed, scale):
         or float(better.sum()) < params.top_p * float(allowed) + 1e-4
         or (math.isclose(float(p[token]), float(p.max())))
     )
+
+
+def adjusted(logits: torch.Tensor, params: SamplingParams, prompt, output) -> torch.Tensor:
+    logits = logits.clone()
+    Adjustment(params, prompt, output).apply(logits)
+    return logits
+
+
+def test_repetition_counts_prompt_and_output_the_others_count_output():
+    """Positive logits are divided, negative ones multiplied (Keskar et al., 2019, as in HF)."""
+    ones = torch.tensor([2.0, 2.0, 2.0, -2.0, -2.0])
+    both = SamplingParams(repetition_penalty=4.0)
+    assert adjusted(ones, both, [0, 3], [1, 1]).tolist() == [0.5, 0.5, 2.0, -8.0, -2.0]
+    presence = SamplingParams(presence_penalty=0.5)
+    assert adjusted(ones, presence, [0, 3], [1, 1, 4]).tolist() == [2.0, 1.5, 2.0, -2.0, -2.5]
+    frequency = SamplingParams(frequency_penalty=0.5)
+    assert adjusted(ones, frequency, [0, 3], [1, 1, 4]).tolist() == [2.0, 1.0, 2.0, -2.0, -2.5]
+
+
+def test_bias_comes_before_penalties():
+    """As in vLLM: a token that its bias has lifted above zero is divided."""
+    params = SamplingParams(repetition_penalty=2.0, logit_bias={0: 5.0})
+    assert adjusted(torch.tensor([-1.0, 3.0]), params, [0], []).tolist() == [2.0, 3.0]
+
+
+def test_tokens_are_remembered_as_they_come():
+    """One by one or all at once; more of them than fit the first arrays."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(500, generator=generator)
+    tokens = torch.randint(0, 500, (900,), generator=generator).tolist()
+    params = SamplingParams(repetition_penalty=1.3, presence_penalty=0.7, frequency_penalty=-0.2)
+    grown = Adjustment(params, tokens[:100], [])
+    for token in tokens[100:]:
+        grown.add(token)
+    expected = logits.clone()
+    for token in set(tokens):
+        value, times = logits[token], tokens[100:].count(token)
+        expected[token] = value / 1.3 if value > 0 else value * 1.3
+        expected[token] -= -0.2 * times + 0.7 * (times > 0)
+    grown.apply(logits)
+    torch.testing.assert_close(logits, expected)
+
+
+extreme = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.0, 1e-5, 1.0, 100.0]),
+    top_p=st.sampled_from([5e-324, 0.5, 1.0]),
+    top_k=st.sampled_from([-1, 1, 2**63 - 1]),
+    min_p=st.sampled_from([0.0, 5e-324, 1.0]),
+    repetition_penalty=st.sampled_from([5e-324, 1e-30, 1.0, 1e30, 1e308]),
+    presence_penalty=st.sampled_from([-2.0, 2.0]),
+    frequency_penalty=st.sampled_from([-2.0, 2.0]),
+    logit_bias=st.sampled_from([{}, {0: -100.0, 3: 100.0}]),
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(params=extreme, scale=st.sampled_from([0.0, 1.0, 1e30, 3e38]), seed=st.integers(0, 99))
+def test_nothing_overflows(params, scale, seed):
+    """A token that is allowed comes out whatever the parameters; the logits stay as they were."""
+    logits = torch.linspace(-1, 1, 12) * scale
+    before = logits.clone()
+    adjustment = Adjustment(params, [0, 5, 11], [11, 6, 6])
+    row = SampleRow(params, seed, 4, banned=(11, 7), adjustment=adjustment)
+    assert int(sample(logits[None], [row])) in set(range(11)) - {7}
+    assert torch.equal(logits, before)
+
+
+def test_logits_that_are_no_numbers_give_some_token():
+    """A model that has overflowed must not take the engine with it."""
+    for value in (torch.nan, torch.inf, -torch.inf):
+        logits = torch.full((1, 9), value)
+        for params in (SamplingParams(), SamplingParams(top_k=3, top_p=0.5, min_p=0.1)):
+            assert int(sample(logits, [SampleRow(params, 1, 1)])) in range(9)
+
+
+def test_scores():
+    """Ranks count the tokens that are at least as likely, as vLLM's do."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(4, 30, generator=generator)
+    logits[2, 5] = logits[2, 9]
+    tokens = torch.tensor([3, int(logits[1].argmax()), 5, 0])
+    expected = torch.log_softmax(logits, -1)
+    scores, tops = score(logits, tokens, [0, 3, 20, 99]), [0, 3, 20, 30]
+    for got, row, token, top in zip(scores, expected, tokens.tolist(), tops, strict=True):
+        assert got.token == token
+        assert got.logprob == pytest.approx(float(row[token]), abs=1e-6)
+        assert got.rank == int((row >= row[token]).sum())
+        best = row.topk(top)
+        assert [logprob for _, logprob in got.top] == pytest.approx(best.values.tolist(), abs=1e-6)
+        assert [float(row[token]) for token, _ in got.top] == best.values.tolist()
+    assert score(logits, tokens, [1] * 4)[1].rank == 1

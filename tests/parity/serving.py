@@ -22,6 +22,7 @@ from twolane.lanes.work import Work
 from twolane.model.attention import KVCache
 from twolane.model.decoder import Decoder
 from twolane.model.spec import ModelSpec
+from twolane.sampling import TokenLogprobs
 from twolane.systems import System
 from twolane.vocabulary import LaneName
 
@@ -72,6 +73,8 @@ class LocalPort:
         self._woken = threading.Event()
         self._clock = CpuLanes.clock
         self.tokens: dict[str, list[int]] = {submit.id: [] for submit in submits}
+        self.logprobs: dict[str, list[TokenLogprobs]] = {submit.id: [] for submit in submits}
+        self.prompt_logprobs: dict[str, list[TokenLogprobs]] = {}
         self.finish: dict[str, str] = {}
 
     def wake(self) -> None:
@@ -87,6 +90,9 @@ class LocalPort:
         assert not news.refused, news.refused
         for output in news.outputs:
             self.tokens[output.id] += output.tokens
+            self.logprobs[output.id] += output.logprobs or ()
+            if output.prompt_logprobs is not None:
+                self.prompt_logprobs[output.id] = output.prompt_logprobs
             if output.finish is not None:
                 self.finish[output.id] = output.finish
                 self._unfinished.remove(output.id)  # raises if it had ended before
@@ -104,6 +110,8 @@ class Served:
 
     outputs: list[list[int]]
     finish: list[str]
+    logprobs: list[list[TokenLogprobs]]
+    prompt_logprobs: list[list[TokenLogprobs] | None]
     preemptions: int
     prefix_hits: int
     launches: list[Flown] = field(repr=False)
@@ -195,6 +203,8 @@ def serve_on(
     return Served(
         outputs=[port.tokens[submit.id] for submit in submits],
         finish=[port.finish[submit.id] for submit in submits],
+        logprobs=[port.logprobs[submit.id] for submit in submits],
+        prompt_logprobs=[port.prompt_logprobs.get(submit.id) for submit in submits],
         preemptions=stats.preemptions,
         prefix_hits=stats.prefix_hits,
         launches=log.launches,

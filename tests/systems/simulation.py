@@ -7,7 +7,7 @@ from typing import Any
 from twolane.engine.engine import Engine
 from twolane.engine.kv import KVBooks
 from twolane.engine.loop import run
-from twolane.engine.messages import Refused, Submit, ToEngine
+from twolane.engine.messages import Output, Refused, Submit, ToEngine
 from twolane.engine.simulated import SimPort
 from twolane.engine.trace import Trace
 from twolane.estimate.online import OnlineEstimator
@@ -44,6 +44,8 @@ class Record(Trace):
 
     launches: list[Ran] = field(default_factory=list)
     events: list[tuple[str, str, float]] = field(default_factory=list)
+    ends: dict[str, tuple[str, int]] = field(default_factory=dict)
+    """(reason, tokens) by request."""
 
     def launch(self, lane: LaneName, name: str, start: float, end: float, **args: Any) -> None:
         self.launches.append(
@@ -62,6 +64,9 @@ class Record(Trace):
     def request_event(self, request: str, name: str, at: float, **args: Any) -> None:
         self.events.append((request, name, at))
 
+    def request_end(self, request: str, at: float, reason: str, tokens: int) -> None:
+        self.ends[request] = reason, tokens
+
     def of(self, lane: LaneName) -> list[Ran]:
         return [ran for ran in self.launches if ran.lane == lane]
 
@@ -76,6 +81,8 @@ class Simulation:
     times: dict[str, list[float]]
     finish: dict[str, str]
     refused: list[Refused]
+    outputs: dict[str, Output]
+    """All of each request as one."""
 
 
 def submit(name: str, prompt: int, output: int, **more: Any) -> Submit:
@@ -88,6 +95,20 @@ def hash_of(name: str, i: int) -> int:
     return (sum(map(ord, name)) * 7919 + i * 104_729) % 997
 
 
+def joined(before: Output | None, news: Output) -> Output:
+    if before is None:
+        return news
+    return Output(
+        id=news.id,
+        tokens=before.tokens + news.tokens,
+        finish=news.finish,
+        cached=before.cached if before.tokens else news.cached,
+        logprobs=(before.logprobs or []) + (news.logprobs or []) or None,
+        prompt_logprobs=before.prompt_logprobs if before.tokens else news.prompt_logprobs,
+        times=news.times,
+    )
+
+
 def simulate(
     system: System,
     arrivals: Sequence[tuple[float, ToEngine]],
@@ -95,9 +116,10 @@ def simulate(
     durations: FixedDurations | None = None,
     pages: int = 1000,
     slots: int = 64,
+    lanes: SimLanes | None = None,
 ) -> Simulation:
     """Run until everything has ended; no page may be missing then."""
-    lanes = SimLanes(UNITS, LEVELS, durations or FixedDurations())
+    lanes = lanes or SimLanes(UNITS, LEVELS, durations or FixedDurations())
     record = Record()
     engine = Engine(
         system,
@@ -118,10 +140,12 @@ def simulate(
     assert kv.free_pages + kv.reclaimable_pages == pages
     times: dict[str, list[float]] = {}
     finish: dict[str, str] = {}
+    outputs: dict[str, Output] = {}
     for at, news in port.news:
         for output in news.outputs:
             times.setdefault(output.id, []).extend([at] * len(output.tokens))
+            outputs[output.id] = joined(outputs.get(output.id), output)
             if output.finish:
                 finish[output.id] = output.finish
     refused = [refused for _, news in port.news for refused in news.refused]
-    return Simulation(engine, record, lanes.clock(), times, finish, refused)
+    return Simulation(engine, record, lanes.clock(), times, finish, refused, outputs)

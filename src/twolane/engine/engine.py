@@ -14,14 +14,11 @@ from twolane.engine.trace import Trace
 from twolane.estimate import Estimator
 from twolane.lanes import Lanes
 from twolane.lanes.work import Sampling
-from twolane.sampling import SamplingParams
 from twolane.slo import Slo
 from twolane.systems import System
 from twolane.systems.plan import Plan
 from twolane.systems.view import View
 from twolane.vocabulary import LANES
-
-_NEUTRAL = SamplingParams()
 
 
 class Engine:
@@ -110,7 +107,7 @@ class Engine:
     def stats(self) -> Stats:
         """Gauges and counters now."""
         state, kv = self.state, self.state.kv
-        waiting = len(state.queue) + len(state.started)
+        waiting = len(state.queue) + len(state.started) + sum(map(len, state.held.values()))
         return Stats(
             running=len(state.decoding),
             prefilling=len(state.requests) - len(state.decoding) - waiting,
@@ -153,40 +150,50 @@ class Engine:
         if problem is not None:
             state.refused.append(problem)
             return
-        now = state.now()
+        now, tokens = state.now(), list(message.prompt)
         request = Request.from_submit(
             message,
             order=self._arrivals,
             now=now,
             max_model_len=self.max_model_len,
-            sampling=self._sampling(message),
+            tokens=tokens,
+            sampling=self._sampling(message, tokens),
             slo=message.slo.over(state.slo),
             lookup=self._lookup,
         )
         self._arrivals += 1
+        if message.leader is not None and self._worth_holding(request, message.leader):
+            state.hold(request, message.leader)
+        else:
+            state.wait(request)
         state.requests[request.id] = request
-        state.wait(request)
         state.trace.request_begin(request.id, now, prompt_tokens=len(message.prompt))
+
+    def _worth_holding(self, request: Request, leader_id: str) -> bool:
+        """Whether it would find full pages of its leader's prompt if it waited."""
+        kv, leader = self.state.kv, self.state.requests.get(leader_id)
+        if leader is None or leader.generated or request.scores_prompt:
+            return False
+        return kv.prefix_cache and request.prompt_tokens > kv.page_size
 
     def _problem(self, message: Submit) -> Refused | None:
         if message.id in self.state.requests:
             return Refused(message.id, "invalid", f"request id {message.id!r} is in use")
         if not message.prompt:
             return Refused(message.id, "invalid", "prompt is empty")
-        for name in ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias"):
-            if getattr(message.params, name) != getattr(_NEUTRAL, name):
-                return Refused(message.id, "invalid", f"{name} is not served yet")
-        for name in ("logprobs", "prompt_logprobs"):
-            if getattr(message.params, name) is not None:
-                return Refused(message.id, "invalid", f"{name} is not served yet")
-        if message.leader is not None:
-            return Refused(message.id, "invalid", "leader is not served yet")
-        known = range(self._vocab_size)
-        for name in ("prompt", "stop_token_ids"):
-            tokens = message.prompt if name == "prompt" else message.params.stop_token_ids
+        params, known = message.params, range(self._vocab_size)
+        named = {
+            "prompt": message.prompt,
+            "stop_token_ids": params.stop_token_ids,
+            "logit_bias": params.logit_bias,
+        }
+        for name, tokens in named.items():
             if not all(token in known for token in tokens):
                 text = f"{name} has a token id outside 0 to {known[-1]}"
                 return Refused(message.id, "invalid", text)
+        if params.min_tokens and len({*params.stop_token_ids, *self._eos_token_ids}) == len(known):
+            text = "stop_token_ids leave no token to choose before min_tokens"
+            return Refused(message.id, "invalid", text)
         if len(message.prompt) >= self.max_model_len:
             text = (
                 f"prompt has {len(message.prompt)} tokens, which leaves no room for output: "
@@ -195,15 +202,15 @@ class Engine:
             return Refused(message.id, "too_long", text)
         return None
 
-    def _sampling(self, message: Submit) -> Sampling:
+    def _sampling(self, message: Submit, tokens: list[int]) -> Sampling:
         drawn = self._seeds.getrandbits(63)
         seed = drawn if message.params.seed is None else message.params.seed
-        return Sampling(message.params, seed, len(message.prompt), self._eos_token_ids)
+        return Sampling(message.params, seed, len(tokens), self._eos_token_ids, tokens)
 
     def _lookup(self, request: Request) -> Lookup:
         kv = self.state.kv
         if request.looked_up is None or request.looked_up.version != kv.tree.version:
-            request.looked_up = kv.lookup(request.tokens)
+            request.looked_up = kv.lookup(request.tokens, reuse=not request.scores_prompt)
         return request.looked_up
 
     def _end(self, request_id: str, reason: FinishReason, kept: int | None = None) -> None:

@@ -174,7 +174,9 @@ class KVBooks:
         self._free_pages = list(range(pages))
         self._free_slots = list(range(slots))
         self._held: set[Allocation] = set()
-        self._prefix_cache = prefix_cache
+        self._copies: dict[Node, dict[Allocation, None]] = {}
+        """Who pins a node and has a page of its own for it."""
+        self.prefix_cache = prefix_cache
 
     @property
     def free_pages(self) -> int:
@@ -195,19 +197,19 @@ class KVBooks:
         """How many pages that many tokens need."""
         return -(-tokens // self.page_size)
 
-    def match(self, tokens: Sequence[int]) -> list[Node]:
+    def match(self, tokens: Sequence[int], *, reuse: bool = True) -> list[Node]:
         """The shared pages that these tokens begin with; at least the last token is left over.
 
         A full hit must recompute its last token, for its logits; pages in the tree are never
         written, so the page that holds it is left out.
         """
-        if not self._prefix_cache:
+        if not (reuse and self.prefix_cache):
             return []
         return self.tree.match(tokens, (len(tokens) - 1) // self.page_size)
 
-    def lookup(self, tokens: Sequence[int]) -> Lookup:
+    def lookup(self, tokens: Sequence[int], *, reuse: bool = True) -> Lookup:
         """What `allocate` would find and take."""
-        path = self.match(tokens)
+        path = self.match(tokens, reuse=reuse)
         pinned = sum(node.pins > 0 for node in path)
         return Lookup(
             reused=len(path) * self.page_size,
@@ -215,13 +217,18 @@ class KVBooks:
             version=self.tree.version,
         )
 
-    def allocate(self, tokens: Sequence[int]) -> Allocation | None:
-        """A slot and pages for all of these tokens, the shared ones pinned; None: no room."""
-        if not self._free_slots or self.lookup(tokens).cost > (
+    def allocate(self, tokens: Sequence[int], *, reuse: bool = True) -> Allocation | None:
+        """A slot and pages for all of these tokens, the shared ones pinned; None: no room.
+
+        Args:
+            tokens: of the request.
+            reuse: whether pages in the tree may be used; without, all tokens are computed.
+        """
+        if not self._free_slots or self.lookup(tokens, reuse=reuse).cost > (
             self.free_pages + self.reclaimable_pages
         ):
             return None
-        path = self.match(tokens)
+        path = self.match(tokens, reuse=reuse)
         for node in path:
             self.tree.pin(node)
         allocation = Allocation(self._free_slots.pop(), [node.page for node in path], path)
@@ -247,7 +254,7 @@ class KVBooks:
         The caller vouches that the first `written` tokens are in the KV cache of all layers and
         were delivered or sent by the client.
         """
-        if not self._prefix_cache:
+        if not self.prefix_cache:
             return
         path = allocation.path
         for i in range(len(path), written // self.page_size):
@@ -258,7 +265,22 @@ class KVBooks:
                 allocation.private.remove(node.page)
             else:
                 self.tree.pin(node)
+                self._copies.setdefault(node, {})[allocation] = None
+                self._adopt(node, i)
             path.append(node)
+
+    def _adopt(self, node: Node, place: int) -> None:
+        """A page that nobody uses any more, for all who pin its node have copies, gives way to one.
+
+        So a request that has the pool to itself holds no page twice.
+        """
+        copies = self._copies.get(node)
+        if not copies or len(copies) < node.pins:
+            return
+        owner, _ = copies.popitem()
+        self._free_pages.append(node.page)
+        node.page = owner.pages[place]
+        owner.private.remove(node.page)
 
     def give_up(self, allocation: Allocation) -> None:
         """The request is through with it; freed now or when its last launch has ended."""
@@ -288,7 +310,13 @@ class KVBooks:
         if not allocation.given_up or allocation.in_flight:
             return
         self._held.remove(allocation)
+        for node in allocation.path:
+            self._copies.get(node, {}).pop(allocation, None)
         self.tree.unpin(allocation.path)
+        for place, node in enumerate(allocation.path):
+            self._adopt(node, place)
+            if not self._copies.get(node, True):
+                del self._copies[node]
         self._free_pages.extend(allocation.private)
         self._free_slots.append(allocation.slot)
 
@@ -306,6 +334,8 @@ class KVBooks:
                 pins[node] = pins.get(node, 0) + 1
         assert all(node.pins == pins.pop(node, 0) for node in nodes), "a pin is wrong"
         assert not pins, "an evicted node is pinned"
+        used = {page for allocation in self._held for page in allocation.pages}
+        assert all(node.page in used for node in nodes if node.pins), "nobody uses a pinned page"
         assert self.tree.unpinned == sum(node.pins == 0 for node in nodes)
         slots = [*self._free_slots, *(a.slot for a in self._held)]
         assert len(set(slots)) == len(slots), "a slot is owned twice"

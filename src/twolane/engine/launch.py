@@ -9,7 +9,15 @@ from twolane.engine.request import BatchChunk, Flight, Phase, PrefillBatch, Requ
 from twolane.engine.state import State
 from twolane.estimate import Segment
 from twolane.lanes import Ticket
-from twolane.lanes.work import DecodeRow, DecodeWork, HybridWork, PrefillWork, PromptRow, Work
+from twolane.lanes.work import (
+    DecodeRow,
+    DecodeWork,
+    HybridWork,
+    PrefillWork,
+    PromptRow,
+    Scoring,
+    Work,
+)
 from twolane.systems.plan import Chunk, DecodeSteps, Hybrid, Launch, Plan, PlanError, PrefillSlice
 from twolane.vocabulary import LANES, LaneName
 
@@ -53,6 +61,7 @@ def _refuse(state: State, request_id: str, message: str) -> None:
     state.queue.remove(request)
     request.phase = Phase.FINISHED
     del state.requests[request_id]
+    state.release_held(request)
     state.refused.append(Refused(request_id, "refused", message))
     state.trace.request_end(request_id, state.now(), "refused", 0)
 
@@ -92,12 +101,19 @@ def _admit_one(state: State, chunk: Chunk) -> BatchChunk:
         tokens=request.tokens[start:end],
         pages=allocation.pages,
         sampling=request.sampling if end == len(request.tokens) else None,
+        scoring=_scoring(request, start, end),
     )
     return BatchChunk(request, allocation, start, chunk.n, row)
 
 
+def _scoring(request: Request, start: int, end: int) -> Scoring | None:
+    """What follows each token of that chunk, as far as the prompt goes, if asked for."""
+    top, targets = request.sampling.params.prompt_logprobs, request.tokens[start + 1 : end + 1]
+    return Scoring(targets, top) if request.scores_prompt and top is not None and targets else None
+
+
 def _allocate(state: State, request: Request) -> Allocation:
-    allocation = state.kv.allocate(request.tokens)
+    allocation = state.kv.allocate(request.tokens, reuse=not request.scores_prompt)
     if allocation is None:
         raise PlanError(f"admits {request.id}, for which there is no room")
     request.allocation = allocation
@@ -105,7 +121,7 @@ def _allocate(state: State, request: Request) -> Allocation:
     if request.cached is None:
         request.cached = request.context
         request.admitted_at = state.now()
-        state.counters.prefix_queries += len(request.tokens)
+        state.counters.prefix_queries += 0 if request.scores_prompt else len(request.tokens)
         state.counters.prefix_hits += request.context
     state.trace.request_event(request.id, "admitted", state.now(), reused=request.context)
     return allocation

@@ -40,6 +40,10 @@ def _poll(flight: Flight) -> tuple[bool, list[Step]]:
 
 def _deliver(state: State, flight: Flight, step: Step) -> None:
     """Tokens are delivered per step, not per launch."""
+    for row, logprobs in step.prompt_logprobs:
+        request, allocation = flight.rows[row]
+        if _expected(request, allocation):
+            request.prompt_logprobs += logprobs
     for sampled in step.sampled:
         request, allocation = flight.rows[sampled.row]
         if _expected(request, allocation):
@@ -62,7 +66,9 @@ def _receive(state: State, request: Request, sampled: Sampled) -> None:
     if request.phase is not Phase.DECODE:
         state.start_decode(request)
     _share_full_pages(state, request)
-    state.say(request, [token], None)
+    if request.generated == 1:
+        state.release_held(request)
+    state.say(request, sampled, None)
     params = request.sampling.params
     eos = () if params.ignore_eos else request.sampling.eos_token_ids
     # The sampler bans these before min_tokens.

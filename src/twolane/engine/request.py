@@ -9,6 +9,7 @@ from twolane.engine.messages import Submit, Times
 from twolane.estimate import Segment
 from twolane.lanes import Ticket
 from twolane.lanes.work import PrefillState, PromptRow, Sampling
+from twolane.sampling import TokenLogprobs
 from twolane.slo import Slo
 from twolane.systems.plan import Launch
 from twolane.vocabulary import LaneName
@@ -46,6 +47,8 @@ class Request:
     looked_up: Lookup | None = None
     """Its last answer."""
     phase: Phase = Phase.WAITING
+    leader: str | None = None
+    """Whose prompt it waits for, unseen by systems, while it is held back."""
     allocation: Allocation | None = None
     context: int = 0
     """Tokens in the KV cache at the launched frontier."""
@@ -53,6 +56,8 @@ class Request:
     """Tokens known, or sampled by a launch in flight; `len(tokens)` at the done frontier."""
     cached: int | None = None
     """Prompt tokens found in the prefix cache when first admitted."""
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """Of the prompt so far, if asked for; delivered with the first token."""
     admitted_at: float | None = None
     last_token_at: float | None = None
     first_token_at: float | None = None
@@ -71,6 +76,11 @@ class Request:
     def new(self) -> int:
         """Prompt tokens to compute."""
         return len(self.tokens) - self.reused
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether log-probabilities of its prompt are still to be computed."""
+        return self.sampling.params.prompt_logprobs is not None and not self.generated
 
     @property
     def page_cost(self) -> int:
@@ -128,16 +138,17 @@ class Request:
         order: int,
         now: float,
         max_model_len: int,
+        tokens: list[int],
         sampling: Sampling,
         slo: Slo,
         lookup: Callable[["Request"], Lookup],
     ) -> "Request":
-        """A new request, waiting."""
+        """A new request, waiting; `tokens`, the prompt, is its own list and that of `sampling`."""
         prompt = len(submit.prompt)
         wanted = submit.params.max_tokens or max_model_len
         return cls(
             id=submit.id,
-            tokens=list(submit.prompt),
+            tokens=tokens,
             prompt_tokens=prompt,
             limit=min(prompt + wanted, max_model_len),
             priority=submit.priority,

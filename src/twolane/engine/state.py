@@ -2,17 +2,17 @@
 
 import bisect
 from collections import defaultdict, deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from msgspec.structs import replace
 
 from twolane.engine.kv import KVBooks
 from twolane.engine.messages import FinishReason, Output, Refused
 from twolane.engine.request import Flight, Phase, PrefillBatch, Request
 from twolane.engine.trace import Trace
 from twolane.estimate import Estimator
-from twolane.lanes import Lanes
+from twolane.lanes import Lanes, Sampled
 from twolane.slo import Slo
 from twolane.systems.view import LaneView
 from twolane.vocabulary import LaneName
@@ -63,6 +63,8 @@ class State:
     """Those that are not finished, by id."""
     queue: list[Request] = field(default_factory=list)
     """Waiting and holding nothing, by rank."""
+    held: dict[str, list[Request]] = field(default_factory=dict)
+    """Held back until the request of that id has its first token, or ends."""
     started: list[Request] = field(default_factory=list)
     """Waiting between two chunks of their prompts, by rank."""
     open: PrefillBatch | None = None
@@ -93,7 +95,21 @@ class State:
 
     def unwait(self, request: Request) -> None:
         """Take a request out of the waiting line."""
-        (self.started if request.started else self.queue).remove(request)
+        if request.leader is not None:
+            self.held[request.leader].remove(request)
+        else:
+            (self.started if request.started else self.queue).remove(request)
+
+    def hold(self, request: Request, leader: str) -> None:
+        """Let a request wait unseen."""
+        request.leader = leader
+        self.held.setdefault(leader, []).append(request)
+
+    def release_held(self, leader: Request) -> None:
+        """Let those that were held back for it wait as everybody does."""
+        for request in self.held.pop(leader.id, ()):
+            request.leader = None
+            self.wait(request)
 
     def start_decode(self, request: Request) -> None:
         """Its prompt is done."""
@@ -109,6 +125,7 @@ class State:
         request.allocation = None
         request.context = request.sampled = 0
         request.looked_up = None  # by now it has more tokens to find
+        request.prompt_logprobs = []
 
     def send_back(self, request: Request) -> None:
         """The request loses its pages and will be computed anew from prompt and sent tokens."""
@@ -124,23 +141,21 @@ class State:
         self.release(request)
         request.phase = Phase.FINISHED
         del self.requests[request.id]
+        self.release_held(request)
         if (tpot := request.tpot) is not None:
             self.recent["tpot"].add(tpot)
-        self.say(request, [], reason)
+        self.say(request, None, reason)
         tokens = request.generated if kept is None else kept
         self.trace.request_end(request.id, self.now(), reason, tokens)
 
-    def say(self, request: Request, tokens: Sequence[int], finish: FinishReason | None) -> None:
-        """Add to the news of this turn."""
-        old = self.outputs.get(request.id)
-        first = request.generated == len(tokens) and bool(tokens)
-        self.outputs[request.id] = Output(
-            id=request.id,
-            tokens=[*(old.tokens if old else ()), *tokens],
-            finish=finish,
-            cached=request.cached if first else (old.cached if old else None),
-            times=request.times() if finish else None,
-        )
+    def say(self, request: Request, sampled: Sampled | None, finish: FinishReason | None) -> None:
+        """Add a token, or the end, to the news of this turn."""
+        news = self.outputs.get(request.id) or Output(request.id, [])
+        if sampled is not None:
+            news = _with_token(news, request, sampled)
+        if finish is not None:
+            news = replace(news, finish=finish, times=request.times())
+        self.outputs[request.id] = news
 
     def drop_empty_batches(self) -> None:
         """A batch whose last request has left is not launched any further."""
@@ -163,3 +178,19 @@ class State:
             head_end = max(now, (now if begun is None else begun) + known[0])
             until = head_end + sum(known[1:])
         return LaneView(len(flights), flights[-1].launch.units, until)
+
+
+def _with_token(news: Output, request: Request, sampled: Sampled) -> Output:
+    """The news of a request and its latest token, which `request` has already."""
+    first = request.generated == 1
+    asked = request.sampling.params.prompt_logprobs is not None
+    logprobs = news.logprobs
+    if sampled.logprobs is not None:
+        logprobs = [*(logprobs or ()), sampled.logprobs]
+    return Output(
+        id=news.id,
+        tokens=[*news.tokens, sampled.token],
+        cached=request.cached if first else news.cached,
+        logprobs=logprobs,
+        prompt_logprobs=request.prompt_logprobs if first and asked else news.prompt_logprobs,
+    )

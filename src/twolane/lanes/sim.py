@@ -8,8 +8,9 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from twolane.lanes import Sampled, Step, Ticket
-from twolane.lanes.work import DecodeWork, HybridWork, PrefillWork, PromptRow, Work
+from twolane.lanes import PromptLogprobs, Sampled, Step, Ticket
+from twolane.lanes.work import DecodeWork, HybridWork, PrefillWork, PromptRow, Sampling, Work
+from twolane.sampling import TokenLogprobs
 from twolane.vocabulary import LaneName
 
 TOKEN = 0
@@ -99,12 +100,30 @@ class SimLanes:
 
 def _result(work: Work, step: int) -> Step:
     if isinstance(work, DecodeWork):
-        return Step([Sampled(i, TOKEN) for i, row in enumerate(work.rows) if step < row.steps])
+        rows = enumerate(work.rows)
+        return Step([_sampled(i, row.sampling) for i, row in rows if step < row.steps])
     if isinstance(work, HybridWork):
-        n = len(work.decode)
-        return Step([Sampled(i, TOKEN) for i in range(n)] + _first_tokens(work.prompts, n))
-    return Step(_first_tokens(work.rows, 0) if work.finishes else ())
+        decoded = [_sampled(i, row.sampling) for i, row in enumerate(work.decode)]
+        prompts = _finished(work.prompts, len(decoded))
+        return Step([*decoded, *prompts.sampled], prompts.prompt_logprobs)
+    return _finished(work.rows, 0) if work.finishes else Step()
 
 
-def _first_tokens(rows: Sequence[PromptRow], first: int) -> list[Sampled]:
-    return [Sampled(first + i, TOKEN) for i, row in enumerate(rows) if row.sampling is not None]
+def _finished(prompts: Sequence[PromptRow], first: int) -> Step:
+    rows = list(enumerate(prompts, first))
+    return Step(
+        [_sampled(i, row.sampling) for i, row in rows if row.sampling is not None],
+        [
+            PromptLogprobs(i, [_certain(token) for token in row.scoring.targets])
+            for i, row in rows
+            if row.scoring is not None
+        ],
+    )
+
+
+def _sampled(row: int, sampling: Sampling) -> Sampled:
+    return Sampled(row, TOKEN, None if sampling.params.logprobs is None else _certain(TOKEN))
+
+
+def _certain(token: int) -> TokenLogprobs:
+    return TokenLogprobs(token, 0.0, 1, [])

@@ -21,6 +21,10 @@ class Sampling:
     prompt_tokens: int
     """Of the request as it was sent, for `min_tokens`."""
     eos_token_ids: tuple[int, ...]
+    tokens: Sequence[int] = field(repr=False, compare=False)
+    """The prompt and the output delivered so far, the engine's own list: it appends to it. A lane
+    reads it when a prompt ends, as far as the position after that; what it samples from then on it
+    must remember itself, by slot, for steps are launched before their tokens are delivered."""
 
     def banned(self, position: int) -> Sequence[int]:
         """Tokens that may not be chosen at this index of the sequence."""
@@ -28,6 +32,16 @@ class Sampling:
             return ()
         eos = () if self.params.ignore_eos else self.eos_token_ids
         return (*eos, *self.params.stop_token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """Tokens of a prompt whose log-probabilities are asked for."""
+
+    targets: Sequence[int]
+    """The tokens that follow the chunk's first `len(targets)` tokens."""
+    top: int
+    """Alternatives for each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +54,8 @@ class PromptRow:
     pages: Sequence[int]
     sampling: Sampling | None
     """Given if the prompt ends here and its first token is to be sampled."""
+    scoring: Scoring | None = None
+    """Given if log-probabilities of the prompt are asked for."""
 
 
 @dataclass(frozen=True, slots=True)

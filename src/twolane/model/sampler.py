@@ -1,8 +1,10 @@
 """Choosing tokens. A row's token depends on its logits, its parameters, its seed and its position.
 
-The order is that of vLLM 1.x: banned tokens, temperature, min-p, top-k, top-p. Random numbers are
-counters, not streams: one hash of (seed, position) gives the uniform number, so the same request
-draws the same tokens whatever runs beside it, and after any preemption.
+The order is that of vLLM (`vllm/v1/sample/sampler.py`, 0.10 to 0.22): banned tokens, logit bias,
+penalties (repetition, frequency, presence), temperature, min-p, top-k, top-p. Log-probabilities are
+of the logits before all of that. Random numbers are counters, not streams: one hash of (seed,
+position) gives the uniform number, so the same request draws the same tokens whatever runs beside
+it, and after any preemption.
 """
 
 import math
@@ -12,10 +14,68 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from twolane.sampling import SamplingParams
+from twolane.sampling import SamplingParams, TokenLogprobs
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
+_LARGEST = torch.finfo(torch.float32).max
+
+
+class Adjustment:
+    """What bias and penalties do to the logits of one sequence, whose tokens it remembers.
+
+    Args:
+        params: of the request.
+        prompt: its tokens as they were sent.
+        output: the tokens after them, so far.
+    """
+
+    def __init__(
+        self, params: SamplingParams, prompt: Sequence[int], output: Sequence[int]
+    ) -> None:
+        self._params = params
+        self._biased = torch.tensor(list(params.logit_bias), dtype=torch.long)
+        self._bias = torch.tensor(list(params.logit_bias.values()), dtype=torch.float32)
+        # Each token of the sequence once, in arrays that double when they are full.
+        self._place: dict[int, int] = {}
+        self._ids = np.empty(64, np.int64)
+        self._counts = np.zeros(64)
+        if params.penalises:
+            for token in prompt:
+                self._note(token)
+            for token in output:
+                self.add(token)
+
+    def add(self, token: int) -> None:
+        """The sequence has grown by an output token."""
+        if self._params.penalises:
+            place = self._note(token)
+            self._counts[place] += 1
+
+    def _note(self, token: int) -> int:
+        place = self._place.setdefault(token, len(self._place))
+        if place == len(self._ids):
+            self._ids = np.concatenate([self._ids, np.zeros_like(self._ids)])
+            self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
+        self._ids[place] = token
+        return place
+
+    def apply(self, logits: torch.Tensor) -> None:
+        """Change logits, float32 [vocab], in place; they stay finite."""
+        if len(self._biased):
+            logits.index_add_(0, self._biased.to(logits.device), self._bias.to(logits.device))
+        if self._place:
+            self._penalise(logits)
+
+    def _penalise(self, logits: torch.Tensor) -> None:
+        params, size = self._params, len(self._place)
+        ids = torch.from_numpy(self._ids[:size]).to(logits.device)
+        counts = torch.from_numpy(self._counts[:size]).to(logits.device)
+        factor = params.repetition_penalty
+        values = logits[ids].double()
+        values = torch.where(values > 0, values / factor, values * factor)
+        values -= params.frequency_penalty * counts + params.presence_penalty * (counts > 0)
+        logits[ids] = values.clamp_(-_LARGEST, _LARGEST).to(logits.dtype)
 
 
 @dataclass(frozen=True)
@@ -28,6 +88,8 @@ class SampleRow:
     """Index, in its sequence, of the token that is chosen."""
     banned: Sequence[int] = ()
     """Token ids that must not be chosen (end tokens before `min_tokens`)."""
+    adjustment: Adjustment | None = None
+    """Bias and penalties, if there are any."""
 
 
 def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
@@ -35,20 +97,36 @@ def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
 
     Greedy rows take the most likely token, the lowest id where several tie.
     """
-    banned = [(r, t) for r, row in enumerate(rows) for t in row.banned]
-    if banned:
-        logits = logits.clone()
-        index = torch.tensor(banned, device=logits.device)
-        logits[index[:, 0], index[:, 1]] = -torch.inf
-    random = [r for r, row in enumerate(rows) if not row.params.greedy]
-    if not random:
-        return logits.argmax(dim=-1)
-    tokens = [_draw(logits[r], rows[r]) for r in random]
-    if len(random) == len(rows):
-        return torch.tensor(tokens, device=logits.device)
+    single = [r for r, row in enumerate(rows) if not row.params.greedy or _changes(row)]
+    tokens = [_choose(logits[r], rows[r]) for r in single]
+    if len(single) == len(rows):
+        return torch.tensor(tokens, dtype=torch.long, device=logits.device)
     chosen = logits.argmax(dim=-1)
-    chosen[random] = torch.tensor(tokens, device=logits.device)
+    if single:
+        chosen[single] = torch.tensor(tokens, device=logits.device)
     return chosen
+
+
+def score(logits: torch.Tensor, tokens: torch.Tensor, tops: Sequence[int]) -> list[TokenLogprobs]:
+    """Log-probabilities of one token a row, and of the most likely ones.
+
+    Args:
+        logits: the model's own, float32 [R, vocab], R at least 1.
+        tokens: int64 [R].
+        tops: how many of the most likely tokens each row wants; no more than there are are given.
+    """
+    total = logits.logsumexp(dim=-1, keepdim=True)
+    own = logits.gather(1, tokens[:, None])
+    ranks = (logits >= own).sum(dim=-1).tolist()
+    best = logits.topk(min(max(tops), logits.shape[1]))
+    ids, logprobs = best.indices.tolist(), (best.values - total).tolist()
+    columns = zip(
+        tokens.tolist(), (own - total)[:, 0].tolist(), ranks, ids, logprobs, tops, strict=True
+    )
+    return [
+        TokenLogprobs(token, logprob, rank, [*zip(row_ids[:top], row_logprobs, strict=False)])
+        for token, logprob, rank, row_ids, row_logprobs, top in columns
+    ]
 
 
 def uniform(seed: int, position: int) -> float:
@@ -64,8 +142,25 @@ def _mix(z: int) -> int:
     return z ^ (z >> 31)
 
 
+def _changes(row: SampleRow) -> bool:
+    return bool(row.banned) or row.adjustment is not None
+
+
+def _choose(logits: torch.Tensor, row: SampleRow) -> int:
+    """One row's token, from logits [vocab]."""
+    if _changes(row):
+        logits = logits.clone()
+        if row.adjustment is not None:
+            row.adjustment.apply(logits)
+        if row.banned:
+            logits[list(row.banned)] = -torch.inf
+    return int(logits.argmax()) if row.params.greedy else _draw(logits, row)
+
+
 def _draw(logits: torch.Tensor, row: SampleRow) -> int:
     """Draw one token from logits [vocab] by inverse CDF over the candidates, in order of id."""
+    if not logits.max().isfinite():  # the model has overflowed: there is no distribution
+        return int(logits.argmax())
     ids, weights = _candidates(logits, row.params)
     cdf = weights.double().cumsum(0)
     target = uniform(row.seed, row.position) * cdf[-1]
@@ -84,8 +179,7 @@ def _candidates(
 
     Weights are probabilities after temperature, up to a common factor; the largest is 1.
     """
-    scaled = logits / params.temperature
-    scaled -= scaled.max()
+    scaled = (logits - logits.max()) / params.temperature  # in this order nothing overflows
     if params.min_p > 0.0:
         scaled.masked_fill_(scaled < math.log(params.min_p), -torch.inf)
     ids = None

@@ -1,0 +1,196 @@
+"""Whatever a message may carry, the engine goes on, and every request ends once."""
+
+import random
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from tests.engine.random_plans import RandomPlans
+from tests.engine.stepped import SteppedLanes
+from tests.engine.world import tiny_decoder
+from twolane.engine.engine import Engine
+from twolane.engine.kv import KVBooks
+from twolane.engine.messages import (
+    Abort,
+    Finish,
+    Output,
+    Outputs,
+    Submit,
+    ToEngine,
+    decode_from_engine,
+    decode_to_engine,
+    encode,
+)
+from twolane.estimate.online import OnlineEstimator
+from twolane.lanes.runner import Runner
+from twolane.model.attention import KVCache
+from twolane.model.decoder import Decoder, Weights
+from twolane.sampling import SamplingParams
+from twolane.slo import Slo
+
+VOCAB = 12
+EOS = (2,)
+PAGE = 4
+PAGES = 10
+SLOTS = 3
+HUGE = 2**63 - 1
+
+
+@cache
+def small_vocabulary() -> Decoder:
+    """Fewer tokens than alternatives that may be asked for."""
+    tiny = tiny_decoder()
+    w = tiny.weights
+    weights = Weights(w.embedding[:VOCAB], w.layers, w.norm, w.head[:VOCAB])
+    return Decoder(replace(tiny.spec, vocab_size=VOCAB), weights)
+
+
+def edges(*values: Any) -> st.SearchStrategy[Any]:
+    return st.sampled_from(values)
+
+
+tokens = edges(0, 1, 2, 2, 3, 5, VOCAB - 1)
+wrong_tokens = edges(VOCAB, 2**31, HUGE)
+any_token = st.one_of(tokens, tokens, tokens, tokens, tokens, tokens, wrong_tokens)
+fields: dict[str, st.SearchStrategy[Any]] = {
+    "temperature": edges(0.0, 1e-300, 9.9e-6, 1e-5, 1.0, 100.0),
+    "top_p": edges(5e-324, 1e-9, 0.5, 1.0),
+    "top_k": edges(-1, 0, 1, VOCAB, VOCAB + 1, HUGE),
+    "min_p": edges(0.0, 5e-324, 0.5, 1.0),
+    "seed": edges(None, -(2**63), -1, 0, HUGE),
+    "max_tokens": edges(None, 1, 2, 7, HUGE),
+    "min_tokens": edges(0, 0, 1, 5, HUGE),
+    "stop_token_ids": edges((), (2,), (0, 0, 11), tuple(range(VOCAB)), (VOCAB,), (HUGE,)),
+    "ignore_eos": st.booleans(),
+    "repetition_penalty": edges(5e-324, 1e-30, 1.0, 1.0, 1.5, 1e30, 1.7e308),
+    "presence_penalty": edges(-2.0, 0.0, 2.0),
+    "frequency_penalty": edges(-2.0, 0.0, 2.0),
+    "logit_bias": st.dictionaries(any_token, edges(-100.0, 0.0, 100.0), max_size=4),
+    "logprobs": edges(None, 0, 1, 20),
+    "prompt_logprobs": edges(None, 0, 20),
+}
+slos = st.builds(Slo, ttft=edges(None, 5e-324, 1e308), tbt=edges(None, 1.0), tpot=edges(None, 1.0))
+
+
+@st.composite
+def submits(draw: st.DrawFn) -> Submit:
+    """One of few names, so that ids are used twice and leaders are anybody, itself, or nobody."""
+    chosen = draw(st.fixed_dictionaries({}, optional=fields))
+    try:
+        params = SamplingParams(**chosen)
+    except ValueError:
+        assume(False)
+    return Submit(
+        draw(edges("a", "b", "c", "d", "e", "")),
+        draw(st.lists(any_token if draw(st.booleans()) else tokens, max_size=20)),
+        params,
+        priority=draw(edges(0, -(2**63), HUGE)),
+        slo=draw(slos),
+        leader=draw(edges(None, None, "a", "b", "nobody")),
+    )
+
+
+names = edges("a", "b", "c", "d", "e", "", "nobody")
+counts = edges(-(2**63), -1, 0, 1, 3, HUGE)
+messages = st.one_of(
+    submits(), submits(), submits(), st.builds(Abort, names), st.builds(Finish, names, counts)
+)
+
+
+def small_engine(seed: int) -> tuple[Engine, SteppedLanes]:
+    decoder = small_vocabulary()
+    kv = KVCache(decoder.spec, PAGES, PAGE, torch.float64)
+    lanes = SteppedLanes(Runner(decoder, kv, PAGE, SLOTS), lambda: None)
+    engine = Engine(
+        RandomPlans(seed),
+        lanes,
+        KVBooks(PAGES, PAGE, SLOTS, prefix_cache=True),
+        layers=decoder.spec.layers,
+        vocab_size=VOCAB,
+        eos_token_ids=EOS,
+        max_model_len=24,
+        estimator=OnlineEstimator(),
+    )
+    return engine, lanes
+
+
+class Front:
+    """Counts what was asked and what came back, by id."""
+
+    def __init__(self) -> None:
+        self.submits: dict[str, Submit] = {}
+        self.outputs: dict[str, list[Output]] = {}
+
+    def send(self, message: ToEngine) -> ToEngine | None:
+        """The message as it arrives; None: not sent, for the name is in use (see `Submit.id`)."""
+        if isinstance(message, Submit):
+            if message.id in self.submits:
+                return None
+            self.submits[message.id] = message
+            self.outputs[message.id] = []
+        return decode_to_engine(encode(message))
+
+    def receive(self, news: Outputs) -> None:
+        for output in news.outputs:
+            self.outputs[output.id].append(output)
+            if output.finish is not None:
+                self.check(self.submits.pop(output.id), self.outputs.pop(output.id))
+        for refused in news.refused:
+            assert refused.code in ("invalid", "too_long")
+            assert not self.outputs.pop(refused.id)
+            del self.submits[refused.id]
+
+    def check(self, submit: Submit, outputs: list[Output]) -> None:
+        got = [token for output in outputs for token in output.tokens]
+        scored = [scores for output in outputs for scores in output.logprobs or ()]
+        params = submit.params
+        assert all(token in range(VOCAB) for token in got)
+        assert len(got) <= (params.max_tokens or HUGE)
+        assert len(scored) == (0 if params.logprobs is None else len(got))
+        prompts = [o.prompt_logprobs for o in outputs if o.prompt_logprobs is not None]
+        assert len(prompts) == (params.prompt_logprobs is not None and bool(got))
+        if prompts:
+            assert [scores.token for scores in prompts[0]] == submit.prompt[1:]
+        for scores in [*scored, *(prompts[0] if prompts else ())]:
+            assert 1 <= scores.rank <= VOCAB
+        if got and outputs[-1].finish == "length":
+            ends = {*params.stop_token_ids, *(() if params.ignore_eos else EOS)}
+            assert not ends & set(got)
+
+
+@settings(max_examples=200, deadline=None)
+@given(script=st.lists(messages, max_size=12), seed=st.integers(0, 2**16))
+def test_every_request_ends_once(script: list[ToEngine], seed: int) -> None:
+    engine, lanes = small_engine(seed)
+    front, rng = Front(), random.Random(seed)
+    to_send = script[::-1]
+    with torch.inference_mode():
+        for _ in range(2000):
+            arrived = [front.send(to_send.pop())] if to_send and rng.random() < 0.5 else []
+            engine.take([message for message in arrived if message is not None])
+            engine.reap()
+            engine.carry_out(engine.plan())
+            if (news := engine.news()) is not None:
+                front.receive(decode(news))
+            engine.state.kv.check()
+            for lane in lanes.runnable():
+                if rng.random() < 0.7:
+                    lanes.step(lane)
+            if not (to_send or front.submits or engine.state.flights):
+                break
+    assert not front.submits, "some never ended"
+    kv = engine.state.kv
+    assert kv.free_pages + kv.reclaimable_pages == PAGES
+    assert kv.free_slots == SLOTS
+    assert not engine.state.held
+
+
+def decode(news: Outputs) -> Outputs:
+    """As the front gets it."""
+    arrived = decode_from_engine(encode(news))
+    assert isinstance(arrived, Outputs)
+    return arrived
