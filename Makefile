@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 MODEL := smollm2-135m-instruct
 
-.PHONY: demo serve test test-all lint clean
+.PHONY: demo serve test test-all test-gpu lint clean
 
 demo: $(VENV)/.ready
 	$(BIN)/python examples/demo.py
@@ -17,6 +17,9 @@ test: lint
 
 test-all: lint
 	$(BIN)/python -m pytest --full
+
+test-gpu: $(VENV)/.ready-dev
+	$(BIN)/python -m pytest tests/gpu tests/kernels
 
 lint: $(VENV)/.ready-dev
 	$(BIN)/ruff check

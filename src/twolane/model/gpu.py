@@ -38,11 +38,14 @@ class Rows(Protocol):
     """The tokens of one forward pass: where their keys go and what they see."""
 
     def write(self, qkv: Tensor, q: Tensor, weights: LayerWeights, pool: Tensor) -> None:
-        """Normalise and rotate queries and keys; keys and values go to the pool, queries to `q`."""
+        """Normalise and rotate queries and keys; keys and values go to the pool, queries to `q`.
+
+        What `attend` wants of `qkv` may stay there.
+        """
         ...
 
-    def attend(self, q: Tensor, pool: Tensor, window: int | None, out: Tensor) -> None:
-        """Causal attention of every token over its own sequence; all are [T, heads, head_dim]."""
+    def attend(self, q: Tensor, qkv: Tensor, pool: Tensor, window: int | None, out: Tensor) -> None:
+        """Causal attention of every token over its own sequence; q and out [T, heads, head_dim]."""
         ...
 
 
@@ -131,7 +134,7 @@ class GpuDecoder:
             fused.rms_norm(residual, w.input_norm, spec.norm_eps, norm)
             products.linear(norm, w.qkv, w.qkv_bias, qkv)
             rows.write(qkv, q, w, kv.layers[i])
-            rows.attend(q, kv.layers[i], spec.window(i), attended.view_as(q))
+            rows.attend(q, qkv, kv.layers[i], spec.window(i), attended.view_as(q))
             products.add_linear(attended, w.o, w.o_bias, residual)
             fused.rms_norm(residual, w.post_norm, spec.norm_eps, norm)
             for start in range(0, count, MLP_ROWS):

@@ -54,15 +54,18 @@ class Placed:
             q,
             pool,
             self.write_slots,
+            keep_keys=any(plan.dense for plan in self.plans.values()),
         )
 
-    def attend(self, q: Tensor, pool: Tensor, window: int | None, out: Tensor) -> None:
+    def attend(self, q: Tensor, qkv: Tensor, pool: Tensor, window: int | None, out: Tensor) -> None:
         """See `Rows.attend`."""
         decoding = 0
         if self.steps is not None:
             decoding = len(self.steps.slots)
-            self.steps.attend(q[:decoding], pool, window, out[:decoding])
-        prefill_attention(self.plans[window], q[decoding:], pool, out[decoding:])
+            self.steps.attend(q[:decoding], qkv[:decoding], pool, window, out[:decoding])
+        plan, spec = self.plans[window], self.decoder.spec
+        kv = qkv[decoding:, spec.q_size :].view(len(qkv) - decoding, 2, -1, spec.head_dim)
+        prefill_attention(plan, q[decoding:], pool, out[decoding:], (kv[:, 0], kv[:, 1]))
 
 
 @dataclass(frozen=True)
@@ -96,7 +99,7 @@ class Steps:
             self.lengths,
         )
 
-    def attend(self, q: Tensor, pool: Tensor, window: int | None, out: Tensor) -> None:
+    def attend(self, q: Tensor, qkv: Tensor, pool: Tensor, window: int | None, out: Tensor) -> None:
         """See `Rows.attend`."""
         decode_attention(
             q,

@@ -1,7 +1,8 @@
 """Queues work for the GPU on the current stream; nothing here waits for the device."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -11,14 +12,26 @@ from torch.nn import functional
 from twolane.kernels.linear import products_on
 from twolane.kernels.prefill_attention import PrefillPlan, PrefillWorkspace
 from twolane.kernels.sampling import Sampler
-from twolane.lanes import Sampled, Step
+from twolane.lanes import PromptLogprobs, Sampled, Step
 from twolane.lanes.cuda.decode import MAX_STEPS, DecodeSteps
 from twolane.lanes.cuda.events import new_event
+from twolane.lanes.cuda.extras import Extras, PendingScores, Place, score
 from twolane.lanes.cuda.rows import Placed, Steps
 from twolane.lanes.cuda.slots import Ints, Slots, upload
-from twolane.lanes.work import DecodeRow, DecodeWork, HybridWork, PrefillWork, PromptRow, Work
+from twolane.lanes.work import (
+    DecodeRow,
+    DecodeWork,
+    HybridWork,
+    PrefillWork,
+    PromptRow,
+    Scoring,
+    Work,
+)
 from twolane.model.gpu import GpuDecoder, GpuKVCache, Workspace
 from twolane.vocabulary import LaneName
+
+SCORED_LOGITS = 2**26
+"""The most logits made at a time for a prompt's log-probabilities: 256 MiB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +96,7 @@ class CudaRunner:
         max_batch_tokens: int,
     ) -> None:
         self._decoder, self.kv, self.slots, self.steps = decoder, kv, slots, steps
+        self._extras = Extras(decoder.spec.vocab_size, decoder.device)
         rows = steps.buckets[-1]
         prefill, decode = _LaneMemory(decoder, rows), _LaneMemory(decoder, rows)
         prefill.activations.reserve(max_batch_tokens)
@@ -109,11 +123,14 @@ class CudaRunner:
         for step in range(work.k):
             if step % MAX_STEPS == 0:
                 steps.inputs.send(rows, bucket, self.slots.padding, step)
-            steps.forward(units, bucket)
-            steps.finish(units, bucket)
             alive = [i for i, row in enumerate(rows) if step < row.steps]
+            asked = self._extras.asked(_next(i, rows[i], step) for i in alive)
+            steps.forward(units, bucket)
+            scored = self._extras.adjust(steps.logits, asked)
+            steps.finish(units, bucket)
             tokens = steps.step_tokens(step % MAX_STEPS, bucket)
-            pending.append(_read(tokens[: len(rows)], alive, alive))
+            scores = scored(tokens)
+            pending.append(_read(tokens[: len(rows)], alive, alive, scores))
         return pending
 
     def _prefill(self, work: PrefillWork, place: _Place) -> list[PendingStep]:
@@ -206,6 +223,7 @@ class CudaRunner:
             units=place.units,
             workspace=place.memory.attention,
             window=window,
+            dense=True,
         )
 
     def _sample(
@@ -215,26 +233,53 @@ class CudaRunner:
         prompts: Sequence[PromptRow],
         place: _Place,
     ) -> PendingStep:
-        """Sample after every decode row and after each prompt that is complete."""
-        chosen = [(i, i, row.slot, row.position) for i, row in enumerate(decode)]
+        """Sample after every decode row and after each prompt that is complete; score what is asked
+        for."""
+        rows, ends = list(range(len(decode))), list(range(len(decode)))
+        places = [_next(i, row, 0) for i, row in enumerate(decode)]
+        begun: list[Place] = []
+        scored: dict[int, list[PendingScores]] = {}
         end = len(decode)
         for i, prompt in enumerate(prompts, start=len(decode)):
+            if prompt.scoring is not None:
+                scored[i] = self._score(hidden[end:], prompt.scoring, place)
             end += len(prompt.tokens)
             if prompt.sampling is not None:
-                chosen.append((i, end - 1, prompt.slot, prompt.start + len(prompt.tokens) - 1))
-        if not chosen:
-            return _nothing()
-        values = np.array(chosen, dtype=np.int32).T
-        ends, slots, positions = upload(values[1:], self._decoder.device).view(3, -1)
-        last = hidden[ends]
-        shape = (len(last), self._decoder.spec.vocab_size)
-        logits = last.new_empty(shape, dtype=torch.float32)
-        self._decoder.head(last, logits, place.memory.activations, products_on(place.units))
-        tokens = torch.empty_like(slots)
-        params, active = self.slots.params, torch.ones_like(slots)
+                position = prompt.start + len(prompt.tokens)
+                begun.append(Place(len(rows), prompt.slot, position, prompt.sampling))
+                rows.append(i)
+                ends.append(end - 1)
+        self._extras.begin(begun)
+        places += begun
+        if not places:
+            return _read(hidden.new_empty(0, dtype=torch.int32), (), (), {}, scored)
+        values = np.array([(e, p.slot, p.position - 1) for e, p in zip(ends, places, strict=True)])
+        sent = upload(values.T.astype(np.int32), self._decoder.device)
+        where, slots, positions = sent.view(3, -1)
+        logits = self._logits(hidden[where], place)
+        after = self._extras.adjust(logits, self._extras.asked(places))
+        tokens, active = torch.empty_like(slots), torch.ones_like(slots)
+        params = self.slots.params
         place.memory.sampler.sample(logits, slots, positions, active, params, tokens)
         self.slots.last_token[slots] = tokens
-        return _read(tokens, range(len(chosen)), values[0].tolist())
+        return _read(tokens, range(len(rows)), rows, after(tokens), scored)
+
+    def _logits(self, hidden: Tensor, place: _Place) -> Tensor:
+        shape = (len(hidden), self._decoder.spec.vocab_size)
+        logits = hidden.new_empty(shape, dtype=torch.float32)
+        self._decoder.head(hidden, logits, place.memory.activations, products_on(place.units))
+        return logits
+
+    def _score(self, hidden: Tensor, scoring: Scoring, place: _Place) -> list[PendingScores]:
+        """Score the targets that follow the first of these hidden states, some at a time."""
+        some = max(1, SCORED_LOGITS // self._decoder.spec.vocab_size)
+        scores = []
+        for first in range(0, len(scoring.targets), some):
+            targets = np.array(scoring.targets[first : first + some], dtype=np.int32)
+            logits = self._logits(hidden[first : first + len(targets)], place)
+            tokens = upload(targets, self._decoder.device)
+            scores.append(score(logits, tokens, [scoring.top] * len(targets)))
+        return scores
 
 
 def _places(row: PromptRow, page_size: int) -> tuple[Ints, Ints]:
@@ -244,8 +289,27 @@ def _places(row: PromptRow, page_size: int) -> tuple[Ints, Ints]:
     return positions, pages[positions // page_size] * page_size + positions % page_size
 
 
-def _read(tokens: Tensor, which: Sequence[int], rows: Sequence[int]) -> PendingStep:
-    """Bring a step's tokens to the host: `tokens[which[i]]` is that of row `rows[i]`."""
+def _next(i: int, row: DecodeRow, step: int) -> Place:
+    """Where a decode row samples in that step of a launch."""
+    return Place(i, row.slot, row.position + step + 1, row.sampling)
+
+
+def _read(
+    tokens: Tensor,
+    which: Sequence[int],
+    rows: Sequence[int],
+    scores: Mapping[int, PendingScores],
+    scored: Mapping[int, Sequence[PendingScores]] = MappingProxyType({}),
+) -> PendingStep:
+    """Bring what a step came to to the host.
+
+    Args:
+        tokens: int32, on the device.
+        which: `tokens[which[i]]` is that of row `rows[i]` of the work.
+        rows: those that were sampled.
+        scores: log-probabilities by place in `tokens`.
+        scored: those of prompts, by row of the work.
+    """
     pinned = torch.empty(len(tokens), dtype=torch.int32, pin_memory=True)
     pinned.copy_(tokens, non_blocking=True)
     done = new_event()
@@ -253,13 +317,14 @@ def _read(tokens: Tensor, which: Sequence[int], rows: Sequence[int]) -> PendingS
 
     def collect() -> Step:
         values = pinned.tolist()
-        return Step([Sampled(row, values[i]) for i, row in zip(which, rows, strict=True)])
+        logprobs = {i: score.collect()[0] for i, score in scores.items()}
+        sampled = [
+            Sampled(row, values[i], logprobs.get(i)) for i, row in zip(which, rows, strict=True)
+        ]
+        return Step(sampled, [_joined(row, parts) for row, parts in scored.items()])
 
     return PendingStep(done, collect)
 
 
-def _nothing() -> PendingStep:
-    """A step that samples nothing."""
-    done = new_event()
-    done.record()
-    return PendingStep(done, Step)
+def _joined(row: int, parts: Sequence[PendingScores]) -> PromptLogprobs:
+    return PromptLogprobs(row, [each for part in parts for each in part.collect()])
