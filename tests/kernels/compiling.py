@@ -108,12 +108,36 @@ def launch_sampler(dtype: torch.dtype, vocab: int, chunk: int) -> None:
     sampler.sample(logits, ints, ints, ints, params, torch.empty(2, dtype=torch.int64))
 
 
+def launch_prefill(dtype: torch.dtype, dim: int, window: int | None = None) -> None:
+    from twolane.kernels.prefill_attention import PrefillPlan, PrefillWorkspace, prefill_attention
+
+    shape = {"page_size": 32, "heads": 8, "kv_heads": 2, "dim": dim, "dtype": dtype}
+    lane = {"units": 5, "workspace": PrefillWorkspace("cpu"), "window": window}
+    plan = PrefillPlan.build([(16_384, 70)], [range(515)], **shape, **lane, backend="triton")
+    q = torch.empty(70, 8, dim, dtype=dtype)
+    prefill_attention(plan, q, torch.empty(515, 2, 2, 32, dim, dtype=dtype), q)
+
+
+def launch_gather(dtype: torch.dtype) -> None:
+    """What FlashInfer's split tiles need beside the merge."""
+    from twolane.kernels.prefill_attention_triton import gather_kernel
+
+    q, pieces = torch.empty(70, 8, 128, dtype=dtype), torch.empty(8, dtype=torch.int32)
+    sizes = {"DIM": 128, "ROWS": 128, "FIRST_PLACE": 7, "PART": 32}
+    gather_kernel[(1, 4)](q, q.stride(0), q, pieces, **sizes)
+
+
 if __name__ == "__main__":
     JITFunction.run = compile_instead
     launch_fused(torch.bfloat16)
+    launch_prefill(torch.bfloat16, 128)
+    launch_gather(torch.bfloat16)
     launch_sampler(torch.bfloat16, 151_936, 1024)  # small chunks compile faster
     if "--full" in sys.argv:
         launch_fused(torch.float32)
+        launch_prefill(torch.float32, 128)
+        launch_prefill(torch.bfloat16, 64)
+        launch_prefill(torch.float16, 128, window=4096)
         launch_sampler(torch.bfloat16, 1000, 1024)  # one chunk is a case of its own
         for dtype in (torch.float32, torch.bfloat16):
             launch_sampler(dtype, 151_936, 8192)

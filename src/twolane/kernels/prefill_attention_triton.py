@@ -14,6 +14,8 @@ import triton.language as tl
 from twolane.kernels.prefill_attention_batch import NewKV, PrefillBatch, upload
 from twolane.kernels.prefill_attention_schedule import Costs, schedule, tiles
 
+_MERGE_ROWS = 4
+
 
 @dataclass(frozen=True)
 class Tiling:
@@ -222,8 +224,11 @@ def merge_kernel(
     LSE_STRIDE: tl.constexpr,
     LSE_SHIFT: tl.constexpr,
     PART: tl.constexpr,
+    SLOTS: tl.constexpr,
 ) -> None:
     """Combine the slots of one split tile with its tail, `PART` rows a program.
+
+    A few rows and `SLOTS` slots at a time: all of them wait for memory together, not in turn.
 
     With p = FIRST_PLACE + s, slot s of head h has its rows at p * ROWS of `slot_out` [, DIM], and
     its log-sum-exps at (p - LSE_SHIFT * h) * ROWS of `slot_lse` [, LSE_STRIDE], in column
@@ -245,17 +250,21 @@ def merge_kernel(
     top = tl.load(lse + (first + token) * HEADS + query_head, mask=valid, other=0.0)
     total = tl.full([PART], 1.0, dtype=tl.float32)
     acc = tl.load(to, mask=inside, other=0.0).to(tl.float32)
-    for s in range(slots):
-        place = FIRST_PLACE + slot + s
-        from_lse = ((place - LSE_SHIFT * head) * ROWS + row) * LSE_STRIDE + LSE_SHIFT * head
-        weight = tl.load(slot_lse + from_lse, mask=valid, other=0.0)
-        source = (place * ROWS + row)[:, None] * DIM + dims[None, :]
-        value = tl.load(slot_out + source, mask=inside, other=0.0).to(tl.float32)
-        new_top = tl.maximum(top, weight)
+    for begin in range(0, slots, SLOTS):
+        nth = begin + tl.arange(0, SLOTS)
+        place = FIRST_PLACE + slot + nth
+        there = (nth < slots)[:, None] & valid[None, :]
+        from_lse = ((place - LSE_SHIFT * head) * ROWS)[:, None] + row[None, :]
+        from_lse = from_lse * LSE_STRIDE + LSE_SHIFT * head
+        weight = tl.load(slot_lse + from_lse, mask=there, other=float("-inf"))
+        source = ((place * ROWS)[:, None] + row[None, :])[:, :, None] * DIM + dims[None, None, :]
+        there_too = there[:, :, None] & (dims < DIM)[None, None, :]
+        value = tl.load(slot_out + source, mask=there_too, other=0.0).to(tl.float32)
+        new_top = tl.maximum(top, tl.max(weight, 0))
         shrink = tl.math.exp2(top - new_top)
-        share = tl.math.exp2(weight - new_top)
-        acc = acc * shrink[:, None] + value * share[:, None]
-        total = total * shrink + share
+        share = tl.math.exp2(weight - new_top[None, :])
+        acc = acc * shrink[:, None] + tl.sum(value * share[:, :, None], 0)
+        total = total * shrink + tl.sum(share, 0)
         top = new_top
     tl.store(to, (acc / total[:, None]).to(out.dtype.element_ty), mask=inside)
 
@@ -305,8 +314,7 @@ class Merge:
 
     def run(self, batch: PrefillBatch, out: torch.Tensor) -> None:
         """Launch it."""
-        part = min(self.rows, 32)
-        merge_kernel[(self.count, self.rows // part)](
+        merge_kernel[(self.count, self.rows // _MERGE_ROWS)](
             out,
             out.stride(0),
             self.lse,
@@ -321,7 +329,8 @@ class Merge:
             FIRST_PLACE=self.first_place,
             LSE_STRIDE=self.lse_stride,
             LSE_SHIFT=self.lse_shift,
-            PART=part,
+            PART=_MERGE_ROWS,
+            SLOTS=8,
         )
 
 
