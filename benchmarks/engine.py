@@ -23,10 +23,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from twolane.kernels.prefill_attention import PrefillPlan, PrefillWorkspace, prefill_attention
 
 from twolane import __version__
 from twolane.kernels.decode_attention import decode_attention
+from twolane.kernels.prefill_attention import PrefillPlan, PrefillWorkspace, prefill_attention
 from twolane.lanes import Ticket
 from twolane.lanes.cuda.machine import CudaMachine
 from twolane.lanes.work import (
@@ -83,7 +83,7 @@ class Rig:
         self.machine = CudaMachine(spec, weights, self.decode_units)
         if not self.pages:
             each = PAGE * spec.kv_bytes_per_token(2)
-            self.pages = self.machine.kv_bytes(0.85, 40_960) // each
+            self.pages = self.machine.kv_bytes(40_960) // each
         self.lanes = self.machine.start(
             self.pages, PAGE, self.slots, 40_960, lambda: None, lambda *_: None
         )

@@ -18,7 +18,7 @@ import typer
 import twolane
 from twolane.bench.cli import app as bench_app
 from twolane.configfile import config_option
-from twolane.engine.config import DType, EngineConfig, LoadFormat
+from twolane.engine.config import Device, DType, EngineConfig, LoadFormat
 from twolane.sampling import SamplingParams
 from twolane.slo import Slo
 
@@ -152,7 +152,12 @@ ENGINE_OPTIONS: dict[str, Any] = {
         ),
     ],
     "page_size": Annotated[
-        int, typer.Option(rich_help_panel=MEMORY, metavar="TOKENS", help="Tokens in a KV page.")
+        int | None,
+        typer.Option(
+            rich_help_panel=MEMORY,
+            metavar="TOKENS",
+            help="Tokens in a KV page. Default: 16 on a CPU, 32 on a GPU (16, 32 or 64).",
+        ),
     ],
     "kv_tokens": Annotated[
         int | None,
@@ -168,6 +173,30 @@ ENGINE_OPTIONS: dict[str, Any] = {
             "--prefix-cache/--no-prefix-cache",
             rich_help_panel=MEMORY,
             help="Reuse the KV of prompts that begin alike.",
+        ),
+    ],
+    "device": Annotated[
+        Device,
+        typer.Option(
+            rich_help_panel=DEVICE,
+            help="auto: an NVIDIA GPU if there is one, unless --cores asks for the CPU.",
+        ),
+    ],
+    "levels": Annotated[
+        str | None,
+        typer.Option(
+            rich_help_panel=DEVICE,
+            metavar="SMS,…",
+            help="On a GPU: how many SMs decode may have beside prefill, such as 32,48,64. "
+            "Default: every 16.",
+        ),
+    ],
+    "gpu_memory_utilization": Annotated[
+        float,
+        typer.Option(
+            rich_help_panel=MEMORY,
+            metavar="SHARE",
+            help="Share of a GPU's memory for weights, workspaces and the KV pool.",
         ),
     ],
     "cores": Annotated[
@@ -240,6 +269,16 @@ def default_slo(settings: dict[str, Any]) -> Slo:
         raise fail(f"{flag(f'slo_{name}_ms')} {problem}", USAGE_ERROR) from error
 
 
+def asked_levels(text: str | None) -> tuple[int, ...] | None:
+    """Take the levels apart: numbers with commas between them."""
+    if text is None:
+        return None
+    try:
+        return tuple(int(units) for units in text.split(",") if units.strip())
+    except ValueError as error:
+        raise fail(f"--levels {text}: write numbers, such as 32,48,64", USAGE_ERROR) from error
+
+
 def engine_config(model: str, settings: dict[str, Any]) -> EngineConfig:
     """Make the engine's settings of what the command line says, checked."""
     from twolane.engine.settings import SettingError, check_settings
@@ -250,8 +289,8 @@ def engine_config(model: str, settings: dict[str, Any]) -> EngineConfig:
         if not equals:
             raise fail(f"--option {option}: write KEY=VALUE", USAGE_ERROR)
         options[key.replace("-", "_")] = value
-    slo = default_slo(settings)
-    config = EngineConfig(model=model, options=options, slo=slo, **settings)
+    slo, levels = default_slo(settings), asked_levels(settings.pop("levels"))
+    config = EngineConfig(model=model, options=options, slo=slo, levels=levels, **settings)
     try:
         check_settings(config)
     except SettingError as error:

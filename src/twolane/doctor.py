@@ -35,7 +35,7 @@ def findings() -> Iterator[tuple[str, str]]:
     yield "memory", memory()
     problem = cpu_problem()
     yield "cpu lanes", problem or f"work; partitions (prefill, decode): {cpu_partitions()}"
-    yield "cuda lanes", f"not in this version; {cuda_state()}"
+    yield "cuda lanes", cuda_lanes()
     for place, name in enumerate(SYSTEMS):
         yield "systems" if place == 0 else "", f"{name}: {describe(name)}"
         yield "", "  " + " ".join(f"{key}={value}" for key, value in defaults(name).items())
@@ -76,16 +76,23 @@ def cpu_partitions() -> str:
     return " ".join(f"({prefill},{decode})" for prefill, decode in partitions(len(usable_cores())))
 
 
-def cuda_state() -> str:
-    """Return which CUDA devices there are, or why there are none."""
+def cuda_lanes() -> str:
+    """Return which levels the first CUDA device offers, or why there are none."""
     import torch
 
     if torch.version.cuda is None:
-        return "this build of PyTorch has no CUDA"
+        return "none: this build of PyTorch has no CUDA"
     if not torch.cuda.is_available():
-        return f"PyTorch has CUDA {torch.version.cuda}, but finds no device or driver"
-    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    return f"CUDA {torch.version.cuda}: {', '.join(names)}"
+        return f"none: PyTorch has CUDA {torch.version.cuda}, but finds no device or driver"
+    from twolane.lanes.cuda.green import NoGreenContexts, Partitions
+
+    name = f"{torch.cuda.get_device_name(0)}, CUDA {torch.version.cuda}"
+    try:
+        levels = Partitions(0).offered
+    except NoGreenContexts as error:
+        return f"only the whole device: {error} ({name})"
+    offered = " ".join(f"({prefill},{decode})" for prefill, decode in levels)
+    return f"work; levels (prefill, decode SMs): {offered} ({name})"
 
 
 def pulled() -> list[str]:

@@ -1,31 +1,21 @@
 """Puts an engine together from its settings: model, KV pool, lanes, system."""
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
-
-from twolane.engine.config import EngineConfig, usable_cores
+from twolane.engine.config import EngineConfig
 from twolane.engine.engine import Engine
 from twolane.engine.kv import KVBooks
+from twolane.engine.machine import Machine, MachineLanes, load
 from twolane.engine.messages import Ready
-from twolane.engine.settings import check_settings
+from twolane.engine.settings import SettingError, check_settings
 from twolane.engine.trace import FileTrace, Trace
 from twolane.estimate.online import OnlineEstimator
-from twolane.lanes.cpu import CpuLanes
-from twolane.lanes.runner import Runner
-from twolane.model.attention import KVCache
-from twolane.model.decoder import Decoder
-from twolane.model.hub import resolve
 from twolane.model.spec import ModelSpec
-from twolane.model.weights import load_decoder
 from twolane.systems import make_system
 
-KV_SHARE = 0.25
-"""Of the free memory, for the KV pool, unless its size is given."""
-KV_MOST_BYTES = 4 * 2**30
-"""Of a KV pool whose size is not given, on a CPU."""
+DEFAULT_PAGE_SIZE = 16
+"""Tokens, where the device does not ask for another."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +23,7 @@ class Built:
     """A running engine's parts."""
 
     engine: Engine
-    lanes: CpuLanes
+    lanes: MachineLanes
     trace: Trace
     ready: Ready
 
@@ -54,21 +44,13 @@ def build(
     """
     check_settings(config)
     system = make_system(config.system, config.options)
-    cores = usable_cores()[: config.cores]
-    torch.set_num_threads(len(cores))  # for loading; each lane sets its own
-    decoder = load_decoder(
-        resolve(config.model, config.load_format),
-        dtype=config.dtype,
-        load_format=config.load_format,
-        max_positions=config.max_positions,
-        seed=config.seed,
-        progress=progress,
-    )
-    spec = decoder.spec
+    machine = load(config, progress)
+    spec = machine.spec
     max_model_len = _max_model_len(config, spec)
-    books = _books(config, decoder, max_model_len)
-    kv = KVCache(spec, books.total_pages, config.page_size, decoder.dtype)
-    lanes = CpuLanes(Runner(decoder, kv, config.page_size, config.max_running), cores, notify)
+    books = _books(config, machine, max_model_len)
+    lanes = machine.start(
+        books.total_pages, books.page_size, config.max_running, max_model_len, notify, progress
+    )
     trace = FileTrace(config.trace, lanes.clock()) if config.trace else Trace()
     engine = Engine(
         system,
@@ -83,14 +65,14 @@ def build(
         trace=trace,
         slo=config.slo,
     )
-    return Built(engine, lanes, trace, _ready(config, engine, spec))
+    return Built(engine, lanes, trace, _ready(config, engine, machine))
 
 
-def _ready(config: EngineConfig, engine: Engine, spec: ModelSpec) -> Ready:
-    lanes, kv = engine.state.lanes, engine.state.kv
+def _ready(config: EngineConfig, engine: Engine, machine: Machine) -> Ready:
+    lanes, kv, spec = engine.state.lanes, engine.state.kv, machine.spec
     return Ready(
         system=config.system,
-        device="cpu",
+        device=machine.name,
         units=lanes.units,
         levels=list(lanes.levels),
         max_model_len=engine.max_model_len,
@@ -111,25 +93,24 @@ def _max_model_len(config: EngineConfig, spec: ModelSpec) -> int:
     return wanted
 
 
-def _books(config: EngineConfig, decoder: Decoder, max_model_len: int) -> KVBooks:
-    """Pages for `kv_tokens`, or for a share of the free memory."""
-    page_bytes = KVCache.bytes_per_page(decoder.spec, config.page_size, decoder.dtype)
+def _books(config: EngineConfig, machine: Machine, max_model_len: int) -> KVBooks:
+    """Pages for `kv_tokens`, or for the device's share of its memory."""
+    page_size = _page_size(config, machine)
     if config.kv_tokens is not None:
-        pages = config.kv_tokens // config.page_size
+        pages = config.kv_tokens // page_size
     else:
-        share = min(_free_memory() * KV_SHARE, KV_MOST_BYTES)
-        most = config.max_running * -(-max_model_len // config.page_size)
-        pages = min(int(share) // page_bytes, most)
-        if pages < 1:
-            raise MemoryError("not enough free memory for a KV pool")
-    return KVBooks(pages, config.page_size, config.max_running, prefix_cache=config.prefix_cache)
+        most = config.max_running * -(-max_model_len // page_size)
+        room = machine.kv_bytes(max_model_len) // (page_size * machine.page_token_bytes)
+        pages = min(room, most)
+    if pages < 1:
+        raise MemoryError("not enough free memory for a KV pool")
+    return KVBooks(pages, page_size, config.max_running, prefix_cache=config.prefix_cache)
 
 
-def _free_memory() -> int:
-    """Bytes that can be allocated without swapping."""
-    try:
-        with open("/proc/meminfo", encoding="ascii") as lines:  # noqa: PTH123
-            fields = dict(line.split(":", 1) for line in lines)
-        return int(fields["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError):
-        return int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2)
+def _page_size(config: EngineConfig, machine: Machine) -> int:
+    if config.page_size is None:
+        return machine.page_sizes[0] if machine.page_sizes else DEFAULT_PAGE_SIZE
+    if machine.page_sizes and config.page_size not in machine.page_sizes:
+        served = ", ".join(map(str, sorted(machine.page_sizes)))
+        raise SettingError("page_size", f"must be one of {served} here, not {config.page_size}")
+    return config.page_size

@@ -9,6 +9,7 @@ from twolane.slo import Slo
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "dummy"]
+Device = Literal["auto", "cpu", "cuda"]
 
 DEFAULT_SYSTEM = "static-split"
 
@@ -28,7 +29,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     load_format: LoadFormat = "auto"
     """"dummy": random weights, no files needed."""
     dtype: DType = "auto"
-    """Of weights and KV; "auto" is float32 on a CPU."""
+    """Of weights and KV; "auto" is float32 on a CPU and bfloat16 on a GPU."""
     max_positions: int | None = None
     """Raises (or lowers) the positions the model is built for."""
     max_model_len: int | None = None
@@ -40,15 +41,21 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """The system's own settings by name, as text; `twolane.systems` says which there are."""
     slo: Slo = Slo()
     """Of requests that bring none of their own."""
-    page_size: int = 16
-    """Tokens in a KV page."""
+    page_size: int | None = None
+    """Tokens in a KV page; None: 16 on a CPU, 32 on a GPU, which serves 16, 32 and 64."""
     kv_tokens: int | None = None
     """Tokens in the KV pool; None: a share of the free memory."""
     max_running: int = 256
     """The most requests in prefill and decode together."""
     prefix_cache: bool = True
+    device: Device = "auto"
+    """"auto": a GPU if there is one, unless `cores` asks for the CPU."""
     cores: int | None = None
     """CPU cores for both lanes; None: all that this process may use."""
+    levels: tuple[int, ...] | None = None
+    """On a GPU, SMs for the decode lane, one level each; None: every 16, (): none."""
+    gpu_memory_utilization: float = 0.9
+    """Share of a GPU's memory that this process may take, above 0 and at most 1."""
     trace: str | None = None
     """File for a Chrome / Perfetto trace of the run."""
 

@@ -5,6 +5,7 @@ long as that pipe is open, and ends on SIGTERM.
 """
 
 import contextlib
+import logging
 import os
 import signal
 import sys
@@ -125,6 +126,7 @@ class ZmqPort:
 def main() -> int:
     """Serve until told to stop; the exit code."""
     start = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineStart)
+    logging.basicConfig(level=logging.INFO, format="engine: %(message)s", stream=sys.stderr)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the front
     waker = Waker()
     built: Built | None = None

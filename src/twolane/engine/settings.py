@@ -37,11 +37,13 @@ def check_settings(config: EngineConfig) -> None:
     usable = len(usable_cores())
     if config.cores is not None and not 1 <= config.cores <= usable:
         raise SettingError("cores", f"must be between 1 and {usable} here, not {config.cores}")
+    _check_device(config)
     length, positions, pool = config.max_model_len, config.max_positions, config.kv_tokens
     if length is not None and positions is not None and length > positions:
         raise SettingError("max_model_len", f"{length} exceeds max_positions {positions}")
-    if pool is not None and pool // config.page_size * config.page_size < (length or 2):
-        request = f"one request of {length or 2} tokens in pages of {config.page_size}"
+    page_size = config.page_size or 1  # not known yet: the engine looks again
+    if pool is not None and pool // page_size * page_size < (length or 2):
+        request = f"one request of {length or 2} tokens in pages of {page_size}"
         raise SettingError("kv_tokens", f"{pool} does not hold {request}")
     if config.trace is not None and not os.access(Path(config.trace).absolute().parent, os.W_OK):
         raise SettingError("trace", f"{config.trace} cannot be written")
@@ -50,3 +52,17 @@ def check_settings(config: EngineConfig) -> None:
     except ValueError as error:
         field = "system" if str(error).startswith("system") else "options"
         raise SettingError(field, str(error).split(" ", 1)[1]) from error
+
+
+def _check_device(config: EngineConfig) -> None:
+    """What is only for one device is refused with the other."""
+    if config.device == "cuda" and config.cores is not None:
+        raise SettingError("cores", "is for CPU lanes, and the device is cuda")
+    if config.levels is not None:
+        if config.device == "cpu" or config.cores is not None:
+            raise SettingError("levels", "are shares of a GPU's SMs, and the device is the CPU")
+        if any(units < 1 for units in config.levels):
+            raise SettingError("levels", f"must be positive, not {min(config.levels)}")
+    if not 0 < config.gpu_memory_utilization <= 1:
+        share = config.gpu_memory_utilization
+        raise SettingError("gpu_memory_utilization", f"must be above 0 and at most 1, not {share}")

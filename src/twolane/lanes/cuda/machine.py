@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from twolane.kernels.prefill_attention import choose
 from twolane.lanes.cuda.decode import DecodeSteps
 from twolane.lanes.cuda.green import NoGreenContexts, Partitions
 from twolane.lanes.cuda.lanes import CudaLanes
@@ -29,25 +30,39 @@ class CudaMachine:
         spec: the model's shape.
         weights: on the device.
         decode_units: SMs of the decode lane, one level each; None: every 16.
+        utilization: share of the device's memory that this process may take.
+
+    Raises:
+        ValueError: a level cannot be had.
     """
 
+    page_sizes: Sequence[int] = (32, 16, 64)
+
     def __init__(
-        self, spec: ModelSpec, weights: Weights, decode_units: Sequence[int] | None = None
+        self,
+        spec: ModelSpec,
+        weights: Weights,
+        decode_units: Sequence[int] | None = None,
+        utilization: float = 0.9,
     ) -> None:
         self.spec = spec
+        self._utilization = utilization
         self.decoder = GpuDecoder(spec, weights)
         self.device = weights.embedding.device
         torch.cuda.set_device(self.device)
+        self.name = f"cuda ({torch.cuda.get_device_name(self.device)})"
+        self.page_token_bytes = spec.kv_bytes_per_token(self.decoder.dtype.itemsize)
         self.partitions = self._partitions(decode_units)
 
-    def kv_bytes(self, utilization: float, max_model_len: int) -> int:
-        """Bytes for the KV pool, if this process may take that share of the device's memory."""
+    def kv_bytes(self, max_model_len: int) -> int:
+        """Bytes for the KV pool: what is left of this process's share of the memory."""
         free, total = torch.cuda.mem_get_info(self.device)
         tokens = min(max_model_len, WORKSPACE_TOKENS)
         workspace = Workspace(self.spec, self.decoder.dtype, torch.device("meta"))
         workspace.reserve(tokens)
         hidden = 2 * tokens * self.spec.hidden_size * self.decoder.dtype.itemsize
-        return int(free - (1 - utilization) * total) - workspace.bytes - hidden - GRAPH_BYTES
+        left = int(free - (1 - self._utilization) * total)
+        return max(0, left - workspace.bytes - hidden - GRAPH_BYTES)
 
     def start(
         self,
@@ -69,6 +84,8 @@ class CudaMachine:
             progress: told ("graphs", fraction).
         """
         decoder, spec = self.decoder, self.spec
+        kernel, why = choose(decoder.dtype, spec.head_dim, self.device)  # may compile it
+        log.info("prefill attention: %s (%s)", kernel, why)
         kv = GpuKVCache(spec, pages, page_size, decoder.dtype, self.device)
         known = Slots(slots, -(-max_model_len // page_size), self.device)
         steps = DecodeSteps(decoder, kv, known, slots, self.partitions.units)
