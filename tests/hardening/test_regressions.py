@@ -1,6 +1,8 @@
 """Every request that ever broke the server, by name."""
 
 import asyncio
+import http.client
+import time
 
 import pytest
 
@@ -47,6 +49,20 @@ def test_a_length_of_2_to_the_64_is_refused_at_once(target):
     outcome = asyncio.run(play(Case("length", (data,)), target.address))
     assert not outcome.faults
     assert outcome.statuses == [413]
+
+
+def test_a_connection_may_idle_between_requests(target):
+    """Clients that sent on a connection which the server was just closing lost the request."""
+    connection = http.client.HTTPConnection(*target.address)
+    try:
+        for _ in range(2):
+            connection.request("GET", "/health")
+            assert connection.getresponse().read()
+            used = connection.sock
+            time.sleep(1.5)  # longer than a request may take to arrive
+        assert connection.sock is used
+    finally:
+        connection.close()
 
 
 REFUSED = {

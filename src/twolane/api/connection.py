@@ -45,7 +45,10 @@ class Connection(H11Protocol):
         self._refuse(400, msg, "invalid_http")
 
     def _watch_arrival(self) -> None:
-        if self.conn.their_state not in (h11.IDLE, h11.SEND_BODY):
+        state = self.conn.their_state
+        asked = self.cycle is not None
+        idle = state is h11.IDLE and asked and not self.conn.trailing_data[0]
+        if idle or state not in (h11.IDLE, h11.SEND_BODY):
             self._stop_watch()
         elif self._arrival is None:
             self._arrival = self.loop.call_later(self.arrival_seconds, self._too_slow)

@@ -24,6 +24,9 @@ log = logging.getLogger("twolane.api")
 
 FAILURE_SECONDS = 1.0
 """How long a server whose engine has died still answers, with 503."""
+KEEP_ALIVE_SECONDS = 75
+"""How long a connection may idle between two requests. Clients keep theirs for less (httpx 5 s,
+aiohttp 15): what is sent on a connection that the server is just closing is lost."""
 ENDING_SECONDS = 2
 """How long connections may take to end once their streams have."""
 
@@ -117,6 +120,7 @@ async def serve_until_stopped(
         app,
         http=connection_class(options.arrival_seconds),
         ws="none",
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
         lifespan="off",
         log_config=None,
         access_log=False,
