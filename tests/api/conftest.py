@@ -1,4 +1,8 @@
+import json
+
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 
 from twolane.model.hub import resolve
 from twolane.model.tokenizer import load_tokenizer
@@ -23,6 +27,26 @@ def real():
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory):
     return write_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+TEMPLATE = """{% for m in messages %}{{ m.name + ': ' if m.name }}{{ m.content }}
+{% endfor %}{{ 'Think! ' if enable_thinking }}"""
+
+
+@pytest.fixture(scope="session")
+def textual(tmp_path_factory, tokenizer):
+    """A server of random weights that runs one request at a time. Its tokenizer puts a token in
+    front of every text; its template shows names and has a variable."""
+    path = write_tiny_model(tmp_path_factory.mktemp("textual"), vocab_size=49152)
+    backend = Tokenizer.from_str(tokenizer.backend.to_str())
+    begin = "<|im_start|>"
+    backend.post_processor = TemplateProcessing(f"{begin} $A", special_tokens=[(begin, 1)])
+    backend.save(str(path / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": TEMPLATE}
+    (path / "tokenizer_config.json").write_text(json.dumps(config))
+    args = ("--served-model-name", MODEL, "--load-format", "dummy", "--kv-tokens", "70000")
+    with serving(str(path), *args, "--max-running", "1") as served:
+        yield served
 
 
 @pytest.fixture

@@ -30,10 +30,10 @@ TINY = {
 START_SECONDS = 120.0
 
 
-def write_tiny_model(path: Path) -> Path:
+def write_tiny_model(path: Path, **changes: object) -> Path:
     """Write the config of a tiny model without a tokenizer, for --load-format dummy."""
     path.mkdir(parents=True, exist_ok=True)
-    (path / "config.json").write_text(json.dumps(TINY))
+    (path / "config.json").write_text(json.dumps({**TINY, **changes}))
     return path
 
 

@@ -48,7 +48,7 @@ def add_info_routes(app: FastAPI, service: Service) -> None:
     @app.get(
         "/v1/models/{model:path}",
         response_class=Response,
-        responses={200: {"model": Model}, **NO_KEY, 404: ERRORS[404]},
+        responses={200: {"model": Model}, **NO_KEY, 404: ERRORS[404], "default": ERRORS["default"]},
     )
     async def model(model: str) -> Response:
         """Describe the served model."""

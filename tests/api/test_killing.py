@@ -1,0 +1,136 @@
+"""Killing either process at any moment: the other follows, and clients are told."""
+
+import http.client
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from .serving import alive, serving, wait_for
+from .test_lifecycle import LONG, Stream
+
+DUMMY = ("--load-format", "dummy", "--kv-tokens", "200000")
+PROMPT = {**LONG, "prompt": [3 + k % 100 for k in range(8000)], "max_tokens": 50_000}
+SEEDS = range(3)
+
+
+def children(pid):
+    files = Path(f"/proc/{pid}/task").glob("*/children")
+    return {int(child) for file in files for child in file.read_text().split()}
+
+
+class Client(threading.Thread):
+    """One stream, read to its end in a thread of its own."""
+
+    def __init__(self, served, body):
+        super().__init__(daemon=True)
+        self.first, self.ended = threading.Event(), threading.Event()
+        self.last = None
+        self._served, self._body = served, body
+        self.start()
+
+    def run(self):
+        try:
+            stream = Stream(self._served, self._body)
+            if stream.response.status != 200:  # refused before the stream began
+                self.last = json.loads(stream.response.read())
+            for event in stream.events():
+                self.first.set()
+                self.last = event
+        except (OSError, http.client.HTTPException):
+            self.last = None  # the server itself is gone
+        finally:
+            self.ended.set()
+
+
+def busy(served, moment):
+    """Bring the server into a state; return the clients that wait."""
+    clients = []
+    if moment in ("stream", "both"):
+        clients += [Client(served, LONG) for _ in range(3)]
+        assert all(client.first.wait(30) for client in clients)
+    if moment in ("prefill", "both"):
+        clients += [Client(served, PROMPT) for _ in range(4)]
+    return clients
+
+
+@pytest.mark.parametrize("moment", ["idle", "prefill", "stream", "both"])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_killing_the_engine(tiny_model, moment, seed):
+    with serving(str(tiny_model), *DUMMY) as served:
+        engine = served.engine_pid
+        clients = busy(served, moment)
+        time.sleep(random.Random(f"{moment}{seed}").uniform(0.0, 0.3))
+        os.kill(engine, signal.SIGKILL)
+        killed = time.monotonic()
+        wait_for(lambda: served.request("/health")[0] == 503, 3)
+        assert served.request("/health/live")[0] == 200
+        assert served.request("/v1/completions", LONG)[0] == 503
+        for client in clients:
+            assert client.ended.wait(5)
+            assert "signal 9" in client.last["error"]["message"]
+            assert client.last["error"]["code"] == "unavailable"
+        assert served.process.wait(5) == 1
+        assert time.monotonic() - killed < 5
+        assert not alive(engine)
+
+
+def start(model):
+    command = [sys.executable, "-m", "twolane", "serve", str(model), *DUMMY, "--port", "0"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    (engine,) = wait_for(lambda: children(process.pid))
+    return process, engine
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_killing_the_engine_while_it_starts(tiny_model, seed):
+    process, engine = start(tiny_model)
+    time.sleep(random.Random(seed).uniform(0.0, 1.5))
+    os.kill(engine, signal.SIGKILL)
+    out, err = process.communicate(timeout=5)
+    if not out:  # it was not up yet
+        assert b"the engine process ended on signal 9 while it started" in err
+    assert process.returncode == 1
+    assert not alive(engine)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_killing_the_server_while_it_starts(tiny_model, seed):
+    process, engine = start(tiny_model)
+    time.sleep(random.Random(seed).uniform(0.0, 1.5))
+    process.kill()
+    process.communicate()
+    wait_for(lambda: not alive(engine))
+
+
+@pytest.mark.parametrize("moment", ["idle", "prefill", "stream", "both"])
+def test_killing_the_server(tiny_model, moment):
+    with serving(str(tiny_model), *DUMMY) as served:
+        engine = served.engine_pid
+        busy(served, moment)
+        served.process.kill()
+        wait_for(lambda: not alive(engine), 10)
+
+
+def test_the_front_has_no_torch(real):
+    """What is mapped into the process tells: the front serves text without PyTorch."""
+    body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
+    assert real.request("/v1/chat/completions", body)[0] == 200
+    mapped = Path(f"/proc/{real.process.pid}/maps").read_text()
+    assert "torch" not in mapped
+    assert "torch" in Path(f"/proc/{real.engine_pid}/maps").read_text()
+
+
+def test_front_modules_import_no_torch():
+    code = "import sys, twolane.api.run, twolane.llm; print(json.dumps(sorted(sys.modules)))"
+    out = subprocess.run(
+        [sys.executable, "-c", f"import json; {code}"], capture_output=True, check=True
+    )
+    assert not {"torch", "transformers"} & set(json.loads(out.stdout))
