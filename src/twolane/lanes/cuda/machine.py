@@ -11,9 +11,11 @@ from twolane.lanes.cuda.green import NoGreenContexts, Partitions
 from twolane.lanes.cuda.lanes import CudaLanes
 from twolane.lanes.cuda.runner import CudaRunner
 from twolane.lanes.cuda.slots import Slots
+from twolane.lanes.work import PrefillState, PrefillWork, PromptRow, Sampling
 from twolane.model.decoder import Weights
 from twolane.model.gpu import GpuDecoder, GpuKVCache, Workspace
 from twolane.model.spec import ModelSpec
+from twolane.sampling import SamplingParams
 
 log = logging.getLogger("twolane.cuda")
 
@@ -21,6 +23,10 @@ WORKSPACE_TOKENS = 16_384
 """Prefill batches that the workspace is made for; a longer prompt makes it grow."""
 GRAPH_BYTES = 2 * 2**30
 """Kept free for the graphs of all levels, which are captured when the KV pool exists."""
+
+
+WARM_UP = ((0, 1), (0, 7), (0, 16), (0, 61), (0, 640), (64, 1), (64, 5), (64, 40), (640, 256))
+"""(reused, new) tokens of the prompts that compile prefill's kernels at the start."""
 
 
 class CudaMachine:
@@ -99,7 +105,27 @@ class CudaMachine:
                 graphs.seconds,
             )
         runner = CudaRunner(decoder, kv, known, steps, min(max_model_len, WORKSPACE_TOKENS))
-        return CudaLanes(runner, self.partitions, notify)
+        lanes = CudaLanes(runner, self.partitions, notify)
+        progress("kernels", 0.0)
+        self._warm_up(lanes, min(pages, known.tables.shape[1]) * page_size)
+        return lanes
+
+    def _warm_up(self, lanes: CudaLanes, most: int) -> None:
+        """Compile what prefill runs, so that no request waits for it.
+
+        Kernels have forms for few and many tokens, for one and several, with and without a prefix.
+        What is written to the pool here is written again before it is read.
+        """
+        pages = list(range(-(-most // lanes.runner.kv.page_size)))
+        greedy = SamplingParams(temperature=0.0)
+        for reused, new in WARM_UP:
+            if reused + new <= most:
+                tokens = [0] * new
+                sampling = Sampling(greedy, 0, reused + new, (), tokens)
+                row = PromptRow(0, reused, tokens, pages, sampling)
+                work = PrefillWork(PrefillState(), (row,), 0, self.spec.layers, finishes=True)
+                lanes.launch("prefill", self.partitions.units, work, ())
+        torch.cuda.synchronize(self.device)
 
     def _partitions(self, decode_units: Sequence[int] | None) -> Partitions:
         try:
