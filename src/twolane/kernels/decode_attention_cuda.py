@@ -90,7 +90,7 @@ def source() -> str:
     return Path(__file__).with_name("decode_attention.cu").read_text()
 
 
-def attend(
+def arguments(
     q: torch.Tensor,
     pool: torch.Tensor,
     tables: torch.Tensor,
@@ -100,20 +100,47 @@ def attend(
     partial: torch.Tensor,
     arrivals: torch.Tensor,
     *,
+    window: int,
+    scale: float,
+) -> ctypes.Structure:
+    """The kernel's parameter; `scale` is base e."""
+    (rows, heads, _), kv_heads, size = q.shape, pool.shape[1], q.element_size()
+    tensors = q, pool, tables, slots, lengths, out, partial, arrivals
+    strides = q.stride(0) * size, pool.stride(1) * size, tables.stride(0), pool.stride(0) * size
+    return _Arguments(
+        *(t.data_ptr() for t in tensors),
+        *(rows, kv_heads, heads // kv_heads),
+        *strides,
+        window,
+        scale * LOG2E,
+    )
+
+
+def attend(
+    q: torch.Tensor,
+    pool: torch.Tensor,
+    *rest: torch.Tensor,
     units: int,
     window: int,
     scale: float,
     tuned: Tuning,
     extra: tuple[str, ...] = (),
 ) -> None:
-    """`decode_attention` of checked arguments, with the tensors of a `DecodeScratch`."""
-    (rows, heads, dim), kv_heads = q.shape, pool.shape[1]
-    shared = tuned.warps * tuned.stages * _HALF_BYTES + 3 * 4 * rows
-    chosen = options(q.dtype, dim, pool.shape[3], heads // kv_heads, tuned) + extra
+    """`decode_attention` of checked arguments, with the tensors of a `DecodeScratch`.
+
+    Args:
+        q: as there.
+        pool: as there.
+        rest: the other tensors, as `arguments` takes them.
+        units: as there.
+        window: as there.
+        scale: as there.
+        tuned: warps and stages.
+        extra: options of the compiler, for measurements.
+    """
+    group = q.shape[1] // pool.shape[1]
+    chosen = options(q.dtype, q.shape[2], pool.shape[3], group, tuned) + extra
     kernel = nvrtc.load(source(), chosen, "decode_attention", _SHARED, q.device.index or 0)
-    size = q.element_size()
-    tensors = (t.data_ptr() for t in (q, pool, tables, slots, lengths, out, partial, arrivals))
-    counts = rows, kv_heads, heads // kv_heads
-    strides = q.stride(0) * size, pool.stride(1) * size, tables.stride(0), pool.stride(0) * size
-    arguments = _Arguments(*tensors, *counts, *strides, window, scale * LOG2E)
-    kernel.launch(units, tuned.warps * 32, shared, arguments)
+    shared = tuned.warps * tuned.stages * _HALF_BYTES + 3 * 4 * q.shape[0]
+    parameter = arguments(q, pool, *rest, window=window, scale=scale)
+    kernel.launch(units, tuned.warps * 32, shared, parameter)

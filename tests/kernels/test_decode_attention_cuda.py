@@ -1,0 +1,102 @@
+"""The CUDA C++ of decode attention, its instructions acted out on the CPU.
+
+See decode_attention_host.cc. benchmarks/kernels/decode_attention.py checks the same on a GPU.
+"""
+
+import ctypes
+import functools
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.kernels.test_decode_attention import TOLERANCE, Case
+from twolane.kernels import decode_attention_cuda as hopper
+from twolane.kernels.decode_attention import decode_scratch
+
+HOST = Path(__file__).with_name("decode_attention_host.cc")
+SOURCE = Path(hopper.__file__).with_name("decode_attention.cu")
+FAULT = 2**64 - 1
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+
+
+@pytest.fixture(scope="module")
+def build(tmp_path_factory: pytest.TempPathFactory):
+    folder = tmp_path_factory.mktemp("host")
+
+    @functools.cache
+    def build(options: tuple[str, ...]) -> ctypes.CDLL:
+        library = folder / f"{abs(hash(options))}.so"
+        command = ["g++", "-O1", "-std=c++17", "-shared", "-fPIC", f'-DSOURCE="{SOURCE}"']
+        subprocess.run([*command, *options, str(HOST), "-o", str(library)], check=True)
+        loaded = ctypes.CDLL(str(library))
+        loaded.run.restype = ctypes.c_ulonglong
+        return loaded
+
+    return build
+
+
+def run(build, case: Case, units: int, tuned: hopper.Tuning, window: int | None, seed: int):
+    """What the kernel writes, and its bank conflicts."""
+    out, scratch = torch.full_like(case.q, 7.0), decode_scratch(*case.q.shape, units, "cpu")
+    scratch.partial.fill_(torch.nan)
+    group = case.q.shape[1] // case.pool.shape[1]
+    options = hopper.options(case.q.dtype, case.q.shape[2], case.pool.shape[3], group, tuned)
+    arguments = hopper.arguments(
+        *(case.q, case.pool, case.tables, case.slots, case.lengths, out),
+        *(scratch.partial, scratch.arrivals),
+        window=window or 1 << 30,
+        scale=case.q.shape[2] ** -0.5,
+    )
+    conflicts = build(options).run(ctypes.byref(arguments), units, seed)
+    assert conflicts != FAULT, "copies were asked for and never waited for"
+    assert not scratch.arrivals.any()
+    return out, conflicts
+
+
+RAGGED = [5, 1, 160, 0, 31, 32, 70]
+
+
+@pytest.mark.parametrize(
+    ("dim", "page", "group", "tuned"),
+    [
+        (128, 32, 4, hopper.Tuning(2, 3)),
+        (128, 16, 5, hopper.Tuning(2, 2)),
+        (128, 64, 3, hopper.Tuning(3, 3)),
+        (128, 32, 16, hopper.Tuning(1, 4)),
+        (64, 32, 7, hopper.Tuning(2, 3)),
+        (64, 16, 1, hopper.Tuning(2, 4)),
+        (64, 64, 8, hopper.Tuning(3, 2)),
+        (64, 16, 9, hopper.Tuning(1, 3)),
+    ],
+)
+@pytest.mark.parametrize(
+    ("lengths", "units", "window"),
+    [(RAGGED, 1, None), ([300, 0, 33], 3, None), ([200, 5], 2, 70), ([0, 0], 1, None)],
+)
+def test_against_a_reference(build, dim, page, group, tuned, lengths, units, window) -> None:
+    dtype = torch.bfloat16 if group % 2 else torch.float16
+    case = Case.make(lengths, group=group, dim=dim, page=page, dtype=dtype)
+    out, conflicts = run(build, case, units, tuned, window, seed=1)
+    expected = case.reference(window)
+    error = (out.float() - expected).norm(dim=-1) / expected.norm(dim=-1)
+    assert error.max() < TOLERANCE[dtype], error.max(dim=1)
+    assert (out[case.lengths == 0] == 7).all()
+    assert conflicts == 0
+
+
+def test_order_of_arrival_does_not_matter(build) -> None:
+    case = Case.make([400, 90], dim=128, page=32, dtype=torch.bfloat16)
+    outs = [run(build, case, 4, hopper.Tuning(2, 3), None, seed)[0] for seed in range(3)]
+    assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
+
+
+def test_the_workers_of_one_run_are_combined(build) -> None:
+    """A single short row over many more workers than it has tiles."""
+    case = Case.make([70], dim=128, page=32, dtype=torch.bfloat16)
+    out, _ = run(build, case, 5, hopper.Tuning(8, 3), None, seed=0)
+    expected = case.reference()
+    assert ((out.float() - expected).norm() / expected.norm()) < TOLERANCE[torch.bfloat16]
