@@ -112,6 +112,7 @@ static u32 __ballot_sync(u32, bool v) {
     for (int i = 0; i < 32; ++i) bits |= (u32)all[i] << i;
     return bits;
 }
+static bool __any_sync(u32, bool v) { return __ballot_sync(0, v) != 0; }
 static u32 __reduce_add_sync(u32, u32 v) {
     u32 total = 0;
     for (u32 x : exchange(v)) total += x;
@@ -193,6 +194,11 @@ static u32 narrow(float f) {
     return b;
 #endif
 }
+static u32 load_query(const char* at) {
+    u32 v;
+    memcpy(&v, at, 4);
+    return v;
+}
 static u32 pack(float low, float high) { return narrow(low) | narrow(high) << 16; }
 static float power2(float x) { return std::exp2(x); }
 
@@ -208,14 +214,7 @@ static void multiply(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 
                     * element(all[column * 4 + k % 8 / 2].b[k / 8], k % 2);
     }
 }
-static u32 transpose(u32 a) {
-    auto all = exchange(a);
-    int g = current % 32 / 4, t = current % 4;
-    auto element = [&](int row) { return all[row * 4 + g / 2] >> g % 2 * 16 & 0xffff; };
-    return element(2 * t) | element(2 * t + 1) << 16;
-}
 static Words load_shared(u32 address);
-static Words load_query(const char* at);
 
 #include SOURCE
 
@@ -231,11 +230,6 @@ static Words load_shared(u32 address) {
     }
     Words v;
     memcpy(&v, shared_memory + address, 16);
-    return v;
-}
-static Words load_query(const char* at) {
-    Words v;
-    memcpy(&v, at, 16);
     return v;
 }
 

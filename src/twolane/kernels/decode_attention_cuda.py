@@ -141,6 +141,6 @@ def attend(
     group = q.shape[1] // pool.shape[1]
     chosen = options(q.dtype, q.shape[2], pool.shape[3], group, tuned) + extra
     kernel = nvrtc.load(source(), chosen, "decode_attention", _SHARED, q.device.index or 0)
-    shared = tuned.warps * tuned.stages * _HALF_BYTES + 3 * 4 * q.shape[0]
+    shared = tuned.warps * tuned.stages * _HALF_BYTES + 2 * 4 * q.shape[0]
     parameter = arguments(q, pool, *rest, window=window, scale=scale)
     kernel.launch(units, tuned.warps * 32, shared, parameter)
