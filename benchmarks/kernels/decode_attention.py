@@ -29,6 +29,14 @@ EVERYTHING = 1 << 30
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}
 
 READ = """
+#if PATTERN == 0    // 512 bytes in a row
+#define INSIDE(q) (512 * (q) + 16 * lane)
+#elif PATTERN == 1  // operands as the keys are: 8 rows, 64 bytes each
+#define INSIDE(q) (256 * (lane / 4 + (q) / 4 * 8) + 64 * ((q) % 4) + lane % 4 * 16)
+#else               // operands as the values are: 4 rows, 128 bytes each
+#define INSIDE(q) (256 * (lane % 4 * 8 + (q) / 2) + 128 * ((q) % 2) + lane / 4 * 16)
+#endif
+#define PLACE(q) ((q) / 16 * 8192 + INSIDE((q) % 16))
 struct Arguments { const char* pool; unsigned* sink; unsigned first, count, mask; };
 struct alignas(16) Words { unsigned w[4]; };
 extern "C" __global__ void __launch_bounds__(THREADS, 1) read(const __grid_constant__ Arguments a) {
@@ -37,7 +45,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) read(const __grid_const
     asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
     for (unsigned i = blockIdx.x * (THREADS / 32) + threadIdx.x / 32; i < a.count; i += warps) {
         unsigned long long page = ((a.first + i) * 2654435761u) & a.mask;
-        const char* at = a.pool + page * 16384 + lane * 16;
+        const char* at = a.pool + page * 16384;
         for (int j = 0; j < 16384 / 512; j += UNROLL) {
             Words v[UNROLL];
 #pragma unroll
@@ -45,7 +53,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) read(const __grid_const
                 asm volatile("ld.global.nc.L1::no_allocate.L2::cache_hint.v4.u32"
                              " {%0, %1, %2, %3}, [%4], %5;"
                              : "=r"(v[k].w[0]), "=r"(v[k].w[1]), "=r"(v[k].w[2]), "=r"(v[k].w[3])
-                             : "l"(at + (j + k) * 512), "l"(policy));
+                             : "l"(at + PLACE(j + k)), "l"(policy));
 #pragma unroll
             for (int k = 0; k < UNROLL; ++k) x ^= v[k].w[0] ^ v[k].w[1] ^ v[k].w[2] ^ v[k].w[3];
         }
@@ -63,8 +71,9 @@ class _ReadArguments(ctypes.Structure):
     )
 
 
-def read_kernel(threads: int, unroll: int) -> nvrtc.Kernel:
-    return nvrtc.load(READ, (f"-DTHREADS={threads}", f"-DUNROLL={unroll}"), "read", 0, 0)
+def read_kernel(threads: int, unroll: int, pattern: int) -> nvrtc.Kernel:
+    options = f"-DTHREADS={threads}", f"-DUNROLL={unroll}", f"-DPATTERN={pattern}"
+    return nvrtc.load(READ, options, "read", 0, 0)
 
 
 @dataclass(frozen=True)
@@ -278,17 +287,20 @@ def rates(problems: Sequence[Problem], lanes: Sequence[Partition], make: Make) -
     return {str(lane.units): rate(problems, lane, make) for lane in lanes}
 
 
-def read_rate(memory: torch.Tensor, lane: Partition, threads: int, unroll: int) -> float:
-    """TB/s of a kernel that reads 16 KB pages in random order."""
-    kernel, sink = read_kernel(threads, unroll), torch.zeros(1, dtype=torch.int32, device="cuda")
+def read_rate(
+    memory: torch.Tensor, lane: Partition, threads: int, unroll: int, pattern: int = 0
+) -> float:
+    """TB/s of a kernel that reads 537 MB in 16 KB pages in random order."""
+    kernel = read_kernel(threads, unroll, pattern)
+    sink = torch.zeros(1, dtype=torch.int32, device="cuda")
     pages = 1 << ((memory.numel() * memory.element_size() // 16384).bit_length() - 1)
-    count = pages // 4
+    count = pages // 8
 
     def call(first: int) -> Callable[[], None]:
         arguments = _ReadArguments(memory.data_ptr(), sink.data_ptr(), first, count, pages - 1)
         return lambda: kernel.launch(lane.units, threads, 0, arguments)
 
-    calls = [call(i * count) for i in range(4)]
+    calls = [call(i * count) for i in range(8)]
     return count * 16384 / seconds(calls, lane.stream, 7) / 1e12
 
 
@@ -310,24 +322,74 @@ def speed(report: Report, memory: torch.Tensor, lanes: Sequence[Partition]) -> N
                 report.add(**row)
 
 
+class _Timed(hopper._Arguments):
+    _fields_ = (("timeline", ctypes.c_void_p),)
+
+
+def timeline(report: Report, problems: Sequence[Problem], lane: Partition) -> None:
+    """When warps start, begin their tiles, end them, leave: microseconds from the first start."""
+    tuned = hopper.tuning(lane.units)
+    times = torch.zeros(lane.units * tuned.warps, 4, dtype=torch.int64, device="cuda")
+    problem = problems[0]
+    options = hopper.options(torch.bfloat16, 128, 32, 4, tuned)
+    kernel = nvrtc.load(
+        hopper.source(), (*options, "-DTIMELINE"), "decode_attention", hopper._SHARED, 0
+    )
+    scratch = decode_scratch(*problem.q.shape, lane.units, "cuda")
+    out = torch.empty_like(problem.q)
+    base = hopper.arguments(
+        *(problem.q, problem.pool, problem.tables, problem.slots, problem.lengths, out),
+        *(scratch.partial, scratch.arrivals),
+        window=EVERYTHING,
+        scale=128**-0.5,
+    )
+    values = [getattr(base, name) for name, _ in hopper._Arguments._fields_]
+    arguments = _Timed(*values, times.data_ptr())
+    shared = tuned.warps * tuned.stages * hopper._HALF_BYTES + 8 * len(problem.lengths)
+    with torch.cuda.stream(lane.stream):
+        for _ in range(3):
+            kernel.launch(lane.units, tuned.warps * 32, shared, arguments)
+    lane.stream.synchronize()
+    relative = (times - times[:, 0].min()).double() / 1e3
+    quantiles = torch.tensor([0, 0.1, 0.5, 0.9, 1], dtype=torch.float64, device="cuda")
+    marks = {
+        name: [round(x, 1) for x in relative[:, i].quantile(quantiles).tolist()]
+        for i, name in enumerate(("start", "begin", "end", "leave"))
+    }
+    report.add(timeline=lane.units, **marks)
+    ends = relative[:, 2].view(tuned.warps, lane.units).mean(0)
+    report.add(ends_by_block=[round(x) for x in ends.tolist()])
+
+
 def variants(report: Report, memory: torch.Tensor, lanes: Sequence[Partition]) -> None:
     lanes = [lane for lane in lanes if lane.units in (24, 48, 132)]
     problems = layers("64x2K", memory)
-    for warps, stages in ((8, 3), (4, 6), (5, 5), (6, 4), (9, 3), (12, 2), (10, 2), (8, 2)):
-        tuned = hopper.Tuning(warps, stages)
+    shapes = ((8, 3), (8, 2), (9, 2), (10, 2), (11, 2), (12, 2), (6, 4))
+    settings = [(*shape, 1, 0) for shape in shapes]
+    settings += [(8, 3, 0, 1), (8, 3, 0, 0), (8, 3, 1, 1), (12, 2, 1, 1), (12, 2, 0, 0)]
+    for warps, stages, late, fence in settings:
+        tuned, extra = hopper.Tuning(warps, stages), (f"-DLATE={late}", f"-DFENCE={fence}")
         with report.attempt(f"{tuned}"):
-            make = partial(Problem.cuda, tuned=tuned)
-            report.add(cuda=f"{warps}x{stages}", **rates(problems, lanes, make))
-    for probe, (warps, stages) in itertools.product((1, 2), ((8, 3), (12, 2))):
-        tuned, extra = hopper.Tuning(warps, stages), (f"-DPROBE={probe}",)
+            make = partial(Problem.cuda, tuned=tuned, extra=extra)
+            name = f"{warps}x{stages} late {late} fence {fence}"
+            report.add(cuda=name, **rates(problems, lanes, make))
+    probes = itertools.product((1, 2), ((8, 3), (12, 2)), (0, 32, 128), (0, 1))
+    for probe, (warps, stages), pad, fence in probes:
+        tuned = hopper.Tuning(warps, stages)
+        extra = f"-DPROBE={probe}", f"-DPAD={pad}", f"-DFENCE={fence}"
         with report.attempt(f"probe {probe}"):
             make = partial(Problem.cuda, tuned=tuned, extra=extra)
-            only = "copy" if probe == 1 else "copy+load"
+            only = f"{('copy', 'copy+load')[probe - 1]} pad {pad} fence {fence}"
             report.add(cuda=f"{warps}x{stages}", only=only, **rates(problems, lanes, make))
-    for threads, unroll in ((1024, 8), (1024, 16), (512, 16), (512, 32), (256, 32)):
+    for threads, unroll, pattern in itertools.product((1024, 512, 256), (8, 16), (0, 1, 2)):
         with report.attempt(f"read {threads} {unroll}"):
-            found = {str(lane.units): read_rate(memory, lane, threads, unroll) for lane in lanes}
-            report.add(read=f"{threads}x{unroll}", **found)
+            found = {
+                str(lane.units): read_rate(memory, lane, threads, unroll, pattern) for lane in lanes
+            }
+            report.add(read=f"{threads}x{unroll}", pattern=pattern, **found)
+    for lane in lanes:
+        with report.attempt(f"timeline {lane.units}"):
+            timeline(report, problems, lane)
     for page, dim in ((16, 128), (64, 128), (32, 64), (16, 64)):
         with report.attempt(f"page {page} dim {dim}"):
             others = layers("64x2K", memory, page=page, dim=dim)

@@ -28,6 +28,9 @@
 #ifndef LATE
 #define LATE 0
 #endif
+#ifndef FENCE
+#define FENCE 1
+#endif
 #ifndef PAD
 #define PAD 32
 #endif
@@ -115,7 +118,9 @@ __device__ __forceinline__ u32 load_query(const char* at) {
 
 // What a warp has loaded is in its registers: from here on its bulk copies may overwrite it.
 __device__ __forceinline__ void loads_done() {
+#if FENCE
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
     __syncwarp();
 }
 
