@@ -156,7 +156,7 @@ class Problem:
             "tuned": tuned or hopper.tuning(units),
             "extra": extra,
         }
-        return lambda: hopper.attend(*arguments, scratch.arrivals, **settings), out
+        return lambda: hopper.attend(*arguments, scratch.cuts, **settings), out
 
     def triton(
         self, units: int, tuned: portable.Tuning | None = None, window: int | None = None
@@ -339,7 +339,7 @@ def timeline(report: Report, problems: Sequence[Problem], lane: Partition) -> No
     out = torch.empty_like(problem.q)
     base = hopper.arguments(
         *(problem.q, problem.pool, problem.tables, problem.slots, problem.lengths, out),
-        *(scratch.partial, scratch.arrivals),
+        *(scratch.partial, scratch.cuts),
         window=EVERYTHING,
         scale=128**-0.5,
     )

@@ -170,7 +170,7 @@ struct Arguments {
     const int* lengths;
     char* out;
     float* partial;
-    int* arrivals;
+    int2* cuts;  // of each worker: the run that it began and that goes on, and the last worker of it
     int rows, kv_heads, group;
     u32 q_stride, head_stride, table_stride;  // bytes, bytes, entries
     u64 page_stride;                          // bytes
@@ -507,45 +507,15 @@ __device__ __forceinline__ void store_partial(const Arguments& a, int place, Sta
     }
 }
 
-// Add to the values of this lane's heads, whose peaks and sums of weights are here by head, too.
-__device__ __forceinline__ void add_partial(const Arguments& a, int place, State& state,
-                                            float (&peak)[TILES_N][2], float (&weight)[TILES_N][2],
-                                            int lane) {
-    const float* from = a.partial + (u64)place * PLACE_FLOATS;
-#pragma unroll
-    for (int n = 0; n < TILES_N; ++n)
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-            int member = 8 * n + 2 * (lane % 4) + e;
-            if (member >= a.group) continue;
-            float2 part = __ldcg(reinterpret_cast<const float2*>(from + 16 * DIM + 2 * member));
-            float top = fmaxf(peak[n][e], part.x);
-            float fade = power2(peak[n][e] - top), gain = power2(part.x - top);
-            peak[n][e] = top;
-            weight[n][e] = weight[n][e] * fade + part.y * gain;
-            const float* head = from + member * DIM + lane / 4 * 8;
-#pragma unroll
-            for (int i = 0; i < 8 * CHUNKS; i += 4) {
-                float4 x = __ldcg(reinterpret_cast<const float4*>(head + i / 8 * 64 + i % 8));
-                float part_value[4] = {x.x, x.y, x.z, x.w};
-#pragma unroll
-                for (int k = 0; k < 4; ++k) {
-                    float& value = state.at(n, e, i / 8, i % 8 + k);
-                    value = value * fade + part_value[k] * gain;
-                }
-            }
-        }
-}
-
 __device__ __forceinline__ void store_out(const Arguments& a, const Cursor& at, State& state,
-                                          const float (&weight)[TILES_N][2], int lane) {
+                                          int lane) {
 #pragma unroll
     for (int n = 0; n < TILES_N; ++n)
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
             int member = 8 * n + 2 * (lane % 4) + e;
+            float gain = 1.0f / __shfl_sync(ALL, state.weight[n], lane % 4 * 8 + e * 4);
             if (member >= a.group) continue;
-            float gain = 1.0f / weight[n][e];
             u64 place = ((u64)(at.row * a.kv_heads + at.head) * a.group + member) * ROW_BYTES;
 #pragma unroll
             for (int c = 0; c < CHUNKS; ++c) {
@@ -559,39 +529,20 @@ __device__ __forceinline__ void store_out(const Arguments& a, const Cursor& at, 
         }
 }
 
-// The end of a run, which begins at tile `begin` of all, or of this worker's part of it.
-__device__ __forceinline__ void finish(const Arguments& a, const Share& share, const Cursor& at,
-                                       u32 begin, u32 worker, State& state, int lane) {
-    float peak[TILES_N][2], weight[TILES_N][2];
+// The end of a run, or of this worker's part of it. A part that goes on is put at the second place
+// of the worker, one that ends at the first.
+__device__ __forceinline__ void finish(const Arguments& a, const Cursor& at, bool began_here,
+                                       u32 worker, State& state, int lane) {
 #pragma unroll
     for (int n = 0; n < TILES_N; ++n) {
         state.weight[n] += __shfl_xor_sync(ALL, state.weight[n], 1);
         state.weight[n] += __shfl_xor_sync(ALL, state.weight[n], 2);
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-            weight[n][e] = __shfl_sync(ALL, state.weight[n], lane % 4 * 8 + e * 4);
-            peak[n][e] = MINUS_INFINITY;
-        }
     }
-    u32 first = share.owner(begin), last = share.owner(begin + at.end - at.first - 1);
-    if (first != last) {
-        store_partial(a, 2 * worker + (begin > share.begin(worker)), state, lane);
-        __threadfence();
-        __syncwarp();
-        int before = 0;
-        if (lane == 0) before = atomicAdd(a.arrivals + first, 1);
-        if (__shfl_sync(ALL, before, 0) != (int)(last - first)) return;
-        // The last to arrive combines all parts, in their order.
-        __threadfence();
-        if (lane == 0) a.arrivals[first] = 0;
-        state.clear();
-#pragma unroll
-        for (int n = 0; n < TILES_N; ++n) weight[n][0] = weight[n][1] = 0;
-        for (u32 part = first; part <= last; ++part)
-            add_partial(a, 2 * part + (part == first && begin > share.begin(first)), state, peak,
-                        weight, lane);
-    }
-    store_out(a, at, state, weight, lane);
+    bool goes_on = at.tile < at.end;
+    if (began_here && !goes_on)
+        store_out(a, at, state, lane);
+    else
+        store_partial(a, 2 * worker + goes_on, state, lane);
 }
 
 extern "C" __global__ void __launch_bounds__(WARPS * LANES, 1)
@@ -620,6 +571,7 @@ decode_attention(const __grid_constant__ Arguments a) {
     for (int i = 0; i < WARPS; ++i) share.total += warp_tiles[i] * a.kv_heads;
     share.workers = min(share.total, gridDim.x * WARPS);
     u32 worker = warp * gridDim.x + blockIdx.x;  // few tiles are spread over all blocks
+    if (lane == 0) a.cuts[worker] = make_int2(-1, 0);
     if (worker >= share.workers) return;
     u32 position = share.begin(worker), stop = share.begin(worker + 1);
 
@@ -649,7 +601,7 @@ decode_attention(const __grid_constant__ Arguments a) {
     State state;
     query.load(a, at, lane);
     state.clear();
-    u32 begin = position - (at.tile - at.first);
+    bool began_here = at.tile == at.first;
     MARK(1);
     for (;; ++position) {
         Keys k;
@@ -693,14 +645,81 @@ decode_attention(const __grid_constant__ Arguments a) {
         bool more = position + 1 < stop;
         if (++at.tile < at.end && more) continue;
         if (!more) MARK(2);
-        finish(a, share, at, begin, worker, state, lane);
-        if (!more) {
-            MARK(3);
-            return;
-        }
+        finish(a, at, began_here, worker, state, lane);
+        if (!more) break;
         at.next_run(a, rows);
-        begin = position + 1;
+        began_here = true;
         query.load(a, at, lane);
         state.clear();
+    }
+    if (lane == 0 && began_here && at.tile < at.end) {
+        u32 last = share.owner(position + at.end - at.tile);
+        a.cuts[worker] = make_int2(at.row * a.kv_heads + at.head, last);
+    }
+    MARK(3);
+}
+
+// One block a worker: the parts of the run that it began and that goes on, in the workers' order.
+constexpr int COMBINE_WARPS = 4;
+
+extern "C" __global__ void __launch_bounds__(COMBINE_WARPS * LANES)
+combine(const __grid_constant__ Arguments a) {
+    constexpr int QUADS = 8 * TILES_N * DIM / 4;  // float4 of a part
+    __shared__ float4 sums[COMBINE_WARPS][QUADS];
+    __shared__ float peaks[16], gains[16];
+    int warp = threadIdx.x / LANES, lane = threadIdx.x % LANES;
+    int first = blockIdx.x, run = a.cuts[first].x, last = a.cuts[first].y;
+    if (run < 0) return;
+    auto place = [&](int part) { return a.partial + (u64)(2 * part + (part < last)) * PLACE_FLOATS; };
+    auto totals = [&](int part, int member) {  // peak and sum of weights
+        return __ldcg(reinterpret_cast<const float2*>(place(part) + 16 * DIM + 2 * member));
+    };
+    for (int member = warp; member < a.group; member += COMBINE_WARPS) {
+        float peak = MINUS_INFINITY, weight = 0;
+        for (int part = first + lane; part <= last; part += LANES)
+            peak = fmaxf(peak, totals(part, member).x);
+#pragma unroll
+        for (int d = 16; d; d /= 2) peak = fmaxf(peak, __shfl_xor_sync(ALL, peak, d));
+        for (int part = first + lane; part <= last; part += LANES) {
+            float2 t = totals(part, member);
+            weight += t.y * power2(t.x - peak);
+        }
+#pragma unroll
+        for (int d = 16; d; d /= 2) weight += __shfl_xor_sync(ALL, weight, d);
+        if (lane == 0) {
+            peaks[member] = peak;
+            gains[member] = 1.0f / weight;
+        }
+    }
+    __syncthreads();
+    float4 sum[QUADS / LANES];
+#pragma unroll
+    for (int i = 0; i < QUADS / LANES; ++i) sum[i] = make_float4(0, 0, 0, 0);
+#pragma unroll 2
+    for (int part = first + warp; part <= last; part += COMBINE_WARPS)
+#pragma unroll
+        for (int i = 0; i < QUADS / LANES; ++i) {
+            int quad = i * LANES + lane, member = quad * 4 / DIM;
+            if (member >= a.group) continue;
+            float4 x = __ldcg(reinterpret_cast<const float4*>(place(part)) + quad);
+            float gain = power2(totals(part, member).x - peaks[member]);
+            sum[i].x += x.x * gain;
+            sum[i].y += x.y * gain;
+            sum[i].z += x.z * gain;
+            sum[i].w += x.w * gain;
+        }
+#pragma unroll
+    for (int i = 0; i < QUADS / LANES; ++i) sums[warp][i * LANES + lane] = sum[i];
+    __syncthreads();
+    for (int quad = threadIdx.x; quad < a.group * DIM / 4; quad += COMBINE_WARPS * LANES) {
+        float4 x = sums[0][quad];
+        for (int w = 1; w < COMBINE_WARPS; ++w) {
+            float4 y = sums[w][quad];
+            x = make_float4(x.x + y.x, x.y + y.y, x.z + y.z, x.w + y.w);
+        }
+        float gain = gains[quad * 4 / DIM];
+        u32* out = reinterpret_cast<u32*>(a.out + (u64)run * a.group * ROW_BYTES) + 2 * quad;
+        out[0] = pack(x.x * gain, x.y * gain);
+        out[1] = pack(x.z * gain, x.w * gain);
     }
 }

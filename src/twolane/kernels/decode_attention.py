@@ -10,9 +10,9 @@ gives each of them the same number of tokens:
 - *Worker* w of W (the tiles' number, if there are fewer tiles) takes the tiles
   [w * tiles // W, (w + 1) * tiles // W), whatever runs they belong to.
 - A run inside one worker is written at once. Of a run that is cut, each worker leaves a partial
-  result (maximum, sum of weights, weighted sum of values), two a worker at most: at place 0 the
-  run it begins with, at place 1 the one that it ends with, if that is another. They are combined in
-  the order of the workers, so results do not depend on timing.
+  result (maximum, sum of weights, weighted sum of values), two a worker at most: at place 1 of a
+  run that goes on after it, at place 0 of one that began before it and ends with it. A second
+  kernel combines them in the order of the workers, so results do not depend on timing.
 
 No plan on the host, no data-dependent allocation: it lives in a CUDA graph.
 """
@@ -43,8 +43,8 @@ class DecodeScratch:
     """Weighted sums of values of runs that were cut, float32."""
     sums: torch.Tensor
     """Their maxima (base 2) and sums of weights, float32."""
-    arrivals: torch.Tensor
-    """Parts that have arrived of the run that a worker began, int32; 0 between launches."""
+    cuts: torch.Tensor
+    """Of each worker the run that it began and that goes on, and its last worker, int32."""
 
 
 def decode_scratch(
@@ -55,8 +55,8 @@ def decode_scratch(
     width = max(16, 1 << (dim - 1).bit_length())
     sizes = 2 * workers * hopper.place_floats(width), 2 * workers * MAX_GROUP * 2
     partial, sums = (torch.empty(n, dtype=torch.float32, device=device) for n in sizes)
-    arrivals = torch.zeros(workers, dtype=torch.int32, device=device)
-    return DecodeScratch(rows, heads, dim, units, partial, sums, arrivals)
+    cuts = torch.empty(workers, 2, dtype=torch.int32, device=device)
+    return DecodeScratch(rows, heads, dim, units, partial, sums, cuts)
 
 
 def decode_attention(
@@ -102,7 +102,7 @@ def decode_attention(
     if hopper.serves(q):
         tuned = hopper.tuning(units)
         hopper.attend(
-            *arguments, scratch.arrivals, units=units, window=window, scale=scale, tuned=tuned
+            *arguments, scratch.cuts, units=units, window=window, scale=scale, tuned=tuned
         )
     else:
         chosen = portable.tuning(pool[0, 0].numel() * pool.element_size())

@@ -33,7 +33,7 @@ class _Arguments(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("q", "pool", "tables", "slots", "lengths", "out")),
-        *((name, ctypes.c_void_p) for name in ("partial", "arrivals")),
+        *((name, ctypes.c_void_p) for name in ("partial", "cuts")),
         *((name, ctypes.c_int) for name in ("rows", "kv_heads", "group")),
         *((name, ctypes.c_uint) for name in ("q_stride", "head_stride", "table_stride")),
         ("page_stride", ctypes.c_ulonglong),
@@ -98,14 +98,14 @@ def arguments(
     lengths: torch.Tensor,
     out: torch.Tensor,
     partial: torch.Tensor,
-    arrivals: torch.Tensor,
+    cuts: torch.Tensor,
     *,
     window: int,
     scale: float,
 ) -> ctypes.Structure:
     """The kernel's parameter; `scale` is base e."""
     (rows, heads, _), kv_heads, size = q.shape, pool.shape[1], q.element_size()
-    tensors = q, pool, tables, slots, lengths, out, partial, arrivals
+    tensors = q, pool, tables, slots, lengths, out, partial, cuts
     strides = q.stride(0) * size, pool.stride(1) * size, tables.stride(0), pool.stride(0) * size
     return _Arguments(
         *(t.data_ptr() for t in tensors),
@@ -140,7 +140,10 @@ def attend(
     """
     group = q.shape[1] // pool.shape[1]
     chosen = options(q.dtype, q.shape[2], pool.shape[3], group, tuned) + extra
-    kernel = nvrtc.load(source(), chosen, "decode_attention", _SHARED, q.device.index or 0)
+    device = q.device.index or 0
+    kernel = nvrtc.load(source(), chosen, "decode_attention", _SHARED, device)
+    combine = nvrtc.load(source(), chosen, "combine", 0, device)
     shared = tuned.warps * tuned.stages * _HALF_BYTES + 2 * 4 * q.shape[0]
     parameter = arguments(q, pool, *rest, window=window, scale=scale)
     kernel.launch(units, tuned.warps * 32, shared, parameter)
+    combine.launch(units * tuned.warps, 4 * 32, 0, parameter)

@@ -96,8 +96,7 @@ def _attend(
     end_of = tl.cumsum(count_of, 0) * kv_heads
     total = tl.sum(count_of, 0) * kv_heads
     workers = tl.maximum(tl.minimum(tl.num_programs(0), total), 1)
-    own_begin = _begin(worker, total, workers)
-    position = own_begin
+    position = _begin(worker, total, workers)
     stop = tl.where(worker < workers, _begin(worker + 1, total, workers), position)
 
     members = tl.arange(0, GROUP)
@@ -152,8 +151,7 @@ def _attend(
             result = accumulated / total_weight[:, None]
             tl.store(out_at + dims[None, :], result.to(out.dtype.element_ty), mask=q_mask)
         else:
-            # A worker's first piece may have begun before it; only its last goes on after it.
-            place = worker * 2 + (position > own_begin).to(tl.int32)
+            place = worker * 2 + (start + tiles < count).to(tl.int32)
             at = place * GROUP + members
             tl.store(partial + at[:, None] * DIM + dims[None, :], accumulated)
             tl.store(sums + at * 2, maximum)
@@ -197,8 +195,7 @@ def _combine(
             total_weight = tl.zeros([GROUP], tl.float32)
             accumulated = tl.zeros([GROUP, DIM], tl.float32)
             for worker in range(first, last + 1):
-                second = (worker == first) & (begin > _begin(first, total, workers))
-                at = (worker * 2 + second.to(tl.int32)) * GROUP + members
+                at = (worker * 2 + (worker < last).to(tl.int32)) * GROUP + members
                 part_maximum = tl.load(sums + at * 2)
                 peak = tl.maximum(maximum, part_maximum)
                 fade = tl.exp2(maximum - peak)

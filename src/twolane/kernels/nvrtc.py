@@ -105,6 +105,14 @@ def _write(path: Path, content: bytes) -> None:
 
 
 @cache
+def _library(source: str, options: tuple[str, ...]) -> Any:
+    from cuda.bindings import driver
+
+    cubin = compile_cubin(source, options)
+    return cuda_checked(driver.cuLibraryLoadData(cubin, [], [], 0, [], [], 0))
+
+
+@cache
 def load(source: str, options: tuple[str, ...], entry: str, shared: int, device: int) -> Kernel:
     """Compile (or find) and load `entry` on CUDA device number `device`.
 
@@ -117,11 +125,9 @@ def load(source: str, options: tuple[str, ...], entry: str, shared: int, device:
     """
     from cuda.bindings import driver
 
-    library = cuda_checked(
-        driver.cuLibraryLoadData(compile_cubin(source, options), [], [], 0, [], [], 0)
-    )
-    kernel = cuda_checked(driver.cuLibraryGetKernel(library, entry.encode()))
+    kernel = cuda_checked(driver.cuLibraryGetKernel(_library(source, options), entry.encode()))
     attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
     handle = cuda_checked(driver.cuDeviceGet(device))
-    cuda_checked(driver.cuKernelSetAttribute(attribute, shared, kernel, handle))
+    if shared:
+        cuda_checked(driver.cuKernelSetAttribute(attribute, shared, kernel, handle))
     return Kernel(driver.CUfunction(int(kernel)))
