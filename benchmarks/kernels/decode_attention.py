@@ -194,8 +194,8 @@ def prepare() -> None:
     """Compile what the checks need, on all cores; the results are in the cache on disk."""
     wanted = {
         hopper.options(c.get("dtype", torch.bfloat16), c.get("dim", 128), c.get("page", 32),
-                       c.get("group", 4), hopper.Tuning()) + WATCHDOG
-        for c in CASES
+                       c.get("group", 4), hopper.tuning(units)) + WATCHDOG
+        for c in CASES for units in (24, 132)
     }  # fmt: skip
     with ThreadPoolExecutor(os.cpu_count()) as threads:
         for _ in threads.map(lambda o: nvrtc.compile_cubin(hopper.source(), o), wanted):
@@ -338,7 +338,7 @@ def timeline(report: Report, problems: Sequence[Problem], lane: Partition) -> No
     scratch = decode_scratch(*problem.q.shape, lane.units, "cuda")
     out = torch.empty_like(problem.q)
     base = hopper.arguments(
-        *(problem.q, problem.pool, problem.tables, problem.slots, problem.lengths, out),
+        *(problem.q, 8, problem.tables, problem.slots, problem.lengths, out),
         *(scratch.partial, scratch.cuts),
         window=EVERYTHING,
         scale=128**-0.5,
@@ -348,7 +348,9 @@ def timeline(report: Report, problems: Sequence[Problem], lane: Partition) -> No
     shared = tuned.warps * tuned.stages * hopper._HALF_BYTES + 8 * len(problem.lengths)
     with torch.cuda.stream(lane.stream):
         for _ in range(3):
-            kernel.launch(lane.units, tuned.warps * 32, shared, arguments)
+            kernel.launch(
+                lane.units, tuned.warps * 32, shared, hopper.tensor_map(problem.pool), arguments
+            )
     lane.stream.synchronize()
     relative = (times - times[:, 0].min()).double() / 1e3
     quantiles = torch.tensor([0, 0.1, 0.5, 0.9, 1], dtype=torch.float64, device="cuda")
@@ -362,26 +364,21 @@ def timeline(report: Report, problems: Sequence[Problem], lane: Partition) -> No
 
 
 def variants(report: Report, memory: torch.Tensor, lanes: Sequence[Partition]) -> None:
-    lanes = [lane for lane in lanes if lane.units in (24, 48, 132)]
+    lanes = [lane for lane in lanes if lane.units in (24, 48, 64, 100, 132)]
     problems = layers("64x2K", memory)
-    shapes = ((8, 3), (8, 2), (9, 2), (10, 2), (11, 2), (12, 2), (6, 4))
-    settings = [(*shape, 1, 0) for shape in shapes]
-    settings += [(8, 3, 0, 1), (8, 3, 0, 0), (8, 3, 1, 1), (12, 2, 1, 1), (12, 2, 0, 0)]
-    for warps, stages, late, fence in settings:
-        tuned, extra = hopper.Tuning(warps, stages), (f"-DLATE={late}", f"-DFENCE={fence}")
-        with report.attempt(f"{tuned}"):
-            make = partial(Problem.cuda, tuned=tuned, extra=extra)
-            name = f"{warps}x{stages} late {late} fence {fence}"
-            report.add(cuda=name, **rates(problems, lanes, make))
-    probes = itertools.product((1, 2), ((8, 3), (12, 2)), (0, 32, 128), (0, 1))
-    for probe, (warps, stages), pad, fence in probes:
+    shapes = ((12, 2), (10, 2), (9, 3), (9, 2), (8, 3), (8, 2), (6, 4), (6, 3), (6, 2), (4, 4))
+    for warps, stages in shapes:
         tuned = hopper.Tuning(warps, stages)
-        extra = f"-DPROBE={probe}", f"-DPAD={pad}", f"-DFENCE={fence}"
+        with report.attempt(f"{tuned}"):
+            make = partial(Problem.cuda, tuned=tuned)
+            report.add(cuda=f"{warps}x{stages}", **rates(problems, lanes, make))
+    for probe, (warps, stages) in itertools.product((1, 2), ((12, 2), (8, 3), (8, 2), (6, 2))):
+        tuned, extra = hopper.Tuning(warps, stages), (f"-DPROBE={probe}",)
         with report.attempt(f"probe {probe}"):
             make = partial(Problem.cuda, tuned=tuned, extra=extra)
-            only = f"{('copy', 'copy+load')[probe - 1]} pad {pad} fence {fence}"
+            only = ("copy", "copy+load")[probe - 1]
             report.add(cuda=f"{warps}x{stages}", only=only, **rates(problems, lanes, make))
-    for threads, unroll, pattern in itertools.product((1024, 512, 256), (8, 16), (0, 1, 2)):
+    for threads, unroll, pattern in ((1024, 8, 0), (512, 16, 0), (512, 16, 1), (512, 16, 2)):
         with report.attempt(f"read {threads} {unroll}"):
             found = {
                 str(lane.units): read_rate(memory, lane, threads, unroll, pattern) for lane in lanes
@@ -394,11 +391,6 @@ def variants(report: Report, memory: torch.Tensor, lanes: Sequence[Partition]) -
         with report.attempt(f"page {page} dim {dim}"):
             others = layers("64x2K", memory, page=page, dim=dim)
             report.add(cuda="default", page=page, dim=dim, **rates(others, lanes, Problem.cuda))
-    for setting in ((6, 1, 6), (4, 1, 8), (3, 1, 10), (4, 2, 8), (6, 2, 6), (4, 4, 8)):
-        with report.attempt(f"triton {setting}"):
-            make = partial(Problem.triton, tuned=portable.Tuning(*setting))
-            name = "workers {} warps {} stages {}".format(*setting)
-            report.add(triton=name, **rates(problems, lanes, make))
 
 
 def main() -> None:

@@ -29,7 +29,6 @@ struct float2 { float x, y; };
 struct int2 { int x, y; };
 struct float4 { float x, y, z, w; };
 struct Index { u32 x; };
-struct Words;
 
 static int2 make_int2(int x, int y) { return {x, y}; }
 static float2 make_float2(float x, float y) { return {x, y}; }
@@ -121,15 +120,15 @@ static u32 __reduce_add_sync(u32, u32 v) {
 
 // Shared memory, barriers and copies.
 
-alignas(128) static char shared_memory[1 << 18];
+alignas(1024) static char shared_memory[1 << 18];
 static char* dynamic_shared() { return shared_memory; }
 static u32 shared_address(const void* p) { return (u32)((const char*)p - shared_memory); }
 
 struct Barrier { int arrivals = 0, pending = 0; u32 phase = 0; };
-struct Copy { u32 target; const void* source; u32 bytes, barrier; };
+struct Copy { u32 target; const char* source; u32 barrier; };
 static std::map<u32, Barrier> barriers_by_address;
 static std::vector<Copy> copies;
-static u64 conflicts, loads;
+static u64 conflicts;
 
 static void settle(Barrier& b) {
     if (b.arrivals == 1 && b.pending == 0) {
@@ -147,27 +146,24 @@ static void barrier_expect(u32 barrier, u32 bytes) {
     b.pending += bytes;
     settle(b);
 }
-static void bulk_copy(u32 target, const void* source, u32 bytes, u32 barrier, u64) {
-    if (target % 16 || (u64)source % 16 || bytes % 16) abort();
-    memset(shared_memory + target, 0xff, bytes);  // NaN
-    copies.push_back({target, source, bytes, barrier});
-}
+struct TensorMap {
+    const char* pool;
+    u64 rows;
+};
+static void copy_box(u32 target, const TensorMap& map, int row, u32 barrier, u64);
+static void deliver(const Copy& c);
 static void barrier_wait(u32 barrier, u32 parity) {
     while ((barriers_by_address[barrier].phase & 1) == parity) {
         if (!copies.empty() && dice() % 8 == 0) {
             std::swap(copies[dice() % copies.size()], copies.back());
             Copy c = copies.back();
             copies.pop_back();
-            memcpy(shared_memory + c.target, c.source, c.bytes);
-            Barrier& b = barriers_by_address[c.barrier];
-            b.pending -= c.bytes;
-            settle(b);
+            deliver(c);
         }
         if (++spins > 2000000000ull) abort();
         yield();
     }
 }
-static void loads_done() { __syncwarp(); }
 static u64 evict_first() { return 0; }
 
 // Arithmetic.
@@ -203,8 +199,8 @@ static u32 pack(float low, float high) { return narrow(low) | narrow(high) << 16
 static float power2(float x) { return std::exp2(x); }
 
 struct Operands { u32 a[4], b[2]; };
-static void multiply(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-    auto all = exchange(Operands{{a0, a1, a2, a3}, {b0, b1}});
+static void multiply(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    auto all = exchange(Operands{{a[0], a[1], a[2], a[3]}, {b0, b1}});
     auto element = [](u32 word, int i) { return widen(word >> 16 * i & 0xffff); };
     int g = current % 32 / 4, t = current % 4;
     for (int i = 0; i < 4; ++i) {
@@ -214,23 +210,54 @@ static void multiply(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 
                     * element(all[column * 4 + k % 8 / 2].b[k / 8], k % 2);
     }
 }
-static Words load_shared(u32 address);
+static u32 transpose(u32 a) {
+    auto all = exchange(a);
+    int g = current % 32 / 4, t = current % 4;
+    auto element = [&](int row) { return all[row * 4 + g / 2] >> g % 2 * 16 & 0xffff; };
+    return element(2 * t) | element(2 * t + 1) << 16;
+}
+
+template <bool TRANSPOSED> static void load_matrices(u32 (&d)[4], u32 address) {
+    auto all = exchange(address);
+    int g = current % 32 / 4, t = current % 4;
+    for (int m = 0; m < 4; ++m) {
+        u32 banks = 0;
+        for (int row = 0; row < 8; ++row) banks |= 1u << all[8 * m + row] / 16 % 8;
+        conflicts += banks != 255;
+        auto element = [&](int row, int column) {
+            unsigned short x;
+            memcpy(&x, shared_memory + all[8 * m + row] + 2 * column, 2);
+            return (u32)x;
+        };
+        d[m] = TRANSPOSED ? element(2 * t, g) | element(2 * t + 1, g) << 16
+                          : element(g, 2 * t) | element(g, 2 * t + 1) << 16;
+    }
+    __syncwarp();
+}
+static void clear_piece(u32 address) { memset(shared_memory + address, 0, 16); }
+static void clears_done() { __syncwarp(); }
 
 #include SOURCE
 
-static Words load_shared(u32 address) {
-    auto all = exchange(address);
-    if (current % 32 == 0) {
-        ++loads;
-        for (int part = 0; part < 4; ++part) {
-            u32 banks = 0;
-            for (int i = 0; i < 8; ++i) banks |= 1u << all[part * 8 + i] / 16 % 8;
-            conflicts += banks != 255;
-        }
-    }
-    Words v;
-    memcpy(&v, shared_memory + address, 16);
-    return v;
+static void copy_box(u32 target, const TensorMap& map, int row, u32 barrier, u64) {
+    // A copy must not write over what it did not announce, nor read outside of the pool.
+    if (target % 1024 || row < 0 || (u64)row + BOX > map.rows) abort();
+    memset(shared_memory + target, 0xff, BOX_BYTES);  // NaN
+    copies.push_back({target, map.pool + (u64)row * ROW_BYTES, barrier});
+}
+
+static void deliver(const Copy& c) {
+    // 64 dims at a time, a line of 128 bytes a row, pieces of 16 bytes exchanged by the line's number.
+    for (int part = 0; part < DIM / 64; ++part)
+        for (int row = 0; row < BOX; ++row)
+            for (int piece = 0; piece < 8; ++piece) {
+                u32 to = c.target + (part * BOX + row) * 128 + piece * 16;
+                memcpy(shared_memory + (to ^ (to >> 7 & 7) << 4),
+                       c.source + row * ROW_BYTES + part * 128 + piece * 16, 16);
+            }
+    Barrier& b = barriers_by_address[c.barrier];
+    b.pending -= BOX_BYTES;
+    settle(b);
 }
 
 static bool launch(int grid, int threads, const std::function<void()>& kernel) {
@@ -268,10 +295,11 @@ static bool launch(int grid, int threads, const std::function<void()>& kernel) {
     return true;
 }
 
-extern "C" u64 run(const Arguments* a, int units, int seed) {
+extern "C" u64 run(const char* pool, u64 rows, const Arguments* a, int units, int seed) {
     dice.seed(seed);
-    spins = conflicts = loads = 0;
-    if (!launch(units, WARPS * 32, [a] { decode_attention(*a); })) return ~0ull;
-    if (!launch(units * WARPS, COMBINE_WARPS * 32, [a] { combine(*a); })) return ~0ull;
+    spins = conflicts = 0;
+    TensorMap map{pool, rows};
+    if (!launch(units, WARPS * 32, [&] { decode_attention(map, *a); })) return ~0ull;
+    if (!launch(units * WARPS, COMBINE_WARPS * 32, [&] { combine(map, *a); })) return ~0ull;
     return conflicts;
 }

@@ -46,12 +46,14 @@ def run(build, case: Case, units: int, tuned: hopper.Tuning, window: int | None,
     group = case.q.shape[1] // case.pool.shape[1]
     options = hopper.options(case.q.dtype, case.q.shape[2], case.pool.shape[3], group, tuned)
     arguments = hopper.arguments(
-        *(case.q, case.pool, case.tables, case.slots, case.lengths, out),
+        *(case.q, case.pool.shape[1], case.tables, case.slots, case.lengths, out),
         *(scratch.partial, scratch.cuts),
         window=window or 1 << 30,
         scale=case.q.shape[2] ** -0.5,
     )
-    conflicts = build(options).run(ctypes.byref(arguments), units, seed)
+    pool = ctypes.c_void_p(case.pool.data_ptr())
+    rows = ctypes.c_ulonglong(case.pool.numel() // case.q.shape[2])
+    conflicts = build(options).run(pool, rows, ctypes.byref(arguments), units, seed)
     assert conflicts != FAULT, "copies were asked for and never waited for"
     return out, conflicts
 

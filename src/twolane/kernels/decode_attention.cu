@@ -2,66 +2,64 @@
 //
 // The bar is bytes in flight. One block an SM; each of its warps is a worker of its own (see
 // decode_attention.py for the schedule) with its own ring of STAGES half tiles in shared memory. It
-// waits for a half (the keys, then the values of KEYS tokens), moves it into registers, and at once
-// refills the place by bulk copies for a half further on, over the borders of runs. No warp ever
-// waits for another.
+// waits for a half (the keys, then the values of KEYS tokens), multiplies it, and refills its place
+// by a bulk tensor copy of a half further on, over the borders of runs. No warp ever waits for
+// another.
 //
-// A half is four blocks of KEYS / 4 tokens, each one contiguous bulk copy, put 32 bytes further than
-// its place by the block's number. With the tokens given to the columns of the matrix instructions
-// as below, all loads from shared memory are 16 bytes wide and free of bank conflicts, and what they
-// bring is the operands of the instructions as they stand (keys), or after one byte permutation
-// (values). The weights leave the first product as the operand of the second.
+// A half is 8 KB: lines of 128 bytes, for each 64 dims one a token, with the 16-byte pieces of a line
+// exchanged by the copy engine (128-byte swizzle), so that matrix loads are free of bank conflicts
+// and bring the operands of the matrix instructions as they stand. The weights leave the first
+// product as the operand of the second.
 //
 //   scores  S [heads x tokens] = Q K^T            m16n8k16, tokens on n
 //   output  O^T [dims x heads] += V^T P^T         m16n8k16, tokens on k
 //
-// Column c of the j-th 8 tokens is token 2 j + c % 2 of block (c / 2 + 2 (c % 2)) % 4. The sum over
-// dims is in any order, the same in Q and K. Of a lane, g is lane / 4 and t is lane % 4.
+// Of a lane, g is lane / 4 and t is lane % 4.
 //
 // The compiler is given T_BF16 (else float16), DIM (64, 128), PAGE (16, 32, 64), TILES_N (1: groups
-// to 8, 2: to 16), WARPS and STAGES; for measurements PROBE (1: only copy, 2: copy and load) and
-// WATCHDOG.
+// to 8, 2: to 16), WARPS and STAGES; for measurements PROBE (1: only copy, 2: copy and load),
+// TIMELINE and WATCHDOG.
 
 #ifndef PROBE
 #define PROBE 0
-#endif
-#ifndef LATE
-#define LATE 0
-#endif
-#ifndef FENCE
-#define FENCE 1
-#endif
-#ifndef PAD
-#define PAD 32
 #endif
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
-constexpr int KEYS = 4096 / DIM;        // tokens of a tile
-constexpr int BLOCK = KEYS / 4;         // tokens of a bulk copy
+constexpr int KEYS = 4096 / DIM;                // tokens of a tile
+constexpr int BOX = PAGE < KEYS ? PAGE : KEYS;  // tokens of a copy
+constexpr int BOXES = KEYS / BOX;               // copies of a half
 constexpr int ROW_BYTES = DIM * 2;
-constexpr int BLOCK_BYTES = BLOCK * ROW_BYTES;
-constexpr int BLOCK_STRIDE = BLOCK_BYTES + PAD;
-constexpr int HALF_BYTES = 4 * BLOCK_STRIDE;
-constexpr int TOKEN_STEPS = KEYS / 16;  // products over tokens, of 16
-constexpr int DIM_TILES = DIM / 16;     // of the output, 16 dims each
-constexpr int CHUNKS = DIM / 64;        // 16-byte pieces of a row that a lane takes of the values
+constexpr int BOX_BYTES = BOX * ROW_BYTES;
+constexpr int HALF_BYTES = BOXES * BOX_BYTES;
 constexpr int LANES = 32;
 constexpr u32 ALL = 0xffffffffu;
-
-struct alignas(16) Words { u32 w[4]; };
 
 #ifndef ON_HOST  // tests run the rest with these instructions acted out by threads of the CPU
 __device__ __forceinline__ u32 shared_address(const void* p) {
     return static_cast<u32>(__cvta_generic_to_shared(p));
 }
 
-__device__ __forceinline__ Words load_shared(u32 address) {
-    Words v;
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.w[0]), "=r"(v.w[1]), "=r"(v.w[2]), "=r"(v.w[3]) : "r"(address) : "memory");
-    return v;
+// Four 8x8 matrices, the i-th row of the j-th at the address that lane 8 j + i gives.
+template <bool TRANSPOSED>
+__device__ __forceinline__ void load_matrices(u32 (&d)[4], u32 address) {
+    if (TRANSPOSED)
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3]) : "r"(address) : "memory");
+    else
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3]) : "r"(address) : "memory");
+}
+
+__device__ __forceinline__ void clear_piece(u32 address) {
+    asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(address), "r"(0) : "memory");
+}
+
+// For the lanes of the warp, and for the copy engine that writes there next.
+__device__ __forceinline__ void clears_done() {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    __syncwarp();
 }
 
 __device__ __forceinline__ void barrier_init(u32 barrier) {
@@ -90,12 +88,16 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
     }
 }
 
-__device__ __forceinline__ void bulk_copy(u32 target, const void* source, u32 bytes, u32 barrier,
-                                          u64 policy) {
+struct alignas(64) TensorMap {
+    char bytes[128];
+};
+
+__device__ __forceinline__ void copy_box(u32 target, const TensorMap& map, int row, u32 barrier,
+                                         u64 policy) {
     asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
-        " [%0], [%1], %2, [%3], %4;"
-        ::"r"(target), "l"(source), "r"(bytes), "r"(barrier), "l"(policy) : "memory");
+        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+        ".L2::cache_hint [%0], [%1, {%4, %3, %4}], [%2], %5;"
+        ::"r"(target), "l"(&map), "r"(barrier), "r"(row), "r"(0), "l"(policy) : "memory");
 }
 
 __device__ __forceinline__ void barriers_ready() {
@@ -116,16 +118,7 @@ __device__ __forceinline__ u32 load_query(const char* at) {
     return v;
 }
 
-// What a warp has loaded is in its registers: from here on its bulk copies may overwrite it.
-__device__ __forceinline__ void loads_done() {
-#if FENCE
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-#endif
-    __syncwarp();
-}
-
-__device__ __forceinline__ void multiply(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0,
-                                         u32 b1) {
+__device__ __forceinline__ void multiply(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     asm volatile(
 #if T_BF16
         "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
@@ -134,7 +127,14 @@ __device__ __forceinline__ void multiply(float (&d)[4], u32 a0, u32 a1, u32 a2, 
 #endif
         " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// An 8x8 matrix of 16-bit numbers, two of a row a lane.
+__device__ __forceinline__ u32 transpose(u32 a) {
+    u32 d;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(d) : "r"(a));
+    return d;
 }
 
 // Two numbers of the operands' type in one word, the first in the low half.
@@ -155,7 +155,7 @@ __device__ __forceinline__ float power2(float x) {
 }
 
 __device__ __forceinline__ char* dynamic_shared() {
-    extern __shared__ __align__(128) char memory[];
+    extern __shared__ __align__(1024) char memory[];
     return memory;
 }
 #endif
@@ -164,7 +164,6 @@ __device__ __forceinline__ char* dynamic_shared() {
 
 struct Arguments {
     const char* q;
-    const char* pool;
     const int* tables;
     const int* slots;
     const int* lengths;
@@ -172,12 +171,11 @@ struct Arguments {
     float* partial;
     int2* cuts;  // of each worker: the run that it began and that goes on, and the last worker of it
     int rows, kv_heads, group;
-    u32 q_stride, head_stride, table_stride;  // bytes, bytes, entries
-    u64 page_stride;                          // bytes
+    u32 q_stride, table_stride;  // bytes, entries
     int window;
-    float scale;                              // base 2, positive
+    float scale;                 // base 2, positive
 #ifdef TIMELINE
-    u64* timeline;                            // 4 times of each worker
+    u64* timeline;               // 4 times of each worker
 #endif
 };
 
@@ -263,17 +261,15 @@ __device__ __forceinline__ Cursor find(const Arguments& a, const Rows& rows, u32
 // Page-table entries come 32 at a time, one a lane; the next 32, of this run or of the next, are
 // asked for when these are taken up.
 struct Feed {
-    Cursor at, table;   // next tile to ask for; next tile whose entries are to be asked for
-    u32 left;           // tiles to ask for
-    u32 unlisted;       // tiles whose entries are to be asked for
-    u32 ring, full;     // addresses of the halves and of their barriers
-    u32 stage;          // next to fill
-    int pages, begin;   // this lane's entry; number of lane 0's
-    int covered;        // tiles that the entries still serve
+    Cursor at, table;  // next tile to ask for; next tile whose entries are to be asked for
+    u32 left;          // tiles to ask for
+    u32 unlisted;      // tiles whose entries are to be asked for
+    u32 ring, full;    // addresses of the halves and of their barriers
+    u32 stage;         // next to fill
+    int pages, begin;  // this lane's entry; number of lane 0's
+    int covered;       // tiles that the entries still serve
     int next_pages, next_begin;
-    int blocks;         // of the tile whose keys were asked for
-    const char* source; // of this lane's block of these keys
-    const char* head_pool;
+    int source[BOXES];  // of the tile whose keys were asked for: rows of the pool
     u64 policy;
 
     __device__ __forceinline__ int tiles_covered(const Cursor& c, int entry) const {
@@ -291,16 +287,21 @@ struct Feed {
         if (table.tile == table.end && unlisted > 0) table.next_run(a, rows);
     }
 
-    __device__ __forceinline__ void put(const char* from, int lane) {
-        u32 barrier = full + stage * 8;
-        if (lane == 0) barrier_expect(barrier, blocks * BLOCK_BYTES);
-        if (lane < blocks)
-            bulk_copy(ring + stage * HALF_BYTES + lane * BLOCK_STRIDE, from, BLOCK_BYTES, barrier,
-                      policy);
+    __device__ __forceinline__ void put(const TensorMap& pool, int offset, int lane) {
+        if (lane == 0) {
+            u32 target = ring + stage * HALF_BYTES, barrier = full + stage * 8;
+            int boxes = min(BOXES, (at.length - at.tile * KEYS + BOX - 1) / BOX);
+            barrier_expect(barrier, boxes * BOX_BYTES);
+#pragma unroll
+            for (int i = 0; i < BOXES; ++i)
+                if (i < boxes)
+                    copy_box(target + i * BOX_BYTES, pool, source[i] + offset, barrier, policy);
+        }
         if (++stage == STAGES) stage = 0;
     }
 
-    __device__ __forceinline__ void keys(const Arguments& a, const Rows& rows, int lane) {
+    __device__ __forceinline__ void keys(const Arguments& a, const TensorMap& pool,
+                                         const Rows& rows, int lane) {
         if (left == 0) return;
         if (covered == 0) {
             pages = next_pages;
@@ -309,19 +310,20 @@ struct Feed {
             if (unlisted > 0) list(a, rows, lane);
         }
         --covered;
-        int token = at.tile * KEYS + lane % 4 * BLOCK;
-        u64 page = (u32)__shfl_sync(ALL, pages, token / PAGE - begin);
-        source = head_pool + page * a.page_stride + token % PAGE * ROW_BYTES;
-        blocks = min(4, (at.length - at.tile * KEYS + BLOCK - 1) / BLOCK);
-        put(source, lane);
+#pragma unroll
+        for (int i = 0; i < BOXES; ++i) {
+            int token = at.tile * KEYS + i * BOX;
+            int page = __shfl_sync(ALL, pages, token / PAGE - begin);
+            source[i] = (page * a.kv_heads + at.head) * (2 * PAGE) + token % PAGE;
+        }
+        put(pool, 0, lane);
     }
 
-    __device__ __forceinline__ void values(const Arguments& a, const Rows& rows, int lane) {
+    __device__ __forceinline__ void values(const Arguments& a, const TensorMap& pool,
+                                           const Rows& rows, int lane) {
         if (left == 0) return;
-        put(source + PAGE * ROW_BYTES, lane);
-        if (--left == 0 || ++at.tile < at.end) return;
-        at.next_run(a, rows);
-        head_pool = a.pool + (u64)at.head * a.head_stride;
+        put(pool, PAGE, lane);
+        if (--left > 0 && ++at.tile == at.end) at.next_run(a, rows);
     }
 };
 
@@ -336,19 +338,20 @@ struct Query {
         for (int n = 0; n < 2; ++n) {
             int member = min(lane / 4 + 8 * n, a.group - 1);
             const char* from = a.q + (u64)at.row * a.q_stride
-                               + (u32)(at.head * a.group + member) * ROW_BYTES + lane % 4 * 16;
+                               + (u32)(at.head * a.group + member) * ROW_BYTES + lane % 4 * 4;
 #pragma unroll
             for (int i = 0; i < DIM / 8; ++i)
-                piece[i / 2][i % 2 * 2 + n] = load_query(from + i / 4 * 64 + i % 4 * 4);
+                piece[i / 2][i % 2 * 2 + n] = load_query(from + i * 16);
         }
     }
 };
 
 // Softmax over the tokens so far of one run, base 2. Of heads g and g + 8 the peak and the sum of
-// the weights of this lane's tokens; of heads 2 t, 2 t + 1 (and 8 on) the weighted sum of values.
+// the weights of this lane's tokens; of heads 2 t, 2 t + 1 (and 8 on) the weighted sum of values,
+// for each 16 dims: dim g of both heads, dim g + 8 of both.
 struct State {
     float peak[TILES_N], weight[TILES_N];
-    float value[TILES_N][DIM_TILES][4];
+    float value[TILES_N][DIM / 16][4];
 
     __device__ __forceinline__ void clear() {
 #pragma unroll
@@ -356,70 +359,48 @@ struct State {
             peak[n] = MINUS_INFINITY;
             weight[n] = 0;
 #pragma unroll
-            for (int j = 0; j < DIM_TILES; ++j)
+            for (int j = 0; j < DIM / 16; ++j)
 #pragma unroll
                 for (int i = 0; i < 4; ++i) value[n][j][i] = 0;
         }
     }
-
-    // The i-th (of 8) dim of this lane's chunk c, head e of its two: dims 8 g + 64 c + i.
-    __device__ __forceinline__ float& at(int n, int e, int c, int i) {
-        return CHUNKS == 2 ? value[n][i][2 * c + e] : value[n][i / 2][2 * (i % 2) + e];
-    }
 };
 
-typedef Words Keys[KEYS / 8][DIM / 32];
-typedef Words Values[TOKEN_STEPS][4][CHUNKS];
 typedef float Scores[KEYS / 8][4];
-typedef u32 Weights[TILES_N][TOKEN_STEPS][2];
+typedef u32 Weights[TILES_N][KEYS / 16][2];
 
-__device__ __forceinline__ void load_keys(Keys& k, u32 half, int i, int lane) {
-    int g = lane / 4;
-    u32 base = half + (g / 2 + 2 * (g % 2)) % 4 * BLOCK_STRIDE + g % 2 * ROW_BYTES + lane % 4 * 16;
-#pragma unroll
-    for (int j = 0; j < KEYS / 8; ++j) k[j][i] = load_shared(base + 2 * j * ROW_BYTES + i * 64);
+// Where a half has the 16-byte piece `piece` (of the dims) of a token: a box at a time, 64 dims at a
+// time, token by token.
+__device__ __forceinline__ u32 place(int token, int piece) {
+    return token / BOX * BOX_BYTES + piece / 8 * (BOX * 128) + token % BOX * 128
+           + (piece % 8 ^ token % 8) * 16;
 }
 
-// Of step j, token s: s = 0, 2 of block t, s = 1, 3 of block (t + 2) % 4.
-__device__ __forceinline__ void load_values(Values& v, u32 half, int j, int lane) {
-    int t = lane % 4;
-    u32 even = half + t * BLOCK_STRIDE + lane / 4 * 16;
-    u32 odd = half + (t + 2) % 4 * BLOCK_STRIDE + lane / 4 * 16;
+__device__ __forceinline__ void score(Scores& s, u32 half, const Query& query, int lane) {
+    // Matrices: the pieces 4 i to 4 i + 3 of the tokens 8 j to 8 j + 7.
+    u32 even = half + place(lane % 8, lane / 8), odd = half + place(lane % 8, lane / 8 + 4);
 #pragma unroll
-    for (int s = 0; s < 4; ++s)
-#pragma unroll
-        for (int c = 0; c < CHUNKS; ++c)
-            v[j][s][c] = load_shared((s % 2 ? odd : even) + (4 * j + s) * ROW_BYTES + c * 128);
-}
-
-// What lies beyond the last token was perhaps never written, and may be NaN.
-__device__ __forceinline__ void clear_unwritten(Values& v, int j, int written, int lane) {
-    int t = lane % 4;
-#pragma unroll
-    for (int s = 0; s < 4; ++s)
-        if ((s % 2 ? (t + 2) % 4 : t) * BLOCK + 4 * j + s >= written)
-#pragma unroll
-            for (int c = 0; c < CHUNKS; ++c) v[j][s][c] = Words{0, 0, 0, 0};
-}
-
-__device__ __forceinline__ void score(Scores& s, const Keys& k, const Query& query, int i) {
-#pragma unroll
-    for (int w = 0; w < 4; w += 2)
+    for (int i = 0; i < DIM / 32; ++i)
 #pragma unroll
         for (int j = 0; j < KEYS / 8; ++j) {
-            const u32(&q)[4] = query.piece[2 * i + w / 2];
-            multiply(s[j], q[0], q[1], q[2], q[3], k[j][i].w[w], k[j][i].w[w + 1]);
+            u32 k[4];
+            load_matrices<false>(k, (i % 2 ? odd : even) + place(8 * j, i / 2 * 8));
+#if PROBE == 0
+            multiply(s[j], query.piece[2 * i], k[0], k[1]);
+            multiply(s[j], query.piece[2 * i + 1], k[2], k[3]);
+#else
+            s[j][0] += __int_as_float(k[0] ^ k[1] ^ k[2] ^ k[3]);
+#endif
         }
 }
 
 // Tokens outside [low, high) of the tile are not seen.
 __device__ __forceinline__ void mask(Scores& s, int low, int high, int lane) {
-    int t = lane % 4;
 #pragma unroll
     for (int j = 0; j < KEYS / 8; ++j)
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            int token = (i % 2 ? (t + 2) % 4 : t) * BLOCK + 2 * j + i % 2;
+            int token = 8 * j + 2 * (lane % 4) + i % 2;
             if (token < low || token >= high) s[j][i] = MINUS_INFINITY;
         }
 }
@@ -451,7 +432,7 @@ __device__ __forceinline__ void weigh(Weights& p, Scores& s, State& state, float
             state.weight[n] *= fade;
             state.peak[n] = peak;
 #pragma unroll
-            for (int j = 0; j < DIM_TILES; ++j)
+            for (int j = 0; j < DIM / 16; ++j)
 #pragma unroll
                 for (int i = 0; i < 4; ++i) state.value[n][j][i] *= fades[i % 2];
         }
@@ -459,32 +440,36 @@ __device__ __forceinline__ void weigh(Weights& p, Scores& s, State& state, float
     }
 }
 
-// Of two tokens' words, the halves that belong to one dim.
-__device__ __forceinline__ u32 pair(u32 first, u32 second, int half) {
-    return __byte_perm(first, second, half ? 0x7632 : 0x5410);
+// What lies beyond the last token, `written`, was perhaps never written, and may be NaN.
+__device__ __forceinline__ void clear_unwritten(u32 half, int written, int lane) {
+    for (int i = written * (DIM / 8) + lane; i < KEYS * (DIM / 8); i += LANES)
+        clear_piece(half + place(i / (DIM / 8), i % (DIM / 8)));
+    clears_done();
 }
 
-__device__ __forceinline__ void add_values(State& state, const Values& v, const Weights& p, int j) {
+__device__ __forceinline__ void add_values(State& state, u32 half, const Weights& p, int lane) {
+    // Matrices: the pieces 2 d, 2 d + 1 of the tokens 16 j to 16 j + 7, then of the next 8.
+    u32 base = half + place(lane / 16 * 8 + lane % 8, lane / 8 % 2);
 #pragma unroll
-    for (int d = 0; d < DIM_TILES; ++d) {
-        // Rows g and g + 8: dim d of both chunks, or dims 2 d and 2 d + 1 of the only one.
-        constexpr int LAST = CHUNKS - 1;
-        int word = CHUNKS == 2 ? d / 2 : d, low = CHUNKS == 2 ? d % 2 : 0;
-        int high = CHUNKS == 2 ? d % 2 : 1;
-        u32 a0 = pair(v[j][0][0].w[word], v[j][1][0].w[word], low);
-        u32 a1 = pair(v[j][0][LAST].w[word], v[j][1][LAST].w[word], high);
-        u32 a2 = pair(v[j][2][0].w[word], v[j][3][0].w[word], low);
-        u32 a3 = pair(v[j][2][LAST].w[word], v[j][3][LAST].w[word], high);
+    for (int j = 0; j < KEYS / 16; ++j)
 #pragma unroll
-        for (int n = 0; n < TILES_N; ++n)
-            multiply(state.value[n][d], a0, a1, a2, a3, p[n][j][0], p[n][j][1]);
-    }
+        for (int d = 0; d < DIM / 16; ++d) {
+            u32 v[4];
+            load_matrices<true>(v, (base ^ d % 4 * 32) + place(16 * j, d / 4 * 8));
+#pragma unroll
+            for (int n = 0; n < TILES_N; ++n)
+#if PROBE == 0
+                multiply(state.value[n][d], v, p[n][j][0], p[n][j][1]);
+#else
+                state.value[n][d][0] += __int_as_float(v[0] ^ v[1] ^ v[2] ^ v[3]);
+#endif
+        }
 }
 
 // A partial result in the scratch: values of 16 heads, then their peaks and sums of weights.
 constexpr int PLACE_FLOATS = 16 * DIM + 32;
 
-__device__ __forceinline__ void store_partial(const Arguments& a, int place, State& state,
+__device__ __forceinline__ void store_partial(const Arguments& a, int place, const State& state,
                                               int lane) {
     float* to = a.partial + (u64)place * PLACE_FLOATS;
 #pragma unroll
@@ -493,40 +478,33 @@ __device__ __forceinline__ void store_partial(const Arguments& a, int place, Sta
             __stcg(reinterpret_cast<float2*>(to + 16 * DIM + 2 * (lane / 4 + 8 * n)),
                    make_float2(state.peak[n], state.weight[n]));
 #pragma unroll
-        for (int e = 0; e < 2; ++e) {
-            int member = 8 * n + 2 * (lane % 4) + e;
+        for (int i = 0; i < 4; ++i) {
+            int member = 8 * n + 2 * (lane % 4) + i % 2;
             if (member >= a.group) continue;
-            float* head = to + member * DIM + lane / 4 * 8;
 #pragma unroll
-            for (int i = 0; i < 8 * CHUNKS; i += 4)
-                __stcg(reinterpret_cast<float4*>(head + i / 8 * 64 + i % 8),
-                       make_float4(state.at(n, e, i / 8, i % 8), state.at(n, e, i / 8, i % 8 + 1),
-                                   state.at(n, e, i / 8, i % 8 + 2),
-                                   state.at(n, e, i / 8, i % 8 + 3)));
+            for (int d = 0; d < DIM / 16; ++d)
+                __stcg(to + member * DIM + 16 * d + i / 2 * 8 + lane / 4, state.value[n][d][i]);
         }
     }
 }
 
-__device__ __forceinline__ void store_out(const Arguments& a, const Cursor& at, State& state,
+__device__ __forceinline__ void store_out(const Arguments& a, const Cursor& at, const State& state,
                                           int lane) {
 #pragma unroll
-    for (int n = 0; n < TILES_N; ++n)
+    for (int n = 0; n < TILES_N; ++n) {
+        float gain = 1.0f / state.weight[n];
+        float gains[2] = {__shfl_sync(ALL, gain, lane % 4 * 8),
+                          __shfl_sync(ALL, gain, lane % 4 * 8 + 4)};
+        int member = lane / 4 + 8 * n;
+        u64 head = (u64)(at.row * a.kv_heads + at.head) * a.group + member;
+        char* to = a.out + head * ROW_BYTES + lane % 4 * 4;
 #pragma unroll
-        for (int e = 0; e < 2; ++e) {
-            int member = 8 * n + 2 * (lane % 4) + e;
-            float gain = 1.0f / __shfl_sync(ALL, state.weight[n], lane % 4 * 8 + e * 4);
-            if (member >= a.group) continue;
-            u64 place = ((u64)(at.row * a.kv_heads + at.head) * a.group + member) * ROW_BYTES;
-#pragma unroll
-            for (int c = 0; c < CHUNKS; ++c) {
-                Words x;
-#pragma unroll
-                for (int i = 0; i < 4; ++i)
-                    x.w[i] = pack(state.at(n, e, c, 2 * i) * gain,
-                                  state.at(n, e, c, 2 * i + 1) * gain);
-                *reinterpret_cast<Words*>(a.out + place + lane / 4 * 16 + c * 128) = x;
-            }
+        for (int i = 0; i < DIM / 8; ++i) {
+            const float* x = &state.value[n][i / 2][i % 2 * 2];
+            u32 dims = transpose(pack(x[0] * gains[0], x[1] * gains[1]));
+            if (member < a.group) *reinterpret_cast<u32*>(to + i * 16) = dims;
         }
+    }
 }
 
 // The end of a run, or of this worker's part of it. A part that goes on is put at the second place
@@ -546,7 +524,7 @@ __device__ __forceinline__ void finish(const Arguments& a, const Cursor& at, boo
 }
 
 extern "C" __global__ void __launch_bounds__(WARPS * LANES, 1)
-decode_attention(const __grid_constant__ Arguments a) {
+decode_attention(const __grid_constant__ TensorMap pool, const __grid_constant__ Arguments a) {
     MARK(0);
     char* memory = dynamic_shared();
     __shared__ u64 barriers[WARPS * STAGES];
@@ -580,11 +558,14 @@ decode_attention(const __grid_constant__ Arguments a) {
     u32 full = shared_address(barriers + warp * STAGES);
     Feed feed{at, at, stop - position, stop - position, ring, full};
     feed.stage = feed.covered = 0;
-    feed.head_pool = a.pool + (u64)at.head * a.head_stride;
     feed.policy = evict_first();
     feed.list(a, rows, lane);
+    auto refill = [&](bool values) {
+        __syncwarp();  // all lanes have used what was there
+        values ? feed.values(a, pool, rows, lane) : feed.keys(a, pool, rows, lane);
+    };
 #pragma unroll
-    for (int i = 0; i < STAGES; ++i) i % 2 ? feed.values(a, rows, lane) : feed.keys(a, rows, lane);
+    for (int i = 0; i < STAGES; ++i) refill(i % 2);
 
     u32 stage = 0, parity = 0;
     auto arrive = [&]() {  // the address of the next half, when it is there
@@ -604,44 +585,22 @@ decode_attention(const __grid_constant__ Arguments a) {
     bool began_here = at.tile == at.first;
     MARK(1);
     for (;; ++position) {
-        Keys k;
-        Scores s{};
-        u32 half = arrive();
-#pragma unroll
-        for (int i = 0; i < DIM / 32; ++i) {
-            if (PROBE != 1) load_keys(k, half, i, lane);
-            if (LATE && PROBE == 0) score(s, k, query, i);
-        }
-        loads_done();
-        STAGES % 2 ? feed.values(a, rows, lane) : feed.keys(a, rows, lane);
-#pragma unroll
-        for (int i = 0; i < DIM / 32; ++i)
-            if (!LATE && PROBE == 0) score(s, k, query, i);
         int low = at.length - a.window - at.tile * KEYS, high = at.length - at.tile * KEYS;
-        Weights p;
+        Scores s{};
+        Weights p{};
+        u32 half = arrive();
+        if (PROBE != 1) score(s, half, query, lane);
+        refill(STAGES % 2);
         if (PROBE == 0) {
             if (low > 0 || high < KEYS) mask(s, low, high, lane);
             weigh(p, s, state, a.scale, lane);
+        } else {
+            for (int j = 0; j < KEYS / 8; ++j) state.weight[0] += s[j][0];
         }
-        Values v;
         half = arrive();
-#pragma unroll
-        for (int j = 0; j < TOKEN_STEPS; ++j) {
-            if (PROBE != 1) load_values(v, half, j, lane);
-            if (high < KEYS && PROBE == 0) clear_unwritten(v, j, high, lane);
-            if (LATE && PROBE == 0) add_values(state, v, p, j);
-        }
-        loads_done();
-        STAGES % 2 ? feed.keys(a, rows, lane) : feed.values(a, rows, lane);
-#pragma unroll
-        for (int j = 0; j < TOKEN_STEPS; ++j)
-            if (!LATE && PROBE == 0) add_values(state, v, p, j);
-#if PROBE == 2
-#pragma unroll
-        for (int i = 0; i < 64; ++i)
-            state.weight[0] += __uint_as_float(k[i / 16 * (KEYS / 32)][i % 4 % (DIM / 32)].w[i % 4]
-                                               ^ v[i / 32][i % 4][i / 4 % CHUNKS].w[i % 4]);
-#endif
+        if (high < KEYS) clear_unwritten(half, high, lane);
+        if (PROBE != 1) add_values(state, half, p, lane);
+        refill(STAGES % 2 == 0);
         bool more = position + 1 < stop;
         if (++at.tile < at.end && more) continue;
         if (!more) MARK(2);
@@ -663,16 +622,18 @@ decode_attention(const __grid_constant__ Arguments a) {
 constexpr int COMBINE_WARPS = 4;
 
 extern "C" __global__ void __launch_bounds__(COMBINE_WARPS * LANES)
-combine(const __grid_constant__ Arguments a) {
+combine(const __grid_constant__ TensorMap, const __grid_constant__ Arguments a) {
     constexpr int QUADS = 8 * TILES_N * DIM / 4;  // float4 of a part
     __shared__ float4 sums[COMBINE_WARPS][QUADS];
     __shared__ float peaks[16], gains[16];
     int warp = threadIdx.x / LANES, lane = threadIdx.x % LANES;
     int first = blockIdx.x, run = a.cuts[first].x, last = a.cuts[first].y;
     if (run < 0) return;
-    auto place = [&](int part) { return a.partial + (u64)(2 * part + (part < last)) * PLACE_FLOATS; };
+    auto part_at = [&](int part) {
+        return a.partial + (u64)(2 * part + (part < last)) * PLACE_FLOATS;
+    };
     auto totals = [&](int part, int member) {  // peak and sum of weights
-        return __ldcg(reinterpret_cast<const float2*>(place(part) + 16 * DIM + 2 * member));
+        return __ldcg(reinterpret_cast<const float2*>(part_at(part) + 16 * DIM + 2 * member));
     };
     for (int member = warp; member < a.group; member += COMBINE_WARPS) {
         float peak = MINUS_INFINITY, weight = 0;
@@ -701,7 +662,7 @@ combine(const __grid_constant__ Arguments a) {
         for (int i = 0; i < QUADS / LANES; ++i) {
             int quad = i * LANES + lane, member = quad * 4 / DIM;
             if (member >= a.group) continue;
-            float4 x = __ldcg(reinterpret_cast<const float4*>(place(part)) + quad);
+            float4 x = __ldcg(reinterpret_cast<const float4*>(part_at(part)) + quad);
             float gain = power2(totals(part, member).x - peaks[member]);
             sum[i].x += x.x * gain;
             sum[i].y += x.y * gain;

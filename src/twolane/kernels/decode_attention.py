@@ -99,7 +99,7 @@ def decode_attention(
     arguments = q, pool, tables, slots, lengths, out, scratch.partial
     window = _EVERYTHING if window is None else window
     scale = q.shape[2] ** -0.5 if scale is None else scale
-    if hopper.serves(q):
+    if hopper.serves(q, pool):
         tuned = hopper.tuning(units)
         hopper.attend(
             *arguments, scratch.cuts, units=units, window=window, scale=scale, tuned=tuned

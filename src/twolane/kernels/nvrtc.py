@@ -34,19 +34,19 @@ class Kernel:
     handle: Any
     """The driver's function."""
 
-    def launch(self, grid: int, threads: int, shared: int, arguments: ctypes.Structure) -> None:
+    def launch(self, grid: int, threads: int, shared: int, *parameters: ctypes.Structure) -> None:
         """Launch on torch's current stream, also into a graph that is being captured.
 
         Args:
             grid: blocks.
             threads: of a block.
             shared: bytes of dynamic shared memory of a block.
-            arguments: the kernel's only parameter, by value.
+            parameters: of the kernel, by value.
         """
         from cuda.bindings import driver
 
         stream = torch.cuda.current_stream().cuda_stream
-        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
+        pointers = (ctypes.c_void_p * len(parameters))(*map(ctypes.addressof, parameters))
         shape = grid, 1, 1, threads, 1, 1, shared
         cuda_checked(
             driver.cuLaunchKernel(self.handle, *shape, stream, ctypes.addressof(pointers), 0)
