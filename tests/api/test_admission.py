@@ -33,8 +33,8 @@ def test_several_prompts_enter_together_or_not_at_all():
         admission.enter(2)
     assert admission.waiting == 2
     with pytest.raises(ApiError) as never:
-        admission.enter(4)
-    assert never.value.status_code == 400
+        admission.enter(4, "n")
+    assert (never.value.status_code, never.value.param) == (400, "n")
 
 
 def test_retry_after_is_the_time_to_serve_the_queue():

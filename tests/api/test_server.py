@@ -150,6 +150,7 @@ class TestErrors:
             ({"prompt": "x", "logit_bias": {"5": 101}}, 400, "invalid_value", "logit_bias"),
             ({"prompt": "x", "logprobs": 21}, 400, "invalid_value", "logprobs"),
             ({"prompt": "x", "max_tokens": 0}, 400, "invalid_value", "max_tokens"),
+            ({"prompt": ["x"] * 100, "n": 128}, 400, "too_many_answers", "n"),
             ({"prompt": "x", "nope": 2}, 400, "unknown_parameter", "nope"),
             ({"prompt": 5}, 400, "invalid_value", "prompt"),
             ({}, 400, "invalid_value", "prompt"),
@@ -198,7 +199,8 @@ class TestErrors:
             assert answer["error"]["message"]
 
     def test_unknown_routes_and_methods(self, real):
-        assert real.request("/v1/nothing")[0] == 404
+        for path in ("/v1/nothing", "/v1/completions/", "/v1/models/", "/%0Aa"):
+            assert real.request(path)[2]["error"]["code"] in ("not_found", "model_not_found")
         status, headers, answer = real.request("/v1/completions")
         assert (status, answer["error"]["code"]) == (405, "method_not_allowed")
         assert headers["Allow"] == "POST"

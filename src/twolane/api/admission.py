@@ -31,15 +31,19 @@ class Admission:
         self._busy_until_now = 0.0
         self._waiting_since = 0.0
 
-    def enter(self, count: int = 1) -> None:
+    def enter(self, count: int = 1, param: str = "prompt") -> None:
         """Take `count` places in the queue, or none.
+
+        Args:
+            count: how many.
+            param: the request field that asks for so many.
 
         Raises:
             ApiError: 429 when there is no room now, 400 when there never will be.
         """
         if count > self.max_queue:
             message = f"{count} answers are more than the queue holds ({self.max_queue})"
-            raise ApiError(400, message, code="too_many_prompts", param="prompt")
+            raise ApiError(400, message, code="too_many_answers", param=param)
         if self.waiting + count > self.max_queue:
             raise ApiError(
                 429,

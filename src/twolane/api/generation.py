@@ -65,6 +65,12 @@ class GenerationRefused(ValueError):
         super().__init__(refused.message)
         self.refused = refused
 
+    @property
+    def param(self) -> str | None:
+        """The request field at fault: the message begins with it, if it names one."""
+        word = self.refused.message.split(" ", 1)[0]
+        return word if word in SamplingParams.__struct_fields__ or word == "prompt" else None
+
 
 class Observer(Protocol):
     """Is told of every event of a generation; each answer has one ending."""

@@ -28,7 +28,8 @@ def add_error_handlers(app: FastAPI) -> None:
 
     async def refuse(request: Request, error: ApiError) -> Response:
         set_reason(request, error.code)
-        log.debug("%s %s %d %s", request.method, request.url.path, error.status_code, error.message)
+        path = request.url.path
+        log.debug("%s %r %d %r", request.method, path, error.status_code, error.message)
         response = json_response(error.body, error.status_code)
         response.headers.update(error.headers or {})
         return response
@@ -55,7 +56,7 @@ def add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(GenerationRefused)
     async def engine_refused(request: Request, error: GenerationRefused) -> Response:
         code = REFUSED_CODES.get(error.refused.code, "refused")
-        return json_response(error_body(400, error.refused.message, code), 400)
+        return json_response(error_body(400, str(error), code, error.param), 400)
 
     @app.exception_handler(GenerationFailed)
     async def failed(request: Request, error: GenerationFailed) -> Response:

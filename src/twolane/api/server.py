@@ -52,7 +52,10 @@ def create_app(
 ) -> FastAPI:
     """Return the application that serves `service`; for keys and bound see `Gate`."""
     app = FastAPI(
-        title="Twolane", version=twolane.__version__, description="OpenAI's API, in two lanes."
+        title="Twolane",
+        version=twolane.__version__,
+        description="OpenAI's API, in two lanes.",
+        redirect_slashes=False,
     )
     app.router.route_class = Route
     app.add_middleware(Gate, api_keys=api_keys, max_body_bytes=max_body_bytes)
@@ -183,7 +186,7 @@ async def stream(
         yield event(error_body(503, str(error), "unavailable"))
         return
     except GenerationRefused as error:
-        yield event(error_body(400, str(error), "refused"))
+        yield event(error_body(400, str(error), "refused", error.param))
         return
     if include_usage:
         yield event(answer.usage_chunk())

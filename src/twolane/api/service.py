@@ -194,7 +194,7 @@ class Service:
         if self.unavailable is not None:
             raise ApiError(503, self.unavailable, code="unavailable")
         answers = [prompt for prompt in prompts for _ in range(body.choices)]
-        self.admission.enter(len(answers))
+        self.admission.enter(len(answers), "n" if body.choices > 1 else "prompt")
         books = Books(self, answers, call)
         text = TextOptions(
             stop=body.stop_strings,
