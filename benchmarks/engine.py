@@ -142,8 +142,13 @@ def finished(ticket: Ticket, seconds: float = 60.0) -> Ticket:
 
 
 def repeat(times: int, run: Callable[[], Ticket]) -> float:
-    """Median seconds of a launch; the first two are not counted."""
-    return statistics.median([finished(run()).seconds for _ in range(times + 2)][2:])
+    """Median seconds of a launch, each queued behind another; the first two are not counted."""
+    tickets = [run()]
+    for _ in range(times + 2):
+        tickets.append(run())
+        finished(tickets[-2])
+    finished(tickets[-1])
+    return statistics.median([ticket.seconds for ticket in tickets[2:]])
 
 
 def prefill(row: PromptRow, layers: int) -> PrefillWork:
