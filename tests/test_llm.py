@@ -1,10 +1,19 @@
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+
 import pytest
 
 from twolane import LLM, SamplingParams
+from twolane.api.engine_client import EngineError
+from twolane.api.generation import GenerationFailed
 
 from .api.serving import alive, write_tiny_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4)
+CHAT = SamplingParams(temperature=0, max_tokens=None)
 
 
 @pytest.fixture(scope="module")
@@ -41,11 +50,10 @@ def test_token_ids_are_the_same_as_their_text(llm):
 
 def test_chats(llm):
     question = [{"role": "user", "content": "What is the capital of France?"}]
-    greedy = SamplingParams(temperature=0, max_tokens=None)
-    (one,) = llm.chat(question, greedy)
+    (one,) = llm.chat(question, CHAT)
     assert "Paris" in one.text
     assert one.finish_reason == "stop"
-    assert [o.text for o in llm.chat([question, question], greedy)] == [one.text] * 2
+    assert [o.text for o in llm.chat([question, question], CHAT)] == [one.text] * 2
 
 
 def test_parameters_for_each_prompt(tiny):
@@ -63,6 +71,122 @@ def test_more_prompts_than_run_at_once(tiny):
     assert {len(o.token_ids) for o in outputs} == {2}
 
 
+def test_a_stream_is_the_answer_in_pieces(llm):
+    prompt = "The capital of France is"
+    (whole,) = llm.generate(prompt, GREEDY)
+    pieces = list(llm.stream(prompt, GREEDY))
+    assert len(pieces) > 1
+    assert "".join(piece.text for piece in pieces) == whole.text
+    assert [token for piece in pieces for token in piece.token_ids] == whole.token_ids
+    assert [piece.finish_reason for piece in pieces[:-1]] == [None] * (len(pieces) - 1)
+    assert pieces[-1].finish_reason == whole.finish_reason
+    ids = whole.prompt_token_ids
+    assert "".join(piece.text for piece in llm.stream(ids, GREEDY)) == whole.text
+
+
+def test_a_conversation_streams_too(llm):
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    assert "Paris" in "".join(piece.text for piece in llm.stream(question, CHAT))
+
+
+def test_whoever_stops_reading_gives_the_rest_up(tiny):
+    for piece in tiny.stream([5, 6], SamplingParams(max_tokens=60_000, ignore_eos=True)):
+        assert piece.token_ids
+        break
+    assert tiny.generate([[1]], GREEDY)
+    assert tiny._engine.stats.running == 0
+
+
+def test_a_stop_string_ends_the_answer(llm):
+    (plain,) = llm.generate("The capital of France is", GREEDY)
+    assert plain.text.startswith(" Paris.")
+    (output,) = llm.generate("The capital of France is", GREEDY, stop=["is."])
+    assert (output.text, output.finish_reason) == (" Par", "stop")
+    assert output.outputs[0].stop_reason == "is."
+    more = {"stop": "is.", "include_stop_str_in_output": True}
+    assert llm.generate("The capital of France is", GREEDY, **more)[0].text == " Paris."
+    assert "".join(p.text for p in llm.stream("The capital of France is", GREEDY, stop="is.")) == (
+        " Par"
+    )
+
+
+def test_several_answers_to_each_prompt(llm):
+    params = SamplingParams(temperature=1.5, top_k=10, max_tokens=8, seed=3)
+    outputs = llm.generate(["Once upon a time", "The sky"], params, n=3)
+    assert [[o.index for o in output.outputs] for output in outputs] == [[0, 1, 2]] * 2
+    assert len({answer.text for answer in outputs[0].outputs}) == 3
+    again = llm.generate("The sky", params, n=3)[0]
+    assert [o.text for o in again.outputs] == [o.text for o in outputs[1].outputs]
+    pieces = list(llm.stream("The sky", params, n=3))
+    for place, answer in enumerate(again.outputs):
+        assert "".join(p.text for p in pieces if p.index == place) == answer.text
+
+
+def test_log_probabilities_come_with_the_tokens(llm):
+    params = SamplingParams(temperature=0, max_tokens=4, logprobs=2, prompt_logprobs=0)
+    (output,) = llm.generate("The capital of France is", params)
+    assert [entry.token for entry in output.logprobs] == output.token_ids
+    assert all(entry.rank == 1 and len(entry.top) == 2 for entry in output.logprobs)
+    assert [e.token for e in output.prompt_logprobs] == output.prompt_token_ids[1:]
+    pieces = [entry for piece in llm.stream(output.prompt, params) for entry in piece.logprobs]
+    assert [entry.token for entry in pieces] == output.token_ids
+    assert llm.generate("a", GREEDY)[0].logprobs is None
+
+
+def test_a_bar_shows_on_demand_only(tiny, capfd):
+    tiny.generate([[5]] * 3, GREEDY)
+    assert capfd.readouterr().err == ""
+    tiny.generate([[5]] * 3, GREEDY, progress=True)
+    shown = capfd.readouterr().err
+    assert "3/3" in shown
+    assert "output tokens/s" in shown
+
+
+def test_works_inside_an_event_loop(tiny):
+    async def program():
+        direct = tiny.generate([[5, 6]], GREEDY)
+        beside = await asyncio.to_thread(tiny.generate, [[5, 6]], GREEDY)
+        return direct[0].token_ids == beside[0].token_ids
+
+    assert asyncio.run(program())
+
+
+def test_an_interrupt_breaks_off_and_leaves_the_llm_usable(tmp_path):
+    program = f"""
+from twolane import LLM, SamplingParams
+with LLM({str(write_tiny_model(tmp_path))!r}, load_format="dummy", kv_tokens=100_000) as llm:
+    print("ready", flush=True)
+    try:
+        llm.generate([[5, 6]] * 50, SamplingParams(max_tokens=60_000, ignore_eos=True))
+    except KeyboardInterrupt:
+        print(len(llm.generate([[5, 6]] * 3, SamplingParams(max_tokens=2, ignore_eos=True))))
+        print(llm._engine.stats.running + llm._engine.stats.waiting)
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "ready\n"
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(1.0)
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=60) == ("3\n0\n", "")
+    assert process.returncode == 0
+
+
+def test_an_engine_that_dies_raises(tmp_path):
+    llm = LLM(str(write_tiny_model(tmp_path)), load_format="dummy", kv_tokens=100_000)
+    pieces = llm.stream([5, 6], SamplingParams(max_tokens=60_000, ignore_eos=True))
+    next(pieces)
+    os.kill(llm._engine.process.pid, signal.SIGKILL)
+    with pytest.raises(GenerationFailed, match="signal 9"):
+        list(pieces)
+    with pytest.raises(EngineError, match="signal 9"):
+        llm.generate([[5, 6]])
+    llm.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        llm.generate([[5, 6]])
+
+
 def test_wrong_prompts_are_value_errors(tiny):
     with pytest.raises(ValueError, match="prompt 1 has 0 tokens"):
         tiny.generate([[1], []])
@@ -70,6 +194,16 @@ def test_wrong_prompts_are_value_errors(tiny):
         tiny.generate([[128]])
     with pytest.raises(ValueError, match="without a tokenizer"):
         tiny.generate("text")
+    with pytest.raises(ValueError, match="without a tokenizer"):
+        tiny.stream("text")
+    with pytest.raises(ValueError, match="stop needs text"):
+        tiny.generate([[1]], stop="x")
+    with pytest.raises(ValueError, match="stop must not be empty"):
+        tiny.generate([[1]], stop=["x", ""])
+    with pytest.raises(ValueError, match="n must be at least 1"):
+        tiny.generate([[1]], n=0)
+    with pytest.raises(TypeError, match="stops"):
+        tiny.generate([[1]], stops="x")
     assert tiny.generate([[1]], GREEDY)
 
 

@@ -46,10 +46,16 @@ def systems(incomplete: str) -> list[tuple[str, str]]:
 
 def models(incomplete: str) -> list[str]:
     """Return the models that have names of their own, for shell completion."""
-    from twolane.model.hub import ALIASES
     from twolane.model.shapes import SHAPES
 
-    return [name for name in (*ALIASES, *SHAPES) if name.startswith(incomplete)]
+    return aliases(incomplete) + [name for name in SHAPES if name.startswith(incomplete)]
+
+
+def aliases(incomplete: str) -> list[str]:
+    """Return the models that can be pulled, for shell completion."""
+    from twolane.model.hub import ALIASES
+
+    return [name for name in ALIASES if name.startswith(incomplete)]
 
 
 MODEL_HELP = (
@@ -513,9 +519,11 @@ def generate(
         console.generate(config, text, params, chat=chat)
 
 
-@app.command()
+@app.command(epilog="**Example:** `twolane pull smollm2-135m-instruct`")
 def pull(
-    model: Annotated[str, typer.Argument(help="An alias.")] = DEFAULT_MODEL,
+    model: Annotated[str, typer.Argument(help="An alias.", autocompletion=aliases)] = (
+        DEFAULT_MODEL
+    ),
 ) -> None:
     """Fetch a model into the cache, so that it can be served without a network."""
     from twolane.model import hub

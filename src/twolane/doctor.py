@@ -5,7 +5,8 @@ import platform
 from collections.abc import Iterator
 from importlib.metadata import version
 
-from rich.console import Console
+from rich.console import Console, RenderableType
+from rich.padding import Padding
 from rich.table import Table
 
 import twolane
@@ -26,7 +27,7 @@ def report() -> bool:
     return problem is None
 
 
-def findings() -> Iterator[tuple[str, str]]:
+def findings() -> Iterator[tuple[str, RenderableType]]:
     """Yield the rows of the report."""
     yield "twolane", twolane.__version__
     yield "python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"
@@ -38,7 +39,8 @@ def findings() -> Iterator[tuple[str, str]]:
     yield "cuda lanes", cuda_lanes()
     for place, name in enumerate(SYSTEMS):
         yield "systems" if place == 0 else "", f"{name}: {describe(name)}"
-        yield "", "  " + " ".join(f"{key}={value}" for key, value in defaults(name).items())
+        settings = " ".join(f"{key}={value}" for key, value in defaults(name).items())
+        yield "", Padding(settings, (0, 0, 0, 2))
     yield "cache", str(hub.cache_dir())
     yield "pulled", ", ".join(pulled()) or "nothing yet: twolane pull"
 

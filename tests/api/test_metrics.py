@@ -18,6 +18,7 @@ from .serving import serving, wait_for
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 DUMMY = ("--load-format", "dummy", "--kv-tokens", "20000")
+KEY = {"Authorization": "Bearer key"}
 PATHS = ("/v1/completions", "/v1/chat/completions")
 
 
@@ -73,7 +74,7 @@ class Traffic:
     async def run(self, count):
         connector = aiohttp.TCPConnector(limit=0)
         async with (
-            aiohttp.ClientSession(self.base, connector=connector) as self.session,
+            aiohttp.ClientSession(self.base, connector=connector, headers=KEY) as self.session,
             asyncio.TaskGroup() as group,
         ):
             for _ in range(count):
@@ -96,8 +97,9 @@ class Traffic:
         await self.post(self.body(stream=self.rng.random() < 0.5))
 
     async def several(self):
-        prompts = [[self.rng.randrange(3, 100)] for _ in range(self.rng.randint(1, 5))]
-        await self.post(self.body(prompt=prompts), len(prompts))
+        prompts = [[self.rng.randrange(3, 100)] for _ in range(self.rng.randint(1, 3))]
+        n = self.rng.randint(1, 2)
+        await self.post(self.body(prompt=prompts, n=n), n * len(prompts))
 
     async def wrong(self):
         bad = ({"nope": 1}, {"temperature": -1}, {"model": "x"}, {"prompt": [999]}, {"prompt": []})
@@ -107,14 +109,20 @@ class Traffic:
         data = self.rng.choice([b"", b"{", b"[]", b"\xff", b"null"])
         await self.post(data, path=self.rng.choice(PATHS))
 
+    async def without_key(self):
+        await self.post(self.body(), Authorization="Bearer wrong")
+
+    async def too_large(self):
+        await self.post(b" " * 6000)
+
     async def not_json(self):
         await self.post(self.body(), **{"Content-Type": "text/plain"})
 
     async def leaves_while_sending(self):
         _, writer = await asyncio.open_connection(self.address.hostname, self.address.port)
         writer.write(
-            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-            b'Content-Length: 500\r\n\r\n{"prompt": '
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer key\r\n"
+            b'Content-Type: application/json\r\nContent-Length: 500\r\n\r\n{"prompt": '
         )
         await writer.drain()
         await asyncio.sleep(0.05)
@@ -142,13 +150,14 @@ class Traffic:
             await response.read()
 
     KINDS = (
-        *(good, good, good, several, wrong, broken, not_json),
+        *(good, good, good, several, wrong, broken, not_json, without_key, too_large),
         *(leaves_while_sending, leaves_while_served, not_a_call),
     )
 
 
 def test_random_traffic_adds_up_at_every_moment(tiny_model):
-    with serving(str(tiny_model), *DUMMY, "--max-queue", "4", "--max-running", "4") as served:
+    bounds = ("--max-queue", "4", "--max-running", "4", "--max-body-bytes", "5000")
+    with serving(str(tiny_model), *DUMMY, *bounds, "--api-key", "key") as served:
         traffic = Traffic(served, seed=1)
         working = threading.Thread(target=lambda: asyncio.run(traffic.run(400)))
         working.start()
@@ -171,6 +180,8 @@ def test_random_traffic_adds_up_at_every_moment(tiny_model):
         reasons = by(figures, "requests_refused_total", "reason")
         assert reasons["queue_full"] == traffic.statuses[429] + unread > 0
         assert reasons["model_not_found"] == traffic.statuses[404] > 0
+        assert reasons["invalid_api_key"] == traffic.statuses[401] > 0
+        assert traffic.statuses[413] > 0
         assert reasons["invalid_json"] > 0
         assert not reasons.keys() & {"http_500", "internal_error"}
 

@@ -165,7 +165,10 @@ class Watched:
 
     def _count(self, status: int) -> None:
         """Add to the requests by endpoint; what clients can invent is no label of its own."""
-        route = getattr(self._scope.get("route"), "path", None)
+        # A call may be refused before it is routed.
+        route = (
+            self._scope["path"] if self._call else getattr(self._scope.get("route"), "path", None)
+        )
         method = self._scope["method"]
         method = method if method in METHODS else "OTHER"
         self._metrics.http.labels(method, route or "none", str(status)).inc()

@@ -26,20 +26,19 @@ Send a workload to an OpenAI-compatible server and measure latency and goodput.
 Requests leave when they are due, whether or not earlier ones were answered, and every request \
 sent counts: one that was refused or broke off attains no SLO. Results carry the keys of \
 `vllm bench serve`. Ctrl-C ends the run and reports what was measured until then.
+"""
+_EPILOG = """**Examples**
 
-\b
-Random prompts of 1,024 tokens, 4 requests a second, against a local server:
-  twolane bench serve --request-rate 4 --num-prompts 200
-\b
-Lengths like those of Azure's chat service, with promises to keep (ms):
-  twolane bench serve --dataset azure-conv --request-rate 2 \\
-    --goodput ttft:1000 tbt:50
-\b
-Options from a file, its keys named as the flags are:
-  twolane bench serve --config bench.yaml
-\b
-Ten minutes of a recorded trace, at its own times, prefixes shared as recorded:
-  twolane bench serve --dataset mooncake_trace.jsonl.gz --trace-duration 600
+- `twolane bench serve --request-rate 4 --num-prompts 200` — random prompts of 1,024 tokens, 4
+  requests a second, against a local server
+
+- `twolane bench serve --dataset azure-conv --request-rate 2 --goodput ttft:1000 tbt:50` — lengths
+  like those of Azure's chat service, with promises to keep (ms)
+
+- `twolane bench serve --dataset mooncake_trace.jsonl.gz --trace-duration 600` — ten minutes of a
+  recorded trace, at its own times, prefixes shared as recorded
+
+- `twolane bench serve --config bench.yaml` — options from a file
 """
 
 _WHERE, _WHAT, _WHEN, _MEASURE = "Server", "Requests", "Arrivals", "Measurement"
@@ -50,7 +49,7 @@ def bench() -> None:
     """Measure an LLM server from outside."""
 
 
-@app.command(help=_HELP)
+@app.command(help=_HELP, epilog=_EPILOG)
 def serve(
     more_slos: Annotated[list[str] | None, typer.Argument(metavar="NAME:MS", hidden=True)] = None,
     config_file: Annotated[Path | None, config_option()] = None,
