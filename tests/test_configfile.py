@@ -35,8 +35,8 @@ def test_flag_before_environment_before_file_before_default(parse, monkeypatch):
     monkeypatch.setenv("TWOLANE_PORT", "11")
     monkeypatch.setenv("TWOLANE_MAX_QUEUE", "12")
     got = parse(text, "--port", "21")
-    names = ("port", "max_queue", "max_running", "page_size")
-    assert [got[name] for name in names] == [21, 12, 3, 16]
+    names = ("port", "max_queue", "max_running", "drain_seconds")
+    assert [got[name] for name in names] == [21, 12, 3, 10.0]
 
 
 def test_a_command_lines_model_comes_before_the_files(parse, monkeypatch):

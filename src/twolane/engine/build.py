@@ -98,6 +98,8 @@ def _books(config: EngineConfig, machine: Machine, max_model_len: int) -> KVBook
     page_size = _page_size(config, machine)
     if config.kv_tokens is not None:
         pages = config.kv_tokens // page_size
+        if pages < 1:
+            raise ValueError(f"kv_tokens {config.kv_tokens} does not hold a page of {page_size}")
     else:
         most = config.max_running * -(-max_model_len // page_size)
         room = machine.kv_bytes(max_model_len) // (page_size * machine.page_token_bytes)

@@ -41,7 +41,7 @@ def check_settings(config: EngineConfig) -> None:
     length, positions, pool = config.max_model_len, config.max_positions, config.kv_tokens
     if length is not None and positions is not None and length > positions:
         raise SettingError("max_model_len", f"{length} exceeds max_positions {positions}")
-    page_size = config.page_size or 1  # not known yet: the engine looks again
+    page_size = config.page_size or 16  # the least there is by itself: the engine looks again
     if pool is not None and pool // page_size * page_size < (length or 2):
         request = f"one request of {length or 2} tokens in pages of {page_size}"
         raise SettingError("kv_tokens", f"{pool} does not hold {request}")
