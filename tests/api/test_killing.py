@@ -18,7 +18,7 @@ from .test_lifecycle import LONG, Stream
 
 DUMMY = ("--load-format", "dummy", "--kv-tokens", "200000")
 PROMPT = {**LONG, "prompt": [3 + k % 100 for k in range(8000)], "max_tokens": 50_000}
-SEEDS = range(3)
+SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in (1, 2))]
 
 
 def children(pid):
