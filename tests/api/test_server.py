@@ -217,18 +217,26 @@ class TestErrors:
 
 
 def test_metrics_add_up(real):
+    """Over all that tests asked of this server; some of it was given up after a first token."""
+    wait_for(lambda: real.metrics()["requests_in_flight"] == 0)
+    before = real.metrics()
     real.request("/v1/completions", {"prompt": "x", "max_tokens": 3, "ignore_eos": True})
     real.request("/v1/completions", {"prompt": "x", "n": 0})
     wait_for(lambda: real.metrics()["requests_in_flight"] == 0)
     m = real.metrics()
     ended = m["request_success_total"] + m["requests_refused_total"]
     assert m["requests_received_total"] == ended + m.get("requests_aborted_total", 0)
-    assert m["time_to_first_token_seconds_count"] == m["request_success_total"]
-    assert m["e2e_request_latency_seconds_count"] == m["request_success_total"]
-    assert m["inter_token_latency_seconds_count"] == (
-        m["generation_tokens_total"] - m["request_success_total"]
-    )
     assert m["prefix_cache_hits_total"] <= m["prefix_cache_queries_total"]
+    grown = {
+        "requests_received_total": 2,
+        "request_success_total": 1,
+        "requests_refused_total": 1,
+        "time_to_first_token_seconds_count": 1,
+        "e2e_request_latency_seconds_count": 1,
+        "inter_token_latency_seconds_count": 2,
+        "generation_tokens_total": 3,
+    }
+    assert {name: m[name] - before.get(name, 0) for name in grown} == grown
 
 
 def test_the_openapi_description_names_the_fields(real):
