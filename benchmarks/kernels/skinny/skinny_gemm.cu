@@ -1,0 +1,541 @@
+// y[M, N] = x[M, K] w[N, K]^T for few rows M, on a share of the SMs (sm_90a).
+//
+// One block an SM, persistent. The iterations of all tiles (BLOCK_N rows of w, 64 of K each) are laid
+// end to end and cut into equal runs, one a block (stream-K). A producer thread keeps a ring of
+// STAGES tiles of w and x in flight through the bulk tensor copy engine; one or two warpgroups
+// multiply them. A tile that is shared by several blocks is summed by the last of them to arrive, in
+// the order of K: the result does not depend on who that is. No block ever waits for another, so the
+// grid need not be resident as a whole.
+//
+// The kernel may start before the one in front of it has ended (programmatic dependent launch): it
+// reads w at once, and x and everything else when that one is complete.
+//
+// The compiler is given BLOCK_N, ROWS (M rounded up), STAGES, SWAP (w on the 64-row side of the
+// product, for small batches), GATED (w = gate and up rows, y = silu(gate) * up), WIDE (y is float32,
+// without bias or residual), HALF (fp16, not bf16), and `multiply` (one wgmma).
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+struct alignas(64) TensorMap {
+    char bytes[128];
+};
+
+constexpr int BLOCK_K = 64;  // one 128-byte swizzled row
+constexpr int W_BYTES = BLOCK_N * BLOCK_K * 2;
+constexpr int X_BYTES = ROWS * BLOCK_K * 2;
+constexpr int OUT_N = GATED ? BLOCK_N / 2 : BLOCK_N;  // columns of y in a tile
+
+// Two warpgroups share a tile by rows of x where there are more than 64, by rows of w in a wide tile.
+constexpr int ROW_GROUPS = ROWS > 64 ? 2 : 1;
+constexpr int COLUMN_GROUPS = ROWS <= 64 && BLOCK_N == 256 ? 2 : 1;
+constexpr int CONSUMERS = ROW_GROUPS * COLUMN_GROUPS * 128;
+constexpr int GROUP_N = BLOCK_N / COLUMN_GROUPS;
+constexpr int GROUP_OUT = OUT_N / COLUMN_GROUPS;
+constexpr int PARTS = SWAP ? GROUP_N / 64 : 1;  // products that one warpgroup does per 16 of K
+constexpr int WIDTH = SWAP ? ROWS : GROUP_N;    // their N
+constexpr int ACC = WIDTH / 2;                  // accumulators a thread, of one product
+
+struct Shape {
+    int m, n;              // n: columns of y
+    int iterations, tiles; // of K in one tile; tiles of y
+    int out_stride;
+    int residual;
+};
+
+struct Arguments {
+    TensorMap w, x;
+    unsigned short* out;
+    const unsigned short* bias;
+    float4* scratch;
+    int* arrivals;
+    Shape shape;
+};
+
+#ifndef ON_HOST  // tests run the rest with these instructions acted out by threads of the CPU
+// An address that the compiler keeps, not computes again in every loop.
+__device__ __forceinline__ u32 shared_address(const void* p) {
+    u32 address = static_cast<u32>(__cvta_generic_to_shared(p));
+    asm volatile("" : "+r"(address));
+    return address;
+}
+
+__device__ __forceinline__ char* dynamic_shared() {
+    extern __shared__ char memory[];
+    return memory;
+}
+
+__device__ __forceinline__ void barrier_init(u32 barrier, u32 count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
+}
+
+__device__ __forceinline__ void barriers_ready() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+__device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+                 : "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive(u32 barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
+    u32 done = 0;
+    while (!done) {
+        asm volatile(
+            "{\n"
+            ".reg .pred done;\n"
+            "mbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+            "selp.u32 %0, 1, 0, done;\n"
+            "}" : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+    }
+}
+
+// True in one lane of the warp, and the compiler knows that it is one.
+__device__ __forceinline__ bool elected() {
+    u32 one;
+    asm volatile(
+        "{\n"
+        ".reg .pred one;\n"
+        "elect.sync _|one, 0xFFFFFFFF;\n"
+        "selp.u32 %0, 1, 0, one;\n"
+        "}" : "=r"(one));
+    return one;
+}
+
+__device__ __forceinline__ void load_tile(u32 target, const TensorMap* map, int k, int row,
+                                          u32 barrier, u64 policy) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+        ".L2::cache_hint [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(target), "l"(map), "r"(barrier),
+        "r"(k), "r"(row), "l"(policy) : "memory");
+}
+
+__device__ __forceinline__ u64 evict_first() {
+    u64 policy;
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+
+__device__ __forceinline__ u64 evict_last() {
+    u64 policy;
+    asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+
+__device__ __forceinline__ void multiply_begin() {
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void multiply_commit() {
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+template <int LEFT>
+__device__ __forceinline__ void multiply_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
+}
+
+// Tells the compiler that a wgmma may change this register now.
+__device__ __forceinline__ void pin(float& value) { asm volatile("" : "+f"(value)::"memory"); }
+
+__device__ __forceinline__ int count_arrival(int* arrivals) {
+    int before;
+    asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], 1;"
+                 : "=r"(before) : "l"(arrivals) : "memory");
+    return before;
+}
+
+__device__ __forceinline__ void consumers_sync() {
+    asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory");
+}
+
+__device__ __forceinline__ void let_next_start() {
+    let_next_start();
+}
+
+__device__ __forceinline__ void wait_for_previous() {
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
+__device__ __forceinline__ float to_float(unsigned short bits) {
+#if HALF
+    float value;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+    return value;
+#else
+    return __uint_as_float(u32(bits) << 16);
+#endif
+}
+
+__device__ __forceinline__ u32 to_pair(float low, float high) {
+    u32 pair;
+#if HALF
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+#else
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+#endif
+    return pair;
+}
+#endif
+
+// The lower half of the descriptor of a K-major operand with 128-byte swizzle. The upper half is
+// constant: 8 rows every 1024 bytes.
+__device__ __forceinline__ u32 descriptor(u32 address) {
+    return (1 << 16) | ((address & 0x3FFFF) >> 4);
+}
+
+__device__ __forceinline__ float silu(float value) { return value / (1.0f + __expf(-value)); }
+
+// The first iteration of block b, and the block whose run holds an iteration.
+__device__ __forceinline__ int run_start(u32 block, u32 blocks, u32 total) {
+    return block * total / blocks;
+}
+
+__device__ __forceinline__ int block_of(u32 iteration, u32 blocks, u32 total) {
+    return ((iteration + 1) * blocks - 1) / total;
+}
+
+// Where a thread writes COUNT neighbouring columns of y.
+#if WIDE
+template <int COUNT>
+struct Place {
+    float* at;  // null outside y
+
+    Place() = default;
+
+    __device__ __forceinline__ Place(unsigned short* out, const Shape& shape, int row, int column) {
+        const bool inside = row < shape.m && column < shape.n;
+        at = reinterpret_cast<float*>(out) + u64(row) * shape.out_stride + column;
+        if (!inside) at = nullptr;
+    }
+
+    __device__ __forceinline__ void write(const unsigned short*, int, const float (&value)[COUNT]) {
+        if (!at) return;
+        if constexpr (COUNT == 4)
+            *reinterpret_cast<float4*>(at) = make_float4(value[0], value[1], value[2], value[3]);
+        else
+            *reinterpret_cast<float2*>(at) = make_float2(value[0], value[1]);
+    }
+};
+#else
+template <int COUNT>
+struct Place {
+    u32* at;  // null outside y
+    u32 old[COUNT / 2];
+
+    Place() = default;
+
+    __device__ __forceinline__ Place(unsigned short* out, const Shape& shape, int row, int column) {
+        const bool inside = row < shape.m && column < shape.n;
+        at = inside ? reinterpret_cast<u32*>(out + u64(row) * shape.out_stride + column) : nullptr;
+#pragma unroll
+        for (int i = 0; i < COUNT / 2; ++i) old[i] = 0;
+        if (!inside || !shape.residual) return;
+        if constexpr (COUNT == 4) {
+            const uint2 v = *reinterpret_cast<const uint2*>(at);
+            old[0] = v.x, old[1] = v.y;
+        } else {
+            old[0] = *at;
+        }
+    }
+
+    __device__ __forceinline__ void write(const unsigned short* bias, int column,
+                                          const float (&value)[COUNT]) {
+        if (!at) return;
+        u32 pairs[COUNT / 2];
+#pragma unroll
+        for (int i = 0; i < COUNT / 2; ++i) {
+            float a = value[2 * i] + to_float(old[i] & 0xFFFF);
+            float b = value[2 * i + 1] + to_float(old[i] >> 16);
+            if (bias) {
+                const u32 add = *reinterpret_cast<const u32*>(bias + column + 2 * i);
+                a += to_float(add & 0xFFFF);
+                b += to_float(add >> 16);
+            }
+            pairs[i] = to_pair(a, b);
+        }
+        if constexpr (COUNT == 4)
+            *reinterpret_cast<uint2*>(at) = make_uint2(pairs[0], pairs[1]);
+        else
+            *at = pairs[0];
+    }
+};
+#endif
+
+__device__ __forceinline__ int column_group() { return COLUMN_GROUPS > 1 ? threadIdx.x / 128 : 0; }
+
+__device__ __forceinline__ int row_group() { return ROW_GROUPS > 1 ? threadIdx.x / 128 : 0; }
+
+__device__ __forceinline__ float result(const float (&acc)[PARTS][ACC], int part, int i) {
+#if GATED && SWAP
+    return silu(acc[part][i]) * acc[part + PARTS / 2][i];
+#elif GATED
+    return silu(acc[0][i]) * acc[0][i + ACC / 2];
+#else
+    return acc[part][i];
+#endif
+}
+
+#if SWAP
+// Rows of the product are columns of y: lanes 4 apart hold neighbours. Each trades with one of them,
+// so that it has pairs to write.
+__device__ __forceinline__ void write_tile(const float (&acc)[PARTS][ACC], unsigned short* out,
+                                           const unsigned short* bias, const Shape& shape,
+                                           int tile) {
+    const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
+    const int base = tile * OUT_N + column_group() * GROUP_OUT;
+    const bool odd = (lane / 4) % 2;
+    const int row = (lane % 4) * 2 + odd;
+#pragma unroll
+    for (int p = 0; p < GROUP_OUT / 64; ++p)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {  // columns of y 8 apart
+            const int column = base + p * 64 + warp * 16 + 8 * h + (lane / 4) - odd;
+            Place<2> places[ACC / 4];
+#pragma unroll
+            for (int j = 0; j < ACC / 4; ++j) places[j] = Place<2>(out, shape, 8 * j + row, column);
+#pragma unroll
+            for (int j = 0; j < ACC / 4; ++j) {
+                const float a = result(acc, p, 4 * j + 2 * h), b = result(acc, p, 4 * j + 2 * h + 1);
+                const float other = __shfl_xor_sync(0xFFFFFFFF, odd ? a : b, 4);
+                const float pair[2] = {odd ? other : a, odd ? b : other};
+                places[j].write(bias, column, pair);
+            }
+        }
+}
+#else
+// Each lane holds two columns in every eight; neighbours trade, one takes four of the even eights,
+// the other of the odd ones.
+__device__ __forceinline__ void write_tile(const float (&acc)[PARTS][ACC], unsigned short* out,
+                                           const unsigned short* bias, const Shape& shape,
+                                           int tile) {
+    constexpr int BATCH = GROUP_OUT < 64 ? GROUP_OUT / 16 : 4;  // reads of the residual in flight
+    const int lane = threadIdx.x % 32;
+    const bool odd = lane % 2;
+    const int column = tile * OUT_N + column_group() * GROUP_OUT + (odd ? 8 : 0) + (lane % 4 / 2) * 4;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+        const int row = row_group() * 64 + threadIdx.x % 128 / 32 * 16 + lane / 4 + 8 * h;
+#pragma unroll
+        for (int start = 0; start < GROUP_OUT / 16; start += BATCH) {
+            Place<4> places[BATCH];
+#pragma unroll
+            for (int q = 0; q < BATCH; ++q)
+                places[q] = Place<4>(out, shape, row, column + 16 * (start + q));
+#pragma unroll
+            for (int q = 0; q < BATCH; ++q) {
+                const int even = 8 * (start + q) + 2 * h;
+                const float a = result(acc, 0, even), b = result(acc, 0, even + 1);
+                const float c = result(acc, 0, even + 4), d = result(acc, 0, even + 5);
+                const float e = __shfl_xor_sync(0xFFFFFFFF, odd ? a : c, 1);
+                const float f = __shfl_xor_sync(0xFFFFFFFF, odd ? b : d, 1);
+                const float four[4] = {odd ? e : a, odd ? f : b, odd ? c : e, odd ? d : f};
+                places[q].write(bias, column + 16 * (start + q), four);
+            }
+        }
+    }
+}
+#endif
+
+// Whether any accumulator of this warp is a row below m.
+__device__ __forceinline__ bool warp_matters(const Shape& shape) {
+    return SWAP || row_group() * 64 + int(threadIdx.x % 128 / 32) * 16 < shape.m;
+}
+
+__device__ __forceinline__ float4* slot_of(float4* scratch, int block, int second) {
+    return scratch + (u64(block) * 2 + second) * (PARTS * ACC / 4) * CONSUMERS + threadIdx.x;
+}
+
+// Leaves this block's share of a tile in scratch; true for the last block to do so, with the sum in
+// `acc`.
+__device__ __forceinline__ bool combine(float (&acc)[PARTS][ACC], float4* scratch, int* arrivals,
+                                        const Shape& shape, int tile, int* flag) {
+    const int blocks = gridDim.x, total = shape.tiles * shape.iterations;
+    const int begin = tile * shape.iterations;
+    const int first = block_of(begin, blocks, total);
+    const int last = block_of(begin + shape.iterations - 1, blocks, total);
+    auto slot = [&](int block) {
+        const int start = run_start(block, blocks, total);
+        return slot_of(scratch, block, start / shape.iterations != tile);
+    };
+    if (warp_matters(shape)) {
+        float4* mine = slot(blockIdx.x);
+#pragma unroll
+        for (int p = 0; p < PARTS; ++p)
+#pragma unroll
+            for (int j = 0; j < ACC / 4; ++j)
+                __stcg(mine + (p * (ACC / 4) + j) * CONSUMERS,
+                       make_float4(acc[p][4 * j], acc[p][4 * j + 1], acc[p][4 * j + 2],
+                                   acc[p][4 * j + 3]));
+    }
+    consumers_sync();
+    if (threadIdx.x == 0) {
+        const int before = count_arrival(arrivals + tile);
+        if (before == last - first) arrivals[tile] = 0;  // for the next launch
+        *flag = before == last - first;
+    }
+    consumers_sync();
+    if (!*reinterpret_cast<volatile int*>(flag)) return false;
+    if (!warp_matters(shape)) return true;
+    auto add = [&](int block) {
+        const float4* theirs = slot(block);
+#pragma unroll
+        for (int p = 0; p < PARTS; ++p)
+#pragma unroll
+            for (int j = 0; j < ACC / 4; ++j) {
+                const float4 v = __ldcg(theirs + (p * (ACC / 4) + j) * CONSUMERS);
+                acc[p][4 * j] += v.x;
+                acc[p][4 * j + 1] += v.y;
+                acc[p][4 * j + 2] += v.z;
+                acc[p][4 * j + 3] += v.w;
+            }
+    };
+    if (last == first + 1) {  // a sum of two is the same in either order
+        add(first + last - blockIdx.x);
+        return true;
+    }
+#pragma unroll
+    for (int p = 0; p < PARTS; ++p)
+#pragma unroll
+        for (int j = 0; j < ACC; ++j) acc[p][j] = 0.0f;
+    for (int block = first; block <= last; ++block) add(block);
+    return true;
+}
+
+__device__ __forceinline__ void produce(const TensorMap* w, const TensorMap* x, const Shape& shape,
+                                        u32 ring_w, u32 ring_x, u32 full, u32 empty, int start,
+                                        int end) {
+    const u64 once = evict_first(), kept = evict_last();
+    // Iterations are counted, not divided: the loop must not take longer than its loads.
+    struct Cursor {
+        int tile, k;
+    };
+    const int deep = shape.iterations * BLOCK_K;
+    auto advance = [&](Cursor& at) {
+        if ((at.k += BLOCK_K) == deep) at.k = 0, at.tile += OUT_N;
+    };
+    auto load_w = [&](const Cursor& at, int s) {
+        const u32 barrier = full + 8 * s, target = ring_w + s * W_BYTES;
+        barrier_expect(barrier, W_BYTES + X_BYTES);
+#if GATED
+#pragma unroll
+        for (int g = 0; g < COLUMN_GROUPS; ++g)
+#pragma unroll
+            for (int up = 0; up < 2; ++up)
+                load_tile(target + (2 * g + up) * GROUP_OUT * BLOCK_K * 2, w, at.k,
+                          up * shape.n + at.tile + g * GROUP_OUT, barrier, once);
+#else
+        load_tile(target, w, at.k, at.tile, barrier, once);
+#endif
+    };
+    auto load_x = [&](const Cursor& at, int s) {
+        load_tile(ring_x + s * X_BYTES, x, at.k, 0, full + 8 * s, kept);
+    };
+    const Cursor begin = {start / shape.iterations * OUT_N, start % shape.iterations * BLOCK_K};
+    const int ahead = min(end - start, STAGES);
+    // The weights do not depend on the kernel before this one; x does.
+    Cursor at = begin;
+    for (int i = 0; i < ahead; ++i, advance(at)) load_w(at, i);
+    wait_for_previous();
+    at = begin;
+    for (int i = 0; i < ahead; ++i, advance(at)) load_x(at, i);
+    int s = 0;
+    u32 parity = 0;
+    for (int i = start + ahead; i < end; ++i, advance(at)) {
+        barrier_wait(empty + 8 * s, parity);
+        load_w(at, s);
+        load_x(at, s);
+        if (++s == STAGES) s = 0, parity ^= 1;
+    }
+}
+
+__device__ __forceinline__ void consume(const Shape& shape, u32 ring_w, u32 ring_x, u32 full,
+                                        u32 empty, int start, int end, unsigned short* out,
+                                        const unsigned short* bias, float4* scratch, int* arrivals,
+                                        int* flag) {
+    const bool speaks = threadIdx.x % 32 == 0;
+    const u32 base_w = descriptor(ring_w + column_group() * GROUP_N * BLOCK_K * 2);
+    const u32 base_x = descriptor(ring_x + row_group() * 8192);
+    float acc[PARTS][ACC];
+    auto pin_all = [&] {
+#pragma unroll
+        for (int p = 0; p < PARTS; ++p)
+#pragma unroll
+            for (int j = 0; j < ACC; ++j) pin(acc[p][j]);
+    };
+    int s = 0, previous = 0;
+    u32 parity = 0;
+    for (int i = start; i < end;) {
+        const int tile = i / shape.iterations, begin = tile * shape.iterations;
+        const int stop = min(end, begin + shape.iterations), from = i;
+#pragma unroll
+        for (int p = 0; p < PARTS; ++p)
+#pragma unroll
+            for (int j = 0; j < ACC; ++j) acc[p][j] = 0.0f;
+        for (; i < stop; ++i) {
+            barrier_wait(full + 8 * s, parity);
+            const u32 dw = base_w + s * (W_BYTES >> 4), dx = base_x + s * (X_BYTES >> 4);
+            pin_all();
+            multiply_begin();
+#pragma unroll
+            for (int kk = 0; kk < BLOCK_K / 16; ++kk)
+#pragma unroll
+                for (int p = 0; p < PARTS; ++p) {
+#if SWAP
+                    multiply(acc[p], dw + p * (8192 >> 4) + kk * 2, dx + kk * 2);
+#else
+                    multiply(acc[p], dx + kk * 2, dw + kk * 2);
+#endif
+                }
+            multiply_commit();
+            pin_all();
+            multiply_wait<1>();
+            if (i > from && speaks) barrier_arrive(empty + 8 * previous);
+            previous = s;
+            if (++s == STAGES) s = 0, parity ^= 1;
+        }
+        multiply_wait<0>();
+        pin_all();
+        if (speaks) barrier_arrive(empty + 8 * previous);
+        const bool whole = from == begin && stop == begin + shape.iterations;
+        if (whole || combine(acc, scratch, arrivals, shape, tile, flag))
+            if (warp_matters(shape)) write_tile(acc, out, bias, shape, tile);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 1)
+    skinny_gemm(const __grid_constant__ Arguments arguments) {
+    const Shape& shape = arguments.shape;
+    // Barriers and the flag, then x before w: with fewer than 64 rows the product reads past the rows
+    // of x, into what follows, and the rows that this makes are never used.
+    char* memory = dynamic_shared();
+    memory += -shared_address(memory) & 1023;
+    int* flag = reinterpret_cast<int*>(memory + 16 * STAGES);
+    const u32 full = shared_address(memory), empty = full + 8 * STAGES;
+    const u32 ring_x = full + 1024, ring_w = ring_x + STAGES * X_BYTES;
+    if (threadIdx.x == CONSUMERS) {
+        for (int s = 0; s < STAGES; ++s) {
+            barrier_init(full + 8 * s, 1);
+            barrier_init(empty + 8 * s, CONSUMERS / 32);
+        }
+        barriers_ready();
+    }
+    __syncthreads();
+    let_next_start();
+    const int total = shape.tiles * shape.iterations;
+    const int start = run_start(blockIdx.x, gridDim.x, total);
+    const int end = run_start(blockIdx.x + 1, gridDim.x, total);
+    if (threadIdx.x >= CONSUMERS) {
+        if (elected())
+            produce(&arguments.w, &arguments.x, shape, ring_w, ring_x, full, empty, start, end);
+    } else {
+        wait_for_previous();
+        consume(shape, ring_w, ring_x, full, empty, start, end, arguments.out, arguments.bias,
+                arguments.scratch, arguments.arrivals, flag);
+    }
+}
