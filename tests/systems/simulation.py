@@ -10,6 +10,7 @@ from twolane.engine.loop import run
 from twolane.engine.messages import Output, Refused, Submit, ToEngine
 from twolane.engine.simulated import SimPort
 from twolane.engine.trace import Trace
+from twolane.estimate import Estimator
 from twolane.estimate.online import OnlineEstimator
 from twolane.lanes.sim import FixedDurations, SimLanes
 from twolane.sampling import SamplingParams
@@ -117,6 +118,7 @@ def simulate(
     pages: int = 1000,
     slots: int = 64,
     lanes: SimLanes | None = None,
+    estimator: Estimator | None = None,
 ) -> Simulation:
     """Run until everything has ended; no page may be missing then."""
     lanes = lanes or SimLanes(UNITS, LEVELS, durations or FixedDurations())
@@ -129,7 +131,7 @@ def simulate(
         vocab_size=1000,
         eos_token_ids=(),
         max_model_len=8192,
-        estimator=OnlineEstimator(),
+        estimator=estimator or OnlineEstimator(),
         trace=record,
     )
     port = SimPort(lanes, arrivals)

@@ -3,11 +3,12 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from twolane.engine.beside import beside_now
 from twolane.engine.kv import Allocation
 from twolane.engine.messages import Refused
 from twolane.engine.request import BatchChunk, Flight, Phase, PrefillBatch, Request
 from twolane.engine.state import State
-from twolane.estimate import Segment
+from twolane.estimate import Load
 from twolane.lanes import Ticket
 from twolane.lanes.work import (
     DecodeRow,
@@ -153,11 +154,16 @@ def _launch_slice(state: State, launch: Launch, part: PrefillSlice, reason: str)
         last=part.last,
         finishes=part.last == state.layers,
     )
-    segments = [Segment(chunk.n, chunk.start) for chunk in chunks]
-    layer = state.estimator.prefill_layer(segments, launch.units)
-    predicted = layer * (part.last - part.first) if layer is not None else None
+    load = _load(chunks)
+    predicted = state.estimator.prefill_slice(
+        load,
+        part.last - part.first,
+        launch.units,
+        beside_now(state, launch.lane),
+        finishes=work.finishes,
+    )
     rows = [(chunk.request, chunk.allocation) for chunk in chunks]
-    _take_off(state, work, Flight(launch, rows, segments, predicted, reason, batch))
+    _take_off(state, work, Flight(launch, rows, load, predicted, reason, batch))
     _advance(state, batch, chunks, launch.lane, part.last)
     return True
 
@@ -188,11 +194,11 @@ def _launch_decode(state: State, launch: Launch, steps: DecodeSteps, reason: str
     if not reserved.rows:
         return False
     work = DecodeWork(tuple(_decode_row(r, n) for r, n in reserved.rows), reserved.k)
-    segments = [Segment(1, request.context) for request, _ in reserved.rows]
-    step = state.estimator.decode_step(segments, launch.units)
+    load = Load.decode([request.context for request, _ in reserved.rows])
+    step = state.estimator.decode_step(load, launch.units, beside_now(state, launch.lane))
     predicted = step * reserved.k if step is not None else None
     rows = [(request, _held(request)) for request, _ in reserved.rows]
-    _take_off(state, work, Flight(launch, rows, segments, predicted, reason + reserved.note))
+    _take_off(state, work, Flight(launch, rows, load, predicted, reason + reserved.note))
     _advance_decode(reserved.rows)
     return True
 
@@ -206,12 +212,11 @@ def _launch_hybrid(state: State, launch: Launch, reason: str) -> bool:
     work = HybridWork(
         tuple(_decode_row(r, n) for r, n in reserved.rows), tuple(c.row for c in chunks)
     )
-    segments = [Segment(1, request.context) for request, _ in reserved.rows]
-    segments += [Segment(chunk.n, chunk.start) for chunk in chunks]
+    load = _load(chunks, [request.context for request, _ in reserved.rows])
     rows = [(request, _held(request)) for request, _ in reserved.rows]
     rows += [(chunk.request, chunk.allocation) for chunk in chunks]
-    predicted = state.estimator.hybrid(segments, launch.units)
-    flight = Flight(launch, rows, segments, predicted, reason + reserved.note, batch)
+    predicted = state.estimator.hybrid(load, launch.units)
+    flight = Flight(launch, rows, load, predicted, reason + reserved.note, batch)
     _take_off(state, work, flight)
     _advance_decode(reserved.rows)
     _advance(state, batch, chunks, launch.lane, state.layers)
@@ -236,6 +241,12 @@ def _tickets_elsewhere(lane: LaneName, allocations: Iterable[Allocation]) -> lis
     """
     tickets = {id(t): t for a in allocations if (t := a.last_ticket) is not None}
     return [t for t in tickets.values() if t.lane != lane and not t.done]
+
+
+def _load(chunks: Sequence[BatchChunk], contexts: Sequence[int] = ()) -> Load:
+    """Of a prefill batch, behind decode rows if there are any."""
+    new = [*(1 for _ in contexts), *(chunk.n for chunk in chunks)]
+    return Load(new, [*contexts, *(chunk.start for chunk in chunks)])
 
 
 def _held(request: Request) -> Allocation:

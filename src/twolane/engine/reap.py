@@ -1,5 +1,6 @@
 """From tickets to tokens: poll the lanes, deliver what is finished, settle what has landed."""
 
+from twolane.engine.beside import Mixed, beside_then
 from twolane.engine.kv import Allocation
 from twolane.engine.request import Flight, Phase, Request
 from twolane.engine.state import State
@@ -118,14 +119,21 @@ def _settle(state: State, flight: Flight) -> None:
 
 def _observe(state: State, flight: Flight) -> None:
     work, units, seconds = flight.launch.work, flight.launch.units, flight.ticket.seconds
+    state.landed[flight.launch.lane].append(flight)
+    try:
+        beside = beside_then(state, flight)
+    except Mixed:
+        return
     if isinstance(work, PrefillSlice):
-        layers = work.last - work.first
-        state.estimator.observe_prefill(flight.segments, layers, units, seconds)
+        layers, finishes = work.last - work.first, work.last == state.layers
+        state.estimator.observe_prefill(
+            flight.load, layers, units, seconds, beside, finishes=finishes
+        )
     elif isinstance(work, DecodeSteps):
         steps = len(flight.ticket.steps)
-        state.estimator.observe_decode(flight.segments, units, seconds / steps)
+        state.estimator.observe_decode(flight.load, units, seconds / steps, beside)
     else:
-        state.estimator.observe_hybrid(flight.segments, units, seconds)
+        state.estimator.observe_hybrid(flight.load, units, seconds)
 
 
 def _trace(state: State, flight: Flight) -> None:
@@ -140,8 +148,8 @@ def _trace(state: State, flight: Flight) -> None:
         units=ticket.units,
         work=type(work).__name__,
         requests=[request.id for request, _ in flight.rows],
-        tokens=sum(segment.n for segment in flight.segments),
-        context=sum(segment.r for segment in flight.segments),
+        tokens=flight.load.new,
+        context=flight.load.reused,
         predicted=flight.predicted,
         waited=ticket.start - flight.launched_at,
         reason=flight.reason,

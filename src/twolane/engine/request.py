@@ -6,7 +6,7 @@ from enum import Enum
 
 from twolane.engine.kv import Allocation, Lookup
 from twolane.engine.messages import Submit, Times
-from twolane.estimate import Segment
+from twolane.estimate import Load
 from twolane.lanes import Ticket
 from twolane.lanes.work import PrefillState, PromptRow, Sampling
 from twolane.sampling import TokenLogprobs
@@ -206,7 +206,7 @@ class Flight:
     launch: Launch
     rows: Sequence[tuple[Request, Allocation]]
     """By the row numbers of the ticket's step tokens."""
-    segments: Sequence[Segment]
+    load: Load
     predicted: float | None
     """Seconds."""
     reason: str

@@ -18,6 +18,7 @@ from twolane.systems.view import LaneView
 from twolane.vocabulary import LaneName
 
 WINDOW = 512
+LANDED = 256
 
 
 class Window:
@@ -75,6 +76,10 @@ class State:
     """By rank."""
     flights: list[Flight] = field(default_factory=list)
     """Launches that were not reaped, in launch order."""
+    landed: dict[LaneName, deque[Flight]] = field(
+        default_factory=lambda: defaultdict(lambda: deque(maxlen=LANDED))
+    )
+    """The latest that were, by lane, as far as a launch of the other lane may have overlapped."""
     recent: dict[str, Window] = field(
         default_factory=lambda: {name: Window() for name in ("ttft", "tbt", "tpot")}
     )

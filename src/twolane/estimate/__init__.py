@@ -1,40 +1,204 @@
-"""The predictions: how long a launch will take on so many units."""
+"""The predictions: how long a launch will take on so many units, alone or beside the other lane."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass
+from functools import cached_property
+from typing import overload
 
-__all__ = ["Estimator", "Segment"]
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["Beside", "Estimator", "Floats", "Ints", "Load", "Units"]
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+Units = int | Ints
 
 
-class Segment(NamedTuple):
-    """One request's part of a launch: `n` new tokens over `r` reused ones; decode is n = 1."""
+@dataclass(frozen=True)
+class Load:
+    """What a launch computes: for each request `n` new tokens over `r` reused ones.
 
-    n: int
-    r: int
-
-
-class Estimator(Protocol):
-    """Predicts latencies in seconds and learns from what came out.
-
-    A prediction is None where nothing is known yet; a system then takes its smallest step.
+    Decode is n = 1. The sums that estimators are made of are worked out once, when first asked for,
+    so a load that is asked about again and again is best kept.
     """
 
-    def prefill_layer(self, segments: Sequence[Segment], units: int) -> float | None:
-        """One layer of a prefill batch."""
+    n: Sequence[int]
+    r: Sequence[int]
 
-    def decode_step(self, segments: Sequence[Segment], units: int) -> float | None:
+    @classmethod
+    def decode(cls, contexts: Sequence[int]) -> "Load":
+        """A decode step over requests with so many tokens in their KV caches."""
+        return cls((1,) * len(contexts), contexts)
+
+    @property
+    def requests(self) -> int:
+        """How many."""
+        return len(self.n)
+
+    @cached_property
+    def new(self) -> int:
+        """Σ n"""
+        return sum(self.n)
+
+    @cached_property
+    def reused(self) -> int:
+        """Σ r"""
+        return sum(self.r)
+
+    @cached_property
+    def squares(self) -> int:
+        """Σ n²"""
+        return sum(n * n for n in self.n)
+
+    @cached_property
+    def products(self) -> int:
+        """Σ n·r"""
+        return sum(n * r for n, r in zip(self.n, self.r, strict=True))
+
+    @cached_property
+    def decoding(self) -> "Load":
+        """The decode rows of a hybrid batch: those of one new token over a prefix."""
+        contexts = [r for n, r in zip(self.n, self.r, strict=True) if n == 1 and r]
+        return Load.decode(contexts)
+
+    @cached_property
+    def chunks(self) -> "Load":
+        """The prompts of a hybrid batch."""
+        pairs = [(n, r) for n, r in zip(self.n, self.r, strict=True) if n > 1 or not r]
+        return Load([n for n, _ in pairs], [r for _, r in pairs])
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """What runs in the other lane meanwhile: decode beside prefill, prefill beside decode."""
+
+    load: Load
+    units: Units
+    """Of the other lane; an array goes with an array of own units, element by element."""
+
+
+class Estimator(ABC):
+    """Predicts latencies in seconds and learns from what came out.
+
+    A prediction is None where nothing is known yet; a system then takes its smallest step. Units
+    are one number, which is answered with a float, or an array (all levels at once), answered with
+    an array. `beside` is what the other lane does meanwhile, None if nothing. With `bound` the
+    answer is what the estimator promises will not be exceeded; those that promise nothing answer
+    as they do without (each says what it promises).
+    """
+
+    @overload
+    def prefill_slice(
+        self,
+        load: Load,
+        layers: int,
+        units: int,
+        beside: Beside | None = None,
+        *,
+        finishes: bool = False,
+        bound: bool = False,
+    ) -> float | None: ...
+
+    @overload
+    def prefill_slice(
+        self,
+        load: Load,
+        layers: int,
+        units: Ints,
+        beside: Beside | None = None,
+        *,
+        finishes: bool = False,
+        bound: bool = False,
+    ) -> Floats | None: ...
+
+    def prefill_slice(
+        self,
+        load: Load,
+        layers: int,
+        units: Units,
+        beside: Beside | None = None,
+        *,
+        finishes: bool = False,
+        bound: bool = False,
+    ) -> float | Floats | None:
+        """So many layers of a prefill batch; `finishes`: the last of them is the model's last,
+        and the slice samples, too."""
+        array = np.atleast_1d(units)
+        return _shaped(units, self._prefill(load, layers, array, beside, finishes, bound))
+
+    @overload
+    def decode_step(
+        self, load: Load, units: int, beside: Beside | None = None, *, bound: bool = False
+    ) -> float | None: ...
+
+    @overload
+    def decode_step(
+        self, load: Load, units: Ints, beside: Beside | None = None, *, bound: bool = False
+    ) -> Floats | None: ...
+
+    def decode_step(
+        self, load: Load, units: Units, beside: Beside | None = None, *, bound: bool = False
+    ) -> float | Floats | None:
         """One decode step, all layers and sampling."""
+        return _shaped(units, self._decode(load, np.atleast_1d(units), beside, bound))
 
-    def hybrid(self, segments: Sequence[Segment], units: int) -> float | None:
-        """A forward pass of decode tokens and chunks, all layers and sampling."""
+    @overload
+    def hybrid(self, load: Load, units: int, *, bound: bool = False) -> float | None: ...
 
-    def observe_prefill(
-        self, segments: Sequence[Segment], layers: int, units: int, seconds: float
+    @overload
+    def hybrid(self, load: Load, units: Ints, *, bound: bool = False) -> Floats | None: ...
+
+    def hybrid(self, load: Load, units: Units, *, bound: bool = False) -> float | Floats | None:
+        """A forward pass of decode tokens and chunks, all layers and sampling, alone."""
+        return _shaped(units, self._hybrid(load, np.atleast_1d(units), bound))
+
+    def observe_prefill(  # noqa: B027 - learning is optional
+        self,
+        load: Load,
+        layers: int,
+        units: int,
+        seconds: float,
+        beside: Beside | None = None,
+        *,
+        finishes: bool = False,
     ) -> None:
-        """A slice of that many layers took so long."""
+        """A slice of so many layers took so long; `beside` ran all the while, or nothing did."""
 
-    def observe_decode(self, segments: Sequence[Segment], units: int, seconds: float) -> None:
-        """One decode step took so long."""
+    def observe_decode(  # noqa: B027
+        self, load: Load, units: int, seconds: float, beside: Beside | None = None
+    ) -> None:
+        """A decode step took so long; `beside` ran all the while, or nothing did."""
 
-    def observe_hybrid(self, segments: Sequence[Segment], units: int, seconds: float) -> None:
+    def observe_hybrid(  # noqa: B027
+        self, load: Load, units: int, seconds: float
+    ) -> None:
         """A hybrid forward pass took so long."""
+
+    @abstractmethod
+    def _prefill(
+        self,
+        load: Load,
+        layers: int,
+        units: Ints,
+        beside: Beside | None,
+        finishes: bool,
+        bound: bool,
+    ) -> Floats | None:
+        """See `prefill_slice`; [len(units)]."""
+
+    @abstractmethod
+    def _decode(self, load: Load, units: Ints, beside: Beside | None, bound: bool) -> Floats | None:
+        """See `decode_step`; [len(units)]."""
+
+    @abstractmethod
+    def _hybrid(self, load: Load, units: Ints, bound: bool) -> Floats | None:
+        """See `hybrid`; [len(units)]."""
+
+
+def _shaped(units: Units, seconds: Floats | None) -> float | Floats | None:
+    """An array for an array of units, a number for a number."""
+    if seconds is None or isinstance(units, np.ndarray):
+        return seconds
+    return float(seconds[0])

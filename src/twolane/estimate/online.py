@@ -1,12 +1,12 @@
 """An estimator without a profile: it remembers what launches like this one took.
 
-It knows nothing of the hardware. It is what a server that was never profiled has, and good
-enough to size layer slices and to know when a lane will run dry.
+It knows nothing of the hardware and nothing of the other lane. It is what a server that was never
+profiled has, and good enough to size layer slices and to know when a lane will run dry.
 """
 
-from collections.abc import Sequence
+import numpy as np
 
-from twolane.estimate import Segment
+from twolane.estimate import Beside, Estimator, Floats, Ints, Load
 
 WEIGHT = 0.3
 """Of the newest observation in the moving average."""
@@ -27,46 +27,67 @@ class _Averages:
             old + WEIGHT * (seconds - old),
         )
 
-    def predict(self, units: int, size: int) -> float | None:
+    def predict(self, units: Ints, size: int) -> Floats | None:
         """From the nearest bucket, of these units if any was seen on them."""
         if not self._seconds:
             return None
+        return np.array([self._nearest(each, size) for each in units.tolist()])
+
+    def _nearest(self, units: int, size: int) -> float:
         bucket = size.bit_length()
         key = min(self._seconds, key=lambda k: (abs(k[0] - units), abs(k[1] - bucket)))
         seen, seconds = self._seconds[key]
         return seconds * size / seen if self._linear else seconds
 
 
-class OnlineEstimator:
-    """Moving averages by kind of launch, units and size (tokens, or rows for decode)."""
+class OnlineEstimator(Estimator):
+    """Moving averages by kind of launch, units and size (tokens, or rows for decode).
+
+    Promises no bound.
+    """
 
     def __init__(self) -> None:
-        self._prefill = _Averages(linear=True)
-        self._hybrid = _Averages(linear=True)
-        self._decode = _Averages(linear=False)
-
-    def prefill_layer(self, segments: Sequence[Segment], units: int) -> float | None:
-        """One layer of a prefill batch, in seconds."""
-        return self._prefill.predict(units, sum(s.n for s in segments))
-
-    def decode_step(self, segments: Sequence[Segment], units: int) -> float | None:
-        """One decode step, in seconds."""
-        return self._decode.predict(units, len(segments))
-
-    def hybrid(self, segments: Sequence[Segment], units: int) -> float | None:
-        """A hybrid forward pass, in seconds."""
-        return self._hybrid.predict(units, sum(s.n for s in segments))
+        self._layers = _Averages(linear=True)
+        self._passes = _Averages(linear=True)
+        self._steps = _Averages(linear=False)
 
     def observe_prefill(
-        self, segments: Sequence[Segment], layers: int, units: int, seconds: float
+        self,
+        load: Load,
+        layers: int,
+        units: int,
+        seconds: float,
+        beside: Beside | None = None,
+        *,
+        finishes: bool = False,
     ) -> None:
-        """A slice of that many layers took so many seconds."""
-        self._prefill.observe(units, sum(s.n for s in segments), seconds / layers)
+        """See `Estimator.observe_prefill`."""
+        self._layers.observe(units, load.new, seconds / layers)
 
-    def observe_decode(self, segments: Sequence[Segment], units: int, seconds: float) -> None:
-        """One decode step took so many seconds."""
-        self._decode.observe(units, len(segments), seconds)
+    def observe_decode(
+        self, load: Load, units: int, seconds: float, beside: Beside | None = None
+    ) -> None:
+        """See `Estimator.observe_decode`."""
+        self._steps.observe(units, load.requests, seconds)
 
-    def observe_hybrid(self, segments: Sequence[Segment], units: int, seconds: float) -> None:
-        """A hybrid forward pass took so many seconds."""
-        self._hybrid.observe(units, sum(s.n for s in segments), seconds)
+    def observe_hybrid(self, load: Load, units: int, seconds: float) -> None:
+        """See `Estimator.observe_hybrid`."""
+        self._passes.observe(units, load.new, seconds)
+
+    def _prefill(
+        self,
+        load: Load,
+        layers: int,
+        units: Ints,
+        beside: Beside | None,
+        finishes: bool,
+        bound: bool,
+    ) -> Floats | None:
+        layer = self._layers.predict(units, load.new)
+        return None if layer is None else layer * layers
+
+    def _decode(self, load: Load, units: Ints, beside: Beside | None, bound: bool) -> Floats | None:
+        return self._steps.predict(units, load.requests)
+
+    def _hybrid(self, load: Load, units: Ints, bound: bool) -> Floats | None:
+        return self._passes.predict(units, load.new)

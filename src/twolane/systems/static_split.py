@@ -6,7 +6,7 @@ whole device. The partition never adapts: that is what the four systems add.
 
 import msgspec
 
-from twolane.estimate import Segment
+from twolane.estimate import Load
 from twolane.systems.admission import next_chunks
 from twolane.systems.plan import Chunk, DecodeSteps, Launch, Plan, PrefillSlice
 from twolane.systems.view import BatchView, View
@@ -70,11 +70,11 @@ class StaticSplit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if alone:
             return Launch("prefill", view.units, PrefillSlice(first, view.layers))
         units = self.partition(view)[0]
-        layers = self._slice_layers(view, _segments(view, view.batch, chunks), units)
+        layers = self._slice_layers(view, _load(view, view.batch, chunks), units)
         return Launch("prefill", units, PrefillSlice(first, min(first + layers, view.layers)))
 
-    def _slice_layers(self, view: View, segments: list[Segment], units: int) -> int:
-        seconds = view.estimator.prefill_layer(segments, units)
+    def _slice_layers(self, view: View, load: Load, units: int) -> int:
+        seconds = view.estimator.prefill_slice(load, 1, units)
         return max(1, int(self.slice_seconds / seconds)) if seconds else 1
 
 
@@ -82,9 +82,9 @@ def _prefilling(view: View) -> bool:
     return bool(view.batch or view.launched_batches)
 
 
-def _segments(view: View, batch: BatchView | None, chunks: tuple[Chunk, ...]) -> list[Segment]:
-    """The (n, r) of the open batch, or of the one that these chunks will be."""
+def _load(view: View, batch: BatchView | None, chunks: tuple[Chunk, ...]) -> Load:
+    """Of the open batch, or of the one that these chunks will be."""
     if batch:
-        return [Segment(c.n, c.start) for c in batch.chunks]
+        return Load([c.n for c in batch.chunks], [c.start for c in batch.chunks])
     reused = {request.id: request.reused for request in view.waiting}
-    return [Segment(c.n, reused[c.request]) for c in chunks]
+    return Load([c.n for c in chunks], [reused[c.request] for c in chunks])

@@ -1,0 +1,191 @@
+"""Profiles: what launches took on one device with one model, as measured, stored as JSON.
+
+One file for each GPU, driver, version of the engine, model shape and degree of tensor parallelism.
+Samples are kept as they were measured; what estimators make of them is made when they are loaded.
+"""
+
+import hashlib
+import re
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+import numpy as np
+
+from twolane.estimate import Beside, Load
+from twolane.model.spec import ModelSpec, RopeSpec
+
+FORMAT = 1
+"""Of the file; raised when a reader of the old one would misread it."""
+
+Kind = Literal["prefill", "decode", "hybrid"]
+Run = tuple[int, int, int]
+
+
+class ProfileError(ValueError):
+    """A profile cannot be read, or is of something else."""
+
+
+class Key(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a profile is of. Profiles of another key predict nothing here."""
+
+    device: str
+    """As the driver names it; of a CPU its name."""
+    driver: str
+    version: str
+    """Of Twolane."""
+    model: str
+    """`model_digest` of the shape."""
+    dtype: str
+    units: int
+    """Of the device."""
+    tensor_parallel: int = 1
+
+    @property
+    def file_name(self) -> str:
+        """Where the cache keeps it."""
+        device = re.sub(r"[^a-z0-9]+", "-", self.device.lower()).strip("-")
+        rest = hashlib.sha256(msgspec.json.encode(self)).hexdigest()[:12]
+        return f"{device}-{self.model}-tp{self.tensor_parallel}-{rest}.json"
+
+
+class Neighbour(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What ran in the other lane all the while."""
+
+    runs: list[Run]
+    units: int
+
+    @property
+    def beside(self) -> Beside:
+        """As estimators take it."""
+        return Beside(load_of(self.runs), self.units)
+
+
+class Sample(
+    msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True, dict=True
+):
+    """One configuration, measured several times."""
+
+    point: str
+    """The point of the measurement plan that it belongs to."""
+    kind: Kind
+    runs: list[Run]
+    """[n, r, how many requests] in order: n new tokens over r reused ones each."""
+    units: int
+    layers: int
+    """Of the slice; all layers for decode steps and hybrid passes."""
+    finishes: bool
+    """Whether the model's last layer and the sampling are in it."""
+    seconds: list[float]
+    """Of each launch (each step, for decode), in the order measured."""
+    beside: Neighbour | None = None
+    """None: nothing ran in the other lane."""
+    sm_hz: float | None = None
+    """Mean clock of the SMs meanwhile; None: unknown."""
+    memory_hz: float | None = None
+    watts: float | None = None
+    """Mean power of the board meanwhile."""
+    held_out: bool = False
+    """Not to be fitted on: kept to tell the error of what was."""
+
+    @cached_property
+    def load(self) -> Load:
+        """As estimators take it."""
+        return load_of(self.runs)
+
+    @cached_property
+    def median(self) -> float:
+        """Of the seconds."""
+        return float(np.median(self.seconds))
+
+
+class Profile(msgspec.Struct, forbid_unknown_fields=True):
+    """Everything that was measured of one key."""
+
+    key: Key
+    shape: ModelSpec
+    """Of the model."""
+    itemsize: int
+    """Bytes of an element of weights and KV cache."""
+    levels: list[tuple[int, int]]
+    """(prefill units, decode units) on offer, the solo ones too."""
+    page_size: int
+    seed: int
+    """Of the order of measurement, and of what is held out."""
+    samples: list[Sample] = []
+    seconds: float = 0.0
+    """Spent on measuring, over all runs."""
+    planned: int = 0
+    """Points of the plan that the last run worked on; fewer were measured if it was cut off."""
+    notes: list[str] = []
+    """Points that were left out, and why."""
+    format: int = FORMAT
+
+    def training(self, kind: Kind, *, beside: bool | None = None) -> list[Sample]:
+        """Samples to fit on; `beside`: only with, or only without, work in the other lane."""
+        return [s for s in self.of(kind, beside=beside) if not s.held_out]
+
+    def of(self, kind: Kind, *, beside: bool | None = None) -> list[Sample]:
+        """All samples of a kind, held out or not."""
+        wanted = (s for s in self.samples if s.kind == kind)
+        return [s for s in wanted if beside is None or (s.beside is not None) == beside]
+
+    def done(self) -> set[str]:
+        """The points that were measured."""
+        return {sample.point for sample in self.samples}
+
+    def save(self, path: Path) -> None:
+        """Write it whole or not at all."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".part", delete=False) as file:
+            file.write(msgspec.json.format(msgspec.json.encode(self), indent=0))
+        Path(file.name).replace(path)
+
+    @classmethod
+    def read(cls, path: Path) -> "Profile":
+        """Read a profile.
+
+        Raises:
+            ProfileError: there is none, or it is none; the message names the file.
+        """
+        try:
+            profile = msgspec.json.decode(path.read_bytes(), type=cls)
+        except OSError as error:
+            raise ProfileError(f"{path}: {error.strerror}") from error
+        except msgspec.MsgspecError as error:
+            raise ProfileError(f"{path} is not a profile: {error}") from error
+        if profile.format != FORMAT:
+            raise ProfileError(f"{path} has format {profile.format}; this version reads {FORMAT}")
+        return profile
+
+
+def load_of(runs: Sequence[Run]) -> Load:
+    """The load that [n, r, count] runs stand for."""
+    new = [n for n, _, count in runs for _ in range(count)]
+    return Load(new, [r for _, r, count in runs for _ in range(count)])
+
+
+def runs_of(pairs: Iterable[tuple[int, int]]) -> list[Run]:
+    """(n, r) of each request, written compactly."""
+    runs: list[Run] = []
+    for n, r in pairs:
+        if runs and runs[-1][:2] == (n, r):
+            runs[-1] = (n, r, runs[-1][2] + 1)
+        else:
+            runs.append((n, r, 1))
+    return runs
+
+
+def model_digest(shape: ModelSpec) -> str:
+    """A few letters that tell shapes apart; end tokens and positions do not matter to time."""
+    same = replace(shape, eos_token_ids=(), max_positions=0, rope=RopeSpec(), norm_eps=0.0)
+    return hashlib.sha256(msgspec.json.encode(same)).hexdigest()[:10]
+
+
+def cached_profile(directory: Path, key: Key) -> Path:
+    """Where the profile of that key is kept, under Twolane's cache directory."""
+    return directory / "profiles" / key.file_name

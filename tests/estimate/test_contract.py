@@ -1,0 +1,99 @@
+"""What every estimator keeps to, and what the engine tells them."""
+
+import numpy as np
+import pytest
+
+from tests.systems.simulation import LAYERS, UNITS, Ran, simulate, submit
+from twolane.estimate import Beside, Load
+from twolane.estimate.online import OnlineEstimator
+from twolane.lanes.sim import FixedDurations
+from twolane.systems import make_system
+
+LOAD = Load((512, 1), (0, 640))
+
+
+def taught() -> OnlineEstimator:
+    estimator = OnlineEstimator()
+    for units in (16, 32, 132):
+        estimator.observe_prefill(LOAD, 4, units, 0.04 / units)
+        estimator.observe_decode(Load.decode([100] * 8), units, 0.5 / units)
+        estimator.observe_hybrid(LOAD, units, 0.9 / units)
+    return estimator
+
+
+def test_sums_of_a_load():
+    load = Load((3, 1, 2), (10, 7, 0))
+    assert (load.requests, load.new, load.reused) == (3, 6, 17)
+    assert (load.squares, load.products) == (9 + 1 + 4, 30 + 7)
+    assert load.decoding == Load.decode([7])
+    assert load.chunks == Load([3, 2], [10, 0])
+
+
+def test_nothing_known_is_none():
+    fresh = OnlineEstimator()
+    assert fresh.prefill_slice(LOAD, 1, 16) is None
+    assert fresh.decode_step(LOAD, np.array([16, 32])) is None
+    assert fresh.hybrid(LOAD, 132) is None
+
+
+def test_an_array_of_units_is_answered_element_by_element():
+    estimator = taught()
+    units = np.array([16, 32, 132])
+    for predict in (
+        lambda u: estimator.prefill_slice(LOAD, 2, u),
+        lambda u: estimator.decode_step(Load.decode([100] * 8), u),
+        lambda u: estimator.hybrid(LOAD, u),
+    ):
+        together = predict(units)
+        assert together.tolist() == pytest.approx([predict(u) for u in units.tolist()])
+        assert isinstance(predict(16), float)
+
+
+class Noting(OnlineEstimator):
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slices: list[tuple[Load, int, float, Beside | None, bool]] = []
+        self.steps: list[tuple[Load, int, float, Beside | None]] = []
+
+    def observe_prefill(self, load, layers, units, seconds, beside=None, *, finishes=False):
+        super().observe_prefill(load, layers, units, seconds, beside, finishes=finishes)
+        self.slices.append((load, layers, seconds, beside, finishes))
+
+    def observe_decode(self, load, units, seconds, beside=None):
+        super().observe_decode(load, units, seconds, beside)
+        self.steps.append((load, units, seconds, beside))
+
+
+def test_the_engine_says_what_ran_beside():
+    """Two prompts: the second is prefilled, in slices, beside the decode of the first."""
+    estimator = Noting()
+    arrivals = [(0.0, submit("a", 50, 60)), (0.5, submit("b", 70, 5))]
+    durations = FixedDurations(prefill_layer=0.050)
+    system = make_system("static-split", {"decode_units": "48", "slice_seconds": "0.1"})
+    simulation = simulate(system, arrivals, durations=durations, estimator=estimator)
+    first, *others = estimator.slices
+    assert first == (Load([50], [0]), LAYERS, pytest.approx(0.4), None, True)
+    assert all(load == Load([70], [0]) for load, *_ in others)
+    assert [finishes for *_, finishes in others] == [False] * (len(others) - 1) + [True]
+    besides = [beside for _, _, _, beside, _ in others[1:]]
+    assert besides
+    assert all(b and b.load.requests == 1 and b.units == 48 for b in besides)
+    beside_prefill = [step for step in estimator.steps if step[3] is not None]
+    # The step that was queued before the prompt came has the whole device.
+    assert {(units, b.units) for _, units, _, b in beside_prefill} == {(48, 84), (UNITS, 84)}
+    assert all(b.load == Load([70], [0]) for *_, b in beside_prefill)
+    told = len(estimator.steps)
+    mixed = [
+        step
+        for step in simulation.record.of("decode")
+        if 0 < sum(shared(step, other) for other in simulation.record.of("prefill")) < 0.9
+    ]
+    assert told == len(simulation.record.of("decode")) - len(mixed)
+
+
+def shared(a: Ran, b: Ran) -> float:
+    """Share of a's time that b ran, too."""
+    both = min(a.end, b.end) - max(a.start, b.start)
+    return max(0.0, both) / (a.end - a.start)
