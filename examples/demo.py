@@ -22,7 +22,8 @@ import msgspec
 from rich.console import Console
 
 from twolane.bench.report import summary
-from twolane.bench.serve import BenchConfig, Result, run
+from twolane.bench.result import BenchConfig, Result
+from twolane.bench.serve import run
 from twolane.model.hub import pull
 from twolane.workload.lengths import TABLES
 from twolane.workload.spec import WorkloadSpec

@@ -13,7 +13,8 @@ from collections.abc import Callable
 
 from aiohttp import web
 
-from twolane.bench.serve import BenchConfig, Result, run
+from twolane.bench.result import BenchConfig, Result
+from twolane.bench.serve import run
 from twolane.workload.spec import WorkloadSpec
 
 

@@ -6,7 +6,8 @@ import json
 import pytest
 
 from twolane.bench.record import Record
-from twolane.bench.serve import BenchConfig, BenchError, run
+from twolane.bench.result import BenchConfig
+from twolane.bench.serve import BenchError, run
 from twolane.workload.prompts import TokenRange
 from twolane.workload.spec import WorkloadSpec
 

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from twolane import __version__
 from twolane.bench.metrics import Distribution, Metrics
-from twolane.bench.serve import BenchConfig, Result
+from twolane.bench.result import BenchConfig, Result
 
 LAG_BOUND = 0.01
 """Seconds of client lag at the 99th percentile from which a run is called doubtful."""
@@ -33,7 +33,7 @@ def result_dict(result: Result) -> dict[str, object]:
     config = result.config
     return {
         "date": result.date.strftime("%Y%m%d-%H%M%S"),
-        "backend": "openai-chat" if config.chat else "openai",
+        "backend": _backend(result),
         "label": None,
         "model_id": result.model,
         "tokenizer_id": None,
@@ -49,13 +49,20 @@ def result_dict(result: Result) -> dict[str, object]:
     }
 
 
+def _backend(result: Result) -> str:
+    if result.simulated is not None:
+        return "simulation"
+    return "openai-chat" if result.config.chat else "openai"
+
+
 def default_name(result: Result) -> str:
-    """A file name as vLLM builds it: rate, concurrency, model, date."""
+    """A file name as vLLM builds it: backend, rate, concurrency, model, date."""
     config = result.config
     bound = f"-concurrency{config.max_concurrency}" if config.max_concurrency else ""
     model = Path(result.model).name
     date = result.date.strftime("%Y%m%d-%H%M%S")
-    return f"openai-{rate_label(result)}qps{bound}-{model}-{date}.json"
+    backend = "openai" if result.simulated is None else "simulation"
+    return f"{backend}-{rate_label(result)}qps{bound}-{model}-{date}.json"
 
 
 def rate_label(result: Result) -> float | str:
@@ -173,6 +180,7 @@ def _ours(result: Result) -> dict[str, object]:
     return {
         "twolane_version": __version__,
         "interrupted": result.interrupted,
+        **({} if result.simulated is None else {"simulated": result.simulated}),
         "sent": metrics.sent,
         "outcomes": metrics.outcomes,
         "slos_ms": {name: bound * 1e3 for name, bound in result.config.goodput.items()},
