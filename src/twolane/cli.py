@@ -1,4 +1,4 @@
-"""`twolane serve | generate | pull | doctor | bench`.
+"""`twolane serve | generate | pull | simulate | doctor | bench`.
 
 What a command needs is imported when it runs, so that help is there at once.
 """
@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, get_args
 import typer
 
 import twolane
+from twolane.bench import options as bench_options
 from twolane.bench.cli import app as bench_app
 from twolane.configfile import config_option
 from twolane.engine.config import Device, DType, EngineConfig, LoadFormat
@@ -49,6 +50,13 @@ def models(incomplete: str) -> list[str]:
     from twolane.model.shapes import SHAPES
 
     return aliases(incomplete) + [name for name in SHAPES if name.startswith(incomplete)]
+
+
+def gpus(incomplete: str) -> list[str]:
+    """Return the simulated GPUs, for shell completion."""
+    from twolane.lanes.device import GPUS
+
+    return [name for name in GPUS if name.startswith(incomplete)]
 
 
 def aliases(incomplete: str) -> list[str]:
@@ -235,6 +243,15 @@ EPILOG_SERVE = """**Examples**
 - `curl localhost:8000/v1/chat/completions -H 'Content-Type: application/json'
   -d '{"messages": [{"role": "user", "content": "Hello"}]}'` — ask it
 """
+EPILOG_SIMULATE = """**Examples**
+
+- `twolane simulate llama-3.1-8b --gpu h200 --dataset azure-conv --request-rate 10` — a built-in
+  shape on an H200, 1,000 requests with lengths like those of Azure's chat service
+
+- `twolane simulate llama-3.1-70b --gpu a100-80gb --tp 8 --dataset mooncake_trace.jsonl.gz
+  --system chunked --option token_budget=256 --goodput ttft:2000 tbt:100` — a recorded trace at its
+  own times, prefixes shared as recorded, on eight GPUs
+"""
 EPILOG_GENERATE = """**Examples**
 
 - `twolane generate smollm2-135m-instruct "What is the capital of France?"`
@@ -304,30 +321,38 @@ def engine_config(model: str, settings: dict[str, Any]) -> EngineConfig:
     return config
 
 
-def takes_engine_settings(command: Callable[..., None]) -> Callable[..., None]:
-    """Replace a command's `config` parameter by an option for every engine setting.
+def takes_engine_settings(
+    *without: str,
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Replace a command's `config` parameter by an option for every engine setting but those named.
 
     The command must also have a `model`.
     """
-    defaults = EngineConfig(model="")
-    parameters = [p for p in inspect.signature(command).parameters.values() if p.name != "config"]
-    for name, annotation in ENGINE_OPTIONS.items():
-        get_args(annotation)[1].envvar = variable(flag(name))
-        default = [] if name == "options" else getattr(defaults, name, None)
-        parameters.append(
-            inspect.Parameter(
-                name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        offered = {name: one for name, one in ENGINE_OPTIONS.items() if name not in without}
+        defaults = EngineConfig(model="")
+        signature = inspect.signature(command)
+        parameters = [p for p in signature.parameters.values() if p.name != "config"]
+        for name, annotation in offered.items():
+            get_args(annotation)[1].envvar = variable(flag(name))
+            default = [] if name == "options" else getattr(defaults, name, None)
+            parameters.append(
+                inspect.Parameter(
+                    name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
+                )
             )
-        )
 
-    @functools.wraps(command)
-    def run(**given: Any) -> None:
-        settings = {name: given.pop(name) for name in ENGINE_OPTIONS}
-        command(**given, config=engine_config(given["model"], settings))
+        @functools.wraps(command)
+        def run(**given: Any) -> None:
+            settings = {name: given.pop(name) for name in offered}
+            command(**given, config=engine_config(given["model"], settings))
 
-    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    run.__annotations__ = {p.name: p.annotation for p in parameters}
-    return run
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {p.name: p.annotation for p in parameters}
+        return run
+
+    return decorate
 
 
 @contextlib.contextmanager
@@ -360,7 +385,7 @@ def top(
 
 
 @app.command(epilog=EPILOG_SERVE)
-@takes_engine_settings
+@takes_engine_settings()
 def serve(
     model: ServedModelArgument,
     config: EngineConfig,
@@ -478,7 +503,7 @@ def serve(
 
 
 @app.command(epilog=EPILOG_GENERATE)
-@takes_engine_settings
+@takes_engine_settings()
 def generate(
     model: ModelArgument,
     prompt: Annotated[str, typer.Argument(help='The prompt; "-" reads it from standard input.')],
@@ -530,6 +555,63 @@ def pull(
 
     with one_line_errors():
         typer.echo(hub.pull(model))
+
+
+@app.command(epilog=EPILOG_SIMULATE)
+@takes_engine_settings("load_format", "dtype", "device", "cores")
+@bench_options.takes_workload("seed")
+def simulate(
+    model: ModelArgument,
+    config: EngineConfig,
+    workload: dict[str, Any],
+    more_slos: bench_options.MoreSlos = None,
+    config_file: Annotated[Path | None, config_option()] = None,
+    gpu: Annotated[
+        str,
+        typer.Option(rich_help_panel=DEVICE, autocompletion=gpus, help="a100-80gb, h100 or h200."),
+    ] = "h200",
+    tp: Annotated[
+        int,
+        typer.Option(
+            rich_help_panel=DEVICE, min=1, help="GPUs that share each layer (tensor parallelism)."
+        ),
+    ] = 1,
+    vocab_range: bench_options.VocabRange = "1000:30000",
+    goodput: bench_options.Goodput = None,
+    metric_percentiles: bench_options.Percentiles = "90,95,99",
+    result_file: Annotated[
+        Path | None,
+        typer.Option(
+            rich_help_panel=bench_options.MEASURE, help="Write the result as JSON to this file."
+        ),
+    ] = None,
+    requests_file: Annotated[
+        Path | None,
+        typer.Option(
+            rich_help_panel=bench_options.MEASURE, help="Write a line of CSV for each request."
+        ),
+    ] = None,
+) -> None:
+    """Serve a workload with the real engine on simulated GPUs, on a virtual clock."""
+    from twolane import simulate as simulation
+    from twolane.bench.result import BenchConfig
+    from twolane.workload.spec import WorkloadSpec
+
+    with one_line_errors(), bench_options.workload_errors():
+        for option, path in (("--result-file", result_file), ("--requests-file", requests_file)):
+            bench_options.need_folder(option, path)
+        asked = simulation.SimulateConfig(
+            engine=config,
+            gpu=gpu,
+            tp=tp,
+            bench=BenchConfig(
+                workload=WorkloadSpec(**workload, seed=config.seed),
+                vocab_range=bench_options.token_range(vocab_range),
+                goodput=bench_options.slos(goodput, more_slos),
+                percentiles=bench_options.percentiles(metric_percentiles),
+            ),
+        )
+        simulation.show(asked, result_file, requests_file)
 
 
 @app.command()

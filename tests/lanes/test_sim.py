@@ -1,11 +1,13 @@
 """Simulated lanes: fixed durations on a clock that moves when it is told to."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
 from twolane.lanes import Sampled, Step
-from twolane.lanes.sim import TOKEN, FixedDurations, SimLanes
+from twolane.lanes.sim import TOKEN, Demand, FixedDurations, SimLanes
 from twolane.lanes.work import (
     DecodeRow,
     DecodeWork,
@@ -107,20 +109,30 @@ def test_a_lane_runs_in_order(lanes: SimLanes) -> None:
 
 
 def test_lanes_run_at_the_same_time(lanes: SimLanes) -> None:
-    """And neither slows the other."""
+    """And with fixed durations neither slows the other."""
     tickets = [
         lanes.launch("prefill", 84, prefill(4), ()),
         lanes.launch("decode", 24, decode(2), ()),
-        lanes.launch("device", 108, HybridWork((), (prompt(),)), ()),
     ]
     lanes.advance(10.0)
-    assert [(t.start, t.end) for t in tickets] == [(0.0, 4.0), (0.0, 4.0), (0.0, 5.0)]
+    assert [(t.start, t.end) for t in tickets] == [(0.0, 4.0), (0.0, 4.0)]
+
+
+def test_the_whole_device_excludes_both_lanes(lanes: SimLanes) -> None:
+    """It waits for what was launched before it, and what is launched later waits for it."""
+    tickets = [
+        lanes.launch("prefill", 84, prefill(3), ()),
+        lanes.launch("device", 108, HybridWork((), (prompt(),)), ()),
+        lanes.launch("decode", 24, decode(1), ()),
+    ]
+    lanes.advance(20.0)
+    assert [(t.start, t.end) for t in tickets] == [(0.0, 3.0), (3.0, 8.0), (8.0, 10.0)]
 
 
 def test_a_launch_waits_for_those_it_is_after(lanes: SimLanes) -> None:
     """All of them, and its own lane; what is behind it in the lane waits, too."""
     one = lanes.launch("prefill", 84, prefill(3), ())
-    two = lanes.launch("device", 108, HybridWork((), (prompt(),)), ())
+    two = lanes.launch("prefill", 84, prefill(2), ())
     lanes.launch("decode", 24, decode(1), ())
     held = lanes.launch("decode", 24, decode(1), [one, two])
     behind = lanes.launch("decode", 24, decode(1), ())
@@ -129,6 +141,43 @@ def test_a_launch_waits_for_those_it_is_after(lanes: SimLanes) -> None:
     lanes.advance(20.0)
     assert (held.start, held.end) == (5.0, 7.0)
     assert (behind.start, behind.end) == (7.0, 9.0)
+
+
+@dataclass(frozen=True)
+class Halving(FixedDurations):
+    """Whatever runs beside something else runs at half speed; launching takes half a second."""
+
+    host: float = 0.0
+
+    def seconds(self, running: Sequence[Demand]) -> list[float]:
+        return [demand.fixed * len(running) for demand in running]
+
+    def host_seconds(self, work: Any) -> float:
+        return self.host
+
+
+def test_work_in_progress_is_rated_anew() -> None:
+    """2 s of 8 alone, then half speed beside 4 s of work that so takes 8, then alone again."""
+    lanes = SimLanes(108, [(84, 24)], Halving(1.0, 2.0))
+    first = lanes.launch("prefill", 84, prefill(8), ())
+    lanes.advance(2.0)
+    second = lanes.launch("decode", 24, decode(2), ())
+    assert lanes.next_event() == 6.0
+    lanes.advance(30.0)
+    assert (second.start, second.end) == (2.0, 10.0)
+    assert (first.start, first.end) == (0.0, 12.0)
+
+
+def test_launching_takes_the_host_time() -> None:
+    """One launch after the other; a lane that is fed ahead does not feel it."""
+    lanes = SimLanes(108, [(84, 24)], Halving(1.0, 2.0, host=0.5))
+    tickets = [
+        lanes.launch("prefill", 84, prefill(1), ()),
+        lanes.launch("prefill", 84, prefill(1), ()),
+    ]
+    assert lanes.next_event() == 0.5
+    lanes.advance(10.0)
+    assert [(t.start, t.end) for t in tickets] == [(0.5, 1.5), (1.5, 2.5)]
 
 
 def test_a_launch_after_one_that_is_done_starts_now(lanes: SimLanes) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from twolane.engine.engine import Engine
 from twolane.engine.kv import KVBooks
 from twolane.engine.loop import run
-from twolane.engine.messages import Output, Refused, Submit, ToEngine
+from twolane.engine.messages import Output, Outputs, Refused, Submit, ToEngine
 from twolane.engine.simulated import SimPort
 from twolane.engine.trace import Trace
 from twolane.estimate import Estimator
@@ -134,7 +134,8 @@ def simulate(
         estimator=estimator or OnlineEstimator(),
         trace=record,
     )
-    port = SimPort(lanes, arrivals)
+    heard: list[tuple[float, Outputs]] = []
+    port = SimPort(lanes, arrivals, lambda at, news: heard.append((at, news)))
     run(engine, port)
     kv = engine.state.kv
     kv.check()
@@ -143,11 +144,11 @@ def simulate(
     times: dict[str, list[float]] = {}
     finish: dict[str, str] = {}
     outputs: dict[str, Output] = {}
-    for at, news in port.news:
+    for at, news in heard:
         for output in news.outputs:
             times.setdefault(output.id, []).extend([at] * len(output.tokens))
             outputs[output.id] = joined(outputs.get(output.id), output)
             if output.finish:
                 finish[output.id] = output.finish
-    refused = [refused for _, news in port.news for refused in news.refused]
+    refused = [refused for _, news in heard for refused in news.refused]
     return Simulation(engine, record, lanes.clock(), times, finish, refused, outputs)

@@ -43,8 +43,22 @@ def build(
         OSError: a file cannot be read or written.
     """
     check_settings(config)
+    return assemble(config, load(config, progress), notify, progress)
+
+
+def assemble(
+    config: EngineConfig,
+    machine: Machine,
+    notify: Callable[[], None],
+    progress: Callable[[str, float], None],
+) -> Built:
+    """An engine on a machine that is loaded; settings are checked by the caller.
+
+    Raises:
+        ValueError: a setting does not go with the machine or its model.
+        OSError: the trace cannot be written.
+    """
     system = make_system(config.system, config.options)
-    machine = load(config, progress)
     spec = machine.spec
     max_model_len = _max_model_len(config, spec)
     books = _books(config, machine, max_model_len)

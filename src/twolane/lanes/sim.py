@@ -1,45 +1,96 @@
 """Simulated lanes: a virtual clock instead of a device.
 
-In its simplest form: every layer of a prefill slice and every decode step takes a fixed time,
-whatever the units and whatever the other lane does. Tokens are made up.
+A *device* says how long work takes (`lanes/device.py`, or fixed durations). Whenever something
+starts or stops in any lane, what runs beside it gets a new speed and keeps what it has done so
+far. Launches wait for each other as on a GPU: a lane runs in order, the whole device excludes both
+lanes, and two launches never decode at a time. Tokens are made up.
 """
 
-import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 from twolane.lanes import PromptLogprobs, Sampled, Step, Ticket
 from twolane.lanes.work import DecodeWork, HybridWork, PrefillWork, PromptRow, Sampling, Work
 from twolane.sampling import TokenLogprobs
-from twolane.vocabulary import LaneName
+from twolane.vocabulary import LANES, LaneName
 
 TOKEN = 0
 """What every simulated step samples."""
 
 
+class Demand(NamedTuple):
+    """What one step asks of the device, and how its time depends on it."""
+
+    fixed: float
+    """Seconds that nothing changes."""
+    clocked: float = 0.0
+    """Seconds at the top clock, with the step's units to itself; they go with the clock."""
+    streamed: float = 0.0
+    """Seconds with the memory to itself; they go with the share of its bandwidth."""
+    units: int = 0
+    draw: float = 0.0
+    """Power of its arithmetic at the top clock, in units busy with matrix products."""
+    traffic: float = 0.0
+    """Bytes a second, to and from memory, when alone at the top clock."""
+
+
+class Device(Protocol):
+    """How long work takes."""
+
+    def steps(self, work: Work, units: int) -> Sequence[Demand]:
+        """One demand for each step of the work."""
+
+    def seconds(self, running: Sequence[Demand]) -> Sequence[float]:
+        """How long each takes if all of them run at the same time, all the time."""
+
+    def host_seconds(self, work: Work) -> float:
+        """How long the engine's process is busy with launching it."""
+
+
 @dataclass(frozen=True)
 class FixedDurations:
-    """Seconds, independent of size and units."""
+    """Seconds, independent of size, of units and of the other lane."""
 
     prefill_layer: float = 0.010
     decode_step: float = 0.020
     hybrid: float = 0.050
 
-    def steps(self, work: Work) -> list[float]:
-        """The duration of each step of the work."""
+    def steps(self, work: Work, units: int) -> Sequence[Demand]:
+        """See `Device.steps`."""
         if isinstance(work, DecodeWork):
-            return [self.decode_step] * work.k
+            return [Demand(self.decode_step)] * work.k
         if isinstance(work, PrefillWork):
-            return [self.prefill_layer * (work.last - work.first)]
-        return [self.hybrid]
+            return [Demand(self.prefill_layer * (work.last - work.first))]
+        return [Demand(self.hybrid)]
+
+    def seconds(self, running: Sequence[Demand]) -> Sequence[float]:
+        """See `Device.seconds`."""
+        return [demand.fixed for demand in running]
+
+    def host_seconds(self, work: Work) -> float:
+        """See `Device.host_seconds`."""
+        return 0.0
 
 
 @dataclass(slots=True, eq=False)
 class _SimTicket(Ticket):
-    pending: list[tuple[float, Step]] = field(default_factory=list)
-    """(time, result) of the steps to come, in order."""
-    starts: float = 0.0
+    work: Work | None = None
+    """Dropped with the last step."""
+    demands: Sequence[Demand] = ()
+    after: Sequence["_SimTicket"] = ()
+    """What must end first."""
+    ready: float = 0.0
+    """When the host is through with launching it."""
+    takes: float = 0.0
+    """Seconds of the step under way at its present speed."""
     ends: float = 0.0
+    """When the step under way ends at that speed."""
+
+    @property
+    def demand(self) -> Demand:
+        """Of the step under way."""
+        return self.demands[len(self.steps)]
 
 
 class SimLanes:
@@ -48,19 +99,20 @@ class SimLanes:
     Args:
         units: of the device.
         levels: partitions on offer beside the solo ones.
-        durations: how long steps take.
+        device: how long steps take.
     """
 
-    def __init__(
-        self, units: int, levels: Sequence[tuple[int, int]], durations: FixedDurations
-    ) -> None:
+    def __init__(self, units: int, levels: Sequence[tuple[int, int]], device: Device) -> None:
         self.units = units
         self.levels: Sequence[tuple[int, int]] = (*levels, (units, 0), (0, units))
-        self._durations = durations
+        self._device = device
         self._now = 0.0
-        self._free_at: dict[LaneName, float] = {}
-        self._active: list[_SimTicket] = []
-        self._events: list[float] = []
+        self._host_free = 0.0
+        self._last: dict[str, _SimTicket] = {}
+        """The last launch that used each of what launches share."""
+        self._queued: list[_SimTicket] = []
+        """Not begun, in launch order."""
+        self._running: list[_SimTicket] = []
 
     def clock(self) -> float:
         """The virtual time in seconds."""
@@ -68,45 +120,97 @@ class SimLanes:
 
     def launch(self, lane: LaneName, units: int, work: Work, after: Sequence[Ticket]) -> Ticket:
         """See `Lanes.launch`."""
-        ends = [t.ends for t in after if isinstance(t, _SimTicket)]
-        at = max(self._now, self._free_at.get(lane, 0.0), *ends)
-        ticket = _SimTicket(lane, units, starts=at)
-        for step, seconds in enumerate(self._durations.steps(work)):
-            at += seconds
-            ticket.pending.append((at, _result(work, step)))
-            heapq.heappush(self._events, at)
-        self._free_at[lane] = ticket.ends = at
-        self._active.append(ticket)
+        used = _used(lane, work)
+        before = [self._last[name] for name in used if name in self._last]
+        before += [ticket for ticket in after if isinstance(ticket, _SimTicket)]
+        self._host_free = max(self._now, self._host_free) + self._device.host_seconds(work)
+        ticket = _SimTicket(
+            lane,
+            units,
+            work=work,
+            demands=self._device.steps(work, units),
+            after=[other for other in before if not other.done],
+            ready=self._host_free,
+        )
+        self._last.update(dict.fromkeys(used, ticket))
+        self._queued.append(ticket)
+        if self._begin():
+            self._rate()
         return ticket
 
     def next_event(self) -> float | None:
-        """When the next step ends, in virtual seconds; None when nothing runs."""
-        return self._events[0] if self._events else None
+        """When the next step begins or ends, in virtual seconds; None when nothing is to come."""
+        times = [ticket.ends for ticket in self._running]
+        times += [ticket.ready for ticket in self._queued if ticket.ready > self._now]
+        return min(times, default=None)
 
     def advance(self, until: float) -> None:
         """Move the clock forward to `until` and bring the tickets up to date."""
+        while (at := self.next_event()) is not None and at <= until:
+            self._now = at
+            changed = self._end_steps()
+            if self._begin() or changed:
+                self._rate()
         self._now = max(self._now, until)
-        while self._events and self._events[0] <= self._now:
-            heapq.heappop(self._events)
-        for ticket in self._active:
-            if ticket.starts <= self._now:
-                ticket.start = ticket.starts
-            while ticket.pending and ticket.pending[0][0] <= self._now:
-                ticket.steps.append(ticket.pending.pop(0)[1])
-            if not ticket.pending:
-                ticket.end = ticket.ends
-        self._active = [ticket for ticket in self._active if not ticket.done]
+
+    def _end_steps(self) -> bool:
+        """Give the steps that end now their results; whether there are any."""
+        over = [ticket for ticket in self._running if ticket.ends <= self._now]
+        for ticket in over:
+            assert ticket.work is not None
+            ticket.steps.append(_result(ticket.work, len(ticket.steps)))
+            ticket.takes = 0.0
+            if len(ticket.steps) == len(ticket.demands):
+                ticket.end = self._now
+                ticket.work = None
+                self._running.remove(ticket)
+        return bool(over)
+
+    def _begin(self) -> bool:
+        """Start what waits for nothing any more; whether there was anything."""
+        begun = [t for t in self._queued if t.ready <= self._now and all(o.done for o in t.after)]
+        for ticket in begun:
+            self._queued.remove(ticket)
+            ticket.start, ticket.after = self._now, ()
+            self._running.append(ticket)
+        return bool(begun)
+
+    def _rate(self) -> None:
+        """Give every step its speed beside the others; what it has done so far is kept."""
+        now = self._now
+        seconds = self._device.seconds([ticket.demand for ticket in self._running])
+        for ticket, takes in zip(self._running, seconds, strict=True):
+            if not ticket.takes:
+                ticket.takes, ticket.ends = takes, now + takes
+            elif takes != ticket.takes:
+                left = (ticket.ends - now) / ticket.takes
+                ticket.takes, ticket.ends = takes, now + left * takes
+
+
+def _used(lane: LaneName, work: Work) -> Sequence[str]:
+    """What no two launches may use at a time, as on a GPU (`lanes/cuda/lanes.py`)."""
+    if lane == "device":
+        return (*LANES, "steps")
+    return (lane,) if isinstance(work, PrefillWork) else (lane, "steps")
+
+
+_PLAIN = [Sampled(row, TOKEN) for row in range(1024)]
+"""The first rows' tokens without log-probabilities, made once."""
 
 
 def _result(work: Work, step: int) -> Step:
     if isinstance(work, DecodeWork):
-        rows = enumerate(work.rows)
-        return Step([_sampled(i, row.sampling) for i, row in rows if step < row.steps])
+        return Step(_decoded(work, step))
     if isinstance(work, HybridWork):
         decoded = [_sampled(i, row.sampling) for i, row in enumerate(work.decode)]
         prompts = _finished(work.prompts, len(decoded))
         return Step([*decoded, *prompts.sampled], prompts.prompt_logprobs)
     return _finished(work.rows, 0) if work.finishes else Step()
+
+
+def _decoded(work: DecodeWork, step: int) -> list[Sampled]:
+    rows = enumerate(work.rows)
+    return [_sampled(i, row.sampling) for i, row in rows if step < row.steps]
 
 
 def _finished(prompts: Sequence[PromptRow], first: int) -> Step:
@@ -122,7 +226,9 @@ def _finished(prompts: Sequence[PromptRow], first: int) -> Step:
 
 
 def _sampled(row: int, sampling: Sampling) -> Sampled:
-    return Sampled(row, TOKEN, None if sampling.params.logprobs is None else _certain(TOKEN))
+    if sampling.params.logprobs is None:
+        return _PLAIN[row] if row < len(_PLAIN) else Sampled(row, TOKEN)
+    return Sampled(row, TOKEN, _certain(TOKEN))
 
 
 def _certain(token: int) -> TokenLogprobs:

@@ -1,0 +1,151 @@
+"""Device models: what was measured on an H200 comes out, and what must hold on any device."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from twolane.lanes.device import GPUS, H200, DeviceModel, Gpu
+from twolane.lanes.work import (
+    DecodeRow,
+    DecodeWork,
+    HybridWork,
+    PrefillState,
+    PrefillWork,
+    PromptRow,
+    Sampling,
+    Work,
+)
+from twolane.model.shapes import SHAPES
+from twolane.sampling import SamplingParams
+
+SAMPLING = Sampling(SamplingParams(), 0, 4, (), ())
+MEASURED = json.loads(
+    (Path(__file__).parents[2] / "benchmarks/results/engine-h200.json").read_text()
+)["details"]
+QWEN, LLAMA, CODE = "qwen3-8b", "llama-3.1-8b", "codellama-34b"
+
+
+def prompt(new: int, reused: int = 0) -> PromptRow:
+    return PromptRow(0, reused, range(new), (), SAMPLING)
+
+
+def prefill(model: str, new: int, reused: int = 0) -> PrefillWork:
+    return PrefillWork(PrefillState(), (prompt(new, reused),), 0, SHAPES[model].layers, True)
+
+
+def decode(rows: int, context: int, k: int = 1) -> DecodeWork:
+    return DecodeWork(tuple(DecodeRow(i, context, k, (), SAMPLING) for i in range(rows)), k)
+
+
+def quiet(gpu: Gpu) -> Gpu:
+    return msgspec.structs.replace(gpu, noise=0.0)
+
+
+def seconds(
+    model: str, *running: tuple[Work, int], gpu: Gpu = H200, tp: int = 1
+) -> Sequence[float]:
+    """Of each work on its units, all at the same time."""
+    device = DeviceModel(quiet(gpu), SHAPES[model], tp)
+    return device.seconds([device.steps(work, units)[0] for work, units in running])
+
+
+@pytest.mark.parametrize("units", ["16", "32", "48", "64", "80", "96", "112", "132"])
+def test_decode_steps_on_an_h200(units: str) -> None:
+    """64 requests at 2,048 tokens: within 7 % on every share."""
+    [took] = seconds(QWEN, (decode(64, 2048), int(units)))
+    assert took * 1e3 == pytest.approx(MEASURED[QWEN]["decode_step_ms_64x2048"][units], rel=0.07)
+
+
+@pytest.mark.parametrize("units", ["20", "36", "52", "68", "84", "100", "116", "132"])
+def test_prefill_on_an_h200(units: str) -> None:
+    """8,192 tokens: within 3 % on every share; SM for SM slower on many, for the power cap."""
+    [took] = seconds(QWEN, (prefill(QWEN, 8192), int(units)))
+    assert 8192 / took == pytest.approx(MEASURED[QWEN]["prefill_tokens_s_8192"][units], rel=0.03)
+
+
+def test_a_hybrid_pass_on_an_h200() -> None:
+    work = HybridWork(decode(64, 2048).rows, (prompt(1024, 4096),))
+    [took] = seconds(QWEN, (work, 132))
+    assert took * 1e3 == pytest.approx(MEASURED[QWEN]["hybrid_ms"]["pass"], rel=0.03)
+
+
+@pytest.mark.parametrize(("model", "rows"), [(LLAMA, 64), (CODE, 32)])
+def test_both_lanes_on_an_h200(model: str, rows: int) -> None:
+    """Contention slows both by a third and more; the model says so within 3 %."""
+    both = (prefill(model, 8192), 84), (decode(rows, 2112), 48)
+    took = seconds(model, *both)
+    alone = [seconds(model, one)[0] for one in both]
+    measured = MEASURED[model]["both_lanes_84_48"]
+    assert 8192 / took[0] == pytest.approx(measured["tokens_s"], rel=0.03)
+    assert took[1] * 1e3 == pytest.approx(measured["tbt_ms"]["50"], rel=0.03)
+    assert all(1.2 < one / by_itself < 1.5 for one, by_itself in zip(took, alone, strict=True))
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_more_units_and_less_work_are_never_slower(name: str) -> None:
+    gpu = GPUS[name]
+    shares = range(16, gpu.units + 1, 8)
+    for work in (decode(32, 1500), prefill(LLAMA, 2048, 4096)):
+        times = [seconds(LLAMA, (work, units), gpu=gpu)[0] for units in shares]
+        assert times == sorted(times, reverse=True)
+    for work in (decode(33, 1500), decode(32, 1600)):
+        assert seconds(LLAMA, (work, 48), gpu=gpu) > seconds(LLAMA, (decode(32, 1500), 48), gpu=gpu)
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_company_never_speeds_up(name: str) -> None:
+    """Nor does it slow a lane on its own units beyond what MuxWise saw (§3.3) and we measured."""
+    gpu = GPUS[name]
+    both = (prefill(LLAMA, 8192), gpu.units - 48), (decode(64, 2048), 48)
+    took = seconds(LLAMA, *both, gpu=gpu)
+    for one, work in zip(took, both, strict=True):
+        assert 1.0 <= one / seconds(LLAMA, work, gpu=gpu)[0] < 1.55
+
+
+def test_units_that_both_lanes_use_are_shared() -> None:
+    work = prefill(LLAMA, 8192)
+    [alone] = seconds(LLAMA, (work, 132))
+    assert seconds(LLAMA, (work, 132), (work, 132))[0] > 1.8 * alone
+
+
+def test_layers_add_up() -> None:
+    """Two slices take what the whole takes."""
+    device = DeviceModel(quiet(H200), SHAPES[LLAMA])
+    rows = (prompt(3000),)
+    cuts = [(0, 12, False), (12, 32, True)]
+    slices = [
+        device.seconds(device.steps(PrefillWork(PrefillState(), rows, a, b, end), 84))[0]
+        for a, b, end in cuts
+    ]
+    [whole] = device.seconds(device.steps(PrefillWork(PrefillState(), rows, 0, 32, True), 84))
+    assert sum(slices) == pytest.approx(whole, rel=0.02)  # clocks differ a little
+
+
+def test_look_ahead_steps_grow_with_their_contexts() -> None:
+    device = DeviceModel(quiet(H200), SHAPES[LLAMA])
+    steps = [device.seconds([one])[0] for one in device.steps(decode(8, 1000, k=4), 32)]
+    assert len(steps) == 4
+    assert steps == sorted(steps)
+
+
+def test_gpus_that_share_a_layer() -> None:
+    """Eight are faster than one, but not eight times: products shrink, all-reduces come."""
+    gpu = GPUS["a100-80gb"]
+    for work in (prefill(LLAMA, 8192), decode(64, 2048)):
+        [one], [eight] = (seconds(LLAMA, (work, 108), gpu=gpu, tp=tp) for tp in (1, 8))
+        assert 2.0 < one / eight < 7.5
+    with pytest.raises(ValueError, match="tp 3"):
+        DeviceModel(gpu, SHAPES[LLAMA], tp=3)
+
+
+def test_noise_is_that_of_the_seed() -> None:
+    def draw(seed: int) -> list[float]:
+        device = DeviceModel(H200, SHAPES[LLAMA], seed=seed)
+        return [device.seconds(device.steps(decode(8, 100), 48))[0] for _ in range(200)]
+
+    assert draw(1) == draw(1) != draw(2)
+    spread = max(draw(1)) / min(draw(1))
+    assert 1.02 < spread < 1.15
