@@ -20,6 +20,7 @@ SYSTEMS = {
 }
 FILTERS = (
     {},
+    {"temperature": 1.5},
     {"temperature": 1.5, "top_k": 20},
     {"top_p": 0.9},
     {"min_p": 0.05, "temperature": 2.0},

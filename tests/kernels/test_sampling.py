@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from twolane.kernels import sampling
-from twolane.model.sampler import SampleRow, sample, uniform
+from twolane.model.sampler import SampleRow, exponentials, sample
 from twolane.sampling import SamplingParams
 
 VOCAB = 700
@@ -145,20 +145,19 @@ def test_a_broken_row_still_gives_an_id(value: float, device: str) -> None:
     assert all(0 <= token < 300 for token in tokens)
 
 
-def test_uniform_numbers_are_equal_to_the_bit(device: str) -> None:
+def test_the_numbers_are_those_of_the_cpu(device: str) -> None:
     @triton.jit  # here, where the interpreter is on
-    def uniforms(seeds: tl.tensor, positions: tl.tensor, out: tl.tensor) -> None:
-        i = tl.program_id(0)
-        number = sampling._uniform(tl.load(seeds + i), tl.load(positions + i))
-        tl.store(out + i, number)
+    def numbers(seed: tl.tensor, position: tl.tensor, out: tl.tensor) -> None:
+        ids = tl.arange(0, 1024)
+        tl.store(out + ids, sampling._exponentials(tl.load(seed), tl.load(position), ids))
 
-    seeds = [0, 1, -1, 2**63 - 1, -(2**63), 0x123456789ABCDEF]
-    positions = [0, 1, 131_071, 2**31, 5, 77]
-    out = torch.empty(len(seeds), dtype=torch.float64, device=device)
-    uniforms[(len(seeds),)](
-        torch.tensor(seeds, device=device), torch.tensor(positions, device=device), out
-    )
-    assert out.tolist() == [uniform(s, p) for s, p in zip(seeds, positions, strict=True)]
+    ids = torch.arange(1024)
+    for seed, position in [(0, 0), (-1, 131_071), (2**63 - 1, 2**31), (-(2**63), 5), (12345, 77)]:
+        out = torch.empty(1024, device=device)
+        numbers[(1,)](torch.tensor(seed, device=device), torch.tensor(position, device=device), out)
+        torch.testing.assert_close(
+            out.cpu(), exponentials(seed, position, ids), rtol=4e-6, atol=0.0
+        )
 
 
 def test_too_many_bans_are_refused() -> None:

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from twolane.model.sampler import Adjustment, SampleRow, sample, score, uniform
+from twolane.model.sampler import Adjustment, SampleRow, exponentials, sample, score
 from twolane.sampling import SamplingParams
 
 DRAWS = 4000
@@ -82,15 +82,29 @@ def test_distribution_of_a_large_vocabulary():
         assert p_value(got, 1000 * want) > 0.01
 
 
-def test_uniform_numbers():
-    numbers = np.array([uniform(s, p) for s in range(40) for p in range(250)])
-    assert ((numbers >= 0) & (numbers < 1)).all()
-    assert p_value(np.histogram(numbers, 50, (0, 1))[0], np.full(50, len(numbers) / 50)) > 0.01
-    grid = numbers.reshape(40, 250)
-    for one, other in ((grid[:, :-1], grid[:, 1:]), (grid[:-1], grid[1:])):
-        assert abs(np.corrcoef(one.ravel(), other.ravel())[0, 1]) < 0.03
-    assert len(np.unique(numbers)) == len(numbers)
-    assert uniform(-1, 0) == uniform(2**64 - 1, 0) != uniform(1, 0)
+def test_the_numbers_are_exponential_and_independent():
+    ids = torch.arange(100)
+    grid = np.array([[exponentials(s, p, ids).numpy() for p in range(30)] for s in range(30)])
+    uniform = 1 - np.exp(-grid.astype(np.float64))
+    assert (grid > 0).all()
+    assert p_value(np.histogram(uniform, 50, (0, 1))[0], np.full(50, grid.size / 50)) > 0.01
+    assert p_value(np.histogram(uniform * 500 % 1, 50, (0, 1))[0], np.full(50, 1800)) > 0.01
+    for axis in range(3):  # neighbours in seed, position, token
+        one, other = np.delete(uniform, -1, axis), np.delete(uniform, 0, axis)
+        assert abs(np.corrcoef(one.ravel(), other.ravel())[0, 1]) < 0.01
+    assert len(np.unique(grid)) > 0.99 * grid.size  # 24 digits
+    assert (exponentials(-1, 0, ids) == exponentials(2**64 - 1, 0, ids)).all()
+    assert (exponentials(5, 6, ids.flip(0)) == exponentials(5, 6, ids).flip(0)).all()
+
+
+def test_rounding_hardly_ever_changes_a_draw():
+    """As when a batch of another shape computes the logits; an inverse CDF would fail here."""
+    generator = torch.Generator().manual_seed(1)
+    hidden = torch.randn(400, 8, generator=generator)
+    rounded = hidden * (1 + 1e-4 * torch.randn(400, 8, generator=generator))
+    weight = 0.7 * torch.randn(8, 49_152, generator=generator)
+    rows = [SampleRow(SamplingParams(temperature=1.5), 3, p) for p in range(400)]
+    assert sample(hidden @ weight, rows).tolist() == sample(rounded @ weight, rows).tolist()
 
 
 def test_greedy_takes_the_lowest_of_the_best():

@@ -3,17 +3,16 @@
 Nothing is sorted. A row's logits lie in *chunks*, one program each, so that a few rows fill a
 partition as well as many do. The logits are read
 
-- once if the row is greedy: the largest of each chunk (`_peaks`), then the largest of those;
-- twice if it is random: the mass of each chunk (`_masses`) says in which chunk the inverse CDF
-  lands, and only that one is read again (`_choose`);
-- up to four times if top-k or top-p cut the distribution; most chunks are left out early. The
+- once if the row is greedy: the largest of each chunk (`_peaks`), then of those (`_winner`);
+- twice if it is random: each chunk's first in the exponential race (`_race`), then among those;
+- up to five times if top-k or top-p cut the distribution; most chunks are left out early. The
   weight at the cut is found by 15 pivots at once, twice: `_masses` and `_narrow` bring it down to a
   256th of the range of weights. `_narrow` then gathers the tokens there, at most a few thousand,
-  and `_choose` searches among them to the bit. Where they are more (a row of nothing but ties), it
+  and `_cut` searches among them to the bit. Where they are more (a row of nothing but ties), it
   searches the whole row: slow, rare, and as exact.
 
 A weight is the float32 exponential of a scaled logit, at most 1. Sums of weights are integers, in
-units of 2**-44: adding them is associative, so that a token depends neither on the order of the
+units of 2**-44: adding them is associative, so that a cut depends neither on the order of the
 programs nor on the size of the chunks. Weights order as their bits do.
 """
 
@@ -112,11 +111,15 @@ def _mix(z: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _uniform(seed: tl.tensor, position: tl.tensor) -> tl.tensor:
-    """`twolane.model.sampler.uniform`, bit for bit; both arguments are int64."""
+def _exponentials(seed: tl.tensor, position: tl.tensor, ids: tl.tensor) -> tl.tensor:
+    """`twolane.model.sampler.exponentials`, to the last bits; `seed` is int64."""
     golden = tl.full((), 0x9E3779B97F4A7C15, tl.uint64)
-    state = _mix(seed.to(tl.uint64) + golden)
-    return (_mix(state + (position.to(tl.uint64) + 1) * golden) >> 11).to(tl.float64) * 2.0**-53
+    stream = _mix(_mix(seed.to(tl.uint64) + golden) + (position.to(tl.uint64) + 1) * golden)
+    bits = (_mix(stream + (ids.to(tl.uint64) + 1) * golden) >> 32).to(tl.uint32)
+    x = tl.minimum((bits.to(tl.float32) + 0.5) * 2.0**-32, 1.0 - 2.0**-24)
+    # -log(1 - x): the difference is inexact where x is small, and the series short.
+    series = x * (1.0 + x * (0.5 + x * (1.0 / 3.0 + x * 0.25)))
+    return tl.where(x < 1.0 / 64.0, series, -tl.log(1.0 - x))
 
 
 @triton.jit
@@ -239,7 +242,7 @@ def _masses(
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
 ) -> None:
-    """Mass of each chunk of the random rows; for those with a filter, the first pivots."""
+    """Of the rows with a filter: mass of each chunk, and the first pivots."""
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     chunks = tl.num_programs(1)
@@ -247,7 +250,8 @@ def _masses(
         return
     slot = tl.load(slots + row).to(tl.int64)
     temperature = tl.load(floats + slot * _INTS + _TEMPERATURE)
-    if temperature <= 0.0:
+    top_k, top_p = _filters(ints + slot * _INTS, doubles + slot * _LONGS, VOCAB)
+    if (temperature <= 0.0) | ((top_k <= 0) & (top_p >= 1.0)):
         return
     each = tl.arange(0, CHUNKS)
     known = each < chunks
@@ -258,17 +262,15 @@ def _masses(
     )
     weights = _weights(x, floats + slot * _INTS, peak)
     tl.store(masses + row * chunks + chunk, tl.sum(_units(weights)))
-    top_k, top_p = _filters(ints + slot * _INTS, doubles + slot * _LONGS, VOCAB)
-    if (top_k > 0) | (top_p < 1.0):
-        floor = tl.min(tl.load(floors + row * chunks + each, mask=known, other=float("inf")))
-        least = tl.div_rn(floor, temperature) - tl.div_rn(peak, temperature)
-        least = tl.maximum(least, tl.load(floats + slot * _INTS + _LOG_MIN_P))
-        low = _bits(tl.exp(least))
-        high = tl.full((), _ABOVE_ALL, tl.int32)
-        if chunk == 0:
-            tl.store(cells + row * 6, low)
-            tl.store(cells + row * 6 + 1, high)
-        _measure(weights, top_k, low, high, parts + (row * chunks + chunk) * _PIVOTS)
+    floor = tl.min(tl.load(floors + row * chunks + each, mask=known, other=float("inf")))
+    least = tl.div_rn(floor, temperature) - tl.div_rn(peak, temperature)
+    least = tl.maximum(least, tl.load(floats + slot * _INTS + _LOG_MIN_P))
+    low = _bits(tl.exp(least))
+    high = tl.full((), _ABOVE_ALL, tl.int32)
+    if chunk == 0:
+        tl.store(cells + row * 6, low)
+        tl.store(cells + row * 6 + 1, high)
+    _measure(weights, top_k, low, high, parts + (row * chunks + chunk) * _PIVOTS)
 
 
 @triton.jit
@@ -397,11 +399,10 @@ def _sums(
     whole: tl.tensor,
     cut: tl.tensor,
     last: tl.tensor,
-    bound: tl.tensor,
     VOCAB: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> tl.tensor:
-    """Number and mass of the candidates (`whole`: of all tokens) kept, with ids below `bound`."""
+    """Number and mass of the candidates (`whole`: of all tokens) kept."""
     logits, tokens, found, position, ints, floats, peak = row
     count = tl.full((), 0, tl.int32)
     mass = tl.full((), 0, tl.int64)
@@ -413,7 +414,7 @@ def _sums(
         else:
             ids = tl.load(tokens + place, mask=place < size, other=VOCAB)
             weights = tl.load(found + place, mask=place < size, other=0.0)
-        kept = _kept(_bits(weights), ids, cut, last) & (ids < bound)
+        kept = _kept(_bits(weights), ids, cut, last)
         count += tl.sum(kept.to(tl.int32))
         mass += tl.sum(tl.where(kept, _units(weights), 0))
     return count, mass
@@ -433,7 +434,7 @@ def _kth(
     """The largest cut in [low, high) at or above which there are `top_k` tokens."""
     while high - low > 1:
         middle = (low + high) // 2
-        count, _ = _sums(row, size, whole, middle, VOCAB, VOCAB, VOCAB, BLOCK)
+        count, _ = _sums(row, size, whole, middle, VOCAB - 1, VOCAB, BLOCK)
         low = tl.where(count >= top_k, middle, low)
         high = tl.where(count >= top_k, high, middle)
     return low
@@ -456,72 +457,97 @@ def _nucleus(
     """
     while high - low > 1:
         middle = (low + high) // 2
-        _, mass = _sums(row, size, whole, middle, VOCAB, VOCAB, VOCAB, BLOCK)
+        _, mass = _sums(row, size, whole, middle, VOCAB - 1, VOCAB, BLOCK)
         low = tl.where(mass >= wanted, middle, low)
         high = tl.where(mass >= wanted, high, middle)
-    count, mass = _sums(row, size, whole, low, -1, VOCAB, VOCAB, BLOCK)
+    count, mass = _sums(row, size, whole, low, -1, VOCAB, BLOCK)
     one = tl.maximum(_units(low.to(tl.float32, bitcast=True)), 1)
     few = count + (wanted - mass + one - 1) // one
-    last = tl.full((), VOCAB, tl.int32)
-    all_of_them, _ = _sums(row, size, whole, low, VOCAB, VOCAB, VOCAB, BLOCK)
+    last = tl.full((), VOCAB - 1, tl.int32)
+    all_of_them, _ = _sums(row, size, whole, low, VOCAB - 1, VOCAB, BLOCK)
     if all_of_them > few:
         before = tl.full((), -1, tl.int32)
         while last - before > 1:
             middle = (before + last) // 2
-            count, _ = _sums(row, size, whole, low, middle, VOCAB, VOCAB, BLOCK)
+            count, _ = _sums(row, size, whole, low, middle, VOCAB, BLOCK)
             before = tl.where(count >= few, before, middle)
             last = tl.where(count >= few, middle, last)
     return low, last
 
 
 @triton.jit
-def _land(
-    row: tl.tuple,
-    size: tl.tensor,
-    whole: tl.tensor,
-    cut: tl.tensor,
-    last: tl.tensor,
-    sure: tl.tensor,
-    number: tl.tensor,
+def _cut(
+    logits: tl.tensor,
+    stride: tl.tensor,
+    slots: tl.tensor,
+    positions: tl.tensor,
+    lengths: tl.tensor,
+    ints: tl.tensor,
+    floats: tl.tensor,
+    doubles: tl.tensor,
+    peaks: tl.tensor,
+    masses: tl.tensor,
+    cells: tl.tensor,
+    above: tl.tensor,
+    counts: tl.tensor,
+    tokens: tl.tensor,
+    found: tl.tensor,
+    cuts: tl.tensor,
     VOCAB: tl.constexpr,
-    CHUNK: tl.constexpr,
     N_CHUNKS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    CANDIDATES: tl.constexpr,
     BLOCK: tl.constexpr,
-    GROUP: tl.constexpr = 128,
-) -> tl.tensor:
-    """The token on which the inverse CDF over the kept ones lands, `number` being in [0, 1)."""
-    logits, _tokens, _found, position, ints, floats, peak = row
-    _, mass = _sums(row, size, whole, cut, last, VOCAB, VOCAB, BLOCK)
-    total = tl.sum(sure) + mass
-    target = tl.minimum((number * total.to(tl.float64)).to(tl.int64), total - 1)
-    # The first chunk, then group, then token, whose cumulated mass is above the target.
-    each = tl.arange(0, sure.shape[0])
-    before = tl.full((), 0, tl.int64)
-    chunk = tl.full((), 0, tl.int32)
-    beyond = tl.full((), N_CHUNKS, tl.int32)
-    if N_CHUNKS > 1:  # Triton 3.6 fails on a loop that it knows never to run
-        while beyond - chunk > 1:
-            middle = (chunk + beyond) // 2
-            _, mass = _sums(row, size, whole, cut, last, middle * CHUNK, VOCAB, BLOCK)
-            mass += tl.sum(tl.where(each < middle, sure, 0))
-            before = tl.where(mass <= target, mass, before)
-            chunk = tl.where(mass <= target, middle, chunk)
-            beyond = tl.where(mass <= target, beyond, middle)
-    ids = chunk * CHUNK + tl.arange(0, CHUNK)
-    weights = _weights(_logits(logits, ids, position, ints, VOCAB), floats, peak)
-    units = tl.where(_kept(_bits(weights), ids, cut, last), _units(weights), 0)
-    groups = tl.sum(tl.reshape(units, (CHUNK // GROUP, GROUP)), axis=1)
-    each = tl.arange(0, CHUNK // GROUP)
-    group = tl.sum((before + tl.cumsum(groups) <= target).to(tl.int32))
-    before += tl.sum(tl.where(each < group, groups, 0))
-    ids = chunk * CHUNK + group * GROUP + tl.arange(0, GROUP)
-    weights = _weights(_logits(logits, ids, position, ints, VOCAB), floats, peak)
-    units = tl.where(_kept(_bits(weights), ids, cut, last), _units(weights), 0)
-    return tl.min(tl.where(before + tl.cumsum(units) > target, ids, VOCAB))
+) -> None:
+    """Of each row with a filter: the bits of the least weight kept, and the last id of those."""
+    r = tl.program_id(0).to(tl.int64)
+    if tl.load(lengths + r) <= 0:
+        return
+    slot = tl.load(slots + r).to(tl.int64)
+    ints += slot * _INTS
+    floats += slot * _INTS
+    top_k, top_p = _filters(ints, doubles + slot * _LONGS, VOCAB)
+    if (tl.load(floats + _TEMPERATURE) <= 0.0) | ((top_k <= 0) & (top_p >= 1.0)):
+        return
+    each = tl.arange(0, CHUNKS)
+    known = each < N_CHUNKS
+    place = r * N_CHUNKS + each
+    peak = tl.max(tl.load(peaks + place, mask=known, other=-float("inf")))
+    row = (
+        logits + r * stride, tokens + r * CANDIDATES, found + r * CANDIDATES,
+        tl.load(positions + r) + 1, ints, floats, peak,
+    )  # fmt: skip
+    total = tl.sum(tl.load(masses + place, mask=known, other=0))
+    wanted = tl.ceil(top_p * total.to(tl.float64)).to(tl.int64)
+    # The mass of what is kept is `sure` plus what `_sums` finds among `size` candidates.
+    sure = tl.sum(tl.load(above + place, mask=known, other=0))
+    size = tl.load(counts + r)
+    low, high = tl.load(cells + r * 6 + 4), tl.load(cells + r * 6 + 5)
+    whole = size > CANDIDATES
+    if not whole:
+        # The pivots were rough: that the cut is among the candidates is checked here.
+        _, mass = _sums(row, size, whole, 0, VOCAB - 1, VOCAB, BLOCK)
+        missed = (sure >= wanted) | (sure + mass < wanted)
+        whole = tl.where(top_k > 0, (size < top_k) & (mass < total), missed)
+    if whole:
+        sure = tl.full((), 0, tl.int64)
+        size = tl.full((), VOCAB, tl.int32)
+        low = tl.full((), 0, tl.int32)
+        high = tl.full((), _ABOVE_ALL, tl.int32)
+    last = tl.full((), VOCAB - 1, tl.int32)
+    if top_k > 0:
+        high = tl.full((), _ABOVE_ALL, tl.int32)
+        low = _kth(row, size, whole, low, high, tl.minimum(top_k, size), VOCAB, BLOCK)
+        _, mass = _sums(row, size, whole, low, VOCAB - 1, VOCAB, BLOCK)
+        wanted = tl.ceil(top_p * mass.to(tl.float64)).to(tl.int64)
+    if top_p < 1.0:
+        low, last = _nucleus(row, size, whole, low, high, wanted - sure, VOCAB, BLOCK)
+    tl.store(cuts + 2 * r, low)
+    tl.store(cuts + 2 * r + 1, last)
 
 
 @triton.jit
-def _choose(
+def _race(
     logits: tl.tensor,
     stride: tl.tensor,
     slots: tl.tensor,
@@ -533,79 +559,66 @@ def _choose(
     longs: tl.tensor,
     peaks: tl.tensor,
     best: tl.tensor,
-    masses: tl.tensor,
-    cells: tl.tensor,
-    above: tl.tensor,
-    counts: tl.tensor,
-    tokens: tl.tensor,
-    found: tl.tensor,
-    out: tl.tensor,
+    cuts: tl.tensor,
+    speeds: tl.tensor,
     VOCAB: tl.constexpr,
     CHUNK: tl.constexpr,
-    N_CHUNKS: tl.constexpr,
     CHUNKS: tl.constexpr,
-    CANDIDATES: tl.constexpr,
-    BLOCK: tl.constexpr,
 ) -> None:
-    """The token of each row."""
-    r = tl.program_id(0).to(tl.int64)
-    if tl.load(lengths + r) <= 0:
+    """The chunk's winner, in place of its most likely token, and its speed; greedy: its logit."""
+    row = tl.program_id(0).to(tl.int64)
+    chunk = tl.program_id(1)
+    chunks = tl.num_programs(1)
+    if tl.load(lengths + row) <= 0:
         return
-    slot = tl.load(slots + r).to(tl.int64)
+    slot = tl.load(slots + row).to(tl.int64)
     ints += slot * _INTS
     floats += slot * _INTS
+    place = row * chunks + chunk
+    highest = tl.load(peaks + place)
+    if tl.load(floats + _TEMPERATURE) <= 0.0:
+        tl.store(speeds + place, highest)
+        return
+    each = tl.arange(0, CHUNKS)
+    peak = tl.max(tl.load(peaks + row * chunks + each, mask=each < chunks, other=-float("inf")))
+    top_k, top_p = _filters(ints, doubles + slot * _LONGS, VOCAB)
+    cut = tl.full((), 0, tl.int32)
+    last = tl.full((), VOCAB - 1, tl.int32)
+    if (top_k > 0) | (top_p < 1.0):
+        cut, last = tl.load(cuts + 2 * row), tl.load(cuts + 2 * row + 1)
+        if _bits(_weights(highest, floats, peak)) < cut:
+            tl.store(speeds + place, -1.0)
+            return
+    position = tl.load(positions + row) + 1
+    ids = chunk * CHUNK + tl.arange(0, CHUNK)
+    weights = _weights(_logits(logits + row * stride, ids, position, ints, VOCAB), floats, peak)
+    speed = weights / _exponentials(tl.load(longs + slot * _LONGS + _SEED), position, ids)
+    speed = tl.where(_kept(_bits(weights), ids, cut, last), speed, -1.0)
+    fastest = tl.max(speed)
+    tl.store(speeds + place, fastest)
+    tl.store(best + place, tl.min(tl.where(speed == fastest, ids, VOCAB)))
+
+
+@triton.jit
+def _winner(
+    lengths: tl.tensor,
+    speeds: tl.tensor,
+    best: tl.tensor,
+    out: tl.tensor,
+    VOCAB: tl.constexpr,
+    N_CHUNKS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+) -> None:
+    """The token of each row: the best of its chunks, of the lowest id where several are."""
+    row = tl.program_id(0).to(tl.int64)
+    if tl.load(lengths + row) <= 0:
+        return
     each = tl.arange(0, CHUNKS)
     known = each < N_CHUNKS
-    place = r * N_CHUNKS + each
-    highest = tl.load(peaks + place, mask=known, other=-float("inf"))
-    peak = tl.max(highest)
-    if tl.load(floats + _TEMPERATURE) <= 0.0:
-        first = tl.load(best + place, mask=known, other=VOCAB)
-        token = tl.min(tl.where(highest == peak, first, VOCAB))
-        tl.store(out + r, tl.minimum(token, VOCAB - 1))
-        return
-    position = tl.load(positions + r) + 1
-    row = (
-        logits + r * stride, tokens + r * CANDIDATES, found + r * CANDIDATES, position, ints,
-        floats, peak,
-    )  # fmt: skip
-    top_k, top_p = _filters(ints, doubles + slot * _LONGS, VOCAB)
-    # Kept are the weights above `cut`, and of those at it the ids up to `last`. Their mass is
-    # `sure`, chunk by chunk, plus what `_sums` finds among `size` candidates.
-    sure = tl.load(masses + place, mask=known, other=0)
-    cut = tl.full((), 0, tl.int32)
-    last = tl.full((), VOCAB, tl.int32)
-    size = tl.full((), 0, tl.int32)
-    whole = size > 0
-    if (top_k > 0) | (top_p < 1.0):
-        total = tl.sum(sure)
-        wanted = tl.ceil(top_p * total.to(tl.float64)).to(tl.int64)
-        sure = tl.load(above + place, mask=known, other=0)
-        size = tl.load(counts + r)
-        low, high = tl.load(cells + r * 6 + 4), tl.load(cells + r * 6 + 5)
-        whole = size > CANDIDATES
-        if not whole:
-            # The pivots were rough: that the cut is among the candidates is checked here.
-            _, mass = _sums(row, size, whole, 0, VOCAB, VOCAB, VOCAB, BLOCK)
-            missed = (tl.sum(sure) >= wanted) | (tl.sum(sure) + mass < wanted)
-            whole = tl.where(top_k > 0, (size < top_k) & (mass < total), missed)
-        if whole:
-            sure = tl.zeros_like(sure)
-            size = tl.full((), VOCAB, tl.int32)
-            low = tl.full((), 0, tl.int32)
-            high = tl.full((), _ABOVE_ALL, tl.int32)
-        if top_k > 0:
-            high = tl.full((), _ABOVE_ALL, tl.int32)
-            low = _kth(row, size, whole, low, high, tl.minimum(top_k, size), VOCAB, BLOCK)
-            cut = low
-            _, mass = _sums(row, size, whole, cut, VOCAB, VOCAB, VOCAB, BLOCK)
-            wanted = tl.ceil(top_p * mass.to(tl.float64)).to(tl.int64)
-        if top_p < 1.0:
-            wanted -= tl.sum(sure)
-            cut, last = _nucleus(row, size, whole, low, high, wanted, VOCAB, BLOCK)
-    number = _uniform(tl.load(longs + slot * _LONGS + _SEED), position.to(tl.int64))
-    token = _land(row, size, whole, cut, last, sure, number, VOCAB, CHUNK, N_CHUNKS, BLOCK)
-    tl.store(out + r, tl.minimum(token, VOCAB - 1))
+    speed = tl.load(speeds + row * N_CHUNKS + each, mask=known, other=-float("inf"))
+    token = tl.load(best + row * N_CHUNKS + each, mask=known, other=VOCAB)
+    token = tl.min(tl.where(speed == tl.max(speed), token, VOCAB))
+    tl.store(out + row, tl.minimum(token, VOCAB - 1))
 
 
 class Sampler:
@@ -628,17 +641,16 @@ class Sampler:
         candidates: int = 4096,
     ) -> None:
         self.vocab, self._chunk, self._candidates = vocab, chunk, candidates
-        # Triton 3.6 does not compile `_choose` for a single chunk; a second may be empty.
-        self._chunks = max(2, triton.cdiv(vocab, chunk))
+        self._chunks = triton.cdiv(vocab, chunk)
         each = rows * self._chunks
 
         def buffer(size: int, dtype: torch.dtype) -> torch.Tensor:
             return torch.empty(size, dtype=dtype, device=device)
 
-        self._peaks, self._floors = (buffer(each, torch.float32) for _ in range(2))
+        self._peaks, self._floors, self._speeds = (buffer(each, torch.float32) for _ in range(3))
         self._best = buffer(each, torch.int32)
         self._masses, self._above = (buffer(each, torch.int64) for _ in range(2))
-        self._cells = buffer(6 * rows, torch.int32)
+        self._cells, self._cuts = buffer(6 * rows, torch.int32), buffer(2 * rows, torch.int32)
         self._parts = buffer(2 * each * _PIVOTS.value, torch.float32)
         self._counts = buffer(rows, torch.int32)
         self._tokens = buffer(rows * candidates, torch.int32)
@@ -693,10 +705,18 @@ class Sampler:
                 self._above, self._counts, self._tokens, self._found, **sizes, CHUNKS=chunks,
                 CANDIDATES=self._candidates, COLLECT=collect, **warps,
             )  # fmt: skip
-        _choose[(rows,)](
-            *row, ints, floats, doubles, params, self._peaks, self._best, self._masses, self._cells,
-            self._above, self._counts, self._tokens, self._found, out, **sizes,
+        _cut[(rows,)](
+            *row, ints, floats, doubles, self._peaks, self._masses, self._cells, self._above,
+            self._counts, self._tokens, self._found, self._cuts, VOCAB=self.vocab,
             N_CHUNKS=self._chunks, CHUNKS=chunks, CANDIDATES=self._candidates,
             BLOCK=min(2048, self._candidates), **warps,
+        )  # fmt: skip
+        _race[grid](
+            *row, ints, floats, doubles, params, self._peaks, self._best, self._cuts, self._speeds,
+            **sizes, CHUNKS=chunks, **warps,
+        )  # fmt: skip
+        _winner[(rows,)](
+            lengths, self._speeds, self._best, out, VOCAB=self.vocab, N_CHUNKS=self._chunks,
+            CHUNKS=chunks, num_warps=1,
         )  # fmt: skip
         return out
