@@ -1,4 +1,4 @@
-"""`twolane serve | generate | pull | simulate | doctor | bench`.
+"""`twolane serve | generate | pull | profile | simulate | doctor | bench`.
 
 What a command needs is imported when it runs, so that help is there at once.
 """
@@ -19,7 +19,7 @@ import twolane
 from twolane.bench import options as bench_options
 from twolane.bench.cli import app as bench_app
 from twolane.configfile import config_option
-from twolane.engine.config import Device, DType, EngineConfig, LoadFormat
+from twolane.engine.config import Device, DType, EngineConfig, EstimatorName, LoadFormat
 from twolane.sampling import SamplingParams
 from twolane.slo import Slo
 
@@ -219,6 +219,22 @@ ENGINE_OPTIONS: dict[str, Any] = {
             rich_help_panel=DEVICE, help="CPU cores for both lanes. Default: all there are."
         ),
     ],
+    "profile": Annotated[
+        str | None,
+        typer.Option(
+            rich_help_panel=SCHEDULING,
+            metavar="FILE",
+            help="What `twolane profile` measured, to predict with. Default: the cache's profile "
+            "of this device and model, if there is one.",
+        ),
+    ],
+    "estimator": Annotated[
+        EstimatorName,
+        typer.Option(
+            rich_help_panel=SCHEDULING,
+            help="How to predict from a profile; `twolane bench estimators` compares them.",
+        ),
+    ],
     "trace": Annotated[
         str | None,
         typer.Option(
@@ -281,7 +297,7 @@ def variable(flag: str) -> str:
 def default_slo(settings: dict[str, Any]) -> Slo:
     """Take the bounds out of the options: milliseconds there, seconds in the engine."""
     bounds: dict[str, Any] = {
-        name: settings.pop(f"slo_{name}_ms") for name in ("ttft", "tbt", "tpot")
+        name: settings.pop(f"slo_{name}_ms", None) for name in ("ttft", "tbt", "tpot")
     }
     try:
         ttft, tbt, tpot = (ms / 1e3 if ms else None for ms in bounds.values())
@@ -307,7 +323,7 @@ def engine_config(model: str, settings: dict[str, Any]) -> EngineConfig:
     from twolane.engine.settings import SettingError, check_settings
 
     options = {}
-    for option in settings.pop("options"):
+    for option in settings.pop("options", ()):
         key, equals, value = option.partition("=")
         if not equals:
             raise fail(f"--option {option}: write KEY=VALUE", USAGE_ERROR)
@@ -558,7 +574,7 @@ def pull(
 
 
 @app.command(epilog=EPILOG_SIMULATE)
-@takes_engine_settings("load_format", "dtype", "device", "cores")
+@takes_engine_settings("load_format", "dtype", "device", "cores", "profile", "estimator")
 @bench_options.takes_workload("seed")
 def simulate(
     model: ModelArgument,
@@ -620,6 +636,44 @@ def doctor() -> None:
     from twolane.doctor import report
 
     raise typer.Exit(0 if report() else 1)
+
+
+UNPROFILED = (
+    "system", "options", "slo_ttft_ms", "slo_tbt_ms", "slo_tpot_ms", "prefix_cache", "profile",
+    "estimator", "trace",
+)  # fmt: skip
+"""Engine settings that do not change what launches take."""
+EPILOG_PROFILE = """**Examples**
+
+- `twolane profile qwen3-8b --load-format dummy` — 8 minutes, into the cache
+
+- `twolane profile qwen3-8b --load-format dummy --seconds 720` — go on where the last run ended
+
+- `twolane bench estimators PROFILE.json` — how well it predicts
+"""
+
+
+@app.command(epilog=EPILOG_PROFILE)
+@takes_engine_settings(*UNPROFILED)
+def profile(
+    model: ModelArgument,
+    config: EngineConfig,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Default: in the cache, where `serve` finds it."),
+    ] = None,
+    seconds: Annotated[
+        float,
+        typer.Option(
+            min=0.0, help="How long to measure, beside the start; the next run goes on from there."
+        ),
+    ] = 480.0,
+) -> None:
+    """Measure this machine with a model, so that systems can predict what launches take."""
+    from twolane.profile import command
+
+    with one_line_errors():
+        command.run(config, out=out, seconds=seconds)
 
 
 app.add_typer(bench_app, name="bench")

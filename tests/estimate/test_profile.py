@@ -18,7 +18,7 @@ from twolane.estimate.profile import (
 from twolane.model.shapes import SHAPES
 
 SHAPE = SHAPES["qwen3-8b"]
-KEY = Key("NVIDIA H200", "580.1", "0.1.0", model_digest(SHAPE), "bfloat16", 132)
+KEY = Key("NVIDIA H200", "580.1", "0.1.0", model_digest(SHAPE), 2, 132)
 
 
 def profile() -> Profile:
@@ -27,7 +27,7 @@ def profile() -> Profile:
     beside = Sample(
         "b", "decode", runs, 48, 36, True, [0.03], Neighbour([(512, 0, 1)], 84), held_out=True
     )
-    return Profile(KEY, SHAPE, 2, [(84, 48), (132, 0), (0, 132)], 32, 7, [alone, beside])
+    return Profile(KEY, SHAPE, [(84, 48), (132, 0), (0, 132)], 32, 7, [alone, beside])
 
 
 def test_what_is_saved_is_read(tmp_path: Path):
@@ -51,7 +51,7 @@ def test_runs_stand_for_every_request():
 
 
 def test_keys_have_files_of_their_own(tmp_path: Path):
-    other = Key("NVIDIA H200", "590.1", "0.1.0", model_digest(SHAPE), "bfloat16", 132)
+    other = Key("NVIDIA H200", "590.1", "0.1.0", model_digest(SHAPE), 2, 132)
     assert cached_profile(tmp_path, KEY) != cached_profile(tmp_path, other)
     assert model_digest(SHAPE) != model_digest(SHAPES["llama-3.1-8b"])
 

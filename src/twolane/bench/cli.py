@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from twolane.bench import options
+from twolane.bench.estimators import estimators
 from twolane.bench.options import MEASURE, WHAT, WHEN, WHERE
 from twolane.configfile import config_option
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from twolane.bench.result import BenchConfig, Result
 
 app = typer.Typer(help="Measure an LLM server from outside.", no_args_is_help=True)
+app.command()(estimators)
 
 _HELP = """\
 Send a workload to an OpenAI-compatible server and measure latency and goodput.

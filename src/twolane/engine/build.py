@@ -8,9 +8,9 @@ from twolane.engine.engine import Engine
 from twolane.engine.kv import KVBooks
 from twolane.engine.machine import Machine, MachineLanes, load
 from twolane.engine.messages import Ready
+from twolane.engine.predict import make_estimator
 from twolane.engine.settings import SettingError, check_settings
 from twolane.engine.trace import FileTrace, Trace
-from twolane.estimate.online import OnlineEstimator
 from twolane.model.spec import ModelSpec
 from twolane.systems import make_system
 
@@ -60,8 +60,8 @@ def assemble(
     """
     system = make_system(config.system, config.options)
     spec = machine.spec
-    max_model_len = _max_model_len(config, spec)
-    books = _books(config, machine, max_model_len)
+    max_model_len = context_length(config, spec)
+    books = make_books(config, machine, max_model_len)
     lanes = machine.start(
         books.total_pages, books.page_size, config.max_running, max_model_len, notify, progress
     )
@@ -74,7 +74,7 @@ def assemble(
         vocab_size=spec.vocab_size,
         eos_token_ids=spec.eos_token_ids,
         max_model_len=max_model_len,
-        estimator=OnlineEstimator(),
+        estimator=make_estimator(config, machine, lanes.units),
         seed=config.seed,
         trace=trace,
         slo=config.slo,
@@ -97,7 +97,12 @@ def _ready(config: EngineConfig, engine: Engine, machine: Machine) -> Ready:
     )
 
 
-def _max_model_len(config: EngineConfig, spec: ModelSpec) -> int:
+def context_length(config: EngineConfig, spec: ModelSpec) -> int:
+    """The most tokens of one request.
+
+    Raises:
+        ValueError: the model has fewer positions.
+    """
     wanted = config.max_model_len or spec.max_positions
     if wanted > spec.max_positions:
         raise ValueError(
@@ -107,7 +112,7 @@ def _max_model_len(config: EngineConfig, spec: ModelSpec) -> int:
     return wanted
 
 
-def _books(config: EngineConfig, machine: Machine, max_model_len: int) -> KVBooks:
+def make_books(config: EngineConfig, machine: Machine, max_model_len: int) -> KVBooks:
     """Pages for `kv_tokens`, or for the device's share of its memory."""
     page_size = _page_size(config, machine)
     if config.kv_tokens is not None:

@@ -10,6 +10,7 @@ from twolane.slo import Slo
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "dummy"]
 Device = Literal["auto", "cpu", "cuda"]
+EstimatorName = Literal["calibrated", "solo-run", "guard", "sm-roofline", "attention-roofline"]
 
 DEFAULT_SYSTEM = "static-split"
 
@@ -56,6 +57,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """On a GPU, SMs for the decode lane, one level each; None: every 16, (): none."""
     gpu_memory_utilization: float = 0.9
     """Share of a GPU's memory that this process may take, above 0 and at most 1."""
+    profile: str | None = None
+    """File of `twolane profile`; None: the cache's for this device and model, if there is one."""
+    estimator: EstimatorName = "calibrated"
+    """Fitted on the profile; without one there is only what launches are seen to take."""
     trace: str | None = None
     """File for a Chrome / Perfetto trace of the run."""
 

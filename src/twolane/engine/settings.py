@@ -47,6 +47,8 @@ def check_settings(config: EngineConfig) -> None:
         raise SettingError("kv_tokens", f"{pool} does not hold {request}")
     if config.trace is not None and not os.access(Path(config.trace).absolute().parent, os.W_OK):
         raise SettingError("trace", f"{config.trace} cannot be written")
+    if config.profile is not None and not os.access(config.profile, os.R_OK):
+        raise SettingError("profile", f"{config.profile} cannot be read")
     try:
         make_system(config.system, config.options)
     except ValueError as error:

@@ -40,7 +40,8 @@ class Key(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Of Twolane."""
     model: str
     """`model_digest` of the shape."""
-    dtype: str
+    itemsize: int
+    """Bytes of an element of weights and KV cache."""
     units: int
     """Of the device."""
     tensor_parallel: int = 1
@@ -109,8 +110,6 @@ class Profile(msgspec.Struct, forbid_unknown_fields=True):
     key: Key
     shape: ModelSpec
     """Of the model."""
-    itemsize: int
-    """Bytes of an element of weights and KV cache."""
     levels: list[tuple[int, int]]
     """(prefill units, decode units) on offer, the solo ones too."""
     page_size: int

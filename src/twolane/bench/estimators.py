@@ -1,0 +1,65 @@
+"""`twolane bench estimators`: how well each estimator predicts what it was not fitted on."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from twolane.estimate.errors import Errors
+    from twolane.estimate.profile import Profile
+
+
+def estimators(
+    profiles: Annotated[list[Path], typer.Argument(help="Files of `twolane profile`.")],
+) -> None:
+    """Print the errors on the samples that were held out, for each estimator and kind of launch."""
+    from rich.console import Console
+
+    from twolane.estimate.errors import prediction_seconds, table
+    from twolane.estimate.profile import Profile, ProfileError
+
+    console = Console()
+    for path in profiles:
+        try:
+            profile = Profile.read(path)
+            console.print(_table(_title(path, profile), table(profile)))
+            costs = prediction_seconds(profile)
+        except ProfileError as error:
+            typer.echo(f"twolane: {path}: {error}", err=True)
+            raise typer.Exit(1) from error
+        console.print("a prediction of a decode step, one level / all levels at once:")
+        for name, (one, every) in costs.items():
+            console.print(f"  {name}: {one * 1e6:.0f} µs / {every * 1e6:.0f} µs")
+
+
+def _title(path: Path, profile: "Profile") -> str:
+    held_out = sum(sample.held_out for sample in profile.samples)
+    return (
+        f"{path.name}: {profile.key.device}, {len(profile.samples)} samples, "
+        f"{held_out} held out, {profile.seconds:.0f} s"
+    )
+
+
+def _table(title: str, rows: "list[Errors]") -> "Table":
+    from rich.table import Table
+
+    table = Table(title=title)
+    for name in (
+        "estimator",
+        "launches",
+        "samples",
+        "mean",
+        "P95",
+        "worst",
+        "bound covers",
+        "over",
+    ):
+        table.add_column(name, justify="left" if name in ("estimator", "launches") else "right")
+    for row in rows:
+        errors = (f"{error:.1%}" for error in (row.mean, row.p95, row.worst))
+        bound = ["" if value is None else f"{value:.1%}" for value in (row.covered, row.excess)]
+        table.add_row(row.estimator, row.case, str(row.samples), *errors, *bound)
+    return table

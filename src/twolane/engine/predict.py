@@ -1,0 +1,86 @@
+"""Which estimator an engine has: one fitted on the profile of this machine and model, or none."""
+
+import logging
+import platform
+import shutil
+import subprocess
+from pathlib import Path
+
+import twolane
+from twolane.engine.config import EngineConfig
+from twolane.engine.machine import Machine
+from twolane.engine.settings import SettingError
+from twolane.estimate import Estimator
+from twolane.estimate.online import OnlineEstimator
+from twolane.estimate.profile import Key, Profile, ProfileError, cached_profile, model_digest
+from twolane.model.hub import cache_dir
+
+log = logging.getLogger("twolane.predict")
+
+
+def make_estimator(config: EngineConfig, machine: Machine, units: int) -> Estimator:
+    """Fitted on the profile that is named, or on the cache's; without one, the online estimator.
+
+    Raises:
+        SettingError: the profile that is named is of something else, or too small.
+    """
+    key = machine_key(machine, units)
+    path = cached_profile(cache_dir(), key) if config.profile is None else Path(config.profile)
+    if config.profile is None and not path.exists():
+        log.info("no profile of this device and model: predictions come from what is seen")
+        return OnlineEstimator()
+    from twolane.estimate.catalog import ESTIMATORS  # scipy takes a while
+
+    try:
+        profile = Profile.read(path)
+        for name in ("device", "model", "itemsize", "units", "tensor_parallel"):
+            there, here = getattr(profile.key, name), getattr(key, name)
+            if there != here:
+                raise ProfileError(f"{path} is of {name} {there!r}; this is {here!r}")
+        for name in ("driver", "version"):
+            there, here = getattr(profile.key, name), getattr(key, name)
+            if there != here:
+                log.warning("the profile was taken with %s %s; this is %s", name, there, here)
+        estimator = ESTIMATORS[config.estimator](profile)
+    except ProfileError as error:
+        raise SettingError("profile", str(error)) from error
+    log.info("predictions: %s on %d samples of %s", config.estimator, len(profile.samples), path)
+    return estimator
+
+
+def machine_key(machine: Machine, units: int) -> Key:
+    """What a profile taken here is of."""
+    cuda = on_gpu(machine)
+    return Key(
+        device=machine.name if cuda else _cpu_name(),
+        driver=_driver_version() if cuda else "",
+        version=twolane.__version__,
+        model=model_digest(machine.spec),
+        itemsize=machine.page_token_bytes // machine.spec.kv_bytes_per_token(1),
+        units=units,
+    )
+
+
+def on_gpu(machine: Machine) -> bool:
+    """Whether it is one."""
+    return machine.name.startswith("cuda")
+
+
+def _driver_version() -> str:
+    """Of the GPU; empty where `nvidia-smi` does not tell."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return ""
+    command = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
+    lines = subprocess.run(command, capture_output=True, text=True, check=False).stdout.split()
+    return lines[0] if lines else ""
+
+
+def _cpu_name() -> str:
+    """As Linux tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()

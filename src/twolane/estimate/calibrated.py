@@ -1,0 +1,186 @@
+"""Ours: a linear base for each level, what it misses learnt from the samples, and a P99 bound.
+
+    alone:  T = base(load, units) · exp m(load, units)
+    beside: T = T_alone · exp m'(load, units, what runs beside, its units)
+    P99:    T · exp q
+
+The base has the terms of the solo-run models, over batches of all sizes; fitted for each number of
+units, it has what the kernels in use reach on few SMs. m and m' are Gaussian processes over
+log(measured / base), see `residual.py`: products bound by the weights' bytes, the rounding of
+batches, the contention for memory, and the clocks, which fall under the power cap, are smooth in
+what both lanes do and on how many units. q is the 99th percentile of the process's leave-one-out
+residuals: how far the truth is above the prediction for one sample in a hundred that it has not
+seen. Online, each kind of launch has a slow correction of its own.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from twolane.estimate import Beside, Estimator, Floats, Ints, Load
+from twolane.estimate.profile import Kind, Profile, Sample
+from twolane.estimate.residual import Residual
+from twolane.estimate.solo_run import LevelModel, pass_features, slice_features, step_features
+
+COVERED = 0.99
+"""Share of launches that the bound is for."""
+WEIGHT = 0.02
+"""Of the newest launch in the online correction of the mean."""
+MOST_CORRECTED = 0.2
+"""Of the online correction, as a logarithm: beyond that something else is wrong."""
+
+
+class _Layer:
+    """A process over what is left, its quantile, and its online correction."""
+
+    def __init__(self, states: Floats, logs: Floats) -> None:
+        self._residual = Residual(states, logs)
+        missed = self._residual.missed
+        rank = min(1.0, COVERED * (1 + 1 / len(missed)))  # conformal: of so many and one more
+        self.quantile = float(np.quantile(missed, rank))
+        self._correction = 0.0
+
+    def at(self, states: Floats) -> Floats:
+        """log(measured / what was predicted without this layer)."""
+        return self._residual.at(states) + self._correction
+
+    def learn(self, log_missed: float) -> None:
+        """A launch took exp(log_missed) times what was predicted."""
+        moved = self._correction + WEIGHT * log_missed
+        self._correction = float(np.clip(moved, -MOST_CORRECTED, MOST_CORRECTED))
+
+
+class Calibrated(Estimator):
+    """Base and processes. Promises a P99: one launch in a hundred takes longer than its bound."""
+
+    def __init__(self, profile: Profile) -> None:
+        self._base: dict[Kind, LevelModel] = {}
+        self._alone: dict[Kind, _Layer] = {}
+        self._beside: dict[Kind, _Layer] = {}
+        kinds: tuple[Kind, ...] = ("prefill", "decode", "hybrid")
+        for kind in kinds:
+            alone = profile.training(kind, beside=False)
+            self._base[kind] = LevelModel.fit([_features(sample) for sample in alone], alone)
+            self._alone[kind] = self._layer(alone)
+            if both := profile.training(kind, beside=True):
+                self._beside[kind] = self._layer(both)
+
+    def observe_prefill(
+        self,
+        load: Load,
+        layers: int,
+        units: int,
+        seconds: float,
+        beside: Beside | None = None,
+        *,
+        finishes: bool = False,
+    ) -> None:
+        """See `Estimator.observe_prefill`."""
+        predicted = self.prefill_slice(load, layers, units, beside, finishes=finishes)
+        self._learn("prefill", seconds, predicted, beside)
+
+    def observe_decode(
+        self, load: Load, units: int, seconds: float, beside: Beside | None = None
+    ) -> None:
+        """See `Estimator.observe_decode`."""
+        self._learn("decode", seconds, self.decode_step(load, units, beside), beside)
+
+    def observe_hybrid(self, load: Load, units: int, seconds: float) -> None:
+        """See `Estimator.observe_hybrid`."""
+        self._learn("hybrid", seconds, self.hybrid(load, units), None)
+
+    def _prefill(
+        self,
+        load: Load,
+        layers: int,
+        units: Ints,
+        beside: Beside | None,
+        finishes: bool,
+        bound: bool,
+    ) -> Floats | None:
+        features = slice_features(load, layers, finishes)
+        return self._predict("prefill", features, _slice_sizes(load, layers), units, beside, bound)
+
+    def _decode(self, load: Load, units: Ints, beside: Beside | None, bound: bool) -> Floats | None:
+        return self._predict("decode", step_features(load), _sizes(load), units, beside, bound)
+
+    def _hybrid(self, load: Load, units: Ints, bound: bool) -> Floats | None:
+        return self._predict("hybrid", pass_features(load), _pass_sizes(load), units, None, bound)
+
+    def _predict(
+        self,
+        kind: Kind,
+        features: Sequence[float],
+        sizes: Sequence[float],
+        units: Ints,
+        beside: Beside | None,
+        bound: bool,
+    ) -> Floats:
+        log_units = np.log2(units)
+        states = _states(sizes, log_units)
+        layer = self._alone[kind]
+        logs = layer.at(states)
+        if beside is not None and kind in self._beside:
+            layer = self._beside[kind]
+            log_other = np.log2(np.broadcast_to(beside.units, units.shape))
+            logs += layer.at(np.hstack([states, _states(_sizes(beside.load), log_other)]))
+        if bound:
+            logs += layer.quantile
+        return np.asarray(self._base[kind].predict(features, units) * np.exp(logs))
+
+    def _layer(self, samples: Sequence[Sample]) -> _Layer:
+        """What is left over what has been fitted so far."""
+        states, logs = [], []
+        for sample in samples:
+            units, sizes = np.array([sample.units]), _sample_sizes(sample)
+            state, base = _states(sizes, np.log2(units)), self._base[sample.kind]
+            log = np.log(sample.median / base.predict(_features(sample), units))
+            if sample.beside is not None:
+                log -= self._alone[sample.kind].at(state)
+                other_load = sample.beside.beside.load
+                other = _states(_sizes(other_load), np.log2([sample.beside.units]))
+                state = np.hstack([state, other])
+            states.append(state[0])
+            logs.append(float(log[0]))
+        return _Layer(np.array(states), np.array(logs))
+
+    def _learn(
+        self, kind: Kind, seconds: float, predicted: float | None, beside: Beside | None
+    ) -> None:
+        layers = self._alone if beside is None else self._beside
+        if predicted is not None and kind in layers:
+            layers[kind].learn(float(np.log(seconds / predicted)))
+
+
+def _features(sample: Sample) -> list[float]:
+    if sample.kind == "prefill":
+        return slice_features(sample.load, sample.layers, sample.finishes)
+    return step_features(sample.load) if sample.kind == "decode" else pass_features(sample.load)
+
+
+def _sample_sizes(sample: Sample) -> Sequence[float]:
+    if sample.kind == "prefill":
+        return _slice_sizes(sample.load, sample.layers)
+    return _sizes(sample.load) if sample.kind == "decode" else _pass_sizes(sample.load)
+
+
+def _sizes(load: Load) -> list[float]:
+    """New and reused tokens and requests, as logarithms."""
+    tokens = np.log2([max(1, load.new), 1 + load.reused / 16, max(1, load.requests)])
+    return [float(size) for size in tokens]
+
+
+def _slice_sizes(load: Load, layers: int) -> list[float]:
+    return [*_sizes(load), float(np.log2(layers))]
+
+
+def _pass_sizes(load: Load) -> list[float]:
+    return [*_sizes(load.chunks), *_sizes(load.decoding)[1:]]
+
+
+def _states(sizes: Sequence[float], log_units: Floats) -> Floats:
+    """[L, len(sizes) + 1]"""
+    states = np.empty((len(log_units), len(sizes) + 1))
+    states[:, :-1] = sizes
+    states[:, -1] = log_units
+    return states

@@ -1,0 +1,126 @@
+"""How well estimators predict what they were not fitted on."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from twolane.estimate import Beside, Estimator
+from twolane.estimate.catalog import ESTIMATORS
+from twolane.estimate.profile import Profile, Sample, load_of
+
+CASES: dict[str, tuple[str, bool]] = {
+    "solo prefill": ("prefill", False),
+    "solo decode": ("decode", False),
+    "co-run decode": ("decode", True),
+    "co-run prefill": ("prefill", True),
+    "hybrid": ("hybrid", False),
+}
+"""(kind, whether the other lane works) of each."""
+LEAST_TOKENS = 1024
+"""New and reused tokens of the prefill batches in the papers' figures."""
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Of one estimator on one case: |prediction / truth - 1| of the held-out samples' medians."""
+
+    estimator: str
+    case: str
+    samples: int
+    mean: float
+    p95: float
+    worst: float
+    covered: float | None
+    """Share of the samples that the bound was not below; None: it promises none here."""
+    excess: float | None
+    """Mean of bound / truth - 1."""
+
+
+def table(profile: Profile) -> list[Errors]:
+    """Every estimator on every case that has held-out samples."""
+    rows = []
+    for name, make in ESTIMATORS.items():
+        estimator = make(profile)
+        for case, samples in held_out(profile).items():
+            rows.append(_errors(name, case, estimator, samples))
+    return rows
+
+
+def held_out(profile: Profile) -> dict[str, list[Sample]]:
+    """The samples of each case; prefill also restricted to the batches of the papers' figures."""
+    cases = {
+        case: [s for s in profile.samples if s.held_out and _case(s) == wanted]
+        for case, wanted in CASES.items()
+    }
+    long = [s for s in cases["solo prefill"] if s.load.new + s.load.reused >= LEAST_TOKENS]
+    cases = {"solo prefill": cases["solo prefill"], "- n + r >= 1024": long, **cases}
+    return {case: samples for case, samples in cases.items() if samples}
+
+
+def predicted(estimator: Estimator, sample: Sample, *, bound: bool = False) -> float:
+    """Seconds that an estimator predicts for a sample."""
+    load, units, beside = sample.load, sample.units, _beside(sample)
+    if sample.kind == "prefill":
+        seconds = estimator.prefill_slice(
+            load, sample.layers, units, beside, finishes=sample.finishes, bound=bound
+        )
+    elif sample.kind == "decode":
+        seconds = estimator.decode_step(load, units, beside, bound=bound)
+    else:
+        seconds = estimator.hybrid(load, units, bound=bound)
+    assert seconds is not None, "a fitted estimator always has a prediction"
+    return seconds
+
+
+def prediction_seconds(profile: Profile) -> dict[str, tuple[float, float]]:
+    """Host seconds of a prediction for one candidate, and for all levels at once, by estimator.
+
+    The median over the co-runs of decode, making the load and its sums included.
+    """
+    samples = profile.of("decode", beside=True)[:200]
+    levels = np.array([level for level in profile.levels if all(level)])
+    costs = {}
+    for name, make in ESTIMATORS.items():
+        estimator = make(profile)
+        one, every = [], []
+        for sample in samples:
+            assert sample.beside is not None
+            prefill = load_of(sample.beside.runs)
+            begun = time.perf_counter()
+            beside = Beside(prefill, sample.beside.units)
+            estimator.decode_step(load_of(sample.runs), sample.units, beside, bound=True)
+            between = time.perf_counter()
+            estimator.decode_step(
+                load_of(sample.runs), levels[:, 1], Beside(prefill, levels[:, 0]), bound=True
+            )
+            one.append(between - begun)
+            every.append(time.perf_counter() - between)
+        costs[name] = float(np.median(one)), float(np.median(every))
+    return costs
+
+
+def _errors(name: str, case: str, estimator: Estimator, samples: Sequence[Sample]) -> Errors:
+    truth = np.array([sample.median for sample in samples])
+    means = np.array([predicted(estimator, sample) for sample in samples])
+    bounds = np.array([predicted(estimator, sample, bound=True) for sample in samples])
+    errors, promises = np.abs(means / truth - 1), not np.array_equal(bounds, means)
+    return Errors(
+        estimator=name,
+        case=case,
+        samples=len(samples),
+        mean=float(errors.mean()),
+        p95=float(np.percentile(errors, 95)),
+        worst=float(errors.max()),
+        covered=float((bounds >= truth).mean()) if promises else None,
+        excess=float((bounds / truth - 1).mean()) if promises else None,
+    )
+
+
+def _case(sample: Sample) -> tuple[str, bool]:
+    return sample.kind, sample.beside is not None
+
+
+def _beside(sample: Sample) -> Beside | None:
+    return sample.beside.beside if sample.beside else None

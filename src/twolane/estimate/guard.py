@@ -1,0 +1,140 @@
+"""The contention guard of MuxWise (§3.3.2): the largest slowdown seen in a cell of a grid.
+
+    T_decode beside prefill <= T_solo · max { slowdowns seen in the cell }
+
+A cell is a range of (new and reused tokens of the prefill batch, batch size and reused tokens of a
+request in the decode batch, level): powers of four for tokens, of two for the batch size. A
+slowdown is the time of a step beside prefill over the solo-run model's prediction, so the guard
+answers for the model's error, too. A cell without samples of its own borrows the largest slowdown
+of the nearest cells that have some. Whatever is seen online and is larger raises a cell; a borrowed
+cell falls to its own largest once it has `OWN` samples. Prefill is not guarded (§3.4.1).
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import log2
+
+import numpy as np
+
+from twolane.estimate import Beside, Estimator, Floats, Ints, Load
+from twolane.estimate.profile import Profile
+from twolane.estimate.solo_run import SoloRun
+
+OWN = 20
+"""Samples after which a borrowed cell stands on its own."""
+NEAREST = 4
+"""Cells that one borrows from."""
+
+Cell = tuple[int, int, int, int, int]
+"""Powers of new, reused, batch size, context of a request; then the decode lane's units."""
+
+
+@dataclass(slots=True)
+class _Known:
+    """What a cell knows."""
+
+    slowdown: float
+    """The largest, its own or borrowed."""
+    own: float = 0.0
+    """The largest seen online in the cell itself."""
+    count: int = 0
+    """Of samples seen online in the cell itself."""
+    borrowed: bool = False
+
+
+class ContentionGuard(Estimator):
+    """Solo runs, and for decode beside prefill a bound that no step seen exceeded.
+
+    Without `bound` it answers as the solo-run models do.
+    """
+
+    def __init__(self, profile: Profile) -> None:
+        self._solo = SoloRun(profile)
+        self._cells: dict[Cell, _Known] = {}
+        for sample in profile.training("decode", beside=True):
+            assert sample.beside is not None
+            for seconds in sample.seconds:
+                cell, slowdown = self._seen(
+                    sample.load, sample.units, seconds, sample.beside.beside
+                )
+                known = self._cells.setdefault(cell, _Known(slowdown))
+                known.slowdown = max(known.slowdown, slowdown)
+        self._measured = list(self._cells)
+        self._places = np.array([_place(cell) for cell in self._measured])
+
+    def observe_decode(
+        self, load: Load, units: int, seconds: float, beside: Beside | None = None
+    ) -> None:
+        """See `Estimator.observe_decode`."""
+        if beside is None:
+            return
+        cell, slowdown = self._seen(load, units, seconds, beside)
+        known = self._known(cell)
+        known.own = max(known.own, slowdown)
+        known.count += 1
+        if known.borrowed and known.count >= OWN:
+            known.borrowed, known.slowdown = False, known.own
+        known.slowdown = max(known.slowdown, known.own)
+
+    def _seen(self, load: Load, units: int, seconds: float, beside: Beside) -> tuple[Cell, float]:
+        """The cell of a step, and its slowdown."""
+        solo = self._solo.decode_step(load, units)
+        assert solo is not None
+        (cell,) = _cells(load, np.array([units]), beside)
+        return cell, seconds / solo
+
+    def _prefill(
+        self,
+        load: Load,
+        layers: int,
+        units: Ints,
+        beside: Beside | None,
+        finishes: bool,
+        bound: bool,
+    ) -> Floats | None:
+        return self._solo._prefill(load, layers, units, beside, finishes, bound)
+
+    def _decode(self, load: Load, units: Ints, beside: Beside | None, bound: bool) -> Floats | None:
+        solo = self._solo._decode(load, units, beside, bound)
+        if not bound or beside is None or solo is None:
+            return solo
+        cells = _cells(load, units, beside)
+        slowdowns: Floats = np.array([self._known(cell).slowdown for cell in cells])
+        return solo * slowdowns
+
+    def _hybrid(self, load: Load, units: Ints, bound: bool) -> Floats | None:
+        return self._solo._hybrid(load, units, bound)
+
+    def _known(self, cell: Cell) -> _Known:
+        known = self._cells.get(cell)
+        if known is None:
+            known = self._cells[cell] = _Known(self._borrowed(cell), borrowed=True)
+        return known
+
+    def _borrowed(self, cell: Cell) -> float:
+        if not self._measured:
+            return 1.0
+        distance = np.abs(self._places - _place(cell)).sum(axis=1)
+        nearest = np.argsort(distance, kind="stable")[:NEAREST]
+        return max(self._cells[self._measured[i]].slowdown for i in nearest)
+
+
+def _cells(load: Load, units: Ints, beside: Beside) -> Iterator[Cell]:
+    """The cell at each of the units."""
+    prefill = beside.load
+    four = (
+        _power_of_four(prefill.new),
+        _power_of_four(prefill.reused),
+        int(log2(max(1, load.requests))),
+        _power_of_four(load.reused // max(1, load.requests)),
+    )
+    return ((*four, each) for each in units.tolist())
+
+
+def _power_of_four(tokens: int) -> int:
+    return (tokens.bit_length() + 1) // 2
+
+
+def _place(cell: Cell) -> Floats:
+    """Where a cell lies for the distance to others: a doubling of units counts like a step."""
+    return np.array([*cell[:4], 2 * log2(cell[4])])

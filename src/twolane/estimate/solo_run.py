@@ -1,0 +1,121 @@
+"""The solo-run models of Drift (§3.4) and MuxWise (§3.3.2): linear, one pair for each level.
+
+    T_prefill = θ1·Σ n² + θ2·Σ n·r + θ3·Σ n + θ4        (Equation 1 of both)
+    T_decode  = θ1·Σ r + θ2·bs + θ3                     (Equation 2 of both)
+
+Two things are added, since work here is launched in slices and in hybrid passes. Equation 1 holds
+for one layer, and the slice that ends the pass (classifier, sampling) takes θ5 + θ6·bs more. A
+hybrid pass is Equation 1 over its chunks plus Equation 2 over its decode rows.
+
+Coefficients are fitted by non-negative least squares on the relative error, for each number of
+units that was measured, and interpolated between them over 1 / units.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from scipy.optimize import nnls
+
+from twolane.estimate import Beside, Estimator, Floats, Ints, Load
+from twolane.estimate.profile import Profile, ProfileError, Sample
+
+LEAST_TOKENS = 1024
+"""New and reused tokens from which on Equation 1 is fitted, as in the papers; smaller batches are
+bound by the weights' bytes, which no term of it stands for."""
+
+
+class LevelModel:
+    """Coefficients for each number of units; predicts sums of features times coefficients.
+
+    Args:
+        units: measured, ascending.
+        coefficients: [len(units), features].
+    """
+
+    def __init__(self, units: Ints, coefficients: Floats) -> None:
+        self._inverse = 1.0 / units[::-1]
+        self._coefficients = coefficients[::-1]
+
+    @classmethod
+    def fit(cls, features: Sequence[Sequence[float]], samples: Sequence[Sample]) -> "LevelModel":
+        """Fit each number of units by itself.
+
+        Raises:
+            ProfileError: there are no samples.
+        """
+        if not samples:
+            raise ProfileError("the profile has too few samples to fit on: measure for longer")
+        x, units = np.array(features, dtype=float), np.array([s.units for s in samples])
+        seconds = np.array([sample.median for sample in samples])
+        levels = np.unique(units)
+        rows = [_relative_nnls(x[units == u], seconds[units == u]) for u in levels]
+        return cls(levels, np.array(rows))
+
+    def predict(self, features: Sequence[float], units: Ints) -> Floats:
+        """Seconds on each of the units."""
+        seconds = self._coefficients @ np.array(features)
+        return np.asarray(np.interp(1.0 / units, self._inverse, seconds))
+
+
+def _relative_nnls(features: Floats, seconds: Floats) -> Floats:
+    """θ >= 0 that minimises the sum of squares of (features @ θ - seconds) / seconds."""
+    scale = np.abs(features).max(axis=0)
+    scale[scale == 0.0] = 1.0
+    theta, _ = nnls(features / scale / seconds[:, None], np.ones(len(seconds)))
+    return np.asarray(theta / scale)
+
+
+class SoloRun(Estimator):
+    """Fitted on runs alone; what the other lane does is ignored. Promises no bound."""
+
+    def __init__(self, profile: Profile) -> None:
+        alone = profile.training("prefill", beside=False)
+        long = [s for s in alone if s.load.new + s.load.reused >= LEAST_TOKENS]
+        self._slices = _fitted(long or alone)
+        self._steps = _fitted(profile.training("decode", beside=False))
+        self._passes = _fitted(profile.training("hybrid"))
+
+    def _prefill(
+        self,
+        load: Load,
+        layers: int,
+        units: Ints,
+        beside: Beside | None,
+        finishes: bool,
+        bound: bool,
+    ) -> Floats | None:
+        return self._slices.predict(slice_features(load, layers, finishes), units)
+
+    def _decode(self, load: Load, units: Ints, beside: Beside | None, bound: bool) -> Floats | None:
+        return self._steps.predict(step_features(load), units)
+
+    def _hybrid(self, load: Load, units: Ints, bound: bool) -> Floats | None:
+        return self._passes.predict(pass_features(load), units)
+
+
+def slice_features(load: Load, layers: int, finishes: bool) -> list[float]:
+    """Equation 1 for so many layers, and what ends the pass."""
+    one_layer = (load.squares, load.products, load.new, 1.0)
+    end = (1.0, load.requests) if finishes else (0.0, 0.0)
+    return [*(layers * value for value in one_layer), *end]
+
+
+def step_features(load: Load) -> list[float]:
+    """Equation 2."""
+    return [load.reused, load.requests, 1.0]
+
+
+def pass_features(load: Load) -> list[float]:
+    """Equation 1 over the chunks and Equation 2 over the decode rows of a hybrid batch."""
+    chunks = load.chunks
+    return [chunks.squares, chunks.products, chunks.new, *step_features(load.decoding)]
+
+
+def _fitted(samples: Sequence[Sample]) -> LevelModel:
+    return LevelModel.fit([_features(sample) for sample in samples], samples)
+
+
+def _features(sample: Sample) -> list[float]:
+    if sample.kind == "prefill":
+        return slice_features(sample.load, sample.layers, sample.finishes)
+    return step_features(sample.load) if sample.kind == "decode" else pass_features(sample.load)

@@ -1,0 +1,193 @@
+"""What to measure, in which order: anchors first, then rounds of low-discrepancy draws.
+
+Every round has some of everything (solo prefill and decode on every level, both lanes at every
+level, hybrid passes), so a plan that is cut off anywhere is a smaller plan of the same kind. The
+anchors are the corners that nothing should have to be extrapolated beyond, and are never held out.
+"""
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import exp, log
+
+from twolane.estimate.profile import Kind, Run, runs_of
+
+HELD_OUT = 0.2
+"""Share of the points beside the anchors that estimators are not fitted on."""
+ROUNDS = 60
+"""Of the whole plan."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the lanes can hold."""
+
+    units: int
+    levels: Sequence[tuple[int, int]]
+    """With the solo ones."""
+    pool_tokens: int
+    slots: int
+    max_model_len: int
+    batch_tokens: int
+    """The largest prefill batch."""
+
+    @property
+    def prefill_units(self) -> list[int]:
+        """Shares that prefill runs on."""
+        return sorted({p for p, _ in self.levels if p})
+
+    @property
+    def decode_units(self) -> list[int]:
+        """Shares that decode runs on."""
+        return sorted({d for _, d in self.levels if d})
+
+    @property
+    def shared(self) -> list[tuple[int, int]]:
+        """Levels at which both lanes run."""
+        return [level for level in self.levels if all(level)]
+
+    def fits(self, prompts: Sequence[Run], contexts: Sequence[Run]) -> bool:
+        """Whether the pool, the slots and the context length hold these at a time."""
+        runs = [*prompts, *contexts]
+        tokens = sum((n + r) * count for n, r, count in runs)
+        longest = max(n + r for n, r, _ in runs)
+        new = sum(n * count for n, _, count in prompts)
+        requests = sum(count for _, _, count in runs)
+        return (
+            tokens <= 0.85 * self.pool_tokens
+            and longest < self.max_model_len
+            and new <= self.batch_tokens
+            and requests <= self.slots
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One configuration to be measured."""
+
+    name: str
+    """Unique in the plan."""
+    kind: Kind | None
+    """None: both lanes at once."""
+    prompts: tuple[Run, ...]
+    contexts: tuple[Run, ...]
+    """Decode rows, (1, context, count)."""
+    prefill_units: int
+    """Of the whole pass if it is hybrid."""
+    decode_units: int
+    held_out: bool
+
+
+PROMPT_ANCHORS: tuple[Run, ...] = (
+    (8192, 0, 1), (64, 0, 1), (1024, 0, 1), (16_384, 0, 1), (1024, 32_000, 1), (64, 32_000, 1),
+    (256, 0, 4), (2048, 4096, 1), (512, 1024, 8), (4096, 16_000, 2),
+)  # fmt: skip
+CONTEXT_ANCHORS: tuple[Run, ...] = (
+    (1, 2048, 64), (1, 64, 1), (1, 512, 256), (1, 32_000, 1), (1, 8192, 16), (1, 1024, 8),
+    (1, 2048, 200), (1, 128, 32), (1, 16_000, 24), (1, 1024, 128),
+)  # fmt: skip
+SMALLEST, LARGEST = 16, 32_000
+"""Of new tokens of a batch, of contexts and of prefixes that are drawn."""
+
+
+def plan(limits: Limits, seed: int, rounds: int = ROUNDS) -> list[Point]:
+    """The points in the order of measurement; those that do not fit are left out."""
+    points = list(_anchors(limits))
+    for number in range(rounds):
+        points += _round(limits, random.Random(f"{seed}/{number}"), number)
+    return points
+
+
+def _anchors(limits: Limits) -> Iterator[Point]:
+    prompts = _shrunk(PROMPT_ANCHORS, lambda run: limits.fits((run,), ()))
+    contexts = _shrunk(CONTEXT_ANCHORS, lambda run: limits.fits((), (run,)))
+    for i, (prompt, context) in enumerate(zip(prompts, contexts, strict=False)):
+        yield from _solo(limits, f"anchor/{i}", (prompt,), (context,), held_out=False)
+        yield from _both(limits, f"anchor/{i}", (prompt,), (context,), held_out=False)
+
+
+def _shrunk(anchors: Sequence[Run], fits: Callable[[Run], bool]) -> list[Run]:
+    """The anchors, each halved until it fits; those that become alike are one."""
+    shrunk: dict[Run, None] = {}
+    for n, r, count in anchors:
+        run = n, r, count
+        while not fits(run) and run != (1, 0, 1):
+            run = max(1, run[0] // 2), run[1] // 2, (run[2] + 1) // 2
+        if fits(run):
+            shrunk[run] = None
+    return list(shrunk)
+
+
+def _round(limits: Limits, draw: random.Random, number: int) -> Iterator[Point]:
+    for i in range(2):
+        name = f"{number}/{i}"
+        prompts, contexts = _prompts(draw, limits), _contexts(draw, limits)
+        yield from _solo(limits, name, prompts, contexts, held_out=draw.random() < HELD_OUT)
+        pair = _prompts(draw, limits), _contexts(draw, limits)
+        yield from _both(limits, name, *pair, held_out=draw.random() < HELD_OUT)
+    for i in range(6):
+        prompts, contexts = _prompts(draw, limits), _contexts(draw, limits)
+        if limits.fits(prompts, contexts):
+            held_out, whole = draw.random() < HELD_OUT, limits.units
+            name = f"{number}/hybrid/{i}"
+            yield Point(name, "hybrid", prompts, contexts, whole, whole, held_out)
+
+
+def _solo(
+    limits: Limits,
+    name: str,
+    prompts: tuple[Run, ...],
+    contexts: tuple[Run, ...],
+    *,
+    held_out: bool,
+) -> Iterator[Point]:
+    if limits.fits(prompts, ()):
+        for units in limits.prefill_units:
+            yield Point(f"{name}/prefill/{units}", "prefill", prompts, (), units, 0, held_out)
+    if limits.fits((), contexts):
+        for units in limits.decode_units:
+            yield Point(f"{name}/decode/{units}", "decode", (), contexts, 0, units, held_out)
+
+
+def _both(
+    limits: Limits,
+    name: str,
+    prompts: tuple[Run, ...],
+    contexts: tuple[Run, ...],
+    *,
+    held_out: bool,
+) -> Iterator[Point]:
+    if limits.fits(prompts, contexts):
+        for p, d in limits.shared:
+            yield Point(f"{name}/both/{p}+{d}", None, prompts, contexts, p, d, held_out)
+
+
+def _prompts(draw: random.Random, limits: Limits) -> tuple[Run, ...]:
+    """A prefill batch: one to eight prompts alike or not, with a prefix or not."""
+    total = _log_uniform(draw, SMALLEST, limits.batch_tokens)
+    count = min(draw.choice((1, 1, 1, 2, 4, 8)), max(1, total // SMALLEST))
+    longest = min(LARGEST, limits.max_model_len - 2 * total // count - 1)
+    reused = 0 if draw.random() < 0.4 else _log_uniform(draw, SMALLEST, max(SMALLEST, longest))
+    spread = draw.choice((0.0, 0.0, 0.8))
+    pairs = [
+        (_near(draw, total // count, spread), _near(draw, reused, spread)) for _ in range(count)
+    ]
+    return tuple(runs_of((max(1, n), r) for n, r in pairs))
+
+
+def _contexts(draw: random.Random, limits: Limits) -> tuple[Run, ...]:
+    """A decode batch: requests with contexts alike or not."""
+    rows = _log_uniform(draw, 1, limits.slots - 8)
+    longest = min(LARGEST, limits.max_model_len // 2, int(0.6 * limits.pool_tokens) // rows)
+    context = _log_uniform(draw, SMALLEST, max(SMALLEST, longest))
+    spread = draw.choice((0.0, 0.8))
+    contexts = sorted(max(1, _near(draw, context, spread)) for _ in range(rows))
+    return tuple(runs_of((1, each) for each in contexts))
+
+
+def _near(draw: random.Random, value: int, spread: float) -> int:
+    return int(value * draw.uniform(1 - spread, 1 + spread)) if spread else value
+
+
+def _log_uniform(draw: random.Random, least: int, most: int) -> int:
+    return round(exp(draw.uniform(log(least), log(max(least, most)))))

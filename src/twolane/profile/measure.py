@@ -1,0 +1,199 @@
+"""Times one point of the plan: samples of one lane alone, of both at once, of hybrid passes."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import cycle, pairwise
+
+from msgspec.structs import replace
+
+from twolane.estimate.profile import Kind, Neighbour, Run, Sample
+from twolane.lanes import Ticket
+from twolane.lanes.work import DecodeWork, HybridWork, PrefillState, PrefillWork, PromptRow, Work
+from twolane.profile.clocks import Clocks
+from twolane.profile.grid import Point
+from twolane.profile.rig import Rig
+from twolane.vocabulary import LaneName
+
+WARM_SECONDS = 0.15
+"""Of each point, not counted: clocks follow the load with some delay."""
+ALONE_SECONDS = 0.1
+"""Of each solo point, at least, and at least `REPEATS` launches."""
+BOTH_SECONDS = 0.25
+"""The same with both lanes at work; and at least `REPEATS` in each lane."""
+REPEATS = 3
+MOST_SECONDS = 2.0
+"""Of a point, when that many launches were counted at all."""
+SLICE_SECONDS = 0.012
+"""Layers are measured in slices of about this, as they are served."""
+AHEAD = 2
+"""Launches queued in a lane, so that it never waits for the host."""
+
+
+@dataclass
+class _Feed:
+    """Keeps one lane busy with the same work over and over.
+
+    Args:
+        rig: the lanes.
+        lane: which.
+        units: its share.
+        works: the launches, in order; repeated for ever.
+    """
+
+    rig: Rig
+    lane: LaneName
+    units: int
+    works: Sequence[Work]
+    done: list[tuple[int, Ticket]] = field(default_factory=list)
+    """(which of the works, its ticket), ended, in order."""
+    queued: list[tuple[int, Ticket]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._next = cycle(range(len(self.works)))
+
+    def feed(self) -> None:
+        """Take what has ended, queue more."""
+        self.reap()
+        while len(self.queued) < AHEAD:
+            which = next(self._next)
+            ticket = self.rig.launch(self.lane, self.units, self.works[which])
+            self.queued.append((which, ticket))
+
+    def reap(self) -> None:
+        """Take what has ended."""
+        while self.queued and self.queued[0][1].done:
+            self.done.append(self.queued.pop(0))
+
+    @property
+    def tickets(self) -> list[Ticket]:
+        """Not reaped yet."""
+        return [ticket for _, ticket in self.queued]
+
+    def counted(self, start: float, end: float = float("inf")) -> dict[int, list[float]]:
+        """Seconds of the launches between two times, by which of the works they were."""
+        seconds: dict[int, list[float]] = {}
+        for which, ticket in self.done:
+            assert ticket.start is not None
+            assert ticket.end is not None
+            if ticket.start >= start and ticket.end <= end:
+                seconds.setdefault(which, []).append(ticket.seconds)
+        return seconds
+
+
+def measure(rig: Rig, point: Point, clocks: Clocks) -> list[Sample]:
+    """The samples of one point: one a work alone, one a lane with both at work."""
+    prompts, rows = rig.prompt_rows(point.prompts), rig.decode_rows(point.contexts)
+    try:
+        if point.kind == "hybrid":
+            feeds = [_Feed(rig, "device", point.prefill_units, [HybridWork(rows, prompts)])]
+        else:
+            feeds = []
+            if rows:
+                feeds.append(_Feed(rig, "decode", point.decode_units, [DecodeWork(rows, 1)]))
+            if prompts:
+                feeds.append(
+                    _Feed(rig, "prefill", point.prefill_units, _slices(rig, point, prompts))
+                )
+        start, end = _run(rig, feeds, BOTH_SECONDS if len(feeds) > 1 else ALONE_SECONDS)
+    finally:
+        rig.give_back(prompts)
+        rig.give_back(rows)
+    reading = clocks.between(start, end)
+    clocks.forget(end)
+    template = Sample(
+        point=point.name,
+        kind="decode",
+        runs=[],
+        units=0,
+        layers=rig.layers,
+        finishes=True,
+        seconds=[],
+        sm_hz=reading and reading.sm_hz,
+        memory_hz=reading and reading.memory_hz,
+        watts=reading and reading.watts,
+        held_out=point.held_out,
+    )
+    return [s for feed in feeds for s in _samples(point, feed, template, start, end)]
+
+
+def _slices(rig: Rig, point: Point, prompts: tuple[PromptRow, ...]) -> list[Work]:
+    """A whole pass in slices of about `SLICE_SECONDS`, by what one layer takes alone.
+
+    The last slice, which samples, may be shorter.
+    """
+    probe = PrefillWork(PrefillState(), prompts, 0, 1, finishes=rig.layers == 1)
+    tickets = [rig.launch("prefill", point.prefill_units, probe) for _ in range(2)]
+    rig.wait(lambda: tickets[-1].done, tickets)
+    layers = min(rig.layers, max(1, round(SLICE_SECONDS / max(tickets[-1].seconds, 1e-6))))
+    state = PrefillState()
+    cuts = [*range(0, rig.layers, layers), rig.layers]
+    return [
+        PrefillWork(state, prompts, first, last, finishes=last == rig.layers)
+        for first, last in pairwise(cuts)
+    ]
+
+
+def _run(rig: Rig, feeds: Sequence[_Feed], seconds: float) -> tuple[float, float]:
+    """Keep the lanes busy for so long; what is counted starts and ends between the times."""
+    clock = rig.lanes.clock
+    begun = clock()
+    for feed in feeds:
+        feed.feed()
+    _wait(rig, feeds, lambda: all(feed.done for feed in feeds))
+    warm = max(begun + WARM_SECONDS, clock())
+    _wait(rig, feeds, lambda: clock() >= warm)
+    start = clock()
+
+    def enough() -> bool:
+        counts = [sum(map(len, feed.counted(start).values())) for feed in feeds]
+        spent = clock() - start
+        return (spent >= seconds and min(counts) >= REPEATS) or (
+            spent >= MOST_SECONDS and min(counts) >= 1
+        )
+
+    _wait(rig, feeds, enough)
+    end = clock()
+    for feed in feeds:
+        rig.wait(lambda feed=feed: all(t.done for t in feed.tickets), feed.tickets)  # type: ignore[misc]
+        feed.reap()
+    return start, end
+
+
+def _wait(rig: Rig, feeds: Sequence[_Feed], until: Callable[[], bool]) -> None:
+    """Feed the lanes until something holds."""
+    while not until():
+        for feed in feeds:
+            feed.feed()
+        tickets = [ticket for feed in feeds for ticket in feed.tickets]
+        rig.wait(lambda: any(feed.queued[0][1].done for feed in feeds), tickets)
+        for feed in feeds:
+            feed.reap()
+
+
+def _samples(point: Point, feed: _Feed, template: Sample, start: float, end: float) -> list[Sample]:
+    """A sample for slices that finish the pass and one for those that do not, a decode step."""
+    counted = feed.counted(start, end)
+    groups: dict[tuple[int, bool], list[float]] = {}
+    for which, work in enumerate(feed.works):
+        layers, finishes = template.layers, True
+        if isinstance(work, PrefillWork):
+            layers, finishes = work.last - work.first, work.finishes
+        groups.setdefault((layers, finishes), []).extend(counted.get(which, ()))
+    neighbour, kind, runs = _roles(point, feed)
+    same = replace(template, kind=kind, runs=runs, units=feed.units, beside=neighbour)
+    return [
+        replace(same, layers=layers, finishes=finishes, seconds=seconds)
+        for (layers, finishes), seconds in groups.items()
+        if seconds
+    ]
+
+
+def _roles(point: Point, feed: _Feed) -> tuple[Neighbour | None, Kind, list[Run]]:
+    """What the feed's launches were, and what ran beside them."""
+    if point.kind == "hybrid":
+        return None, "hybrid", [*point.contexts, *point.prompts]
+    if feed.lane == "decode":
+        beside = Neighbour(list(point.prompts), point.prefill_units) if point.prompts else None
+        return beside, "decode", list(point.contexts)
+    beside = Neighbour(list(point.contexts), point.decode_units) if point.contexts else None
+    return beside, "prefill", list(point.prompts)

@@ -1,0 +1,164 @@
+"""`twolane profile`: measures the plan's points in order, saves, and resumes where it was."""
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from twolane.engine.build import context_length, make_books
+from twolane.engine.config import EngineConfig
+from twolane.engine.machine import Machine, load
+from twolane.engine.predict import machine_key, on_gpu
+from twolane.engine.settings import check_settings
+from twolane.estimate.profile import (
+    Key,
+    Profile,
+    ProfileError,
+    cached_profile,
+)
+from twolane.lanes import Lanes
+from twolane.lanes.cpu import CpuLanes
+from twolane.model.hub import cache_dir
+from twolane.profile.clocks import Clocks
+from twolane.profile.grid import ROUNDS, Point, plan
+from twolane.profile.measure import measure
+from twolane.profile.rig import Rig
+
+log = logging.getLogger("twolane.profile")
+
+SAVE_SECONDS = 5.0
+LONGEST_BATCH = 16_384
+"""New tokens of the largest prefill batch that is measured."""
+
+Progress = Callable[[str, float], None]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run of `twolane profile` came to."""
+
+    path: Path
+    profile: Profile
+    measured: int
+    """Points of this run."""
+    left: int
+    """Points of the plan that are still to be measured."""
+
+
+def take_profile(
+    config: EngineConfig,
+    *,
+    out: Path | None,
+    seconds: float,
+    rounds: int = ROUNDS,
+    progress: Progress,
+) -> Outcome:
+    """Measure for so many seconds, going on with the profile that is there.
+
+    Args:
+        config: the model, the device and its limits; what concerns requests does not matter.
+        out: the file; None: where servers look for it.
+        seconds: of measuring, beside the start.
+        rounds: of the plan.
+        progress: told the stage and the share of it that is done.
+
+    Raises:
+        ValueError: a setting is wrong, or the file is the profile of something else.
+    """
+    check_settings(config)
+    machine = load(config, progress)
+    with _rig(config, machine, progress) as rig:
+        key = machine_key(machine, rig.lanes.units)
+        path = out or cached_profile(cache_dir(), key)
+        profile = resumed(
+            path, Profile(key, machine.spec, list(rig.lanes.levels), rig.page_size, config.seed)
+        )
+        points = plan(rig.limits, profile.seed, rounds)
+        with Clocks(0 if on_gpu(machine) else None) as clocks:
+            measured = work_through(profile, path, rig, points, clocks, seconds, progress)
+    done = profile.done()
+    return Outcome(path, profile, measured, sum(point.name not in done for point in points))
+
+
+def work_through(
+    profile: Profile,
+    path: Path,
+    rig: Rig,
+    points: list[Point],
+    clocks: Clocks,
+    seconds: float,
+    progress: Progress,
+) -> int:
+    """Measure the points that are not in the profile yet; how many. Saves every few seconds."""
+    done, begun, spent = profile.done(), time.monotonic(), profile.seconds
+    left = [point for point in points if point.name not in done]
+    profile.planned = len(points)
+    saved = begun
+    measured = 0
+    try:
+        for measured, point in enumerate(left):
+            now = time.monotonic()
+            if now - begun >= seconds:
+                return measured
+            progress("measure", max((now - begun) / seconds, measured / len(left)))
+            profile.samples += measure(rig, point, clocks)
+            profile.seconds = spent + time.monotonic() - begun
+            if time.monotonic() - saved >= SAVE_SECONDS:
+                profile.save(path)
+                saved = time.monotonic()
+        return len(left)
+    finally:
+        profile.save(path)
+
+
+def resumed(path: Path, fresh: Profile) -> Profile:
+    """The profile at that path, to go on with, or the fresh one if there is none.
+
+    Raises:
+        ProfileError: it is of something else.
+    """
+    if not path.exists():
+        return fresh
+    profile = Profile.read(path)
+    for name in Key.__struct_fields__:
+        there, here = getattr(profile.key, name), getattr(fresh.key, name)
+        if there != here:
+            raise ProfileError(f"{path} is of {name} {there!r}; this is {here!r}")
+    return profile
+
+
+@contextmanager
+def _rig(config: EngineConfig, machine: Machine, progress: Progress) -> Iterator[Rig]:
+    """The lanes as they would serve."""
+    most = context_length(config, machine.spec)
+    books = make_books(config, machine, most)
+    lanes = machine.start(
+        books.total_pages, books.page_size, config.max_running, most, lambda: None, progress
+    )
+    try:
+        _fill_cache(lanes)
+        yield Rig(
+            lanes,
+            layers=machine.spec.layers,
+            vocab_size=machine.spec.vocab_size,
+            pages=books.total_pages,
+            page_size=books.page_size,
+            slots=config.max_running,
+            max_model_len=most,
+            batch_tokens=LONGEST_BATCH,
+            seed=config.seed,
+        )
+    finally:
+        lanes.close()
+
+
+def _fill_cache(lanes: Lanes) -> None:
+    """Random keys and values: a GPU that reads zeros takes less power, and its clocks stay high."""
+    if not isinstance(lanes, CpuLanes):
+        from twolane.lanes.cuda.lanes import CudaLanes
+
+        assert isinstance(lanes, CudaLanes)
+        for layer in lanes.runner.kv.layers:
+            layer.normal_()

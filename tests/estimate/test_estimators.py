@@ -1,0 +1,186 @@
+"""The estimators on profiles of known formulas: they find them, keep the contract, and learn."""
+
+from typing import get_args
+
+import numpy as np
+import pytest
+
+from tests.estimate import synthetic
+from twolane.engine.config import EstimatorName
+from twolane.estimate import Beside, Load
+from twolane.estimate.attention_roofline import AttentionRoofline, Interconnect
+from twolane.estimate.calibrated import Calibrated
+from twolane.estimate.catalog import ESTIMATORS
+from twolane.estimate.errors import table
+from twolane.estimate.guard import OWN, ContentionGuard
+from twolane.estimate.operators import Shape
+from twolane.estimate.profile import ProfileError
+from twolane.estimate.sm_roofline import SmRoofline, inflection
+from twolane.estimate.solo_run import SoloRun
+from twolane.estimate.sweep import Curve
+
+NAMES = get_args(EstimatorName)
+PROMPTS = Load([2000, 500], [0, 4000])
+STEP = Load.decode([1500] * 40)
+LEVELS = np.array([16, 32, 48, 80])
+OTHERS = np.array([116, 100, 84, 52])
+
+
+@pytest.fixture(scope="module")
+def profile():
+    return synthetic.profile(noise=0.02)
+
+
+@pytest.fixture(scope="module")
+def exact():
+    return synthetic.profile()
+
+
+def test_names_are_those_of_the_catalogue():
+    assert set(NAMES) == set(ESTIMATORS)
+
+
+def test_solo_run_finds_the_coefficients(exact):
+    estimator = SoloRun(exact)
+    for units in (52, 84, 100, 116, 132):
+        seconds = estimator.prefill_slice(PROMPTS, 5, units)
+        assert seconds == pytest.approx(5 * synthetic.prefill_layer(PROMPTS, units), rel=1e-3)
+    for units in (16, 48, 80, 132):
+        seconds = estimator.decode_step(STEP, units)
+        assert seconds == pytest.approx(synthetic.decode_step(STEP, units), rel=1e-3)
+    beside = Beside(PROMPTS, 84)
+    assert estimator.decode_step(STEP, 48, beside) == estimator.decode_step(STEP, 48)
+    between = estimator.prefill_slice(PROMPTS, 1, 92)  # no level has as many
+    assert between == pytest.approx(synthetic.prefill_layer(PROMPTS, 92), rel=0.02)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_all_levels_at_once_are_answered_as_one_by_one(profile, name):
+    estimator = ESTIMATORS[name](profile)
+    for bound in (False, True):
+        together = estimator.decode_step(STEP, LEVELS, Beside(PROMPTS, OTHERS), bound=bound)
+        pairs = zip(LEVELS.tolist(), OTHERS.tolist(), strict=True)
+        single = [estimator.decode_step(STEP, d, Beside(PROMPTS, p), bound=bound) for d, p in pairs]
+        assert together.tolist() == pytest.approx(single)
+        pairs = zip(LEVELS.tolist(), OTHERS.tolist(), strict=True)
+        together = estimator.prefill_slice(PROMPTS, 3, OTHERS, Beside(STEP, LEVELS), bound=bound)
+        single = [
+            estimator.prefill_slice(PROMPTS, 3, p, Beside(STEP, d), bound=bound) for d, p in pairs
+        ]
+        assert together.tolist() == pytest.approx(single)
+        assert estimator.hybrid(Load([1, 1, 900], [500, 800, 0]), 132, bound=bound) > 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_profile_without_samples_is_refused(profile, name):
+    import msgspec
+
+    with pytest.raises(ProfileError, match="measure for longer"):
+        ESTIMATORS[name](msgspec.structs.replace(profile, samples=[]))
+
+
+def test_calibrated_knows_contention_and_covers_it(profile):
+    rows = {(row.estimator, row.case): row for row in table(profile)}
+    for case in ("solo prefill", "solo decode", "co-run decode", "co-run prefill"):
+        row = rows["calibrated", case]
+        assert row.samples >= 8
+        assert row.mean < 0.06, case
+        assert row.covered >= 0.95, case
+        assert row.excess < 0.25, case
+    assert rows["solo-run", "co-run decode"].mean > 2 * rows["calibrated", "co-run decode"].mean
+
+
+def test_calibrated_follows_what_it_sees_slowly(profile):
+    estimator = Calibrated(profile)
+    before = estimator.decode_step(STEP, 48)
+    for _ in range(100):
+        estimator.observe_decode(STEP, 48, before * 1.1)
+    assert estimator.decode_step(STEP, 48) == pytest.approx(before * 1.1, rel=0.02)
+    for _ in range(1000):
+        estimator.observe_decode(STEP, 48, before * 10)
+    assert estimator.decode_step(STEP, 48) <= before * np.exp(0.21)
+
+
+def test_the_guard_covers_what_was_seen_and_is_raised_by_more(profile):
+    guard = ContentionGuard(profile)
+    for sample in profile.training("decode", beside=True):
+        bound = guard.decode_step(sample.load, sample.units, sample.beside.beside, bound=True)
+        assert bound >= max(sample.seconds) * (1 - 1e-9)
+    beside = Beside(PROMPTS, 84)
+    solo, before = guard.decode_step(STEP, 48), guard.decode_step(STEP, 48, beside, bound=True)
+    guard.observe_decode(STEP, 48, 3 * solo, beside)
+    assert guard.decode_step(STEP, 48, beside, bound=True) == pytest.approx(3 * solo)
+    assert before < 3 * solo
+    assert guard.decode_step(STEP, 48, bound=True) == solo  # nothing beside: nothing to guard
+
+
+def test_a_borrowed_cell_falls_when_it_has_enough_of_its_own(profile):
+    guard = ContentionGuard(profile)
+    far = Load.decode([60_000] * 3)  # further than anything measured
+    beside = Beside(Load([200_000], [0]), 84)
+    solo, borrowed = guard.decode_step(far, 48), guard.decode_step(far, 48, beside, bound=True)
+    assert borrowed > solo
+    for _ in range(OWN - 1):
+        guard.observe_decode(far, 48, 1.01 * solo, beside)
+    assert guard.decode_step(far, 48, beside, bound=True) == borrowed
+    guard.observe_decode(far, 48, 1.01 * solo, beside)
+    assert guard.decode_step(far, 48, beside, bound=True) == pytest.approx(1.01 * solo)
+
+
+def test_a_cell_that_was_profiled_does_not_fall(profile):
+    guard = ContentionGuard(profile)
+    sample = profile.training("decode", beside=True)[0]
+    beside = sample.beside.beside
+    before = guard.decode_step(sample.load, sample.units, beside, bound=True)
+    for _ in range(2 * OWN):
+        guard.observe_decode(sample.load, sample.units, 0.5 * before, beside)
+    assert guard.decode_step(sample.load, sample.units, beside, bound=True) == before
+
+
+def test_inflection_of_a_curve_of_that_form():
+    units = np.array([0.0, 16, 32, 48, 64, 132])
+    peak, knee = inflection(Curve(units, 4e12 * np.minimum(1.0, units / 40)))
+    assert peak == 4e12
+    assert knee == pytest.approx(40, abs=0.5)
+
+
+def test_sm_roofline_meets_its_samples_and_learns_from_launches(profile):
+    estimator = SmRoofline(profile)
+    sample = profile.training("decode", beside=True)[3]
+    predicted = estimator.decode_step(sample.load, sample.units, sample.beside.beside)
+    assert predicted == pytest.approx(sample.median, rel=0.03)
+    before = estimator.decode_step(STEP, 40)
+    for _ in range(3):
+        estimator.observe_decode(STEP, 40, 2 * before)
+    assert estimator.decode_step(STEP, 40) == pytest.approx(2 * before, rel=0.02)
+    for _ in range(200):  # older launches leave
+        estimator.observe_decode(STEP, 40, before)
+    assert estimator.decode_step(STEP, 40) == pytest.approx(before, rel=0.02)
+
+
+def test_attention_roofline_is_its_formula(profile):
+    """DuetServe §4.1 by hand, where everything is bound by compute."""
+    estimator = AttentionRoofline(profile)
+    rate = float(estimator._sweep.flop_rate.at(132.0))
+    d, m, q = 4096, 12_288, 4096
+    linears = 2 * 8192 * (d * (q + 2 * 1024) + q * d + 2 * d * m + m * d)
+    attention = 4 * 32 * 8192**2 * 128 + 2 * 32 * 8192**2
+    seconds = estimator.prefill_slice(Load([8192], [0]), 1, 132)
+    assert seconds == pytest.approx((linears + attention) / rate, rel=0.05)
+
+
+def test_tensor_parallelism_shares_the_work_and_adds_the_ring():
+    whole, half = Shape(synthetic.SHAPE, 2), Shape(synthetic.SHAPE, 2, 2)
+    assert half.linears(512).flops.sum() == pytest.approx(whole.linears(512).flops.sum() / 2)
+    assert half.attention(STEP).bytes.sum() == pytest.approx(whole.attention(STEP).bytes.sum() / 2)
+    made = synthetic.profile(rounds=1)
+    import msgspec
+
+    made.key = msgspec.structs.replace(made.key, tensor_parallel=2)
+    slow = AttentionRoofline(made, Interconnect(bytes_per_second=1e9))
+    fast = AttentionRoofline(made, Interconnect(bytes_per_second=1e15, startup_seconds=0.0))
+    transfer = 2 * 2 * (2 - 1) * 1000 * 4096 * 2 / (2 * 1e9) + 2 * 2 * 3e-6
+    difference = slow.prefill_slice(Load([1000], [0]), 1, 132) - fast.prefill_slice(
+        Load([1000], [0]), 1, 132
+    )
+    assert difference == pytest.approx(transfer, rel=1e-3)

@@ -1,0 +1,39 @@
+"""The plan: some of everything from the first round on, nothing that does not fit."""
+
+import pytest
+
+from tests.estimate.synthetic import LIMITS
+from twolane.profile.grid import Limits, plan
+
+SMALL = Limits(2, ((1, 1), (2, 0), (0, 2)), 3000, 16, 512, 511)
+
+
+@pytest.mark.parametrize("limits", [LIMITS, SMALL])
+def test_points_fit_and_have_names_of_their_own(limits: Limits):
+    points = plan(limits, seed=3, rounds=5)
+    assert len({point.name for point in points}) == len(points)
+    assert all(limits.fits(point.prompts, point.contexts) for point in points)
+    assert points == plan(limits, seed=3, rounds=5)
+    assert points != plan(limits, seed=4, rounds=5)
+
+
+@pytest.mark.parametrize("limits", [LIMITS, SMALL])
+def test_every_round_has_some_of_everything(limits: Limits):
+    for number in range(4):
+        points = [p for p in plan(limits, 0, 4) if p.name.startswith(f"{number}/")]
+        solo = {(p.kind, p.prefill_units or p.decode_units) for p in points if p.kind}
+        assert {("prefill", u) for u in limits.prefill_units} <= solo
+        assert {("decode", u) for u in limits.decode_units} <= solo
+
+
+def test_held_out_points_are_a_fifth_and_no_anchors():
+    points = plan(LIMITS, 0, 60)
+    assert not any(p.held_out for p in points if p.name.startswith("anchor"))
+    rest = [p for p in points if not p.name.startswith("anchor")]
+    assert sum(p.held_out for p in rest) / len(rest) == pytest.approx(0.2, abs=0.05)
+
+
+def test_the_rounds_do_not_depend_on_how_many_there_are():
+    """A plan that is cut off and taken up again is the same plan."""
+    names = [point.name for point in plan(LIMITS, 0, 3)]
+    assert [point.name for point in plan(LIMITS, 0, 6)][: len(names)] == names
