@@ -42,6 +42,15 @@ _EPILOG = """**Examples**
 
 - `twolane bench serve --config bench.yaml` — options from a file
 """
+_EPILOG_GOODPUT = """**Examples**
+
+- `twolane bench goodput --goodput ttft:1000 tbt:50 --dataset azure-conv --out found` — of the
+  server that runs here
+
+- `twolane bench goodput --simulate h200 --model llama-3.1-8b --system chunked:token_budget=512
+  --system static-split:decode_units=48 --goodput ttft:1000 tbt:50 --dataset azure-conv --seeds 3
+  --out found` — two systems on a simulated GPU, three patterns of arrivals each
+"""
 
 
 @app.callback()
@@ -163,6 +172,99 @@ def serve(
         options.need_folder("--result-file", result_file)
         result = _run(config)
     _finish(result, save_result, result_file)
+
+
+@app.command(epilog=_EPILOG_GOODPUT)
+@options.takes_workload("request_rate", "scale_rate", "seed")
+def goodput(
+    workload: dict[str, Any],
+    out: Annotated[
+        Path,
+        typer.Option(
+            help="Folder for one JSON a run and summary.json. Runs that it has are not repeated.",
+            rich_help_panel=MEASURE,
+            show_default=False,
+        ),
+    ],
+    goodput: options.Goodput = None,
+    more_slos: options.MoreSlos = None,
+    simulate: Annotated[
+        str | None,
+        typer.Option(
+            metavar="GPU",
+            help="Search on simulated GPUs (a100-80gb, h100, h200) instead of a server.",
+            rich_help_panel=WHERE,
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="The model to simulate, or to name in requests. (default: the server's first)",
+            rich_help_panel=WHERE,
+        ),
+    ] = None,
+    system: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME[:KEY=VALUE,…]",
+            help="A system to simulate, with its settings; may repeat: each is searched in turn.",
+            rich_help_panel=WHERE,
+        ),
+    ] = None,
+    tp: Annotated[
+        int, typer.Option(help="Simulated GPUs that share each layer.", rich_help_panel=WHERE)
+    ] = 1,
+    base_url: Annotated[
+        str, typer.Option(help="Where the server listens.", rich_help_panel=WHERE)
+    ] = "http://127.0.0.1:8000",
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            envvar="OPENAI_API_KEY", help="Sent as a bearer token.", rich_help_panel=WHERE
+        ),
+    ] = None,
+    attainment: Annotated[
+        float,
+        typer.Option(
+            help="Share that must keep each SLO: of requests, for tbt of gaps.",
+            rich_help_panel=MEASURE,
+        ),
+    ] = 0.99,
+    seeds: Annotated[
+        int, typer.Option(help="Searches, each with arrivals of its own.", rich_help_panel=MEASURE)
+    ] = 1,
+    start_rate: Annotated[
+        float, typer.Option(help="Requests a second to begin with.", rich_help_panel=MEASURE)
+    ] = 1.0,
+    tolerance: Annotated[
+        float,
+        typer.Option(
+            help="How close the rates that hold and fail must come.", rich_help_panel=MEASURE
+        ),
+    ] = 0.02,
+) -> None:
+    """Find the highest request rate at which the SLOs hold, on a server or in simulation."""
+    options.need_aiohttp()
+    from twolane.bench import goodput_cli
+    from twolane.bench.goodput import Search
+    from twolane.workload.spec import WorkloadSpec
+
+    with _errors_as_lines():
+        if simulate is None and (system or tp != 1):
+            raise typer.BadParameter("--system and --tp need --simulate: a server has its own")
+        search = Search(
+            target=goodput_cli.target(simulate, model, tp, base_url),
+            workload=WorkloadSpec(**workload),
+            slos=options.slos(goodput, more_slos),
+            attainment=attainment,
+            seeds=seeds,
+            start_rate=start_rate,
+            tolerance=tolerance,
+        )
+        try:
+            goodput_cli.find(search, system or [], out, api_key)
+        except ValueError as error:  # what the simulated engine refuses
+            raise typer.BadParameter(str(error)) from error
 
 
 @contextlib.contextmanager

@@ -308,6 +308,7 @@ class LoadRun:
         jobs: in order of arrival.
         max_concurrency: requests in flight at once; the others wait their turn. None: no bound.
         on_change: called with the tally whenever it changes.
+        on_record: called with each outcome as it comes.
     """
 
     def __init__(
@@ -317,11 +318,13 @@ class LoadRun:
         *,
         max_concurrency: int | None = None,
         on_change: Callable[[Tally], None] = lambda tally: None,
+        on_record: Callable[[Record], None] = lambda record: None,
     ) -> None:
         self._client = client
         self._jobs = jobs
         self._slots = asyncio.Semaphore(max_concurrency or len(jobs) or 1)
         self._on_change = on_change
+        self._on_record = on_record
         self._clock = client.clock
         self._tally = Tally(len(jobs))
         self._tasks: list[asyncio.Task[None]] = []
@@ -366,6 +369,7 @@ class LoadRun:
             self._on_change(self._tally)
             record = await self._client.send(job, start, job.arrival, waited)
         self.records.append(record)
+        self._on_record(record)
         if record.ok:
             self._tally.ok += 1
         else:

@@ -10,6 +10,7 @@ import msgspec
 
 from twolane.bench.client import Client, Clock, Job, LoadRun, LoopLag, Tally
 from twolane.bench.metrics import LAG_PERCENTILES, Distribution
+from twolane.bench.record import Record
 from twolane.bench.result import BenchConfig, Result
 from twolane.workload.prompts import PromptMaker, as_text
 from twolane.workload.traces import TraceRequest
@@ -28,6 +29,7 @@ async def run(
     *,
     stop: asyncio.Event | None = None,
     on_change: Callable[[Tally], None] = lambda tally: None,
+    on_record: Callable[[Record], None] = lambda record: None,
     clock: Clock = time.perf_counter,
 ) -> Result:
     """Send the workload to the server and measure.
@@ -36,6 +38,7 @@ async def run(
         config: what to send, where to, and what to measure.
         stop: set it to end the run early; what was measured until then is returned.
         on_change: called with the counts whenever a request is sent or ends.
+        on_record: called with each request's outcome.
         clock: where timestamps come from, in seconds.
 
     Raises:
@@ -51,7 +54,13 @@ async def run(
         model = config.model or await _first_model(config)
         await _warm_up(config, model, workload, client, stop)
         jobs = make_jobs(config, model, workload)
-        load = LoadRun(client, jobs, max_concurrency=config.max_concurrency, on_change=on_change)
+        load = LoadRun(
+            client,
+            jobs,
+            max_concurrency=config.max_concurrency,
+            on_change=on_change,
+            on_record=on_record,
+        )
         lag = LoopLag()
         async with lag.watch():
             await load.run(stop)

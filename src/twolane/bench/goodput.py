@@ -1,0 +1,227 @@
+"""`bench goodput`: the highest request rate at which the SLOs hold.
+
+An SLO holds when at least `attainment` of the requests sent kept it; that of TBT counts gaps, not
+requests. With 0.99 this is "P99 within the bound". A search is one pattern of arrivals (seed,
+requests, trace offset), stretched or pressed together to a rate, the same for all systems; between
+a rate that holds and one that does not, the next one is their geometric mean.
+"""
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from twolane.bench.metrics import Metrics, keeps
+from twolane.bench.record import Record
+from twolane.bench.report import result_dict
+from twolane.bench.result import Result
+from twolane.workload.spec import OptionError, WorkloadSpec
+from twolane.workload.traces import TraceRequest
+
+LISTS = ("itls", "ttfts", "latencies", "start_times", "queue_times", "generated_texts", "workload")
+"""Keys of a result that are left out of a run's file: the seed gives them again."""
+LOWEST, HIGHEST = 1e-3, 1e5
+"""Requests a second between which is searched."""
+
+
+class Search(msgspec.Struct, frozen=True, kw_only=True):
+    """What is searched; saved beside the runs, so that they are only continued under the same."""
+
+    target: dict[str, object]
+    """Who serves: everything that the answer depends on."""
+    workload: WorkloadSpec
+    """Without rate and seed, which each run has of its own."""
+    slos: dict[str, float]
+    """Bounds in seconds by name (`metrics.SLO_NAMES`)."""
+    attainment: float = 0.99
+    seeds: int = 1
+    start_rate: float = 1.0
+    tolerance: float = 0.02
+    """The search ends when the rate that fails is at most this share above the one that holds."""
+
+    def check(self) -> None:
+        """Refuse what is out of range.
+
+        Raises:
+            OptionError: naming the option.
+        """
+        if not self.slos:
+            raise OptionError("--goodput", "name the SLOs, such as ttft:1000 tbt:50")
+        if not 0 < self.attainment <= 1:
+            raise OptionError("--attainment", f"must be in (0, 1], not {self.attainment}")
+        if self.seeds < 1:
+            raise OptionError("--seeds", f"must be positive, not {self.seeds}")
+        if not LOWEST <= self.start_rate <= HIGHEST:
+            raise OptionError("--start-rate", f"must be in [{LOWEST}, {HIGHEST:g}]")
+        if not 0 < self.tolerance < 1:
+            raise OptionError("--tolerance", f"must be in (0, 1), not {self.tolerance}")
+
+    def at(self, rate: float, seed: int) -> WorkloadSpec:
+        """The workload of one run."""
+        return msgspec.structs.replace(self.workload, request_rate=rate, seed=seed)
+
+
+class Trial(msgspec.Struct, frozen=True):
+    """One run of a search."""
+
+    system: str
+    seed: int
+    rate: float
+    holds: bool
+    hopeless: bool
+    """Whether it was ended early: too many had missed an SLO for it to hold."""
+    shares: dict[str, float | None]
+    """By SLO, of what was measured until the end."""
+
+
+class Hopeless:
+    """Tells when a run can no longer hold, whatever comes.
+
+    Args:
+        workload: all that is sent.
+    """
+
+    def __init__(
+        self, workload: Sequence[TraceRequest], slos: dict[str, float], attainment: float
+    ) -> None:
+        gaps = sum(request.output_tokens - 1 for request in workload)
+        self._slos = slos
+        self._spare = {
+            name: _spare(gaps if name == "tbt" else len(workload), attainment) for name in slos
+        }
+        """Misses that each SLO can still bear."""
+
+    def __call__(self, record: Record) -> bool:
+        """Whether it is hopeless now that this request has ended."""
+        for name, bound in self._slos.items():
+            if name != "tbt":
+                self._spare[name] -= not keeps(record, name, bound)
+            elif record.ok:
+                self._spare[name] -= sum(gap > bound for gap in record.gaps)
+            else:
+                self._spare[name] -= max(record.asked_output - 1, 0)
+        return min(self._spare.values()) < 0
+
+
+def _spare(owed: int, attainment: float) -> int:
+    return math.floor(owed * (1 - attainment) + 1e-9)
+
+
+def shares(metrics: Metrics, slos: dict[str, float]) -> dict[str, float | None]:
+    """The share that kept each SLO: of requests sent, for TBT of the gaps owed."""
+    attained = metrics.attainment
+    return {name: attained.gaps if name == "tbt" else attained.requests[name] for name in slos}
+
+
+def highest(holds: Callable[[float], bool], start: float, tolerance: float) -> float:
+    """The highest rate that holds, 0 if none does: bracketing by doubling, then bisection."""
+    low, high, rate = 0.0, math.inf, start
+    while LOWEST <= rate <= HIGHEST and (not low or math.isinf(high)):
+        if holds(rate):
+            low, rate = rate, rate * 2
+        else:
+            high, rate = rate, rate / 2
+    if not low or math.isinf(high):
+        return low
+    while high > low * (1 + tolerance):
+        rate = math.sqrt(low * high)
+        if holds(rate):
+            low = rate
+        else:
+            high = rate
+    return low
+
+
+Run = Callable[[str, WorkloadSpec], tuple[Result, bool]]
+"""Serves a workload with a system: the result, and whether it was ended as hopeless."""
+
+
+def find(
+    search: Search,
+    systems: Sequence[str],
+    run: Run,
+    folder: Path,
+    tell: Callable[[Trial], None] = lambda trial: None,
+) -> dict[str, list[float]]:
+    """Search for each system and seed; one file a run, and a summary after each search.
+
+    Runs that the folder has already are not repeated.
+
+    Returns:
+        Goodput in requests a second, by system, seed by seed.
+
+    Raises:
+        OptionError: an option is wrong, or the folder holds another search.
+    """
+    search.check()
+    _open_folder(search, folder)
+    found: dict[str, list[float]] = {}
+    for system in systems:
+        for seed in range(search.seeds):
+
+            def holds(rate: float, system: str = system, seed: int = seed) -> bool:
+                trial = _trial(search, system, seed, rate, run, folder)
+                tell(trial)
+                return trial.holds
+
+            rate = highest(holds, search.start_rate, search.tolerance)
+            found.setdefault(system, []).append(rate)
+            _save(folder / "summary.json", summary(search, found))
+    return found
+
+
+def summary(search: Search, found: dict[str, list[float]]) -> dict[str, object]:
+    """What was found so far: by system the goodput of each seed, their median and range."""
+    return {
+        "search": msgspec.to_builtins(search),
+        "goodput": {
+            system: {
+                "seeds": rates,
+                "median": statistics.median(rates),
+                "least": min(rates),
+                "most": max(rates),
+            }
+            for system, rates in found.items()
+        },
+    }
+
+
+def _trial(search: Search, system: str, seed: int, rate: float, run: Run, folder: Path) -> Trial:
+    """Of the run at that rate, which the folder may have already."""
+    safe = "".join(c if c.isalnum() or c in "=._-" else "_" for c in system)
+    path = folder / f"{safe}-seed{seed}-rate{rate:.5f}.json"
+    if path.exists():
+        saved = msgspec.json.decode(path.read_bytes(), type=_SavedRun)
+        if saved.trial.system == system:
+            return saved.trial
+    result, hopeless = run(system, search.at(rate, seed))
+    kept = shares(result.metrics, search.slos)
+    holds = not hopeless and all((share or 0.0) >= search.attainment for share in kept.values())
+    trial = Trial(system, seed, rate, holds, hopeless, kept)
+    report = {key: value for key, value in result_dict(result).items() if key not in LISTS}
+    _save(path, {"trial": msgspec.to_builtins(trial), **report})
+    return trial
+
+
+class _SavedRun(msgspec.Struct):
+    """What is read back of a run's file."""
+
+    trial: Trial
+
+
+def _open_folder(search: Search, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "search.json"
+    if not path.exists():
+        _save(path, msgspec.to_builtins(search))
+    elif msgspec.json.decode(path.read_bytes()) != msgspec.json.decode(msgspec.json.encode(search)):
+        raise OptionError("--out", f"{folder} holds runs of another search; take another folder")
+
+
+def _save(path: Path, content: object) -> None:
+    """All or nothing: what is killed while it writes leaves no half file."""
+    part = path.with_suffix(".part")
+    part.write_bytes(msgspec.json.format(msgspec.json.encode(content), indent=1))
+    part.replace(path)

@@ -1,0 +1,181 @@
+"""The search for goodput: against functions whose answer is known, and against whole sweeps."""
+
+import json
+import random
+
+import pytest
+from typer.testing import CliRunner
+
+from twolane.bench.cli import app
+from twolane.bench.goodput import Hopeless, Search, find, highest
+from twolane.bench.goodput_cli import simulation
+from twolane.bench.record import Record
+from twolane.workload.spec import OptionError, WorkloadSpec
+from twolane.workload.traces import TraceRequest
+
+
+@pytest.mark.parametrize("limit", [0.004, 0.3, 1.0, 1.5, 17.0, 1234.5])
+@pytest.mark.parametrize("start", [0.01, 1.0, 64.0])
+def test_the_highest_rate_that_holds(limit, start):
+    asked = []
+
+    def holds(rate):
+        asked.append(rate)
+        return rate <= limit
+
+    found = highest(holds, start, 0.02)
+    assert limit / 1.02 <= found <= limit
+    assert len(asked) == len(set(asked)) < 30
+
+
+def test_nothing_holds_or_everything_does():
+    assert highest(lambda rate: False, 1.0, 0.02) == 0.0
+    assert highest(lambda rate: True, 1.0, 0.02) > 1e4
+
+
+def record(ttft, *gaps, outcome="ok"):
+    times = [ttft]
+    for gap in gaps:
+        times.append(times[-1] + gap)
+    return Record(
+        index=0,
+        asked_prompt=8,
+        asked_output=len(times),
+        scheduled=0.0,
+        waited=0.0,
+        sent=0.0,
+        ended=times[-1],
+        outcome=outcome,
+        token_times=tuple(times) if outcome == "ok" else (),
+        usage_output=len(times),
+    )
+
+
+@pytest.mark.parametrize("outcome", ["ok", "status_429"])
+def test_a_run_is_hopeless_with_the_first_miss_too_many(outcome):
+    """Of 200 requests 2 may miss at 99 %, not 3; of 400 gaps 4, not 5."""
+    workload = [TraceRequest(0.0, 8, 3)] * 200
+    late = record(1.0, 0.01, 0.01, outcome=outcome)
+    ttft = Hopeless(workload, {"ttft": 0.5}, 0.99)
+    assert [ttft(late) for _ in range(3)] == [False, False, True]
+    slow = record(0.1, 0.01, 0.2, outcome=outcome)
+    tbt = Hopeless(workload, {"ttft": 2.0, "tbt": 0.1}, 0.99)
+    misses = 5 if outcome == "ok" else 3  # a refused answer owes both its gaps
+    assert [tbt(slow) for _ in range(misses)] == [False] * (misses - 1) + [True]
+    assert not any(tbt(record(0.1, 0.01)) for tbt in [Hopeless(workload, {"ttft": 1.0}, 0.99)])
+
+
+def search_of(slos, requests=100, dataset="azure-conv", **more):
+    return Search(
+        target={"simulate": "h200", "model": "llama-3.1-8b", "tp": 1},
+        workload=WorkloadSpec(dataset=dataset, num_prompts=requests),
+        slos=slos,
+        start_rate=8.0,
+        **more,
+    )
+
+
+def sweep(search, system, around):
+    """The highest rate of a fine grid that holds, every one of them tried."""
+    run = simulation(search)
+    rates = [around * 1.02**step for step in range(-14, 15)]
+    kept = []
+    for rate in rates:
+        result, hopeless = run(system, search.at(rate, 0))
+        attained = result.metrics.attainment
+        shares = [attained.gaps if n == "tbt" else attained.requests[n] for n in search.slos]
+        if not hopeless and min(shares) >= search.attainment:
+            kept.append(rate)
+    return max(kept)
+
+
+def random_pair(seed):
+    """A system with settings, and SLOs that it can hold at some rate."""
+    rng = random.Random(seed)
+    budget, units = rng.choice([512, 1024, 2048]), rng.choice([32, 48, 64])
+    system = rng.choice([f"chunked:token_budget={budget}", f"static-split:decode_units={units}"])
+    slos = {"ttft": rng.uniform(0.4, 2.0)}
+    if rng.random() < 0.7:
+        slos["tbt"] = rng.uniform(0.07, 0.15)
+    return system, slos
+
+
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 10))]
+)
+def test_the_search_agrees_with_a_sweep(seed, tmp_path):
+    system, slos = random_pair(seed)
+    search = search_of(slos, requests=60 if seed == 0 else 300)
+    [found] = find(search, [system], simulation(search), tmp_path)[system]
+    assert found > 0
+    assert found == pytest.approx(sweep(search, system, found), rel=0.05)
+
+
+def test_a_search_goes_on_where_it_was_ended(tmp_path):
+    """Killed in the middle, it repeats nothing; another search in its folder is refused."""
+    search = search_of({"ttft": 1.0, "tbt": 0.1}, requests=30, seeds=2)
+    system, run, runs = "chunked", simulation(search), []
+
+    def killed(name, workload):
+        if len(runs) == 4:
+            raise KeyboardInterrupt
+        runs.append(workload)
+        return run(name, workload)
+
+    def counted(name, workload):
+        runs.append(workload)
+        return run(name, workload)
+
+    with pytest.raises(KeyboardInterrupt):
+        find(search, [system], killed, tmp_path)
+    found = find(search, [system], counted, tmp_path)
+    assert len(runs) == len({(w.seed, w.request_rate) for w in runs})
+    assert found == find(search, [system], killed, tmp_path)
+    saved = json.loads((tmp_path / "summary.json").read_text())["goodput"][system]
+    assert saved["seeds"] == found[system]
+    assert saved["least"] <= saved["median"] <= saved["most"]
+    assert len(list(tmp_path.glob("chunked-*.json"))) == len(runs)
+    with pytest.raises(OptionError, match="another search"):
+        find(search_of({"ttft": 2.0}), [system], run, tmp_path)
+
+
+def test_all_systems_are_sent_the_same(tmp_path):
+    """At the same rate and seed: the requests of one are those of the other."""
+    search = search_of({"ttft": 1.0}, requests=20)
+    seen = {}
+
+    def run(system, workload):
+        seen.setdefault((workload.seed, workload.request_rate), []).append(workload.build())
+        return simulation(search)(system, workload)
+
+    find(search, ["chunked", "prefill-first"], run, tmp_path)
+    both = [asked for asked in seen.values() if len(asked) == 2]
+    assert both
+    assert all(first == second for first, second in both)
+
+
+def test_the_command(tmp_path):
+    arguments = ["goodput", "--simulate", "h100", "--model", "llama-3.1-8b", "--num-prompts", "20"]
+    arguments += ["--system", "chunked:token_budget=512", "--system", "static-split"]
+    arguments += ["--out", str(tmp_path), "--goodput", "ttft:800", "tbt:90", "--tolerance", "0.2"]
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 0, done.output
+    saved = json.loads((tmp_path / "summary.json").read_text())
+    assert set(saved["goodput"]) == {"chunked:token_budget=512", "static-split"}
+    assert saved["search"]["slos"] == {"ttft": 0.8, "tbt": 0.09}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ([], "--goodput"),
+        (["--goodput", "ttft:500", "--system", "chunked"], "need --simulate"),
+        (["--goodput", "ttft:500", "--simulate", "h200"], "--model"),
+        (["--goodput", "ttft:500", "--seeds", "0"], "--seeds"),
+        (["--goodput", "ttft:500", "--simulate", "x", "--model", "llama-3.1-8b"], "there are"),
+    ],
+)
+def test_what_is_wrong_is_said(arguments, complaint, tmp_path):
+    done = CliRunner().invoke(app, ["goodput", "--out", str(tmp_path), *arguments])
+    assert done.exit_code == 2
+    assert complaint in done.output + done.stderr
