@@ -35,10 +35,6 @@ class DeviceClock:
         self._offset, self._synced = min(observed, drifted), seconds
         return seconds + self._offset
 
-    def time(self, event: torch.cuda.Event) -> float:
-        """The time of an event that happened at some time before."""
-        return self._device_seconds(event) + self._offset
-
     def _device_seconds(self, event: torch.cuda.Event) -> float:
         seconds: float = self._base_seconds + self._base.elapsed_time(event) * 1e-3
         if seconds - self._base_seconds > REBASE_SECONDS:

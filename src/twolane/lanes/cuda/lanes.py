@@ -12,7 +12,7 @@ from twolane.lanes import Ticket
 from twolane.lanes.cuda.clock import DeviceClock
 from twolane.lanes.cuda.events import new_event
 from twolane.lanes.cuda.green import Partitions
-from twolane.lanes.cuda.runner import CudaRunner, PendingStep
+from twolane.lanes.cuda.runner import CudaRunner, Queued
 from twolane.lanes.work import PrefillWork, Work
 from twolane.vocabulary import LANES, LaneName
 
@@ -24,13 +24,18 @@ class CudaTicket(Ticket):
     ended: torch.cuda.Event = field(default_factory=lambda: new_event(timing=True))
     """Recorded behind the launch."""
     stream: torch.cuda.Stream | None = None
+    noted: threading.Event = field(default_factory=threading.Event)
+    """Set when `end` is."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Watched:
     ticket: CudaTicket
     begun: torch.cuda.Event
-    steps: Sequence[PendingStep]
+    queued: Queued
+    after: Sequence[CudaTicket]
+    """What it waits for on the device. Nothing of it may be seen before they are seen to have
+    ended: they may hold earlier tokens of its requests, and another lane's thread notes them."""
 
 
 class CudaLanes:
@@ -64,14 +69,15 @@ class CudaLanes:
         ticket = CudaTicket(lane, units, stream=stream)
         with torch.cuda.stream(stream), torch.inference_mode():
             used = _used(lane, work)
-            for other in self._before(used, stream, after):
+            before = self._before(used, stream, after)
+            for other in before:
                 stream.wait_event(other.ended)
             begun = new_event(timing=True)
             begun.record(stream)
-            steps = self.runner.run(work, lane, units)
+            queued = self.runner.run(work, lane, units)
             ticket.ended.record(stream)
         self._last.update(dict.fromkeys(used, ticket))
-        self._watchers[lane].queue.put(_Watched(ticket, begun, steps))
+        self._watchers[lane].queue.put(_Watched(ticket, begun, queued, before))
         return ticket
 
     def close(self, timeout: float = 1.0) -> None:
@@ -124,13 +130,17 @@ class _Watcher:
             except BaseException as error:  # the engine raises it on its own thread
                 ticket.error = error
                 ticket.end = time.monotonic()
+            ticket.noted.set()
+            del watched, ticket  # what the launch kept is free now, not when the next one comes
             self._notify()
 
     def _follow(self, watched: _Watched) -> None:
         ticket = watched.ticket
+        for other in watched.after:
+            other.noted.wait()
         watched.begun.synchronize()
         ticket.start = self._clock.seen(watched.begun)
-        for step in watched.steps:
+        for step in watched.queued.steps:
             step.done.synchronize()
             ticket.steps.append(step.collect())
             self._notify()

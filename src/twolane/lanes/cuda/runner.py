@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from twolane.kernels.linear import products_on
 from twolane.kernels.prefill_attention import PrefillPlan, PrefillWorkspace
+from twolane.kernels.prefill_attention_batch import upload as upload_parts
 from twolane.kernels.sampling import Sampler
 from twolane.lanes import PromptLogprobs, Sampled, Step
 from twolane.lanes.cuda.decode import MAX_STEPS, DecodeSteps
@@ -44,6 +45,17 @@ class PendingStep:
     """Makes them of what the device wrote; once `done` has happened."""
 
 
+@dataclass(frozen=True, slots=True)
+class Queued:
+    """Work that was queued."""
+
+    steps: Sequence[PendingStep]
+    kept: Sequence[object] = ()
+    """Device memory that it reads and that was made in another launch, perhaps on another lane's
+    stream: to be held until the work has ended, for the allocator hands out what is freed again on
+    the stream where it was made, and knows nothing of readers elsewhere."""
+
+
 @dataclass(slots=True, eq=False)
 class _Pass:
     """A prefill batch between two slices."""
@@ -54,7 +66,7 @@ class _Pass:
     positions: Tensor
     write_slots: Tensor
     plans: dict[int | None, PrefillPlan] = field(default_factory=dict)
-    """By window, for the SMs of the last slice."""
+    """By window, for the lane and the SMs of the last slice."""
 
 
 class _LaneMemory:
@@ -106,14 +118,14 @@ class CudaRunner:
             "device": prefill,
         }
 
-    def run(self, work: Work, lane: LaneName, units: int) -> list[PendingStep]:
+    def run(self, work: Work, lane: LaneName, units: int) -> Queued:
         """Queue the work on the current stream, which has so many SMs."""
         place = _Place(units, self._memory[lane])
         if isinstance(work, DecodeWork):
-            return self._decode(work, units)
+            return Queued(self._decode(work, units))
         if isinstance(work, PrefillWork):
             return self._prefill(work, place)
-        return [self._hybrid(work, place)]
+        return Queued([self._hybrid(work, place)])
 
     def _decode(self, work: DecodeWork, units: int) -> list[PendingStep]:
         rows, steps = work.rows, self.steps
@@ -133,17 +145,17 @@ class CudaRunner:
             pending.append(_read(tokens[: len(rows)], alive, alive, scores))
         return pending
 
-    def _prefill(self, work: PrefillWork, place: _Place) -> list[PendingStep]:
-        state = work.state
-        batch = self._open(work.rows) if work.first == 0 else self._resumed(state.hidden, work.rows)
+    def _prefill(self, work: PrefillWork, place: _Place) -> Queued:
+        state, before = work.state, work.state.hidden
+        batch = self._open(work.rows) if work.first == 0 else self._resumed(before, work.rows)
         plans = self._plans(batch, place, work.first, work.last)
         placed = Placed(self._decoder, batch.positions, batch.write_slots, plans)
         self._layers(work.first, work.last, batch.hidden, placed, place)
         if not work.finishes:
             state.hidden, state.rows = batch, work.rows
-            return []
+            return Queued((), (before, batch))
         state.hidden, state.rows = None, ()
-        return [self._sample(batch.hidden, (), work.rows, place)]
+        return Queued([self._sample(batch.hidden, (), work.rows, place)], (before, batch))
 
     def _hybrid(self, work: HybridWork, place: _Place) -> PendingStep:
         """One pass of decode rows, which come first, and prompts."""
@@ -164,11 +176,12 @@ class CudaRunner:
 
     def _steps_of(self, rows: Sequence[DecodeRow], place: _Place) -> Steps:
         """Decode rows for a pass that is not a graph."""
-        steps, count = self.steps, len(rows)
+        steps, tables = self.steps, self.slots.tables
+        bucket = steps.bucket(len(rows))  # laid out as for a graph, whose kernels are compiled
         self.slots.update(rows)
-        steps.inputs.send(rows, count, self.slots.padding, 0)
-        slots, positions, lengths, _, _ = steps.inputs.views(count)
-        tables = self.slots.tables
+        steps.inputs.send(rows, bucket, self.slots.padding, 0)
+        views = steps.inputs.views(bucket)
+        slots, positions, lengths = (view[: len(rows)] for view in views[:3])
         return Steps(self._decoder, tables, slots, positions, lengths, steps.scratch, place.units)
 
     def _open(self, rows: Sequence[PromptRow]) -> _Pass:
@@ -177,10 +190,9 @@ class CudaRunner:
         tokens = np.concatenate([np.asarray(row.tokens, dtype=np.int32) for row in rows])
         where = [_places(row, self.kv.page_size) for row in rows]
         positions, write_slots = (np.concatenate(part) for part in zip(*where, strict=True))
-        sent = upload(np.stack([tokens, positions, write_slots]), self._decoder.device)
-        parts = sent.view(3, -1)
-        hidden = functional.embedding(parts[0], self._decoder.weights.embedding)
-        return _Pass(rows, hidden, parts[1], parts[2])
+        _, sent = upload_parts([tokens, positions, write_slots], self._decoder.device)
+        hidden = functional.embedding(sent[0], self._decoder.weights.embedding)
+        return _Pass(rows, hidden, sent[1], sent[2])
 
     def _resumed(self, batch: object, rows: Sequence[PromptRow]) -> _Pass:
         """The batch where the last slice left it, without the rows that have left."""
@@ -201,10 +213,13 @@ class CudaRunner:
     def _plans(
         self, batch: _Pass, place: _Place, first: int, last: int
     ) -> dict[int | None, PrefillPlan]:
-        """The batch's attention, planned once for each window and again for each level."""
+        """The batch's attention, planned once for each window and lane, dealt anew for each level.
+
+        A plan writes to the workspace of the lane that it was made for.
+        """
         for window in {self._decoder.spec.window(i) for i in range(first, last)}:
             plan = batch.plans.get(window)
-            if plan is None:
+            if plan is None or plan.batch.workspace is not place.memory.attention:
                 batch.plans[window] = self._plan(batch.rows, place, window)
             elif plan.units != place.units:
                 batch.plans[window] = plan.at(place.units)
@@ -254,8 +269,7 @@ class CudaRunner:
         if not places:
             return _read(hidden.new_empty(0, dtype=torch.int32), (), (), {}, scored)
         values = np.array([(e, p.slot, p.position - 1) for e, p in zip(ends, places, strict=True)])
-        sent = upload(values.T.astype(np.int32), self._decoder.device)
-        where, slots, positions = sent.view(3, -1)
+        _, (where, slots, positions) = upload_parts([*values.T], self._decoder.device)
         logits = self._logits(hidden[where], place)
         after = self._extras.adjust(logits, self._extras.asked(places))
         tokens, active = torch.empty_like(slots), torch.ones_like(slots)
