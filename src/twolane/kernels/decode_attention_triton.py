@@ -64,7 +64,7 @@ def _owner(position: tl.tensor, total: tl.tensor, workers: tl.tensor) -> tl.tens
     return (((position.to(tl.int64) + 1) * workers - 1) // total).to(tl.int32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _attend(
     q: tl.tensor,
     pool: tl.tensor,
@@ -159,7 +159,7 @@ def _attend(
         position += tiles
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _combine(
     lengths: tl.tensor,
     out: tl.tensor,

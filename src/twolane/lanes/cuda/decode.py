@@ -52,21 +52,24 @@ class Inputs:
     """What the host tells a decode launch, as one block of int32 for one upload.
 
     Rows of a bucket: slots, positions, lengths and steps, each [bucket], then the step's number.
+    Each begins at a multiple of 16 bytes: kernels are compiled for one alignment only.
     """
 
     def __init__(self, max_rows: int, device: torch.device) -> None:
-        self.block = torch.zeros(4 * max_rows + 1, dtype=torch.int32, device=device)
+        self.block = torch.zeros(4 * _aligned(max_rows) + 1, dtype=torch.int32, device=device)
         self._device = device
 
     def views(self, bucket: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """slots, positions, lengths, steps [bucket] each and the step's number [1]."""
-        parts = self.block[: 4 * bucket].view(4, bucket)
-        return parts[0], parts[1], parts[2], parts[3], self.block[4 * bucket : 4 * bucket + 1]
+        width = _aligned(bucket)
+        parts = self.block[: 4 * width].view(4, width)[:, :bucket]
+        return parts[0], parts[1], parts[2], parts[3], self.block[4 * width : 4 * width + 1]
 
     def send(self, rows: Sequence[DecodeRow], bucket: int, padding: int, first: int) -> None:
         """Upload a launch's rows as its step `first` finds them; `padding` fills the bucket."""
-        values = np.zeros(4 * bucket + 1, dtype=np.int32)
-        parts = values[:-1].reshape(4, bucket)
+        width = _aligned(bucket)
+        values = np.zeros(4 * width + 1, dtype=np.int32)
+        parts = values[:-1].reshape(4, width)[:, :bucket]
         parts[0] = padding
         count = len(rows)
         parts[0, :count] = [row.slot for row in rows]
@@ -74,6 +77,11 @@ class Inputs:
         parts[3, :count] = [row.steps - first for row in rows]
         parts[2, :count] = np.where(parts[3, :count] > 0, parts[1, :count] + 1, 0)
         upload(values, self._device, self.block)
+
+
+def _aligned(count: int) -> int:
+    """So many int32, up to a multiple of 16 bytes."""
+    return -(-count // 4) * 4
 
 
 class DecodeSteps:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from twolane.kernels.decode_attention import MAX_GROUP
 from twolane.kernels.prefill_attention import choose
 from twolane.lanes.cuda.decode import DecodeSteps
 from twolane.lanes.cuda.green import NoGreenContexts, Partitions
@@ -25,10 +26,6 @@ GRAPH_BYTES = 2 * 2**30
 """Kept free for the graphs of all levels, which are captured when the KV pool exists."""
 
 
-WARM_UP = ((0, 1), (0, 7), (0, 16), (0, 61), (0, 640), (64, 1), (64, 5), (64, 40), (640, 256))
-"""(reused, new) tokens of the prompts that compile prefill's kernels at the start."""
-
-
 class CudaMachine:
     """One GPU with a model on it.
 
@@ -39,7 +36,7 @@ class CudaMachine:
         utilization: share of the device's memory that this process may take.
 
     Raises:
-        ValueError: a level cannot be had.
+        ValueError: a level cannot be had, or the kernels do not serve the model's heads.
     """
 
     page_sizes: Sequence[int] = (32, 16, 64)
@@ -51,6 +48,7 @@ class CudaMachine:
         decode_units: Sequence[int] | None = None,
         utilization: float = 0.9,
     ) -> None:
+        _check_heads(spec)
         self.spec = spec
         self._utilization = utilization
         self.decoder = GpuDecoder(spec, weights)
@@ -107,24 +105,22 @@ class CudaMachine:
         runner = CudaRunner(decoder, kv, known, steps, min(max_model_len, WORKSPACE_TOKENS))
         lanes = CudaLanes(runner, self.partitions, notify)
         progress("kernels", 0.0)
-        self._warm_up(lanes, min(pages, known.tables.shape[1]) * page_size)
+        self._warm_up(lanes, min(pages * page_size, max_model_len))
         return lanes
 
     def _warm_up(self, lanes: CudaLanes, most: int) -> None:
         """Compile what prefill runs, so that no request waits for it.
 
-        Kernels have forms for few and many tokens, for one and several, with and without a prefix.
         What is written to the pool here is written again before it is read.
         """
         pages = list(range(-(-most // lanes.runner.kv.page_size)))
         greedy = SamplingParams(temperature=0.0)
-        for reused, new in WARM_UP:
-            if reused + new <= most:
-                tokens = [0] * new
-                sampling = Sampling(greedy, 0, reused + new, (), tokens)
-                row = PromptRow(0, reused, tokens, pages, sampling)
-                work = PrefillWork(PrefillState(), (row,), 0, self.spec.layers, finishes=True)
-                lanes.launch("prefill", self.partitions.units, work, ())
+        for reused, new in warm_up_prompts(self.spec, most):
+            tokens = [0] * new
+            sampling = Sampling(greedy, 0, reused + new, (), tokens)
+            row = PromptRow(0, reused, tokens, pages, sampling)
+            work = PrefillWork(PrefillState(), (row,), 0, self.spec.layers, finishes=True)
+            lanes.launch("prefill", self.partitions.units, work, ())
         torch.cuda.synchronize(self.device)
 
     def _partitions(self, decode_units: Sequence[int] | None) -> Partitions:
@@ -135,3 +131,30 @@ class CudaMachine:
                 raise ValueError(f"levels: {error}") from error
             log.warning("no levels, only the whole device: %s", error)
             return Partitions(self.device.index or 0, ())
+
+
+def warm_up_prompts(spec: ModelSpec, most: int) -> list[tuple[int, int]]:
+    """(reused, new) tokens of prompts that need every form of prefill's kernels.
+
+    Attention has tiles for few rows (new tokens times the heads of a group), for some, for many in
+    tiles that they do not fill, and for tiles that they do. Each comes without a prefix and with
+    the longest: if any tile is split over the SMs, its are, and it reaches beyond any window.
+
+    Args:
+        spec: of the model.
+        most: the longest prompt that the pool and the context hold.
+    """
+    some = 64 // (spec.heads // spec.kv_heads)
+    new = sorted({min(count, most) for count in (1, some, some + 1, 192)})
+    return [(reused, count) for count in new for reused in {0, most - count}]
+
+
+def _check_heads(spec: ModelSpec) -> None:
+    """Refuse what attention on the GPU is not made for."""
+    dim, group = spec.head_dim, spec.heads // spec.kv_heads
+    if dim % 8 or not 16 <= dim <= 256:
+        raise ValueError(
+            f"model: heads of {dim}; on a GPU multiples of 8 from 16 to 256 are served"
+        )
+    if group > MAX_GROUP:
+        raise ValueError(f"model: {group} heads share a KV head; on a GPU up to {MAX_GROUP} do")
