@@ -18,8 +18,8 @@ TINY = {
     "hidden_size": 32,
     "intermediate_size": 64,
     "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
     "vocab_size": 128,
     "max_position_embeddings": 65536,
     "rms_norm_eps": 1e-5,
@@ -100,8 +100,12 @@ def alive(pid: int) -> bool:
 
 @contextmanager
 def serving(*args: str, stderr: Path | None = None) -> Iterator[Served]:
-    """Run `twolane serve` on a free port; on leaving it is killed, its engine too."""
-    command = [sys.executable, "-m", "twolane", "serve", *args, "--port", "0"]
+    """Run `twolane serve` on a free port; on leaving it is killed, its engine too.
+
+    It serves on the CPU, unless TWOLANE_TEST_SERVE has other arguments.
+    """
+    device = os.environ.get("TWOLANE_TEST_SERVE", "--device cpu").split()
+    command = [sys.executable, "-m", "twolane", "serve", *args, *device, "--port", "0"]
     with (stderr or Path(os.devnull)).open("wb") as log:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
     try:

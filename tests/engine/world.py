@@ -281,7 +281,7 @@ class World:
             assert held is None or not held.given_up
             if request.phase is Phase.DECODE:
                 assert held is not None
-                assert len(held.pages) * PAGE >= request.context
+                assert len(held.pages) * state.kv.page_size >= request.context
             if held_back:
                 leader = state.requests[request.leader]
                 assert not leader.generated

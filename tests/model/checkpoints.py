@@ -81,14 +81,20 @@ def make_checkpoint(family: str, path: Path, seed: int = 0, *, shards: int = 1) 
         seed: of the weights.
         shards: files to spread the weights over.
     """
-    torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(_configs()[family], dtype=torch.float32)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            _initialise(name, parameter, model.config.tie_word_embeddings)
+    model = random_model(_configs()[family], seed)
     size = sum(p.numel() * 4 for p in model.parameters())
     model.save_pretrained(path, max_shard_size=size // shards + 1)
     return path
+
+
+def random_model(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
+    """A model with weights as in `make_checkpoint`, float32."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            _initialise(name, parameter, model.config.tie_word_embeddings)
+    return model
 
 
 def _initialise(name: str, parameter: torch.Tensor, tied: bool) -> None:

@@ -1,0 +1,156 @@
+"""Given sequences through a GPU's lanes: logits of all their positions."""
+
+import time
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from twolane.lanes import Ticket
+from twolane.lanes.cuda.machine import CudaMachine
+from twolane.lanes.work import (
+    DecodeRow,
+    DecodeWork,
+    PrefillState,
+    PrefillWork,
+    PromptRow,
+    Sampling,
+    Scoring,
+    Work,
+)
+from twolane.sampling import SamplingParams
+from twolane.vocabulary import LaneName
+
+PAGE = 16
+REUSED = 256
+"""Tokens of every sequence but the first that a batch before has computed."""
+BESIDE_TOKENS, BESIDE_STEPS = 96, 24
+PATIENCE = 30.0
+
+
+class Forced:
+    """Three sequences of equal length over the lanes of a machine.
+
+    Args:
+        machine: with the model.
+        sequences: token ids.
+        prompt: how many of each are its prompt; the others go through decode steps.
+    """
+
+    def __init__(
+        self, machine: CudaMachine, sequences: Sequence[Sequence[int]], prompt: int
+    ) -> None:
+        self.spec, self._sequences, self._prompt = machine.spec, sequences, prompt
+        self._each = -(-len(sequences[0]) // PAGE)
+        slots = len(sequences) + 1  # the last one is for what runs beside
+        positions = self._each * PAGE
+        self.lanes = machine.start(
+            slots * self._each, PAGE, slots, positions, lambda: None, lambda *_: None
+        )
+        self._logits: list[Tensor] = []
+        compute = self.lanes.runner._logits
+
+        def noted(*arguments: object) -> Tensor:
+            logits = compute(*arguments)
+            self._logits.append(logits)
+            return logits
+
+        self.lanes.runner._logits = noted
+
+    def run(
+        self, prefill: int, decode: int, cuts: Sequence[int], *, beside: bool = False
+    ) -> Tensor:
+        """Logits [sequences, tokens, vocab], float32.
+
+        Args:
+            prefill: SMs of prefill.
+            decode: SMs of decode.
+            cuts: layers before which the slices of a batch end.
+            beside: whether the other lane is at work meanwhile.
+        """
+        torch.cuda.synchronize()
+        for layer in self.lanes.runner.kv.layers:
+            layer.fill_(float("nan"))
+        torch.cuda.synchronize()
+        first = [(0, 0, self._prompt), *((i, 0, REUSED) for i in range(1, len(self._sequences)))]
+        second = [(i, REUSED, self._prompt) for i in range(1, len(self._sequences))]
+        logits: list[list[Tensor]] = [[] for _ in self._sequences]
+        for chunks in (first, second):
+            other = self._decode_beside(decode) if beside and decode < self.lanes.units else []
+            for (i, _, _), part in zip(chunks, self._prefill(chunks, prefill, cuts), strict=True):
+                logits[i].append(part)
+            self._wait(other)
+        for position in range(self._prompt, len(self._sequences[0])):
+            other = self._prefill_beside(prefill) if beside and prefill < self.lanes.units else []
+            for i, row in enumerate(self._decode(position, decode)):
+                logits[i].append(row[None])
+            self._wait(other)
+        return torch.stack([torch.cat(parts) for parts in logits])
+
+    def _prefill(
+        self, chunks: Sequence[tuple[int, int, int]], units: int, cuts: Sequence[int]
+    ) -> list[Tensor]:
+        """Logits of the tokens [start, end) of each sequence named."""
+        rows = tuple(self._row(*chunk) for chunk in chunks)
+        self._logits.clear()
+        state, bounds = PrefillState(), [0, *cuts, self.spec.layers]
+        tickets = [
+            self._launch(
+                "prefill",
+                units,
+                PrefillWork(state, rows, a, b, finishes=b == self.spec.layers),
+            )
+            for a, b in pairwise(bounds)
+        ]
+        self._wait(tickets)
+        return self._logits[: len(chunks)]
+
+    def _row(self, i: int, start: int, end: int) -> PromptRow:
+        tokens, targets = self._sequences[i][start:end], self._sequences[i][start + 1 : end + 1]
+        return PromptRow(i, start, tokens, self._pages(i), None, Scoring(targets, 0))
+
+    def _decode(self, position: int, units: int) -> Tensor:
+        """Logits [sequences, vocab] after the token at that position."""
+        slots, count = self.lanes.runner.slots, len(self._sequences)
+        given = torch.tensor([sequence[position] for sequence in self._sequences])
+        slots.last_token[:count] = given.to(slots.last_token)
+        torch.cuda.current_stream().synchronize()
+        rows = [DecodeRow(i, position, 1, self._pages(i), _greedy(position)) for i in range(count)]
+        self._wait([self._launch("decode", units, DecodeWork(tuple(rows), 1))])
+        return self.lanes.runner.steps.logits[:count].clone()
+
+    def _prefill_beside(self, units: int) -> list[Ticket]:
+        """Other work for the prefill lane."""
+        slot = len(self._sequences)
+        row = PromptRow(slot, 0, [7] * BESIDE_TOKENS, self._pages(slot), _greedy(BESIDE_TOKENS))
+        work = PrefillWork(PrefillState(), (row,), 0, self.spec.layers, finishes=True)
+        return [self._launch("prefill", units, work)]
+
+    def _decode_beside(self, units: int) -> list[Ticket]:
+        """Other work for the decode lane."""
+        slot = len(self._sequences)
+        self._wait(self._prefill_beside(self.lanes.units))
+        row = DecodeRow(
+            slot, BESIDE_TOKENS, BESIDE_STEPS, self._pages(slot), _greedy(BESIDE_TOKENS)
+        )
+        return [self._launch("decode", units, DecodeWork((row,), BESIDE_STEPS))]
+
+    def _pages(self, slot: int) -> Sequence[int]:
+        return range(slot * self._each, (slot + 1) * self._each)
+
+    def _launch(self, lane: LaneName, units: int, work: Work) -> Ticket:
+        return self.lanes.launch(lane, units, work, ())
+
+    @staticmethod
+    def _wait(tickets: Sequence[Ticket]) -> None:
+        end = time.monotonic() + PATIENCE
+        while not all(ticket.done for ticket in tickets):
+            assert time.monotonic() < end, "nothing happens any more"
+            time.sleep(1e-4)
+        assert not any(ticket.error for ticket in tickets)
+
+
+def _greedy(tokens: int) -> Sampling:
+    """After so many tokens."""
+    return Sampling(SamplingParams(temperature=0.0), 0, tokens, (), [0] * tokens)

@@ -1,0 +1,146 @@
+"""bfloat16 and float16 logits are as near to a float32 reference as those of `transformers`.
+
+Teacher-forced: every sequence is given, its prompt in prefill batches, its end in decode steps.
+Rounding is all that may differ, and how much of it is right depends on the model; so the measure is
+the error of `transformers` in the same type with the same weights, its head in float32 as ours is.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config
+
+from tests.gpu.forced import Forced
+from tests.model.checkpoints import random_model, reference
+from twolane.kernels import prefill_attention_flashinfer as fa3
+from twolane.lanes.cuda.machine import CudaMachine
+from twolane.model.hub import resolve
+from twolane.model.weights import load_weights
+
+WORST = 1.5
+"""Times the error of `transformers`: other orders of summation, the same number of roundings."""
+TOKENS, DECODED = 306, 6
+
+_TINY = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 8,
+    "vocab_size": 512,
+    "max_position_embeddings": 512,
+}
+SHAPES: dict[str, PreTrainedConfig] = {
+    "smollm2": LlamaConfig(
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        vocab_size=49152,
+        max_position_embeddings=512,
+        rope_parameters={"rope_type": "default", "rope_theta": 100_000.0},
+        tie_word_embeddings=True,
+    ),
+    "head-64": LlamaConfig(**_TINY, head_dim=64, num_key_value_heads=1, attention_bias=True),
+    "head-128": Qwen3Config(**_TINY, head_dim=128, num_key_value_heads=2),
+}
+TYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+ATTENTION = ("flashinfer", "triton")
+
+
+@dataclass
+class Loaded:
+    """A model on the GPU, and what is right."""
+
+    forced: Forced
+    right: Tensor
+    """Logits of the float32 reference, [sequences, TOKENS, vocab]."""
+    limit: float
+    """The most that ours may be off, as `error` counts it."""
+
+    @property
+    def levels(self) -> Sequence[tuple[int, int]]:
+        return self.forced.lanes.levels
+
+    @property
+    def layers(self) -> int:
+        return self.forced.spec.layers
+
+
+def error(logits: Tensor, right: Tensor) -> float:
+    """Root mean square over that of the reference."""
+    return float((logits - right).square().mean().sqrt() / right.square().mean().sqrt())
+
+
+Models = Callable[[str, str, str], Loaded]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Models]:
+    """(shape, type, attention) → the model, each loaded once."""
+    loaded: list[Loaded] = []
+
+    @cache
+    def load(shape: str, dtype: str, attention: str) -> Loaded:
+        path = tmp_path_factory.mktemp("logits") / "model"
+        random_model(SHAPES[shape], seed=1).to(TYPES[dtype]).save_pretrained(path)
+        generator = torch.Generator().manual_seed(2)
+        vocab = SHAPES[shape].vocab_size
+        sequences = torch.randint(3, vocab, (3, TOKENS), generator=generator)
+        right = reference_logits(reference(path), torch.float32, sequences)
+        theirs = reference_logits(reference(path), TYPES[dtype], sequences)
+        spec, weights = load_weights(resolve(str(path)), dtype=dtype, device="cuda")
+        with pytest.MonkeyPatch.context() as patch:
+            if attention == "triton":
+                patch.setattr(fa3, "problem", lambda *_: "not in this test")
+            machine = CudaMachine(spec, weights)
+            forced = Forced(machine, sequences.tolist(), TOKENS - DECODED)
+        loaded.append(Loaded(forced, right, WORST * error(theirs, right)))
+        return loaded[-1]
+
+    yield load
+    for each in loaded:
+        each.forced.lanes.close()
+
+
+def reference_logits(model: torch.nn.Module, dtype: torch.dtype, sequences: Tensor) -> Tensor:
+    """Its logits, the head in float32."""
+    model = model.to("cuda", dtype)
+    with torch.inference_mode():
+        hidden = model.model(sequences.cuda()).last_hidden_state
+        return hidden.float() @ model.lm_head.weight.float().T
+
+
+@pytest.mark.parametrize("attention", ATTENTION)
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_logits(
+    shape: str, dtype: str, attention: str, models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every level, the other lane at rest and at work; a cut after every layer."""
+    if attention == "triton":
+        monkeypatch.setattr(fa3, "problem", lambda *_: "not in this test")
+    elif find_spec("flashinfer") is None:
+        pytest.skip("FlashInfer is not installed")
+    model = models(shape, dtype, attention)
+    errors: dict[str, float] = {}
+    levels = [(p or d, d or p) for p, d in model.levels]
+    for level in levels:
+        for beside in (False, True):
+            logits = model.forced.run(*level, (), beside=beside)
+            errors[f"level {level}, beside {beside}"] = error(logits, model.right)
+    for cut in range(1, model.layers):
+        level = levels[cut % len(levels)]
+        logits = model.forced.run(*level, (cut,), beside=cut % 2 == 0)
+        errors[f"cut {cut} on {level}"] = error(logits, model.right)
+    every = tuple(range(1, model.layers))
+    errors["cut everywhere"] = error(model.forced.run(*levels[0], every), model.right)
+    worst = max(errors, key=errors.__getitem__)
+    theirs = model.limit / WORST
+    print(f"{shape} {dtype} {attention}: {errors[worst]:.5f} ({worst}); theirs {theirs:.5f}")
+    assert errors[worst] <= model.limit, worst
