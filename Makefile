@@ -12,8 +12,9 @@ demo: $(VENV)/.ready
 serve: $(VENV)/.ready
 	$(BIN)/twolane serve $(MODEL)
 
+# Two files at a time: much of a server's test is waiting.
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-all: lint
 	$(BIN)/python -m pytest --full
