@@ -73,7 +73,7 @@ def test_several_gpus_are_faster_and_hold_more():
     ("model", "tokens"), [("qwen3-8b", 752_064), (MODEL, 845_536), ("codellama-34b", 284_672)]
 )
 def test_the_pool_has_the_size_of_the_real_one(model, tokens):
-    """As measured on an H200 (benchmarks/results/engine-h200.json)."""
+    """As measured on an H200 (benchmarks/results/engine-h200-cublas.json)."""
     engine = EngineConfig(model=model, max_running=10_000)
     asked = msgspec.structs.replace(config(), engine=engine)
     held = simulate(asked, []).result.simulated["kv_tokens"]

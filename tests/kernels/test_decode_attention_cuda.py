@@ -5,22 +5,16 @@ See decode_attention_host.cc. benchmarks/kernels/decode_attention.py checks the 
 
 import ctypes
 import functools
-import shutil
-import subprocess
-from pathlib import Path
 
 import pytest
 import torch
 
+from tests.kernels import on_host
 from tests.kernels.test_decode_attention import TOLERANCE, Case
 from twolane.kernels import decode_attention_cuda as hopper
 from twolane.kernels.decode_attention import decode_scratch
 
-HOST = Path(__file__).with_name("decode_attention_host.cc")
-SOURCE = Path(hopper.__file__).with_name("decode_attention.cu")
-FAULT = 2**64 - 1
-
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+pytestmark = on_host.needs_compiler
 
 
 @pytest.fixture(scope="module")
@@ -28,13 +22,8 @@ def build(tmp_path_factory: pytest.TempPathFactory):
     folder = tmp_path_factory.mktemp("host")
 
     @functools.cache
-    def build(options: tuple[str, ...]) -> ctypes.CDLL:
-        library = folder / f"{abs(hash(options))}.so"
-        command = ["g++", "-O1", "-std=c++17", "-shared", "-fPIC", f'-DSOURCE="{SOURCE}"']
-        subprocess.run([*command, *options, str(HOST), "-o", str(library)], check=True)
-        loaded = ctypes.CDLL(str(library))
-        loaded.run.restype = ctypes.c_ulonglong
-        return loaded
+    def build(options: tuple[str, ...], source: str = hopper.source()) -> ctypes.CDLL:
+        return on_host.build("decode_attention_host.cc", source, options, folder)
 
     return build
 
@@ -53,9 +42,12 @@ def run(build, case: Case, units: int, tuned: hopper.Tuning, window: int | None,
     )
     pool = ctypes.c_void_p(case.pool.data_ptr())
     rows = ctypes.c_ulonglong(case.pool.numel() // case.q.shape[2])
-    conflicts = build(options).run(pool, rows, ctypes.byref(arguments), units, seed)
-    assert conflicts != FAULT, "copies were asked for and never waited for"
-    return out, conflicts
+    conflicts = ctypes.c_ulonglong()
+    fault = build(options).run(
+        pool, rows, ctypes.byref(arguments), units, seed, ctypes.byref(conflicts)
+    )
+    assert fault is None, fault
+    return out, conflicts.value
 
 
 RAGGED = [5, 1, 160, 0, 31, 32, 70]
@@ -101,3 +93,23 @@ def test_the_workers_of_one_run_are_combined(build) -> None:
     out, _ = run(build, case, 5, hopper.Tuning(8, 3), None, seed=0)
     expected = case.reference()
     assert ((out.float() - expected).norm() / expected.norm()) < TOLERANCE[torch.bfloat16]
+
+
+IDLE = "        wait_for_previous();\n        if (lane == 0)"  # of workers without work
+WAITS = (
+    IDLE,
+    "if (at.end - at.tile <= (STAGES + 1) / 2) wait_for_previous();",
+    "    wait_for_previous();\n    if (lane == 0)",
+    "    let_next_start();\n    wait_for_previous();",
+)
+
+
+@pytest.mark.parametrize("wait", WAITS)
+def test_a_missing_wait_for_the_kernel_in_front_is_seen(build, wait: str) -> None:
+    source = hopper.source()
+    assert source.count(wait) == 1
+    broken = source.replace(wait, wait.replace("wait_for_previous();", ";"))
+    lengths, units = ([300, 64, 0, 40], 3) if wait != IDLE else ([1], 20)
+    case = Case.make(lengths, dim=128, page=32, dtype=torch.bfloat16)
+    with pytest.raises(AssertionError, match=r"front|pass it"):
+        run(lambda options: build(options, broken), case, units, hopper.Tuning(2, 2), None, seed=0)

@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.kernels.interpreter import DEVICE
 from tests.model.checkpoints import make_checkpoint
 from twolane.kernels.decode_attention import decode_scratch
-from twolane.kernels.linear import products_on
+from twolane.kernels.linear import Products
 from twolane.kernels.prefill_attention import PrefillPlan, PrefillWorkspace
 from twolane.lanes.cuda.rows import Placed, Steps
 from twolane.model.attention import Batch, KVCache, Segment
@@ -24,7 +25,7 @@ FAMILIES = ("llama-bias", "mistral", "qwen2-sliding", "qwen3")
 
 
 def ints(*values: int) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32)
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
 
 
 class OnGpu:
@@ -32,23 +33,23 @@ class OnGpu:
 
     def __init__(self, decoder: GpuDecoder) -> None:
         self.decoder, self.spec = decoder, decoder.spec
-        device = torch.device("cpu")
+        device = torch.device(DEVICE)
         self.kv = GpuKVCache(self.spec, 6, PAGE, torch.float32, device)
         for layer in self.kv.layers:
             layer.fill_(float("nan"))  # what nobody wrote must not be read: it would show
         self.workspace = Workspace(self.spec, torch.float32, device)
 
     def layers(self, first: int, last: int, hidden: torch.Tensor, rows: Rows) -> None:
-        products = products_on(UNITS)
+        products = Products(UNITS)
         self.decoder.layers(first, last, hidden, rows, self.kv, self.workspace, products)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits = torch.empty(len(hidden), self.spec.vocab_size)
-        self.decoder.head(hidden, logits, self.workspace, products_on(UNITS))
+        logits = hidden.new_empty(len(hidden), self.spec.vocab_size)
+        self.decoder.head(hidden, logits, self.workspace, Products(UNITS))
         return logits
 
     def prompt(self) -> Placed:
-        positions = torch.arange(PROMPT, dtype=torch.int32)
+        positions = torch.arange(PROMPT, dtype=torch.int32, device=DEVICE)
         write_slots = ints(*(PAGES[p // PAGE] * PAGE + p % PAGE for p in range(PROMPT)))
         windows = {self.spec.window(i) for i in range(self.spec.layers)}
         plans = {
@@ -61,7 +62,7 @@ class OnGpu:
                 dim=self.spec.head_dim,
                 dtype=torch.float32,
                 units=UNITS,
-                workspace=PrefillWorkspace("cpu"),
+                workspace=PrefillWorkspace(DEVICE),
                 window=window,
             )
             for window in windows
@@ -70,9 +71,9 @@ class OnGpu:
 
     def step(self) -> Steps:
         """Row 0 is padding."""
-        tables = torch.zeros(3, len(PAGES), dtype=torch.int32)
+        tables = torch.zeros(3, len(PAGES), dtype=torch.int32, device=DEVICE)
         tables[1] = ints(*PAGES)
-        scratch = decode_scratch(2, self.spec.heads, self.spec.head_dim, UNITS, "cpu")
+        scratch = decode_scratch(2, self.spec.heads, self.spec.head_dim, UNITS, DEVICE)
         lengths = ints(0, PROMPT + 1)
         return Steps(self.decoder, tables, ints(2, 1), ints(0, PROMPT), lengths, scratch, UNITS)
 
@@ -81,15 +82,16 @@ class OnGpu:
 def test_same_logits(family: str, tmp_path: Path) -> None:
     path = make_checkpoint(family, tmp_path / family, seed=1)
     spec, weights = load_weights(resolve(str(path)))
+    _, there = load_weights(resolve(str(path)), device=DEVICE)
     tokens = torch.randint(3, 250, (PROMPT + 1,), generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
-        expected = on_cpu(Decoder(spec, weights), tokens)
-        gpu = OnGpu(GpuDecoder(spec, weights))
-        hidden = weights.embedding[tokens[:-1]]
+        expected = on_cpu(Decoder(spec, weights), tokens).to(DEVICE)
+        gpu, tokens = OnGpu(GpuDecoder(spec, there)), tokens.to(DEVICE)
+        hidden = there.embedding[tokens[:-1]]
         for first, last in ((0, 1), (1, spec.layers)):
             gpu.layers(first, last, hidden, gpu.prompt())
         torch.testing.assert_close(gpu.logits(hidden), expected[:-1], atol=2e-3, rtol=0)
-        hidden = weights.embedding[tokens[[0, -1]]]
+        hidden = there.embedding[tokens[[0, -1]]]
         gpu.layers(0, spec.layers, hidden, gpu.step())
         torch.testing.assert_close(gpu.logits(hidden)[1], expected[-1], atol=2e-3, rtol=0)
 

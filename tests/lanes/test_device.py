@@ -23,7 +23,7 @@ from twolane.sampling import SamplingParams
 
 SAMPLING = Sampling(SamplingParams(), 0, 4, (), ())
 MEASURED = json.loads(
-    (Path(__file__).parents[2] / "benchmarks/results/engine-h200.json").read_text()
+    (Path(__file__).parents[2] / "benchmarks/results/engine-h200-cublas.json").read_text()
 )["details"]
 QWEN, LLAMA, CODE = "qwen3-8b", "llama-3.1-8b", "codellama-34b"
 

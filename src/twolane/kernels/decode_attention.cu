@@ -16,6 +16,10 @@
 //
 // Of a lane, g is lane / 4 and t is lane % 4.
 //
+// Both kernels may start before the one in front of them has ended (programmatic dependent launch).
+// What is read before that are lengths, slots, page tables and tokens that an earlier step wrote:
+// not the newest token of a row.
+//
 // The compiler is given T_BF16 (else float16), DIM (64, 128), PAGE (16, 32, 64), TILES_N (1: groups
 // to 8, 2: to 16), WARPS and STAGES; for measurements PROBE (1: only copy, 2: copy and load),
 // TIMELINE and WATCHDOG.
@@ -152,6 +156,14 @@ __device__ __forceinline__ float power2(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
+}
+
+__device__ __forceinline__ void let_next_start() {
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
+__device__ __forceinline__ void wait_for_previous() {
+    asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 
 __device__ __forceinline__ char* dynamic_shared() {
@@ -526,6 +538,7 @@ __device__ __forceinline__ void finish(const Arguments& a, const Cursor& at, boo
 extern "C" __global__ void __launch_bounds__(WARPS * LANES, 1)
 decode_attention(const __grid_constant__ TensorMap pool, const __grid_constant__ Arguments a) {
     MARK(0);
+    let_next_start();
     char* memory = dynamic_shared();
     __shared__ u64 barriers[WARPS * STAGES];
     __shared__ u32 warp_tiles[WARPS];
@@ -549,8 +562,11 @@ decode_attention(const __grid_constant__ TensorMap pool, const __grid_constant__
     for (int i = 0; i < WARPS; ++i) share.total += warp_tiles[i] * a.kv_heads;
     share.workers = min(share.total, gridDim.x * WARPS);
     u32 worker = warp * gridDim.x + blockIdx.x;  // few tiles are spread over all blocks
-    if (lane == 0) a.cuts[worker] = make_int2(-1, 0);
-    if (worker >= share.workers) return;
+    if (worker >= share.workers) {
+        wait_for_previous();
+        if (lane == 0) a.cuts[worker] = make_int2(-1, 0);
+        return;
+    }
     u32 position = share.begin(worker), stop = share.begin(worker + 1);
 
     Cursor at = find(a, rows, position, lane);
@@ -564,8 +580,11 @@ decode_attention(const __grid_constant__ TensorMap pool, const __grid_constant__
         __syncwarp();  // all lanes have used what was there
         values ? feed.values(a, pool, rows, lane) : feed.keys(a, pool, rows, lane);
     };
+    if (at.end - at.tile <= (STAGES + 1) / 2) wait_for_previous();  // for the newest token
 #pragma unroll
     for (int i = 0; i < STAGES; ++i) refill(i % 2);
+    wait_for_previous();
+    if (lane == 0) a.cuts[worker] = make_int2(-1, 0);
 
     u32 stage = 0, parity = 0;
     auto arrive = [&]() {  // the address of the next half, when it is there
@@ -626,6 +645,8 @@ combine(const __grid_constant__ TensorMap, const __grid_constant__ Arguments a) 
     constexpr int QUADS = 8 * TILES_N * DIM / 4;  // float4 of a part
     __shared__ float4 sums[COMBINE_WARPS][QUADS];
     __shared__ float peaks[16], gains[16];
+    let_next_start();
+    wait_for_previous();
     int warp = threadIdx.x / LANES, lane = threadIdx.x % LANES;
     int first = blockIdx.x, run = a.cuts[first].x, last = a.cuts[first].y;
     if (run < 0) return;

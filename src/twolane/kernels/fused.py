@@ -4,13 +4,19 @@ All of them run on torch's current stream, read lengths and positions on the dev
 nothing, so that they can be captured in a CUDA graph. Tensors are float32, bfloat16 or float16;
 arithmetic is float32, rounded to the tensors' type where Hugging Face's Llama rounds.
 
+On Hopper the kernels between a layer's products start before the kernel in front of them has ended
+(programmatic dependent launch), and let the next one start: see `_early`.
+
 A row is *active* while `lengths[row]` is above 0. Rows that are not pad a batch: nothing is written
 for them, and their slots, positions and pages are not followed.
 """
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 _HEADS = 16
 """Heads of one token that one program rotates: 4 KB of bfloat16 at 128 dimensions."""
@@ -24,6 +30,23 @@ def _warps(elements: int) -> int:
     return min(max(elements // _PER_WARP, 1), 16)
 
 
+@cache
+def _early(device: torch.device) -> bool:
+    """Whether kernels are launched early there, with `EARLY`.
+
+    Such a kernel may run while those in front of it do, back to the last that was launched plainly
+    (in a decode step, `embed`). So until it has waited for them it writes nothing, and reads only
+    what none of them writes: weights, lengths, slots, positions, page tables, tokens of the KV pool
+    that an earlier step wrote. Every program waits, since what comes behind relies on it.
+    """
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def _launch_options(device: torch.device) -> dict[str, bool]:
+    """Of a kernel that takes `EARLY`."""
+    return {"EARLY": True, "launch_pdl": True} if _early(device) else {"EARLY": False}
+
+
 @triton.jit
 def _rms_norm(
     x: tl.tensor,
@@ -35,12 +58,16 @@ def _rms_norm(
     HIDDEN: tl.constexpr,
     BLOCK: tl.constexpr,
     ADD: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < HIDDEN
-    value = tl.load(x + row * x_stride + column, mask=inside, other=0.0)
     scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
+    value = tl.load(x + row * x_stride + column, mask=inside, other=0.0)
     if ADD:
         place = residual + row * HIDDEN + column
         total = value.to(tl.float32) + tl.load(place, mask=inside, other=0.0).to(tl.float32)
@@ -92,6 +119,7 @@ def _launch_norm(
         BLOCK=block,
         ADD=residual is not None,
         num_warps=_warps(block),
+        **_launch_options(x.device),
     )
 
 
@@ -132,14 +160,17 @@ def _qkv_rope_write(
     KEEP_KEYS: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     dim = tl.arange(0, BLOCK)[None, :]
     rotated = head < Q_HEADS + KV_HEADS
     inside = (head < Q_HEADS + 2 * KV_HEADS) & (dim < DIM)
-    # Under way while the chain of loads that finds the page runs; of a row not active, too.
-    x = tl.load(qkv + row * qkv_stride + head * DIM + dim, mask=inside, other=0.0)
+    if EARLY:
+        gdc_launch_dependents()
+    else:  # under way while the chain of loads that finds the page runs; of a row not active, too
+        x = tl.load(qkv + row * qkv_stride + head * DIM + dim, mask=inside, other=0.0)
     if PAGED:
         active = tl.load(lengths + row) > 0
         owner = tl.load(slots + row, mask=active, other=0).to(tl.int64)
@@ -153,6 +184,12 @@ def _qkv_rope_write(
         position = tl.load(positions + row, mask=active, other=0).to(tl.int64)
         page = place // PAGE
         offset = place % PAGE
+    turn = tl.load(
+        table + position * DIM + dim + tl.zeros_like(head), mask=inside & rotated, other=0.0
+    )
+    if EARLY:
+        gdc_wait()
+        x = tl.load(qkv + row * qkv_stride + head * DIM + dim, mask=inside, other=0.0)
     if not active:
         return
     value = x.to(tl.float32)
@@ -161,9 +198,6 @@ def _qkv_rope_write(
         scale = tl.load(norm + head * DIM + dim, mask=inside & rotated, other=0.0).to(tl.float32)
         normal = (value * inverse).to(x.dtype).to(tl.float32) * scale
         value = tl.where(rotated, normal.to(x.dtype).to(tl.float32), value)
-    turn = tl.load(
-        table + position * DIM + dim + tl.zeros_like(head), mask=inside & rotated, other=0.0
-    )
     cos, sin = tl.split(tl.reshape(turn, (HEADS, BLOCK // 2, 2)))
     even, odd = tl.split(tl.reshape(value, (HEADS, BLOCK // 2, 2)))
     pairs = tl.join(even * cos - odd * sin, even * sin + odd * cos)
@@ -273,6 +307,7 @@ def _launch_rope(
         HEADS=_HEADS,
         BLOCK=block,
         num_warps=_warps(_HEADS * block),
+        **_launch_options(qkv.device),
     )
 
 
@@ -282,10 +317,14 @@ def _silu_mul(
     out: tl.tensor,
     INNER: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < INNER
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     place = gate_up + row * 2 * INNER + column
     gate = tl.load(place, mask=inside, other=0.0)
     up = tl.load(place + INNER, mask=inside, other=0.0).to(tl.float32)
@@ -299,7 +338,12 @@ def silu_mul(gate_up: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     rows, inner = out.shape
     block = min(_ELEMENTS, triton.next_power_of_2(inner))
     _silu_mul[(rows, triton.cdiv(inner, block))](
-        gate_up, out, INNER=inner, BLOCK=block, num_warps=_warps(block)
+        gate_up,
+        out,
+        INNER=inner,
+        BLOCK=block,
+        num_warps=_warps(block),
+        **_launch_options(out.device),
     )
     return out
 

@@ -1,42 +1,286 @@
-"""Matrix products of a layer, for a lane's share of the SMs."""
+"""Matrix products of a layer, each in the way that was fastest on the SMs of its lane.
 
-from dataclasses import dataclass
+Libraries choose a GEMM for the whole device. On a share of it their choice is off by up to a factor
+of two, and by another for every shape. So the products of decode are timed, on the lane's own
+stream with the model's own weights, before its graphs are captured. The ways: cuBLAS; cuBLASLt told
+how many SMs are not for it; and skinny_gemm.cu on Hopper. What was found is kept on disk.
+"""
+
+import json
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from twolane.kernels import fused, nvrtc, skinny_gemm
 
-@dataclass(frozen=True)
+Operation = Literal["linear", "add_linear", "gate_up_silu", "logits"]
+
+ROWS = (16, 32, 64, 128, 256)
+"""Rows that products are timed for; fewer go the way of the next of these, more to cuBLAS."""
+MARGIN = 1.02
+"""How much faster a less common way must be: noise does not choose."""
+_REPEATS = 3
+_COLD_BYTES = 200 << 20
+"""Weights that one timing reads: the L2 cache (60 MB) must not serve them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A way to compute a product: a library, or a variant of the own kernel and its blocks."""
+
+    library: Literal["cublas", "cublaslt"] = "cublas"
+    variant: skinny_gemm.Variant | None = None
+    blocks: int = 0
+
+    @property
+    def name(self) -> str:
+        """Different from that of all other ways of the same case and rows."""
+        return f"{self.variant.name}/{self.blocks}" if self.variant else self.library
+
+
+CUBLAS = Way()
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Products that go one way, up to a number of rows: weights [n, k]."""
+
+    operation: Operation
+    n: int
+    k: int
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, operation: Operation, weight: Tensor) -> "Case":
+        """Of calls with such a weight."""
+        n, k = weight.shape
+        return cls(operation, n, k, weight.dtype)
+
+
+@dataclass
 class Products:
-    """x @ weight.T (+ bias) by cuBLAS, without allocating; weights are [out, in], rows dense.
+    """x @ weight.T (+ bias), without allocating; weights are [out, in], rows dense.
+
+    What was not tuned is cuBLAS's.
 
     Args:
         units: SMs of the lane.
     """
 
     units: int
+    ways: dict[Case, dict[int, Way]] = field(default_factory=dict)
+    """What was chosen, by rows, fewest first."""
+    _scratch: dict[int, skinny_gemm.Scratch] = field(default_factory=dict)
+    """Of each stream: launches on several may overlap."""
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
         """`out` [T, out] = x [T, in] @ weight.T + bias."""
-        if bias is None:
-            torch.mm(x, weight.t(), out=out)
-        else:
-            torch.addmm(bias, x, weight.t(), out=out)
-
-    def logits(self, x: Tensor, weight: Tensor, out: Tensor) -> None:
-        """`out`, float32 [R, vocab] = x @ weight.T, not rounded to x's type on the way."""
-        if x.dtype == out.dtype:
-            torch.mm(x, weight.t(), out=out)
-        else:
-            torch.mm(x, weight.t(), out_dtype=out.dtype, out=out)
+        self._run(self.way("linear", len(x), weight), "linear", x, weight, bias, out)
 
     def add_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, into: Tensor) -> None:
         """`into` [T, out] += x [T, in] @ weight.T + bias."""
-        into.addmm_(x, weight.t())
-        if bias is not None:
-            into.add_(bias)
+        self._run(self.way("add_linear", len(x), weight), "add_linear", x, weight, bias, into)
+
+    def gate_up_silu(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, gate_up: Tensor, out: Tensor
+    ) -> None:
+        """`out` [T, inner] = silu(gate) * up of x [T, in] @ weight.T + bias, the gate first.
+
+        Args:
+            x: the rows.
+            weight: [2 * inner, in].
+            bias: [2 * inner] or None.
+            gate_up: [T, 2 * inner] that may be overwritten.
+            out: the result.
+        """
+        way = self.way("gate_up_silu", len(x), weight) if bias is None else CUBLAS
+        self._run(way, "gate_up_silu", x, weight, bias, out, gate_up)
+
+    def logits(self, x: Tensor, weight: Tensor, out: Tensor) -> None:
+        """`out`, float32 [R, vocab] = x @ weight.T, not rounded to x's type on the way."""
+        self._run(self.way("logits", len(x), weight), "logits", x, weight, None, out)
+
+    def tune(self, operation: Operation, weights: Sequence[Tensor], rows: int) -> None:
+        """Choose the ways for weights of one shape, on torch's current stream, outside capture.
+
+        What an earlier start found is not timed again. Where the own kernel cannot run, nothing is
+        chosen.
+
+        Args:
+            operation: what will be called.
+            weights: of all layers.
+            rows: the most that will be asked for.
+        """
+        case = Case.of(operation, weights[0])
+        if not skinny_gemm.serves(weights[0], gated=operation == "gate_up_silu"):
+            return
+        asked = [count for i, count in enumerate(ROWS) if i == 0 or ROWS[i - 1] < rows]
+        candidates = {count: list(self._candidates(case, count)) for count in asked}
+        record = _record(case, self.units, weights[0].device)
+        known = read_ways(record, candidates)
+        missing = [count for count in asked if count not in known]
+        skinny_gemm.compile_all(
+            {way.variant for count in missing for way in candidates[count] if way.variant}
+        )
+        enough = -(-_COLD_BYTES // weights[0].nbytes)
+        several = [weights[i % len(weights)] for i in range(enough)]
+        for count in missing:
+            times = {way: self._seconds(way, case, count, several) for way in candidates[count]}
+            known[count] = choose(times)
+        if missing:
+            write_ways(record, known)
+        self.ways[case] = {count: known[count] for count in asked}
+
+    def way(self, operation: Operation, rows: int, weight: Tensor) -> Way:
+        """How so many rows are multiplied with such a weight."""
+        ways = self.ways.get(Case.of(operation, weight), {})
+        return next((way for count, way in ways.items() if count >= rows), CUBLAS)
+
+    def _candidates(self, case: Case, rows: int) -> Iterator[Way]:
+        yield CUBLAS
+        yield Way("cublaslt")
+        if rows > skinny_gemm.MOST_ROWS:
+            return
+        gated, wide = case.operation == "gate_up_silu", case.operation == "logits"
+        for variant in skinny_gemm.variants(rows, case.dtype, self.units, gated=gated, wide=wide):
+            for blocks in variant.grids(case.n // 2 if gated else case.n, self.units):
+                yield Way("cublas", variant, blocks)
+
+    def _scratch_here(self, device: torch.device) -> skinny_gemm.Scratch:
+        """Of torch's current stream. It is kept for the graphs that know its address."""
+        stream = torch.cuda.current_stream(device).cuda_stream
+        if stream not in self._scratch:
+            self._scratch[stream] = skinny_gemm.Scratch.of(self.units, device)
+        return self._scratch[stream]
+
+    def _run(
+        self,
+        way: Way,
+        operation: Operation,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        out: Tensor,
+        gate_up: Tensor | None = None,
+    ) -> None:
+        if way.variant is not None:
+            scratch, residual = self._scratch_here(x.device), operation == "add_linear"
+            skinny_gemm.launch(
+                way.variant, way.blocks, x, weight, bias, out, scratch, residual=residual
+            )
+            return
+        with _library(way.library, self.units):
+            if operation == "add_linear":
+                out.addmm_(x, weight.t())
+            else:
+                _multiply(x, weight, bias, out if gate_up is None else gate_up)
+        if gate_up is not None:
+            fused.silu_mul(gate_up, out)
+        elif operation == "add_linear" and bias is not None:
+            out.add_(bias)
+
+    def _seconds(self, way: Way, case: Case, rows: int, weights: Sequence[Tensor]) -> float:
+        """Of one product behind a norm, as layers have them."""
+        like, operation = weights[0], case.operation
+        x = torch.randn(rows, case.k, dtype=like.dtype, device=like.device)
+        normal, scale = torch.empty_like(x), torch.ones_like(x[0])
+        kind = torch.float32 if operation == "logits" else like.dtype
+        out, gate_up = torch.zeros(rows, case.n, dtype=kind, device=like.device), None
+        if operation == "gate_up_silu":
+            out, gate_up = out.new_zeros(rows, case.n // 2), out
+
+        def run() -> None:
+            for weight in weights:
+                fused.rms_norm(x, scale, 1e-6, normal)
+                self._run(way, operation, normal, weight, None, out, gate_up)
+
+        return _graph_seconds(run) / len(weights)
 
 
-def products_on(units: int) -> Products:
-    """The products of a lane on so many SMs."""
-    return Products(units)
+def choose(seconds: Mapping[Way, float]) -> Way:
+    """cuBLAS, unless cuBLASLt is faster than it by `MARGIN`, unless the own kernel is than that."""
+    chosen = CUBLAS
+    for own in (False, True):
+        ways = [way for way in seconds if (way.variant is not None) == own]
+        fastest = min(ways, key=seconds.__getitem__, default=chosen)
+        if seconds[chosen] > MARGIN * seconds[fastest]:
+            chosen = fastest
+    return chosen
+
+
+def read_ways(record: Path, candidates: Mapping[int, Sequence[Way]]) -> dict[int, Way]:
+    """What `write_ways` kept, by rows, as far as it is among the candidates."""
+    try:
+        kept = json.loads(record.read_text())
+    except (OSError, ValueError):
+        return {}
+    names = kept if isinstance(kept, dict) else {}
+    return {
+        rows: way for rows, ways in candidates.items() for way in ways
+        if names.get(str(rows)) == way.name
+    }  # fmt: skip
+
+
+def write_ways(record: Path, ways: Mapping[int, Way]) -> None:
+    """Keep what was chosen."""
+    nvrtc.write_whole(record, json.dumps({rows: way.name for rows, way in ways.items()}).encode())
+
+
+def _record(case: Case, units: int, device: torch.device) -> Path:
+    """Where the choice is kept: of this GPU, its driver, these libraries and this source."""
+    made = torch.__version__, nvrtc.driver_version(), torch.cuda.get_device_name(device)
+    return nvrtc.cache_path(repr((case, units, made, skinny_gemm.text())), "ways.json")
+
+
+def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    if bias is not None:
+        torch.addmm(bias, x, weight.t(), out=out)
+    elif x.dtype == out.dtype:
+        torch.mm(x, weight.t(), out=out)
+    else:
+        torch.mm(x, weight.t(), out_dtype=out.dtype, out=out)
+
+
+@contextmanager
+def _library(library: Literal["cublas", "cublaslt"], units: int) -> Iterator[None]:
+    """Which library torch calls, and how many SMs that believes to be somebody else's.
+
+    Both are the process's and are put back at once: only one thread may launch.
+    """
+    if library == "cublas":
+        yield
+        return
+    total = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+    before = torch.backends.cuda.preferred_blas_library()
+    torch.backends.cuda.preferred_blas_library("cublaslt")
+    torch._C._set_sm_carveout_experimental(total - units or None)
+    try:
+        yield
+    finally:
+        torch._C._set_sm_carveout_experimental(None)
+        torch.backends.cuda.preferred_blas_library(before)
+
+
+def _graph_seconds(run: Callable[[], None]) -> float:
+    """Median over replays of a graph of `run`, on torch's current stream."""
+    stream = torch.cuda.current_stream()
+    run()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        run()
+    times = []
+    for _ in range(_REPEATS + 1):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start.record(stream)
+        graph.replay()
+        end.record(stream)
+        end.synchronize()
+        times.append(float(start.elapsed_time(end)))
+    return statistics.median(times[1:]) * 1e-3

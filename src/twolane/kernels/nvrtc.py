@@ -34,7 +34,14 @@ class Kernel:
     handle: Any
     """The driver's function."""
 
-    def launch(self, grid: int, threads: int, shared: int, *parameters: ctypes.Structure) -> None:
+    def launch(
+        self,
+        grid: int,
+        threads: int,
+        shared: int,
+        *parameters: ctypes.Structure,
+        early: bool = False,
+    ) -> None:
         """Launch on torch's current stream, also into a graph that is being captured.
 
         Args:
@@ -42,15 +49,24 @@ class Kernel:
             threads: of a block.
             shared: bytes of dynamic shared memory of a block.
             parameters: of the kernel, by value.
+            early: start before the kernel in front has ended; this one waits for it where it must
+                (programmatic dependent launch).
         """
         from cuda.bindings import driver
 
-        stream = torch.cuda.current_stream().cuda_stream
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+        config.sharedMemBytes = shared
+        config.hStream = driver.CUstream(torch.cuda.current_stream().cuda_stream)
+        if early:
+            attribute = driver.CUlaunchAttribute()
+            kinds = driver.CUlaunchAttributeID
+            attribute.id = kinds.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            attribute.value.programmaticStreamSerializationAllowed = 1
+            config.attrs, config.numAttrs = [attribute], 1
         pointers = (ctypes.c_void_p * len(parameters))(*map(ctypes.addressof, parameters))
-        shape = grid, 1, 1, threads, 1, 1, shared
-        cuda_checked(
-            driver.cuLaunchKernel(self.handle, *shape, stream, ctypes.addressof(pointers), 0)
-        )
+        cuda_checked(driver.cuLaunchKernelEx(config, self.handle, ctypes.addressof(pointers), 0))
 
 
 def compile_cubin(source: str, options: Sequence[str] = ()) -> bytes:
@@ -63,13 +79,19 @@ def compile_cubin(source: str, options: Sequence[str] = ()) -> bytes:
 
     version = cuda_checked(nvrtc.nvrtcVersion())
     arguments = (f"-arch={ARCHITECTURE}", "-std=c++17", *options)
-    key = hashlib.sha256(repr((source, arguments, version)).encode()).hexdigest()
-    path = _cache_directory() / f"{key[:32]}.cubin"
+    path = cache_path(repr((source, arguments, version)), "cubin")
     if path.exists():
         return path.read_bytes()
     cubin = _compile(source, arguments)
-    _write(path, cubin)
+    write_whole(path, cubin)
     return cubin
+
+
+def driver_version() -> int:
+    """Of CUDA, as the driver counts it."""
+    from cuda.bindings import driver
+
+    return int(cuda_checked(driver.cuDriverGetVersion()))
 
 
 def _compile(source: str, options: Sequence[str]) -> bytes:
@@ -89,11 +111,14 @@ def _compile(source: str, options: Sequence[str]) -> bytes:
         nvrtc.nvrtcDestroyProgram(program)
 
 
-def _cache_directory() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "twolane" / "kernels"
+def cache_path(key: str, suffix: str) -> Path:
+    """Where the user's cache has, or is to have, the file that depends on all of `key`."""
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    name = hashlib.sha256(key.encode()).hexdigest()[:32]
+    return home / "twolane" / "kernels" / f"{name}.{suffix}"
 
 
-def _write(path: Path, content: bytes) -> None:
+def write_whole(path: Path, content: bytes) -> None:
     """Whole or not at all: other processes may write the same file. An unwritable cache is none."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

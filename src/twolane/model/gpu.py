@@ -1,4 +1,4 @@
-"""The decoder on an NVIDIA GPU: cuBLAS for the large products, own kernels for all between.
+"""The decoder on an NVIDIA GPU: `Products` for the matrix products, own kernels for all between.
 
 The residual stream is updated in place, by the products that end a block. A forward pass is
 addressable layer by layer, like `model/decoder.py`, whose weights and order of dimensions it has.
@@ -145,9 +145,17 @@ class GpuDecoder:
         self, x: Tensor, w: LayerWeights, residual: Tensor, workspace: Workspace, products: Products
     ) -> None:
         gate_up, act = workspace.get("gate_up", len(x)), workspace.get("act", len(x))
-        products.linear(x, w.gate_up, w.gate_up_bias, gate_up)
-        fused.silu_mul(gate_up, act)
+        products.gate_up_silu(x, w.gate_up, w.gate_up_bias, gate_up, act)
         products.add_linear(act, w.down, w.down_bias, residual)
+
+    def tune(self, products: Products, rows: int) -> None:
+        """Choose how passes of up to so many tokens multiply, on torch's current stream."""
+        layers = self.weights.layers
+        products.tune("linear", [w.qkv for w in layers], rows)
+        products.tune("add_linear", [w.o for w in layers], rows)
+        products.tune("gate_up_silu", [w.gate_up for w in layers], rows)
+        products.tune("add_linear", [w.down for w in layers], rows)
+        products.tune("logits", [self.weights.head], rows)
 
     def head(
         self, hidden: Tensor, logits: Tensor, workspace: Workspace, products: Products

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from twolane.kernels import fused
 from twolane.kernels.decode_attention import decode_scratch
-from twolane.kernels.linear import products_on
+from twolane.kernels.linear import Products
 from twolane.kernels.sampling import Sampler
 from twolane.lanes.cuda.green import Partitions
 from twolane.lanes.cuda.rows import Steps
@@ -46,6 +46,8 @@ class LevelGraphs:
     bytes: int
     """Device memory that capturing took."""
     seconds: float
+    tuning_seconds: float
+    """That choosing its matrix products took, before."""
 
 
 class Inputs:
@@ -113,13 +115,21 @@ class DecodeSteps:
         """Tokens by step and row of the bucket."""
         self._pool = torch.cuda.graph_pool_handle()
         self.levels: dict[int, LevelGraphs] = {}
+        self._products: dict[int, Products] = {}
 
     def capture(self, partitions: Partitions, progress: Callable[[float], None]) -> None:
-        """Make the graphs of every level; `progress` is told the share that is done."""
+        """Tune the products and make the graphs of every level.
+
+        `progress` is told the share that is done.
+        """
         shares = partitions.decode_units
-        torch.cuda.empty_cache()  # capturing does it, too: it would count for the first level
         for place, units in enumerate(shares):
             stream = partitions.stream("decode", units)
+            begun = time.monotonic()
+            with torch.cuda.stream(stream):
+                self._decoder.tune(self.products(units), self.buckets[-1])
+            tuning = time.monotonic() - begun
+            torch.cuda.empty_cache()  # what tuning allocated does not count, nor stay
             free, begun = torch.cuda.mem_get_info()[0], time.monotonic()
             forward: dict[int, torch.cuda.CUDAGraph] = {}
             finish: dict[int, torch.cuda.CUDAGraph] = {}
@@ -129,8 +139,12 @@ class DecodeSteps:
                 finish[bucket] = self._capture(stream, self._finish, bucket, units)
             taken = free - torch.cuda.mem_get_info()[0]
             seconds = time.monotonic() - begun
-            self.levels[units] = LevelGraphs(forward, finish, taken, seconds)
+            self.levels[units] = LevelGraphs(forward, finish, taken, seconds, tuning)
         progress(1.0)
+
+    def products(self, units: int) -> Products:
+        """The matrix products on so many SMs: those of a level, and of what prefills on as many."""
+        return self._products.setdefault(units, Products(units))
 
     def bucket(self, rows: int) -> int:
         """The smallest bucket that holds so many rows."""
@@ -175,7 +189,7 @@ class DecodeSteps:
         decoder = self._decoder
         slots, positions, lengths, _, _ = self.inputs.views(bucket)
         rows = Steps(decoder, self._slots.tables, slots, positions, lengths, self.scratch, units)
-        hidden, products = self._hidden[:bucket], products_on(units)
+        hidden, products = self._hidden[:bucket], self.products(units)
         fused.embed(self._slots.last_token, slots, lengths, decoder.weights.embedding, hidden)
         decoder.layers(0, decoder.spec.layers, hidden, rows, self._kv, self.workspace, products)
         decoder.head(hidden, self.logits[:bucket], self.workspace, products)

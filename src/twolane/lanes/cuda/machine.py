@@ -97,10 +97,11 @@ class CudaMachine:
             steps.capture(self.partitions, lambda done: progress("graphs", done))
         for units, graphs in steps.levels.items():
             log.info(
-                "decode graphs on %d SMs: %.0f MiB, %.1f s",
+                "decode graphs on %d SMs: %.0f MiB, %.1f s, after %.1f s of tuning",
                 units,
                 graphs.bytes / 2**20,
                 graphs.seconds,
+                graphs.tuning_seconds,
             )
         runner = CudaRunner(decoder, kv, known, steps, min(max_model_len, WORKSPACE_TOKENS))
         lanes = CudaLanes(runner, self.partitions, notify)

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from twolane.kernels.linear import products_on
 from twolane.kernels.prefill_attention import PrefillPlan, PrefillWorkspace
 from twolane.kernels.prefill_attention_batch import upload as upload_parts
 from twolane.kernels.sampling import Sampler
@@ -207,7 +206,7 @@ class CudaRunner:
         return _Pass(rows, batch.hidden[index], batch.positions[index], batch.write_slots[index])
 
     def _layers(self, first: int, last: int, hidden: Tensor, placed: Placed, place: _Place) -> None:
-        products, activations = products_on(place.units), place.memory.activations
+        products, activations = self.steps.products(place.units), place.memory.activations
         self._decoder.layers(first, last, hidden, placed, self.kv, activations, products)
 
     def _plans(
@@ -281,7 +280,8 @@ class CudaRunner:
     def _logits(self, hidden: Tensor, place: _Place) -> Tensor:
         shape = (len(hidden), self._decoder.spec.vocab_size)
         logits = hidden.new_empty(shape, dtype=torch.float32)
-        self._decoder.head(hidden, logits, place.memory.activations, products_on(place.units))
+        products = self.steps.products(place.units)
+        self._decoder.head(hidden, logits, place.memory.activations, products)
         return logits
 
     def _score(self, hidden: Tensor, scoring: Scoring, place: _Place) -> list[PendingScores]:

@@ -83,13 +83,6 @@ def checks(report: Report, parts: dict[int, Partition]) -> None:
     report.add(checks=count, failures=report.failures)
 
 
-def name_of(way: Way) -> str:
-    v = way.variant
-    if v is None:
-        return way.library
-    return f"{'s' if v.swap else 'p'}{v.block_n}/{way.blocks}"
-
-
 def tune(report: Report, weights: dict[str, list], parts: dict[int, Partition]) -> dict:
     """The tuned products of every level."""
     tuned = {}
@@ -107,12 +100,12 @@ def ways(report: Report, weights: dict[str, list], parts: dict[int, Partition]) 
     for name, (operation, n, k) in SHAPES.items():
         for rows in (16, 32, 64, 128):
             for units, part in parts.items():
-                products, case = Products(units), Case(operation, n, k)
+                products, case = Products(units), Case(operation, n, k, DTYPE)
                 row = {}
                 with report.attempt(f"ways {name}"), torch.cuda.stream(part.stream):
-                    for way in products._candidates(case, rows, weights[name][0]):
+                    for way in products._candidates(case, rows):
                         t = products._seconds(way, case, rows, weights[name][:5])
-                        row[name_of(way)] = round(2e-9 * n * k * len(weights[name][:5]) / t, 2)
+                        row[way.name] = round(2e-12 * n * k / t, 2)
                 report.add(ways=name, rows=rows, units=units, **row)
 
 
@@ -168,7 +161,7 @@ def stacks(
                         run = stack(m, weights, tuned[units], way, small)
                         row[mode + "+" * small] = size / seconds([run], part.stream, 5) / 1e12
             chosen = [
-                name_of(tuned[units].way(op, m, weights[name][0]))
+                tuned[units].way(op, m, weights[name][0]).name
                 for name, (op, _, _) in SHAPES.items()
             ]
             report.add(stack=m, units=units, **row, chosen=" ".join(chosen))
@@ -190,4 +183,5 @@ def main() -> None:
     report.write()
 
 
-main()
+if __name__ == "__main__":
+    main()

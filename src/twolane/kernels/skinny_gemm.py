@@ -46,6 +46,11 @@ class Variant:
     dtype: torch.dtype = torch.bfloat16
 
     @property
+    def name(self) -> str:
+        """Different for tiles of the same rows: s or p, swapped or plain, and `block_n`."""
+        return f"{'s' if self.swap else 'p'}{self.block_n}"
+
+    @property
     def columns(self) -> int:
         """Columns of y in a tile."""
         return self.block_n // 2 if self.gated else self.block_n
@@ -135,10 +140,10 @@ def available(device: torch.device) -> bool:
     return True
 
 
-def serves(weight: Tensor, rows: int) -> bool:
-    """Whether the kernel exists for this weight and so many rows, as torch allocates tensors."""
+def serves(weight: Tensor, *, gated: bool = False) -> bool:
+    """Whether the kernel exists for this weight, with up to `MOST_ROWS` rows as torch has them."""
     n, k = weight.shape
-    sizes = rows <= MOST_ROWS and n % 16 == 0 and k % 8 == 0 and n <= 64 * MOST_TILES
+    sizes = n % (32 if gated else 16) == 0 and k % 8 == 0 and n <= 64 * MOST_TILES
     types = torch.bfloat16, torch.float16
     return sizes and weight.dtype in types and weight.is_contiguous() and available(weight.device)
 
@@ -168,11 +173,17 @@ def compile_all(wanted: Iterable[Variant]) -> None:
 
 
 @cache
+def text() -> str:
+    """The CUDA C++ that is the same for all variants."""
+    return Path(__file__).with_name("skinny_gemm.cu").read_text()
+
+
+@cache
 def source(variant: Variant) -> str:
     """CUDA C++ of a variant."""
     width = variant.rows if variant.swap else variant.block_n // variant.column_groups
     kind = "f16" if variant.dtype == torch.float16 else "bf16"
-    return _multiply(width, kind) + Path(__file__).with_name("skinny_gemm.cu").read_text()
+    return _multiply(width, kind) + text()
 
 
 def _multiply(n: int, kind: str) -> str:

@@ -155,7 +155,7 @@ __device__ __forceinline__ void consumers_sync() {
 }
 
 __device__ __forceinline__ void let_next_start() {
-    let_next_start();
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
 __device__ __forceinline__ void wait_for_previous() {

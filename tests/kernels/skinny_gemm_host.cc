@@ -1,0 +1,96 @@
+// Runs skinny_gemm.cu on the CPU; see cuda_host.h. Matrix instructions end when they are issued or
+// when they are waited for, as the dice fall.
+
+#include "cuda_host.h"
+
+static char* dynamic_shared() { return shared_memory + 48; }
+static bool elected() { return current % 32 == 0; }
+static void barriers_ready() {}
+static Meeting consumers_meeting;
+static void consumers_sync();
+static int count_arrival(int* arrivals) {
+    need_previous();
+    return (*arrivals)++;
+}
+static float to_float(unsigned short bits) { return widen<!HALF>(bits); }
+static u32 to_pair(float low, float high) { return narrow<!HALF>(low) | narrow<!HALF>(high) << 16; }
+
+// What a thread has issued and not waited for, by groups.
+static std::map<int, std::vector<std::vector<std::function<void()>>>> issued;
+
+static float element(u32 descriptor, int row, int k) {
+    u32 address = (descriptor & 0x3fff) << 4;
+    unsigned short bits;
+    memcpy(&bits, shared_memory + swizzled(address + row / 8 * 1024 + row % 8 * 128 + 2 * k), 2);
+    return to_float(bits);
+}
+// d [64, 2 COUNT] += a [64, 16] b [2 COUNT, 16]^T, by a warpgroup.
+template <int COUNT> static void multiply(float (&d)[COUNT], u32 a, u32 b) {
+    int thread = current % 128;
+    auto work = [&d, a, b, thread] {
+        for (int i = 0; i < COUNT; ++i) {
+            int row = thread / 32 * 16 + thread % 32 / 4 + i / 2 % 2 * 8;
+            int column = i / 4 * 8 + thread % 4 * 2 + i % 2;
+            for (int k = 0; k < 16; ++k) d[i] += element(a, row, k) * element(b, column, k);
+        }
+    };
+    issued[current].back().push_back(work);
+}
+static void multiply_begin() { issued[current].emplace_back(); }
+static void finish(std::vector<std::function<void()>>& group) {
+    for (auto& work : group) work();
+    group.clear();
+}
+static void multiply_commit() {
+    auto& groups = issued[current];
+    if (dice() % 2)
+        for (auto& group : groups) finish(group);
+}
+template <int LEFT> static void multiply_wait() {
+    auto& groups = issued[current];
+    while (groups.size() > LEFT) {
+        finish(groups.front());
+        groups.erase(groups.begin());
+    }
+    __syncwarp();
+}
+static void pin(float&) {}
+
+struct TensorMap;
+static void load_tile(u32 target, const TensorMap* map, int k, int row, u32 barrier, u64);
+
+#include SOURCE
+
+static void consumers_sync() { meet(consumers_meeting, CONSUMERS); }
+
+struct Matrix {  // in the bytes of a map
+    const char* at;
+    u64 rows, columns, stride, box_rows;
+};
+
+static const char* x;
+
+static void load_tile(u32 target, const TensorMap* map, int k, int row, u32 barrier, u64) {
+    Matrix m;
+    memcpy(&m, map->bytes, sizeof m);
+    if (target % 1024) fault = "a copy out of place";
+    if (m.at == x) need_previous();
+    start_copy(target, m.box_rows * 128, barrier, [=] {
+        for (u64 line = 0; line < m.box_rows; ++line)
+            for (u64 i = 0; i < BLOCK_K; ++i) {
+                bool inside = row + line < m.rows && k + i < m.columns;
+                const char* from = m.at + ((row + line) * m.stride + k + i) * 2;
+                char* to = shared_memory + swizzled(target + line * 128 + 2 * i);
+                inside ? memcpy(to, from, 2) : memset(to, 0, 2);
+            }
+    });
+}
+
+extern "C" const char* run(const Arguments* a, int grid, int seed) {
+    begin(seed);
+    Matrix m;
+    memcpy(&m, a->x.bytes, sizeof m);
+    x = m.at;
+    launch(grid, CONSUMERS + 32, [&] { skinny_gemm(*a); });
+    return fault;
+}

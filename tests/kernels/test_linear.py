@@ -1,0 +1,107 @@
+"""Which way a product goes, and what it comes to where nothing is tuned."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from twolane.kernels import linear, nvrtc, skinny_gemm
+from twolane.kernels.linear import CUBLAS, Case, Products, Way, choose, read_ways, write_ways
+
+LT = Way("cublaslt")
+OWN = Way(variant=skinny_gemm.Variant(128, 64), blocks=48)
+WIDE = Way(variant=skinny_gemm.Variant(256, 64), blocks=48)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "chosen"),
+    [
+        ({CUBLAS: 1.0, LT: 0.99, OWN: 0.99}, CUBLAS),
+        ({CUBLAS: 1.0, LT: 0.9, OWN: 0.89}, LT),
+        ({CUBLAS: 1.0, LT: 0.9, OWN: 0.8, WIDE: 0.7}, WIDE),
+        ({CUBLAS: 1.0, LT: 1.2, OWN: 0.9}, OWN),
+        ({CUBLAS: 1.0, LT: 0.9}, LT),
+        ({CUBLAS: 1.0}, CUBLAS),
+    ],
+)
+def test_noise_does_not_choose(seconds: dict[Way, float], chosen: Way) -> None:
+    assert choose(seconds) == chosen
+
+
+def test_a_product_goes_the_way_of_the_next_more_rows() -> None:
+    weight = torch.zeros(64, 32, dtype=torch.bfloat16)
+    products = Products(48, {Case.of("linear", weight): {16: LT, 64: OWN}})
+    ways = [products.way("linear", rows, weight) for rows in (1, 16, 17, 64, 65)]
+    assert ways == [LT, LT, OWN, OWN, CUBLAS]
+    assert products.way("add_linear", 1, weight) == CUBLAS
+    assert products.way("linear", 1, weight.half()) == CUBLAS
+    assert products.way("linear", 1, weight.t()) == CUBLAS
+
+
+@pytest.mark.parametrize("rows", linear.ROWS)
+@pytest.mark.parametrize("operation", ["linear", "add_linear", "gate_up_silu", "logits"])
+@pytest.mark.parametrize("units", [16, 56, 132])
+def test_candidates(operation: linear.Operation, units: int, rows: int) -> None:
+    """They have names of their own, hold the rows, and have no more blocks than SMs."""
+    case = Case(operation, 24_576, 4096, torch.bfloat16)
+    ways = list(Products(units)._candidates(case, rows))
+    assert ways[:2] == [CUBLAS, LT]
+    assert len({way.name for way in ways}) == len(ways)
+    assert (len(ways) > 2) == (rows <= skinny_gemm.MOST_ROWS)
+    for way in ways[2:]:
+        assert way.variant is not None and way.variant.rows >= rows and way.blocks <= units
+        assert way.variant.gated == (operation == "gate_up_silu")
+        assert way.variant.wide == (operation == "logits")
+        assert way.variant.shared <= 227 * 1024
+
+
+def test_what_was_chosen_is_kept(tmp_path: Path) -> None:
+    record, candidates = tmp_path / "new" / "ways.json", {16: [CUBLAS, LT], 64: [CUBLAS, OWN, WIDE]}
+    assert read_ways(record, candidates) == {}
+    write_ways(record, {16: LT, 64: WIDE})
+    assert read_ways(record, candidates) == {16: LT, 64: WIDE}
+    assert read_ways(record, {64: [CUBLAS, OWN], 128: [CUBLAS]}) == {}
+    for text in ("", "[1]", '{"16": 7}', json.dumps({"16": "p999/1"})):
+        record.write_text(text)
+        assert read_ways(record, candidates) == {}
+
+
+def test_a_record_belongs_to_its_case(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    keys = [("a", "x"), ("b", "x"), ("a", "y")]
+    paths = {nvrtc.cache_path(*key) for key in keys}
+    assert len(paths) == 3 and all(tmp_path in path.parents for path in paths)
+
+
+def test_nothing_is_tuned_without_the_kernel() -> None:
+    """On the CPU, and for float32 everywhere, products are the library's."""
+    products, weight = Products(8), torch.zeros(64, 32)
+    products.tune("linear", [weight], 64)
+    products.tune("linear", [weight.bfloat16()], 64)
+    assert products.ways == {}
+
+
+def test_untuned_products() -> None:
+    draw = torch.Generator().manual_seed(0)
+    x, w = torch.randn(5, 32, generator=draw), torch.randn(48, 32, generator=draw)
+    bias, old = torch.randn(48, generator=draw), torch.randn(5, 48, generator=draw)
+    products, out = Products(8), torch.empty(5, 48)
+    products.linear(x, w, bias, out)
+    torch.testing.assert_close(out, x @ w.T + bias)
+    products.logits(x, w, out)
+    torch.testing.assert_close(out, x @ w.T)
+    out.copy_(old)
+    products.add_linear(x, w, bias, out)
+    torch.testing.assert_close(out, old + x @ w.T + bias)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_untuned_gate(biased: bool) -> None:
+    draw = torch.Generator().manual_seed(0)
+    x, w = torch.randn(5, 32, generator=draw), torch.randn(48, 32, generator=draw)
+    bias = torch.randn(48, generator=draw) if biased else None
+    out = torch.empty(5, 24)
+    Products(8).gate_up_silu(x, w, bias, torch.empty(5, 48), out)
+    gate, up = torch.nn.functional.linear(x, w, bias).tensor_split(2, dim=1)
+    torch.testing.assert_close(out, torch.nn.functional.silu(gate) * up)

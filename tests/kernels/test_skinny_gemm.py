@@ -1,0 +1,153 @@
+"""The CUDA C++ of products of few rows, its instructions acted out on the CPU.
+
+See skinny_gemm_host.cc. tests/gpu/test_products.py checks the same on a GPU.
+"""
+
+import ctypes
+import functools
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.kernels import on_host
+from twolane.kernels import skinny_gemm
+from twolane.kernels.skinny_gemm import Scratch, Variant
+
+pytestmark = on_host.needs_compiler
+BF16, FP16 = torch.bfloat16, torch.float16
+
+
+@pytest.fixture(scope="module")
+def build(tmp_path_factory: pytest.TempPathFactory):
+    folder = tmp_path_factory.mktemp("host")
+
+    @functools.cache
+    def build(options: tuple[str, ...], source: str = skinny_gemm.text()) -> ctypes.CDLL:
+        return on_host.build("skinny_gemm_host.cc", source, options, folder)
+
+    return build
+
+
+class _Matrix(ctypes.Structure):
+    """As in skinny_gemm_host.cc."""
+
+    _fields_ = (
+        ("at", ctypes.c_void_p),
+        *((name, ctypes.c_uint64) for name in ("rows", "columns", "stride", "box_rows")),
+        ("padding", ctypes.c_char * 88),
+    )
+
+
+def matrix(address: int, rows: int, columns: int, stride: int, box: int, dtype: torch.dtype):
+    """In place of the driver's description of a matrix."""
+    described = _Matrix(address, rows, columns, stride, box)
+    return skinny_gemm.TensorMap.from_buffer_copy(described)
+
+
+def run(
+    build, variant: Variant, blocks: int, x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor,
+    seed: int = 0,
+) -> None:  # fmt: skip
+    """The kernel, adding into `out` if there is a bias."""
+    scratch = Scratch.of(blocks, torch.device("cpu"))
+    scratch.partials.fill_(torch.nan)
+    arguments = skinny_gemm.arguments(
+        variant, x, w, bias, out, scratch, bias is not None, tensor_map=matrix
+    )
+    aligned = (ctypes.c_char * (ctypes.sizeof(arguments) + 64))()
+    place = ctypes.addressof(aligned) + -ctypes.addressof(aligned) % 64
+    ctypes.memmove(place, ctypes.addressof(arguments), ctypes.sizeof(arguments))
+    grid = min(blocks, arguments.tiles * arguments.iterations)
+    fault = build(variant.options()).run(ctypes.c_void_p(place), grid, seed)
+    assert fault is None, fault
+    assert not scratch.arrivals.any()
+
+
+class Case:
+    """Random factors, and the product in float32."""
+
+    def __init__(self, variant: Variant, m: int, n: int, k: int) -> None:
+        draw = torch.Generator().manual_seed(m * n + k)
+
+        def random(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=draw).to(variant.dtype)
+
+        plain = not (variant.gated or variant.wide)
+        self.x, self.w = random(m, k + 8)[:, :k], random(n * (1 + variant.gated), k)
+        self.bias = random(n) if plain else None
+        self.old = random(m + 1, n) if plain else torch.full((m + 1, n), 7.0, dtype=variant.dtype)
+        if variant.wide:
+            self.old = self.old.float()
+        self.expected = self.x.float() @ self.w.float().T
+        if variant.gated:
+            gate, up = self.expected.tensor_split(2, dim=1)
+            self.expected = torch.nn.functional.silu(gate) * up
+        if self.bias is not None:
+            self.expected += self.bias.float() + self.old[:-1].float()
+
+    def error(self, out: Tensor) -> float:
+        return float((out.float() - self.expected).norm() / self.expected.norm())
+
+
+VARIANTS = [
+    (Variant(64, 16, swap=True), 3),
+    (Variant(128, 16, swap=True, gated=True), 16),
+    (Variant(256, 32, swap=True, wide=True, dtype=FP16), 21),
+    (Variant(64, 64, wide=True), 50),
+    (Variant(256, 64), 64),
+    (Variant(128, 64, gated=True, dtype=FP16), 33),
+    (Variant(128, 128), 70),
+]
+ALL = [
+    (variant, rows - 3)
+    for rows in (16, 32, 64, 128)
+    for gated, wide in ((False, False), (True, False), (False, True))
+    for units in (32, 132)
+    for variant in skinny_gemm.variants(rows, BF16, units, gated=gated, wide=wide)
+]
+
+
+@pytest.mark.parametrize(
+    ("variant", "m"), [*VARIANTS, *(pytest.param(*each, marks=pytest.mark.full) for each in ALL)]
+)
+def test_against_a_reference(build, variant: Variant, m: int) -> None:
+    """Tiles cut among blocks and not, the last ones partly outside, k not whole; rows strided."""
+    case = Case(variant, m, 2 * variant.columns + 16, 200)
+    for blocks in (1, 3, 7):
+        out = case.old.clone()
+        run(build, variant, blocks, case.x, case.w, case.bias, out[:-1])
+        assert case.error(out[:-1]) < (4e-3 if variant.dtype == BF16 else 1e-3)
+        assert torch.equal(out[-1], case.old[-1])
+
+
+def test_order_of_arrival_does_not_matter(build) -> None:
+    """Three tiles of four iterations over seven blocks: some tiles are the sum of three parts."""
+    variant, outs = Variant(64, 16, swap=True), []
+    case = Case(variant, 5, 192, 256)
+    for seed in range(4):
+        outs.append(case.old.clone())
+        run(build, variant, 11, case.x, case.w, case.bias, outs[-1][:-1], seed)
+    assert all(torch.equal(out, outs[0]) for out in outs)
+
+
+BROKEN = {
+    "x is read too early": ("    wait_for_previous();\n    at = begin;", "    at = begin;"),
+    "partial sums are left too early": ("        wait_for_previous();\n        consume", "consume"),
+    "a place is given back too early": ("multiply_wait<1>();", "multiply_wait<2>();"),
+    "a sum is read too early": ("multiply_wait<0>();", ""),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_a_missing_wait_is_seen(build, what: str) -> None:
+    wait, instead = BROKEN[what]
+    source = skinny_gemm.text()
+    assert source.count(wait) == 1
+    broken = source.replace(wait, instead)
+    variant = Variant(64, 16, swap=True)
+    case = Case(variant, 5, 192, 40 * 64)
+    out = case.old.clone()
+    with pytest.raises(AssertionError):
+        run(lambda options: build(options, broken), variant, 2, case.x, case.w, case.bias, out[:-1])
+        assert case.error(out[:-1]) < 4e-3
