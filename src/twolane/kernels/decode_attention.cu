@@ -637,71 +637,58 @@ decode_attention(const __grid_constant__ TensorMap pool, const __grid_constant__
     MARK(3);
 }
 
-// One block a worker: the parts of the run that it began and that goes on, in the workers' order.
-constexpr int COMBINE_WARPS = 4;
-
-extern "C" __global__ void __launch_bounds__(COMBINE_WARPS * LANES)
+// The parts of each run that was cut, in the workers' order. A block has the runs that WARPS workers
+// began and did not end; its warps share them out, and then the members of a run. Few registers and no
+// shared memory: all blocks can stand by while attention runs, so that the kernel behind can, too.
+extern "C" __global__ void __launch_bounds__(WARPS * LANES, 40 / WARPS)
 combine(const __grid_constant__ TensorMap, const __grid_constant__ Arguments a) {
-    constexpr int QUADS = 8 * TILES_N * DIM / 4;  // float4 of a part
-    __shared__ float4 sums[COMBINE_WARPS][QUADS];
-    __shared__ float peaks[16], gains[16];
+    constexpr int TEAM = DIM / 4;  // lanes that share a member, four dims each
     let_next_start();
     wait_for_previous();
     int warp = threadIdx.x / LANES, lane = threadIdx.x % LANES;
-    int first = blockIdx.x, run = a.cuts[first].x, last = a.cuts[first].y;
-    if (run < 0) return;
+    int2 cut = make_int2(-1, 0);
+    if (lane < WARPS) cut = __ldcg(a.cuts + blockIdx.x * WARPS + lane);
+    u32 begun = __ballot_sync(ALL, cut.x >= 0);
+    int runs = __popc(begun);
+    if (runs == 0) return;
+    int mine = warp % runs, share = warp / runs, shares = (WARPS - 1 - mine) / runs + 1;
+    for (int i = 0; i < mine; ++i) begun &= begun - 1;
+    int owner = __ffs(begun) - 1;
+    int run = __shfl_sync(ALL, cut.x, owner), last = __shfl_sync(ALL, cut.y, owner);
+    int first = blockIdx.x * WARPS + owner;
     auto part_at = [&](int part) {
         return a.partial + (u64)(2 * part + (part < last)) * PLACE_FLOATS;
     };
-    auto totals = [&](int part, int member) {  // peak and sum of weights
-        return __ldcg(reinterpret_cast<const float2*>(part_at(part) + 16 * DIM + 2 * member));
-    };
-    for (int member = warp; member < a.group; member += COMBINE_WARPS) {
+    for (int base = share * LANES; base < a.group * TEAM; base += shares * LANES) {
+        int quad = base + lane, member = min(quad / TEAM, a.group - 1);
+        auto totals = [&](int part) {  // peak and sum of weights
+            return __ldcg(reinterpret_cast<const float2*>(part_at(part) + 16 * DIM + 2 * member));
+        };
         float peak = MINUS_INFINITY, weight = 0;
-        for (int part = first + lane; part <= last; part += LANES)
-            peak = fmaxf(peak, totals(part, member).x);
+        for (int part = first + lane % TEAM; part <= last; part += TEAM)
+            peak = fmaxf(peak, totals(part).x);
 #pragma unroll
-        for (int d = 16; d; d /= 2) peak = fmaxf(peak, __shfl_xor_sync(ALL, peak, d));
-        for (int part = first + lane; part <= last; part += LANES) {
-            float2 t = totals(part, member);
+        for (int d = TEAM / 2; d; d /= 2) peak = fmaxf(peak, __shfl_xor_sync(ALL, peak, d));
+        for (int part = first + lane % TEAM; part <= last; part += TEAM) {
+            float2 t = totals(part);
             weight += t.y * power2(t.x - peak);
         }
 #pragma unroll
-        for (int d = 16; d; d /= 2) weight += __shfl_xor_sync(ALL, weight, d);
-        if (lane == 0) {
-            peaks[member] = peak;
-            gains[member] = 1.0f / weight;
-        }
-    }
-    __syncthreads();
-    float4 sum[QUADS / LANES];
-#pragma unroll
-    for (int i = 0; i < QUADS / LANES; ++i) sum[i] = make_float4(0, 0, 0, 0);
-#pragma unroll 2
-    for (int part = first + warp; part <= last; part += COMBINE_WARPS)
-#pragma unroll
-        for (int i = 0; i < QUADS / LANES; ++i) {
-            int quad = i * LANES + lane, member = quad * 4 / DIM;
-            if (member >= a.group) continue;
+        for (int d = TEAM / 2; d; d /= 2) weight += __shfl_xor_sync(ALL, weight, d);
+        float4 sum = make_float4(0, 0, 0, 0);
+#pragma unroll 4
+        for (int part = first; part <= last; ++part) {
             float4 x = __ldcg(reinterpret_cast<const float4*>(part_at(part)) + quad);
-            float gain = power2(totals(part, member).x - peaks[member]);
-            sum[i].x += x.x * gain;
-            sum[i].y += x.y * gain;
-            sum[i].z += x.z * gain;
-            sum[i].w += x.w * gain;
+            float gain = power2(totals(part).x - peak);
+            sum.x += x.x * gain;
+            sum.y += x.y * gain;
+            sum.z += x.z * gain;
+            sum.w += x.w * gain;
         }
-#pragma unroll
-    for (int i = 0; i < QUADS / LANES; ++i) sums[warp][i * LANES + lane] = sum[i];
-    __syncthreads();
-    for (int quad = threadIdx.x; quad < a.group * DIM / 4; quad += COMBINE_WARPS * LANES) {
-        float4 x = sums[0][quad];
-        for (int w = 1; w < COMBINE_WARPS; ++w) {
-            float4 y = sums[w][quad];
-            x = make_float4(x.x + y.x, x.y + y.y, x.z + y.z, x.w + y.w);
-        }
-        float gain = gains[quad * 4 / DIM];
+        if (quad >= a.group * TEAM) continue;
+        float gain = 1.0f / weight;
         u32* out = reinterpret_cast<u32*>(a.out + (u64)run * a.group * ROW_BYTES) + 2 * quad;
-        out[0] = pack(x.x * gain, x.y * gain);
-        out[1] = pack(x.z * gain, x.w * gain);
+        out[0] = pack(sum.x * gain, sum.y * gain);
+        out[1] = pack(sum.z * gain, sum.w * gain);
     }
 }

@@ -183,4 +183,4 @@ def attend(
     shared = tuned.warps * tuned.stages * _HALF_BYTES + 2 * 4 * q.shape[0]
     parameters = tensor_map(pool), arguments(q, kv_heads, *rest, window=window, scale=scale)
     kernel.launch(units, tuned.warps * 32, shared, *parameters, early=True)
-    combine.launch(units * tuned.warps, 4 * 32, 0, *parameters, early=True)
+    combine.launch(units, tuned.warps * 32, 0, *parameters, early=True)

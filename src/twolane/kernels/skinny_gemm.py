@@ -16,8 +16,9 @@ from twolane.kernels import nvrtc
 BLOCK_K = 64
 MOST_ROWS = 128
 MOST_TILES = 8192
-_SHARED = 227 * 1024
-"""Bytes of shared memory that a block can have."""
+_SHARED = 216 * 1024
+"""Bytes of shared memory of a block. The small kernel in front must fit beside it on the SM, or the
+block could not start early."""
 _RESERVED = 2048
 """Of them, for barriers and to align them."""
 _MOST_STAGES = 16
@@ -151,11 +152,9 @@ def serves(weight: Tensor, *, gated: bool = False) -> bool:
 def variants(
     rows: int, dtype: torch.dtype, units: int, *, gated: bool = False, wide: bool = False
 ) -> list[Variant]:
-    """Those worth timing: few SMs need the wide tiles, many have too few of them."""
+    """Those worth timing: few SMs need the wide tiles."""
     padded = next(count for count in (16, 32, 64, 128) if count >= rows)
-    sizes = [128, 256] if units <= 64 else [64, 128]
-    if padded > 64 or units in range(49, 100):
-        sizes = [64, 128, 256]
+    sizes = [128, 256] if units <= 48 and padded <= 64 else [64, 128, 256]
     tiles = [(n, True) for n in sizes] if padded <= 32 else []
     tiles += [(n, False) for n in sizes] if padded >= 32 else []
     return [
