@@ -88,16 +88,19 @@ class EngineClient:
 
     @classmethod
     async def start(
-        cls, config: EngineConfig, on_progress: Callable[[Progress], None] = ignore_progress
+        cls,
+        config: EngineConfig,
+        on_progress: Callable[[Progress], None] = ignore_progress,
+        log_level: str = "warning",
     ) -> "EngineClient":
-        """Start an engine and wait until it is ready.
+        """Start an engine and wait until it is ready; see `EngineStart` for `log_level`.
 
         Raises:
             EngineError: it could not start.
         """
         client = cls()
         try:
-            await client._spawn(config)
+            await client._spawn(config, log_level)
             await client._await_ready(on_progress)
         except BaseException:
             await client.close(patience=0.0)
@@ -152,7 +155,7 @@ class EngineClient:
         self._context.term()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    async def _spawn(self, config: EngineConfig) -> None:
+    async def _spawn(self, config: EngineConfig, log_level: str) -> None:
         to_engine, from_engine = (f"ipc://{self._folder}/{name}" for name in ("in", "out"))
         self._push.bind(to_engine)
         self._pull.bind(from_engine)
@@ -166,7 +169,7 @@ class EngineClient:
             env={name: value for name, value in os.environ.items() if name not in SECRETS},
         )
         assert self.process.stdin is not None
-        start = EngineStart(config=config, to_engine=to_engine, from_engine=from_engine)
+        start = EngineStart(config, to_engine, from_engine, log_level)
         self.process.stdin.write(msgspec.json.encode(start) + b"\n")
 
     async def _await_ready(self, on_progress: Callable[[Progress], None]) -> None:

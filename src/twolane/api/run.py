@@ -95,7 +95,7 @@ async def run(config: EngineConfig, options: ServerOptions) -> int:
     stop = Stop()
     with bind(options.host, options.port) as listener:
         with progress_bars() as show:
-            starting = asyncio.create_task(start_engine(config, show))
+            starting = asyncio.create_task(start_engine(config, show, options.log_level))
             await first_of(starting, stop.asked.wait())
         if not starting.done():
             starting.cancel()

@@ -13,7 +13,9 @@ from twolane.model.tokenizer import load_tokenizer
 
 
 async def start_engine(
-    config: EngineConfig, on_progress: Callable[[Progress], None] = ignore_progress
+    config: EngineConfig,
+    on_progress: Callable[[Progress], None] = ignore_progress,
+    log_level: str = "warning",
 ) -> tuple[EngineClient, TextCodec]:
     """Fetch the model if need be, start an engine and load the tokenizer beside it.
 
@@ -26,7 +28,7 @@ async def start_engine(
     source = await asyncio.to_thread(resolve, config.model, config.load_format)
     codec = asyncio.create_task(asyncio.to_thread(load_codec, source))
     try:
-        engine = await EngineClient.start(config, on_progress)
+        engine = await EngineClient.start(config, on_progress, log_level)
     except BaseException:
         codec.cancel()
         raise

@@ -76,3 +76,5 @@ class EngineStart(msgspec.Struct, frozen=True):
     """ZeroMQ address to pull `messages.ToEngine` from; the front binds it."""
     from_engine: str
     """ZeroMQ address to push `messages.FromEngine` to; the front binds it."""
+    log_level: str = "warning"
+    """The least that the engine writes to standard error."""

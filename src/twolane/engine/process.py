@@ -126,7 +126,9 @@ class ZmqPort:
 def main() -> int:
     """Serve until told to stop; the exit code."""
     start = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineStart)
-    logging.basicConfig(level=logging.INFO, format="engine: %(message)s", stream=sys.stderr)
+    logging.basicConfig(
+        level=start.log_level.upper(), format="engine: %(message)s", stream=sys.stderr
+    )
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the front
     waker = Waker()
     built: Built | None = None
