@@ -7,8 +7,8 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from twolane.bench.report import result_dict
 from twolane.bench.result import BenchConfig
+from twolane.bench.summary import result_dict
 from twolane.cli import app
 from twolane.engine.config import EngineConfig
 from twolane.simulate import REQUEST_COLUMNS, SimulateConfig, simulate

@@ -17,8 +17,8 @@ from rich.progress import Progress
 
 from twolane.bench.metrics import LAG_PERCENTILES, Distribution
 from twolane.bench.record import OK, Record, status_outcome
-from twolane.bench.report import result_json, summary
 from twolane.bench.result import BenchConfig, Result
+from twolane.bench.summary import result_json, summary
 from twolane.engine.build import Built, assemble
 from twolane.engine.config import EngineConfig
 from twolane.engine.engine import Engine

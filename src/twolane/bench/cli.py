@@ -324,7 +324,7 @@ def _finish(result: "Result", save_result: bool, result_file: Path | None) -> No
     """Save, then show; exit with 130 after Ctrl-C and with 1 if nothing was answered."""
     from rich.console import Console
 
-    from twolane.bench.report import default_name, result_json, summary
+    from twolane.bench.summary import default_name, result_json, summary
 
     path = result_file or (Path(default_name(result)) if save_result else None)
     if path is not None:

@@ -15,8 +15,8 @@ import msgspec
 
 from twolane.bench.metrics import Metrics, keeps
 from twolane.bench.record import Record
-from twolane.bench.report import result_dict
 from twolane.bench.result import Result
+from twolane.bench.summary import result_dict
 from twolane.workload.spec import OptionError, WorkloadSpec
 from twolane.workload.traces import TraceRequest
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from twolane.bench.cli import app
-from twolane.bench.report import default_name, result_dict, result_json, summary
+from twolane.bench.summary import default_name, result_dict, result_json, summary
 from twolane.workload.lengths import TABLES
 
 from .scripted import DONE, bench, text, usage

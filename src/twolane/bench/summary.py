@@ -1,4 +1,4 @@
-"""The result of a run as JSON, with the keys of `vllm bench serve`, and as tables to read."""
+"""A result as JSON, with the keys of `vllm bench serve`, and as tables to read."""
 
 import math
 from pathlib import Path
