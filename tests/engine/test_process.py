@@ -153,3 +153,8 @@ def test_a_trace_is_valid_json_and_accounts_for_every_request(
     assert all(e["dur"] >= 0 and e["args"]["reason"] for e in launches)
     served = {request for e in launches for request in e["args"]["requests"]}
     assert served == begun
+    (about,) = [e["args"] for e in events if e["name"] == "twolane"]
+    assert (about["system"], about["options"]) == (system, {})
+    assert {e["args"]["units"] for e in launches} <= {n for level in about["levels"] for n in level}
+    used = [e["args"]["pages_used"] for e in events if e["name"] == "pages_used"]
+    assert 0 < max(used) <= about["kv_pages"]

@@ -79,7 +79,18 @@ def assemble(
         trace=trace,
         slo=config.slo,
     )
-    return Built(engine, lanes, trace, _ready(config, engine, machine))
+    ready = _ready(config, engine, machine)
+    trace.about(
+        model=config.model,
+        system=ready.system,
+        options=config.options,
+        device=ready.device,
+        units=ready.units,
+        levels=ready.levels,
+        kv_pages=books.total_pages,
+        page_size=books.page_size,
+    )
+    return Built(engine, lanes, trace, ready)
 
 
 def _ready(config: EngineConfig, engine: Engine, machine: Machine) -> Ready:

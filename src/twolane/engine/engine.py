@@ -101,6 +101,7 @@ class Engine:
             decoding=stats.running,
             waiting=stats.waiting,
             pages_used=stats.kv_pages - stats.kv_pages_free - stats.kv_pages_cached,
+            pages_cached=stats.kv_pages_cached,
         )
         return news
 

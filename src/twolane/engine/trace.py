@@ -2,8 +2,8 @@
 
 Lanes are threads: one complete event ("X") for every launch, on the thread of its lane, named
 by its work, with units, requests, tokens, prediction and the plan's reason as arguments. Every
-request is an asynchronous slice; queue and KV use are counters. Times are microseconds since
-the trace began.
+request is an asynchronous slice; queue and KV use are counters. A metadata event "twolane" says
+what ran; the viewers pass over it. Times are microseconds since the trace began.
 """
 
 import json
@@ -20,6 +20,9 @@ class Trace:
 
     This one writes nothing.
     """
+
+    def about(self, **args: Any) -> None:
+        """What is traced: model, system, device, its units and levels, the size of the KV pool."""
 
     def request_begin(self, request: str, at: float, **args: Any) -> None:
         """A request arrived."""
@@ -54,6 +57,10 @@ class FileTrace(Trace):
         self._write({"ph": "M", "name": "process_name", "args": {"name": "twolane"}}, last="")
         for lane, thread in LANE_THREADS.items():
             self._write({"ph": "M", "name": "thread_name", "tid": thread, "args": {"name": lane}})
+
+    def about(self, **args: Any) -> None:
+        """See `Trace`."""
+        self._write({"ph": "M", "name": "twolane", "args": args})
 
     def request_begin(self, request: str, at: float, **args: Any) -> None:
         """See `Trace`."""
