@@ -19,9 +19,10 @@ import twolane
 from twolane.bench import options as bench_options
 from twolane.bench.cli import app as bench_app
 from twolane.configfile import config_option
-from twolane.engine.config import Device, DType, EngineConfig, EstimatorName, LoadFormat
+from twolane.engine.config import Device, DType, EngineConfig, LoadFormat
 from twolane.sampling import SamplingParams
 from twolane.slo import Slo
+from twolane.vocabulary import EstimatorName
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 USAGE_ERROR = 2
@@ -229,10 +230,11 @@ ENGINE_OPTIONS: dict[str, Any] = {
         ),
     ],
     "estimator": Annotated[
-        EstimatorName,
+        EstimatorName | None,
         typer.Option(
             rich_help_panel=SCHEDULING,
-            help="How to predict from a profile; `twolane bench estimators` compares them.",
+            help="How to predict from a profile; `twolane bench estimators` compares them. "
+            "Default: what the system was published with.",
         ),
     ],
     "trace": Annotated[

@@ -6,3 +6,6 @@ LaneName = Literal["prefill", "decode", "device"]
 """The prefill lane, the decode lane, or the whole device (both phases as one batch)."""
 
 LANES: tuple[LaneName, ...] = ("prefill", "decode", "device")
+
+EstimatorName = Literal["calibrated", "solo-run", "guard", "sm-roofline", "attention-roofline"]
+"""Those that are fitted on a profile; `estimate/catalog.py` has them."""

@@ -6,11 +6,11 @@ from typing import Literal
 import msgspec
 
 from twolane.slo import Slo
+from twolane.vocabulary import EstimatorName
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "dummy"]
 Device = Literal["auto", "cpu", "cuda"]
-EstimatorName = Literal["calibrated", "solo-run", "guard", "sm-roofline", "attention-roofline"]
 
 DEFAULT_SYSTEM = "static-split"
 
@@ -59,8 +59,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Share of a GPU's memory that this process may take, above 0 and at most 1."""
     profile: str | None = None
     """File of `twolane profile`; None: the cache's for this device and model, if there is one."""
-    estimator: EstimatorName = "calibrated"
-    """Fitted on the profile; without one there is only what launches are seen to take."""
+    estimator: EstimatorName | None = None
+    """Fitted on the profile; None: the system's own. Without a profile there is only what launches
+    are seen to take."""
     trace: str | None = None
     """File for a Chrome / Perfetto trace of the run."""
 

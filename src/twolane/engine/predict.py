@@ -14,6 +14,7 @@ from twolane.estimate import Estimator
 from twolane.estimate.online import OnlineEstimator
 from twolane.estimate.profile import Key, Profile, ProfileError, cached_profile, model_digest
 from twolane.model.hub import cache_dir
+from twolane.systems import SYSTEMS
 
 log = logging.getLogger("twolane.predict")
 
@@ -41,10 +42,11 @@ def make_estimator(config: EngineConfig, machine: Machine, units: int) -> Estima
             there, here = getattr(profile.key, name), getattr(key, name)
             if there != here:
                 log.warning("the profile was taken with %s %s; this is %s", name, there, here)
-        estimator = ESTIMATORS[config.estimator](profile)
+        name = config.estimator or SYSTEMS[config.system].estimator
+        estimator = ESTIMATORS[name](profile)
     except ProfileError as error:
         raise SettingError("profile", str(error)) from error
-    log.info("predictions: %s on %d samples of %s", config.estimator, len(profile.samples), path)
+    log.info("predictions: %s on %d samples of %s", name, len(profile.samples), path)
     return estimator
 
 

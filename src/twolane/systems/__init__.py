@@ -4,7 +4,7 @@ A system is a frozen msgspec struct: its fields are its settings, its first docs
 its description. Systems never import torch.
 """
 
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol, cast
 
 import msgspec
 
@@ -13,6 +13,7 @@ from twolane.systems.plan import Plan
 from twolane.systems.prefill_first import PrefillFirst
 from twolane.systems.static_split import StaticSplit
 from twolane.systems.view import View
+from twolane.vocabulary import EstimatorName
 
 __all__ = ["SYSTEMS", "System", "defaults", "describe", "make_system"]
 
@@ -23,6 +24,9 @@ class System(Protocol):
     `memory` is its own small frozen state, handed back to it at the next scheduling point.
     """
 
+    estimator: ClassVar[EstimatorName]
+    """What it predicts with, given a profile, unless another one is asked for."""
+
     def start(self) -> Any:
         """The memory before the first plan."""
 
@@ -30,7 +34,7 @@ class System(Protocol):
         """What to launch now. No side effects: the same view and memory give the same plan."""
 
 
-SYSTEMS: dict[str, type[PrefillFirst | Chunked | StaticSplit]] = {
+SYSTEMS: dict[str, type[System]] = {
     "prefill-first": PrefillFirst,
     "chunked": Chunked,
     "static-split": StaticSplit,
@@ -44,7 +48,8 @@ def describe(name: str) -> str:
 
 def defaults(name: str) -> dict[str, Any]:
     """The system's settings and their defaults."""
-    return {field.name: field.default for field in msgspec.structs.fields(SYSTEMS[name])}
+    kind = cast(type[msgspec.Struct], SYSTEMS[name])
+    return {field.name: field.default for field in msgspec.structs.fields(kind)}
 
 
 def make_system(name: str, options: dict[str, str] | None = None) -> System:

@@ -4,15 +4,20 @@ Every forward pass has at most `token_budget` tokens: first one for each decodin
 chunks of prompts in order. The budget bounds the time of a pass, and with it the TBT.
 """
 
+from typing import ClassVar
+
 import msgspec
 
 from twolane.systems.admission import next_chunks
 from twolane.systems.plan import DecodeSteps, Hybrid, Launch, Plan
 from twolane.systems.view import View
+from twolane.vocabulary import EstimatorName
 
 
 class Chunked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Decode tokens and prompt chunks in one forward pass, within a token budget."""
+
+    estimator: ClassVar[EstimatorName] = "calibrated"
 
     token_budget: int = 256
     """Tokens in a forward pass, decode and prefill together."""

@@ -4,15 +4,20 @@ Waiting prompts are prefilled as soon as they fit, whole, on the whole device; d
 still meanwhile. The "inflight batching" of MuxWise §1 and of DuetServe's SGLang-Default (§5.1).
 """
 
+from typing import ClassVar
+
 import msgspec
 
 from twolane.systems.admission import next_chunks
 from twolane.systems.plan import DecodeSteps, Launch, Plan, PrefillSlice
 from twolane.systems.view import View
+from twolane.vocabulary import EstimatorName
 
 
 class PrefillFirst(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Whole prompts first, decode when none waits; one phase at a time on the whole device."""
+
+    estimator: ClassVar[EstimatorName] = "calibrated"
 
     max_batch_tokens: int = 4096
     """New tokens in one prefill batch; a longer prompt is a batch of its own."""

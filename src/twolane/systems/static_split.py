@@ -4,16 +4,28 @@ Prefill runs in layer slices beside decode, each on its own units. A phase that 
 whole device. The partition never adapts: that is what the four systems add.
 """
 
+from typing import ClassVar
+
 import msgspec
 
-from twolane.estimate import Load
 from twolane.systems.admission import next_chunks
-from twolane.systems.plan import Chunk, DecodeSteps, Launch, Plan, PrefillSlice
-from twolane.systems.view import BatchView, View
+from twolane.systems.multiplex import (
+    Level,
+    Prompts,
+    layers_for,
+    nearest_level,
+    shared_levels,
+    wake_at,
+)
+from twolane.systems.plan import Chunk, DecodeSteps, Launch, Plan
+from twolane.systems.view import View
+from twolane.vocabulary import EstimatorName
 
 
 class StaticSplit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Prefill and decode side by side, at one fixed partition of the device."""
+
+    estimator: ClassVar[EstimatorName] = "calibrated"
 
     decode_units: int = 0
     """Units of the decode lane while both phases have work; 0 is half of the device."""
@@ -40,51 +52,28 @@ class StaticSplit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         chunks: tuple[Chunk, ...] = ()
         if view.batch is None and view.lanes["prefill"].due(view.now, self.lead_seconds):
             chunks = next_chunks(view, self.max_batch_tokens, split=False)
-        prefill = self._prefill(view, chunks)
-        decode = self._decode(view, beside_prefill=bool(chunks or _prefilling(view)))
+        prompts = Prompts.of(view.batch) if view.batch else Prompts.coming(view, chunks)
+        decode = self._decode(view, beside_prefill=bool(prompts or view.launched_batches))
+        prefill = self._prefill(view, prompts)
         launches = tuple(launch for launch in (decode, prefill) if launch)
-        wakes = (view.lanes[lane].due_at(self.lead_seconds) for lane in ("prefill", "decode"))
-        wake_at = min((w for w in wakes if w is not None and w > view.now), default=None)
         reason = " + ".join(f"{ln.lane} on {ln.units}" for ln in launches)
-        return Plan(admit=chunks, launches=launches, wake_at=wake_at, reason=reason), None
+        wake = wake_at(view, self.lead_seconds)
+        return Plan(admit=chunks, launches=launches, wake_at=wake, reason=reason), None
 
-    def partition(self, view: View) -> tuple[int, int]:
-        """The level on offer with the wanted decode units, or the nearest one."""
-        wanted = self.decode_units or view.units // 2
-        both = [level for level in view.levels if all(level)]
-        return min(both, key=lambda pd: abs(pd[1] - wanted), default=(view.units, view.units))
+    def _level(self, view: View) -> Level:
+        return nearest_level(shared_levels(view), self.decode_units or view.units // 2)
 
     def _decode(self, view: View, *, beside_prefill: bool) -> Launch | None:
         if not view.decoding or not view.lanes["decode"].due(view.now, self.lead_seconds):
             return None
-        units = self.partition(view)[1] if beside_prefill else view.units
+        units = self._level(view)[1] if beside_prefill else view.units
         return Launch("decode", units, DecodeSteps(self.look_ahead))
 
-    def _prefill(self, view: View, chunks: tuple[Chunk, ...]) -> Launch | None:
-        if not view.lanes["prefill"].due(view.now, self.lead_seconds):
+    def _prefill(self, view: View, prompts: Prompts | None) -> Launch | None:
+        if prompts is None or not view.lanes["prefill"].due(view.now, self.lead_seconds):
             return None
-        if not view.batch and not chunks:
-            return None
-        first = view.batch.layers_launched if view.batch else 0
-        alone = not view.decoding and view.lanes["decode"].queued == 0
-        if alone:
-            return Launch("prefill", view.units, PrefillSlice(first, view.layers))
-        units = self.partition(view)[0]
-        layers = self._slice_layers(view, _load(view, view.batch, chunks), units)
-        return Launch("prefill", units, PrefillSlice(first, min(first + layers, view.layers)))
-
-    def _slice_layers(self, view: View, load: Load, units: int) -> int:
-        seconds = view.estimator.prefill_slice(load, 1, units)
-        return max(1, int(self.slice_seconds / seconds)) if seconds else 1
-
-
-def _prefilling(view: View) -> bool:
-    return bool(view.batch or view.launched_batches)
-
-
-def _load(view: View, batch: BatchView | None, chunks: tuple[Chunk, ...]) -> Load:
-    """Of the open batch, or of the one that these chunks will be."""
-    if batch:
-        return Load([c.n for c in batch.chunks], [c.start for c in batch.chunks])
-    reused = {request.id: request.reused for request in view.waiting}
-    return Load([c.n for c in chunks], [reused[c.request] for c in chunks])
+        if not view.decoding and view.lanes["decode"].queued == 0:
+            return prompts.slice(view, view.layers, view.units)
+        units = self._level(view)[0]
+        whole = view.estimator.prefill_slice(prompts.load, view.layers, units)
+        return prompts.slice(view, layers_for(self.slice_seconds, whole, view.layers), units)

@@ -59,6 +59,14 @@ class RequestView(Protocol):
         """Output tokens delivered (the done frontier)."""
 
     @property
+    def first_token_at(self) -> float | None:
+        """When its first output token was delivered, in seconds; None: not yet."""
+
+    @property
+    def last_token_at(self) -> float | None:
+        """The same of the latest one."""
+
+    @property
     def context(self) -> int:
         """Tokens in its KV cache at the launched frontier."""
 
