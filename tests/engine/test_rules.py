@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from tests.systems.simulation import LAYERS, UNITS, Simulation, simulate, submit
 from twolane.engine.engine import Engine
 from twolane.engine.kv import KVBooks
-from twolane.engine.messages import Abort, Finish, Outputs, Submit, ToEngine
+from twolane.engine.messages import Abort, Finish, Outputs, Submit, ToEngine, Watch
 from twolane.estimate.online import OnlineEstimator
 from twolane.lanes.sim import FixedDurations, SimLanes
 from twolane.sampling import SamplingParams
@@ -291,6 +291,33 @@ def test_seconds_by_lane_and_units() -> None:
     sim = simulate(Script(one_by_one), [(0.0, submit("a", 40, 5))])
     seconds = {(lane, units): spent for lane, units, spent in sim.engine.stats().seconds}
     assert seconds == pytest.approx({("prefill", UNITS): 0.08, ("decode", UNITS): 0.08})
+
+
+@pytest.mark.parametrize("name", ["static-split", "chunked", "prefill-first"])
+def test_who_watches_is_told_of_every_launch_of_that_time(name: str) -> None:
+    """As the trace has them; prompts by name, decode by number."""
+    arrivals: list[tuple[float, ToEngine]] = [
+        (0.0, submit("a", 40, 30)),
+        (0.0, submit("b", 40, 30)),
+    ]
+    arrivals += [(0.1, Watch(0.3)), (0.15, submit("c", 600, 5)), (0.16, submit("d", 9, 1))]
+    sim = simulate(make_system(name), arrivals)
+    then = [ran for ran in sim.record.launches if 0.1 <= ran.end < 0.4]
+    assert len(then) < len(sim.record.launches)
+    told = [
+        (launched.lane, round(launched.start, 6), round(launched.end, 6), launched.units)
+        for launched in sim.launches
+    ]
+    assert told == [(ran.lane, ran.start, ran.end, ran.units) for ran in then]
+    layers: dict[str, set[int]] = {}
+    for launched, ran in zip(sim.launches, then, strict=True):
+        assert (launched.new, launched.reason) == (ran.tokens, ran.reason)
+        assert len(launched.prompts) + launched.decoding == len(ran.requests)
+        assert set(launched.prompts) <= set(ran.requests) & {"c", "d"}
+        assert bool(launched.steps) == bool(launched.decoding or name == "chunked")
+        for prompt in launched.prompts:
+            layers.setdefault(prompt, set()).update(range(*launched.layers))
+    assert layers == {"c": set(range(LAYERS)), "d": set(range(LAYERS))}
 
 
 def test_a_request_may_have_bounds_of_its_own() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from twolane.engine.engine import Engine
 from twolane.engine.kv import KVBooks
 from twolane.engine.loop import run
-from twolane.engine.messages import Output, Outputs, Refused, Submit, ToEngine
+from twolane.engine.messages import Launched, Output, Outputs, Refused, Submit, ToEngine
 from twolane.engine.simulated import SimPort
 from twolane.engine.trace import Trace
 from twolane.estimate import Estimator
@@ -84,6 +84,8 @@ class Simulation:
     refused: list[Refused]
     outputs: dict[str, Output]
     """All of each request as one."""
+    launches: list[Launched]
+    """Those that a watcher was told of."""
 
 
 def submit(name: str, prompt: int, output: int, **more: Any) -> Submit:
@@ -151,4 +153,5 @@ def simulate(
             if output.finish:
                 finish[output.id] = output.finish
     refused = [refused for _, news in heard for refused in news.refused]
-    return Simulation(engine, record, lanes.clock(), times, finish, refused, outputs)
+    launches = [launched for _, news in heard for launched in news.launches]
+    return Simulation(engine, record, lanes.clock(), times, finish, refused, outputs, launches)

@@ -18,6 +18,7 @@ from twolane.engine.messages import (
     Abort,
     Fatal,
     Finish,
+    Launched,
     Output,
     Outputs,
     Progress,
@@ -26,6 +27,7 @@ from twolane.engine.messages import (
     Stats,
     Submit,
     ToEngine,
+    Watch,
     decode_from_engine,
     encode,
 )
@@ -72,6 +74,8 @@ class EngineClient:
         self.stats = Stats()
         self.failure: str | None = None
         self.failed = asyncio.Event()
+        self.watchers: list[Callable[[list[Launched]], None]] = []
+        """Are told of launches, while `watch` says so."""
         self._sinks: dict[str, Sink] = {}
         self._closing = False
         self._pump_task: asyncio.Task[None] | None = None
@@ -129,6 +133,12 @@ class EngineClient:
         if self._sinks.pop(id, None) is not None and self.failure is None:
             with contextlib.suppress(EngineError):  # the watch on the process reports it
                 self._send(Abort(id=id))
+
+    def watch(self, seconds: float) -> None:
+        """Have the engine tell `watchers` of launches for so long from now."""
+        if self.failure is None:
+            with contextlib.suppress(EngineError):  # the watch on the process reports it
+                self._send(Watch(seconds))
 
     def end_all(self, message: str) -> None:
         """End the streams of all open requests with `message` and abort them in the engine."""
@@ -201,6 +211,9 @@ class EngineClient:
 
     def _deliver(self, news: Outputs) -> None:
         self.stats = news.stats
+        if news.launches:
+            for watcher in self.watchers:
+                watcher(news.launches)
         for output in news.outputs:
             ended = output.finish is not None
             sink = self._sinks.pop(output.id, None) if ended else self._sinks.get(output.id)

@@ -6,7 +6,16 @@ from typing import Any
 
 from twolane.engine.kv import KVBooks, Lookup
 from twolane.engine.launch import carry_out, joining
-from twolane.engine.messages import Abort, FinishReason, Outputs, Refused, Stats, Submit, ToEngine
+from twolane.engine.messages import (
+    Abort,
+    FinishReason,
+    Outputs,
+    Refused,
+    Stats,
+    Submit,
+    ToEngine,
+    Watch,
+)
 from twolane.engine.reap import reap
 from twolane.engine.request import Request
 from twolane.engine.state import State
@@ -64,7 +73,7 @@ class Engine:
         self._told = self.stats()
 
     def take(self, messages: Iterable[ToEngine]) -> bool:
-        """New requests, aborts and stops; whether there were any."""
+        """New requests, aborts, stops and watchers; whether there were any."""
         news = False
         for message in messages:
             news = True
@@ -72,6 +81,8 @@ class Engine:
                 self._submit(message)
             elif isinstance(message, Abort):
                 self._end(message.id, "abort")
+            elif isinstance(message, Watch):
+                self.state.watched_until = self.state.now() + message.seconds
             else:
                 self._end(message.id, "stop", message.tokens)
         return news
@@ -94,8 +105,8 @@ class Engine:
         state, stats = self.state, self.stats()
         if not state.outputs and not state.refused and stats == self._told:
             return None
-        news = Outputs(list(state.outputs.values()), state.refused, stats)
-        state.outputs, state.refused, self._told = {}, [], stats
+        news = Outputs(list(state.outputs.values()), state.refused, stats, state.launches)
+        state.outputs, state.refused, state.launches, self._told = {}, [], [], stats
         state.trace.counters(
             state.now(),
             decoding=stats.running,

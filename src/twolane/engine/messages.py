@@ -1,8 +1,8 @@
 """What the API process and the engine process say to each other: msgspec structs over ZeroMQ.
 
-A message is one msgpack-encoded struct, tagged with its type. The front sends `Submit`, `Abort` and
-`Finish`; the engine sends `Progress` while it starts, `Ready` once, then one `Outputs` for every
-turn of its loop that has news. For every `Submit` the engine sends exactly one ending: an
+A message is one msgpack-encoded struct, tagged with its type. The front sends `Submit`, `Abort`,
+`Finish` and `Watch`; the engine sends `Progress` while it starts, `Ready` once, then one `Outputs` for
+every turn of its loop that has news. For every `Submit` the engine sends exactly one ending: an
 `Output` with a `finish` reason, or a `Refused`; after an `Abort` it sends nothing more for that
 request except the `Output` with finish "abort".
 """
@@ -14,6 +14,7 @@ import msgspec
 from twolane.sampling import SamplingParams
 from twolane.sampling import TokenLogprobs as TokenLogprobs
 from twolane.slo import Slo
+from twolane.vocabulary import LaneName
 
 FinishReason = Literal["stop", "length", "abort"]
 RefusedCode = Literal["invalid", "too_long", "refused"]
@@ -50,6 +51,12 @@ class Finish(msgspec.Struct, frozen=True, tag=True):
     tokens: int
 
 
+class Watch(msgspec.Struct, frozen=True, tag=True):
+    """Somebody looks: tell of every launch that ends in the next `seconds`."""
+
+    seconds: float
+
+
 class Progress(msgspec.Struct, frozen=True, tag=True):
     """A step of the engine's start."""
 
@@ -79,6 +86,8 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 class Times(msgspec.Struct, frozen=True):
     """How long a request took, in seconds; None where it did not get there."""
 
+    taken: float | None = None
+    """When the engine took it, on the lanes' clock: the machine's monotonic one, on a device."""
     queue: float | None = None
     """Arrival to first admission."""
     prefill: float | None = None
@@ -132,12 +141,39 @@ class Stats(msgspec.Struct, frozen=True):
     """(lane, units, seconds of device work done on them)."""
 
 
-class Outputs(msgspec.Struct, frozen=True, tag=True):
+class Launched(msgspec.Struct, frozen=True):
+    """A launch that has ended: layers of prompts, decode steps, or both in one pass."""
+
+    lane: LaneName
+    units: int
+    start: float
+    """In seconds on the lanes' clock, as `end`."""
+    end: float
+    layers: tuple[int, int]
+    """Of the prompts: from the first to before the second. (0, 0): there were none."""
+    prompts: list[str]
+    """Ids of the requests whose prompts were computed."""
+    new: int
+    """Tokens, of prompts and of decode rows."""
+    reused: int
+    """Tokens of context that they stand on."""
+    decoding: int
+    """Requests that got a decode step."""
+    steps: int
+    predicted: float | None
+    """Seconds."""
+    reason: str
+    """The plan's."""
+
+
+class Outputs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """The news of one turn of the loop."""
 
     outputs: list[Output]
     refused: list[Refused]
     stats: Stats
+    launches: list[Launched] = []
+    """Those that ended while somebody watched."""
 
 
 class Fatal(msgspec.Struct, frozen=True, tag=True):
@@ -146,7 +182,7 @@ class Fatal(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
-ToEngine = Submit | Abort | Finish
+ToEngine = Submit | Abort | Finish | Watch
 FromEngine = Progress | Ready | Outputs | Fatal
 
 encode = msgspec.msgpack.Encoder().encode

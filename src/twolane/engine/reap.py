@@ -2,6 +2,7 @@
 
 from twolane.engine.beside import Mixed, beside_then
 from twolane.engine.kv import Allocation
+from twolane.engine.messages import Launched
 from twolane.engine.request import Flight, Phase, Request
 from twolane.engine.state import State
 from twolane.lanes import Sampled, Step
@@ -115,6 +116,8 @@ def _settle(state: State, flight: Flight) -> None:
     state.counters.seconds[ticket.lane, ticket.units] += ticket.seconds
     _observe(state, flight)
     _trace(state, flight)
+    if state.now() < state.watched_until:
+        state.launches.append(_launched(state, flight))
 
 
 def _observe(state: State, flight: Flight) -> None:
@@ -163,3 +166,28 @@ def _name(flight: Flight) -> str:
     if isinstance(work, DecodeSteps):
         return f"decode x{len(flight.ticket.steps)}"
     return "hybrid"
+
+
+def _launched(state: State, flight: Flight) -> Launched:
+    ticket, work, batch = flight.ticket, flight.launch.work, flight.batch
+    assert ticket.start is not None
+    assert ticket.end is not None
+    chunks = {id(chunk.allocation) for chunk in batch.members} if batch is not None else ()
+    prompts = [request.id for request, allocation in flight.rows if id(allocation) in chunks]
+    layers = (0, state.layers if prompts else 0)
+    if isinstance(work, PrefillSlice):
+        layers = (work.first, work.last)
+    return Launched(
+        lane=ticket.lane,
+        units=ticket.units,
+        start=ticket.start,
+        end=ticket.end,
+        layers=layers,
+        prompts=prompts,
+        new=flight.load.new,
+        reused=flight.load.reused,
+        decoding=len(flight.rows) - len(prompts),
+        steps=0 if isinstance(work, PrefillSlice) else len(ticket.steps),
+        predicted=flight.predicted,
+        reason=flight.reason,
+    )

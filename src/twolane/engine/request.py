@@ -120,6 +120,7 @@ class Request:
             return None if start is None or end is None else end - start
 
         return Times(
+            taken=self.arrival,
             queue=between(self.arrival, self.admitted_at),
             prefill=between(self.admitted_at, self.first_token_at),
             decode=between(self.first_token_at, self.last_token_at),

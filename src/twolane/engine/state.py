@@ -1,6 +1,7 @@
 """The engine's state: which request is where, and what is in flight."""
 
 import bisect
+import math
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
 
@@ -8,7 +9,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from twolane.engine.kv import KVBooks
-from twolane.engine.messages import FinishReason, Output, Refused
+from twolane.engine.messages import FinishReason, Launched, Output, Refused
 from twolane.engine.request import Flight, Phase, PrefillBatch, Request
 from twolane.engine.trace import Trace
 from twolane.estimate import Estimator
@@ -87,6 +88,9 @@ class State:
     outputs: dict[str, Output] = field(default_factory=dict)
     """News for the front, by request."""
     refused: list[Refused] = field(default_factory=list)
+    launches: list[Launched] = field(default_factory=list)
+    watched_until: float = -math.inf
+    """What is reaped later is no news of `launches`."""
 
     def now(self) -> float:
         """Seconds on the lanes' clock."""
