@@ -1,8 +1,8 @@
 """What the API process and the engine process say to each other: msgspec structs over ZeroMQ.
 
 A message is one msgpack-encoded struct, tagged with its type. The front sends `Submit`, `Abort`,
-`Finish` and `Watch`; the engine sends `Progress` while it starts, `Ready` once, then one `Outputs` for
-every turn of its loop that has news. For every `Submit` the engine sends exactly one ending: an
+`Finish` and `Watch`; the engine sends `Progress` while it starts, `Ready` once, then one `Outputs`
+for every turn of its loop that has news. For every `Submit` the engine sends exactly one ending: an
 `Output` with a `finish` reason, or a `Refused`; after an `Abort` it sends nothing more for that
 request except the `Output` with finish "abort".
 """
