@@ -9,9 +9,13 @@ from typing import Any, ClassVar, Protocol, cast
 import msgspec
 
 from twolane.systems.chunked import Chunked
+from twolane.systems.drift import Drift
+from twolane.systems.muxwise import MuxWise
 from twolane.systems.plan import Plan
 from twolane.systems.prefill_first import PrefillFirst
 from twolane.systems.static_split import StaticSplit
+from twolane.systems.temporal import Temporal
+from twolane.systems.two_stream import TwoStream
 from twolane.systems.view import View
 from twolane.vocabulary import EstimatorName
 
@@ -38,6 +42,10 @@ SYSTEMS: dict[str, type[System]] = {
     "prefill-first": PrefillFirst,
     "chunked": Chunked,
     "static-split": StaticSplit,
+    "two-stream": TwoStream,
+    "temporal": Temporal,
+    "drift": Drift,
+    "muxwise": MuxWise,
 }
 
 
