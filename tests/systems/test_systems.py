@@ -9,7 +9,7 @@ import pytest
 from tests.systems.simulation import LAYERS, UNITS, simulate, submit
 from twolane.engine.messages import Abort
 from twolane.lanes.sim import FixedDurations
-from twolane.systems import SYSTEMS, describe, make_system
+from twolane.systems import SYSTEMS, defaults, describe, make_system
 from twolane.systems.plan import DecodeSteps, Hybrid, Launch, Plan, PlanError, PrefillSlice
 
 
@@ -69,8 +69,8 @@ def test_priorities_come_before_age(name: str) -> None:
     arrivals = [(0.0, submit("busy", 600, 2))]
     arrivals += [(0.001, submit(f"low{i}", 600, 2, priority=1)) for i in range(6)]
     arrivals += [(0.002, submit("high", 600, 2, priority=0))]
-    options = {"token_budget": "600"} if name == "chunked" else {"max_batch_tokens": "600"}
-    sim = simulate(make_system(name, options), arrivals)
+    budget = "token_budget" if "token_budget" in defaults(name) else "max_batch_tokens"
+    sim = simulate(make_system(name, {budget: "600"}), arrivals)
     assert sim.times["high"][0] < min(sim.times[f"low{i}"][0] for i in range(6))
 
 

@@ -10,6 +10,7 @@ import msgspec
 
 from twolane.systems.chunked import Chunked
 from twolane.systems.drift import Drift
+from twolane.systems.duetserve import DuetServe
 from twolane.systems.muxwise import MuxWise
 from twolane.systems.plan import Plan
 from twolane.systems.prefill_first import PrefillFirst
@@ -46,6 +47,7 @@ SYSTEMS: dict[str, type[System]] = {
     "temporal": Temporal,
     "drift": Drift,
     "muxwise": MuxWise,
+    "duetserve": DuetServe,
 }
 
 
