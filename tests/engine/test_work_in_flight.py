@@ -1,4 +1,4 @@
-"""Random schedules under random legal plans and the three systems, and without each guard.
+"""Random schedules under random legal plans and every system, and without each guard.
 
 DESIGN.md, "Memory, and work in flight". Every schedule has arrivals, shared prefixes, aborts,
 priorities, a pool too small for its load, and lanes that are held back at random; after every
@@ -7,7 +7,6 @@ turn the books are checked, at the end every output is compared with the request
 
 import random
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,33 +16,42 @@ from tests.engine.world import World
 from twolane.engine import launch, reap, request
 from twolane.engine.kv import Allocation, KVBooks, PrefixTree
 from twolane.engine.state import State
-from twolane.systems import System, make_system
+from twolane.systems import SYSTEMS, System, make_system
 
 SCHEDULES = 30
 FULL_SCHEDULES = 1000
-
-SYSTEMS: dict[str, Callable[[int], System]] = {
-    "random plans": RandomPlans,
-    "prefill-first": lambda _: make_system("prefill-first", {"max_batch_tokens": "40"}),
-    "chunked": lambda _: make_system("chunked", {"token_budget": "12"}),
-    "static-split": lambda _: make_system("static-split", {"look_ahead": "2"}),
+SHARED_OUT = 3
+"""Times as many schedules are shared out among the systems."""
+RANDOM = "random plans"
+OPTIONS = {
+    "prefill-first": {"max_batch_tokens": "40"},
+    "chunked": {"token_budget": "12"},
+    "static-split": {"look_ahead": "2"},
 }
+"""Where a system would not meet with what the schedules are for otherwise."""
+SPLIT = (RANDOM, "static-split", "drift", "muxwise")
+"""Who must be seen to change levels."""
 
 KINDS = ("penalised", "biased", "scored", "scored prompts")
 
 
+def policy(system: str, seed: int) -> System:
+    return RandomPlans(seed) if system == RANDOM else make_system(system, OPTIONS.get(system))
+
+
 def run_world(system: str, seed: int, *, prefix_cache: bool = True) -> World:
-    world = World(SYSTEMS[system](seed), random.Random(seed), prefix_cache=prefix_cache)
+    world = World(policy(system, seed), random.Random(seed), prefix_cache=prefix_cache)
     world.run()
     return world
 
 
 @pytest.fixture
-def schedules(request: pytest.FixtureRequest) -> range:
-    return range(FULL_SCHEDULES if request.config.getoption("--full") else SCHEDULES)
+def schedules(request: pytest.FixtureRequest, system: str) -> range:
+    most = FULL_SCHEDULES if request.config.getoption("--full") else SCHEDULES
+    return range(most if system == RANDOM else SHARED_OUT * most // len(SYSTEMS))
 
 
-@pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.parametrize("system", [RANDOM, *SYSTEMS])
 def test_random_schedules(system: str, schedules: range) -> None:
     total: Counter[str] = Counter()
     for seed in schedules:
@@ -52,16 +60,18 @@ def test_random_schedules(system: str, schedules: range) -> None:
         assert seen["memory preemptions"], f"seed {seed} preempts nothing"
         assert seen["aborted in flight"], f"seed {seed} aborts nothing in flight"
         assert seen["prefix hits"], f"seed {seed} reuses no page"
-        if system in ("random plans", "static-split"):
+        if system in SPLIT:
             levels = [key for key in seen if key.startswith("level decode")]
             assert len(levels) > 1, f"seed {seed} never switches"
-        if system == "random plans":
+        if system == RANDOM:
             assert seen["preempted batches"], f"seed {seed} parks no batch"
     for what in ("held back", "stopped in flight", *KINDS):
         assert total[what] > len(schedules), what
+    if system == "drift":
+        assert total["preempted batches"]
 
 
-@pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.parametrize("system", [RANDOM, *SYSTEMS])
 def test_random_schedules_without_prefix_cache(system: str, schedules: range) -> None:
     for seed in schedules[: len(schedules) // 3]:
         world = run_world(system, seed, prefix_cache=False)
@@ -180,4 +190,4 @@ def test_without_a_guard_the_schedules_fail(guard: str, monkeypatch: pytest.Monk
         monkeypatch.setattr(where, name, replacement)
     with pytest.raises(Exception):  # noqa: B017  # whichever check notices it first
         for seed in range(4 * SCHEDULES):
-            run_world("random plans", seed)
+            run_world(RANDOM, seed)

@@ -36,11 +36,14 @@ from twolane.model.decoder import Decoder, LayerWeights, Weights
 from twolane.model.hub import resolve
 from twolane.model.weights import load_decoder
 from twolane.sampling import SamplingParams, TokenLogprobs
+from twolane.slo import Slo
 from twolane.systems import System
 
 PAGE = 4
 MODEL_LEN = 48
 EOS = (2,)
+SLOS = (Slo(), Slo(ttft=1e4, tbt=3.0), Slo(ttft=20.0, tbt=1.0))
+"""A step takes a second."""
 
 
 @cache
@@ -165,6 +168,9 @@ class World:
     def _submit(self, i: int) -> Submit:
         """The first three fill the pool, the last two ask the same; the others are of all kinds,
         and may follow an earlier one as the next turn of a conversation does."""
+        return msgspec.structs.replace(self._drawn(i), slo=SLOS[i % len(SLOS)])
+
+    def _drawn(self, i: int) -> Submit:
         rng = self.rng
         if i == self.requests - 1:
             return msgspec.structs.replace(self.submits[-1], id=f"r{i}")
