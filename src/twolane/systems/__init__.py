@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Protocol, cast
 
 import msgspec
 
+from twolane.systems.bullet import Bullet
 from twolane.systems.chunked import Chunked
 from twolane.systems.drift import Drift
 from twolane.systems.duetserve import DuetServe
@@ -47,6 +48,7 @@ SYSTEMS: dict[str, type[System]] = {
     "temporal": Temporal,
     "drift": Drift,
     "muxwise": MuxWise,
+    "bullet": Bullet,
     "duetserve": DuetServe,
 }
 
