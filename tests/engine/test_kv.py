@@ -147,9 +147,14 @@ def test_without_a_prefix_cache_nothing_is_shared() -> None:
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(seed=st.integers(0, 2**32), pages=st.integers(3, 30))
 def test_cost_is_what_allocation_takes(seed: int, pages: int) -> None:
-    """Whatever happened before: `cost` pages less are to be had after `allocate`."""
+    """Whatever happened before: `cost` pages less are to be had after `allocate`.
+
+    A lookup that begins where an earlier one ended finds what one from the start finds.
+    """
     rng = random.Random(seed)
     kv = books(pages)
+    waiting = [rng.randrange(2) for _ in range(29)]
+    seen = kv.lookup(waiting)
     held: list[tuple[Allocation, list[int]]] = []
     for _ in range(60):
         tokens = [rng.randrange(2) for _ in range(rng.randrange(1, 30))]
@@ -164,6 +169,8 @@ def test_cost_is_what_allocation_takes(seed: int, pages: int) -> None:
             kv.give_up(held.pop(rng.randrange(len(held)))[0])
             allocation = held[0][0] if held else None
         kv.check()
+        seen = kv.lookup(waiting, before=seen)
+        assert seen == kv.lookup(waiting)
 
 
 @pytest.mark.parametrize("fault", ["lost page", "page owned twice", "wrong pin", "slot twice"])

@@ -176,6 +176,8 @@ def test_launching_takes_the_host_time() -> None:
         lanes.launch("prefill", 84, prefill(1), ()),
     ]
     assert lanes.next_event() == 0.5
+    lanes.advance(0.5)
+    assert lanes.next_event() == 1.5  # the other is ready at 1.0, but waits for the first
     lanes.advance(10.0)
     assert [(t.start, t.end) for t in tickets] == [(0.5, 1.5), (1.5, 2.5)]
 

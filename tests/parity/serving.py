@@ -44,6 +44,8 @@ class Flown:
 class LaunchLog(Trace):
     """Keeps what ran in the lanes."""
 
+    silent = False
+
     def __init__(self) -> None:
         self.launches: list[Flown] = []
 

@@ -43,6 +43,8 @@ class Ran:
 class Record(Trace):
     """Keeps launches and request events instead of writing them."""
 
+    silent = False
+
     launches: list[Ran] = field(default_factory=list)
     events: list[tuple[str, str, float]] = field(default_factory=list)
     ends: dict[str, tuple[str, int]] = field(default_factory=dict)

@@ -1,7 +1,7 @@
 """The engine: what the loop calls, turn by turn."""
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from twolane.engine.kv import KVBooks, Lookup
@@ -27,7 +27,10 @@ from twolane.slo import Slo
 from twolane.systems import System
 from twolane.systems.plan import Plan
 from twolane.systems.view import View
-from twolane.vocabulary import LANES
+from twolane.vocabulary import LANES, LaneName
+
+NOBODY: dict[LaneName, list[Request]] = {lane: [] for lane in LANES}
+"""Who joins when no batch is launched to the end."""
 
 
 class Engine:
@@ -71,12 +74,14 @@ class Engine:
         self._seeds = random.Random(seed)
         self._arrivals = 0
         self._told = self.stats()
+        self._moved = False
+        """Since the front was last told."""
 
     def take(self, messages: Iterable[ToEngine]) -> bool:
         """New requests, aborts, stops and watchers; whether there were any."""
         news = False
         for message in messages:
-            news = True
+            news = self._moved = True
             if isinstance(message, Submit):
                 self._submit(message)
             elif isinstance(message, Abort):
@@ -89,7 +94,9 @@ class Engine:
 
     def reap(self) -> bool:
         """Deliver finished work; whether there was any."""
-        return reap(self.state)
+        moved = reap(self.state)
+        self._moved |= moved
+        return moved
 
     def plan(self) -> Plan:
         """Ask the system."""
@@ -98,10 +105,15 @@ class Engine:
 
     def carry_out(self, plan: Plan) -> bool:
         """Do what the plan says; whether it said anything."""
-        return carry_out(self.state, plan)
+        moved = carry_out(self.state, plan)
+        self._moved |= moved
+        return moved
 
     def news(self) -> Outputs | None:
         """What the front should hear since the last call, gauges too; None: nothing."""
+        if not self._moved:
+            return None
+        self._moved = False
         state, stats = self.state, self.stats()
         if not state.outputs and not state.refused and stats == self._told:
             return None
@@ -146,8 +158,8 @@ class Engine:
             launched_batches=tuple(state.launched),
             parked=state.parked,
             decoding=[request for request in state.decoding if request.to_generate > 0],
-            joining={lane: joining(state, lane) for lane in LANES},
-            lanes={lane: state.lane_view(lane) for lane in LANES},
+            joining={lane: joining(state, lane) for lane in LANES} if state.launched else NOBODY,
+            lanes=state.lane_views(),
             free_pages=state.kv.free_pages,
             reclaimable_pages=state.kv.reclaimable_pages,
             free_slots=state.kv.free_slots,
@@ -194,13 +206,13 @@ class Engine:
         if not message.prompt:
             return Refused(message.id, "invalid", "prompt is empty")
         params, known = message.params, range(self._vocab_size)
-        named = {
+        named: dict[str, Collection[int]] = {
             "prompt": message.prompt,
             "stop_token_ids": params.stop_token_ids,
             "logit_bias": params.logit_bias,
         }
         for name, tokens in named.items():
-            if not all(token in known for token in tokens):
+            if tokens and not (min(tokens) in known and max(tokens) in known):
                 text = f"{name} has a token id outside 0 to {known[-1]}"
                 return Refused(message.id, "invalid", text)
         if params.min_tokens and len({*params.stop_token_ids, *self._eos_token_ids}) == len(known):
@@ -222,7 +234,9 @@ class Engine:
     def _lookup(self, request: Request) -> Lookup:
         kv = self.state.kv
         if request.looked_up is None or request.looked_up.version != kv.tree.version:
-            request.looked_up = kv.lookup(request.tokens, reuse=not request.scores_prompt)
+            request.looked_up = kv.lookup(
+                request.tokens, reuse=not request.scores_prompt, before=request.looked_up
+            )
         return request.looked_up
 
     def _end(self, request_id: str, reason: FinishReason, kept: int | None = None) -> None:

@@ -7,6 +7,7 @@ path of tree nodes that its tokens begin with; a node that nobody pins is reclai
 
 import heapq
 from array import array
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -48,11 +49,17 @@ class PrefixTree:
         size = self._page_size
         return array("q", tokens[page * size : (page + 1) * size]).tobytes()
 
-    def match(self, tokens: Sequence[int], pages: int) -> list[Node]:
-        """The longest path of at most `pages` nodes that these tokens begin with."""
-        path: list[Node] = []
-        node = self._root
-        for page in range(pages):
+    def match(self, tokens: Sequence[int], pages: int, known: Sequence[Node] = ()) -> list[Node]:
+        """The longest path of at most `pages` nodes that these tokens begin with.
+
+        `known` is an earlier answer for the same tokens and pages: what is left of it holds, for
+        a node in the tree has its ancestors there, and leads on to what was added since.
+        """
+        path = list(known)
+        while path and path[-1].parent is None:
+            path.pop()  # evicted since
+        node = path[-1] if path else self._root
+        for page in range(len(path), pages):
             child = node.children.get(self.key(tokens, page))
             if child is None:
                 break
@@ -131,6 +138,8 @@ class Lookup:
     """Free or reclaimable pages that allocating takes."""
     version: int
     """Of the tree: the answer holds as long as that does."""
+    path: Sequence[Node] = ()
+    """Where the tokens are found; a later lookup begins there."""
 
 
 @dataclass(slots=True, eq=False)
@@ -197,38 +206,50 @@ class KVBooks:
         """How many pages that many tokens need."""
         return -(-tokens // self.page_size)
 
-    def match(self, tokens: Sequence[int], *, reuse: bool = True) -> list[Node]:
+    def match(
+        self, tokens: Sequence[int], *, reuse: bool = True, before: Lookup | None = None
+    ) -> list[Node]:
         """The shared pages that these tokens begin with; at least the last token is left over.
 
         A full hit must recompute its last token, for its logits; pages in the tree are never
-        written, so the page that holds it is left out.
+        written, so the page that holds it is left out. `before` is an earlier answer for the same
+        tokens, which saves most of the work.
         """
         if not (reuse and self.prefix_cache):
             return []
-        return self.tree.match(tokens, (len(tokens) - 1) // self.page_size)
+        known = () if before is None else before.path
+        return self.tree.match(tokens, (len(tokens) - 1) // self.page_size, known)
 
-    def lookup(self, tokens: Sequence[int], *, reuse: bool = True) -> Lookup:
-        """What `allocate` would find and take."""
-        path = self.match(tokens, reuse=reuse)
-        pinned = sum(node.pins > 0 for node in path)
+    def lookup(
+        self, tokens: Sequence[int], *, reuse: bool = True, before: Lookup | None = None
+    ) -> Lookup:
+        """What `allocate` would find and take; `before` as for `match`."""
+        path = self.match(tokens, reuse=reuse, before=before)
+        # A pinned node's ancestors are pinned: the pinned ones come first.
+        pinned = bisect_left(path, True, key=lambda node: node.pins == 0)
         return Lookup(
             reused=len(path) * self.page_size,
             cost=self.pages_for(len(tokens)) - pinned,
             version=self.tree.version,
+            path=path,
         )
 
-    def allocate(self, tokens: Sequence[int], *, reuse: bool = True) -> Allocation | None:
+    def allocate(
+        self, tokens: Sequence[int], *, reuse: bool = True, before: Lookup | None = None
+    ) -> Allocation | None:
         """A slot and pages for all of these tokens, the shared ones pinned; None: no room.
 
         Args:
             tokens: of the request.
             reuse: whether pages in the tree may be used; without, all tokens are computed.
+            before: an earlier answer of `lookup` for these tokens.
         """
-        if not self._free_slots or self.lookup(tokens, reuse=reuse).cost > (
-            self.free_pages + self.reclaimable_pages
-        ):
+        if not self._free_slots:
             return None
-        path = self.match(tokens, reuse=reuse)
+        found = self.lookup(tokens, reuse=reuse, before=before)
+        if found.cost > self.free_pages + self.reclaimable_pages:
+            return None
+        path = list(found.path)
         for node in path:
             self.tree.pin(node)
         allocation = Allocation(self._free_slots.pop(), [node.page for node in path], path)
@@ -240,6 +261,8 @@ class KVBooks:
     def grow(self, allocation: Allocation, tokens: int) -> bool:
         """Add pages until that many tokens fit; False, and nothing is added: no room."""
         missing = self.pages_for(tokens) - len(allocation.pages)
+        if missing <= 0:
+            return True
         if missing > self.free_pages + self.reclaimable_pages:
             return False
         for _ in range(missing):

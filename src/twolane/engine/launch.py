@@ -114,7 +114,9 @@ def _scoring(request: Request, start: int, end: int) -> Scoring | None:
 
 
 def _allocate(state: State, request: Request) -> Allocation:
-    allocation = state.kv.allocate(request.tokens, reuse=not request.scores_prompt)
+    allocation = state.kv.allocate(
+        request.tokens, reuse=not request.scores_prompt, before=request.looked_up
+    )
     if allocation is None:
         raise PlanError(f"admits {request.id}, for which there is no room")
     request.allocation = allocation
@@ -130,9 +132,9 @@ def _allocate(state: State, request: Request) -> Allocation:
 
 def _launch(state: State, launch: Launch, reason: str) -> bool:
     """Whether there was anything to launch."""
-    offered = {units for level in state.lanes.levels for units in level if units}
-    if launch.lane not in LANES or launch.units not in offered:
-        raise PlanError(f"launches on {launch.units} units of {launch.lane!r}; on offer: {offered}")
+    levels, units = state.lanes.levels, launch.units
+    if launch.lane not in LANES or units < 1 or not any(units in level for level in levels):
+        raise PlanError(f"launches on {units} units of {launch.lane!r}; on offer: {levels}")
     if isinstance(launch.work, PrefillSlice):
         return _launch_slice(state, launch, launch.work, reason)
     if isinstance(launch.work, Hybrid):
@@ -284,13 +286,15 @@ def _reserve(state: State, lane: LaneName, k: int) -> _Reserved:
     """
     ready = [*state.decoding, *joining(state, lane)]
     rows = [request for request in ready if request.to_generate > 0]
-    clipped = k
-    while clipped > 1 and _missing(state, rows, clipped) > _available(state):
-        clipped -= 1
-    note = f" (k clipped from {k} to {clipped})" if clipped < k else ""
-    if _missing(state, rows, 1) > _available(state):
-        _make_room(state, rows)
-        rows = [request for request in rows if request.started]
+    clipped, note = k, ""
+    # Nobody needs more than a page for every page of steps and one for what is left of its last.
+    if len(rows) * (state.kv.pages_for(k) + 1) > _available(state):
+        while clipped > 1 and _missing(state, rows, clipped) > _available(state):
+            clipped -= 1
+        note = f" (k clipped from {k} to {clipped})" if clipped < k else ""
+        if _missing(state, rows, 1) > _available(state):
+            _make_room(state, rows)
+            rows = [request for request in rows if request.started]
     reserved = []
     for request in rows:
         steps = min(clipped, request.to_generate)

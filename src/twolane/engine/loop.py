@@ -24,12 +24,16 @@ class Port(Protocol):
 
 
 def run(engine: Engine, port: Port) -> None:
-    """Serve until the port says stop. Polls when woken, never blocks, never spins at rest."""
+    """Serve until the port says stop. Polls when woken, never blocks, never spins at rest.
+
+    A plan that did something is followed by another one; a plan that did nothing has seen all that
+    there was to see.
+    """
     while (messages := port.receive()) is not None:
-        changed = engine.take(messages)
-        changed |= engine.reap()
+        engine.take(messages)
+        engine.reap()
         plan = engine.plan()
-        changed |= engine.carry_out(plan)
+        changed = engine.carry_out(plan)
         if (news := engine.news()) is not None:
             port.send(news)
         if not changed:

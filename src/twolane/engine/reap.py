@@ -18,9 +18,9 @@ def reap(state: State) -> bool:
     # The lanes run on while they are polled. A launch that another one waits for was launched
     # before it; polled after it, it is seen to have ended whenever the other is seen to have
     # begun. So: poll the latest launch first, deliver the earliest first.
-    polled = [(flight, *_poll(flight)) for flight in reversed(state.flights)][::-1]
+    polled = [(flight, *_poll(flight)) for flight in reversed(state.flights)]
     news = False
-    for flight, done, steps in polled:
+    for flight, done, steps in reversed(polled):
         for step in steps:
             _deliver(state, flight, step)
         if done:
@@ -35,6 +35,8 @@ def _poll(flight: Flight) -> tuple[bool, list[Step]]:
     done = ticket.done  # read first: the last step comes before the end
     if done and ticket.error is not None:
         raise ticket.error
+    if len(ticket.steps) == flight.taken:
+        return done, []
     steps = ticket.steps[flight.taken :]
     flight.taken += len(steps)
     return done, steps
@@ -46,10 +48,11 @@ def _deliver(state: State, flight: Flight, step: Step) -> None:
         request, allocation = flight.rows[row]
         if _expected(request, allocation):
             request.prompt_logprobs += logprobs
+    now = state.now()
     for sampled in step.sampled:
         request, allocation = flight.rows[sampled.row]
         if _expected(request, allocation):
-            _receive(state, request, sampled)
+            _receive(state, request, sampled, now)
 
 
 def _expected(request: Request, allocation: Allocation) -> bool:
@@ -61,8 +64,8 @@ def _expected(request: Request, allocation: Allocation) -> bool:
     return request.allocation is allocation
 
 
-def _receive(state: State, request: Request, sampled: Sampled) -> None:
-    now, token = state.now(), sampled.token
+def _receive(state: State, request: Request, sampled: Sampled, now: float) -> None:
+    token = sampled.token
     request.tokens.append(token)
     _note_latency(state, request, now)
     if request.phase is not Phase.DECODE:
@@ -140,6 +143,8 @@ def _observe(state: State, flight: Flight) -> None:
 
 
 def _trace(state: State, flight: Flight) -> None:
+    if state.trace.silent:
+        return
     ticket, work = flight.ticket, flight.launch.work
     assert ticket.start is not None
     assert ticket.end is not None

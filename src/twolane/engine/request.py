@@ -104,7 +104,8 @@ class Request:
     @property
     def to_generate(self) -> int:
         """Output tokens it may still be launched for."""
-        return self.limit - max(self.sampled, len(self.tokens))
+        known, sampled = len(self.tokens), self.sampled
+        return self.limit - (sampled if sampled > known else known)
 
     @property
     def tpot(self) -> float | None:

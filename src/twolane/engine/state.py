@@ -16,9 +16,10 @@ from twolane.estimate import Estimator
 from twolane.lanes import Lanes, Sampled
 from twolane.slo import Slo
 from twolane.systems.view import LaneView
-from twolane.vocabulary import LaneName
+from twolane.vocabulary import LANES, LaneName
 
 WINDOW = 512
+IDLE: dict[LaneName, LaneView] = {lane: LaneView() for lane in LANES}
 LANDED = 256
 
 
@@ -159,9 +160,13 @@ class State:
 
     def say(self, request: Request, sampled: Sampled | None, finish: FinishReason | None) -> None:
         """Add a token, or the end, to the news of this turn."""
-        news = self.outputs.get(request.id) or Output(request.id, [])
+        news = self.outputs.get(request.id)
         if sampled is not None:
-            news = _with_token(news, request, sampled)
+            if news is None and sampled.logprobs is None and request.generated > 1:
+                news = Output(request.id, [sampled.token])
+            else:
+                news = _with_token(news or Output(request.id, []), request, sampled)
+        news = news or Output(request.id, [])
         if finish is not None:
             news = replace(news, finish=finish, times=request.times())
         self.outputs[request.id] = news
@@ -173,20 +178,25 @@ class State:
         if self.parked and not self.parked.chunks:
             self.parked = None
 
-    def lane_view(self, lane: LaneName) -> LaneView:
-        """What is queued in a lane, and until when by prediction."""
-        flights = [flight for flight in self.flights if flight.launch.lane == lane]
-        if not flights:
-            return LaneView()
-        until: float | None = None
-        predictions = [flight.predicted for flight in flights]
-        known = [p for p in predictions if p is not None]
-        if len(known) == len(predictions):
-            begun = flights[0].ticket.start
-            now = self.now()
-            head_end = max(now, (now if begun is None else begun) + known[0])
-            until = head_end + sum(known[1:])
-        return LaneView(len(flights), flights[-1].launch.units, until)
+    def lane_views(self) -> dict[LaneName, LaneView]:
+        """What is queued in each lane, and until when by prediction."""
+        views = IDLE.copy()
+        for flight in self.flights:
+            lane = flight.launch.lane
+            views[lane] = self._behind(views[lane], flight)
+        return views
+
+    def _behind(self, before: LaneView, flight: Flight) -> LaneView:
+        """A lane with one more launch."""
+        predicted, until = flight.predicted, before.until
+        if predicted is None or (before.queued and until is None):
+            until = None
+        elif until is None:
+            begun, now = flight.ticket.start, self.now()
+            until = max(now, (now if begun is None else begun) + predicted)
+        else:
+            until += predicted
+        return LaneView(before.queued + 1, flight.launch.units, until)
 
 
 def _with_token(news: Output, request: Request, sampled: Sampled) -> Output:

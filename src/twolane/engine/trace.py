@@ -21,6 +21,9 @@ class Trace:
     This one writes nothing.
     """
 
+    silent = True
+    """Whether launches need not be reported."""
+
     def about(self, **args: Any) -> None:
         """What is traced: model, system, device, its units and levels, the size of the KV pool."""
 
@@ -48,6 +51,8 @@ class FileTrace(Trace):
 
     The viewers also read the file of a run that was killed.
     """
+
+    silent = False
 
     def __init__(self, path: str | Path, began: float) -> None:
         # Flushed event by event: what a killed run leaves ends in a whole event.

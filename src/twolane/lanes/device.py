@@ -204,6 +204,7 @@ class DeviceModel:
         self._noise: list[float] = []
         self._layers: dict[tuple[int, int], _Cost] = {}
         self._heads: dict[tuple[int, int], _Cost] = {}
+        self._steps: dict[tuple[int, int], _Cost] = {}
 
     # --- what the lanes ask -------------------------------------------------------------------
 
@@ -246,8 +247,7 @@ class DeviceModel:
             if step:
                 rows = sum(step < row.steps for row in work.rows)
             contexts += rows  # each token reads itself, too
-            cost = self._layer(rows, units).times(self._shapes.layers)
-            cost = cost.plus(self._head(rows, units)).plus(self._read(contexts, units))
+            cost = self._products(rows, units).plus(self._read(contexts, units))
             demands.append(self._demand(cost, units))
         return demands
 
@@ -266,6 +266,15 @@ class DeviceModel:
         read = self._read(sum([row.position + 1 for row in work.decode]), units)
         head = self._head(decode + _ends(prompts), units)
         return layer.times(self._shapes.layers).plus(head).plus(read)
+
+    def _products(self, rows: int, units: int) -> _Cost:
+        """All of a decode step but its attention."""
+        key = (rows, units)
+        cost = self._steps.get(key)
+        if cost is None:
+            cost = self._layer(rows, units).times(self._shapes.layers)
+            cost = self._steps[key] = cost.plus(self._head(rows, units))
+        return cost
 
     # --- operators ----------------------------------------------------------------------------
 

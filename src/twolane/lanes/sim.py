@@ -113,6 +113,10 @@ class SimLanes:
         self._queued: list[_SimTicket] = []
         """Not begun, in launch order."""
         self._running: list[_SimTicket] = []
+        self._event: float | None = None
+        """The next one, as far as it is known."""
+        self._changed = False
+        """Since it was found."""
 
     def clock(self) -> float:
         """The virtual time in seconds."""
@@ -134,20 +138,25 @@ class SimLanes:
         )
         self._last.update(dict.fromkeys(used, ticket))
         self._queued.append(ticket)
+        self._changed = True
         if self._begin():
             self._rate()
         return ticket
 
     def next_event(self) -> float | None:
         """When the next step begins or ends, in virtual seconds; None when nothing is to come."""
-        times = [ticket.ends for ticket in self._running]
-        times += [ticket.ready for ticket in self._queued if ticket.ready > self._now]
-        return min(times, default=None)
+        if self._changed:
+            times = [ticket.ends for ticket in self._running]
+            # What waits for another launch begins when that one ends.
+            times += [t.ready for t in self._queued if t.ready > self._now and _free(t)]
+            self._event = min(times, default=None)
+            self._changed = False
+        return self._event
 
     def advance(self, until: float) -> None:
         """Move the clock forward to `until` and bring the tickets up to date."""
         while (at := self.next_event()) is not None and at <= until:
-            self._now = at
+            self._now, self._changed = at, True
             changed = self._end_steps()
             if self._begin() or changed:
                 self._rate()
@@ -168,7 +177,9 @@ class SimLanes:
 
     def _begin(self) -> bool:
         """Start what waits for nothing any more; whether there was anything."""
-        begun = [t for t in self._queued if t.ready <= self._now and all(o.done for o in t.after)]
+        if not self._queued:
+            return False
+        begun = [t for t in self._queued if t.ready <= self._now and _free(t)]
         for ticket in begun:
             self._queued.remove(ticket)
             ticket.start, ticket.after = self._now, ()
@@ -185,6 +196,11 @@ class SimLanes:
             elif takes != ticket.takes:
                 left = (ticket.ends - now) / ticket.takes
                 ticket.takes, ticket.ends = takes, now + left * takes
+
+
+def _free(ticket: _SimTicket) -> bool:
+    """Whether everything that must end before it has ended."""
+    return all(other.end is not None for other in ticket.after)
 
 
 def _used(lane: LaneName, work: Work) -> Sequence[str]:

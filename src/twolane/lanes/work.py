@@ -9,6 +9,8 @@ ever appends to it.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from twolane.sampling import SamplingParams
 
 
@@ -58,8 +60,7 @@ class PromptRow:
     """Given if log-probabilities of the prompt are asked for."""
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeRow:
+class DecodeRow(msgspec.Struct, frozen=True):
     """A decoding request: the token in its slot goes to `position`, the next one is sampled."""
 
     slot: int
