@@ -33,6 +33,14 @@ def test_nothing_holds_or_everything_does():
     assert highest(lambda rate: True, 1.0, 0.02) > 1e4
 
 
+def test_what_fails_with_each_request_alone_is_not_tried_slower():
+    asked = []
+    assert highest(lambda rate: asked.append(rate), 8.0, 0.02) == 0.0
+    assert asked == [8.0]
+    verdicts = iter([True, None, *[True] * 9])
+    assert highest(lambda rate: next(verdicts), 8.0, 0.02) == pytest.approx(16.0, rel=0.02)
+
+
 def record(ttft, *gaps, outcome="ok"):
     times = [ttft]
     for gap in gaps:
@@ -169,7 +177,7 @@ def test_the_command(tmp_path):
     ("arguments", "complaint"),
     [
         ([], "--goodput"),
-        (["--goodput", "ttft:500", "--system", "chunked"], "need --simulate"),
+        (["--goodput", "ttft:500", "--system", "chunked"], "needs --serve"),
         (["--goodput", "ttft:500", "--simulate", "h200"], "--model"),
         (["--goodput", "ttft:500", "--seeds", "0"], "--seeds"),
         (["--goodput", "ttft:500", "--simulate", "x", "--model", "llama-3.1-8b"], "there are"),

@@ -1,13 +1,10 @@
 """The result file and the command line."""
 
-import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from rich.console import Console
@@ -139,47 +136,6 @@ def test_default_name():
     name = default_name(result_of_script())
     assert name.startswith("openai-infqps-concurrency1-scripted-model-")
     assert name.endswith(".json")
-
-
-class Thirdparty(BaseHTTPRequestHandler):
-    """Another stack: the standard library's server, answering at once."""
-
-    protocol_version = "HTTP/1.1"
-
-    def do_GET(self):
-        self._send("application/json", b'{"data": [{"id": "org/tiny"}]}')
-
-    def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        pieces = [text("x")] * (body["max_tokens"] - 1) + [text("x", "length")]
-        counts = usage(len(body["prompt"]), body["max_tokens"])
-        if body["max_tokens"] == 999:
-            self.server.stalled.set()
-            self.server.release.wait(60)
-        self._send("text/event-stream", b"".join(pieces) + counts + DONE)
-
-    def _send(self, kind, payload):
-        self.send_response(200)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(payload)))
-        self.end_headers()
-        with contextlib.suppress(OSError):
-            self.wfile.write(payload)
-
-    def log_message(self, *args):
-        pass
-
-
-@pytest.fixture
-def thirdparty():
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Thirdparty)
-    server.stalled, server.release = threading.Event(), threading.Event()
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    server.url = f"http://127.0.0.1:{server.server_port}"
-    yield server
-    server.release.set()
-    server.shutdown()
-    server.server_close()
 
 
 def command(*words: str):

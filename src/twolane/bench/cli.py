@@ -47,6 +47,10 @@ _EPILOG_GOODPUT = """**Examples**
 - `twolane bench goodput --goodput ttft:1000 tbt:50 --dataset azure-conv --out found` — of the
   server that runs here
 
+- `twolane bench goodput --serve smollm2-135m-instruct --system chunked --system static-split
+  --goodput ttft:2000 tbt:100 --attainment 0.9 --dataset azure-conv --num-prompts 60
+  --scale-lengths 0.1 --out found` — two systems on servers started in turn, at P90
+
 - `twolane bench goodput --simulate h200 --model llama-3.1-8b --system chunked:token_budget=512
   --system static-split:decode_units=48 --goodput ttft:1000 tbt:50 --dataset azure-conv --seeds 3
   --out found` — two systems on a simulated GPU, three patterns of arrivals each
@@ -196,6 +200,15 @@ def goodput(
             rich_help_panel=WHERE,
         ),
     ] = None,
+    serve: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ARGUMENTS",
+            help="Start a server for each system in turn, with this model and these options of "
+            '`twolane serve`, as "smollm2-135m-instruct --cores 2".',
+            rich_help_panel=WHERE,
+        ),
+    ] = None,
     model: Annotated[
         str | None,
         typer.Option(
@@ -207,7 +220,8 @@ def goodput(
         list[str] | None,
         typer.Option(
             metavar="NAME[:KEY=VALUE,…]",
-            help="A system to simulate, with its settings; may repeat: each is searched in turn.",
+            help="A system to serve or simulate, with its settings; may repeat: each is searched "
+            "in turn.",
             rich_help_panel=WHERE,
         ),
     ] = None,
@@ -223,10 +237,23 @@ def goodput(
             envvar="OPENAI_API_KEY", help="Sent as a bearer token.", rich_help_panel=WHERE
         ),
     ] = None,
+    vocab_range: options.VocabRange = "1000:30000",
+    num_warmups: Annotated[
+        int,
+        typer.Option(help="Requests sent before each run, not measured.", rich_help_panel=MEASURE),
+    ] = 4,
+    trace: Annotated[
+        bool,
+        typer.Option(
+            "--trace",
+            help="With --serve: write each server's trace into the folder.",
+            rich_help_panel=MEASURE,
+        ),
+    ] = False,
     attainment: Annotated[
         float,
         typer.Option(
-            help="Share that must keep each SLO: of requests, for tbt of gaps.",
+            help="Share that must keep each SLO, 0.9 for P90: of requests, for tbt of gaps.",
             rich_help_panel=MEASURE,
         ),
     ] = 0.99,
@@ -243,17 +270,25 @@ def goodput(
         ),
     ] = 0.02,
 ) -> None:
-    """Find the highest request rate at which the SLOs hold, on a server or in simulation."""
+    """Find the highest request rate at which the SLOs hold, on servers or in simulation."""
     options.need_aiohttp()
     from twolane.bench import goodput_cli
     from twolane.bench.goodput import Search
+    from twolane.bench.result import BenchConfig
     from twolane.workload.spec import WorkloadSpec
 
     with _errors_as_lines():
-        if simulate is None and (system or tp != 1):
-            raise typer.BadParameter("--system and --tp need --simulate: a server has its own")
+        if simulate is None and serve is None and system:
+            raise typer.BadParameter("--system needs --serve or --simulate: a server has its own")
+        if serve is None and trace:
+            raise typer.BadParameter("--trace needs --serve")
+        load = BenchConfig(
+            api_key=api_key,
+            vocab_range=options.token_range(vocab_range),
+            num_warmups=num_warmups,
+        )
         search = Search(
-            target=goodput_cli.target(simulate, model, tp, base_url),
+            target=goodput_cli.target(simulate, serve, model, tp, base_url),
             workload=WorkloadSpec(**workload),
             slos=options.slos(goodput, more_slos),
             attainment=attainment,
@@ -262,9 +297,12 @@ def goodput(
             tolerance=tolerance,
         )
         try:
-            goodput_cli.find(search, system or [], out, api_key)
+            goodput_cli.find(search, system or [], out, load, traces=trace)
         except ValueError as error:  # what the simulated engine refuses
             raise typer.BadParameter(str(error)) from error
+        except KeyboardInterrupt:
+            typer.echo(f"Stopped. {out} has the runs so far; the same command goes on.", err=True)
+            raise typer.Exit(130) from None
 
 
 @contextlib.contextmanager

@@ -20,8 +20,10 @@ from twolane.bench.summary import result_dict
 from twolane.workload.spec import OptionError, WorkloadSpec
 from twolane.workload.traces import TraceRequest
 
-LISTS = ("itls", "ttfts", "latencies", "start_times", "queue_times", "generated_texts", "workload")
+GIVEN = ("generated_texts", "workload", "queue_times")
 """Keys of a result that are left out of a run's file: the seed gives them again."""
+LISTS = ("itls", "ttfts", "latencies", "start_times")
+"""Left out too if they were simulated, for the same reason."""
 LOWEST, HIGHEST = 1e-3, 1e5
 """Requests a second between which is searched."""
 
@@ -74,6 +76,8 @@ class Trial(msgspec.Struct, frozen=True):
     """Whether it was ended early: too many had missed an SLO for it to hold."""
     shares: dict[str, float | None]
     """By SLO, of what was measured until the end."""
+    alone: bool = False
+    """Whether no two requests were served at once: then a lower rate changes nothing."""
 
 
 class Hopeless:
@@ -115,11 +119,17 @@ def shares(metrics: Metrics, slos: dict[str, float]) -> dict[str, float | None]:
     return {name: attained.gaps if name == "tbt" else attained.requests[name] for name in slos}
 
 
-def highest(holds: Callable[[float], bool], start: float, tolerance: float) -> float:
-    """The highest rate that holds, 0 if none does: bracketing by doubling, then bisection."""
+def highest(holds: Callable[[float], bool | None], start: float, tolerance: float) -> float:
+    """The highest rate that holds, 0 if none does: bracketing by doubling, then bisection.
+
+    `holds` says None if the rate fails and lower ones would, too.
+    """
     low, high, rate = 0.0, math.inf, start
     while LOWEST <= rate <= HIGHEST and (not low or math.isinf(high)):
-        if holds(rate):
+        verdict = holds(rate)
+        if verdict is None and not low:
+            return low
+        if verdict:
             low, rate = rate, rate * 2
         else:
             high, rate = rate, rate / 2
@@ -161,10 +171,10 @@ def find(
     for system in systems:
         for seed in range(search.seeds):
 
-            def holds(rate: float, system: str = system, seed: int = seed) -> bool:
+            def holds(rate: float, system: str = system, seed: int = seed) -> bool | None:
                 trial = _trial(search, system, seed, rate, run, folder)
                 tell(trial)
-                return trial.holds
+                return None if trial.alone and not trial.holds else trial.holds
 
             rate = highest(holds, search.start_rate, search.tolerance)
             found.setdefault(system, []).append(rate)
@@ -190,8 +200,7 @@ def summary(search: Search, found: dict[str, list[float]]) -> dict[str, object]:
 
 def _trial(search: Search, system: str, seed: int, rate: float, run: Run, folder: Path) -> Trial:
     """Of the run at that rate, which the folder may have already."""
-    safe = "".join(c if c.isalnum() or c in "=._-" else "_" for c in system)
-    path = folder / f"{safe}-seed{seed}-rate{rate:.5f}.json"
+    path = folder / f"{file_name(system)}-seed{seed}-rate{rate:.5f}.json"
     if path.exists():
         saved = msgspec.json.decode(path.read_bytes(), type=_SavedRun)
         if saved.trial.system == system:
@@ -199,10 +208,17 @@ def _trial(search: Search, system: str, seed: int, rate: float, run: Run, folder
     result, hopeless = run(system, search.at(rate, seed))
     kept = shares(result.metrics, search.slos)
     holds = not hopeless and all((share or 0.0) >= search.attainment for share in kept.values())
-    trial = Trial(system, seed, rate, holds, hopeless, kept)
-    report = {key: value for key, value in result_dict(result).items() if key not in LISTS}
+    alone = result.metrics.max_concurrent <= 1
+    trial = Trial(system, seed, rate, holds, hopeless, kept, alone)
+    known = GIVEN if result.simulated is None else GIVEN + LISTS
+    report = {key: value for key, value in result_dict(result).items() if key not in known}
     _save(path, {"trial": msgspec.to_builtins(trial), **report})
     return trial
+
+
+def file_name(system: str) -> str:
+    """A system and its settings as a part of a file's name."""
+    return "".join(c if c.isalnum() or c in "=._-" else "_" for c in system)
 
 
 class _SavedRun(msgspec.Struct):

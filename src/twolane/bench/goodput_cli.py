@@ -1,7 +1,10 @@
-"""Who serves in `bench goodput`, a server or a simulation, and what the terminal shows."""
+"""Who serves in `bench goodput`, servers or a simulation, and what the terminal shows."""
 
 import asyncio
+import contextlib
+import shlex
 import statistics
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,23 +12,43 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from twolane.bench import goodput
+from twolane.bench import goodput, serve
 from twolane.bench.goodput import Hopeless, Run, Search, Trial
-from twolane.bench.record import Record
+from twolane.bench.record import CONNECT, DISCONNECT, INTERRUPTED, Record
 from twolane.bench.result import BenchConfig, Result
+from twolane.bench.server import serving
+from twolane.bench.summary import first_errors
 from twolane.workload.spec import OptionError, WorkloadSpec
 
 SERVER = "server"
 """What the one system of a running server is called."""
 DEFAULT_SYSTEM = "static-split"
+OWN_FLAGS = (
+    *("--system", "--option", "--port", "--trace", "--config"),
+    *("--slo-ttft-ms", "--slo-tbt-ms", "--slo-tpot-ms"),
+)
+"""Of `twolane serve`, that a search sets itself."""
 
 
-def target(simulate: str | None, model: str | None, tp: int, base_url: str) -> dict[str, object]:
-    """Who serves, in words.
+def target(
+    simulate: str | None, own: str | None, model: str | None, tp: int, base_url: str
+) -> dict[str, object]:
+    """Who serves, in words: `own` are the words behind `twolane serve`.
 
     Raises:
-        OptionError: a simulation lacks its model.
+        OptionError: a simulation lacks its model, or options contradict each other.
     """
+    if simulate is None and tp != 1:
+        raise OptionError("--tp", "needs --simulate")
+    if simulate is not None and own is not None:
+        raise OptionError("--serve", "and --simulate exclude each other")
+    if own is not None:
+        if model is not None:
+            raise OptionError("--model", "is the first word of --serve")
+        for word in shlex.split(own):
+            if (flag := word.partition("=")[0]) in OWN_FLAGS:
+                raise OptionError("--serve", f"{flag} is set by the search")
+        return {"serve": own}
     if simulate is None:
         return {"base_url": base_url, "model": model}
     if model is None:
@@ -33,46 +56,136 @@ def target(simulate: str | None, model: str | None, tp: int, base_url: str) -> d
     return {"simulate": simulate, "model": model, "tp": tp}
 
 
-def find(search: Search, systems: Sequence[str], out: Path, api_key: str | None) -> None:
-    """Search, tell every run as it ends, and print what was found."""
+def find(
+    search: Search, systems: Sequence[str], out: Path, load: BenchConfig, *, traces: bool = False
+) -> None:
+    """Search, tell every run as it ends, and print what was found.
+
+    Args:
+        search: for what.
+        systems: to search in turn.
+        out: folder of the runs.
+        load: how to send to servers; address, workload and SLOs are the search's.
+        traces: whether servers that are started write a trace into the folder.
+    """
     console = Console()
-    simulated = "simulate" in search.target
-    run = simulation(search) if simulated else server(search, api_key)
-    names = (systems or [DEFAULT_SYSTEM]) if simulated else [SERVER]
 
     def tell(trial: Trial) -> None:
         console.print(_line(trial), highlight=False)
 
-    console.print(_table(search, goodput.find(search, names, run, out, tell)))
+    with contextlib.ExitStack() as stack:
+        names = list(systems) or [DEFAULT_SYSTEM]
+        if "simulate" in search.target:
+            run = simulation(search)
+        elif "serve" in search.target:
+            run = stack.enter_context(OwnServers(search, load, out, traces, console))
+        else:
+            names, run = [SERVER], server(search, load)
+        console.print(_table(search, goodput.find(search, names, run, out, tell)))
 
 
-def server(search: Search, api_key: str | None) -> Run:
+def server(search: Search, load: BenchConfig) -> Run:
     """Runs against the server that listens at the target's address."""
-    from twolane.bench import serve
+    url, model = search.target["base_url"], search.target["model"]
+    load = msgspec.structs.replace(load, base_url=url, model=model)
+    return lambda system, workload: measure(search, load, workload)
 
-    def run(system: str, workload: WorkloadSpec) -> tuple[Result, bool]:
-        config = BenchConfig(
-            base_url=str(search.target["base_url"]),
-            model=search.target["model"],  # type: ignore[arg-type]
-            api_key=api_key,
-            workload=workload,
-            goodput=search.slos,
-        )
-        hopeless = Hopeless(workload.build(), search.slos, search.attainment)
 
-        async def main() -> Result:
-            stop = asyncio.Event()
+class OwnServers:
+    """Runs against servers that are started for it, one system after the other.
 
-            def watch(record: Record) -> None:
-                if not stop.is_set() and hopeless(record):
-                    stop.set()
+    A system's server is started when the first run that is missing needs it, and stopped when the
+    next system's turn comes or the block ends.
+    """
 
-            return await serve.run(config, stop=stop, on_record=watch)
+    def __init__(
+        self, search: Search, load: BenchConfig, out: Path, traces: bool, console: Console
+    ) -> None:
+        self._search, self._load, self._out = search, load, out
+        self._traces, self._console = traces, console
+        self._system: str | None = None
+        self._running = contextlib.ExitStack()
 
-        result = asyncio.run(main())
-        return result, result.interrupted
+    def __enter__(self) -> "OwnServers":
+        return self
 
-    return run
+    def __exit__(self, *failure: object) -> None:
+        self._running.close()
+
+    def __call__(self, system: str, workload: WorkloadSpec) -> tuple[Result, bool]:
+        """One run; see `goodput.Run`.
+
+        Raises:
+            BenchError: the server does not start, or ended in the middle.
+        """
+        if system != self._system:
+            self._start(system)
+        load = msgspec.structs.replace(self._load, base_url=self._server.url)
+        try:
+            result, hopeless = measure(self._search, load, workload)
+        finally:
+            self._server.check()
+        return msgspec.structs.replace(result, server=self._server.announcement), hopeless
+
+    def _start(self, system: str) -> None:
+        self._running.close()
+        self._system = None
+        name, log = goodput.file_name(system), self._out / f"{goodput.file_name(system)}.log"
+        arguments = [*shlex.split(str(self._search.target["serve"])), *system_flags(system)]
+        arguments += slo_flags(self._search.slos)
+        if self._traces:
+            arguments += ["--trace", str(self._out / f"{name}.trace.json")]
+        self._console.print(f"{system}: starting a server, log in {log}", highlight=False)
+        self._server = self._running.enter_context(serving(arguments, log))
+        self._console.print(self._server.announcement, highlight=False)
+        self._system = system
+
+
+def system_flags(system: str) -> list[str]:
+    """`name:key=value,…` as flags of `twolane serve`."""
+    name, settings = parse_system(system)
+    options = [("--option", f"{key}={value}") for key, value in settings.items()]
+    return ["--system", name, *(word for option in options for word in option)]
+
+
+def slo_flags(slos: dict[str, float]) -> list[str]:
+    """Bounds as flags of `twolane serve`, which has none for a whole request."""
+    bounds = {name: bound for name, bound in slos.items() if name != "e2el"}
+    return [f"--slo-{name}-ms={bound * 1e3:g}" for name, bound in bounds.items()]
+
+
+def measure(search: Search, load: BenchConfig, workload: WorkloadSpec) -> tuple[Result, bool]:
+    """One run over HTTP, ended when it is hopeless.
+
+    Each rate has prompts of its own, the same for all systems: a server that has seen those of
+    the last run would find them in its prefix cache.
+
+    Raises:
+        BenchError: the server cannot be reached.
+    """
+    config = msgspec.structs.replace(
+        load,
+        workload=workload,
+        goodput=search.slos,
+        percentiles=tuple(sorted({*load.percentiles, 100 * search.attainment})),
+        prompt_seed=zlib.crc32(f"{workload.seed} {workload.request_rate}".encode()),
+    )
+    hopeless = Hopeless(workload.build(), search.slos, search.attainment)
+
+    async def main() -> Result:
+        stop = asyncio.Event()
+
+        def watch(record: Record) -> None:
+            if not stop.is_set() and hopeless(record):
+                stop.set()
+
+        return await serve.run(config, stop=stop, on_record=watch)
+
+    result = asyncio.run(main())
+    if not {one.outcome for one in result.records} - {CONNECT, DISCONNECT, INTERRUPTED}:
+        problem = "; ".join(error for _, error in first_errors(result))
+        raise serve.BenchError(f"the server at {config.base_url} is gone: {problem}")
+    return result, result.interrupted
 
 
 def simulation(search: Search) -> Run:

@@ -37,6 +37,9 @@ class BenchConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Merged into each request."""
     api_key: str | None = None
     headers: dict[str, str] = {}
+    prompt_seed: int | None = None
+    """Of the prompts' content; None: the workload's seed. Another one keeps lengths and arrivals
+    and finds nothing in a prefix cache."""
     timeout: float = 600.0
     """Seconds for one request."""
     goodput: dict[str, float] = {}
@@ -52,6 +55,11 @@ class BenchConfig(msgspec.Struct, frozen=True, kw_only=True):
     def sends_ids(self) -> bool:
         """Whether prompts go out as token ids."""
         return self.prompt_format == "ids" or (self.prompt_format == "auto" and not self.chat)
+
+    @property
+    def content_seed(self) -> int:
+        """Of the prompts' content."""
+        return self.workload.seed if self.prompt_seed is None else self.prompt_seed
 
     @property
     def url(self) -> str:
@@ -121,6 +129,8 @@ class Result(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """How late the client's event loop ran, in seconds."""
     simulated: dict[str, object] | None = None
     """If it was served by simulated lanes: by which engine, and the engine's own counts."""
+    server: str | None = None
+    """What a server that was started for the run says of itself."""
 
     @cached_property
     def metrics(self) -> Metrics:

@@ -78,7 +78,7 @@ async def run(
 
 def make_jobs(config: BenchConfig, model: str, workload: list[TraceRequest]) -> list[Job]:
     """The HTTP bodies of a workload, made ahead so that sending costs no time (≈ 6 B a token)."""
-    prompts = PromptMaker(config.vocab_range, config.workload.seed)
+    prompts = PromptMaker(config.vocab_range, config.content_seed)
     return [
         Job(
             index=index,
@@ -145,9 +145,8 @@ async def _warm_up(
         msgspec.structs.replace(workload[index % len(workload)], arrival=0.0, hash_ids=())
         for index in range(config.num_warmups)
     ]
-    seed = config.workload.seed + _WARMUP_SEED
-    spec = msgspec.structs.replace(config.workload, seed=seed)
-    jobs = make_jobs(msgspec.structs.replace(config, workload=spec), model, shapes)
+    seed = config.content_seed + _WARMUP_SEED
+    jobs = make_jobs(msgspec.structs.replace(config, prompt_seed=seed), model, shapes)
     load = LoadRun(client, jobs, max_concurrency=config.max_concurrency)
     await load.run(stop)
     for record in load.records:

@@ -181,6 +181,7 @@ def _ours(result: Result) -> dict[str, object]:
         "twolane_version": __version__,
         "interrupted": result.interrupted,
         **({} if result.simulated is None else {"simulated": result.simulated}),
+        **({} if result.server is None else {"server": result.server}),
         "sent": metrics.sent,
         "outcomes": metrics.outcomes,
         "slos_ms": {name: bound * 1e3 for name, bound in result.config.goodput.items()},

@@ -1,0 +1,136 @@
+"""The search for goodput over real servers: started for it, or running already."""
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.api.serving import alive, wait_for, write_tiny_model
+
+BOTH = ["chunked:token_budget=256", "static-split"]
+# Bounds that hold however slow the machine is: both rates that are tried do.
+LOOSE = ["--goodput", "ttft:60000", "tbt:60000", "--start-rate", "40000"]
+SMALL = ["--random-input-len", "40", "--random-output-len", "6", "--vocab-range", "3:128"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    path = write_tiny_model(tmp_path_factory.mktemp("tiny"))
+    return f"{path} --load-format dummy --device cpu --kv-tokens 20000"
+
+
+def command(out, *words, systems=()):
+    named = [word for system in systems for word in ("--system", system)]
+    line = [sys.executable, "-m", "twolane", "bench", "goodput", "--out", str(out)]
+    return [*line, *SMALL, "--num-prompts", "8", *words, *named]
+
+
+def run(*arguments, **more):
+    return subprocess.run(command(*arguments, **more), capture_output=True, text=True, timeout=200)
+
+
+def runs(out):
+    return [json.loads(file.read_text()) for file in sorted(out.glob("*-rate*.json"))]
+
+
+def started_by(process):
+    files = Path(f"/proc/{process.pid}/task").glob("*/children")
+    return [int(pid) for file in files for pid in file.read_text().split()]
+
+
+def test_two_systems_on_servers_of_its_own(model, tmp_path):
+    """Stopped by Ctrl-C, it stops its server; the same command goes on with what is missing.
+
+    Each system is started with its settings, asked the same, and traced.
+    """
+    out = tmp_path / "found"
+    words = [out, "--serve", model, "--trace", *LOOSE]
+    with subprocess.Popen(command(*words, systems=BOTH), stderr=subprocess.PIPE, text=True) as p:
+        wait_for(lambda: list(out.glob("*-rate80000*.json")), 200)
+        servers = started_by(p)
+        p.send_signal(signal.SIGINT)
+        assert p.wait(60) == 130
+        assert "the same command goes on" in p.stderr.read()
+    assert not any(map(alive, servers))
+    kept = {file: file.stat().st_mtime_ns for file in out.glob("*-rate*.json")}
+    done = run(*words, systems=BOTH)
+    assert done.returncode == 0, done.stderr
+    assert all(file.stat().st_mtime_ns == at for file, at in kept.items())
+    found = json.loads((out / "summary.json").read_text())["goodput"]
+    assert {name: one["median"] for name, one in found.items()} == dict.fromkeys(BOTH, 80000)
+    check_runs(runs(out))
+    check_traces([json.loads(file.read_text()) for file in sorted(out.glob("*.trace.json"))])
+
+
+def check_runs(saved):
+    assert len(saved) == 4
+    assert all(one["sent"] == one["completed"] == len(one["itls"]) == 8 for one in saved)
+    systems = [one["server"].split(" | ")[3].split(" on ")[0] for one in saved]
+    assert systems == ["chunked"] * 2 + ["static-split"] * 2
+    seeds = {(one["trial"]["rate"], one["arguments"]["prompt_seed"]) for one in saved}
+    assert len(seeds) == len({seed for _, seed in seeds}) == 2
+
+
+def check_traces(traces):
+    about = [one["args"] for trace in traces for one in trace if one["name"] == "twolane"]
+    assert [one["options"] for one in about] == [{"token_budget": "256"}, {}]
+    admitted = [one["args"] for trace in traces for one in trace if one["name"] == "admitted"]
+    assert admitted
+    assert not any(one["reused"] for one in admitted)  # each rate has prompts of its own
+
+
+def test_a_server_that_runs_already(thirdparty, tmp_path):
+    """Any server: this one is the standard library's."""
+    done = run(tmp_path / "found", "--base-url", thirdparty.url, *LOOSE)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "found" / "summary.json").read_text())["goodput"]
+    assert found["server"]["seeds"] == [80000]
+    assert {one["model_id"] for one in runs(tmp_path / "found")} == {"org/tiny"}
+
+
+@pytest.mark.full
+def test_a_killed_search_leaves_no_server(model, tmp_path):
+    words = ["--serve", model, "--goodput", "ttft:60000", "--start-rate", "0.5"]
+    with subprocess.Popen(command(tmp_path / "found", *words), stdout=subprocess.PIPE) as p:
+        wait_for(lambda: b" levels " in p.stdout.readline(), 120)
+        (server,) = started_by(p)
+        p.kill()
+    wait_for(lambda: not alive(server), 60)
+
+
+def test_a_server_that_does_not_start_is_a_line_with_the_end_of_its_log(tmp_path):
+    done = run(tmp_path / "found", "--serve", "nothing-of-that-name", *LOOSE)
+    assert done.returncode == 1
+    assert "the server ended with" in done.stderr
+    assert "nothing-of-that-name" in done.stderr
+
+
+def test_no_server_is_no_goodput_of_zero(tmp_path):
+    words = ["--base-url", "http://127.0.0.1:9", "--model", "named", "--num-warmups", "0"]
+    done = run(tmp_path / "found", *words, *LOOSE)
+    assert done.returncode == 1
+    assert "http://127.0.0.1:9 is gone" in done.stderr
+    assert not runs(tmp_path / "found")
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["--serve", "m --port 1"], "--port is set by the search"),
+        (["--serve", "m", "--simulate", "h200"], "exclude"),
+        (["--serve", "m", "--model", "m"], "--model"),
+        (["--trace"], "--trace needs --serve"),
+        (["--tp", "2"], "--tp"),
+    ],
+)
+def test_contradictions_are_refused(words, complaint, tmp_path):
+    from typer.testing import CliRunner
+
+    from twolane.bench.cli import app
+
+    done = CliRunner().invoke(app, ["goodput", "--out", str(tmp_path), *LOOSE[:3], *words])
+    assert done.exit_code == 2
+    assert complaint in done.output + done.stderr
