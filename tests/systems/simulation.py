@@ -14,6 +14,7 @@ from twolane.estimate import Estimator
 from twolane.estimate.online import OnlineEstimator
 from twolane.lanes.sim import FixedDurations, SimLanes
 from twolane.sampling import SamplingParams
+from twolane.slo import Slo
 from twolane.systems import System
 from twolane.vocabulary import LaneName
 
@@ -123,6 +124,7 @@ def simulate(
     slots: int = 64,
     lanes: SimLanes | None = None,
     estimator: Estimator | None = None,
+    slo: Slo | None = None,
 ) -> Simulation:
     """Run until everything has ended; no page may be missing then."""
     lanes = lanes or SimLanes(UNITS, LEVELS, durations or FixedDurations())
@@ -136,6 +138,7 @@ def simulate(
         eos_token_ids=(),
         max_model_len=8192,
         estimator=estimator or OnlineEstimator(),
+        slo=slo,
         trace=record,
     )
     heard: list[tuple[float, Outputs]] = []
