@@ -13,6 +13,7 @@ import typer
 from twolane.bench import options
 from twolane.bench.estimators import estimators
 from twolane.bench.options import MEASURE, WHAT, WHEN, WHERE
+from twolane.bench.workloads import workloads
 from twolane.configfile import config_option
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Measure an LLM server from outside.", no_args_is_help=True)
 app.command()(estimators)
+app.command()(workloads)
 
 _HELP = """\
 Send a workload to an OpenAI-compatible server and measure latency and goodput.

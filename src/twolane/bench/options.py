@@ -20,8 +20,9 @@ WORKLOAD_OPTIONS: dict[str, tuple[Any, Any]] = {
         Annotated[
             str,
             typer.Option(
-                help="random (fixed lengths); azure-code, azure-conv or sharegpt (lengths drawn "
-                "from a table of quantiles); or a trace file: Azure CSV, Mooncake JSONL, either "
+                help="random (fixed lengths); azure-code, azure-conv, sharegpt, sharegpt-1k, "
+                "loogle, openthoughts, conversation, toolagent or arxiv-sum (drawn; see "
+                "`twolane bench workloads`); or a trace file: Azure CSV, Mooncake JSONL, either "
                 "gzipped.",
                 rich_help_panel=WHAT,
             ),

@@ -11,18 +11,20 @@ Sources:
   "Splitwise: Efficient Generative LLM Inference Using Phase Splitting", ISCA 2024.
 - sharegpt: prompt and reply lengths of 58,787 ShareGPT conversations as distributed with
   NanoFlow (Zhu et al., "NanoFlow: Towards Optimal Large Language Model Serving Throughput",
-  OSDI 2025). A handful of prompts of up to 241,402 tokens make its mean prompt as drawn 328
-  instead of 299; clip them for a model that could not take them anyway.
+  OSDI 2025). A handful of prompts are up to 241,402 tokens long; clip them for a model that could
+  not take them anyway.
 """
 
 import msgspec
 import numpy as np
 
+from twolane.workload.draws import spread
 from twolane.workload.traces import TraceRequest
 
 # fmt: off
 PERCENT = (
-    0, 1, 2, 5, 10, 20, 25, 30, 40, 50, 60, 70, 75, 80, 90, 95, 98, 99, 99.5, 99.9, 99.99, 100,
+    0, 1, 2, 5, 10, 20, 25, 30, 40, 50, 60, 70, 75, 80, 85, 90, 92.5, 95, 97, 98, 99, 99.5, 99.8,
+    99.9, 99.95, 99.99, 99.995, 99.999, 100,
 )
 """The quantiles that every table gives, in percent."""
 
@@ -40,26 +42,27 @@ TABLES = {
     "azure-code": LengthTable(
         source="Azure Public Dataset, AzureLLMInferenceTrace_code (2023)",
         licence="CC-BY 4.0",
-        prompt=(3, 17, 35, 75, 147, 385, 578, 770, 1075, 1469, 1909, 2433, 2745, 3193, 5194,
-                7315, 7436, 7436, 7436, 7437, 7437, 7437),
-        output=(6, 6, 6, 6, 7, 8, 9, 9, 11, 13, 16, 20, 24, 29, 55, 90, 172, 252, 361, 831,
-                1899, 1899),
+        prompt=(3, 17, 35, 75, 147, 386, 578, 770, 1075, 1469, 1909, 2433, 2744, 3192, 3920,
+                5188, 6097, 7303, 7435, 7436, 7436, 7436, 7436, 7437, 7437, 7437, 7437, 7437, 7437),
+        output=(6, 6, 6, 6, 7, 8, 9, 9, 11, 13, 16, 20, 24, 29, 39, 55, 69, 90, 128, 171, 251,
+                359, 670, 825, 885, 1350, 1624, 1844, 1899),
     ),
     "azure-conv": LengthTable(
         source="Azure Public Dataset, AzureLLMInferenceTrace_conv (2023)",
         licence="CC-BY 4.0",
-        prompt=(2, 29, 91, 181, 207, 387, 396, 403, 703, 1020, 1071, 1130, 1189, 1315, 2735,
-                4083, 4098, 4142, 4831, 6212, 7930, 14050),
-        output=(7, 16, 24, 41, 54, 77, 85, 91, 103, 129, 177, 384, 395, 400, 424, 451, 540, 601,
-                644, 954, 1000, 1000),
+        prompt=(2, 29, 91, 181, 207, 387, 396, 403, 703, 1020, 1071, 1130, 1189, 1315, 1876,
+                2734, 4075, 4083, 4090, 4098, 4142, 4831, 5652, 6179, 6570, 7668, 8124, 12865,
+                14050),
+        output=(7, 16, 24, 41, 54, 77, 85, 91, 103, 129, 177, 384, 395, 400, 411, 424, 430, 451,
+                509, 540, 601, 643, 917, 954, 1000, 1000, 1000, 1000, 1000),
     ),
     "sharegpt": LengthTable(
         source="ShareGPT conversations, lengths as distributed with NanoFlow (OSDI '25)",
         licence="quantiles computed here; no text or record of the data set is included",
-        prompt=(1, 2, 3, 7, 9, 13, 16, 18, 25, 36, 58, 106, 158, 258, 829, 1625, 2737, 3474,
-                4134, 8029, 37133, 241402),
-        output=(1, 5, 10, 20, 39, 102, 130, 161, 224, 280, 338, 404, 445, 501, 683, 846, 955,
-                999, 1041, 1155, 3318, 37622),
+        prompt=(1, 2, 3, 7, 9, 13, 16, 18, 25, 36, 58, 106, 158, 258, 448, 829, 1158, 1625, 2275,
+                2736, 3473, 4130, 5853, 7887, 10803, 36507, 79412, 163468, 241402),
+        output=(1, 5, 10, 20, 39, 102, 130, 161, 224, 280, 338, 404, 445, 501, 573, 683, 760,
+                846, 919, 955, 999, 1041, 1090, 1153, 1336, 3318, 3502, 19604, 37622),
     ),
 }
 # fmt: on
@@ -72,10 +75,11 @@ def sample_lengths(table: LengthTable, count: int, seed: int = 0) -> list[TraceR
     draw are the draw of n.
     """
     rng = np.random.default_rng([seed, _LENGTHS])
-    share = rng.random((count, 2)) * 100
-    prompts = np.rint(np.interp(share[:, 0], PERCENT, table.prompt)).astype(int)
-    outputs = np.rint(np.interp(share[:, 1], PERCENT, table.output)).astype(int)
-    pairs = zip(prompts.tolist(), outputs.tolist(), strict=True)
+    prompts, outputs = (
+        np.rint(np.interp(draw * 100, PERCENT, column)).astype(int).tolist()
+        for draw, column in zip(spread(rng, count, 2), (table.prompt, table.output), strict=True)
+    )
+    pairs = zip(prompts, outputs, strict=True)
     return [TraceRequest(None, prompt, output) for prompt, output in pairs]
 
 

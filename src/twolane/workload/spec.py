@@ -11,6 +11,7 @@ import msgspec
 from twolane.workload import traces
 from twolane.workload.arrivals import arrivals
 from twolane.workload.lengths import TABLES, sample_lengths
+from twolane.workload.papers import WORKLOADS
 from twolane.workload.traces import TraceRequest
 
 RANDOM = "random"
@@ -30,7 +31,8 @@ class WorkloadSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A workload in words. Fields are named as the options of `twolane bench serve`."""
 
     dataset: str = RANDOM
-    """`random` (fixed lengths), a name in `lengths.TABLES`, or the path of a trace file."""
+    """`random` (fixed lengths), a name in `lengths.TABLES` or `papers.WORKLOADS`, or the path of a
+    trace file."""
     num_prompts: int | None = None
     """How many requests; None: all of a trace, else 1,000."""
     request_rate: float | None = None
@@ -58,7 +60,7 @@ class WorkloadSpec(msgspec.Struct, frozen=True, kw_only=True):
             TraceError: the trace file is bad.
         """
         self._check_ranges()
-        self._check_random()
+        self._check_dataset()
         requests = self._adapt(self._select())
         if self._uses_trace_times(requests):
             return traces.scale_rate(requests, self.scale_rate or 1.0)
@@ -80,6 +82,8 @@ class WorkloadSpec(msgspec.Struct, frozen=True, kw_only=True):
             return [TraceRequest(None, prompt, output)] * count
         if self.dataset in TABLES:
             return sample_lengths(TABLES[self.dataset], count, self.seed)
+        if self.dataset in WORKLOADS:
+            return WORKLOADS[self.dataset].draw(count, self.seed)
         requests = self._cut(self._read())
         if self.num_prompts is not None and self.num_prompts > len(requests):
             raise OptionError(
@@ -89,7 +93,7 @@ class WorkloadSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     def _read(self) -> list[TraceRequest]:
         if not Path(self.dataset).is_file():
-            known = ", ".join([RANDOM, *TABLES])
+            known = ", ".join([RANDOM, *TABLES, *WORKLOADS])
             raise OptionError("--dataset", f"{self.dataset!r} is neither a file nor one of {known}")
         return traces.read_trace(self.dataset)
 
@@ -123,21 +127,21 @@ class WorkloadSpec(msgspec.Struct, frozen=True, kw_only=True):
             raise OptionError(
                 "--scale-rate", f"scales a trace's own times, but {self.dataset} {why}"
             )
-        if self.dataset == RANDOM or self.dataset in TABLES:
-            for option, value in (
-                ("--trace-offset", self.trace_offset),
-                ("--trace-duration", self.trace_duration),
-            ):
-                if value is not None:
-                    raise OptionError(option, f"{self.dataset} is not a trace file")
 
-    def _check_random(self) -> None:
+    def _check_dataset(self) -> None:
+        """Refuse what this data set has no use for."""
         for option, value in (
             ("--random-input-len", self.random_input_len),
             ("--random-output-len", self.random_output_len),
         ):
             if value is not None and self.dataset != RANDOM:
                 raise OptionError(option, f"needs --dataset random, not {self.dataset}")
+        for option, seconds in (
+            ("--trace-offset", self.trace_offset),
+            ("--trace-duration", self.trace_duration),
+        ):
+            if seconds is not None and self.dataset in (RANDOM, *TABLES, *WORKLOADS):
+                raise OptionError(option, f"{self.dataset} is not a trace file")
 
     def _check_ranges(self) -> None:
         positive = (

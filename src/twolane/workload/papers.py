@@ -1,0 +1,83 @@
+"""The workloads of the papers, drawn from the numbers that they publish.
+
+So that anyone can run them without the data. A paper gives minimum, mean and maximum, or median and
+P90; the shape in between is a lognormal whose width is ours. Prompt and reply are independent.
+
+- sharegpt-1k, loogle, openthoughts, conversation, toolagent: MuxWise, Table 1 (k = 1,024 there:
+  its 123k is the 126,195 of the trace). Its input length of Conversation is the new part (7,538 and
+  4,496 reused make the trace's 12,035); that of Tool&Agent is the whole prompt, as its caption says
+  and as in Mooncake (FAST '25), Table 1. Turns and pauses are shaped like Mooncake's trace.
+- arxiv-sum: Sarathi-Serve (OSDI '24), Table 2: median and P90; Bullet has the data set as a figure.
+
+Azure's two and all of ShareGPT are tables of quantiles, in `lengths.py`.
+"""
+
+import msgspec
+import numpy as np
+
+from twolane.workload.draws import Lengths, spread
+from twolane.workload.sessions import Sessions
+from twolane.workload.traces import TraceRequest
+
+K = 1024
+
+
+class Single(msgspec.Struct, frozen=True):
+    """Requests of one turn, without arrival times."""
+
+    prompt: Lengths
+    """Tokens of a prompt, without the shared ones."""
+    output: Lengths
+    shared: int = 0
+    """Tokens that all prompts begin with."""
+
+    def draw(self, count: int, seed: int) -> list[TraceRequest]:
+        """`count` requests; the first n of a longer draw are the draw of n."""
+        rng = np.random.default_rng([seed, _SINGLE])
+        prompts, outputs = spread(rng, count, 2)
+        pairs = zip(self.prompt.at(prompts).tolist(), self.output.at(outputs).tolist(), strict=True)
+        return [
+            self._request(index, prompt, output) for index, (prompt, output) in enumerate(pairs)
+        ]
+
+    def _request(self, index: int, own: int, output: int) -> TraceRequest:
+        if not self.shared:
+            return TraceRequest(None, own, output)
+        # One block is shared; those after it are this request's.
+        most = -(-self.prompt.maximum // self.shared)
+        first = 1 + index * most
+        ids = (0, *range(first, first - (-own // self.shared)))
+        return TraceRequest(None, self.shared + own, output, ids, self.shared)
+
+
+WORKLOADS: dict[str, Single | Sessions] = {
+    "sharegpt-1k": Single(Lengths(4, 226, 1024, 1.7), Lengths(4, 195, 1838, 0.9)),
+    "loogle": Single(Lengths(3380, 30 * K, 81 * K, 0.7), Lengths(2, 15, 326, 1.0)),
+    "openthoughts": Single(
+        Lengths(311 - 243, 709 - 243, 4633 - 243, 0.6), Lengths(684, 8374, 32 * K, 0.8), shared=243
+    ),
+    "arxiv-sum": Single(Lengths(1000, 7500, 15 * K, 0.827), Lengths(10, 230, K, 0.452)),
+    "conversation": Sessions(
+        opening=Lengths(379, 10_495, 122_880, 1.5),
+        message=Lengths(1, 900, 20_000, 1.2),
+        output=Lengths(1, 342, 2000, 1.2),
+        stopping=3.037,
+        contexts=1,
+        context_blocks=(1, 1),
+        request_rate=3.4,
+        pause=Lengths(10, 226, 3000, 1.1),
+    ),
+    "toolagent": Sessions(
+        opening=Lengths(379, 5129, 100_000, 1.5),
+        message=Lengths(1, 600, 20_000, 1.2),
+        output=Lengths(1, 182, 2000, 1.2),
+        stopping=2.812,
+        contexts=40,
+        context_blocks=(1, 12),
+        request_rate=6.6,
+        pause=Lengths(2, 60, 3000, 1.1),
+    ),
+}
+
+_SINGLE = 0x53494E47
+"""Keeps the draws of single turns apart from others under one seed."""
