@@ -30,7 +30,9 @@ class Load:
     @classmethod
     def decode(cls, contexts: Sequence[int]) -> "Load":
         """A decode step over requests with so many tokens in their KV caches."""
-        return cls((1,) * len(contexts), contexts)
+        load, count, reused = cls((1,) * len(contexts), contexts), len(contexts), sum(contexts)
+        load.__dict__.update(new=count, squares=count, reused=reused, products=reused)
+        return load
 
     @property
     def requests(self) -> int:
@@ -125,8 +127,8 @@ class Estimator(ABC):
     ) -> float | Floats | None:
         """So many layers of a prefill batch; `finishes`: the last of them is the model's last,
         and the slice samples, too."""
-        array = np.atleast_1d(units)
-        return _shaped(units, self._prefill(load, layers, array, beside, finishes, bound))
+        seconds = self._prefill(load, layers, _array(units), beside, finishes, bound)
+        return _shaped(units, seconds)
 
     @overload
     def decode_step(
@@ -142,7 +144,7 @@ class Estimator(ABC):
         self, load: Load, units: Units, beside: Beside | None = None, *, bound: bool = False
     ) -> float | Floats | None:
         """One decode step, all layers and sampling."""
-        return _shaped(units, self._decode(load, np.atleast_1d(units), beside, bound))
+        return _shaped(units, self._decode(load, _array(units), beside, bound))
 
     @overload
     def hybrid(self, load: Load, units: int, *, bound: bool = False) -> float | None: ...
@@ -152,7 +154,7 @@ class Estimator(ABC):
 
     def hybrid(self, load: Load, units: Units, *, bound: bool = False) -> float | Floats | None:
         """A forward pass of decode tokens and chunks, all layers and sampling, alone."""
-        return _shaped(units, self._hybrid(load, np.atleast_1d(units), bound))
+        return _shaped(units, self._hybrid(load, _array(units), bound))
 
     def observe_prefill(  # noqa: B027 - learning is optional
         self,
@@ -195,6 +197,10 @@ class Estimator(ABC):
     @abstractmethod
     def _hybrid(self, load: Load, units: Ints, bound: bool) -> Floats | None:
         """See `hybrid`; [len(units)]."""
+
+
+def _array(units: Units) -> Ints:
+    return units if isinstance(units, np.ndarray) else np.array([units])
 
 
 def _shaped(units: Units, seconds: Floats | None) -> float | Floats | None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from twolane.estimate import Beside, Estimator, Floats, Ints, Load
-from twolane.estimate.operators import Shape
+from twolane.estimate.operators import Operators, Shape
 from twolane.estimate.profile import Profile
 from twolane.estimate.sweep import Sweep
 
@@ -65,10 +65,13 @@ class AttentionRoofline(Estimator):
         shape = self._shape
         flop_rate, byte_rate = self._sweep.flop_rate.at(units), self._sweep.byte_rate.at(units)
         tokens = shape.linears(load.new) + shape.elementwise(load.new)
-        block = (tokens + shape.attention(load)).seconds(flop_rate, byte_rate)
-        block += 2 * self._allreduce(load.new, flop_rate)
-        classifier = shape.classifier(sampled).seconds(flop_rate, byte_rate) if sampled else 0.0
-        return np.asarray(layers * block + classifier)
+        classifier = shape.classifier(sampled) if sampled else Operators((), ())
+        rates = zip(flop_rate.tolist(), byte_rate.tolist(), strict=True)
+        dense = [layers * tokens.seconds(*pair) + classifier.seconds(*pair) for pair in rates]
+        block = shape.attention(load, flop_rate, byte_rate)
+        if shape.tensor_parallel > 1:
+            block += 2 * self._allreduce(load.new, flop_rate)
+        return np.asarray(layers * block + dense)
 
     def _allreduce(self, tokens: int, flop_rate: Floats) -> Floats:
         """A ring over the GPUs, of one linear operator's output."""

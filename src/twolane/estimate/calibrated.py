@@ -14,12 +14,13 @@ seen. Online, each kind of launch has a slow correction of its own.
 """
 
 from collections.abc import Sequence
+from math import log2
 
 import numpy as np
 
 from twolane.estimate import Beside, Estimator, Floats, Ints, Load
 from twolane.estimate.profile import Kind, Profile, Sample
-from twolane.estimate.residual import Residual
+from twolane.estimate.residual import Means, Residual
 from twolane.estimate.solo_run import LevelModel, pass_features, slice_features, step_features
 
 COVERED = 0.99
@@ -34,20 +35,16 @@ class _Layer:
     """A process over what is left, its quantile, and its online correction."""
 
     def __init__(self, states: Floats, logs: Floats) -> None:
-        self._residual = Residual(states, logs)
-        missed = self._residual.missed
+        self.residual = Residual(states, logs)
+        missed = self.residual.missed
         rank = min(1.0, COVERED * (1 + 1 / len(missed)))  # conformal: of so many and one more
         self.quantile = float(np.quantile(missed, rank))
-        self._correction = 0.0
-
-    def at(self, states: Floats) -> Floats:
-        """log(measured / what was predicted without this layer)."""
-        return self._residual.at(states) + self._correction
+        self.correction = 0.0
 
     def learn(self, log_missed: float) -> None:
         """A launch took exp(log_missed) times what was predicted."""
-        moved = self._correction + WEIGHT * log_missed
-        self._correction = float(np.clip(moved, -MOST_CORRECTED, MOST_CORRECTED))
+        moved = self.correction + WEIGHT * log_missed
+        self.correction = max(-MOST_CORRECTED, min(MOST_CORRECTED, moved))
 
 
 class Calibrated(Estimator):
@@ -57,13 +54,17 @@ class Calibrated(Estimator):
         self._base: dict[Kind, LevelModel] = {}
         self._alone: dict[Kind, _Layer] = {}
         self._beside: dict[Kind, _Layer] = {}
+        self._means: dict[tuple[Kind, bool], Means] = {}
+        """Of the process alone, and of both."""
         kinds: tuple[Kind, ...] = ("prefill", "decode", "hybrid")
         for kind in kinds:
             alone = profile.training(kind, beside=False)
             self._base[kind] = LevelModel.fit([_features(sample) for sample in alone], alone)
-            self._alone[kind] = self._layer(alone)
+            layer = self._alone[kind] = self._layer(alone)
+            self._means[kind, False] = Means(layer.residual)
             if both := profile.training(kind, beside=True):
-                self._beside[kind] = self._layer(both)
+                beside = self._beside[kind] = self._layer(both)
+                self._means[kind, True] = Means(layer.residual, beside.residual)
 
     def observe_prefill(
         self,
@@ -116,16 +117,13 @@ class Calibrated(Estimator):
         beside: Beside | None,
         bound: bool,
     ) -> Floats:
-        log_units = np.log2(units)
-        states = _states(sizes, log_units)
-        layer = self._alone[kind]
-        logs = layer.at(states)
+        layer, log = self._alone[kind], 0.0
         if beside is not None and kind in self._beside:
-            layer = self._beside[kind]
-            log_other = np.log2(np.broadcast_to(beside.units, units.shape))
-            logs += layer.at(np.hstack([states, _states(_sizes(beside.load), log_other)]))
-        if bound:
-            logs += layer.quantile
+            log, layer = layer.correction, self._beside[kind]
+        else:
+            beside = None
+        log += layer.correction + (layer.quantile if bound else 0.0)
+        logs = self._means[kind, beside is not None].at(_states(sizes, units, beside)) + log
         return np.asarray(self._base[kind].predict(features, units) * np.exp(logs))
 
     def _layer(self, samples: Sequence[Sample]) -> _Layer:
@@ -133,15 +131,14 @@ class Calibrated(Estimator):
         states, logs = [], []
         for sample in samples:
             units, sizes = np.array([sample.units]), _sample_sizes(sample)
-            state, base = _states(sizes, np.log2(units)), self._base[sample.kind]
-            log = np.log(sample.median / base.predict(_features(sample), units))
-            if sample.beside is not None:
-                log -= self._alone[sample.kind].at(state)
-                other_load = sample.beside.beside.load
-                other = _states(_sizes(other_load), np.log2([sample.beside.units]))
-                state = np.hstack([state, other])
-            states.append(state[0])
-            logs.append(float(log[0]))
+            base = self._base[sample.kind].seconds(_features(sample), sample.units)
+            log = float(np.log(sample.median / base))
+            beside = sample.beside.beside if sample.beside is not None else None
+            if beside is not None:
+                (alone,) = self._means[sample.kind, False].at(_states(sizes, units, None))
+                log -= float(alone)
+            states += _states(sizes, units, beside)
+            logs.append(log)
         return _Layer(np.array(states), np.array(logs))
 
     def _learn(
@@ -166,21 +163,22 @@ def _sample_sizes(sample: Sample) -> Sequence[float]:
 
 def _sizes(load: Load) -> list[float]:
     """New and reused tokens and requests, as logarithms."""
-    tokens = np.log2([max(1, load.new), 1 + load.reused / 16, max(1, load.requests)])
-    return [float(size) for size in tokens]
+    return [log2(max(1, load.new)), log2(1 + load.reused / 16), log2(max(1, load.requests))]
 
 
 def _slice_sizes(load: Load, layers: int) -> list[float]:
-    return [*_sizes(load), float(np.log2(layers))]
+    return [*_sizes(load), log2(layers)]
 
 
 def _pass_sizes(load: Load) -> list[float]:
     return [*_sizes(load.chunks), *_sizes(load.decoding)[1:]]
 
 
-def _states(sizes: Sequence[float], log_units: Floats) -> Floats:
-    """[L, len(sizes) + 1]"""
-    states = np.empty((len(log_units), len(sizes) + 1))
-    states[:, :-1] = sizes
-    states[:, -1] = log_units
-    return states
+def _states(sizes: Sequence[float], units: Ints, beside: Beside | None) -> list[list[float]]:
+    """What is asked for at each of the units, and what the other lane does meanwhile."""
+    own = [[*sizes, log2(each)] for each in units.tolist()]
+    if beside is None:
+        return own
+    its, others = _sizes(beside.load), beside.units
+    each = others.tolist() if isinstance(others, np.ndarray) else [others] * len(own)
+    return [[*state, *its, log2(other)] for state, other in zip(own, each, strict=True)]

@@ -164,8 +164,10 @@ class Profile(msgspec.Struct, forbid_unknown_fields=True):
 
 def load_of(runs: Sequence[Run]) -> Load:
     """The load that [n, r, count] runs stand for."""
-    new = [n for n, _, count in runs for _ in range(count)]
-    return Load(new, [r for _, r, count in runs for _ in range(count)])
+    reused = [r for _, r, count in runs for _ in range(count)]
+    if all(n == 1 for n, _, _ in runs):
+        return Load.decode(reused)
+    return Load([n for n, _, count in runs for _ in range(count)], reused)
 
 
 def runs_of(pairs: Iterable[tuple[int, int]]) -> list[Run]:

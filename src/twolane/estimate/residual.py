@@ -1,5 +1,7 @@
 """A Gaussian process over what a base model misses, with leave-one-out residuals for its bound."""
 
+from collections.abc import Sequence
+
 import numpy as np
 from scipy.linalg import cho_factor, cho_solve
 
@@ -27,27 +29,58 @@ class Residual:
     def __init__(self, states: Floats, logs: Floats) -> None:
         keep = np.random.default_rng(0).permutation(len(logs))[:MOST]
         states, logs = states[keep], logs[keep]
-        self._scales, noise = _chosen(states[:SEARCHED], logs[:SEARCHED])
-        self._states = states / self._scales
-        self._norms = np.square(self._states).sum(axis=1)
-        self._mean = float(np.median(logs))
-        inverse = _inverse(self._states, noise)
-        self._weights = inverse @ (logs - self._mean)
-        self.missed: Floats = self._weights / np.diag(inverse)
+        self.scales, noise = _chosen(states[:SEARCHED], logs[:SEARCHED])
+        self.scaled = states / self.scales
+        self.mean = float(np.median(logs))
+        inverse = _inverse(self.scaled, noise)
+        self.weights: Floats = inverse @ (logs - self.mean)
+        self.missed: Floats = self.weights / np.diag(inverse)
         """By how much log(measured) would have been above the prediction, without the sample."""
 
-    def at(self, states: Floats) -> Floats:
-        """The mean at each state [L, features]."""
-        scaled = states / self._scales
-        squares = np.square(scaled).sum(axis=1)[:, None] - 2.0 * scaled @ self._states.T
-        squares += self._norms
-        return np.asarray(self._mean + _kernel(squares) @ self._weights)
+
+class Means:
+    """The sum of some processes' means, in few operations on small arrays.
+
+    With z = (x, x², 1) the squared distances of x to all samples of all processes are one product.
+
+    Args:
+        parts: each over the first of the state's features, the last one over all of them.
+    """
+
+    def __init__(self, *parts: Residual) -> None:
+        most = len(parts[-1].scales)
+        self._lifted = np.hstack([_lifted(part, most) for part in parts])
+        self._weights = np.concatenate([part.weights for part in parts])
+        self._mean = sum(part.mean for part in parts)
+
+    def at(self, states: Sequence[Sequence[float]]) -> Floats:
+        """The sum at each state [L, features]."""
+        lifted = np.array([[*state, *[x * x for x in state], 1.0] for state in states])
+        return np.asarray(_matern(np.dot(lifted, self._lifted)).dot(self._weights) + self._mean)
+
+
+def _lifted(part: Residual, most: int) -> Floats:
+    """What takes z to three times the squared distances: [2 most + 1, S]."""
+    own = len(part.scales)
+    lifted = np.zeros((2 * most + 1, len(part.weights)))
+    lifted[:own] = -2.0 * (part.scaled / part.scales).T
+    lifted[most : most + own] = 1.0 / np.square(part.scales)[:, None]
+    lifted[-1] = np.square(part.scaled).sum(axis=1)
+    return 3.0 * lifted
 
 
 def _kernel(squares: Floats) -> Floats:
     """Matérn 3/2 of squared distances; the process varies by so much around its mean as 1 says."""
-    distance = np.sqrt(3.0 * np.maximum(squares, 0.0))
-    return np.asarray((1.0 + distance) * np.exp(-distance))
+    return _matern(3.0 * squares)
+
+
+def _matern(squares: Floats) -> Floats:
+    """Of three times the squared distances, which are overwritten."""
+    distance = np.sqrt(np.maximum(squares, 0.0, out=squares), out=squares)
+    decay = np.exp(-distance)
+    distance += 1.0
+    distance *= decay
+    return distance
 
 
 def _inverse(scaled: Floats, noise: float) -> Floats:

@@ -11,12 +11,12 @@ distance. Online, launches are added to those samples, and the oldest of them le
 """
 
 from collections.abc import Sequence
-from math import log2
+from math import inf, log, log2
 
 import numpy as np
 
 from twolane.estimate import Beside, Estimator, Floats, Ints, Load
-from twolane.estimate.operators import Shape
+from twolane.estimate.operators import Operators, Shape
 from twolane.estimate.profile import Profile, Sample
 from twolane.estimate.sweep import Curve, Sweep, step_bytes
 
@@ -24,6 +24,8 @@ ONLINE = 128
 """Launches that are remembered, of each kind."""
 UNITS_WEIGHT = 4.0
 """A doubling of the units is as far as so many doublings of the tokens."""
+
+State = tuple[float, ...]
 
 
 class Scaling:
@@ -34,26 +36,33 @@ class Scaling:
         alphas: [S].
     """
 
-    def __init__(self, states: Sequence[Floats], alphas: Sequence[float]) -> None:
-        known = np.array(states, dtype=float)
-        self._states = np.vstack([known, np.full((ONLINE, known.shape[1]), 1e6)])
-        self._norms = np.square(self._states).sum(axis=1)
-        self._logs = np.concatenate([np.log(alphas), np.zeros(ONLINE)])
-        self._first = self._next = len(known)
+    def __init__(self, states: Sequence[State], alphas: Sequence[float]) -> None:
+        far: list[State] = [(1e6,) * len(states[0])] * ONLINE
+        self._lifted = np.array([_column(state) for state in (*states, *far)]).T
+        """Times (x, |x|², 1) the squared distances of x to the samples, and a little more, so that
+        none is zero: [features + 2, S]."""
+        self._logs = np.ones((len(states) + ONLINE, 2))
+        """Logarithms of the factors, and ones: weighted sum and sum of weights are one product."""
+        self._logs[:, 0] = [*np.log(alphas), *[0.0] * ONLINE]
+        self._first = self._next = len(states)
 
-    def at(self, states: Floats) -> Floats:
+    def at(self, states: Sequence[State]) -> Floats:
         """α at each of the states [L, features]."""
-        norms = np.square(states).sum(axis=1)
-        distance = norms[:, None] - 2.0 * states @ self._states.T + self._norms
-        weight = 1.0 / np.square(np.maximum(distance, 0.0) + 1e-3)
-        return np.asarray(np.exp(weight @ self._logs / weight.sum(axis=1)))
+        lifted = np.array([[*state, sum([x * x for x in state]), 1.0] for state in states])
+        weight = np.dot(lifted, self._lifted)
+        np.reciprocal(np.square(weight, out=weight), out=weight)
+        sums = np.dot(weight, self._logs)
+        return np.asarray(np.exp(sums[:, 0] / sums[:, 1]))
 
-    def add(self, state: Floats, alpha: float) -> None:
+    def add(self, state: State, alpha: float) -> None:
         """Remember a launch in the place of the oldest one."""
         place = self._next
-        self._states[place], self._logs[place] = state, np.log(alpha)
-        self._norms[place] = np.square(state).sum()
+        self._lifted[:, place], self._logs[place, 0] = _column(state), log(alpha)
         self._next = place + 1 if place + 1 < len(self._logs) else self._first
+
+
+def _column(state: State) -> list[float]:
+    return [*(-2.0 * x for x in state), 1.0, sum([x * x for x in state]) + 1e-3]
 
 
 class SmRoofline(Estimator):
@@ -120,35 +129,32 @@ class SmRoofline(Estimator):
 
     def _slice(self, load: Load, layers: int, units: Ints, finishes: bool) -> Floats:
         """Equation 1 over a prefill slice."""
-        rates = self._rates(units)
         block = self._shape.linears(load.new) + self._shape.together(load)
-        seconds = layers * block.seconds(*rates)
-        if finishes:
-            seconds += self._shape.classifier(load.requests).seconds(*rates)
-        return seconds
+        classifier = self._shape.classifier(load.requests) if finishes else Operators((), ())
+        return _summed(layers, block, classifier, self._rates(units))
 
     def _step(self, load: Load, units: Ints, beside: Beside | None) -> Floats:
         """Equation 1 over a decode step."""
-        flop_rate, byte_rate = self._rates(units)
+        rates = self._rates(units)
         if beside is not None:
-            byte_rate = self._contended.bandwidth(byte_rate, units, beside.load.new)
-        rates = flop_rate, byte_rate
+            most = self._contended.bandwidth(units, beside.load.new)
+            rates = [(c, min(d, each)) for (c, d), each in zip(rates, most, strict=True)]
         block = self._shape.linears(load.requests) + self._shape.together(load)
-        classifier = self._shape.classifier(load.requests).seconds(*rates)
-        return np.asarray(self._layers * block.seconds(*rates) + classifier)
+        return _summed(self._layers, block, self._shape.classifier(load.requests), rates)
 
     def _hybrid_pass(self, load: Load, units: Ints) -> Floats:
         """Equation 1 over a hybrid pass; the two attentions are kernels of their own."""
-        rates, shape = self._rates(units), self._shape
+        shape = self._shape
         block = shape.linears(load.new) + shape.together(load.chunks)
         block += shape.together(load.decoding)
-        classifier = shape.classifier(load.requests).seconds(*rates)
-        return np.asarray(self._layers * block.seconds(*rates) + classifier)
+        return _summed(self._layers, block, shape.classifier(load.requests), self._rates(units))
 
-    def _rates(self, units: Ints) -> tuple[Floats, Floats]:
+    def _rates(self, units: Ints) -> list[tuple[float, float]]:
         """C_p and D_p."""
-        p = units.astype(np.float64)
-        return self._flops_a_unit * p, self._peak * np.minimum(1.0, p / self._inflection)
+        return [
+            (self._flops_a_unit * p, self._peak * min(1.0, p / self._inflection))
+            for p in units.tolist()
+        ]
 
     def _alpha(self, kind: str, load: Load, units: Ints, beside: Beside | None) -> Floats:
         scaling = self._scaling.get((kind, beside is not None)) or self._scaling[kind, False]
@@ -161,7 +167,8 @@ class SmRoofline(Estimator):
     ) -> None:
         scaling = self._scaling.get((kind, beside is not None))
         if scaling is not None:
-            scaling.add(execution_states(load, np.array([units]), beside)[0], alpha)
+            (state,) = execution_states(load, np.array([units]), beside)
+            scaling.add(state, alpha)
 
     def _fitted(self, samples: Sequence[Sample]) -> Scaling:
         states, alphas = [], []
@@ -200,14 +207,22 @@ class Contention:
             power: Curve(np.array([0, *sorted(row)]), np.array([0, *(row[u] for u in sorted(row))]))
             for power, row in best.items()
         }
+        self._rates: dict[tuple[int, int], float] = {}
+        """Of powers and units that were asked for."""
 
-    def bandwidth(self, alone: Floats, units: Ints, tokens: int) -> Floats:
-        """D(p, sl), never above what there is alone."""
+    def bandwidth(self, units: Ints, tokens: int) -> Sequence[float]:
+        """D(p, sl); infinite where it was never measured."""
         if not self._rows:
-            return alone
+            return [inf] * len(units)
         power = (tokens.bit_length() + 1) // 2
-        row = self._rows[min(self._rows, key=lambda known: abs(known - power))]
-        return np.minimum(alone, row.at(units))
+        return [self._rate(power, each) for each in units.tolist()]
+
+    def _rate(self, power: int, units: int) -> float:
+        rate = self._rates.get((power, units))
+        if rate is None:
+            row = self._rows[min(self._rows, key=lambda known: abs(known - power))]
+            rate = self._rates[power, units] = float(row.at(units))
+        return rate
 
 
 def inflection(curve: Curve) -> tuple[float, float]:
@@ -220,17 +235,25 @@ def inflection(curve: Curve) -> tuple[float, float]:
     return peak, float(candidates[errors.argmin()])
 
 
-def execution_states(load: Load, units: Ints, beside: Beside | None) -> Floats:
+def execution_states(load: Load, units: Ints, beside: Beside | None) -> list[State]:
     """Bullet's ES (§3.2.1), each number as a logarithm: [len(units), 4], or 8 beside the other."""
-    own = _half(load, units)
+    own, powers = _sizes(load), [UNITS_WEIGHT * log2(each) for each in units.tolist()]
     if beside is None:
-        return own
-    return np.hstack([own, _half(beside.load, np.broadcast_to(beside.units, units.shape))])
+        return [(*own, power) for power in powers]
+    its, others = _sizes(beside.load), beside.units
+    each = others.tolist() if isinstance(others, np.ndarray) else [others] * len(powers)
+    return [
+        (*own, power, *its, UNITS_WEIGHT * log2(other))
+        for power, other in zip(powers, each, strict=True)
+    ]
 
 
-def _half(load: Load, units: Ints) -> Floats:
-    sizes = log2(max(1, load.new)), log2(1 + load.reused / 16), 0.5 * log2(max(1, load.requests))
-    half = np.empty((len(units), 4))
-    half[:, :3] = sizes
-    half[:, 3] = UNITS_WEIGHT * np.log2(units)
-    return half
+def _sizes(load: Load) -> State:
+    return log2(max(1, load.new)), log2(1 + load.reused / 16), 0.5 * log2(max(1, load.requests))
+
+
+def _summed(
+    layers: int, block: Operators, classifier: Operators, rates: Sequence[tuple[float, float]]
+) -> Floats:
+    """So many layers and the classifier at each pair of C and D."""
+    return np.array([layers * block.seconds(*pair) + classifier.seconds(*pair) for pair in rates])

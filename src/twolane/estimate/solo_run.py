@@ -12,6 +12,7 @@ units that was measured, and interpolated between them over 1 / units.
 """
 
 from collections.abc import Sequence
+from operator import mul
 
 import numpy as np
 from scipy.optimize import nnls
@@ -35,6 +36,8 @@ class LevelModel:
     def __init__(self, units: Ints, coefficients: Floats) -> None:
         self._inverse = 1.0 / units[::-1]
         self._coefficients = coefficients[::-1]
+        self._rows: dict[int, list[float]] = {}
+        """Of units that were asked for."""
 
     @classmethod
     def fit(cls, features: Sequence[Sequence[float]], samples: Sequence[Sample]) -> "LevelModel":
@@ -53,8 +56,17 @@ class LevelModel:
 
     def predict(self, features: Sequence[float], units: Ints) -> Floats:
         """Seconds on each of the units."""
-        seconds = self._coefficients @ np.array(features)
-        return np.asarray(np.interp(1.0 / units, self._inverse, seconds))
+        return np.array([self.seconds(features, each) for each in units.tolist()])
+
+    def seconds(self, features: Sequence[float], units: int) -> float:
+        """Seconds on so many units."""
+        row = self._rows.get(units)
+        if row is None:
+            columns = self._coefficients.T
+            row = [float(np.interp(1.0 / units, self._inverse, column)) for column in columns]
+            self._rows[units] = row
+        seconds: float = sum(map(mul, row, features))
+        return seconds
 
 
 def _relative_nnls(features: Floats, seconds: Floats) -> Floats:

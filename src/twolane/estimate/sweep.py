@@ -54,7 +54,7 @@ class Sweep:
         """From the runs alone that are not held out."""
         slices = profile.training("prefill", beside=False)
         steps = profile.training("decode", beside=False)
-        flops = [s.layers * shape.linears(s.load.new).flops.sum() / s.median for s in slices]
+        flops = [s.layers * sum(shape.linears(s.load.new).flops) / s.median for s in slices]
         moved = [step_bytes(shape, s.load) / s.median for s in steps]
         return cls(Curve.highest(slices, flops), Curve.highest(steps, moved))
 
@@ -62,5 +62,4 @@ class Sweep:
 def step_bytes(shape: Shape, load: Load) -> float:
     """What a decode step moves: weights, keys and values, and little else."""
     one = shape.linears(load.requests) + shape.together(load)
-    classifier = shape.classifier(load.requests).bytes.sum()
-    return float(shape.spec.layers * one.bytes.sum() + classifier)
+    return shape.spec.layers * sum(one.bytes) + sum(shape.classifier(load.requests).bytes)
