@@ -49,6 +49,14 @@ def test_an_array_of_units_is_answered_element_by_element():
         assert isinstance(predict(16), float)
 
 
+def test_the_online_estimator_takes_fewer_units_than_it_saw_to_be_slower():
+    """And more to be no faster: what was never measured is not hoped for."""
+    estimator = OnlineEstimator()
+    estimator.observe_prefill(LOAD, 4, 100, 0.04)
+    seconds = estimator.prefill_slice(LOAD, 4, np.array([25, 100, 132]))
+    assert seconds.tolist() == pytest.approx([0.16, 0.04, 0.04])
+
+
 class Noting(OnlineEstimator):
     """Keeps what it is told."""
 

@@ -201,3 +201,14 @@ def test_one_level_is_enough_and_none_stays_aggregated(roofline):
 
 def test_it_predicts_with_the_attention_aware_roofline():
     assert SYSTEMS["duetserve"].estimator == "attention-roofline"
+
+
+def test_without_predictions_of_a_side_few_units_are_not_thought_enough():
+    """Or prefill would get the fewest units for as long as nothing was measured on them."""
+    online = OnlineEstimator()
+    online.observe_hybrid(Load([4000], [0]), UNITS, 0.2)
+    online.observe_decode(Load.decode([2000]), UNITS, 0.010)
+    asked = view(online, decoding=[decoding("a", 2000)], waiting=[waiting("c", 4000)])
+    plan, _ = DuetServe().plan(asked, None)
+    assert [(one.lane, one.units) for one in plan.launches] == [("decode", 16), ("prefill", 116)]
+    assert plan.launches[0].work == DecodeSteps(2)  # 228 ms / 82.5 ms

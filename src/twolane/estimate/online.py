@@ -28,7 +28,11 @@ class _Averages:
         )
 
     def predict(self, units: Ints, size: int) -> Floats | None:
-        """From the nearest bucket, of these units if any was seen on them."""
+        """From the nearest bucket, of these units if any was seen on them.
+
+        On fewer units than were seen it is taken to last in proportion longer, which is so for
+        prefill and too much for decode; on more, just as long.
+        """
         if not self._seconds:
             return None
         return np.array([self._nearest(each, size) for each in units.tolist()])
@@ -37,6 +41,7 @@ class _Averages:
         bucket = size.bit_length()
         key = min(self._seconds, key=lambda k: (abs(k[0] - units), abs(k[1] - bucket)))
         seen, seconds = self._seconds[key]
+        seconds *= max(1.0, key[0] / units)
         return seconds * size / seen if self._linear else seconds
 
 

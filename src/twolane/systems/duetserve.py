@@ -142,7 +142,8 @@ class DuetServe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def _sides(self, view: View, decode: Load, prefill: Load, together: float) -> list[Side]:
         """The levels to choose from, with predictions of both sides.
 
-        A side of which nothing is known is taken to last as long as the pass of both.
+        A side of which nothing is known is taken to last as long as the pass of both, and longer
+        in proportion on fewer units.
         """
         levels = [level for level in view.levels if all(level)]
         if self.decode_units and levels:
@@ -152,11 +153,12 @@ class DuetServe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         p, d = np.array(levels).T
         t_p = view.estimator.prefill_slice(prefill, view.layers, p, finishes=True)
         t_d = view.estimator.decode_step(decode, d)
-        unknown = [together] * len(levels)
-        rows = zip(
-            levels, unknown if t_p is None else t_p, unknown if t_d is None else t_d, strict=True
-        )
-        return [Side(*level, float(prefills), float(steps)) for level, prefills, steps in rows]
+        if t_p is None:
+            t_p = together * view.units / p
+        if t_d is None:
+            t_d = together * view.units / d
+        rows = zip(levels, t_p.tolist(), t_d.tolist(), strict=True)
+        return [Side(*level, prefills, steps) for level, prefills, steps in rows]
 
 
 def _ms(seconds: float | None) -> str:
