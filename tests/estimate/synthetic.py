@@ -48,7 +48,7 @@ def _samples(point: Point, error: Callable[[], float]) -> list[Sample]:
     made = []
 
     def add(kind, runs, units, layers, finishes, seconds, beside=None):
-        times = [seconds * error()]
+        times = [float(seconds * error())]
         made.append(
             Sample(
                 point.name, kind, list(runs), units, layers, finishes, times, beside,

@@ -3,14 +3,26 @@
 import itertools
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+from msgspec import structs
 
+from tests.estimate import synthetic
 from tests.systems.simulation import LAYERS, UNITS, simulate, submit
+from twolane.engine.config import EngineConfig
 from twolane.engine.messages import Abort
+from twolane.engine.predict import machine_key, make_estimator
+from twolane.engine.simulated import SimulatedMachine
+from twolane.estimate.catalog import ESTIMATORS
+from twolane.estimate.guard import ContentionGuard
+from twolane.estimate.solo_run import SoloRun
+from twolane.lanes.device import GPUS
 from twolane.lanes.sim import FixedDurations
+from twolane.model.shapes import SHAPES
 from twolane.systems import SYSTEMS, defaults, describe, make_system
 from twolane.systems.plan import DecodeSteps, Hybrid, Launch, Plan, PlanError, PrefillSlice
+from twolane.vocabulary import EstimatorName
 
 
 def gaps(times: list[float]) -> list[float]:
@@ -133,3 +145,27 @@ ILLEGAL = {
 def test_illegal_plans_are_refused_by_what_is_wrong(message: str) -> None:
     with pytest.raises(PlanError, match=message):
         simulate(Once(ILLEGAL[message]), [(0.0, submit("a", 8, 2))])
+
+
+@pytest.mark.parametrize(
+    ("system", "asked", "kind"),
+    [
+        ("drift", None, SoloRun),
+        ("muxwise", None, ContentionGuard),
+        ("muxwise", "solo-run", SoloRun),
+    ],
+)
+def test_a_system_predicts_with_its_own_estimator_unless_told_otherwise(
+    system: str, asked: EstimatorName | None, kind: type, tmp_path: Path
+) -> None:
+    config = EngineConfig(model="qwen3-8b", system=system, estimator=asked)
+    machine = SimulatedMachine(GPUS["h200"], SHAPES["qwen3-8b"], config)
+    profile = synthetic.profile()
+    profile.key = machine_key(machine, UNITS)
+    profile.save(tmp_path / "profile.json")
+    config = structs.replace(config, profile=str(tmp_path / "profile.json"))
+    assert type(make_estimator(config, machine, UNITS)) is kind
+
+
+def test_every_system_names_an_estimator_that_there_is() -> None:
+    assert {kind.estimator for kind in SYSTEMS.values()} <= set(ESTIMATORS)

@@ -1,0 +1,75 @@
+"""`two-stream` and `temporal`: what MuxWise §6 says of WindServe and of Tropical, improved."""
+
+import itertools
+
+import pytest
+
+from tests.estimate import synthetic
+from tests.systems.handmade import LAYERS, UNITS, batch, decoding, view, waiting
+from tests.systems.simulation import simulate, submit
+from twolane.estimate import Load
+from twolane.estimate.solo_run import SoloRun
+from twolane.slo import Slo
+from twolane.systems import make_system
+from twolane.systems.plan import DecodeSteps, Launch, PrefillSlice
+from twolane.systems.temporal import Temporal
+
+STEP = Load.decode([4000] * 8)
+PROMPT = Load([2000], [0])
+
+
+@pytest.fixture(scope="module")
+def solo():
+    return SoloRun(synthetic.profile())
+
+
+def test_two_streams_share_all_units_without_slices():
+    """Normal streams, no partition, and prefill launched whole."""
+    arrivals = [(0.0, submit("a", 50, 40)), (0.3, submit("b", 300, 5))]
+    sim = simulate(make_system("two-stream"), arrivals, slo=Slo(tbt=0.03))
+    assert {ran.units for ran in sim.record.launches} == {UNITS}
+    assert {ran.name for ran in sim.record.of("prefill")} == {"layers 0:8"}
+    (second,) = (ran for ran in sim.record.of("prefill") if ran.requests == ["b"])
+    assert any(ran.overlaps(second) for ran in sim.record.of("decode"))
+
+
+def planned(solo, tbt, memory=False, **more):
+    rows = [decoding(f"d{i}", 4000, slo=Slo(tbt=tbt)) for i in range(8)]
+    asked = {"decoding": rows, "batch": batch(waiting("p", 2000), layers=3)}
+    return Temporal().plan(view(solo, **(asked | more)), memory)
+
+
+def test_a_slice_fills_the_slack_between_two_steps(solo):
+    """Layers fit small slacks: a layer more would break the TBT SLO."""
+    step = solo.decode_step(STEP, UNITS)
+    whole = solo.prefill_slice(PROMPT, LAYERS, UNITS, finishes=True)
+    tbt = step + 0.4 * whole
+    plan, memory = planned(solo, tbt)
+    (launch,) = plan.launches
+    layers = launch.work.last - launch.work.first
+    assert launch.lane == "device"
+    assert launch.work.first == 3
+    assert step + layers * whole / LAYERS <= tbt < step + (layers + 1) * whole / LAYERS
+    assert "slack" in plan.reason
+    assert memory
+    plan, memory = planned(solo, tbt, memory)
+    assert plan.launches == (Launch("device", UNITS, DecodeSteps()),)
+    assert not memory
+
+
+def test_there_is_a_layer_between_steps_even_without_slack(solo):
+    plan, _ = planned(solo, 1e-4)
+    assert plan.launches[0].work == PrefillSlice(3, 4)
+
+
+def test_prefill_alone_is_not_sliced(solo):
+    plan, _ = planned(solo, 0.05, decoding=[])
+    assert plan.launches[0].work == PrefillSlice(3, LAYERS)
+
+
+def test_temporal_runs_one_phase_at_a_time():
+    arrivals = [(0.0, submit("a", 50, 40)), (0.3, submit("b", 300, 5))]
+    sim = simulate(make_system("temporal"), arrivals, slo=Slo(tbt=0.06))
+    assert {ran.lane for ran in sim.record.launches} == {"device"}
+    gaps = [b - a for a, b in itertools.pairwise(sim.times["a"])]
+    assert 0.03 <= max(gaps) <= 0.06 + 1e-9
