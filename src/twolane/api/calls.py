@@ -46,15 +46,16 @@ class Call:
         self._metrics.in_flight.inc(len(prompts) - 1)
         return [RequestMetrics(self._metrics, self.arrival, len(p), self.slo) for p in prompts]
 
-    def refuse(self, reason: str, *, overload: bool) -> None:
+    def refuse(self, reason: str, message: str, *, overload: bool) -> None:
         """Count the call as refused, unless it has been settled.
 
         Args:
-            reason: why.
+            reason: why, for a program.
+            message: why, for a person.
             overload: whether a good request would have been refused too: it misses its SLO.
         """
         if self._settle():
-            self._metrics.refused(reason).inc()
+            self._metrics.refuse(reason, message)
             if overload:
                 miss_all(self._metrics, self.slo)
 
@@ -76,9 +77,9 @@ def call_of(request: Request) -> Call:
     return call
 
 
-def set_reason(request: Request, code: str) -> None:
+def set_reason(request: Request, code: str, message: str) -> None:
     """Say why a request is refused; without, the reason is its status."""
-    request.state.reason = code
+    request.state.reason = code, message
 
 
 class Calls:
@@ -160,8 +161,8 @@ class Watched:
         if broken_off is not None:
             self._call.abort(broken_off)
         elif status >= 400:
-            reason = self._state.get("reason") or f"http_{status}"
-            self._call.refuse(reason, overload=status == 429 or status >= 500)
+            reason, message = self._state.get("reason") or (f"http_{status}", "")
+            self._call.refuse(reason, message, overload=status == 429 or status >= 500)
 
     def _count(self, status: int) -> None:
         """Add to the requests by endpoint; what clients can invent is no label of its own."""

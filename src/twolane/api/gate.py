@@ -19,7 +19,7 @@ ID_LONGEST = 128
 NOT_IN_IDS = re.compile(r"[^!-~]")
 """All but visible ASCII."""
 MAX_BODY_BYTES = 32 << 20
-GUARDED = ("/v1/", "/tokenize", "/detokenize")
+GUARDED = ("/v1/", "/tokenize", "/detokenize", "/dashboard/data")
 """Paths that need a key, where there are keys. The others are for probes and scrapers."""
 
 
@@ -53,7 +53,7 @@ class Gate:
             self._check_key(scope["path"], headers)
             self._check_length(headers.get("content-length", "0"))
         except ApiError as error:
-            set_reason(Request(scope), error.code)
+            set_reason(Request(scope), error.code, error.message)
             await refuse(error, send)
             return
         await self._app(scope, self._bounded(receive), send)

@@ -27,7 +27,7 @@ def add_error_handlers(app: FastAPI) -> None:
     """Put every error into OpenAI's form."""
 
     async def refuse(request: Request, error: ApiError) -> Response:
-        set_reason(request, error.code)
+        set_reason(request, error.code, error.message)
         path = request.url.path
         log.debug("%s %r %d %r", request.method, path, error.status_code, error.message)
         response = json_response(error.body, error.status_code)

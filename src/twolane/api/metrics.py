@@ -4,8 +4,11 @@ Names are vLLM's after the prefix where the meaning is the same. `calls.py` says
 request.
 """
 
+import time
+from collections import deque
 from collections.abc import Callable, Iterator
 
+import msgspec
 import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -34,7 +37,20 @@ WHOLE_BUCKETS = (
     *(30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
 """Of whole requests."""
+REFUSALS_KEPT = 20
+MESSAGE_LONGEST = 200
 TOKEN_BUCKETS = tuple(step * 10**power for power in range(6) for step in (1, 2, 5))
+
+
+class Refusal(msgspec.Struct):
+    """Requests in a row that were refused for one reason."""
+
+    reason: str
+    message: str
+    """Of the last one."""
+    at: float
+    """When that was; seconds since the epoch."""
+    count: int = 1
 
 
 class EngineCollector(Collector):
@@ -97,6 +113,8 @@ class Metrics:
     def __init__(self, stats: Callable[[], Stats], model_name: str, slo: Slo) -> None:
         prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
         self.slo = slo
+        self.refusals: deque[Refusal] = deque(maxlen=REFUSALS_KEPT)
+        """The last ones."""
         self.registry = CollectorRegistry()
         self.registry.register(EngineCollector(stats, model_name))
         ProcessCollector(registry=self.registry)
@@ -155,6 +173,14 @@ class Metrics:
         self.output_size = self._histogram(
             "request_generation_tokens", "Output tokens of a finished request", TOKEN_BUCKETS
         )
+
+    def refuse(self, reason: str, message: str) -> None:
+        """Count a refused request."""
+        self.refused(reason).inc()
+        refusal = Refusal(reason, message[:MESSAGE_LONGEST], time.time())
+        if self.refusals and self.refusals[-1].reason == reason:
+            refusal.count += self.refusals.pop().count
+        self.refusals.append(refusal)
 
     def render(self) -> bytes:
         """Return all figures in Prometheus' text form."""
@@ -230,10 +256,10 @@ class RequestMetrics:
         self._judge("tbt", self._slo.tbt, self._longest_gap)
         self._judge("tpot", self._slo.tpot, tpot)
 
-    def refuse(self, reason: str) -> None:
+    def refuse(self, reason: str, message: str) -> None:
         """Count a request that the engine refused: the client's mistake, which no SLO covers."""
         if self._end():
-            self._metrics.refused(reason).inc()
+            self._metrics.refuse(reason, message)
 
     def fail(self, reason: str) -> None:
         """Count a request that the server broke off; nothing happens if it has ended."""

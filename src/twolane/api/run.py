@@ -104,9 +104,11 @@ async def run(config: EngineConfig, options: ServerOptions) -> int:
         engine, codec = starting.result()
         name = options.served_model_name or config.model
         service = Service(engine, codec, name, options.max_queue)
+        ticking = asyncio.create_task(service.dashboard.keep())
         try:
             return await serve_until_stopped(service, listener, stop, options)
         finally:
+            ticking.cancel()
             service.close()
             await engine.close(patience=0.0 if stop.insisted.is_set() else CLOSE_SECONDS)
 

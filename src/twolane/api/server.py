@@ -13,6 +13,7 @@ from starlette.types import Receive, Scope, Send
 import twolane
 from twolane.api.answers import DONE, Answer, AnswerOptions, Echo, event
 from twolane.api.calls import Call, Calls, call_of
+from twolane.api.dashboard import add_dashboard_routes
 from twolane.api.errors import error_body
 from twolane.api.gate import MAX_BODY_BYTES, Gate
 from twolane.api.generation import Delta, Generation, GenerationFailed, GenerationRefused
@@ -64,6 +65,7 @@ def create_app(
     add_info_routes(app, service)
     add_token_routes(app, service)
     add_generation_routes(app, service)
+    add_dashboard_routes(app, service)
     return app
 
 

@@ -11,6 +11,7 @@ from typing import NamedTuple, TypeVar
 from twolane.api.admission import Admission
 from twolane.api.answers import Echo
 from twolane.api.calls import Call
+from twolane.api.dashboard_data import Dashboard
 from twolane.api.engine_client import EngineClient, EngineError, EngineGone, Event
 from twolane.api.errors import ApiError
 from twolane.api.generation import Generation, TextOptions
@@ -70,6 +71,7 @@ class Service:
         self.created = int(time.time())
         self.admission = Admission(max_queue)
         self.metrics = Metrics(lambda: engine.stats, model_name, engine.ready.slo)
+        self.dashboard = Dashboard(engine, self.metrics)
         self.draining = False
         # Long texts must not hold the loop, nor those of /tokenize, which have no bound, prompts.
         self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
@@ -310,8 +312,8 @@ class Books:
         match event:
             case Output(finish="stop" | "length" as outcome):
                 metrics.finish(outcome, now, event.times)
-            case Refused(code=outcome):
-                metrics.refuse(outcome)
+            case Refused(code=outcome, message=message):
+                metrics.refuse(outcome, message)
             case Output() | EngineGone():
                 outcome = "broken off by the server"
                 metrics.fail("shutdown" if self._service.draining else "engine")
