@@ -121,7 +121,7 @@ class Span:
             (lane, units, (spent - before.get((lane, units), 0.0)) / self.seconds)
             for lane, units, spent in self._last.stats.seconds
         )
-        return [share for share in shares if share[2] > 0]
+        return sorted(share for share in shares if share[2] > 0)
 
     def figures(self) -> dict[str, Any]:
         """What the page shows of a window."""

@@ -11,8 +11,8 @@ const state = { window: "minute", zoom: 10, paused: false, seen: 0, launches: []
 
 function seconds(s) {
   if (s == null) return "–";
-  if (s >= 1) return `${s.toFixed(s < 10 ? 2 : 1)} s`;
-  return `${(s * 1e3).toFixed(s < 0.1 ? 1 : 0)} ms`;
+  if (s >= 1) return `${s.toFixed(s < 10 ? 2 : 1)}\u00a0s`;
+  return `${(s * 1e3).toFixed(s < 0.1 ? 1 : 0)}\u00a0ms`;
 }
 const share = (x) => (x == null ? "–" : `${(x * 100).toFixed(x > 0.995 && x < 1 ? 2 : 1)} %`);
 const count = (x) => Math.round(x).toLocaleString("en");
@@ -158,11 +158,11 @@ const LINES = {
 };
 const charts = {};
 
-function axes(size = 48) {
+function axes(size = 56) {
   const common = { stroke: colour("soft"), grid: { stroke: colour("line"), width: 1 },
     ticks: { stroke: colour("line") } };
   const clock = (u, ticks) => ticks.map((t) => new Date(t * 1e3).toLocaleTimeString("en-GB"));
-  return [{ ...common, space: 80, values: clock }, { ...common, size }];
+  return [{ ...common, space: 80, size: 30, values: clock }, { ...common, size }];
 }
 
 function lineChart(id, bounded) {
@@ -173,7 +173,8 @@ function lineChart(id, bounded) {
   if (bounded) series.push({ label: "bound", stroke: colour("text"), width: 1.5, dash: [1, 4],
     points: { show: false } });
   return new uPlot({
-    width: $(id).clientWidth, height: 190, axes: axes(), legend: { live: false },
+    width: $(id).clientWidth, height: 190, axes: axes(),
+    legend: { live: false, markers: { dash: (u, i) => (u.series[i].dash ? "dashed" : "solid") } },
     scales: { y: { range: (u, low, high) => [0, Math.max(high ?? 0, 1e-3) * 1.08] } },
     series: [{}, ...series],
   }, [[], ...series.map(() => [])], $(id));
