@@ -48,7 +48,7 @@ def test_nothing_heavy_is_imported_for_help(args):
 
 
 def test_every_engine_setting_has_an_option():
-    bounds = {f"slo_{name}_ms" for name in ("ttft", "tbt", "tpot")}
+    bounds = {f"slo_{name}_ms" for name in ("ttft", "ttft_per_1k", "tbt", "tpot")}
     settings = {field.name for field in fields(EngineConfig)}
     assert set(ENGINE_OPTIONS) == settings - {"model", "slo"} | bounds
     text = run("serve", "--help").stdout
@@ -125,6 +125,8 @@ def test_version():
         (("--trace", "/nowhere/t.json"), ("--trace", "/nowhere/t.json")),
         (("--slo-tbt-ms", "-1"), ("--slo-tbt-ms", "-1")),
         (("--slo-ttft-ms", "nan"), ("--slo-ttft-ms", "nan")),
+        (("--slo-ttft-per-1k-ms", "9"), ("--slo-ttft-per-1k-ms", "--slo-ttft-ms")),
+        (("--slo-ttft-ms", "9", "--slo-ttft-per-1k-ms", "-1"), ("--slo-ttft-per-1k-ms", "-1")),
         (("--dtype", "int4"), ("--dtype", "bfloat16")),
         (("--port", "99999"), ("--port", "65535")),
         (("--max-queue", "0"), ("--max-queue",)),

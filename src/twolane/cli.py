@@ -150,6 +150,15 @@ ENGINE_OPTIONS: dict[str, Any] = {
             "header, in milliseconds. 0: no bound, the default.",
         ),
     ],
+    "slo_ttft_per_1k_ms": Annotated[
+        float | None,
+        typer.Option(
+            rich_help_panel=SCHEDULING,
+            metavar="MS",
+            help="Allowed on top of --slo-ttft-ms for each 1,024 prompt tokens that the prefix "
+            "cache does not have. Default: 0.",
+        ),
+    ],
     "slo_tbt_ms": Annotated[
         float | None,
         typer.Option(
@@ -301,11 +310,17 @@ def default_slo(settings: dict[str, Any]) -> Slo:
     bounds: dict[str, Any] = {
         name: settings.pop(f"slo_{name}_ms", None) for name in ("ttft", "tbt", "tpot")
     }
+    per_1k = settings.pop("slo_ttft_per_1k_ms", None) or 0.0
+    if per_1k and not bounds["ttft"]:
+        raise fail("--slo-ttft-per-1k-ms is added to --slo-ttft-ms: give that, too", USAGE_ERROR)
     try:
         ttft, tbt, tpot = (ms / 1e3 if ms else None for ms in bounds.values())
-        return Slo(ttft=ttft, tbt=tbt, tpot=tpot)
+        return Slo(ttft=ttft, ttft_per_token=per_1k / 1e3 / 1024, tbt=tbt, tpot=tpot)
     except ValueError as error:
         name = str(error).split(" ", 1)[0]
+        if name == "ttft_per_token":
+            problem = f"must be 0 or above, not {per_1k}"
+            raise fail(f"--slo-ttft-per-1k-ms {problem}", USAGE_ERROR) from error
         problem = f"must be 0 (no bound) or above, not {bounds[name]}"
         raise fail(f"{flag(f'slo_{name}_ms')} {problem}", USAGE_ERROR) from error
 
@@ -641,8 +656,8 @@ def doctor() -> None:
 
 
 UNPROFILED = (
-    "system", "options", "slo_ttft_ms", "slo_tbt_ms", "slo_tpot_ms", "prefix_cache", "profile",
-    "estimator", "trace",
+    "system", "options", "slo_ttft_ms", "slo_ttft_per_1k_ms", "slo_tbt_ms", "slo_tpot_ms",
+    "prefix_cache", "profile", "estimator", "trace",
 )  # fmt: skip
 """Engine settings that do not change what launches take."""
 EPILOG_PROFILE = """**Examples**

@@ -26,6 +26,10 @@ class Slo(msgspec.Struct, frozen=True, kw_only=True):
         if not 0.0 <= self.ttft_per_token < math.inf:
             raise ValueError(f"ttft_per_token must be at least 0, not {self.ttft_per_token!r}")
 
+    def first_token(self, new: int) -> float | None:
+        """Seconds from arrival within which the first token is wanted, of so many new tokens."""
+        return None if self.ttft is None else self.ttft + self.ttft_per_token * new
+
     def over(self, default: "Slo") -> "Slo":
         """These bounds, and those of `default` where there is none."""
         ttft = default if self.ttft is None else self

@@ -265,7 +265,8 @@ class TestSlo:
         }
 
     def test_defaults_are_judged(self, tiny_model):
-        bounds = ("--slo-ttft-ms", "60000", "--slo-tbt-ms", "0.0001", "--slo-tpot-ms", "60000")
+        ttft = ("--slo-ttft-ms", "0.0001", "--slo-ttft-per-1k-ms", "6e7")  # two minutes for two
+        bounds = (*ttft, "--slo-tbt-ms", "0.0001", "--slo-tpot-ms", "60000")
         with serving(str(tiny_model), *DUMMY, *bounds) as served:
             body = {"prompt": [5, 6], "max_tokens": 5, "ignore_eos": True}
             served.request("/v1/completions", body)

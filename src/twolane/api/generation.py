@@ -75,8 +75,9 @@ class GenerationRefused(ValueError):
 class Observer(Protocol):
     """Is told of every event of a generation; each answer has one ending."""
 
-    def tokens(self, index: int, count: int, now: float) -> None:
-        """New tokens arrived that are part of the answer."""
+    def tokens(self, index: int, count: int, now: float, cached: int | None) -> None:
+        """New tokens arrived that are part of the answer; with the first, how many prompt tokens
+        the prefix cache had."""
         ...
 
     def ended(self, index: int, event: Event | None, now: float) -> None:
@@ -87,7 +88,7 @@ class Observer(Protocol):
 class Unobserved:
     """Is told and does nothing."""
 
-    def tokens(self, index: int, count: int, now: float) -> None:
+    def tokens(self, index: int, count: int, now: float, cached: int | None) -> None:
         """Do nothing."""
 
     def ended(self, index: int, event: Event | None, now: float) -> None:
@@ -269,7 +270,7 @@ class Generation:
     def _read(self, reader: Reader, index: int, output: Output) -> Delta:
         delta = reader.read(output)
         if delta.tokens:
-            self._observer.tokens(index, len(delta.tokens), time.monotonic())
+            self._observer.tokens(index, len(delta.tokens), time.monotonic(), output.cached)
         if reader.stopped and output.finish is None:
             self._engine.finish(self._open[index], reader.count)
         return delta

@@ -214,7 +214,7 @@ class RequestMetrics:
     def __init__(self, metrics: Metrics, arrival: float, prompt_tokens: int, slo: Slo) -> None:
         self._metrics = metrics
         self._arrival = arrival
-        self._prompt_tokens = prompt_tokens
+        self._prompt_tokens = self._new_tokens = prompt_tokens
         self._slo = slo
         self._output_tokens = 0
         self._first: float | None = None
@@ -222,13 +222,17 @@ class RequestMetrics:
         self._longest_gap = 0.0
         self._open = True
 
-    def tokens(self, count: int, now: float) -> None:
-        """Count tokens that arrived together: one gap, and none between them."""
+    def tokens(self, count: int, now: float, cached: int | None) -> None:
+        """Count tokens that arrived together: one gap, and none between them.
+
+        `cached`: with the first, prompt tokens that were in the prefix cache.
+        """
         metrics = self._metrics
         metrics.output.inc(count)
         self._output_tokens += count
         if self._first is None:
             self._first = now
+            self._new_tokens -= cached or 0
             metrics.prompt.inc(self._prompt_tokens)
             metrics.ttft.observe(now - self._arrival)
         else:
@@ -252,7 +256,8 @@ class RequestMetrics:
             metrics.tpot.observe(tpot)
         if times is not None:
             self._observe_times(times)
-        self._judge("ttft", self._slo.ttft, (self._first or now) - self._arrival)
+        first = (self._first or now) - self._arrival
+        self._judge("ttft", self._slo.first_token(self._new_tokens), first)
         self._judge("tbt", self._slo.tbt, self._longest_gap)
         self._judge("tpot", self._slo.tpot, tpot)
 
@@ -275,10 +280,10 @@ class RequestMetrics:
         if not self._end():
             return
         self._metrics.aborted(reason).inc()
-        slo = self._slo
+        slo, bound = self._slo, self._slo.first_token(self._new_tokens)
         if self._first is not None:
-            self._judge("ttft", slo.ttft, self._first - self._arrival)
-        elif slo.ttft is not None and now - self._arrival > slo.ttft:
+            self._judge("ttft", bound, self._first - self._arrival)
+        elif bound is not None and now - self._arrival > bound:
             self._metrics.slo_requests("ttft", "missed").inc()
         longest = max(self._longest_gap, now - self._last) if self._first is not None else 0.0
         if slo.tbt is not None and longest > slo.tbt:

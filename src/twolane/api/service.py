@@ -299,10 +299,10 @@ class Books:
         self._lengths = [len(prompt) for prompt in prompts]
         self._arrival = call.arrival
 
-    def tokens(self, index: int, count: int, now: float) -> None:
+    def tokens(self, index: int, count: int, now: float, cached: int | None) -> None:
         """See `Observer.tokens`."""
         self._leave(index, served=True)
-        self._metrics[index].tokens(count, now)
+        self._metrics[index].tokens(count, now, cached)
 
     def ended(self, index: int, event: Event | None, now: float) -> None:
         """See `Observer.ended`."""

@@ -90,11 +90,9 @@ class Request:
     @property
     def deadline(self) -> float | None:
         """When the TTFT SLO wants the first token; it allows for the tokens that are new."""
-        if self.slo.ttft is None:
-            return None
         cached = self.reused if self.cached is None else self.cached
-        new = self.prompt_tokens - cached
-        return self.arrival + self.slo.ttft + self.slo.ttft_per_token * new
+        bound = self.slo.first_token(self.prompt_tokens - cached)
+        return None if bound is None else self.arrival + bound
 
     @property
     def generated(self) -> int:
