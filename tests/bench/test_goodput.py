@@ -4,10 +4,11 @@ import json
 import random
 
 import pytest
+from msgspec.structs import replace
 from typer.testing import CliRunner
 
 from twolane.bench.cli import app
-from twolane.bench.goodput import Hopeless, Search, find, highest
+from twolane.bench.goodput import Hopeless, Search, find, highest, tuned, variants
 from twolane.bench.goodput_cli import simulation
 from twolane.bench.record import Record
 from twolane.workload.spec import OptionError, WorkloadSpec
@@ -145,6 +146,37 @@ def test_a_search_goes_on_where_it_was_ended(tmp_path):
     assert len(list(tmp_path.glob("chunked-*.json"))) == len(runs)
     with pytest.raises(OptionError, match="another search"):
         find(search_of({"ttft": 2.0}), [system], run, tmp_path)
+
+
+def test_settings_with_several_values_are_so_many_systems():
+    assert variants("chunked") == ["chunked"]
+    assert variants("chunked:token_budget=256/512") == [
+        "chunked:token_budget=256",
+        "chunked:token_budget=512",
+    ]
+    both = variants("bullet:step_layers=2/4,schedule=true/false")
+    assert both[1] == "bullet:step_layers=2,schedule=false"
+    assert len(both) == 4
+
+
+def test_the_best_of_several_values_has_the_highest_median():
+    asked, found = "chunked:token_budget=1/2/4", {"chunked:token_budget=1": [3.0, 9.0, 4.0]}
+    assert tuned([asked, "drift"], found) == {asked: "chunked:token_budget=1"}
+    found |= {"chunked:token_budget=2": [5.0, 4.5, 1.0], "drift": [9.0]}
+    assert tuned([asked, "drift"], found) == {asked: "chunked:token_budget=2"}
+    assert tuned([asked], {one: [0.0] for one in variants(asked)}) == {}  # nothing holds
+
+
+def test_the_budget_of_chunked_is_tuned_to_the_slo(tmp_path):
+    """Sarathi's trade: passes must be short for a tight TBT SLO, and are better long for TTFT."""
+    small, large = variants(asked := "chunked:token_budget=256/4096")
+    workload = WorkloadSpec(num_prompts=8, random_input_len=2000, random_output_len=12)
+    for slos, best in (({"ttft": 2.0, "tbt": 0.02}, small), ({"ttft": 0.3, "tbt": 1.0}, large)):
+        folder = tmp_path / best
+        search = replace(search_of(slos, tolerance=0.4), workload=workload)
+        found = find(search, [asked], simulation(search), folder)
+        assert json.loads((folder / "summary.json").read_text())["tuned"] == {asked: best}
+        assert max(found.values()) == found[best]
 
 
 def test_all_systems_are_sent_the_same(tmp_path):

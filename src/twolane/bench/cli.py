@@ -56,6 +56,8 @@ _EPILOG_GOODPUT = """**Examples**
 - `twolane bench goodput --simulate h200 --model llama-3.1-8b --system chunked:token_budget=512
   --system static-split:decode_units=48 --goodput ttft:1000 tbt:50 --dataset azure-conv --seeds 3
   --out found` — two systems on a simulated GPU, three patterns of arrivals each
+
+- `… --system chunked:token_budget=256/512/1024` — the budget with the highest goodput
 """
 
 

@@ -6,6 +6,7 @@ requests, trace offset), stretched or pressed together to a rate, the same for a
 a rate that holds and one that does not, the next one is their geometric mean.
 """
 
+import itertools
 import math
 import statistics
 from collections.abc import Callable, Sequence
@@ -157,7 +158,8 @@ def find(
 ) -> dict[str, list[float]]:
     """Search for each system and seed; one file a run, and a summary after each search.
 
-    Runs that the folder has already are not repeated.
+    A system whose settings list several values (`variants`) is searched with each. Runs that the
+    folder has already are not repeated.
 
     Returns:
         Goodput in requests a second, by system, seed by seed.
@@ -168,7 +170,7 @@ def find(
     search.check()
     _open_folder(search, folder)
     found: dict[str, list[float]] = {}
-    for system in systems:
+    for system in dict.fromkeys(one for asked in systems for one in variants(asked)):
         for seed in range(search.seeds):
 
             def holds(rate: float, system: str = system, seed: int = seed) -> bool | None:
@@ -178,12 +180,34 @@ def find(
 
             rate = highest(holds, search.start_rate, search.tolerance)
             found.setdefault(system, []).append(rate)
-            _save(folder / "summary.json", summary(search, found))
+            _save(folder / "summary.json", summary(search, found, tuned(systems, found)))
     return found
 
 
-def summary(search: Search, found: dict[str, list[float]]) -> dict[str, object]:
-    """What was found so far: by system the goodput of each seed, their median and range."""
+def variants(system: str) -> list[str]:
+    """`chunked:token_budget=256/512` as one system for each value, or combination of values."""
+    name, colon, rest = system.partition(":")
+    settings = [setting.partition("=") for setting in rest.split(",")]
+    listed = [[key + equals + value for value in row.split("/")] for key, equals, row in settings]
+    return [name + colon + ",".join(chosen) for chosen in itertools.product(*listed)]
+
+
+def tuned(systems: Sequence[str], found: dict[str, list[float]]) -> dict[str, str]:
+    """The variant with the highest median goodput so far, of each system that has several; of
+    equals the one that is listed first, and none where nothing holds."""
+    best = {}
+    for asked in systems:
+        rates = {one: statistics.median(found[one]) for one in variants(asked) if one in found}
+        if len(variants(asked)) > 1 and any(rates.values()):
+            best[asked] = max(rates, key=rates.__getitem__)
+    return best
+
+
+def summary(
+    search: Search, found: dict[str, list[float]], best: dict[str, str]
+) -> dict[str, object]:
+    """What was found so far: by system the goodput of each seed, their median and range; and which
+    is the best of those that were listed as one."""
     return {
         "search": msgspec.to_builtins(search),
         "goodput": {
@@ -195,6 +219,7 @@ def summary(search: Search, found: dict[str, list[float]]) -> dict[str, object]:
             }
             for system, rates in found.items()
         },
+        "tuned": best,
     }
 
 

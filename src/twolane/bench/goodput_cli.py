@@ -81,7 +81,8 @@ def find(
             run = stack.enter_context(OwnServers(search, load, out, traces, console))
         else:
             names, run = [SERVER], server(search, load)
-        console.print(_table(search, goodput.find(search, names, run, out, tell)))
+        found = goodput.find(search, names, run, out, tell)
+        console.print(_table(search, found, goodput.tuned(names, found)))
 
 
 def server(search: Search, load: BenchConfig) -> Run:
@@ -246,12 +247,13 @@ def _line(trial: Trial) -> str:
     return f"{trial.system}, seed {trial.seed}: {trial.rate:.3f} req/s {verdict} ({kept})"
 
 
-def _table(search: Search, found: dict[str, list[float]]) -> Table:
+def _table(search: Search, found: dict[str, list[float]], best: dict[str, str]) -> Table:
     bounds = ", ".join(f"{name} {bound * 1e3:g} ms" for name, bound in search.slos.items())
     table = Table(title=f"Goodput at {search.attainment:.1%}: {bounds}", title_justify="left")
     for head in ("System", "Requests/s (median)", "Range"):
         table.add_column(head, justify="left" if head == "System" else "right")
     for system, rates in found.items():
         middle = statistics.median(rates)
-        table.add_row(system, f"{middle:.2f}", f"{min(rates):.2f} to {max(rates):.2f}")
+        name = f"{system} (best)" if system in best.values() else system
+        table.add_row(name, f"{middle:.2f}", f"{min(rates):.2f} to {max(rates):.2f}")
     return table
