@@ -15,7 +15,7 @@ from twolane.estimate.online import OnlineEstimator
 from twolane.lanes.sim import FixedDurations, SimLanes
 from twolane.sampling import SamplingParams
 from twolane.slo import Slo
-from twolane.systems import make_system
+from twolane.systems import SYSTEMS, make_system
 from twolane.systems.plan import Chunk, DecodeSteps, Launch, Plan, PrefillSlice, Refusal
 from twolane.systems.view import View
 
@@ -124,7 +124,7 @@ def test_an_aborted_prompt_leaves_at_the_slice_boundary() -> None:
 
 
 @pytest.mark.parametrize("at", [0.0, 0.005, 0.03, 0.085, 0.2])
-@pytest.mark.parametrize("name", ["prefill-first", "chunked", "static-split"])
+@pytest.mark.parametrize("name", SYSTEMS)
 def test_an_abort_ends_a_request_once_at_any_stage(name: str, at: float) -> None:
     arrivals = [(0.0, submit("other", 100, 20)), (0.0, submit("a", 100, 20))]
     arrivals += [(at, Abort("a")), (at, Abort("a"))]  # type: ignore[list-item]
