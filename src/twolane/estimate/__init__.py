@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import overload
+from typing import ClassVar, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -90,6 +90,9 @@ class Estimator(ABC):
     answer is what the estimator promises will not be exceeded; those that promise nothing answer
     as they do without (each says what it promises).
     """
+
+    promises: ClassVar[bool] = False
+    """Whether its bounds are more than estimates, for every kind of launch."""
 
     @overload
     def prefill_slice(

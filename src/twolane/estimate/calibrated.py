@@ -50,6 +50,8 @@ class _Layer:
 class Calibrated(Estimator):
     """Base and processes. Promises a P99: one launch in a hundred takes longer than its bound."""
 
+    promises = True
+
     def __init__(self, profile: Profile) -> None:
         self._base: dict[Kind, LevelModel] = {}
         self._alone: dict[Kind, _Layer] = {}

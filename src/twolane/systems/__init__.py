@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Protocol, cast
 
 import msgspec
 
+from twolane.systems.auto import Auto
 from twolane.systems.bullet import Bullet
 from twolane.systems.chunked import Chunked
 from twolane.systems.drift import Drift
@@ -50,6 +51,7 @@ SYSTEMS: dict[str, type[System]] = {
     "muxwise": MuxWise,
     "bullet": Bullet,
     "duetserve": DuetServe,
+    "auto": Auto,
 }
 
 

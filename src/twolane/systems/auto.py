@@ -1,0 +1,445 @@
+"""`auto`: at each scheduling point hybrid, temporal or spatial, whichever promises the most.
+
+What a user gives is SLOs. Prefill goes as fast as the bounds allow: of all ways to run the prompts
+at hand beside the requests that decode (`choices.py`), the one with the fastest prefill whose bound
+on the time between two tokens keeps the tightest TBT SLO among those requests. Decode gets all
+that is left, and the whole device where no prompt waits. Prompts go by deadline (`deadlines.py`).
+
+The bound is the estimator's (P99 for `calibrated`). For what it cannot know, and for estimators
+that promise nothing, the TBT that is planned for shrinks while the recent P99 is above the SLO,
+and returns.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
+
+import msgspec
+
+from twolane.estimate import Beside, Load
+from twolane.systems.admission import next_chunks
+from twolane.systems.choices import Choice, Ways, choose
+from twolane.systems.deadlines import Line, make_line
+from twolane.systems.multiplex import batch_load, decode_load, shared_levels
+from twolane.systems.plan import Chunk, DecodeSteps, Hybrid, Launch, Plan, PrefillSlice
+from twolane.systems.view import RequestView, View
+from twolane.vocabulary import LANES, EstimatorName, LaneName
+
+UNBOUND_TBT = 0.05
+"""TBT that is planned for where no SLO bounds it, in seconds."""
+UNBOUND_STEPS = 4
+"""The same in decode steps on the whole device, if that is longer."""
+UNPROMISED = 0.9
+"""Of the TBT SLO, what is planned for if the estimator promises nothing."""
+FULL_TOKENS = 1024
+"""A request costs what it adds to a batch of so many new tokens."""
+BATCH_SECONDS = 0.2
+"""Of a prefill batch on the whole device, at most, unless `LEAST_TOKENS` take longer."""
+LEAST_TOKENS = 256
+"""New tokens that a prefill batch may have, however long they take."""
+MOST_STEPS = 8
+"""Steps in one launch, where they are shorter than the lead."""
+CHOICE_SECONDS = 0.1
+"""For which a choice stands while batch and number of requests stay the same."""
+SPARE = 0.006
+"""Of the gaps may be first ones that miss the bound: the SLO is on the P99."""
+FADES = 0.998
+"""What a decode step leaves of the counts of joins and gaps."""
+GUARD = 0.0005
+"""Seconds from a step's end to the start of one that was not launched ahead of it."""
+LEAST_PACE = 0.05
+"""Of prefill, in that of the whole device alone, that is reckoned with."""
+CHECK_SECONDS = 0.25
+"""Between two looks at the recent TBT."""
+LEAST_MARGIN = 0.6
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What is kept from plan to plan."""
+
+    choice: Choice | None = None
+    """The last one."""
+    about: tuple[object, ...] = ()
+    """Rows and batch that it was made for."""
+    chosen: float = -math.inf
+    """When, in seconds."""
+    joins: float = 0.0
+    """Requests that joined decode lately; old ones fade."""
+    gaps: float = 0.0
+    """Tokens decoded meanwhile."""
+    begin: float | None = None
+    """When the last layers of the open batch shall begin, in seconds, once that is known."""
+    ends: float = -math.inf
+    """When the prompts launched last in the prefill lane will be done by prediction, in seconds."""
+    margin: float = 1.0
+    """Of the TBT SLO, what is planned for."""
+    checked: float = -math.inf
+    """When the margin was last looked at."""
+    base: float | None = None
+    """Seconds of `FULL_TOKENS` on the whole device."""
+    seconds: Mapping[str, tuple[int, float]] = field(default_factory=dict)
+    """New tokens of a waiting request, and the seconds that they add on the whole device."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """The prompts that a plan is about: the open batch, or the one that it opens."""
+
+    load: Load
+    first: int
+    """Layers launched."""
+    chunks: tuple[Chunk, ...]
+    """To admit; none if it is open."""
+    joiners: Sequence[int]
+    """Contexts of those who will decode after it."""
+
+
+class Auto(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Hybrid, temporal or spatial, whichever prefills fastest within the SLOs by prediction."""
+
+    estimator: ClassVar[EstimatorName] = "calibrated"
+
+    max_batch_tokens: int = 2048
+    """New tokens in one prefill batch; longer prompts are cut."""
+    hysteresis: float = 0.05
+    """What is done now stays until another way is better by more than this share."""
+    lead_seconds: float = 0.005
+    """The next launch is queued this long before its lane would run dry."""
+
+    def __post_init__(self) -> None:
+        if self.max_batch_tokens < 1:
+            raise ValueError(f"max_batch_tokens must be at least 1, not {self.max_batch_tokens}")
+
+    def start(self) -> Memory:
+        """Nothing was decided yet."""
+        return Memory()
+
+    def plan(self, view: View, memory: Memory) -> tuple[Plan, Memory]:
+        """What the lanes that are due do next."""
+        if not (self._due(view, "prefill") or self._due(view, "decode")):
+            return Plan(wake_at=self._wake(view)), memory
+        memory = _watch(view, memory)
+        line = Line((), ())
+        if view.waiting and view.batch is None and self._due(view, "prefill"):
+            memory = _costs(view, memory)
+            line = _line(view, memory)
+        batch = self._batch(view, line.order, memory)
+        plan, memory = self._go_on(view, memory, line.order, batch)
+        memory = _count(view, memory, plan)
+        wakes = [at for at in (plan.wake_at, self._wake(view)) if at is not None and at > view.now]
+        return replace(plan, refuse=tuple(line.refusals), wake_at=min(wakes, default=None)), memory
+
+    # --- when ---------------------------------------------------------------------------------
+
+    def _due(self, view: View, lane: LaneName) -> bool:
+        """Whether the lane, and the whole device, which excludes it, are idle or soon will be."""
+        queued, until = _queue(view, lane)
+        return not queued or (queued == 1 and until is not None and self._soon(view, until))
+
+    def _soon(self, view: View, until: float) -> bool:
+        return until - self.lead_seconds <= view.now
+
+    def _wake(self, view: View) -> float | None:
+        """When the first lane will be due that is not due now."""
+        queues = (_queue(view, lane) for lane in LANES)
+        wakes = (until - self.lead_seconds for n, until in queues if n == 1 and until is not None)
+        return min((at for at in wakes if at > view.now), default=None)
+
+    # --- what ---------------------------------------------------------------------------------
+
+    def _batch(self, view: View, order: Sequence[RequestView], memory: Memory) -> _Batch | None:
+        """The open batch, or the next one."""
+        if view.batch is not None:
+            chunks = view.batch.chunks
+            ends = [c.start + c.n for c in chunks if c.n == c.request.new]
+            return _Batch(batch_load(view.batch), view.batch.layers_launched, (), ends)
+        tokens = float(LEAST_TOKENS)
+        if memory.base:
+            tokens = max(tokens, BATCH_SECONDS * FULL_TOKENS / memory.base)
+        coming = _take(view, order, min(int(tokens), self.max_batch_tokens))
+        if not coming:
+            return None
+        waiting = {r.id: r for r in order[: len(coming)]}
+        pairs = [(waiting[chunk.request], chunk.n) for chunk in coming]
+        load = Load([n for _, n in pairs], [r.reused for r, _ in pairs])
+        return _Batch(load, 0, coming, [r.reused + n for r, n in pairs if n == r.new])
+
+    def _go_on(
+        self, view: View, memory: Memory, order: Sequence[RequestView], batch: _Batch | None
+    ) -> tuple[Plan, Memory]:
+        rows = [*view.decoding, *(r for lane in LANES for r in view.joining[lane])]
+        if not rows:
+            return self._prefill_alone(view, batch), memory
+        decode = Load.decode([request.context for request in rows])
+        step = view.estimator.decode_step(decode, view.units, bound=True)
+        tbt = _tbt(view, rows, step)
+        if batch is None:
+            return self._decode_alone(view, memory, step, tbt)
+        about = (len(rows), tuple(batch.load.n), tuple(batch.load.r))
+        if batch.chunks or about != memory.about or view.now > memory.chosen + CHOICE_SECONDS:
+            joined = Load.decode([*decode.r, *batch.joiners])
+            then = view.estimator.decode_step(joined, view.units, bound=True)
+            if batch.chunks and then and then > tbt:
+                return self._decode_alone(view, memory, step, tbt)  # no room for more
+            target = tbt * memory.margin * (1.0 if view.estimator.promises else UNPROMISED)
+            choice = self._choose(view, memory, batch, joined, then, target)
+            memory = replace(memory, choice=choice, about=about, chosen=view.now)
+        assert memory.choice is not None
+        return self._as_chosen(view, memory, order, batch, memory.choice, tbt)
+
+    def _choose(
+        self,
+        view: View,
+        memory: Memory,
+        batch: _Batch,
+        decode: Load,
+        step: float | None,
+        target: float,
+    ) -> Choice:
+        """Of all ways to run the batch; a layer between two steps while nothing is known."""
+        unknown = Choice("temporal", (view.units,) * 2, 1, 0.0, 0, math.inf, 1.0, 0.0)
+        if not step:
+            return unknown
+        levels = [level for level in shared_levels(view) if level[0] + level[1] <= view.units]
+        ways = Ways(
+            view.estimator, view.layers, view.units, levels, decode, step, batch.load, target
+        )
+        chunk = memory.choice.tokens if memory.choice else 0
+        found = ways.all(sliced=not batch.chunks, chunk=chunk)
+        return choose(found or [unknown], target, memory.choice, self.hysteresis)
+
+    def _as_chosen(
+        self,
+        view: View,
+        memory: Memory,
+        order: Sequence[RequestView],
+        batch: _Batch,
+        choice: Choice,
+        tbt: float,
+    ) -> tuple[Plan, Memory]:
+        if choice.mode == "spatial":
+            return self._spatial(view, memory, batch, choice, tbt)
+        if not self._due(view, "device"):
+            return self._drain(view, choice, tbt), memory
+        reason = _reason(choice, tbt)
+        if choice.mode == "hybrid":
+            chunks = _take(view, order, choice.tokens)
+            launch = Launch("device", view.units, Hybrid())
+            return Plan(admit=chunks, launches=(launch,), reason=reason), memory
+        last = min(batch.first + choice.layers, view.layers)
+        launches = (
+            Launch("device", view.units, PrefillSlice(batch.first, last)),
+            Launch("device", view.units, DecodeSteps()),
+        )
+        return Plan(admit=batch.chunks, launches=launches, reason=reason), memory
+
+    def _prefill_alone(self, view: View, batch: _Batch | None) -> Plan:
+        if batch is None or not self._due(view, "device"):
+            return Plan()
+        launch = Launch("device", view.units, PrefillSlice(batch.first, view.layers))
+        return Plan(admit=batch.chunks, launches=(launch,), reason="nothing decodes")
+
+    def _decode_alone(
+        self, view: View, memory: Memory, step: float | None, tbt: float
+    ) -> tuple[Plan, Memory]:
+        if view.lanes["prefill"].queued and memory.choice:
+            if memory.choice.mode == "spatial":
+                return self._spatial(view, memory, None, memory.choice, tbt)
+            return self._drain(view, memory.choice, tbt), memory
+        if not self._due(view, "device"):
+            return Plan(), memory
+        k = max(1, min(MOST_STEPS, int(self.lead_seconds / step))) if step else 1
+        launch = Launch("device", view.units, DecodeSteps(1 if view.waiting else k))
+        return Plan(launches=(launch,), reason="no prompt to run"), memory
+
+    # --- both lanes ---------------------------------------------------------------------------
+
+    def _spatial(
+        self, view: View, memory: Memory, batch: _Batch | None, choice: Choice, tbt: float
+    ) -> tuple[Plan, Memory]:
+        """Both lanes are kept fed; decode is launched first (MuxWise §3.2.2)."""
+        step, wake = self._step(view, memory, choice, tbt)
+        launches = [step] if step else []
+        admit: tuple[Chunk, ...] = ()
+        if batch is not None and self._due(view, "prefill"):
+            part, begin, ends = _next_slice(view, batch, choice)
+            finishes = part.last == view.layers
+            if finishes and batch.joiners and memory.begin is None:
+                begin += self._misfit(view, memory, batch, choice, ends, tbt)
+                memory = replace(memory, begin=begin)
+            at = memory.begin if finishes else None
+            if at is not None and at > begin + GUARD:
+                wake = min(wake or math.inf, at)
+            else:
+                admit = batch.chunks
+                launches.append(Launch("prefill", choice.level[0], part))
+                joins = memory.joins + len(batch.joiners) * finishes
+                ends = ends if finishes else memory.ends
+                memory = replace(memory, begin=None, ends=ends, joins=joins)
+        reason = _reason(choice, tbt) if launches else ""
+        return Plan(admit=admit, launches=tuple(launches), wake_at=wake, reason=reason), memory
+
+    def _step(
+        self, view: View, memory: Memory, choice: Choice, tbt: float
+    ) -> tuple[Launch | None, float | None]:
+        """A decode step in its lane, or when to ask again.
+
+        It is held back for prompts that end a little later, if they could not join the next one
+        in time and nobody misses the bound by it.
+        """
+        if not view.decoding or not self._due(view, "decode"):
+            return None, None
+        boundary = _boundary(view)
+        latest = boundary + tbt - choice.gap - GUARD
+        if view.launched_batches:
+            if memory.ends <= boundary and view.now < boundary - GUARD:
+                return None, boundary - GUARD
+            waits = boundary + 2 * choice.gap - memory.ends > tbt
+            if waits and memory.ends <= latest and view.now < latest:
+                return None, latest
+        return Launch("decode", choice.level[1], DecodeSteps()), None
+
+    def _misfit(
+        self, view: View, memory: Memory, batch: _Batch, choice: Choice, ends: float, tbt: float
+    ) -> float:
+        """Seconds by which prompts that end then should end later.
+
+        Who joins right after a step began waits for its end, and then for the next one: more than
+        the bound, unless steps are short. A step can be held back by `slack`, and one that begins
+        at most `slack` later is not missed either. The SLO is on the P99 of gaps: where answers
+        are long, first ones are too few to matter.
+        """
+        if not view.decoding or memory.joins + len(batch.joiners) <= SPARE * memory.gaps:
+            return 0.0
+        slack = max(0.0, tbt - choice.gap - GUARD)
+        decode = decode_load(view.decoding)
+        beside = Beside(batch.load, choice.level[0])
+        period = view.estimator.decode_step(decode, choice.level[1], beside) or choice.gap
+        since = (ends - _boundary(view)) % period
+        return max(0.0, period - since - slack) if since > slack else 0.0
+
+    def _drain(self, view: View, choice: Choice, tbt: float) -> Plan:
+        """Decode goes on beside the last slices, unless it can wait for what comes after."""
+        lane = view.lanes["prefill"]
+        if not lane.queued or not view.decoding or not self._due(view, "decode"):
+            return Plan()
+        latest = _boundary(view) + tbt - choice.gap - GUARD
+        if lane.until is not None and lane.until <= latest and view.now < latest:
+            return Plan(wake_at=latest)
+        rest = min(shared_levels(view), key=lambda level: abs(level[0] - lane.units))
+        return Plan(launches=(Launch("decode", rest[1], DecodeSteps()),), reason="last slices")
+
+
+def _queue(view: View, lane: LaneName) -> tuple[int, float | None]:
+    """Launches that keep the lane busy, and until when; None: not known, or nothing."""
+    lanes = LANES if lane == "device" else (lane, "device")
+    busy = [view.lanes[name] for name in lanes if view.lanes[name].queued]
+    untils = [each.until for each in busy]
+    known = [until for until in untils if until is not None]
+    until = max(known, default=None) if len(known) == len(untils) else None
+    return sum(each.queued for each in busy), until
+
+
+def _free(view: View) -> float:
+    """When the prefill lane has nothing left to do, in seconds; now, if that is not known."""
+    return max(view.now, _queue(view, "prefill")[1] or 0.0)
+
+
+def _next_slice(view: View, batch: _Batch, choice: Choice) -> tuple[PrefillSlice, float, float]:
+    """The layers, and when they begin and end by prediction, in seconds."""
+    last = batch.first + choice.layers
+    if view.layers - last <= choice.layers // 2:
+        last = view.layers
+    begin = _free(view)
+    return PrefillSlice(batch.first, last), begin, begin + (last - batch.first) * choice.layer
+
+
+def _boundary(view: View) -> float:
+    """When the step under way ends, or the last one ended, in seconds."""
+    queued, until = _queue(view, "decode")
+    if queued and until is not None:
+        return until
+    return max((r.last_token_at for r in view.decoding if r.last_token_at), default=view.now)
+
+
+def _tbt(view: View, rows: Sequence[RequestView], step: float | None) -> float:
+    """The tightest bound among them that decode alone can keep, in seconds.
+
+    A TPOT bound is taken for a TBT bound where there is none. What not even one of them alone on
+    the whole device could keep binds nobody; where that many cannot, nobody joins.
+    """
+    each = {r.slo.tpot if r.slo.tbt is None else r.slo.tbt for r in rows}
+    bounds = [bound for bound in each if bound is not None]
+    kept = [bound for bound in bounds if not step or bound >= step]
+    if bounds and not kept:
+        one = Load.decode([min(r.context for r in rows)])
+        least = view.estimator.decode_step(one, view.units, bound=True)
+        kept = [bound for bound in bounds if not least or bound >= least]
+    return min(kept, default=max(UNBOUND_TBT, UNBOUND_STEPS * (step or 0.0)))
+
+
+def _watch(view: View, memory: Memory) -> Memory:
+    """Plan for less while the recent P99 TBT is above the SLO."""
+    window, bound = view.recent["tbt"], view.slo.tbt
+    if bound is None or view.now < memory.checked + CHECK_SECONDS or len(window) < 100:
+        return memory
+    p99 = window.percentile(99)
+    factor = 0.97 if p99 is not None and p99 > bound else 1.01
+    margin = min(1.0, max(LEAST_MARGIN, memory.margin * factor))
+    return replace(memory, margin=margin, checked=view.now)
+
+
+def _count(view: View, memory: Memory, plan: Plan) -> Memory:
+    """Gaps between tokens, to know how few of them are first ones."""
+    if not any(launch.lane != "prefill" for launch in plan.launches):
+        return memory
+    gaps = memory.gaps * FADES + len(view.decoding)
+    return replace(memory, gaps=gaps, joins=memory.joins * FADES)
+
+
+def _costs(view: View, memory: Memory) -> Memory:
+    """Predict once what each waiting request adds to a full batch on the whole device."""
+    base = memory.base
+    full = Load([FULL_TOKENS], [0])
+    if base is None or not memory.seconds:
+        base = view.estimator.prefill_slice(full, view.layers, view.units, bound=True)
+    if base is None:
+        return memory
+    seconds = {}
+    for request in view.waiting:
+        new = request.new
+        known = memory.seconds.get(request.id)
+        if known is None or known[0] != new:
+            load = Load([FULL_TOKENS, new], [0, request.reused])
+            more = view.estimator.prefill_slice(load, view.layers, view.units, bound=True) or base
+            known = new, max(0.0, more - base)
+        seconds[request.id] = known
+    return replace(memory, base=base, seconds=seconds)
+
+
+def _line(view: View, memory: Memory) -> Line:
+    """The waiting requests in order."""
+    rows = view.decoding or any(view.joining.values())
+    pace = max(LEAST_PACE, memory.choice.pace) if memory.choice and rows else 1.0
+
+    def seconds(request: RequestView) -> float:
+        return memory.seconds.get(request.id, (0, 0.0))[1] / pace
+
+    return make_line(view.waiting, _free(view), seconds, refuse=view.estimator.promises)
+
+
+def _take(view: View, order: Sequence[RequestView], tokens: int) -> tuple[Chunk, ...]:
+    return next_chunks(replace(view, waiting=order), tokens, split=True)
+
+
+def _reason(choice: Choice, tbt: float) -> str:
+    """With predictions, for the trace."""
+    what = {
+        "hybrid": f"{choice.tokens} tokens a pass",
+        "temporal": f"{choice.layers} layers between steps",
+        "spatial": f"{choice.level[0]} + {choice.level[1]} units",
+    }[choice.mode]
+    gap = f"gap <= {choice.gap * 1e3:.1f} of {tbt * 1e3:.1f} ms"
+    return f"{choice.mode}: {what}, {gap}, prefill at {choice.pace:.0%}"

@@ -1,0 +1,182 @@
+"""What can be done with a prefill batch while requests decode, each way with its predictions.
+
+Three ways: *hybrid*, one pass with a decode token each and a chunk of the prompts; *temporal*,
+layer slices between decode steps, on the whole device; *spatial*, both at once, each on its
+units. A choice promises a bound on the time between two tokens and a pace of prefill.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from twolane.estimate import Beside, Estimator, Load
+
+Mode = Literal["hybrid", "temporal", "spatial"]
+Level = tuple[int, int]
+"""(prefill units, decode units)"""
+
+CHUNKS: Sequence[int] = sorted({round(16 * 2 ** (i / 4)) for i in range(37)})
+"""Tokens that a hybrid pass may take: 16 to 8,192, each a fifth more than the one before."""
+UNSEEN = 0.95
+"""Of the sum of its parts, what a hybrid pass is taken to last, at most: by an estimator that
+promises nothing, and may have seen no such pass."""
+DECODE_WEIGHT = 0.1
+"""What the pace of decode counts beside that of prefill: it breaks ties, the SLO does the rest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One way to go on."""
+
+    mode: Mode
+    level: Level
+    """The whole device for both, unless spatial."""
+    layers: int
+    """Of a slice; all for hybrid."""
+    layer: float
+    """Seconds of one of them."""
+    tokens: int
+    """Of a pass, hybrid only."""
+    gap: float
+    """Bound on the time between two tokens, in seconds."""
+    pace: float
+    """Of prefill, in that of the whole device alone."""
+    score: float
+    """What is maximised: the pace, and a little for decode's."""
+
+    def is_like(self, other: "Choice | None") -> bool:
+        """Whether going from one to the other is no change of mode or level."""
+        return other is not None and (self.mode, self.level) == (other.mode, other.level)
+
+
+@dataclass(frozen=True, slots=True)
+class Ways:
+    """The candidates at one scheduling point.
+
+    Args:
+        estimator: predicts.
+        layers: of the model.
+        units: of the device.
+        levels: partitions with units for both lanes.
+        decode: the step, with those whom the prefill batch will add to it.
+        step: bound on its seconds on the whole device.
+        batch: the prompts.
+        target: TBT that is planned for, in seconds.
+    """
+
+    estimator: Estimator
+    layers: int
+    units: int
+    levels: Sequence[Level]
+    decode: Load
+    step: float
+    batch: Load
+    target: float
+
+    def all(self, *, sliced: bool, chunk: int = 0) -> list[Choice]:
+        """Every candidate; empty while nothing is known.
+
+        Args:
+            sliced: the batch has begun in layer slices, which rules hybrid passes out.
+            chunk: tokens at which the search for the largest pass begins.
+        """
+        alone = self.estimator.prefill_slice(self.batch, self.layers, self.units)
+        if not alone:
+            return []
+        found = [*self._spatial(alone), self._temporal(alone)]
+        return found if sliced else [*found, self._hybrid(alone, chunk)]
+
+    def _spatial(self, alone: float) -> list[Choice]:
+        """One for each level; slices last about a step."""
+        if not self.levels:
+            return []
+        p, d = np.array(self.levels).T
+        gaps = self.estimator.decode_step(self.decode, d, Beside(self.batch, p), bound=True)
+        whole = self.estimator.prefill_slice(self.batch, self.layers, p, Beside(self.decode, d))
+        if gaps is None or whole is None:
+            return []
+        found = []
+        for level, gap, seconds in zip(self.levels, gaps.tolist(), whole.tolist(), strict=True):
+            layer, score = seconds / self.layers, self._score(alone / seconds, gap)
+            layers = max(1, round(gap / layer))
+            found.append(Choice("spatial", level, layers, layer, 0, gap, alone / seconds, score))
+        return found
+
+    def _temporal(self, alone: float) -> Choice:
+        """As many layers between two steps as the bound leaves time for, one at least."""
+        whole = self.estimator.prefill_slice(self.batch, self.layers, self.units, bound=True)
+        layer = (whole or alone) / self.layers
+        layers = min(self.layers, max(1, int((self.target - self.step) / layer)))
+        gap = self.step + layers * layer
+        done = alone * layers / self.layers
+        pace = done / (done + self.step)
+        both = (self.units, self.units)
+        return Choice("temporal", both, layers, layer, 0, gap, pace, self._score(pace, gap))
+
+    def _hybrid(self, alone: float, chunk: int) -> Choice:
+        """The largest pass within the bound, the smallest if none is."""
+        most = self.batch.new
+        sizes = [size for size in CHUNKS if size < most] + [most]
+        gaps: dict[int, float] = {}
+
+        def fits(i: int) -> bool:
+            gaps[i] = self._pass_seconds(sizes[i], alone, bound=True)
+            return gaps[i] <= self.target
+
+        i = largest(fits, len(sizes), start=sum(size < chunk for size in sizes))
+        seconds = self._pass_seconds(sizes[i], alone, bound=False)
+        pace = alone * sizes[i] / most / seconds
+        both = (self.units, self.units)
+        score = self._score(pace, gaps[i])
+        return Choice(
+            "hybrid", both, self.layers, seconds / self.layers, sizes[i], gaps[i], pace, score
+        )
+
+    def _score(self, pace: float, gap: float) -> float:
+        return pace + DECODE_WEIGHT * self.step / gap
+
+    def _pass_seconds(self, tokens: int, alone: float, *, bound: bool) -> float:
+        chunks = cut(self.batch, tokens)
+        load = Load([*self.decode.n, *chunks.n], [*self.decode.r, *chunks.r])
+        seconds = self.estimator.hybrid(load, self.units, bound=bound)
+        if seconds is not None and self.estimator.promises:
+            return seconds
+        parts = UNSEEN * (self.step + alone * tokens / self.batch.new)
+        return parts if seconds is None else min(seconds, parts)
+
+
+def largest(fits: Callable[[int], bool], count: int, start: int) -> int:
+    """The largest index below `count` that fits, if all below one that fits do; else 0."""
+    i = min(start, count - 1)
+    if fits(i):
+        while i + 1 < count and fits(i + 1):
+            i += 1
+        return i
+    while i > 0 and not fits(i - 1):
+        i -= 1
+    return max(i - 1, 0)
+
+
+def cut(batch: Load, tokens: int) -> Load:
+    """The first so many new tokens of a batch."""
+    n: list[int] = []
+    for each in batch.n:
+        n.append(min(each, tokens - sum(n)))
+        if sum(n) == tokens:
+            break
+    return Load(n, batch.r[: len(n)])
+
+
+def choose(ways: Sequence[Choice], target: float, last: Choice | None, hysteresis: float) -> Choice:
+    """The best score within the bound; without any, the shortest gap.
+
+    What is done now stays until another is better by more than `hysteresis`, a share.
+    """
+    within = [way for way in ways if way.gap <= target]
+    if not within:
+        return min(ways, key=lambda way: way.gap)
+    best = max(within, key=lambda way: way.score)
+    same = next((way for way in within if way.is_like(last)), None)
+    return same if same and same.score * (1 + hysteresis) >= best.score else best

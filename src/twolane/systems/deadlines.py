@@ -1,0 +1,110 @@
+"""Who is prefilled next, who will be late, and who is better told at once.
+
+Within a priority, by deadline. Where not all deadlines can be kept, as few as possible are given
+up (Moore's algorithm: when one would be late, the longest so far steps back), and those are served
+when nobody else waits. Who would wait for longer than its bound allows, twice over, is refused.
+"""
+
+import heapq
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from twolane.systems.plan import Refusal
+from twolane.systems.view import RequestView
+
+PATIENCE = 2.0
+"""Times its TTFT bound that a request may have to wait for its prefill to begin."""
+UNBOUND_SECONDS = 1.0
+"""Requests without a TTFT bound are ordered as if they had this one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """The waiting requests in the order of service, and those to be refused."""
+
+    order: Sequence[RequestView]
+    refusals: Sequence[Refusal]
+
+
+@dataclass(slots=True)
+class _Place:
+    """A request with what it needs."""
+
+    request: RequestView
+    deadline: float
+    seconds: float
+    late: bool = False
+
+    @property
+    def yields(self) -> bool:
+        """Whether it may be late for others, or be refused: nothing of it was done or sent."""
+        return not (self.request.started or self.request.generated)
+
+
+def make_line(
+    waiting: Sequence[RequestView],
+    begin: float,
+    seconds: Callable[[RequestView], float],
+    *,
+    refuse: bool,
+) -> Line:
+    """Order the requests and give up what cannot be kept.
+
+    Args:
+        waiting: all of them.
+        begin: when the first of them can begin, in seconds on their clock.
+        seconds: that a request's prefill will take, at the pace it will have.
+        refuse: whether these seconds can be relied on to turn somebody away.
+    """
+    places = [_Place(r, _deadline(r), seconds(r)) for r in waiting]
+    places.sort(key=lambda place: (place.request.priority, place.deadline))
+    _give_up(places, begin)
+    places.sort(key=lambda place: (place.request.priority, place.late, place.deadline))
+    order: list[RequestView] = []
+    refusals: list[Refusal] = []
+    at = begin
+    for place in places:
+        refusal = _refusal(place, at) if refuse and place.late else None
+        if refusal is not None:
+            refusals.append(refusal)
+        else:
+            order.append(place.request)
+            at += place.seconds
+    return Line(order, refusals)
+
+
+def _deadline(request: RequestView) -> float:
+    """In seconds; one that was sent back after its first token goes before all others."""
+    if request.generated:
+        return -math.inf
+    wanted = request.deadline
+    return request.arrival + UNBOUND_SECONDS if wanted is None else wanted
+
+
+def _give_up(places: Sequence[_Place], begin: float) -> None:
+    """Mark the fewest that must be late; of a higher priority none for a lower one's sake."""
+    at = begin
+    longest: list[tuple[int, float, int, _Place]] = []
+    for i, place in enumerate(places):
+        at += place.seconds
+        if place.yields and place.request.deadline is not None:
+            heapq.heappush(longest, (-place.request.priority, -place.seconds, i, place))
+        if at > place.deadline and longest and place.request.deadline is not None:
+            *_, given_up = heapq.heappop(longest)
+            given_up.late = True
+            at -= given_up.seconds
+
+
+def _refusal(place: _Place, begins: float) -> Refusal | None:
+    """If its turn would come only after it has waited twice as long as its bound."""
+    request = place.request
+    bound = place.deadline - request.arrival
+    wait = begins - request.arrival
+    if not place.yields or wait <= PATIENCE * bound:
+        return None
+    return Refusal(
+        request.id,
+        f"overloaded: prefill would begin {wait:.1f} s after arrival by prediction; "
+        f"the first token is wanted within {bound:.1f} s",
+    )
