@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import gc
+import importlib.util
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -58,6 +59,13 @@ _EPILOG_GOODPUT = """**Examples**
   --out found` — two systems on a simulated GPU, three patterns of arrivals each
 
 - `… --system chunked:token_budget=256/512/1024` — the budget with the highest goodput
+"""
+_EPILOG_REPORT = """**Examples**
+
+- `twolane bench report found` — what `twolane bench goodput --out found` found
+
+- `twolane bench report chunked=a.json ours=b.json --trace-file ours=trace.json --out report` — two
+  runs side by side, and the lanes of one
 """
 
 
@@ -307,6 +315,52 @@ def goodput(
         except KeyboardInterrupt:
             typer.echo(f"Stopped. {out} has the runs so far; the same command goes on.", err=True)
             raise typer.Exit(130) from None
+
+
+@app.command(epilog=_EPILOG_REPORT)
+def report(
+    runs: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[RUN]...",
+            help="Result files of `bench serve` and `simulate`, folders of `bench goodput`. "
+            "NAME=FILE names what served; files of one name are one line of a figure.",
+            show_default=False,
+        ),
+    ] = None,
+    out: Annotated[
+        Path, typer.Option(help="Folder for index.html, the PNGs and report.md.")
+    ] = Path("report"),
+    trace_file: Annotated[
+        list[str] | None,
+        typer.Option(help="A trace (`--trace` of serve or simulate), or NAME=FILE; may repeat."),
+    ] = None,
+    trace_from: Annotated[
+        float | None,
+        typer.Option(
+            help="Seconds into the trace where the timeline begins. (default: where most happens)"
+        ),
+    ] = None,
+    trace_seconds: Annotated[
+        float | None, typer.Option(min=0.001, help="Seconds that the timeline shows.")
+    ] = None,
+) -> None:
+    """Draw what came out: one page, its figures as PNG, and a table for a README."""
+    if importlib.util.find_spec("matplotlib") is None:
+        typer.echo("twolane bench report needs matplotlib: pip install 'twolane[bench]'", err=True)
+        raise typer.Exit(1)
+    if not runs and not trace_file:
+        raise typer.BadParameter("give a RUN or a --trace-file")
+    from twolane.bench import report, saved
+
+    with _errors_as_lines():
+        given = saved.read(runs or [], trace_file or [])
+        made = report.make(given, trace_from, trace_seconds)
+    report.write(made, given, out)
+    typer.echo(report.markdown(given))
+    for title, why in made.lacking:
+        typer.echo(f"Not drawn: {title} {why}")
+    typer.echo(f"{out / 'index.html'}: {len(made.figures)} figures")
 
 
 @contextlib.contextmanager

@@ -1,0 +1,156 @@
+"""Reads what was saved: results of `bench serve` and `simulate`, folders of `bench goodput`."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from twolane.workload.spec import OptionError
+
+
+@dataclass(frozen=True)
+class Run:
+    """One result file. What a figure does not find in it, it does without."""
+
+    label: str
+    """What served: one line or bar of a figure."""
+    data: dict[str, Any]
+    """As saved; `summary.result_dict` has the keys."""
+
+    @property
+    def rate(self) -> float | None:
+        """Requests a second that were asked for; None: all at once, or a trace's own times."""
+        rate = self.data.get("request_rate")
+        return float(rate) if isinstance(rate, int | float) else None
+
+    @property
+    def whole(self) -> bool:
+        """Whether it ran to its end: not stopped by hand, nor by a search as hopeless."""
+        return not self.data.get("interrupted", False)
+
+    def ms(self, metric: str, statistic: str) -> float | None:
+        """A latency in milliseconds, such as ("ttft", "p99") or ("itl", "median")."""
+        value = self.data.get(f"{statistic}_{metric}_ms")
+        return None if value is None else float(value)
+
+    def latencies(self, metric: str) -> list[float]:
+        """All values of `ttft`, `itl` (each gap) or `e2el` in ms; empty if they were not saved."""
+        key = {"ttft": "ttfts", "itl": "itls", "e2el": "latencies"}[metric]
+        answered = [bool(n) for n in self.data.get("output_lens", ())]
+        values = [v for v, ok in zip(self.data.get(key, ()), answered, strict=False) if ok]
+        if metric == "itl":
+            return [gap * 1e3 for gaps in values for gap in gaps]
+        return [value * 1e3 for value in values if value is not None]
+
+    @property
+    def kept(self) -> dict[str, float]:
+        """Attainment by SLO; of TBT the share of gaps, as a search counts it."""
+        kept = dict(self.data.get("attainment") or {})
+        if "tbt" in kept:
+            kept["tbt"] = self.data["tbt_gap_attainment"]
+        return {name: share for name, share in kept.items() if share is not None}
+
+    @property
+    def where(self) -> str:
+        """Who served, in words."""
+        simulated = self.data.get("simulated")
+        if simulated:
+            return f"simulation: {self.data.get('model_id')} on {simulated['device']}"
+        server = self.data.get("server")
+        if server:
+            parts = server.split(" | ")  # the address says nothing any more
+            return " | ".join([parts[0], *parts[2:]])
+        return f"{self.data.get('model_id')} at {self.data.get('arguments', {}).get('base_url')}"
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search found."""
+
+    search: dict[str, Any]
+    goodput: dict[str, dict[str, Any]]
+    """By system: `seeds`, `median`, `least`, `most`, in requests a second."""
+
+
+@dataclass
+class Saved:
+    """Everything that was given to a report."""
+
+    runs: list[Run] = field(default_factory=list)
+    found: list[Found] = field(default_factory=list)
+    traces: dict[str, Path] = field(default_factory=dict)
+
+    @property
+    def attainment(self) -> float:
+        """The share that must keep an SLO, as the search says; else 0.99."""
+        return float(self.found[0].search["attainment"]) if self.found else 0.99
+
+    @property
+    def slos(self) -> dict[str, float]:
+        """Bounds in ms by name, those of all runs together."""
+        return {k: v for run in self.runs for k, v in (run.data.get("slos_ms") or {}).items()}
+
+    @property
+    def labels(self) -> list[str]:
+        """Of the runs, in the order given."""
+        return list(dict.fromkeys(run.label for run in self.runs))
+
+
+def read(inputs: list[str], traces: list[str]) -> Saved:
+    """Read files and folders, each `PATH` or `NAME=PATH`.
+
+    Raises:
+        OptionError: one is not there or is something else.
+    """
+    saved = Saved()
+    for text in inputs:
+        name, path = _named(text)
+        if path.is_dir():
+            _read_search(saved, path)
+        else:
+            saved.runs.append(_read_run(path, name))
+    for text in traces:
+        name, path = _named(text)
+        if not path.is_file():
+            raise OptionError("--trace-file", f"no file {path}")
+        saved.traces[name or _stem(path)] = path
+    return saved
+
+
+def _named(text: str) -> tuple[str | None, Path]:
+    """A path with an equals sign in it, such as a search's file, needs no name."""
+    name, equals, rest = text.partition("=")
+    if equals and not Path(text).exists():
+        return name, Path(rest)
+    return None, Path(text)
+
+
+def _stem(path: Path) -> str:
+    return path.name.removesuffix(".json").removesuffix(".trace")
+
+
+def _read_search(saved: Saved, folder: Path) -> None:
+    if not (folder / "search.json").is_file():
+        raise OptionError("RUN", f"{folder} is not a folder of `twolane bench goodput`")
+    saved.runs += [_read_run(path, None) for path in sorted(folder.glob("*-rate*.json"))]
+    if (folder / "summary.json").is_file():  # the first search may still be on its way
+        saved.found.append(Found(**_decode(folder / "summary.json")))
+    saved.traces |= {_stem(path): path for path in sorted(folder.glob("*.trace.json"))}
+
+
+def _read_run(path: Path, name: str | None) -> Run:
+    data = _decode(path)
+    if not isinstance(data, dict) or "request_rate" not in data or "duration" not in data:
+        what = "a trace: give it with --trace-file" if isinstance(data, list) else "no result"
+        raise OptionError("RUN", f"{path} is {what}")
+    if "trial" in data:
+        name = name or data["trial"]["system"]
+    return Run(name or path.stem, data)
+
+
+def _decode(path: Path) -> Any:
+    try:
+        return msgspec.json.decode(path.read_bytes())
+    except (OSError, msgspec.DecodeError) as error:
+        raise OptionError("RUN", f"{path}: {error}") from error

@@ -1,0 +1,124 @@
+"""Reads the trace that an engine wrote (`--trace`): launches, gauges, and what ran."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from twolane.workload.spec import OptionError
+
+PHASES = {"PrefillSlice": "prefill", "DecodeSteps": "decode", "Hybrid": "hybrid"}
+"""What a launch's work is called in figures."""
+Array = NDArray[np.float64]
+
+
+class _Event(msgspec.Struct):
+    """An event, as far as it is read."""
+
+    ph: str
+    name: str
+    tid: int = 0
+    ts: float = 0.0
+    dur: float = 0.0
+    args: dict[str, Any] = {}
+
+
+@dataclass(frozen=True)
+class Launches:
+    """Launches that ended, in order of their start; arrays of one length."""
+
+    start: Array
+    """Seconds since the trace began."""
+    end: Array
+    units: Array
+    predicted: Array
+    """Seconds; NaN without a prediction."""
+    phase: NDArray[np.str_]
+    """A value of `PHASES`."""
+    lane: NDArray[np.str_]
+    name: list[str]
+
+    def __len__(self) -> int:
+        return len(self.name)
+
+    def between(self, begin: float, end: float) -> list[int]:
+        """Indices of those that ran in that time."""
+        inside: list[int] = np.flatnonzero((self.end > begin) & (self.start < end)).tolist()
+        return inside
+
+
+@dataclass(frozen=True)
+class TraceFile:
+    """One trace."""
+
+    name: str
+    about: dict[str, Any]
+    """What the engine says of itself; empty in traces of older versions."""
+    launches: Launches
+    gauges: dict[str, tuple[Array, Array]]
+    """(seconds, values) by name: decoding, waiting, pages_used, pages_cached."""
+    preempted: Array
+    """When requests lost their pages, in seconds."""
+
+    @property
+    def units(self) -> int:
+        """Of the device; without the engine's word, the most that were used."""
+        return int(self.about.get("units") or self.launches.units.max())
+
+    @property
+    def title(self) -> str:
+        """What ran."""
+        if not self.about:
+            return self.name
+        return f"{self.about['system']}, {self.about['model']} on {self.about['device']}"
+
+
+def read(path: Path, name: str) -> TraceFile:
+    """Read a trace, also that of a run that was killed.
+
+    Raises:
+        OptionError: it is something else, or has no launch.
+    """
+    text = path.read_text(encoding="utf-8").rstrip()
+    try:
+        whole = text if text.endswith("]") else text.rstrip(",") + "]"
+        events = msgspec.json.decode(whole, type=list[_Event])
+        threads = {e.tid: e.args["name"] for e in events if e.name == "thread_name"}
+        ran = sorted((e for e in events if e.ph == "X"), key=lambda event: event.ts)
+        launches = _launches(ran, threads)
+    except (msgspec.DecodeError, KeyError) as error:
+        raise OptionError("--trace-file", f"{path} is no trace of an engine: {error}") from error
+    if not ran:
+        raise OptionError("--trace-file", f"{path} has no launches")
+    gauges: dict[str, list[tuple[float, float]]] = {}
+    for event in events:
+        if event.ph == "C":
+            gauges.setdefault(event.name, []).append((event.ts / 1e6, event.args[event.name]))
+    return TraceFile(
+        name=name,
+        about=next((e.args for e in events if (e.ph, e.name) == ("M", "twolane")), {}),
+        launches=launches,
+        gauges={gauge: _columns(values) for gauge, values in gauges.items()},
+        preempted=np.array([e.ts / 1e6 for e in events if (e.ph, e.name) == ("n", "preempted")]),
+    )
+
+
+def _columns(values: list[tuple[float, float]]) -> tuple[Array, Array]:
+    times, heights = np.array(values).T
+    return times, heights
+
+
+def _launches(events: list[_Event], threads: dict[int, str]) -> Launches:
+    start = np.array([event.ts for event in events]) / 1e6
+    return Launches(
+        start=start,
+        end=start + np.array([event.dur for event in events]) / 1e6,
+        units=np.array([event.args["units"] for event in events], dtype=float),
+        predicted=np.array([event.args["predicted"] for event in events], dtype=float),
+        phase=np.array([PHASES[event.args["work"]] for event in events], dtype=str),
+        lane=np.array([threads[event.tid] for event in events], dtype=str),
+        name=[event.name for event in events],
+    )

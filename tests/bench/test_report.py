@@ -1,0 +1,185 @@
+"""The report: what the files hold is what is drawn, and what they lack is said."""
+
+import base64
+import json
+import re
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from matplotlib import pyplot as plt
+from matplotlib.patches import Rectangle
+from typer.testing import CliRunner
+
+from twolane.bench import figures, report, saved, timelines, tracefile
+from twolane.bench.style import LABEL_GAP, _apart
+from twolane.cli import app
+from twolane.workload.spec import OptionError
+
+MODEL, SYSTEMS = "llama-3.1-8b", ("chunked", "static-split")
+
+
+def invoke(*words):
+    done = CliRunner().invoke(app, [str(word) for word in words], env={"COLUMNS": "200"})
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A search over two systems, and a run of one of them with its trace, all simulated."""
+    folder = tmp_path_factory.mktemp("made")
+    load = ["--dataset", "azure-conv", "--goodput", "ttft:40", "tbt:30", "--scale-lengths", "0.2"]
+    chosen = [word for system in SYSTEMS for word in ("--system", system)]
+    search = ["--num-prompts", "12", "--start-rate", "64", "--tolerance", "0.9", "--seeds", "2"]
+    invoke("bench", "goodput", "--simulate", "h200", "--model", MODEL, *load, *chosen, *search,
+           "--out", folder / "found")  # fmt: skip
+    invoke("simulate", MODEL, "--system", "static-split", *load, "--num-prompts", "25",
+           "--request-rate", "90", "--result-file", folder / "run.json",
+           "--trace", folder / "trace.json")  # fmt: skip
+    yield folder
+    plt.close("all")
+
+
+def test_the_command(made, tmp_path):
+    """One page with every figure in it, the figures beside it, and a table for a README."""
+    out = tmp_path / "report"
+    words = [made / "found", f"mine={made / 'run.json'}", "--out", out]
+    output = invoke("bench", "report", *words, "--trace-file", f"lanes={made / 'trace.json'}")
+    names = {"goodput", "latency-by-rate", "attainment-by-rate", "distributions"}
+    names |= {f"lanes-{part}" for part in ("lanes", "split", "queue-and-kv", "predictions")}
+    assert {path.stem for path in out.glob("*.png")} == names
+    page = (out / "index.html").read_text()
+    inlined = re.findall(r'src="data:image/png;base64,([^"]+)"', page)
+    pngs = {path.read_bytes() for path in out.glob("*.png")}
+    assert {base64.b64decode(one) for one in inlined} == pngs
+    assert not re.search(r'(src|href)="(?!data:)', page)  # it needs no other file
+    table = (out / "report.md").read_text()
+    assert table in output
+    found = json.loads((made / "found" / "summary.json").read_text())["goodput"]
+    for system in SYSTEMS:
+        assert re.search(rf"^\| {system} \| {found[system]['median']:.2f} \|", table, re.M)
+    assert re.search(r"^\| mine \| 90 \| 25 of 25 \|", table, re.M)
+    assert f"simulation: {MODEL} on simulated h200" in table
+
+
+def test_what_is_missing_is_said_and_how_to_get_it(made):
+    lacking = dict(report.make(saved.Saved(), None, None).lacking)
+    assert "`twolane bench goodput --out FOLDER`" in lacking["Goodput"]
+    assert "bench goodput --trace" in lacking["Lane timeline, units, queue, KV cache, predictions"]
+    with pytest.raises(figures.Lacking, match="a simulated search keeps none"):
+        figures.distributions(saved.read([str(made / "found")], []))
+
+
+def test_bars_and_lines_are_the_search(made):
+    given = saved.read([str(made / "found")], [])
+    found = given.found[0].goodput
+    (axes,) = figures.goodput(given).axes
+    assert [bar.get_width() for bar in axes.patches] == [found[s]["median"] for s in SYSTEMS]
+    ttft = figures.latency_by_rate(given).axes[0]
+    lines = [
+        line for line in ttft.lines if len(line.get_xdata()) > 1 and line.get_marker() == "None"
+    ]
+    for line, system in zip(lines, SYSTEMS, strict=False):
+        runs = [run for run in given.runs if run.label == system]
+        assert list(line.get_xdata()) == sorted({run.rate for run in runs})
+        for rate, value in zip(*line.get_data(), strict=True):
+            same = [run.data["p99_ttft_ms"] for run in runs if run.rate == rate]
+            assert value == np.median(same)
+    hollow = sum(line.get_markerfacecolor() == "white" for line in ttft.lines)
+    rates = {(run.label, run.rate) for run in given.runs if not run.whole}
+    assert hollow == len(rates) > 0
+
+
+def test_distributions_are_of_the_requests_that_were_answered(made):
+    given = saved.read([str(made / "run.json")], [])
+    ttft, tbt, _ = figures.distributions(given).axes
+    data = given.runs[0].data
+    assert list(ttft.lines[0].get_xdata()) == pytest.approx(sorted(1e3 * t for t in data["ttfts"]))
+    gaps = sorted(1e3 * gap for gaps in data["itls"] for gap in gaps)
+    assert list(tbt.lines[0].get_xdata()) == pytest.approx(gaps)
+    data["output_lens"][0] = 0  # as a request that failed
+    assert len(given.runs[0].latencies("ttft")) == len(data["ttfts"]) - 1
+
+
+def run(label, rate, seed=0, whole=True):
+    trial = {"seed": seed, "system": label, "holds": True}
+    data = {"request_rate": rate, "ttfts": [0.1], "interrupted": not whole, "trial": trial}
+    return saved.Run(label, data)
+
+
+def test_a_search_is_compared_at_the_highest_rate_that_all_ran_to_the_end():
+    runs = [run("a", 1.0), run("a", 2.0), run("a", 4.0), run("b", 1.0), run("b", 2.0)]
+    runs += [run("b", 4.0, whole=False), run("b", 2.0, seed=1)]
+    chosen, rate = figures._comparable(saved.Saved(runs))
+    assert rate == 2.0
+    assert chosen == [runs[1], runs[4]]
+    with pytest.raises(figures.Lacking, match="a rate that all"):
+        figures._comparable(saved.Saved([run("a", 1.0), run("b", 2.0)]))
+
+
+def test_lanes_are_the_launches_of_the_trace(made):
+    trace = tracefile.read(made / "trace.json", "t")
+    begin, end = timelines.window(trace, None, None)
+    assert trace.launches.start[0] <= begin < end <= trace.launches.end.max() + 1e-9
+    inside = trace.launches.between(begin, end)
+    assert {"prefill", "decode"} <= set(trace.launches.phase[inside])
+    boxes = timelines.lanes(trace, begin, end).axes[0].patches
+    assert all(isinstance(box, Rectangle) for box in boxes)
+    for box, i in zip(boxes, inside, strict=True):
+        seconds = trace.launches.end[i] - trace.launches.start[i]
+        assert box.get_width() == pytest.approx(1e3 * seconds)
+        assert box.get_height() == trace.launches.units[i]
+        top = box.get_y() + box.get_height()
+        assert top == 132 if trace.launches.lane[i] == "prefill" else box.get_y() == 0
+
+
+def test_mean_units_against_a_sum_by_hand(made):
+    trace = tracefile.read(made / "trace.json", "t")
+    edges = np.linspace(trace.launches.start[0], trace.launches.end.max(), 14)
+    for phase in ("prefill", "decode", "hybrid"):
+        means = timelines._mean_units(trace, phase, edges)
+        for k, (low, high) in enumerate(pairwise(edges)):
+            spent = sum(
+                units * max(0.0, min(end, high) - max(start, low))
+                for start, end, units, its in zip(
+                    trace.launches.start, trace.launches.end, trace.launches.units,
+                    trace.launches.phase, strict=True,
+                )
+                if its == phase
+            )  # fmt: skip
+            assert means[k] == pytest.approx(spent / (high - low), abs=1e-6)
+
+
+def test_the_trace_of_a_killed_run_is_read(made, tmp_path):
+    text = (made / "trace.json").read_text()
+    cut = tmp_path / "cut.json"
+    cut.write_text(text[: text.rindex(",\n") + 2])
+    whole, part = tracefile.read(made / "trace.json", "t"), tracefile.read(cut, "t")
+    assert len(whole.launches) - len(part.launches) in (0, 1)
+    assert part.about == whole.about
+
+
+def test_labels_keep_apart_and_below_the_top():
+    places = _apart([0.1, 0.11, 0.5, 0.98, 0.99, 1.0])
+    assert all(b - a >= LABEL_GAP - 1e-9 for a, b in pairwise(places))
+    assert max(places) <= 1.0 + 1e-9
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [("[]", "is a trace"), ("{}", "no result"), ("not json", "malformed"), (None, "No such file")],
+)
+def test_what_is_no_result_is_refused_by_name(tmp_path, content, complaint):
+    path = tmp_path / "x.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(OptionError, match=complaint):
+        saved.read([str(path)], [])
+    with pytest.raises(OptionError, match="--trace-file"):
+        tracefile.read(path, "x") if content else saved.read([], [str(path)])
+
+
+def test_a_folder_must_be_a_search(tmp_path):
+    with pytest.raises(OptionError, match="not a folder of `twolane bench goodput`"):
+        saved.read([str(tmp_path)], [])
