@@ -27,9 +27,11 @@ OPTIONS = {
     "prefill-first": {"max_batch_tokens": "40"},
     "chunked": {"token_budget": "12"},
     "static-split": {"look_ahead": "2"},
+    "bullet": {"max_batch_tokens": "40", "step_layers": "1"},
+    "duetserve": {"token_budget": "24", "tbt_seconds": "0.0001"},
 }
 """Where a system would not meet with what the schedules are for otherwise."""
-SPLIT = (RANDOM, "static-split", "drift", "muxwise")
+SPLIT = (RANDOM, "static-split", "drift", "muxwise", "bullet")
 """Who must be seen to change levels."""
 
 KINDS = ("penalised", "biased", "scored", "scored prompts")
