@@ -591,7 +591,7 @@ def pull(
 
 
 @app.command(epilog=EPILOG_SIMULATE)
-@takes_engine_settings("load_format", "dtype", "device", "cores", "profile", "estimator")
+@takes_engine_settings("load_format", "dtype", "device", "cores", "profile")
 @bench_options.takes_workload("seed")
 def simulate(
     model: ModelArgument,

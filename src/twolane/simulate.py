@@ -31,7 +31,9 @@ from twolane.lanes.sim import SimLanes
 from twolane.model.hub import resolve
 from twolane.model.shapes import SHAPES
 from twolane.model.spec import ModelSpec
+from twolane.profile.simulated import simulated_profile
 from twolane.sampling import SamplingParams
+from twolane.systems import SYSTEMS
 from twolane.workload.prompts import PromptMaker
 from twolane.workload.traces import TraceRequest
 
@@ -116,11 +118,11 @@ def simulate(
     """
     config.check()
     requests = config.bench.workload.build() if workload is None else workload
-    seed = config.bench.workload.seed
-    machine = SimulatedMachine(
-        GPUS[config.gpu], shapes_of(config.engine), config.engine, tp=config.tp, seed=seed
-    )
-    built = assemble(config.engine, machine, lambda: None, lambda stage, fraction: None)
+    seed, gpu, spec = config.bench.workload.seed, GPUS[config.gpu], shapes_of(config.engine)
+    machine = SimulatedMachine(gpu, spec, config.engine, tp=config.tp, seed=seed)
+    profile = config.engine.profile or str(simulated_profile(gpu, spec, config.tp))
+    engine = msgspec.structs.replace(config.engine, profile=profile)
+    built = assemble(engine, machine, lambda: None, lambda stage, fraction: None)
     ledger = _Ledger(requests, on_record)
     assert isinstance(built.lanes, SimLanes)
     port = SimPort(built.lanes, _arrivals(config.bench, requests), ledger.hear)
@@ -289,6 +291,7 @@ def _engine_figures(config: SimulateConfig, built: Built) -> dict[str, object]:
         "tp": config.tp,
         "system": config.engine.system,
         "options": config.engine.options,
+        "estimator": config.engine.estimator or SYSTEMS[config.engine.system].estimator,
         "levels": built.ready.levels,
         "kv_tokens": built.ready.kv_tokens,
         "max_model_len": built.ready.max_model_len,

@@ -16,6 +16,7 @@ from twolane.bench.estimators import estimators
 from twolane.bench.options import MEASURE, WHAT, WHEN, WHERE
 from twolane.bench.workloads import workloads
 from twolane.configfile import config_option
+from twolane.vocabulary import EstimatorName
 
 if TYPE_CHECKING:
     from twolane.bench.client import Tally
@@ -240,6 +241,13 @@ def goodput(
     tp: Annotated[
         int, typer.Option(help="Simulated GPUs that share each layer.", rich_help_panel=WHERE)
     ] = 1,
+    estimator: Annotated[
+        EstimatorName | None,
+        typer.Option(
+            help="How simulated systems predict. (default: each as it was published)",
+            rich_help_panel=WHERE,
+        ),
+    ] = None,
     base_url: Annotated[
         str, typer.Option(help="Where the server listens.", rich_help_panel=WHERE)
     ] = "http://127.0.0.1:8000",
@@ -300,7 +308,7 @@ def goodput(
             num_warmups=num_warmups,
         )
         search = Search(
-            target=goodput_cli.target(simulate, serve, model, tp, base_url),
+            target=goodput_cli.target(simulate, serve, model, tp, estimator, base_url),
             workload=WorkloadSpec(**workload),
             slos=options.slos(goodput, more_slos),
             attainment=attainment,

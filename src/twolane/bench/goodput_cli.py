@@ -18,6 +18,7 @@ from twolane.bench.record import CONNECT, DISCONNECT, INTERRUPTED, Record
 from twolane.bench.result import BenchConfig, Result
 from twolane.bench.server import serving
 from twolane.bench.summary import first_errors
+from twolane.vocabulary import EstimatorName
 from twolane.workload.spec import OptionError, WorkloadSpec
 
 SERVER = "server"
@@ -31,7 +32,12 @@ OWN_FLAGS = (
 
 
 def target(
-    simulate: str | None, own: str | None, model: str | None, tp: int, base_url: str
+    simulate: str | None,
+    own: str | None,
+    model: str | None,
+    tp: int,
+    estimator: str | None,
+    base_url: str,
 ) -> dict[str, object]:
     """Who serves, in words: `own` are the words behind `twolane serve`.
 
@@ -40,6 +46,8 @@ def target(
     """
     if simulate is None and tp != 1:
         raise OptionError("--tp", "needs --simulate")
+    if simulate is None and estimator is not None:
+        raise OptionError("--estimator", "needs --simulate")
     if simulate is not None and own is not None:
         raise OptionError("--serve", "and --simulate exclude each other")
     if own is not None:
@@ -53,7 +61,8 @@ def target(
         return {"base_url": base_url, "model": model}
     if model is None:
         raise OptionError("--model", "is needed to simulate")
-    return {"simulate": simulate, "model": model, "tp": tp}
+    named = {} if estimator is None else {"estimator": estimator}
+    return {"simulate": simulate, "model": model, "tp": tp, **named}
 
 
 def find(
@@ -201,7 +210,13 @@ def simulation(search: Search) -> Run:
     def run(system: str, workload: WorkloadSpec) -> tuple[Result, bool]:
         name, settings = parse_system(system)
         asked = SimulateConfig(
-            engine=EngineConfig(model=where.model, system=name, options=settings, slo=slo),
+            engine=EngineConfig(
+                model=where.model,
+                system=name,
+                options=settings,
+                slo=slo,
+                estimator=where.estimator,
+            ),
             gpu=where.simulate,
             tp=where.tp,
             bench=BenchConfig(workload=workload, goodput=search.slos),
@@ -220,6 +235,7 @@ class _Simulated(msgspec.Struct):
     simulate: str
     model: str
     tp: int
+    estimator: EstimatorName | None = None
 
 
 def parse_system(text: str) -> tuple[str, dict[str, str]]:

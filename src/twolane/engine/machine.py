@@ -41,7 +41,11 @@ class Machine(Protocol):
     page_sizes: Sequence[int]
     """Tokens of a KV page that are served, the default first; empty: any, 16 being the default."""
     page_token_bytes: int
-    """Bytes of one token's keys and values in all layers."""
+    """Bytes of one token's keys and values in all layers, on one GPU."""
+    tp: int
+    """GPUs that share each layer (tensor parallelism)."""
+    revision: str
+    """Of what the name stands for, where that is not a piece of hardware; else empty."""
 
     def kv_bytes(self, max_model_len: int) -> int:
         """Bytes for the KV pool where its size is not given."""
@@ -107,6 +111,8 @@ class CpuMachine:
 
     name = "cpu"
     page_sizes: Sequence[int] = ()
+    tp = 1
+    revision = ""
 
     def __init__(self, config: EngineConfig, progress: Progress) -> None:
         self._cores = usable_cores()[: config.cores]

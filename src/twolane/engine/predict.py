@@ -1,5 +1,7 @@
 """Which estimator an engine has: one fitted on the profile of this machine and model, or none."""
 
+import copy
+import functools
 import logging
 import platform
 import shutil
@@ -15,6 +17,7 @@ from twolane.estimate.online import OnlineEstimator
 from twolane.estimate.profile import Key, Profile, ProfileError, cached_profile, model_digest
 from twolane.model.hub import cache_dir
 from twolane.systems import SYSTEMS
+from twolane.vocabulary import EstimatorName
 
 log = logging.getLogger("twolane.predict")
 
@@ -30,36 +33,50 @@ def make_estimator(config: EngineConfig, machine: Machine, units: int) -> Estima
     if config.profile is None and not path.exists():
         log.info("no profile of this device and model: predictions come from what is seen")
         return OnlineEstimator()
-    from twolane.estimate.catalog import ESTIMATORS  # scipy takes a while
-
+    name = config.estimator or SYSTEMS[config.system].estimator
     try:
-        profile = Profile.read(path)
-        for name in ("device", "model", "itemsize", "units", "tensor_parallel"):
-            there, here = getattr(profile.key, name), getattr(key, name)
+        changed = path.stat().st_mtime_ns
+        profile = _read(path, changed)
+        for part in ("device", "model", "itemsize", "units", "tensor_parallel"):
+            there, here = getattr(profile.key, part), getattr(key, part)
             if there != here:
-                raise ProfileError(f"{path} is of {name} {there!r}; this is {here!r}")
-        for name in ("driver", "version"):
-            there, here = getattr(profile.key, name), getattr(key, name)
+                raise ProfileError(f"{path} is of {part} {there!r}; this is {here!r}")
+        for part in ("driver", "version"):
+            there, here = getattr(profile.key, part), getattr(key, part)
             if there != here:
-                log.warning("the profile was taken with %s %s; this is %s", name, there, here)
-        name = config.estimator or SYSTEMS[config.system].estimator
-        estimator = ESTIMATORS[name](profile)
-    except ProfileError as error:
+                log.warning("the profile was taken with %s %s; this is %s", part, there, here)
+        fitted = _fitted(path, changed, name)
+    except (ProfileError, OSError) as error:
         raise SettingError("profile", str(error)) from error
     log.info("predictions: %s on %d samples of %s", name, len(profile.samples), path)
-    return estimator
+    return copy.deepcopy(fitted)  # it learns
+
+
+# A search runs many simulations on one profile, and fitting takes a second.
+
+
+@functools.lru_cache(maxsize=8)
+def _read(path: Path, changed: int) -> Profile:
+    return Profile.read(path)
+
+
+@functools.lru_cache(maxsize=8)
+def _fitted(path: Path, changed: int, name: EstimatorName) -> Estimator:
+    from twolane.estimate.catalog import ESTIMATORS  # scipy takes a while
+
+    return ESTIMATORS[name](_read(path, changed))
 
 
 def machine_key(machine: Machine, units: int) -> Key:
     """What a profile taken here is of."""
-    cuda = on_gpu(machine)
     return Key(
-        device=machine.name if cuda else _cpu_name(),
-        driver=_driver_version() if cuda else "",
+        device=_cpu_name() if machine.name == "cpu" else machine.name,
+        driver=_driver_version() if on_gpu(machine) else machine.revision,
         version=twolane.__version__,
         model=model_digest(machine.spec),
-        itemsize=machine.page_token_bytes // machine.spec.kv_bytes_per_token(1),
+        itemsize=machine.page_token_bytes * machine.tp // machine.spec.kv_bytes_per_token(1),
         units=units,
+        tensor_parallel=machine.tp,
     )
 
 

@@ -6,7 +6,7 @@ from twolane.engine.config import EngineConfig
 from twolane.engine.machine import Progress
 from twolane.engine.messages import Outputs, ToEngine
 from twolane.engine.settings import SettingError
-from twolane.lanes.device import ITEM, DeviceModel, Gpu
+from twolane.lanes.device import ITEM, DeviceModel, Gpu, revision
 from twolane.lanes.sim import SimLanes
 from twolane.model.spec import ModelSpec
 
@@ -95,6 +95,8 @@ class SimulatedMachine:
         self.device = DeviceModel(gpu, spec, tp, seed)
         self.name = f"simulated {gpu.name}" + (f" x{tp}" if tp > 1 else "")
         self.page_token_bytes = spec.kv_bytes_per_token(ITEM) // tp
+        self.tp = tp
+        self.revision = revision(gpu)
         self._utilization = config.gpu_memory_utilization
         self._levels = _levels(gpu, config.levels)
 

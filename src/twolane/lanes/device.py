@@ -16,6 +16,7 @@ Two lanes share the power, the memory and, where their levels overlap, the SMs:
 No policy reads any of this: estimators are fitted on what comes out.
 """
 
+import hashlib
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -119,6 +120,15 @@ A100 = Gpu(
 )
 """Data sheet; products at 77 to 80 % of the peak (Bullet §2.3); decode is slowed by prefill by up
 to 20 % (MuxWise §3.3.2)."""
+FORMULAS = 1
+"""Raised when what is computed of a GPU's parameters changes."""
+
+
+def revision(gpu: Gpu) -> str:
+    """Of the parameters and the formulas: what was measured with others is of another device."""
+    return hashlib.sha256(msgspec.json.encode((FORMULAS, gpu))).hexdigest()[:10]
+
+
 GPUS: dict[str, Gpu] = {gpu.name: gpu for gpu in (A100, H100, H200)}
 KERNELS = 10
 """Small kernels of a layer."""

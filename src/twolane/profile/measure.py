@@ -94,7 +94,7 @@ def measure(rig: Rig, point: Point, clocks: Clocks) -> list[Sample]:
                 feeds.append(
                     _Feed(rig, "prefill", point.prefill_units, _slices(rig, point, prompts))
                 )
-        start, end = _run(rig, feeds, BOTH_SECONDS if len(feeds) > 1 else ALONE_SECONDS)
+        start, end = _run(rig, feeds)
     finally:
         rig.give_back(prompts)
         rig.give_back(rows)
@@ -133,14 +133,18 @@ def _slices(rig: Rig, point: Point, prompts: tuple[PromptRow, ...]) -> list[Work
     ]
 
 
-def _run(rig: Rig, feeds: Sequence[_Feed], seconds: float) -> tuple[float, float]:
-    """Keep the lanes busy for so long; what is counted starts and ends between the times."""
+def _run(rig: Rig, feeds: Sequence[_Feed]) -> tuple[float, float]:
+    """Keep the lanes busy for a while; what is counted starts and ends between the times."""
     clock = rig.lanes.clock
-    begun = clock()
+    begun, warmth, seconds = clock(), WARM_SECONDS, ALONE_SECONDS
+    if len(feeds) > 1:
+        seconds = BOTH_SECONDS
+    if not rig.clocks_settle:
+        warmth = seconds = 0.0
     for feed in feeds:
         feed.feed()
     _wait(rig, feeds, lambda: all(feed.done for feed in feeds))
-    warm = max(begun + WARM_SECONDS, clock())
+    warm = max(begun + warmth, clock())
     _wait(rig, feeds, lambda: clock() >= warm)
     start = clock()
 

@@ -33,6 +33,8 @@ class Rig:
     batch_tokens: int
     """The largest prefill batch to measure."""
     seed: int = 0
+    clocks_settle: bool = True
+    """Whether the device's speed follows its load with some delay; in a simulation it does not."""
     _free: list[int] = field(init=False)
 
     def __post_init__(self) -> None:

@@ -20,6 +20,7 @@ from twolane.estimate.profile import (
 )
 from twolane.lanes import Lanes
 from twolane.lanes.cpu import CpuLanes
+from twolane.lanes.sim import SimLanes
 from twolane.model.hub import cache_dir
 from twolane.profile.clocks import Clocks
 from twolane.profile.grid import ROUNDS, Point, plan
@@ -69,7 +70,7 @@ def take_profile(
     """
     check_settings(config)
     machine = load(config, progress)
-    with _rig(config, machine, progress) as rig:
+    with rig_on(config, machine, progress) as rig:
         key = machine_key(machine, rig.lanes.units)
         path = out or cached_profile(cache_dir(), key)
         profile = resumed(
@@ -130,7 +131,7 @@ def resumed(path: Path, fresh: Profile) -> Profile:
 
 
 @contextmanager
-def _rig(config: EngineConfig, machine: Machine, progress: Progress) -> Iterator[Rig]:
+def rig_on(config: EngineConfig, machine: Machine, progress: Progress) -> Iterator[Rig]:
     """The lanes as they would serve."""
     most = context_length(config, machine.spec)
     books = make_books(config, machine, most)
@@ -149,6 +150,7 @@ def _rig(config: EngineConfig, machine: Machine, progress: Progress) -> Iterator
             max_model_len=most,
             batch_tokens=LONGEST_BATCH,
             seed=config.seed,
+            clocks_settle=not isinstance(lanes, SimLanes),
         )
     finally:
         lanes.close()
@@ -156,7 +158,7 @@ def _rig(config: EngineConfig, machine: Machine, progress: Progress) -> Iterator
 
 def _fill_cache(lanes: Lanes) -> None:
     """Random keys and values: a GPU that reads zeros takes less power, and its clocks stay high."""
-    if not isinstance(lanes, CpuLanes):
+    if not isinstance(lanes, CpuLanes | SimLanes):
         from twolane.lanes.cuda.lanes import CudaLanes
 
         assert isinstance(lanes, CudaLanes)

@@ -40,6 +40,8 @@ class CudaMachine:
     """
 
     page_sizes: Sequence[int] = (32, 16, 64)
+    tp = 1
+    revision = ""
 
     def __init__(
         self,
