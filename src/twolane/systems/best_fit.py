@@ -24,6 +24,7 @@ from twolane.systems.multiplex import (
 )
 from twolane.systems.plan import Chunk, DecodeSteps, Launch, Plan
 from twolane.systems.view import View
+from twolane.vocabulary import LaneName
 
 Spent = frozenset[str]
 """Memory: the requests of the batch that was preempted last, which is not preempted again."""
@@ -68,8 +69,11 @@ class BestFit:
 
     def plan(self, view: View, spent: Spent) -> tuple[Plan, Spent]:
         """Keep both lanes fed; decode is launched first."""
+        prefill_due, decode_due = (self._due(view, lane) for lane in ("prefill", "decode"))
+        wake = wake_at(view, self.lead_seconds)
+        if not (prefill_due or decode_due):
+            return Plan(wake_at=wake), spent
         open_batch = Prompts.of(view.batch) if view.batch else None
-        prefill_due = view.lanes["prefill"].due(view.now, self.lead_seconds)
         turn = self._turn(view, open_batch, spent) if prefill_due else Turn(open_batch)
         split = self._split(view, turn.prompts)
         decode = self._decode(view, split)
@@ -81,10 +85,13 @@ class BestFit:
             admit=turn.admit,
             resume=turn.resume,
             launches=tuple(launch for launch in (decode, prefill) if launch),
-            wake_at=wake_at(view, self.lead_seconds),
+            wake_at=wake,
             reason=_reason(turn, split) if decode or prefill else "",
         )
         return plan, open_batch.ids if turn.preempt and open_batch else spent
+
+    def _due(self, view: View, lane: LaneName) -> bool:
+        return view.lanes[lane].due(view.now, self.lead_seconds)
 
     def _turn(self, view: View, open_batch: Prompts | None, spent: Spent) -> Turn:
         """The next prefill batch (Drift Algorithm 1, GeneratePB)."""
@@ -124,8 +131,7 @@ class BestFit:
         beside = prompts.load if prompts else prefilling(view)
         if not rows or beside is None:
             return None
-        due = view.lanes["decode"].due(view.now, self.lead_seconds)
-        flying = None if due else level_in_flight(view, self.levels)
+        flying = None if self._due(view, "decode") else level_in_flight(view, self.levels)
         levels = [flying] if flying else self.levels
         slo = tbt_slo(rows)
         seconds = decode_seconds(
@@ -137,7 +143,7 @@ class BestFit:
         return Split(levels[fit], seconds[fit], slo)
 
     def _decode(self, view: View, split: Split | None) -> Launch | None:
-        if not view.decoding or not view.lanes["decode"].due(view.now, self.lead_seconds):
+        if not view.decoding or not self._due(view, "decode"):
             return None
         if view.launched_batches and not self.query_sync:
             return None
