@@ -135,7 +135,8 @@ def _read_search(saved: Saved, folder: Path) -> None:
         raise OptionError("RUN", f"{folder} is not a folder of `twolane bench goodput`")
     saved.runs += [_read_run(path, None) for path in sorted(folder.glob("*-rate*.json"))]
     if (folder / "summary.json").is_file():  # the first search may still be on its way
-        saved.found.append(Found(**_decode(folder / "summary.json")))
+        summary = _decode(folder / "summary.json")
+        saved.found.append(Found(summary["search"], summary["goodput"]))
     saved.traces |= {_stem(path): path for path in sorted(folder.glob("*.trace.json"))}
 
 
