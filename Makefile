@@ -35,7 +35,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt | $(BIN)/python
 	touch $@
 
 $(VENV)/.ready-dev: pyproject.toml constraints.txt | $(BIN)/python
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e .[bench,dev]
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e .[bench,otel,dev]
 	touch $@ $(VENV)/.ready
 
 clean:

@@ -500,6 +500,16 @@ def serve(
             help="Larger request bodies get a 413.",
         ),
     ] = 32 << 20,
+    otlp_endpoint: Annotated[
+        str | None,
+        typer.Option(
+            envvar="TWOLANE_OTLP_ENDPOINT",
+            rich_help_panel=SERVER,
+            metavar="URL",
+            help="Send a trace of every request to this OpenTelemetry collector, over HTTP "
+            "(http://localhost:4318). Needs twolane[otel].",
+        ),
+    ] = None,
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"],
         typer.Option(
@@ -523,6 +533,7 @@ def serve(
         arrival_seconds=arrival_seconds,
         api_keys=tuple(api_key or ()),
         max_body_bytes=max_body_bytes,
+        otlp_endpoint=otlp_endpoint,
         log_level=log_level,
     )
     warn_of_unknown_variables()

@@ -9,7 +9,7 @@ at every moment
 
 import asyncio
 import time
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -33,6 +33,8 @@ class Call:
         """When its last byte was read, in seconds."""
         self.slo = metrics.slo
         """Its own latency bounds, once they are read; the server's where it has none."""
+        self.headers: Mapping[str, str] = {}
+        """Its HTTP headers, once they are read."""
         self._metrics = metrics
         self._open = True
         metrics.received.inc()

@@ -32,7 +32,7 @@ from twolane.engine.messages import (
     encode,
 )
 
-SECRETS = frozenset({"TWOLANE_API_KEY"})
+SECRETS = frozenset({"TWOLANE_API_KEY", "OTEL_EXPORTER_OTLP_HEADERS"})
 """Environment variables that are none of the engine's business."""
 LAST_WORDS_SECONDS = 0.2
 """How long a message of an engine that has exited may still be under way."""

@@ -6,6 +6,7 @@ import logging
 import signal
 import socket
 from collections.abc import Awaitable, Iterator
+from typing import TYPE_CHECKING
 
 import msgspec
 import uvicorn
@@ -19,6 +20,9 @@ from twolane.api.service import Service
 from twolane.api.startup import start_engine
 from twolane.engine.config import EngineConfig
 from twolane.engine.messages import Ready
+
+if TYPE_CHECKING:  # needs an extra
+    from opentelemetry.sdk.trace import TracerProvider
 
 log = logging.getLogger("twolane.api")
 
@@ -49,6 +53,8 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """One of these is needed to ask; none: everybody may."""
     max_body_bytes: int = 32 << 20
     """Longer request bodies are refused."""
+    otlp_endpoint: str | None = None
+    """URL of an OpenTelemetry collector for traces of requests, over HTTP."""
     log_level: str = "info"
 
 
@@ -92,6 +98,7 @@ def serve(config: EngineConfig, options: ServerOptions) -> int:
 
 async def run(config: EngineConfig, options: ServerOptions) -> int:
     """See `serve`."""
+    provider = None if options.otlp_endpoint is None else span_provider(options.otlp_endpoint)
     stop = Stop()
     with bind(options.host, options.port) as listener:
         with progress_bars() as show:
@@ -104,13 +111,33 @@ async def run(config: EngineConfig, options: ServerOptions) -> int:
         engine, codec = starting.result()
         name = options.served_model_name or config.model
         service = Service(engine, codec, name, options.max_queue)
+        if provider is not None:
+            from twolane.api.tracing import Tracing
+
+            service.tracing = Tracing(provider, engine, name)
         ticking = asyncio.create_task(service.dashboard.keep())
         try:
             return await serve_until_stopped(service, listener, stop, options)
         finally:
             ticking.cancel()
+            if service.tracing is not None:
+                await service.tracing.close()
             service.close()
             await engine.close(patience=0.0 if stop.insisted.is_set() else CLOSE_SECONDS)
+
+
+def span_provider(endpoint: str) -> "TracerProvider":
+    """Return what sends spans to a collector.
+
+    Raises:
+        ValueError: the extra that does it is not installed, or the endpoint is no URL.
+    """
+    try:
+        from twolane.api.tracing import make_provider
+    except ImportError as error:
+        what = f"--otlp-endpoint needs an extra: pip install 'twolane[otel]' ({error})"
+        raise ValueError(what) from error
+    return make_provider(endpoint)
 
 
 async def serve_until_stopped(

@@ -78,10 +78,11 @@ async def bounded_call(
     x_slo_tbt_ms: Milliseconds = None,
     x_slo_tpot_ms: Milliseconds = None,
 ) -> Call:
-    """Return the call of a request, with its own latency bounds over the server's."""
+    """Return the call of a request, with what its headers say."""
     call = call_of(request)
     own = Slo(ttft=seconds(x_slo_ttft_ms), tbt=seconds(x_slo_tbt_ms), tpot=seconds(x_slo_tpot_ms))
     call.slo = own.over(call.slo)
+    call.headers = request.headers
     return call
 
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from twolane.api.admission import Admission
 from twolane.api.answers import Echo
@@ -27,6 +27,9 @@ from twolane.api.protocol import (
 from twolane.api.text import TextCodec, TextError
 from twolane.engine.messages import Output, Refused
 from twolane.sampling import SamplingParams
+
+if TYPE_CHECKING:  # needs an extra
+    from twolane.api.tracing import RequestTrace, Tracing
 
 log = logging.getLogger("twolane.api")
 
@@ -72,6 +75,8 @@ class Service:
         self.admission = Admission(max_queue)
         self.metrics = Metrics(lambda: engine.stats, model_name, engine.ready.slo)
         self.dashboard = Dashboard(engine, self.metrics)
+        self.tracing: Tracing | None = None
+        """Where requests are traced, if they are."""
         self.draining = False
         # Long texts must not hold the loop, nor those of /tokenize, which have no bound, prompts.
         self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
@@ -197,7 +202,7 @@ class Service:
             raise ApiError(503, self.unavailable, code="unavailable")
         answers = [prompt for prompt in prompts for _ in range(body.choices)]
         self.admission.enter(len(answers), "n" if body.choices > 1 else "prompt")
-        books = Books(self, answers, call)
+        books = Books(self, answers, call, self._traces(body, params, answers, call))
         text = TextOptions(
             stop=body.stop_strings,
             include_stop=bool(body.include_stop_str_in_output),
@@ -217,6 +222,23 @@ class Service:
             )
         except EngineError as error:
             raise ApiError(503, str(error), code="unavailable") from error
+
+    def _traces(
+        self,
+        body: GenerationBody,
+        params: SamplingParams,
+        answers: Sequence[list[int]],
+        call: Call,
+    ) -> "list[RequestTrace]":
+        if self.tracing is None:
+            return []
+        asked = span_attributes(body, params, self.model_name)
+        return [
+            self.tracing.begin(
+                call.headers, call.arrival, {**asked, "gen_ai.usage.input_tokens": len(prompt)}
+            )
+            for prompt in answers
+        ]
 
     def close(self) -> None:
         """Free the threads."""
@@ -292,8 +314,15 @@ class Books:
     Invariant: each prompt leaves the queue once and ends once in the metrics.
     """
 
-    def __init__(self, service: Service, prompts: Sequence[list[int]], call: Call) -> None:
+    def __init__(
+        self,
+        service: Service,
+        prompts: Sequence[list[int]],
+        call: Call,
+        traces: "Sequence[RequestTrace]" = (),
+    ) -> None:
         self._service = service
+        self._traces = traces
         self._metrics = call.admit(prompts)
         self._queued = [True] * len(prompts)
         self._lengths = [len(prompt) for prompt in prompts]
@@ -303,6 +332,8 @@ class Books:
         """See `Observer.tokens`."""
         self._leave(index, served=True)
         self._metrics[index].tokens(count, now, cached)
+        if self._traces:
+            self._traces[index].tokens(count, now, cached)
 
     def ended(self, index: int, event: Event | None, now: float) -> None:
         """See `Observer.ended`."""
@@ -315,11 +346,13 @@ class Books:
             case Refused(code=outcome, message=message):
                 metrics.refuse(outcome, message)
             case Output() | EngineGone():
-                outcome = "broken off by the server"
-                metrics.fail("shutdown" if self._service.draining else "engine")
+                outcome = "shutdown" if self._service.draining else "engine"
+                metrics.fail(outcome)
             case None:
-                outcome = "given up"
-                metrics.give_up("disconnect", now)
+                outcome = "disconnect"
+                metrics.give_up(outcome, now)
+        if self._traces:
+            self._traces[index].ended(event, outcome, now)
         log.debug(
             "%d prompt tokens: %s after %.3f s", self._lengths[index], outcome, now - self._arrival
         )
@@ -328,3 +361,27 @@ class Books:
         if self._queued[index]:
             self._queued[index] = False
             self._service.admission.leave(served=served)
+
+
+def span_attributes(
+    body: GenerationBody, params: SamplingParams, model_name: str
+) -> dict[str, str | int | float | bool | list[str]]:
+    """Return what a request asks for, by OpenTelemetry's names; what it leaves open is missing."""
+    chat = isinstance(body, ChatRequest)
+    asked = {
+        "operation.name": "chat" if chat else "text_completion",
+        "provider.name": "twolane",
+        "request.model": model_name,
+        "response.model": model_name,
+        "request.choice.count": body.choices if body.choices > 1 else None,
+        "request.stream": bool(body.stream),
+        "request.max_tokens": params.max_tokens,
+        "request.temperature": params.temperature,
+        "request.top_p": params.top_p,
+        "request.top_k": params.top_k if params.top_k > 0 else None,
+        "request.seed": params.seed,
+        "request.frequency_penalty": params.frequency_penalty,
+        "request.presence_penalty": params.presence_penalty,
+        "request.stop_sequences": list(body.stop_strings) or None,
+    }
+    return {f"gen_ai.{name}": value for name, value in asked.items() if value is not None}

@@ -87,7 +87,8 @@ class Engine:
             elif isinstance(message, Abort):
                 self._end(message.id, "abort")
             elif isinstance(message, Watch):
-                self.state.watched_until = self.state.now() + message.seconds
+                until = self.state.now() + message.seconds
+                self.state.watched_until = max(self.state.watched_until, until)
             else:
                 self._end(message.id, "stop", message.tokens)
         return news
