@@ -177,7 +177,7 @@ class Clock:
     def serve(self, ttft):
         self.metrics.received.inc()
         request = RequestMetrics(self.metrics, self.now, 10, self.metrics.slo)
-        request.tokens(1, self.now + ttft)
+        request.tokens(1, self.now + ttft, None)
         request.finish("stop", self.now + ttft, None)
 
 
