@@ -41,19 +41,19 @@ def _interest(trace: TraceFile, begin: float, end: float) -> float:
         spent[launches.phase[i]] += min(launches.end[i], end) - max(launches.start[i], begin)
     both = min(spent["prefill"], spent["decode"]) + spent["hybrid"] / 2
     changes = len(_changes(trace, inside))
-    variety = 0.2 * sum(map(bool, spent.values())) + 0.02 * min(changes, 12)
+    variety = 0.2 * sum(map(bool, spent.values())) + 0.04 * min(changes, 12)
     return float(both / (end - begin) + variety)
 
 
 def _changes(trace: TraceFile, inside: Sequence[int]) -> list[int]:
-    """Launches with another number of units than the one before them in their lane."""
+    """Launches on another number of units than the one before them of their phase."""
     launches, changed = trace.launches, []
     last: dict[str, float] = {}
     for i in inside:
-        lane, units = str(launches.lane[i]), float(launches.units[i])
-        if last.setdefault(lane, units) != units:
+        phase, units = str(launches.phase[i]), float(launches.units[i])
+        if last.setdefault(phase, units) != units:
             changed.append(i)
-        last[lane] = units
+        last[phase] = units
     return changed
 
 
@@ -80,7 +80,7 @@ def lanes(trace: TraceFile, begin: float, end: float) -> Figure:
     changes = [float(launches.start[i] - begin) * 1e3 for i in _changes(trace, inside)]
     axes.plot(changes, [units * 1.03] * len(changes), "v", color="black", ms=4, clip_on=False)
     if changes:
-        axes.text(1.01, 1.03, "▼ other share", transform=axes.transAxes, va="center")
+        axes.text(1.01, 1.03, "▼ other level", transform=axes.transAxes, va="center")
     axes.set(xlim=(0, (end - begin) * 1e3), ylim=(0, units))
     axes.set(xlabel=f"ms since {begin:.3f} s of the trace", ylabel=f"{_kind(trace)} (of {units})")
     axes.set_title(trace.title, pad=12)
