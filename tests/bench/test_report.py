@@ -3,6 +3,7 @@
 import base64
 import json
 import re
+import shutil
 from itertools import pairwise
 
 import numpy as np
@@ -178,6 +179,22 @@ def test_what_is_no_result_is_refused_by_name(tmp_path, content, complaint):
         saved.read([str(path)], [])
     with pytest.raises(OptionError, match="--trace-file"):
         tracefile.read(path, "x") if content else saved.read([], [str(path)])
+
+
+def test_searches_side_by_side_have_names_and_the_same_slos(made, tmp_path):
+    found, trace = str(made / "found"), str(made / "trace.json")
+    given = saved.read([found, f"again={found}"], [trace, f"again={trace}"])
+    assert set(given.labels) == {*SYSTEMS, *(f"again: {system}" for system in SYSTEMS)}
+    assert [list(one.goodput) for one in given.found] == [given.labels[:2], given.labels[2:]]
+    with pytest.raises(OptionError, match=f"name it: NAME={found}"):
+        saved.read([found, found], [])
+    with pytest.raises(OptionError, match="two are called trace"):
+        saved.read([], [trace, trace])
+    other = shutil.copytree(found, tmp_path / "other")
+    summary = (other / "summary.json").read_text()
+    (other / "summary.json").write_text(summary.replace('"attainment": 0.99', '"attainment": 0.9'))
+    with pytest.raises(OptionError, match="other attainment"):
+        saved.read([found, f"other={other}"], [])
 
 
 def test_a_folder_must_be_a_search(tmp_path):

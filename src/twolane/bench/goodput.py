@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from twolane.bench.metrics import Metrics, keeps
+from twolane.bench.metrics import DEFAULT_PERCENTILES, Metrics, keeps
 from twolane.bench.record import Record
 from twolane.bench.result import Result
 from twolane.bench.summary import result_dict
@@ -43,6 +43,11 @@ class Search(msgspec.Struct, frozen=True, kw_only=True):
     start_rate: float = 1.0
     tolerance: float = 0.02
     """The search ends when the rate that fails is at most this share above the one that holds."""
+
+    @property
+    def percentiles(self) -> tuple[float, ...]:
+        """That runs report: the usual ones, and the one that is searched for."""
+        return tuple(sorted({*DEFAULT_PERCENTILES, 100 * self.attainment}))
 
     def check(self) -> None:
         """Refuse what is out of range.

@@ -177,7 +177,7 @@ def measure(search: Search, load: BenchConfig, workload: WorkloadSpec) -> tuple[
         load,
         workload=workload,
         goodput=search.slos,
-        percentiles=tuple(sorted({*load.percentiles, 100 * search.attainment})),
+        percentiles=search.percentiles,
         prompt_seed=zlib.crc32(f"{workload.seed} {workload.request_rate}".encode()),
     )
     hopeless = Hopeless(workload.build(), search.slos, search.attainment)
@@ -219,7 +219,9 @@ def simulation(search: Search) -> Run:
             ),
             gpu=where.simulate,
             tp=where.tp,
-            bench=BenchConfig(workload=workload, goodput=search.slos),
+            bench=BenchConfig(
+                workload=workload, goodput=search.slos, percentiles=search.percentiles
+            ),
         )
         requests = workload.build()
         hopeless = Hopeless(requests, search.slos, search.attainment)

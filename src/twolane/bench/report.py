@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 import twolane
 from twolane.bench import style, timelines, tracefile
 from twolane.bench.figures import RESULTS, Lacking
+from twolane.bench.goodput import file_name
 from twolane.bench.saved import Run, Saved
 
 PAGE = """<!doctype html>
@@ -49,7 +50,7 @@ class Report:
         file = io.BytesIO()
         figure.savefig(file, format="png")
         plt.close(figure)
-        self.figures.append((f"{name}.png", title, caption, file.getvalue()))
+        self.figures.append((f"{file_name(name)}.png", title, caption, file.getvalue()))
 
 
 def make(saved: Saved, begin: float | None, seconds: float | None) -> Report:

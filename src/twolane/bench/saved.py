@@ -107,14 +107,14 @@ def read(inputs: list[str], traces: list[str]) -> Saved:
     for text in inputs:
         name, path = _named(text)
         if path.is_dir():
-            _read_search(saved, path)
+            _read_search(saved, path, name)
         else:
             saved.runs.append(_read_run(path, name))
     for text in traces:
         name, path = _named(text)
         if not path.is_file():
             raise OptionError("--trace-file", f"no file {path}")
-        saved.traces[name or _stem(path)] = path
+        _add_trace(saved, name or _stem(path), path)
     return saved
 
 
@@ -130,14 +130,31 @@ def _stem(path: Path) -> str:
     return path.name.removesuffix(".json").removesuffix(".trace")
 
 
-def _read_search(saved: Saved, folder: Path) -> None:
+def _read_search(saved: Saved, folder: Path, name: str | None) -> None:
+    """Its systems are called NAME: SYSTEM if it has a name."""
     if not (folder / "search.json").is_file():
         raise OptionError("RUN", f"{folder} is not a folder of `twolane bench goodput`")
-    saved.runs += [_read_run(path, None) for path in sorted(folder.glob("*-rate*.json"))]
+    before = "" if name is None else f"{name}: "
+    runs = [_read_run(path, None) for path in sorted(folder.glob("*-rate*.json"))]
+    runs = [Run(before + run.label, run.data) for run in runs]
+    if both := {run.label for run in runs} & set(saved.labels):
+        raise OptionError("RUN", f"{min(both)} was there before {folder}; name it: NAME={folder}")
+    saved.runs += runs
     if (folder / "summary.json").is_file():  # the first search may still be on its way
         summary = _decode(folder / "summary.json")
-        saved.found.append(Found(summary["search"], summary["goodput"]))
-    saved.traces |= {_stem(path): path for path in sorted(folder.glob("*.trace.json"))}
+        goodput = {before + system: one for system, one in summary["goodput"].items()}
+        saved.found.append(Found(summary["search"], goodput))
+        for key in ("slos", "attainment"):
+            if saved.found[0].search[key] != summary["search"][key]:
+                raise OptionError("RUN", f"{folder} was searched with other {key}: report it apart")
+    for path in sorted(folder.glob("*.trace.json")):
+        _add_trace(saved, before + _stem(path), path)
+
+
+def _add_trace(saved: Saved, name: str, path: Path) -> None:
+    if name in saved.traces:
+        raise OptionError("--trace-file", f"two are called {name}; name them: NAME={path}")
+    saved.traces[name] = path
 
 
 def _read_run(path: Path, name: str | None) -> Run:
