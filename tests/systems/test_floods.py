@@ -46,5 +46,5 @@ def test_a_decode_flood_does_not_starve_prefill(name: str, tbt: float) -> None:
     arrivals.append((0.05, submit("victim", 4000, 1)))
     sim = flooded(name, arrivals, tbt)
     flood_ends = min(sim.times[f"f{i}"][-1] for i in range(60))
-    assert flood_ends > 0.3
+    assert flood_ends > 0.25
     assert sim.times["victim"][0] < 0.05 + (flood_ends - 0.05) / 2

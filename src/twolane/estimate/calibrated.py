@@ -25,8 +25,10 @@ from twolane.estimate.solo_run import LevelModel, pass_features, slice_features,
 
 COVERED = 0.99
 """Share of launches that the bound is for."""
-WEIGHT = 0.02
-"""Of the newest launch in the online correction of the mean."""
+WEIGHT = 0.08
+"""Of the newest launch that is looked at in the online correction of the mean."""
+EVERY = 4
+"""One launch in so many is looked at: to predict it anew costs as much as the plan did."""
 MOST_CORRECTED = 0.2
 """Of the online correction, as a logarithm: beyond that something else is wrong."""
 
@@ -58,6 +60,8 @@ class Calibrated(Estimator):
         self._beside: dict[Kind, _Layer] = {}
         self._means: dict[tuple[Kind, bool], Means] = {}
         """Of the process alone, and of both."""
+        self._seen = 0
+        """Launches since one was looked at."""
         kinds: tuple[Kind, ...] = ("prefill", "decode", "hybrid")
         for kind in kinds:
             alone = profile.training(kind, beside=False)
@@ -79,18 +83,26 @@ class Calibrated(Estimator):
         finishes: bool = False,
     ) -> None:
         """See `Estimator.observe_prefill`."""
-        predicted = self.prefill_slice(load, layers, units, beside, finishes=finishes)
-        self._learn("prefill", seconds, predicted, beside)
+        if self._looks():
+            predicted = self.prefill_slice(load, layers, units, beside, finishes=finishes)
+            self._learn("prefill", seconds, predicted, beside)
 
     def observe_decode(
         self, load: Load, units: int, seconds: float, beside: Beside | None = None
     ) -> None:
         """See `Estimator.observe_decode`."""
-        self._learn("decode", seconds, self.decode_step(load, units, beside), beside)
+        if self._looks():
+            self._learn("decode", seconds, self.decode_step(load, units, beside), beside)
 
     def observe_hybrid(self, load: Load, units: int, seconds: float) -> None:
         """See `Estimator.observe_hybrid`."""
-        self._learn("hybrid", seconds, self.hybrid(load, units), None)
+        if self._looks():
+            self._learn("hybrid", seconds, self.hybrid(load, units), None)
+
+    def _looks(self) -> bool:
+        """Whether this launch is one to learn from."""
+        self._seen = (self._seen + 1) % EVERY
+        return self._seen == 0
 
     def _prefill(
         self,

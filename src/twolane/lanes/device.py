@@ -68,7 +68,7 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     """p: how round the roofline's corner is."""
     kernel_seconds: float = 2.1e-6
     """Of one small kernel in a CUDA graph, beside its bytes."""
-    eager_layer_seconds: float = 1.2e-4
+    eager_layer_seconds: float = 2.5e-4
     """The least time of a layer that is launched kernel by kernel."""
     sampling_seconds: float = 1.5e-4
     """Of a step's end."""
@@ -85,11 +85,18 @@ H200 = Gpu(
     units=132,
     memory=150.1e9,
     unit_flops=8.11e12,
-    bandwidth=4.4e12,
-    unit_bandwidth=0.147e12,
-    product_units=22.0,
-    power_units=70.2,
-    traffic_units=56.3,
+    bandwidth=4.32e12,
+    unit_bandwidth=0.15e12,
+    product_units=25.6,
+    power_units=68.5,
+    traffic_units=52.8,
+    power_exponent=4.12,
+    product_share=0.91,
+    prompt_attention_share=0.58,
+    decode_attention_share=0.90,
+    corner=3.0,
+    kernel_seconds=1.86e-6,
+    sampling_seconds=1.34e-4,
     link_bandwidth=360e9,
 )
 """Fitted to this project's own measurements: docs/simulation.md has them beside the model's."""
@@ -98,8 +105,8 @@ H100 = msgspec.structs.replace(
     name="h100",
     memory=85.0e9,
     bandwidth=3.07e12,
-    product_units=22.0 * 3.07 / 4.4,
-    traffic_units=56.3 * 3.07 / 4.4,
+    product_units=25.6 * 3.07 / 4.32,
+    traffic_units=52.8 * 3.07 / 4.32,
 )
 """The same chip with HBM3: data sheet, with the H200's shares of it."""
 A100 = Gpu(
@@ -120,7 +127,7 @@ A100 = Gpu(
 )
 """Data sheet; products at 77 to 80 % of the peak (Bullet §2.3); decode is slowed by prefill by up
 to 20 % (MuxWise §3.3.2)."""
-FORMULAS = 1
+FORMULAS = 2
 """Raised when what is computed of a GPU's parameters changes."""
 
 
@@ -132,6 +139,8 @@ def revision(gpu: Gpu) -> str:
 GPUS: dict[str, Gpu] = {gpu.name: gpu for gpu in (A100, H100, H200)}
 KERNELS = 10
 """Small kernels of a layer."""
+PADDING = 80
+"""Tokens that a prefill slice computes beyond those there are: its tiles are whole."""
 
 
 class _Shapes(NamedTuple):
@@ -262,7 +271,7 @@ class DeviceModel:
         return demands
 
     def _slice(self, work: PrefillWork, units: int) -> _Cost:
-        tokens = sum([len(row.tokens) for row in work.rows])
+        tokens = PADDING + sum([len(row.tokens) for row in work.rows])
         layer = self._eager(self._layer(tokens, units).plus(self._attend(work.rows, units)))
         cost = layer.times(work.last - work.first)
         if not work.finishes:
