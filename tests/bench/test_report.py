@@ -197,6 +197,13 @@ def test_searches_side_by_side_have_names_and_the_same_slos(made, tmp_path):
         saved.read([found, f"other={other}"], [])
 
 
+def test_an_slo_is_shown_where_all_runs_have_it():
+    runs = [saved.Run("a", {"slos_ms": {"ttft": 100, "tbt": 20}}), saved.Run("b", {})]
+    assert saved.Saved(runs).slos == {"ttft": 100, "tbt": 20}
+    runs.append(saved.Run("c", {"slos_ms": {"ttft": 100, "tbt": 30}}))
+    assert saved.Saved(runs).slos == {"ttft": 100}
+
+
 def test_a_folder_must_be_a_search(tmp_path):
     with pytest.raises(OptionError, match="not a folder of `twolane bench goodput`"):
         saved.read([str(tmp_path)], [])

@@ -73,7 +73,7 @@ def attainment_by_rate(saved: Saved) -> Figure:
     """The share that kept each SLO against the rate; a panel for each SLO."""
     names = list(saved.slos)
     if not names:
-        raise Lacking("needs runs with SLOs: `--goodput ttft:1000 tbt:50`")
+        raise Lacking("needs runs with SLOs, the same for all: `--goodput ttft:1000 tbt:50`")
     figure, panels = style.new(1, len(names), width=5.5 * len(names))
     for axes, name in zip(panels, names, strict=True):
         lines = _by_rate(saved, lambda run, n=name: _percent(run.kept.get(n)))  # type: ignore[misc]
@@ -122,7 +122,7 @@ def _label_curve(
     at = float(np.percentile(values, share))
     axes.plot([at], [share], color=look.color, marker=look.marker, linestyle="")
     axes.annotate(
-        text, (at, share), (7, -3), textcoords="offset points", fontsize=8.5, color=look.color,
+        text, (at, share), (7, -3), textcoords="offset points", fontsize=8.5, color=look.ink,
         bbox={"facecolor": "white", "alpha": 0.8, "linewidth": 0, "pad": 0.5},
     )  # fmt: skip
 
@@ -185,7 +185,7 @@ def _lines(axes: Axes, saved: Saved, lines: dict[str, Points]) -> None:
 def _label(axes: Axes, saved: Saved, lines: dict[str, Points]) -> None:
     """After limits and scales are set."""
     looks = style.looks(saved.labels)
-    ends = [(p[-1][0], p[-1][1], label, looks[label].color) for label, p in lines.items()]
+    ends = [(p[-1][0], p[-1][1], label, looks[label].ink) for label, p in lines.items()]
     style.label_ends(axes, ends)
 
 

@@ -88,8 +88,12 @@ class Saved:
 
     @property
     def slos(self) -> dict[str, float]:
-        """Bounds in ms by name, those of all runs together."""
-        return {k: v for run in self.runs for k, v in (run.data.get("slos_ms") or {}).items()}
+        """Bounds in ms by name; none where runs differ."""
+        given: dict[str, set[float]] = {}
+        for run in self.runs:
+            for name, bound in (run.data.get("slos_ms") or {}).items():
+                given.setdefault(name, set()).add(bound)
+        return {name: min(bounds) for name, bounds in given.items() if len(bounds) == 1}
 
     @property
     def labels(self) -> list[str]:

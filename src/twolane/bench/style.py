@@ -14,6 +14,8 @@ from matplotlib.figure import Figure
 # Okabe and Ito, "Color Universal Design" (2008), without the yellow, which is faint in print.
 BLUE, ORANGE, GREEN, VERMILION = "#0072B2", "#E69F00", "#009E73", "#D55E00"
 PURPLE, SKY, BLACK, GREY = "#CC79A7", "#56B4E9", "#000000", "#777777"
+INKS = {ORANGE: "#8A5F00", SKY: "#20719F", PURPLE: "#94466F", GREY: "#555555"}
+"""For text in the paler colours: the same hue, dark enough to read on white."""
 
 RC: Any = {
     "figure.dpi": 130,
@@ -47,9 +49,9 @@ class Look:
     hatch: str
 
     @property
-    def plot(self) -> dict[str, Any]:
-        """Arguments of a line with markers."""
-        return {"color": self.color, "marker": self.marker, "linestyle": self.line}
+    def ink(self) -> str:
+        """The colour of text about it."""
+        return INKS.get(self.color, self.color)
 
 
 _LOOKS = (

@@ -136,7 +136,7 @@ def split(trace: TraceFile) -> Figure:
         look = style.PHASE_LOOKS[phase]
         axes.stairs(high, seconds, baseline=low, fill=True, color=look.color, hatch=look.hatch)
         mean = f"■ {phase}\n   mean {used[phase].mean():.3g}"
-        axes.text(1.01, ends[phase], mean, transform=axes.transAxes, va="center", color=look.color)
+        axes.text(1.01, ends[phase], mean, transform=axes.transAxes, va="center", color=look.ink)
     axes.set(xlim=(0, seconds[-1]), ylim=(0, units))
     axes.set(xlabel="seconds", ylabel=f"{_kind(trace)} at work (of {units})")
     axes.set_title(trace.title)
@@ -200,9 +200,13 @@ def _gauges(
         text = f"{name.replace('pages_', '')}, at most {top[1]:.3g}"
         side = "right" if at > len(times) // 2 else "left"
         axes.annotate(
-            text, top, (0, 4), textcoords="offset points", color=look.color, ha=side, fontsize=9
+            text, top, (0, 4), textcoords="offset points", color=look.ink, ha=side, fontsize=9
         )
     axes.set_ylim(0, 1.18 * axes.dataLim.y1 or 1.0)
+
+
+_SIGNS = {"o": "●", "s": "■", "^": "▲", "-": "——", "--": "- -", "-.": "-·-"}
+"""Markers and lines within text."""
 
 
 def predictions(trace: TraceFile) -> Figure:
@@ -223,9 +227,9 @@ def predictions(trace: TraceFile) -> Figure:
         errors = np.sort((told[mine] - real[mine]) / real[mine] * 100)
         shares = np.arange(1, errors.size + 1) / errors.size * 100
         right.plot(errors, shares, color=look.color, linestyle=look.line)
-        mean = f"{phase}: mean |error| {np.abs(errors).mean():.1f} %"
-        for axes, text in ((left, phase), (right, mean)):
-            axes.text(0.03, 0.94 - 0.08 * row, text, transform=axes.transAxes, color=look.color)
+        mean = f"{_SIGNS[look.line]} {phase}: mean |error| {np.abs(errors).mean():.1f} %"
+        for axes, text in ((left, f"{_SIGNS[look.marker]} {phase}"), (right, mean)):
+            axes.text(0.03, 0.94 - 0.08 * row, text, transform=axes.transAxes, color=look.ink)
     ends = [min(real[known].min(), told[known].min()), max(real[known].max(), told[known].max())]
     left.plot(ends, ends, color=style.BLACK, lw=1)
     left.annotate("exact", (ends[0], ends[0]), (10, 2), textcoords="offset points", fontsize=8)
