@@ -181,7 +181,7 @@ function axes(size = 56) {
 function lineChart(id, bounded) {
   const series = LINES[id].map(([label, , name, dash]) => ({
     label, stroke: colour(name), width: 2, dash,
-    points: { size: 5, fill: colour(name) },
+    points: { show: true, size: 4, fill: colour(name) },
   }));
   if (bounded) series.push({ label: "bound", stroke: colour("text"), width: 1.5, dash: [1, 4],
     points: { show: false } });
