@@ -13,7 +13,7 @@ def pieces(detokenizer, tokens):
     return [*(detokenizer.step(token) for token in tokens), detokenizer.flush()]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(tokens=st.lists(st.integers(0, VOCABULARY + 10), max_size=60))
 def test_pieces_of_any_tokens_make_the_full_decode(tokenizer, tokens):
     codec = TextCodec(tokenizer)
@@ -21,7 +21,7 @@ def test_pieces_of_any_tokens_make_the_full_decode(tokenizer, tokens):
     assert "".join(pieces(codec.detokenizer(), tokens)) == whole
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(text=st.text(max_size=80))
 def test_pieces_of_any_text_make_the_full_decode(tokenizer, text):
     # A piece that ended inside a character would leave a replacement character behind.
@@ -66,7 +66,7 @@ def test_sentencepiece_keeps_inner_spaces(sentencepiece):
     assert parts == ["the", " cat", "s", " ", "é", ""]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(text=st.text(alphabet="the cats é日本👍", max_size=30))
 def test_window_pieces_make_the_full_decode(sentencepiece, text):
     tokens = [byte + 1 for byte in text.encode()]

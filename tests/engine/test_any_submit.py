@@ -162,7 +162,7 @@ class Front:
             assert not ends & set(got)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(script=st.lists(messages, max_size=12), seed=st.integers(0, 2**16))
 def test_every_request_ends_once(script: list[ToEngine], seed: int) -> None:
     engine, lanes = small_engine(seed)

@@ -21,7 +21,12 @@ PAGE = 16
 PAGES = [3, 1, 4, 2]
 PROMPT = 37
 UNITS = 3
-FAMILIES = ("llama-bias", "mistral", "qwen2-sliding", "qwen3")
+FAMILIES = (
+    "llama-bias",
+    pytest.param("mistral", marks=pytest.mark.full),
+    "qwen2-sliding",
+    "qwen3",
+)
 
 
 def ints(*values: int) -> torch.Tensor:

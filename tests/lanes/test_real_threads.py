@@ -25,7 +25,7 @@ from twolane.lanes.runner import Runner
 from twolane.lanes.work import Work
 from twolane.systems import System, make_system
 
-WORLDS = 25
+WORLDS = 12
 FULL_WORLDS = 300
 PATIENCE = 60.0
 

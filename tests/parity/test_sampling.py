@@ -31,7 +31,7 @@ SMALL = 68
 """Pages: one of the longest requests, and little beside it."""
 
 
-@pytest.fixture(scope="module", params=["qwen2", "llama31"])
+@pytest.fixture(scope="module", params=["qwen2", pytest.param("llama31", marks=pytest.mark.full)])
 def models(request, tmp_path_factory) -> tuple[Decoder, torch.nn.Module]:
     path = make_checkpoint(request.param, tmp_path_factory.mktemp("sampling") / "model", seed=1)
     return load_decoder(resolve(str(path))), reference(Path(path))

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.model.passes import close, expected, in_chunks
 from tests.parity.axes import Case, all_cases
 from tests.parity.judge import Judge, Tally
 from tests.parity.prompts import CHATS, MAX_TOKENS, TEXTS
@@ -20,6 +21,7 @@ from twolane.lanes.runner import Runner
 from twolane.model.convert import read
 from twolane.model.decoder import Decoder
 from twolane.model.hub import DEFAULT_MODEL, ModelSource, pull, resolve
+from twolane.model.shapes import SHAPES
 from twolane.model.weights import load_decoder
 from twolane.sampling import SamplingParams
 
@@ -34,8 +36,6 @@ SETTINGS: dict[str, Any] = {
 FEW_CASES = (
     {"schedule": "static-split-k3", "running": 3, "prefix_cache": False, "pool": "small"},
     {"schedule": "chunked-48", "running": 20, "prefix_cache": True, "pool": "small"},
-    {"schedule": "prefill-first", "running": 20, "prefix_cache": False, "pool": "small"},
-    {"schedule": "cut-13", "running": 3, "prefix_cache": True, "pool": "ample"},
     {"schedule": "every-layer", "running": 20, "prefix_cache": True, "pool": "small"},
 )
 
@@ -118,6 +118,21 @@ def check(
     if case["schedule"].startswith("cut"):
         layer = case["schedule"].removeprefix("cut-")
         assert {f"layers 0:{layer}", f"layers {layer}:{LAYERS}"} <= served.names
+
+
+def test_the_shape_inside_is_that_of_the_file(decoder: Decoder) -> None:
+    file, shape = decoder.spec, SHAPES["smollm2-135m-instruct"]
+    assert file.norm_eps == pytest.approx(shape.norm_eps)
+    assert {**vars(file), "norm_eps": 0} == {**vars(shape), "norm_eps": 0}
+
+
+def test_logits(requests: list[Submit], decoder: Decoder, judge: Judge) -> None:
+    """Of prompts in two chunks."""
+    with torch.inference_mode():
+        for tokens in (torch.tensor(request.prompt) for request in requests[1:6:2]):
+            cut = len(tokens) // 2
+            got = in_chunks(decoder, tokens, [cut, len(tokens) - cut])
+            close(got, expected(judge.model, tokens))
 
 
 def test_the_prompts(requests: list[Submit], decoder: Decoder) -> None:
