@@ -192,7 +192,8 @@ def measure(search: Search, load: BenchConfig, workload: WorkloadSpec) -> tuple[
         return await serve.run(config, stop=stop, on_record=watch)
 
     result = asyncio.run(main())
-    if not {one.outcome for one in result.records} - {CONNECT, DISCONNECT, INTERRUPTED}:
+    outcomes = {one.outcome for one in result.records}
+    if CONNECT in outcomes or not outcomes - {DISCONNECT, INTERRUPTED}:
         problem = "; ".join(error for _, error in first_errors(result))
         raise serve.BenchError(f"the server at {config.base_url} is gone: {problem}")
     return result, result.interrupted

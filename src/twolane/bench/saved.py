@@ -97,8 +97,9 @@ class Saved:
 
     @property
     def labels(self) -> list[str]:
-        """Of the runs, in the order given."""
-        return list(dict.fromkeys(run.label for run in self.runs))
+        """All that served, in the order given."""
+        found = [system for one in self.found for system in one.goodput]
+        return list(dict.fromkeys([*(run.label for run in self.runs), *found]))
 
 
 def read(inputs: list[str], traces: list[str]) -> Saved:
