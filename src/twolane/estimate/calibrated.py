@@ -8,9 +8,10 @@ The base has the terms of the solo-run models, over batches of all sizes; fitted
 units, it has what the kernels in use reach on few SMs. m and m' are Gaussian processes over
 log(measured / base), see `residual.py`: products bound by the weights' bytes, the rounding of
 batches, the contention for memory, and the clocks, which fall under the power cap, are smooth in
-what both lanes do and on how many units. q is the 99th percentile of the process's leave-one-out
-residuals: how far the truth is above the prediction for one sample in a hundred that it has not
-seen. Online, each kind of launch has a slow correction of its own.
+what both lanes do, on how many units, and how long the base says that it takes. q is the 99th
+percentile of how far the truth is above the prediction for configurations that were left out, for
+small and for large prefill batches apart. Online, each kind of launch has a slow correction of its
+own.
 """
 
 from collections.abc import Sequence
@@ -21,14 +22,24 @@ import numpy as np
 from twolane.estimate import Beside, Estimator, Floats, Ints, Load
 from twolane.estimate.profile import Kind, Profile, Sample
 from twolane.estimate.residual import Means, Residual
-from twolane.estimate.solo_run import LevelModel, pass_features, slice_features, step_features
+from twolane.estimate.solo_run import (
+    LEAST_TOKENS,
+    LevelModel,
+    pass_features,
+    slice_features,
+    step_features,
+)
 
 COVERED = 0.99
 """Share of launches that the bound is for."""
+FEWEST = 30
+"""Samples of small or of large batches that have a quantile of their own."""
 WEIGHT = 0.08
 """Of the newest launch that is looked at in the online correction of the mean."""
 EVERY = 4
 """One launch in so many is looked at: to predict it anew costs as much as the plan did."""
+LEAST = 1e-6
+"""Seconds; less is not told apart."""
 MOST_CORRECTED = 0.2
 """Of the online correction, as a logarithm: beyond that something else is wrong."""
 
@@ -36,17 +47,26 @@ MOST_CORRECTED = 0.2
 class _Layer:
     """A process over what is left, its quantile, and its online correction."""
 
-    def __init__(self, states: Floats, logs: Floats) -> None:
-        self.residual = Residual(states, logs)
-        missed = self.residual.missed
-        rank = min(1.0, COVERED * (1 + 1 / len(missed)))  # conformal: of so many and one more
-        self.quantile = float(np.quantile(missed, rank))
+    def __init__(
+        self, states: Floats, logs: Floats, groups: Sequence[str], large: Sequence[bool]
+    ) -> None:
+        self.residual = Residual(states, logs, groups)
+        missed, split = self.residual.missed, np.array(large)[self.residual.order]
+        self.quantiles = _quantile(missed[~split], missed), _quantile(missed[split], missed)
+        """Of small batches and of large ones."""
         self.correction = 0.0
 
     def learn(self, log_missed: float) -> None:
         """A launch took exp(log_missed) times what was predicted."""
         moved = self.correction + WEIGHT * log_missed
         self.correction = max(-MOST_CORRECTED, min(MOST_CORRECTED, moved))
+
+
+def _quantile(missed: Floats, all_missed: Floats) -> float:
+    """How far the truth is above the prediction, for one configuration in a hundred."""
+    some = missed if len(missed) >= FEWEST else all_missed
+    rank = min(1.0, COVERED * (1 + 1 / len(some)))  # conformal: of so many and one more
+    return float(np.quantile(some, rank))
 
 
 class Calibrated(Estimator):
@@ -66,6 +86,8 @@ class Calibrated(Estimator):
         for kind in kinds:
             alone = profile.training(kind, beside=False)
             self._base[kind] = LevelModel.fit([_features(sample) for sample in alone], alone)
+        for kind in kinds:
+            alone = profile.training(kind, beside=False)
             layer = self._alone[kind] = self._layer(alone)
             self._means[kind, False] = Means(layer.residual)
             if both := profile.training(kind, beside=True):
@@ -114,7 +136,8 @@ class Calibrated(Estimator):
         bound: bool,
     ) -> Floats | None:
         features = slice_features(load, layers, finishes)
-        return self._predict("prefill", features, _slice_sizes(load, layers), units, beside, bound)
+        sizes = _slice_sizes(load, layers)
+        return self._predict("prefill", features, sizes, units, beside, bound, _large(load))
 
     def _decode(self, load: Load, units: Ints, beside: Beside | None, bound: bool) -> Floats | None:
         return self._predict("decode", step_features(load), _sizes(load), units, beside, bound)
@@ -130,15 +153,47 @@ class Calibrated(Estimator):
         units: Ints,
         beside: Beside | None,
         bound: bool,
+        large: bool = False,
     ) -> Floats:
         layer, log = self._alone[kind], 0.0
         if beside is not None and kind in self._beside:
             log, layer = layer.correction, self._beside[kind]
         else:
             beside = None
-        log += layer.correction + (layer.quantile if bound else 0.0)
-        logs = self._means[kind, beside is not None].at(_states(sizes, units, beside)) + log
-        return np.asarray(self._base[kind].predict(features, units) * np.exp(logs))
+        log += layer.correction + (layer.quantiles[large] if bound else 0.0)
+        bases = self._base[kind].predict(features, units)
+        states = self._states(kind, sizes, units, bases.tolist(), beside)
+        return np.asarray(bases * np.exp(self._means[kind, beside is not None].at(states) + log))
+
+    def _states(
+        self,
+        kind: Kind,
+        sizes: Sequence[float],
+        units: Ints,
+        bases: Sequence[float],
+        beside: Beside | None,
+    ) -> list[list[float]]:
+        """What is asked for at each of the units, and what the other lane does meanwhile.
+
+        How long each takes by the base stands for how hard it drives memory and arithmetic.
+        """
+        own = [
+            [*sizes, log2(each), log2(base + LEAST)]
+            for each, base in zip(units.tolist(), bases, strict=True)
+        ]
+        if beside is None:
+            return own
+        load, others = beside.load, beside.units
+        each = others.tolist() if isinstance(others, np.ndarray) else [others] * len(own)
+        other: Kind = "decode" if kind == "prefill" else "prefill"
+        features = (
+            slice_features(load, 1, finishes=False) if kind == "decode" else step_features(load)
+        )
+        its, model = _sizes(load), self._base[other]
+        return [
+            [*state, *its, log2(unit), log2(model.seconds(features, unit) + LEAST)]
+            for state, unit in zip(own, each, strict=True)
+        ]
 
     def _layer(self, samples: Sequence[Sample]) -> _Layer:
         """What is left over what has been fitted so far."""
@@ -149,11 +204,13 @@ class Calibrated(Estimator):
             log = float(np.log(sample.median / base))
             beside = sample.beside.beside if sample.beside is not None else None
             if beside is not None:
-                (alone,) = self._means[sample.kind, False].at(_states(sizes, units, None))
-                log -= float(alone)
-            states += _states(sizes, units, beside)
+                state = self._states(sample.kind, sizes, units, [base], None)
+                log -= float(self._means[sample.kind, False].at(state)[0])
+            states += self._states(sample.kind, sizes, units, [base], beside)
             logs.append(log)
-        return _Layer(np.array(states), np.array(logs))
+        groups = [sample.configuration for sample in samples]
+        large = [sample.kind == "prefill" and _large(sample.load) for sample in samples]
+        return _Layer(np.array(states), np.array(logs), groups, large)
 
     def _learn(
         self, kind: Kind, seconds: float, predicted: float | None, beside: Beside | None
@@ -167,6 +224,11 @@ def _features(sample: Sample) -> list[float]:
     if sample.kind == "prefill":
         return slice_features(sample.load, sample.layers, sample.finishes)
     return step_features(sample.load) if sample.kind == "decode" else pass_features(sample.load)
+
+
+def _large(load: Load) -> bool:
+    """Whether its products, not launches and weights, take most of a prefill slice's time."""
+    return load.new + load.reused >= LEAST_TOKENS
 
 
 def _sample_sizes(sample: Sample) -> Sequence[float]:
@@ -186,13 +248,3 @@ def _slice_sizes(load: Load, layers: int) -> list[float]:
 
 def _pass_sizes(load: Load) -> list[float]:
     return [*_sizes(load.chunks), *_sizes(load.decoding)[1:]]
-
-
-def _states(sizes: Sequence[float], units: Ints, beside: Beside | None) -> list[list[float]]:
-    """What is asked for at each of the units, and what the other lane does meanwhile."""
-    own = [[*sizes, log2(each)] for each in units.tolist()]
-    if beside is None:
-        return own
-    its, others = _sizes(beside.load), beside.units
-    each = others.tolist() if isinstance(others, np.ndarray) else [others] * len(own)
-    return [[*state, *its, log2(other)] for state, other in zip(own, each, strict=True)]

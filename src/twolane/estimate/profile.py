@@ -93,6 +93,11 @@ class Sample(
     held_out: bool = False
     """Not to be fitted on: kept to tell the error of what was."""
 
+    @property
+    def configuration(self) -> str:
+        """What was measured, on however many units: samples of one are not independent."""
+        return self.point if self.kind == "hybrid" else self.point.rpartition("/")[0]
+
     @cached_property
     def load(self) -> Load:
         """As estimators take it."""

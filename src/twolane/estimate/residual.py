@@ -1,11 +1,12 @@
-"""A Gaussian process over what a base model misses, with leave-one-out residuals for its bound."""
+"""A Gaussian process over what a base model misses, and by how much it misses itself."""
 
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 from scipy.linalg import cho_factor, cho_solve
 
-from twolane.estimate import Floats
+from twolane.estimate import Floats, Ints
 
 MOST = 700
 """Samples that are kept; more would make predictions slow, and add little."""
@@ -19,23 +20,31 @@ SWEEPS = 3
 
 
 class Residual:
-    """Mean and leave-one-out residuals of log(measured / base) (Rasmussen and Williams, §5.4.2).
+    """Mean of log(measured / base), and by how much it misses what it was not fitted on.
+
+    Samples of one configuration (on several numbers of units, of both slices of a pass) miss alike:
+    one of them foretells the others. So whole configurations are left out, by the formula for one
+    sample (Rasmussen and Williams, §5.4.2) with a block of the inverse in place of an element.
 
     Args:
         states: [S, features], of about one unit of length each.
         logs: [S].
+        groups: [S], which configuration each is of.
     """
 
-    def __init__(self, states: Floats, logs: Floats) -> None:
-        keep = np.random.default_rng(0).permutation(len(logs))[:MOST]
-        states, logs = states[keep], logs[keep]
-        self.scales, noise = _chosen(states[:SEARCHED], logs[:SEARCHED])
+    def __init__(self, states: Floats, logs: Floats, groups: Sequence[str]) -> None:
+        order = self.order = _shuffled(groups)
+        """Places of the samples that are kept."""
+        states, logs, names = states[order], logs[order], np.array(groups)[order]
+        few = slice(SEARCHED)
+        self.scales, noise = _chosen(states[few], logs[few], _members(names[few]))
         self.scaled = states / self.scales
         self.mean = float(np.median(logs))
         inverse = _inverse(self.scaled, noise)
         self.weights: Floats = inverse @ (logs - self.mean)
-        self.missed: Floats = self.weights / np.diag(inverse)
-        """By how much log(measured) would have been above the prediction, without the sample."""
+        self.missed = _left_out(inverse, self.weights, _members(names))
+        """By how much log(measured) would have been above the prediction, without its
+        configuration."""
 
 
 class Means:
@@ -91,25 +100,47 @@ def _inverse(scaled: Floats, noise: float) -> Floats:
     return np.asarray(cho_solve(cho_factor(kernel), np.eye(len(kernel))))
 
 
-def _chosen(states: Floats, logs: Floats) -> tuple[Floats, float]:
-    """Length scales and noise with the smallest leave-one-out error, one after the other."""
+def _shuffled(groups: Sequence[str]) -> list[int]:
+    """Places of at most `MOST` samples, whole configurations in random order."""
+    names = sorted(set(groups))
+    rank = dict(zip(names, np.random.default_rng(0).permutation(len(names)), strict=True))
+    return sorted(range(len(groups)), key=lambda i: int(rank[groups[i]]))[:MOST]
+
+
+def _members(names: npt.NDArray[np.str_]) -> list[Ints]:
+    """Places of each configuration's samples."""
+    return [np.flatnonzero(names == name) for name in np.unique(names)]
+
+
+def _left_out(inverse: Floats, weights: Floats, members: Sequence[Ints]) -> Floats:
+    """Residuals of each configuration without it."""
+    missed = np.empty(len(weights))
+    for each in members:
+        missed[each] = np.linalg.solve(inverse[np.ix_(each, each)], weights[each])
+    return missed
+
+
+def _chosen(states: Floats, logs: Floats, members: Sequence[Ints]) -> tuple[Floats, float]:
+    """Length scales and noise with the smallest error on what is left out, one after the other."""
     scales: Floats = 3.0 * np.maximum(states.std(axis=0), 1e-3)
-    noise, best = NOISES[1], _missed(states, logs, scales, NOISES[1])
+    noise, best = NOISES[1], _missed(states, logs, members, scales, NOISES[1])
     for _ in range(SWEEPS):
         for i in range(len(scales)):
             for factor in SCALES:
                 tried = scales.copy()
                 tried[i] *= factor
-                if (error := _missed(states, logs, tried, noise)) < best:
+                if (error := _missed(states, logs, members, tried, noise)) < best:
                     best, scales = error, tried
-        errors = {each: _missed(states, logs, scales, each) for each in NOISES}
+        errors = {each: _missed(states, logs, members, scales, each) for each in NOISES}
         noise = min(errors, key=errors.__getitem__)
         best = errors[noise]
     return scales, noise
 
 
-def _missed(states: Floats, logs: Floats, scales: Floats, noise: float) -> float:
-    """Root of the mean square of the leave-one-out residuals."""
+def _missed(
+    states: Floats, logs: Floats, members: Sequence[Ints], scales: Floats, noise: float
+) -> float:
+    """Root of the mean square of the residuals of what is left out."""
     inverse = _inverse(states / scales, noise)
-    missed = inverse @ (logs - np.median(logs)) / np.diag(inverse)
+    missed = _left_out(inverse, inverse @ (logs - np.median(logs)), members)
     return float(np.sqrt(np.square(missed).mean()))
