@@ -204,6 +204,11 @@ def test_an_slo_is_shown_where_all_runs_have_it():
     assert saved.Saved(runs).slos == {"ttft": 100}
 
 
+def test_a_time_at_which_nothing_ran_is_refused(made):
+    with pytest.raises(OptionError, match="--trace-from: nothing ran in t then"):
+        report.make(saved.Saved(traces={"t": made / "trace.json"}), 1e6, 1.0)
+
+
 def test_a_folder_must_be_a_search(tmp_path):
     with pytest.raises(OptionError, match="not a folder of `twolane bench goodput`"):
         saved.read([str(tmp_path)], [])

@@ -14,6 +14,7 @@ from twolane.bench import style, timelines, tracefile
 from twolane.bench.figures import RESULTS, Lacking
 from twolane.bench.goodput import file_name
 from twolane.bench.saved import Run, Saved
+from twolane.workload.spec import OptionError
 
 PAGE = """<!doctype html>
 <html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
@@ -61,7 +62,7 @@ def make(saved: Saved, begin: float | None, seconds: float | None) -> Report:
         begin, seconds: of the traces' timeline; None: where most happens.
 
     Raises:
-        OptionError: a trace cannot be read.
+        OptionError: a trace cannot be read, or has nothing in that time.
     """
     report = Report()
     with plt.rc_context(style.RC):
@@ -82,6 +83,8 @@ def _draw_trace(
     report: Report, trace: tracefile.TraceFile, begin: float | None, seconds: float | None
 ) -> None:
     begin, end = timelines.window(trace, begin, seconds)
+    if not trace.launches.between(begin, end):
+        raise OptionError("--trace-from", f"nothing ran in {trace.name} then")
     caption = (
         f"{trace.title}. Each rectangle is a launch, as long as it ran and as high as its share of "
         "the units: prefill's from the top, decode's and the whole device's from the bottom. "
