@@ -112,6 +112,29 @@ class Work:
     """Of TTFT over those requests."""
 
 
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How the decoding requests stand, each array over requests, in seconds."""
+
+    first: Floats
+    """When each had its first token."""
+    last: Floats
+    """When the gap begins that the next step ends."""
+    tpot: Floats
+    """How long its tokens may take, with that of the next step."""
+    tbt: Floats
+    """How long the gap may be."""
+
+    def shares(self, ends: Floats) -> Floats:
+        """TPOT as a share of its SLO if the next step ends then; P90 over requests, [ends].
+
+        A TBT SLO is held against the gap.
+        """
+        at = ends[:, None]
+        shares = np.maximum((at - self.first) / self.tpot, (at - self.last) / self.tbt)
+        return np.asarray(np.percentile(shares, PERCENTILE, axis=1))
+
+
 class Bullet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Layer-wise prefill beside decode; units follow predicted TTFT and TPOT at every step."""
 
@@ -244,18 +267,19 @@ class Bullet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if seconds is None or steps is None:
             note = f"prefill {held[0]}, decode {held[1]}: nothing to predict from"
             return held[0], replace(memory, level=held, paused=False, note=note)
-        ttft, tpot = self._ttft(work, seconds), self._tpot(view, steps)
+        ready = max(view.now, view.lanes["decode"].until or 0.0)
+        pace = self._pace(view, ready)
+        ttft, tpot = self._ttft(work, seconds), pace.shares(ready + steps)
         chosen = provision(ttft, tpot, levels.index(held))
-        paused = ttft[chosen] > 1.0 and self._bears_pause(view, work, float(steps[chosen]))
+        step, late = float(steps[chosen]), bool(ttft[chosen] > 1.0)
+        paused = self.schedule and late and self._bears_pause(view, work, pace, ready, step)
         note = (
             f"prefill {levels[chosen][0]}, decode {levels[chosen][1]}: "
             f"TTFT {ttft[chosen]:.2f} and TPOT {tpot[chosen]:.2f} of their SLOs, "
-            f"{left} layers in {seconds[chosen] * 1e3:.1f} ms, step {steps[chosen] * 1e3:.1f} ms"
-        )
-        memory = replace(memory, level=levels[chosen], paused=paused, note=note)
-        if paused:
-            return view.units, replace(memory, note=f"{note}; decode waits for a step")
-        return levels[chosen][0], memory
+            f"{left} layers in {seconds[chosen] * 1e3:.1f} ms, step {step * 1e3:.1f} ms"
+        ) + ("; decode waits for a step of prefill" if paused else "")
+        units = view.units if paused else levels[chosen][0]
+        return units, replace(memory, level=levels[chosen], paused=paused, note=note)
 
     def _levels(self, view: View) -> list[Level]:
         """The levels to choose from, fewest decode units first."""
@@ -271,46 +295,32 @@ class Bullet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         latency = work.start + np.outer(seconds, work.shares) - arrivals
         return np.asarray(np.percentile(latency / (due - arrivals), work.percentile, axis=1))
 
-    def _tpot(self, view: View, steps: Floats, ready: float | None = None) -> Floats:
-        """TPOT after the next step, as a share of its SLO; P90 over requests, [levels].
-
-        A TBT SLO is held against the gap that the step closes.
-
-        Args:
-            view: with the requests.
-            steps: predicted seconds of the step, [levels].
-            ready: when it begins; None: when the decode lane gets to it.
-        """
-        lane = view.lanes["decode"]
-        begins = max(view.now, lane.until or 0.0)
-        ends = (begins if ready is None else max(begins, ready)) + steps
-        rows = [
-            (
-                request.first_token_at,
-                begins if lane.queued else request.last_token_at,
-                max(1, request.generated + lane.queued) * self._tpot_slo(request.slo),
-                request.slo.tbt or inf,
-            )
-            for request in view.decoding
-        ]
-        first, last, tpot, tbt = np.array(rows, dtype=float).T
-        shares = np.maximum((ends[:, None] - first) / tpot, (ends[:, None] - last) / tbt)
-        return np.asarray(np.percentile(shares, PERCENTILE, axis=1))
+    def _pace(self, view: View, ready: float) -> Pace:
+        """Of those that the next step serves; the decode lane gets to it when it is `ready`."""
+        queued, slos = view.lanes["decode"].queued, [request.slo for request in view.decoding]
+        last = [request.last_token_at for request in view.decoding]
+        tokens = [request.generated + queued for request in view.decoding]
+        return Pace(
+            first=np.array([request.first_token_at for request in view.decoding], dtype=float),
+            last=np.full(len(last), ready) if queued else np.array(last, dtype=float),
+            tpot=np.maximum(1, tokens) * [self._tpot_slo(slo) for slo in slos],
+            tbt=np.array([slo.tbt or inf for slo in slos]),
+        )
 
     def _tpot_slo(self, slo: Slo) -> float:
         if slo.tpot is not None:
             return slo.tpot
         return self.tpot_seconds if slo.tbt is None else inf
 
-    def _bears_pause(self, view: View, work: Work, step: float) -> bool:
-        """Whether the TPOT SLO holds if decode waits for a step of prefill on the whole device."""
-        if not self.schedule:
-            return False
+    def _bears_pause(self, view: View, work: Work, pace: Pace, ready: float, step: float) -> bool:
+        """Whether the TPOT SLO holds if decode, which is `ready`, waits for a step of prefill on
+        the whole device, and then takes its `step`."""
         layers = min(self.step_layers, view.layers - work.prompts.first)
         seconds = view.estimator.prefill_slice(work.prompts.load, layers, view.units)
         if seconds is None:
             return False
-        return bool(self._tpot(view, np.array([step]), work.start + seconds)[0] <= 1.0)
+        resumes = max(ready, work.start + seconds)
+        return bool(pace.shares(np.array([resumes + step]))[0] <= 1.0)
 
     def _decode(self, view: View, memory: Memory, step: Launch | None, more: bool) -> Launch | None:
         """The next decode step: on what decode was given, or on all units where prefill has
