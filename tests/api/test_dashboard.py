@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from twolane.api.dashboard import FILES
-from twolane.api.dashboard_history import COARSE_SECONDS, History, quantile, read
+from twolane.api.dashboard_history import COARSE_SECONDS, History, Reader, quantile
 from twolane.api.metrics import GAP_BUCKETS, START_BUCKETS, Metrics, RequestMetrics
 from twolane.engine.messages import Stats
 from twolane.slo import Slo
@@ -167,7 +167,8 @@ class Clock:
         self.now = 100.0
         self.stats = Stats()
         self.metrics = Metrics(lambda: self.stats, "model", Slo(ttft=0.5))
-        self.history = History(lambda: read(self.metrics.registry, self.stats, self.now))
+        self.read = Reader(self.metrics, lambda: self.stats, lambda: self.now)
+        self.history = History(self.read)
 
     def pass_(self, seconds):
         for _ in range(seconds):
@@ -176,6 +177,7 @@ class Clock:
 
     def serve(self, ttft):
         self.metrics.received.inc()
+        self.metrics.in_flight.inc()
         request = RequestMetrics(self.metrics, self.now, 10, self.metrics.slo)
         request.tokens(1, self.now + ttft, None)
         request.finish("stop", self.now + ttft, None)
@@ -209,6 +211,25 @@ def test_it_shows_what_happened_since_the_last_reading():
     clock.pass_(10)
     clock.serve(0.7)
     assert clock.history.windows()["now"]["attainment"]["ttft"] == 0.0
+
+
+def test_an_idle_server_is_not_read_in_full():
+    clock = Clock()
+    clock.serve(0.1)
+    first = clock.read()
+    clock.now += 1.0
+    again = clock.read()
+    assert (again.totals is first.totals, again.at) == (True, clock.now)
+    clock.serve(0.1)
+    assert clock.read().totals["finished"] == 2
+    clock.metrics.received.inc()
+    clock.metrics.in_flight.inc()
+    assert clock.read().totals["received"] == 3
+    clock.metrics.in_flight.dec()
+    clock.metrics.refuse("invalid", "it ended between two readings")
+    assert clock.read().totals["refused"] == 1
+    clock.stats = Stats(prefix_queries=7)
+    assert clock.read().stats.prefix_queries == 7
 
 
 def test_memory_is_bounded_and_charts_have_even_steps():

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from twolane.api.dashboard_history import FINE_SECONDS, History, Reading, Window, read
+from twolane.api.dashboard_history import FINE_SECONDS, History, Reader, Window
 from twolane.api.engine_client import EngineClient
 from twolane.api.metrics import Metrics
 from twolane.engine.messages import Launched
@@ -31,7 +31,7 @@ class Dashboard:
     def __init__(self, engine: EngineClient, metrics: Metrics) -> None:
         self._engine = engine
         self._metrics = metrics
-        self._history = History(self._read)
+        self._history = History(Reader(metrics, lambda: engine.stats, time.monotonic))
         self._launches: deque[Launched] = deque(maxlen=LAUNCHES_KEPT)
         self._seen = 0
         self._asked = -WATCH_SECONDS
@@ -76,9 +76,6 @@ class Dashboard:
             "launches": [shown(launched) for launched in launches],
             "seen": self._seen,
         }
-
-    def _read(self) -> Reading:
-        return read(self._metrics.registry, self._engine.stats, time.monotonic())
 
     def _note(self, launches: list[Launched]) -> None:
         self._launches.extend(launches)

@@ -8,12 +8,12 @@ a minute, ten seconds apart over a quarter of an hour.
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from twolane.api.metrics import GAP_BUCKETS, PREFIX, START_BUCKETS
+from twolane.api.metrics import GAP_BUCKETS, PREFIX, START_BUCKETS, Metrics
 from twolane.engine.messages import Stats
 
 Window = Literal["minute", "quarter"]
@@ -51,10 +51,46 @@ class Reading:
     """By the names of `TOTALS`, and "ttft met", "ttft missed" … of requests with bounds."""
     buckets: "dict[str, array[float]]"
     """By latency: observations up to each bound, the last one infinite."""
+    idle: bool
+    """Whether no request was in flight."""
 
 
-def read(registry: CollectorRegistry, stats: Stats, at: float) -> Reading:
-    """Read the counters that the dashboard shows."""
+class Reader:
+    """Reads the counters that the dashboard shows.
+
+    Args:
+        metrics: the counters.
+        stats: returns the engine's latest.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self, metrics: Metrics, stats: Callable[[], Stats], clock: Callable[[], float]
+    ) -> None:
+        self._metrics = metrics
+        self._stats = stats
+        self._clock = clock
+        self._last: Reading | None = None
+
+    def __call__(self) -> Reading:
+        """Read them now."""
+        stats, now, last = self._stats(), self._clock(), self._last
+        received, in_flight = value_of(self._metrics.received), value_of(self._metrics.in_flight)
+        # With nothing in flight then and nothing received since, nothing else was counted.
+        if last and last.idle and last.stats is stats and last.totals["received"] == received:
+            self._last = replace(last, at=now)
+        else:
+            self._last = read(self._metrics.registry, stats, now, idle=not in_flight)
+        return self._last
+
+
+def value_of(metric: Counter | Gauge) -> float:
+    """Return a metric's one value."""
+    return sum(sample.value for family in metric.collect() for sample in family.samples)
+
+
+def read(registry: CollectorRegistry, stats: Stats, at: float, *, idle: bool) -> Reading:
+    """Read all counters."""
     totals = dict.fromkeys(TOTALS.values(), 0.0)
     buckets = {name: array("d") for name in LATENCIES}
     for family in registry.restricted_registry(NAMES).collect():
@@ -65,7 +101,7 @@ def read(registry: CollectorRegistry, stats: Stats, at: float) -> Reading:
                 totals[f"{sample.labels['slo']} {sample.labels['outcome']}"] = sample.value
             else:
                 totals[TOTALS[sample.name]] += sample.value
-    return Reading(at, stats, totals, buckets)
+    return Reading(at, stats, totals, buckets, idle)
 
 
 def quantile(q: float, bounds: Sequence[float], counts: Sequence[float]) -> float | None:
