@@ -108,15 +108,20 @@ def _shuffled(groups: Sequence[str]) -> list[int]:
 
 
 def _members(names: npt.NDArray[np.str_]) -> list[Ints]:
-    """Places of each configuration's samples."""
-    return [np.flatnonzero(names == name) for name in np.unique(names)]
+    """Places of each configuration's samples, [configurations, samples] for each number of them."""
+    by_size: dict[int, list[Ints]] = {}
+    for name in np.unique(names):
+        places = np.flatnonzero(names == name)
+        by_size.setdefault(len(places), []).append(places)
+    return [np.array(places) for places in by_size.values()]
 
 
 def _left_out(inverse: Floats, weights: Floats, members: Sequence[Ints]) -> Floats:
     """Residuals of each configuration without it."""
     missed = np.empty(len(weights))
     for each in members:
-        missed[each] = np.linalg.solve(inverse[np.ix_(each, each)], weights[each])
+        blocks = inverse[each[:, :, None], each[:, None, :]]
+        missed[each] = np.linalg.solve(blocks, weights[each][:, :, None])[:, :, 0]
     return missed
 
 
