@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from tests.estimate import synthetic
 from tests.systems.handmade import LAYERS, LEVELS, UNITS, decoding, view, waiting
 from tests.systems.simulation import simulate, submit
-from twolane.estimate import Load
+from twolane.estimate import Beside, Load
 from twolane.estimate.attention_roofline import AttentionRoofline
 from twolane.estimate.online import OnlineEstimator
+from twolane.estimate.sm_roofline import SmRoofline
 from twolane.slo import Slo
 from twolane.systems import SYSTEMS, make_system
 from twolane.systems.duetserve import DuetServe, Side, best_split
@@ -99,6 +100,18 @@ def test_it_splits_as_algorithm_1_says_when_the_bound_would_be_missed(roofline):
         Launch("prefill", side.prefill_units, PrefillSlice(0, LAYERS)),
     )
     assert all(f"{s * 1e3:.1f} ms" in plan.reason for s in (together, side.decode_seconds))
+
+
+def test_an_estimator_that_knows_contention_is_asked_with_it():
+    """The roofline of the paper ignores the other lane; others (`--estimator`) need not."""
+    knows = SmRoofline(synthetic.profile())
+    plan, together = passes(knows, 0.030)
+    assert together > 0.030
+    decode, prefill = plan.launches
+    beside = Beside(Load([4000, 2000], [0, 0]), prefill.units)
+    step = knows.decode_step(Load.decode([2000, 5000]), decode.units, beside)
+    assert step > knows.decode_step(Load.decode([2000, 5000]), decode.units)
+    assert f"in {step * 1e3:.1f} ms;" in plan.reason
 
 
 def test_the_tightest_bound_of_the_running_requests_counts(roofline):

@@ -15,7 +15,7 @@ from typing import ClassVar
 import msgspec
 import numpy as np
 
-from twolane.estimate import Load
+from twolane.estimate import Beside, Load
 from twolane.systems.admission import next_chunks
 from twolane.systems.multiplex import Prompts, decode_load, nearest_level
 from twolane.systems.plan import Chunk, DecodeSteps, Hybrid, Launch, Plan, PrefillSlice
@@ -151,8 +151,9 @@ class DuetServe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if not levels:
             return []
         p, d = np.array(levels).T
-        t_p = view.estimator.prefill_slice(prefill, view.layers, p, finishes=True)
-        t_d = view.estimator.decode_step(decode, d)
+        beside = Beside(decode, d), Beside(prefill, p)
+        t_p = view.estimator.prefill_slice(prefill, view.layers, p, beside[0], finishes=True)
+        t_d = view.estimator.decode_step(decode, d, beside[1])
         if t_p is None:
             t_p = together * view.units / p
         if t_d is None:
