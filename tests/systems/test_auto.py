@@ -117,9 +117,17 @@ def _brute_force(here):
     return [(pace + 0.1 * here.step / gap, gap) for pace, gap in found]
 
 
+@settings(derandomize=True, max_examples=100, deadline=None)
 @given(st.integers(1, 40), st.integers(-1, 40), st.integers(0, 50))
 def test_the_search_for_the_largest_starts_anywhere(count, last, start):
-    assert largest(lambda i: i <= last, count, start) == max(0, min(last, count - 1))
+    looked_at: list[int] = []
+
+    def fits(i: int) -> bool:
+        looked_at.append(i)
+        return i <= last
+
+    assert largest(fits, count, start) == max(0, min(last, count - 1))
+    assert len(looked_at) == len(set(looked_at)) <= 12
 
 
 def way(level, gap, score):
@@ -247,9 +255,10 @@ def served(system, tbt, rate, **options):
     return simulate(config).result.metrics
 
 
-@pytest.mark.parametrize(("tbt", "budget", "rate"), [(0.012, "256", 15.0), (0.05, "1024", 22.0)])
+@pytest.mark.parametrize(("tbt", "budget", "rate"), [(0.012, "256", 18.0), (0.05, "1024", 22.0)])
 def test_at_least_as_good_as_the_best_chunk(tbt, budget, rate):
     """Qwen3-8B on an H200, simulated, at about what `chunked` can hold."""
     auto, chunked = served("auto", tbt, rate), served("chunked", tbt, rate, token_budget=budget)
     assert auto.attainment.gaps >= 0.99
     assert auto.attainment.requests["ttft"] >= chunked.attainment.requests["ttft"]
+    assert auto.ttft.percentiles[99.0] <= chunked.ttft.percentiles[99.0]

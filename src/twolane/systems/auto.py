@@ -63,6 +63,8 @@ class Memory:
     """The last one."""
     about: tuple[object, ...] = ()
     """Rows and batch that it was made for."""
+    chunk: int = 0
+    """Tokens of the largest pass that kept the bound, when passes were last looked at."""
     chosen: float = -math.inf
     """When, in seconds."""
     joins: float = 0.0
@@ -184,8 +186,8 @@ class Auto(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             if batch.chunks and then and then > tbt:
                 return self._decode_alone(view, memory, step, tbt)  # no room for more
             target = tbt * memory.margin * (1.0 if view.estimator.promises else UNPROMISED)
-            choice = self._choose(view, memory, batch, joined, then, target)
-            memory = replace(memory, choice=choice, about=about, chosen=view.now)
+            choice, chunk = self._choose(view, memory, batch, joined, then, target)
+            memory = replace(memory, choice=choice, chunk=chunk, about=about, chosen=view.now)
         assert memory.choice is not None
         return self._as_chosen(view, memory, order, batch, memory.choice, tbt)
 
@@ -197,18 +199,19 @@ class Auto(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         decode: Load,
         step: float | None,
         target: float,
-    ) -> Choice:
-        """Of all ways to run the batch; a layer between two steps while nothing is known."""
+    ) -> tuple[Choice, int]:
+        """Of all ways to run the batch, and the largest pass; a layer between two steps while
+        nothing is known."""
         unknown = Choice("temporal", (view.units,) * 2, 1, 0.0, 0, math.inf, 1.0, 0.0)
         if not step:
-            return unknown
+            return unknown, memory.chunk
         levels = [level for level in shared_levels(view) if level[0] + level[1] <= view.units]
         ways = Ways(
             view.estimator, view.layers, view.units, levels, decode, step, batch.load, target
         )
-        chunk = memory.choice.tokens if memory.choice else 0
-        found = ways.all(sliced=not batch.chunks, chunk=chunk)
-        return choose(found or [unknown], target, memory.choice, self.hysteresis)
+        found = ways.all(sliced=not batch.chunks, chunk=memory.chunk)
+        chunk = max((way.tokens for way in found), default=0) or memory.chunk
+        return choose(found or [unknown], target, memory.choice, self.hysteresis), chunk
 
     def _as_chosen(
         self,
@@ -409,12 +412,14 @@ def _costs(view: View, memory: Memory) -> Memory:
         return memory
     seconds = {}
     for request in view.waiting:
-        new = request.new
+        new, reused = request.new, request.reused
         known = memory.seconds.get(request.id)
         if known is None or known[0] != new:
-            load = Load([FULL_TOKENS, new], [0, request.reused])
-            more = view.estimator.prefill_slice(load, view.layers, view.units, bound=True) or base
-            known = new, max(0.0, more - base)
+            known = new, base * new / FULL_TOKENS
+            if max(new, reused) > FULL_TOKENS:  # attention counts
+                load = Load([FULL_TOKENS, new], [0, reused])
+                more = view.estimator.prefill_slice(load, view.layers, view.units, bound=True)
+                known = new, max(0.0, (more or base) - base)
         seconds[request.id] = known
     return replace(memory, base=base, seconds=seconds)
 

@@ -148,15 +148,22 @@ class Ways:
 
 
 def largest(fits: Callable[[int], bool], count: int, start: int) -> int:
-    """The largest index below `count` that fits, if all below one that fits do; else 0."""
-    i = min(start, count - 1)
-    if fits(i):
-        while i + 1 < count and fits(i + 1):
-            i += 1
-        return i
-    while i > 0 and not fits(i - 1):
-        i -= 1
-    return max(i - 1, 0)
+    """The largest index below `count` that fits, if all below one that fits do; else 0.
+
+    Looks at `start` first, then farther and farther away, then halves what is left.
+    """
+    low, high, i, stride = -1, count, min(start, count - 1), 1
+    while high - low > 1:
+        if fits(i):
+            low = i
+        else:
+            high = i
+        if high == count:
+            i = min(low + stride, count - 1)
+        else:
+            i = max(high - stride, 0) if low < 0 else (low + high) // 2
+        stride *= 2
+    return max(low, 0)
 
 
 def cut(batch: Load, tokens: int) -> Load:

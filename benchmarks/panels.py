@@ -1,0 +1,197 @@
+"""Goodput against the TBT SLO, every system, simulated: `python benchmarks/panels.py [--quick]`.
+
+Six panels: four workloads on Qwen3-8B shapes and two on CodeLlama-34B, one H200 each, five TBT
+SLOs; and Llama-70B on eight A100s at one. A point is a search as `twolane bench goodput` makes it,
+and the runs stay in `--work`: the same command goes on where it was stopped. The file that comes
+out has every point, and how `auto` compares: it should be at least 0.95 of the best at each, and
+1.10 times the best single system of its panel (settings included, mean over SLOs) in half of them.
+"""
+
+import argparse
+import multiprocessing
+import statistics
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from twolane import __version__
+from twolane.bench import goodput, goodput_cli
+from twolane.bench.goodput import Search
+from twolane.workload.spec import WorkloadSpec
+
+SYSTEMS = (
+    "prefill-first",
+    "chunked:token_budget=128/256/512/1024/2048",
+    "static-split:decode_units=32/48/64",
+    *("two-stream", "temporal", "drift", "muxwise", "bullet", "duetserve", "auto"),
+)
+TIGHT, SLOW = (0.009, 0.012, 0.021, 0.035, 0.050), (0.030, 0.040, 0.055, 0.080, 0.120)
+LONGEST = 32_768
+"""New tokens of a prompt; longer ones of ShareGPT, which no model here takes, are clipped."""
+
+
+class Panel(msgspec.Struct, frozen=True):
+    """One model under one workload."""
+
+    name: str
+    model: str
+    dataset: str
+    ttft: float
+    """TTFT SLO in seconds, for P99."""
+    tbts: Sequence[float]
+    """TBT SLOs in seconds, tightest first."""
+    start: float
+    """Requests a second where the first search begins."""
+    gpu: str = "h200"
+    tp: int = 1
+
+
+PANELS = (
+    Panel("8b-azure-conv", "qwen3-8b", "azure-conv", 1.0, TIGHT, 8.0),
+    Panel("8b-azure-code", "qwen3-8b", "azure-code", 1.0, TIGHT, 8.0),
+    Panel("8b-conversation", "qwen3-8b", "conversation", 20.0, TIGHT, 1.0),
+    Panel("8b-sharegpt", "qwen3-8b", "sharegpt", 1.0, TIGHT, 8.0),
+    Panel("34b-azure-conv", "codellama-34b", "azure-conv", 2.0, SLOW, 2.0),
+    Panel("34b-azure-code", "codellama-34b", "azure-code", 2.0, SLOW, 2.0),
+    Panel("70b-azure-conv", "llama-3.1-70b", "azure-conv", 2.0, (0.060,), 4.0, "a100-80gb", 8),
+)
+QUICK = ("8b-azure-conv", "8b-azure-code")
+
+
+class Point(msgspec.Struct, frozen=True):
+    """What was found for one system, with its settings, at one SLO."""
+
+    panel: str
+    system: str
+    tbt: float
+    goodput: float
+    """Requests a second."""
+
+
+def searched(panel: Panel, system: str, prompts: int, tolerance: float, work: Path) -> list[Point]:
+    """One system's points, tightest first; each search begins where the last one ended."""
+    points: list[Point] = []
+    start = panel.start
+    for tbt in panel.tbts:
+        search = Search(
+            target={"simulate": panel.gpu, "model": panel.model, "tp": panel.tp},
+            workload=WorkloadSpec(
+                dataset=panel.dataset, num_prompts=prompts, max_input_len=LONGEST
+            ),
+            slos={"ttft": panel.ttft, "tbt": tbt},
+            start_rate=start,
+            tolerance=tolerance,
+        )
+        folder = work / panel.name / goodput.file_name(system) / f"tbt{tbt * 1e3:g}ms"
+        found = goodput.find(search, [system], goodput_cli.simulation(search), folder)
+        (rate,) = found[system]
+        start = rate or panel.start
+        points.append(Point(panel.name, system, tbt, rate))
+    return points
+
+
+def verdict(points: Iterable[Point]) -> dict[str, object]:
+    """How `auto` compares: its worst point, and each panel's gain over the best single system."""
+    by_place: dict[tuple[str, float], dict[str, float]] = {}
+    for point in points:
+        by_place.setdefault((point.panel, point.tbt), {})[point.system] = point.goodput
+    shares = {
+        f"{panel} at {tbt * 1e3:g} ms": rates["auto"] / max(rates.values())
+        for (panel, tbt), rates in by_place.items()
+        if max(rates.values()) > 0
+    }
+    gains = {}
+    for panel in dict.fromkeys(panel for panel, _ in by_place):
+        rows = [rates for (name, _), rates in by_place.items() if name == panel]
+        means = {system: statistics.fmean(row[system] for row in rows) for system in rows[0]}
+        best = max((s for s in means if s != "auto"), key=means.__getitem__)
+        if means[best]:
+            gains[panel] = {"best": best, "gain": means["auto"] / means[best]}
+    return {"share_of_best": shares, "over_best_single": gains}
+
+
+def draw(panels: Sequence[Panel], points: Sequence[Point], path: Path) -> None:
+    """A figure, one axes a panel; of a system with several settings its best at each SLO."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    colours = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442")
+    figure, axes = pyplot.subplots(
+        -(-len(panels) // 2), 2, squeeze=False, figsize=(10, 3.4 * -(-len(panels) // 2))
+    )
+    for panel, ax in zip(panels, axes.flat, strict=False):
+        for i, asked in enumerate(SYSTEMS):
+            names, name = goodput.variants(asked), asked.partition(":")[0]
+            best: dict[float, float] = {}
+            for point in points:
+                if point.panel == panel.name and point.system in names:
+                    best[point.tbt] = max(best.get(point.tbt, 0.0), point.goodput)
+            own = name == "auto"
+            ax.plot(
+                [tbt * 1e3 for tbt in best],
+                list(best.values()),
+                marker="os^vD<>Px*"[i],
+                label=name,
+                color="black" if own else colours[i % len(colours)],
+                linewidth=2.5 if own else 1.2,
+                linestyle="--" if i >= len(colours) and not own else "-",
+            )
+        ax.set(title=panel.name, xlabel="P99 TBT SLO (ms)", ylabel="requests/s")
+        ax.set_ylim(bottom=0)
+    for ax in axes.flat[len(panels) :]:
+        ax.set_visible(False)
+    axes.flat[0].legend(fontsize=7, ncols=2)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+def _searched(task: tuple[Panel, str, int, float, Path]) -> list[Point]:
+    return searched(*task)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="few panels and SLOs, short runs")
+    parser.add_argument("--panels", nargs="+", choices=[p.name for p in PANELS], help="only these")
+    parser.add_argument("--work", type=Path, default=Path("panels-work"), help="folder of the runs")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/panels.json"))
+    parser.add_argument("--processes", type=int, default=2)
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Search what is missing, write the file and the figure."""
+    given = _options()
+    names = given.panels or (QUICK if given.quick else [p.name for p in PANELS])
+    panels = [panel for panel in PANELS if panel.name in names]
+    prompts, tolerance = (100, 0.08) if given.quick else (250, 0.04)
+    if given.quick:
+        panels = [msgspec.structs.replace(p, tbts=(p.tbts[1], p.tbts[-1])) for p in panels]
+    systems = [one for asked in SYSTEMS for one in goodput.variants(asked)]
+    tasks = [(panel, one, prompts, tolerance, given.work) for panel in panels for one in systems]
+    points: list[Point] = []
+    with multiprocessing.get_context("spawn").Pool(given.processes) as pool:
+        for found in pool.imap(_searched, tasks):
+            points += found
+            for p in found:
+                print(f"{p.panel}, {p.system}, {p.tbt * 1e3:g} ms: {p.goodput:.2f}", flush=True)
+    report = {
+        "version": __version__,
+        "simulated": True,
+        "prompts": prompts,
+        "tolerance": tolerance,
+        "panels": panels,
+        "points": points,
+        "verdict": verdict(points),
+    }
+    given.out.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1))
+    draw(panels, points, given.out.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()
