@@ -112,11 +112,9 @@ def run(label, rate, seed=0, whole=True):
 def test_a_search_is_compared_at_the_highest_rate_that_all_ran_to_the_end():
     runs = [run("a", 1.0), run("a", 2.0), run("a", 4.0), run("b", 1.0), run("b", 2.0)]
     runs += [run("b", 4.0, whole=False), run("b", 2.0, seed=1)]
-    chosen, rate = figures._comparable(saved.Saved(runs))
-    assert rate == 2.0
-    assert chosen == [runs[1], runs[4]]
-    with pytest.raises(figures.Lacking, match="a rate that all"):
-        figures._comparable(saved.Saved([run("a", 1.0), run("b", 2.0)]))
+    assert figures._comparable(saved.Saved(runs)) == ([runs[1], runs[4]], "all at 2 requests/s")
+    runs = [run("a", 1.0), run("b", 2.0), run("b", 0.5), run("a", 2.0, whole=False)]
+    assert figures._comparable(saved.Saved(runs)) == (runs[:2], figures.APART)
 
 
 def test_lanes_are_the_launches_of_the_trace(made):

@@ -61,7 +61,7 @@ def latency_by_rate(saved: Saved) -> Figure:
         lines = _by_rate(saved, lambda run, m=metric: run.ms(m, percentile))  # type: ignore[misc]
         _lines(axes, saved, lines)
         axes.set(xscale="log", yscale="log", xlabel="requests/s")
-        axes.set_title(f"{percentile.upper()} {NAMES[metric]}, ms")
+        axes.set_title(f"{percentile.upper()} {NAMES[metric]}, ms{_hollow(lines)}")
         style.plain_ticks(axes)
         if (slo := saved.slos.get("tbt" if metric == "itl" else metric)) is not None:
             style.bound(axes, slo, f"SLO {slo:g} ms")
@@ -81,7 +81,9 @@ def attainment_by_rate(saved: Saved) -> Figure:
         least = min(value for points in lines.values() for _, value, _ in points)
         axes.set(xscale="log", xlabel="requests/s", ylim=(max(-3.0, least - 5), 101))
         what = "gaps" if name == "tbt" else "requests"
-        axes.set_title(f"% of {what} with {NAMES[name]} within {saved.slos[name]:g} ms")
+        axes.set_title(
+            f"% of {what} with {NAMES[name]} within {saved.slos[name]:g} ms{_hollow(lines)}"
+        )
         style.plain_ticks(axes)
         style.bound(axes, 100 * saved.attainment, f"needed: {saved.attainment:.0%}")
         _label(axes, saved, lines)
@@ -90,7 +92,7 @@ def attainment_by_rate(saved: Saved) -> Figure:
 
 def distributions(saved: Saved) -> Figure:
     """The shares of requests (of gaps, for TBT) within each latency, of comparable runs."""
-    runs, rate = _comparable(saved)
+    runs, note = _comparable(saved)
     looks = style.looks(saved.labels)
     figure, panels = style.new(1, 3, width=12, sharey=True)
     for axes, metric in zip(panels, ("ttft", "itl", "e2el"), strict=True):
@@ -101,15 +103,15 @@ def distributions(saved: Saved) -> Figure:
             shares = np.arange(1, values.size + 1) / values.size * 100
             look = looks[run.label]
             axes.plot(values, shares, color=look.color, linestyle=look.line)
-            _label_curve(axes, values, row, run.label, look)
+            text = run.label if note != APART else f"{run.label}, {run.rate:g}/s"
+            _label_curve(axes, values, row, text, look)
         axes.set(xscale="log", ylim=(0, 101))
         axes.set_title(f"{NAMES[metric]}, ms")
         style.plain_ticks(axes)
         if (slo := saved.slos.get("tbt" if metric == "itl" else metric)) is not None:
             style.bound(axes, slo, f"SLO {slo:g}", upright=True)
     panels[0].set_ylabel("% of requests (TBT: of gaps) within")
-    if rate is not None:
-        figure.suptitle(f"all at {rate:g} requests/s", fontsize=9, x=0.99, ha="right")
+    figure.suptitle(note, fontsize=9, x=0.99, ha="right")
     return figure
 
 
@@ -127,8 +129,14 @@ def _label_curve(
     )  # fmt: skip
 
 
-def _comparable(saved: Saved) -> tuple[list[Run], float | None]:
-    """Runs with lists: all, or of a search one of each system at the highest rate they share."""
+APART = "each at the highest rate that it was sent to the end, for want of a common one"
+
+
+def _comparable(saved: Saved) -> tuple[list[Run], str]:
+    """Runs with lists, and at which rates: all, or of a search one of each system.
+
+    Those of a search are at the highest rate that all ran to the end; without one, `APART`.
+    """
     listed = [run for run in saved.runs if run.data.get("ttfts")]
     if not listed:
         raise Lacking(
@@ -138,18 +146,15 @@ def _comparable(saved: Saved) -> tuple[list[Run], float | None]:
     tried = [run for run in listed if "trial" in run.data]
     others = [run for run in listed if "trial" not in run.data]
     if not tried:
-        return others, None
+        return others, ""
     labels = {run.label for run in tried}
     seed = min(run.data["trial"]["seed"] for run in tried)
     whole = [run for run in tried if run.whole and run.data["trial"]["seed"] == seed]
-    shared = [
-        rate for rate in {run.rate for run in whole if run.rate}
-        if {run.label for run in whole if run.rate == rate} == labels
-    ]  # fmt: skip
-    if not shared and not others:
-        raise Lacking("needs a rate that all systems were sent to the end; none was")
-    best = max(shared, default=None)
-    return [run for run in whole if best is not None and run.rate == best] + others, best
+    rates = {label: {run.rate or 0.0 for run in whole if run.label == label} for label in labels}
+    shared = set.intersection(*rates.values())
+    best = {label: max(shared or own, default=None) for label, own in rates.items()}
+    chosen = [run for run in whole if run.rate == best[run.label]] + others
+    return chosen, f"all at {max(shared):g} requests/s" if shared else APART
 
 
 def _by_rate(saved: Saved, value: Callable[[Run], float | None]) -> dict[str, Points]:
@@ -169,6 +174,12 @@ def _by_rate(saved: Saved, value: Callable[[Run], float | None]) -> dict[str, Po
             "of `bench serve --request-rate R` given as NAME=FILE with the same name"
         )
     return lines
+
+
+def _hollow(lines: dict[str, Points]) -> str:
+    """What hollow markers mean, if there are any."""
+    cut = any(not whole for points in lines.values() for _, _, whole in points)
+    return " (hollow: ended early)" if cut else ""
 
 
 def _lines(axes: Axes, saved: Saved, lines: dict[str, Points]) -> None:

@@ -6,6 +6,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
+from matplotlib.ticker import MaxNLocator
 
 from twolane.bench import style
 from twolane.bench.figures import Lacking
@@ -84,6 +85,7 @@ def lanes(trace: TraceFile, begin: float, end: float) -> Figure:
     axes.set(xlim=(0, (end - begin) * 1e3), ylim=(0, units))
     axes.set(xlabel=f"ms since {begin:.3f} s of the trace", ylabel=f"{_kind(trace)} (of {units})")
     axes.set_title(trace.title, pad=12)
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(visible=False)
     _phase_names(axes, trace, begin, end)
     return figure
@@ -139,6 +141,7 @@ def split(trace: TraceFile) -> Figure:
         axes.text(1.01, ends[phase], mean, transform=axes.transAxes, va="center", color=look.ink)
     axes.set(xlim=(0, seconds[-1]), ylim=(0, units))
     axes.set(xlabel="seconds", ylabel=f"{_kind(trace)} at work (of {units})")
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_title(trace.title)
     return figure
 
