@@ -28,7 +28,7 @@ class Prompts:
     first: int
     """Layers launched: where the next slice begins."""
     deadline: float
-    """The earliest of its requests, in seconds; infinite without any."""
+    """The earliest of its requests' that have no token yet, in seconds."""
     ids: frozenset[str]
 
     @classmethod
@@ -60,18 +60,15 @@ class Prompts:
         return Launch("prefill", units, PrefillSlice(self.first, last))
 
 
-def deadline(request: RequestView, new: int, rule: float = RULE) -> float:
+def deadline(request: RequestView, new: int) -> float:
     """When the first token is wanted, in seconds; infinite if it was delivered already.
 
-    Args:
-        request: waiting or in prefill.
-        new: its tokens to compute.
-        rule: seconds for each of them where the request has no TTFT SLO (Drift §5.1).
+    Of a request without a TTFT SLO, with so many tokens to compute, by the rule of 1 s per 1K.
     """
     if request.generated:
         return math.inf
     wanted = request.deadline
-    return request.arrival + rule * new if wanted is None else wanted
+    return request.arrival + RULE * new if wanted is None else wanted
 
 
 def tbt_slo(requests: Iterable[RequestView]) -> float:
@@ -133,8 +130,6 @@ def layers_for(seconds: float | None, whole: float | None, layers: int) -> int:
 
     MuxWise §3.4.2, N_PL. One layer while nothing is known.
     """
-    if seconds is not None and math.isinf(seconds):
-        return layers
     if seconds is None or not whole:
         return 1
     return max(1, math.ceil(seconds * layers / whole - 1e-9))
