@@ -111,7 +111,9 @@ def verdict(points: Iterable[Point]) -> dict[str, object]:
     return {"share_of_best": shares, "over_best_single": gains}
 
 
-def draw(panels: Sequence[Panel], points: Sequence[Point], path: Path) -> None:
+def draw(
+    panels: Sequence[Panel], systems: Sequence[str], points: Sequence[Point], path: Path
+) -> None:
     """A figure, one axes a panel; of a system with several settings its best at each SLO."""
     import matplotlib
 
@@ -123,7 +125,7 @@ def draw(panels: Sequence[Panel], points: Sequence[Point], path: Path) -> None:
         -(-len(panels) // 2), 2, squeeze=False, figsize=(10, 3.4 * -(-len(panels) // 2))
     )
     for panel, ax in zip(panels, axes.flat, strict=False):
-        for i, asked in enumerate(SYSTEMS):
+        for i, asked in enumerate(systems):
             names, name = goodput.variants(asked), asked.partition(":")[0]
             best: dict[float, float] = {}
             for point in points:
@@ -133,7 +135,7 @@ def draw(panels: Sequence[Panel], points: Sequence[Point], path: Path) -> None:
             ax.plot(
                 [tbt * 1e3 for tbt in best],
                 list(best.values()),
-                marker="os^vD<>Px*"[i],
+                marker="os^vD<>Px*"[i % 10],
                 label=name,
                 color="black" if own else colours[i % len(colours)],
                 linewidth=2.5 if own else 1.2,
@@ -158,6 +160,7 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument("--quick", action="store_true", help="few panels and SLOs, short runs")
     parser.add_argument("--panels", nargs="+", choices=[p.name for p in PANELS], help="only these")
+    parser.add_argument("--systems", nargs="+", default=SYSTEMS, help="these instead; auto, too")
     parser.add_argument("--work", type=Path, default=Path("panels-work"), help="folder of the runs")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/panels.json"))
     parser.add_argument("--processes", type=int, default=2)
@@ -172,7 +175,8 @@ def main() -> None:
     prompts, tolerance = (100, 0.08) if given.quick else (250, 0.04)
     if given.quick:
         panels = [msgspec.structs.replace(p, tbts=(p.tbts[1], p.tbts[-1])) for p in panels]
-    systems = [one for asked in SYSTEMS for one in goodput.variants(asked)]
+    asked = dict.fromkeys((*given.systems, "auto"))
+    systems = [variant for one in asked for variant in goodput.variants(one)]
     tasks = [(panel, one, prompts, tolerance, given.work) for panel in panels for one in systems]
     points: list[Point] = []
     with multiprocessing.get_context("spawn").Pool(given.processes) as pool:
@@ -190,7 +194,7 @@ def main() -> None:
         "verdict": verdict(points),
     }
     given.out.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1))
-    draw(panels, points, given.out.with_suffix(".png"))
+    draw(panels, list(asked), points, given.out.with_suffix(".png"))
 
 
 if __name__ == "__main__":
