@@ -1,7 +1,7 @@
 """Every error in OpenAI's form."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -23,8 +23,25 @@ class ClientGone(Exception):
     """The client closed the connection before its answer was there."""
 
 
-def add_error_handlers(app: FastAPI) -> None:
-    """Put every error into OpenAI's form."""
+def from_engine(error: GenerationRefused, retry_after: int = 0) -> ApiError:
+    """Return what the client is told of an engine's refusal.
+
+    A system refuses a good request that could not meet its deadline any more: 429, to be sent again
+    in so many seconds. Everything else is the request's fault.
+    """
+    if error.refused.code == "refused":
+        headers = {"Retry-After": str(retry_after)}
+        return ApiError(429, str(error), code="overloaded", headers=headers)
+    return ApiError(400, str(error), code=REFUSED_CODES[error.refused.code], param=error.param)
+
+
+def add_error_handlers(app: FastAPI, retry_after: Callable[[], int]) -> None:
+    """Put every error into OpenAI's form.
+
+    Args:
+        app: gets the handlers.
+        retry_after: in how many seconds a refused request may be sent again.
+    """
 
     async def refuse(request: Request, error: ApiError) -> Response:
         set_reason(request, error.code, error.message)
@@ -55,8 +72,7 @@ def add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(GenerationRefused)
     async def engine_refused(request: Request, error: GenerationRefused) -> Response:
-        code = REFUSED_CODES.get(error.refused.code, "refused")
-        return json_response(error_body(400, str(error), code, error.param), 400)
+        return await refuse(request, from_engine(error, retry_after()))
 
     @app.exception_handler(GenerationFailed)
     async def failed(request: Request, error: GenerationFailed) -> Response:

@@ -17,7 +17,7 @@ from twolane.api.dashboard import add_dashboard_routes
 from twolane.api.errors import error_body
 from twolane.api.gate import MAX_BODY_BYTES, Gate
 from twolane.api.generation import Delta, Generation, GenerationFailed, GenerationRefused
-from twolane.api.handlers import ClientGone, add_error_handlers
+from twolane.api.handlers import ClientGone, add_error_handlers, from_engine
 from twolane.api.info import add_info_routes, add_token_routes
 from twolane.api.logprobs import LogprobWriter
 from twolane.api.protocol import ChatRequest, CompletionRequest, GenerationBody
@@ -61,7 +61,7 @@ def create_app(
     app.router.route_class = Route
     app.add_middleware(Gate, api_keys=api_keys, max_body_bytes=max_body_bytes)
     app.add_middleware(Calls, metrics=service.metrics, paths=GENERATION_PATHS)  # the outermost
-    add_error_handlers(app)
+    add_error_handlers(app, service.admission.retry_after)
     add_info_routes(app, service)
     add_token_routes(app, service)
     add_generation_routes(app, service)
@@ -189,7 +189,7 @@ async def stream(
         yield event(error_body(503, str(error), "unavailable"))
         return
     except GenerationRefused as error:
-        yield event(error_body(400, str(error), "refused", error.param))
+        yield event(from_engine(error).body)
         return
     if include_usage:
         yield event(answer.usage_chunk())
