@@ -36,7 +36,6 @@ SETTINGS: dict[str, Any] = {
 FEW_CASES = (
     {"schedule": "static-split-k3", "running": 3, "prefix_cache": False, "pool": "small"},
     {"schedule": "chunked-48", "running": 20, "prefix_cache": True, "pool": "small"},
-    {"schedule": "every-layer", "running": 20, "prefix_cache": True, "pool": "small"},
 )
 
 

@@ -1,11 +1,11 @@
 """Fifty prompts of 1 to 512 tokens on a random model of each family, served in every way."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from torch import Tensor
 
 from tests.model.checkpoints import FAMILIES, VOCAB, make_checkpoint, reference
