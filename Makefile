@@ -2,8 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# Not compiled: most of what is installed is never imported.
-INSTALL := $(VENV)/bin/python -m pip install --quiet --no-compile -c constraints.txt
+INSTALL := $(VENV)/bin/python -m pip install --quiet -c constraints.txt
 MODEL := smollm2-135m-instruct
 
 .PHONY: demo serve test unit test-all test-gpu lint clean
@@ -18,9 +17,9 @@ serve: $(VENV)/.ready
 test: $(VENV)/.ready-dev
 	$(MAKE) --jobs=2 lint unit
 
-# Two files at a time: much of a server's test is waiting. In their order: short ones come last.
+# Two files at a time: much of a server's test is waiting.
 unit: $(VENV)/.ready-dev
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-all: lint
 	$(BIN)/python -m pytest --full

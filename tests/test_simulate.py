@@ -70,7 +70,12 @@ def test_several_gpus_are_faster_and_hold_more():
 
 
 @pytest.mark.parametrize(
-    ("model", "tokens"), [("qwen3-8b", 752_064), (MODEL, 845_536), ("codellama-34b", 284_672)]
+    ("model", "tokens"),
+    [
+        ("qwen3-8b", 752_064),
+        (MODEL, 845_536),
+        pytest.param("codellama-34b", 284_672, marks=pytest.mark.full),
+    ],
 )
 def test_the_pool_has_the_size_of_the_real_one(model, tokens):
     """As measured on an H200 (benchmarks/results/engine-h200-cublas.json)."""

@@ -183,7 +183,13 @@ GUARDS: dict[str, tuple[Any, str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("guard", GUARDS)
+SLOW = "the last token's key and value are not written yet"
+"""Noticed only after many schedules."""
+
+
+@pytest.mark.parametrize(
+    "guard", [pytest.param(g, marks=[pytest.mark.full] if g == SLOW else []) for g in GUARDS]
+)
 def test_without_a_guard_the_schedules_fail(guard: str, monkeypatch: pytest.MonkeyPatch) -> None:
     where, name, replacement = GUARDS[guard]
     if name == "reap":

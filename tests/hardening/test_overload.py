@@ -36,7 +36,7 @@ def test_an_overloaded_server_answers_or_refuses(text_model, tmp_path):
 
 @pytest.mark.parametrize(
     "number",
-    [pytest.param(n, marks=[pytest.mark.full] if n > 1 else []) for n in range(REPETITIONS)],
+    [pytest.param(n, marks=[pytest.mark.full] if n > 0 else []) for n in range(REPETITIONS)],
 )
 def test_sudden_death(text_model, number):
     """First of a client, then of the engine or the front, at moments that chance chooses."""
