@@ -129,7 +129,7 @@ def test_a_seed_fixes_the_text(system: str, tmp_path_factory: pytest.TempPathFac
         dtype="float32",
         system=system,
         options=SYSTEMS[system],
-        kv_tokens=512,
+        kv_tokens=272,
         max_running=24,
         # A team of threads crawls where other programs want the cores, too.
         cores=1 if system == "chunked" else None,
