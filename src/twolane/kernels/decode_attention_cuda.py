@@ -42,23 +42,11 @@ class _Arguments(ctypes.Structure):
     )
 
 
-@cache
-def available(device: torch.device) -> bool:
-    """Whether the device is a Hopper GPU and cuda-bindings can compile for it."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
-        return False
-    try:
-        import cuda.bindings.nvrtc  # noqa: F401
-    except ImportError:
-        return False
-    return True
-
-
 def serves(q: torch.Tensor, pool: torch.Tensor) -> bool:
     """Whether the kernel exists for these."""
     types = torch.bfloat16, torch.float16
     fits = q.dtype in types and q.shape[2] in HEAD_DIMS and pool.is_contiguous()
-    return fits and available(q.device)
+    return fits and nvrtc.available(q.device)
 
 
 def place_floats(dim: int) -> int:

@@ -19,6 +19,18 @@ import torch
 ARCHITECTURE = "sm_90a"
 
 
+@cache
+def available(device: torch.device) -> bool:
+    """Whether the device is a Hopper GPU and cuda-bindings can compile for it."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+        return False
+    try:
+        import cuda.bindings.nvrtc  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
 def cuda_checked(result: tuple[Any, ...]) -> Any:
     """The values of a cuda-bindings call; RuntimeError if it failed."""
     status, *values = result

@@ -129,24 +129,17 @@ class Scratch:
         )
 
 
-@cache
-def available(device: torch.device) -> bool:
-    """Whether the device is a Hopper GPU and cuda-bindings can compile for it."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
-        return False
-    try:
-        import cuda.bindings.nvrtc  # noqa: F401
-    except ImportError:
-        return False
-    return True
-
-
 def serves(weight: Tensor, *, gated: bool = False) -> bool:
     """Whether the kernel exists for this weight, with up to `MOST_ROWS` rows as torch has them."""
     n, k = weight.shape
     sizes = n % (32 if gated else 16) == 0 and k % 8 == 0 and n <= 64 * MOST_TILES
     types = torch.bfloat16, torch.float16
-    return sizes and weight.dtype in types and weight.is_contiguous() and available(weight.device)
+    return (
+        sizes
+        and weight.dtype in types
+        and weight.is_contiguous()
+        and nvrtc.available(weight.device)
+    )
 
 
 def variants(
