@@ -12,10 +12,9 @@ from typing import Literal
 import numpy as np
 
 from twolane.estimate import Beside, Estimator, Load
+from twolane.systems.multiplex import Level
 
 Mode = Literal["hybrid", "temporal", "spatial"]
-Level = tuple[int, int]
-"""(prefill units, decode units)"""
 
 CHUNKS: Sequence[int] = sorted({round(16 * 2 ** (i / 4)) for i in range(37)})
 """Tokens that a hybrid pass may take: 16 to 8,192, each a fifth more than the one before."""
