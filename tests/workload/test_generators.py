@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from twolane.workload.arrivals import arrivals
-from twolane.workload.lengths import PERCENT, TABLES, sample_lengths
+from twolane.workload.lengths import PERCENT, TABLES
 from twolane.workload.prompts import PromptMaker, TokenRange, as_text
 from twolane.workload.spec import OptionError, WorkloadSpec
 from twolane.workload.traces import TraceRequest, read_trace, scale_lengths
@@ -93,8 +93,8 @@ def test_text_keeps_length_and_sharing():
 @given(st.sampled_from(sorted(TABLES)), st.integers(0, 300), seeds)
 def test_sampled_lengths_stay_in_the_table_and_repeat(name, count, seed):
     table = TABLES[name]
-    drawn = sample_lengths(table, count, seed)
-    assert drawn == sample_lengths(table, count + 7, seed)[:count]
+    drawn = table.draw(count, seed)
+    assert drawn == table.draw(count + 7, seed)[:count]
     for request in drawn:
         assert table.prompt[0] <= request.prompt_tokens <= table.prompt[-1]
         assert table.output[0] <= request.output_tokens <= table.output[-1]
@@ -104,7 +104,7 @@ def test_sampled_lengths_stay_in_the_table_and_repeat(name, count, seed):
 @pytest.mark.parametrize("name", sorted(TABLES))
 def test_sampled_quantiles_are_those_of_the_table(name):
     table = TABLES[name]
-    drawn = sample_lengths(table, 200_000, seed=3)
+    drawn = table.draw(200_000, seed=3)
     for column, values in (
         (table.prompt, [r.prompt_tokens for r in drawn]),
         (table.output, [r.output_tokens for r in drawn]),

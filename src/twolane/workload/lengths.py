@@ -37,6 +37,20 @@ class LengthTable(msgspec.Struct, frozen=True):
     prompt: tuple[int, ...]
     output: tuple[int, ...]
 
+    def draw(self, count: int, seed: int) -> list[TraceRequest]:
+        """`count` requests without arrival times.
+
+        Lengths are whole tokens between the table's minimum and maximum. The first n of a longer
+        draw are the draw of n.
+        """
+        rng = np.random.default_rng([seed, _LENGTHS])
+        prompts, outputs = (
+            np.rint(np.interp(draw * 100, PERCENT, column)).astype(int).tolist()
+            for draw, column in zip(spread(rng, count, 2), (self.prompt, self.output), strict=True)
+        )
+        pairs = zip(prompts, outputs, strict=True)
+        return [TraceRequest(None, prompt, output) for prompt, output in pairs]
+
 
 TABLES = {
     "azure-code": LengthTable(
@@ -66,21 +80,6 @@ TABLES = {
     ),
 }
 # fmt: on
-
-
-def sample_lengths(table: LengthTable, count: int, seed: int = 0) -> list[TraceRequest]:
-    """Draw `count` requests without arrival times from a table's quantiles.
-
-    Lengths are whole tokens between the table's minimum and maximum. The first n of a longer
-    draw are the draw of n.
-    """
-    rng = np.random.default_rng([seed, _LENGTHS])
-    prompts, outputs = (
-        np.rint(np.interp(draw * 100, PERCENT, column)).astype(int).tolist()
-        for draw, column in zip(spread(rng, count, 2), (table.prompt, table.output), strict=True)
-    )
-    pairs = zip(prompts, outputs, strict=True)
-    return [TraceRequest(None, prompt, output) for prompt, output in pairs]
 
 
 _LENGTHS = 0x4C454E47

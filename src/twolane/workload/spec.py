@@ -10,11 +10,14 @@ import msgspec
 
 from twolane.workload import traces
 from twolane.workload.arrivals import arrivals
-from twolane.workload.lengths import TABLES, sample_lengths
-from twolane.workload.papers import WORKLOADS
+from twolane.workload.lengths import TABLES, LengthTable
+from twolane.workload.papers import WORKLOADS, Single
+from twolane.workload.sessions import Sessions
 from twolane.workload.traces import TraceRequest
 
 RANDOM = "random"
+DRAWN: dict[str, LengthTable | Single | Sessions] = {**TABLES, **WORKLOADS}
+"""The workloads that come with Twolane."""
 DEFAULT_COUNT = 1000
 DEFAULT_INPUT = 1024
 DEFAULT_OUTPUT = 128
@@ -31,8 +34,7 @@ class WorkloadSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A workload in words. Fields are named as the options of `twolane bench serve`."""
 
     dataset: str = RANDOM
-    """`random` (fixed lengths), a name in `lengths.TABLES` or `papers.WORKLOADS`, or the path of a
-    trace file."""
+    """`random` (fixed lengths), a name in `DRAWN`, or the path of a trace file."""
     num_prompts: int | None = None
     """How many requests; None: all of a trace, else 1,000."""
     request_rate: float | None = None
@@ -80,10 +82,8 @@ class WorkloadSpec(msgspec.Struct, frozen=True, kw_only=True):
             prompt = self.random_input_len or DEFAULT_INPUT
             output = self.random_output_len or DEFAULT_OUTPUT
             return [TraceRequest(None, prompt, output)] * count
-        if self.dataset in TABLES:
-            return sample_lengths(TABLES[self.dataset], count, self.seed)
-        if self.dataset in WORKLOADS:
-            return WORKLOADS[self.dataset].draw(count, self.seed)
+        if self.dataset in DRAWN:
+            return DRAWN[self.dataset].draw(count, self.seed)
         requests = self._cut(self._read())
         if self.num_prompts is not None and self.num_prompts > len(requests):
             raise OptionError(
@@ -93,7 +93,7 @@ class WorkloadSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     def _read(self) -> list[TraceRequest]:
         if not Path(self.dataset).is_file():
-            known = ", ".join([RANDOM, *TABLES, *WORKLOADS])
+            known = ", ".join([RANDOM, *DRAWN])
             raise OptionError("--dataset", f"{self.dataset!r} is neither a file nor one of {known}")
         return traces.read_trace(self.dataset)
 
@@ -140,7 +140,7 @@ class WorkloadSpec(msgspec.Struct, frozen=True, kw_only=True):
             ("--trace-offset", self.trace_offset),
             ("--trace-duration", self.trace_duration),
         ):
-            if seconds is not None and self.dataset in (RANDOM, *TABLES, *WORKLOADS):
+            if seconds is not None and self.dataset in (RANDOM, *DRAWN):
                 raise OptionError(option, f"{self.dataset} is not a trace file")
 
     def _check_ranges(self) -> None:
