@@ -39,9 +39,12 @@ def test_directories_files_and_shapes(tmp_path):
     assert (shape.kind, shape.path, shape.spec().layers) == ("shape", None, 80)
 
 
-def test_the_hub_module_needs_no_torch():
-    code = "import sys; import twolane.model.hub; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+def test_a_model_is_found_and_its_shape_read_without_torch(tmp_path):
+    path = make_checkpoint("qwen3", tmp_path / "model")
+    code = f"""import sys; from twolane.model.hub import resolve; resolve({str(path)!r}).spec()
+sys.exit(' '.join({{'torch', 'transformers'}} & sys.modules.keys()))"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert run.stderr.strip() == ""
 
 
 def test_the_cache_directory(monkeypatch):

@@ -1,7 +1,10 @@
+import copy
 import json
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import (
     AutoConfig,
     GemmaConfig,
@@ -15,6 +18,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from twolane.model.rope import frequencies
 from twolane.model.shapes import SHAPES
 from twolane.model.spec import (
+    ARCHITECTURES,
     RopeSpec,
     UnsupportedModel,
     spec_from_config,
@@ -33,9 +37,12 @@ PUBLISHED = {
 """Parameters that the models' safetensors files hold."""
 
 
+LOW_AND_HIGH = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
 def named(config, architecture):
-    config.architectures = [architecture]
-    return config
+    """The content of a config's file."""
+    return {**config.to_dict(), "architectures": [architecture]}
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -70,7 +77,7 @@ def test_windows():
 
 
 def test_end_tokens_of_both_configs_count(tmp_path):
-    named(LlamaConfig(eos_token_id=[5, 6]), "LlamaForCausalLM").save_pretrained(tmp_path)
+    LlamaConfig(eos_token_id=[5, 6], architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [6, 7]}))
     assert spec_from_directory(tmp_path).eos_token_ids == (5, 6, 7)
 
@@ -153,16 +160,70 @@ def test_refused_by_name(config, message):
         spec_from_config(config)
 
 
-def test_refused_before_transformers_is_asked(tmp_path):
-    (tmp_path / "config.json").write_text(
-        json.dumps({"architectures": ["MambaNextForCausalLM"], "model_type": "mamba-next"})
-    )
-    with pytest.raises(UnsupportedModel, match="'MambaNextForCausalLM'"):
+ROPES = (
+    {},
+    {"rope_theta": 5e5},
+    {"rope_theta": 1e6, "rope_scaling": {"type": "linear", "factor": 2.0}},
+    {"rope_scaling": {"rope_type": "llama3", "factor": 8.0} | LOW_AND_HIGH},
+    {"rope_theta": 3e4, "rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
+    {"rope_parameters": {"rope_theta": 7e4, "rope_type": "default"}, "rope_scaling": None},
+)
+MAY_BE_LEFT_OUT = {
+    "vocab_size": 320,
+    "hidden_size": 256,
+    "intermediate_size": 96,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "hidden_act": "silu",
+    "max_position_embeddings": 640,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+    "attention_bias": True,
+    "eos_token_id": [7, 8],
+    "use_sliding_window": True,
+    "sliding_window": 48,
+    "max_window_layers": 3,
+    "layer_types": ["full_attention", "sliding_attention"] * 3,
+    "bos_token_id": 1,
+    "torch_dtype": "bfloat16",
+}
+
+
+@given(
+    st.sampled_from(list(ARCHITECTURES)),
+    st.sets(st.sampled_from(list(MAY_BE_LEFT_OUT))),
+    st.sampled_from(ROPES),
+)
+def test_what_a_config_leaves_out_is_as_in_transformers(architecture, said, rope):
+    said = said - {"layer_types"} if "num_hidden_layers" not in said else said
+    raw = {name: MAY_BE_LEFT_OUT[name] for name in said} | copy.deepcopy(rope)
+    read = AutoConfig.for_model(ARCHITECTURES[architecture], **copy.deepcopy(raw)).to_dict()
+    named = {"architectures": [architecture]}
+    assert spec_from_config(raw | named) == spec_from_config(read | named)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"architectures": ["MambaNextForCausalLM"]}, "'MambaNextForCausalLM'"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantisation 'gptq'"),
+        ({"model_type": "mistral"}, "model_type of LlamaForCausalLM 'mistral'"),
+        ({"hidden_size": "64"}, r"hidden_size"),
+        ({"hidden_size": 63, "num_attention_heads": 4}, "hidden_size 63 is no multiple"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+        ({"rope_scaling": {"type": "linear"}}, "have no 'factor'"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "'full_attention'"),
+    ],
+)
+def test_files_that_are_refused(tmp_path, wrong, message):
+    raw = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **wrong}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(ValueError, match=message):
         spec_from_directory(tmp_path)
-    config = AutoConfig.for_model("llama", architectures=["LlamaForCausalLM"]).to_dict()
-    config["quantization_config"] = {"quant_method": "gptq"}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UnsupportedModel, match="quantisation 'gptq'"):
-        spec_from_directory(tmp_path)
+
+
+def test_a_directory_without_a_config_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"no config\.json"):
-        spec_from_directory(tmp_path / "nowhere")
+        spec_from_directory(tmp_path)

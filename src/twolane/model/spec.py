@@ -1,4 +1,4 @@
-"""What a model is made of, read from a Hugging Face config; no weights and no torch."""
+"""What a model is made of, read from a Hugging Face config, without weights and `transformers`."""
 
 import json
 import math
@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+
+import msgspec
 
 Family = Literal["llama", "mistral", "qwen2", "qwen3"]
 RopeType = Literal["default", "linear", "llama3", "yarn", "factors"]
@@ -125,23 +127,77 @@ class ModelSpec:
         return 2 * self.layers * self.kv_size * itemsize
 
 
+class HFConfig(msgspec.Struct, kw_only=True):
+    """What is read of a `config.json`.
+
+    Fields that are not there have the defaults of the family's class in `transformers`. That is not
+    asked: its import takes longer than all else that starts an engine, PyTorch's included.
+    """
+
+    vocab_size: int = 32_000
+    hidden_size: int = 4096
+    intermediate_size: int = 11_008
+    num_hidden_layers: int = 32
+    num_attention_heads: int = 32
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    hidden_act: str = "silu"
+    max_position_embeddings: int = 2048
+    rms_norm_eps: float = 1e-6
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    eos_token_id: int | list[int] | None = 2
+    use_sliding_window: bool = False
+    sliding_window: int | None = 4096
+    max_window_layers: int = 28
+    layer_types: list[str] | None = None
+    rope_parameters: dict[str, Any] | None = None
+    rope_scaling: dict[str, Any] | None = None
+    """The older name of `rope_parameters`, without theta."""
+    rope_theta: float | None = None
+    partial_rotary_factor: float | None = None
+
+
+class _Mistral(HFConfig, kw_only=True):
+    intermediate_size: int = 14_336
+    num_key_value_heads: int | None = 8
+    max_position_embeddings: int = 131_072
+
+
+class _Qwen2(HFConfig, kw_only=True):
+    vocab_size: int = 151_936
+    intermediate_size: int = 22_016
+    num_key_value_heads: int | None = 32
+    max_position_embeddings: int = 32_768
+    eos_token_id: int | list[int] | None = None
+
+
+class _Qwen3(_Qwen2, kw_only=True):
+    head_dim: int | None = 128
+
+
+_CONFIGS: dict[Family, type[HFConfig]] = {
+    "llama": HFConfig,
+    "mistral": _Mistral,
+    "qwen2": _Qwen2,
+    "qwen3": _Qwen3,
+}
+
+
 def spec_from_directory(path: Path) -> ModelSpec:
     """Read `config.json` (and the end tokens of `generation_config.json`) of a model directory.
 
     Raises:
         UnsupportedModel: the architecture or one of its options is not built.
-        ValueError: there is no `config.json`.
+        ValueError: there is no `config.json`, or it has a value of the wrong type.
     """
     config_file = path / "config.json"
     if not config_file.is_file():
         raise ValueError(f"{path} has no config.json")
-    # AutoConfig refuses model types it does not know with a page of advice; ours come first.
-    check_architecture(json.loads(config_file.read_text()))
-    from transformers import AutoConfig
-
     generation_file = path / "generation_config.json"
     generation = json.loads(generation_file.read_text()) if generation_file.is_file() else {}
-    return spec_from_config(AutoConfig.from_pretrained(path), generation.get("eos_token_id"))
+    return spec_from_config(json.loads(config_file.read_text()), generation.get("eos_token_id"))
 
 
 def check_architecture(config: Mapping[str, Any]) -> Family:
@@ -153,50 +209,58 @@ def check_architecture(config: Mapping[str, Any]) -> Family:
     names = config.get("architectures") or [f"model_type {config.get('model_type')}"]
     if names[0] not in ARCHITECTURES:
         raise UnsupportedModel.because("architecture", names[0], ARCHITECTURES)
+    family = ARCHITECTURES[names[0]]
+    if config.get("model_type", family) != family:
+        raise UnsupportedModel.because(f"model_type of {names[0]}", config["model_type"], (family,))
     if quantisation := config.get("quantization_config"):
         method = quantisation.get("quant_method", "unknown")
         raise UnsupportedModel.because(
             "quantisation", method, ("unquantised safetensors", "GGUF files")
         )
-    return ARCHITECTURES[names[0]]
+    return family
 
 
-def spec_from_config(hf_config: Any, generation_eos: int | list[int] | None = None) -> ModelSpec:
-    """The spec of a `transformers` config.
+def spec_from_config(
+    raw: Mapping[str, Any], generation_eos: int | list[int] | None = None
+) -> ModelSpec:
+    """The spec of a raw `config.json`.
 
     Args:
-        hf_config: what `AutoConfig.from_pretrained` returns.
+        raw: the file's content.
         generation_eos: the end tokens of `generation_config.json`, added to the config's own.
 
     Raises:
         UnsupportedModel: the architecture or one of its options is not built.
+        ValueError: a value has the wrong type, or sizes do not fit each other.
     """
-    family = check_architecture(hf_config.to_dict())
-    if hf_config.hidden_act != "silu":
-        raise UnsupportedModel.because("activation", hf_config.hidden_act, ("silu",))
-    heads = hf_config.num_attention_heads
-    bias = bool(getattr(hf_config, "attention_bias", False))
-    window, sliding_layers = _sliding(hf_config, family)
+    family = check_architecture(raw)
+    try:
+        config = msgspec.convert(raw, _CONFIGS[family])
+    except msgspec.ValidationError as error:
+        raise ValueError(f"config.json: {error}") from error
+    if config.hidden_act != "silu":
+        raise UnsupportedModel.because("activation", config.hidden_act, ("silu",))
+    window, sliding_layers = _sliding(config, family)
     return ModelSpec(
         family=family,
-        layers=hf_config.num_hidden_layers,
-        hidden_size=hf_config.hidden_size,
-        heads=heads,
-        kv_heads=hf_config.num_key_value_heads or heads,
-        head_dim=getattr(hf_config, "head_dim", None) or hf_config.hidden_size // heads,
-        intermediate_size=hf_config.intermediate_size,
-        vocab_size=hf_config.vocab_size,
-        max_positions=hf_config.max_position_embeddings,
-        norm_eps=hf_config.rms_norm_eps,
-        rope=rope_from_config(hf_config),
-        tie_embeddings=bool(hf_config.tie_word_embeddings),
-        qkv_bias=family == "qwen2" or bias,
-        o_bias=family != "qwen2" and bias,
-        mlp_bias=bool(getattr(hf_config, "mlp_bias", False)),
+        layers=config.num_hidden_layers,
+        hidden_size=config.hidden_size,
+        heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads or config.num_attention_heads,
+        head_dim=_head_dim(config),
+        intermediate_size=config.intermediate_size,
+        vocab_size=config.vocab_size,
+        max_positions=config.max_position_embeddings,
+        norm_eps=config.rms_norm_eps,
+        rope=_rope(config),
+        tie_embeddings=config.tie_word_embeddings,
+        qkv_bias=family == "qwen2" or config.attention_bias,
+        o_bias=family != "qwen2" and config.attention_bias,
+        mlp_bias=config.mlp_bias,
         qk_norm=family == "qwen3",
         sliding_window=window,
         sliding_layers=sliding_layers,
-        eos_token_ids=merge_eos(hf_config.eos_token_id, generation_eos),
+        eos_token_ids=merge_eos(config.eos_token_id, generation_eos),
     )
 
 
@@ -206,52 +270,71 @@ def merge_eos(*ids: int | Iterable[int] | None) -> tuple[int, ...]:
     return tuple(dict.fromkeys(flat))
 
 
-def _sliding(hf_config: Any, family: Family) -> tuple[int | None, tuple[int, ...]]:
-    """The sliding window and its layers: all of Mistral's, those `layer_types` names for Qwen."""
-    window = getattr(hf_config, "sliding_window", None)
+def _head_dim(config: HFConfig) -> int:
+    if config.head_dim:
+        return config.head_dim
+    if config.hidden_size % config.num_attention_heads:
+        raise ValueError(
+            f"config.json: hidden_size {config.hidden_size} is no multiple of "
+            f"num_attention_heads {config.num_attention_heads}, and there is no head_dim"
+        )
+    return config.hidden_size // config.num_attention_heads
+
+
+def _sliding(config: HFConfig, family: Family) -> tuple[int | None, tuple[int, ...]]:
+    """The sliding window and its layers: all of Mistral's, for Qwen those of `layer_types`, or
+    those from `max_window_layers` on."""
+    window = config.sliding_window
     if family == "llama" or window is None:
         return None, ()
     if family == "mistral":
-        return window, tuple(range(hf_config.num_hidden_layers))
-    if not hf_config.use_sliding_window:
+        return window, tuple(range(config.num_hidden_layers))
+    if not config.use_sliding_window:
         return None, ()
-    layers = tuple(i for i, t in enumerate(hf_config.layer_types) if t == "sliding_attention")
+    if config.layer_types is None:
+        layers = tuple(range(config.max_window_layers, config.num_hidden_layers))
+    else:
+        layers = tuple(i for i, t in enumerate(config.layer_types) if t == "sliding_attention")
     return (window, layers) if layers else (None, ())
 
 
-def rope_from_config(hf_config: Any) -> RopeSpec:
-    """The rotary embedding of a config: `rope_parameters`, or the older theta and scaling.
+def _rope(config: HFConfig) -> RopeSpec:
+    """The rotary embedding: `rope_parameters`, or the older theta and scaling.
 
     Raises:
         UnsupportedModel: the type of scaling is not built.
+        ValueError: it lacks a number.
     """
-    rope: dict[str, Any] = dict(getattr(hf_config, "rope_parameters", None) or {})
-    if not rope:
-        rope = dict(getattr(hf_config, "rope_scaling", None) or {})
-    theta = float(rope.get("rope_theta") or getattr(hf_config, "rope_theta", None) or 10_000.0)
+    rope = config.rope_scaling or config.rope_parameters or {}
+    for name, value in rope.items():
+        if isinstance(value, dict):
+            raise UnsupportedModel.because("rope_parameters of", name, ("one for all layers",))
+    theta = float(rope.get("rope_theta") or config.rope_theta or 10_000.0)
     kind = rope.get("rope_type") or rope.get("type") or "default"
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise UnsupportedModel.because(
-            "partial_rotary_factor", rope["partial_rotary_factor"], ("1.0",)
-        )
-    match kind:
-        case "default":
-            return RopeSpec(theta)
-        case "linear":
-            return RopeSpec(theta, "linear", float(rope["factor"]))
-        case "llama3":
-            return _llama3(theta, rope)
-        case "yarn":
-            return _yarn(theta, rope, hf_config.max_position_embeddings)
+    rotated = rope.get("partial_rotary_factor", config.partial_rotary_factor)
+    if rotated not in (None, 1.0):
+        raise UnsupportedModel.because("partial_rotary_factor", rotated, ("1.0",))
+    try:
+        match kind:
+            case "default":
+                return RopeSpec(theta)
+            case "linear":
+                return RopeSpec(theta, "linear", float(rope["factor"]))
+            case "llama3":
+                return _llama3(theta, rope, config.max_position_embeddings)
+            case "yarn":
+                return _yarn(theta, rope, config.max_position_embeddings)
+    except KeyError as error:
+        raise ValueError(f"config.json: rope_parameters of type {kind} have no {error}") from error
     raise UnsupportedModel.because("rope type", kind, ("default", "linear", "llama3", "yarn"))
 
 
-def _llama3(theta: float, rope: Mapping[str, Any]) -> RopeSpec:
+def _llama3(theta: float, rope: Mapping[str, Any], max_positions: int) -> RopeSpec:
     return RopeSpec(
         theta,
         "llama3",
         float(rope["factor"]),
-        original_positions=int(rope["original_max_position_embeddings"]),
+        original_positions=int(rope.get("original_max_position_embeddings") or max_positions),
         low_freq_factor=float(rope["low_freq_factor"]),
         high_freq_factor=float(rope["high_freq_factor"]),
     )
