@@ -51,14 +51,14 @@ def test_a_page_that_is_not_full_is_not_shared() -> None:
 def test_pages_return_when_the_last_launch_has_ended() -> None:
     kv = books()
     held = allocate(kv, [1, 2, 3])
-    kv.launched(held, Ticket("prefill", 1))
-    kv.launched(held, Ticket("decode", 1))
+    kv.launched([held], Ticket("prefill", 1))
+    kv.launched([held], Ticket("decode", 1))
     kv.give_up(held)
     assert kv.free_pages == 15
     assert kv.returning_pages == 1
-    kv.landed(held)
+    kv.landed([held])
     assert kv.free_pages == 15
-    kv.landed(held)
+    kv.landed([held])
     assert (kv.free_pages, kv.free_slots, kv.returning_pages) == (16, 8, 0)
 
 

@@ -1,8 +1,10 @@
 """Views made by hand, for what a system decides at one scheduling point."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
+
+from msgspec.structs import replace
 
 from twolane.engine.state import Window
 from twolane.estimate import Estimator

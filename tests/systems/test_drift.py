@@ -5,6 +5,7 @@ import math
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from tests.estimate import synthetic
 from tests.systems.handmade import LAYERS, UNITS, batch, decoding, view, waiting
@@ -189,7 +190,7 @@ def test_between_two_steps_the_partition_stays(solo):
     plan, _ = Drift().plan(asked, frozenset())
     assert [(launch.lane, launch.units) for launch in plan.launches] == [("prefill", 84)]
     alone = {"decode": LaneView(1, UNITS, 0.020)}
-    plan, _ = Drift().plan(replace(asked, lanes=asked.lanes | alone), frozenset())
+    plan, _ = Drift().plan(structs.replace(asked, lanes=asked.lanes | alone), frozenset())
     assert not plan.launches
     assert not plan.admit
     assert plan.wake_at == pytest.approx(0.015)

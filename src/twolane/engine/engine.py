@@ -154,7 +154,7 @@ class Engine:
             layers=state.layers,
             units=state.lanes.units,
             levels=state.lanes.levels,
-            waiting=[*state.started, *state.queue],
+            waiting=[*state.started, *state.queue] if state.started else state.queue,
             batch=state.open,
             launched_batches=tuple(state.launched),
             parked=state.parked,

@@ -8,7 +8,7 @@ path of tree nodes that its tokens begin with; a node that nobody pins is reclai
 import heapq
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from twolane.lanes import Ticket
@@ -319,18 +319,21 @@ class KVBooks:
             if a.given_up
         )
 
-    def launched(self, allocation: Allocation, ticket: Ticket) -> None:
-        """A launch names it."""
-        allocation.in_flight += 1
-        allocation.last_ticket = ticket
+    def launched(self, allocations: Iterable[Allocation], ticket: Ticket) -> None:
+        """A launch names them."""
+        for allocation in allocations:
+            allocation.in_flight += 1
+            allocation.last_ticket = ticket
 
-    def landed(self, allocation: Allocation) -> None:
-        """A launch that named it was reaped."""
-        allocation.in_flight -= 1
-        self._free_if_idle(allocation)
+    def landed(self, allocations: Iterable[Allocation]) -> None:
+        """A launch that named them was reaped."""
+        for allocation in allocations:
+            allocation.in_flight -= 1
+            if allocation.given_up:
+                self._free_if_idle(allocation)
 
     def _free_if_idle(self, allocation: Allocation) -> None:
-        if not allocation.given_up or allocation.in_flight:
+        if allocation.in_flight:
             return
         self._held.remove(allocation)
         for node in allocation.path:

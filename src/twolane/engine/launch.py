@@ -1,7 +1,7 @@
 """From plan to work: admissions, slices, decode steps, and the memory they need."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from twolane.engine.beside import beside_now
 from twolane.engine.kv import Allocation
@@ -184,7 +184,7 @@ def _advance(
         request = chunk.request
         request.context = chunk.start + chunk.n
         if chunk.final:
-            request.sampled = len(request.tokens) + 1
+            request.to_generate -= 1
         else:
             state.wait(request)
 
@@ -195,11 +195,11 @@ def _launch_decode(state: State, launch: Launch, steps: DecodeSteps, reason: str
     reserved = _reserve(state, launch.lane, steps.k)
     if not reserved.rows:
         return False
-    work = DecodeWork(tuple(_decode_row(r, n) for r, n in reserved.rows), reserved.k)
-    load = Load.decode([request.context for request, _ in reserved.rows])
+    work = DecodeWork(_decode_rows(reserved.rows), reserved.k)
+    load = Load.decode([row.position for row in work.rows])
     step = state.estimator.decode_step(load, launch.units, beside_now(state, launch.lane))
     predicted = step * reserved.k if step is not None else None
-    rows = [(request, _held(request)) for request, _ in reserved.rows]
+    rows = [(request, allocation) for request, allocation, _ in reserved.rows]
     _take_off(state, work, Flight(launch, rows, load, predicted, reason + reserved.note))
     _advance_decode(reserved.rows)
     return True
@@ -211,11 +211,9 @@ def _launch_hybrid(state: State, launch: Launch, reason: str) -> bool:
         raise PlanError("launches a hybrid without an open batch, or one begun in slices")
     reserved = _reserve(state, launch.lane, 1)
     chunks = batch.chunks
-    work = HybridWork(
-        tuple(_decode_row(r, n) for r, n in reserved.rows), tuple(c.row for c in chunks)
-    )
-    load = _load(chunks, [request.context for request, _ in reserved.rows])
-    rows = [(request, _held(request)) for request, _ in reserved.rows]
+    work = HybridWork(_decode_rows(reserved.rows), tuple([chunk.row for chunk in chunks]))
+    load = _load(chunks, [row.position for row in work.decode])
+    rows = [(request, allocation) for request, allocation, _ in reserved.rows]
     rows += [(chunk.request, chunk.allocation) for chunk in chunks]
     predicted = state.estimator.hybrid(load, launch.units)
     flight = Flight(launch, rows, load, predicted, reason + reserved.note, batch)
@@ -227,11 +225,11 @@ def _launch_hybrid(state: State, launch: Launch, reason: str) -> bool:
 
 def _take_off(state: State, work: Work, flight: Flight) -> None:
     launch = flight.launch
-    after = _tickets_elsewhere(launch.lane, (allocation for _, allocation in flight.rows))
+    allocations = [allocation for _, allocation in flight.rows]
+    after = _tickets_elsewhere(launch.lane, allocations)
     flight.launched_at = state.now()
     flight.ticket = state.lanes.launch(launch.lane, launch.units, work, after)
-    for _, allocation in flight.rows:
-        state.kv.launched(allocation, flight.ticket)
+    state.kv.launched(allocations, flight.ticket)
     state.flights.append(flight)
 
 
@@ -241,8 +239,8 @@ def _tickets_elsewhere(lane: LaneName, allocations: Iterable[Allocation]) -> lis
     A lane runs in order, so only launches in other lanes count; the last one that names an
     allocation began after all the earlier ones had ended.
     """
-    tickets = {id(t): t for a in allocations if (t := a.last_ticket) is not None}
-    return [t for t in tickets.values() if t.lane != lane and not t.done]
+    last = dict.fromkeys([allocation.last_ticket for allocation in allocations])
+    return [t for t in last if t is not None and t.lane != lane and not t.done]
 
 
 def _load(chunks: Sequence[BatchChunk], contexts: Sequence[int] = ()) -> Load:
@@ -256,22 +254,27 @@ def _held(request: Request) -> Allocation:
     return request.allocation
 
 
-def _decode_row(request: Request, steps: int) -> DecodeRow:
-    allocation = _held(request)
-    position = request.context
-    return DecodeRow(allocation.slot, position, steps, allocation.pages, request.sampling)
+Rows = Sequence[tuple[Request, Allocation, int]]
+"""Requests of a decode launch, with pages for so many steps."""
 
 
-def _advance_decode(rows: Sequence[tuple[Request, int]]) -> None:
-    for request, steps in rows:
+def _decode_rows(rows: Rows) -> tuple[DecodeRow, ...]:
+    return tuple(
+        [
+            DecodeRow(held.slot, request.context, steps, held.pages, request.sampling)
+            for request, held, steps in rows
+        ]
+    )
+
+
+def _advance_decode(rows: Rows) -> None:
+    for request, _, steps in rows:
         request.context += steps
-        request.sampled += steps
+        request.to_generate -= steps
 
 
-@dataclass(frozen=True, slots=True)
-class _Reserved:
-    rows: list[tuple[Request, int]]
-    """Requests with pages for so many steps."""
+class _Reserved(NamedTuple):
+    rows: Rows
     k: int
     note: str
 
@@ -284,7 +287,7 @@ def _reserve(state: State, lane: LaneName, k: int) -> _Reserved:
     lowest and youngest decoding requests do. Their pages return when the launches that name
     them have ended; rows that must wait for that sit out this launch.
     """
-    ready = [*state.decoding, *joining(state, lane)]
+    ready = [*state.decoding, *joining(state, lane)] if state.launched else state.decoding
     rows = [request for request in ready if request.to_generate > 0]
     clipped, note = k, ""
     # Nobody needs more than a page for every page of steps and one for what is left of its last.
@@ -295,12 +298,13 @@ def _reserve(state: State, lane: LaneName, k: int) -> _Reserved:
         if _missing(state, rows, 1) > _available(state):
             _make_room(state, rows)
             rows = [request for request in rows if request.started]
-    reserved = []
+    reserved, kv = [], state.kv
     for request in rows:
-        steps = min(clipped, request.to_generate)
-        if state.kv.grow(_held(request), request.context + steps):
-            reserved.append((request, steps))
-    return _Reserved(reserved, max((n for _, n in reserved), default=0), note)
+        held, left = _held(request), request.to_generate
+        steps = clipped if clipped < left else left
+        if kv.grow(held, request.context + steps):
+            reserved.append((request, held, steps))
+    return _Reserved(reserved, max([steps for *_, steps in reserved], default=0), note)
 
 
 def _make_room(state: State, rows: Sequence[Request]) -> None:

@@ -48,9 +48,9 @@ def _deliver(state: State, flight: Flight, step: Step) -> None:
         request, allocation = flight.rows[row]
         if _expected(request, allocation):
             request.prompt_logprobs += logprobs
-    now = state.now()
+    now, rows = state.now(), flight.rows
     for sampled in step.sampled:
-        request, allocation = flight.rows[sampled.row]
+        request, allocation = rows[sampled.row]
         if _expected(request, allocation):
             _receive(state, request, sampled, now)
 
@@ -65,19 +65,16 @@ def _expected(request: Request, allocation: Allocation) -> bool:
 
 
 def _receive(state: State, request: Request, sampled: Sampled, now: float) -> None:
-    token = sampled.token
-    request.tokens.append(token)
+    request.tokens.append(sampled.token)
+    first = request.last_token_at is None
     _note_latency(state, request, now)
     if request.phase is not Phase.DECODE:
         state.start_decode(request)
     _share_full_pages(state, request)
-    if request.generated == 1:
+    if first:
         state.release_held(request)
-    state.say(request, sampled, None)
-    params = request.sampling.params
-    eos = () if params.ignore_eos else request.sampling.eos_token_ids
-    # The sampler bans these before min_tokens.
-    if token in eos or token in params.stop_token_ids:
+    state.say(request, sampled)
+    if sampled.token in request.stops:  # the sampler bans these before min_tokens
         state.finish(request, "stop")
     elif len(request.tokens) >= request.limit:
         state.finish(request, "length")
@@ -113,8 +110,7 @@ def _settle(state: State, flight: Flight) -> None:
             for chunk in batch.chunks:
                 if not chunk.final:
                     state.kv.share(chunk.allocation, chunk.request.tokens, chunk.start + chunk.n)
-    for _, allocation in flight.rows:
-        state.kv.landed(allocation)
+    state.kv.landed([allocation for _, allocation in flight.rows])
     ticket = flight.ticket
     state.counters.seconds[ticket.lane, ticket.units] += ticket.seconds
     _observe(state, flight)

@@ -36,12 +36,16 @@ class Request:
     prompt_tokens: int
     limit: int
     """The most tokens, prompt and output, that it may grow to."""
+    to_generate: int
+    """Output tokens it may still be launched for: `limit` less those known or in flight."""
     priority: int
     order: int
     """Of arrival, unique."""
     arrival: float
     slo: Slo
     sampling: Sampling
+    stops: frozenset[int]
+    """Tokens that end it."""
     lookup: Callable[["Request"], Lookup]
     """Asks the prefix cache."""
     looked_up: Lookup | None = None
@@ -52,8 +56,6 @@ class Request:
     allocation: Allocation | None = None
     context: int = 0
     """Tokens in the KV cache at the launched frontier."""
-    sampled: int = 0
-    """Tokens known, or sampled by a launch in flight; `len(tokens)` at the done frontier."""
     cached: int | None = None
     """Prompt tokens found in the prefix cache when first admitted."""
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -100,12 +102,6 @@ class Request:
         return len(self.tokens) - self.prompt_tokens
 
     @property
-    def to_generate(self) -> int:
-        """Output tokens it may still be launched for."""
-        known, sampled = len(self.tokens), self.sampled
-        return self.limit - (sampled if sampled > known else known)
-
-    @property
     def tpot(self) -> float | None:
         """Time per output token after the first, in seconds, so far."""
         if self.first_token_at is None or self.last_token_at is None or self.generated < 2:
@@ -144,18 +140,21 @@ class Request:
         lookup: Callable[["Request"], Lookup],
     ) -> "Request":
         """A new request, waiting; `tokens`, the prompt, is its own list and that of `sampling`."""
-        prompt = len(submit.prompt)
-        wanted = submit.params.max_tokens or max_model_len
+        prompt, params = len(submit.prompt), submit.params
+        limit = min(prompt + (params.max_tokens or max_model_len), max_model_len)
+        eos = () if params.ignore_eos else sampling.eos_token_ids
         return cls(
             id=submit.id,
             tokens=tokens,
             prompt_tokens=prompt,
-            limit=min(prompt + wanted, max_model_len),
+            limit=limit,
+            to_generate=limit - prompt,
             priority=submit.priority,
             order=order,
             arrival=now,
             slo=slo,
             sampling=sampling,
+            stops=frozenset((*eos, *params.stop_token_ids)),
             lookup=lookup,
         )
 
@@ -169,11 +168,6 @@ class BatchChunk:
     start: int
     n: int
     row: PromptRow
-
-    @property
-    def alive(self) -> bool:
-        """False once the request was aborted, or lost its pages."""
-        return self.request.allocation is self.allocation
 
     @property
     def final(self) -> bool:
@@ -195,8 +189,9 @@ class PrefillBatch:
 
     @property
     def chunks(self) -> Sequence[BatchChunk]:
-        """Those that are alive; the others leave at the next slice boundary."""
-        return [chunk for chunk in self.members if chunk.alive]
+        """Those whose request was not aborted and has its pages; the others leave at the next
+        slice boundary."""
+        return [each for each in self.members if each.request.allocation is each.allocation]
 
 
 @dataclass(slots=True, eq=False)

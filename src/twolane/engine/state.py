@@ -133,7 +133,7 @@ class State:
         if request.allocation is not None:
             self.kv.give_up(request.allocation)
         request.allocation = None
-        request.context = request.sampled = 0
+        request.context, request.to_generate = 0, request.limit - len(request.tokens)
         request.looked_up = None  # by now it has more tokens to find
         request.prompt_logprobs = []
 
@@ -154,21 +154,18 @@ class State:
         self.release_held(request)
         if (tpot := request.tpot) is not None:
             self.recent["tpot"].add(tpot)
-        self.say(request, None, reason)
+        news = self.outputs.get(request.id) or Output(request.id, [])
+        self.outputs[request.id] = replace(news, finish=reason, times=request.times())
         tokens = request.generated if kept is None else kept
         self.trace.request_end(request.id, self.now(), reason, tokens)
 
-    def say(self, request: Request, sampled: Sampled | None, finish: FinishReason | None) -> None:
-        """Add a token, or the end, to the news of this turn."""
+    def say(self, request: Request, sampled: Sampled) -> None:
+        """Add a token to the news of this turn; `request` has it already."""
         news = self.outputs.get(request.id)
-        if sampled is not None:
-            if news is None and sampled.logprobs is None and request.generated > 1:
-                news = Output(request.id, [sampled.token])
-            else:
-                news = _with_token(news or Output(request.id, []), request, sampled)
-        news = news or Output(request.id, [])
-        if finish is not None:
-            news = replace(news, finish=finish, times=request.times())
+        if news is None and sampled.logprobs is None and request.generated > 1:
+            news = Output(request.id, [sampled.token])
+        else:
+            news = _with_token(news or Output(request.id, []), request, sampled)
         self.outputs[request.id] = news
 
     def drop_empty_batches(self) -> None:
@@ -200,7 +197,7 @@ class State:
 
 
 def _with_token(news: Output, request: Request, sampled: Sampled) -> Output:
-    """The news of a request and its latest token, which `request` has already."""
+    """The news of a request and its latest token."""
     first = request.generated == 1
     asked = request.sampling.params.prompt_logprobs is not None
     logprobs = news.logprobs

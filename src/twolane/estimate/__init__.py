@@ -80,6 +80,11 @@ class Beside:
     units: Units
     """Of the other lane; an array goes with an array of own units, element by element."""
 
+    def each(self, count: int) -> Sequence[int]:
+        """Of the other lane, for each of so many numbers of own units."""
+        units = self.units
+        return _each(units) if isinstance(units, np.ndarray) else (units,) * count
+
 
 class Estimator(ABC):
     """Predicts latencies in seconds and learns from what came out.
@@ -130,7 +135,7 @@ class Estimator(ABC):
     ) -> float | Floats | None:
         """So many layers of a prefill batch; `finishes`: the last of them is the model's last,
         and the slice samples, too."""
-        seconds = self._prefill(load, layers, _array(units), beside, finishes, bound)
+        seconds = self._prefill(load, layers, _each(units), beside, finishes, bound)
         return _shaped(units, seconds)
 
     @overload
@@ -147,7 +152,7 @@ class Estimator(ABC):
         self, load: Load, units: Units, beside: Beside | None = None, *, bound: bool = False
     ) -> float | Floats | None:
         """One decode step, all layers and sampling."""
-        return _shaped(units, self._decode(load, _array(units), beside, bound))
+        return _shaped(units, self._decode(load, _each(units), beside, bound))
 
     @overload
     def hybrid(self, load: Load, units: int, *, bound: bool = False) -> float | None: ...
@@ -157,7 +162,7 @@ class Estimator(ABC):
 
     def hybrid(self, load: Load, units: Units, *, bound: bool = False) -> float | Floats | None:
         """A forward pass of decode tokens and chunks, all layers and sampling, alone."""
-        return _shaped(units, self._hybrid(load, _array(units), bound))
+        return _shaped(units, self._hybrid(load, _each(units), bound))
 
     def observe_prefill(  # noqa: B027 - learning is optional
         self,
@@ -186,28 +191,36 @@ class Estimator(ABC):
         self,
         load: Load,
         layers: int,
-        units: Ints,
+        units: Sequence[int],
         beside: Beside | None,
         finishes: bool,
         bound: bool,
-    ) -> Floats | None:
+    ) -> Sequence[float] | None:
         """See `prefill_slice`; [len(units)]."""
 
     @abstractmethod
-    def _decode(self, load: Load, units: Ints, beside: Beside | None, bound: bool) -> Floats | None:
+    def _decode(
+        self, load: Load, units: Sequence[int], beside: Beside | None, bound: bool
+    ) -> Sequence[float] | None:
         """See `decode_step`; [len(units)]."""
 
     @abstractmethod
-    def _hybrid(self, load: Load, units: Ints, bound: bool) -> Floats | None:
+    def _hybrid(self, load: Load, units: Sequence[int], bound: bool) -> Sequence[float] | None:
         """See `hybrid`; [len(units)]."""
 
 
-def _array(units: Units) -> Ints:
-    return units if isinstance(units, np.ndarray) else np.array([units])
+# For a number or a handful of them, lists are faster than arrays.
 
 
-def _shaped(units: Units, seconds: Floats | None) -> float | Floats | None:
+def _each(units: Units) -> Sequence[int]:
+    if not isinstance(units, np.ndarray):
+        return (units,)
+    each: list[int] = units.tolist()
+    return each
+
+
+def _shaped(units: Units, seconds: Sequence[float] | None) -> float | Floats | None:
     """An array for an array of units, a number for a number."""
-    if seconds is None or isinstance(units, np.ndarray):
-        return seconds
-    return float(seconds[0])
+    if seconds is None:
+        return None
+    return np.array(seconds) if isinstance(units, np.ndarray) else seconds[0]

@@ -9,11 +9,10 @@
 fitted beyond them, and the other lane is ignored.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
-from twolane.estimate import Beside, Estimator, Floats, Ints, Load
+from twolane.estimate import Beside, Estimator, Floats, Load
 from twolane.estimate.operators import Operators, Shape
 from twolane.estimate.profile import Profile
 from twolane.estimate.sweep import Sweep
@@ -47,20 +46,22 @@ class AttentionRoofline(Estimator):
         self,
         load: Load,
         layers: int,
-        units: Ints,
+        units: Sequence[int],
         beside: Beside | None,
         finishes: bool,
         bound: bool,
-    ) -> Floats | None:
+    ) -> Sequence[float] | None:
         return self._pass(load, layers, load.requests if finishes else 0, units)
 
-    def _decode(self, load: Load, units: Ints, beside: Beside | None, bound: bool) -> Floats | None:
+    def _decode(
+        self, load: Load, units: Sequence[int], beside: Beside | None, bound: bool
+    ) -> Sequence[float] | None:
         return self._pass(load, self._shape.spec.layers, load.requests, units)
 
-    def _hybrid(self, load: Load, units: Ints, bound: bool) -> Floats | None:
+    def _hybrid(self, load: Load, units: Sequence[int], bound: bool) -> Sequence[float] | None:
         return self._pass(load, self._shape.spec.layers, load.requests, units)
 
-    def _pass(self, load: Load, layers: int, sampled: int, units: Ints) -> Floats:
+    def _pass(self, load: Load, layers: int, sampled: int, units: Sequence[int]) -> Sequence[float]:
         """L · t_block + t_classifier."""
         shape = self._shape
         flop_rate, byte_rate = self._sweep.flop_rate.at(units), self._sweep.byte_rate.at(units)
@@ -71,7 +72,8 @@ class AttentionRoofline(Estimator):
         block = shape.attention(load, flop_rate, byte_rate)
         if shape.tensor_parallel > 1:
             block += 2 * self._allreduce(load.new, flop_rate)
-        return np.asarray(layers * block + dense)
+        seconds: list[float] = (layers * block + dense).tolist()
+        return seconds
 
     def _allreduce(self, tokens: int, flop_rate: Floats) -> Floats:
         """A ring over the GPUs, of one linear operator's output."""

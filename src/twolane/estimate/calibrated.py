@@ -15,11 +15,11 @@ own.
 """
 
 from collections.abc import Sequence
-from math import log2
+from math import exp, log2
 
 import numpy as np
 
-from twolane.estimate import Beside, Estimator, Floats, Ints, Load
+from twolane.estimate import Beside, Estimator, Floats, Load
 from twolane.estimate.profile import Kind, Profile, Sample
 from twolane.estimate.residual import Means, Residual
 from twolane.estimate.solo_run import (
@@ -130,19 +130,21 @@ class Calibrated(Estimator):
         self,
         load: Load,
         layers: int,
-        units: Ints,
+        units: Sequence[int],
         beside: Beside | None,
         finishes: bool,
         bound: bool,
-    ) -> Floats | None:
+    ) -> Sequence[float] | None:
         features = slice_features(load, layers, finishes)
         sizes = _slice_sizes(load, layers)
         return self._predict("prefill", features, sizes, units, beside, bound, _large(load))
 
-    def _decode(self, load: Load, units: Ints, beside: Beside | None, bound: bool) -> Floats | None:
+    def _decode(
+        self, load: Load, units: Sequence[int], beside: Beside | None, bound: bool
+    ) -> Sequence[float] | None:
         return self._predict("decode", step_features(load), _sizes(load), units, beside, bound)
 
-    def _hybrid(self, load: Load, units: Ints, bound: bool) -> Floats | None:
+    def _hybrid(self, load: Load, units: Sequence[int], bound: bool) -> Sequence[float] | None:
         return self._predict("hybrid", pass_features(load), _pass_sizes(load), units, None, bound)
 
     def _predict(
@@ -150,11 +152,11 @@ class Calibrated(Estimator):
         kind: Kind,
         features: Sequence[float],
         sizes: Sequence[float],
-        units: Ints,
+        units: Sequence[int],
         beside: Beside | None,
         bound: bool,
         large: bool = False,
-    ) -> Floats:
+    ) -> Sequence[float]:
         layer, log = self._alone[kind], 0.0
         if beside is not None and kind in self._beside:
             log, layer = layer.correction, self._beside[kind]
@@ -162,14 +164,15 @@ class Calibrated(Estimator):
             beside = None
         log += layer.correction + (layer.quantiles[large] if bound else 0.0)
         bases = self._base[kind].predict(features, units)
-        states = self._states(kind, sizes, units, bases.tolist(), beside)
-        return np.asarray(bases * np.exp(self._means[kind, beside is not None].at(states) + log))
+        states = self._states(kind, sizes, units, bases, beside)
+        means = self._means[kind, beside is not None].at(states).tolist()
+        return [base * exp(mean + log) for base, mean in zip(bases, means, strict=True)]
 
     def _states(
         self,
         kind: Kind,
         sizes: Sequence[float],
-        units: Ints,
+        units: Sequence[int],
         bases: Sequence[float],
         beside: Beside | None,
     ) -> list[list[float]]:
@@ -179,12 +182,11 @@ class Calibrated(Estimator):
         """
         own = [
             [*sizes, log2(each), log2(base + LEAST)]
-            for each, base in zip(units.tolist(), bases, strict=True)
+            for each, base in zip(units, bases, strict=True)
         ]
         if beside is None:
             return own
-        load, others = beside.load, beside.units
-        each = others.tolist() if isinstance(others, np.ndarray) else [others] * len(own)
+        load, other_units = beside.load, beside.each(len(own))
         other: Kind = "decode" if kind == "prefill" else "prefill"
         features = (
             slice_features(load, 1, finishes=False) if kind == "decode" else step_features(load)
@@ -192,14 +194,14 @@ class Calibrated(Estimator):
         its, model = _sizes(load), self._base[other]
         return [
             [*state, *its, log2(unit), log2(model.seconds(features, unit) + LEAST)]
-            for state, unit in zip(own, each, strict=True)
+            for state, unit in zip(own, other_units, strict=True)
         ]
 
     def _layer(self, samples: Sequence[Sample]) -> _Layer:
         """What is left over what has been fitted so far."""
         states, logs = [], []
         for sample in samples:
-            units, sizes = np.array([sample.units]), _sample_sizes(sample)
+            units, sizes = (sample.units,), _sample_sizes(sample)
             base = self._base[sample.kind].seconds(_features(sample), sample.units)
             log = float(np.log(sample.median / base))
             beside = sample.beside.beside if sample.beside is not None else None

@@ -10,13 +10,13 @@ of the nearest cells that have some. Whatever is seen online and is larger raise
 cell falls to its own largest once it has `OWN` samples. Prefill is not guarded (§3.4.1).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import log2
 
 import numpy as np
 
-from twolane.estimate import Beside, Estimator, Floats, Ints, Load
+from twolane.estimate import Beside, Estimator, Floats, Load
 from twolane.estimate.profile import Profile
 from twolane.estimate.solo_run import SoloRun
 
@@ -80,29 +80,30 @@ class ContentionGuard(Estimator):
         """The cell of a step, and its slowdown."""
         solo = self._solo.decode_step(load, units)
         assert solo is not None
-        (cell,) = _cells(load, np.array([units]), beside)
+        (cell,) = _cells(load, (units,), beside)
         return cell, seconds / solo
 
     def _prefill(
         self,
         load: Load,
         layers: int,
-        units: Ints,
+        units: Sequence[int],
         beside: Beside | None,
         finishes: bool,
         bound: bool,
-    ) -> Floats | None:
+    ) -> Sequence[float] | None:
         return self._solo._prefill(load, layers, units, beside, finishes, bound)
 
-    def _decode(self, load: Load, units: Ints, beside: Beside | None, bound: bool) -> Floats | None:
+    def _decode(
+        self, load: Load, units: Sequence[int], beside: Beside | None, bound: bool
+    ) -> Sequence[float] | None:
         solo = self._solo._decode(load, units, beside, bound)
         if not bound or beside is None or solo is None:
             return solo
         cells = _cells(load, units, beside)
-        slowdowns: Floats = np.array([self._known(cell).slowdown for cell in cells])
-        return solo * slowdowns
+        return [each * self._known(cell).slowdown for each, cell in zip(solo, cells, strict=True)]
 
-    def _hybrid(self, load: Load, units: Ints, bound: bool) -> Floats | None:
+    def _hybrid(self, load: Load, units: Sequence[int], bound: bool) -> Sequence[float] | None:
         return self._solo._hybrid(load, units, bound)
 
     def _known(self, cell: Cell) -> _Known:
@@ -119,7 +120,7 @@ class ContentionGuard(Estimator):
         return max(self._cells[self._measured[i]].slowdown for i in nearest)
 
 
-def _cells(load: Load, units: Ints, beside: Beside) -> Iterator[Cell]:
+def _cells(load: Load, units: Sequence[int], beside: Beside) -> Iterator[Cell]:
     """The cell at each of the units."""
     prefill = beside.load
     four = (
@@ -128,7 +129,7 @@ def _cells(load: Load, units: Ints, beside: Beside) -> Iterator[Cell]:
         int(log2(max(1, load.requests))),
         _power_of_four(load.reused // max(1, load.requests)),
     )
-    return ((*four, each) for each in units.tolist())
+    return ((*four, each) for each in units)
 
 
 def _power_of_four(tokens: int) -> int:

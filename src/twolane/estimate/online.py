@@ -4,9 +4,9 @@ It knows nothing of the hardware and nothing of the other lane. It is what a ser
 profiled has, and good enough to size layer slices and to know when a lane will run dry.
 """
 
-import numpy as np
+from collections.abc import Sequence
 
-from twolane.estimate import Beside, Estimator, Floats, Ints, Load
+from twolane.estimate import Beside, Estimator, Load
 
 WEIGHT = 0.3
 """Of the newest observation in the moving average."""
@@ -27,7 +27,7 @@ class _Averages:
             old + WEIGHT * (seconds - old),
         )
 
-    def predict(self, units: Ints, size: int) -> Floats | None:
+    def predict(self, units: Sequence[int], size: int) -> list[float] | None:
         """From the nearest bucket, of these units if any was seen on them.
 
         On fewer units than were seen it is taken to last in proportion longer, which is so for
@@ -35,7 +35,7 @@ class _Averages:
         """
         if not self._seconds:
             return None
-        return np.array([self._nearest(each, size) for each in units.tolist()])
+        return [self._nearest(each, size) for each in units]
 
     def _nearest(self, units: int, size: int) -> float:
         bucket = size.bit_length()
@@ -83,16 +83,18 @@ class OnlineEstimator(Estimator):
         self,
         load: Load,
         layers: int,
-        units: Ints,
+        units: Sequence[int],
         beside: Beside | None,
         finishes: bool,
         bound: bool,
-    ) -> Floats | None:
-        layer = self._layers.predict(units, load.new)
-        return None if layer is None else layer * layers
+    ) -> Sequence[float] | None:
+        seconds = self._layers.predict(units, load.new)
+        return None if seconds is None else [layer * layers for layer in seconds]
 
-    def _decode(self, load: Load, units: Ints, beside: Beside | None, bound: bool) -> Floats | None:
+    def _decode(
+        self, load: Load, units: Sequence[int], beside: Beside | None, bound: bool
+    ) -> Sequence[float] | None:
         return self._steps.predict(units, load.requests)
 
-    def _hybrid(self, load: Load, units: Ints, bound: bool) -> Floats | None:
+    def _hybrid(self, load: Load, units: Sequence[int], bound: bool) -> Sequence[float] | None:
         return self._passes.predict(units, load.new)

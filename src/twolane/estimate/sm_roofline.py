@@ -15,7 +15,7 @@ from math import inf, log, log2
 
 import numpy as np
 
-from twolane.estimate import Beside, Estimator, Floats, Ints, Load
+from twolane.estimate import Beside, Estimator, Floats, Load
 from twolane.estimate.operators import Operators, Shape
 from twolane.estimate.profile import Profile, Sample
 from twolane.estimate.sweep import Curve, Sweep, step_bytes
@@ -94,46 +94,51 @@ class SmRoofline(Estimator):
         finishes: bool = False,
     ) -> None:
         """See `Estimator.observe_prefill`."""
-        ideal = self._slice(load, layers, np.array([units]), finishes)
-        self._learn("prefill", load, units, beside, seconds / float(ideal[0]))
+        ideal = self._slice(load, layers, (units,), finishes)
+        self._learn("prefill", load, units, beside, seconds / ideal[0])
 
     def observe_decode(
         self, load: Load, units: int, seconds: float, beside: Beside | None = None
     ) -> None:
         """See `Estimator.observe_decode`."""
-        ideal = self._step(load, np.array([units]), beside)
-        self._learn("decode", load, units, beside, seconds / float(ideal[0]))
+        ideal = self._step(load, (units,), beside)
+        self._learn("decode", load, units, beside, seconds / ideal[0])
 
     def observe_hybrid(self, load: Load, units: int, seconds: float) -> None:
         """See `Estimator.observe_hybrid`."""
-        ideal = self._hybrid_pass(load, np.array([units]))
-        self._learn("hybrid", load, units, None, seconds / float(ideal[0]))
+        ideal = self._hybrid_pass(load, (units,))
+        self._learn("hybrid", load, units, None, seconds / ideal[0])
 
     def _prefill(
         self,
         load: Load,
         layers: int,
-        units: Ints,
+        units: Sequence[int],
         beside: Beside | None,
         finishes: bool,
         bound: bool,
-    ) -> Floats | None:
-        ideal = self._slice(load, layers, units, finishes)
-        return ideal * self._alpha("prefill", load, units, beside)
+    ) -> Sequence[float] | None:
+        return self._scaled(
+            self._slice(load, layers, units, finishes), "prefill", load, units, beside
+        )
 
-    def _decode(self, load: Load, units: Ints, beside: Beside | None, bound: bool) -> Floats | None:
-        return self._step(load, units, beside) * self._alpha("decode", load, units, beside)
+    def _decode(
+        self, load: Load, units: Sequence[int], beside: Beside | None, bound: bool
+    ) -> Sequence[float] | None:
+        return self._scaled(self._step(load, units, beside), "decode", load, units, beside)
 
-    def _hybrid(self, load: Load, units: Ints, bound: bool) -> Floats | None:
-        return self._hybrid_pass(load, units) * self._alpha("hybrid", load, units, None)
+    def _hybrid(self, load: Load, units: Sequence[int], bound: bool) -> Sequence[float] | None:
+        return self._scaled(self._hybrid_pass(load, units), "hybrid", load, units, None)
 
-    def _slice(self, load: Load, layers: int, units: Ints, finishes: bool) -> Floats:
+    def _slice(
+        self, load: Load, layers: int, units: Sequence[int], finishes: bool
+    ) -> Sequence[float]:
         """Equation 1 over a prefill slice."""
         block = self._shape.linears(load.new) + self._shape.together(load)
         classifier = self._shape.classifier(load.requests) if finishes else Operators((), ())
         return _summed(layers, block, classifier, self._rates(units))
 
-    def _step(self, load: Load, units: Ints, beside: Beside | None) -> Floats:
+    def _step(self, load: Load, units: Sequence[int], beside: Beside | None) -> Sequence[float]:
         """Equation 1 over a decode step."""
         rates = self._rates(units)
         if beside is not None:
@@ -142,38 +147,46 @@ class SmRoofline(Estimator):
         block = self._shape.linears(load.requests) + self._shape.together(load)
         return _summed(self._layers, block, self._shape.classifier(load.requests), rates)
 
-    def _hybrid_pass(self, load: Load, units: Ints) -> Floats:
+    def _hybrid_pass(self, load: Load, units: Sequence[int]) -> Sequence[float]:
         """Equation 1 over a hybrid pass; the two attentions are kernels of their own."""
         shape = self._shape
         block = shape.linears(load.new) + shape.together(load.chunks)
         block += shape.together(load.decoding)
         return _summed(self._layers, block, shape.classifier(load.requests), self._rates(units))
 
-    def _rates(self, units: Ints) -> list[tuple[float, float]]:
+    def _rates(self, units: Sequence[int]) -> list[tuple[float, float]]:
         """C_p and D_p."""
         return [
-            (self._flops_a_unit * p, self._peak * min(1.0, p / self._inflection))
-            for p in units.tolist()
+            (self._flops_a_unit * p, self._peak * min(1.0, p / self._inflection)) for p in units
         ]
 
-    def _alpha(self, kind: str, load: Load, units: Ints, beside: Beside | None) -> Floats:
+    def _scaled(
+        self,
+        ideal: Sequence[float],
+        kind: str,
+        load: Load,
+        units: Sequence[int],
+        beside: Beside | None,
+    ) -> Sequence[float]:
+        """Equation 2."""
         scaling = self._scaling.get((kind, beside is not None)) or self._scaling[kind, False]
         if (kind, True) not in self._scaling:
             beside = None
-        return scaling.at(execution_states(load, units, beside))
+        alphas = scaling.at(execution_states(load, units, beside)).tolist()
+        return [alpha * each for alpha, each in zip(alphas, ideal, strict=True)]
 
     def _learn(
         self, kind: str, load: Load, units: int, beside: Beside | None, alpha: float
     ) -> None:
         scaling = self._scaling.get((kind, beside is not None))
         if scaling is not None:
-            (state,) = execution_states(load, np.array([units]), beside)
+            (state,) = execution_states(load, (units,), beside)
             scaling.add(state, alpha)
 
     def _fitted(self, samples: Sequence[Sample]) -> Scaling:
         states, alphas = [], []
         for sample in samples:
-            units, load = np.array([sample.units]), sample.load
+            units, load = (sample.units,), sample.load
             beside = sample.beside.beside if sample.beside else None
             if sample.kind == "prefill":
                 ideal = self._slice(load, sample.layers, units, sample.finishes)
@@ -182,7 +195,7 @@ class SmRoofline(Estimator):
             else:
                 ideal = self._hybrid_pass(load, units)
             states.append(execution_states(load, units, beside)[0])
-            alphas.append(sample.median / float(ideal[0]))
+            alphas.append(sample.median / ideal[0])
         return Scaling(states, alphas)
 
 
@@ -210,12 +223,12 @@ class Contention:
         self._rates: dict[tuple[int, int], float] = {}
         """Of powers and units that were asked for."""
 
-    def bandwidth(self, units: Ints, tokens: int) -> Sequence[float]:
+    def bandwidth(self, units: Sequence[int], tokens: int) -> Sequence[float]:
         """D(p, sl); infinite where it was never measured."""
         if not self._rows:
             return [inf] * len(units)
         power = (tokens.bit_length() + 1) // 2
-        return [self._rate(power, each) for each in units.tolist()]
+        return [self._rate(power, each) for each in units]
 
     def _rate(self, power: int, units: int) -> float:
         rate = self._rates.get((power, units))
@@ -235,16 +248,15 @@ def inflection(curve: Curve) -> tuple[float, float]:
     return peak, float(candidates[errors.argmin()])
 
 
-def execution_states(load: Load, units: Ints, beside: Beside | None) -> list[State]:
+def execution_states(load: Load, units: Sequence[int], beside: Beside | None) -> list[State]:
     """Bullet's ES (§3.2.1), each number as a logarithm: [len(units), 4], or 8 beside the other."""
-    own, powers = _sizes(load), [UNITS_WEIGHT * log2(each) for each in units.tolist()]
+    own, powers = _sizes(load), [UNITS_WEIGHT * log2(each) for each in units]
     if beside is None:
         return [(*own, power) for power in powers]
-    its, others = _sizes(beside.load), beside.units
-    each = others.tolist() if isinstance(others, np.ndarray) else [others] * len(powers)
+    its = _sizes(beside.load)
     return [
         (*own, power, *its, UNITS_WEIGHT * log2(other))
-        for power, other in zip(powers, each, strict=True)
+        for power, other in zip(powers, beside.each(len(powers)), strict=True)
     ]
 
 
@@ -254,6 +266,6 @@ def _sizes(load: Load) -> State:
 
 def _summed(
     layers: int, block: Operators, classifier: Operators, rates: Sequence[tuple[float, float]]
-) -> Floats:
+) -> Sequence[float]:
     """So many layers and the classifier at each pair of C and D."""
-    return np.array([layers * block.seconds(*pair) + classifier.seconds(*pair) for pair in rates])
+    return [layers * block.seconds(*pair) + classifier.seconds(*pair) for pair in rates]

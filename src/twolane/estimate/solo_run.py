@@ -54,9 +54,9 @@ class LevelModel:
         rows = [_relative_nnls(x[units == u], seconds[units == u]) for u in levels]
         return cls(levels, np.array(rows))
 
-    def predict(self, features: Sequence[float], units: Ints) -> Floats:
+    def predict(self, features: Sequence[float], units: Sequence[int]) -> list[float]:
         """Seconds on each of the units."""
-        return np.array([self.seconds(features, each) for each in units.tolist()])
+        return [self.seconds(features, each) for each in units]
 
     def seconds(self, features: Sequence[float], units: int) -> float:
         """Seconds on so many units."""
@@ -91,17 +91,19 @@ class SoloRun(Estimator):
         self,
         load: Load,
         layers: int,
-        units: Ints,
+        units: Sequence[int],
         beside: Beside | None,
         finishes: bool,
         bound: bool,
-    ) -> Floats | None:
+    ) -> Sequence[float] | None:
         return self._slices.predict(slice_features(load, layers, finishes), units)
 
-    def _decode(self, load: Load, units: Ints, beside: Beside | None, bound: bool) -> Floats | None:
+    def _decode(
+        self, load: Load, units: Sequence[int], beside: Beside | None, bound: bool
+    ) -> Sequence[float] | None:
         return self._steps.predict(step_features(load), units)
 
-    def _hybrid(self, load: Load, units: Ints, bound: bool) -> Floats | None:
+    def _hybrid(self, load: Load, units: Sequence[int], bound: bool) -> Sequence[float] | None:
         return self._passes.predict(pass_features(load), units)
 
 

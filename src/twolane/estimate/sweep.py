@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from twolane.estimate import Floats, Ints, Load
+from twolane.estimate import Floats, Load
 from twolane.estimate.operators import Shape
 from twolane.estimate.profile import Profile, ProfileError, Sample
 
@@ -37,7 +37,7 @@ class Curve:
         units = sorted(best)
         return cls(np.array([0, *units], dtype=float), np.array([0.0, *(best[u] for u in units)]))
 
-    def at(self, units: Ints | float) -> Floats:
+    def at(self, units: Sequence[int] | float) -> Floats:
         """The rate on so many units."""
         return np.asarray(np.interp(units, self.units, self.rates))
 

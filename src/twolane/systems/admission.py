@@ -1,11 +1,17 @@
 """Who is next for prefill: what every system that takes requests in order shares."""
 
+from collections.abc import Sequence
+
 from twolane.systems.plan import Chunk
-from twolane.systems.view import View
+from twolane.systems.view import RequestView, View
 
 
-def next_chunks(view: View, budget: int, *, split: bool) -> tuple[Chunk, ...]:
+def next_chunks(
+    view: View, budget: int, *, split: bool, waiting: Sequence[RequestView] | None = None
+) -> tuple[Chunk, ...]:
     """Chunks of the waiting requests, in order, of at most `budget` new tokens together.
+
+    `waiting` gives them in another order than the view does.
 
     With `split`, a prompt that exceeds the budget is cut; without, prompts are taken whole and
     the first is taken even if it alone exceeds the budget. Nobody is overtaken: the first
@@ -16,7 +22,7 @@ def next_chunks(view: View, budget: int, *, split: bool) -> tuple[Chunk, ...]:
     pages = view.free_pages + view.reclaimable_pages - len(view.decoding)
     slots = view.free_slots
     chunks: list[Chunk] = []
-    for request in view.waiting:
+    for request in view.waiting if waiting is None else waiting:
         if not request.started:
             pages -= request.page_cost
             slots -= 1

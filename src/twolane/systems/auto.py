@@ -131,7 +131,8 @@ class Auto(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         plan, memory = self._go_on(view, memory, line.order, batch)
         memory = _count(view, memory, plan)
         wakes = [at for at in (plan.wake_at, self._wake(view)) if at is not None and at > view.now]
-        return replace(plan, refuse=tuple(line.refusals), wake_at=min(wakes, default=None)), memory
+        wake = min(wakes, default=None)
+        return msgspec.structs.replace(plan, refuse=tuple(line.refusals), wake_at=wake), memory
 
     # --- when ---------------------------------------------------------------------------------
 
@@ -436,7 +437,7 @@ def _line(view: View, memory: Memory) -> Line:
 
 
 def _take(view: View, order: Sequence[RequestView], tokens: int) -> tuple[Chunk, ...]:
-    return next_chunks(replace(view, waiting=order), tokens, split=True)
+    return next_chunks(view, tokens, split=True, waiting=order)
 
 
 def _reason(choice: Choice, tbt: float) -> str:

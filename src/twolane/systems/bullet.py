@@ -203,7 +203,7 @@ class Bullet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         latencies = self._latencies(view, memory)
         memory = replace(memory, latencies=latencies)
         waiting = self._ordered(view, latencies, start)
-        chunks = next_chunks(replace(view, waiting=waiting), self.max_batch_tokens, split=False)
+        chunks = next_chunks(view, self.max_batch_tokens, split=False, waiting=waiting)
         prompts, count = Prompts.coming(view, chunks), len(chunks)
         assert prompts is not None
         requests = waiting[: QUEUE if latencies else count]
@@ -241,7 +241,7 @@ class Bullet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             start,
         )
         ordered = [queue[i] for i in order] + waiting[QUEUE:]
-        fits = next_chunks(replace(view, waiting=ordered), 1, split=False)
+        fits = next_chunks(view, 1, split=False, waiting=ordered)
         return ordered if fits else waiting
 
     def _due(self, request: RequestView) -> float:

@@ -4,44 +4,39 @@ A plan names requests by id and lanes by name; it carries no tensors and has no 
 The engine checks it (`PlanError` says what was illegal) and carries it out.
 """
 
-from dataclasses import dataclass
+import msgspec
 
 from twolane.vocabulary import LaneName
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(msgspec.Struct, frozen=True):
     """`n` new tokens of one waiting request, from where its KV cache ends."""
 
     request: str
     n: int
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillSlice:
+class PrefillSlice(msgspec.Struct, frozen=True):
     """Layers `first:last` of the open prefill batch; `first` is where the last slice ended."""
 
     first: int
     last: int
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeSteps:
+class DecodeSteps(msgspec.Struct, frozen=True):
     """`k` tokens for every decoding request, without coming back to the CPU in between."""
 
     k: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class Hybrid:
+class Hybrid(msgspec.Struct, frozen=True):
     """All layers of the open prefill batch and one decode step, as one forward pass."""
 
 
 Work = PrefillSlice | DecodeSteps | Hybrid
 
 
-@dataclass(frozen=True, slots=True)
-class Launch:
+class Launch(msgspec.Struct, frozen=True):
     """Work for one lane on its own number of units.
 
     The lanes' units need not add up to the device: an overlap is legal (Bullet §3.3.1, two
@@ -53,16 +48,14 @@ class Launch:
     work: Work
 
 
-@dataclass(frozen=True, slots=True)
-class Refusal:
+class Refusal(msgspec.Struct, frozen=True):
     """A waiting request that is turned away, and why (shown to the client)."""
 
     request: str
     message: str
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(msgspec.Struct, frozen=True):
     """Carried out in the order of the fields; the default is to do nothing.
 
     One prefill batch at most is *open*: admitted, not parked, with layers left to launch.

@@ -7,8 +7,9 @@ them after `plan` returns.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol
+
+import msgspec
 
 from twolane.estimate import Estimator
 from twolane.slo import Slo
@@ -120,8 +121,7 @@ class Window(Protocol):
         """The q-th percentile (0 to 100); None without values."""
 
 
-@dataclass(frozen=True, slots=True)
-class LaneView:
+class LaneView(msgspec.Struct, frozen=True):
     """What one lane has to do."""
 
     queued: int = 0
@@ -144,8 +144,7 @@ class LaneView:
         return self.until - lead if self.queued == 1 and self.until is not None else None
 
 
-@dataclass(frozen=True, slots=True)
-class View:
+class View(msgspec.Struct, frozen=True):
     """The state of the engine at one scheduling point."""
 
     now: float
