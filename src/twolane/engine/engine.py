@@ -120,13 +120,14 @@ class Engine:
             return None
         news = Outputs(list(state.outputs.values()), state.refused, stats, state.launches)
         state.outputs, state.refused, state.launches, self._told = {}, [], [], stats
-        state.trace.counters(
-            state.now(),
-            decoding=stats.running,
-            waiting=stats.waiting,
-            pages_used=stats.kv_pages - stats.kv_pages_free - stats.kv_pages_cached,
-            pages_cached=stats.kv_pages_cached,
-        )
+        if not state.trace.silent:
+            state.trace.counters(
+                state.now(),
+                decoding=stats.running,
+                waiting=stats.waiting,
+                pages_used=stats.kv_pages - stats.kv_pages_free - stats.kv_pages_cached,
+                pages_cached=stats.kv_pages_cached,
+            )
         return news
 
     def stats(self) -> Stats:

@@ -56,12 +56,11 @@ class SimPort:
 
     def wait(self, wake_at: float | None) -> None:
         """See `Port.wait`: jump to the next event."""
-        times = [self._next[0] if self._next else None, self._lanes.next_event()]
-        if all(time is None for time in times):
+        arrival, event = self._next[0] if self._next else None, self._lanes.next_event()
+        if arrival is None and event is None:
             self.stopped = True  # a wake-up alone changes nothing that a system can see
             return
-        times.append(wake_at)
-        self._lanes.advance(min(time for time in times if time is not None))
+        self._lanes.advance(min([at for at in (arrival, event, wake_at) if at is not None]))
 
 
 class _ClosedLanes(SimLanes):

@@ -238,16 +238,19 @@ class DeviceModel:
     def seconds(self, running: Sequence[Demand]) -> Sequence[float]:
         """See `Device.seconds`."""
         gpu = self.gpu
-        traffic = sum(demand.traffic for demand in running)
+        traffic = draw = 0.0
+        units = 0
+        for demand in running:
+            traffic += demand.traffic
+            draw += demand.draw
+            units += demand.units
         share = min(1.0, gpu.bandwidth / traffic) if traffic else 1.0
         drawn = gpu.traffic_units * min(1.0, traffic / gpu.bandwidth)
-        draw = sum(demand.draw for demand in running)
         clock = 1.0
         if drawn + draw > gpu.power_units:
             room = max(gpu.power_units - drawn, 1e-3) / draw
             clock = max(gpu.lowest_clock, room ** (1 / gpu.power_exponent))
-        crowd = max(1.0, sum(demand.units for demand in running) / gpu.units)
-        pace = crowd / clock
+        pace = max(1.0, units / gpu.units) / clock
         return [d.fixed + d.clocked * pace + d.streamed / share for d in running]
 
     def host_seconds(self, work: Work) -> float:

@@ -124,8 +124,8 @@ class SimLanes:
 
     def launch(self, lane: LaneName, units: int, work: Work, after: Sequence[Ticket]) -> Ticket:
         """See `Lanes.launch`."""
-        used = _used(lane, work)
-        before = [self._last[name] for name in used if name in self._last]
+        used, last = _used(lane, work), self._last
+        before = [last[name] for name in used if name in last]
         before += [ticket for ticket in after if isinstance(ticket, _SimTicket)]
         self._host_free = max(self._now, self._host_free) + self._device.host_seconds(work)
         ticket = _SimTicket(
@@ -133,10 +133,10 @@ class SimLanes:
             units,
             work=work,
             demands=self._device.steps(work, units),
-            after=[other for other in before if not other.done],
+            after=[other for other in before if other.end is None],
             ready=self._host_free,
         )
-        self._last.update(dict.fromkeys(used, ticket))
+        last.update(dict.fromkeys(used, ticket))
         self._queued.append(ticket)
         self._changed = True
         if self._begin():
@@ -149,7 +149,7 @@ class SimLanes:
             times = [ticket.ends for ticket in self._running]
             # What waits for another launch begins when that one ends.
             times += [t.ready for t in self._queued if t.ready > self._now and _free(t)]
-            self._event = min(times, default=None)
+            self._event = min(times) if times else None
             self._changed = False
         return self._event
 
@@ -200,7 +200,10 @@ class SimLanes:
 
 def _free(ticket: _SimTicket) -> bool:
     """Whether everything that must end before it has ended."""
-    return all(other.end is not None for other in ticket.after)
+    for other in ticket.after:  # noqa: SIM110 - a generator costs more than most answers
+        if other.end is None:
+            return False
+    return True
 
 
 def _used(lane: LaneName, work: Work) -> Sequence[str]:
