@@ -9,6 +9,7 @@ out has every point, and how `auto` compares: it should be at least 0.95 of the 
 
 import argparse
 import multiprocessing
+import resource
 import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -32,30 +33,48 @@ LONGEST = 32_768
 
 
 class Panel(msgspec.Struct, frozen=True):
-    """One model under one workload."""
+    """One model under one workload; TTFT is 1 s and 1 s more for each 1,024 new tokens."""
 
     name: str
     model: str
     dataset: str
-    ttft: float
-    """TTFT SLO in seconds, for P99."""
-    tbts: Sequence[float]
-    """TBT SLOs in seconds, tightest first."""
+    tbts: tuple[float, ...]
+    """TBT SLOs in seconds."""
     start: float
     """Requests a second where the first search begins."""
+    prompts: int = 250
+    """Requests in a run."""
     gpu: str = "h200"
     tp: int = 1
 
+    def search(self, seed: int, quick: bool) -> Search:
+        """For all TBT SLOs; quick: for two of them, with short runs."""
+        return Search(
+            target={"simulate": self.gpu, "model": self.model, "tp": self.tp},
+            workload=WorkloadSpec(
+                dataset=self.dataset,
+                num_prompts=min(self.prompts, 100) if quick else self.prompts,
+                max_input_len=LONGEST,
+            ),
+            slos={"ttft": 1.0, "ttft_per_1k": 1.0},
+            tbts=self.tbts[1::2] if quick else self.tbts,
+            seed=seed,
+            start_rate=self.start,
+            least_rate=self.start / 8,
+            tolerance=0.09 if quick else 0.045,
+        )
+
 
 PANELS = (
-    Panel("8b-azure-conv", "qwen3-8b", "azure-conv", 1.0, TIGHT, 8.0),
-    Panel("8b-azure-code", "qwen3-8b", "azure-code", 1.0, TIGHT, 8.0),
-    Panel("8b-conversation", "qwen3-8b", "conversation", 20.0, TIGHT, 1.0),
-    Panel("8b-sharegpt", "qwen3-8b", "sharegpt", 1.0, TIGHT, 8.0),
-    Panel("34b-azure-conv", "codellama-34b", "azure-conv", 2.0, SLOW, 2.0),
-    Panel("34b-azure-code", "codellama-34b", "azure-code", 2.0, SLOW, 2.0),
-    Panel("70b-azure-conv", "llama-3.1-70b", "azure-conv", 2.0, (0.060,), 4.0, "a100-80gb", 8),
+    Panel("8b-conversation", "qwen3-8b", "conversation", TIGHT, 1.0, 120),
+    Panel("8b-sharegpt", "qwen3-8b", "sharegpt", TIGHT, 16.0),
+    Panel("8b-azure-conv", "qwen3-8b", "azure-conv", TIGHT, 16.0),
+    Panel("34b-azure-conv", "codellama-34b", "azure-conv", SLOW, 4.0),
+    Panel("8b-azure-code", "qwen3-8b", "azure-code", TIGHT, 8.0),
+    Panel("34b-azure-code", "codellama-34b", "azure-code", SLOW, 2.0),
+    Panel("70b-azure-conv", "llama-3.1-70b", "azure-conv", (0.060,), 4.0, 250, "a100-80gb", 8),
 )
+"""Those whose runs take longest come first."""
 QUICK = ("8b-azure-conv", "8b-azure-code")
 
 
@@ -69,26 +88,17 @@ class Point(msgspec.Struct, frozen=True):
     """Requests a second."""
 
 
-def searched(panel: Panel, system: str, prompts: int, tolerance: float, work: Path) -> list[Point]:
-    """One system's points, tightest first; each search begins where the last one ended."""
-    points: list[Point] = []
-    start = panel.start
-    for tbt in panel.tbts:
-        search = Search(
-            target={"simulate": panel.gpu, "model": panel.model, "tp": panel.tp},
-            workload=WorkloadSpec(
-                dataset=panel.dataset, num_prompts=prompts, max_input_len=LONGEST
-            ),
-            slos={"ttft": panel.ttft, "tbt": tbt},
-            start_rate=start,
-            tolerance=tolerance,
-        )
-        folder = work / panel.name / goodput.file_name(system) / f"tbt{tbt * 1e3:g}ms"
-        found = goodput.find(search, [system], goodput_cli.simulation(search), folder)
-        (rate,) = found[system]
-        start = rate or panel.start
-        points.append(Point(panel.name, system, tbt, rate))
-    return points
+def searched(task: tuple[Panel, str, int, bool, Path]) -> list[Point]:
+    """One system's points."""
+    panel, system, seed, quick, work = task
+    search, folder = panel.search(seed, quick), work / panel.name / goodput.file_name(system)
+    run, reads = goodput_cli.simulation(search), goodput_cli.reads_slos
+    found = goodput.find(search, [system], run, folder, reads_slos=reads)
+    tbts = [point.search.slos["tbt"] for point in search.points(folder)]
+    return [
+        Point(panel.name, system, tbt, rates[system][0])
+        for tbt, rates in zip(tbts, found, strict=True)
+    ]
 
 
 def verdict(points: Iterable[Point]) -> dict[str, object]:
@@ -150,15 +160,12 @@ def draw(
     figure.savefig(path, dpi=110)
 
 
-def _searched(task: tuple[Panel, str, int, float, Path]) -> list[Point]:
-    return searched(*task)
-
-
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--quick", action="store_true", help="few panels and SLOs, short runs")
+    parser.add_argument("--seed", type=int, default=0, help="of lengths and arrivals")
     parser.add_argument("--panels", nargs="+", choices=[p.name for p in PANELS], help="only these")
     parser.add_argument("--systems", nargs="+", default=SYSTEMS, help="these instead; auto, too")
     parser.add_argument("--work", type=Path, default=Path("panels-work"), help="folder of the runs")
@@ -172,24 +179,26 @@ def main() -> None:
     given = _options()
     names = given.panels or (QUICK if given.quick else [p.name for p in PANELS])
     panels = [panel for panel in PANELS if panel.name in names]
-    prompts, tolerance = (100, 0.08) if given.quick else (250, 0.04)
-    if given.quick:
-        panels = [msgspec.structs.replace(p, tbts=(p.tbts[1], p.tbts[-1])) for p in panels]
     asked = dict.fromkeys((*given.systems, "auto"))
     systems = [variant for one in asked for variant in goodput.variants(one)]
-    tasks = [(panel, one, prompts, tolerance, given.work) for panel in panels for one in systems]
+    systems.sort(key=goodput_cli.reads_slos, reverse=True)  # these take longest
+    tasks = [
+        (panel, one, given.seed, given.quick, given.work) for panel in panels for one in systems
+    ]
     points: list[Point] = []
     with multiprocessing.get_context("spawn").Pool(given.processes) as pool:
-        for found in pool.imap(_searched, tasks):
+        for found in pool.imap(searched, tasks):
             points += found
             for p in found:
                 print(f"{p.panel}, {p.system}, {p.tbt * 1e3:g} ms: {p.goodput:.2f}", flush=True)
+        pool.close()
+        pool.join()
+    spent = resource.getrusage(resource.RUSAGE_CHILDREN)
+    print(f"{spent.ru_utime + spent.ru_stime:.0f} s of CPU", flush=True)
     report = {
         "version": __version__,
         "simulated": True,
-        "prompts": prompts,
-        "tolerance": tolerance,
-        "panels": panels,
+        "searches": {panel.name: panel.search(given.seed, given.quick) for panel in panels},
         "points": points,
         "verdict": verdict(points),
     }

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from twolane.bench.metrics import LAG_PERCENTILES, Distribution
-from twolane.bench.record import OK, Record, status_outcome
+from twolane.bench.record import INTERRUPTED, OK, Record, status_outcome
 from twolane.bench.result import BenchConfig, Result
 from twolane.bench.summary import result_json, summary
 from twolane.engine.build import Built, assemble
@@ -105,6 +105,7 @@ def simulate(
     config: SimulateConfig,
     workload: Sequence[TraceRequest] | None = None,
     on_record: Callable[[Record], bool] = lambda record: False,
+    on_tokens: Callable[[int, Sequence[float], int], bool] = lambda index, times, new: False,
 ) -> Simulation:
     """Serve the workload; the same configuration and seed give the same answer.
 
@@ -112,6 +113,8 @@ def simulate(
         config: what to simulate.
         workload: what is asked, if it was built already.
         on_record: called when a request has ended; True stops the run.
+        on_tokens: the same when tokens have come: the request's index, the times of all its tokens
+            so far and how many of them are new, in seconds.
 
     Raises:
         SettingError, ValueError: a setting is wrong.
@@ -124,7 +127,7 @@ def simulate(
     profile = config.engine.profile or str(simulated_profile(gpu, spec, config.tp))
     engine = msgspec.structs.replace(config.engine, profile=profile)
     built = assemble(engine, machine, lambda: None, lambda stage, fraction: None)
-    ledger = _Ledger(requests, on_record)
+    ledger = _Ledger(requests, on_record, on_tokens)
     assert isinstance(built.lanes, SimLanes)
     port = SimPort(built.lanes, _arrivals(config.bench, requests), ledger.hear)
     ledger.stop = lambda: setattr(port, "stopped", True)
@@ -136,6 +139,8 @@ def simulate(
         built.close()
         if collects:
             gc.enable()
+    if ledger.stopped:
+        ledger.interrupt(built.lanes.clock())
     served = sorted(ledger.served, key=lambda one: one.record.index)
     result = Result(
         config=config.bench,
@@ -232,10 +237,14 @@ class _Ledger:
     """Makes records of the engine's news."""
 
     def __init__(
-        self, requests: Sequence[TraceRequest], on_record: Callable[[Record], bool]
+        self,
+        requests: Sequence[TraceRequest],
+        on_record: Callable[[Record], bool],
+        on_tokens: Callable[[int, Sequence[float], int], bool],
     ) -> None:
         self._requests = requests
         self._on_record = on_record
+        self._on_tokens = on_tokens
         self._open: dict[str, _Open] = {}
         self.served: list[Served] = []
         self.stop: Callable[[], None]
@@ -249,11 +258,22 @@ class _Ledger:
         for refused in news.refused:
             self._refused(at, refused)
 
+    def interrupt(self, at: float) -> None:
+        """Record what was sent and has not ended, as a client that is stopped does."""
+        ended = {one.record.index for one in self.served}
+        for index, asked in enumerate(self._requests):
+            if index not in ended and (asked.arrival or 0.0) <= at:
+                request = self._open.get(str(index), _Open())
+                self._add(at, index, INTERRUPTED, "the run was stopped", request, Times())
+
     def _output(self, at: float, output: Output) -> None:
         request = self._open.get(output.id)
         if request is None:
             request = self._open[output.id] = _Open(cached=output.cached)
         request.times += [at] * len(output.tokens)
+        if output.tokens and self._on_tokens(int(output.id), request.times, len(output.tokens)):
+            self.stopped = True
+            self.stop()
         if output.finish is not None:
             del self._open[output.id]
             self._end(at, output.id, OK, "", request, output.times or Times())
@@ -264,7 +284,14 @@ class _Ledger:
     def _end(
         self, at: float, name: str, outcome: str, error: str, request: _Open, times: Times
     ) -> None:
-        index = int(name)
+        record = self._add(at, int(name), outcome, error, request, times)
+        if self._on_record(record):
+            self.stopped = True
+            self.stop()
+
+    def _add(
+        self, at: float, index: int, outcome: str, error: str, request: _Open, times: Times
+    ) -> Record:
         asked = self._requests[index]
         record = Record(
             index=index,
@@ -279,11 +306,10 @@ class _Ledger:
             token_times=tuple(request.times),
             usage_prompt=asked.prompt_tokens,
             usage_output=len(request.times),
+            usage_cached=request.cached,
         )
         self.served.append(Served(record, request.cached, times))
-        if self._on_record(record):
-            self.stopped = True
-            self.stop()
+        return record
 
 
 def _engine_figures(config: SimulateConfig, built: Built) -> dict[str, object]:

@@ -10,9 +10,12 @@ from typer.testing import CliRunner
 from twolane.bench.cli import app
 from twolane.bench.goodput import Hopeless, Search, find, highest, tuned, variants
 from twolane.bench.goodput_cli import simulation
+from twolane.bench.metrics import attain
 from twolane.bench.record import Record
 from twolane.workload.spec import OptionError, WorkloadSpec
 from twolane.workload.traces import TraceRequest
+
+SIMULATED = ["--simulate", "h200", "--model", "llama-3.1-8b"]
 
 
 @pytest.mark.parametrize("limit", [0.004, 0.3, 1.0, 1.5, 17.0, 1234.5])
@@ -24,22 +27,41 @@ def test_the_highest_rate_that_holds(limit, start):
         asked.append(rate)
         return rate <= limit
 
-    found = highest(holds, start, 0.02)
+    found = highest(holds, start, 36)
     assert limit / 1.02 <= found <= limit
     assert len(asked) == len(set(asked)) < 30
 
 
 def test_nothing_holds_or_everything_does():
-    assert highest(lambda rate: False, 1.0, 0.02) == 0.0
-    assert highest(lambda rate: True, 1.0, 0.02) > 1e4
+    assert highest(lambda rate: False, 1.0, 36) == 0.0
+    assert highest(lambda rate: True, 1.0, 36) > 9e4
+    assert highest(lambda rate: rate <= 2.0, 8.0, 36, floor=2.0) == pytest.approx(2.0)
+    assert highest(lambda rate: rate <= 1.99, 8.0, 36, floor=2.0) == 0.0
 
 
 def test_what_fails_with_each_request_alone_is_not_tried_slower():
     asked = []
-    assert highest(lambda rate: asked.append(rate), 8.0, 0.02) == 0.0
+    assert highest(lambda rate: asked.append(rate), 8.0, 36) == 0.0
     assert asked == [8.0]
     verdicts = iter([True, None, *[True] * 9])
-    assert highest(lambda rate: next(verdicts), 8.0, 0.02) == pytest.approx(16.0, rel=0.02)
+    assert highest(lambda rate: next(verdicts), 8.0, 36) == pytest.approx(16.0, rel=0.02)
+
+
+@pytest.mark.parametrize("steps", [-40, -3, -1, 0, 1, 2, 9, 50])
+def test_a_search_that_begins_near_finds_the_same_in_fewer_runs(steps):
+    limit = 5.3
+    runs = {}
+
+    def asked(near):
+        rates = runs[near] = []
+        return highest(lambda rate: rates.append(rate) or rate <= limit, 1.0, 16, near)
+
+    plain = asked(None)
+    near = plain * 2 ** (steps / 16)
+    assert asked(near) == pytest.approx(plain)
+    if abs(steps) < 3:
+        assert len(runs[near]) < len(runs[None])
+    assert runs[near][0] == pytest.approx(near)
 
 
 def record(ttft, *gaps, outcome="ok"):
@@ -65,13 +87,54 @@ def test_a_run_is_hopeless_with_the_first_miss_too_many(outcome):
     """Of 200 requests 2 may miss at 99 %, not 3; of 400 gaps 4, not 5."""
     workload = [TraceRequest(0.0, 8, 3)] * 200
     late = record(1.0, 0.01, 0.01, outcome=outcome)
-    ttft = Hopeless(workload, {"ttft": 0.5}, 0.99)
+    ttft = Hopeless(workload, [{"ttft": 0.5}], 0.99)
     assert [ttft(late) for _ in range(3)] == [False, False, True]
     slow = record(0.1, 0.01, 0.2, outcome=outcome)
-    tbt = Hopeless(workload, {"ttft": 2.0, "tbt": 0.1}, 0.99)
+    tbt = Hopeless(workload, [{"ttft": 2.0, "tbt": 0.1}], 0.99)
     misses = 5 if outcome == "ok" else 3  # a refused answer owes both its gaps
     assert [tbt(slow) for _ in range(misses)] == [False] * (misses - 1) + [True]
-    assert not any(tbt(record(0.1, 0.01)) for tbt in [Hopeless(workload, {"ttft": 1.0}, 0.99)])
+    assert not any(tbt(record(0.1, 0.01)) for tbt in [Hopeless(workload, [{"ttft": 1.0}], 0.99)])
+
+
+def test_a_run_is_hopeless_when_all_points_are():
+    workload = [TraceRequest(0.0, 8, 3)] * 200
+    watch = Hopeless(workload, [{"ttft": 2.0, "tbt": tbt} for tbt in (0.1, 0.3)], 0.99)
+    assert not any(watch(record(0.1, 0.2, 0.2)) for _ in range(20))
+    assert [watch(record(0.1, 0.4, 0.4)) for _ in range(3)] == [False, False, True]
+
+
+@pytest.mark.parametrize("times", [(0.1, 0.3, 0.5), (3.5, 3.6, 3.7)], ids=["gaps", "first token"])
+def test_misses_are_counted_once_as_tokens_come(times):
+    """4 gaps or 2 first tokens may miss: a request's second token, or the third first one, ends it.
+
+    What was counted token by token is not counted again when the request has ended.
+    """
+    workload = [TraceRequest(0.0, 512, 3)] * 200
+    slos = {"ttft": 2.0, "ttft_per_1k": 1.0, "tbt": 0.15}
+    watch, plain = (Hopeless(workload, [slos], 0.99) for _ in range(2))
+    verdicts = []
+    for index in range(3):
+        ended = replace(record(times[0]), index=index, token_times=times, asked_prompt=512)
+        first, second = watch.tokens(index, times[:1], 1), watch.tokens(index, times, 2)
+        verdicts.append((first, second, watch(ended), plain(ended)))
+    assert [ended for *_, ended, _ in verdicts] == [plain for *_, plain in verdicts]
+    assert verdicts[2][0] == (times[0] > 2.5)
+    assert verdicts[2][1:] == (True, True, True)
+
+
+def test_what_is_told_early_is_what_the_whole_run_says():
+    """Beyond capacity, simulated: what the run had when it was ended already fails whole."""
+    search = search_of({"ttft": 0.3, "tbt": 0.06}, requests=40)
+    run = simulation(search)
+    for system, rate in (("prefill-first", 12.0), ("chunked", 80.0)):
+        result, hopeless = run(system, search.at(rate, 0), [search.slos])
+        assert hopeless
+        assert result.interrupted
+        assert "interrupted" in result.metrics.outcomes
+        lax = {"ttft": 600.0, "tbt": 60.0}
+        whole, _ = run(system, search.at(rate, 0), [lax])
+        kept = attain(whole.records, search.slos)
+        assert min(kept.gaps, kept.requests["ttft"]) < 0.99
 
 
 def search_of(slos, requests=100, dataset="azure-conv", **more):
@@ -90,7 +153,7 @@ def sweep(search, system, around):
     rates = [around * 1.02**step for step in range(-14, 15)]
     kept = []
     for rate in rates:
-        result, hopeless = run(system, search.at(rate, 0))
+        result, hopeless = run(system, search.at(rate, 0), [search.slos])
         attained = result.metrics.attainment
         shares = [attained.gaps if n == "tbt" else attained.requests[n] for n in search.slos]
         if not hopeless and min(shares) >= search.attainment:
@@ -115,7 +178,7 @@ def random_pair(seed):
 def test_the_search_agrees_with_a_sweep(seed, tmp_path):
     system, slos = random_pair(seed)
     search = search_of(slos, requests=60 if seed == 0 else 300)
-    [found] = find(search, [system], simulation(search), tmp_path)[system]
+    [found] = find(search, [system], simulation(search), tmp_path)[0][system]
     assert found > 0
     assert found == pytest.approx(sweep(search, system, found), rel=0.05)
 
@@ -125,15 +188,15 @@ def test_a_search_goes_on_where_it_was_ended(tmp_path):
     search = search_of({"ttft": 1.0, "tbt": 0.1}, requests=30, seeds=2)
     system, run, runs = "chunked", simulation(search), []
 
-    def killed(name, workload):
+    def killed(name, workload, points):
         if len(runs) == 4:
             raise KeyboardInterrupt
         runs.append(workload)
-        return run(name, workload)
+        return run(name, workload, points)
 
-    def counted(name, workload):
+    def counted(name, workload, points):
         runs.append(workload)
-        return run(name, workload)
+        return run(name, workload, points)
 
     with pytest.raises(KeyboardInterrupt):
         find(search, [system], killed, tmp_path)
@@ -141,7 +204,7 @@ def test_a_search_goes_on_where_it_was_ended(tmp_path):
     assert len(runs) == len({(w.seed, w.request_rate) for w in runs})
     assert found == find(search, [system], killed, tmp_path)
     saved = json.loads((tmp_path / "summary.json").read_text())["goodput"][system]
-    assert saved["seeds"] == found[system]
+    assert saved["seeds"] == found[0][system]
     assert saved["least"] <= saved["median"] <= saved["most"]
     assert len(list(tmp_path.glob("chunked-*.json"))) == len(runs)
     with pytest.raises(OptionError, match="another search"):
@@ -174,7 +237,7 @@ def test_the_budget_of_chunked_is_tuned_to_the_slo(tmp_path):
     for slos, best in (({"ttft": 2.0, "tbt": 0.02}, small), ({"ttft": 0.3, "tbt": 1.0}, large)):
         folder = tmp_path / best
         search = replace(search_of(slos, tolerance=0.4), workload=workload)
-        found = find(search, [asked], simulation(search), folder)
+        [found] = find(search, [asked], simulation(search), folder)
         assert json.loads((folder / "summary.json").read_text())["tuned"] == {asked: best}
         assert max(found.values()) == found[best]
 
@@ -184,14 +247,47 @@ def test_all_systems_are_sent_the_same(tmp_path):
     search = search_of({"ttft": 1.0}, requests=20)
     seen = {}
 
-    def run(system, workload):
+    def run(system, workload, points):
         seen.setdefault((workload.seed, workload.request_rate), []).append(workload.build())
-        return simulation(search)(system, workload)
+        return simulation(search)(system, workload, points)
 
     find(search, ["chunked", "prefill-first"], run, tmp_path)
     both = [asked for asked in seen.values() if len(asked) == 2]
     assert both
     assert all(first == second for first, second in both)
+
+
+def test_a_run_of_a_system_that_reads_no_slo_answers_all_bounds(tmp_path):
+    """The same goodput as two searches find, from fewer runs; each folder is a whole search."""
+    one = search_of({"ttft": 0.4}, requests=25, tolerance=0.2, least_rate=4.0)
+    search, system = replace(one, tbts=(0.012, 0.2)), "chunked:token_budget=512"
+    found, runs = {}, {}
+
+    def run(name, workload, points):
+        runs[folder].append((workload.request_rate, len(points)))
+        return simulation(search)(name, workload, points)
+
+    for folder, reads in ((tmp_path / "shared", False), (tmp_path / "each", True)):
+        runs[folder] = []
+        rates = find(search, [system], run, folder, reads_slos=lambda _, reads=reads: reads)
+        found[folder] = [one[system][0] for one in rates]
+        point = json.loads((folder / "tbt12ms" / "search.json").read_text())
+        assert point["slos"] == {"ttft": 0.4, "tbt": 0.012}
+    shared, each = found.values()
+    assert shared == each == sorted(each, reverse=True)
+    assert each[0] > each[1] == 0.0  # which a lower rate than asked for would keep
+    assert len(runs[tmp_path / "shared"]) < len(runs[tmp_path / "each"])
+    assert {points for _, points in runs[tmp_path / "each"]} == {1}
+
+
+def test_a_folder_of_several_bounds_is_checked_too(tmp_path):
+    search = replace(search_of({"ttft": 1.0}, requests=5), tbts=(0.1,))
+    find(search, ["chunked"], simulation(search), tmp_path)
+    with pytest.raises(OptionError, match="another search"):
+        find(replace(search, tolerance=0.3), ["chunked"], simulation(search), tmp_path)
+    for wrong in ({"tbts": (0.0,)}, {"slos": {"tbt": 1.0}}):
+        with pytest.raises(OptionError, match="tbt"):
+            replace(search, **wrong).check()
 
 
 def test_the_command(tmp_path):
@@ -205,10 +301,36 @@ def test_the_command(tmp_path):
     assert saved["search"]["slos"] == {"ttft": 0.8, "tbt": 0.09}
 
 
+def test_the_command_takes_the_rule_for_first_tokens_and_several_bounds(tmp_path):
+    arguments = ["goodput", "--simulate", "h100", "--model", "llama-3.1-8b", "--num-prompts", "10"]
+    arguments += [
+        "--out",
+        str(tmp_path),
+        "--tolerance",
+        "0.5",
+        "--system",
+        "chunked",
+        "--seed",
+        "3",
+    ]
+    done = CliRunner().invoke(
+        app, [*arguments, "--goodput", "ttft:50", "ttft-per-1k:40", "tbt:20/60"]
+    )
+    assert done.exit_code == 0, done.output
+    assert "ttft 50 ms + 40 per 1K new tokens" in " ".join(done.output.split())
+    saved = json.loads((tmp_path / "tbt60ms" / "summary.json").read_text())
+    assert saved["search"]["slos"] == {"ttft": 0.05, "ttft_per_1k": 0.04, "tbt": 0.06}
+    runs = [json.loads(path.read_text()) for path in tmp_path.glob("tbt60ms/*-seed3-rate*.json")]
+    assert runs
+    assert all(run["slos_ms"]["ttft_per_1k"] == 40 for run in runs)
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
         ([], "--goodput"),
+        (["--goodput", "tbt:5/9", "--goodput", "tbt:7"], "given twice"),
+        (["--goodput", "ttft-per-1k:5", *SIMULATED], "ttft"),
         (["--goodput", "ttft:500", "--system", "chunked"], "needs --serve"),
         (["--goodput", "ttft:500", "--simulate", "h200"], "--model"),
         (["--goodput", "ttft:500", "--seeds", "0"], "--seeds"),

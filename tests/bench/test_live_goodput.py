@@ -12,7 +12,7 @@ from tests.api.serving import alive, wait_for, write_tiny_model
 
 BOTH = ["chunked:token_budget=256", "static-split"]
 # Bounds that hold however slow the machine is: both rates that are tried do.
-LOOSE = ["--goodput", "ttft:60000", "tbt:60000", "--start-rate", "40000"]
+LOOSE = ["--goodput", "ttft:60000", "tbt:60000", "--start-rate", "50000"]
 SMALL = ["--random-input-len", "40", "--random-output-len", "6", "--vocab-range", "3:128"]
 
 
@@ -49,7 +49,7 @@ def test_two_systems_on_servers_of_its_own(model, tmp_path):
     out = tmp_path / "found"
     words = [out, "--serve", model, "--trace", *LOOSE]
     with subprocess.Popen(command(*words, systems=BOTH), stderr=subprocess.PIPE, text=True) as p:
-        wait_for(lambda: list(out.glob("*-rate80000*.json")), 200)
+        wait_for(lambda: list(out.glob("*-rate100000*.json")), 200)
         servers = started_by(p)
         p.send_signal(signal.SIGINT)
         assert p.wait(60) == 130
@@ -60,7 +60,7 @@ def test_two_systems_on_servers_of_its_own(model, tmp_path):
     assert done.returncode == 0, done.stderr
     assert all(file.stat().st_mtime_ns == at for file, at in kept.items())
     found = json.loads((out / "summary.json").read_text())["goodput"]
-    assert {name: one["median"] for name, one in found.items()} == dict.fromkeys(BOTH, 80000)
+    assert {name: one["median"] for name, one in found.items()} == dict.fromkeys(BOTH, 100000)
     check_runs(runs(out))
     check_traces([json.loads(file.read_text()) for file in sorted(out.glob("*.trace.json"))])
 
@@ -87,7 +87,7 @@ def test_a_server_that_runs_already(thirdparty, tmp_path):
     done = run(tmp_path / "found", "--base-url", thirdparty.url, *LOOSE)
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "found" / "summary.json").read_text())["goodput"]
-    assert found["server"]["seeds"] == [80000]
+    assert found["server"]["seeds"] == [100000]
     assert {one["model_id"] for one in runs(tmp_path / "found")} == {"org/tiny"}
 
 

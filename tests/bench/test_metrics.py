@@ -54,6 +54,15 @@ def test_distribution():
     assert values.percentiles == {50.0: 2.5, 99.0: pytest.approx(3.97)}
 
 
+def test_the_bound_on_ttft_may_grow_with_the_new_tokens():
+    """1 s, and half a second for each 1,024 tokens that are not in the prefix cache."""
+    slos = {"ttft": 1.0, "ttft_per_1k": 0.5}
+    late = {"tokens": (1.9,), "usage_prompt": 2048, "usage_output": 1}
+    attained = attain([record(**late), record(**late, usage_cached=1024)], slos)
+    assert attained.requests == {"ttft": 0.5}
+    assert attained.good == 1
+
+
 def test_an_empty_run_has_no_statistics():
     metrics = measure([], 0.0, {"ttft": 1.0, "tbt": 1.0})
     assert metrics.ttft == Distribution(0, None, None, None, None, dict.fromkeys((90, 95, 99)))

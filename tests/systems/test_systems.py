@@ -14,12 +14,14 @@ from twolane.engine.config import EngineConfig
 from twolane.engine.messages import Abort
 from twolane.engine.predict import machine_key, make_estimator
 from twolane.engine.simulated import SimulatedMachine
+from twolane.estimate.calibrated import Calibrated
 from twolane.estimate.catalog import ESTIMATORS
 from twolane.estimate.guard import ContentionGuard
 from twolane.estimate.solo_run import SoloRun
 from twolane.lanes.device import GPUS
 from twolane.lanes.sim import FixedDurations
 from twolane.model.shapes import SHAPES
+from twolane.slo import Slo
 from twolane.systems import SYSTEMS, defaults, describe, make_system
 from twolane.systems.plan import DecodeSteps, Hybrid, Launch, Plan, PlanError, PrefillSlice
 from twolane.vocabulary import EstimatorName
@@ -99,6 +101,23 @@ def test_nobody_is_overtaken_for_want_of_memory(name: str) -> None:
 def test_an_idle_engine_plans_nothing_and_wants_no_waking(name: str) -> None:
     sim = simulate(make_system(name), [(0.0, submit("a", 40, 3)), (0.01, Abort("nobody"))])
     assert sim.engine.plan() == Plan()
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_who_says_that_it_reads_no_slo_serves_the_same_under_any(name: str) -> None:
+    """The server's and a request's own, tight and loose; and who reads them is told apart."""
+    estimator = Calibrated(synthetic.profile(noise=0.01))
+
+    def served(server: Slo, own: Slo) -> object:
+        asked = [(0.02 * i, submit(f"r{i}", 90 + 240 * (i % 3), 12, slo=own)) for i in range(8)]
+        ran = simulate(make_system(name), asked, slo=server, estimator=estimator)
+        return ran.times, [(a.lane, a.name, a.units, a.requests) for a in ran.record.launches]
+
+    bounds = (Slo(ttft=0.01, tbt=0.006), Slo(ttft=9.0, tpot=0.02))
+    cases = [(Slo(), Slo()), *((one, Slo()) for one in bounds), *((Slo(), one) for one in bounds)]
+    runs = [served(server, own) for server, own in cases]
+    differ = any(ran != runs[0] for ran in runs)
+    assert differ == SYSTEMS[name].reads_slos
 
 
 def test_settings_are_read_from_text_and_refused_by_name() -> None:

@@ -280,9 +280,14 @@ def goodput(
     seeds: Annotated[
         int, typer.Option(help="Searches, each with arrivals of its own.", rich_help_panel=MEASURE)
     ] = 1,
+    seed: Annotated[int, typer.Option(help="The first of them.", rich_help_panel=MEASURE)] = 0,
     start_rate: Annotated[
         float, typer.Option(help="Requests a second to begin with.", rich_help_panel=MEASURE)
     ] = 1.0,
+    least_rate: Annotated[
+        float,
+        typer.Option(help="What holds only below is taken for 0.", rich_help_panel=MEASURE),
+    ] = 1e-3,
     tolerance: Annotated[
         float,
         typer.Option(
@@ -307,13 +312,17 @@ def goodput(
             vocab_range=options.token_range(vocab_range),
             num_warmups=num_warmups,
         )
+        slos, tbts = options.slos_and_tbts(goodput, more_slos)
         search = Search(
             target=goodput_cli.target(simulate, serve, model, tp, estimator, base_url),
             workload=WorkloadSpec(**workload),
-            slos=options.slos(goodput, more_slos),
+            slos=slos,
+            tbts=tbts,
             attainment=attainment,
             seeds=seeds,
+            seed=seed,
             start_rate=start_rate,
+            least_rate=least_rate,
             tolerance=tolerance,
         )
         try:

@@ -22,9 +22,19 @@ _DRAIN_SECONDS = 1.0
 _PROBE_SECONDS = 0.01
 
 
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
 class _Usage(msgspec.Struct):
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
+    prompt_tokens_details: _Details | None = None
+
+    @property
+    def cached_tokens(self) -> int | None:
+        """Of the prompt, in the prefix cache."""
+        return self.prompt_tokens_details.cached_tokens if self.prompt_tokens_details else None
 
 
 class _Delta(msgspec.Struct):
@@ -228,6 +238,7 @@ class Client:
             token_times=tuple(at - start for at in answer.token_times()),
             usage_prompt=answer.usage.prompt_tokens,
             usage_output=answer.usage.completion_tokens,
+            usage_cached=answer.usage.cached_tokens,
             text="".join(answer.text),
         )
 

@@ -12,6 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from twolane.bench import style
+from twolane.bench.metrics import bound_words, bounded
 from twolane.bench.saved import Run, Saved
 
 NAMES = {"ttft": "TTFT", "tbt": "TBT", "tpot": "TPOT", "e2el": "E2E", "itl": "TBT"}
@@ -40,7 +41,8 @@ def goodput(saved: Saved) -> Figure:
         axes.text(one["most"] + 0.02 * most, row, text, va="center", fontweight="bold")
     axes.set(yticks=range(len(found)), yticklabels=found, xlabel="goodput, requests/s")
     search = saved.found[0].search
-    slos = ", ".join(f"{NAMES[slo]} within {1e3 * v:g} ms" for slo, v in search["slos"].items())
+    bounds = {slo: 1e3 * bound for slo, bound in search["slos"].items()}
+    slos = ", ".join(f"{NAMES[slo]} within {bound_words(slo, bounds)}" for slo in bounded(bounds))
     axes.set_title(f"{100 * search['attainment']:g} % of each: {slos}")
     axes.set_xlim(0, most * 1.35)
     axes.invert_yaxis()
@@ -63,7 +65,7 @@ def latency_by_rate(saved: Saved) -> Figure:
         axes.set(xscale="log", yscale="log", xlabel="requests/s")
         axes.set_title(f"{percentile.upper()} {NAMES[metric]}, ms{_hollow(lines)}")
         style.plain_ticks(axes)
-        if (slo := saved.slos.get("tbt" if metric == "itl" else metric)) is not None:
+        if (slo := saved.flat.get("tbt" if metric == "itl" else metric)) is not None:
             style.bound(axes, slo, f"SLO {slo:g} ms")
         _label(axes, saved, lines)
     return figure
@@ -71,7 +73,7 @@ def latency_by_rate(saved: Saved) -> Figure:
 
 def attainment_by_rate(saved: Saved) -> Figure:
     """The share that kept each SLO against the rate; a panel for each SLO."""
-    names = list(saved.slos)
+    names = bounded(saved.slos)
     if not names:
         raise Lacking("needs runs with SLOs, the same for all: `--goodput ttft:1000 tbt:50`")
     figure, panels = style.new(1, len(names), width=5.5 * len(names))
@@ -82,7 +84,7 @@ def attainment_by_rate(saved: Saved) -> Figure:
         axes.set(xscale="log", xlabel="requests/s", ylim=(max(-3.0, least - 5), 101))
         what = "gaps" if name == "tbt" else "requests"
         axes.set_title(
-            f"% of {what} with {NAMES[name]} within {saved.slos[name]:g} ms{_hollow(lines)}"
+            f"% of {what} with {NAMES[name]} within {bound_words(name, saved.slos)}{_hollow(lines)}"
         )
         style.plain_ticks(axes)
         style.bound(axes, 100 * saved.attainment, f"needed: {saved.attainment:.0%}")
@@ -108,7 +110,7 @@ def distributions(saved: Saved) -> Figure:
         axes.set(xscale="log", ylim=(0, 101))
         axes.set_title(f"{NAMES[metric]}, ms")
         style.plain_ticks(axes)
-        if (slo := saved.slos.get("tbt" if metric == "itl" else metric)) is not None:
+        if (slo := saved.flat.get("tbt" if metric == "itl" else metric)) is not None:
             style.bound(axes, slo, f"SLO {slo:g}", upright=True)
     panels[0].set_ylabel("% of requests (TBT: of gaps) within")
     figure.suptitle(note, fontsize=9, x=0.99, ha="right")

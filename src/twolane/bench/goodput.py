@@ -2,19 +2,31 @@
 
 An SLO holds when at least `attainment` of the requests sent kept it; that of TBT counts gaps, not
 requests. With 0.99 this is "P99 within the bound". A search is one pattern of arrivals (seed,
-requests, trace offset), stretched or pressed together to a rate, the same for all systems; between
-a rate that holds and one that does not, the next one is their geometric mean.
+requests, trace offset), stretched or pressed together to a rate, the same for all systems. Rates
+stand on a grid, so many to an octave that two neighbours are within the tolerance: all systems are
+tried at the same ones.
+
+Several bounds on TBT make several searches, loosest first: each begins where the last one ended,
+and a run of a system that does not read the SLOs answers all of them.
 """
 
 import itertools
 import math
 import statistics
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
-from twolane.bench.metrics import DEFAULT_PERCENTILES, Metrics, keeps
+from twolane.bench.metrics import (
+    DEFAULT_PERCENTILES,
+    Metrics,
+    bound_for,
+    bounded,
+    keeps,
+)
 from twolane.bench.record import Record
 from twolane.bench.result import Result
 from twolane.bench.summary import result_dict
@@ -37,12 +49,24 @@ class Search(msgspec.Struct, frozen=True, kw_only=True):
     workload: WorkloadSpec
     """Without rate and seed, which each run has of its own."""
     slos: dict[str, float]
-    """Bounds in seconds by name (`metrics.SLO_NAMES`)."""
+    """Bounds in seconds by name (`metrics.SLO_NAMES`, `TTFT_PER_1K`)."""
+    tbts: tuple[float, ...] = ()
+    """Bounds on TBT in seconds, each searched in a folder of its own; with several, `slos` has
+    none."""
     attainment: float = 0.99
     seeds: int = 1
+    seed: int = 0
+    """The first of them."""
     start_rate: float = 1.0
+    least_rate: float = LOWEST
+    """What holds only below that is not looked for: goodput is 0."""
     tolerance: float = 0.02
     """The search ends when the rate that fails is at most this share above the one that holds."""
+
+    @property
+    def octave(self) -> int:
+        """Rates of the grid from one to its double."""
+        return math.ceil(1 / math.log2(1 + self.tolerance) - 1e-9)
 
     @property
     def percentiles(self) -> tuple[float, ...]:
@@ -55,20 +79,43 @@ class Search(msgspec.Struct, frozen=True, kw_only=True):
         Raises:
             OptionError: naming the option.
         """
-        if not self.slos:
+        if not bounded(self.slos) and not self.tbts:
             raise OptionError("--goodput", "name the SLOs, such as ttft:1000 tbt:50")
         if not 0 < self.attainment <= 1:
             raise OptionError("--attainment", f"must be in (0, 1], not {self.attainment}")
+        if self.tbts and ("tbt" in self.slos or min(self.tbts) <= 0):
+            raise OptionError("--goodput", "several bounds of tbt: each once, and above 0")
         if self.seeds < 1:
             raise OptionError("--seeds", f"must be positive, not {self.seeds}")
-        if not LOWEST <= self.start_rate <= HIGHEST:
-            raise OptionError("--start-rate", f"must be in [{LOWEST}, {HIGHEST:g}]")
+        if not LOWEST <= self.least_rate <= self.start_rate <= HIGHEST:
+            problem = f"must be in [{LOWEST}, {HIGHEST:g}], and --least-rate not above it"
+            raise OptionError("--start-rate", problem)
         if not 0 < self.tolerance < 1:
             raise OptionError("--tolerance", f"must be in (0, 1), not {self.tolerance}")
+
+    def points(self, folder: Path) -> list["Point"]:
+        """Each bound on TBT as a search of its own, loosest first; or this one."""
+        if not self.tbts:
+            return [Point(self, folder)]
+        one = {tbt: {**self.slos, "tbt": tbt} for tbt in sorted(set(self.tbts), reverse=True)}
+        return [
+            Point(
+                msgspec.structs.replace(self, slos=slos, tbts=()),
+                folder / f"tbt{tbt * 1e3:g}ms",
+            )
+            for tbt, slos in one.items()
+        ]
 
     def at(self, rate: float, seed: int) -> WorkloadSpec:
         """The workload of one run."""
         return msgspec.structs.replace(self.workload, request_rate=rate, seed=seed)
+
+
+class Point(NamedTuple):
+    """A search with one set of SLOs, and the folder of its runs."""
+
+    search: Search
+    folder: Path
 
 
 class Trial(msgspec.Struct, frozen=True):
@@ -87,32 +134,75 @@ class Trial(msgspec.Struct, frozen=True):
 
 
 class Hopeless:
-    """Tells when a run can no longer hold, whatever comes.
+    """Tells when a run can no longer hold, whatever comes, under any of several sets of SLOs.
 
     Args:
         workload: all that is sent.
+        points: sets of SLOs, bounds in seconds by name; they differ in TBT alone.
+        attainment: the share that must keep each.
     """
 
     def __init__(
-        self, workload: Sequence[TraceRequest], slos: dict[str, float], attainment: float
+        self,
+        workload: Sequence[TraceRequest],
+        points: Sequence[dict[str, float]],
+        attainment: float,
     ) -> None:
         gaps = sum(request.output_tokens - 1 for request in workload)
-        self._slos = slos
-        self._spare = {
-            name: _spare(gaps if name == "tbt" else len(workload), attainment) for name in slos
-        }
+        self._workload = workload
+        self._points = points
+        self._late: set[int] = set()
+        self._least = min((slos["tbt"] for slos in points if "tbt" in slos), default=math.inf)
+        self._gaps: dict[int, int] = {}
+        self._spare = [
+            {
+                name: _spare(gaps if name == "tbt" else len(workload), attainment)
+                for name in bounded(slos)
+            }
+            for slos in points
+        ]
         """Misses that each SLO can still bear."""
+
+    def tokens(self, index: int, times: Sequence[float], new: int) -> bool:
+        """Whether it is hopeless now that so many new tokens of a request came; `times` has those
+        of all its tokens. Gaps are counted at once, and a first token that is late even if all of
+        its prompt was new; everything else when the request has ended."""
+        if len(times) == new and self._is_late(index, times[0]):
+            self._late.add(index)
+            for spare in self._spare:
+                spare["ttft"] -= 1
+        late = [b - a for a, b in pairwise(times[-new - 1 :]) if b - a > self._least]
+        self._gaps[index] = len(times) - 1
+        for slos, spare in zip(self._points, self._spare, strict=True) if late else ():
+            if "tbt" in slos:
+                spare["tbt"] -= sum(gap > slos["tbt"] for gap in late)
+        return self._now
+
+    def _is_late(self, index: int, at: float) -> bool:
+        slos, asked = self._points[0], self._workload[index]
+        if "ttft" not in slos:
+            return False
+        return at - (asked.arrival or 0.0) > bound_for(asked.prompt_tokens, "ttft", slos)
 
     def __call__(self, record: Record) -> bool:
         """Whether it is hopeless now that this request has ended."""
-        for name, bound in self._slos.items():
-            if name != "tbt":
-                self._spare[name] -= not keeps(record, name, bound)
-            elif record.ok:
-                self._spare[name] -= sum(gap > bound for gap in record.gaps)
-            else:
-                self._spare[name] -= max(record.asked_output - 1, 0)
-        return min(self._spare.values()) < 0
+        gaps = record.gaps[self._gaps.pop(record.index, 0) :]
+        for slos, spare in zip(self._points, self._spare, strict=True):
+            for name in spare:
+                bound = bound_for(record.new_tokens, name, slos)
+                if name == "ttft" and record.index in self._late:
+                    continue
+                if name != "tbt":
+                    spare[name] -= not keeps(record, name, bound)
+                elif record.ok:
+                    spare[name] -= sum(gap > bound for gap in gaps)
+                else:
+                    spare[name] -= max(record.asked_output - 1, 0)
+        return self._now
+
+    @property
+    def _now(self) -> bool:
+        return all(min(spare.values()) < 0 for spare in self._spare)
 
 
 def _spare(owed: int, attainment: float) -> int:
@@ -122,36 +212,56 @@ def _spare(owed: int, attainment: float) -> int:
 def shares(metrics: Metrics, slos: dict[str, float]) -> dict[str, float | None]:
     """The share that kept each SLO: of requests sent, for TBT of the gaps owed."""
     attained = metrics.attainment
-    return {name: attained.gaps if name == "tbt" else attained.requests[name] for name in slos}
+    return {
+        name: attained.gaps if name == "tbt" else attained.requests[name] for name in bounded(slos)
+    }
 
 
-def highest(holds: Callable[[float], bool | None], start: float, tolerance: float) -> float:
-    """The highest rate that holds, 0 if none does: bracketing by doubling, then bisection.
+def highest(
+    holds: Callable[[float], bool | None],
+    start: float,
+    octave: int,
+    near: float | None = None,
+    floor: float = LOWEST,
+) -> float:
+    """The highest rate that holds, 0 if none does: bracketing by longer and longer strides, then
+    bisection, on the grid start · 2^(i / octave).
 
-    `holds` says None if the rate fails and lower ones would, too.
+    Args:
+        holds: whether a rate does; None if it fails and lower ones would, too.
+        start: requests a second to begin with.
+        octave: rates of the grid from one to its double.
+        near: a rate of the grid to begin at instead, next to which the answer may be.
+        floor: the lowest rate that is tried.
     """
-    low, high, rate = 0.0, math.inf, start
-    while LOWEST <= rate <= HIGHEST and (not low or math.isinf(high)):
-        verdict = holds(rate)
-        if verdict is None and not low:
-            return low
+    least = math.ceil(octave * math.log2(floor / start) - 1e-9)
+    most = math.floor(octave * math.log2(HIGHEST / start) + 1e-9)
+    i, stride = 0, octave
+    if near:
+        i, stride = round(octave * math.log2(near / start)), 1
+    low: int | None = None
+    high: int | None = None
+    while low is None or high is None or high - low > 1:
+        verdict = holds(start * 2 ** (i / octave))
         if verdict:
-            low, rate = rate, rate * 2
+            low = i
+        elif verdict is None and low is None:
+            return 0.0
         else:
-            high, rate = rate, rate / 2
-    if not low or math.isinf(high):
-        return low
-    while high > low * (1 + tolerance):
-        rate = math.sqrt(low * high)
-        if holds(rate):
-            low = rate
+            high = i
+        if i == (most if verdict else least):
+            break
+        if low is not None and high is not None:
+            i = (low + high) // 2
         else:
-            high = rate
-    return low
+            i = min(i + stride, most) if verdict else max(i - stride, least)
+            stride *= 2
+    return 0.0 if low is None else start * 2 ** (low / octave)
 
 
-Run = Callable[[str, WorkloadSpec], tuple[Result, bool]]
-"""Serves a workload with a system: the result, and whether it was ended as hopeless."""
+Run = Callable[[str, WorkloadSpec, Sequence[dict[str, float]]], tuple[Result, bool]]
+"""Serves a workload with a system that is told the first of these sets of SLOs: the result, and
+whether it was ended because all of them were hopeless."""
 
 
 def find(
@@ -159,33 +269,50 @@ def find(
     systems: Sequence[str],
     run: Run,
     folder: Path,
-    tell: Callable[[Trial], None] = lambda trial: None,
-) -> dict[str, list[float]]:
-    """Search for each system and seed; one file a run, and a summary after each search.
+    tell: Callable[[Trial, dict[str, float]], None] = lambda trial, slos: None,
+    reads_slos: Callable[[str], bool] = lambda system: True,
+) -> list[dict[str, list[float]]]:
+    """Search for each system, point and seed; one file a run, and a summary after each search.
 
     A system whose settings list several values (`variants`) is searched with each. Runs that the
     folder has already are not repeated.
 
+    Args:
+        reads_slos: False for a system that serves the same under any: a run tells of all points.
+
     Returns:
-        Goodput in requests a second, by system, seed by seed.
+        For each of `search.points`: goodput in requests a second, by system, seed by seed.
 
     Raises:
         OptionError: an option is wrong, or the folder holds another search.
     """
     search.check()
-    _open_folder(search, folder)
-    found: dict[str, list[float]] = {}
+    points = search.points(folder)
+    for point in points:
+        _open_folder(point)
+    found: list[dict[str, list[float]]] = [{} for _ in points]
     for system in dict.fromkeys(one for asked in systems for one in variants(asked)):
-        for seed in range(search.seeds):
+        for i, point in enumerate(points):
+            answered = [point] if reads_slos(system) else points[i:]
+            for turn, seed in enumerate(range(search.seed, search.seed + search.seeds)):
 
-            def holds(rate: float, system: str = system, seed: int = seed) -> bool | None:
-                trial = _trial(search, system, seed, rate, run, folder)
-                tell(trial)
-                return None if trial.alone and not trial.holds else trial.holds
+                def holds(
+                    rate: float,
+                    system: str = system,
+                    seed: int = seed,
+                    points: Sequence[Point] = answered,
+                ) -> bool | None:
+                    trial = _trial(points, system, seed, rate, run)
+                    tell(trial, points[0].search.slos)
+                    return None if trial.alone and not trial.holds else trial.holds
 
-            rate = highest(holds, search.start_rate, search.tolerance)
-            found.setdefault(system, []).append(rate)
-            _save(folder / "summary.json", summary(search, found, tuned(systems, found)))
+                before = [one[system][turn] for one in found[:i]][::-1]
+                near = next(filter(None, before + found[i].get(system, [])[::-1]), None)
+                begin, least = search.start_rate, search.least_rate
+                rate = highest(holds, begin, search.octave, near, least)
+                found[i].setdefault(system, []).append(rate)
+                content = summary(point.search, found[i], tuned(systems, found[i]))
+                _save(point.folder / "summary.json", content)
     return found
 
 
@@ -228,21 +355,40 @@ def summary(
     }
 
 
-def _trial(search: Search, system: str, seed: int, rate: float, run: Run, folder: Path) -> Trial:
-    """Of the run at that rate, which the folder may have already."""
-    path = folder / f"{file_name(system)}-seed{seed}-rate{rate:.5f}.json"
+def _trial(points: Sequence[Point], system: str, seed: int, rate: float, run: Run) -> Trial:
+    """Of the run at that rate, which the first point's folder may have already. The others, which
+    it answers as well, get theirs."""
+    name = f"{file_name(system)}-seed{seed}-rate{rate:.5f}.json"
+    path = points[0].folder / name
     if path.exists():
         saved = msgspec.json.decode(path.read_bytes(), type=_SavedRun)
         if saved.trial.system == system:
             return saved.trial
-    result, hopeless = run(system, search.at(rate, seed))
-    kept = shares(result.metrics, search.slos)
-    holds = not hopeless and all((share or 0.0) >= search.attainment for share in kept.values())
-    alone = result.metrics.max_concurrent <= 1
-    trial = Trial(system, seed, rate, holds, hopeless, kept, alone)
+    asked = [point.search.slos for point in points]
+    result, hopeless = run(system, points[0].search.at(rate, seed), asked)
+    trials = [_keep(point, name, system, result, hopeless) for point in points]
+    return trials[0]
+
+
+def _keep(point: Point, name: str, system: str, result: Result, hopeless: bool) -> Trial:
+    """Save a run as one of this point's."""
+    slos, workload = point.search.slos, result.config.workload
+    config = msgspec.structs.replace(result.config, goodput=slos)
+    result = msgspec.structs.replace(result, config=config)
+    kept = shares(result.metrics, slos)
+    enough = all((share or 0.0) >= point.search.attainment for share in kept.values())
+    trial = Trial(
+        system=system,
+        seed=workload.seed,
+        rate=workload.request_rate or 0.0,
+        holds=enough and not hopeless,
+        hopeless=hopeless,
+        shares=kept,
+        alone=result.metrics.max_concurrent <= 1,
+    )
     known = GIVEN if result.simulated is None else GIVEN + LISTS
     report = {key: value for key, value in result_dict(result).items() if key not in known}
-    _save(path, {"trial": msgspec.to_builtins(trial), **report})
+    _save(point.folder / name, {"trial": msgspec.to_builtins(trial), **report})
     return trial
 
 
@@ -257,12 +403,13 @@ class _SavedRun(msgspec.Struct):
     trial: Trial
 
 
-def _open_folder(search: Search, folder: Path) -> None:
+def _open_folder(point: Point) -> None:
+    search, folder = point
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "search.json"
     if not path.exists():
         _save(path, msgspec.to_builtins(search))
-    elif msgspec.json.decode(path.read_bytes()) != msgspec.json.decode(msgspec.json.encode(search)):
+    elif msgspec.json.decode(path.read_bytes(), type=Search) != search:
         raise OptionError("--out", f"{folder} holds runs of another search; take another folder")
 
 

@@ -14,10 +14,12 @@ from rich.table import Table
 
 from twolane.bench import goodput, serve
 from twolane.bench.goodput import Hopeless, Run, Search, Trial
+from twolane.bench.metrics import TTFT_PER_1K, bound_words, bounded
 from twolane.bench.record import CONNECT, DISCONNECT, INTERRUPTED, Record
 from twolane.bench.result import BenchConfig, Result
 from twolane.bench.server import serving
 from twolane.bench.summary import first_errors
+from twolane.slo import Slo
 from twolane.vocabulary import EstimatorName
 from twolane.workload.spec import OptionError, WorkloadSpec
 
@@ -79,8 +81,8 @@ def find(
     """
     console = Console()
 
-    def tell(trial: Trial) -> None:
-        console.print(_line(trial), highlight=False)
+    def tell(trial: Trial, slos: dict[str, float]) -> None:
+        console.print(_line(trial, slos), highlight=False)
 
     with contextlib.ExitStack() as stack:
         names = list(systems) or [DEFAULT_SYSTEM]
@@ -90,22 +92,31 @@ def find(
             run = stack.enter_context(OwnServers(search, load, out, traces, console))
         else:
             names, run = [SERVER], server(search, load)
-        found = goodput.find(search, names, run, out, tell)
-        console.print(_table(search, found, goodput.tuned(names, found)))
+        found = goodput.find(search, names, run, out, tell, reads_slos)
+        for point, rates in zip(search.points(out), found, strict=True):
+            console.print(_table(point.search, rates, goodput.tuned(names, rates)))
+
+
+def reads_slos(system: str) -> bool:
+    """Whether a system serves differently under other SLOs; a running server is told none."""
+    from twolane.systems import SYSTEMS
+
+    kind = SYSTEMS.get(parse_system(system)[0])
+    return kind.reads_slos if kind is not None else system != SERVER
 
 
 def server(search: Search, load: BenchConfig) -> Run:
     """Runs against the server that listens at the target's address."""
     url, model = search.target["base_url"], search.target["model"]
     load = msgspec.structs.replace(load, base_url=url, model=model)
-    return lambda system, workload: measure(search, load, workload)
+    return lambda system, workload, points: measure(search, load, workload, points)
 
 
 class OwnServers:
     """Runs against servers that are started for it, one system after the other.
 
     A system's server is started when the first run that is missing needs it, and stopped when the
-    next system's turn comes or the block ends.
+    next system's turn comes, or that of other SLOs that the system reads, or the block ends.
     """
 
     def __init__(
@@ -113,7 +124,7 @@ class OwnServers:
     ) -> None:
         self._search, self._load, self._out = search, load, out
         self._traces, self._console = traces, console
-        self._system: str | None = None
+        self._serves: tuple[str, list[str]] | None = None
         self._running = contextlib.ExitStack()
 
     def __enter__(self) -> "OwnServers":
@@ -122,33 +133,38 @@ class OwnServers:
     def __exit__(self, *failure: object) -> None:
         self._running.close()
 
-    def __call__(self, system: str, workload: WorkloadSpec) -> tuple[Result, bool]:
+    def __call__(
+        self, system: str, workload: WorkloadSpec, points: Sequence[dict[str, float]]
+    ) -> tuple[Result, bool]:
         """One run; see `goodput.Run`.
 
         Raises:
             BenchError: the server does not start, or ended in the middle.
         """
-        if system != self._system:
-            self._start(system)
+        flags = slo_flags(points[0] if reads_slos(system) else self._search.slos)
+        if (system, flags) != self._serves:
+            self._start(system, flags)
         load = msgspec.structs.replace(self._load, base_url=self._server.url)
         try:
-            result, hopeless = measure(self._search, load, workload)
+            result, hopeless = measure(self._search, load, workload, points)
         finally:
             self._server.check()
         return msgspec.structs.replace(result, server=self._server.announcement), hopeless
 
-    def _start(self, system: str) -> None:
+    def _start(self, system: str, flags: list[str]) -> None:
         self._running.close()
-        self._system = None
-        name, log = goodput.file_name(system), self._out / f"{goodput.file_name(system)}.log"
-        arguments = [*shlex.split(str(self._search.target["serve"])), *system_flags(system)]
-        arguments += slo_flags(self._search.slos)
+        self._serves = None
+        name = goodput.file_name(system)
+        if self._search.tbts and reads_slos(system):
+            name += flags[-1].removeprefix("--slo")
+        log = self._out / f"{name}.log"
+        arguments = [*shlex.split(str(self._search.target["serve"])), *system_flags(system), *flags]
         if self._traces:
             arguments += ["--trace", str(self._out / f"{name}.trace.json")]
         self._console.print(f"{system}: starting a server, log in {log}", highlight=False)
         self._server = self._running.enter_context(serving(arguments, log))
         self._console.print(self._server.announcement, highlight=False)
-        self._system = system
+        self._serves = system, flags
 
 
 def system_flags(system: str) -> list[str]:
@@ -159,13 +175,15 @@ def system_flags(system: str) -> list[str]:
 
 
 def slo_flags(slos: dict[str, float]) -> list[str]:
-    """Bounds as flags of `twolane serve`, which has none for a whole request."""
-    bounds = {name: bound for name, bound in slos.items() if name != "e2el"}
-    return [f"--slo-{name}-ms={bound * 1e3:g}" for name, bound in bounds.items()]
+    """Bounds as flags of `twolane serve`, which has none for a whole request; TBT comes last."""
+    names = sorted(slos.keys() - {"e2el"}, key=lambda name: name == "tbt")
+    return [f"--slo-{name.replace('_', '-')}-ms={slos[name] * 1e3:g}" for name in names]
 
 
-def measure(search: Search, load: BenchConfig, workload: WorkloadSpec) -> tuple[Result, bool]:
-    """One run over HTTP, ended when it is hopeless.
+def measure(
+    search: Search, load: BenchConfig, workload: WorkloadSpec, points: Sequence[dict[str, float]]
+) -> tuple[Result, bool]:
+    """One run over HTTP, ended when it is hopeless for all sets of SLOs.
 
     Each rate has prompts of its own, the same for all systems: a server that has seen those of
     the last run would find them in its prefix cache.
@@ -176,11 +194,11 @@ def measure(search: Search, load: BenchConfig, workload: WorkloadSpec) -> tuple[
     config = msgspec.structs.replace(
         load,
         workload=workload,
-        goodput=search.slos,
+        goodput=points[0],
         percentiles=search.percentiles,
         prompt_seed=zlib.crc32(f"{workload.seed} {workload.request_rate}".encode()),
     )
-    hopeless = Hopeless(workload.build(), search.slos, search.attainment)
+    hopeless = Hopeless(workload.build(), points, search.attainment)
 
     async def main() -> Result:
         stop = asyncio.Event()
@@ -203,33 +221,38 @@ def simulation(search: Search) -> Run:
     """Runs on simulated GPUs; the systems know the SLOs."""
     from twolane.engine.config import EngineConfig
     from twolane.simulate import SimulateConfig, simulate
-    from twolane.slo import Slo
 
-    slo = Slo(**{name: bound for name, bound in search.slos.items() if name != "e2el"})
     where = msgspec.convert(search.target, _Simulated)
 
-    def run(system: str, workload: WorkloadSpec) -> tuple[Result, bool]:
+    def run(
+        system: str, workload: WorkloadSpec, points: Sequence[dict[str, float]]
+    ) -> tuple[Result, bool]:
         name, settings = parse_system(system)
         asked = SimulateConfig(
             engine=EngineConfig(
                 model=where.model,
                 system=name,
                 options=settings,
-                slo=slo,
+                slo=slo_of(points[0]),
                 estimator=where.estimator,
             ),
             gpu=where.simulate,
             tp=where.tp,
-            bench=BenchConfig(
-                workload=workload, goodput=search.slos, percentiles=search.percentiles
-            ),
+            bench=BenchConfig(workload=workload, goodput=points[0], percentiles=search.percentiles),
         )
         requests = workload.build()
-        hopeless = Hopeless(requests, search.slos, search.attainment)
-        result = simulate(asked, requests, hopeless).result
+        hopeless = Hopeless(requests, points, search.attainment)
+        result = simulate(asked, requests, hopeless, hopeless.tokens).result
         return result, result.interrupted
 
     return run
+
+
+def slo_of(slos: dict[str, float]) -> Slo:
+    """What the systems are told."""
+    per_token = slos.get(TTFT_PER_1K, 0.0) / 1024
+    bounds = {name: slos.get(name) for name in ("ttft", "tbt", "tpot")}
+    return Slo(**bounds, ttft_per_token=per_token)
 
 
 class _Simulated(msgspec.Struct):
@@ -257,17 +280,19 @@ def parse_system(text: str) -> tuple[str, dict[str, str]]:
     return name, settings
 
 
-def _line(trial: Trial) -> str:
+def _line(trial: Trial, slos: dict[str, float]) -> str:
     verdict = "holds" if trial.holds else "fails (ended early)" if trial.hopeless else "fails"
     kept = ", ".join(
         f"{name} {'-' if share is None else format(share, '.2%')}"
         for name, share in trial.shares.items()
     )
-    return f"{trial.system}, seed {trial.seed}: {trial.rate:.3f} req/s {verdict} ({kept})"
+    tbt = f", tbt {slos['tbt'] * 1e3:g} ms" if "tbt" in slos else ""
+    return f"{trial.system}{tbt}, seed {trial.seed}: {trial.rate:.3f} req/s {verdict} ({kept})"
 
 
 def _table(search: Search, found: dict[str, list[float]], best: dict[str, str]) -> Table:
-    bounds = ", ".join(f"{name} {bound * 1e3:g} ms" for name, bound in search.slos.items())
+    in_ms = {name: bound * 1e3 for name, bound in search.slos.items()}
+    bounds = ", ".join(f"{name} {bound_words(name, in_ms)}" for name in bounded(in_ms))
     table = Table(title=f"Goodput at {search.attainment:.1%}: {bounds}", title_justify="left")
     for head in ("System", "Requests/s (median)", "Range"):
         table.add_column(head, justify="left" if head == "System" else "right")

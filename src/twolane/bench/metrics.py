@@ -26,6 +26,9 @@ from twolane.bench.record import Record
 
 SLO_NAMES = ("ttft", "tbt", "tpot", "e2el")
 """What an SLO can bound: vLLM's names, and `tbt` for every gap of a request."""
+TTFT_PER_1K = "ttft_per_1k"
+"""Beside `ttft`: seconds that are added to its bound for each 1,024 prompt tokens that the server
+did not have in its prefix cache (Drift §5.1: 1 s)."""
 DEFAULT_PERCENTILES = (90.0, 95.0, 99.0)
 LAG_PERCENTILES = (99.0,)
 """Of the client's own lags, whatever percentiles are asked of the server."""
@@ -113,7 +116,7 @@ def measure(
     Args:
         records: one for each request sent.
         duration: seconds from the start of the run to its last outcome.
-        slos: bounds in seconds by name, of `SLO_NAMES`.
+        slos: bounds in seconds by name, of `SLO_NAMES`; `TTFT_PER_1K` beside `ttft`.
         percentiles: in percent.
     """
     done = [record for record in records if record.ok]
@@ -146,17 +149,36 @@ def measure(
 
 def attain(records: Sequence[Record], slos: Mapping[str, float]) -> Attainment:
     """Attainment of each SLO, of all of them, and of TBT by the gap, over the requests sent."""
+    names = bounded(slos)
     kept = [
-        {name: keeps(record, name, bound) for name, bound in slos.items()} for record in records
+        {name: keeps(record, name, bound_for(record.new_tokens, name, slos)) for name in names}
+        for record in records
     ]
     good = sum(all(one.values()) for one in kept) if slos else 0
     sent = len(records)
     return Attainment(
-        requests={name: sum(k[name] for k in kept) / sent if sent else None for name in slos},
+        requests={name: sum(k[name] for k in kept) / sent if sent else None for name in names},
         together=good / sent if sent and slos else None,
         gaps=gap_attainment(records, slos["tbt"]) if "tbt" in slos else None,
         good=good,
     )
+
+
+def bounded(slos: Mapping[str, float]) -> list[str]:
+    """The latencies that these SLOs bound."""
+    return [name for name in slos if name != TTFT_PER_1K]
+
+
+def bound_for(new_tokens: int, name: str, slos: Mapping[str, float]) -> float:
+    """The bound on one latency of a request with so many new prompt tokens, in seconds."""
+    more = slos.get(TTFT_PER_1K, 0.0) * new_tokens / 1024 if name == "ttft" else 0.0
+    return slos[name] + more
+
+
+def bound_words(name: str, slos_ms: Mapping[str, float]) -> str:
+    """A bound to read; `slos_ms` in milliseconds."""
+    more = slos_ms.get(TTFT_PER_1K) if name == "ttft" else None
+    return f"{slos_ms[name]:g} ms" + (f" + {more:g} per 1K new tokens" if more else "")
 
 
 def keeps(record: Record, slo: str, bound: float) -> bool:

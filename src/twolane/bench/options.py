@@ -150,7 +150,7 @@ Goodput = Annotated[
     typer.Option(
         metavar="NAME:MS",
         help="SLOs in milliseconds: ttft, tbt (every gap), tpot, e2el. Several as "
-        "--goodput ttft:500 tbt:50.",
+        "--goodput ttft:500 tbt:50. ttft-per-1k is added to ttft for each 1,024 new prompt tokens.",
         rich_help_panel=MEASURE,
     ),
 ]
@@ -237,16 +237,31 @@ def number(option: str, text: str) -> float:
 
 def slos(texts: list[str] | None, more: list[str] | None) -> dict[str, float]:
     """`name:ms` texts, each possibly several separated by spaces or commas, as seconds."""
-    if more and not texts:
-        raise typer.BadParameter(f"unexpected: {' '.join(more)}")
-    words = [
-        one for text in [*(texts or []), *(more or [])] for one in text.replace(",", " ").split()
-    ]
-    pairs = [pair("--goodput", one, ":") for one in words]
+    given = [pair("--goodput", one, ":") for one in _words(texts, more)]
+    pairs = [(name.replace("-", "_"), value) for name, value in given]
     names = [name for name, _ in pairs]
     if len(set(names)) < len(names):
         raise typer.BadParameter(f"--goodput: given twice: {', '.join(sorted(names))}")
     return {name: number("--goodput", value) / 1e3 for name, value in pairs}
+
+
+def _words(texts: list[str] | None, more: list[str] | None) -> list[str]:
+    if more and not texts:
+        raise typer.BadParameter(f"unexpected: {' '.join(more)}")
+    return " ".join([*(texts or []), *(more or [])]).replace(",", " ").split()
+
+
+def slos_and_tbts(
+    texts: list[str] | None, more: list[str] | None
+) -> tuple[dict[str, float], tuple[float, ...]]:
+    """As `slos`, where `tbt:9/12/21` lists several bounds: they are the second value."""
+    words = _words(texts, more)
+    several = [word for word in words if word.startswith("tbt:") and "/" in word]
+    rest = slos([word for word in words if word not in several], None)
+    if several and ("tbt" in rest or len(several) > 1):
+        raise typer.BadParameter("--goodput: given twice: tbt")
+    listed = several[0].removeprefix("tbt:").split("/") if several else []
+    return rest, tuple(number("--goodput", one) / 1e3 for one in listed)
 
 
 def percentiles(text: str) -> tuple[float, ...]:

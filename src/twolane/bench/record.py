@@ -47,6 +47,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     """Prompt tokens by the server's count."""
     usage_output: int | None = None
     """Output tokens by the server's count."""
+    usage_cached: int | None = None
+    """Prompt tokens that the server found in its prefix cache, by its count."""
     text: str = ""
 
     @property
@@ -63,6 +65,11 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     def output_tokens(self) -> int:
         """By the server's count where it gives one, else the chunks, which is a lower bound."""
         return len(self.token_times) if self.usage_output is None else self.usage_output
+
+    @property
+    def new_tokens(self) -> int:
+        """Prompt tokens that the server had to compute; all, unless it says otherwise."""
+        return self.prompt_tokens - (self.usage_cached or 0)
 
     @property
     def lag(self) -> float:

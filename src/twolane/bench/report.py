@@ -13,6 +13,7 @@ import twolane
 from twolane.bench import style, timelines, tracefile
 from twolane.bench.figures import RESULTS, Lacking
 from twolane.bench.goodput import file_name
+from twolane.bench.metrics import bound_words, bounded
 from twolane.bench.saved import Run, Saved
 from twolane.workload.spec import OptionError
 
@@ -170,7 +171,8 @@ def setting(saved: Saved) -> list[str]:
     for found in saved.found:
         work = found.search["workload"]
         asked = ", ".join(f"{k} {v}" for k, v in work.items() if v is not None and k != "seed")
-        slos = ", ".join(f"{n} {1e3 * v:g} ms" for n, v in found.search["slos"].items())
+        bounds = {name: 1e3 * bound for name, bound in found.search["slos"].items()}
+        slos = ", ".join(f"{name} {bound_words(name, bounds)}" for name in bounded(bounds))
         share = f"{found.search['attainment']:.1%} keep each of {slos}"
         lines.append(f"Workload: {asked}; {found.search['seeds']} seeds; {share}")
     runs = [run for run in saved.runs if "trial" not in run.data]

@@ -6,7 +6,14 @@ from typing import Literal
 
 import msgspec
 
-from twolane.bench.metrics import DEFAULT_PERCENTILES, SLO_NAMES, Distribution, Metrics, measure
+from twolane.bench.metrics import (
+    DEFAULT_PERCENTILES,
+    SLO_NAMES,
+    TTFT_PER_1K,
+    Distribution,
+    Metrics,
+    measure,
+)
 from twolane.bench.record import Record
 from twolane.workload.prompts import TokenRange
 from twolane.workload.spec import OptionError, WorkloadSpec
@@ -43,7 +50,7 @@ class BenchConfig(msgspec.Struct, frozen=True, kw_only=True):
     timeout: float = 600.0
     """Seconds for one request."""
     goodput: dict[str, float] = {}
-    """SLOs: bounds in seconds by name (`metrics.SLO_NAMES`)."""
+    """SLOs: bounds in seconds by name (`metrics.SLO_NAMES`; `TTFT_PER_1K` beside `ttft`)."""
     percentiles: tuple[float, ...] = DEFAULT_PERCENTILES
 
     @property
@@ -101,9 +108,11 @@ class BenchConfig(msgspec.Struct, frozen=True, kw_only=True):
         clash = sorted(_OWN_FIELDS & self.extra_body.keys())
         if clash:
             raise OptionError("--extra-body", f"{', '.join(clash)}: set by other options")
+        if TTFT_PER_1K in self.goodput and "ttft" not in self.goodput:
+            raise OptionError("--goodput", "ttft-per-1k is added to ttft: give that, too")
         for name, bound in self.goodput.items():
-            if name not in SLO_NAMES:
-                known = ", ".join(SLO_NAMES)
+            if name not in (*SLO_NAMES, TTFT_PER_1K):
+                known = ", ".join((*SLO_NAMES, "ttft-per-1k"))
                 raise OptionError("--goodput", f"{name!r} is not one of {known}")
             if not bound > 0:
                 raise OptionError("--goodput", f"the bound of {name} must be positive")

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from twolane.bench.metrics import TTFT_PER_1K, bounded
 from twolane.workload.spec import OptionError
 
 
@@ -94,6 +95,12 @@ class Saved:
             for name, bound in (run.data.get("slos_ms") or {}).items():
                 given.setdefault(name, set()).add(bound)
         return {name: min(bounds) for name, bounds in given.items() if len(bounds) == 1}
+
+    @property
+    def flat(self) -> dict[str, float]:
+        """Those bounds that are the same for all requests."""
+        slos = self.slos
+        return {n: slos[n] for n in bounded(slos) if (n, TTFT_PER_1K in slos) != ("ttft", True)}
 
     @property
     def labels(self) -> list[str]:

@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from twolane import __version__
-from twolane.bench.metrics import Distribution, Metrics
+from twolane.bench.metrics import Distribution, Metrics, bound_words, bounded
 from twolane.bench.result import BenchConfig, Result
 
 LAG_BOUND = 0.01
@@ -269,13 +269,15 @@ def _slo_table(result: Result) -> Table:
     attained = result.metrics.attainment
     table = Table(title="Attainment over requests sent", title_justify="left")
     table.add_column("SLO")
-    table.add_column("Bound (ms)", justify="right")
+    table.add_column("Bound", justify="right")
     table.add_column("Attained", justify="right")
-    for name, bound in result.config.goodput.items():
+    slos_ms = {name: bound * 1e3 for name, bound in result.config.goodput.items()}
+    for name in bounded(slos_ms):
+        bound = bound_words(name, slos_ms)
         label = "TBT, every gap of a request" if name == "tbt" else name.upper()
-        table.add_row(label, _ms(bound), _percent(attained.requests[name]))
+        table.add_row(label, bound, _percent(attained.requests[name]))
         if name == "tbt":
-            table.add_row("TBT, of all gaps owed", _ms(bound), _percent(attained.gaps))
+            table.add_row("TBT, of all gaps owed", bound, _percent(attained.gaps))
     table.add_row("All together", "", _percent(attained.together))
     goodput = result.metrics.per_second(attained.good)
     table.add_row("Goodput (requests/s)", "", _number(goodput))

@@ -33,6 +33,8 @@ class System(Protocol):
 
     estimator: ClassVar[EstimatorName]
     """What it predicts with, given a profile, unless another one is asked for."""
+    reads_slos: ClassVar[bool]
+    """Whether its plans depend on latency bounds; False lets one run answer for all of them."""
 
     def start(self) -> Any:
         """The memory before the first plan."""

@@ -102,6 +102,7 @@ class Auto(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Hybrid, temporal or spatial, whichever prefills fastest within the SLOs by prediction."""
 
     estimator: ClassVar[EstimatorName] = "calibrated"
+    reads_slos: ClassVar[bool] = True
 
     max_batch_tokens: int = 2048
     """New tokens in one prefill batch; longer prompts are cut."""

@@ -139,6 +139,7 @@ class Bullet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Layer-wise prefill beside decode; units follow predicted TTFT and TPOT at every step."""
 
     estimator: ClassVar[EstimatorName] = "sm-roofline"
+    reads_slos: ClassVar[bool] = True
 
     ttft_per_token: float = 0.003
     """Normalised TTFT SLO, seconds for each prompt token, of requests that have no TTFT SLO

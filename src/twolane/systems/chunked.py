@@ -18,6 +18,7 @@ class Chunked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Decode tokens and prompt chunks in one forward pass, within a token budget."""
 
     estimator: ClassVar[EstimatorName] = "calibrated"
+    reads_slos: ClassVar[bool] = False
 
     token_budget: int = 256
     """Tokens in a forward pass, decode and prefill together."""

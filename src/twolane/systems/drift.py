@@ -24,6 +24,7 @@ class Drift(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Decode on the fewest units that keep its TBT by solo runs; prefill in blocks."""
 
     estimator: ClassVar[EstimatorName] = "solo-run"
+    reads_slos: ClassVar[bool] = True
 
     groups: int = 4
     """Partitions, those of one phase alone among them: 3, 4 or 5 (§5.3.2)."""

@@ -65,6 +65,7 @@ class DuetServe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Hybrid batches by default; prefill beside look-ahead decode when TBT would suffer."""
 
     estimator: ClassVar[EstimatorName] = "attention-roofline"
+    reads_slos: ClassVar[bool] = True
 
     token_budget: int = 8192
     """Tokens of an iteration, decode and prefill together; the paper's on an H100 (§5.1)."""

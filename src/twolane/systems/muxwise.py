@@ -20,6 +20,7 @@ class MuxWise(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Decode on the fewest units that keep its TBT in the worst case; prefill layer by layer."""
 
     estimator: ClassVar[EstimatorName] = "guard"
+    reads_slos: ClassVar[bool] = True
 
     layer_wise: bool = True
     """Off: a prefill batch is launched whole, and can neither be preempted nor change its level

@@ -18,6 +18,7 @@ class PrefillFirst(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Whole prompts first, decode when none waits; one phase at a time on the whole device."""
 
     estimator: ClassVar[EstimatorName] = "calibrated"
+    reads_slos: ClassVar[bool] = False
 
     max_batch_tokens: int = 4096
     """New tokens in one prefill batch; a longer prompt is a batch of its own."""

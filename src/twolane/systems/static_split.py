@@ -26,6 +26,7 @@ class StaticSplit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Prefill and decode side by side, at one fixed partition of the device."""
 
     estimator: ClassVar[EstimatorName] = "calibrated"
+    reads_slos: ClassVar[bool] = False
 
     decode_units: int = 0
     """Units of the decode lane while both phases have work; 0 is half of the device."""

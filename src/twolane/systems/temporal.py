@@ -21,6 +21,7 @@ class Temporal(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Layer slices in the slack between decode steps, one phase at a time on the whole device."""
 
     estimator: ClassVar[EstimatorName] = "calibrated"
+    reads_slos: ClassVar[bool] = True
 
     max_batch_tokens: int = 4096
     """New tokens in one prefill batch; a longer prompt is a batch of its own."""

@@ -19,6 +19,7 @@ class TwoStream(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Prefill and decode side by side, both on the whole device: no partition."""
 
     estimator: ClassVar[EstimatorName] = "calibrated"
+    reads_slos: ClassVar[bool] = False
 
     max_batch_tokens: int = 4096
     """New tokens in one prefill batch; a longer prompt is a batch of its own."""
