@@ -7,14 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from twolane.kernels import skinny_gemm
+from twolane.kernels import nvrtc
 from twolane.kernels.linear import Case, Operation, Products
 from twolane.lanes.cuda.green import Partitions
 
 BF16, FP16 = torch.bfloat16, torch.float16
 OPERATIONS: tuple[Operation, ...] = ("linear", "add_linear", "gate_up_silu", "logits")
 
-if torch.cuda.is_available() and not skinny_gemm.available(torch.device("cuda", 0)):
+if torch.cuda.is_available() and not nvrtc.available(torch.device("cuda", 0)):
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
 

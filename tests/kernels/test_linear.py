@@ -97,11 +97,13 @@ def test_untuned_products() -> None:
 
 
 @pytest.mark.parametrize("biased", [False, True])
-def test_untuned_gate(biased: bool) -> None:
+def test_untuned_gate(biased: bool, device: str) -> None:
     draw = torch.Generator().manual_seed(0)
-    x, w = torch.randn(5, 32, generator=draw), torch.randn(48, 32, generator=draw)
-    bias = torch.randn(48, generator=draw) if biased else None
-    out = torch.empty(5, 24)
-    Products(8).gate_up_silu(x, w, bias, torch.empty(5, 48), out)
+    x, w, bias = (
+        torch.randn(*shape, generator=draw).to(device) for shape in ((5, 32), (48, 32), (48,))
+    )
+    bias = bias if biased else None
+    gate_up, out = torch.empty(5, 48, device=device), torch.empty(5, 24, device=device)
+    Products(8).gate_up_silu(x, w, bias, gate_up, out)
     gate, up = torch.nn.functional.linear(x, w, bias).tensor_split(2, dim=1)
     torch.testing.assert_close(out, torch.nn.functional.silu(gate) * up)

@@ -273,7 +273,7 @@ def _graph_seconds(run: Callable[[], None]) -> float:
     run()
     stream.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         run()
     times = []
     for _ in range(_REPEATS + 1):

@@ -7,8 +7,10 @@ decode lane run in order, and nothing of one step lives on into the next but the
 """
 
 import bisect
+import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -81,6 +83,19 @@ class Inputs:
         upload(values, self._device, self.block)
 
 
+@contextmanager
+def _no_garbage() -> Iterator[None]:
+    """Collect none meanwhile: to free device memory or events while a graph is captured ends it."""
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 def _aligned(count: int) -> int:
     """So many int32, up to a multiple of 16 bytes."""
     return -(-count // 4) * 4
@@ -123,24 +138,33 @@ class DecodeSteps:
         `progress` is told the share that is done.
         """
         shares = partitions.decode_units
-        for place, units in enumerate(shares):
-            stream = partitions.stream("decode", units)
-            begun = time.monotonic()
-            with torch.cuda.stream(stream):
-                self._decoder.tune(self.products(units), self.buckets[-1])
-            tuning = time.monotonic() - begun
-            torch.cuda.empty_cache()  # what tuning allocated does not count, nor stay
-            free, begun = torch.cuda.mem_get_info()[0], time.monotonic()
-            forward: dict[int, torch.cuda.CUDAGraph] = {}
-            finish: dict[int, torch.cuda.CUDAGraph] = {}
-            for done, bucket in enumerate(reversed(self.buckets)):
-                progress((place + done / len(self.buckets)) / len(shares))
-                forward[bucket] = self._capture(stream, self._forward, bucket, units)
-                finish[bucket] = self._capture(stream, self._finish, bucket, units)
-            taken = free - torch.cuda.mem_get_info()[0]
-            seconds = time.monotonic() - begun
-            self.levels[units] = LevelGraphs(forward, finish, taken, seconds, tuning)
+        with _no_garbage():
+            for place, units in enumerate(shares):
+
+                def part(done: float, place: int = place) -> None:
+                    progress((place + done) / len(shares))
+
+                stream = partitions.capture_stream(units)
+                self.levels[units] = self._capture_level(stream, units, part)
         progress(1.0)
+
+    def _capture_level(
+        self, stream: torch.cuda.Stream, units: int, progress: Callable[[float], None]
+    ) -> LevelGraphs:
+        begun = time.monotonic()
+        with torch.cuda.stream(stream):
+            self._decoder.tune(self.products(units), self.buckets[-1])
+        tuning = time.monotonic() - begun
+        torch.cuda.empty_cache()  # what tuning allocated does not count, nor stay
+        free, begun = torch.cuda.mem_get_info()[0], time.monotonic()
+        forward: dict[int, torch.cuda.CUDAGraph] = {}
+        finish: dict[int, torch.cuda.CUDAGraph] = {}
+        for done, bucket in enumerate(reversed(self.buckets)):
+            progress(done / len(self.buckets))
+            forward[bucket] = self._capture(stream, self._forward, bucket, units)
+            finish[bucket] = self._capture(stream, self._finish, bucket, units)
+        taken = free - torch.cuda.mem_get_info()[0]
+        return LevelGraphs(forward, finish, taken, time.monotonic() - begun, tuning)
 
     def products(self, units: int) -> Products:
         """The matrix products on so many SMs: those of a level, and of what prefills on as many."""
@@ -181,7 +205,10 @@ class DecodeSteps:
             part(bucket, units)  # compiles kernels and sets up libraries; all rows are padding
         stream.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=stream):
+        # "thread_local": what other threads do meanwhile, such as asking for an event, is no error
+        with torch.cuda.graph(
+            graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"
+        ):
             part(bucket, units)
         return graph
 

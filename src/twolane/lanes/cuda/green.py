@@ -69,6 +69,14 @@ class Partitions:
             stream = self._streams[lane, units] = self._new_stream(lane, units)
         return stream
 
+    def capture_stream(self, units: int) -> torch.cuda.Stream:
+        """A stream on a decode share for graphs alone.
+
+        Graphs keep the product workspace of the stream they are captured on, wherever they are
+        replayed: eager work of a lane must not have the same.
+        """
+        return self._new_stream("decode", units)
+
     def _new_stream(self, lane: LaneName, units: int) -> torch.cuda.Stream:
         priority = -1 if lane == "decode" else 0
         if units == self.units:
