@@ -1,6 +1,6 @@
 """A request, a prefill batch and a launch in flight, as the engine keeps them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableSequence, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -31,7 +31,7 @@ class Request:
     """One request. `systems.view.RequestView` is the part of it that systems see."""
 
     id: str
-    tokens: list[int]
+    tokens: MutableSequence[int]
     """The prompt and the output delivered so far; sent tokens are final."""
     prompt_tokens: int
     limit: int
@@ -134,12 +134,12 @@ class Request:
         order: int,
         now: float,
         max_model_len: int,
-        tokens: list[int],
+        tokens: MutableSequence[int],
         sampling: Sampling,
         slo: Slo,
         lookup: Callable[["Request"], Lookup],
     ) -> "Request":
-        """A new request, waiting; `tokens`, the prompt, is its own list and that of `sampling`."""
+        """A new request, waiting; `tokens`, the prompt, is its own and that of `sampling`."""
         prompt, params = len(submit.prompt), submit.params
         limit = min(prompt + (params.max_tokens or max_model_len), max_model_len)
         eos = () if params.ignore_eos else sampling.eos_token_ids

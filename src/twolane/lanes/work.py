@@ -24,7 +24,7 @@ class Sampling:
     """Of the request as it was sent, for `min_tokens`."""
     eos_token_ids: tuple[int, ...]
     tokens: Sequence[int] = field(repr=False, compare=False)
-    """The prompt and the output delivered so far, the engine's own list: it appends to it. A lane
+    """The prompt and the output delivered so far, the engine's own: it appends to it. A lane
     reads it when a prompt ends, as far as the position after that; what it samples from then on it
     must remember itself, by slot, for steps are launched before their tokens are delivered."""
 

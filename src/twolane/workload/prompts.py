@@ -1,9 +1,14 @@
 """Prompts of an exact length, with the sharing that a trace prescribes."""
 
+from collections.abc import Sequence
+
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from twolane.workload.traces import TraceRequest
+
+_Numbers = npt.NDArray[np.uint64]
 
 
 class TokenRange(msgspec.Struct, frozen=True):
@@ -29,21 +34,37 @@ class PromptMaker:
         if not 0 <= tokens.low < tokens.high:
             raise ValueError(f"no token ids in the range {tokens.low}:{tokens.high}")
         self._tokens = tokens
-        self._seed = seed
+        self._starts = np.random.SeedSequence(seed).generate_state(2, np.uint64).astype(np.uint64)
+        """Of each kind of prompt."""
 
     def token_ids(self, index: int, request: TraceRequest) -> list[int]:
         """Exactly `request.prompt_tokens` ids; `index` is the request's place in its workload."""
-        if not request.hash_ids:
-            return self._draw(_OWN, index, request.prompt_tokens)
-        ids: list[int] = []
-        for block in request.hash_ids:
-            ids += self._draw(_SHARED, block, request.block_tokens)
-        return ids[: request.prompt_tokens]
-
-    def _draw(self, kind: int, key: int, count: int) -> list[int]:
-        rng = np.random.default_rng([self._seed, kind, key])
-        ids: list[int] = rng.integers(self._tokens.low, self._tokens.high, count).tolist()
+        if request.hash_ids:
+            drawn = self._draw(_SHARED, request.hash_ids, request.block_tokens)
+        else:
+            drawn = self._draw(_OWN, (index,), request.prompt_tokens)
+        ids: list[int] = drawn[: request.prompt_tokens].tolist()
         return ids
+
+    def _draw(self, kind: int, keys: Sequence[int], count: int) -> _Numbers:
+        """So many tokens for each key, one key after the other.
+
+        Hashes of (seed, kind, key, place): to seed a generator for each of a prompt's blocks takes
+        longer than to serve the prompt in simulation.
+        """
+        streams = _mixed(self._starts[kind] + np.array(keys, dtype=np.uint64))
+        places: _Numbers = np.arange(count, dtype=np.uint64)
+        drawn = _mixed(streams[:, None] + places).ravel()
+        low, high = self._tokens.low, self._tokens.high
+        return ((drawn >> np.uint64(32)) * np.uint64(high - low) >> np.uint64(32)) + np.uint64(low)
+
+
+def _mixed(numbers: _Numbers) -> _Numbers:
+    """SplitMix64's output function: every bit depends on all of them."""
+    mixed = numbers + np.uint64(0x9E3779B97F4A7C15)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return mixed ^ (mixed >> np.uint64(31))
 
 
 def as_text(ids: list[int]) -> str:
