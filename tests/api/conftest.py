@@ -49,8 +49,18 @@ def textual(tmp_path_factory, tokenizer):
         yield served
 
 
-@pytest.fixture
+TINY = ("--load-format", "dummy", "--kv-tokens", "200000")
+
+
+@pytest.fixture(scope="session")
 def tiny(tiny_model):
-    """A server of random weights without a tokenizer, for one test alone."""
-    with serving(str(tiny_model), "--load-format", "dummy", "--kv-tokens", "200000") as served:
+    """A server of random weights without a tokenizer, for all tests that leave it as it was."""
+    with serving(str(tiny_model), *TINY) as served:
+        yield served
+
+
+@pytest.fixture
+def doomed(tiny_model):
+    """Such a server for one test, which may end it."""
+    with serving(str(tiny_model), *TINY) as served:
         yield served

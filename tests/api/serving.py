@@ -27,7 +27,6 @@ TINY = {
     "eos_token_id": 2,
     "tie_word_embeddings": True,
 }
-START_SECONDS = 120.0
 
 
 def write_tiny_model(path: Path, **changes: object) -> Path:
