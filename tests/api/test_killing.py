@@ -1,5 +1,6 @@
 """Killing either process at any moment: the other follows, and clients are told."""
 
+import asyncio
 import http.client
 import json
 import os
@@ -12,11 +13,17 @@ import time
 from pathlib import Path
 
 import pytest
+from fastapi.testclient import TestClient
 
+from twolane.api.server import create_app
+from twolane.api.service import Service
+from twolane.api.startup import start_engine
+from twolane.engine.config import EngineConfig
+
+from .conftest import TINY
 from .serving import alive, serving, wait_for
 from .test_lifecycle import LONG, Stream
 
-DUMMY = ("--load-format", "dummy", "--kv-tokens", "200000")
 PROMPT = {**LONG, "prompt": [3 + k % 100 for k in range(8000)], "max_tokens": 50_000}
 SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in (1, 2))]
 
@@ -58,32 +65,56 @@ def busy(served, moment):
         assert all(client.first.wait(30) for client in clients)
     if moment in ("prefill", "both"):
         clients += [Client(served, PROMPT) for _ in range(4)]
+    wait_for(lambda: served.metrics()["requests_in_flight"] == len(clients))
     return clients
 
 
 @pytest.mark.parametrize("moment", ["idle", "prefill", "stream", "both"])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_killing_the_engine(tiny_model, moment, seed):
-    with serving(str(tiny_model), *DUMMY) as served:
+    with serving(str(tiny_model), *TINY) as served:
         engine = served.engine_pid
         clients = busy(served, moment)
         time.sleep(random.Random(f"{moment}{seed}").uniform(0.0, 0.3))
         os.kill(engine, signal.SIGKILL)
-        killed = time.monotonic()
-        wait_for(lambda: served.request("/health")[0] == 503, 3)
-        assert served.request("/health/live")[0] == 200
-        assert served.request("/v1/completions", LONG)[0] == 503
         for client in clients:
-            assert client.ended.wait(5)
+            assert client.ended.wait(30)
             assert "signal 9" in client.last["error"]["message"]
             assert client.last["error"]["code"] == "unavailable"
-        assert served.process.wait(5) == 1
-        assert time.monotonic() - killed < 5
+        assert served.process.wait(30) == 1
         assert not alive(engine)
 
 
+def test_a_front_whose_engine_is_dead_says_so(tiny_model):
+    """In this process, where it lives for as long as it is asked."""
+
+    async def statuses():
+        config = EngineConfig(
+            model=str(tiny_model), load_format="dummy", kv_tokens=2000, device="cpu"
+        )
+        engine, codec = await start_engine(config)
+        service = Service(engine, codec, "tiny", max_queue=9)
+        try:
+            engine.process.kill()
+            await engine.failed.wait()
+            ask = TestClient(create_app(service)).request
+            return [
+                (await asyncio.to_thread(ask, method, path, json=body)).status_code
+                for method, path, body in (
+                    ("GET", "/health", None),
+                    ("GET", "/health/live", None),
+                    ("POST", "/v1/completions", {"prompt": [5]}),
+                )
+            ]
+        finally:
+            service.close()
+            await engine.close()
+
+    assert asyncio.run(statuses()) == [503, 200, 503]
+
+
 def start(model):
-    command = [sys.executable, "-m", "twolane", "serve", str(model), *DUMMY, "--port", "0"]
+    command = [sys.executable, "-m", "twolane", "serve", str(model), *TINY, "--port", "0"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     (engine,) = wait_for(lambda: children(process.pid))
     return process, engine
@@ -94,7 +125,7 @@ def test_killing_the_engine_while_it_starts(tiny_model, seed):
     process, engine = start(tiny_model)
     time.sleep(random.Random(seed).uniform(0.0, 1.5))
     os.kill(engine, signal.SIGKILL)
-    out, err = process.communicate(timeout=5)
+    out, err = process.communicate(timeout=30)
     if not out:  # it was not up yet
         assert b"the engine process ended on signal 9 while it started" in err
     assert process.returncode == 1
@@ -112,11 +143,11 @@ def test_killing_the_server_while_it_starts(tiny_model, seed):
 
 @pytest.mark.parametrize("moment", ["idle", "prefill", "stream", "both"])
 def test_killing_the_server(tiny_model, moment):
-    with serving(str(tiny_model), *DUMMY) as served:
+    with serving(str(tiny_model), *TINY) as served:
         engine = served.engine_pid
         busy(served, moment)
         served.process.kill()
-        wait_for(lambda: not alive(engine), 10)
+        wait_for(lambda: not alive(engine))
 
 
 def test_the_front_has_no_torch(real):

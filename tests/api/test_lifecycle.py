@@ -11,6 +11,7 @@ import urllib.parse
 import aiohttp
 import pytest
 
+from .conftest import TINY
 from .serving import alive, serving, wait_for
 
 LONG = {"prompt": [5, 6, 7], "max_tokens": 60_000, "ignore_eos": True}
@@ -87,9 +88,7 @@ def test_killing_the_engine_ends_streams_and_the_server(doomed):
     os.kill(engine, signal.SIGKILL)
     *_, last = stream.events()
     assert "signal 9" in last["error"]["message"]
-    assert doomed.request("/health")[0] == 503
-    assert doomed.request("/v1/completions", LONG)[0] == 503
-    assert doomed.process.wait(5) == 1
+    assert doomed.process.wait(30) == 1
     assert not alive(engine)
 
 
@@ -109,31 +108,31 @@ def test_a_signal_drains(doomed, number):
     doomed.process.send_signal(number)
     *_, last = stream.events()
     assert last["choices"][0]["finish_reason"] == "length"
-    assert doomed.process.wait(20) == 0
+    assert doomed.process.wait(30) == 0
     assert not alive(engine)
 
 
 def test_draining_is_bounded(tiny_model):
-    args = ("--load-format", "dummy", "--kv-tokens", "200000", "--drain-seconds", "0.3")
-    with serving(str(tiny_model), *args) as served:
+    with serving(str(tiny_model), *TINY, "--drain-seconds", "0.3") as served:
         stream = Stream(served)
         stream.next_token()
         served.process.send_signal(signal.SIGTERM)
         *_, last = stream.events()
         assert last["error"]["message"] == "the server is shutting down"
-        assert served.process.wait(10) == 0
+        assert served.process.wait(30) == 0
 
 
-def test_a_second_signal_stops_at_once(doomed):
-    stream = Stream(doomed)
-    stream.next_token()
-    engine = doomed.engine_pid
-    doomed.process.send_signal(signal.SIGINT)
-    with pytest.raises((urllib.error.URLError, ConnectionError)):
-        wait_for(lambda: doomed.request("/health") and False)  # until nobody listens
-    doomed.process.send_signal(signal.SIGINT)
-    assert doomed.process.wait(5) == 0
-    assert not alive(engine)
+def test_a_second_signal_stops_at_once(tiny_model):
+    with serving(str(tiny_model), *TINY, "--drain-seconds", "600") as served:
+        stream = Stream(served)
+        stream.next_token()
+        engine = served.engine_pid
+        served.process.send_signal(signal.SIGINT)
+        with pytest.raises((urllib.error.URLError, ConnectionError)):
+            wait_for(lambda: served.request("/health") and False)  # until nobody listens
+        served.process.send_signal(signal.SIGINT)
+        assert served.process.wait(30) == 0
+        assert not alive(engine)
 
 
 def test_a_terminals_interrupt_reaches_only_the_front(tiny):
@@ -141,8 +140,7 @@ def test_a_terminals_interrupt_reaches_only_the_front(tiny):
 
 
 def test_beyond_the_bound_requests_get_a_429(tiny_model):
-    args = ("--load-format", "dummy", "--kv-tokens", "200000", "--max-running", "1")
-    with serving(str(tiny_model), *args, "--max-queue", "1") as served:
+    with serving(str(tiny_model), *TINY, "--max-running", "1", "--max-queue", "1") as served:
         running = Stream(served)
         running.next_token()
         address = urllib.parse.urlsplit(served.base)

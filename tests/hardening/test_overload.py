@@ -17,9 +17,9 @@ from .load import Ask, Clients, Tally
 from .overload import ORDERLY, SHORT_QUEUE, judge, overload, report
 from .target import ARGUMENTS, Target
 
-DEATH_SECONDS = 5.0
-NOTICE_SECONDS = 1.0
-"""In which the front learns that its engine is dead."""
+DEATH_SECONDS = 30.0
+NOTICE_SECONDS = 10.0
+"""In which the front surely learns that its engine is dead, however busy the machine."""
 REPETITIONS = 20
 
 
