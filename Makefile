@@ -5,6 +5,9 @@ BIN := $(VENV)/bin
 INSTALL := $(VENV)/bin/python -m pip install --quiet -c constraints.txt
 MODEL := smollm2-135m-instruct
 
+# Tests start hundreds of processes: what they import is compiled once, whatever the caller prefers.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo serve test unit test-all test-gpu lint clean
 
 demo: $(VENV)/.ready

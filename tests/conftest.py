@@ -1,11 +1,17 @@
 """What all tests share."""
 
+import signal
+
 import pytest
 from hypothesis import settings
 
 from tests.kernels import interpreter
 
 interpreter.define()
+
+# A suite that was started in the background inherits an ignored SIGINT, and hands it on to the
+# programs that tests interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The same examples in every run: a test that fails now and then tells nobody anything.
 settings.register_profile("same", derandomize=True)

@@ -162,15 +162,18 @@ with LLM({str(write_tiny_model(tmp_path))!r}, load_format="dummy", kv_tokens=100
         print(len(llm.generate([[5, 6]] * 3, SamplingParams(max_tokens=2, ignore_eos=True))))
         print(llm._engine.stats.running + llm._engine.stats.waiting)
 """
-    process = subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    assert process.stdout.readline() == "ready\n"
-    with pytest.raises(subprocess.TimeoutExpired):
-        process.wait(1.0)
-    process.send_signal(signal.SIGINT)
-    assert process.communicate(timeout=60) == ("3\n0\n", "")
-    assert process.returncode == 0
+    ) as process:
+        try:
+            assert process.stdout.readline() == "ready\n"
+            with pytest.raises(subprocess.TimeoutExpired):
+                process.wait(1.0)
+            process.send_signal(signal.SIGINT)
+            assert process.communicate(timeout=60) == ("3\n0\n", "")
+            assert process.returncode == 0
+        finally:
+            process.kill()
 
 
 def test_an_engine_that_dies_raises(tmp_path):

@@ -30,7 +30,7 @@ def test_no_request_hurts(target, count, warm_up, growth):
     before = Footprint.of(target.served)
     outcomes = []
     for begin in range(0, count, BATCH):
-        outcomes += play(target, range(begin, begin + BATCH))
+        outcomes += play(target, range(begin, min(begin + BATCH, count)))
         target.check_good_request()
     target.check_quiet()
     report(outcomes, before, Footprint.of(target.served))
