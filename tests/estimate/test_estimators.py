@@ -90,6 +90,19 @@ def test_calibrated_knows_contention_and_covers_it(profile):
     assert rows["solo-run", "co-run decode"].mean > 2 * rows["calibrated", "co-run decode"].mean
 
 
+def test_calibrated_answers_for_similar_steps_from_memory(profile):
+    """What it was asked before changes no answer; nor does the memory, measurably."""
+    asked = Calibrated(profile)
+    for context in range(60_000, 62_000, 40):
+        step, beside = Load.decode([context, *[0] * 39]), Beside(PROMPTS, 84)
+        seconds = asked.decode_step(step, 48, beside)
+        base = asked._base["decode"].seconds([context, 40, 1.0], 48)
+        missed = asked._missed("decode", step, [48], beside, 0, False)[0]
+        assert seconds == pytest.approx(base * np.exp(missed), rel=1e-3)
+    assert len(asked._known) < 5
+    assert seconds == Calibrated(profile).decode_step(step, 48, beside)
+
+
 def test_calibrated_follows_what_it_sees_slowly(profile):
     estimator = Calibrated(profile)
     before = estimator.decode_step(STEP, 48)

@@ -42,6 +42,12 @@ LEAST = 1e-6
 """Seconds; less is not told apart."""
 MOST_CORRECTED = 0.2
 """Of the online correction, as a logarithm: beyond that something else is wrong."""
+DIGITS = 6
+"""Binary ones of a decode step's context that the processes see: 1.6 % off at most."""
+MOST_KNOWN = 4096
+"""Answers that are remembered."""
+OTHER: dict[Kind, Kind] = {"prefill": "decode", "decode": "prefill"}
+"""What runs beside it."""
 
 
 class _Layer:
@@ -82,10 +88,12 @@ class Calibrated(Estimator):
         """Of the process alone, and of both."""
         self._seen = 0
         """Launches since one was looked at."""
+        self._known: dict[tuple[object, ...], Sequence[float]] = {}
+        """What the processes have answered."""
         kinds: tuple[Kind, ...] = ("prefill", "decode", "hybrid")
         for kind in kinds:
             alone = profile.training(kind, beside=False)
-            self._base[kind] = LevelModel.fit([_features(sample) for sample in alone], alone)
+            self._base[kind] = LevelModel.fit([_sample_features(each) for each in alone], alone)
         for kind in kinds:
             alone = profile.training(kind, beside=False)
             layer = self._alone[kind] = self._layer(alone)
@@ -135,38 +143,78 @@ class Calibrated(Estimator):
         finishes: bool,
         bound: bool,
     ) -> Sequence[float] | None:
-        features = slice_features(load, layers, finishes)
-        sizes = _slice_sizes(load, layers)
-        return self._predict("prefill", features, sizes, units, beside, bound, _large(load))
+        return self._predict("prefill", load, units, beside, bound, layers, finishes)
 
     def _decode(
         self, load: Load, units: Sequence[int], beside: Beside | None, bound: bool
     ) -> Sequence[float] | None:
-        return self._predict("decode", step_features(load), _sizes(load), units, beside, bound)
+        return self._predict("decode", load, units, beside, bound)
 
     def _hybrid(self, load: Load, units: Sequence[int], bound: bool) -> Sequence[float] | None:
-        return self._predict("hybrid", pass_features(load), _pass_sizes(load), units, None, bound)
+        return self._predict("hybrid", load, units, None, bound)
 
     def _predict(
         self,
         kind: Kind,
-        features: Sequence[float],
-        sizes: Sequence[float],
+        load: Load,
         units: Sequence[int],
         beside: Beside | None,
         bound: bool,
-        large: bool = False,
+        layers: int = 0,
+        finishes: bool = False,
     ) -> Sequence[float]:
         layer, log = self._alone[kind], 0.0
         if beside is not None and kind in self._beside:
             log, layer = layer.correction, self._beside[kind]
         else:
             beside = None
+        large = kind == "prefill" and _large(load)
         log += layer.correction + (layer.quantiles[large] if bound else 0.0)
-        bases = self._base[kind].predict(features, units)
-        states = self._states(kind, sizes, units, bases, beside)
-        means = self._means[kind, beside is not None].at(states).tolist()
+        bases = self._base[kind].predict(_features(kind, load, layers, finishes), units)
+        missed = self._missed if kind == "hybrid" else self._remembered
+        means = missed(kind, load, units, beside, layers, finishes)
         return [base * exp(mean + log) for base, mean in zip(bases, means, strict=True)]
+
+    def _remembered(
+        self,
+        kind: Kind,
+        load: Load,
+        units: Sequence[int],
+        beside: Beside | None,
+        layers: int,
+        finishes: bool,
+    ) -> Sequence[float]:
+        """What is missed, for decode steps of about so much context: they are asked about again and
+        again, a token further each time."""
+        key: tuple[object, ...] = (kind, layers, finishes, *units, *_sums(load, kind))
+        if beside is not None:
+            key = (*key, *beside.each(len(units)), *_sums(beside.load, OTHER[kind]))
+        means = self._known.get(key)
+        if means is None:
+            if kind == "decode":
+                load = _typical(load)
+            elif beside is not None:
+                beside = Beside(_typical(beside.load), beside.units)
+            if len(self._known) == MOST_KNOWN:
+                self._known.clear()
+            means = self._missed(kind, load, units, beside, layers, finishes)
+            self._known[key] = means
+        return means
+
+    def _missed(
+        self,
+        kind: Kind,
+        load: Load,
+        units: Sequence[int],
+        beside: Beside | None,
+        layers: int,
+        finishes: bool,
+    ) -> Sequence[float]:
+        """Of log(truth / base), by the processes, at each of the units."""
+        bases = self._base[kind].predict(_features(kind, load, layers, finishes), units)
+        states = self._states(kind, _sizes_of(kind, load, layers), units, bases, beside)
+        means: list[float] = self._means[kind, beside is not None].at(states).tolist()
+        return means
 
     def _states(
         self,
@@ -187,11 +235,8 @@ class Calibrated(Estimator):
         if beside is None:
             return own
         load, other_units = beside.load, beside.each(len(own))
-        other: Kind = "decode" if kind == "prefill" else "prefill"
-        features = (
-            slice_features(load, 1, finishes=False) if kind == "decode" else step_features(load)
-        )
-        its, model = _sizes(load), self._base[other]
+        features = _features(OTHER[kind], load, layers=1, finishes=False)
+        its, model = _sizes(load), self._base[OTHER[kind]]
         return [
             [*state, *its, log2(unit), log2(model.seconds(features, unit) + LEAST)]
             for state, unit in zip(own, other_units, strict=True)
@@ -201,8 +246,8 @@ class Calibrated(Estimator):
         """What is left over what has been fitted so far."""
         states, logs = [], []
         for sample in samples:
-            units, sizes = (sample.units,), _sample_sizes(sample)
-            base = self._base[sample.kind].seconds(_features(sample), sample.units)
+            units, sizes = (sample.units,), _sizes_of(sample.kind, sample.load, sample.layers)
+            base = self._base[sample.kind].seconds(_sample_features(sample), sample.units)
             log = float(np.log(sample.median / base))
             beside = sample.beside.beside if sample.beside is not None else None
             if beside is not None:
@@ -222,10 +267,33 @@ class Calibrated(Estimator):
             layers[kind].learn(float(np.log(seconds / predicted)))
 
 
-def _features(sample: Sample) -> list[float]:
-    if sample.kind == "prefill":
-        return slice_features(sample.load, sample.layers, sample.finishes)
-    return step_features(sample.load) if sample.kind == "decode" else pass_features(sample.load)
+def _sample_features(sample: Sample) -> list[float]:
+    return _features(sample.kind, sample.load, sample.layers, sample.finishes)
+
+
+def _features(kind: Kind, load: Load, layers: int, finishes: bool) -> list[float]:
+    if kind == "prefill":
+        return slice_features(load, layers, finishes)
+    return step_features(load) if kind == "decode" else pass_features(load)
+
+
+def _sums(load: Load, kind: Kind) -> tuple[int, ...]:
+    """What the processes know of a load; of a decode step, its context rounded."""
+    if kind == "decode":
+        return load.requests, _rounded(load.reused)
+    return load.new, load.reused, load.requests, load.squares, load.products
+
+
+def _typical(step: Load) -> Load:
+    """A decode step with the same sums."""
+    rows, context = _sums(step, "decode")
+    return Load.decode([context, *[0] * (rows - 1)][:rows])
+
+
+def _rounded(tokens: int) -> int:
+    """To `DIGITS` binary ones."""
+    dropped = max(0, tokens.bit_length() - DIGITS)
+    return (tokens + (1 << dropped >> 1)) >> dropped << dropped
 
 
 def _large(load: Load) -> bool:
@@ -233,19 +301,15 @@ def _large(load: Load) -> bool:
     return load.new + load.reused >= LEAST_TOKENS
 
 
-def _sample_sizes(sample: Sample) -> Sequence[float]:
-    if sample.kind == "prefill":
-        return _slice_sizes(sample.load, sample.layers)
-    return _sizes(sample.load) if sample.kind == "decode" else _pass_sizes(sample.load)
+def _sizes_of(kind: Kind, load: Load, layers: int) -> list[float]:
+    if kind == "prefill":
+        return [*_sizes(load), log2(layers)]
+    return _sizes(load) if kind == "decode" else _pass_sizes(load)
 
 
 def _sizes(load: Load) -> list[float]:
     """New and reused tokens and requests, as logarithms."""
     return [log2(max(1, load.new)), log2(1 + load.reused / 16), log2(max(1, load.requests))]
-
-
-def _slice_sizes(load: Load, layers: int) -> list[float]:
-    return [*_sizes(load), log2(layers)]
 
 
 def _pass_sizes(load: Load) -> list[float]:
