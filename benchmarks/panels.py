@@ -42,7 +42,7 @@ class Panel(msgspec.Struct, frozen=True):
     """TBT SLOs in seconds."""
     start: float
     """Requests a second where the first search begins."""
-    prompts: int = 160
+    prompts: int = 100
     """Requests in a run."""
     gpu: str = "h200"
     tp: int = 1
@@ -66,13 +66,13 @@ class Panel(msgspec.Struct, frozen=True):
 
 
 PANELS = (
-    Panel("8b-conversation", "qwen3-8b", "conversation", TIGHT, 1.0, 64),
-    Panel("8b-sharegpt", "qwen3-8b", "sharegpt", TIGHT, 16.0, 200),
-    Panel("8b-azure-conv", "qwen3-8b", "azure-conv", TIGHT, 16.0, 320),
+    Panel("8b-conversation", "qwen3-8b", "conversation", TIGHT, 1.0, 48),
+    Panel("8b-sharegpt", "qwen3-8b", "sharegpt", TIGHT, 16.0, 160),
+    Panel("8b-azure-conv", "qwen3-8b", "azure-conv", TIGHT, 16.0, 240),
     Panel("34b-azure-conv", "codellama-34b", "azure-conv", SLOW, 4.0),
-    Panel("8b-azure-code", "qwen3-8b", "azure-code", TIGHT, 8.0, 240),
+    Panel("8b-azure-code", "qwen3-8b", "azure-code", TIGHT, 8.0, 160),
     Panel("34b-azure-code", "codellama-34b", "azure-code", SLOW, 2.0),
-    Panel("70b-azure-conv", "llama-3.1-70b", "azure-conv", (0.060,), 4.0, 160, "a100-80gb", 8),
+    Panel("70b-azure-conv", "llama-3.1-70b", "azure-conv", (0.060,), 4.0, 100, "a100-80gb", 8),
 )
 """Those whose runs take longest come first."""
 QUICK = ("8b-azure-conv", "8b-azure-code")

@@ -7,7 +7,8 @@ stand on a grid, so many to an octave that two neighbours are within the toleran
 tried at the same ones.
 
 Several bounds on TBT make several searches, loosest first: each begins where the last one ended,
-and a run of a system that does not read the SLOs answers all of them.
+above which a tighter bound is not expected to hold; and a run of a system that does not read the
+SLOs answers all of them.
 """
 
 import itertools
@@ -223,6 +224,7 @@ def highest(
     octave: int,
     near: float | None = None,
     floor: float = LOWEST,
+    top: float = HIGHEST,
 ) -> float:
     """The highest rate that holds, 0 if none does: bracketing by longer and longer strides, then
     bisection, on the grid start · 2^(i / octave).
@@ -232,10 +234,10 @@ def highest(
         start: requests a second to begin with.
         octave: rates of the grid from one to its double.
         near: a rate of the grid to begin at instead, next to which the answer may be.
-        floor: the lowest rate that is tried.
+        floor, top: the lowest and the highest rate that are tried.
     """
     least = math.ceil(octave * math.log2(floor / start) - 1e-9)
-    most = math.floor(octave * math.log2(HIGHEST / start) + 1e-9)
+    most = math.floor(octave * math.log2(top / start) + 1e-9)
     i, stride = 0, octave
     if near:
         i, stride = round(octave * math.log2(near / start)), 1
@@ -306,10 +308,10 @@ def find(
                     tell(trial, points[0].search.slos)
                     return None if trial.alone and not trial.holds else trial.holds
 
-                before = [one[system][turn] for one in found[:i]][::-1]
-                near = next(filter(None, before + found[i].get(system, [])[::-1]), None)
+                looser = found[i - 1][system][turn] if i else HIGHEST
+                near = looser if i else next(reversed(found[i].get(system, [])), None)
                 begin, least = search.start_rate, search.least_rate
-                rate = highest(holds, begin, search.octave, near, least)
+                rate = looser and highest(holds, begin, search.octave, near, least, looser)
                 found[i].setdefault(system, []).append(rate)
                 content = summary(point.search, found[i], tuned(systems, found[i]))
                 _save(point.folder / "summary.json", content)
