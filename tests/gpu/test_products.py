@@ -1,6 +1,6 @@
 """Decode's products on a GPU: the own kernel against float32, and what tuning leaves behind."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -92,15 +92,23 @@ def test_every_way(
 
 def test_tuning_is_remembered(stream: torch.cuda.Stream, monkeypatch: pytest.MonkeyPatch) -> None:
     weights = [random(3072, 2048, dtype=BF16, scale=0.02) for _ in range(3)]
+    case = Case.of("linear", weights[0])
+    uses, asked = {case: weights}, []
+
+    def layers(rows: int) -> Callable[[], None]:
+        asked.append(rows)
+        x, out = random(rows, 2048, dtype=BF16), torch.empty(rows, 3072, device="cuda", dtype=BF16)
+        return lambda: [first.linear(x, w, None, out) for w in weights]
+
+    first = Products(32)
     with torch.cuda.stream(stream):
-        first = Products(32)
-        first.tune("linear", weights, 40)
+        first.tune(uses, 40, layers)
         monkeypatch.setattr(Products, "_seconds", None)  # nothing may be timed again
         again = Products(32)
-        again.tune("linear", weights, 40)
-    case = Case.of("linear", weights[0])
+        again.tune(uses, 40, layers)
     assert list(first.ways[case]) == [16, 32, 64]
     assert again.ways == first.ways
+    assert asked == [16, 32, 64]
     problem = Problem("linear", 40, 3072, 2048, BF16)
     error = (problem.run(again).float() - problem.expected).norm() / problem.expected.norm()
     assert error < 6e-3
@@ -108,13 +116,15 @@ def test_tuning_is_remembered(stream: torch.cuda.Stream, monkeypatch: pytest.Mon
 
 def test_float32_stays_with_the_library() -> None:
     products = Products(132)
-    products.tune("linear", [torch.randn(64, 64, device="cuda")], 64)
+    weight = torch.randn(64, 64, device="cuda")
+    products.tune({Case.of("linear", weight): [weight]}, 64)
     assert products.ways == {}
 
 
 def test_records_are_files_of_the_cache(stream: torch.cuda.Stream, tmp_path: Path) -> None:
     with torch.cuda.stream(stream), pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path))
-        Products(32).tune("linear", [random(512, 512, dtype=BF16)], 16)
+        weight = random(512, 512, dtype=BF16)
+        Products(32).tune({Case.of("linear", weight): [weight]}, 16)
     names = {path.suffix for path in (tmp_path / "twolane" / "kernels").iterdir()}
     assert names == {".cubin", ".json"}

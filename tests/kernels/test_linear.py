@@ -1,13 +1,24 @@
 """Which way a product goes, and what it comes to where nothing is tuned."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 import torch
 
 from twolane.kernels import linear, nvrtc, skinny_gemm
-from twolane.kernels.linear import CUBLAS, Case, Products, Way, choose, read_ways, write_ways
+from twolane.kernels.linear import (
+    CUBLAS,
+    Case,
+    Products,
+    Way,
+    choose,
+    improve,
+    read_ways,
+    shortlist,
+    write_ways,
+)
 
 LT = Way("cublaslt")
 OWN = Way(variant=skinny_gemm.Variant(128, 64), blocks=48)
@@ -56,15 +67,46 @@ def test_candidates(operation: linear.Operation, units: int, rows: int) -> None:
         assert way.variant.shared <= 227 * 1024
 
 
+CASES = [Case("linear", 64, 32, torch.bfloat16), Case("gate_up_silu", 64, 32, torch.bfloat16)]
+
+
 def test_what_was_chosen_is_kept(tmp_path: Path) -> None:
-    record, candidates = tmp_path / "new" / "ways.json", {16: [CUBLAS, LT], 64: [CUBLAS, OWN, WIDE]}
+    record, (one, other) = tmp_path / "new" / "ways.json", CASES
+    candidates = {
+        (one, 16): [CUBLAS, LT],
+        (other, 16): [CUBLAS, LT],
+        (one, 64): [CUBLAS, OWN, WIDE],
+    }
     assert read_ways(record, candidates) == {}
-    write_ways(record, {16: LT, 64: WIDE})
-    assert read_ways(record, candidates) == {16: LT, 64: WIDE}
-    assert read_ways(record, {64: [CUBLAS, OWN], 128: [CUBLAS]}) == {}
-    for text in ("", "[1]", '{"16": 7}', json.dumps({"16": "p999/1"})):
+    ways = {(one, 16): LT, (other, 16): CUBLAS, (one, 64): WIDE}
+    write_ways(record, ways)
+    assert read_ways(record, candidates) == ways
+    assert read_ways(record, {(one, 64): [CUBLAS, OWN], (one, 128): [CUBLAS]}) == {}
+    for text in ("", "[1]", '{"16": 7}', json.dumps({"linear 64x32 torch.bfloat16 64": "p999/1"})):
         record.write_text(text)
         assert read_ways(record, candidates) == {}
+
+
+def test_the_fastest_are_tried_in_layers() -> None:
+    own = [Way(variant=skinny_gemm.Variant(64, 64), blocks=blocks) for blocks in range(8)]
+    seconds = {CUBLAS: 5.0, LT: 4.0, **{way: 9.0 - i for i, way in enumerate(own)}}
+    assert shortlist(seconds) == [own[7], own[6], own[5], own[4], LT]
+    assert shortlist({CUBLAS: 1.0, LT: 2.0}) == [CUBLAS]
+
+
+def test_a_way_that_is_slower_alone_may_be_faster_in_layers() -> None:
+    """The own kernel saves more where the next product's starts before it has ended."""
+    one, other = CASES
+
+    def seconds(ways: Mapping[Case, Way]) -> float:
+        own = [way.variant is not None for way in ways.values()]
+        return 10.0 + 0.1 * sum(own) - 0.5 * all(own) - 0.02 * (ways[other] == WIDE)
+
+    begin = {one: CUBLAS, other: OWN}
+    tries = {one: [OWN, CUBLAS], other: [WIDE, OWN, CUBLAS]}
+    assert improve(begin, tries, seconds) == {one: OWN, other: OWN}  # 0.2 % less is noise
+    assert improve({**begin, other: CUBLAS}, tries, seconds) == {one: CUBLAS, other: CUBLAS}
+    assert begin == {one: CUBLAS, other: OWN}
 
 
 def test_a_record_belongs_to_its_case(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -77,8 +119,8 @@ def test_a_record_belongs_to_its_case(monkeypatch: pytest.MonkeyPatch, tmp_path:
 def test_nothing_is_tuned_without_the_kernel() -> None:
     """On the CPU, and for float32 everywhere, products are the library's."""
     products, weight = Products(8), torch.zeros(64, 32)
-    products.tune("linear", [weight], 64)
-    products.tune("linear", [weight.bfloat16()], 64)
+    for each in (weight, weight.bfloat16()):
+        products.tune({Case.of("linear", each): [each]}, 64)
     assert products.ways == {}
 
 

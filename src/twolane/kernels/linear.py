@@ -2,8 +2,10 @@
 
 Libraries choose a GEMM for the whole device. On a share of it their choice is off by up to a factor
 of two, and by another for every shape. So the products of decode are timed, on the lane's own
-stream with the model's own weights, before its graphs are captured. The ways: cuBLAS; cuBLASLt told
-how many SMs are not for it; and skinny_gemm.cu on Hopper. What was found is kept on disk.
+stream with the model's own weights, before its graphs are captured: each alone, and the fastest
+ways again in whole layers, where what starts before the kernel in front of it has ended is worth
+more. The ways: cuBLAS; cuBLASLt told how many SMs are not for it; and skinny_gemm.cu on Hopper.
+What was found is kept on disk.
 """
 
 import json
@@ -25,8 +27,12 @@ ROWS = (16, 32, 64, 128, 256)
 """Rows that products are timed for; fewer go the way of the next of these, more to cuBLAS."""
 MARGIN = 1.02
 """How much faster a less common way must be: noise does not choose."""
-_REPEATS = 3
-_COLD_BYTES = 200 << 20
+LAYER_MARGIN = 1.003
+"""The same for whole layers, whose times are steadier."""
+_REPEATS, _LAYER_REPEATS = 3, 7
+_SHORTLIST = 4
+"""Ways of the own kernel that are timed in layers."""
+COLD_BYTES = 200 << 20
 """Weights that one timing reads: the L2 cache (60 MB) must not serve them."""
 
 
@@ -106,36 +112,54 @@ class Products:
         """`out`, float32 [R, vocab] = x @ weight.T, not rounded to x's type on the way."""
         self._run(self.way("logits", len(x), weight), "logits", x, weight, None, out)
 
-    def tune(self, operation: Operation, weights: Sequence[Tensor], rows: int) -> None:
-        """Choose the ways for weights of one shape, on torch's current stream, outside capture.
+    def tune(
+        self,
+        uses: Mapping[Case, Sequence[Tensor]],
+        rows: int,
+        layers: Callable[[int], Callable[[], None]] | None = None,
+    ) -> None:
+        """Choose the ways of what will be called, on torch's current stream, outside capture.
 
         What an earlier start found is not timed again. Where the own kernel cannot run, nothing is
         chosen.
 
         Args:
-            operation: what will be called.
-            weights: of all layers.
+            uses: the weights of all layers for each case.
             rows: the most that will be asked for.
+            layers: gives, for so many rows, what queues some layers' products in their order. None:
+                the products do not follow one another.
         """
-        case = Case.of(operation, weights[0])
-        if not skinny_gemm.serves(weights[0], gated=operation == "gate_up_silu"):
+        uses = {
+            case: weights
+            for case, weights in uses.items()
+            if skinny_gemm.serves(weights[0], gated=case.operation == "gate_up_silu")
+        }
+        if not uses:
             return
         asked = [count for i, count in enumerate(ROWS) if i == 0 or ROWS[i - 1] < rows]
-        candidates = {count: list(self._candidates(case, count)) for count in asked}
-        record = _record(case, self.units, weights[0].device)
+        candidates = {(c, count): list(self._candidates(c, count)) for c in uses for count in asked}
+        record = _record(tuple(uses), self.units, next(iter(uses.values()))[0].device)
         known = read_ways(record, candidates)
-        missing = [count for count in asked if count not in known]
+        missing = [count for count in asked if any((case, count) not in known for case in uses)]
         skinny_gemm.compile_all(
-            {way.variant for count in missing for way in candidates[count] if way.variant}
-        )
-        enough = -(-_COLD_BYTES // weights[0].nbytes)
-        several = [weights[i % len(weights)] for i in range(enough)]
+            {way.variant for (_, n), ways in candidates.items() if n in missing
+             for way in ways if way.variant}
+        )  # fmt: skip
         for count in missing:
-            times = {way: self._seconds(way, case, count, several) for way in candidates[count]}
-            known[count] = choose(times)
+            times = {
+                case: {
+                    way: self._seconds(way, case, count, weights) for way in candidates[case, count]
+                }
+                for case, weights in uses.items()
+            }
+            chosen: Mapping[Case, Way] = {c: choose(seconds) for c, seconds in times.items()}
+            if layers is not None:
+                chosen = self._by_layer(chosen, times, count, layers(count))
+            known |= {(case, count): way for case, way in chosen.items()}
         if missing:
             write_ways(record, known)
-        self.ways[case] = {count: known[count] for count in asked}
+        for case in uses:
+            self.ways[case] = {count: known[case, count] for count in asked}
 
     def way(self, operation: Operation, rows: int, weight: Tensor) -> Way:
         """How so many rows are multiplied with such a weight."""
@@ -151,6 +175,21 @@ class Products:
         for variant in skinny_gemm.variants(rows, case.dtype, self.units, gated=gated, wide=wide):
             for blocks in variant.grids(case.n // 2 if gated else case.n, self.units):
                 yield Way("cublas", variant, blocks)
+
+    def _by_layer(
+        self,
+        chosen: Mapping[Case, Way],
+        times: Mapping[Case, Mapping[Way, float]],
+        rows: int,
+        run: Callable[[], None],
+    ) -> Mapping[Case, Way]:
+        """What makes `run`, some layers' products, fastest."""
+
+        def seconds(ways: Mapping[Case, Way]) -> float:
+            self.ways |= {case: {rows: way} for case, way in ways.items()}
+            return _graph_seconds(run, _LAYER_REPEATS)
+
+        return improve(chosen, {case: shortlist(each) for case, each in times.items()}, seconds)
 
     def _scratch_here(self, device: torch.device) -> skinny_gemm.Scratch:
         """Of torch's current stream. It is kept for the graphs that know its address."""
@@ -188,6 +227,8 @@ class Products:
     def _seconds(self, way: Way, case: Case, rows: int, weights: Sequence[Tensor]) -> float:
         """Of one product behind a norm, as layers have them."""
         like, operation = weights[0], case.operation
+        enough = -(-COLD_BYTES // like.nbytes)
+        several = [weights[i % len(weights)] for i in range(enough)]
         x = torch.randn(rows, case.k, dtype=like.dtype, device=like.device)
         normal, scale = torch.empty_like(x), torch.ones_like(x[0])
         kind = torch.float32 if operation == "logits" else like.dtype
@@ -196,11 +237,11 @@ class Products:
             out, gate_up = out.new_zeros(rows, case.n // 2), out
 
         def run() -> None:
-            for weight in weights:
+            for weight in several:
                 fused.rms_norm(x, scale, 1e-6, normal)
                 self._run(way, operation, normal, weight, None, out, gate_up)
 
-        return _graph_seconds(run) / len(weights)
+        return _graph_seconds(run, _REPEATS) / enough
 
 
 def choose(seconds: Mapping[Way, float]) -> Way:
@@ -214,28 +255,62 @@ def choose(seconds: Mapping[Way, float]) -> Way:
     return chosen
 
 
-def read_ways(record: Path, candidates: Mapping[int, Sequence[Way]]) -> dict[int, Way]:
-    """What `write_ways` kept, by rows, as far as it is among the candidates."""
+def shortlist(seconds: Mapping[Way, float]) -> list[Way]:
+    """The fastest ways of the own kernel, and the faster library."""
+    order = sorted(seconds, key=seconds.__getitem__)
+    own = [way for way in order if way.variant is not None]
+    return [*own[:_SHORTLIST], *[way for way in order if way.variant is None][:1]]
+
+
+def improve(
+    chosen: Mapping[Case, Way],
+    tries: Mapping[Case, Sequence[Way]],
+    seconds: Callable[[Mapping[Case, Way]], float],
+) -> Mapping[Case, Way]:
+    """Change one case's way after the other where that saves all together `LAYER_MARGIN`."""
+    best = seconds(chosen)
+    for case, ways in tries.items():
+        for way in ways:
+            if way == chosen[case]:
+                continue
+            tried = {**chosen, case: way}
+            took = seconds(tried)
+            if best > LAYER_MARGIN * took:
+                chosen, best = tried, took
+    return chosen
+
+
+Ways = dict[tuple[Case, int], Way]
+"""By case and rows."""
+
+
+def read_ways(record: Path, candidates: Mapping[tuple[Case, int], Sequence[Way]]) -> Ways:
+    """What `write_ways` kept, as far as it is among the candidates."""
     try:
         kept = json.loads(record.read_text())
     except (OSError, ValueError):
         return {}
     names = kept if isinstance(kept, dict) else {}
     return {
-        rows: way for rows, ways in candidates.items() for way in ways
-        if names.get(str(rows)) == way.name
+        key: way for key, ways in candidates.items() for way in ways
+        if names.get(_label(*key)) == way.name
     }  # fmt: skip
 
 
-def write_ways(record: Path, ways: Mapping[int, Way]) -> None:
+def write_ways(record: Path, ways: Ways) -> None:
     """Keep what was chosen."""
-    nvrtc.write_whole(record, json.dumps({rows: way.name for rows, way in ways.items()}).encode())
+    names = {_label(*key): way.name for key, way in ways.items()}
+    nvrtc.write_whole(record, json.dumps(names).encode())
 
 
-def _record(case: Case, units: int, device: torch.device) -> Path:
+def _label(case: Case, rows: int) -> str:
+    return f"{case.operation} {case.n}x{case.k} {case.dtype} {rows}"
+
+
+def _record(cases: Sequence[Case], units: int, device: torch.device) -> Path:
     """Where the choice is kept: of this GPU, its driver, these libraries and this source."""
     made = torch.__version__, nvrtc.driver_version(), torch.cuda.get_device_name(device)
-    return nvrtc.cache_path(repr((case, units, made, skinny_gemm.text())), "ways.json")
+    return nvrtc.cache_path(repr((cases, units, made, skinny_gemm.text())), "ways.json")
 
 
 def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
@@ -267,7 +342,7 @@ def _library(library: Literal["cublas", "cublaslt"], units: int) -> Iterator[Non
         torch.backends.cuda.preferred_blas_library(before)
 
 
-def _graph_seconds(run: Callable[[], None]) -> float:
+def _graph_seconds(run: Callable[[], None], repeats: int) -> float:
     """Median over replays of a graph of `run`, on torch's current stream."""
     stream = torch.cuda.current_stream()
     run()
@@ -276,7 +351,7 @@ def _graph_seconds(run: Callable[[], None]) -> float:
     with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         run()
     times = []
-    for _ in range(_REPEATS + 1):
+    for _ in range(repeats + 1):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         start.record(stream)
         graph.replay()

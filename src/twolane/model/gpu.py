@@ -4,19 +4,22 @@ The residual stream is updated in place, by the products that end a block. A for
 addressable layer by layer, like `model/decoder.py`, whose weights and order of dimensions it has.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from twolane.kernels import fused
-from twolane.kernels.linear import Products
+from twolane.kernels.linear import COLD_BYTES, Case, Products
 from twolane.model.decoder import LayerWeights, Weights
 from twolane.model.rope import frequencies
 from twolane.model.spec import ModelSpec
 
 MLP_ROWS = 8192
 """Rows that go through the MLP at a time, which bounds its workspace."""
+TUNED_LAYERS = 4
+"""Layers that products are timed in, or more where these would stay in the cache."""
 
 
 class GpuKVCache:
@@ -150,12 +153,36 @@ class GpuDecoder:
 
     def tune(self, products: Products, rows: int) -> None:
         """Choose how passes of up to so many tokens multiply, on torch's current stream."""
-        layers = self.weights.layers
-        products.tune("linear", [w.qkv for w in layers], rows)
-        products.tune("add_linear", [w.o for w in layers], rows)
-        products.tune("gate_up_silu", [w.gate_up for w in layers], rows)
-        products.tune("add_linear", [w.down for w in layers], rows)
-        products.tune("logits", [self.weights.head], rows)
+        layers, head = self.weights.layers, self.weights.head
+        uses: dict[Case, Sequence[Tensor]] = {
+            Case.of("linear", layers[0].qkv): [w.qkv for w in layers],
+            Case.of("add_linear", layers[0].o): [w.o for w in layers],
+            Case.of("gate_up_silu", layers[0].gate_up): [w.gate_up for w in layers],
+            Case.of("add_linear", layers[0].down): [w.down for w in layers],
+        }
+        products.tune(uses, rows, lambda count: self._without_attention(products, count))
+        products.tune({Case.of("logits", head): [head]}, rows)
+
+    def _without_attention(self, products: Products, count: int) -> Callable[[], None]:
+        """What queues norms and products of the first layers, for so many random rows."""
+        workspace = Workspace(self.spec, self.dtype, self.device)
+        workspace.reserve(count)
+        norm, qkv = workspace.get("norm", count), workspace.get("qkv", count)
+        attended = workspace.get("attended", count).normal_()
+        residual = torch.randn_like(norm)
+        first = self.weights.layers[0]
+        each = sum(w.nbytes for w in (first.qkv, first.o, first.gate_up, first.down))
+        layers = self.weights.layers[: max(TUNED_LAYERS, COLD_BYTES // each)]
+
+        def run() -> None:
+            for w in layers:
+                fused.rms_norm(residual, w.input_norm, self.spec.norm_eps, norm)
+                products.linear(norm, w.qkv, w.qkv_bias, qkv)
+                products.add_linear(attended, w.o, w.o_bias, residual)
+                fused.rms_norm(residual, w.post_norm, self.spec.norm_eps, norm)
+                self._mlp(norm, w, residual, workspace, products)
+
+        return run
 
     def head(
         self, hidden: Tensor, logits: Tensor, workspace: Workspace, products: Products
