@@ -13,6 +13,7 @@ import resource
 import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -101,8 +102,17 @@ def searched(task: tuple[Panel, str, int, bool, Path]) -> list[Point]:
     ]
 
 
-def verdict(points: Iterable[Point]) -> dict[str, object]:
-    """How `auto` compares: its worst point, and each panel's gain over the best single system."""
+class Verdict(NamedTuple):
+    """How `auto` compares."""
+
+    shares: dict[str, float]
+    """Of the best, at each point where any system holds."""
+    gains: dict[str, tuple[str, float]]
+    """By panel the best single other system (mean over SLOs), and how many times as good it is."""
+
+
+def verdict(points: Iterable[Point]) -> Verdict:
+    """Settings count as systems of their own."""
     by_place: dict[tuple[str, float], dict[str, float]] = {}
     for point in points:
         by_place.setdefault((point.panel, point.tbt), {})[point.system] = point.goodput
@@ -117,8 +127,29 @@ def verdict(points: Iterable[Point]) -> dict[str, object]:
         means = {system: statistics.fmean(row[system] for row in rows) for system in rows[0]}
         best = max((s for s in means if s != "auto"), key=means.__getitem__)
         if means[best]:
-            gains[panel] = {"best": best, "gain": means["auto"] / means[best]}
-    return {"share_of_best": shares, "over_best_single": gains}
+            gains[panel] = best, means["auto"] / means[best]
+    return Verdict(shares, gains)
+
+
+def table(points: Sequence[Point]) -> str:
+    """By panel, tightest TBT first: `auto`, the best other system at each SLO, and the verdict."""
+    judged, lines = verdict(points), []
+    for panel in dict.fromkeys(point.panel for point in points):
+        rates: dict[float, dict[str, float]] = {}
+        for point in points:
+            if point.panel == panel:
+                rates.setdefault(point.tbt, {})[point.system] = point.goodput
+        ordered = [rates[tbt] for tbt in sorted(rates)]
+        own = " ".join(f"{row['auto']:.1f}" for row in ordered)
+        others = [max(rate for name, rate in row.items() if name != "auto") for row in ordered]
+        best = " ".join(f"{rate:.1f}" for rate in others)
+        shares = [share for place, share in judged.shares.items() if place.startswith(panel)]
+        system, gain = judged.gains[panel]
+        bounds = " ".join(f"{tbt * 1e3:g}" for tbt in sorted(rates))
+        lines.append(
+            f"| {panel} | {bounds} | {own} | {best} | {min(shares):.2f} | {gain:.2f}, `{system}` |"
+        )
+    return "\n".join(lines)
 
 
 def draw(
@@ -166,7 +197,9 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument("--quick", action="store_true", help="few panels and SLOs, short runs")
     parser.add_argument("--seed", type=int, default=0, help="of lengths and arrivals")
-    parser.add_argument("--panels", nargs="+", choices=[p.name for p in PANELS], help="only these")
+    parser.add_argument(
+        "--panels", nargs="+", choices=[p.name for p in PANELS], help="only these, in this order"
+    )
     parser.add_argument("--systems", nargs="+", default=SYSTEMS, help="these instead; auto, too")
     parser.add_argument("--work", type=Path, default=Path("panels-work"), help="folder of the runs")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/panels.json"))
@@ -178,7 +211,7 @@ def main() -> None:
     """Search what is missing, write the file and the figure."""
     given = _options()
     names = given.panels or (QUICK if given.quick else [p.name for p in PANELS])
-    panels = [panel for panel in PANELS if panel.name in names]
+    panels = [panel for name in names for panel in PANELS if panel.name == name]
     asked = dict.fromkeys((*given.systems, "auto"))
     systems = [variant for one in asked for variant in goodput.variants(one)]
     systems.sort(key=goodput_cli.reads_slos, reverse=True)  # these take longest
@@ -200,9 +233,10 @@ def main() -> None:
         "simulated": True,
         "searches": {panel.name: panel.search(given.seed, given.quick) for panel in panels},
         "points": points,
-        "verdict": verdict(points),
+        "verdict": verdict(points)._asdict(),
     }
     given.out.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1))
+    print(table(points))
     draw(panels, list(asked), points, given.out.with_suffix(".png"))
 
 
