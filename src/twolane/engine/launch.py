@@ -132,9 +132,9 @@ def _allocate(state: State, request: Request) -> Allocation:
 
 def _launch(state: State, launch: Launch, reason: str) -> bool:
     """Whether there was anything to launch."""
-    levels, units = state.lanes.levels, launch.units
-    if launch.lane not in LANES or units < 1 or not any(units in level for level in levels):
-        raise PlanError(f"launches on {units} units of {launch.lane!r}; on offer: {levels}")
+    if launch.lane not in LANES or launch.units not in state.offered:
+        levels = state.lanes.levels
+        raise PlanError(f"launches on {launch.units} units of {launch.lane!r}; on offer: {levels}")
     if isinstance(launch.work, PrefillSlice):
         return _launch_slice(state, launch, launch.work, reason)
     if isinstance(launch.work, Hybrid):

@@ -27,14 +27,13 @@ def run(engine: Engine, port: Port) -> None:
     """Serve until the port says stop. Polls when woken, never blocks, never spins at rest.
 
     A plan that did something is followed by another one; a plan that did nothing has seen all that
-    there was to see.
+    there was to see. What came meanwhile ends the wait at once.
     """
     while (messages := port.receive()) is not None:
         engine.take(messages)
         engine.reap()
-        plan = engine.plan()
-        changed = engine.carry_out(plan)
+        while engine.carry_out(plan := engine.plan()):
+            pass
         if (news := engine.news()) is not None:
             port.send(news)
-        if not changed:
-            port.wait(plan.wake_at)
+        port.wait(plan.wake_at)

@@ -92,6 +92,11 @@ class State:
     launches: list[Launched] = field(default_factory=list)
     watched_until: float = -math.inf
     """What is reaped later is no news of `launches`."""
+    offered: frozenset[int] = field(init=False)
+    """Units that a lane may be given."""
+
+    def __post_init__(self) -> None:
+        self.offered = frozenset(units for level in self.lanes.levels for units in level if units)
 
     def now(self) -> float:
         """Seconds on the lanes' clock."""
@@ -177,23 +182,19 @@ class State:
 
     def lane_views(self) -> dict[LaneName, LaneView]:
         """What is queued in each lane, and until when by prediction."""
-        views = IDLE.copy()
+        views, now = IDLE.copy(), self.now()
         for flight in self.flights:
-            lane = flight.launch.lane
-            views[lane] = self._behind(views[lane], flight)
+            before = views[flight.launch.lane]
+            predicted, until = flight.predicted, before.until
+            if predicted is None or (before.queued and until is None):
+                until = None
+            elif until is None:
+                begun = flight.ticket.start
+                until = max(now, (now if begun is None else begun) + predicted)
+            else:
+                until += predicted
+            views[flight.launch.lane] = LaneView(before.queued + 1, flight.launch.units, until)
         return views
-
-    def _behind(self, before: LaneView, flight: Flight) -> LaneView:
-        """A lane with one more launch."""
-        predicted, until = flight.predicted, before.until
-        if predicted is None or (before.queued and until is None):
-            until = None
-        elif until is None:
-            begun, now = flight.ticket.start, self.now()
-            until = max(now, (now if begun is None else begun) + predicted)
-        else:
-            until += predicted
-        return LaneView(before.queued + 1, flight.launch.units, until)
 
 
 def _with_token(news: Output, request: Request, sampled: Sampled) -> Output:
