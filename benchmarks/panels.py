@@ -24,7 +24,7 @@ from twolane.workload.spec import WorkloadSpec
 
 SYSTEMS = (
     "prefill-first",
-    "chunked:token_budget=128/256/512/1024/2048",
+    "chunked:token_budget=128/256/512/1024",
     "static-split:decode_units=32/48",
     *("two-stream", "temporal", "drift", "muxwise", "bullet", "duetserve", "auto"),
 )
@@ -66,15 +66,15 @@ class Panel(msgspec.Struct, frozen=True):
             tbts=self.tbts[1::2] if quick else self.tbts,
             seed=seed,
             start_rate=self.start,
-            least_rate=self.start / 8,
+            least_rate=self.start / 4,
             tolerance=0.09 if quick else 0.045,
         )
 
 
 PANELS = (
-    Panel("8b-conversation", "qwen3-8b", "conversation", TIGHT, 1.0, 64, per_1k=0.25),
-    Panel("8b-sharegpt", "qwen3-8b", "sharegpt", TIGHT, 16.0, 128),
-    Panel("8b-azure-conv", "qwen3-8b", "azure-conv", TIGHT, 16.0, 200),
+    Panel("8b-conversation", "qwen3-8b", "conversation", TIGHT, 1.0, 48, per_1k=0.25),
+    Panel("8b-sharegpt", "qwen3-8b", "sharegpt", TIGHT, 16.0, 100),
+    Panel("8b-azure-conv", "qwen3-8b", "azure-conv", TIGHT, 16.0, 160),
     Panel("34b-azure-conv", "codellama-34b", "azure-conv", SLOW, 4.0, ttft=2.0),
     Panel("8b-azure-code", "qwen3-8b", "azure-code", TIGHT, 8.0, 160),
     Panel("34b-azure-code", "codellama-34b", "azure-code", SLOW, 2.0, ttft=2.0),
