@@ -16,10 +16,13 @@ from twolane.workload.spec import WorkloadSpec
 from twolane.workload.traces import TraceRequest
 
 MODEL = "llama-3.1-8b"
+PROMPTS = 20
 
 
 def config(system="static-split", seed=0, gpu="h200", tp=1, workload=None, **engine):
-    spec = workload or WorkloadSpec(dataset="azure-conv", num_prompts=40, request_rate=8, seed=seed)
+    spec = workload or WorkloadSpec(
+        dataset="azure-conv", num_prompts=PROMPTS, request_rate=8, seed=seed
+    )
     return SimulateConfig(
         engine=EngineConfig(model=MODEL, system=system, **engine),
         gpu=gpu,
@@ -39,7 +42,7 @@ def test_every_request_is_served_and_reported_as_bench_does(system):
     simulation = simulate(config(system))
     report = result_dict(simulation.result)
     asked = simulation.result.workload
-    assert report["completed"] == 40
+    assert report["completed"] == PROMPTS
     assert report["output_lens"] == [request.output_tokens for request in asked]
     assert all(0.0 < ttft < 1.0 for ttft in report["ttfts"])
     assert [len(gaps) + 1 for gaps in report["itls"]] == report["output_lens"]
@@ -101,7 +104,7 @@ def test_a_run_can_be_stopped():
 
     result = simulate(config(), on_record=enough).result
     assert result.interrupted
-    assert 5 <= len(result.records) < 40
+    assert 5 <= len(result.records) < PROMPTS
 
 
 def test_the_command(tmp_path):

@@ -9,37 +9,41 @@ from twolane.model.tokenizer import ModelTokenizer
 VOCABULARY = 49152
 
 
+@pytest.fixture(scope="module")
+def codec(tokenizer):
+    """Made once: it looks at every token of the vocabulary."""
+    return TextCodec(tokenizer)
+
+
 def pieces(detokenizer, tokens):
     return [*(detokenizer.step(token) for token in tokens), detokenizer.flush()]
 
 
 @settings(max_examples=100, deadline=None)
 @given(tokens=st.lists(st.integers(0, VOCABULARY + 10), max_size=60))
-def test_pieces_of_any_tokens_make_the_full_decode(tokenizer, tokens):
-    codec = TextCodec(tokenizer)
+def test_pieces_of_any_tokens_make_the_full_decode(codec, tokenizer, tokens):
     whole = tokenizer.backend.decode(tokens, skip_special_tokens=True)
     assert "".join(pieces(codec.detokenizer(), tokens)) == whole
 
 
 @settings(max_examples=100, deadline=None)
 @given(text=st.text(max_size=80))
-def test_pieces_of_any_text_make_the_full_decode(tokenizer, text):
+def test_pieces_of_any_text_make_the_full_decode(codec, tokenizer, text):
     # A piece that ended inside a character would leave a replacement character behind.
-    codec = TextCodec(tokenizer)
     tokens = tokenizer.backend.encode(text, add_special_tokens=False).ids
     whole = tokenizer.backend.decode(tokens, skip_special_tokens=True)
     assert "".join(pieces(codec.detokenizer(), tokens)) == whole
 
 
-def test_an_emoji_comes_whole(tokenizer):
+def test_an_emoji_comes_whole(codec, tokenizer):
     tokens = tokenizer.backend.encode("👍🏽").ids
     assert len(tokens) > 2
-    assert [p for p in pieces(TextCodec(tokenizer).detokenizer(), tokens) if p] == ["👍", "🏽"]
+    assert [p for p in pieces(codec.detokenizer(), tokens) if p] == ["👍", "🏽"]
 
 
-def test_special_tokens_have_no_text(tokenizer):
+def test_special_tokens_have_no_text(codec, tokenizer):
     tokens = tokenizer.backend.encode("<|im_start|>a<|im_end|>").ids
-    assert "".join(pieces(TextCodec(tokenizer).detokenizer(), tokens)) == "a"
+    assert "".join(pieces(codec.detokenizer(), tokens)) == "a"
 
 
 @pytest.fixture(scope="module")
@@ -92,8 +96,8 @@ def test_without_a_tokenizer_text_is_refused():
         codec.chat([{"role": "user", "content": "x"}])
 
 
-def test_chat_uses_the_template(tokenizer):
-    tokens = TextCodec(tokenizer).chat([{"role": "user", "content": "Hi"}])
+def test_chat_uses_the_template(codec, tokenizer):
+    tokens = codec.chat([{"role": "user", "content": "Hi"}])
     text = tokenizer.backend.decode(tokens, skip_special_tokens=False)
     assert text.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
 
@@ -139,16 +143,14 @@ def test_names_are_shown_or_refused(tokenizer):
     assert refusal.value.param == "messages[0].name"
 
 
-def test_least_tokens_is_a_bound(tokenizer):
-    codec = TextCodec(tokenizer)
+def test_least_tokens_is_a_bound(codec):
     for text in ("", "a", " " * 1000, "\n" * 999, "The cat. " * 300, "==========" * 100):
         assert codec.least_tokens(text) <= len(codec.encode(text))
     assert codec.least_tokens("a" * 10**6) > 1000
     assert TextCodec(None).least_tokens("a") == 0
 
 
-def test_special_tokens_are_shown_on_demand(tokenizer):
-    codec = TextCodec(tokenizer)
+def test_special_tokens_are_shown_on_demand(codec):
     tokens = codec.encode("<|im_start|>a<|im_end|>")
     shown = "".join(pieces(codec.detokenizer(skip_special_tokens=False), tokens))
     assert shown == "<|im_start|>a<|im_end|>" == codec.decode(tokens, skip_special_tokens=False)

@@ -57,12 +57,12 @@ RAGGED = [5, 1, 160, 0, 31, 32, 70]
     ("dim", "page", "group", "tuned"),
     [
         (128, 32, 4, hopper.Tuning(2, 3)),
-        (128, 16, 5, hopper.Tuning(2, 2)),
+        pytest.param(128, 16, 5, hopper.Tuning(2, 2), marks=pytest.mark.full),
         (128, 64, 3, hopper.Tuning(3, 3)),
         (128, 32, 16, hopper.Tuning(1, 4)),
-        (64, 32, 7, hopper.Tuning(2, 3)),
+        pytest.param(64, 32, 7, hopper.Tuning(2, 3), marks=pytest.mark.full),
         (64, 16, 1, hopper.Tuning(2, 4)),
-        (64, 64, 8, hopper.Tuning(3, 2)),
+        pytest.param(64, 64, 8, hopper.Tuning(3, 2), marks=pytest.mark.full),
         (64, 16, 9, hopper.Tuning(1, 3)),
     ],
 )

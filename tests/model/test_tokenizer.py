@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from twolane.model import convert
-from twolane.model import tokenizer as tokenizer_module
 from twolane.model.hub import resolve
-from twolane.model.tokenizer import load_tokenizer
+from twolane.model.tokenizer import _keep, load_tokenizer
 
 TEXTS = [
     "What is the capital of France?",
@@ -83,9 +82,7 @@ def test_the_kept_form_is_what_transformers_reads(tokenizer, smollm2):
         assert tokenizer.backend.encode(text).ids == read(text).input_ids
 
 
-def test_a_tokenizer_is_converted_once_and_again_when_its_files_change(
-    tmp_path, monkeypatch, tokenizer
-):
+def test_a_tokenizer_is_converted_once_and_again_when_its_files_change(tmp_path, monkeypatch):
     monkeypatch.setenv("TWOLANE_CACHE", str(tmp_path / "cache"))
     runs = []
     run = subprocess.run
@@ -93,20 +90,21 @@ def test_a_tokenizer_is_converted_once_and_again_when_its_files_change(
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "config.json").write_text('{"model_type": "llama"}')
-    write_tokenizer(folder, tokenizer, "{{ messages }}")
+    words = Tokenizer(models.WordLevel({"<unk>": 0, "a": 1, "b": 2}, unk_token="<unk>"))
+    write_tokenizer(folder, words, "{{ messages }}")
     source = resolve(str(folder))
     first, second = load_tokenizer(source), load_tokenizer(source)
     assert len(runs) == 1
     assert first.chat_template == second.chat_template == "{{ messages }}"
     assert first.backend.to_str() == second.backend.to_str()
-    assert first.backend.encode(TEXTS[1]).ids == tokenizer.backend.encode(TEXTS[1]).ids
-    write_tokenizer(folder, tokenizer, "{{ messages[0].content }}")
+    assert first.backend.encode("b").ids == [2]
+    write_tokenizer(folder, words, "{{ messages[0].content }}")
     assert load_tokenizer(source).chat_template == "{{ messages[0].content }}"
     assert len(runs) == 2
 
 
-def write_tokenizer(folder, tokenizer, template):
-    (folder / "tokenizer.json").write_text(tokenizer.backend.to_str())
+def write_tokenizer(folder, backend, template):
+    (folder / "tokenizer.json").write_text(backend.to_str())
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
@@ -120,10 +118,10 @@ def test_a_broken_tokenizer_is_an_error_of_one_line(tmp_path, monkeypatch):
     assert "\n" not in str(error.value)
 
 
-def test_a_cache_that_cannot_be_written_is_none(tmp_path, monkeypatch, smollm2):
+def test_a_cache_that_cannot_be_written_is_none(tmp_path):
     (tmp_path / "file").write_text("")
-    monkeypatch.setattr(tokenizer_module, "cache_dir", lambda: tmp_path / "file")
-    assert load_tokenizer(smollm2).chat_template
+    _keep(b"{}", tmp_path / "file" / "kept.json")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_a_shape_has_no_tokenizer():
