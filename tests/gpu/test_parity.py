@@ -46,5 +46,5 @@ def test_tokens(family: str, schedule: str, machines: Machines, tally: Tally) ->
         running=(5, 16, 32)[turn % 3],
         prefix_cache=turn % 4 > 0,
     )
-    compare(served, judge, tally)
+    compare(REQUESTS, served, judge, tally)
     assert bool(served.preemptions) == (pages == SMALL)
