@@ -151,8 +151,9 @@ class Engine:
     def view(self) -> View:
         """What the system may know now."""
         state = self.state
+        now = state.now()
         return View(
-            now=state.now(),
+            now=now,
             layers=state.layers,
             units=state.lanes.units,
             levels=state.lanes.levels,
@@ -162,7 +163,7 @@ class Engine:
             parked=state.parked,
             decoding=[request for request in state.decoding if request.to_generate > 0],
             joining={lane: joining(state, lane) for lane in LANES} if state.launched else NOBODY,
-            lanes=state.lane_views(),
+            lanes=state.lane_views(now),
             free_pages=state.kv.free_pages,
             reclaimable_pages=state.kv.reclaimable_pages,
             free_slots=state.kv.free_slots,

@@ -114,7 +114,8 @@ def _settle(state: State, flight: Flight) -> None:
     ticket = flight.ticket
     state.counters.seconds[ticket.lane, ticket.units] += ticket.seconds
     _observe(state, flight)
-    _trace(state, flight)
+    if not state.trace.silent:
+        _trace(state, flight)
     if state.now() < state.watched_until:
         state.launches.append(_launched(state, flight))
 
@@ -139,8 +140,6 @@ def _observe(state: State, flight: Flight) -> None:
 
 
 def _trace(state: State, flight: Flight) -> None:
-    if state.trace.silent:
-        return
     ticket, work = flight.ticket, flight.launch.work
     assert ticket.start is not None
     assert ticket.end is not None

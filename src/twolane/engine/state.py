@@ -180,9 +180,9 @@ class State:
         if self.parked and not self.parked.chunks:
             self.parked = None
 
-    def lane_views(self) -> dict[LaneName, LaneView]:
+    def lane_views(self, now: float) -> dict[LaneName, LaneView]:
         """What is queued in each lane, and until when by prediction."""
-        views, now = IDLE.copy(), self.now()
+        views = IDLE.copy()
         for flight in self.flights:
             before = views[flight.launch.lane]
             predicted, until = flight.predicted, before.until
