@@ -170,6 +170,7 @@ class Engine:
             slo=state.slo,
             recent=state.recent,
             estimator=state.estimator,
+            layers_at_once=state.layers_at_once,
         )
 
     def _submit(self, message: Submit) -> None:

@@ -229,6 +229,7 @@ def _take_off(state: State, work: Work, flight: Flight) -> None:
     after = _tickets_elsewhere(launch.lane, allocations)
     flight.launched_at = state.now()
     flight.ticket = state.lanes.launch(launch.lane, launch.units, work, after)
+    state.note_launching(flight.ticket, work)
     state.kv.launched(allocations, flight.ticket)
     state.flights.append(flight)
 

@@ -13,12 +13,18 @@ from twolane.engine.messages import FinishReason, Launched, Output, Refused
 from twolane.engine.request import Flight, Phase, PrefillBatch, Request
 from twolane.engine.trace import Trace
 from twolane.estimate import Estimator
-from twolane.lanes import Lanes, Sampled
+from twolane.lanes import Lanes, Sampled, Ticket
+from twolane.lanes.work import PrefillWork, Work
 from twolane.slo import Slo
 from twolane.systems.view import LaneView
 from twolane.vocabulary import LANES, LaneName
 
 WINDOW = 512
+LAUNCHING = 0.002
+"""Seconds that the host may spend on launching one slice while others decode: less than what is
+queued for decode ahead of time (`lead_seconds`)."""
+FADING = 0.9
+"""What is left after another launch of the longest that the host took for one."""
 IDLE: dict[LaneName, LaneView] = {lane: LaneView() for lane in LANES}
 LANDED = 256
 
@@ -85,6 +91,10 @@ class State:
     recent: dict[str, Window] = field(
         default_factory=lambda: {name: Window() for name in ("ttft", "tbt", "tpot")}
     )
+    launching: dict[LaneName, float] = field(default_factory=dict)
+    """Seconds that the host took to launch something in a lane: the longest of late."""
+    layer_launching: float = 0.0
+    """The same for a layer of a prefill slice, as a mean of late."""
     counters: Counters = field(default_factory=Counters)
     outputs: dict[str, Output] = field(default_factory=dict)
     """News for the front, by request."""
@@ -193,8 +203,24 @@ class State:
                 until = max(now, (now if begun is None else begun) + predicted)
             else:
                 until += predicted
-            views[flight.launch.lane] = LaneView(before.queued + 1, flight.launch.units, until)
+            lane, units = flight.launch.lane, flight.launch.units
+            views[lane] = LaneView(before.queued + 1, units, until, self.launching.get(lane, 0.0))
         return views
+
+    def note_launching(self, ticket: Ticket, work: Work) -> None:
+        """Learn what launches cost the host from the latest one."""
+        seconds, before = ticket.launching, self.launching.get(ticket.lane, 0.0)
+        self.launching[ticket.lane] = max(seconds, FADING * before)
+        if isinstance(work, PrefillWork):
+            each = seconds / (work.last - work.first)
+            self.layer_launching += (each - self.layer_launching) / 2
+
+    @property
+    def layers_at_once(self) -> int:
+        """Layers of a prefill slice that the host launches in `LAUNCHING`, at least one."""
+        if self.layers * self.layer_launching <= LAUNCHING:
+            return self.layers
+        return max(1, int(LAUNCHING / self.layer_launching))
 
 
 def _with_token(news: Output, request: Request, sampled: Sampled) -> Output:

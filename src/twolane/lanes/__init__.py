@@ -56,6 +56,8 @@ class Ticket:
     """Seconds, the lanes' clock, when the device began with it."""
     end: float | None = None
     error: BaseException | None = None
+    launching: float = 0.0
+    """Seconds that the engine's thread was busy with launching it; a plan should leave room."""
 
     @property
     def done(self) -> bool:

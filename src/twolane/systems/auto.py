@@ -140,15 +140,20 @@ class Auto(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def _due(self, view: View, lane: LaneName) -> bool:
         """Whether the lane, and the whole device, which excludes it, are idle or soon will be."""
         queued, until = _queue(view, lane)
-        return not queued or (queued == 1 and until is not None and self._soon(view, until))
+        if queued != 1 or until is None:
+            return not queued
+        return self._due_at(view, lane, until) <= view.now
 
-    def _soon(self, view: View, until: float) -> bool:
-        return until - self.lead_seconds <= view.now
+    def _due_at(self, view: View, lane: LaneName, until: float) -> float:
+        """When to launch what follows, while the lane has one launch, that ends then."""
+        return until - self.lead_seconds - view.lanes[lane].launching
 
     def _wake(self, view: View) -> float | None:
         """When the first lane will be due that is not due now."""
-        queues = (_queue(view, lane) for lane in LANES)
-        wakes = (until - self.lead_seconds for n, until in queues if n == 1 and until is not None)
+        queues = ((lane, *_queue(view, lane)) for lane in LANES)
+        wakes = (
+            self._due_at(view, each, end) for each, n, end in queues if n == 1 and end is not None
+        )
         return min((at for at in wakes if at > view.now), default=None)
 
     # --- what ---------------------------------------------------------------------------------
@@ -354,8 +359,9 @@ def _free(view: View) -> float:
 
 def _next_slice(view: View, batch: _Batch, choice: Choice) -> tuple[PrefillSlice, float, float]:
     """The layers, and when they begin and end by prediction, in seconds."""
-    last = batch.first + choice.layers
-    if view.layers - last <= choice.layers // 2:
+    layers = min(choice.layers, view.layers_at_once)
+    last = batch.first + layers
+    if view.layers - last <= layers // 2:
         last = view.layers
     begin = _free(view)
     return PrefillSlice(batch.first, last), begin, begin + (last - batch.first) * choice.layer

@@ -55,7 +55,12 @@ class Prompts:
         return cls(load, 0, min(deadline(r, r.new) for r in requests), ids)
 
     def slice(self, view: View, layers: int, units: int) -> Launch:
-        """The next so many layers, or those that are left, in the prefill lane."""
+        """The next so many layers, or those that are left, in the prefill lane.
+
+        They are fewer where the host would take so long to launch them that decode ran dry.
+        """
+        if view.decoding:
+            layers = min(layers, view.layers_at_once)
         last = min(self.first + layers, view.layers)
         return Launch("prefill", units, PrefillSlice(self.first, last))
 

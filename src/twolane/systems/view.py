@@ -130,9 +130,12 @@ class LaneView(msgspec.Struct, frozen=True):
     """Of the launch queued last; 0 when idle."""
     until: float | None = None
     """When the queue will be empty by prediction, in seconds; None: no prediction."""
+    launching: float = 0.0
+    """Seconds that the host lately took to launch something in this lane."""
 
     def due(self, now: float, lead: float) -> bool:
-        """Whether the lane wants another launch: idle, or predicted to be within `lead` seconds.
+        """Whether the lane wants another launch: idle, or predicted to be within `lead` seconds of
+        the time at which the host has to begin to launch it.
 
         With no prediction, a lane that has one launch waits for it to end.
         """
@@ -141,7 +144,9 @@ class LaneView(msgspec.Struct, frozen=True):
 
     def due_at(self, lead: float) -> float | None:
         """When a lane that has one launch will be due; None: when that launch ends."""
-        return self.until - lead if self.queued == 1 and self.until is not None else None
+        if self.queued != 1 or self.until is None:
+            return None
+        return self.until - lead - self.launching
 
 
 class View(msgspec.Struct, frozen=True):
@@ -177,3 +182,6 @@ class View(msgspec.Struct, frozen=True):
     recent: Mapping[str, Window]
     """"ttft", "tbt" and "tpot" of the last requests."""
     estimator: Estimator
+    layers_at_once: int = 1 << 30
+    """The most layers of a prefill slice that the host launches before decode has to wait for it;
+    no limit by default."""

@@ -65,6 +65,7 @@ class CudaLanes:
 
     def launch(self, lane: LaneName, units: int, work: Work, after: Sequence[Ticket]) -> Ticket:
         """See `Lanes.launch`."""
+        asked = self.clock()
         stream = self._partitions.stream(lane, units)
         ticket = CudaTicket(lane, units, stream=stream)
         with torch.cuda.stream(stream), torch.inference_mode():
@@ -78,6 +79,7 @@ class CudaLanes:
             ticket.ended.record(stream)
         self._last.update(dict.fromkeys(used, ticket))
         self._watchers[lane].queue.put(_Watched(ticket, begun, queued, before))
+        ticket.launching = self.clock() - asked
         return ticket
 
     def close(self, timeout: float = 1.0) -> None:
