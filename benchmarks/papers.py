@@ -8,7 +8,6 @@ run goes on with the same command. docs/systems.md and docs/simulation.md have w
 
 import argparse
 import itertools
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +19,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from twolane.bench.goodput import Search, find
-from twolane.bench.goodput_cli import parse_system, simulation
+from twolane.bench.goodput_cli import parse_system
 from twolane.bench.result import BenchConfig, Result
 from twolane.engine.config import EngineConfig
 from twolane.simulate import SimulateConfig, simulate
@@ -68,15 +66,6 @@ class Study:
     gpu: str = "a100-80gb"
     tp: int = 1
     levels: tuple[int, ...] | None = None
-    search: bool = False
-    """Whether the figure is goodput: the highest rate that keeps `tbt` and serves."""
-
-    def workload(self, seed: int) -> WorkloadSpec:
-        """Without the rate for a search, which sets its own."""
-        rate = None if self.search else self.rate
-        return WorkloadSpec(
-            dataset=self.dataset, num_prompts=self.requests, request_rate=rate, seed=seed
-        )
 
 
 def mixed(seed: int) -> list[TraceRequest]:
@@ -120,27 +109,6 @@ def latencies(size: str, dataset: str, rate: float) -> Study:
         requests=200,
         tbt=tbt,
         tp=8,
-    )
-
-
-def goodput(size: str, muxwise: str, drift: str) -> Study:
-    """MuxWise, Figure 15, and Drift, Figure 10: the highest rate with the TBT SLO kept."""
-    model, tbt = LLAMA[size]
-    return Study(
-        where="MuxWise Fig. 15, Drift Fig. 10",
-        model=model,
-        variants=BESIDE_CHUNKED,
-        shown=("goodput",),
-        claims=(
-            Claim("goodput", "muxwise", "chunked 256", f"MuxWise {muxwise}"),
-            Claim("goodput", "drift", "chunked 512", f"Drift {drift}"),
-        ),
-        dataset="toolagent",
-        rate={"8b": 8.0, "70b": 1.0}[size],
-        tbt=tbt,
-        tp=8,
-        requests=80,
-        search=True,
     )
 
 
@@ -267,8 +235,6 @@ STUDIES = {
     "latency-8b-toolagent": latencies("8b", "toolagent", 8.0),
     "latency-70b-conversation": latencies("70b", "conversation", 0.5),
     "latency-70b-toolagent": latencies("70b", "toolagent", 1.0),
-    "goodput-8b": goodput("8b", "2.6", "6.2"),
-    "goodput-70b": goodput("70b", "3.06", "17.5"),
     "bullet-sharegpt": against_chunked("sharegpt", 20.0),
     "bullet-azure-code": against_chunked("azure-code", 5.0),
     "bullet-arxiv-sum": against_chunked("arxiv-sum", 1.5),
@@ -337,11 +303,16 @@ STUDIES = {
 
 
 def run(study: Study, variant: str, seed: int) -> Figures:
-    """One run, or the runs of one search."""
+    """One run."""
     system, options = parse_system(study.variants[variant])
-    if study.search:
-        return {"goodput": searched(study, study.variants[variant], seed)}
-    workload, slo = study.workload(seed), Slo(tbt=study.tbt)
+    workload, requests = WorkloadSpec(seed=seed), None
+    if study.draw:
+        requests = study.draw(seed)
+    else:
+        workload = WorkloadSpec(
+            dataset=study.dataset, num_prompts=study.requests, request_rate=study.rate, seed=seed
+        )
+    slo = Slo(tbt=study.tbt)
     asked = SimulateConfig(
         engine=EngineConfig(
             model=study.model, system=system, options=options, slo=slo, levels=study.levels
@@ -350,26 +321,7 @@ def run(study: Study, variant: str, seed: int) -> Figures:
         tp=study.tp,
         bench=BenchConfig(workload=workload),
     )
-    requests = study.draw(seed) if study.draw else workload.build()
     return figures(study, simulate(asked, requests).result)
-
-
-def searched(study: Study, system: str, seed: int) -> float:
-    """The highest rate, within 10 %, with P99 TBT within its SLO, and P99 TTFT within 5 s and 1 s
-    for each 1,024 new tokens: without a bound, the queue of a chunked system may grow for ever."""
-    assert study.tbt is not None
-    search = Search(
-        target={"simulate": study.gpu, "model": study.model, "tp": study.tp},
-        workload=study.workload(seed),
-        slos={"ttft": 5.0, "ttft_per_1k": 1.0, "tbt": study.tbt},
-        seed=seed,
-        start_rate=study.rate,
-        least_rate=study.rate / 64,
-        tolerance=0.1,
-    )
-    with tempfile.TemporaryDirectory() as folder:
-        [found] = find(search, [system], simulation(search), Path(folder))
-    return found[system][0]
 
 
 def figures(study: Study, result: Result) -> Figures:
