@@ -186,9 +186,10 @@ class Calibrated(Estimator):
     ) -> Sequence[float]:
         """What is missed, for decode steps of about so much context: they are asked about again and
         again, a token further each time."""
-        key: tuple[object, ...] = (kind, layers, finishes, *units, *_sums(load, kind))
+        others = None
         if beside is not None:
-            key = (*key, *beside.each(len(units)), *_sums(beside.load, OTHER[kind]))
+            others = tuple(beside.each(len(units))), _sums(beside.load, OTHER[kind])
+        key = (kind, layers, finishes, tuple(units), _sums(load, kind), others)
         means = self._known.get(key)
         if means is None:
             if kind == "decode":
