@@ -23,10 +23,11 @@ class Clocks:
     """Reads them in the background; without `nvidia-smi` there are none.
 
     Args:
-        device: index of the GPU; None: there is no GPU.
+        device: what `nvidia-smi` calls the GPU: its UUID, since it does not know of
+            CUDA_VISIBLE_DEVICES; None: there is no GPU.
     """
 
-    def __init__(self, device: int | None) -> None:
+    def __init__(self, device: str | None) -> None:
         self._device = device
         self._readings: list[tuple[float, Reading]] = []
         self._process: subprocess.Popen[str] | None = None

@@ -77,7 +77,7 @@ def take_profile(
             path, Profile(key, machine.spec, list(rig.lanes.levels), rig.page_size, config.seed)
         )
         points = plan(rig.limits, profile.seed, rounds)
-        with Clocks(0 if on_gpu(machine) else None) as clocks:
+        with Clocks(_gpu(machine)) as clocks:
             measured = work_through(profile, path, rig, points, clocks, seconds, progress)
     done = profile.done()
     return Outcome(path, profile, measured, sum(point.name not in done for point in points))
@@ -112,6 +112,15 @@ def work_through(
         return len(left)
     finally:
         profile.save(path)
+
+
+def _gpu(machine: Machine) -> str | None:
+    """The UUID of the GPU that the machine is, if it is one."""
+    if not on_gpu(machine):
+        return None
+    import torch
+
+    return f"GPU-{torch.cuda.get_device_properties(0).uuid}"
 
 
 def resumed(path: Path, fresh: Profile) -> Profile:
