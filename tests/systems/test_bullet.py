@@ -23,7 +23,7 @@ from twolane.estimate.online import OnlineEstimator
 from twolane.estimate.sm_roofline import SmRoofline
 from twolane.slo import Slo
 from twolane.systems import SYSTEMS, make_system
-from twolane.systems.bullet import Bullet, Memory, provision, reorder
+from twolane.systems.bullet import Bullet, Memory, percentile, provision, reorder
 from twolane.systems.plan import Chunk, DecodeSteps, Launch, PrefillSlice
 from twolane.systems.view import LaneView
 
@@ -41,6 +41,14 @@ def running(count: int = 64, **more) -> list[Asked]:
 
 def units(plan) -> dict[str, int]:
     return {launch.lane: launch.units for launch in plan.launches}
+
+
+@pytest.mark.parametrize("q", [0.0, 37.5, 90.0, 100.0])
+def test_percentiles_are_those_of_numpy(q):
+    values = np.random.default_rng(0).random((3, 11))
+    for count in (1, 2, 11):
+        some = values[:, :count]
+        assert percentile(some, q) == pytest.approx(np.percentile(some, q, axis=1))
 
 
 # The order of waiting requests

@@ -11,7 +11,7 @@ step if prefill is late and the TPOT SLO bears it (§3.3.2).
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import inf
+from math import ceil, floor, inf
 from typing import ClassVar
 
 import msgspec
@@ -67,6 +67,14 @@ def reorder(
         harms = held is None and bool((moved > [due[i] for i in ascending]).any())
         order += members if harms else ascending
     return order
+
+
+def percentile(values: Floats, q: float) -> Floats:
+    """The q-th percentile (0 to 100) of each row: `np.percentile`, which takes ten times as long."""
+    ordered = np.sort(values, axis=1)
+    place = q / 100 * (values.shape[1] - 1)
+    low, high = ordered[:, floor(place)], ordered[:, ceil(place)]
+    return np.asarray(low + (high - low) * (place % 1))
 
 
 def provision(ttft: Floats, tpot: Floats, current: int) -> int:
@@ -132,7 +140,7 @@ class Pace:
         """
         at = ends[:, None]
         shares = np.maximum((at - self.first) / self.tpot, (at - self.last) / self.tbt)
-        return np.asarray(np.percentile(shares, PERCENTILE, axis=1))
+        return percentile(shares, PERCENTILE)
 
 
 class Bullet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -294,7 +302,7 @@ class Bullet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         arrivals = np.array([request.arrival for request in work.requests])
         due = np.array([self._due(request) for request in work.requests])
         latency = work.start + np.outer(seconds, work.shares) - arrivals
-        return np.asarray(np.percentile(latency / (due - arrivals), work.percentile, axis=1))
+        return percentile(latency / (due - arrivals), work.percentile)
 
     def _pace(self, view: View, ready: float) -> Pace:
         """Of those that the next step serves; the decode lane gets to it when it is `ready`."""
