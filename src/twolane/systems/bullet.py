@@ -70,7 +70,7 @@ def reorder(
 
 
 def percentile(values: Floats, q: float) -> Floats:
-    """The q-th percentile (0 to 100) of each row: `np.percentile`, which takes ten times as long."""
+    """The q-th percentile (0 to 100) of each row; `np.percentile` takes ten times as long."""
     ordered = np.sort(values, axis=1)
     place = q / 100 * (values.shape[1] - 1)
     low, high = ordered[:, floor(place)], ordered[:, ceil(place)]
