@@ -18,6 +18,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from twolane.kernels.launching import launch, power_of_2
+
 _HEADS = 16
 """Heads of one token that one program rotates: 4 KB of bfloat16 at 128 dimensions."""
 _ELEMENTS = 2048
@@ -107,8 +109,10 @@ def _launch_norm(
     out: torch.Tensor,
 ) -> None:
     rows, hidden = x.shape
-    block = triton.next_power_of_2(hidden)
-    _rms_norm[(rows,)](
+    block = power_of_2(hidden)
+    launch(
+        _rms_norm,
+        (rows,),
         x,
         x if residual is None else residual,
         weight,
@@ -282,8 +286,10 @@ def _launch_rope(
 ) -> None:
     rows, heads, dim = q_out.shape
     kv_heads, page_size = pool.shape[1], pool.shape[3]
-    block = triton.next_power_of_2(dim)
-    _qkv_rope_write[(rows, triton.cdiv(heads + 2 * kv_heads, _HEADS))](
+    block = power_of_2(dim)
+    launch(
+        _qkv_rope_write,
+        (rows, -(-(heads + 2 * kv_heads) // _HEADS)),
         qkv,
         positions,
         qkv if qk_norm is None else qk_norm,
@@ -336,8 +342,10 @@ def _silu_mul(
 def silu_mul(gate_up: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """`out` [T, inner] = silu(gate) * up of `gate_up` [T, 2 * inner], the gate first."""
     rows, inner = out.shape
-    block = min(_ELEMENTS, triton.next_power_of_2(inner))
-    _silu_mul[(rows, triton.cdiv(inner, block))](
+    block = min(_ELEMENTS, power_of_2(inner))
+    launch(
+        _silu_mul,
+        (rows, -(-inner // block)),
         gate_up,
         out,
         INNER=inner,
@@ -387,8 +395,10 @@ def embed(
         out: [R, hidden].
     """
     rows, hidden = out.shape
-    block = min(1024, triton.next_power_of_2(hidden))
-    _embed[(rows, triton.cdiv(hidden, block))](
+    block = min(1024, power_of_2(hidden))
+    launch(
+        _embed,
+        (rows, -(-hidden // block)),
         last_token,
         slots,
         lengths,
@@ -460,8 +470,10 @@ def advance(
             no active row is left as it is.
     """
     rows = len(sampled)
-    block = min(256, max(32, triton.next_power_of_2(rows)))
-    _advance[(1,)](
+    block = min(256, max(32, power_of_2(rows)))
+    launch(
+        _advance,
+        (1,),
         sampled,
         slots,
         steps,

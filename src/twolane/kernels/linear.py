@@ -11,10 +11,10 @@ What was found is kept on disk.
 import json
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -53,8 +53,7 @@ class Way:
 CUBLAS = Way()
 
 
-@dataclass(frozen=True, slots=True)
-class Case:
+class Case(NamedTuple):
     """Products that go one way, up to a number of rows: weights [n, k]."""
 
     operation: Operation
@@ -214,7 +213,7 @@ class Products:
                 way.variant, way.blocks, x, weight, bias, out, scratch, residual=residual
             )
             return
-        with _library(way.library, self.units):
+        with _library(self.units) if way.library == "cublaslt" else _AS_IT_IS:
             if operation == "add_linear":
                 out.addmm_(x, weight.t())
             else:
@@ -322,15 +321,15 @@ def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> No
         torch.mm(x, weight.t(), out_dtype=out.dtype, out=out)
 
 
+_AS_IT_IS = nullcontext()
+
+
 @contextmanager
-def _library(library: Literal["cublas", "cublaslt"], units: int) -> Iterator[None]:
-    """Which library torch calls, and how many SMs that believes to be somebody else's.
+def _library(units: int) -> Iterator[None]:
+    """torch calls cuBLASLt, which believes all SMs but `units` to be somebody else's.
 
     Both are the process's and are put back at once: only one thread may launch.
     """
-    if library == "cublas":
-        yield
-        return
     total = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
     before = torch.backends.cuda.preferred_blas_library()
     torch.backends.cuda.preferred_blas_library("cublaslt")

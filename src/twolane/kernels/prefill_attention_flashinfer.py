@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from twolane.kernels.launching import launch
 from twolane.kernels.prefill_attention_batch import NewKV, PrefillBatch, upload
 from twolane.kernels.prefill_attention_schedule import (
     HEAD,
@@ -177,7 +178,9 @@ class _Fronts:
     def run(self, module: Any, batch: PrefillBatch, q: torch.Tensor, pool: torch.Tensor) -> None:
         """Fill the slots."""
         merge = self.merge
-        gather_kernel[(self.slots, merge.rows // _PART)](
+        launch(
+            gather_kernel,
+            (self.slots, merge.rows // _PART),
             q,
             q.stride(0),
             self.slot_q,

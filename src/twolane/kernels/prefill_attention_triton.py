@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from twolane.kernels.launching import launch, power_of_2
 from twolane.kernels.prefill_attention_batch import NewKV, PrefillBatch, upload
 from twolane.kernels.prefill_attention_schedule import Costs, schedule, tiles
 
@@ -314,7 +315,9 @@ class Merge:
 
     def run(self, batch: PrefillBatch, out: torch.Tensor) -> None:
         """Launch it."""
-        merge_kernel[(self.count, self.rows // _MERGE_ROWS)](
+        launch(
+            merge_kernel,
+            (self.count, self.rows // _MERGE_ROWS),
             out,
             out.stride(0),
             self.lse,
@@ -324,7 +327,7 @@ class Merge:
             HEADS=batch.heads,
             GROUP=self.group,
             DIM=batch.dim,
-            WIDTH=triton.next_power_of_2(batch.dim),
+            WIDTH=power_of_2(batch.dim),
             ROWS=self.rows,
             FIRST_PLACE=self.first_place,
             LSE_STRIDE=self.lse_stride,
@@ -379,7 +382,9 @@ class TritonProgram:
     ) -> None:
         """Launch it; as `prefill_attention`."""
         batch, merge = self.batch, self.merge
-        prefill_kernel[(self.blocks,)](
+        launch(
+            prefill_kernel,
+            (self.blocks,),
             q,
             q.stride(0),
             pool,
@@ -395,7 +400,7 @@ class TritonProgram:
             HEADS=batch.heads,
             GROUP=batch.group,
             DIM=batch.dim,
-            WIDTH=triton.next_power_of_2(batch.dim),
+            WIDTH=power_of_2(batch.dim),
             PAGE=batch.page_size,
             WINDOW=batch.window or 0,
             ROWS=self.tiling.rows,
