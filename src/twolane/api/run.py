@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import logging
 import signal
 import socket
@@ -157,6 +158,8 @@ async def serve_until_stopped(
         timeout_graceful_shutdown=ENDING_SECONDS + int(options.drain_seconds),
     )
     server = Server(settings)
+    gc.collect()
+    gc.freeze()  # as in the engine: no collection holds all streams up for long
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     while not server.started and not serving.done():
         await asyncio.sleep(0.01)
