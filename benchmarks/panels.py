@@ -200,8 +200,9 @@ def draw(
         ax.set_ylim(bottom=0)
     for ax in axes.flat[len(panels) :]:
         ax.set_visible(False)
-    axes.flat[0].legend(fontsize=7, ncols=2)
-    figure.tight_layout()
+    lines, names = axes.flat[0].get_legend_handles_labels()
+    figure.legend(lines, names, loc="lower center", ncols=5)
+    figure.tight_layout(rect=(0, 0.06, 1, 1))
     figure.savefig(path, dpi=110)
 
 
