@@ -73,7 +73,7 @@ class Panel(msgspec.Struct, frozen=True):
 
 PANELS = (
     Panel("8b-conversation", "qwen3-8b", "conversation", TIGHT, 1.0, 48, per_1k=0.25),
-    Panel("8b-sharegpt", "qwen3-8b", "sharegpt", TIGHT, 16.0, 100),
+    Panel("8b-sharegpt", "qwen3-8b", "sharegpt", TIGHT, 48.0, 500, ttft=0.25),
     Panel("8b-azure-conv", "qwen3-8b", "azure-conv", TIGHT, 16.0, 160),
     Panel("34b-azure-conv", "codellama-34b", "azure-conv", SLOW, 4.0, ttft=2.0),
     Panel("8b-azure-code", "qwen3-8b", "azure-code", TIGHT, 8.0, 160),
