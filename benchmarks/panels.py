@@ -125,19 +125,27 @@ class Verdict(NamedTuple):
     """By panel the best single other system (mean over SLOs), and how many times as good it is."""
 
 
-def verdict(points: Iterable[Point]) -> Verdict:
-    """Settings count as systems of their own."""
-    by_place: dict[tuple[str, float], dict[str, float]] = {}
+Rates = dict[float, dict[str, float]]
+"""Requests a second by TBT SLO and system."""
+
+
+def by_panel(points: Iterable[Point]) -> dict[str, Rates]:
+    """What was found in each panel; settings count as systems of their own."""
+    rates: dict[str, Rates] = {}
     for point in points:
-        by_place.setdefault((point.panel, point.tbt), {})[point.system] = point.goodput
-    shares = {
-        f"{panel} at {tbt * 1e3:g} ms": rates["auto"] / max(rates.values())
-        for (panel, tbt), rates in by_place.items()
-        if max(rates.values()) > 0
-    }
-    gains = {}
-    for panel in dict.fromkeys(panel for panel, _ in by_place):
-        rows = [rates for (name, _), rates in by_place.items() if name == panel]
+        row = rates.setdefault(point.panel, {}).setdefault(point.tbt, {})
+        row[point.system] = point.goodput
+    return rates
+
+
+def verdict(points: Iterable[Point]) -> Verdict:
+    """Of all panels."""
+    shares, gains = {}, {}
+    for panel, rates in by_panel(points).items():
+        rows = list(rates.values())
+        for tbt, row in rates.items():
+            if (most := max(row.values())) > 0:
+                shares[f"{panel} at {tbt * 1e3:g} ms"] = row["auto"] / most
         means = {system: statistics.fmean(row[system] for row in rows) for system in rows[0]}
         best = max((s for s in means if s != "auto"), key=means.__getitem__)
         if means[best]:
@@ -148,11 +156,7 @@ def verdict(points: Iterable[Point]) -> Verdict:
 def table(points: Sequence[Point]) -> str:
     """By panel, tightest TBT first: `auto`, the best other system at each SLO, and the verdict."""
     judged, lines = verdict(points), []
-    for panel in dict.fromkeys(point.panel for point in points):
-        rates: dict[float, dict[str, float]] = {}
-        for point in points:
-            if point.panel == panel:
-                rates.setdefault(point.tbt, {})[point.system] = point.goodput
+    for panel, rates in by_panel(points).items():
         ordered = [rates[tbt] for tbt in sorted(rates)]
         own = " ".join(f"{row['auto']:.1f}" for row in ordered)
         others = [max(rate for name, rate in row.items() if name != "auto") for row in ordered]

@@ -6,7 +6,6 @@ when it is due.
 """
 
 import csv
-import gc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -27,6 +26,7 @@ from twolane.engine.loop import run
 from twolane.engine.messages import Output, Outputs, Refused, Submit, Times
 from twolane.engine.settings import SettingError, check_settings
 from twolane.engine.simulated import SimPort, SimulatedMachine
+from twolane.garbage import uncollected
 from twolane.lanes.device import GPUS
 from twolane.lanes.sim import SimLanes
 from twolane.model.hub import resolve
@@ -131,14 +131,11 @@ def simulate(
     assert isinstance(built.lanes, SimLanes)
     port = SimPort(built.lanes, _arrivals(config.bench, requests), ledger.hear)
     ledger.stop = lambda: setattr(port, "stopped", True)
-    collects = gc.isenabled()
-    gc.disable()  # a tenth of the time; what the loop drops has no cycles
     try:
-        run(built.engine, port)
+        with uncollected():  # a tenth of the time; what the loop drops has no cycles
+            run(built.engine, port)
     finally:
         built.close()
-        if collects:
-            gc.enable()
     if ledger.stopped:
         ledger.interrupt(built.lanes.clock())
     served = sorted(ledger.served, key=lambda one: one.record.index)

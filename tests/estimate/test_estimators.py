@@ -9,7 +9,7 @@ from tests.estimate import synthetic
 from twolane.engine.config import EstimatorName
 from twolane.estimate import Beside, Load
 from twolane.estimate.attention_roofline import AttentionRoofline, Interconnect
-from twolane.estimate.calibrated import Calibrated
+from twolane.estimate.calibrated import Calibrated, _Asked
 from twolane.estimate.catalog import ESTIMATORS
 from twolane.estimate.errors import table
 from twolane.estimate.guard import OWN, ContentionGuard
@@ -97,7 +97,7 @@ def test_calibrated_answers_for_similar_steps_from_memory(profile):
         step, beside = Load.decode([context, *[0] * 39]), Beside(PROMPTS, 84)
         seconds = asked.decode_step(step, 48, beside)
         base = asked._base["decode"].seconds([context, 40, 1.0], 48)
-        missed = asked._missed("decode", step, [48], beside, 0, False)[0]
+        missed = asked._missed(_Asked("decode", step, [48], beside))[0]
         assert seconds == pytest.approx(base * np.exp(missed), rel=1e-3)
     assert len(asked._known) < 5
     assert seconds == Calibrated(profile).decode_step(step, 48, beside)

@@ -7,8 +7,12 @@ this folder; no other test, and no process that one starts, sees it.
 
 import importlib
 import importlib.util
+import os
 import pkgutil
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -98,6 +102,19 @@ def _mend_nested_calls() -> None:
         return interpreter._LangPatchScope()
 
     interpreter._patch_lang = patch_language
+
+
+def run_without(script: str, cache: Path, *options: str) -> str:
+    """What a script of this folder prints; it compiles kernels, into that folder."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, Path(__file__).with_name(script), *options],
+        capture_output=True,
+        text=True,
+        env={**environment, "TRITON_CACHE_DIR": str(cache)},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    return done.stdout
 
 
 def define() -> None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import gc
 import logging
 import signal
 import socket
@@ -13,6 +12,7 @@ import msgspec
 import uvicorn
 
 import twolane
+from twolane import garbage
 from twolane.api.connection import connection_class
 from twolane.api.engine_client import CLOSE_SECONDS, EngineClient
 from twolane.api.progress import progress_bars
@@ -158,8 +158,7 @@ async def serve_until_stopped(
         timeout_graceful_shutdown=ENDING_SECONDS + int(options.drain_seconds),
     )
     server = Server(settings)
-    gc.collect()
-    gc.freeze()  # as in the engine: no collection holds all streams up for long
+    garbage.leave_out()
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     while not server.started and not serving.done():
         await asyncio.sleep(0.01)

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import gc
 import importlib.util
 import signal
 from collections.abc import Iterator
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from twolane import garbage
 from twolane.bench import options
 from twolane.bench.estimators import estimators
 from twolane.bench.options import MEASURE, WHAT, WHEN, WHERE
@@ -421,9 +421,7 @@ def _run(config: "BenchConfig") -> "Result":
             loop.add_signal_handler(signal.SIGINT, _stop_once, loop, stop)
             return await run(config, stop=stop, on_change=show)
 
-        # A collection in the middle of the run would show up as latency.
-        gc.collect()
-        gc.freeze()
+        garbage.leave_out()  # it would show up as latency
         return asyncio.run(main())
 
 

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from twolane.bench import goodput, serve
 from twolane.bench.goodput import Hopeless, Run, Search, Trial
-from twolane.bench.metrics import TTFT_PER_1K, bound_words, bounded
+from twolane.bench.metrics import TTFT_PER_1K, bounds_words
 from twolane.bench.record import CONNECT, DISCONNECT, INTERRUPTED, Record
 from twolane.bench.result import BenchConfig, Result
 from twolane.bench.server import serving
@@ -291,9 +291,8 @@ def _line(trial: Trial, slos: dict[str, float]) -> str:
 
 
 def _table(search: Search, found: dict[str, list[float]], best: dict[str, str]) -> Table:
-    in_ms = {name: bound * 1e3 for name, bound in search.slos.items()}
-    bounds = ", ".join(f"{name} {bound_words(name, in_ms)}" for name in bounded(in_ms))
-    table = Table(title=f"Goodput at {search.attainment:.1%}: {bounds}", title_justify="left")
+    title = f"Goodput at {search.attainment:.1%}: {bounds_words(search.slos)}"
+    table = Table(title=title, title_justify="left")
     for head in ("System", "Requests/s (median)", "Range"):
         table.add_column(head, justify="left" if head == "System" else "right")
     for system, rates in found.items():

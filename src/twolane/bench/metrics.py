@@ -181,6 +181,12 @@ def bound_words(name: str, slos_ms: Mapping[str, float]) -> str:
     return f"{slos_ms[name]:g} ms" + (f" + {more:g} per 1K new tokens" if more else "")
 
 
+def bounds_words(slos: Mapping[str, float]) -> str:
+    """All bounds to read; `slos` in seconds."""
+    in_ms = {name: bound * 1e3 for name, bound in slos.items()}
+    return ", ".join(f"{name} {bound_words(name, in_ms)}" for name in bounded(in_ms))
+
+
 def keeps(record: Record, slo: str, bound: float) -> bool:
     """Whether a request was answered and kept one SLO; `bound` in seconds.
 

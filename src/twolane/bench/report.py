@@ -13,7 +13,7 @@ import twolane
 from twolane.bench import style, timelines, tracefile
 from twolane.bench.figures import RESULTS, Lacking
 from twolane.bench.goodput import file_name
-from twolane.bench.metrics import bound_words, bounded
+from twolane.bench.metrics import bounds_words
 from twolane.bench.saved import Run, Saved
 from twolane.workload.spec import OptionError
 
@@ -171,8 +171,7 @@ def setting(saved: Saved) -> list[str]:
     for found in saved.found:
         work = found.search["workload"]
         asked = ", ".join(f"{k} {v}" for k, v in work.items() if v is not None and k != "seed")
-        bounds = {name: 1e3 * bound for name, bound in found.search["slos"].items()}
-        slos = ", ".join(f"{name} {bound_words(name, bounds)}" for name in bounded(bounds))
+        slos = bounds_words(found.search["slos"])
         share = f"{found.search['attainment']:.1%} keep each of {slos}"
         lines.append(f"Workload: {asked}; {found.search['seeds']} seeds; {share}")
     runs = [run for run in saved.runs if "trial" not in run.data]

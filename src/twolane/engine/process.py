@@ -5,7 +5,6 @@ long as that pipe is open, and ends on SIGTERM.
 """
 
 import contextlib
-import gc
 import logging
 import os
 import signal
@@ -18,6 +17,7 @@ from types import FrameType
 import msgspec
 import zmq
 
+from twolane import garbage
 from twolane.engine.build import Built, build
 from twolane.engine.config import EngineStart
 from twolane.engine.loop import run
@@ -142,8 +142,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, stop)
     try:
         built = build(start.config, waker.wake, progress=port.tell_progress)
-        gc.collect()
-        gc.freeze()  # a collection looks at what serving made, not at libraries for 0.1 s
+        garbage.leave_out()
         port.tell(built.ready)
         run(built.engine, port)
     except FrontGone:

@@ -16,6 +16,7 @@ own.
 
 from collections.abc import Sequence
 from math import exp, log2
+from typing import NamedTuple
 
 import numpy as np
 
@@ -48,6 +49,22 @@ MOST_KNOWN = 4096
 """Answers that are remembered."""
 OTHER: dict[Kind, Kind] = {"prefill": "decode", "decode": "prefill"}
 """What runs beside it."""
+
+
+class _Asked(NamedTuple):
+    """A launch whose time is asked for, on each of these units."""
+
+    kind: Kind
+    load: Load
+    units: Sequence[int]
+    beside: Beside | None = None
+    layers: int = 0
+    finishes: bool = False
+
+    @property
+    def features(self) -> list[float]:
+        """What the base is linear in."""
+        return _features(self.kind, self.load, self.layers, self.finishes)
 
 
 class _Layer:
@@ -143,49 +160,33 @@ class Calibrated(Estimator):
         finishes: bool,
         bound: bool,
     ) -> Sequence[float] | None:
-        return self._predict("prefill", load, units, beside, bound, layers, finishes)
+        return self._predict(_Asked("prefill", load, units, beside, layers, finishes), bound)
 
     def _decode(
         self, load: Load, units: Sequence[int], beside: Beside | None, bound: bool
     ) -> Sequence[float] | None:
-        return self._predict("decode", load, units, beside, bound)
+        return self._predict(_Asked("decode", load, units, beside), bound)
 
     def _hybrid(self, load: Load, units: Sequence[int], bound: bool) -> Sequence[float] | None:
-        return self._predict("hybrid", load, units, None, bound)
+        return self._predict(_Asked("hybrid", load, units), bound)
 
-    def _predict(
-        self,
-        kind: Kind,
-        load: Load,
-        units: Sequence[int],
-        beside: Beside | None,
-        bound: bool,
-        layers: int = 0,
-        finishes: bool = False,
-    ) -> Sequence[float]:
+    def _predict(self, asked: "_Asked", bound: bool) -> Sequence[float]:
+        kind, load = asked.kind, asked.load
         layer, log = self._alone[kind], 0.0
-        if beside is not None and kind in self._beside:
+        if asked.beside is not None and kind in self._beside:
             log, layer = layer.correction, self._beside[kind]
         else:
-            beside = None
+            asked = asked._replace(beside=None)
         large = kind == "prefill" and _large(load)
         log += layer.correction + (layer.quantiles[large] if bound else 0.0)
-        bases = self._base[kind].predict(_features(kind, load, layers, finishes), units)
-        missed = self._missed if kind == "hybrid" else self._remembered
-        means = missed(kind, load, units, beside, layers, finishes)
+        bases = self._base[kind].predict(asked.features, asked.units)
+        means = self._missed(asked) if kind == "hybrid" else self._remembered(asked)
         return [base * exp(mean + log) for base, mean in zip(bases, means, strict=True)]
 
-    def _remembered(
-        self,
-        kind: Kind,
-        load: Load,
-        units: Sequence[int],
-        beside: Beside | None,
-        layers: int,
-        finishes: bool,
-    ) -> Sequence[float]:
+    def _remembered(self, asked: "_Asked") -> Sequence[float]:
         """What is missed, for decode steps of about so much context: they are asked about again and
         again, a token further each time."""
+        kind, load, units, beside, layers, finishes = asked
         others = None
         if beside is not None:
             others = tuple(beside.each(len(units))), _sums(beside.load, OTHER[kind])
@@ -193,26 +194,18 @@ class Calibrated(Estimator):
         means = self._known.get(key)
         if means is None:
             if kind == "decode":
-                load = _typical(load)
+                asked = asked._replace(load=_typical(load))
             elif beside is not None:
-                beside = Beside(_typical(beside.load), beside.units)
+                asked = asked._replace(beside=Beside(_typical(beside.load), beside.units))
             if len(self._known) == MOST_KNOWN:
                 self._known.clear()
-            means = self._missed(kind, load, units, beside, layers, finishes)
-            self._known[key] = means
+            means = self._known[key] = self._missed(asked)
         return means
 
-    def _missed(
-        self,
-        kind: Kind,
-        load: Load,
-        units: Sequence[int],
-        beside: Beside | None,
-        layers: int,
-        finishes: bool,
-    ) -> Sequence[float]:
+    def _missed(self, asked: "_Asked") -> Sequence[float]:
         """Of log(truth / base), by the processes, at each of the units."""
-        bases = self._base[kind].predict(_features(kind, load, layers, finishes), units)
+        kind, load, units, beside, layers, _ = asked
+        bases = self._base[kind].predict(asked.features, units)
         states = self._states(kind, _sizes_of(kind, load, layers), units, bases, beside)
         means: list[float] = self._means[kind, beside is not None].at(states).tolist()
         return means

@@ -52,6 +52,16 @@ class Rows(Protocol):
         ...
 
 
+class _Blind:
+    """Rows that neither write nor see anything: products alone are left of a pass."""
+
+    def write(self, qkv: Tensor, q: Tensor, weights: LayerWeights, pool: Tensor) -> None:
+        """See `Rows.write`."""
+
+    def attend(self, q: Tensor, qkv: Tensor, pool: Tensor, window: int | None, out: Tensor) -> None:
+        """See `Rows.attend`."""
+
+
 class Workspace:
     """The activations of one lane, made for up to so many tokens and grown when more come.
 
@@ -167,22 +177,13 @@ class GpuDecoder:
         """What queues norms and products of the first layers, for so many random rows."""
         workspace = Workspace(self.spec, self.dtype, self.device)
         workspace.reserve(count)
-        norm, qkv = workspace.get("norm", count), workspace.get("qkv", count)
-        attended = workspace.get("attended", count).normal_()
-        residual = torch.randn_like(norm)
+        workspace.get("attended", count).normal_()
+        residual = torch.randn_like(workspace.get("norm", count))
         first = self.weights.layers[0]
         each = sum(w.nbytes for w in (first.qkv, first.o, first.gate_up, first.down))
-        layers = self.weights.layers[: max(TUNED_LAYERS, COLD_BYTES // each)]
-
-        def run() -> None:
-            for w in layers:
-                fused.rms_norm(residual, w.input_norm, self.spec.norm_eps, norm)
-                products.linear(norm, w.qkv, w.qkv_bias, qkv)
-                products.add_linear(attended, w.o, w.o_bias, residual)
-                fused.rms_norm(residual, w.post_norm, self.spec.norm_eps, norm)
-                self._mlp(norm, w, residual, workspace, products)
-
-        return run
+        last = min(self.spec.layers, max(TUNED_LAYERS, COLD_BYTES // each))
+        kv = GpuKVCache(self.spec, 0, 1, self.dtype, self.device)
+        return lambda: self.layers(0, last, residual, _Blind(), kv, workspace, products)
 
     def head(
         self, hidden: Tensor, logits: Tensor, workspace: Workspace, products: Products

@@ -23,7 +23,7 @@ from twolane.systems.choices import Choice, Ways, choose
 from twolane.systems.deadlines import Line, make_line
 from twolane.systems.multiplex import batch_load, decode_load, shared_levels
 from twolane.systems.plan import Chunk, DecodeSteps, Hybrid, Launch, Plan, PrefillSlice
-from twolane.systems.view import RequestView, View
+from twolane.systems.view import LaneView, RequestView, View
 from twolane.vocabulary import LANES, EstimatorName, LaneName
 
 UNBOUND_TBT = 0.05
@@ -139,22 +139,12 @@ class Auto(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def _due(self, view: View, lane: LaneName) -> bool:
         """Whether the lane, and the whole device, which excludes it, are idle or soon will be."""
-        queued, until = _queue(view, lane)
-        if queued != 1 or until is None:
-            return not queued
-        return self._due_at(view, lane, until) <= view.now
-
-    def _due_at(self, view: View, lane: LaneName, until: float) -> float:
-        """When to launch what follows, while the lane has one launch, that ends then."""
-        return until - self.lead_seconds - view.lanes[lane].launching
+        return _queue(view, lane).due(view.now, self.lead_seconds)
 
     def _wake(self, view: View) -> float | None:
         """When the first lane will be due that is not due now."""
-        queues = ((lane, *_queue(view, lane)) for lane in LANES)
-        wakes = (
-            self._due_at(view, each, end) for each, n, end in queues if n == 1 and end is not None
-        )
-        return min((at for at in wakes if at > view.now), default=None)
+        wakes = (_queue(view, lane).due_at(self.lead_seconds) for lane in LANES)
+        return min((at for at in wakes if at is not None and at > view.now), default=None)
 
     # --- what ---------------------------------------------------------------------------------
 
@@ -342,19 +332,20 @@ class Auto(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return Plan(launches=(Launch("decode", rest[1], DecodeSteps()),), reason="last slices")
 
 
-def _queue(view: View, lane: LaneName) -> tuple[int, float | None]:
-    """Launches that keep the lane busy, and until when; None: not known, or nothing."""
+def _queue(view: View, lane: LaneName) -> LaneView:
+    """The lane with what keeps it busy, on the whole device, too; its units are not told."""
     lanes = LANES if lane == "device" else (lane, "device")
     busy = [view.lanes[name] for name in lanes if view.lanes[name].queued]
     untils = [each.until for each in busy]
     known = [until for until in untils if until is not None]
     until = max(known, default=None) if len(known) == len(untils) else None
-    return sum(each.queued for each in busy), until
+    queued = sum(each.queued for each in busy)
+    return LaneView(queued=queued, until=until, launching=view.lanes[lane].launching)
 
 
 def _free(view: View) -> float:
     """When the prefill lane has nothing left to do, in seconds; now, if that is not known."""
-    return max(view.now, _queue(view, "prefill")[1] or 0.0)
+    return max(view.now, _queue(view, "prefill").until or 0.0)
 
 
 def _next_slice(view: View, batch: _Batch, choice: Choice) -> tuple[PrefillSlice, float, float]:
@@ -369,8 +360,8 @@ def _next_slice(view: View, batch: _Batch, choice: Choice) -> tuple[PrefillSlice
 
 def _boundary(view: View) -> float:
     """When the step under way ends, or the last one ended, in seconds."""
-    queued, until = _queue(view, "decode")
-    if queued and until is not None:
+    until = _queue(view, "decode").until
+    if until is not None:
         return until
     return max((r.last_token_at for r in view.decoding if r.last_token_at), default=view.now)
 

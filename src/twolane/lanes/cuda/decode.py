@@ -9,14 +9,14 @@ decode lane run in order, and nothing of one step lives on into the next but the
 import bisect
 import gc
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from twolane.garbage import uncollected
 from twolane.kernels import fused
 from twolane.kernels.decode_attention import decode_scratch
 from twolane.kernels.linear import Products
@@ -83,19 +83,6 @@ class Inputs:
         upload(values, self._device, self.block)
 
 
-@contextmanager
-def _no_garbage() -> Iterator[None]:
-    """Collect none meanwhile: to free device memory or events while a graph is captured ends it."""
-    gc.collect()
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
 def _aligned(count: int) -> int:
     """So many int32, up to a multiple of 16 bytes."""
     return -(-count // 4) * 4
@@ -138,7 +125,8 @@ class DecodeSteps:
         `progress` is told the share that is done.
         """
         shares = partitions.decode_units
-        with _no_garbage():
+        gc.collect()
+        with uncollected():  # to free device memory or events while a graph is captured ends it
             for place, units in enumerate(shares):
 
                 def part(done: float, place: int = place) -> None:
