@@ -144,3 +144,15 @@ def test_logits(
     theirs = model.limit / WORST
     print(f"{shape} {dtype} {attention}: {errors[worst]:.5f} ({worst}); theirs {theirs:.5f}")
     assert errors[worst] <= model.limit, worst
+
+
+def test_logits_without_graphs(models: Models) -> None:
+    """Passes with more tokens than graphs are made for are launched kernel by kernel."""
+    model = models("head-128", "bfloat16", "triton")
+    memory = model.forced.lanes.runner._memory["prefill"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory, "passes", None)
+        logits = model.forced.run(*model.levels[0], (2,), beside=True)
+    assert error(logits, model.right) <= model.limit
+    again = model.forced.run(*model.levels[0], (2,), beside=True)
+    assert error(again, model.right) <= model.limit

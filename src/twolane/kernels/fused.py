@@ -161,7 +161,6 @@ def _qkv_rope_write(
     PAGE: tl.constexpr,
     NORM: tl.constexpr,
     PAGED: tl.constexpr,
-    KEEP_KEYS: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
@@ -211,7 +210,7 @@ def _qkv_rope_write(
     kv_head = head - Q_HEADS - part * KV_HEADS
     line = ((page * KV_HEADS + kv_head) * 2 + part) * PAGE + offset
     tl.store(pool + line * DIM + dim, value, mask=inside & (head >= Q_HEADS))
-    if KEEP_KEYS:
+    if not PAGED:  # for attention to prompts alone, which reads neighbours faster than pages
         keys = inside & rotated & (head >= Q_HEADS)
         tl.store(qkv + row * qkv_stride + head * DIM + dim, value, mask=keys)
 
@@ -225,10 +224,10 @@ def qkv_rope_write(
     q_out: torch.Tensor,
     pool: torch.Tensor,
     write_slots: torch.Tensor,
-    *,
-    keep_keys: bool = False,
 ) -> None:
     """Normalise (Qwen3) and rotate queries and keys; write keys and values into the KV pool.
+
+    The keys also go back to their place in `qkv`, where the values are.
 
     Args:
         qkv: [T, (heads + 2 * kv_heads) * head_dim], the product with its bias; pairs of dimensions
@@ -241,10 +240,9 @@ def qkv_rope_write(
         pool: [pages, kv_heads, 2, page_size, head_dim].
         write_slots: page * page_size + offset of each token, int [T]; negative: the row is not
             active.
-        keep_keys: whether the keys also go back to their place in `qkv`, where the values are.
     """
     where = (write_slots, None, None)
-    _launch_rope(qkv, positions, qk_norm, eps, table, q_out, pool, *where, keep_keys)
+    _launch_rope(qkv, positions, qk_norm, eps, table, q_out, pool, *where)
 
 
 def qkv_rope_write_decode(
@@ -268,7 +266,7 @@ def qkv_rope_write_decode(
         qkv, positions, qk_norm, eps, table, q_out, pool: as there, T = R.
     """
     where = (slots, tables, lengths)
-    _launch_rope(qkv, positions, qk_norm, eps, table, q_out, pool, *where, keep_keys=False)
+    _launch_rope(qkv, positions, qk_norm, eps, table, q_out, pool, *where)
 
 
 def _launch_rope(
@@ -282,7 +280,6 @@ def _launch_rope(
     slots: torch.Tensor,
     tables: torch.Tensor | None,
     lengths: torch.Tensor | None,
-    keep_keys: bool,
 ) -> None:
     rows, heads, dim = q_out.shape
     kv_heads, page_size = pool.shape[1], pool.shape[3]
@@ -309,7 +306,6 @@ def _launch_rope(
         PAGE=page_size,
         NORM=qk_norm is not None,
         PAGED=tables is not None,
-        KEEP_KEYS=keep_keys,
         HEADS=_HEADS,
         BLOCK=block,
         num_warps=_warps(_HEADS * block),

@@ -4,6 +4,7 @@ The residual stream is updated in place, by the products that end a block. A for
 addressable layer by layer, like `model/decoder.py`, whose weights and order of dimensions it has.
 """
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -37,15 +38,19 @@ class GpuKVCache:
         self.layers = [torch.empty(shape, dtype=dtype, device=device) for _ in range(spec.layers)]
 
 
-class Rows(Protocol):
-    """The tokens of one forward pass: where their keys go and what they see."""
+class Writes(Protocol):
+    """The tokens of one forward pass: where their keys go."""
 
     def write(self, qkv: Tensor, q: Tensor, weights: LayerWeights, pool: Tensor) -> None:
         """Normalise and rotate queries and keys; keys and values go to the pool, queries to `q`.
 
-        What `attend` wants of `qkv` may stay there.
+        What attention wants of `qkv` may stay there.
         """
         ...
+
+
+class Rows(Writes, Protocol):
+    """And what they see."""
 
     def attend(self, q: Tensor, qkv: Tensor, pool: Tensor, window: int | None, out: Tensor) -> None:
         """Causal attention of every token over its own sequence; q and out [T, heads, head_dim]."""
@@ -96,6 +101,12 @@ class Workspace:
         for name in self._mlp_sizes:
             self.get(name, min(rows, MLP_ROWS))
 
+    def fixed(self) -> "Workspace":
+        """The buffers of now, to whatever these are grown: for graphs, which know addresses."""
+        same = copy.copy(self)
+        same._buffers = dict(self._buffers)
+        return same
+
     @property
     def bytes(self) -> int:
         """Bytes held."""
@@ -138,21 +149,47 @@ class GpuDecoder:
             workspace: of the lane.
             products: the matrix products for the lane's share of the SMs.
         """
-        spec, count = self.spec, len(residual)
-        norm, qkv = workspace.get("norm", count), workspace.get("qkv", count)
-        q = workspace.get("q", count).view(count, spec.heads, spec.head_dim)
-        attended = workspace.get("attended", count)
+        pool = kv.layers
         for i in range(first, last):
-            w = self.weights.layers[i]
-            fused.rms_norm(residual, w.input_norm, spec.norm_eps, norm)
-            products.linear(norm, w.qkv, w.qkv_bias, qkv)
-            rows.write(qkv, q, w, kv.layers[i])
-            rows.attend(q, qkv, kv.layers[i], spec.window(i), attended.view_as(q))
-            products.add_linear(attended, w.o, w.o_bias, residual)
-            fused.rms_norm(residual, w.post_norm, spec.norm_eps, norm)
-            for start in range(0, count, MLP_ROWS):
-                end = min(start + MLP_ROWS, count)
-                self._mlp(norm[start:end], w, residual[start:end], workspace, products)
+            q, qkv, out = self.attended(workspace, len(residual))
+            self.before_attention(i, residual, rows, pool[i], workspace, products)
+            rows.attend(q, qkv, pool[i], self.spec.window(i), out)
+            self.after_attention(i, residual, workspace, products)
+
+    def attended(self, workspace: Workspace, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        """What attention reads, q and qkv, and what it writes: the same for every layer."""
+        shape = (count, self.spec.heads, self.spec.head_dim)
+        q, out = workspace.get("q", count), workspace.get("attended", count)
+        return q.view(shape), workspace.get("qkv", count), out.view(shape)
+
+    def before_attention(
+        self,
+        i: int,
+        residual: Tensor,
+        rows: Writes,
+        pool: Tensor,
+        workspace: Workspace,
+        products: Products,
+    ) -> None:
+        """Layer i up to its attention: `attended` has what that reads, the pool what is kept."""
+        w, count = self.weights.layers[i], len(residual)
+        norm = workspace.get("norm", count)
+        q, qkv, _ = self.attended(workspace, count)
+        fused.rms_norm(residual, w.input_norm, self.spec.norm_eps, norm)
+        products.linear(norm, w.qkv, w.qkv_bias, qkv)
+        rows.write(qkv, q, w, pool)
+
+    def after_attention(
+        self, i: int, residual: Tensor, workspace: Workspace, products: Products
+    ) -> None:
+        """Layer i from its attention on."""
+        w, count = self.weights.layers[i], len(residual)
+        norm = workspace.get("norm", count)
+        products.add_linear(workspace.get("attended", count), w.o, w.o_bias, residual)
+        fused.rms_norm(residual, w.post_norm, self.spec.norm_eps, norm)
+        for start in range(0, count, MLP_ROWS):
+            end = min(start + MLP_ROWS, count)
+            self._mlp(norm[start:end], w, residual[start:end], workspace, products)
 
     def _mlp(
         self, x: Tensor, w: LayerWeights, residual: Tensor, workspace: Workspace, products: Products

@@ -11,6 +11,8 @@ import gc
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -50,6 +52,24 @@ class LevelGraphs:
     seconds: float
     tuning_seconds: float
     """That choosing its matrix products took, before."""
+
+
+def captured(
+    stream: torch.cuda.Stream, pool: Any, queue: Callable[[], None]
+) -> torch.cuda.CUDAGraph:
+    """What `queue` launches, as a graph; its kernels have been launched on this stream before.
+
+    Args:
+        stream: the graph keeps its share of the SMs, wherever it is replayed.
+        pool: of device memory, shared by graphs that never run at the same time.
+        queue: launches on torch's current stream.
+    """
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    # "thread_local": what other threads do meanwhile, such as asking for an event, is no error
+    with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+        queue()
+    return graph
 
 
 class Inputs:
@@ -132,7 +152,7 @@ class DecodeSteps:
                 def part(done: float, place: int = place) -> None:
                     progress((place + done) / len(shares))
 
-                stream = partitions.capture_stream(units)
+                stream = partitions.capture_stream("decode", units)
                 self.levels[units] = self._capture_level(stream, units, part)
         progress(1.0)
 
@@ -149,8 +169,10 @@ class DecodeSteps:
         finish: dict[int, torch.cuda.CUDAGraph] = {}
         for done, bucket in enumerate(reversed(self.buckets)):
             progress(done / len(self.buckets))
-            forward[bucket] = self._capture(stream, self._forward, bucket, units)
-            finish[bucket] = self._capture(stream, self._finish, bucket, units)
+            for graphs, part in ((forward, self._forward), (finish, self._finish)):
+                with torch.cuda.stream(stream):
+                    part(bucket, units)  # compiles kernels, sets up libraries; all rows are padding
+                graphs[bucket] = captured(stream, self._pool, partial(part, bucket, units))
         taken = free - torch.cuda.mem_get_info()[0]
         return LevelGraphs(forward, finish, taken, time.monotonic() - begun, tuning)
 
@@ -181,24 +203,6 @@ class DecodeSteps:
     def step_tokens(self, step: int, bucket: int) -> Tensor:
         """Tokens of a launch's step, int32 [bucket], on the device until the next launch."""
         return self.ring[step * bucket : (step + 1) * bucket]
-
-    def _capture(
-        self,
-        stream: torch.cuda.Stream,
-        part: Callable[[int, int], None],
-        bucket: int,
-        units: int,
-    ) -> torch.cuda.CUDAGraph:
-        with torch.cuda.stream(stream):
-            part(bucket, units)  # compiles kernels and sets up libraries; all rows are padding
-        stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        # "thread_local": what other threads do meanwhile, such as asking for an event, is no error
-        with torch.cuda.graph(
-            graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"
-        ):
-            part(bucket, units)
-        return graph
 
     def _forward(self, bucket: int, units: int) -> None:
         decoder = self._decoder

@@ -42,7 +42,7 @@ class Partitions:
         self.units = sm_count(device)
         if decode_units is None:
             decode_units = range(STEP, self.units - STEP + 1, STEP)
-        self._contexts: dict[int, Any] = {}
+        self._contexts: dict[tuple[LaneName, int], Any] = {}
         self._streams: dict[tuple[LaneName, int], torch.cuda.Stream] = {}
         splits = {self._split(wanted) for wanted in decode_units}
         self.levels = tuple(sorted(splits, key=lambda level: level[1]))
@@ -69,13 +69,18 @@ class Partitions:
             stream = self._streams[lane, units] = self._new_stream(lane, units)
         return stream
 
-    def capture_stream(self, units: int) -> torch.cuda.Stream:
-        """A stream on a decode share for graphs alone.
+    @property
+    def prefill_units(self) -> tuple[int, ...]:
+        """SMs that prefill can run on, the whole device last."""
+        return (*(prefill for prefill, _ in self.levels), self.units)
+
+    def capture_stream(self, lane: LaneName, units: int) -> torch.cuda.Stream:
+        """A stream on a share for graphs alone.
 
         Graphs keep the product workspace of the stream they are captured on, wherever they are
         replayed: eager work of a lane must not have the same.
         """
-        return self._new_stream("decode", units)
+        return self._new_stream(lane, units)
 
     def _new_stream(self, lane: LaneName, units: int) -> torch.cuda.Stream:
         priority = -1 if lane == "decode" else 0
@@ -83,9 +88,14 @@ class Partitions:
             return torch.cuda.Stream(self.device, priority=priority)  # type: ignore[no-untyped-call]
         cu = _driver()
         flags = cu.CUstream_flags.CU_STREAM_NON_BLOCKING
-        made = cu.cuGreenCtxStreamCreate(self._contexts[units], flags, priority)
+        made = cu.cuGreenCtxStreamCreate(self._context(lane, units), flags, priority)
         handle = _check(made, "cuGreenCtxStreamCreate")
         return torch.cuda.ExternalStream(int(handle), self.device)  # type: ignore[no-untyped-call]
+
+    def _context(self, lane: LaneName, units: int) -> Any:
+        """The lane's share of that size, or another lane's where it has none."""
+        owners: tuple[LaneName, ...] = (lane, "decode", "prefill")
+        return self._contexts[next((o, units) for o in owners if (o, units) in self._contexts)]
 
     def _split(self, decode_units: int) -> tuple[int, int]:
         """Make the two contexts of a level; (prefill units, decode units) as granted."""
@@ -102,9 +112,9 @@ class Partitions:
         groups, _, rest = _check(split, "cuDevSmResourceSplitByCount")
         if not rest.sm.smCount:
             raise ValueError(f"levels: {decode_units} SMs for decode leave none to prefill")
-        return self._add(handle, rest), self._add(handle, groups[0])
+        return self._add("prefill", handle, rest), self._add("decode", handle, groups[0])
 
-    def _add(self, device: Any, resource: Any) -> int:
+    def _add(self, lane: LaneName, device: Any, resource: Any) -> int:
         """Make a green context on these SMs; how many it was granted."""
         cu = _driver()
         flags = cu.CUgreenCtxCreate_flags.CU_GREEN_CTX_DEFAULT_STREAM
@@ -113,7 +123,7 @@ class Partitions:
         sm = cu.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM
         granted = _check(cu.cuGreenCtxGetDevResource(context, sm), "cuGreenCtxGetDevResource")
         units = int(granted.sm.smCount)
-        self._contexts.setdefault(units, context)
+        self._contexts.setdefault((lane, units), context)
         return units
 
 

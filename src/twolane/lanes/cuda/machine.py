@@ -10,6 +10,7 @@ from twolane.kernels.prefill_attention import choose
 from twolane.lanes.cuda.decode import DecodeSteps
 from twolane.lanes.cuda.green import NoGreenContexts, Partitions
 from twolane.lanes.cuda.lanes import CudaLanes
+from twolane.lanes.cuda.passes import SIZES
 from twolane.lanes.cuda.runner import CudaRunner
 from twolane.lanes.cuda.slots import Slots
 from twolane.lanes.work import PrefillState, PrefillWork, PromptRow, Sampling
@@ -63,10 +64,10 @@ class CudaMachine:
     def kv_bytes(self, max_model_len: int) -> int:
         """Bytes for the KV pool: what is left of this process's share of the memory."""
         free, total = torch.cuda.mem_get_info(self.device)
-        tokens = min(max_model_len, WORKSPACE_TOKENS)
+        tokens = max(min(max_model_len, WORKSPACE_TOKENS), SIZES[-1])
         workspace = Workspace(self.spec, self.decoder.dtype, torch.device("meta"))
         workspace.reserve(tokens)
-        hidden = 2 * tokens * self.spec.hidden_size * self.decoder.dtype.itemsize
+        hidden = 3 * tokens * self.spec.hidden_size * self.decoder.dtype.itemsize
         left = int(free - (1 - self._utilization) * total)
         return max(0, left - workspace.bytes - hidden - GRAPH_BYTES)
 
@@ -79,7 +80,7 @@ class CudaMachine:
         notify: Callable[[], None],
         progress: Callable[[str, float], None],
     ) -> CudaLanes:
-        """Allocate the KV pool, capture the decode graphs and start the lanes.
+        """Allocate the KV pool, capture the graphs and start the lanes.
 
         Args:
             pages: of the KV pool.
@@ -95,8 +96,10 @@ class CudaMachine:
         kv = GpuKVCache(spec, pages, page_size, decoder.dtype, self.device)
         known = Slots(slots, -(-max_model_len // page_size), self.device)
         steps = DecodeSteps(decoder, kv, known, slots, self.partitions.units)
+        runner = CudaRunner(decoder, kv, known, steps, min(max_model_len, WORKSPACE_TOKENS))
         with torch.inference_mode():
-            steps.capture(self.partitions, lambda done: progress("graphs", done))
+            steps.capture(self.partitions, lambda done: progress("graphs", done / 2))
+            runner.passes.capture(self.partitions, lambda done: progress("graphs", (1 + done) / 2))
         for units, graphs in steps.levels.items():
             log.info(
                 "decode graphs on %d SMs: %.0f MiB, %.1f s, after %.1f s of tuning",
@@ -105,7 +108,9 @@ class CudaMachine:
                 graphs.seconds,
                 graphs.tuning_seconds,
             )
-        runner = CudaRunner(decoder, kv, known, steps, min(max_model_len, WORKSPACE_TOKENS))
+        for units, passes in runner.passes.levels.items():
+            mib = passes.bytes / 2**20
+            log.info("prefill graphs on %d SMs: %.0f MiB, %.1f s", units, mib, passes.seconds)
         lanes = CudaLanes(runner, self.partitions, notify)
         progress("kernels", 0.0)
         self._warm_up(lanes, min(pages * page_size, max_model_len))

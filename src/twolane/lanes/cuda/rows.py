@@ -9,22 +9,44 @@ from torch import Tensor
 from twolane.kernels import fused
 from twolane.kernels.decode_attention import DecodeScratch, decode_attention
 from twolane.kernels.prefill_attention import PrefillPlan, prefill_attention
+from twolane.kernels.prefill_attention_batch import NewKV
 from twolane.model.decoder import LayerWeights
 from twolane.model.gpu import GpuDecoder
 
 
 @dataclass(frozen=True)
-class Placed:
-    """Tokens whose places the host has worked out: prompts, and hybrid batches.
-
-    Decode rows come first, if there are any.
-    """
+class Written:
+    """Tokens whose places in the pool are known."""
 
     decoder: GpuDecoder
     positions: Tensor
     """int32 [T]"""
     write_slots: Tensor
-    """Where in the pool each token's key goes, page * page_size + offset, int32 [T]."""
+    """Where in the pool each token's key goes, page * page_size + offset, int32 [T]; -1: nowhere,
+    it is padding."""
+
+    def write(self, qkv: Tensor, q: Tensor, weights: LayerWeights, pool: Tensor) -> None:
+        """See `Writes.write`."""
+        spec = self.decoder.spec
+        fused.qkv_rope_write(
+            qkv,
+            self.positions,
+            weights.qk_norm,
+            spec.norm_eps,
+            self.decoder.rotary,
+            q,
+            pool,
+            self.write_slots,
+        )
+
+
+@dataclass(frozen=True)
+class Placed(Written):
+    """Tokens whose places the host has worked out: prompts, and hybrid batches.
+
+    Decode rows come first, if there are any.
+    """
+
     plans: Mapping[int | None, PrefillPlan]
     """Of the prompts, by window."""
     steps: "Steps | None" = None
@@ -42,30 +64,29 @@ class Placed:
             steps,
         )
 
-    def write(self, qkv: Tensor, q: Tensor, weights: LayerWeights, pool: Tensor) -> None:
-        """See `Rows.write`."""
-        spec = self.decoder.spec
-        fused.qkv_rope_write(
-            qkv,
-            self.positions,
-            weights.qk_norm,
-            spec.norm_eps,
-            self.decoder.rotary,
-            q,
-            pool,
-            self.write_slots,
-            keep_keys=any(plan.dense for plan in self.plans.values()),
-        )
-
     def attend(self, q: Tensor, qkv: Tensor, pool: Tensor, window: int | None, out: Tensor) -> None:
         """See `Rows.attend`."""
-        decoding = 0
+        n = self.decoding
         if self.steps is not None:
-            decoding = len(self.steps.slots)
-            self.steps.attend(q[:decoding], qkv[:decoding], pool, window, out[:decoding])
-        plan, spec = self.plans[window], self.decoder.spec
-        kv = qkv[decoding:, spec.q_size :].view(len(qkv) - decoding, 2, -1, spec.head_dim)
-        prefill_attention(plan, q[decoding:], pool, out[decoding:], (kv[:, 0], kv[:, 1]))
+            self.steps.attend(q[:n], qkv[:n], pool, window, out[:n])
+        self.attend_prompts(q[n:], self.new_kv(qkv[n:]), pool, window, out[n:])
+
+    @property
+    def decoding(self) -> int:
+        """Decode rows."""
+        return 0 if self.steps is None else len(self.steps.slots)
+
+    def new_kv(self, qkv: Tensor) -> NewKV:
+        """Keys and values [T, kv_heads, head_dim] of prompts' rows."""
+        spec = self.decoder.spec
+        kv = qkv[:, spec.q_size :].view(len(qkv), 2, -1, spec.head_dim)
+        return kv[:, 0], kv[:, 1]
+
+    def attend_prompts(
+        self, q: Tensor, new: NewKV, pool: Tensor, window: int | None, out: Tensor
+    ) -> None:
+        """Causal attention of the prompts' rows alone."""
+        prefill_attention(self.plans[window], q, pool, out, new)
 
 
 @dataclass(frozen=True)

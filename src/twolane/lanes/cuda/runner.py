@@ -16,6 +16,7 @@ from twolane.lanes import PromptLogprobs, Sampled, Step
 from twolane.lanes.cuda.decode import MAX_STEPS, DecodeSteps
 from twolane.lanes.cuda.events import new_event
 from twolane.lanes.cuda.extras import Extras, PendingScores, Place, score
+from twolane.lanes.cuda.passes import Passes
 from twolane.lanes.cuda.rows import Placed, Steps
 from twolane.lanes.cuda.slots import Ints, Slots, upload
 from twolane.lanes.work import (
@@ -75,6 +76,7 @@ class _LaneMemory:
         self.activations = Workspace(decoder.spec, decoder.dtype, decoder.device)
         self.attention = PrefillWorkspace(decoder.device)
         self.sampler = Sampler(max_rows, decoder.spec.vocab_size, decoder.device)
+        self.passes: Passes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +113,7 @@ class CudaRunner:
         rows = steps.buckets[-1]
         prefill, decode = _LaneMemory(decoder, rows), _LaneMemory(decoder, rows)
         prefill.activations.reserve(max_batch_tokens)
+        prefill.passes = self.passes = Passes(decoder, kv, slots, steps, prefill.activations)
         self._memory: dict[LaneName, _LaneMemory] = {
             "prefill": prefill,
             "decode": decode,
@@ -176,7 +179,7 @@ class CudaRunner:
     def _steps_of(self, rows: Sequence[DecodeRow], place: _Place) -> Steps:
         """Decode rows for a pass that is not a graph."""
         steps, tables = self.steps, self.slots.tables
-        bucket = steps.bucket(len(rows))  # laid out as for a graph, whose kernels are compiled
+        bucket = steps.buckets[-1]  # as the graphs of hybrid passes find them
         self.slots.update(rows)
         steps.inputs.send(rows, bucket, self.slots.padding, 0)
         views = steps.inputs.views(bucket)
@@ -206,7 +209,11 @@ class CudaRunner:
         return _Pass(rows, batch.hidden[index], batch.positions[index], batch.write_slots[index])
 
     def _layers(self, first: int, last: int, hidden: Tensor, placed: Placed, place: _Place) -> None:
-        products, activations = self.steps.products(place.units), place.memory.activations
+        passes, units = place.memory.passes, place.units
+        if passes is not None and passes.serves(placed, units):
+            passes.layers(first, last, hidden, placed, units)
+            return
+        products, activations = self.steps.products(units), place.memory.activations
         self._decoder.layers(first, last, hidden, placed, self.kv, activations, products)
 
     def _plans(

@@ -1,0 +1,177 @@
+"""Prefill and hybrid passes with CUDA graphs of what lies between the attentions of their prompts.
+
+Launched kernel by kernel, a layer takes the host about 0.4 ms: longer than the GPU needs for 500
+tokens, and meanwhile the host launches no decode step. Attention of prompts is planned for each
+batch and cannot be replayed. All else of a layer is a matter of how many tokens there are, so it is
+two graphs for each layer, number of tokens and share of the SMs: up to the attention, and from it
+on. A hybrid batch's decode attention finds its rows on the device and lies in the first.
+
+A pass is padded to the next size that has graphs. Padding is written to no page, and a row's
+results are nobody else's, so what it computes does not matter.
+"""
+
+import bisect
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from twolane.garbage import uncollected
+from twolane.lanes.cuda.decode import DecodeSteps, captured
+from twolane.lanes.cuda.green import Partitions
+from twolane.lanes.cuda.rows import Placed, Steps, Written
+from twolane.lanes.cuda.slots import Slots
+from twolane.model.gpu import GpuDecoder, GpuKVCache, Workspace
+
+SIZES: tuple[int, ...] = (64, *range(128, 1536 + 1, 128), 1792, 2048)
+"""Tokens that graphs are made for. The products' tiles have 128 rows, so little is lost in padding;
+and what is larger than the last keeps the GPU busy for longer than the host takes. A level's graphs
+take 110 KB of the GPU each."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """One layer at one size."""
+
+    before: torch.cuda.CUDAGraph
+    after: torch.cuda.CUDAGraph
+    before_hybrid: torch.cuda.CUDAGraph | None = None
+    """With attention of the decode rows; on the whole device alone."""
+
+
+@dataclass(frozen=True)
+class PassGraphs:
+    """The graphs of one share of the SMs, and what they cost."""
+
+    layers: dict[int, list[_Layer]]
+    """By size."""
+    bytes: int
+    """Device memory that capturing took."""
+    seconds: float
+
+
+class Passes:
+    """The graphs of one model's prefill and hybrid passes, and the buffers that they share.
+
+    They belong to one lane at a time, as its workspace does.
+
+    Args:
+        decoder: the model.
+        kv: its pool.
+        slots: what the device knows of the requests.
+        steps: tell which rows of a hybrid pass decode.
+        workspace: of the lane; it grows without these.
+    """
+
+    def __init__(
+        self,
+        decoder: GpuDecoder,
+        kv: GpuKVCache,
+        slots: Slots,
+        steps: DecodeSteps,
+        workspace: Workspace,
+    ) -> None:
+        workspace.reserve(SIZES[-1])
+        self._decoder, self._kv, self._slots, self._steps = decoder, kv, slots, steps
+        self._workspace = workspace.fixed()
+        spec, device = decoder.spec, decoder.device
+        self._residual = torch.zeros(
+            (SIZES[-1], spec.hidden_size), dtype=decoder.dtype, device=device
+        )
+        self._positions = torch.zeros(SIZES[-1], dtype=torch.int32, device=device)
+        self._write_slots = torch.full_like(self._positions, -1)
+        self._pool = torch.cuda.graph_pool_handle()
+        self.levels: dict[int, PassGraphs] = {}
+        self._whole = 0
+        """SMs that hybrid batches run on."""
+
+    def capture(self, partitions: Partitions, progress: Callable[[float], None]) -> None:
+        """Make the graphs of every share that prefill can have.
+
+        `progress` is told the share that is done.
+        """
+        shares, self._whole = partitions.prefill_units, partitions.units
+        with uncollected():  # to free device memory or events while a graph is captured ends it
+            for place, units in enumerate(shares):
+                progress(place / len(shares))
+                stream = partitions.capture_stream("prefill", units)
+                free, begun = torch.cuda.mem_get_info()[0], time.monotonic()
+                sizes = reversed(SIZES)  # the largest first: the others find their memory
+                layers = {size: self._capture(stream, units, size) for size in sizes}
+                taken = free - torch.cuda.mem_get_info()[0]
+                self.levels[units] = PassGraphs(layers, taken, time.monotonic() - begun)
+        progress(1.0)
+
+    def serves(self, placed: Placed, units: int) -> bool:
+        """Whether there are graphs for such a pass on so many SMs."""
+        known = (self._whole,) if placed.steps is not None else self.levels
+        return units in known and len(placed.positions) <= SIZES[-1]
+
+    def layers(self, first: int, last: int, hidden: Tensor, placed: Placed, units: int) -> None:
+        """Run layers `first:last` of a pass on the current stream, in place.
+
+        Args:
+            first: layer index.
+            last: one past the last layer.
+            hidden: [T, hidden] from the embedding or the layer before; updated.
+            placed: the T tokens; its decode rows are those of `DecodeSteps.inputs` in all rows.
+            units: SMs of the stream.
+        """
+        count, decoder = len(hidden), self._decoder
+        size = SIZES[bisect.bisect_left(SIZES, count)]
+        residual = self._residual[:count]
+        residual.copy_(hidden)
+        self._positions[:count].copy_(placed.positions)
+        self._write_slots[:count].copy_(placed.write_slots)
+        self._write_slots[count:size].fill_(-1)
+        q, qkv, out = (t[placed.decoding :] for t in decoder.attended(self._workspace, count))
+        new, layers = placed.new_kv(qkv), self.levels[units].layers[size]
+        for i in range(first, last):
+            layer = layers[i]
+            before = layer.before if placed.steps is None else layer.before_hybrid
+            assert before is not None
+            before.replay()
+            placed.attend_prompts(q, new, self._kv.layers[i], decoder.spec.window(i), out)
+            layer.after.replay()
+        hidden.copy_(residual)
+
+    def _capture(self, stream: torch.cuda.Stream, units: int, size: int) -> list[_Layer]:
+        parts: list[Callable[[int], None]] = [
+            partial(self._before, units, size),
+            partial(self._after, units, size),
+        ]
+        if units == self._whole:
+            parts.append(partial(self._before_hybrid, units, size))
+        with torch.cuda.stream(stream):
+            for part in parts:
+                part(0)  # compiles kernels and sets up libraries; all rows are padding
+
+        def layer(i: int) -> _Layer:
+            return _Layer(*(captured(stream, self._pool, partial(part, i)) for part in parts))
+
+        return [layer(i) for i in range(self._decoder.spec.layers)]
+
+    def _before(self, units: int, size: int, i: int) -> None:
+        rows = Written(self._decoder, self._positions[:size], self._write_slots[:size])
+        residual, products = self._residual[:size], self._steps.products(units)
+        pool = self._kv.layers[i]
+        self._decoder.before_attention(i, residual, rows, pool, self._workspace, products)
+
+    def _before_hybrid(self, units: int, size: int, i: int) -> None:
+        self._before(units, size, i)
+        decoder, steps = self._decoder, self._steps
+        q, qkv, out = decoder.attended(self._workspace, size)
+        views = steps.inputs.views(steps.buckets[-1])
+        count = min(size, steps.buckets[-1])
+        slots, positions, lengths = (view[:count] for view in views[:3])
+        tables = self._slots.tables
+        rows = Steps(decoder, tables, slots, positions, lengths, steps.scratch, units)
+        pool, window = self._kv.layers[i], decoder.spec.window(i)
+        rows.attend(q[:count], qkv[:count], pool, window, out[:count])
+
+    def _after(self, units: int, size: int, i: int) -> None:
+        residual, products = self._residual[:size], self._steps.products(units)
+        self._decoder.after_attention(i, residual, self._workspace, products)
