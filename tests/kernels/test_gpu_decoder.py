@@ -109,3 +109,14 @@ def on_cpu(decoder: Decoder, tokens: torch.Tensor) -> torch.Tensor:
     for i in range(decoder.spec.layers):
         hidden = decoder.layer(i, hidden, batch, kv)
     return decoder.head(hidden)
+
+
+def test_fixed_buffers_stay_when_others_grow(tmp_path: Path) -> None:
+    path = make_checkpoint("qwen3", tmp_path / "qwen3", seed=1)
+    spec, _ = load_weights(resolve(str(path)))
+    growing = Workspace(spec, torch.float32, torch.device(DEVICE))
+    growing.reserve(4)
+    fixed = growing.fixed()
+    before = fixed.get("qkv", 4).data_ptr()
+    assert growing.get("qkv", 8).data_ptr() != before
+    assert fixed.get("qkv", 4).data_ptr() == before
