@@ -16,8 +16,9 @@ from twolane.systems.multiplex import Level
 
 Mode = Literal["hybrid", "temporal", "spatial"]
 
-CHUNKS: Sequence[int] = sorted({round(16 * 2 ** (i / 4)) for i in range(37)})
-"""Tokens that a hybrid pass may take: 16 to 8,192, each a fifth more than the one before."""
+PASSES: Sequence[int] = (16, 32, 64, *range(128, 2048, 128), *range(2048, 8192 + 1, 512))
+"""Rows that a hybrid pass may have, those that decode included. Products compute whole tiles, of
+128 rows on GPUs (tile quantisation, Sarathi-Serve §4.3), so one row more costs as much as 128."""
 UNSEEN = 0.95
 """Of the sum of its parts, what a hybrid pass is taken to last, at most: by an estimator that
 promises nothing, and may have seen no such pass."""
@@ -116,8 +117,8 @@ class Ways:
 
     def _hybrid(self, alone: float, chunk: int) -> Choice:
         """The largest pass within the bound, the smallest if none is."""
-        most = self.batch.new
-        sizes = [size for size in CHUNKS if size < most] + [most]
+        most, rows = self.batch.new, self.decode.requests
+        sizes = [size - rows for size in PASSES if rows < size < rows + most] + [most]
         gaps: dict[int, float] = {}
 
         def fits(i: int) -> bool:
