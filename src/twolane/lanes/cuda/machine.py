@@ -13,7 +13,14 @@ from twolane.lanes.cuda.lanes import CudaLanes
 from twolane.lanes.cuda.passes import SIZES
 from twolane.lanes.cuda.runner import CudaRunner
 from twolane.lanes.cuda.slots import Slots
-from twolane.lanes.work import PrefillState, PrefillWork, PromptRow, Sampling
+from twolane.lanes.work import (
+    DecodeRow,
+    HybridWork,
+    PrefillState,
+    PrefillWork,
+    PromptRow,
+    Sampling,
+)
 from twolane.model.decoder import Weights
 from twolane.model.gpu import GpuDecoder, GpuKVCache, Workspace
 from twolane.model.spec import ModelSpec
@@ -23,6 +30,8 @@ log = logging.getLogger("twolane.cuda")
 
 WORKSPACE_TOKENS = 16_384
 """Prefill batches that the workspace is made for; a longer prompt makes it grow."""
+WARM_TOKENS = 8192
+"""Of the longest prompt that is tried at the start."""
 GRAPH_BYTES = 2 * 2**30
 """Kept free for the graphs of all levels, which are captured when the KV pool exists."""
 
@@ -117,18 +126,21 @@ class CudaMachine:
         return lanes
 
     def _warm_up(self, lanes: CudaLanes, most: int) -> None:
-        """Compile what prefill runs, so that no request waits for it.
+        """Compile and allocate what prefill and hybrid passes need, so that no request waits for
+        it.
 
         What is written to the pool here is written again before it is read.
         """
+        units, layers = self.partitions.units, self.spec.layers
         pages = list(range(-(-most // lanes.runner.kv.page_size)))
         greedy = SamplingParams(temperature=0.0)
         for reused, new in warm_up_prompts(self.spec, most):
             tokens = [0] * new
             sampling = Sampling(greedy, 0, reused + new, (), tokens)
             row = PromptRow(0, reused, tokens, pages, sampling)
-            work = PrefillWork(PrefillState(), (row,), 0, self.spec.layers, finishes=True)
-            lanes.launch("prefill", self.partitions.units, work, ())
+            step = DecodeRow(0, most - 1, 1, pages, sampling)
+            lanes.launch("prefill", units, PrefillWork(PrefillState(), (row,), 0, layers, True), ())
+            lanes.launch("device", units, HybridWork((step,), (row,)), ())
         torch.cuda.synchronize(self.device)
 
     def _partitions(self, decode_units: Sequence[int] | None) -> Partitions:
@@ -146,7 +158,8 @@ def warm_up_prompts(spec: ModelSpec, most: int) -> list[tuple[int, int]]:
 
     Attention has tiles for few rows (new tokens times the heads of a group), for some, for many in
     tiles that they do not fill, and for tiles that they do. Each comes without a prefix and with
-    the longest: if any tile is split over the SMs, its are, and it reaches beyond any window.
+    the longest: if any tile is split over the SMs, its are, and it reaches beyond any window. The
+    last one is for the memory that long ones take.
 
     Args:
         spec: of the model.
@@ -154,7 +167,8 @@ def warm_up_prompts(spec: ModelSpec, most: int) -> list[tuple[int, int]]:
     """
     some = 64 // (spec.heads // spec.kv_heads)
     new = sorted({min(count, most) for count in (1, some, some + 1, 192)})
-    return [(reused, count) for count in new for reused in {0, most - count}]
+    prompts = [(reused, count) for count in new for reused in {0, most - count}]
+    return [*prompts, (0, min(most, WARM_TOKENS))]
 
 
 def _check_heads(spec: ModelSpec) -> None:
