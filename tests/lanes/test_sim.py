@@ -152,8 +152,8 @@ class Halving(FixedDurations):
     def seconds(self, running: Sequence[Demand]) -> list[float]:
         return [demand.fixed * len(running) for demand in running]
 
-    def host_seconds(self, work: Any) -> float:
-        return self.host
+    def host_seconds(self, work: Any) -> tuple[float, float]:
+        return self.host, self.host
 
 
 def test_work_in_progress_is_rated_anew() -> None:
@@ -180,6 +180,19 @@ def test_launching_takes_the_host_time() -> None:
     assert lanes.next_event() == 1.5  # the other is ready at 1.0, but waits for the first
     lanes.advance(10.0)
     assert [(t.start, t.end) for t in tickets] == [(0.5, 1.5), (1.5, 2.5)]
+
+
+def test_a_lane_begins_before_its_work_is_launched_whole() -> None:
+    class FirstSoon(FixedDurations):
+        def host_seconds(self, work: Any) -> tuple[float, float]:
+            return 0.5, 3.0
+
+    lanes = SimLanes(108, [(84, 24)], FirstSoon(1.0, 2.0))
+    first = lanes.launch("prefill", 84, prefill(2), ())
+    second = lanes.launch("decode", 24, decode(1), ())
+    lanes.advance(10.0)
+    assert (first.start, first.end, first.launching) == (0.5, 2.5, 3.0)
+    assert second.start == 3.5  # the host was busy until 3.0
 
 
 def test_a_launch_after_one_that_is_done_starts_now(lanes: SimLanes) -> None:

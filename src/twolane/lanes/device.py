@@ -2,20 +2,24 @@
 
 A step is a sum over the model's operators. Matrix products and attention over a prompt take
 `(c^p + m^p)^(1/p)` seconds, c by arithmetic and m by memory: a roofline with a round corner, for
-the two overlap, but not wholly. Arithmetic is linear in the SMs. Bandwidth grows with the SMs and
-saturates, early for the attention kernels of this project and late for the products of decode.
-Then come the small kernels, all-reduces in rings, and noise.
+the two overlap, but not wholly. Arithmetic is linear in the SMs, but for small products of prefill,
+whose kernels are made for all SMs of the device. Bandwidth grows with the SMs and saturates, early
+for the attention kernels of this project and late for products. Then come the small kernels,
+all-reduces in rings, and noise. Steps and passes have the sizes that graphs are made for.
 
 Two lanes share the power, the memory and, where their levels overlap, the SMs:
 
 - *power*: the clock falls until the arithmetic at that clock (a power of it) and the traffic fit
   under the cap. So even alone, products on all SMs run slower, SM for SM, than on half of them.
-- *memory*: where both ask for more than there is, each gets the same fraction of what it asked.
+- *memory*: a read takes longer, the more is in flight, in both lanes together (Little's law).
+  A lane on many SMs has more in flight than one on few, and slows the other more than itself.
+  Waiting for memory grows as much; of arithmetic, which hides most of its reads, a part does.
 - *SMs*: work on more units than the device has is slowed alike.
 
 No policy reads any of this: estimators are fitted on what comes out.
 """
 
+import bisect
 import hashlib
 import math
 from collections.abc import Sequence
@@ -66,10 +70,23 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes to and from memory for a FLOP of a large product, beyond operands read once."""
     corner: float = 1.2
     """p: how round the roofline's corner is."""
+    step_corner: float = 1.2
+    """p for the products of decode steps."""
+    one_grid: float = 0.0
+    """Elements of a result of which half is computed by kernels with a block for each SM of the
+    device: a share of the SMs runs all of its blocks before the others (`_product`)."""
+    attention_rows: float = 48.0
+    """Rows that attention over a prompt computes beyond those there are: its tiles are whole."""
+    in_flight: float = 1.9
+    """What a prefill slice or hybrid pass keeps in flight, of what its mean traffic needs."""
+    product_waits: float = 0.75
+    """Of the time that a prefill slice waits for memory, the part that grows with the latency."""
+    arithmetic_waits: float = 0.125
+    """Of the time that its arithmetic takes."""
     kernel_seconds: float = 2.1e-6
     """Of one small kernel in a CUDA graph, beside its bytes."""
-    eager_layer_seconds: float = 2.5e-4
-    """The least time of a layer that is launched kernel by kernel."""
+    pass_layer_seconds: float = 1.9e-5
+    """Of a prefill slice's or hybrid pass's layer, for its graphs and attention begin apart."""
     sampling_seconds: float = 1.5e-4
     """Of a step's end."""
     link_bandwidth: float = 0.0
@@ -85,18 +102,21 @@ H200 = Gpu(
     units=132,
     memory=150.1e9,
     unit_flops=8.11e12,
-    bandwidth=4.32e12,
-    unit_bandwidth=0.15e12,
-    product_units=25.6,
-    power_units=68.5,
-    traffic_units=52.8,
-    power_exponent=4.12,
-    product_share=0.91,
-    prompt_attention_share=0.58,
-    decode_attention_share=0.90,
-    corner=3.0,
-    kernel_seconds=1.86e-6,
-    sampling_seconds=1.34e-4,
+    bandwidth=4.26e12,
+    unit_bandwidth=0.163e12,
+    product_units=21.5,
+    power_units=55.2,
+    traffic_units=23.1,
+    power_exponent=3.53,
+    product_share=0.907,
+    prompt_attention_share=0.567,
+    decode_attention_share=0.927,
+    spill=0.0031,
+    corner=1.40,
+    step_corner=2.08,
+    one_grid=1.95e7,
+    kernel_seconds=2.31e-6,
+    sampling_seconds=6.3e-5,
     link_bandwidth=360e9,
 )
 """Fitted to this project's own measurements: docs/simulation.md has them beside the model's."""
@@ -105,8 +125,8 @@ H100 = msgspec.structs.replace(
     name="h100",
     memory=85.0e9,
     bandwidth=3.07e12,
-    product_units=25.6 * 3.07 / 4.32,
-    traffic_units=52.8 * 3.07 / 4.32,
+    product_units=21.5 * 3.07 / 4.26,
+    traffic_units=23.1 * 3.07 / 4.26,
 )
 """The same chip with HBM3: data sheet, with the H200's shares of it."""
 A100 = Gpu(
@@ -122,12 +142,14 @@ A100 = Gpu(
     spill=0.006,
     product_share=0.80,
     prompt_attention_share=0.65,
+    in_flight=0.55,
+    arithmetic_waits=0.04,
     kernel_seconds=2.5e-6,
     link_bandwidth=230e9,
 )
 """Data sheet; products at 77 to 80 % of the peak (Bullet §2.3); decode is slowed by prefill by up
 to 20 % (MuxWise §3.3.2)."""
-FORMULAS = 2
+FORMULAS = 3
 """Raised when what is computed of a GPU's parameters changes."""
 
 
@@ -139,14 +161,20 @@ def revision(gpu: Gpu) -> str:
 GPUS: dict[str, Gpu] = {gpu.name: gpu for gpu in (A100, H100, H200)}
 KERNELS = 10
 """Small kernels of a layer."""
-PADDING = 80
-"""Tokens that a prefill slice computes beyond those there are: its tiles are whole."""
+TILE = 128
+"""Rows of a tile of large products; those of decode steps have half."""
+PASSES: Sequence[int] = (64, *range(128, 1536 + 1, 128), 1792, 2048)
+"""Tokens of the passes that have graphs, which others are padded to, as `lanes/cuda/passes.py`."""
+STEPS: Sequence[int] = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
+"""Rows of the decode steps that have graphs, as `lanes/cuda/decode.py`; then every 64."""
 
 
 class _Shapes(NamedTuple):
     """Of one GPU's part of the model: parameters, and elements of one token, in a layer."""
 
     layers: int
+    products: Sequence[tuple[float, float]]
+    """(inputs, outputs) of the matrix products."""
     weights: float
     product_width: float
     """Elements that the products read and write for a token."""
@@ -163,9 +191,11 @@ class _Shapes(NamedTuple):
 def _shapes(spec: ModelSpec, tp: int) -> _Shapes:
     h, q, kv, mlp = spec.hidden_size, spec.q_size, spec.kv_size, spec.intermediate_size
     wide = (q + 2 * kv + 2 * mlp) / tp
+    products = ((h, (q + 2 * kv) / tp), (q / tp, h), (h, 2 * mlp / tp), (mlp / tp, h))
     return _Shapes(
         layers=spec.layers,
-        weights=(h * (2 * q + 2 * kv) + 3 * h * mlp) / tp,
+        products=products,
+        weights=sum(inputs * outputs for inputs, outputs in products),
         product_width=4 * h + wide + (q + mlp) / tp,
         small_bytes=ITEM * (8 * h + (2 * (q + 2 * kv) + 3 * mlp) / tp),
         q_size=q / tp,
@@ -181,18 +211,20 @@ class _Cost(NamedTuple):
     fixed: float = 0.0
     clocked: float = 0.0
     streamed: float = 0.0
+    memory: float = 0.0
+    """Of the seconds clocked and streamed, those that wait for memory."""
     arithmetic: float = 0.0
     """FLOPs, weighted by the power that they draw."""
     bytes: float = 0.0
 
     def times(self, count: float) -> "_Cost":
-        a, b, c, d, e = self
-        return _Cost(count * a, count * b, count * c, count * d, count * e)
+        a, b, c, d, e, f = self
+        return _Cost(count * a, count * b, count * c, count * d, count * e, count * f)
 
     def plus(self, other: "_Cost") -> "_Cost":
-        a, b, c, d, e = self
-        f, g, h, i, j = other
-        return _Cost(a + f, b + g, c + h, d + i, e + j)
+        a, b, c, d, e, f = self
+        g, h, i, j, k, m = other
+        return _Cost(a + g, b + h, c + i, d + j, e + k, f + m)
 
 
 ATTENTION_POWER = 0.6
@@ -221,7 +253,7 @@ class DeviceModel:
         self._shapes = _shapes(spec, tp)
         self._rng = np.random.default_rng([seed, 0x4E4F4953])
         self._noise: list[float] = []
-        self._layers: dict[tuple[int, int], _Cost] = {}
+        self._layers: dict[tuple[int, int, bool], _Cost] = {}
         self._heads: dict[tuple[int, int], _Cost] = {}
         self._steps: dict[tuple[int, int], _Cost] = {}
 
@@ -232,32 +264,46 @@ class DeviceModel:
         if isinstance(work, DecodeWork):
             return self._decode(work, units)
         if isinstance(work, PrefillWork):
-            return [self._demand(self._slice(work, units), units)]
-        return [self._demand(self._hybrid(work, units), units)]
+            return [self._pass(self._slice(work, units), units)]
+        return [self._pass(self._hybrid(work, units), units)]
 
     def seconds(self, running: Sequence[Demand]) -> Sequence[float]:
         """See `Device.seconds`."""
         gpu = self.gpu
-        traffic = draw = 0.0
+        traffic = draw = reads = 0.0
         units = 0
         for demand in running:
             traffic += demand.traffic
             draw += demand.draw
+            reads += demand.reads
             units += demand.units
-        share = min(1.0, gpu.bandwidth / traffic) if traffic else 1.0
         drawn = gpu.traffic_units * min(1.0, traffic / gpu.bandwidth)
         clock = 1.0
         if drawn + draw > gpu.power_units:
             room = max(gpu.power_units - drawn, 1e-3) / draw
             clock = max(gpu.lowest_clock, room ** (1 / gpu.power_exponent))
         pace = max(1.0, units / gpu.units) / clock
-        return [d.fixed + d.clocked * pace + d.streamed / share for d in running]
+        if len(running) == 1:
+            return [d.fixed + d.clocked * pace + d.streamed for d in running]
+        # Reads queue as more are in flight than the memory needs to be busy: hypot is a max with
+        # a round corner. What a step does to itself is in its own seconds.
+        latency = math.hypot(1.0, reads)
+        longer = [latency / math.hypot(1.0, d.reads) - 1.0 for d in running]
+        return [
+            d.fixed + d.clocked * pace + d.streamed + d.waits * more
+            for d, more in zip(running, longer, strict=True)
+        ]
 
-    def host_seconds(self, work: Work) -> float:
-        """See `Device.host_seconds`: measured for decode steps of 64 and of 256 requests."""
+    def host_seconds(self, work: Work) -> tuple[float, float]:
+        """See `Device.host_seconds`: measured for steps of 64 and 256, and passes of all sizes."""
         if isinstance(work, DecodeWork):
-            return 1.4e-4 + 9.4e-7 * len(work.rows)
-        return 4.0e-4
+            seconds = 2.3e-4 + 9.4e-7 * len(work.rows)
+            return seconds, seconds
+        first = 3.0e-4
+        if isinstance(work, PrefillWork):
+            return first, first + (work.last - work.first) * _launching(_count(work.rows))
+        tokens = len(work.decode) + _count(work.prompts)
+        return first, first + self._shapes.layers * _launching(tokens)
 
     # --- a step of each kind ------------------------------------------------------------------
 
@@ -270,12 +316,11 @@ class DeviceModel:
                 rows = sum(step < row.steps for row in work.rows)
             contexts += rows  # each token reads itself, too
             cost = self._products(rows, units).plus(self._read(contexts, units))
-            demands.append(self._demand(cost, units))
+            demands.append(self._step(cost, units))
         return demands
 
     def _slice(self, work: PrefillWork, units: int) -> _Cost:
-        tokens = PADDING + sum([len(row.tokens) for row in work.rows])
-        layer = self._eager(self._layer(tokens, units).plus(self._attend(work.rows, units)))
+        layer = self._pass_layer(_count(work.rows), work.rows, units)
         cost = layer.times(work.last - work.first)
         if not work.finishes:
             return cost
@@ -283,26 +328,34 @@ class DeviceModel:
 
     def _hybrid(self, work: HybridWork, units: int) -> _Cost:
         decode, prompts = len(work.decode), work.prompts
-        tokens = decode + sum([len(row.tokens) for row in prompts])
-        layer = self._eager(self._layer(tokens, units).plus(self._attend(prompts, units)))
+        layer = self._pass_layer(decode + _count(prompts), prompts, units)
         read = self._read(sum([row.position + 1 for row in work.decode]), units)
         head = self._head(decode + _ends(prompts), units)
         return layer.times(self._shapes.layers).plus(head).plus(read)
+
+    def _pass_layer(self, tokens: int, prompts: Sequence[PromptRow], units: int) -> _Cost:
+        """A layer of a prefill slice or a hybrid pass; not faster than the host launches it."""
+        padded = _padded(tokens, PASSES, TILE)
+        layer = self._layer(padded, units, decode=False).plus(self._attend(prompts, units))
+        seconds = layer.fixed + layer.clocked + layer.streamed
+        more = max(self.gpu.pass_layer_seconds, _launching(tokens) - seconds)
+        return layer._replace(fixed=layer.fixed + more)
 
     def _products(self, rows: int, units: int) -> _Cost:
         """All of a decode step but its attention."""
         key = (rows, units)
         cost = self._steps.get(key)
         if cost is None:
-            cost = self._layer(rows, units).times(self._shapes.layers)
-            cost = self._steps[key] = cost.plus(self._head(rows, units))
+            padded = _padded(rows, STEPS, 64)
+            cost = self._layer(padded, units, decode=True).times(self._shapes.layers)
+            cost = self._steps[key] = cost.plus(self._head(padded, units))
         return cost
 
     # --- operators ----------------------------------------------------------------------------
 
-    def _layer(self, tokens: int, units: int) -> _Cost:
+    def _layer(self, tokens: int, units: int, *, decode: bool) -> _Cost:
         """The matrix products, small kernels and all-reduces of a layer."""
-        key = (tokens, units)
+        key = (tokens, units, decode)
         cost = self._layers.get(key)
         if cost is None:
             shapes = self._shapes
@@ -310,7 +363,8 @@ class DeviceModel:
             if self.tp > 1:
                 fixed += 2 * self._all_reduce(tokens)
             small = self._stream(tokens * shapes.small_bytes, units)._replace(fixed=fixed)
-            cost = small.plus(self._product(tokens, shapes.weights, shapes.product_width, units))
+            moved = ITEM * (shapes.weights + tokens * shapes.product_width)
+            cost = small.plus(self._product(tokens, shapes.products, moved, units, decode=decode))
             self._layers[key] = cost
         return cost
 
@@ -321,21 +375,42 @@ class DeviceModel:
         key = (rows, units)
         cost = self._heads.get(key)
         if cost is None:
-            product = self._product(rows, self._shapes.head, 0.0, units)
+            hidden, head = self._shapes.hidden, self._shapes.head
+            product = self._product(
+                rows, ((hidden, head / hidden),), ITEM * head, units, decode=True
+            )
             cost = product._replace(fixed=self.gpu.sampling_seconds)
             self._heads[key] = cost
         return cost
 
-    def _product(self, tokens: int, weights: float, width: float, units: int) -> _Cost:
-        """Matrix products of so many rows with weights of so many elements."""
+    def _product(
+        self,
+        tokens: int,
+        products: Sequence[tuple[float, float]],
+        moved: float,
+        units: int,
+        *,
+        decode: bool,
+    ) -> _Cost:
+        """Matrix products of so many rows with weights of those shapes; they move so many bytes."""
         gpu = self.gpu
-        flops = 2.0 * tokens * weights
-        moved = ITEM * (weights + tokens * width)
+        half = TILE // 2
+        rows = -(-tokens // half) * half if tokens > half else tokens
+        flops = [2.0 * rows * inputs * outputs for inputs, outputs in products]
+        work = sum(flops)
+        if tokens >= TILE and not decode:
+            # A kernel with 132 blocks takes as long on 116 SMs as on 66: twice as long as on 132.
+            turns = math.ceil(gpu.units / units) * units / gpu.units
+            sizes = [tokens * outputs for _, outputs in products]
+            parts = [gpu.one_grid / (gpu.one_grid + size) for size in sizes]
+            work += (turns - 1.0) * sum(f * part for f, part in zip(flops, parts, strict=True))
+        c = work / (units * gpu.unit_flops * gpu.product_share)
         share = 1.0 - math.exp(-units / gpu.product_units)
-        c = flops / (units * gpu.unit_flops * gpu.product_share)
         saturated = moved / gpu.bandwidth
-        cost = self._round(c, saturated / share, saturated)
-        return cost._replace(arithmetic=flops, bytes=moved + gpu.spill * flops)
+        corner = gpu.step_corner if decode else gpu.corner
+        cost = self._round(c, saturated / share, saturated, corner)
+        total = sum(flops)
+        return cost._replace(arithmetic=total, bytes=moved + gpu.spill * total)
 
     def _attend(self, rows: Sequence[PromptRow], units: int) -> _Cost:
         """Attention of the chunks of a prefill batch, in one layer."""
@@ -343,14 +418,15 @@ class DeviceModel:
         pairs = seen = 0.0
         for row in rows:
             n = len(row.tokens)
-            pairs += max(n, 32) * (row.start + 0.5 * n + 64)  # tiles on the diagonal are whole
+            # Tiles on the diagonal are whole.
+            pairs += (n + gpu.attention_rows) * (row.start + 0.5 * n + 64)
             seen += row.start + n
         flops = 4.0 * shapes.q_size * pairs
         moved = seen * shapes.kv_bytes
         c = flops / (units * gpu.unit_flops * gpu.prompt_attention_share)
         saturated = moved / gpu.bandwidth
         m = moved / min(units * gpu.unit_bandwidth, gpu.bandwidth)
-        cost = self._round(c, m, saturated)
+        cost = self._round(c, m, saturated, gpu.corner)
         return cost._replace(arithmetic=ATTENTION_POWER * flops, bytes=moved)
 
     def _read(self, contexts: int, units: int) -> _Cost:
@@ -366,28 +442,37 @@ class DeviceModel:
 
     def _by_reach(self, moved: float, reach: float) -> _Cost:
         """Pure memory traffic: what the memory does not bound goes with the clock."""
+        seconds = moved / reach
         streamed = moved / self.gpu.bandwidth
-        return _Cost(clocked=moved / reach - streamed, streamed=streamed, bytes=moved)
+        return _Cost(clocked=seconds - streamed, streamed=streamed, memory=seconds, bytes=moved)
 
-    def _round(self, c: float, m: float, saturated: float) -> _Cost:
+    def _round(self, c: float, m: float, saturated: float, p: float) -> _Cost:
         """Seconds of arithmetic c and memory m together; the latter `saturated` with all SMs."""
-        p = self.gpu.corner
         seconds = (c**p + m**p) ** (1 / p)
         memory = seconds * m**p / (c**p + m**p) if m else 0.0
         streamed = memory * saturated / m if m else 0.0
-        return _Cost(clocked=seconds - streamed, streamed=streamed)
+        return _Cost(clocked=seconds - streamed, streamed=streamed, memory=memory)
 
     def _all_reduce(self, tokens: int) -> float:
         """A ring: each GPU sends and receives 2 (tp − 1) / tp of the bytes (DuetServe §4.1)."""
         moved = 2 * (self.tp - 1) / self.tp * tokens * self._shapes.hidden * ITEM
         return self.gpu.link_seconds + moved / self.gpu.link_bandwidth
 
-    def _eager(self, layer: _Cost) -> _Cost:
-        """A layer launched kernel by kernel is not faster than its launches."""
-        short = self.gpu.eager_layer_seconds - layer.clocked - layer.streamed - layer.fixed
-        return layer._replace(fixed=layer.fixed + short) if short > 0 else layer
+    def _step(self, cost: _Cost, units: int) -> Demand:
+        """Of a decode step: its kernels keep as much in flight as the SMs hold."""
+        reads = units * self.gpu.unit_bandwidth / self.gpu.bandwidth
+        return self._demand(cost, units, reads, cost.memory)
 
-    def _demand(self, cost: _Cost, units: int) -> Demand:
+    def _pass(self, cost: _Cost, units: int) -> Demand:
+        """Of a prefill slice or a hybrid pass."""
+        gpu = self.gpu
+        alone = cost.fixed + cost.clocked + cost.streamed
+        reads = gpu.in_flight * cost.bytes / (alone * gpu.bandwidth)
+        busy = cost.clocked + cost.streamed - cost.memory
+        waits = gpu.product_waits * cost.memory + gpu.arithmetic_waits * busy
+        return self._demand(cost, units, reads, waits)
+
+    def _demand(self, cost: _Cost, units: int, reads: float, waits: float) -> Demand:
         alone = cost.fixed + cost.clocked + cost.streamed
         scale = self._next_noise()
         busy = self.gpu.unit_flops * self.gpu.product_share * alone
@@ -395,9 +480,11 @@ class DeviceModel:
             cost.fixed * scale,
             cost.clocked * scale,
             cost.streamed * scale,
+            waits * scale,
             units,
             cost.arithmetic / busy,
             cost.bytes / alone,
+            reads,
         )
 
     def _next_noise(self) -> float:
@@ -405,6 +492,22 @@ class DeviceModel:
             draws = self._rng.normal(0.0, self.gpu.noise, 4096) if self.gpu.noise else np.zeros(1)
             self._noise = np.exp(draws).tolist()
         return self._noise.pop()
+
+
+def _padded(count: int, sizes: Sequence[int], step: int) -> int:
+    """The size that has a graph; beyond the last one, the next multiple of the step."""
+    if count > sizes[-1]:
+        return -(-count // step) * step
+    return sizes[bisect.bisect_left(sizes, count)]
+
+
+def _launching(tokens: int) -> float:
+    """Seconds of the host for a layer of so many tokens: by graphs, or kernel by kernel."""
+    return 6.0e-5 + 3.5e-8 * tokens if tokens <= PASSES[-1] else 3.9e-4
+
+
+def _count(rows: Sequence[PromptRow]) -> int:
+    return sum([len(row.tokens) for row in rows])
 
 
 def _ends(rows: Sequence[PromptRow]) -> int:

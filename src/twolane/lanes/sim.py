@@ -27,12 +27,16 @@ class Demand(NamedTuple):
     clocked: float = 0.0
     """Seconds at the top clock, with the step's units to itself; they go with the clock."""
     streamed: float = 0.0
-    """Seconds with the memory to itself; they go with the share of its bandwidth."""
+    """Seconds that the memory bounds, whatever the clock."""
+    waits: float = 0.0
+    """Seconds of waiting for reads: as many more as these take longer, beside another lane's."""
     units: int = 0
     draw: float = 0.0
     """Power of its arithmetic at the top clock, in units busy with matrix products."""
     traffic: float = 0.0
     """Bytes a second, to and from memory, when alone at the top clock."""
+    reads: float = 0.0
+    """Bytes that it keeps in flight, of those that saturate the memory."""
 
 
 class Device(Protocol):
@@ -44,8 +48,8 @@ class Device(Protocol):
     def seconds(self, running: Sequence[Demand]) -> Sequence[float]:
         """How long each takes if all of them run at the same time, all the time."""
 
-    def host_seconds(self, work: Work) -> float:
-        """How long the engine's process is busy with launching it."""
+    def host_seconds(self, work: Work) -> tuple[float, float]:
+        """Until the device can begin with it, and until the host is through with launching it."""
 
 
 @dataclass(frozen=True)
@@ -68,9 +72,9 @@ class FixedDurations:
         """See `Device.seconds`."""
         return [demand.fixed for demand in running]
 
-    def host_seconds(self, work: Work) -> float:
+    def host_seconds(self, work: Work) -> tuple[float, float]:
         """See `Device.host_seconds`."""
-        return 0.0
+        return 0.0, 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -81,7 +85,7 @@ class _SimTicket(Ticket):
     after: Sequence["_SimTicket"] = ()
     """What must end first."""
     ready: float = 0.0
-    """When the host is through with launching it."""
+    """When the device can begin with it."""
     takes: float = 0.0
     """Seconds of the step under way at its present speed."""
     ends: float = 0.0
@@ -127,14 +131,17 @@ class SimLanes:
         used, last = _used(lane, work), self._last
         before = [last[name] for name in used if name in last]
         before += [ticket for ticket in after if isinstance(ticket, _SimTicket)]
-        self._host_free = max(self._now, self._host_free) + self._device.host_seconds(work)
+        begun = max(self._now, self._host_free)
+        first, all_of_it = self._device.host_seconds(work)
+        self._host_free = begun + all_of_it
         ticket = _SimTicket(
             lane,
             units,
             work=work,
             demands=self._device.steps(work, units),
             after=[other for other in before if other.end is None],
-            ready=self._host_free,
+            ready=begun + first,
+            launching=all_of_it,
         )
         last.update(dict.fromkeys(used, ticket))
         self._queued.append(ticket)
