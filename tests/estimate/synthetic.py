@@ -32,7 +32,7 @@ def slowdown(own: Load, other: Load) -> float:
     return 1.0 + 0.1 * min(4.0, np.log10(1 + other.new + other.reused / 10))
 
 
-def profile(noise: float = 0.0, rounds: int = 12, seed: int = 0) -> Profile:
+def profile(noise: float = 0.0, rounds: int = 24, seed: int = 0) -> Profile:
     """As if measured."""
     draw = random.Random(seed)
     key = Key("made up", "", "0", model_digest(SHAPE), 2, UNITS)

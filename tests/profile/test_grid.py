@@ -3,7 +3,7 @@
 import pytest
 
 from tests.estimate.synthetic import LIMITS
-from twolane.profile.grid import Limits, plan
+from twolane.profile.grid import HYBRIDS, Limits, plan
 
 SMALL = Limits(2, ((1, 1), (2, 0), (0, 2)), 3000, 16, 512, 511)
 
@@ -24,6 +24,14 @@ def test_every_round_has_some_of_everything(limits: Limits):
         solo = {(p.kind, p.prefill_units or p.decode_units) for p in points if p.kind}
         assert {("prefill", u) for u in limits.prefill_units} <= solo
         assert {("decode", u) for u in limits.decode_units} <= solo
+        both = [p for p in points if p.kind is None]
+        assert [(p.prefill_units, p.decode_units) for p in both] == limits.shared
+        assert sum(p.kind == "hybrid" for p in points) == HYBRIDS
+
+
+def test_each_point_of_a_round_is_another_batch():
+    points = [p for p in plan(LIMITS, 0, 4) if not p.name.startswith("anchor")]
+    assert len({(p.prompts, p.contexts) for p in points}) == len(points)
 
 
 def test_held_out_points_are_a_fifth_and_no_anchors():

@@ -96,7 +96,7 @@ class Sample(
     @property
     def configuration(self) -> str:
         """What was measured, on however many units: samples of one are not independent."""
-        return self.point if self.kind == "hybrid" else self.point.rpartition("/")[0]
+        return f"{self.runs} beside {self.beside and self.beside.runs}"
 
     @cached_property
     def load(self) -> Load:

@@ -1,8 +1,11 @@
-"""What to measure, in which order: anchors first, then rounds of low-discrepancy draws.
+"""What to measure, in which order: anchors first, then rounds of random draws.
 
 Every round has some of everything (solo prefill and decode on every level, both lanes at every
-level, hybrid passes), so a plan that is cut off anywhere is a smaller plan of the same kind. The
-anchors are the corners that nothing should have to be extrapolated beyond, and are never held out.
+level, hybrid passes), so a plan that is cut off anywhere is a smaller plan of the same kind. Each
+of its points is a draw of its own: a batch measured on one level tells nearly all it would tell
+on the others, and another batch tells more. The anchors are the corners that nothing should have to
+be extrapolated beyond; alone they are measured on every level, together each level has other pairs
+of them. They are never held out.
 """
 
 import random
@@ -14,8 +17,14 @@ from twolane.estimate.profile import Kind, Run, runs_of
 
 HELD_OUT = 0.2
 """Share of the points beside the anchors that estimators are not fitted on."""
-ROUNDS = 60
+ROUNDS = 100
 """Of the whole plan."""
+REVISION = 2
+"""Raised when other points are planned."""
+HYBRIDS = 4
+"""Hybrid passes of a round."""
+DRAWS = 20
+"""Of batches, until some fit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +111,15 @@ def _anchors(limits: Limits) -> Iterator[Point]:
     prompts = _shrunk(PROMPT_ANCHORS, lambda run: limits.fits((run,), ()))
     contexts = _shrunk(CONTEXT_ANCHORS, lambda run: limits.fits((), (run,)))
     for i, (prompt, context) in enumerate(zip(prompts, contexts, strict=False)):
-        yield from _solo(limits, f"anchor/{i}", (prompt,), (context,), held_out=False)
-        yield from _both(limits, f"anchor/{i}", (prompt,), (context,), held_out=False)
+        for units in limits.prefill_units:
+            yield Point(f"anchor/{i}/prefill/{units}", "prefill", (prompt,), (), units, 0, False)
+        for units in limits.decode_units:
+            yield Point(f"anchor/{i}/decode/{units}", "decode", (), (context,), 0, units, False)
+        for shift, (p, d) in enumerate(limits.shared):
+            j = (i + shift) % len(contexts)
+            if limits.fits((prompt,), (contexts[j],)):
+                name = f"anchor/{i}+{j}/both/{p}+{d}"
+                yield Point(name, None, (prompt,), (contexts[j],), p, d, False)
 
 
 def _shrunk(anchors: Sequence[Run], fits: Callable[[Run], bool]) -> list[Run]:
@@ -119,47 +135,33 @@ def _shrunk(anchors: Sequence[Run], fits: Callable[[Run], bool]) -> list[Run]:
 
 
 def _round(limits: Limits, draw: random.Random, number: int) -> Iterator[Point]:
-    for i in range(2):
-        name = f"{number}/{i}"
-        prompts, contexts = _prompts(draw, limits), _contexts(draw, limits)
-        yield from _solo(limits, name, prompts, contexts, held_out=draw.random() < HELD_OUT)
-        pair = _prompts(draw, limits), _contexts(draw, limits)
-        yield from _both(limits, name, *pair, held_out=draw.random() < HELD_OUT)
-    for i in range(6):
-        prompts, contexts = _prompts(draw, limits), _contexts(draw, limits)
-        if limits.fits(prompts, contexts):
-            held_out, whole = draw.random() < HELD_OUT, limits.units
-            name = f"{number}/hybrid/{i}"
-            yield Point(name, "hybrid", prompts, contexts, whole, whole, held_out)
+    def point(name: str, kind: Kind | None, p: int, d: int) -> Iterator[Point]:
+        drawn = _drawn(draw, limits, prompts=kind != "decode", contexts=kind != "prefill")
+        if drawn is not None:
+            yield Point(f"{number}/{name}", kind, *drawn, p, d, draw.random() < HELD_OUT)
+
+    for units in limits.prefill_units:
+        yield from point(f"prefill/{units}", "prefill", units, 0)
+    for units in limits.decode_units:
+        yield from point(f"decode/{units}", "decode", 0, units)
+    for p, d in limits.shared:
+        yield from point(f"both/{p}+{d}", None, p, d)
+    for i in range(HYBRIDS):
+        yield from point(f"hybrid/{i}", "hybrid", limits.units, limits.units)
 
 
-def _solo(
-    limits: Limits,
-    name: str,
-    prompts: tuple[Run, ...],
-    contexts: tuple[Run, ...],
-    *,
-    held_out: bool,
-) -> Iterator[Point]:
-    if limits.fits(prompts, ()):
-        for units in limits.prefill_units:
-            yield Point(f"{name}/prefill/{units}", "prefill", prompts, (), units, 0, held_out)
-    if limits.fits((), contexts):
-        for units in limits.decode_units:
-            yield Point(f"{name}/decode/{units}", "decode", (), contexts, 0, units, held_out)
-
-
-def _both(
-    limits: Limits,
-    name: str,
-    prompts: tuple[Run, ...],
-    contexts: tuple[Run, ...],
-    *,
-    held_out: bool,
-) -> Iterator[Point]:
-    if limits.fits(prompts, contexts):
-        for p, d in limits.shared:
-            yield Point(f"{name}/both/{p}+{d}", None, prompts, contexts, p, d, held_out)
+def _drawn(
+    draw: random.Random, limits: Limits, *, prompts: bool, contexts: bool
+) -> tuple[tuple[Run, ...], tuple[Run, ...]] | None:
+    """A prefill batch, a decode batch, or both, that fit; None: none were found."""
+    for _ in range(DRAWS):
+        pair = (
+            _prompts(draw, limits) if prompts else (),
+            _contexts(draw, limits) if contexts else (),
+        )
+        if limits.fits(*pair):
+            return pair
+    return None
 
 
 def _prompts(draw: random.Random, limits: Limits) -> tuple[Run, ...]:

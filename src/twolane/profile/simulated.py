@@ -11,11 +11,11 @@ from twolane.lanes.device import Gpu
 from twolane.model.hub import cache_dir
 from twolane.model.spec import ModelSpec
 from twolane.profile.clocks import Clocks
-from twolane.profile.grid import plan
+from twolane.profile.grid import REVISION, plan
 from twolane.profile.run import rig_on, work_through
 
-ROUNDS = 8
-"""Of the plan: about what one run of eight minutes measures on a card."""
+ROUNDS = 15
+"""Of the plan: about what four minutes measure on a card."""
 PROFILE_SEED = 0x50524F46
 """Of the device's noise while it is measured."""
 
@@ -29,7 +29,7 @@ def simulated_profile(gpu: Gpu, spec: ModelSpec, tp: int, *, rounds: int = ROUND
     config = EngineConfig(model="simulated")
     machine = SimulatedMachine(gpu, spec, config, tp=tp, seed=PROFILE_SEED)
     key = machine_key(machine, gpu.units)
-    path = cached_profile(cache_dir(), key)
+    path = cached_profile(cache_dir(), key).with_suffix(f".{REVISION}.json")
     if not path.exists():
         with rig_on(config, machine, lambda stage, share: None) as rig, Clocks(None) as clocks:
             profile = Profile(key, spec, list(rig.lanes.levels), rig.page_size, config.seed)
