@@ -1,26 +1,28 @@
 """Ours: a linear base for each level, what it misses learnt from the samples, and a P99 bound.
 
     alone:  T = base(load, units) · exp m(load, units)
-    beside: T = T_alone · exp m'(load, units, what runs beside, its units)
+    beside: T = T_alone · exp m'(units, bytes/s and FLOP/s of both lanes)
     P99:    T · exp q
 
-The base has the terms of the solo-run models, over batches of all sizes; fitted for each number of
-units, it has what the kernels in use reach on few SMs. m and m' are Gaussian processes over
-log(measured / base), see `residual.py`: products bound by the weights' bytes, the rounding of
-batches, the contention for memory, and the clocks, which fall under the power cap, are smooth in
-what both lanes do, on how many units, and how long the base says that it takes. q is the 99th
-percentile of how far the truth is above the prediction for configurations that were left out, for
-small and for large prefill batches apart. Online, each kind of launch has a slow correction of its
-own.
+The base has the terms of the solo-run models, over batches of all sizes, and for decode a step for
+each way that products go and a slope from where arithmetic binds them (`computed.py`); fitted for
+each number of units, it has what the kernels in use reach on few SMs. m and m' are Gaussian
+processes, see `residual.py`. m is over the sizes of a batch. m' is over what each lane would move
+and compute in a second if it were alone, by the base, for that is what lanes contend for:
+bandwidth, and the power that clocks are lowered for. q is the 99th percentile of how far launches
+of configurations that were left out are above the prediction, for small and for large prefill
+batches apart. Online, each kind of launch has a slow correction of its own.
 """
 
-from collections.abc import Sequence
-from math import exp, log2
+from collections.abc import Callable, Iterator, Sequence
+from math import exp, log, log2
 from typing import NamedTuple
 
 import numpy as np
 
 from twolane.estimate import Beside, Estimator, Floats, Load
+from twolane.estimate.computed import BOUND_ROWS, ROWS, Computed
+from twolane.estimate.operators import Shape
 from twolane.estimate.profile import Kind, Profile, Sample
 from twolane.estimate.residual import Means, Residual
 from twolane.estimate.solo_run import (
@@ -28,11 +30,12 @@ from twolane.estimate.solo_run import (
     LevelModel,
     pass_features,
     slice_features,
-    step_features,
 )
 
 COVERED = 0.99
 """Share of launches that the bound is for."""
+FOLDS = 6
+"""Parts of the configurations that are left out in turn."""
 FEWEST = 30
 """Samples of small or of large batches that have a quantile of their own."""
 WEIGHT = 0.08
@@ -49,6 +52,9 @@ MOST_KNOWN = 4096
 """Answers that are remembered."""
 OTHER: dict[Kind, Kind] = {"prefill": "decode", "decode": "prefill"}
 """What runs beside it."""
+CONTENDS: dict[Kind, int] = {"prefill": 3, "decode": 2}
+"""Features of a state that the process of contention does not look at: it begins with layers and
+units of a slice, with units of a step."""
 
 
 class _Asked(NamedTuple):
@@ -61,21 +67,139 @@ class _Asked(NamedTuple):
     layers: int = 0
     finishes: bool = False
 
+    @classmethod
+    def of(cls, sample: Sample) -> "_Asked":
+        beside = sample.beside.beside if sample.beside is not None else None
+        units = (sample.units,)
+        return cls(sample.kind, sample.load, units, beside, sample.layers, sample.finishes)
+
     @property
-    def features(self) -> list[float]:
+    def large(self) -> bool:
+        """Whether its products, not launches and weights, take most of a prefill slice's time."""
+        return self.kind == "prefill" and self.load.new + self.load.reused >= LEAST_TOKENS
+
+
+class _Linear:
+    """The base, and what the processes see of a launch."""
+
+    def __init__(self, profile: Profile) -> None:
+        self._computed = Computed.on(profile)
+        self._shape = Shape(profile.shape, profile.key.itemsize, profile.key.tensor_parallel)
+        self._layers = profile.shape.layers
+        self._models: dict[Kind, LevelModel] = {}
+
+    def fitted(self, kind: Kind, samples: Sequence[Sample]) -> "_Linear":
+        """Another one, of which one kind's model is fitted on these."""
+        other = object.__new__(_Linear)
+        other.__dict__ |= self.__dict__
+        features = [self._features(_Asked.of(sample)) for sample in samples]
+        other._models = {**self._models, kind: LevelModel.fit(features, samples)}
+        return other
+
+    def seconds(self, asked: _Asked) -> list[float]:
+        """At each of the units."""
+        return self._models[asked.kind].predict(self._features(asked), asked.units)
+
+    def states(self, asked: _Asked) -> list[list[float]]:
+        """What is asked for at each of the units, and what contends beside the other lane."""
+        kind, load, units, beside, layers, _ = asked
+        sizes = self._sizes(kind, load, layers)
+        own = [[*sizes, log2(each)] for each in units]
+        if beside is None:
+            return own
+        mine = self._rates(kind, load, units)
+        its = self._rates(OTHER[kind], beside.load, beside.each(len(units)))
+        return [[*state, *a, *b] for state, a, b in zip(own, mine, its, strict=True)]
+
+    def _rates(self, kind: Kind, load: Load, units: Sequence[int]) -> Iterator[tuple[float, float]]:
+        """Bytes/s and FLOP/s of the products and attention, alone, at each of the units."""
+        rows = self._computed.new(load) if kind == "prefill" else load.requests
+        linears, attention = self._shape.linears(rows), self._shape.together(load)
+        layers = 1 if kind == "prefill" else self._layers
+        moved = layers * (sum(linears.bytes) + sum(attention.bytes))
+        computed = layers * (sum(linears.flops) + sum(attention.flops))
+        for seconds in self.seconds(_Asked(kind, load, units, layers=1)):
+            yield moved / (seconds + LEAST), computed / (seconds + LEAST)
+
+    def _features(self, asked: _Asked) -> list[float]:
         """What the base is linear in."""
-        return _features(self.kind, self.load, self.layers, self.finishes)
+        kind, load, _, _, layers, finishes = asked
+        if kind == "prefill":
+            return slice_features(self._computed, load, layers, finishes)
+        if kind == "hybrid":
+            return pass_features(self._computed, load)
+        rows = self._computed.rows(load)
+        steps = [float(rows > least) for least in ROWS]
+        return [load.reused, rows, 1.0, *steps, max(0, rows - BOUND_ROWS)]
+
+    def _sizes(self, kind: Kind, load: Load, layers: int) -> list[float]:
+        """Tokens, and requests and layers of a slice, as logarithms."""
+        if kind == "decode":
+            return [log2(max(1, self._computed.rows(load))), _reused(load)]
+        new = log2(max(1, self._computed.new(load)))
+        if kind == "hybrid":
+            return [new, _reused(load.chunks), _reused(load.decoding)]
+        return [new, _reused(load), log2(max(1, load.requests)), log2(layers)]
 
 
-class _Layer:
-    """A process over what is left, its quantile, and its online correction."""
+def _reused(load: Load) -> float:
+    return log2(1 + load.reused / 16)
 
-    def __init__(
-        self, states: Floats, logs: Floats, groups: Sequence[str], large: Sequence[bool]
-    ) -> None:
-        self.residual = Residual(states, logs, groups)
-        missed, split = self.residual.missed, np.array(large)[self.residual.order]
-        self.quantiles = _quantile(missed[~split], missed), _quantile(missed[split], missed)
+
+class _Model:
+    """Base and processes of one kind of launch, alone or beside the other lane.
+
+    Args:
+        base: fitted.
+        parts: the processes, each with the place of its first feature in the state.
+    """
+
+    def __init__(self, base: _Linear, *parts: tuple[int, Residual]) -> None:
+        self.base, self.parts = base, parts
+        self._means = Means(*parts) if parts else None
+
+    def missed(self, asked: _Asked) -> list[float]:
+        """By the base, as the processes have it: a logarithm at each of the units."""
+        if self._means is None:
+            return [0.0] * len(asked.units)
+        means: list[float] = self._means.at(self.base.states(asked)).tolist()
+        return means
+
+    def predicted(self, sample: Sample) -> float:
+        """log(seconds)"""
+        asked = _Asked.of(sample)
+        return log(self.base.seconds(asked)[0] + LEAST) + self.missed(asked)[0]
+
+    def taught(self, samples: Sequence[Sample], first: int, like: "_Model | None") -> "_Model":
+        """With one more process, over what is left of these."""
+        states = np.array([self.base.states(_Asked.of(sample))[0][first:] for sample in samples])
+        logs = np.array([log(sample.median) - self.predicted(sample) for sample in samples])
+        groups = [sample.configuration for sample in samples]
+        residual = Residual(states, logs, groups, like.parts[-1][1] if like is not None else None)
+        return _Model(self.base, *self.parts, (first, residual))
+
+
+Fit = Callable[[Sequence[Sample], _Model | None], _Model]
+"""On some samples, with the parameters of a model that was fitted before, if any."""
+
+
+class _Promise:
+    """How far launches may be above a model's prediction, and its online correction."""
+
+    def __init__(self, model: _Model, fit: Fit, samples: Sequence[Sample]) -> None:
+        missed = {False: list[Floats](), True: list[Floats]()}
+        for fold in _folds(samples):
+            rest = [sample for sample in samples if sample.configuration not in fold]
+            without = fit(rest, model)
+            for sample in samples:
+                if sample.configuration in fold:
+                    logs = np.log(sample.seconds) - without.predicted(sample)
+                    missed[_Asked.of(sample).large].append(logs)
+        every = missed[False] + missed[True]
+        self.quantiles = {
+            large: _quantile(some if len(some) >= FEWEST else every)
+            for large, some in missed.items()
+        }
         """Of small batches and of large ones."""
         self.correction = 0.0
 
@@ -85,11 +209,24 @@ class _Layer:
         self.correction = max(-MOST_CORRECTED, min(MOST_CORRECTED, moved))
 
 
-def _quantile(missed: Floats, all_missed: Floats) -> float:
-    """How far the truth is above the prediction, for one configuration in a hundred."""
-    some = missed if len(missed) >= FEWEST else all_missed
-    rank = min(1.0, COVERED * (1 + 1 / len(some)))  # conformal: of so many and one more
-    return float(np.quantile(some, rank))
+def _folds(samples: Sequence[Sample]) -> list[set[str]]:
+    """The configurations in parts; fewer parts than `FOLDS` if there are fewer."""
+    names = sorted({s.configuration for s in samples if not s.point.startswith("anchor")})
+    names = [names[i] for i in np.random.default_rng(0).permutation(len(names))]
+    parts = [set(names[i::FOLDS]) for i in range(FOLDS)]
+    return [part for part in parts if part and len(part) < len(names)]
+
+
+def _quantile(missed: Sequence[Floats]) -> float:
+    """How far the truth is above the prediction for one launch in a hundred; each sample's
+    launches count as one."""
+    if not missed:
+        return 0.0
+    launches = np.concatenate(missed)
+    shares = np.concatenate([np.full(len(each), 1.0 / len(each)) for each in missed])
+    order, rank = np.argsort(launches), COVERED * (len(missed) + 1)  # conformal: and one more
+    place = int(np.searchsorted(np.cumsum(shares[order]), rank))
+    return float(launches[order][min(place, len(order) - 1)])
 
 
 class Calibrated(Estimator):
@@ -98,11 +235,10 @@ class Calibrated(Estimator):
     promises = True
 
     def __init__(self, profile: Profile) -> None:
-        self._base: dict[Kind, LevelModel] = {}
-        self._alone: dict[Kind, _Layer] = {}
-        self._beside: dict[Kind, _Layer] = {}
-        self._means: dict[tuple[Kind, bool], Means] = {}
-        """Of the process alone, and of both."""
+        self._base = _Linear(profile)
+        self._models: dict[tuple[Kind, bool], _Model] = {}
+        """Of launches alone, and beside the other lane."""
+        self._promises: dict[tuple[Kind, bool], _Promise] = {}
         self._seen = 0
         """Launches since one was looked at."""
         self._known: dict[tuple[object, ...], Sequence[float]] = {}
@@ -110,14 +246,11 @@ class Calibrated(Estimator):
         kinds: tuple[Kind, ...] = ("prefill", "decode", "hybrid")
         for kind in kinds:
             alone = profile.training(kind, beside=False)
-            self._base[kind] = LevelModel.fit([_sample_features(each) for each in alone], alone)
-        for kind in kinds:
-            alone = profile.training(kind, beside=False)
-            layer = self._alone[kind] = self._layer(alone)
-            self._means[kind, False] = Means(layer.residual)
+            self._base = self._base.fitted(kind, alone)
+            self._fit((kind, False), alone, self._fit_alone(kind))
+        for kind in OTHER:
             if both := profile.training(kind, beside=True):
-                beside = self._beside[kind] = self._layer(both)
-                self._means[kind, True] = Means(layer.residual, beside.residual)
+                self._fit((kind, True), both, self._fit_beside(kind))
 
     def observe_prefill(
         self,
@@ -146,6 +279,20 @@ class Calibrated(Estimator):
         if self._looks():
             self._learn("hybrid", seconds, self.hybrid(load, units), None)
 
+    def _fit_alone(self, kind: Kind) -> Fit:
+        return lambda samples, like: _Model(self._base.fitted(kind, samples)).taught(
+            samples, 0, like
+        )
+
+    def _fit_beside(self, kind: Kind) -> Fit:
+        alone = self._models[kind, False]
+        base = _Model(self._base, *alone.parts)
+        return lambda samples, like: base.taught(samples, CONTENDS[kind], like)
+
+    def _fit(self, case: tuple[Kind, bool], samples: Sequence[Sample], fit: Fit) -> None:
+        model = self._models[case] = fit(samples, None)
+        self._promises[case] = _Promise(model, fit, samples)
+
     def _looks(self) -> bool:
         """Whether this launch is one to learn from."""
         self._seen = (self._seen + 1) % EVERY
@@ -170,20 +317,19 @@ class Calibrated(Estimator):
     def _hybrid(self, load: Load, units: Sequence[int], bound: bool) -> Sequence[float] | None:
         return self._predict(_Asked("hybrid", load, units), bound)
 
-    def _predict(self, asked: "_Asked", bound: bool) -> Sequence[float]:
-        kind, load = asked.kind, asked.load
-        layer, log = self._alone[kind], 0.0
-        if asked.beside is not None and kind in self._beside:
-            log, layer = layer.correction, self._beside[kind]
-        else:
+    def _predict(self, asked: _Asked, bound: bool) -> Sequence[float]:
+        kind, log = asked.kind, 0.0
+        if asked.beside is not None and (kind, True) not in self._models:
             asked = asked._replace(beside=None)
-        large = kind == "prefill" and _large(load)
-        log += layer.correction + (layer.quantiles[large] if bound else 0.0)
-        bases = self._base[kind].predict(asked.features, asked.units)
+        promise = self._promises[kind, asked.beside is not None]
+        if asked.beside is not None:
+            log = self._promises[kind, False].correction
+        log += promise.correction + (promise.quantiles[asked.large] if bound else 0.0)
         means = self._missed(asked) if kind == "hybrid" else self._remembered(asked)
+        bases = self._base.seconds(asked)
         return [base * exp(mean + log) for base, mean in zip(bases, means, strict=True)]
 
-    def _remembered(self, asked: "_Asked") -> Sequence[float]:
+    def _remembered(self, asked: _Asked) -> Sequence[float]:
         """What is missed, for decode steps of about so much context: they are asked about again and
         again, a token further each time."""
         kind, load, units, beside, layers, finishes = asked
@@ -202,73 +348,16 @@ class Calibrated(Estimator):
             means = self._known[key] = self._missed(asked)
         return means
 
-    def _missed(self, asked: "_Asked") -> Sequence[float]:
+    def _missed(self, asked: _Asked) -> Sequence[float]:
         """Of log(truth / base), by the processes, at each of the units."""
-        kind, load, units, beside, layers, _ = asked
-        bases = self._base[kind].predict(asked.features, units)
-        states = self._states(kind, _sizes_of(kind, load, layers), units, bases, beside)
-        means: list[float] = self._means[kind, beside is not None].at(states).tolist()
-        return means
-
-    def _states(
-        self,
-        kind: Kind,
-        sizes: Sequence[float],
-        units: Sequence[int],
-        bases: Sequence[float],
-        beside: Beside | None,
-    ) -> list[list[float]]:
-        """What is asked for at each of the units, and what the other lane does meanwhile.
-
-        How long each takes by the base stands for how hard it drives memory and arithmetic.
-        """
-        own = [
-            [*sizes, log2(each), log2(base + LEAST)]
-            for each, base in zip(units, bases, strict=True)
-        ]
-        if beside is None:
-            return own
-        load, other_units = beside.load, beside.each(len(own))
-        features = _features(OTHER[kind], load, layers=1, finishes=False)
-        its, model = _sizes(load), self._base[OTHER[kind]]
-        return [
-            [*state, *its, log2(unit), log2(model.seconds(features, unit) + LEAST)]
-            for state, unit in zip(own, other_units, strict=True)
-        ]
-
-    def _layer(self, samples: Sequence[Sample]) -> _Layer:
-        """What is left over what has been fitted so far."""
-        states, logs = [], []
-        for sample in samples:
-            units, sizes = (sample.units,), _sizes_of(sample.kind, sample.load, sample.layers)
-            base = self._base[sample.kind].seconds(_sample_features(sample), sample.units)
-            log = float(np.log(sample.median / base))
-            beside = sample.beside.beside if sample.beside is not None else None
-            if beside is not None:
-                state = self._states(sample.kind, sizes, units, [base], None)
-                log -= float(self._means[sample.kind, False].at(state)[0])
-            states += self._states(sample.kind, sizes, units, [base], beside)
-            logs.append(log)
-        groups = [sample.configuration for sample in samples]
-        large = [sample.kind == "prefill" and _large(sample.load) for sample in samples]
-        return _Layer(np.array(states), np.array(logs), groups, large)
+        return self._models[asked.kind, asked.beside is not None].missed(asked)
 
     def _learn(
         self, kind: Kind, seconds: float, predicted: float | None, beside: Beside | None
     ) -> None:
-        layers = self._alone if beside is None else self._beside
-        if predicted is not None and kind in layers:
-            layers[kind].learn(float(np.log(seconds / predicted)))
-
-
-def _sample_features(sample: Sample) -> list[float]:
-    return _features(sample.kind, sample.load, sample.layers, sample.finishes)
-
-
-def _features(kind: Kind, load: Load, layers: int, finishes: bool) -> list[float]:
-    if kind == "prefill":
-        return slice_features(load, layers, finishes)
-    return step_features(load) if kind == "decode" else pass_features(load)
+        promise = self._promises.get((kind, beside is not None))
+        if predicted is not None and promise is not None:
+            promise.learn(log(seconds / predicted))
 
 
 def _sums(load: Load, kind: Kind) -> tuple[int, ...]:
@@ -288,23 +377,3 @@ def _rounded(tokens: int) -> int:
     """To `DIGITS` binary ones."""
     dropped = max(0, tokens.bit_length() - DIGITS)
     return (tokens + (1 << dropped >> 1)) >> dropped << dropped
-
-
-def _large(load: Load) -> bool:
-    """Whether its products, not launches and weights, take most of a prefill slice's time."""
-    return load.new + load.reused >= LEAST_TOKENS
-
-
-def _sizes_of(kind: Kind, load: Load, layers: int) -> list[float]:
-    if kind == "prefill":
-        return [*_sizes(load), log2(layers)]
-    return _sizes(load) if kind == "decode" else _pass_sizes(load)
-
-
-def _sizes(load: Load) -> list[float]:
-    """New and reused tokens and requests, as logarithms."""
-    return [log2(max(1, load.new)), log2(1 + load.reused / 16), log2(max(1, load.requests))]
-
-
-def _pass_sizes(load: Load) -> list[float]:
-    return [*_sizes(load.chunks), *_sizes(load.decoding)[1:]]

@@ -93,7 +93,7 @@ class Sample(
     held_out: bool = False
     """Not to be fitted on: kept to tell the error of what was."""
 
-    @property
+    @cached_property
     def configuration(self) -> str:
         """What was measured, on however many units: samples of one are not independent."""
         return f"{self.runs} beside {self.beside and self.beside.runs}"

@@ -1,50 +1,67 @@
-"""A Gaussian process over what a base model misses, and by how much it misses itself."""
+"""A Gaussian process over what a base model misses."""
 
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 from scipy.linalg import cho_factor, cho_solve
+from scipy.optimize import minimize
 
-from twolane.estimate import Floats, Ints
+from twolane.estimate import Floats
 
-MOST = 700
+MOST = 400
 """Samples that are kept; more would make predictions slow, and add little."""
-SEARCHED = 250
-"""Samples that the length scales are chosen on."""
-SCALES = (0.5, 0.7, 1.4, 2.0)
-"""Factors that a length scale is tried at."""
-NOISES = (1e-3, 3e-3, 1e-2, 3e-2)
-"""Of the variance; measuring again gives the same within a percent."""
-SWEEPS = 3
+SEARCHED = 200
+"""Samples that the parameters are chosen on."""
+STEPS = 30
+"""Of the search for them."""
+SMOOTH = 0.7
+"""Standard deviation of the length scales' logarithms, before there are samples."""
+NOISE = 0.01
+"""Median of both noises before there are samples: to measure again changes a percent or less."""
+
+
+JITTER = 1e-8
+"""Added to variances, so that covariances have an inverse."""
 
 
 class Residual:
-    """Mean of log(measured / base), and by how much it misses what it was not fitted on.
+    """Mean of log(measured / base) over a space of states.
 
-    Samples of one configuration (on several numbers of units, of both slices of a pass) miss alike:
-    one of them foretells the others. So whole configurations are left out, by the formula for one
-    sample (Rasmussen and Williams, §5.4.2) with a block of the inverse in place of an element.
+    log(measured / base) = mean + smooth(state) + own(configuration) + noise, all but the mean
+    normal: samples of one configuration, on several numbers of units or of both slices of a pass,
+    miss alike. Variances and length scales are those with the highest likelihood of the samples
+    (Rasmussen and Williams, §5.4.1), times weak priors.
 
     Args:
-        states: [S, features], of about one unit of length each.
+        states: [S, features].
         logs: [S].
         groups: [S], which configuration each is of.
+        like: has chosen the parameters; None: choose.
     """
 
-    def __init__(self, states: Floats, logs: Floats, groups: Sequence[str]) -> None:
-        order = self.order = _shuffled(groups)
-        """Places of the samples that are kept."""
-        states, logs, names = states[order], logs[order], np.array(groups)[order]
-        few = slice(SEARCHED)
-        self.scales, noise = _chosen(states[few], logs[few], _members(names[few]))
-        self.scaled = states / self.scales
+    def __init__(
+        self,
+        states: Floats,
+        logs: Floats,
+        groups: Sequence[str],
+        like: "Residual | None" = None,
+    ) -> None:
+        order = _shuffled(groups)
+        states, logs = states[order], logs[order]
+        same = _same([groups[i] for i in order])
         self.mean = float(np.median(logs))
-        inverse = _inverse(self.scaled, noise)
-        self.weights: Floats = inverse @ (logs - self.mean)
-        self.missed = _left_out(inverse, self.weights, _members(names))
-        """By how much log(measured) would have been above the prediction, without its
-        configuration."""
+        if like is None:
+            few = slice(SEARCHED)
+            spread = np.maximum(states[few].std(axis=0), 1e-3)
+            unit = _likeliest(states[few] / spread, logs[few] - self.mean, same[few, few])
+            self.scales, self._variances = spread * unit[0], unit[1]
+        else:
+            self.scales, self._variances = like.scales, like._variances
+        self.scaled = states / self.scales
+        smooth, own, noise = self._variances
+        covariance = smooth * _matern(3.0 * _squares(self.scaled).sum(axis=2)) + own * same
+        covariance[np.diag_indices_from(covariance)] += noise
+        self.weights: Floats = smooth * cho_solve(cho_factor(covariance), logs - self.mean)
 
 
 class Means:
@@ -53,38 +70,34 @@ class Means:
     With z = (x, x², 1) the squared distances of x to all samples of all processes are one product.
 
     Args:
-        parts: each over the first of the state's features, the last one over all of them.
+        parts: the processes, each with the place of its first feature in the state.
     """
 
-    def __init__(self, *parts: Residual) -> None:
-        most = len(parts[-1].scales)
-        self._lifted = np.hstack([_lifted(part, most) for part in parts])
-        self._weights = np.concatenate([part.weights for part in parts])
-        self._mean = sum(part.mean for part in parts)
+    def __init__(self, *parts: tuple[int, Residual]) -> None:
+        features = self._features = max(first + len(part.scales) for first, part in parts)
+        self._lifted = np.hstack([_lifted(part, first, features) for first, part in parts])
+        self._weights = np.concatenate([part.weights for _, part in parts])
+        self._mean = sum(part.mean for _, part in parts)
 
     def at(self, states: Sequence[Sequence[float]]) -> Floats:
-        """The sum at each state [L, features]."""
+        """The sum at each state [L, features]; features that no process has are left out."""
+        states = [state[: self._features] for state in states]
         lifted = np.array([[*state, *[x * x for x in state], 1.0] for state in states])
         return np.asarray(_matern(np.dot(lifted, self._lifted)).dot(self._weights) + self._mean)
 
 
-def _lifted(part: Residual, most: int) -> Floats:
-    """What takes z to three times the squared distances: [2 most + 1, S]."""
-    own = len(part.scales)
-    lifted = np.zeros((2 * most + 1, len(part.weights)))
-    lifted[:own] = -2.0 * (part.scaled / part.scales).T
-    lifted[most : most + own] = 1.0 / np.square(part.scales)[:, None]
+def _lifted(part: Residual, first: int, features: int) -> Floats:
+    """What takes z to three times the squared distances: [2 features + 1, S]."""
+    own = slice(first, first + len(part.scales))
+    lifted = np.zeros((2 * features + 1, len(part.weights)))
+    lifted[:features][own] = -2.0 * (part.scaled / part.scales).T
+    lifted[features:-1][own] = 1.0 / np.square(part.scales)[:, None]
     lifted[-1] = np.square(part.scaled).sum(axis=1)
     return 3.0 * lifted
 
 
-def _kernel(squares: Floats) -> Floats:
-    """Matérn 3/2 of squared distances; the process varies by so much around its mean as 1 says."""
-    return _matern(3.0 * squares)
-
-
 def _matern(squares: Floats) -> Floats:
-    """Of three times the squared distances, which are overwritten."""
+    """Matérn 3/2 of three times the squared distances, which are overwritten."""
     distance = np.sqrt(np.maximum(squares, 0.0, out=squares), out=squares)
     decay = np.exp(-distance)
     distance += 1.0
@@ -92,12 +105,16 @@ def _matern(squares: Floats) -> Floats:
     return distance
 
 
-def _inverse(scaled: Floats, noise: float) -> Floats:
-    """(K + σ²I)⁻¹"""
-    norms = np.square(scaled).sum(axis=1)
-    kernel = _kernel(norms[:, None] - 2.0 * scaled @ scaled.T + norms)
-    kernel[np.diag_indices_from(kernel)] = 1.0 + noise
-    return np.asarray(cho_solve(cho_factor(kernel), np.eye(len(kernel))))
+def _squares(states: Floats) -> Floats:
+    """Squared differences of each feature: [S, S, features]."""
+    return np.square(states[:, None, :] - states)
+
+
+def _same(groups: Sequence[str]) -> Floats:
+    """1 where two samples are of one configuration: [S, S]."""
+    number = {name: i for i, name in enumerate(dict.fromkeys(groups))}
+    numbers = np.array([number[name] for name in groups])
+    return np.asarray(numbers[:, None] == numbers, dtype=float)
 
 
 def _shuffled(groups: Sequence[str]) -> list[int]:
@@ -107,45 +124,36 @@ def _shuffled(groups: Sequence[str]) -> list[int]:
     return sorted(range(len(groups)), key=lambda i: int(rank[groups[i]]))[:MOST]
 
 
-def _members(names: npt.NDArray[np.str_]) -> list[Ints]:
-    """Places of each configuration's samples, [configurations, samples] for each number of them."""
-    by_size: dict[int, list[Ints]] = {}
-    for name in np.unique(names):
-        places = np.flatnonzero(names == name)
-        by_size.setdefault(len(places), []).append(places)
-    return [np.array(places) for places in by_size.values()]
+def _likeliest(states: Floats, logs: Floats, same: Floats) -> tuple[Floats, Floats]:
+    """Length scales [features] and the variances of smooth, own and noise [3].
 
+    Args:
+        states: [S, features], each of standard deviation 1.
+        logs: [S], around zero.
+        same: [S, S].
+    """
+    squares, features = _squares(states), states.shape[1]
+    centre = np.log([*[features**0.5] * features, max(logs.std(), NOISE), NOISE, NOISE])
+    width = np.array([*[SMOOTH] * features, 1.0, 1.0, 1.0])
+    kinds = same, np.eye(len(logs))
 
-def _left_out(inverse: Floats, weights: Floats, members: Sequence[Ints]) -> Floats:
-    """Residuals of each configuration without it."""
-    missed = np.empty(len(weights))
-    for each in members:
-        blocks = inverse[each[:, :, None], each[:, None, :]]
-        missed[each] = np.linalg.solve(blocks, weights[each][:, :, None])[:, :, 0]
-    return missed
+    def loss(logarithms: Floats) -> tuple[float, Floats]:
+        """-log(likelihood · prior), and its gradient."""
+        inverse_squares = np.exp(-2.0 * logarithms[:features])
+        smooth, own, noise = np.exp(2.0 * logarithms[features:]) + JITTER
+        distance = np.sqrt(3.0 * (squares @ inverse_squares))
+        decay = np.exp(-distance)
+        shape = (1.0 + distance) * decay
+        factor = cho_factor(smooth * shape + own * kinds[0] + noise * kinds[1], lower=True)
+        inverse = cho_solve(factor, kinds[1])
+        weights = inverse @ logs
+        far = (logarithms - centre) / width
+        value = 0.5 * logs @ weights + np.log(np.diag(factor[0])).sum() + 0.5 * far @ far
+        slope = inverse - np.outer(weights, weights)  # twice that of the value by the covariance
+        by_scales = 1.5 * smooth * np.tensordot(slope * decay, squares, 2) * inverse_squares
+        by_variances = [(slope * each).sum() for each in (smooth * shape, own * same)]
+        gradient = np.array([*by_scales, *by_variances, noise * np.trace(slope)])
+        return float(value), gradient + far / width
 
-
-def _chosen(states: Floats, logs: Floats, members: Sequence[Ints]) -> tuple[Floats, float]:
-    """Length scales and noise with the smallest error on what is left out, one after the other."""
-    scales: Floats = 3.0 * np.maximum(states.std(axis=0), 1e-3)
-    noise, best = NOISES[1], _missed(states, logs, members, scales, NOISES[1])
-    for _ in range(SWEEPS):
-        for i in range(len(scales)):
-            for factor in SCALES:
-                tried = scales.copy()
-                tried[i] *= factor
-                if (error := _missed(states, logs, members, tried, noise)) < best:
-                    best, scales = error, tried
-        errors = {each: _missed(states, logs, members, scales, each) for each in NOISES}
-        noise = min(errors, key=errors.__getitem__)
-        best = errors[noise]
-    return scales, noise
-
-
-def _missed(
-    states: Floats, logs: Floats, members: Sequence[Ints], scales: Floats, noise: float
-) -> float:
-    """Root of the mean square of the residuals of what is left out."""
-    inverse = _inverse(states / scales, noise)
-    missed = _left_out(inverse, inverse @ (logs - np.median(logs)), members)
-    return float(np.sqrt(np.square(missed).mean()))
+    found = minimize(loss, centre, jac=True, method="L-BFGS-B", options={"maxiter": STEPS}).x
+    return np.exp(found[:features]), np.exp(2.0 * found[features:])

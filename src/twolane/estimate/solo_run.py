@@ -5,7 +5,8 @@
 
 Two things are added, since work here is launched in slices and in hybrid passes. Equation 1 holds
 for one layer, and the slice that ends the pass (classifier, sampling) takes θ5 + θ6·bs more. A
-hybrid pass is Equation 1 over its chunks plus Equation 2 over its decode rows.
+hybrid pass is Equation 1 over its chunks plus Equation 2 over its decode rows. New tokens are those
+that the device computes, see `computed.py`.
 
 Coefficients are fitted by non-negative least squares on the relative error, for each number of
 units that was measured, and interpolated between them over 1 / units.
@@ -18,6 +19,7 @@ import numpy as np
 from scipy.optimize import nnls
 
 from twolane.estimate import Beside, Estimator, Floats, Ints, Load
+from twolane.estimate.computed import Computed
 from twolane.estimate.profile import Profile, ProfileError, Sample
 
 LEAST_TOKENS = 1024
@@ -81,11 +83,12 @@ class SoloRun(Estimator):
     """Fitted on runs alone; what the other lane does is ignored. Promises no bound."""
 
     def __init__(self, profile: Profile) -> None:
+        computed = self._computed = Computed.on(profile)
         alone = profile.training("prefill", beside=False)
         long = [s for s in alone if s.load.new + s.load.reused >= LEAST_TOKENS]
-        self._slices = _fitted(long or alone)
-        self._steps = _fitted(profile.training("decode", beside=False))
-        self._passes = _fitted(profile.training("hybrid"))
+        self._slices = _fitted(long or alone, computed)
+        self._steps = _fitted(profile.training("decode", beside=False), computed)
+        self._passes = _fitted(profile.training("hybrid"), computed)
 
     def _prefill(
         self,
@@ -96,7 +99,7 @@ class SoloRun(Estimator):
         finishes: bool,
         bound: bool,
     ) -> Sequence[float] | None:
-        return self._slices.predict(slice_features(load, layers, finishes), units)
+        return self._slices.predict(slice_features(self._computed, load, layers, finishes), units)
 
     def _decode(
         self, load: Load, units: Sequence[int], beside: Beside | None, bound: bool
@@ -104,12 +107,12 @@ class SoloRun(Estimator):
         return self._steps.predict(step_features(load), units)
 
     def _hybrid(self, load: Load, units: Sequence[int], bound: bool) -> Sequence[float] | None:
-        return self._passes.predict(pass_features(load), units)
+        return self._passes.predict(pass_features(self._computed, load), units)
 
 
-def slice_features(load: Load, layers: int, finishes: bool) -> list[float]:
+def slice_features(computed: Computed, load: Load, layers: int, finishes: bool) -> list[float]:
     """Equation 1 for so many layers, and what ends the pass."""
-    one_layer = (load.squares, load.products, load.new, 1.0)
+    one_layer = (*computed.pairs(load), computed.new(load), 1.0)
     end = (1.0, load.requests) if finishes else (0.0, 0.0)
     return [*(layers * value for value in one_layer), *end]
 
@@ -119,17 +122,20 @@ def step_features(load: Load) -> list[float]:
     return [load.reused, load.requests, 1.0]
 
 
-def pass_features(load: Load) -> list[float]:
+def pass_features(computed: Computed, load: Load) -> list[float]:
     """Equation 1 over the chunks and Equation 2 over the decode rows of a hybrid batch."""
-    chunks = load.chunks
-    return [chunks.squares, chunks.products, chunks.new, *step_features(load.decoding)]
+    steps = load.decoding
+    new = computed.new(load) - steps.requests
+    return [*computed.pairs(load.chunks), new, *step_features(steps)]
 
 
-def _fitted(samples: Sequence[Sample]) -> LevelModel:
-    return LevelModel.fit([_features(sample) for sample in samples], samples)
+def _fitted(samples: Sequence[Sample], computed: Computed) -> LevelModel:
+    return LevelModel.fit([_features(sample, computed) for sample in samples], samples)
 
 
-def _features(sample: Sample) -> list[float]:
+def _features(sample: Sample, computed: Computed) -> list[float]:
     if sample.kind == "prefill":
-        return slice_features(sample.load, sample.layers, sample.finishes)
-    return step_features(sample.load) if sample.kind == "decode" else pass_features(sample.load)
+        return slice_features(computed, sample.load, sample.layers, sample.finishes)
+    if sample.kind == "decode":
+        return step_features(sample.load)
+    return pass_features(computed, sample.load)
