@@ -39,13 +39,13 @@ def test_it_is_measured_once_for_each_device_and_degree(cache):
 def test_predictions_err_a_little(cache):
     """Fitted on some points of the device and asked about others: not the device model itself.
 
-    A case has 6 to 17 samples, of two to four configurations.
+    A case has 4 to 18 samples, each of a batch of its own.
     """
-    profile = Profile.read(simulated_profile(GPUS["h200"], SPEC, 1, rounds=4))
+    profile = Profile.read(simulated_profile(GPUS["h200"], SPEC, 1, rounds=8))
     estimator = Calibrated(profile)
     for case, samples in held_out(profile).items():
         errors = [abs(predicted(estimator, each) / each.median - 1) for each in samples]
-        assert 0.001 < np.mean(errors) < 0.13, case
+        assert 0.001 < np.mean(errors) < 0.1, case
 
 
 def test_a_simulation_predicts_with_the_estimator_that_is_asked_for(cache):

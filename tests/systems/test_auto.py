@@ -174,7 +174,7 @@ def test_a_step_is_held_back_for_prompts_that_end_a_little_later():
     """They would miss it, and wait for two; nobody's bound is missed by it."""
     open_batch = batch(waiting("next", 2000), layers=4)
     done = batch(waiting("a", 1000), layers=LAYERS)
-    decode = rows(64, 2000, 0.0125)
+    decode = rows(64, 2000, 0.013)
     _, memory = plan(decoding=decode, batch=open_batch)
     assert memory.choice.mode == "spatial"
     lanes = {"prefill": LaneView(2, 84, 0.020), "decode": LaneView(1, 48, 0.001)}
@@ -184,7 +184,7 @@ def test_a_step_is_held_back_for_prompts_that_end_a_little_later():
         "launched_batches": [done],
         "lanes": lanes,
     }
-    slack = 0.0125 - memory.choice.gap - 0.0005
+    slack = 0.013 - memory.choice.gap - 0.0005
     assert slack > 0.0
     made, _ = plan(memory=replace(memory, ends=0.001 + slack / 2), **under_way)
     assert not made.launches

@@ -14,7 +14,7 @@ from twolane.estimate import Load
 from twolane.estimate.profile import Profile
 
 SIZES: tuple[int, ...] = (64, *range(128, 1536 + 1, 128), 1792, 2048)
-"""Tokens that passes are padded to on a GPU; larger ones are not."""
+"""Tokens that passes are padded to on a GPU, a simulated one, too; larger ones are not."""
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 """Rows that decode steps are padded to on a GPU, and from there on every 64."""
 ROWS = (16, 32, 64, 128)
@@ -35,7 +35,7 @@ class Computed:
     @classmethod
     def on(cls, profile: Profile) -> "Computed":
         """The device of a profile."""
-        if not profile.key.device.startswith("cuda"):
+        if not profile.key.device.startswith(("cuda", "simulated")):
             return cls()
         return cls(192 if profile.shape.head_dim == 64 else 128, SIZES, BUCKETS)
 
