@@ -276,7 +276,8 @@ class _Ledger:
             self._end(at, output.id, OK, "", request, output.times or Times())
 
     def _refused(self, at: float, refused: Refused) -> None:
-        self._end(at, refused.id, status_outcome(400), refused.message, _Open(), Times())
+        status = 429 if refused.code == "refused" else 400
+        self._end(at, refused.id, status_outcome(status), refused.message, _Open(), Times())
 
     def _end(
         self, at: float, name: str, outcome: str, error: str, request: _Open, times: Times
