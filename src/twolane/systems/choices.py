@@ -89,7 +89,11 @@ class Ways:
         return found if sliced else [*found, self._hybrid(alone, chunk)]
 
     def _spatial(self, alone: float) -> list[Choice]:
-        """One for each level; slices last about a step."""
+        """One for each level; slices last about a step.
+
+        Prompts that are done before the step is leave their units idle until it ends, and decode on
+        few: their pace is that of the step.
+        """
         if not self.levels:
             return []
         p, d = np.array(self.levels).T
@@ -99,9 +103,9 @@ class Ways:
             return []
         found = []
         for level, gap, seconds in zip(self.levels, gaps.tolist(), whole.tolist(), strict=True):
-            layer, score = seconds / self.layers, self._score(alone / seconds, gap)
-            layers = max(1, round(gap / layer))
-            found.append(Choice("spatial", level, layers, layer, 0, gap, alone / seconds, score))
+            layer, pace = seconds / self.layers, alone / max(seconds, gap)
+            layers, score = max(1, round(gap / layer)), self._score(pace, gap)
+            found.append(Choice("spatial", level, layers, layer, 0, gap, pace, score))
         return found
 
     def _temporal(self, alone: float) -> Choice:
