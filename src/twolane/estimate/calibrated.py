@@ -10,8 +10,8 @@ each number of units, it has what the kernels in use reach on few SMs. m and m' 
 processes, see `residual.py`. m is over the sizes of a batch. m' is over what each lane would move
 and compute in a second if it were alone, by the base, for that is what lanes contend for:
 bandwidth, and the power that clocks are lowered for. q is the 99th percentile of how far launches
-of configurations that were left out are above the prediction, for small and for large prefill
-batches apart. Online, each kind of launch has a slow correction of its own.
+of configurations that were left out are above the prediction. Online, each kind of launch has a
+slow correction of its own.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,19 +25,12 @@ from twolane.estimate.computed import BOUND_ROWS, ROWS, Computed
 from twolane.estimate.operators import Shape
 from twolane.estimate.profile import Kind, Profile, Sample
 from twolane.estimate.residual import Means, Residual
-from twolane.estimate.solo_run import (
-    LEAST_TOKENS,
-    LevelModel,
-    pass_features,
-    slice_features,
-)
+from twolane.estimate.solo_run import LevelModel, pass_features, slice_features
 
 COVERED = 0.99
 """Share of launches that the bound is for."""
 FOLDS = 6
 """Parts of the configurations that are left out in turn."""
-FEWEST = 30
-"""Samples of small or of large batches that have a quantile of their own."""
 WEIGHT = 0.08
 """Of the newest launch that is looked at in the online correction of the mean."""
 EVERY = 4
@@ -72,11 +65,6 @@ class _Asked(NamedTuple):
         beside = sample.beside.beside if sample.beside is not None else None
         units = (sample.units,)
         return cls(sample.kind, sample.load, units, beside, sample.layers, sample.finishes)
-
-    @property
-    def large(self) -> bool:
-        """Whether its products, not launches and weights, take most of a prefill slice's time."""
-        return self.kind == "prefill" and self.load.new + self.load.reused >= LEAST_TOKENS
 
 
 class _Linear:
@@ -113,13 +101,12 @@ class _Linear:
 
     def _rates(self, kind: Kind, load: Load, units: Sequence[int]) -> Iterator[tuple[float, float]]:
         """Bytes/s and FLOP/s of the products and attention, alone, at each of the units."""
-        rows = self._computed.new(load) if kind == "prefill" else load.requests
-        linears, attention = self._shape.linears(rows), self._shape.together(load)
-        layers = 1 if kind == "prefill" else self._layers
-        moved = layers * (sum(linears.bytes) + sum(attention.bytes))
-        computed = layers * (sum(linears.flops) + sum(attention.flops))
+        slices = kind == "prefill"
+        rows = self._computed.new(load) if slices else load.requests
+        layers = 1 if slices else self._layers
+        moved, computed = self._shape.layer(rows, load)
         for seconds in self.seconds(_Asked(kind, load, units, layers=1)):
-            yield moved / (seconds + LEAST), computed / (seconds + LEAST)
+            yield layers * moved / (seconds + LEAST), layers * computed / (seconds + LEAST)
 
     def _features(self, asked: _Asked) -> list[float]:
         """What the base is linear in."""
@@ -129,8 +116,9 @@ class _Linear:
         if kind == "hybrid":
             return pass_features(self._computed, load)
         rows = self._computed.rows(load)
-        steps = [float(rows > least) for least in ROWS]
-        return [load.reused, rows, 1.0, *steps, max(0, rows - BOUND_ROWS)]
+        steps = [float(rows > most) for most in ROWS if most <= BOUND_ROWS]
+        slopes = [max(0, rows - most) for most in ROWS if most >= BOUND_ROWS]
+        return [load.reused, rows, 1.0, *steps, *slopes]
 
     def _sizes(self, kind: Kind, load: Load, layers: int) -> list[float]:
         """Tokens, and requests and layers of a slice, as logarithms."""
@@ -187,20 +175,12 @@ class _Promise:
     """How far launches may be above a model's prediction, and its online correction."""
 
     def __init__(self, model: _Model, fit: Fit, samples: Sequence[Sample]) -> None:
-        missed = {False: list[Floats](), True: list[Floats]()}
+        missed: list[Floats] = []
         for fold in _folds(samples):
-            rest = [sample for sample in samples if sample.configuration not in fold]
-            without = fit(rest, model)
-            for sample in samples:
-                if sample.configuration in fold:
-                    logs = np.log(sample.seconds) - without.predicted(sample)
-                    missed[_Asked.of(sample).large].append(logs)
-        every = missed[False] + missed[True]
-        self.quantiles = {
-            large: _quantile(some if len(some) >= FEWEST else every)
-            for large, some in missed.items()
-        }
-        """Of small batches and of large ones."""
+            without = fit([each for each in samples if each.configuration not in fold], model)
+            left = [each for each in samples if each.configuration in fold]
+            missed += [np.log(each.seconds) - without.predicted(each) for each in left]
+        self.quantile = _quantile(missed)
         self.correction = 0.0
 
     def learn(self, log_missed: float) -> None:
@@ -210,8 +190,9 @@ class _Promise:
 
 
 def _folds(samples: Sequence[Sample]) -> list[set[str]]:
-    """The configurations in parts; fewer parts than `FOLDS` if there are fewer."""
-    names = sorted({s.configuration for s in samples if not s.point.startswith("anchor")})
+    """The configurations in parts, without the anchors, which nothing is predicted beyond; fewer
+    parts than `FOLDS` if there are fewer."""
+    names = sorted({s.configuration for s in samples if not s.anchors})
     names = [names[i] for i in np.random.default_rng(0).permutation(len(names))]
     parts = [set(names[i::FOLDS]) for i in range(FOLDS)]
     return [part for part in parts if part and len(part) < len(names)]
@@ -219,14 +200,14 @@ def _folds(samples: Sequence[Sample]) -> list[set[str]]:
 
 def _quantile(missed: Sequence[Floats]) -> float:
     """How far the truth is above the prediction for one launch in a hundred; each sample's
-    launches count as one."""
+    launches count as one, so that of few samples a rare one of the last does not decide."""
     if not missed:
         return 0.0
     launches = np.concatenate(missed)
     shares = np.concatenate([np.full(len(each), 1.0 / len(each)) for each in missed])
-    order, rank = np.argsort(launches), COVERED * (len(missed) + 1)  # conformal: and one more
-    place = int(np.searchsorted(np.cumsum(shares[order]), rank))
-    return float(launches[order][min(place, len(order) - 1)])
+    rank = min(COVERED * (len(missed) + 1), len(missed) - 0.5)  # conformal: and one more
+    order = np.argsort(launches)
+    return float(launches[order][np.searchsorted(np.cumsum(shares[order]), rank)])
 
 
 class Calibrated(Estimator):
@@ -324,7 +305,7 @@ class Calibrated(Estimator):
         promise = self._promises[kind, asked.beside is not None]
         if asked.beside is not None:
             log = self._promises[kind, False].correction
-        log += promise.correction + (promise.quantiles[asked.large] if bound else 0.0)
+        log += promise.correction + (promise.quantile if bound else 0.0)
         means = self._missed(asked) if kind == "hybrid" else self._remembered(asked)
         bases = self._base.seconds(asked)
         return [base * exp(mean + log) for base, mean in zip(bases, means, strict=True)]

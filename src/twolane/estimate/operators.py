@@ -49,6 +49,8 @@ class Shape:
         self._pair_flops = (4.0 * dim + 2.0) * heads
         self._query_bytes = 2.0 * dim * itemsize * heads
         self._context_bytes = 2.0 * dim * itemsize * kv_heads
+        weights, wide = (sum(parts) for parts in zip(*self._products, strict=True))
+        self._weights, self._wide = float(weights), float(wide)
 
     def linears(self, tokens: int) -> Operators:
         """QKV, output, gate-up and down projections of one layer (DuetServe §4.1):
@@ -86,3 +88,10 @@ class Shape:
         """Attention of all requests as one kernel: the sums of their F and B."""
         moved = self._query_bytes * load.new + self._context_bytes * (load.new + load.reused)
         return Operators((self._pair_flops * (load.squares + load.products),), (moved,))
+
+    def layer(self, rows: int, load: Load) -> tuple[float, float]:
+        """Bytes and FLOPs of one layer's products of so many rows and of the load's attention."""
+        tokens = load.new + load.reused
+        moved = (rows * self._wide + self._weights) * self.itemsize + self._context_bytes * tokens
+        flops = 2.0 * rows * self._weights + self._pair_flops * (load.squares + load.products)
+        return moved + self._query_bytes * load.new, flops

@@ -22,6 +22,9 @@ from twolane.model.spec import ModelSpec, RopeSpec
 FORMAT = 1
 """Of the file; raised when a reader of the old one would misread it."""
 
+ANCHOR = "anchor"
+"""What the names of points begin with that are corners of the plan."""
+
 Kind = Literal["prefill", "decode", "hybrid"]
 Run = tuple[int, int, int]
 
@@ -92,6 +95,11 @@ class Sample(
     """Mean power of the board meanwhile."""
     held_out: bool = False
     """Not to be fitted on: kept to tell the error of what was."""
+
+    @property
+    def anchors(self) -> bool:
+        """Whether it is a corner of the plan."""
+        return self.point.startswith(ANCHOR)
 
     @cached_property
     def configuration(self) -> str:

@@ -39,7 +39,8 @@ class LevelModel:
         self._inverse = 1.0 / units[::-1]
         self._coefficients = coefficients[::-1]
         self._rows: dict[int, list[float]] = {}
-        """Of units that were asked for."""
+        self._tables: dict[Sequence[int], Floats] = {}
+        """Of units that were asked for, one by one and together."""
 
     @classmethod
     def fit(cls, features: Sequence[Sequence[float]], samples: Sequence[Sample]) -> "LevelModel":
@@ -58,17 +59,27 @@ class LevelModel:
 
     def predict(self, features: Sequence[float], units: Sequence[int]) -> list[float]:
         """Seconds on each of the units."""
-        return [self.seconds(features, each) for each in units]
+        if len(units) == 1:
+            return [self.seconds(features, units[0])]
+        key = tuple(units)
+        table = self._tables.get(key)
+        if table is None:
+            table = self._tables[key] = np.array([self._row(each) for each in key])
+        seconds: list[float] = table.dot(features).tolist()
+        return seconds
 
     def seconds(self, features: Sequence[float], units: int) -> float:
         """Seconds on so many units."""
+        seconds: float = sum(map(mul, self._row(units), features))
+        return seconds
+
+    def _row(self, units: int) -> list[float]:
         row = self._rows.get(units)
         if row is None:
             columns = self._coefficients.T
             row = [float(np.interp(1.0 / units, self._inverse, column)) for column in columns]
             self._rows[units] = row
-        seconds: float = sum(map(mul, row, features))
-        return seconds
+        return row
 
 
 def _relative_nnls(features: Floats, seconds: Floats) -> Floats:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import exp, log
 
-from twolane.estimate.profile import Kind, Run, runs_of
+from twolane.estimate.profile import ANCHOR, Kind, Run, runs_of
 
 HELD_OUT = 0.2
 """Share of the points beside the anchors that estimators are not fitted on."""
@@ -112,13 +112,13 @@ def _anchors(limits: Limits) -> Iterator[Point]:
     contexts = _shrunk(CONTEXT_ANCHORS, lambda run: limits.fits((), (run,)))
     for i, (prompt, context) in enumerate(zip(prompts, contexts, strict=False)):
         for units in limits.prefill_units:
-            yield Point(f"anchor/{i}/prefill/{units}", "prefill", (prompt,), (), units, 0, False)
+            yield Point(f"{ANCHOR}/{i}/prefill/{units}", "prefill", (prompt,), (), units, 0, False)
         for units in limits.decode_units:
-            yield Point(f"anchor/{i}/decode/{units}", "decode", (), (context,), 0, units, False)
+            yield Point(f"{ANCHOR}/{i}/decode/{units}", "decode", (), (context,), 0, units, False)
         for shift, (p, d) in enumerate(limits.shared):
             j = (i + shift) % len(contexts)
             if limits.fits((prompt,), (contexts[j],)):
-                name = f"anchor/{i}+{j}/both/{p}+{d}"
+                name = f"{ANCHOR}/{i}+{j}/both/{p}+{d}"
                 yield Point(name, None, (prompt,), (contexts[j],), p, d, False)
 
 
