@@ -19,6 +19,7 @@ from math import exp, log, log2
 from typing import NamedTuple
 
 import numpy as np
+from scipy.special import stdtrit
 
 from twolane.estimate import Beside, Estimator, Floats, Load
 from twolane.estimate.computed import BOUND_ROWS, ROWS, Computed
@@ -29,6 +30,8 @@ from twolane.estimate.solo_run import LevelModel, pass_features, slice_features
 
 COVERED = 0.99
 """Share of launches that the bound is for."""
+ENOUGH = 100
+"""Configurations that have a 99th percentile."""
 FOLDS = 6
 """Parts of the configurations that are left out in turn."""
 WEIGHT = 0.08
@@ -176,11 +179,12 @@ class _Promise:
 
     def __init__(self, model: _Model, fit: Fit, samples: Sequence[Sample]) -> None:
         missed: list[Floats] = []
-        for fold in _folds(samples):
+        folds = _folds(samples)
+        for fold in folds:
             without = fit([each for each in samples if each.configuration not in fold], model)
             left = [each for each in samples if each.configuration in fold]
             missed += [np.log(each.seconds) - without.predicted(each) for each in left]
-        self.quantile = _quantile(missed)
+        self.quantile = _quantile(missed, sum(map(len, folds)))
         self.correction = 0.0
 
     def learn(self, log_missed: float) -> None:
@@ -198,16 +202,20 @@ def _folds(samples: Sequence[Sample]) -> list[set[str]]:
     return [part for part in parts if part and len(part) < len(names)]
 
 
-def _quantile(missed: Sequence[Floats]) -> float:
-    """How far the truth is above the prediction for one launch in a hundred; each sample's
-    launches count as one, so that of few samples a rare one of the last does not decide."""
-    if not missed:
-        return 0.0
+def _quantile(missed: Sequence[Floats], configurations: int) -> float:
+    """How far the truth is above the prediction for one launch in a hundred.
+
+    Each sample's launches count as one. Fewer than a hundred configurations have no such rank:
+    there it is Student's, of the samples' medians.
+    """
+    if configurations < ENOUGH:
+        medians = [float(np.median(each)) for each in missed] or [0.0]
+        return float(stdtrit(max(1, configurations), COVERED) * np.sqrt(np.square(medians).mean()))
     launches = np.concatenate(missed)
     shares = np.concatenate([np.full(len(each), 1.0 / len(each)) for each in missed])
-    rank = min(COVERED * (len(missed) + 1), len(missed) - 0.5)  # conformal: and one more
     order = np.argsort(launches)
-    return float(launches[order][np.searchsorted(np.cumsum(shares[order]), rank)])
+    place = np.searchsorted(np.cumsum(shares[order]), COVERED * len(missed))
+    return float(launches[order][place])
 
 
 class Calibrated(Estimator):
