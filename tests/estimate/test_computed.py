@@ -5,7 +5,7 @@ import pytest
 
 from tests.estimate import synthetic
 from twolane.estimate import Load
-from twolane.estimate.computed import BUCKETS, ROWS, SIZES, Computed
+from twolane.estimate.computed import BUCKETS, SIZES, SLOPES, STEPS, Computed
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +22,7 @@ def test_sizes_are_those_of_the_lanes(gpu: Computed):
 
     assert passes.SIZES == SIZES
     assert decode.BUCKETS == BUCKETS
-    assert linear.ROWS[:-1] == ROWS
+    assert linear.ROWS[:-1] == (*STEPS, *SLOPES[1:])
     assert gpu.tile == tile_tokens(synthetic.SHAPE.head_dim)
 
 

@@ -14,7 +14,8 @@ of configurations that were left out are above the prediction. Online, each kind
 slow correction of its own.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from copy import copy
 from math import exp, log, log2
 from typing import NamedTuple
 
@@ -22,7 +23,7 @@ import numpy as np
 from scipy.special import stdtrit
 
 from twolane.estimate import Beside, Estimator, Floats, Load
-from twolane.estimate.computed import BOUND_ROWS, ROWS, Computed
+from twolane.estimate.computed import SLOPES, STEPS, Computed
 from twolane.estimate.operators import Shape
 from twolane.estimate.profile import Kind, Profile, Sample
 from twolane.estimate.residual import Means, Residual
@@ -49,8 +50,8 @@ MOST_KNOWN = 4096
 OTHER: dict[Kind, Kind] = {"prefill": "decode", "decode": "prefill"}
 """What runs beside it."""
 CONTENDS: dict[Kind, int] = {"prefill": 3, "decode": 2}
-"""Features of a state that the process of contention does not look at: it begins with layers and
-units of a slice, with units of a step."""
+"""Features of a state that the process of contention does not look at: it begins with the layers
+and units of a slice, the units of a step."""
 
 
 class _Asked(NamedTuple):
@@ -81,8 +82,7 @@ class _Linear:
 
     def fitted(self, kind: Kind, samples: Sequence[Sample]) -> "_Linear":
         """Another one, of which one kind's model is fitted on these."""
-        other = object.__new__(_Linear)
-        other.__dict__ |= self.__dict__
+        other = copy(self)
         features = [self._features(_Asked.of(sample)) for sample in samples]
         other._models = {**self._models, kind: LevelModel.fit(features, samples)}
         return other
@@ -92,7 +92,7 @@ class _Linear:
         return self._models[asked.kind].predict(self._features(asked), asked.units)
 
     def states(self, asked: _Asked) -> list[list[float]]:
-        """What is asked for at each of the units, and what contends beside the other lane."""
+        """What is asked for at each of the units; beside the other lane, what contends, too."""
         kind, load, units, beside, layers, _ = asked
         sizes = self._sizes(kind, load, layers)
         own = [[*sizes, log2(each)] for each in units]
@@ -102,14 +102,17 @@ class _Linear:
         its = self._rates(OTHER[kind], beside.load, beside.each(len(units)))
         return [[*state, *a, *b] for state, a, b in zip(own, mine, its, strict=True)]
 
-    def _rates(self, kind: Kind, load: Load, units: Sequence[int]) -> Iterator[tuple[float, float]]:
+    def _rates(self, kind: Kind, load: Load, units: Sequence[int]) -> list[tuple[float, float]]:
         """Bytes/s and FLOP/s of the products and attention, alone, at each of the units."""
-        slices = kind == "prefill"
-        rows = self._computed.new(load) if slices else load.requests
-        layers = 1 if slices else self._layers
-        moved, computed = self._shape.layer(rows, load)
-        for seconds in self.seconds(_Asked(kind, load, units, layers=1)):
-            yield layers * moved / (seconds + LEAST), layers * computed / (seconds + LEAST)
+        if kind == "prefill":
+            rows, layers = self._computed.new(load), 1
+            features = slice_features(self._computed, load, 1, finishes=False)
+        else:
+            rows, layers = load.requests, self._layers
+            features = self._step(load)
+        moved, flops = (layers * each for each in self._shape.layer(rows, load))
+        every = self._models[kind].predict(features, units)
+        return [(moved / (each + LEAST), flops / (each + LEAST)) for each in every]
 
     def _features(self, asked: _Asked) -> list[float]:
         """What the base is linear in."""
@@ -118,10 +121,13 @@ class _Linear:
             return slice_features(self._computed, load, layers, finishes)
         if kind == "hybrid":
             return pass_features(self._computed, load)
+        return self._step(load)
+
+    def _step(self, load: Load) -> list[float]:
+        """Equation 2, and what products of more rows take."""
         rows = self._computed.rows(load)
-        steps = [float(rows > most) for most in ROWS if most <= BOUND_ROWS]
-        slopes = [max(0, rows - most) for most in ROWS if most >= BOUND_ROWS]
-        return [load.reused, rows, 1.0, *steps, *slopes]
+        steps = [rows > most for most in STEPS]
+        return [load.reused, rows, 1.0, *steps, *[max(0, rows - most) for most in SLOPES]]
 
     def _sizes(self, kind: Kind, load: Load, layers: int) -> list[float]:
         """Tokens, and requests and layers of a slice, as logarithms."""
@@ -175,7 +181,10 @@ Fit = Callable[[Sequence[Sample], _Model | None], _Model]
 
 
 class _Promise:
-    """How far launches may be above a model's prediction, and its online correction."""
+    """How far launches may be above a model's prediction, and its online correction.
+
+    Base and processes are fitted anew without each part of the configurations.
+    """
 
     def __init__(self, model: _Model, fit: Fit, samples: Sequence[Sample]) -> None:
         missed: list[Floats] = []
@@ -194,9 +203,10 @@ class _Promise:
 
 
 def _folds(samples: Sequence[Sample]) -> list[set[str]]:
-    """The configurations in parts, without the anchors, which nothing is predicted beyond; fewer
-    parts than `FOLDS` if there are fewer."""
-    names = sorted({s.configuration for s in samples if not s.anchors})
+    """The configurations in parts; fewer than `FOLDS` if there are fewer. Nothing is predicted
+    beyond the anchors, so they stay where there is anything else."""
+    drawn = {sample.configuration for sample in samples if not sample.anchors}
+    names = sorted(drawn if len(drawn) > 1 else {sample.configuration for sample in samples})
     names = [names[i] for i in np.random.default_rng(0).permutation(len(names))]
     parts = [set(names[i::FOLDS]) for i in range(FOLDS)]
     return [part for part in parts if part and len(part) < len(names)]

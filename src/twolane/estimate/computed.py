@@ -17,10 +17,10 @@ SIZES: tuple[int, ...] = (64, *range(128, 1536 + 1, 128), 1792, 2048)
 """Tokens that passes are padded to on a GPU, a simulated one, too; larger ones are not."""
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 """Rows that decode steps are padded to on a GPU, and from there on every 64."""
-ROWS = (16, 32, 64, 128)
-"""Rows beyond which products of decode go another way."""
-BOUND_ROWS = 64
-"""Rows from which on arithmetic binds them rather than their weights."""
+STEPS = (16, 32, 64)
+"""Rows beyond which products of decode go another way, while their weights bind them."""
+SLOPES = (64, 128)
+"""The same from where arithmetic binds them, so that they take longer with every row."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,7 +98,7 @@ class Sample(
 
     @property
     def anchors(self) -> bool:
-        """Whether it is a corner of the plan."""
+        """Whether it is of the plan's corners."""
         return self.point.startswith(ANCHOR)
 
     @cached_property
