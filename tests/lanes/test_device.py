@@ -1,12 +1,15 @@
 """Device models: what was measured on an H200 comes out, and what must hold on any device."""
 
 import json
+import math
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from twolane.estimate.profile import Kind, Neighbour, Profile, Sample
 from twolane.lanes.device import GPUS, H200, DeviceModel, Gpu
 from twolane.lanes.work import (
     DecodeRow,
@@ -22,9 +25,8 @@ from twolane.model.shapes import SHAPES
 from twolane.sampling import SamplingParams
 
 SAMPLING = Sampling(SamplingParams(), 0, 4, (), ())
-MEASURED = json.loads(
-    (Path(__file__).parents[2] / "benchmarks/results/engine-h200.json").read_text()
-)["details"]
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+MEASURED = json.loads((RESULTS / "engine-h200.json").read_text())["details"]
 QWEN, LLAMA, CODE = "qwen3-8b", "llama-3.1-8b", "codellama-34b"
 
 
@@ -88,6 +90,38 @@ def test_both_lanes_on_an_h200(model: str, rows: int) -> None:
     assert 8192 / took[0] == pytest.approx(measured["tokens_s"], rel=0.05)
     assert took[1] * 1e3 == pytest.approx(measured["tbt_ms"]["50"], rel=0.05)
     assert all(1.2 < one / by_itself < 1.5 for one, by_itself in zip(took, alone, strict=True))
+
+
+def work_of(sample: Sample | Neighbour, kind: str) -> Work:
+    """What a profile measured; beside another lane's, a slice of any length is as good."""
+    rows = [(n, r) for n, r, count in sample.runs for _ in range(count)]
+    steps = tuple(DecodeRow(0, r, 1, (), SAMPLING) for n, r in rows if n == 1)
+    prompts = tuple(PromptRow(0, r, range(n), (), SAMPLING) for n, r in rows if n > 1)
+    if kind == "prefill":
+        layers, finishes = (
+            (sample.layers, sample.finishes) if isinstance(sample, Sample) else (1, False)
+        )
+        return PrefillWork(PrefillState(), prompts, 0, layers, finishes)
+    return DecodeWork(steps, 1) if kind == "decode" else HybridWork(steps, prompts)
+
+
+KINDS = ("prefill", None), ("decode", None), ("hybrid", None), ("prefill", "decode")
+
+
+@pytest.mark.parametrize(("kind", "beside"), [*KINDS, ("decode", "prefill")])
+def test_a_profile_of_an_h200(kind: Kind, beside: str | None) -> None:
+    """All samples on all levels: no bias beyond 3 %, a mean error of 6 %."""
+    profile = Profile.read(RESULTS / "profile-qwen3-8b-h200.json")
+    device = DeviceModel(quiet(H200), SHAPES[QWEN])
+    errors = []
+    for sample in profile.of(kind, beside=beside is not None):
+        running = [device.steps(work_of(sample, kind), sample.units)[0]]
+        if sample.beside is not None and beside is not None:
+            running += device.steps(work_of(sample.beside, beside), sample.beside.units)
+        errors.append(math.log(device.seconds(running)[0] / sample.median))
+    assert len(errors) > 50
+    assert abs(statistics.fmean(errors)) < 0.03
+    assert statistics.fmean(map(abs, errors)) < 0.06
 
 
 def slice_of(tokens: int, units: int, gpu: Gpu = H200) -> float:
