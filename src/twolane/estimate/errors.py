@@ -77,9 +77,11 @@ def predicted(estimator: Estimator, sample: Sample, *, bound: bool = False) -> f
 def prediction_seconds(profile: Profile) -> dict[str, tuple[float, float]]:
     """Host seconds of a prediction for one candidate, and for all levels at once, by estimator.
 
-    The median over the co-runs of decode, making the load and its sums included.
+    The median over the co-runs of decode, each batch asked about once: nothing is remembered, and
+    making the load and its sums is included.
     """
-    samples = profile.of("decode", beside=True)[:200]
+    batches = {sample.configuration: sample for sample in profile.of("decode", beside=True)}
+    samples = list(batches.values())[:200]
     levels = np.array([level for level in profile.levels if all(level)])
     costs = {}
     for name, make in ESTIMATORS.items():
