@@ -65,8 +65,6 @@ def captured(
         queue: launches on torch's current stream.
     """
     stream.synchronize()
-    # cuBLAS makes its workspace anew, in `pool`: one for all of these graphs
-    torch._C._cuda_clearCublasWorkspaces()
     graph = torch.cuda.CUDAGraph()
     # "thread_local": what other threads do meanwhile, such as asking for an event, is no error
     with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):

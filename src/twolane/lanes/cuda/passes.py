@@ -28,8 +28,10 @@ from twolane.model.gpu import GpuDecoder, GpuKVCache, Workspace
 
 SIZES: tuple[int, ...] = (64, *range(128, 1536 + 1, 128), 1792, 2048)
 """Tokens that graphs are made for. The products' tiles have 128 rows, so little is lost in padding;
-and what is larger than the last keeps the GPU busy for longer than the host takes. A level's graphs
-take 110 KB of the GPU each."""
+and what is larger than the last keeps the GPU busy for longer than the host takes."""
+TOKENS_PER_UNIT = 25
+"""With more of them, a share of the SMs is busy for longer than the host takes: no graph is worth
+the 0.1 MiB that it takes on the device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +101,8 @@ class Passes:
                 progress(place / len(shares))
                 stream = partitions.capture_stream("prefill", units)
                 free, begun = torch.cuda.mem_get_info()[0], time.monotonic()
-                sizes = reversed(SIZES)  # the largest first: the others find their memory
+                # The largest first: the others find their memory.
+                sizes = [size for size in reversed(SIZES) if size <= TOKENS_PER_UNIT * units]
                 layers = {size: self._capture(stream, units, size) for size in sizes}
                 taken = free - torch.cuda.mem_get_info()[0]
                 self.levels[units] = PassGraphs(layers, taken, time.monotonic() - begun)
@@ -107,8 +110,10 @@ class Passes:
 
     def serves(self, placed: Placed, units: int) -> bool:
         """Whether there are graphs for such a pass on so many SMs."""
-        known = (self._whole,) if placed.steps is not None else self.levels
-        return units in known and len(placed.positions) <= SIZES[-1]
+        if placed.steps is not None and units != self._whole:
+            return False
+        sizes = self.levels[units].layers if units in self.levels else ()
+        return len(placed.positions) <= max(sizes, default=0)
 
     def layers(self, first: int, last: int, hidden: Tensor, placed: Placed, units: int) -> None:
         """Run layers `first:last` of a pass on the current stream, in place.
