@@ -106,7 +106,7 @@ class _Linear:
         """Bytes/s and FLOP/s of the products and attention, alone, at each of the units."""
         if kind == "prefill":
             rows, layers = self._computed.new(load), 1
-            features = slice_features(self._computed, load, 1, finishes=False)
+            features = self._slice(load, 1, finishes=False)
         else:
             rows, layers = load.requests, self._layers
             features = self._step(load)
@@ -118,10 +118,15 @@ class _Linear:
         """What the base is linear in."""
         kind, load, _, _, layers, finishes = asked
         if kind == "prefill":
-            return slice_features(self._computed, load, layers, finishes)
+            return self._slice(load, layers, finishes)
         if kind == "hybrid":
             return pass_features(self._computed, load)
         return self._step(load)
+
+    def _slice(self, load: Load, layers: int, finishes: bool) -> list[float]:
+        """Equation 1, and what products of more tokens take."""
+        bound = layers * max(0, self._computed.new(load) - SLOPES[-1])
+        return [*slice_features(self._computed, load, layers, finishes), bound]
 
     def _step(self, load: Load) -> list[float]:
         """Equation 2, and what products of more rows take."""
