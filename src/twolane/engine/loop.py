@@ -26,14 +26,20 @@ class Port(Protocol):
 def run(engine: Engine, port: Port) -> None:
     """Serve until the port says stop. Polls when woken, never blocks, never spins at rest.
 
-    A plan that did something is followed by another one; a plan that did nothing has seen all that
-    there was to see. What came meanwhile ends the wait at once.
+    Tokens are sent before what comes next is planned and launched, which takes milliseconds. A plan
+    that did something is followed by another one; a plan that did nothing has seen all that there
+    was to see. What came meanwhile ends the wait at once.
     """
     while (messages := port.receive()) is not None:
         engine.take(messages)
         engine.reap()
+        _tell(engine, port)
         while engine.carry_out(plan := engine.plan()):
             pass
-        if (news := engine.news()) is not None:
-            port.send(news)
+        _tell(engine, port)
         port.wait(plan.wake_at)
+
+
+def _tell(engine: Engine, port: Port) -> None:
+    if (news := engine.news()) is not None:
+        port.send(news)

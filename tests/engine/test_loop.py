@@ -1,0 +1,23 @@
+"""The loop's order."""
+
+import pytest
+
+from tests.systems.simulation import simulate, submit
+from twolane.engine.engine import Engine
+from twolane.systems import make_system
+from twolane.systems.plan import Plan
+
+
+def test_tokens_are_sent_before_what_comes_next_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, kept = Engine.plan, []
+
+    def watched(engine: Engine) -> Plan:
+        kept.append(len(engine.state.outputs))
+        return plan(engine)
+
+    monkeypatch.setattr(Engine, "plan", watched)
+    arrivals = [(0.0, submit("a", 20, 8)), (0.02, submit("b", 20, 8))]
+    served = simulate(make_system("static-split", {}), arrivals)
+    assert [len(times) for times in served.times.values()] == [8, 8]
+    assert kept
+    assert not any(kept)
