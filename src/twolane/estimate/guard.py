@@ -16,7 +16,7 @@ from math import log2
 
 import numpy as np
 
-from twolane.estimate import Beside, Estimator, Floats, Load
+from twolane.estimate import Beside, Estimator, Load
 from twolane.estimate.profile import Profile
 from twolane.estimate.solo_run import SoloRun
 
@@ -69,7 +69,7 @@ class ContentionGuard(Estimator):
         if beside is None:
             return
         cell, slowdown = self._seen(load, units, seconds, beside)
-        known = self._known(cell)
+        (known,) = self._known([cell])
         known.own = max(known.own, slowdown)
         known.count += 1
         if known.borrowed and known.count >= OWN:
@@ -100,24 +100,26 @@ class ContentionGuard(Estimator):
         solo = self._solo._decode(load, units, beside, bound)
         if not bound or beside is None or solo is None:
             return solo
-        cells = _cells(load, units, beside)
-        return [each * self._known(cell).slowdown for each, cell in zip(solo, cells, strict=True)]
+        known = self._known(list(_cells(load, units, beside)))
+        return [each * cell.slowdown for each, cell in zip(solo, known, strict=True)]
 
     def _hybrid(self, load: Load, units: Sequence[int], bound: bool) -> Sequence[float] | None:
         return self._solo._hybrid(load, units, bound)
 
-    def _known(self, cell: Cell) -> _Known:
-        known = self._cells.get(cell)
-        if known is None:
-            known = self._cells[cell] = _Known(self._borrowed(cell), borrowed=True)
-        return known
+    def _known(self, cells: Sequence[Cell]) -> list[_Known]:
+        """What is known of cells; those without samples borrow."""
+        empty = [cell for cell in cells if cell not in self._cells]
+        for cell, slowdown in zip(empty, self._borrowed(empty), strict=True):
+            self._cells[cell] = _Known(slowdown, borrowed=True)
+        return [self._cells[cell] for cell in cells]
 
-    def _borrowed(self, cell: Cell) -> float:
-        if not self._measured:
-            return 1.0
-        distance = np.abs(self._places - _place(cell)).sum(axis=1)
-        nearest = np.argsort(distance, kind="stable")[:NEAREST]
-        return max(self._cells[self._measured[i]].slowdown for i in nearest)
+    def _borrowed(self, cells: Sequence[Cell]) -> list[float]:
+        if not self._measured or not cells:
+            return [1.0] * len(cells)
+        places = np.array([_place(cell) for cell in cells])
+        distances = np.abs(self._places - places[:, None]).sum(axis=2)
+        nearest = np.argsort(distances, axis=1, kind="stable")[:, :NEAREST].tolist()
+        return [max(self._cells[self._measured[i]].slowdown for i in some) for some in nearest]
 
 
 def _cells(load: Load, units: Sequence[int], beside: Beside) -> Iterator[Cell]:
@@ -136,6 +138,6 @@ def _power_of_four(tokens: int) -> int:
     return (tokens.bit_length() + 1) // 2
 
 
-def _place(cell: Cell) -> Floats:
+def _place(cell: Cell) -> list[float]:
     """Where a cell lies for the distance to others: a doubling of units counts like a step."""
-    return np.array([*cell[:4], 2 * log2(cell[4])])
+    return [*cell[:4], 2 * log2(cell[4])]
