@@ -374,7 +374,7 @@ def _sums(load: Load, kind: Kind) -> tuple[int, ...]:
 def _typical(step: Load) -> Load:
     """A decode step with the same sums."""
     rows, context = _sums(step, "decode")
-    return Load.decode([context, *[0] * (rows - 1)][:rows])
+    return Load.decode(((context,) + (0,) * (rows - 1))[:rows])
 
 
 def _rounded(tokens: int) -> int:
