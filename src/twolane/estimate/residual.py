@@ -18,8 +18,6 @@ SMOOTH = 0.7
 """Standard deviation of the length scales' logarithms, before there are samples."""
 NOISE = 0.01
 """Median of both noises before there are samples: to measure again changes a percent or less."""
-
-
 JITTER = 1e-8
 """Added to variances, so that covariances have an inverse."""
 
@@ -135,7 +133,7 @@ def _likeliest(states: Floats, logs: Floats, same: Floats) -> tuple[Floats, Floa
     squares, features = _squares(states), states.shape[1]
     centre = np.log([*[features**0.5] * features, max(logs.std(), NOISE), NOISE, NOISE])
     width = np.array([*[SMOOTH] * features, 1.0, 1.0, 1.0])
-    kinds = same, np.eye(len(logs))
+    eye = np.eye(len(logs))
 
     def loss(logarithms: Floats) -> tuple[float, Floats]:
         """-log(likelihood · prior), and its gradient."""
@@ -144,8 +142,8 @@ def _likeliest(states: Floats, logs: Floats, same: Floats) -> tuple[Floats, Floa
         distance = np.sqrt(3.0 * (squares @ inverse_squares))
         decay = np.exp(-distance)
         shape = (1.0 + distance) * decay
-        factor = cho_factor(smooth * shape + own * kinds[0] + noise * kinds[1], lower=True)
-        inverse = cho_solve(factor, kinds[1])
+        factor = cho_factor(smooth * shape + own * same + noise * eye, lower=True)
+        inverse = cho_solve(factor, eye)
         weights = inverse @ logs
         far = (logarithms - centre) / width
         value = 0.5 * logs @ weights + np.log(np.diag(factor[0])).sum() + 0.5 * far @ far
