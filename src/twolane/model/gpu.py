@@ -150,8 +150,8 @@ class GpuDecoder:
             products: the matrix products for the lane's share of the SMs.
         """
         pool = kv.layers
+        q, qkv, out = self.attended(workspace, len(residual))
         for i in range(first, last):
-            q, qkv, out = self.attended(workspace, len(residual))
             self.before_attention(i, residual, rows, pool[i], workspace, products)
             rows.attend(q, qkv, pool[i], self.spec.window(i), out)
             self.after_attention(i, residual, workspace, products)
