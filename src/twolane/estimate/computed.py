@@ -6,17 +6,12 @@ number of tokens that has graphs. Up to some rows, products of decode go one way
 2,048.
 """
 
-from bisect import bisect_left
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from twolane.estimate import Load
 from twolane.estimate.profile import Profile
+from twolane.sizes import BUCKET_STEP, BUCKETS, SIZES, padded
 
-SIZES: tuple[int, ...] = (64, *range(128, 1536 + 1, 128), 1792, 2048)
-"""Tokens that passes are padded to on a GPU, a simulated one, too; larger ones are not."""
-BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
-"""Rows that decode steps are padded to on a GPU, and from there on every 64."""
 STEPS = (16, 32, 64)
 """Rows beyond which products of decode go another way, while their weights bind them."""
 SLOPES = (64, 128)
@@ -41,13 +36,11 @@ class Computed:
 
     def new(self, load: Load) -> int:
         """Σ n of a pass, with its padding."""
-        new = load.new
-        return _next(self.sizes, new) or new
+        return padded(load.new, self.sizes)
 
     def rows(self, load: Load) -> int:
         """Of a decode step, with its padding."""
-        rows = load.requests
-        return _next(self.buckets, rows) or (-(-rows // 64) * 64 if self.buckets else rows)
+        return padded(load.requests, self.buckets, BUCKET_STEP if self.buckets else 1)
 
     def pairs(self, load: Load) -> tuple[int, int]:
         """Σ n² and Σ n·r, one n of each product in whole tiles."""
@@ -57,9 +50,3 @@ class Computed:
         whole = [-(-n // tile) * tile for n in load.n]
         squares = sum([n * w for n, w in zip(load.n, whole, strict=True)])
         return squares, sum([r * w for r, w in zip(load.r, whole, strict=True)])
-
-
-def _next(sizes: Sequence[int], count: int) -> int:
-    """The smallest of the sizes that holds so many; 0: none does."""
-    place = bisect_left(sizes, count)
-    return sizes[place] if place < len(sizes) else 0

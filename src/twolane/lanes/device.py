@@ -19,7 +19,6 @@ Two lanes share the power, the memory and, where their levels overlap, the SMs:
 No policy reads any of this: estimators are fitted on what comes out.
 """
 
-import bisect
 import hashlib
 import math
 from collections.abc import Sequence
@@ -31,6 +30,7 @@ import numpy as np
 from twolane.lanes.sim import Demand
 from twolane.lanes.work import DecodeWork, HybridWork, PrefillWork, PromptRow, Work
 from twolane.model.spec import ModelSpec
+from twolane.sizes import BUCKET_STEP, BUCKETS, SIZES, padded
 
 ITEM = 2
 """Bytes of an element: weights, activations and KV are bfloat16."""
@@ -163,10 +163,6 @@ KERNELS = 10
 """Small kernels of a layer."""
 TILE = 128
 """Rows of a tile of large products; those of decode steps have half."""
-PASSES: Sequence[int] = (64, *range(128, 1536 + 1, 128), 1792, 2048)
-"""Tokens of the passes that have graphs, which others are padded to, as `lanes/cuda/passes.py`."""
-STEPS: Sequence[int] = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
-"""Rows of the decode steps that have graphs, as `lanes/cuda/decode.py`; then every 64."""
 
 
 class _Shapes(NamedTuple):
@@ -216,6 +212,11 @@ class _Cost(NamedTuple):
     arithmetic: float = 0.0
     """FLOPs, weighted by the power that they draw."""
     bytes: float = 0.0
+
+    @property
+    def alone(self) -> float:
+        """Seconds at the top clock, with nothing beside it."""
+        return self.fixed + self.clocked + self.streamed
 
     def times(self, count: float) -> "_Cost":
         a, b, c, d, e, f = self
@@ -335,10 +336,9 @@ class DeviceModel:
 
     def _pass_layer(self, tokens: int, prompts: Sequence[PromptRow], units: int) -> _Cost:
         """A layer of a prefill slice or a hybrid pass; not faster than the host launches it."""
-        padded = _padded(tokens, PASSES, TILE)
-        layer = self._layer(padded, units, decode=False).plus(self._attend(prompts, units))
-        seconds = layer.fixed + layer.clocked + layer.streamed
-        more = max(self.gpu.pass_layer_seconds, _launching(tokens) - seconds)
+        computed = padded(tokens, SIZES, TILE)
+        layer = self._layer(computed, units, decode=False).plus(self._attend(prompts, units))
+        more = max(self.gpu.pass_layer_seconds, _launching(tokens) - layer.alone)
         return layer._replace(fixed=layer.fixed + more)
 
     def _products(self, rows: int, units: int) -> _Cost:
@@ -346,9 +346,9 @@ class DeviceModel:
         key = (rows, units)
         cost = self._steps.get(key)
         if cost is None:
-            padded = _padded(rows, STEPS, 64)
-            cost = self._layer(padded, units, decode=True).times(self._shapes.layers)
-            cost = self._steps[key] = cost.plus(self._head(padded, units))
+            computed = padded(rows, BUCKETS, BUCKET_STEP)
+            cost = self._layer(computed, units, decode=True).times(self._shapes.layers)
+            cost = self._steps[key] = cost.plus(self._head(computed, units))
         return cost
 
     # --- operators ----------------------------------------------------------------------------
@@ -466,14 +466,13 @@ class DeviceModel:
     def _pass(self, cost: _Cost, units: int) -> Demand:
         """Of a prefill slice or a hybrid pass."""
         gpu = self.gpu
-        alone = cost.fixed + cost.clocked + cost.streamed
-        reads = gpu.in_flight * cost.bytes / (alone * gpu.bandwidth)
+        reads = gpu.in_flight * cost.bytes / (cost.alone * gpu.bandwidth)
         busy = cost.clocked + cost.streamed - cost.memory
         waits = gpu.product_waits * cost.memory + gpu.arithmetic_waits * busy
         return self._demand(cost, units, reads, waits)
 
     def _demand(self, cost: _Cost, units: int, reads: float, waits: float) -> Demand:
-        alone = cost.fixed + cost.clocked + cost.streamed
+        alone = cost.alone
         scale = self._next_noise()
         busy = self.gpu.unit_flops * self.gpu.product_share * alone
         return Demand(
@@ -494,16 +493,9 @@ class DeviceModel:
         return self._noise.pop()
 
 
-def _padded(count: int, sizes: Sequence[int], step: int) -> int:
-    """The size that has a graph; beyond the last one, the next multiple of the step."""
-    if count > sizes[-1]:
-        return -(-count // step) * step
-    return sizes[bisect.bisect_left(sizes, count)]
-
-
 def _launching(tokens: int) -> float:
     """Seconds of the host for a layer of so many tokens: by graphs, or kernel by kernel."""
-    return 6.0e-5 + 3.5e-8 * tokens if tokens <= PASSES[-1] else 3.9e-4
+    return 6.0e-5 + 3.5e-8 * tokens if tokens <= SIZES[-1] else 3.9e-4
 
 
 def _count(rows: Sequence[PromptRow]) -> int:

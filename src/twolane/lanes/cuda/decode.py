@@ -28,16 +28,15 @@ from twolane.lanes.cuda.rows import Steps
 from twolane.lanes.cuda.slots import Slots, upload
 from twolane.lanes.work import DecodeRow
 from twolane.model.gpu import GpuDecoder, GpuKVCache, Workspace
+from twolane.sizes import BUCKET_STEP, BUCKETS
 
-BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
-"""Rows that graphs are made for, and from there on every 64."""
 MAX_STEPS = 64
 """The longest look-ahead."""
 
 
 def buckets(max_rows: int) -> tuple[int, ...]:
     """Row counts that graphs are made for: the last one is `max_rows`."""
-    every = [*BUCKETS, *range(BUCKETS[-1] + 64, max_rows, 64)]
+    every = [*BUCKETS, *range(BUCKETS[-1] + BUCKET_STEP, max_rows, BUCKET_STEP)]
     return (*(count for count in every if count < max_rows), max_rows)
 
 
@@ -204,12 +203,18 @@ class DecodeSteps:
         """Tokens of a launch's step, int32 [bucket], on the device until the next launch."""
         return self.ring[step * bucket : (step + 1) * bucket]
 
+    def rows(self, bucket: int, count: int, units: int) -> Steps:
+        """The first rows of the inputs, laid out for so many, as they are at each replay."""
+        slots, positions, lengths = (view[:count] for view in self.inputs.views(bucket)[:3])
+        tables = self._slots.tables
+        return Steps(self._decoder, tables, slots, positions, lengths, self.scratch, units)
+
     def _forward(self, bucket: int, units: int) -> None:
         decoder = self._decoder
-        slots, positions, lengths, _, _ = self.inputs.views(bucket)
-        rows = Steps(decoder, self._slots.tables, slots, positions, lengths, self.scratch, units)
+        rows = self.rows(bucket, bucket, units)
         hidden, products = self._hidden[:bucket], self.products(units)
-        fused.embed(self._slots.last_token, slots, lengths, decoder.weights.embedding, hidden)
+        last, embedding = self._slots.last_token, decoder.weights.embedding
+        fused.embed(last, rows.slots, rows.lengths, embedding, hidden)
         decoder.layers(0, decoder.spec.layers, hidden, rows, self._kv, self.workspace, products)
         decoder.head(hidden, self.logits[:bucket], self.workspace, products)
 

@@ -10,7 +10,6 @@ from twolane.kernels.prefill_attention import choose
 from twolane.lanes.cuda.decode import DecodeSteps
 from twolane.lanes.cuda.green import NoGreenContexts, Partitions
 from twolane.lanes.cuda.lanes import CudaLanes
-from twolane.lanes.cuda.passes import SIZES
 from twolane.lanes.cuda.runner import CudaRunner
 from twolane.lanes.cuda.slots import Slots
 from twolane.lanes.work import (
@@ -25,6 +24,7 @@ from twolane.model.decoder import Weights
 from twolane.model.gpu import GpuDecoder, GpuKVCache, Workspace
 from twolane.model.spec import ModelSpec
 from twolane.sampling import SamplingParams
+from twolane.sizes import SIZES
 
 log = logging.getLogger("twolane.cuda")
 

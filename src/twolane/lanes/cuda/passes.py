@@ -10,7 +10,6 @@ A pass is padded to the next size that has graphs. Padding is written to no page
 results are nobody else's, so what it computes does not matter.
 """
 
-import bisect
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,13 +21,10 @@ from torch import Tensor
 from twolane.garbage import uncollected
 from twolane.lanes.cuda.decode import DecodeSteps, captured
 from twolane.lanes.cuda.green import Partitions
-from twolane.lanes.cuda.rows import Placed, Steps, Written
-from twolane.lanes.cuda.slots import Slots
+from twolane.lanes.cuda.rows import Placed, Written
 from twolane.model.gpu import GpuDecoder, GpuKVCache, Workspace
+from twolane.sizes import SIZES, padded
 
-SIZES: tuple[int, ...] = (64, *range(128, 1536 + 1, 128), 1792, 2048)
-"""Tokens that graphs are made for. The products' tiles have 128 rows, so little is lost in padding;
-and what is larger than the last keeps the GPU busy for longer than the host takes."""
 TOKENS_PER_UNIT = 25
 """With more of them, a share of the SMs is busy for longer than the host takes: no graph is worth
 the 0.1 MiB that it takes on the device."""
@@ -63,21 +59,15 @@ class Passes:
     Args:
         decoder: the model.
         kv: its pool.
-        slots: what the device knows of the requests.
         steps: tell which rows of a hybrid pass decode.
         workspace: of the lane; it grows without these.
     """
 
     def __init__(
-        self,
-        decoder: GpuDecoder,
-        kv: GpuKVCache,
-        slots: Slots,
-        steps: DecodeSteps,
-        workspace: Workspace,
+        self, decoder: GpuDecoder, kv: GpuKVCache, steps: DecodeSteps, workspace: Workspace
     ) -> None:
         workspace.reserve(SIZES[-1])
-        self._decoder, self._kv, self._slots, self._steps = decoder, kv, slots, steps
+        self._decoder, self._kv, self._steps = decoder, kv, steps
         self._workspace = workspace.fixed()
         spec, device = decoder.spec, decoder.device
         self._residual = torch.zeros(
@@ -126,7 +116,7 @@ class Passes:
             units: SMs of the stream.
         """
         count, decoder = len(hidden), self._decoder
-        size = SIZES[bisect.bisect_left(SIZES, count)]
+        size = padded(count, SIZES)
         residual = self._residual[:count]
         residual.copy_(hidden)
         self._positions[:count].copy_(placed.positions)
@@ -169,11 +159,8 @@ class Passes:
         self._before(units, size, i)
         decoder, steps = self._decoder, self._steps
         q, qkv, out = decoder.attended(self._workspace, size)
-        views = steps.inputs.views(steps.buckets[-1])
         count = min(size, steps.buckets[-1])
-        slots, positions, lengths = (view[:count] for view in views[:3])
-        tables = self._slots.tables
-        rows = Steps(decoder, tables, slots, positions, lengths, steps.scratch, units)
+        rows = steps.rows(steps.buckets[-1], count, units)
         pool, window = self._kv.layers[i], decoder.spec.window(i)
         rows.attend(q[:count], qkv[:count], pool, window, out[:count])
 

@@ -113,7 +113,7 @@ class CudaRunner:
         rows = steps.buckets[-1]
         prefill, decode = _LaneMemory(decoder, rows), _LaneMemory(decoder, rows)
         prefill.activations.reserve(max_batch_tokens)
-        prefill.passes = self.passes = Passes(decoder, kv, slots, steps, prefill.activations)
+        prefill.passes = self.passes = Passes(decoder, kv, steps, prefill.activations)
         self._memory: dict[LaneName, _LaneMemory] = {
             "prefill": prefill,
             "decode": decode,
@@ -178,13 +178,10 @@ class CudaRunner:
 
     def _steps_of(self, rows: Sequence[DecodeRow], place: _Place) -> Steps:
         """Decode rows for a pass that is not a graph."""
-        steps, tables = self.steps, self.slots.tables
-        bucket = steps.buckets[-1]  # as the graphs of hybrid passes find them
+        bucket = self.steps.buckets[-1]  # as the graphs of hybrid passes find them
         self.slots.update(rows)
-        steps.inputs.send(rows, bucket, self.slots.padding, 0)
-        views = steps.inputs.views(bucket)
-        slots, positions, lengths = (view[: len(rows)] for view in views[:3])
-        return Steps(self._decoder, tables, slots, positions, lengths, steps.scratch, place.units)
+        self.steps.inputs.send(rows, bucket, self.slots.padding, 0)
+        return self.steps.rows(bucket, len(rows), place.units)
 
     def _open(self, rows: Sequence[PromptRow]) -> _Pass:
         """Lay out a batch and embed its tokens."""
