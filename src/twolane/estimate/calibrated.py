@@ -83,7 +83,7 @@ class _Linear:
     def fitted(self, kind: Kind, samples: Sequence[Sample]) -> "_Linear":
         """Another one, of which one kind's model is fitted on these."""
         other = copy(self)
-        features = [self._features(_Asked.of(sample)) for sample in samples]
+        features = [self._features(_Asked.of(sample))[0] for sample in samples]
         other._models = {**self._models, kind: LevelModel.fit(features, samples)}
         return other
 
@@ -94,8 +94,8 @@ class _Linear:
     def states(self, asked: _Asked) -> list[list[float]]:
         """What is asked for at each of the units; beside the other lane, what contends, too."""
         kind, load, units, beside, layers, _ = asked
-        sizes = self._sizes(kind, load, layers)
-        own = [[*sizes, log2(each)] for each in units]
+        sizes = self._sizes(kind, load, layers, units)
+        own = [[*size, log2(each)] for size, each in zip(sizes, units, strict=True)]
         if beside is None:
             return own
         mine = self._rates(kind, load, units)
@@ -105,28 +105,21 @@ class _Linear:
     def _rates(self, kind: Kind, load: Load, units: Sequence[int]) -> list[tuple[float, float]]:
         """Bytes/s and FLOP/s of the products and attention, alone, at each of the units."""
         if kind == "prefill":
-            rows, layers = self._computed.new(load), 1
-            features = self._slice(load, 1, finishes=False)
+            rows, layers = self._computed.new(load, max(units)), 1
         else:
             rows, layers = load.requests, self._layers
-            features = self._step(load)
         moved, flops = (layers * each for each in self._shape.layer(rows, load))
-        every = self._models[kind].predict(features, units)
+        every = self.seconds(_Asked(kind, load, units, None, layers))
         return [(moved / (each + LEAST), flops / (each + LEAST)) for each in every]
 
-    def _features(self, asked: _Asked) -> list[float]:
-        """What the base is linear in."""
-        kind, load, _, _, layers, finishes = asked
+    def _features(self, asked: _Asked) -> list[list[float]]:
+        """What the base is linear in, at each of the units."""
+        kind, load, units, _, layers, finishes = asked
         if kind == "prefill":
-            return self._slice(load, layers, finishes)
+            return slice_features(self._computed, load, layers, finishes, units, SLOPES[-1:])
         if kind == "hybrid":
-            return pass_features(self._computed, load)
-        return self._step(load)
-
-    def _slice(self, load: Load, layers: int, finishes: bool) -> list[float]:
-        """Equation 1, and what products of more tokens take."""
-        bound = layers * max(0, self._computed.new(load) - SLOPES[-1])
-        return [*slice_features(self._computed, load, layers, finishes), bound]
+            return pass_features(self._computed, load, units)
+        return [self._step(load)] * len(units)
 
     def _step(self, load: Load) -> list[float]:
         """Equation 2, and what products of more rows take."""
@@ -134,14 +127,17 @@ class _Linear:
         steps = [rows > most for most in STEPS]
         return [load.reused, rows, 1.0, *steps, *[max(0, rows - most) for most in SLOPES]]
 
-    def _sizes(self, kind: Kind, load: Load, layers: int) -> list[float]:
+    def _sizes(
+        self, kind: Kind, load: Load, layers: int, units: Sequence[int]
+    ) -> list[list[float]]:
         """Tokens, and requests and layers of a slice, as logarithms."""
         if kind == "decode":
-            return [log2(max(1, self._computed.rows(load))), _reused(load)]
-        new = log2(max(1, self._computed.new(load)))
+            return [[log2(max(1, self._computed.rows(load))), _reused(load)]] * len(units)
         if kind == "hybrid":
-            return [new, _reused(load.chunks), _reused(load.decoding)]
-        return [new, _reused(load), log2(max(1, load.requests)), log2(layers)]
+            rest = [_reused(load.chunks), _reused(load.decoding)]
+        else:
+            rest = [_reused(load), log2(max(1, load.requests)), log2(layers)]
+        return self._computed.by_new(load, units, lambda new: [log2(max(1, new)), *rest])
 
 
 def _reused(load: Load) -> float:

@@ -6,11 +6,12 @@ number of tokens that has graphs. Up to some rows, products of decode go one way
 2,048.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from twolane.estimate import Load
 from twolane.estimate.profile import Profile
-from twolane.sizes import BUCKET_STEP, BUCKETS, SIZES, padded
+from twolane.sizes import BUCKET_STEP, BUCKETS, padded, sizes_on
 
 STEPS = (16, 32, 64)
 """Rows beyond which products of decode go another way, while their weights bind them."""
@@ -24,7 +25,8 @@ class Computed:
 
     tile: int = 1
     """New tokens of a request that attention computes together."""
-    sizes: tuple[int, ...] = ()
+    graphs: bool = False
+    """Whether passes are padded to sizes that have graphs."""
     buckets: tuple[int, ...] = ()
 
     @classmethod
@@ -32,11 +34,21 @@ class Computed:
         """The device of a profile."""
         if not profile.key.device.startswith(("cuda", "simulated")):
             return cls()
-        return cls(192 if profile.shape.head_dim == 64 else 128, SIZES, BUCKETS)
+        return cls(192 if profile.shape.head_dim == 64 else 128, True, BUCKETS)
 
-    def new(self, load: Load) -> int:
-        """Σ n of a pass, with its padding."""
-        return padded(load.new, self.sizes)
+    def new(self, load: Load, units: int) -> int:
+        """Σ n of a pass on so many SMs, with its padding."""
+        return padded(load.new, sizes_on(units)) if self.graphs else load.new
+
+    def by_new(
+        self, load: Load, units: Sequence[int], make: Callable[[int], list[float]]
+    ) -> list[list[float]]:
+        """What is made of Σ n on each of the units; one object where that is the same."""
+        if len(units) == 1:
+            return [make(self.new(load, units[0]))]
+        counts = [self.new(load, each) for each in units]
+        made = {count: make(count) for count in set(counts)}
+        return [made[count] for count in counts]
 
     def rows(self, load: Load) -> int:
         """Of a decode step, with its padding."""

@@ -27,6 +27,10 @@ LEAST_TOKENS = 1024
 bound by the weights' bytes, which no term of it stands for."""
 
 
+Rows = Sequence[Sequence[float]]
+"""Features on each of the units, one object for those that have the same."""
+
+
 class LevelModel:
     """Coefficients for each number of units; predicts sums of features times coefficients.
 
@@ -57,15 +61,15 @@ class LevelModel:
         rows = [_relative_nnls(x[units == u], seconds[units == u]) for u in levels]
         return cls(levels, np.array(rows))
 
-    def predict(self, features: Sequence[float], units: Sequence[int]) -> list[float]:
-        """Seconds on each of the units."""
-        if len(units) == 1:
-            return [self.seconds(features, units[0])]
+    def predict(self, features: Rows, units: Sequence[int]) -> list[float]:
+        """Seconds on each of the units, each with its features."""
+        if len(units) == 1 or any(row is not features[0] for row in features):
+            return [self.seconds(row, each) for row, each in zip(features, units, strict=True)]
         key = tuple(units)
         table = self._tables.get(key)
         if table is None:
             table = self._tables[key] = np.array([self._row(each) for each in key])
-        seconds: list[float] = table.dot(features).tolist()
+        seconds: list[float] = table.dot(features[0]).tolist()
         return seconds
 
     def seconds(self, features: Sequence[float], units: int) -> float:
@@ -110,22 +114,37 @@ class SoloRun(Estimator):
         finishes: bool,
         bound: bool,
     ) -> Sequence[float] | None:
-        return self._slices.predict(slice_features(self._computed, load, layers, finishes), units)
+        return self._slices.predict(
+            slice_features(self._computed, load, layers, finishes, units), units
+        )
 
     def _decode(
         self, load: Load, units: Sequence[int], beside: Beside | None, bound: bool
     ) -> Sequence[float] | None:
-        return self._steps.predict(step_features(load), units)
+        return self._steps.predict([step_features(load)] * len(units), units)
 
     def _hybrid(self, load: Load, units: Sequence[int], bound: bool) -> Sequence[float] | None:
-        return self._passes.predict(pass_features(self._computed, load), units)
+        return self._passes.predict(pass_features(self._computed, load, units), units)
 
 
-def slice_features(computed: Computed, load: Load, layers: int, finishes: bool) -> list[float]:
-    """Equation 1 for so many layers, and what ends the pass."""
-    one_layer = (*computed.pairs(load), computed.new(load), 1.0)
-    end = (1.0, load.requests) if finishes else (0.0, 0.0)
-    return [*(layers * value for value in one_layer), *end]
+def slice_features(
+    computed: Computed,
+    load: Load,
+    layers: int,
+    finishes: bool,
+    units: Sequence[int],
+    bends: Sequence[int] = (),
+) -> list[list[float]]:
+    """Equation 1 for so many layers, what ends the pass, and tokens beyond `bends`, on each of the
+    units."""
+    squares, products = computed.pairs(load)
+    end = (1.0, float(load.requests)) if finishes else (0.0, 0.0)
+
+    def row(new: int) -> list[float]:
+        beyond = [layers * max(0, new - most) for most in bends]
+        return [layers * squares, layers * products, layers * new, layers, *end, *beyond]
+
+    return computed.by_new(load, units, row)
 
 
 def step_features(load: Load) -> list[float]:
@@ -133,11 +152,11 @@ def step_features(load: Load) -> list[float]:
     return [load.reused, load.requests, 1.0]
 
 
-def pass_features(computed: Computed, load: Load) -> list[float]:
+def pass_features(computed: Computed, load: Load, units: Sequence[int]) -> list[list[float]]:
     """Equation 1 over the chunks and Equation 2 over the decode rows of a hybrid batch."""
-    steps = load.decoding
-    new = computed.new(load) - steps.requests
-    return [*computed.pairs(load.chunks), new, *step_features(steps)]
+    steps, pairs = load.decoding, computed.pairs(load.chunks)
+    end = step_features(steps)
+    return computed.by_new(load, units, lambda new: [*pairs, new - steps.requests, *end])
 
 
 def _fitted(samples: Sequence[Sample], computed: Computed) -> LevelModel:
@@ -145,8 +164,9 @@ def _fitted(samples: Sequence[Sample], computed: Computed) -> LevelModel:
 
 
 def _features(sample: Sample, computed: Computed) -> list[float]:
+    load, units = sample.load, (sample.units,)
     if sample.kind == "prefill":
-        return slice_features(computed, sample.load, sample.layers, sample.finishes)
+        return slice_features(computed, load, sample.layers, sample.finishes, units)[0]
     if sample.kind == "decode":
-        return step_features(sample.load)
-    return pass_features(computed, sample.load)
+        return step_features(load)
+    return pass_features(computed, load, units)[0]

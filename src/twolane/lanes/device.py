@@ -30,7 +30,7 @@ import numpy as np
 from twolane.lanes.sim import Demand
 from twolane.lanes.work import DecodeWork, HybridWork, PrefillWork, PromptRow, Work
 from twolane.model.spec import ModelSpec
-from twolane.sizes import BUCKET_STEP, BUCKETS, SIZES, padded
+from twolane.sizes import BUCKET_STEP, BUCKETS, SIZES, padded, sizes_on
 
 ITEM = 2
 """Bytes of an element: weights, activations and KV are bfloat16."""
@@ -149,7 +149,7 @@ A100 = Gpu(
 )
 """Data sheet; products at 77 to 80 % of the peak (Bullet §2.3); decode is slowed by prefill by up
 to 20 % (MuxWise §3.3.2)."""
-FORMULAS = 3
+FORMULAS = 4
 """Raised when what is computed of a GPU's parameters changes."""
 
 
@@ -336,7 +336,7 @@ class DeviceModel:
 
     def _pass_layer(self, tokens: int, prompts: Sequence[PromptRow], units: int) -> _Cost:
         """A layer of a prefill slice or a hybrid pass; not faster than the host launches it."""
-        computed = padded(tokens, SIZES, TILE)
+        computed = padded(tokens, sizes_on(units))
         layer = self._layer(computed, units, decode=False).plus(self._attend(prompts, units))
         more = max(self.gpu.pass_layer_seconds, _launching(tokens) - layer.alone)
         return layer._replace(fixed=layer.fixed + more)

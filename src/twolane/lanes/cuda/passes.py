@@ -23,11 +23,7 @@ from twolane.lanes.cuda.decode import DecodeSteps, captured
 from twolane.lanes.cuda.green import Partitions
 from twolane.lanes.cuda.rows import Placed, Written
 from twolane.model.gpu import GpuDecoder, GpuKVCache, Workspace
-from twolane.sizes import SIZES, padded
-
-TOKENS_PER_UNIT = 25
-"""With more of them, a share of the SMs is busy for longer than the host takes: no graph is worth
-the 0.1 MiB that it takes on the device."""
+from twolane.sizes import SIZES, padded, sizes_on
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +88,7 @@ class Passes:
                 stream = partitions.capture_stream("prefill", units)
                 free, begun = torch.cuda.mem_get_info()[0], time.monotonic()
                 # The largest first: the others find their memory.
-                sizes = [size for size in reversed(SIZES) if size <= TOKENS_PER_UNIT * units]
+                sizes = reversed(sizes_on(units))
                 layers = {size: self._capture(stream, units, size) for size in sizes}
                 taken = free - torch.cuda.mem_get_info()[0]
                 self.levels[units] = PassGraphs(layers, taken, time.monotonic() - begun)
