@@ -5,7 +5,7 @@ import pytest
 
 from tests.estimate import synthetic
 from twolane.estimate import Load
-from twolane.estimate.computed import BUCKETS, SLOPES, STEPS, Computed
+from twolane.estimate.computed import BUCKETS, FILLED, SLOPES, SMALL_ROWS, STEPS, Computed
 
 
 @pytest.fixture(scope="module")
@@ -16,13 +16,20 @@ def gpu() -> Computed:
 
 
 def test_sizes_are_those_of_the_lanes(gpu: Computed):
-    from twolane.kernels import linear
+    import torch
+
+    from twolane.kernels import linear, prefill_attention
     from twolane.kernels.prefill_attention_flashinfer import tile_tokens
+    from twolane.kernels.prefill_attention_triton import tiling
     from twolane.lanes.cuda import decode
 
     assert decode.BUCKETS == BUCKETS
     assert linear.ROWS[:-1] == (*STEPS, *SLOPES[1:])
     assert gpu.tile == tile_tokens(synthetic.SHAPE.head_dim)
+    assert prefill_attention._FILLED == FILLED
+    taken = [tiling(rows, synthetic.SHAPE.head_dim, torch.bfloat16).rows for rows in range(1, 300)]
+    assert sorted(set(taken)) == list(SMALL_ROWS)
+    assert [taken.count(rows) for rows in SMALL_ROWS[:-1]] == [16, 64 - 16]
 
 
 def test_a_gpu_pads(gpu: Computed):
@@ -32,6 +39,11 @@ def test_a_gpu_pads(gpu: Computed):
     ]  # fmt: skip
     assert [gpu.new(Load([n], [0]), 20) for n in (300, 384, 385, 398)] == [384, 384, 385, 398]
     assert gpu.pairs(prompts) == (1829 * 1920 + 100 * 128, 128 * 300)
+    assert gpu.group == 4
+    few = Load([20, 14], [1000, 300])  # tiles of 32 tokens, for large ones would be a seventh full
+    assert gpu.pairs(few) == pytest.approx(((20 + 14) * 32 / FILLED, (1000 + 300) * 32 / FILLED))
+    fewer = Load([4, 3], [1000, 300])
+    assert gpu.pairs(fewer) == pytest.approx(((4 + 3) * 4 / FILLED, (1000 + 300) * 4 / FILLED))
     assert [gpu.rows(Load.decode([5] * n)) for n in (1, 3, 250, 256, 257)] == [1, 4, 256, 256, 320]
 
 

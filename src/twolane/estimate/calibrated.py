@@ -4,10 +4,11 @@
     beside: T = T_alone · exp m'(units, bytes/s and FLOP/s of both lanes)
     P99:    T · exp q
 
-The base has the terms of the solo-run models, over batches of all sizes, and for decode a step for
-each way that products go and a slope from where arithmetic binds them (`computed.py`); fitted for
-each number of units, it has what the kernels in use reach on few SMs. m and m' are Gaussian
-processes, see `residual.py`. m is over the sizes of a batch. m' is over what each lane would move
+The base has the terms of the solo-run models, over batches of all sizes, and slopes from where
+arithmetic binds products; for slices, the tokens of prefixes, which bound attention of few new
+ones; for decode, a step for each way that products go (`computed.py`). Fitted for each number of
+units, it has what the kernels in use reach on few SMs. m and m' are Gaussian processes, see
+`residual.py`. m is over the sizes of a batch. m' is over what each lane would move
 and compute in a second if it were alone, by the base, for that is what lanes contend for:
 bandwidth, and the power that clocks are lowered for. q is the 99th percentile of how far launches
 of configurations that were left out are above the prediction. Online, each kind of launch has a
@@ -23,7 +24,7 @@ import numpy as np
 from scipy.special import stdtrit
 
 from twolane.estimate import Beside, Estimator, Floats, Load
-from twolane.estimate.computed import SLOPES, STEPS, Computed
+from twolane.estimate.computed import BENDS, SLOPES, STEPS, Computed
 from twolane.estimate.operators import Shape
 from twolane.estimate.profile import Kind, Profile, Sample
 from twolane.estimate.residual import Means, Residual
@@ -49,7 +50,7 @@ MOST_KNOWN = 4096
 """Answers that are remembered."""
 OTHER: dict[Kind, Kind] = {"prefill": "decode", "decode": "prefill"}
 """What runs beside it."""
-CONTENDS: dict[Kind, int] = {"prefill": 3, "decode": 2}
+CONTENDS: dict[Kind, int] = {"prefill": 2, "decode": 2}
 """Features of a state that the process of contention does not look at: it begins with the layers
 and units of a slice, the units of a step."""
 
@@ -115,11 +116,19 @@ class _Linear:
     def _features(self, asked: _Asked) -> list[list[float]]:
         """What the base is linear in, at each of the units."""
         kind, load, units, _, layers, finishes = asked
+        if kind == "decode":
+            return [self._step(load)] * len(units)
         if kind == "prefill":
-            return slice_features(self._computed, load, layers, finishes, units, SLOPES[-1:])
-        if kind == "hybrid":
-            return pass_features(self._computed, load, units)
-        return [self._step(load)] * len(units)
+            rows = slice_features(self._computed, load, layers, finishes, units)
+            more = [layers * load.reused]
+        else:
+            rows, more, layers = pass_features(self._computed, load, units), [], 1
+
+        def beyond(new: int) -> list[float]:
+            return [*more, *[layers * max(0, new - most) for most in BENDS]]
+
+        bent = self._computed.by_new(load, units, beyond)
+        return [[*row, *each] for row, each in zip(rows, bent, strict=True)]
 
     def _step(self, load: Load) -> list[float]:
         """Equation 2, and what products of more rows take."""
@@ -130,13 +139,13 @@ class _Linear:
     def _sizes(
         self, kind: Kind, load: Load, layers: int, units: Sequence[int]
     ) -> list[list[float]]:
-        """Tokens, and requests and layers of a slice, as logarithms."""
+        """Tokens, and layers of a slice, as logarithms."""
         if kind == "decode":
             return [[log2(max(1, self._computed.rows(load))), _reused(load)]] * len(units)
         if kind == "hybrid":
             rest = [_reused(load.chunks), _reused(load.decoding)]
         else:
-            rest = [_reused(load), log2(max(1, load.requests)), log2(layers)]
+            rest = [_reused(load), log2(layers)]
         return self._computed.by_new(load, units, lambda new: [log2(max(1, new)), *rest])
 
 

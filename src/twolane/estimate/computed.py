@@ -1,9 +1,9 @@
 """Tokens as a device computes them: more than it is asked for.
 
-On a GPU, attention of prompts computes tiles of new tokens whole, and a pass is padded to the next
-number of tokens that has graphs. Up to some rows, products of decode go one way, and beyond another
-(`lanes/cuda`, `kernels`). The linear models count what is computed: 1,829 tokens take as long as
-2,048.
+On a GPU, attention of prompts computes tiles of new tokens whole, small ones by a slower kernel
+where large ones would be rather empty, and a pass is padded to the next number of tokens that has
+graphs. Up to some rows, products of decode go one way, and beyond another (`lanes/cuda`,
+`kernels`). The linear models count what is computed: 1,829 tokens take as long as 2,048.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,6 +17,14 @@ STEPS = (16, 32, 64)
 """Rows beyond which products of decode go another way, while their weights bind them."""
 SLOPES = (64, 128)
 """The same from where arithmetic binds them, so that they take longer with every row."""
+BENDS = (128, 384)
+"""New tokens of a pass from which on arithmetic binds some of its products, and all."""
+FILLED = 0.65
+"""Share of large tiles' rows that has a token, from which on attention takes them; and the rate of
+the kernel with small ones over that of the other."""
+SMALL_ROWS = (16, 64, 128)
+"""Of the small tiles: new tokens times the query heads that share a KV head. As few as hold the
+longest prompt's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +33,8 @@ class Computed:
 
     tile: int = 1
     """New tokens of a request that attention computes together."""
+    group: int = 0
+    """Query heads that share a KV head; 0: there are no small tiles."""
     graphs: bool = False
     """Whether passes are padded to sizes that have graphs."""
     buckets: tuple[int, ...] = ()
@@ -32,9 +42,11 @@ class Computed:
     @classmethod
     def on(cls, profile: Profile) -> "Computed":
         """The device of a profile."""
-        if not profile.key.device.startswith(("cuda", "simulated")):
+        device, shape = profile.key.device, profile.shape
+        if not device.startswith(("cuda", "simulated")):
             return cls()
-        return cls(192 if profile.shape.head_dim == 64 else 128, True, BUCKETS)
+        group = shape.heads // shape.kv_heads if device.startswith("cuda") else 0
+        return cls(192 if shape.head_dim == 64 else 128, group, True, BUCKETS)
 
     def new(self, load: Load, units: int) -> int:
         """Σ n of a pass on so many SMs, with its padding."""
@@ -54,11 +66,23 @@ class Computed:
         """Of a decode step, with its padding."""
         return padded(load.requests, self.buckets, BUCKET_STEP if self.buckets else 1)
 
-    def pairs(self, load: Load) -> tuple[int, int]:
-        """Σ n² and Σ n·r, one n of each product in whole tiles."""
-        tile = self.tile
-        if tile == 1:
-            return load.squares, load.products
-        whole = [-(-n // tile) * tile for n in load.n]
-        squares = sum([n * w for n, w in zip(load.n, whole, strict=True)])
-        return squares, sum([r * w for r, w in zip(load.r, whole, strict=True)])
+    def pairs(self, load: Load) -> tuple[float, float]:
+        """Σ n² and Σ n·r, one n of each product in whole tiles; those of the slower kernel count
+        for as many as the other would have computed meanwhile."""
+        squares, products = load.squares, load.products
+        if self.tile == 1:
+            return squares, products
+        whole = _whole(load, self.tile)
+        if not self.group or squares + products >= FILLED * sum(whole):
+            return whole
+        rows = max(load.n) * self.group
+        tile = next((each for each in SMALL_ROWS if each >= rows), SMALL_ROWS[-1]) // self.group
+        squares, products = _whole(load, tile)
+        return squares / FILLED, products / FILLED
+
+
+def _whole(load: Load, tile: int) -> tuple[int, int]:
+    """Σ n² and Σ n·r, one n of each product in whole tiles."""
+    whole = [-(-n // tile) * tile for n in load.n]
+    squares = sum([n * w for n, w in zip(load.n, whole, strict=True)])
+    return squares, sum([r * w for r, w in zip(load.r, whole, strict=True)])

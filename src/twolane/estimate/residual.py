@@ -18,6 +18,8 @@ SMOOTH = 0.7
 """Standard deviation of the length scales' logarithms, before there are samples."""
 NOISE = 0.01
 """Median of both noises before there are samples: to measure again changes a percent or less."""
+FAR = 3.0
+"""Deviations from what was expected that are searched: beyond them no covariance has an inverse."""
 JITTER = 1e-8
 """Added to variances, so that covariances have an inverse."""
 
@@ -153,5 +155,7 @@ def _likeliest(states: Floats, logs: Floats, same: Floats) -> tuple[Floats, Floa
         gradient = np.array([*by_scales, *by_variances, noise * np.trace(slope)])
         return float(value), gradient + far / width
 
-    found = minimize(loss, centre, jac=True, method="L-BFGS-B", options={"maxiter": STEPS}).x
+    bounds = list(zip(centre - FAR * width, centre + FAR * width, strict=True))
+    options = {"maxiter": STEPS}
+    found = minimize(loss, centre, jac=True, method="L-BFGS-B", bounds=bounds, options=options).x
     return np.exp(found[:features]), np.exp(2.0 * found[features:])

@@ -133,16 +133,13 @@ def slice_features(
     layers: int,
     finishes: bool,
     units: Sequence[int],
-    bends: Sequence[int] = (),
 ) -> list[list[float]]:
-    """Equation 1 for so many layers, what ends the pass, and tokens beyond `bends`, on each of the
-    units."""
+    """Equation 1 for so many layers, and what ends the pass, on each of the units."""
     squares, products = computed.pairs(load)
     end = (1.0, float(load.requests)) if finishes else (0.0, 0.0)
 
     def row(new: int) -> list[float]:
-        beyond = [layers * max(0, new - most) for most in bends]
-        return [layers * squares, layers * products, layers * new, layers, *end, *beyond]
+        return [layers * squares, layers * products, layers * new, layers, *end]
 
     return computed.by_new(load, units, row)
 
