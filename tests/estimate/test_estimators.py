@@ -127,6 +127,13 @@ def test_the_guard_covers_what_was_seen_and_is_raised_by_more(profile):
     assert guard.decode_step(STEP, 48, bound=True) == solo  # nothing beside: nothing to guard
 
 
+def test_a_borrowed_cell_covers_what_it_did_not_see(profile):
+    (row,) = [r for r in table(profile) if (r.estimator, r.case) == ("guard", "co-run decode")]
+    assert row.samples >= 15
+    assert row.covered >= 0.95
+    assert row.excess < 0.15
+
+
 def test_a_borrowed_cell_falls_when_it_has_enough_of_its_own(profile):
     guard = ContentionGuard(profile)
     far = Load.decode([60_000] * 3)  # further than anything measured

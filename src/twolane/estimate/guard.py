@@ -5,25 +5,30 @@
 A cell is a range of (new and reused tokens of the prefill batch, batch size and reused tokens of a
 request in the decode batch, level): powers of four for tokens, of two for the batch size. A
 slowdown is the time of a step beside prefill over the solo-run model's prediction, so the guard
-answers for the model's error, too. A cell without samples of its own borrows the largest slowdown
-of the nearest cells that have some. Whatever is seen online and is larger raises a cell; a borrowed
-cell falls to its own largest once it has `OWN` samples. Prefill is not guarded (§3.4.1).
+answers for the model's error, too. The paper measures every cell. Here one without samples of its
+own borrows the mean of the nearest that have some, and as much more as covers all but one in a
+hundred of those, each left out in turn. Whatever is seen online and is larger raises a cell; a
+borrowed cell falls to its own largest once it has `OWN` samples. Prefill is not guarded (§3.4.1).
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import log2
+from math import exp, log, log2
 
 import numpy as np
 
-from twolane.estimate import Beside, Estimator, Load
+from twolane.estimate import Beside, Estimator, Floats, Load
 from twolane.estimate.profile import Profile
 from twolane.estimate.solo_run import SoloRun
 
 OWN = 20
 """Samples after which a borrowed cell stands on its own."""
-NEAREST = 4
-"""Cells that one borrows from."""
+NEAREST = 16
+"""Cells that one borrows from, by the inverse square of their distances."""
+OFFSET = 0.5
+"""Added to distances: a cell next to one is not all that is known of it."""
+COVERED = 0.99
+"""Share of cells that are not slower than they would borrow."""
 
 Cell = tuple[int, int, int, int, int]
 """Powers of new, reused, batch size, context of a request; then the decode lane's units."""
@@ -59,8 +64,9 @@ class ContentionGuard(Estimator):
                 )
                 known = self._cells.setdefault(cell, _Known(slowdown))
                 known.slowdown = max(known.slowdown, slowdown)
-        self._measured = list(self._cells)
-        self._places = np.array([_place(cell) for cell in self._measured])
+        self._places = np.array([_place(cell) for cell in self._cells])
+        self._logs = np.array([log(known.slowdown) for known in self._cells.values()])
+        self._margin = self._left_out()
 
     def observe_decode(
         self, load: Load, units: int, seconds: float, beside: Beside | None = None
@@ -114,12 +120,26 @@ class ContentionGuard(Estimator):
         return [self._cells[cell] for cell in cells]
 
     def _borrowed(self, cells: Sequence[Cell]) -> list[float]:
-        if not self._measured or not cells:
+        if not len(self._logs) or not cells:
             return [1.0] * len(cells)
         places = np.array([_place(cell) for cell in cells])
-        distances = np.abs(self._places - places[:, None]).sum(axis=2)
-        nearest = np.argsort(distances, axis=1, kind="stable")[:, :NEAREST].tolist()
-        return [max(self._cells[self._measured[i]].slowdown for i in some) for some in nearest]
+        means = self._means(_distances(places, self._places)) + self._margin
+        return [max(1.0, exp(mean)) for mean in means.tolist()]
+
+    def _left_out(self) -> float:
+        """How far above what they would borrow the measured cells are, at most: a logarithm."""
+        if len(self._logs) < 2:
+            return 0.0
+        distances = _distances(self._places, self._places)
+        np.fill_diagonal(distances, np.inf)
+        above = self._logs - self._means(distances)
+        return float(np.quantile(above, COVERED, method="higher"))
+
+    def _means(self, distances: Floats) -> Floats:
+        """Of the logarithms of the nearest cells, at distances [L, measured]: [L]."""
+        nearest = np.argsort(distances, axis=1, kind="stable")[:, :NEAREST]
+        weights = 1.0 / np.square(np.take_along_axis(distances, nearest, axis=1) + OFFSET)
+        return np.asarray((weights * self._logs[nearest]).sum(axis=1) / weights.sum(axis=1))
 
 
 def _cells(load: Load, units: Sequence[int], beside: Beside) -> Iterator[Cell]:
@@ -139,5 +159,11 @@ def _power_of_four(tokens: int) -> int:
 
 
 def _place(cell: Cell) -> list[float]:
-    """Where a cell lies for the distance to others: a doubling of units counts like a step."""
-    return [*cell[:4], 2 * log2(cell[4])]
+    """Where a cell lies for the distance to others: new tokens and units make the most of it."""
+    new, reused, batch, context, units = cell
+    return [2 * new, reused / 2, batch, context / 2, 4 * log2(units)]
+
+
+def _distances(some: Floats, others: Floats) -> Floats:
+    """Sums of the differences: [some, others]."""
+    return np.asarray(np.abs(others - some[:, None]).sum(axis=2))
