@@ -19,7 +19,7 @@ def client(real):
 
 
 def test_the_announcement_says_what_is_served(real):
-    for part in (MODEL, "static-split", "(1,1)", "KV 20,000 tokens", "context 8,192"):
+    for part in (MODEL, "static-split", "levels (", "KV 20,000 tokens", "context 8,192"):
         assert part in real.announcement
 
 

@@ -64,7 +64,7 @@ class RandomPlans:
                 continue
             work: Work
             if kind == "decode":
-                work = DecodeSteps(rng.randint(1, 4))
+                work = DecodeSteps(rng.randint(1, 4), rng.random() < 0.3)
             elif kind == "hybrid":
                 work, first = Hybrid(), None
             else:

@@ -181,7 +181,7 @@ def test_prompts_that_end_before_the_step_beside_them_have_its_pace():
                 assert each.pace == pytest.approx(alone / max(lasts, each.gap))
 
 
-def test_a_step_is_held_back_for_prompts_that_end_a_little_later():
+def test_a_step_waits_for_prompts_that_end_a_little_later():
     """They would miss it, and wait for two; nobody's bound is missed by it."""
     open_batch = batch(waiting("next", 2000), layers=4)
     done = batch(waiting("a", 1000), layers=LAYERS)
@@ -197,11 +197,24 @@ def test_a_step_is_held_back_for_prompts_that_end_a_little_later():
     }
     slack = 0.013 - memory.choice.gap - 0.0005
     assert slack > 0.0
-    made, _ = plan(memory=replace(memory, ends=0.001 + slack / 2), **under_way)
-    assert not made.launches
-    assert made.wake_at == pytest.approx(0.001 + slack)
-    made, _ = plan(memory=replace(memory, ends=0.001 + 2 * slack), **under_way)
-    assert [launch.lane for launch in made.launches] == ["decode"]
+    for ends, waits in ((0.0005, True), (0.001 + slack / 2, True), (0.001 + 2 * slack, False)):
+        made, _ = plan(memory=replace(memory, ends=ends), **under_way)
+        (launch,) = made.launches
+        assert (launch.lane, launch.work) == ("decode", DecodeSteps(waits=waits))
+
+
+def test_a_step_behind_a_hybrid_pass_serves_those_whose_prompt_it_ends():
+    open_batch = batch(waiting("next", 2000), layers=4)
+    decode = rows(64, 2000, 0.013)
+    _, memory = plan(decoding=decode, batch=open_batch)
+    made, _ = plan(
+        memory=replace(memory, ends=1.0),
+        decoding=decode,
+        batch=open_batch,
+        joining={"prefill": (), "decode": (), "device": rows(1, 1000, 0.013)},
+        lanes={"prefill": LaneView(1, 84, 0.020), "device": LaneView(1, UNITS, 0.001)},
+    )
+    assert [launch.work for launch in made.launches] == [DecodeSteps(waits=True)]
 
 
 def queue(*asked):

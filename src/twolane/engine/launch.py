@@ -41,15 +41,15 @@ def carry_out(state: State, plan: Plan) -> bool:
     return bool(plan.refuse or plan.preempt or plan.admit or plan.resume or any(flights))
 
 
-def joining(state: State, lane: LaneName) -> list[Request]:
-    """Requests whose prompt was launched to its end in this lane and is not done.
+def joining(state: State, *lanes: LaneName) -> list[Request]:
+    """Requests whose prompt was launched to its end in these lanes and is not done.
 
     What is launched in the same lane next runs after their first token is sampled.
     """
     return [
         chunk.request
         for batch in state.launched
-        if batch.last_lane == lane
+        if batch.last_lane in lanes
         for chunk in batch.chunks
         if chunk.final and chunk.request.phase is Phase.PREFILL and chunk.request.to_generate > 0
     ]
@@ -192,7 +192,7 @@ def _advance(
 def _launch_decode(state: State, launch: Launch, steps: DecodeSteps, reason: str) -> bool:
     if steps.k < 1:
         raise PlanError(f"launches {steps.k} decode steps")
-    reserved = _reserve(state, launch.lane, steps.k)
+    reserved = _reserve(state, LANES if steps.waits else (launch.lane,), steps.k)
     if not reserved.rows:
         return False
     work = DecodeWork(_decode_rows(reserved.rows), reserved.k)
@@ -209,7 +209,7 @@ def _launch_hybrid(state: State, launch: Launch, reason: str) -> bool:
     batch = state.open
     if batch is None or batch.layers_launched:
         raise PlanError("launches a hybrid without an open batch, or one begun in slices")
-    reserved = _reserve(state, launch.lane, 1)
+    reserved = _reserve(state, (launch.lane,), 1)
     chunks = batch.chunks
     work = HybridWork(_decode_rows(reserved.rows), tuple([chunk.row for chunk in chunks]))
     load = _load(chunks, [row.position for row in work.decode])
@@ -226,9 +226,9 @@ def _launch_hybrid(state: State, launch: Launch, reason: str) -> bool:
 def _take_off(state: State, work: Work, flight: Flight) -> None:
     launch = flight.launch
     allocations = [allocation for _, allocation in flight.rows]
-    after = _tickets_elsewhere(launch.lane, allocations)
+    flight.after = _tickets_elsewhere(launch.lane, allocations)
     flight.launched_at = state.now()
-    flight.ticket = state.lanes.launch(launch.lane, launch.units, work, after)
+    flight.ticket = state.lanes.launch(launch.lane, launch.units, work, flight.after)
     state.note_launching(flight.ticket, work)
     state.kv.launched(allocations, flight.ticket)
     state.flights.append(flight)
@@ -280,15 +280,15 @@ class _Reserved(NamedTuple):
     note: str
 
 
-def _reserve(state: State, lane: LaneName, k: int) -> _Reserved:
-    """Decode rows with pages for up to k steps each.
+def _reserve(state: State, lanes: Sequence[LaneName], k: int) -> _Reserved:
+    """Decode rows with pages for up to k steps each, with those who join from these lanes.
 
     Pages come before the launch, for all its steps. Where they do not suffice, k is clipped;
     where they do not suffice for one step, the parked prefill gives up its pages, then the
     lowest and youngest decoding requests do. Their pages return when the launches that name
     them have ended; rows that must wait for that sit out this launch.
     """
-    ready = [*state.decoding, *joining(state, lane)] if state.launched else state.decoding
+    ready = [*state.decoding, *joining(state, *lanes)] if state.launched else state.decoding
     rows = [request for request in ready if request.to_generate > 0]
     clipped, note = k, ""
     # Nobody needs more than a page for every page of steps and one for what is left of its last.

@@ -206,6 +206,8 @@ class Flight:
     """Seconds."""
     reason: str
     batch: PrefillBatch | None = None
+    after: Sequence[Ticket] = ()
+    """What it waits for in other lanes."""
     ticket: Ticket = field(init=False)
     launched_at: float = field(init=False)
     taken: int = 0

@@ -194,16 +194,18 @@ class State:
         """What is queued in each lane, and until when by prediction."""
         views = IDLE.copy()
         for flight in self.flights:
-            before = views[flight.launch.lane]
-            predicted, until = flight.predicted, before.until
-            if predicted is None or (before.queued and until is None):
+            lane, units = flight.launch.lane, flight.launch.units
+            before, predicted = views[lane], flight.predicted
+            others = {ticket.lane for ticket in flight.after if not ticket.done}
+            ahead = [views[name] for name in (lane, *others) if views[name].queued]
+            ends = [view.until for view in ahead if view.until is not None]
+            if predicted is None or len(ends) < len(ahead):
                 until = None
-            elif until is None:
+            elif ends:
+                until = max(ends) + predicted
+            else:
                 begun = flight.ticket.start
                 until = max(now, (now if begun is None else begun) + predicted)
-            else:
-                until += predicted
-            lane, units = flight.launch.lane, flight.launch.units
             views[lane] = LaneView(before.queued + 1, units, until, self.launching.get(lane, 0.0))
         return views
 

@@ -6,6 +6,7 @@ addressable layer by layer, like `model/decoder.py`, whose weights and order of 
 
 import copy
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -106,6 +107,11 @@ class Workspace:
         same = copy.copy(self)
         same._buffers = dict(self._buffers)
         return same
+
+    @property
+    def rows(self) -> int:
+        """Tokens of a pass that all buffers hold."""
+        return min(map(len, (self._buffers[name] for name in self._sizes)))
 
     @property
     def bytes(self) -> int:
@@ -219,8 +225,17 @@ class GpuDecoder:
         first = self.weights.layers[0]
         each = sum(w.nbytes for w in (first.qkv, first.o, first.gate_up, first.down))
         last = min(self.spec.layers, max(TUNED_LAYERS, COLD_BYTES // each))
-        kv = GpuKVCache(self.spec, 0, 1, self.dtype, self.device)
-        return lambda: self.layers(0, last, residual, _Blind(), kv, workspace, products)
+        return lambda: self.multiply(last, residual, workspace, products)
+
+    def multiply(
+        self, last: int, residual: Tensor, workspace: Workspace, products: Products
+    ) -> None:
+        """Run layers `:last` without attention on the current stream; see `layers`."""
+        self.layers(0, last, residual, _Blind(), self._no_kv, workspace, products)
+
+    @cached_property
+    def _no_kv(self) -> GpuKVCache:
+        return GpuKVCache(self.spec, 0, 1, self.dtype, self.device)
 
     def head(
         self, hidden: Tensor, logits: Tensor, workspace: Workspace, products: Products

@@ -260,7 +260,7 @@ class Auto(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         self, view: View, memory: Memory, batch: _Batch | None, choice: Choice, tbt: float
     ) -> tuple[Plan, Memory]:
         """Both lanes are kept fed; decode is launched first (MuxWise §3.2.2)."""
-        step, wake = self._step(view, memory, choice, tbt)
+        step, wake = self._step(view, memory, choice, tbt), None
         launches = [step] if step else []
         admit: tuple[Chunk, ...] = ()
         if batch is not None and self._due(view, "prefill"):
@@ -271,7 +271,7 @@ class Auto(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 memory = replace(memory, begin=begin)
             at = memory.begin if finishes else None
             if at is not None and at > begin + GUARD:
-                wake = min(wake or math.inf, at)
+                wake = at
             else:
                 admit = batch.chunks
                 launches.append(Launch("prefill", choice.level[0], part))
@@ -281,25 +281,19 @@ class Auto(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         reason = _reason(choice, tbt) if launches else ""
         return Plan(admit=admit, launches=tuple(launches), wake_at=wake, reason=reason), memory
 
-    def _step(
-        self, view: View, memory: Memory, choice: Choice, tbt: float
-    ) -> tuple[Launch | None, float | None]:
-        """A decode step in its lane, or when to ask again.
+    def _step(self, view: View, memory: Memory, choice: Choice, tbt: float) -> Launch | None:
+        """A decode step in its lane.
 
-        It is held back for prompts that end a little later, if they could not join the next one
-        in time and nobody misses the bound by it.
+        It waits for prompts that end before it could begin, and for those that end a little later
+        if they could not join the next one in time and nobody misses the bound by it.
         """
         if not view.decoding or not self._due(view, "decode"):
-            return None, None
+            return None
         boundary = _boundary(view)
-        latest = boundary + tbt - choice.gap - GUARD
-        if view.launched_batches:
-            if memory.ends <= boundary and view.now < boundary - GUARD:
-                return None, boundary - GUARD
-            waits = boundary + 2 * choice.gap - memory.ends > tbt
-            if waits and memory.ends <= latest and view.now < latest:
-                return None, latest
-        return Launch("decode", choice.level[1], DecodeSteps()), None
+        late = boundary + 2 * choice.gap - memory.ends > tbt
+        latest = boundary + tbt - choice.gap - GUARD if late else boundary
+        waits = bool(view.joining["device"]) or memory.ends <= latest
+        return Launch("decode", choice.level[1], DecodeSteps(waits=waits))
 
     def _misfit(
         self, view: View, memory: Memory, batch: _Batch, choice: Choice, ends: float, tbt: float

@@ -27,6 +27,9 @@ class DecodeSteps(msgspec.Struct, frozen=True):
     """`k` tokens for every decoding request, without coming back to the CPU in between."""
 
     k: int = 1
+    waits: bool = False
+    """Also for requests whose prompt is launched to its end in another lane: on the device, the
+    step waits for them."""
 
 
 class Hybrid(msgspec.Struct, frozen=True):

@@ -25,6 +25,9 @@ from twolane.lanes.cuda.rows import Placed, Written
 from twolane.model.gpu import GpuDecoder, GpuKVCache, Workspace
 from twolane.sizes import SIZES, padded, sizes_on
 
+LARGER: tuple[int, ...] = (*range(64, 2048, 32), *range(2048, 8192 + 1, 512))
+"""Tokens of the passes that are multiplied once before any is served."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
@@ -86,6 +89,7 @@ class Passes:
             for place, units in enumerate(shares):
                 progress(place / len(shares))
                 stream = partitions.capture_stream("prefill", units)
+                self._load_kernels(stream, units)
                 free, begun = torch.cuda.mem_get_info()[0], time.monotonic()
                 # The largest first: the others find their memory.
                 sizes = reversed(sizes_on(units))
@@ -128,6 +132,18 @@ class Passes:
             placed.attend_prompts(q, new, self._kv.layers[i], decoder.spec.window(i), out)
             layer.after.replay()
         hidden.copy_(residual)
+
+    def _load_kernels(self, stream: torch.cuda.Stream, units: int) -> None:
+        """Multiply once what has no graphs. cuBLAS has a kernel for every few sizes and shares, and
+        loads it when it is first chosen: a millisecond or two, during which nothing is launched."""
+        most = self._workspace.rows
+        counts = [n for n in LARGER if max(sizes_on(units), default=0) < n <= most]
+        residual = self._residual.new_zeros((max(counts, default=0), self._residual.shape[1]))
+        products = self._steps.products(units)
+        with torch.cuda.stream(stream):
+            for count in counts:
+                self._decoder.multiply(1, residual[:count], self._workspace, products)
+        stream.synchronize()
 
     def _capture(self, stream: torch.cuda.Stream, units: int, size: int) -> list[_Layer]:
         parts: list[Callable[[int], None]] = [
