@@ -34,10 +34,9 @@ def test_sizes_are_those_of_the_lanes(gpu: Computed):
 
 def test_a_gpu_pads(gpu: Computed):
     prompts = Load([1829, 100], [0, 300])
-    assert [gpu.new(Load([n], [0]), 132) for n in (1, 64, 65, 1829, 2048, 2049)] == [
-        64, 64, 128, 2048, 2048, 2049,
-    ]  # fmt: skip
-    assert [gpu.new(Load([n], [0]), 20) for n in (300, 384, 385, 398)] == [384, 384, 385, 398]
+    counts = {n: gpu.counts(Load([n], [0]), (132, 20)) for n in (1, 64, 65, 300, 385, 1829, 2049)}
+    assert [most for most, _ in counts.values()] == [64, 64, 128, 384, 512, 2048, 2049]
+    assert [few for _, few in counts.values()] == [64, 64, 128, 384, 385, 1829, 2049]
     assert gpu.pairs(prompts) == (1829 * 1920 + 100 * 128, 128 * 300)
     assert gpu.group == 4
     few = Load([20, 14], [1000, 300])  # tiles of 32 tokens, for large ones would be a seventh full
@@ -49,6 +48,6 @@ def test_a_gpu_pads(gpu: Computed):
 
 def test_others_do_not():
     prompts, plain = Load([1829, 100], [0, 300]), Computed()
-    assert plain.new(prompts, 132) == 1929
+    assert plain.counts(prompts, (132, 20)) == [1929, 1929]
     assert plain.pairs(prompts) == (prompts.squares, prompts.products)
     assert plain.rows(Load.decode([5] * 3)) == 3

@@ -91,14 +91,15 @@ def test_calibrated_knows_contention_and_covers_it(profile):
 
 
 def test_calibrated_answers_for_similar_steps_from_memory(profile):
-    """What it was asked before changes no answer; nor does the memory, measurably."""
+    """The processes are asked once about as much context; what was asked before changes no
+    answer."""
     asked = Calibrated(profile)
     for context in range(60_000, 62_000, 40):
         step, beside = Load.decode([context, *[0] * 39]), Beside(PROMPTS, 84)
         seconds = asked.decode_step(step, 48, beside)
-        exact = _Asked("decode", step, [48], beside)
-        base, missed = asked._base.seconds(exact)[0], asked._missed(exact)[0]
-        assert seconds == pytest.approx(base * np.exp(missed), rel=1e-3)
+        anew = _Asked("decode", step, [48], beside)
+        base, missed = asked._base.seconds(anew)[0], asked._missed(anew)[0]
+        assert seconds == pytest.approx(base * np.exp(missed), rel=1e-12)
     assert len(asked._known) < 5
     assert seconds == Calibrated(profile).decode_step(step, 48, beside)
 

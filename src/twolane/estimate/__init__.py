@@ -31,33 +31,42 @@ class Load:
     def decode(cls, contexts: Sequence[int]) -> "Load":
         """A decode step over requests with so many tokens in their KV caches."""
         load, count, reused = cls((1,) * len(contexts), contexts), len(contexts), sum(contexts)
-        load.__dict__.update(new=count, squares=count, reused=reused, products=reused)
+        load.__dict__["_sums"] = count, reused, count, reused
         return load
+
+    @cached_property
+    def _sums(self) -> tuple[int, int, int, int]:
+        """All of them: whoever asks for one asks for others."""
+        squares = products = 0
+        for n, r in zip(self.n, self.r, strict=True):
+            squares += n * n
+            products += n * r
+        return sum(self.n), sum(self.r), squares, products
 
     @property
     def requests(self) -> int:
         """How many."""
         return len(self.n)
 
-    @cached_property
+    @property
     def new(self) -> int:
         """Σ n"""
-        return sum(self.n)
+        return self._sums[0]
 
-    @cached_property
+    @property
     def reused(self) -> int:
         """Σ r"""
-        return sum(self.r)
+        return self._sums[1]
 
-    @cached_property
+    @property
     def squares(self) -> int:
         """Σ n²"""
-        return sum(n * n for n in self.n)
+        return self._sums[2]
 
-    @cached_property
+    @property
     def products(self) -> int:
         """Σ n·r"""
-        return sum(n * r for n, r in zip(self.n, self.r, strict=True))
+        return self._sums[3]
 
     @cached_property
     def decoding(self) -> "Load":

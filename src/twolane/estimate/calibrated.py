@@ -17,6 +17,7 @@ slow correction of its own.
 
 from collections.abc import Callable, Sequence
 from copy import copy
+from functools import cache
 from math import exp, log, log2
 from typing import NamedTuple
 
@@ -28,7 +29,7 @@ from twolane.estimate.computed import BENDS, SLOPES, STEPS, Computed
 from twolane.estimate.operators import Shape
 from twolane.estimate.profile import Kind, Profile, Sample
 from twolane.estimate.residual import Means, Residual
-from twolane.estimate.solo_run import LevelModel, pass_features, slice_features
+from twolane.estimate.solo_run import LevelModel, Rows, pass_features
 
 COVERED = 0.99
 """Share of launches that the bound is for."""
@@ -106,51 +107,73 @@ class _Linear:
     def _rates(self, kind: Kind, load: Load, units: Sequence[int]) -> list[tuple[float, float]]:
         """Bytes/s and FLOP/s of the products and attention, alone, at each of the units."""
         if kind == "prefill":
-            rows, layers = self._computed.new(load, max(units)), 1
+            rows = self._computed.counts(load, (max(units),))[0]
+            features, layers = self._slices(load, 1, False, units), 1
+            sums = load.new, load.reused, load.squares + load.products
         else:
-            rows, layers = load.requests, self._layers
-        moved, flops = (layers * each for each in self._shape.layer(rows, load))
-        every = self.seconds(_Asked(kind, load, units, None, layers))
+            rows, context = load.requests, _rounded(load.reused)
+            features, layers = self._steps(load, context, units), self._layers
+            sums = rows, context, rows + context
+        moved, flops = self._shape.layer(rows, *sums)
+        moved, flops = layers * moved, layers * flops
+        every = self._models[kind].predict(features, units)
         return [(moved / (each + LEAST), flops / (each + LEAST)) for each in every]
 
-    def _features(self, asked: _Asked) -> list[list[float]]:
+    def _features(self, asked: _Asked) -> Rows:
         """What the base is linear in, at each of the units."""
         kind, load, units, _, layers, finishes = asked
         if kind == "decode":
-            return [self._step(load)] * len(units)
+            return self._steps(load, load.reused, units)
         if kind == "prefill":
-            rows = slice_features(self._computed, load, layers, finishes, units)
-            more = [layers * load.reused]
-        else:
-            rows, more, layers = pass_features(self._computed, load, units), [], 1
+            return self._slices(load, layers, finishes, units)
+        few, many = BENDS
+        return [
+            [*row, max(0, new - few), max(0, new - many)]
+            for row, new in zip(
+                pass_features(self._computed, load, units),
+                self._computed.counts(load, units),
+                strict=True,
+            )
+        ]
 
-        def beyond(new: int) -> list[float]:
-            return [*more, *[layers * max(0, new - most) for most in BENDS]]
+    def _slices(self, load: Load, layers: int, finishes: bool, units: Sequence[int]) -> Rows:
+        """Equation 1, the tokens of prefixes, what ends the pass, and what more new tokens take."""
+        squares, products = self._computed.pairs(load)
+        old = layers * squares, layers * products, layers * load.reused
+        end = (layers, 1.0, load.requests) if finishes else (layers, 0.0, 0.0)
+        few, many = BENDS
+        return [
+            [*old, *end, layers * new, layers * max(0, new - few), layers * max(0, new - many)]
+            for new in self._computed.counts(load, units)
+        ]
 
-        bent = self._computed.by_new(load, units, beyond)
-        return [[*row, *each] for row, each in zip(rows, bent, strict=True)]
-
-    def _step(self, load: Load) -> list[float]:
-        """Equation 2, and what products of more rows take."""
-        rows = self._computed.rows(load)
-        steps = [rows > most for most in STEPS]
-        return [load.reused, rows, 1.0, *steps, *[max(0, rows - most) for most in SLOPES]]
+    def _steps(self, load: Load, context: int, units: Sequence[int]) -> Rows:
+        """Equation 2 of so much context, and what products of more rows take."""
+        return [[context, *_ways(self._computed.rows(load))]] * len(units)
 
     def _sizes(
         self, kind: Kind, load: Load, layers: int, units: Sequence[int]
     ) -> list[list[float]]:
         """Tokens, and layers of a slice, as logarithms."""
         if kind == "decode":
-            return [[log2(max(1, self._computed.rows(load))), _reused(load)]] * len(units)
+            rows, context = self._computed.rows(load), _rounded(load.reused)
+            return [[log2(max(1, rows)), _reused(context)]] * len(units)
         if kind == "hybrid":
-            rest = [_reused(load.chunks), _reused(load.decoding)]
+            rest = [_reused(load.chunks.reused), _reused(load.decoding.reused)]
         else:
-            rest = [_reused(load), log2(layers)]
-        return self._computed.by_new(load, units, lambda new: [log2(max(1, new)), *rest])
+            rest = [_reused(load.reused), log2(layers)]
+        return [[log2(max(1, new)), *rest] for new in self._computed.counts(load, units)]
 
 
-def _reused(load: Load) -> float:
-    return log2(1 + load.reused / 16)
+@cache
+def _ways(rows: int) -> tuple[float, ...]:
+    """What the products of a decode step are linear in."""
+    steps = [float(rows > most) for most in STEPS]
+    return (rows, 1.0, *steps, *[max(0, rows - most) for most in SLOPES])
+
+
+def _reused(tokens: int) -> float:
+    return log2(1 + tokens / 16)
 
 
 class _Model:
@@ -339,19 +362,15 @@ class Calibrated(Estimator):
         return [base * exp(mean + log) for base, mean in zip(bases, means, strict=True)]
 
     def _remembered(self, asked: _Asked) -> Sequence[float]:
-        """What is missed, for decode steps of about so much context: they are asked about again and
-        again, a token further each time."""
-        kind, load, units, beside, layers, finishes = asked
-        others = None
+        """What is missed: decode steps of about so much context are asked about again and again, a
+        token further each time."""
+        kind, load, units, beside, layers, _ = asked
+        others: tuple[object, ...] = ()
         if beside is not None:
-            others = tuple(beside.each(len(units))), _sums(beside.load, OTHER[kind])
-        key = (kind, layers, finishes, tuple(units), _sums(load, kind), others)
+            others = (*beside.each(len(units)), *_sums(beside.load, OTHER[kind]))
+        key = (kind, layers, *units, *_sums(load, kind), others)
         means = self._known.get(key)
         if means is None:
-            if kind == "decode":
-                asked = asked._replace(load=_typical(load))
-            elif beside is not None:
-                asked = asked._replace(beside=Beside(_typical(beside.load), beside.units))
             if len(self._known) == MOST_KNOWN:
                 self._known.clear()
             means = self._known[key] = self._missed(asked)
@@ -369,17 +388,11 @@ class Calibrated(Estimator):
             promise.learn(log(seconds / predicted))
 
 
-def _sums(load: Load, kind: Kind) -> tuple[int, ...]:
-    """What the processes know of a load; of a decode step, its context rounded."""
+def _sums(load: Load, kind: Kind) -> tuple[object, ...]:
+    """What the processes know of a load."""
     if kind == "decode":
         return load.requests, _rounded(load.reused)
-    return load.new, load.reused, load.requests, load.squares, load.products
-
-
-def _typical(step: Load) -> Load:
-    """A decode step with the same sums."""
-    rows, context = _sums(step, "decode")
-    return Load.decode(((context,) + (0,) * (rows - 1))[:rows])
+    return tuple(load.n), tuple(load.r)
 
 
 def _rounded(tokens: int) -> int:

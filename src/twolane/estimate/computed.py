@@ -6,7 +6,7 @@ graphs. Up to some rows, products of decode go one way, and beyond another (`lan
 `kernels`). The linear models count what is computed: 1,829 tokens take as long as 2,048.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from twolane.estimate import Load
@@ -48,19 +48,12 @@ class Computed:
         group = shape.heads // shape.kv_heads if device.startswith("cuda") else 0
         return cls(192 if shape.head_dim == 64 else 128, group, True, BUCKETS)
 
-    def new(self, load: Load, units: int) -> int:
-        """Σ n of a pass on so many SMs, with its padding."""
-        return padded(load.new, sizes_on(units)) if self.graphs else load.new
-
-    def by_new(
-        self, load: Load, units: Sequence[int], make: Callable[[int], list[float]]
-    ) -> list[list[float]]:
-        """What is made of Σ n on each of the units; one object where that is the same."""
-        if len(units) == 1:
-            return [make(self.new(load, units[0]))]
-        counts = [self.new(load, each) for each in units]
-        made = {count: make(count) for count in set(counts)}
-        return [made[count] for count in counts]
+    def counts(self, load: Load, units: Sequence[int]) -> list[int]:
+        """Σ n of a pass with its padding, on each of the units."""
+        new = load.new
+        if not self.graphs:
+            return [new] * len(units)
+        return [padded(new, sizes_on(each)) for each in units]
 
     def rows(self, load: Load) -> int:
         """Of a decode step, with its padding."""
@@ -83,6 +76,9 @@ class Computed:
 
 def _whole(load: Load, tile: int) -> tuple[int, int]:
     """Σ n² and Σ n·r, one n of each product in whole tiles."""
-    whole = [-(-n // tile) * tile for n in load.n]
-    squares = sum([n * w for n, w in zip(load.n, whole, strict=True)])
-    return squares, sum([r * w for r, w in zip(load.r, whole, strict=True)])
+    squares = products = 0
+    for n, r in zip(load.n, load.r, strict=True):
+        whole = -(-n // tile) * tile
+        squares += n * whole
+        products += r * whole
+    return squares, products

@@ -6,9 +6,10 @@ A cell is a range of (new and reused tokens of the prefill batch, batch size and
 request in the decode batch, level): powers of four for tokens, of two for the batch size. A
 slowdown is the time of a step beside prefill over the solo-run model's prediction, so the guard
 answers for the model's error, too. The paper measures every cell. Here one without samples of its
-own borrows the mean of the nearest that have some, and as much more as covers all but one in a
-hundred of those, each left out in turn. Whatever is seen online and is larger raises a cell; a
-borrowed cell falls to its own largest once it has `OWN` samples. Prefill is not guarded (§3.4.1).
+own borrows a mean of those that have some, near ones above all, and as much more as covers all but
+one in a hundred of those, each left out in turn. Whatever is seen online and is larger raises a
+cell; a borrowed cell falls to its own largest once it has `OWN` samples. Prefill is not guarded
+(§3.4.1).
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,8 +24,6 @@ from twolane.estimate.solo_run import SoloRun
 
 OWN = 20
 """Samples after which a borrowed cell stands on its own."""
-NEAREST = 16
-"""Cells that one borrows from, by the inverse square of their distances."""
 OFFSET = 0.5
 """Added to distances: a cell next to one is not all that is known of it."""
 COVERED = 0.99
@@ -136,10 +135,9 @@ class ContentionGuard(Estimator):
         return float(np.quantile(above, COVERED, method="higher"))
 
     def _means(self, distances: Floats) -> Floats:
-        """Of the logarithms of the nearest cells, at distances [L, measured]: [L]."""
-        nearest = np.argsort(distances, axis=1, kind="stable")[:, :NEAREST]
-        weights = 1.0 / np.square(np.take_along_axis(distances, nearest, axis=1) + OFFSET)
-        return np.asarray((weights * self._logs[nearest]).sum(axis=1) / weights.sum(axis=1))
+        """Of the measured cells' logarithms, weighted for distances [L, measured]: [L]."""
+        weights = 1.0 / np.square(np.square(distances + OFFSET))
+        return np.asarray(weights.dot(self._logs) / weights.sum(axis=1))
 
 
 def _cells(load: Load, units: Sequence[int], beside: Beside) -> Iterator[Cell]:

@@ -89,9 +89,10 @@ class Shape:
         moved = self._query_bytes * load.new + self._context_bytes * (load.new + load.reused)
         return Operators((self._pair_flops * (load.squares + load.products),), (moved,))
 
-    def layer(self, rows: int, load: Load) -> tuple[float, float]:
-        """Bytes and FLOPs of one layer's products of so many rows and of the load's attention."""
-        tokens = load.new + load.reused
+    def layer(self, rows: int, new: int, reused: int, pairs: int) -> tuple[float, float]:
+        """Bytes and FLOPs of one layer's products of so many rows and of the attention of so many
+        new and reused tokens, with Σ n·(n + r) pairs."""
+        tokens = new + reused
         moved = (rows * self._wide + self._weights) * self.itemsize + self._context_bytes * tokens
-        flops = 2.0 * rows * self._weights + self._pair_flops * (load.squares + load.products)
-        return moved + self._query_bytes * load.new, flops
+        flops = 2.0 * rows * self._weights + self._pair_flops * pairs
+        return moved + self._query_bytes * new, flops

@@ -137,11 +137,8 @@ def slice_features(
     """Equation 1 for so many layers, and what ends the pass, on each of the units."""
     squares, products = computed.pairs(load)
     end = (1.0, float(load.requests)) if finishes else (0.0, 0.0)
-
-    def row(new: int) -> list[float]:
-        return [layers * squares, layers * products, layers * new, layers, *end]
-
-    return computed.by_new(load, units, row)
+    attention = layers * squares, layers * products
+    return [[*attention, layers * new, layers, *end] for new in computed.counts(load, units)]
 
 
 def step_features(load: Load) -> list[float]:
@@ -153,7 +150,7 @@ def pass_features(computed: Computed, load: Load, units: Sequence[int]) -> list[
     """Equation 1 over the chunks and Equation 2 over the decode rows of a hybrid batch."""
     steps, pairs = load.decoding, computed.pairs(load.chunks)
     end = step_features(steps)
-    return computed.by_new(load, units, lambda new: [*pairs, new - steps.requests, *end])
+    return [[*pairs, new - steps.requests, *end] for new in computed.counts(load, units)]
 
 
 def _fitted(samples: Sequence[Sample], computed: Computed) -> LevelModel:
