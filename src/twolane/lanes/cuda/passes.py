@@ -25,8 +25,9 @@ from twolane.lanes.cuda.rows import Placed, Written
 from twolane.model.gpu import GpuDecoder, GpuKVCache, Workspace
 from twolane.sizes import SIZES, padded, sizes_on
 
-LARGER: tuple[int, ...] = (*range(64, 2048, 32), *range(2048, 8192 + 1, 512))
-"""Tokens of the passes that are multiplied once before any is served."""
+LARGER: tuple[int, ...] = (*range(64, 2048, 13), *range(2048, 8192 + 1, 251))
+"""Tokens of the passes that are multiplied once before any is served: odd steps, for what cuBLAS
+chooses depends on what their number is divisible by, too."""
 
 
 @dataclass(frozen=True, slots=True)
