@@ -10,12 +10,13 @@ from tests.estimate import synthetic
 from tests.systems.handmade import LAYERS, LEVELS, UNITS, batch, decoding, view, waiting
 from twolane.bench.result import BenchConfig
 from twolane.engine.config import EngineConfig
+from twolane.engine.state import Window
 from twolane.estimate import Beside, Load
 from twolane.estimate.calibrated import Calibrated
 from twolane.estimate.online import OnlineEstimator
 from twolane.simulate import SimulateConfig, simulate
 from twolane.slo import Slo
-from twolane.systems.auto import Auto
+from twolane.systems.auto import LEAST_MARGIN, Auto, Memory, _watch
 from twolane.systems.choices import PASSES, Choice, Ways, choose, largest
 from twolane.systems.deadlines import PATIENCE, make_line
 from twolane.systems.plan import DecodeSteps, Hybrid, Launch, PrefillSlice
@@ -288,3 +289,32 @@ def test_at_least_as_good_as_the_best_chunk(tbt, budget, rate):
     assert auto.attainment.gaps >= 0.99
     assert auto.attainment.requests["ttft"] >= chunked.attainment.requests["ttft"]
     assert auto.ttft.percentiles[99.0] <= 1.05 * chunked.ttft.percentiles[99.0]
+
+
+def gaps(window, *runs):
+    for seconds, count in runs:
+        for _ in range(count):
+            window.add(seconds)
+
+
+def watched(memory, window, now):
+    recent = {"ttft": Window(), "tbt": window, "tpot": Window()}
+    asked = view(OnlineEstimator(), slo=Slo(tbt=0.01), recent=recent, now=now)
+    return _watch(asked, memory)
+
+
+def test_the_margin_rests_where_one_gap_in_a_hundred_is_above_the_slo():
+    """Stalls of all ten requests, every 2,000 gaps: 0.5 % are above; 2 % are too many."""
+    rare, often, window = Memory(), Memory(), Window()
+    for i in range(200):
+        gaps(window, (0.009, 99), (0.02, 10 * (i % 20 == 0)))
+        rare = watched(rare, window, float(i))
+    assert rare.margin > 0.99
+    for i in range(200):
+        gaps(window, (0.009, 98), (0.02, 2))
+        often = watched(often, window, float(i))
+    assert LEAST_MARGIN < often.margin < 0.9
+    for i in range(200, 600):
+        gaps(window, (0.009, 100))
+        often = watched(often, window, float(i))
+    assert often.margin > 0.95

@@ -4,6 +4,7 @@ import bisect
 import math
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
+from itertools import islice
 
 import numpy as np
 from msgspec.structs import replace
@@ -34,6 +35,7 @@ class Window:
 
     def __init__(self) -> None:
         self._values: deque[float] = deque(maxlen=WINDOW)
+        self.total = 0
 
     def __len__(self) -> int:
         return len(self._values)
@@ -41,10 +43,15 @@ class Window:
     def add(self, seconds: float) -> None:
         """A new value; the oldest one leaves when the window is full."""
         self._values.append(seconds)
+        self.total += 1
 
     def percentile(self, q: float) -> float | None:
         """The q-th percentile (0 to 100); None without values."""
         return float(np.percentile(self._values, q)) if self._values else None
+
+    def above(self, bound: float, count: int) -> int:
+        """How many of the latest `count` values, or of those that are kept, are above a bound."""
+        return sum(each > bound for each in islice(reversed(self._values), count))
 
 
 @dataclass(slots=True)

@@ -6,8 +6,8 @@ on the time between two tokens keeps the tightest TBT SLO among those requests. 
 that is left, and the whole device where no prompt waits. Prompts go by deadline (`deadlines.py`).
 
 The bound is the estimator's (P99 for `calibrated`). For what it cannot know, and for estimators
-that promise nothing, the TBT that is planned for shrinks while the recent P99 is above the SLO,
-and returns.
+that promise nothing, the TBT that is planned for shrinks while more than one gap in a hundred is
+above the SLO, and returns.
 """
 
 import math
@@ -50,8 +50,12 @@ GUARD = 0.0005
 """Seconds from a step's end to the start of one that was not launched ahead of it."""
 LEAST_PACE = 0.05
 """Of prefill, in that of the whole device alone, that is reckoned with."""
-CHECK_SECONDS = 0.25
-"""Between two looks at the recent TBT."""
+CHECK_SECONDS = 0.1
+"""Between two looks at the recent gaps between tokens."""
+ALLOWED = 0.008
+"""Of the gaps may be above the TBT SLO, which is on their P99."""
+STEP = 0.001
+"""By which share the TBT that is planned for shrinks with each of them."""
 LEAST_MARGIN = 0.6
 
 
@@ -79,6 +83,8 @@ class Memory:
     """Of the TBT SLO, what is planned for."""
     checked: float = -math.inf
     """When the margin was last looked at."""
+    seen: int = 0
+    """Gaps that had come by then."""
     base: float | None = None
     """Seconds of `FULL_TOKENS` on the whole device."""
     seconds: Mapping[str, tuple[int, float]] = field(default_factory=dict)
@@ -377,14 +383,18 @@ def _tbt(view: View, rows: Sequence[RequestView], step: float | None) -> float:
 
 
 def _watch(view: View, memory: Memory) -> Memory:
-    """Plan for less while the recent P99 TBT is above the SLO."""
+    """Plan for less while more gaps than allowed are above the SLO.
+
+    The margin rests where as many are as allowed: `STEP` down for each, `STEP * ALLOWED` up for
+    every gap (Robbins and Monro 1951, for a quantile). A stall now and then, which no plan could
+    have kept short, does not move it for long, however few requests there are.
+    """
     window, bound = view.recent["tbt"], view.slo.tbt
-    if bound is None or view.now < memory.checked + CHECK_SECONDS or len(window) < 100:
+    if bound is None or view.now < memory.checked + CHECK_SECONDS:
         return memory
-    p99 = window.percentile(99)
-    factor = 0.97 if p99 is not None and p99 > bound else 1.01
-    margin = min(1.0, max(LEAST_MARGIN, memory.margin * factor))
-    return replace(memory, margin=margin, checked=view.now)
+    moved = STEP * (ALLOWED * (new := window.total - memory.seen) - window.above(bound, new))
+    margin = min(1.0, max(LEAST_MARGIN, memory.margin * math.exp(moved)))
+    return replace(memory, margin=margin, checked=view.now, seen=window.total)
 
 
 def _count(view: View, memory: Memory, plan: Plan) -> Memory:

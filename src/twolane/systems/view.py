@@ -115,10 +115,17 @@ class BatchView(Protocol):
 class Window(Protocol):
     """The latest values of one latency, in seconds."""
 
+    @property
+    def total(self) -> int:
+        """Values that ever came."""
+
     def __len__(self) -> int: ...
 
     def percentile(self, q: float) -> float | None:
         """The q-th percentile (0 to 100); None without values."""
+
+    def above(self, bound: float, count: int) -> int:
+        """How many of the latest `count` values, or of those that are kept, are above a bound."""
 
 
 class LaneView(msgspec.Struct, frozen=True):
