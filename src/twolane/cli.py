@@ -13,6 +13,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
+import msgspec
 import typer
 
 import twolane
@@ -479,6 +480,17 @@ def serve(
             help="How long a request may take to arrive; slower ones get a 408.",
         ),
     ] = 60.0,
+    tbt_delivery_ms: Annotated[
+        float,
+        typer.Option(
+            envvar="TWOLANE_TBT_DELIVERY_MS",
+            rich_help_panel=SCHEDULING,
+            metavar="MS",
+            min=0.0,
+            help="What is left of each bound between two tokens for their way to the client, at "
+            "most half of it: systems plan for so much less.",
+        ),
+    ] = 2.0,
     api_key: Annotated[
         list[str] | None,
         typer.Option(
@@ -536,6 +548,7 @@ def serve(
         otlp_endpoint=otlp_endpoint,
         log_level=log_level,
     )
+    config = msgspec.structs.replace(config, tbt_delivery=tbt_delivery_ms / 1e3)
     warn_of_unknown_variables()
     with one_line_errors():
         code = run.serve(config, options)

@@ -30,6 +30,11 @@ class Slo(msgspec.Struct, frozen=True, kw_only=True):
         """Seconds from arrival within which the first token is wanted, of so many new tokens."""
         return None if self.ttft is None else self.ttft + self.ttft_per_token * new
 
+    def sooner(self, seconds: float) -> "Slo":
+        """The same with a TBT bound that is shorter by so much, by half of it at most."""
+        tbt = None if self.tbt is None else max(self.tbt - seconds, self.tbt / 2)
+        return msgspec.structs.replace(self, tbt=tbt)
+
     def over(self, default: "Slo") -> "Slo":
         """These bounds, and those of `default` where there is none."""
         ttft = default if self.ttft is None else self

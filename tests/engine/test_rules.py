@@ -151,7 +151,7 @@ def test_a_request_that_cannot_be_served_is_refused_by_name() -> None:
         assert not news.outputs
 
 
-def small_engine(slo: Slo | None = None) -> Engine:
+def small_engine(slo: Slo | None = None, delivery: float = 0.0) -> Engine:
     """An engine whose pool holds 64 tokens."""
     return Engine(
         make_system("chunked"),
@@ -163,7 +163,17 @@ def small_engine(slo: Slo | None = None) -> Engine:
         max_model_len=4096,
         estimator=OnlineEstimator(),
         slo=slo,
+        delivery=delivery,
     )
+
+
+def test_systems_plan_for_what_delivery_leaves_of_a_tbt_bound() -> None:
+    engine = small_engine(Slo(ttft=1.0, tbt=0.021), delivery=0.002)
+    engine.take([submit("a", 16, 8), replace(submit("b", 16, 8), slo=Slo(tbt=0.003))])
+    view = engine.view()
+    assert (view.slo.ttft, view.slo.tbt) == pytest.approx((1.0, 0.019))
+    assert [request.slo.tbt for request in view.waiting] == pytest.approx([0.019, 0.0015])
+    assert view.waiting[1].slo.ttft == 1.0
 
 
 def news_of(request: Submit) -> Outputs:

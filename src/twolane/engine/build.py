@@ -78,6 +78,7 @@ def assemble(
         seed=config.seed,
         trace=trace,
         slo=config.slo,
+        delivery=config.tbt_delivery,
     )
     ready = _ready(config, engine, machine)
     trace.about(

@@ -47,7 +47,9 @@ class Engine:
         max_model_len: the most tokens of one request.
         estimator: predicts.
         seed: of requests without a seed of their own.
-        slo: the latency bounds that systems plan for.
+        slo: the latency bounds of requests that bring none.
+        delivery: seconds of each TBT bound that are left for the way to the client: systems plan
+            for so much less.
         trace: where to report what happened.
     """
 
@@ -64,9 +66,12 @@ class Engine:
         estimator: Estimator,
         seed: int = 0,
         slo: Slo | None = None,
+        delivery: float = 0.0,
         trace: Trace | None = None,
     ) -> None:
-        self.state = State(kv, lanes, layers, estimator, trace or Trace(), slo or Slo())
+        bounds = (slo or Slo()).sooner(delivery)
+        self.state = State(kv, lanes, layers, estimator, trace or Trace(), bounds)
+        self._delivery = delivery
         self.max_model_len = min(max_model_len, kv.total_pages * kv.page_size)
         self._system = system
         self._memory: Any = system.start()
@@ -188,7 +193,7 @@ class Engine:
             max_model_len=self.max_model_len,
             tokens=tokens,
             sampling=self._sampling(message, tokens),
-            slo=message.slo.over(state.slo),
+            slo=message.slo.sooner(self._delivery).over(state.slo),
             lookup=self._lookup,
         )
         self._arrivals += 1
