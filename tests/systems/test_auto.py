@@ -299,7 +299,7 @@ def gaps(window, *runs):
 
 def watched(memory, window, now):
     recent = {"ttft": Window(), "tbt": window, "tpot": Window()}
-    asked = view(OnlineEstimator(), slo=Slo(tbt=0.01), recent=recent, now=now)
+    asked = view(OnlineEstimator(), decoding=rows(10, 1000, 0.01), recent=recent, now=now)
     return _watch(asked, memory)
 
 

@@ -383,16 +383,17 @@ def _tbt(view: View, rows: Sequence[RequestView], step: float | None) -> float:
 
 
 def _watch(view: View, memory: Memory) -> Memory:
-    """Plan for less while more gaps than allowed are above the SLO.
+    """Plan for less while more gaps than allowed are above the tightest SLO.
 
     The margin rests where as many are as allowed: `STEP` down for each, `STEP * ALLOWED` up for
     every gap (Robbins and Monro 1951, for a quantile). A stall now and then, which no plan could
     have kept short, does not move it for long, however few requests there are.
     """
-    window, bound = view.recent["tbt"], view.slo.tbt
-    if bound is None or view.now < memory.checked + CHECK_SECONDS:
+    if view.now < memory.checked + CHECK_SECONDS:
         return memory
-    moved = STEP * (ALLOWED * (new := window.total - memory.seen) - window.above(bound, new))
+    window, bounds = view.recent["tbt"], [r.slo.tbt for r in view.decoding if r.slo.tbt]
+    new, bound = window.total - memory.seen, min(bounds, default=math.inf)
+    moved = STEP * (ALLOWED * new - window.above(bound, new))
     margin = min(1.0, max(LEAST_MARGIN, memory.margin * math.exp(moved)))
     return replace(memory, margin=margin, checked=view.now, seen=window.total)
 
