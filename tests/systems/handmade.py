@@ -6,7 +6,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from twolane.engine.state import Window
+from twolane.engine.state import Gaps
 from twolane.estimate import Estimator
 from twolane.slo import Slo
 from twolane.systems.view import LaneView, View
@@ -92,7 +92,7 @@ def view(estimator: Estimator, **more: Any) -> View:
         reclaimable_pages=0,
         free_slots=1000,
         slo=NONE,
-        recent={name: Window() for name in ("ttft", "tbt", "tpot")},
+        gaps=Gaps(),
         estimator=estimator,
     )
     return replace(nothing, **more)

@@ -10,7 +10,7 @@ from tests.estimate import synthetic
 from tests.systems.handmade import LAYERS, LEVELS, UNITS, batch, decoding, view, waiting
 from twolane.bench.result import BenchConfig
 from twolane.engine.config import EngineConfig
-from twolane.engine.state import Window
+from twolane.engine.state import Gaps
 from twolane.estimate import Beside, Load
 from twolane.estimate.calibrated import Calibrated
 from twolane.estimate.online import OnlineEstimator
@@ -291,30 +291,29 @@ def test_at_least_as_good_as_the_best_chunk(tbt, budget, rate):
     assert auto.ttft.percentiles[99.0] <= 1.05 * chunked.ttft.percentiles[99.0]
 
 
-def gaps(window, *runs):
+def add(gaps, *runs):
     for seconds, count in runs:
         for _ in range(count):
-            window.add(seconds)
+            gaps.add(seconds)
 
 
-def watched(memory, window, now):
-    recent = {"ttft": Window(), "tbt": window, "tpot": Window()}
-    asked = view(OnlineEstimator(), decoding=rows(10, 1000, 0.01), recent=recent, now=now)
+def watched(memory, gaps, now):
+    asked = view(OnlineEstimator(), decoding=rows(10, 1000, 0.01), gaps=gaps, now=now)
     return _watch(asked, memory)
 
 
 def test_the_margin_rests_where_one_gap_in_a_hundred_is_above_the_slo():
     """Stalls of all ten requests, every 2,000 gaps: 0.5 % are above; 2 % are too many."""
-    rare, often, window = Memory(), Memory(), Window()
+    rare, often, gaps = Memory(), Memory(), Gaps()
     for i in range(200):
-        gaps(window, (0.009, 99), (0.02, 10 * (i % 20 == 0)))
-        rare = watched(rare, window, float(i))
+        add(gaps, (0.009, 99), (0.02, 10 * (i % 20 == 0)))
+        rare = watched(rare, gaps, float(i))
     assert rare.margin > 0.99
     for i in range(200):
-        gaps(window, (0.009, 98), (0.02, 2))
-        often = watched(often, window, float(i))
+        add(gaps, (0.009, 98), (0.02, 2))
+        often = watched(often, gaps, float(i))
     assert LEAST_MARGIN < often.margin < 0.9
     for i in range(200, 600):
-        gaps(window, (0.009, 100))
-        often = watched(often, window, float(i))
+        add(gaps, (0.009, 100))
+        often = watched(often, gaps, float(i))
     assert often.margin > 0.95

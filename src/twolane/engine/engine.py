@@ -173,7 +173,7 @@ class Engine:
             reclaimable_pages=state.kv.reclaimable_pages,
             free_slots=state.kv.free_slots,
             slo=state.slo,
-            recent=state.recent,
+            gaps=state.gaps,
             estimator=state.estimator,
             layers_at_once=state.layers_at_once,
         )

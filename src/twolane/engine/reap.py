@@ -83,9 +83,8 @@ def _receive(state: State, request: Request, sampled: Sampled, now: float) -> No
 def _note_latency(state: State, request: Request, now: float) -> None:
     if request.last_token_at is None:
         request.first_token_at = now
-        state.recent["ttft"].add(now - request.arrival)
     else:
-        state.recent["tbt"].add(now - request.last_token_at)
+        state.gaps.add(now - request.last_token_at)
     request.last_token_at = now
 
 

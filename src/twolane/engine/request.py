@@ -101,13 +101,6 @@ class Request:
         """Output tokens delivered."""
         return len(self.tokens) - self.prompt_tokens
 
-    @property
-    def tpot(self) -> float | None:
-        """Time per output token after the first, in seconds, so far."""
-        if self.first_token_at is None or self.last_token_at is None or self.generated < 2:
-            return None
-        return (self.last_token_at - self.first_token_at) / (self.generated - 1)
-
     def times(self) -> Times:
         """How long it took so far."""
 

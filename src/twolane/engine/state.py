@@ -6,7 +6,6 @@ from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from itertools import islice
 
-import numpy as np
 from msgspec.structs import replace
 
 from twolane.engine.kv import KVBooks
@@ -20,7 +19,8 @@ from twolane.slo import Slo
 from twolane.systems.view import LaneView
 from twolane.vocabulary import LANES, LaneName
 
-WINDOW = 512
+LATEST = 512
+"""Gaps that are kept."""
 LAUNCHING = 0.002
 """Seconds that the host may spend on launching one slice while others decode: less than what is
 queued for decode ahead of time (`lead_seconds`)."""
@@ -30,28 +30,21 @@ IDLE: dict[LaneName, LaneView] = {lane: LaneView() for lane in LANES}
 LANDED = 256
 
 
-class Window:
-    """The latest values of one latency, in seconds."""
+class Gaps:
+    """Seconds between two tokens of a request: how many there were, and the latest of them."""
 
     def __init__(self) -> None:
-        self._values: deque[float] = deque(maxlen=WINDOW)
         self.total = 0
-
-    def __len__(self) -> int:
-        return len(self._values)
+        self._latest: deque[float] = deque(maxlen=LATEST)
 
     def add(self, seconds: float) -> None:
-        """A new value; the oldest one leaves when the window is full."""
-        self._values.append(seconds)
+        """A new one."""
         self.total += 1
-
-    def percentile(self, q: float) -> float | None:
-        """The q-th percentile (0 to 100); None without values."""
-        return float(np.percentile(self._values, q)) if self._values else None
+        self._latest.append(seconds)
 
     def above(self, bound: float, count: int) -> int:
-        """How many of the latest `count` values, or of those that are kept, are above a bound."""
-        return sum(each > bound for each in islice(reversed(self._values), count))
+        """How many of the latest `count`, or of those that are kept, are above a bound."""
+        return sum(each > bound for each in islice(reversed(self._latest), count))
 
 
 @dataclass(slots=True)
@@ -95,9 +88,7 @@ class State:
         default_factory=lambda: defaultdict(lambda: deque(maxlen=LANDED))
     )
     """The latest that were, by lane, as far as a launch of the other lane may have overlapped."""
-    recent: dict[str, Window] = field(
-        default_factory=lambda: {name: Window() for name in ("ttft", "tbt", "tpot")}
-    )
+    gaps: Gaps = field(default_factory=Gaps)
     launching: dict[LaneName, float] = field(default_factory=dict)
     """Seconds that the host took to launch something in a lane: the longest of late."""
     layer_launching: float = 0.0
@@ -174,8 +165,6 @@ class State:
         request.phase = Phase.FINISHED
         del self.requests[request.id]
         self.release_held(request)
-        if (tpot := request.tpot) is not None:
-            self.recent["tpot"].add(tpot)
         news = self.outputs.get(request.id) or Output(request.id, [])
         self.outputs[request.id] = replace(news, finish=reason, times=request.times())
         tokens = request.generated if kept is None else kept

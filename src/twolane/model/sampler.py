@@ -123,15 +123,17 @@ def score(logits: torch.Tensor, tokens: torch.Tensor, tops: Sequence[int]) -> li
         tokens: int64 [R].
         tops: how many of the most likely tokens each row wants; no more than there are are given.
     """
-    logprobs = logits.log_softmax(dim=-1)  # minus logsumexp, some would be a little above 0
-    own = tokens[:, None]
-    ranks = (logits >= logits.gather(1, own)).sum(dim=-1)
-    best = logits.topk(min(max(tops), logits.shape[1])).indices
-    parts = tokens, logprobs.gather(1, own)[:, 0], ranks, best, logprobs.gather(1, best)
-    columns = zip(*(part.tolist() for part in parts), tops, strict=True)
+    total = logits.logsumexp(dim=-1, keepdim=True)
+    own = logits.gather(1, tokens[:, None])
+    ranks = (logits >= own).sum(dim=-1).tolist()
+    best = logits.topk(min(max(tops), logits.shape[1]))
+    ids, logprobs = best.indices.tolist(), (best.values - total).tolist()
+    columns = zip(
+        tokens.tolist(), (own - total)[:, 0].tolist(), ranks, ids, logprobs, tops, strict=True
+    )
     return [
-        TokenLogprobs(token, logprob, rank, [*zip(ids[:top], each, strict=False)])
-        for token, logprob, rank, ids, each, top in columns
+        TokenLogprobs(token, logprob, rank, [*zip(row_ids[:top], row_logprobs, strict=False)])
+        for token, logprob, rank, row_ids, row_logprobs, top in columns
     ]
 
 

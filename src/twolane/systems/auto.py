@@ -391,11 +391,11 @@ def _watch(view: View, memory: Memory) -> Memory:
     """
     if view.now < memory.checked + CHECK_SECONDS:
         return memory
-    window, bounds = view.recent["tbt"], [r.slo.tbt for r in view.decoding if r.slo.tbt]
-    new, bound = window.total - memory.seen, min(bounds, default=math.inf)
-    moved = STEP * (ALLOWED * new - window.above(bound, new))
+    gaps, bounds = view.gaps, [r.slo.tbt for r in view.decoding if r.slo.tbt]
+    new, bound = gaps.total - memory.seen, min(bounds, default=math.inf)
+    moved = STEP * (ALLOWED * new - gaps.above(bound, new))
     margin = min(1.0, max(LEAST_MARGIN, memory.margin * math.exp(moved)))
-    return replace(memory, margin=margin, checked=view.now, seen=window.total)
+    return replace(memory, margin=margin, checked=view.now, seen=gaps.total)
 
 
 def _count(view: View, memory: Memory, plan: Plan) -> Memory:

@@ -112,20 +112,15 @@ class BatchView(Protocol):
         """When it was admitted, in seconds."""
 
 
-class Window(Protocol):
-    """The latest values of one latency, in seconds."""
+class Gaps(Protocol):
+    """Seconds between two tokens of a request."""
 
     @property
     def total(self) -> int:
-        """Values that ever came."""
-
-    def __len__(self) -> int: ...
-
-    def percentile(self, q: float) -> float | None:
-        """The q-th percentile (0 to 100); None without values."""
+        """How many there were."""
 
     def above(self, bound: float, count: int) -> int:
-        """How many of the latest `count` values, or of those that are kept, are above a bound."""
+        """How many of the latest `count`, or of those that are kept, are above a bound."""
 
 
 class LaneView(msgspec.Struct, frozen=True):
@@ -186,8 +181,7 @@ class View(msgspec.Struct, frozen=True):
     """Requests that can be admitted beside those in prefill and decode."""
     slo: Slo
     """The server's; each request has its own."""
-    recent: Mapping[str, Window]
-    """"ttft", "tbt" and "tpot" of the last requests."""
+    gaps: Gaps
     estimator: Estimator
     layers_at_once: int = 1 << 30
     """The most layers of a prefill slice that the host launches before decode has to wait for it;

@@ -103,11 +103,12 @@ class PendingScores:
 
 def score(logits: Tensor, tokens: Tensor, tops: Sequence[int]) -> PendingScores:
     """`model.sampler.score` without waiting: queued on the current stream."""
-    logprobs, own = logits.log_softmax(dim=-1), tokens.long()[:, None]
-    ranks = (logits >= logits.gather(1, own)).sum(dim=-1, keepdim=True)
-    best = logits.topk(min(max(tops), logits.shape[1])).indices
-    numbers = torch.cat([logprobs.gather(1, own), ranks, logprobs.gather(1, best)], dim=1)
-    return PendingScores(_fetch(tokens), _fetch(numbers), _fetch(best), tops)
+    total = logits.logsumexp(dim=-1, keepdim=True)
+    own = logits.gather(1, tokens.long()[:, None])
+    ranks = (logits >= own).sum(dim=-1, keepdim=True)
+    best = logits.topk(min(max(tops), logits.shape[1]))
+    numbers = torch.cat([own - total, ranks, best.values - total], dim=1)
+    return PendingScores(_fetch(tokens), _fetch(numbers), _fetch(best.indices), tops)
 
 
 class Extras:
