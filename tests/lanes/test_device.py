@@ -110,7 +110,8 @@ KINDS = ("prefill", None), ("decode", None), ("hybrid", None), ("prefill", "deco
 
 @pytest.mark.parametrize(("kind", "beside"), [*KINDS, ("decode", "prefill")])
 def test_a_profile_of_an_h200(kind: Kind, beside: str | None) -> None:
-    """All samples, which the model was not fitted to: no bias beyond 3 %, a mean error of 7 %."""
+    """All samples, which the model was not fitted to: no bias beyond 3 %, a mean error of 6 %, of
+    co-runs 7 %."""
     profile = Profile.read(RESULTS / "profile-qwen3-8b-h200.json")
     device = DeviceModel(quiet(H200), SHAPES[QWEN])
     errors = []
@@ -121,7 +122,7 @@ def test_a_profile_of_an_h200(kind: Kind, beside: str | None) -> None:
         errors.append(math.log(device.seconds(running)[0] / sample.median))
     assert len(errors) > 50
     assert abs(statistics.fmean(errors)) < 0.03
-    assert statistics.fmean(map(abs, errors)) < 0.07
+    assert statistics.fmean(map(abs, errors)) < (0.07 if beside else 0.06)
 
 
 def slice_of(tokens: int, units: int, gpu: Gpu = H200) -> float:

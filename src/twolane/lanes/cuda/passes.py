@@ -137,8 +137,8 @@ class Passes:
     def _load_kernels(self, stream: torch.cuda.Stream, units: int) -> None:
         """Multiply once what has no graphs. cuBLAS has a kernel for every few sizes and shares, and
         loads it when it is first chosen: a millisecond or two, during which nothing is launched."""
-        most = self._workspace.rows
-        counts = [n for n in LARGER if max(sizes_on(units), default=0) < n <= most]
+        least, most = max(sizes_on(units), default=0), self._workspace.rows
+        counts = [n for n in LARGER if least < n <= most]
         residual = self._residual.new_zeros((max(counts, default=0), self._residual.shape[1]))
         products = self._steps.products(units)
         with torch.cuda.stream(stream):
