@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
-from tokenizers import pre_tokenizers
+from tokenizers import decoders, pre_tokenizers
 
 from twolane.model.tokenizer import TokenizerFile
 
@@ -35,7 +35,7 @@ def read(source: Path) -> "PreTrainedTokenizerFast":
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise ValueError("its tokenizer has no fast form")
     if source.is_file():
-        _split_digits(tokenizer)
+        _mend_byte_level(tokenizer)
     return tokenizer
 
 
@@ -51,17 +51,22 @@ def convert(source: Path) -> TokenizerFile:
     return TokenizerFile(tokenizer.backend_tokenizer.to_str(), template, specials)
 
 
-def _split_digits(tokenizer: "PreTrainedTokenizerFast") -> None:
-    """Split digits one by one before byte-level BPE where the vocabulary was learned so.
+def _mend_byte_level(tokenizer: "PreTrainedTokenizerFast") -> None:
+    """Give byte-level BPE of a GGUF file the steps around it that it was learned with.
 
-    A GGUF file names its pre-tokenizer ("smollm", "starcoder", ...), but `transformers` takes the
+    Such a file names its pre-tokenizer ("smollm", "starcoder", ...), but `transformers` takes the
     one of GPT-2 for names it does not know. The vocabulary tells: where digits were split, no
     learned token joins one with anything else. Without the split, spaces before a number would be
-    cut differently than in training.
+    cut differently than in training. Some versions (5.17) also read it as SentencePiece in part:
+    a decoder that hides that every token is a string of bytes, and an unknown token.
     """
     backend = tokenizer.backend_tokenizer
     if not isinstance(backend.pre_tokenizer, pre_tokenizers.ByteLevel):
         return
+    backend.model.unk_token = None
+    backend.model.byte_fallback = backend.model.fuse_unk = False
+    backend.normalizer = None
+    backend.decoder = decoders.ByteLevel()
     learned = tokenizer.get_vocab().keys() - tokenizer.get_added_vocab().keys()
     if any(len(token) > 1 and _DIGIT.search(token) for token in learned):
         return
