@@ -318,15 +318,12 @@ def both_lanes(
     layers, ahead = rig.spec.layers, 2
     decode, slices = [], []
     state, at = PrefillState(), 0
-    launch_seconds = []
     work = DecodeWork(tuple(rows), 1)
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         idle = True
         if sum(not t.done for t in decode[-ahead - 1 :]) < ahead:
-            begun = time.perf_counter()
             decode.append(rig.launch("decode", level[1], work))
-            launch_seconds.append(time.perf_counter() - begun)
             idle = False
         if sum(not t.done for t in slices[-ahead - 1 :]) < ahead:
             last = min(at + slice_layers, layers)
@@ -345,7 +342,8 @@ def both_lanes(
     span = slices[-1].end - slices[0].end
     tokens = len(row.tokens) * (len(slices) - 1) / per_prompt
     gaps = [b.end - a.end for a, b in itertools.pairwise(decode)]
-    return Both(tokens / span, gaps, idle_share(decode), idle_share(slices), launch_seconds)
+    launching = [ticket.launching for ticket in decode]
+    return Both(tokens / span, gaps, idle_share(decode), idle_share(slices), launching)
 
 
 def idle_share(tickets: Sequence[Ticket]) -> float:
@@ -406,10 +404,8 @@ def host(rig: Rig, details: dict) -> list[Figure]:
         work = DecodeWork(rows, 1)
         samples = []
         for _ in range(40):
-            begun = time.perf_counter()
-            ticket = rig.launch("decode", rig.machine.partitions.units, work)
-            samples.append(time.perf_counter() - begun)
-            finished(ticket)
+            ticket = finished(rig.launch("decode", rig.machine.partitions.units, work))
+            samples.append(ticket.launching)
         figures.append(
             at_most(f"launching a step of {count}", statistics.median(samples) * 1e3, bar, "ms")
         )

@@ -8,6 +8,7 @@ from twolane.lanes import Ticket
 from twolane.lanes.sim import FixedDurations, SimLanes
 from twolane.lanes.work import DecodeWork, PrefillWork, Work
 from twolane.systems import make_system
+from twolane.systems.plan import PrefillSlice
 from twolane.vocabulary import LaneName
 
 STEP, LAYER, HYBRID = 0.010, 0.006, 0.030
@@ -66,7 +67,6 @@ def test_what_launching_takes_is_forgotten() -> None:
     state = sim.engine.state
     assert state.layers_at_once == 1
     for _ in range(50):
-        work = PrefillWork(None, (), 0, LAYERS, finishes=True)
-        state.note_launching(Ticket("prefill", UNITS, launching=1e-5), work)
+        state.note_launching(Ticket("prefill", UNITS, launching=1e-5), PrefillSlice(0, LAYERS))
     assert state.layers_at_once == LAYERS
     assert state.launching["prefill"] < 1e-3

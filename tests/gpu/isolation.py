@@ -264,7 +264,7 @@ def run_schedule(seed: int) -> Counter[str]:
         try:
             world.run()
         finally:
-            torch.cuda.synchronize()  # nothing of it may run on into the next one
+            BENCH.lanes.synchronize()  # nothing of it may run on into the next one
         seen += world.seen
     return seen
 

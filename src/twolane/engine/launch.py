@@ -229,7 +229,6 @@ def _take_off(state: State, work: Work, flight: Flight) -> None:
     flight.after = _tickets_elsewhere(launch.lane, allocations)
     flight.launched_at = state.now()
     flight.ticket = state.lanes.launch(launch.lane, launch.units, work, flight.after)
-    state.note_launching(flight.ticket, work)
     state.kv.launched(allocations, flight.ticket)
     state.flights.append(flight)
 

@@ -26,18 +26,17 @@ class Port(Protocol):
 def run(engine: Engine, port: Port) -> None:
     """Serve until the port says stop. Polls when woken, never blocks, never spins at rest.
 
-    Tokens are sent before what comes next is planned and launched, which takes milliseconds. A plan
-    that did something is followed by another one; a plan that did nothing has seen all that there
-    was to see. What came meanwhile ends the wait at once.
+    Tokens are sent before what comes next is planned and launched, which takes milliseconds, and
+    between one plan and the next. A plan that did something is followed by another one; a plan
+    that did nothing has seen all that there was to see. What came meanwhile ends the wait at once.
     """
     while (messages := port.receive()) is not None:
         engine.take(messages)
         engine.reap()
         _tell(engine, port)
-        while engine.carry_out(plan := engine.plan()):
-            pass
-        _tell(engine, port)
-        port.wait(plan.wake_at)
+        if not engine.carry_out(plan := engine.plan()):
+            _tell(engine, port)
+            port.wait(plan.wake_at)
 
 
 def _tell(engine: Engine, port: Port) -> None:

@@ -112,6 +112,7 @@ def _settle(state: State, flight: Flight) -> None:
     state.kv.landed([allocation for _, allocation in flight.rows])
     ticket = flight.ticket
     state.counters.seconds[ticket.lane, ticket.units] += ticket.seconds
+    state.note_launching(ticket, work)
     _observe(state, flight)
     if not state.trace.silent:
         _trace(state, flight)

@@ -14,8 +14,8 @@ from twolane.engine.request import Flight, Phase, PrefillBatch, Request
 from twolane.engine.trace import Trace
 from twolane.estimate import Estimator
 from twolane.lanes import Lanes, Sampled, Ticket
-from twolane.lanes.work import PrefillWork, Work
 from twolane.slo import Slo
+from twolane.systems.plan import PrefillSlice, Work
 from twolane.systems.view import LaneView
 from twolane.vocabulary import LANES, LaneName
 
@@ -206,10 +206,10 @@ class State:
         return views
 
     def note_launching(self, ticket: Ticket, work: Work) -> None:
-        """Learn what launches cost the host from the latest one."""
+        """Learn what launches cost the host from one that has ended."""
         seconds, before = ticket.launching, self.launching.get(ticket.lane, 0.0)
         self.launching[ticket.lane] = max(seconds, FADING * before)
-        if isinstance(work, PrefillWork):
+        if isinstance(work, PrefillSlice):
             each = seconds / (work.last - work.first)
             self.layer_launching += (each - self.layer_launching) / 2
 

@@ -57,7 +57,7 @@ class Ticket:
     end: float | None = None
     error: BaseException | None = None
     launching: float = 0.0
-    """Seconds that the engine's thread was busy with launching it; a plan should leave room."""
+    """Seconds that the host was busy with launching it; a plan should leave room."""
 
     @property
     def done(self) -> bool:

@@ -1,8 +1,9 @@
-"""The lanes of one GPU: streams chained by events, and a watcher thread for each lane."""
+"""The lanes of one GPU: streams chained by events, a launching thread, a watcher for each lane."""
 
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 
@@ -27,6 +28,11 @@ class CudaTicket(Ticket):
     noted: threading.Event = field(default_factory=threading.Event)
     """Set when `end` is."""
 
+    def fail(self, error: BaseException) -> None:
+        """End with an error."""
+        self.error, self.end = error, time.monotonic()
+        self.noted.set()
+
 
 @dataclass(frozen=True, slots=True)
 class _Watched:
@@ -42,19 +48,25 @@ class CudaLanes:
     """Green-context lanes over one model.
 
     Launches of a lane run in order, whatever their levels: each waits, on the device, for the one
-    before it.
+    before it. One thread launches, in the order of the calls: that takes milliseconds, in which the
+    engine delivers tokens.
 
     Args:
         runner: queues the work.
         partitions: the levels and their streams.
+        launcher: the thread that launches; all else that needs the device was done by it, too.
         notify: called from a lane's thread whenever a ticket has news.
     """
 
     def __init__(
-        self, runner: CudaRunner, partitions: Partitions, notify: Callable[[], None]
+        self,
+        runner: CudaRunner,
+        partitions: Partitions,
+        launcher: ThreadPoolExecutor,
+        notify: Callable[[], None],
     ) -> None:
         self.runner = runner
-        self._partitions = partitions
+        self._partitions, self._launcher, self._notify = partitions, launcher, notify
         self._last: dict[str, CudaTicket] = {}
         """The last launch that used each of what launches share."""
         self._watchers = {lane: _Watcher(lane, partitions.device, notify) for lane in LANES}
@@ -65,25 +77,42 @@ class CudaLanes:
 
     def launch(self, lane: LaneName, units: int, work: Work, after: Sequence[Ticket]) -> Ticket:
         """See `Lanes.launch`."""
+        ticket = CudaTicket(lane, units)
+        self._launcher.submit(self._launch, ticket, work, after)
+        return ticket
+
+    def synchronize(self) -> None:
+        """Wait until the device is through with all that was launched."""
+        self._launcher.submit(torch.cuda.synchronize).result()
+
+    def _launch(self, ticket: CudaTicket, work: Work, after: Sequence[Ticket]) -> None:
         asked = self.clock()
-        stream = self._partitions.stream(lane, units)
-        ticket = CudaTicket(lane, units, stream=stream)
+        try:
+            watched = self._queue(ticket, work, after)
+        except BaseException as error:  # the engine raises it on its own thread
+            ticket.fail(error)
+            self._notify()
+            return
+        ticket.launching = self.clock() - asked
+        self._watchers[ticket.lane].queue.put(watched)
+
+    def _queue(self, ticket: CudaTicket, work: Work, after: Sequence[Ticket]) -> _Watched:
+        ticket.stream = stream = self._partitions.stream(ticket.lane, ticket.units)
         with torch.cuda.stream(stream), torch.inference_mode():
-            used = _used(lane, work)
+            used = _used(ticket.lane, work)
             before = self._before(used, stream, after)
             for other in before:
                 stream.wait_event(other.ended)
             begun = new_event(timing=True)
             begun.record(stream)
-            queued = self.runner.run(work, lane, units)
+            queued = self.runner.run(work, ticket.lane, ticket.units)
             ticket.ended.record(stream)
         self._last.update(dict.fromkeys(used, ticket))
-        self._watchers[lane].queue.put(_Watched(ticket, begun, queued, before))
-        ticket.launching = self.clock() - asked
-        return ticket
+        return _Watched(ticket, begun, queued, before)
 
     def close(self, timeout: float = 1.0) -> None:
         """End the threads when they are through with what is queued; wait for each so long."""
+        self._launcher.shutdown()
         for watcher in self._watchers.values():
             watcher.queue.put(None)
         for watcher in self._watchers.values():
@@ -130,8 +159,7 @@ class _Watcher:
             try:
                 self._follow(watched)
             except BaseException as error:  # the engine raises it on its own thread
-                ticket.error = error
-                ticket.end = time.monotonic()
+                ticket.fail(error)
             ticket.noted.set()
             del watched, ticket  # what the launch kept is free now, not when the next one comes
             self._notify()

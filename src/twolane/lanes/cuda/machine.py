@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -99,6 +100,25 @@ class CudaMachine:
             notify: called from a lane's thread whenever a ticket has news.
             progress: told ("graphs", fraction).
         """
+        # cuBLAS keeps a handle and workspaces for each thread: one thread does all of it.
+        launcher = ThreadPoolExecutor(1, "launch", torch.cuda.set_device, (self.device,))
+        runner = launcher.submit(
+            self._runner, pages, page_size, slots, max_model_len, progress
+        ).result()
+        lanes = CudaLanes(runner, self.partitions, launcher, notify)
+        progress("kernels", 0.0)
+        self._warm_up(lanes, min(pages * page_size, max_model_len))
+        return lanes
+
+    def _runner(
+        self,
+        pages: int,
+        page_size: int,
+        slots: int,
+        max_model_len: int,
+        progress: Callable[[str, float], None],
+    ) -> CudaRunner:
+        """See `start`."""
         decoder, spec = self.decoder, self.spec
         kernel, why = choose(decoder.dtype, spec.head_dim, self.device)  # may compile it
         log.info("prefill attention: %s (%s)", kernel, why)
@@ -120,10 +140,7 @@ class CudaMachine:
         for units, passes in runner.passes.levels.items():
             mib = passes.bytes / 2**20
             log.info("prefill graphs on %d SMs: %.0f MiB, %.1f s", units, mib, passes.seconds)
-        lanes = CudaLanes(runner, self.partitions, notify)
-        progress("kernels", 0.0)
-        self._warm_up(lanes, min(pages * page_size, max_model_len))
-        return lanes
+        return runner
 
     def _warm_up(self, lanes: CudaLanes, most: int) -> None:
         """Compile and allocate what prefill and hybrid passes need, so that no request waits for
@@ -134,14 +151,19 @@ class CudaMachine:
         units, layers = self.partitions.units, self.spec.layers
         pages = list(range(-(-most // lanes.runner.kv.page_size)))
         greedy = SamplingParams(temperature=0.0)
+        tickets = []
         for reused, new in warm_up_prompts(self.spec, most):
             tokens = [0] * new
             sampling = Sampling(greedy, 0, reused + new, (), tokens)
             row = PromptRow(0, reused, tokens, pages, sampling)
             step = DecodeRow(0, most - 1, 1, pages, sampling)
-            lanes.launch("prefill", units, PrefillWork(PrefillState(), (row,), 0, layers, True), ())
-            lanes.launch("device", units, HybridWork((step,), (row,)), ())
-        torch.cuda.synchronize(self.device)
+            whole = PrefillWork(PrefillState(), (row,), 0, layers, finishes=True)
+            tickets.append(lanes.launch("prefill", units, whole, ()))
+            tickets.append(lanes.launch("device", units, HybridWork((step,), (row,)), ()))
+        lanes.synchronize()
+        for ticket in tickets:
+            if ticket.error is not None:
+                raise ticket.error
 
     def _partitions(self, decode_units: Sequence[int] | None) -> Partitions:
         try:
