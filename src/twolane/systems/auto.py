@@ -7,7 +7,7 @@ that is left, and the whole device where no prompt waits. Prompts go by deadline
 
 The bound is the estimator's (P99 for `calibrated`). For what it cannot know, and for estimators
 that promise nothing, the TBT that is planned for shrinks while more than one gap in a hundred is
-above the SLO, and returns.
+above the SLO, and grows while fewer are.
 """
 
 import math
@@ -56,7 +56,7 @@ ALLOWED = 0.008
 """Of the gaps may be above the TBT SLO, which is on their P99."""
 STEP = 0.001
 """By which share the TBT that is planned for shrinks with each of them."""
-LEAST_MARGIN = 0.6
+LEAST_MARGIN, MOST_MARGIN = 0.6, 1.15
 
 
 @dataclass(frozen=True, slots=True)
@@ -383,7 +383,7 @@ def _tbt(view: View, rows: Sequence[RequestView], step: float | None) -> float:
 
 
 def _watch(view: View, memory: Memory) -> Memory:
-    """Plan for less while more gaps than allowed are above the tightest SLO.
+    """Plan for less while more gaps than allowed are above the tightest SLO, for more while fewer.
 
     The margin rests where as many are as allowed: `STEP` down for each, `STEP * ALLOWED` up for
     every gap (Robbins and Monro 1951, for a quantile). A stall now and then, which no plan could
@@ -392,9 +392,9 @@ def _watch(view: View, memory: Memory) -> Memory:
     if view.now < memory.checked + CHECK_SECONDS:
         return memory
     gaps, bounds = view.gaps, [r.slo.tbt for r in view.decoding if r.slo.tbt]
-    new, bound = gaps.total - memory.seen, min(bounds, default=math.inf)
-    moved = STEP * (ALLOWED * new - gaps.above(bound, new))
-    margin = min(1.0, max(LEAST_MARGIN, memory.margin * math.exp(moved)))
+    new = gaps.total - memory.seen
+    moved = STEP * (ALLOWED * new - gaps.above(min(bounds), new)) if bounds else 0.0
+    margin = min(MOST_MARGIN, max(LEAST_MARGIN, memory.margin * math.exp(moved)))
     return replace(memory, margin=margin, checked=view.now, seen=gaps.total)
 
 
