@@ -3,6 +3,7 @@
 import itertools
 import math
 
+import msgspec
 import pytest
 
 from tests.estimate import synthetic
@@ -124,11 +125,15 @@ def test_layers_are_launched_as_decode_goes(guard):
 
 
 def test_without_layer_wise_execution_a_batch_is_one_launch(guard):
-    """§4.4.2; nothing is left then to preempt or to move to another level."""
+    """§4.4.2; nothing is left then to preempt or to move to another level, and launching it takes
+    what it takes."""
     sim = run(layer_wise=False)
     assert [r.name for r in sim.record.of("prefill") if r.requests == ["b"]] == ["layers 0:8"]
-    plan, _ = MuxWise(layer_wise=False).plan(asked(guard, 0.05), frozenset())
+    view = msgspec.structs.replace(asked(guard, 0.05), layers_at_once=1)
+    plan, _ = MuxWise(layer_wise=False).plan(view, frozenset())
     assert plan.launches[1].work == PrefillSlice(0, LAYERS)
+    plan, _ = MuxWise().plan(view, frozenset())
+    assert plan.launches[1].work == PrefillSlice(0, 1)
 
 
 def test_without_query_based_synchronisation_decode_waits_for_the_merge():

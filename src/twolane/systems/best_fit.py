@@ -22,7 +22,7 @@ from twolane.systems.multiplex import (
     tbt_slo,
     wake_at,
 )
-from twolane.systems.plan import Chunk, DecodeSteps, Launch, Plan
+from twolane.systems.plan import Chunk, DecodeSteps, Launch, Plan, PrefillSlice
 from twolane.systems.view import View
 from twolane.vocabulary import LaneName
 
@@ -160,9 +160,10 @@ class BestFit:
         if decode is None and lane.queued and lane.units + units > view.units:
             return None
         layers = view.layers
-        if self.layer_wise:
-            whole = view.estimator.prefill_slice(prompts.load, layers, units, finishes=True)
-            layers = layers_for(split.seconds if split else self.slice_seconds, whole, layers)
+        if not self.layer_wise:  # whatever that costs the host
+            return Launch("prefill", units, PrefillSlice(prompts.first, layers))
+        whole = view.estimator.prefill_slice(prompts.load, layers, units, finishes=True)
+        layers = layers_for(split.seconds if split else self.slice_seconds, whole, layers)
         return prompts.slice(view, layers, units)
 
 
