@@ -33,12 +33,7 @@ def run(engine: Engine, port: Port) -> None:
     while (messages := port.receive()) is not None:
         engine.take(messages)
         engine.reap()
-        _tell(engine, port)
+        if (news := engine.news()) is not None:
+            port.send(news)
         if not engine.carry_out(plan := engine.plan()):
-            _tell(engine, port)
             port.wait(plan.wake_at)
-
-
-def _tell(engine: Engine, port: Port) -> None:
-    if (news := engine.news()) is not None:
-        port.send(news)

@@ -21,7 +21,7 @@ from twolane.estimate import Beside, Load
 from twolane.systems.admission import next_chunks
 from twolane.systems.choices import Choice, Ways, choose
 from twolane.systems.deadlines import Line, make_line
-from twolane.systems.multiplex import batch_load, decode_load, shared_levels
+from twolane.systems.multiplex import batch_load, decode_load, shared_levels, tbt_slo
 from twolane.systems.plan import Chunk, DecodeSteps, Hybrid, Launch, Plan, PrefillSlice
 from twolane.systems.view import LaneView, RequestView, View
 from twolane.vocabulary import LANES, EstimatorName, LaneName
@@ -391,9 +391,9 @@ def _watch(view: View, memory: Memory) -> Memory:
     """
     if view.now < memory.checked + CHECK_SECONDS:
         return memory
-    gaps, bounds = view.gaps, [r.slo.tbt for r in view.decoding if r.slo.tbt]
+    gaps, bound = view.gaps, tbt_slo(view.decoding)
     new = gaps.total - memory.seen
-    moved = STEP * (ALLOWED * new - gaps.above(min(bounds), new)) if bounds else 0.0
+    moved = STEP * (ALLOWED * new - gaps.above(bound, new)) if bound < math.inf else 0.0
     margin = min(MOST_MARGIN, max(LEAST_MARGIN, memory.margin * math.exp(moved)))
     return replace(memory, margin=margin, checked=view.now, seen=gaps.total)
 

@@ -54,7 +54,7 @@ class CudaLanes:
     Args:
         runner: queues the work.
         partitions: the levels and their streams.
-        launcher: the thread that launches; all else that needs the device was done by it, too.
+        launcher: the thread that launches, and that captured the runner's graphs.
         notify: called from a lane's thread whenever a ticket has news.
     """
 
@@ -160,7 +160,8 @@ class _Watcher:
                 self._follow(watched)
             except BaseException as error:  # the engine raises it on its own thread
                 ticket.fail(error)
-            ticket.noted.set()
+            else:
+                ticket.noted.set()
             del watched, ticket  # what the launch kept is free now, not when the next one comes
             self._notify()
 
