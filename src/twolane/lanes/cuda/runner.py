@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import MappingProxyType
 
 import numpy as np
@@ -77,6 +78,14 @@ class _LaneMemory:
         self.attention = PrefillWorkspace(decoder.device)
         self.sampler = Sampler(max_rows, decoder.spec.vocab_size, decoder.device)
         self.passes: Passes | None = None
+        self._rows, self._vocab, self._device = max_rows, decoder.spec.vocab_size, decoder.device
+
+    @cached_property
+    def logits(self) -> Tensor:
+        """Of passes that are not decode graphs, float32 [max_rows, vocab]. Made once: more rows
+        than ever before would have to be had from the driver, with the device standing still."""
+        shape = self._rows, self._vocab
+        return torch.empty(shape, dtype=torch.float32, device=self._device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,7 +282,7 @@ class CudaRunner:
             return _read(hidden.new_empty(0, dtype=torch.int32), (), (), {}, scored)
         values = np.array([(e, p.slot, p.position - 1) for e, p in zip(ends, places, strict=True)])
         _, (where, slots, positions) = upload_parts([*values.T], self._decoder.device)
-        logits = self._logits(hidden[where], place)
+        logits = self._head(hidden[where], place.memory.logits[: len(places)], place)
         after = self._extras.adjust(logits, self._extras.asked(places))
         tokens, active = torch.empty_like(slots), torch.ones_like(slots)
         params = self.slots.params
@@ -281,21 +290,22 @@ class CudaRunner:
         self.slots.last_token[slots] = tokens
         return _read(tokens, range(len(rows)), rows, after(tokens), scored)
 
-    def _logits(self, hidden: Tensor, place: _Place) -> Tensor:
-        shape = (len(hidden), self._decoder.spec.vocab_size)
-        logits = hidden.new_empty(shape, dtype=torch.float32)
+    def _head(self, hidden: Tensor, logits: Tensor, place: _Place) -> Tensor:
+        """The classifier, into these logits."""
         products = self.steps.products(place.units)
         self._decoder.head(hidden, logits, place.memory.activations, products)
         return logits
 
     def _score(self, hidden: Tensor, scoring: Scoring, place: _Place) -> list[PendingScores]:
         """Score the targets that follow the first of these hidden states, some at a time."""
-        some = max(1, SCORED_LOGITS // self._decoder.spec.vocab_size)
+        vocab = self._decoder.spec.vocab_size
+        some = max(1, SCORED_LOGITS // vocab)
         scores = []
         for first in range(0, len(scoring.targets), some):
             targets = np.array(scoring.targets[first : first + some], dtype=np.int32)
-            logits = self._logits(hidden[first : first + len(targets)], place)
             tokens = upload(targets, self._decoder.device)
+            room = hidden.new_empty((len(targets), vocab), dtype=torch.float32)
+            logits = self._head(hidden[first : first + len(targets)], room, place)
             scores.append(score(logits, tokens, [scoring.top] * len(targets)))
         return scores
 
