@@ -10,21 +10,18 @@ import argparse
 import gc
 import itertools
 import json
-import platform
 import random
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 
+import gpus
 import numpy as np
 import torch
 
-from twolane import __version__
 from twolane.kernels.decode_attention import decode_attention
 from twolane.kernels.prefill_attention import PrefillPlan, PrefillWorkspace, prefill_attention
 from twolane.lanes import Ticket
@@ -494,24 +491,8 @@ def wanted(only: Sequence[str] | None, model: str, part: str) -> bool:
 
 
 def report(figures: Sequence[Figure], details: dict) -> dict:
-    query = "--query-gpu=name,driver_version,power.limit,clocks.max.sm"
-    smi = subprocess.run(
-        ["nvidia-smi", query, "--format=csv,noheader"], capture_output=True, text=True, check=False
-    )
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
-    )
     return {
-        "command": " ".join(["python", *sys.argv]),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": commit.stdout.strip(),
-        "gpu": smi.stdout.strip(),
-        "versions": {
-            "twolane": __version__,
-            "torch": torch.__version__,
-            "cuda": torch.version.cuda,
-            "python": platform.python_version(),
-        },
+        **gpus.where(),
         "figures": [asdict(f) for f in figures],
         "details": details,
     }

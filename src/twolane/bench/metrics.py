@@ -83,6 +83,8 @@ class Metrics(msgspec.Struct, frozen=True):
     """Requests sent by their outcome."""
     input_tokens: int
     """Of the completed requests, as the output tokens are."""
+    cached_tokens: int
+    """Of the input tokens, found in the server's prefix cache, by its count."""
     output_tokens: int
     uncounted: int
     """Completed requests whose server gave no count of output tokens: theirs are the chunks."""
@@ -132,6 +134,7 @@ def measure(
         completed=len(done),
         outcomes=_count(record.outcome for record in records),
         input_tokens=sum(record.prompt_tokens for record in done),
+        cached_tokens=sum(record.usage_cached or 0 for record in done),
         output_tokens=tokens,
         uncounted=sum(record.usage_output is None for record in done),
         tokens_per_chunk=tokens / chunks if chunks else None,

@@ -1,0 +1,220 @@
+"""Goodput on GPUs: `python benchmarks/goodput.py --gpus 0 1 2 3`, each search on one of them.
+
+A panel is a model, a workload and a bound on TBT; each of its systems is searched as `twolane bench
+goodput --serve` does it, with three patterns of arrivals, the same for all. The runs stay in
+`--work`: the same command goes on where `--seconds` ended it. The file has what was found by then.
+
+TTFT may take 1 s (2 s at 34B), whatever the prompt: with a second more for each 1,024 new tokens
+half a minute of arrivals is one burst, which is served after it has ended (docs/systems.md). Only
+`conversation`, whose prompts take seconds, has such an allowance, and P90.
+"""
+
+import argparse
+import statistics
+import subprocess
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import gpus
+import msgspec
+
+from twolane.bench import goodput
+from twolane.bench.goodput import LISTS, Trial
+
+SEEDS = 3
+TOLERANCE = 0.06
+KEYS = (
+    *("median_ttft_ms", "p90_ttft_ms", "p99_ttft_ms", "mean_itl_ms", "p99_itl_ms"),
+    *("request_throughput", "outcomes"),
+)
+"""Of a run, that are kept beside its trial."""
+
+
+class Panel(msgspec.Struct, frozen=True):
+    """One model under one workload and one bound on TBT, and who serves it."""
+
+    model: str
+    dataset: str
+    tbt_ms: float
+    start: float
+    """Requests a second where the searches begin."""
+    prompts: int
+    """Requests in a run: about half a minute of them."""
+    systems: tuple[str, ...]
+    ttft_ms: float = 1000
+    per_1k_ms: float = 0
+    attainment: float = 0.99
+    longest: int = 12_000
+    """Prompt tokens."""
+
+    @property
+    def name(self) -> str:
+        """Of its folder."""
+        return f"{self.model}-{self.dataset}-{self.tbt_ms:g}ms"
+
+    def command(self, system: str, work: Path, profiles: Path) -> gpus.Command:
+        """The search of one system's goodput."""
+        folder = work / self.name / goodput.file_name(system)
+        serve = (
+            f"{self.model} --load-format dummy --device cuda --max-model-len {self.longest + 4096}"
+            f" --profile {profiles / f'profile-{self.model}-h200.json'}"
+        )
+        slos = [f"ttft:{self.ttft_ms:g}", f"tbt:{self.tbt_ms:g}"]
+        if self.per_1k_ms:
+            slos.append(f"ttft-per-1k:{self.per_1k_ms:g}")
+        arguments = [
+            *(
+                "-m",
+                "twolane",
+                "bench",
+                "goodput",
+                "--goodput",
+                *slos,
+                "--attainment",
+                f"{self.attainment:g}",
+            ),
+            *("--serve", serve, "--system", system),
+            *("--dataset", self.dataset, "--num-prompts", f"{self.prompts}"),
+            *("--max-input-len", f"{self.longest}", "--seeds", f"{SEEDS}"),
+            *("--start-rate", f"{self.start:g}", "--least-rate", f"{self.start / 4:g}"),
+            *("--tolerance", f"{TOLERANCE:g}", "--out", str(folder)),
+        ]
+        return gpus.Command(arguments, folder / "search.txt")
+
+
+def _azure(
+    model: str, dataset: str, tbt_ms: float, start: float, prompts: int, *systems: str
+) -> Panel:
+    ttft = 2000 if model == "codellama-34b" else 1000
+    return Panel(model, dataset, tbt_ms, start, prompts, ("auto", *systems), ttft)
+
+
+def _conversation(tbt_ms: float) -> Panel:
+    systems = ("auto", "chunked:token_budget=1024", "muxwise")
+    return Panel(
+        *("qwen3-8b", "conversation", tbt_ms, 1.0, 300, systems),
+        per_1k_ms=1000,
+        attainment=0.9,
+        longest=32_768,
+    )
+
+
+def _chunked(*budgets: int) -> str:
+    return f"chunked:token_budget={'/'.join(map(str, budgets))}"
+
+
+PANELS = (
+    _azure("qwen3-8b", "azure-conv", 21, 18, 600, _chunked(512), "muxwise"),
+    _azure("qwen3-8b", "azure-conv", 12, 14, 480, _chunked(256), "muxwise"),
+    _azure("qwen3-8b", "azure-conv", 9, 10, 300, _chunked(128), "muxwise"),
+    _azure("qwen3-8b", "azure-conv", 50, 24, 750, _chunked(1024), "muxwise"),
+    _azure("qwen3-8b", "azure-code", 21, 9, 300, _chunked(512), "drift"),
+    _azure("qwen3-8b", "azure-code", 12, 6.5, 220, _chunked(256), "muxwise"),
+    _azure("qwen3-8b", "azure-code", 9, 5, 180, _chunked(128), "muxwise"),
+    _azure("qwen3-8b", "azure-code", 50, 11, 360, _chunked(1024), "muxwise"),
+    _azure("codellama-34b", "azure-conv", 40, 3.5, 130, _chunked(256), "muxwise"),
+    _azure("codellama-34b", "azure-conv", 80, 5, 160, _chunked(512), "bullet"),
+    _azure("codellama-34b", "azure-code", 40, 2, 100, _chunked(256), "muxwise"),
+    _azure("codellama-34b", "azure-code", 80, 2.5, 100, _chunked(512), "drift"),
+    _conversation(21),
+    _conversation(50),
+)
+"""With the budget of `chunked`, and the one of the four systems, that are best in simulation
+(`panels.py`)."""
+
+
+class Run(msgspec.Struct):
+    """One run of a search."""
+
+    trial: Trial
+    figures: dict[str, object]
+
+
+class Found(msgspec.Struct):
+    """One system's goodput in one panel."""
+
+    panel: str
+    system: str
+    command: str
+    goodput: list[float]
+    """Requests a second, for each seed that was searched to the end."""
+    runs: list[Run]
+
+    @property
+    def text(self) -> str:
+        """Median and range."""
+        rates = self.goodput
+        return f"{statistics.median(rates):.1f} ({min(rates):.1f} to {max(rates):.1f})"
+
+
+def collected(panels: Iterable[Panel], work: Path, profiles: Path) -> list[Found]:
+    """What the folder has."""
+    found = []
+    for panel in panels:
+        for asked in panel.systems:
+            command = panel.command(asked, work, profiles)
+            words = subprocess.list2cmdline(["python", *command.arguments])
+            for system in goodput.variants(asked):
+                runs = [_run(path) for path in sorted(command.log.parent.glob("*-seed*.json"))]
+                runs = [run for run in runs if run.trial.system == system]
+                rates = _rates(command.log.parent / "summary.json", system)
+                if runs:
+                    found.append(Found(panel.name, system, words, rates, runs))
+    return found
+
+
+def _run(path: Path) -> Run:
+    """A run, whose lists of single latencies are dropped: hundreds of runs have to travel."""
+    saved = msgspec.json.decode(path.read_bytes())
+    if saved.keys() & set(LISTS):
+        saved = {key: value for key, value in saved.items() if key not in LISTS}
+        path.write_bytes(msgspec.json.encode(saved))
+    figures = {key: saved[key] for key in KEYS if key in saved}
+    return Run(msgspec.convert(saved["trial"], Trial), figures)
+
+
+def _rates(summary: Path, system: str) -> list[float]:
+    if not summary.exists():
+        return []
+    found = msgspec.json.decode(summary.read_bytes())["goodput"]
+    return found[system]["seeds"] if system in found else []
+
+
+def table(found: Sequence[Found]) -> str:
+    """Median and range of the seeds, a line for each panel and system."""
+    return "\n".join(
+        f"| {one.panel} | `{one.system}` | {one.text} | {len(one.goodput)} | {len(one.runs)} |"
+        for one in found
+        if one.goodput
+    )
+
+
+def main() -> None:
+    """Search what is missing, write the file."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--gpus", type=int, nargs="*", default=[0], help="none: only write")
+    parser.add_argument("--panels", nargs="+", help="only these, by the beginnings of their names")
+    parser.add_argument("--systems", nargs="+", help="only these, by the beginnings of their names")
+    parser.add_argument("--seconds", type=float, default=1e9, help="end the searches after so long")
+    parser.add_argument("--work", type=Path, default=Path("goodput-work"), help="for the runs")
+    parser.add_argument("--profiles", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/goodput-h200.json"))
+    given = parser.parse_args()
+    commands = [
+        panel.command(system, given.work, given.profiles)
+        for panel in PANELS
+        for system in panel.systems
+        if given.panels is None or panel.name.startswith(tuple(given.panels))
+        if given.systems is None or system.startswith(tuple(given.systems))
+    ]
+    gpus.run(commands, given.gpus, given.seconds)
+    found = collected(PANELS, given.work, given.profiles)
+    report = {**gpus.where(), "panels": PANELS, "found": found}
+    given.out.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1))
+    print(table(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,197 @@
+"""A server on a GPU beside its simulation: `python benchmarks/replay.py --gpus 0 1 2 3`.
+
+Three systems under two workloads, three minutes each, at 0.8 of their goodput or less: measured
+with `twolane bench serve`, simulated with `twolane simulate`, the same requests at the same times.
+What `--work` has is not done again. `--gpus` without a number only simulates, and writes the file.
+"""
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import gpus
+import msgspec
+
+from twolane.bench.server import serving
+
+MODEL, SECONDS, SEED = "qwen3-8b", 180, 7
+LONGEST = 32_768
+"""Prompt tokens."""
+DELIVERY_MS = 1
+"""How much less than the bound on TBT a server plans for, which a simulation does not."""
+KEYS = (
+    *("median_ttft_ms", "p99_ttft_ms", "median_itl_ms", "p99_itl_ms", "mean_itl_ms"),
+    *("request_throughput", "output_throughput", "total_cached_tokens", "total_input_tokens"),
+    *("outcomes", "duration"),
+)
+"""Of a result; all but the last two are compared."""
+
+
+class Replay(msgspec.Struct, frozen=True):
+    """A system under a workload."""
+
+    system: str
+    options: tuple[str, ...]
+    """Words of `twolane serve` and of `twolane simulate`."""
+    dataset: str
+    rate: float
+    tbt_ms: float | None = None
+    """None: the system reads no SLOs."""
+
+    @property
+    def name(self) -> str:
+        """Of its files."""
+        return f"{self.system}-{self.dataset}"
+
+    @property
+    def requests(self) -> list[str]:
+        """Words for what is asked."""
+        return [
+            *("--dataset", self.dataset, "--num-prompts", f"{round(self.rate * SECONDS)}"),
+            *("--request-rate", f"{self.rate:g}", "--seed", f"{SEED}"),
+            *("--max-input-len", f"{LONGEST}"),
+        ]
+
+    def serve(self, profiles: Path) -> list[str]:
+        """Words for `twolane serve`."""
+        profile = profiles / f"profile-{MODEL}-h200.json"
+        return [
+            *(MODEL, "--load-format", "dummy", "--device", "cuda", "--profile", str(profile)),
+            *self._served(0),
+        ]
+
+    @property
+    def bench(self) -> list[str]:
+        """Words for `twolane`, but for address and file."""
+        return [
+            "bench",
+            "serve",
+            "--prompt-format",
+            "ids",
+            "--ignore-eos",
+            "--save-result",
+            *self.requests,
+        ]
+
+    @property
+    def simulate(self) -> list[str]:
+        """Words for `twolane`, but for the file."""
+        return ["simulate", MODEL, "--gpu", "h200", *self.requests, *self._served(DELIVERY_MS)]
+
+    def _served(self, spared_ms: float) -> list[str]:
+        bounds = ["--slo-ttft-ms", "1000", "--slo-tbt-ms", f"{(self.tbt_ms or 0) - spared_ms:g}"]
+        return [
+            *("--max-model-len", f"{LONGEST + 4096}", "--system", self.system, *self.options),
+            *(bounds if self.tbt_ms else ()),
+        ]
+
+
+CHUNKED = ("--option", "token_budget=512")
+REPLAYS = (
+    Replay("auto", (), "azure-conv", 16, 21),
+    Replay("chunked", CHUNKED, "azure-conv", 14),
+    Replay("muxwise", (), "azure-conv", 14, 21),
+    Replay("auto", (), "conversation", 0.9, 21),
+    Replay("chunked", CHUNKED, "conversation", 0.4),
+    Replay("muxwise", (), "conversation", 0.9, 21),
+)
+
+
+def measured(replay: Replay, profiles: Path, work: Path) -> None:
+    """Serve and ask."""
+    file, log = work / f"{replay.name}-measured.json", work / f"{replay.name}-server.txt"
+    with serving(replay.serve(profiles), log) as server:
+        _twolane([*replay.bench, "--base-url", server.url], file)
+
+
+def _twolane(words: Sequence[str], file: Path) -> None:
+    """Run it, and keep its result without the lists of single latencies."""
+    part = file.with_suffix(".part")
+    line = [sys.executable, "-m", "twolane", *words, "--result-file", str(part)]
+    subprocess.run(line, check=True, stdout=subprocess.DEVNULL)
+    result = msgspec.json.decode(part.read_bytes())
+    file.write_bytes(msgspec.json.encode({key: result[key] for key in KEYS}))
+    part.unlink()
+
+
+class Compared(msgspec.Struct):
+    """A replay's two results."""
+
+    name: str
+    serve: str
+    bench: str
+    simulate: str
+    measured: dict[str, object]
+    simulated: dict[str, object]
+
+
+def compared(replay: Replay, profiles: Path, work: Path) -> Compared | None:
+    """What was measured, if it was, and its simulation, made if it is missing."""
+    real, made = work / f"{replay.name}-measured.json", work / f"{replay.name}-simulated.json"
+    if not made.exists():
+        _twolane(replay.simulate, made)
+    if not real.exists():
+        return None
+    return Compared(
+        replay.name,
+        subprocess.list2cmdline(["twolane", "serve", *replay.serve(profiles)]),
+        subprocess.list2cmdline(["twolane", *replay.bench]),
+        subprocess.list2cmdline(["twolane", *replay.simulate]),
+        msgspec.json.decode(real.read_bytes()),
+        msgspec.json.decode(made.read_bytes()),
+    )
+
+
+def table(rows: Iterable[Compared]) -> str:
+    """Measured / simulated, and how far the second is from the first."""
+    lines = []
+    for row in rows:
+        cells = []
+        for key in KEYS[:-2]:
+            real, said = row.measured[key], row.simulated[key]
+            assert isinstance(real, (int, float)) and isinstance(said, (int, float))
+            off = f" {said / real - 1:+.0%}" if real else ""
+            cells.append(f"{real:.4g} / {said:.4g}{off}")
+        lines.append(f"| {row.name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Do what is missing, write the file."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--gpus", type=int, nargs="*", default=[0])
+    parser.add_argument(
+        "--seconds", type=float, default=1e9, help="end the measuring after so long"
+    )
+    parser.add_argument("--work", type=Path, default=Path("replay-work"), help="for the results")
+    parser.add_argument("--profiles", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/replay-h200.json"))
+    parser.add_argument("--one", choices=[r.name for r in REPLAYS], help="only measure this one")
+    given = parser.parse_args()
+    given.work.mkdir(parents=True, exist_ok=True)
+    if given.one:
+        [replay] = [each for each in REPLAYS if each.name == given.one]
+        measured(replay, given.profiles, given.work)
+        return
+    here = ["--work", str(given.work), "--profiles", str(given.profiles)]
+    commands = [
+        gpus.Command([__file__, "--one", replay.name, *here], given.work / f"{replay.name}.txt")
+        for replay in REPLAYS
+        if not (given.work / f"{replay.name}-measured.json").exists()
+    ]
+    gpus.run(commands, given.gpus, given.seconds)
+    with ThreadPoolExecutor(2) as pool:
+        rows = pool.map(lambda each: compared(each, given.profiles, given.work), REPLAYS)
+        found = [row for row in rows if row is not None]
+    report = {**gpus.where(), "replays": found}
+    given.out.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1))
+    print(table(found))
+
+
+if __name__ == "__main__":
+    main()
