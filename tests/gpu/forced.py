@@ -49,14 +49,14 @@ class Forced:
             slots * self._each, PAGE, slots, positions, lambda: None, lambda *_: None
         )
         self._logits: list[Tensor] = []
-        compute = self.lanes.runner._logits
+        compute = self.lanes.runner._head
 
         def noted(*arguments: object) -> Tensor:
             logits = compute(*arguments)
-            self._logits.append(logits)
+            self._logits.append(logits.clone())  # the next pass writes there
             return logits
 
-        self.lanes.runner._logits = noted
+        self.lanes.runner._head = noted
 
     def run(
         self, prefill: int, decode: int, cuts: Sequence[int], *, beside: bool = False
