@@ -218,6 +218,16 @@ def test_a_step_behind_a_hybrid_pass_serves_those_whose_prompt_it_ends():
     assert [launch.work for launch in made.launches] == [DecodeSteps(waits=True)]
 
 
+def test_the_next_pass_is_launched_as_much_ahead_as_its_launch_takes():
+    """The other lanes, which are idle, have nothing to say about that."""
+    runs = {"device": LaneView(1, UNITS, 0.008, launching=0.004)}
+    asked = {"waiting": [waiting("a", 500)], "decoding": rows(8, 1000, 0.05)}
+    made, _ = plan(lanes=runs, **asked)
+    assert [launch.work for launch in made.launches] == [Hybrid()]
+    made, _ = plan(lanes={"device": LaneView(1, UNITS, 0.008)}, **asked)
+    assert (made.launches, made.wake_at) == ((), pytest.approx(0.003))
+
+
 def queue(*asked):
     """In line at time 0; a request's tokens are its seconds."""
     return make_line(asked, 0.0, lambda r: float(r.new), refuse=True)

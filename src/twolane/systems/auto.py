@@ -333,14 +333,18 @@ class Auto(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def _queue(view: View, lane: LaneName) -> LaneView:
-    """The lane with what keeps it busy, on the whole device, too; its units are not told."""
+    """The lane with what keeps it busy, on the whole device, too; its units are not told.
+
+    What comes next may be launched in any of them, and costs the host what the dearest lately did.
+    """
     lanes = LANES if lane == "device" else (lane, "device")
     busy = [view.lanes[name] for name in lanes if view.lanes[name].queued]
     untils = [each.until for each in busy]
     known = [until for until in untils if until is not None]
     until = max(known, default=None) if len(known) == len(untils) else None
     queued = sum(each.queued for each in busy)
-    return LaneView(queued=queued, until=until, launching=view.lanes[lane].launching)
+    launching = max((each.launching for each in busy), default=0.0)
+    return LaneView(queued=queued, until=until, launching=launching)
 
 
 def _free(view: View) -> float:
