@@ -22,7 +22,9 @@ from twolane.bench import goodput
 from twolane.bench.goodput import LISTS, Trial
 
 SEEDS = 3
-TOLERANCE = 0.06
+TOLERANCE, FIRST_STEP = 0.06, 1.2
+WARMUPS = 24
+"""Requests at once before each run: a server's and a client's first memory is slow."""
 KEYS = (
     *("median_ttft_ms", "p90_ttft_ms", "p99_ttft_ms", "mean_itl_ms", "p99_itl_ms"),
     *("request_throughput", "outcomes"),
@@ -76,7 +78,8 @@ class Panel(msgspec.Struct, frozen=True):
             *("--serve", serve, "--system", system),
             *("--dataset", self.dataset, "--num-prompts", f"{self.prompts}"),
             *("--max-input-len", f"{self.longest}", "--seeds", f"{SEEDS}"),
-            *("--start-rate", f"{self.start:g}", "--least-rate", f"{self.start / 4:g}"),
+            *("--start-rate", f"{self.start:g}", "--first-step", f"{FIRST_STEP:g}"),
+            *("--least-rate", f"{self.start / 4:g}", "--num-warmups", f"{WARMUPS}"),
             *("--tolerance", f"{TOLERANCE:g}", "--out", str(folder)),
         ]
         return gpus.Command(arguments, folder / "search.txt")

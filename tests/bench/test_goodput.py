@@ -47,6 +47,17 @@ def test_what_fails_with_each_request_alone_is_not_tried_slower():
     assert highest(lambda rate: next(verdicts), 8.0, 36) == pytest.approx(16.0, rel=0.02)
 
 
+@pytest.mark.parametrize("limit", [7.1, 8.0, 9.0])
+def test_a_short_first_step_spares_a_good_guess_the_slow_runs(limit):
+    runs = {}
+    for stride in (9, 36):
+        rates = runs[stride] = []
+        found = highest(lambda rate: rates.append(rate) or rate <= limit, 8.0, 36, stride=stride)  # noqa: B023
+        assert limit / 1.02 <= found <= limit
+        assert rates[1] == pytest.approx(8.0 * 2 ** ((1 if limit >= 8.0 else -1) * stride / 36))
+    assert len(runs[9]) < len(runs[36])
+
+
 @pytest.mark.parametrize("steps", [-40, -3, -1, 0, 1, 2, 9, 50])
 def test_a_search_that_begins_near_finds_the_same_in_fewer_runs(steps):
     limit = 5.3

@@ -322,11 +322,11 @@ def test_the_margin_rests_where_one_gap_in_a_hundred_is_above_the_slo():
     assert 1.0 < rare.margin <= MOST_MARGIN
     unbound = view(OnlineEstimator(), decoding=rows(10, 1000, None), gaps=gaps, now=200.0)
     assert _watch(unbound, Memory()).margin == 1.0
-    for i in range(400):
+    for i in range(300):
         add(gaps, (0.009, 98), (0.02, 2))
         often = watched(often, gaps, float(i))
     assert LEAST_MARGIN < often.margin < 0.9
-    for i in range(400, 800):
+    for i in range(300, 1000):
         add(gaps, (0.009, 100))
         often = watched(often, gaps, float(i))
     assert often.margin > 0.95

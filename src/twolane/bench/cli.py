@@ -284,6 +284,14 @@ def goodput(
     start_rate: Annotated[
         float, typer.Option(help="Requests a second to begin with.", rich_help_panel=MEASURE)
     ] = 1.0,
+    first_step: Annotated[
+        float,
+        typer.Option(
+            help="Factor from there to the second rate, up or down; 1.2 saves runs where the first "
+            "is a good guess.",
+            rich_help_panel=MEASURE,
+        ),
+    ] = 2.0,
     least_rate: Annotated[
         float,
         typer.Option(help="What holds only below is taken for 0.", rich_help_panel=MEASURE),
@@ -322,6 +330,7 @@ def goodput(
             seeds=seeds,
             seed=seed,
             start_rate=start_rate,
+            first_step=first_step,
             least_rate=least_rate,
             tolerance=tolerance,
         )

@@ -59,6 +59,8 @@ class Search(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
     """The first of them."""
     start_rate: float = 1.0
+    first_step: float = 2.0
+    """The factor from there to the second rate; the next ones are longer."""
     least_rate: float = LOWEST
     """What holds only below that is not looked for: goodput is 0."""
     tolerance: float = 0.02
@@ -68,6 +70,11 @@ class Search(msgspec.Struct, frozen=True, kw_only=True):
     def octave(self) -> int:
         """Rates of the grid from one to its double."""
         return math.ceil(1 / math.log2(1 + self.tolerance) - 1e-9)
+
+    @property
+    def stride(self) -> int:
+        """Rates of the grid from the first to the second."""
+        return max(1, round(self.octave * math.log2(self.first_step)))
 
     @property
     def percentiles(self) -> tuple[float, ...]:
@@ -91,6 +98,8 @@ class Search(msgspec.Struct, frozen=True, kw_only=True):
         if not LOWEST <= self.least_rate <= self.start_rate <= HIGHEST:
             problem = f"must be in [{LOWEST}, {HIGHEST:g}], and --least-rate not above it"
             raise OptionError("--start-rate", problem)
+        if not 1 < self.first_step <= 1024:
+            raise OptionError("--first-step", f"must be in (1, 1024], not {self.first_step}")
         if not 0 < self.tolerance < 1:
             raise OptionError("--tolerance", f"must be in (0, 1), not {self.tolerance}")
 
@@ -225,6 +234,7 @@ def highest(
     near: float | None = None,
     floor: float = LOWEST,
     top: float = HIGHEST,
+    stride: int | None = None,
 ) -> float:
     """The highest rate that holds, 0 if none does: bracketing by longer and longer strides, then
     bisection, on the grid start · 2^(i / octave).
@@ -235,10 +245,12 @@ def highest(
         octave: rates of the grid from one to its double.
         near: a rate of the grid to begin at instead, next to which the answer may be.
         floor, top: the lowest and the highest rate that are tried.
+        stride: rates of the grid from the first to the second, unless it begins at `near`; an
+            octave if not given.
     """
     least = math.ceil(octave * math.log2(floor / start) - 1e-9)
     most = math.floor(octave * math.log2(top / start) + 1e-9)
-    i, stride = 0, octave
+    i, stride = 0, stride or octave
     if near:
         i, stride = round(octave * math.log2(near / start)), 1
     low: int | None = None
@@ -310,8 +322,10 @@ def find(
 
                 looser = found[i - 1][system][turn] if i else HIGHEST
                 near = looser if i else next(reversed(found[i].get(system, [])), None)
-                begin, least = search.start_rate, search.least_rate
-                rate = looser and highest(holds, begin, search.octave, near, least, looser)
+                grid = search.start_rate, search.octave
+                rate = looser and highest(
+                    holds, *grid, near, search.least_rate, looser, search.stride
+                )
                 found[i].setdefault(system, []).append(rate)
                 content = summary(point.search, found[i], tuned(systems, found[i]))
                 _save(point.folder / "summary.json", content)

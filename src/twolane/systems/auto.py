@@ -52,8 +52,9 @@ LEAST_PACE = 0.05
 """Of prefill, in that of the whole device alone, that is reckoned with."""
 CHECK_SECONDS = 0.1
 """Between two looks at the recent gaps between tokens."""
-ALLOWED = 0.008
-"""Of the gaps may be above the TBT SLO, which is on their P99."""
+ALLOWED = 0.006
+"""Of the gaps may be above the TBT SLO, which is on their P99: late ones come dozens at a time, and
+half a minute has too few of such times for more to stay below one in a hundred."""
 STEP = 0.001
 """By which share the TBT that is planned for shrinks with each of them."""
 LEAST_MARGIN, MOST_MARGIN = 0.6, 1.15
