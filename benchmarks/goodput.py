@@ -65,17 +65,8 @@ class Panel(msgspec.Struct, frozen=True):
         if self.per_1k_ms:
             slos.append(f"ttft-per-1k:{self.per_1k_ms:g}")
         arguments = [
-            *(
-                "-m",
-                "twolane",
-                "bench",
-                "goodput",
-                "--goodput",
-                *slos,
-                "--attainment",
-                f"{self.attainment:g}",
-            ),
-            *("--serve", serve, "--system", system),
+            *("-m", "twolane", "bench", "goodput", "--serve", serve, "--system", system),
+            *("--goodput", *slos, "--attainment", f"{self.attainment:g}"),
             *("--dataset", self.dataset, "--num-prompts", f"{self.prompts}"),
             *("--max-input-len", f"{self.longest}", "--seeds", f"{SEEDS}"),
             *("--start-rate", f"{self.start:g}", "--first-step", f"{FIRST_STEP:g}"),
@@ -86,39 +77,32 @@ class Panel(msgspec.Struct, frozen=True):
 
 
 def _azure(
-    model: str, dataset: str, tbt_ms: float, start: float, prompts: int, *systems: str
+    model: str, dataset: str, tbt_ms: float, start: float, prompts: int, budget: int, other: str
 ) -> Panel:
     ttft = 2000 if model == "codellama-34b" else 1000
-    return Panel(model, dataset, tbt_ms, start, prompts, ("auto", *systems), ttft)
+    systems = "auto", f"chunked:token_budget={budget}", other
+    return Panel(model, dataset, tbt_ms, start, prompts, systems, ttft)
 
 
 def _conversation(tbt_ms: float) -> Panel:
-    systems = ("auto", "chunked:token_budget=1024", "muxwise")
-    return Panel(
-        *("qwen3-8b", "conversation", tbt_ms, 1.0, 300, systems),
-        per_1k_ms=1000,
-        attainment=0.9,
-        longest=32_768,
-    )
-
-
-def _chunked(*budgets: int) -> str:
-    return f"chunked:token_budget={'/'.join(map(str, budgets))}"
+    systems = "auto", "chunked:token_budget=1024", "muxwise"
+    own = {"per_1k_ms": 1000, "attainment": 0.9, "longest": 32_768}
+    return Panel("qwen3-8b", "conversation", tbt_ms, 1.0, 300, systems, **own)
 
 
 PANELS = (
-    _azure("qwen3-8b", "azure-conv", 21, 18, 600, _chunked(512), "muxwise"),
-    _azure("qwen3-8b", "azure-conv", 12, 14, 480, _chunked(256), "muxwise"),
-    _azure("qwen3-8b", "azure-conv", 9, 10, 300, _chunked(128), "muxwise"),
-    _azure("qwen3-8b", "azure-conv", 50, 24, 750, _chunked(1024), "muxwise"),
-    _azure("qwen3-8b", "azure-code", 21, 9, 300, _chunked(512), "drift"),
-    _azure("qwen3-8b", "azure-code", 12, 6.5, 220, _chunked(256), "muxwise"),
-    _azure("qwen3-8b", "azure-code", 9, 5, 180, _chunked(128), "muxwise"),
-    _azure("qwen3-8b", "azure-code", 50, 11, 360, _chunked(1024), "muxwise"),
-    _azure("codellama-34b", "azure-conv", 40, 3.5, 130, _chunked(256), "muxwise"),
-    _azure("codellama-34b", "azure-conv", 80, 5, 160, _chunked(512), "bullet"),
-    _azure("codellama-34b", "azure-code", 40, 2, 100, _chunked(256), "muxwise"),
-    _azure("codellama-34b", "azure-code", 80, 2.5, 100, _chunked(512), "drift"),
+    _azure("qwen3-8b", "azure-conv", 21, 18, 600, 512, "muxwise"),
+    _azure("qwen3-8b", "azure-conv", 12, 14, 480, 256, "muxwise"),
+    _azure("qwen3-8b", "azure-conv", 9, 10, 300, 128, "muxwise"),
+    _azure("qwen3-8b", "azure-conv", 50, 24, 750, 1024, "muxwise"),
+    _azure("qwen3-8b", "azure-code", 21, 9, 300, 512, "drift"),
+    _azure("qwen3-8b", "azure-code", 12, 6.5, 220, 256, "muxwise"),
+    _azure("qwen3-8b", "azure-code", 9, 5, 180, 128, "muxwise"),
+    _azure("qwen3-8b", "azure-code", 50, 11, 360, 1024, "muxwise"),
+    _azure("codellama-34b", "azure-conv", 40, 3.5, 130, 256, "muxwise"),
+    _azure("codellama-34b", "azure-conv", 80, 5, 160, 512, "bullet"),
+    _azure("codellama-34b", "azure-code", 40, 2, 100, 256, "muxwise"),
+    _azure("codellama-34b", "azure-code", 80, 2.5, 100, 512, "drift"),
     _conversation(21),
     _conversation(50),
 )
@@ -154,15 +138,14 @@ def collected(panels: Iterable[Panel], work: Path, profiles: Path) -> list[Found
     """What the folder has."""
     found = []
     for panel in panels:
-        for asked in panel.systems:
-            command = panel.command(asked, work, profiles)
-            words = subprocess.list2cmdline(["python", *command.arguments])
-            for system in goodput.variants(asked):
-                runs = [_run(path) for path in sorted(command.log.parent.glob("*-seed*.json"))]
-                runs = [run for run in runs if run.trial.system == system]
-                rates = _rates(command.log.parent / "summary.json", system)
-                if runs:
-                    found.append(Found(panel.name, system, words, rates, runs))
+        for system in panel.systems:
+            command = panel.command(system, work, profiles)
+            folder, words = command.log.parent, ["python", *command.arguments]
+            runs = [_run(path) for path in sorted(folder.glob("*-seed*.json"))]
+            rates = _rates(folder / "summary.json", system)
+            line = subprocess.list2cmdline(words)
+            if runs:
+                found.append(Found(panel.name, system, line, rates, runs))
     return found
 
 

@@ -1,5 +1,6 @@
 """What benchmarks on GPUs share: where they ran, and commands side by side, each on one GPU."""
 
+import contextlib
 import os
 import platform
 import queue
@@ -62,11 +63,9 @@ def run(commands: Sequence[Command], gpus: Sequence[int], seconds: float) -> Non
     end = time.monotonic() + seconds
 
     def work(gpu: int) -> None:
-        while time.monotonic() < end and not waiting.empty():
-            try:
+        with contextlib.suppress(queue.Empty):
+            while time.monotonic() < end:
                 _run(waiting.get_nowait(), gpu, end)
-            except queue.Empty:
-                return
 
     threads = [threading.Thread(target=work, args=(gpu,)) for gpu in gpus]
     for thread in threads:

@@ -66,15 +66,8 @@ class Replay(msgspec.Struct, frozen=True):
     @property
     def bench(self) -> list[str]:
         """Words for `twolane`, but for address and file."""
-        return [
-            "bench",
-            "serve",
-            "--prompt-format",
-            "ids",
-            "--ignore-eos",
-            "--save-result",
-            *self.requests,
-        ]
+        own = ["--prompt-format", "ids", "--ignore-eos", "--save-result", "--num-warmups", "24"]
+        return ["bench", "serve", *own, *self.requests]
 
     @property
     def simulate(self) -> list[str]:

@@ -322,10 +322,8 @@ def find(
 
                 looser = found[i - 1][system][turn] if i else HIGHEST
                 near = looser if i else next(reversed(found[i].get(system, [])), None)
-                grid = search.start_rate, search.octave
-                rate = looser and highest(
-                    holds, *grid, near, search.least_rate, looser, search.stride
-                )
+                begin, least, stride = search.start_rate, search.least_rate, search.stride
+                rate = looser and highest(holds, begin, search.octave, near, least, looser, stride)
                 found[i].setdefault(system, []).append(rate)
                 content = summary(point.search, found[i], tuned(systems, found[i]))
                 _save(point.folder / "summary.json", content)

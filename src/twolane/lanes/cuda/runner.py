@@ -78,14 +78,13 @@ class _LaneMemory:
         self.attention = PrefillWorkspace(decoder.device)
         self.sampler = Sampler(max_rows, decoder.spec.vocab_size, decoder.device)
         self.passes: Passes | None = None
-        self._rows, self._vocab, self._device = max_rows, decoder.spec.vocab_size, decoder.device
+        self._shape = max_rows, decoder.spec.vocab_size
 
     @cached_property
     def logits(self) -> Tensor:
         """Of passes that are not decode graphs, float32 [max_rows, vocab]. Made once: more rows
         than ever before would have to be had from the driver, with the device standing still."""
-        shape = self._rows, self._vocab
-        return torch.empty(shape, dtype=torch.float32, device=self._device)
+        return torch.empty(self._shape, dtype=torch.float32, device=self.attention.device)
 
 
 @dataclass(frozen=True, slots=True)
