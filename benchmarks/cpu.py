@@ -15,19 +15,16 @@ import argparse
 import asyncio
 import itertools
 import json
-import platform
 import random
 import statistics
-import subprocess
-import sys
 import time
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
+from origin import origin, output
 
-from twolane import SamplingParams, __version__
+from twolane import SamplingParams
 from twolane.api.engine_client import EngineClient, Event
 from twolane.engine.config import EngineConfig
 from twolane.engine.messages import Output
@@ -244,21 +241,12 @@ def report(measured: Measured, figures: list[Figure], seconds: float, out: Path 
         return
     import torch
 
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
-    )
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(
         json.dumps(
             {
-                "command": " ".join(["python", *sys.argv]),
-                "date": datetime.now(UTC).isoformat(timespec="seconds"),
-                "commit": commit.stdout.strip(),
-                "versions": {
-                    "twolane": __version__,
-                    "torch": torch.__version__,
-                    "python": platform.python_version(),
-                },
+                **origin(),
+                "commit": output("git", "describe", "--always", "--dirty"),
                 "hardware": {"cpu": cpu_name(), "cores": torch.get_num_threads()},
                 "model": MODEL,
                 "dtype": "float32",

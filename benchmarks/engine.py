@@ -18,9 +18,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-import gpus
 import numpy as np
 import torch
+from origin import gpu_origin
 
 from twolane.kernels.decode_attention import decode_attention
 from twolane.kernels.prefill_attention import PrefillPlan, PrefillWorkspace, prefill_attention
@@ -492,7 +492,7 @@ def wanted(only: Sequence[str] | None, model: str, part: str) -> bool:
 
 def report(figures: Sequence[Figure], details: dict) -> dict:
     return {
-        **gpus.where(),
+        **gpu_origin(),
         "figures": [asdict(f) for f in figures],
         "details": details,
     }

@@ -9,22 +9,20 @@ half a minute of arrivals is one burst, which is served after it has ended (docs
 `conversation`, whose prompts take seconds, has such an allowance, and P90.
 """
 
-import argparse
+import shlex
 import statistics
-import subprocess
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import gpus
 import msgspec
+from origin import gpu_origin, save
 
 from twolane.bench import goodput
 from twolane.bench.goodput import LISTS, Trial
 
 SEEDS = 3
 TOLERANCE, FIRST_STEP = 0.06, 1.2
-WARMUPS = 24
-"""Requests at once before each run: a server's and a client's first memory is slow."""
 KEYS = (
     *("median_ttft_ms", "p90_ttft_ms", "p99_ttft_ms", "mean_itl_ms", "p99_itl_ms"),
     *("request_throughput", "outcomes"),
@@ -59,7 +57,7 @@ class Panel(msgspec.Struct, frozen=True):
         folder = work / self.name / goodput.file_name(system)
         serve = (
             f"{self.model} --load-format dummy --device cuda --max-model-len {self.longest + 4096}"
-            f" --profile {profiles / f'profile-{self.model}-h200.json'}"
+            f" --profile {gpus.profile(profiles, self.model)}"
         )
         slos = [f"ttft:{self.ttft_ms:g}", f"tbt:{self.tbt_ms:g}"]
         if self.per_1k_ms:
@@ -70,7 +68,7 @@ class Panel(msgspec.Struct, frozen=True):
             *("--dataset", self.dataset, "--num-prompts", f"{self.prompts}"),
             *("--max-input-len", f"{self.longest}", "--seeds", f"{SEEDS}"),
             *("--start-rate", f"{self.start:g}", "--first-step", f"{FIRST_STEP:g}"),
-            *("--least-rate", f"{self.start / 4:g}", "--num-warmups", f"{WARMUPS}"),
+            *("--least-rate", f"{self.start / 4:g}", "--num-warmups", f"{gpus.WARMUPS}"),
             *("--tolerance", f"{TOLERANCE:g}", "--out", str(folder)),
         ]
         return gpus.Command(arguments, folder / "search.txt")
@@ -143,9 +141,8 @@ def collected(panels: Iterable[Panel], work: Path, profiles: Path) -> list[Found
             folder, words = command.log.parent, ["python", *command.arguments]
             runs = [_run(path) for path in sorted(folder.glob("*-seed*.json"))]
             rates = _rates(folder / "summary.json", system)
-            line = subprocess.list2cmdline(words)
             if runs:
-                found.append(Found(panel.name, system, line, rates, runs))
+                found.append(Found(panel.name, system, shlex.join(words), rates, runs))
     return found
 
 
@@ -177,16 +174,9 @@ def table(found: Sequence[Found]) -> str:
 
 def main() -> None:
     """Search what is missing, write the file."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--gpus", type=int, nargs="*", default=[0], help="none: only write")
+    parser = gpus.options(__doc__, "goodput-work", "goodput-h200.json")
     parser.add_argument("--panels", nargs="+", help="only these, by the beginnings of their names")
     parser.add_argument("--systems", nargs="+", help="only these, by the beginnings of their names")
-    parser.add_argument("--seconds", type=float, default=1e9, help="end the searches after so long")
-    parser.add_argument("--work", type=Path, default=Path("goodput-work"), help="for the runs")
-    parser.add_argument("--profiles", type=Path, default=Path(__file__).parent / "results")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/goodput-h200.json"))
     given = parser.parse_args()
     commands = [
         panel.command(system, given.work, given.profiles)
@@ -197,8 +187,7 @@ def main() -> None:
     ]
     gpus.run(commands, given.gpus, given.seconds)
     found = collected(PANELS, given.work, given.profiles)
-    report = {**gpus.where(), "panels": PANELS, "found": found}
-    given.out.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1))
+    save(given.out, {**gpu_origin(), "panels": PANELS, "found": found})
     print(table(found))
 
 

@@ -1,8 +1,8 @@
-"""What benchmarks on GPUs share: where they ran, and commands side by side, each on one GPU."""
+"""What benchmarks of servers on GPUs share: options, and commands side by side, one on each GPU."""
 
+import argparse
 import contextlib
 import os
-import platform
 import queue
 import signal
 import subprocess
@@ -10,41 +10,37 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-
-from twolane import __version__
-
 GRACE = 40.0
 """Seconds that a command has to stop what it started."""
+WARMUPS = 24
+"""Requests at once before a measured run: a server's and a client's first memory is slow."""
 
 
-def where() -> dict[str, object]:
-    """The command, the commit, the GPUs and the versions, for a file of results."""
-    query = "--query-gpu=name,driver_version,power.limit,clocks.max.sm"
-    return {
-        "command": " ".join(["python", *sys.argv]),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": _output("git", "rev-parse", "HEAD"),
-        "gpu": _output("nvidia-smi", query, "--format=csv,noheader"),
-        "versions": {
-            "twolane": __version__,
-            "torch": str(torch.__version__),
-            "cuda": torch.version.cuda,
-            "python": platform.python_version(),
-        },
-    }
+def options(description: str, work: str, out: str) -> argparse.ArgumentParser:
+    """The options of a benchmark that goes on where it was ended."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawTextHelpFormatter
+    )
+    add = parser.add_argument
+    add("--gpus", type=int, nargs="*", default=[0], help="no number: only what needs no GPU")
+    add("--seconds", type=float, default=1e9, help="end what runs on GPUs after so long")
+    add("--work", type=Path, default=Path(work), help="folder of the runs")
+    add(
+        "--profiles",
+        type=Path,
+        default=Path(__file__).parent / "results",
+        help="folder of profile-MODEL-h200.json",
+    )
+    add("--out", type=Path, default=Path("benchmarks/results") / out)
+    return parser
 
 
-def _output(*words: str) -> str:
-    """What a command says; nothing if there is none."""
-    try:
-        return subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip()
-    except FileNotFoundError:
-        return ""
+def profile(folder: Path, model: str) -> str:
+    """The file of a model's profile."""
+    return str(folder / f"profile-{model}-h200.json")
 
 
 class Command(NamedTuple):

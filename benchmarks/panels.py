@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
+from origin import save
 
 from twolane import __version__
 from twolane.bench import goodput, goodput_cli
@@ -254,7 +255,7 @@ def main() -> None:
         "points": points,
         "verdict": verdict(points)._asdict(),
     }
-    given.out.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1))
+    save(given.out, report)
     print(table(points))
     draw(panels, list(asked), points, given.out.with_suffix(".png"))
 

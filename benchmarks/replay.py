@@ -5,7 +5,7 @@ with `twolane bench serve`, simulated with `twolane simulate`, the same requests
 What `--work` has is not done again. `--gpus` without a number only simulates, and writes the file.
 """
 
-import argparse
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
@@ -14,6 +14,7 @@ from pathlib import Path
 
 import gpus
 import msgspec
+from origin import gpu_origin, save
 
 from twolane.bench.server import serving
 
@@ -57,16 +58,23 @@ class Replay(msgspec.Struct, frozen=True):
 
     def serve(self, profiles: Path) -> list[str]:
         """Words for `twolane serve`."""
-        profile = profiles / f"profile-{MODEL}-h200.json"
+        profile = gpus.profile(profiles, MODEL)
         return [
-            *(MODEL, "--load-format", "dummy", "--device", "cuda", "--profile", str(profile)),
+            *(MODEL, "--load-format", "dummy", "--device", "cuda", "--profile", profile),
             *self._served(0),
         ]
 
     @property
     def bench(self) -> list[str]:
         """Words for `twolane`, but for address and file."""
-        own = ["--prompt-format", "ids", "--ignore-eos", "--save-result", "--num-warmups", "24"]
+        own = [
+            "--prompt-format",
+            "ids",
+            "--ignore-eos",
+            "--save-result",
+            "--num-warmups",
+            f"{gpus.WARMUPS}",
+        ]
         return ["bench", "serve", *own, *self.requests]
 
     @property
@@ -130,9 +138,9 @@ def compared(replay: Replay, profiles: Path, work: Path) -> Compared | None:
         return None
     return Compared(
         replay.name,
-        subprocess.list2cmdline(["twolane", "serve", *replay.serve(profiles)]),
-        subprocess.list2cmdline(["twolane", *replay.bench]),
-        subprocess.list2cmdline(["twolane", *replay.simulate]),
+        shlex.join(["twolane", "serve", *replay.serve(profiles)]),
+        shlex.join(["twolane", *replay.bench]),
+        shlex.join(["twolane", *replay.simulate]),
         msgspec.json.decode(real.read_bytes()),
         msgspec.json.decode(made.read_bytes()),
     )
@@ -154,16 +162,7 @@ def table(rows: Iterable[Compared]) -> str:
 
 def main() -> None:
     """Do what is missing, write the file."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--gpus", type=int, nargs="*", default=[0])
-    parser.add_argument(
-        "--seconds", type=float, default=1e9, help="end the measuring after so long"
-    )
-    parser.add_argument("--work", type=Path, default=Path("replay-work"), help="for the results")
-    parser.add_argument("--profiles", type=Path, default=Path(__file__).parent / "results")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/replay-h200.json"))
+    parser = gpus.options(__doc__, "replay-work", "replay-h200.json")
     parser.add_argument("--one", choices=[r.name for r in REPLAYS], help="only measure this one")
     given = parser.parse_args()
     given.work.mkdir(parents=True, exist_ok=True)
@@ -181,8 +180,7 @@ def main() -> None:
     with ThreadPoolExecutor(2) as pool:
         rows = pool.map(lambda each: compared(each, given.profiles, given.work), REPLAYS)
         found = [row for row in rows if row is not None]
-    report = {**gpus.where(), "replays": found}
-    given.out.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1))
+    save(given.out, {**gpu_origin(), "replays": found})
     print(table(found))
 
 
