@@ -4,11 +4,12 @@ import itertools
 from collections.abc import Sequence
 
 from tests.systems.simulation import LAYERS, LEVELS, UNITS, Simulation, simulate, submit
+from twolane.engine.launching import Launching
 from twolane.lanes import Ticket
 from twolane.lanes.sim import FixedDurations, SimLanes
 from twolane.lanes.work import DecodeWork, PrefillWork, Work
 from twolane.systems import make_system
-from twolane.systems.plan import PrefillSlice
+from twolane.systems.plan import DecodeSteps, Hybrid, PrefillSlice
 from twolane.vocabulary import LaneName
 
 STEP, LAYER, HYBRID = 0.010, 0.006, 0.030
@@ -64,9 +65,33 @@ def test_a_hybrid_pass_is_launched_while_the_one_before_it_runs() -> None:
 def test_what_launching_takes_is_forgotten() -> None:
     """One launch that compiled a kernel does not make the rest come early, or in single layers."""
     sim = served(SimLanes, "static-split")
-    state = sim.engine.state
-    assert state.layers_at_once == 1
+    launching = sim.engine.state.launching
+    assert launching.layers_at_once == 1
     for _ in range(50):
-        state.note_launching(Ticket("prefill", UNITS, launching=1e-5), PrefillSlice(0, LAYERS))
-    assert state.layers_at_once == LAYERS
-    assert state.launching["prefill"] < 1e-3
+        launching.note(PrefillSlice(1, min(1 + launching.layers_at_once, LAYERS - 1)), 1e-5)
+    assert launching.layers_at_once == LAYERS
+    assert launching.longest("prefill") < 1e-3
+
+
+def test_what_a_pass_takes_is_not_forgotten_over_decode_steps() -> None:
+    """The next one may come at once; only what a lane may get counts for it."""
+    launching = Launching(LAYERS)
+    launching.note(Hybrid(), 0.005)
+    launching.note(PrefillSlice(0, 1), 0.002)
+    for _ in range(10):
+        launching.note(DecodeSteps(), 0.0005)
+    assert launching.longest("device") > 0.004
+    assert 0.0005 < launching.longest("prefill") < 0.002
+    assert launching.longest("decode") == 0.0005
+
+
+def test_what_slices_cost_beside_their_layers_does_not_make_them_shorter() -> None:
+    """A layer takes 0.1 ms and a slice 0.9 beside them, which was slow once: eleven layers fill the
+    time, though the mean cost of a layer, launched alone, is 1 ms."""
+    launching = Launching(36)
+    launching.note(PrefillSlice(1, 2), 0.003)
+    assert launching.layers_at_once == 1
+    for _ in range(12):
+        layers = launching.layers_at_once
+        launching.note(PrefillSlice(1, 1 + layers), 0.0009 + 0.0001 * layers)
+    assert 9 <= launching.layers_at_once <= 12

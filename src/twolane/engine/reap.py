@@ -112,7 +112,7 @@ def _settle(state: State, flight: Flight) -> None:
     state.kv.landed([allocation for _, allocation in flight.rows])
     ticket = flight.ticket
     state.counters.seconds[ticket.lane, ticket.units] += ticket.seconds
-    state.note_launching(ticket, work)
+    state.launching.note(work, ticket.launching)
     _observe(state, flight)
     if not state.trace.silent:
         _trace(state, flight)
@@ -155,6 +155,7 @@ def _trace(state: State, flight: Flight) -> None:
         context=flight.load.reused,
         predicted=flight.predicted,
         waited=ticket.start - flight.launched_at,
+        launching=ticket.launching,
         reason=flight.reason,
     )
 

@@ -9,24 +9,18 @@ from itertools import islice
 from msgspec.structs import replace
 
 from twolane.engine.kv import KVBooks
+from twolane.engine.launching import Launching
 from twolane.engine.messages import FinishReason, Launched, Output, Refused
 from twolane.engine.request import Flight, Phase, PrefillBatch, Request
 from twolane.engine.trace import Trace
 from twolane.estimate import Estimator
-from twolane.lanes import Lanes, Sampled, Ticket
+from twolane.lanes import Lanes, Sampled
 from twolane.slo import Slo
-from twolane.systems.plan import PrefillSlice, Work
 from twolane.systems.view import LaneView
 from twolane.vocabulary import LANES, LaneName
 
 LATEST = 512
 """Gaps that are kept."""
-LAUNCHING = 0.002
-"""Seconds that the host may spend on launching one slice while others decode: less than what is
-queued for decode ahead of time (`lead_seconds`)."""
-FADING = 0.9
-"""What is left after another launch of the longest that the host took for one."""
-IDLE: dict[LaneName, LaneView] = {lane: LaneView() for lane in LANES}
 LANDED = 256
 
 
@@ -89,10 +83,6 @@ class State:
     )
     """The latest that were, by lane, as far as a launch of the other lane may have overlapped."""
     gaps: Gaps = field(default_factory=Gaps)
-    launching: dict[LaneName, float] = field(default_factory=dict)
-    """Seconds that the host took to launch something in a lane: the longest of late."""
-    layer_launching: float = 0.0
-    """The same for a layer of a prefill slice, as a mean of late."""
     counters: Counters = field(default_factory=Counters)
     outputs: dict[str, Output] = field(default_factory=dict)
     """News for the front, by request."""
@@ -100,10 +90,12 @@ class State:
     launches: list[Launched] = field(default_factory=list)
     watched_until: float = -math.inf
     """What is reaped later is no news of `launches`."""
+    launching: Launching = field(init=False)
     offered: frozenset[int] = field(init=False)
     """Units that a lane may be given."""
 
     def __post_init__(self) -> None:
+        self.launching = Launching(self.layers)
         self.offered = frozenset(units for level in self.lanes.levels for units in level if units)
 
     def now(self) -> float:
@@ -188,7 +180,8 @@ class State:
 
     def lane_views(self, now: float) -> dict[LaneName, LaneView]:
         """What is queued in each lane, and until when by prediction."""
-        views = IDLE.copy()
+        costs = {lane: self.launching.longest(lane) for lane in LANES}
+        views = {lane: LaneView(launching=cost) for lane, cost in costs.items()}
         for flight in self.flights:
             lane, units = flight.launch.lane, flight.launch.units
             before, predicted = views[lane], flight.predicted
@@ -202,23 +195,8 @@ class State:
             else:
                 begun = flight.ticket.start
                 until = max(now, (now if begun is None else begun) + predicted)
-            views[lane] = LaneView(before.queued + 1, units, until, self.launching.get(lane, 0.0))
+            views[lane] = LaneView(before.queued + 1, units, until, costs[lane])
         return views
-
-    def note_launching(self, ticket: Ticket, work: Work) -> None:
-        """Learn what launches cost the host from one that has ended."""
-        seconds, before = ticket.launching, self.launching.get(ticket.lane, 0.0)
-        self.launching[ticket.lane] = max(seconds, FADING * before)
-        if isinstance(work, PrefillSlice):
-            each = seconds / (work.last - work.first)
-            self.layer_launching += (each - self.layer_launching) / 2
-
-    @property
-    def layers_at_once(self) -> int:
-        """Layers of a prefill slice that the host launches in `LAUNCHING`, at least one."""
-        if self.layers * self.layer_launching <= LAUNCHING:
-            return self.layers
-        return max(1, int(LAUNCHING / self.layer_launching))
 
 
 def _with_token(news: Output, request: Request, sampled: Sampled) -> Output:

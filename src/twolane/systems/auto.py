@@ -336,7 +336,8 @@ class Auto(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def _queue(view: View, lane: LaneName) -> LaneView:
     """The lane with what keeps it busy, on the whole device, too; its units are not told.
 
-    What comes next may be launched in any of them, and costs the host what the dearest lately did.
+    What comes next may be launched in this lane or in one of those, and take the host as long as
+    the dearest launch there.
     """
     lanes = LANES if lane == "device" else (lane, "device")
     busy = [view.lanes[name] for name in lanes if view.lanes[name].queued]
@@ -344,7 +345,7 @@ def _queue(view: View, lane: LaneName) -> LaneView:
     known = [until for until in untils if until is not None]
     until = max(known, default=None) if len(known) == len(untils) else None
     queued = sum(each.queued for each in busy)
-    launching = max((each.launching for each in busy), default=0.0)
+    launching = max(each.launching for each in (*busy, view.lanes[lane]))
     return LaneView(queued=queued, until=until, launching=launching)
 
 

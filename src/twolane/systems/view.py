@@ -133,7 +133,7 @@ class LaneView(msgspec.Struct, frozen=True):
     until: float | None = None
     """When the queue will be empty by prediction, in seconds; None: no prediction."""
     launching: float = 0.0
-    """Seconds that the host lately took to launch something in this lane."""
+    """Seconds that the host lately took for the dearest launch that this lane may get."""
 
     def due(self, now: float, lead: float) -> bool:
         """Whether the lane wants another launch: idle, or predicted to be within `lead` seconds of

@@ -1,0 +1,64 @@
+"""What launches cost the host: plans leave room for it.
+
+A launch of a hybrid pass takes 4 to 6 ms, one of a decode step 0.5. Which of them comes next is
+known when it is planned, and then it may be late: so each lane is fed as early as the dearest kind
+of launch that it may get wants it.
+"""
+
+from twolane.systems.plan import DecodeSteps, Hybrid, PrefillSlice, Work
+from twolane.vocabulary import LaneName
+
+KINDS: dict[LaneName, tuple[type[Work], ...]] = {
+    "prefill": (PrefillSlice,),
+    "decode": (DecodeSteps,),
+    "device": (PrefillSlice, DecodeSteps, Hybrid),
+}
+"""What may be launched in a lane."""
+SLICE_SECONDS = 0.002
+"""Of the host for one slice while others decode: less than what is queued for decode ahead of time
+(`lead_seconds`)."""
+ENDS = 2
+"""Times as much may the slices take that lay out a batch, or sample after it."""
+FADING, WANING = 0.9, 0.99
+"""What is left of the longest launch of a kind after another one of that kind, and of another."""
+
+
+class Launching:
+    """Learns from launches that have ended.
+
+    Args:
+        layers: of the model.
+    """
+
+    def __init__(self, layers: int) -> None:
+        self._layers = layers
+        self._longest: dict[type[Work], float] = {}
+        self.layers_at_once = layers
+        """Of a slice, that the host launches in `SLICE_SECONDS`; at least one."""
+
+    def note(self, work: Work, seconds: float) -> None:
+        """Of a launch: what the host took for it."""
+        kind = type(work)
+        before = FADING * self._longest.pop(kind, 0.0)
+        self._longest = {other: WANING * most for other, most in self._longest.items()}
+        self._longest[kind] = max(seconds, before)
+        if isinstance(work, PrefillSlice):
+            self._note_slice(work, seconds)
+
+    def longest(self, lane: LaneName) -> float:
+        """Seconds of the longest launch of late, of those that the lane may get."""
+        return max(self._longest.get(kind, 0.0) for kind in KINDS[lane])
+
+    def _note_slice(self, work: PrefillSlice, seconds: float) -> None:
+        """As many layers as fill the time, at most twice as many as were seen.
+
+        Not so many as their mean cost tells: what a slice costs beside its layers would be held
+        against them, the more, the shorter slices are.
+        """
+        layers, middle = work.last - work.first, 0 < work.first and work.last < self._layers
+        fitting = layers * SLICE_SECONDS * (1 if middle else ENDS) / max(seconds, 1e-9)
+        if fitting < layers:
+            self.layers_at_once = max(1, int(fitting))
+        elif middle and layers >= self.layers_at_once:
+            more = max(layers + 1, int(min(2 * layers, fitting)))
+            self.layers_at_once = min(self._layers, more)
