@@ -280,6 +280,22 @@ def test_warm_ups_come_first_and_share_no_prompt():
     assert len(result.records) == 2
     with pytest.raises(BenchError, match="status_429"):
         bench(lambda number, body: (429, "full"), num_warmups=1)
+    with pytest.raises(BenchError, match="status_500"):
+        bench(
+            lambda number, body: (500, "bad") if number == 1 else one_token(number, body),
+            num_warmups=3,
+        )
+
+
+def test_some_warm_ups_may_be_refused():
+    """Many at once are more than a server may promise to serve in time."""
+    result, server = bench(
+        lambda number, body: (429, "full") if number in (1, 2) else one_token(number, body),
+        spec={"num_prompts": 2},
+        num_warmups=3,
+    )
+    assert len(server.bodies) == 5
+    assert [record.outcome for record in result.records] == ["ok", "ok"]
 
 
 def test_shared_blocks_reach_the_server(tmp_path):
