@@ -1,0 +1,47 @@
+"""Python's garbage collector stays out of the way, and serving gives it nothing to do."""
+
+import gc
+import subprocess
+import sys
+
+import pytest
+
+from tests.systems.simulation import simulate, submit
+from twolane.garbage import uncollected
+from twolane.systems import SYSTEMS, make_system
+
+SEEN = """
+import gc
+from twolane import garbage
+
+garbage.leave_out()
+times = []
+gc.callbacks.append(lambda phase, info: times.append(phase))
+held = [[] for _ in range(90_000)]
+assert not times, "collected while requests were served"
+held += [[] for _ in range(20_000)]
+assert times, "never collected"
+"""
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_the_engine_makes_no_reference_cycles(system: str) -> None:
+    """So it can do without collections, which stop every launch for 10 ms and more."""
+    arrivals = [(0.02 * i, submit(f"r{i}", 50 + 40 * (i % 5), 5 + i % 7)) for i in range(40)]
+    made = make_system(system, {})
+    gc.collect()
+    with uncollected():
+        served = simulate(made, arrivals)
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        try:
+            gc.collect()
+            found = {type(each).__name__ for each in gc.garbage}
+        finally:
+            gc.set_debug(0)
+            gc.garbage.clear()
+    assert len(served.finish) == len(arrivals)
+    assert not found
+
+
+def test_collections_are_seldom() -> None:
+    subprocess.run([sys.executable, "-c", SEEN], check=True, timeout=60)
