@@ -55,7 +55,7 @@ class Launching:
         Not so many as their mean cost tells: what a slice costs beside its layers would be held
         against them, the more, the shorter slices are.
         """
-        layers, middle = work.last - work.first, 0 < work.first and work.last < self._layers
+        layers, middle = work.last - work.first, work.first > 0 and work.last < self._layers
         fitting = layers * SLICE_SECONDS * (1 if middle else ENDS) / max(seconds, 1e-9)
         if fitting < layers:
             self.layers_at_once = max(1, int(fitting))

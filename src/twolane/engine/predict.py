@@ -8,6 +8,8 @@ import shutil
 import subprocess
 from pathlib import Path
 
+from threadpoolctl import threadpool_limits
+
 import twolane
 from twolane.engine.config import EngineConfig
 from twolane.engine.machine import Machine
@@ -64,7 +66,9 @@ def _read(path: Path, changed: int) -> Profile:
 def _fitted(path: Path, changed: int, name: EstimatorName) -> Estimator:
     from twolane.estimate.catalog import ESTIMATORS  # scipy takes a while
 
-    return ESTIMATORS[name](_read(path, changed))
+    # On 64 cores the small products of a fit keep all of them busy for seconds, otherwise.
+    with threadpool_limits(1, user_api="blas"):
+        return ESTIMATORS[name](_read(path, changed))
 
 
 def machine_key(machine: Machine, units: int) -> Key:
