@@ -159,15 +159,17 @@ def test_the_lane_with_more_units_slows_the_other_more() -> None:
 
 
 def test_the_host_launches_layer_after_layer() -> None:
-    """The device begins with the first; by graphs the last comes four times as early."""
+    """The device begins with the first; by graphs the last comes several times as early. Measured
+    while 8B was served: 4.2 to 4.6 ms for a pass, half of it to lay it out and to sample."""
     device = DeviceModel(quiet(H200), SHAPES[QWEN])
     step, small, large = (
         device.host_seconds(work)
         for work in (decode(64, 9), prefill(QWEN, 64), prefill(QWEN, 4096))
     )
     assert step[0] == step[1] == pytest.approx(2.9e-4, rel=0.05)
-    assert small[0] == large[0] < 5e-4
-    assert large[1] > 4 * small[1] > 4 * 2e-3
+    assert small[0] == large[0] < 2e-3
+    assert small[1] == pytest.approx(4.4e-3, rel=0.05)
+    assert large[1] > 2.5 * small[1]
 
 
 @pytest.mark.parametrize("name", GPUS)

@@ -34,6 +34,8 @@ from twolane.sizes import BUCKET_STEP, BUCKETS, SIZES, padded, sizes_on
 
 ITEM = 2
 """Bytes of an element: weights, activations and KV are bfloat16."""
+HOST_SLICE, HOST_OPENS, HOST_SAMPLES = 4.0e-4, 1.4e-3, 1.2e-3
+"""Seconds of the host for a launch of prefill beside its layers; to lay out a batch; to sample."""
 
 
 class Gpu(msgspec.Struct, frozen=True, kw_only=True):
@@ -149,7 +151,7 @@ A100 = Gpu(
 )
 """Data sheet; products at 77 to 80 % of the peak (Bullet §2.3); decode is slowed by prefill by up
 to 20 % (MuxWise §3.3.2)."""
-FORMULAS = 4
+FORMULAS = 5
 """Raised when what is computed of a GPU's parameters changes."""
 
 
@@ -296,15 +298,17 @@ class DeviceModel:
         ]
 
     def host_seconds(self, work: Work) -> tuple[float, float]:
-        """See `Device.host_seconds`: measured for steps of 64 and 256, and passes of all sizes."""
+        """See `Device.host_seconds`: measured for steps of 64 and 256, and while 8B was served."""
         if isinstance(work, DecodeWork):
             seconds = 2.3e-4 + 9.4e-7 * len(work.rows)
             return seconds, seconds
-        first = 3.0e-4
         if isinstance(work, PrefillWork):
-            return first, first + (work.last - work.first) * _launching(_count(work.rows))
-        tokens = len(work.decode) + _count(work.prompts)
-        return first, first + self._shapes.layers * _launching(tokens)
+            first = HOST_SLICE + HOST_OPENS * (work.first == 0)
+            layers = (work.last - work.first) * _host_layer(_count(work.rows))
+            return first, first + layers + HOST_SAMPLES * work.finishes
+        first = HOST_SLICE + HOST_OPENS
+        layers = self._shapes.layers * _host_layer(len(work.decode) + _count(work.prompts))
+        return first, first + layers + HOST_SAMPLES
 
     # --- a step of each kind ------------------------------------------------------------------
 
@@ -493,8 +497,13 @@ class DeviceModel:
         return self._noise.pop()
 
 
-def _launching(tokens: int) -> float:
+def _host_layer(tokens: int) -> float:
     """Seconds of the host for a layer of so many tokens: by graphs, or kernel by kernel."""
+    return 4.0e-5 if tokens <= SIZES[-1] else 2.8e-4
+
+
+def _launching(tokens: int) -> float:
+    """Seconds of a layer of so many tokens that nothing was queued ahead of, at least."""
     return 6.0e-5 + 3.5e-8 * tokens if tokens <= SIZES[-1] else 3.9e-4
 
 

@@ -49,7 +49,8 @@ class Device(Protocol):
         """How long each takes if all of them run at the same time, all the time."""
 
     def host_seconds(self, work: Work) -> tuple[float, float]:
-        """Until the device can begin with it, and until the host is through with launching it."""
+        """Until the device can begin with it, and until the host is through with launching it,
+        before which the device is not."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,13 @@ class _SimTicket(Ticket):
     """Seconds of the step under way at its present speed."""
     ends: float = 0.0
     """When the step under way ends at that speed."""
+    launched: float = 0.0
+    """When the host is through with it: no step ends before."""
+
+    @property
+    def over(self) -> float:
+        """When the step under way ends."""
+        return self.ends if self.ends > self.launched else self.launched
 
     @property
     def demand(self) -> Demand:
@@ -141,6 +149,7 @@ class SimLanes:
             demands=self._device.steps(work, units),
             after=[other for other in before if other.end is None],
             ready=begun + first,
+            launched=self._host_free,
             launching=all_of_it,
         )
         last.update(dict.fromkeys(used, ticket))
@@ -153,7 +162,7 @@ class SimLanes:
     def next_event(self) -> float | None:
         """When the next step begins or ends, in virtual seconds; None when nothing is to come."""
         if self._changed:
-            times = [ticket.ends for ticket in self._running]
+            times = [ticket.over for ticket in self._running]
             # What waits for another launch begins when that one ends.
             times += [t.ready for t in self._queued if t.ready > self._now and _free(t)]
             self._event = min(times) if times else None
@@ -171,7 +180,7 @@ class SimLanes:
 
     def _end_steps(self) -> bool:
         """Give the steps that end now their results; whether there are any."""
-        over = [ticket for ticket in self._running if ticket.ends <= self._now]
+        over = [ticket for ticket in self._running if ticket.over <= self._now]
         for ticket in over:
             assert ticket.work is not None
             ticket.steps.append(_result(ticket.work, len(ticket.steps)))
