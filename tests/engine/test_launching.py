@@ -70,7 +70,7 @@ def test_what_launching_takes_is_forgotten() -> None:
     for _ in range(50):
         launching.note(PrefillSlice(1, min(1 + launching.layers_at_once, LAYERS - 1)), 1e-5)
     assert launching.layers_at_once == LAYERS
-    assert launching.longest("prefill") < 1e-3
+    assert launching.longest["prefill"] < 1e-3
 
 
 def test_what_a_pass_takes_is_not_forgotten_over_decode_steps() -> None:
@@ -80,9 +80,9 @@ def test_what_a_pass_takes_is_not_forgotten_over_decode_steps() -> None:
     launching.note(PrefillSlice(0, 1), 0.002)
     for _ in range(10):
         launching.note(DecodeSteps(), 0.0005)
-    assert launching.longest("device") > 0.004
-    assert 0.0005 < launching.longest("prefill") < 0.002
-    assert launching.longest("decode") == 0.0005
+    assert launching.longest["device"] > 0.004
+    assert 0.0005 < launching.longest["prefill"] < 0.002
+    assert launching.longest["decode"] == 0.0005
 
 
 def test_what_slices_cost_beside_their_layers_does_not_make_them_shorter() -> None:

@@ -35,6 +35,8 @@ class Launching:
         self._longest: dict[type[Work], float] = {}
         self.layers_at_once = layers
         """Of a slice, that the host launches in `SLICE_SECONDS`; at least one."""
+        self.longest: dict[LaneName, float] = dict.fromkeys(KINDS, 0.0)
+        """Seconds of the longest launch of late, of those that a lane may get."""
 
     def note(self, work: Work, seconds: float) -> None:
         """Of a launch: what the host took for it."""
@@ -42,12 +44,10 @@ class Launching:
         before = FADING * self._longest.pop(kind, 0.0)
         self._longest = {other: WANING * most for other, most in self._longest.items()}
         self._longest[kind] = max(seconds, before)
+        for lane, kinds in KINDS.items():
+            self.longest[lane] = max([self._longest.get(each, 0.0) for each in kinds])
         if isinstance(work, PrefillSlice):
             self._note_slice(work, seconds)
-
-    def longest(self, lane: LaneName) -> float:
-        """Seconds of the longest launch of late, of those that the lane may get."""
-        return max(self._longest.get(kind, 0.0) for kind in KINDS[lane])
 
     def _note_slice(self, work: PrefillSlice, seconds: float) -> None:
         """As many layers as fill the time, at most twice as many as were seen.

@@ -17,7 +17,7 @@ from twolane.estimate import Estimator
 from twolane.lanes import Lanes, Sampled
 from twolane.slo import Slo
 from twolane.systems.view import LaneView
-from twolane.vocabulary import LANES, LaneName
+from twolane.vocabulary import LaneName
 
 LATEST = 512
 """Gaps that are kept."""
@@ -180,7 +180,7 @@ class State:
 
     def lane_views(self, now: float) -> dict[LaneName, LaneView]:
         """What is queued in each lane, and until when by prediction."""
-        costs = {lane: self.launching.longest(lane) for lane in LANES}
+        costs = self.launching.longest
         views = {lane: LaneView(launching=cost) for lane, cost in costs.items()}
         for flight in self.flights:
             lane, units = flight.launch.lane, flight.launch.units
