@@ -46,6 +46,8 @@ SPARE = 0.006
 """Of the gaps may be first ones that miss the bound: the SLO is on the P99."""
 FADES = 0.998
 """What a decode step leaves of the counts of joins and gaps."""
+FIRST = 0.5
+"""Of a launch of the host, after which the device begins with it."""
 GUARD = 0.0005
 """Seconds from a step's end to the start of one that was not launched ahead of it."""
 LEAST_PACE = 0.05
@@ -193,6 +195,9 @@ class Auto(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             choice, chunk = self._choose(view, memory, batch, joined, then, target)
             memory = replace(memory, choice=choice, chunk=chunk, about=about, chosen=view.now)
         assert memory.choice is not None
+        if self._comes_late(view, memory.choice, step, tbt):
+            launch = Launch("device", view.units, DecodeSteps(waits=True))
+            return Plan(launches=(launch,), reason="a step first: a pass would come late"), memory
         return self._as_chosen(view, memory, order, batch, memory.choice, tbt)
 
     def _choose(
@@ -241,6 +246,17 @@ class Auto(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             Launch("device", view.units, DecodeSteps()),
         )
         return Plan(admit=batch.chunks, launches=launches, reason=reason), memory
+
+    def _comes_late(self, view: View, choice: Choice, step: float | None, tbt: float) -> bool:
+        """Whether a pass would begin so late, for its launch takes the host longer than what is
+        queued lasts, that the TBT bound is missed, and a step is long enough to launch it behind.
+        """
+        if choice.mode != "hybrid" or not view.decoding or not self._due(view, "device"):
+            return False
+        queue = _queue(view, "device")
+        first = FIRST * queue.launching
+        late = view.now + first - max(_boundary(view), queue.until or view.now)
+        return late > 0.0 and choice.gap + late > tbt and (step or 0.0) >= first
 
     def _prefill_alone(self, view: View, batch: _Batch | None) -> Plan:
         if batch is None or not self._due(view, "device"):
