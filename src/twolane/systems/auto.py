@@ -255,7 +255,7 @@ class Auto(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             return False
         queue = _queue(view, "device")
         first = FIRST * queue.launching
-        late = view.now + first - max(_boundary(view), queue.until or view.now)
+        late = view.now + first - (queue.until or view.now)
         return late > 0.0 and choice.gap + late > tbt and (step or 0.0) >= first
 
     def _prefill_alone(self, view: View, batch: _Batch | None) -> Plan:
