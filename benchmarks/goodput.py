@@ -159,12 +159,11 @@ def _run(path: Path) -> Run:
 
 def _best(summary: Path, system: str) -> tuple[str, list[float]]:
     """Of the variants of a system the one with the highest median, and its goodput by seed."""
-    searched = msgspec.json.decode(summary.read_bytes())["goodput"] if summary.exists() else {}
-    rates = {one: searched[one]["seeds"] for one in goodput.variants(system) if one in searched}
-    if not rates:
+    if not summary.exists():
         return system, []
-    best = max(rates, key=lambda one: statistics.median(rates[one]))
-    return best, rates[best]
+    said = msgspec.json.decode(summary.read_bytes())
+    best = said["tuned"].get(system, goodput.variants(system)[0])
+    return best, said["goodput"].get(best, {}).get("seeds", [])
 
 
 def table(found: Sequence[Found]) -> str:

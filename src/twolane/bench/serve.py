@@ -10,15 +10,13 @@ import msgspec
 
 from twolane.bench.client import Client, Clock, Job, LoadRun, LoopLag, Tally
 from twolane.bench.metrics import LAG_PERCENTILES, Distribution
-from twolane.bench.record import Record
+from twolane.bench.record import Record, status_outcome
 from twolane.bench.result import BenchConfig, Result
 from twolane.workload.prompts import PromptMaker, as_text
 from twolane.workload.traces import TraceRequest
 
 _WARMUP_SEED = 1 << 32
 """Added to the seed, so that warm-up prompts are not found in the prefix cache later."""
-REFUSED = "status_429"
-"""Outcome of a request that the server was too busy for."""
 _MODELS_TIMEOUT = 30.0
 
 
@@ -157,5 +155,5 @@ async def _warm_up(
     await load.run(stop)
     served = any(record.ok for record in load.records)
     for record in load.records:
-        if not (record.ok or (served and record.outcome == REFUSED)):
+        if not (record.ok or (served and record.outcome == status_outcome(429))):
             raise BenchError(f"a warm-up request failed: {record.outcome}: {record.error}")

@@ -303,12 +303,13 @@ class DeviceModel:
             seconds = 2.3e-4 + 9.4e-7 * len(work.rows)
             return seconds, seconds
         if isinstance(work, PrefillWork):
-            first = HOST_SLICE + HOST_OPENS * (work.first == 0)
-            layers = (work.last - work.first) * _host_layer(_count(work.rows))
-            return first, first + layers + HOST_SAMPLES * work.finishes
-        first = HOST_SLICE + HOST_OPENS
-        layers = self._shapes.layers * _host_layer(len(work.decode) + _count(work.prompts))
-        return first, first + layers + HOST_SAMPLES
+            opens, layers, samples = work.first == 0, work.last - work.first, work.finishes
+            tokens = _count(work.rows)
+        else:
+            opens, layers, samples = True, self._shapes.layers, True
+            tokens = len(work.decode) + _count(work.prompts)
+        first = HOST_SLICE + HOST_OPENS * opens
+        return first, first + layers * _host_layer(tokens) + HOST_SAMPLES * samples
 
     # --- a step of each kind ------------------------------------------------------------------
 
@@ -342,7 +343,7 @@ class DeviceModel:
         """A layer of a prefill slice or a hybrid pass; not faster than the host launches it."""
         computed = padded(tokens, sizes_on(units))
         layer = self._layer(computed, units, decode=False).plus(self._attend(prompts, units))
-        more = max(self.gpu.pass_layer_seconds, _launching(tokens) - layer.alone)
+        more = max(self.gpu.pass_layer_seconds, _least_layer(tokens) - layer.alone)
         return layer._replace(fixed=layer.fixed + more)
 
     def _products(self, rows: int, units: int) -> _Cost:
@@ -502,7 +503,7 @@ def _host_layer(tokens: int) -> float:
     return 4.0e-5 if tokens <= SIZES[-1] else 2.8e-4
 
 
-def _launching(tokens: int) -> float:
+def _least_layer(tokens: int) -> float:
     """Seconds of a layer of so many tokens that nothing was queued ahead of, at least."""
     return 6.0e-5 + 3.5e-8 * tokens if tokens <= SIZES[-1] else 3.9e-4
 

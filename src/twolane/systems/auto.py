@@ -195,10 +195,7 @@ class Auto(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             choice, chunk = self._choose(view, memory, batch, joined, then, target)
             memory = replace(memory, choice=choice, chunk=chunk, about=about, chosen=view.now)
         assert memory.choice is not None
-        if self._comes_late(view, memory.choice, step, tbt):
-            launch = Launch("device", view.units, DecodeSteps(waits=True))
-            return Plan(launches=(launch,), reason="a step first: a pass would come late"), memory
-        return self._as_chosen(view, memory, order, batch, memory.choice, tbt)
+        return self._as_chosen(view, memory, order, batch, memory.choice, step, tbt)
 
     def _choose(
         self,
@@ -229,6 +226,7 @@ class Auto(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         order: Sequence[RequestView],
         batch: _Batch,
         choice: Choice,
+        step: float | None,
         tbt: float,
     ) -> tuple[Plan, Memory]:
         if choice.mode == "spatial":
@@ -236,6 +234,9 @@ class Auto(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if not self._due(view, "device"):
             return self._drain(view, choice, tbt), memory
         reason = _reason(choice, tbt)
+        if choice.mode == "hybrid" and _comes_late(view, choice, step, tbt):
+            launch = Launch("device", view.units, DecodeSteps(waits=True))
+            return Plan(launches=(launch,), reason="a step first: a pass would come late"), memory
         if choice.mode == "hybrid":
             chunks = _take(view, order, choice.tokens)
             launch = Launch("device", view.units, Hybrid())
@@ -246,17 +247,6 @@ class Auto(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             Launch("device", view.units, DecodeSteps()),
         )
         return Plan(admit=batch.chunks, launches=launches, reason=reason), memory
-
-    def _comes_late(self, view: View, choice: Choice, step: float | None, tbt: float) -> bool:
-        """Whether a pass would begin so late, for its launch takes the host longer than what is
-        queued lasts, that the TBT bound is missed, and a step is long enough to launch it behind.
-        """
-        if choice.mode != "hybrid" or not view.decoding or not self._due(view, "device"):
-            return False
-        queue = _queue(view, "device")
-        first = FIRST * queue.launching
-        late = view.now + first - (queue.until or view.now)
-        return late > 0.0 and choice.gap + late > tbt and (step or 0.0) >= first
 
     def _prefill_alone(self, view: View, batch: _Batch | None) -> Plan:
         if batch is None or not self._due(view, "device"):
@@ -363,6 +353,16 @@ def _queue(view: View, lane: LaneName) -> LaneView:
     queued = sum(each.queued for each in busy)
     launching = max(each.launching for each in (*busy, view.lanes[lane]))
     return LaneView(queued=queued, until=until, launching=launching)
+
+
+def _comes_late(view: View, choice: Choice, step: float | None, tbt: float) -> bool:
+    """Whether a pass would begin so late, for its launch takes the host longer than what is queued
+    lasts, that the TBT bound is missed, and a step is long enough to launch it behind."""
+    queue = _queue(view, "device")
+    first = FIRST * queue.launching
+    late = view.now + first - (queue.until or view.now)
+    missed = bool(view.decoding) and late > 0.0 and choice.gap + late > tbt
+    return missed and (step or 0.0) >= first
 
 
 def _free(view: View) -> float:
