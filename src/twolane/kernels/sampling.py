@@ -24,6 +24,8 @@ import torch
 import triton
 import triton.language as tl
 
+from twolane.kernels.launching import launch, power_of_2
+
 MAX_BANNED = 8
 """Token ids that a slot's parameters can ban."""
 
@@ -677,46 +679,39 @@ class Sampler:
             out: int [R].
         """
         rows = len(logits)
-        row = (logits, logits.stride(0), slots, positions, lengths)
         ints, floats = params.view(torch.int32), params.view(torch.float32)
+        row = (logits, logits.stride(0), slots, positions, lengths, ints, floats)
         doubles = params.view(torch.float64)
         grid = (rows, self._chunks)
         sizes = {"VOCAB": self.vocab, "CHUNK": self._chunk}
-        chunks = triton.next_power_of_2(self._chunks)
+        chunks = power_of_2(self._chunks)
         warps = {"num_warps": _WARPS}
-        _peaks[grid](
-            *row,
-            ints,
-            floats,
-            self._peaks,
-            self._best,
-            self._floors,
-            self._counts,
-            **sizes,
+        launch(
+            _peaks, grid, *row, self._peaks, self._best, self._floors, self._counts, **sizes,
             **warps,
-        )
-        _masses[grid](
-            *row, ints, floats, doubles, self._peaks, self._floors, self._masses, self._cells,
+        )  # fmt: skip
+        launch(
+            _masses, grid, *row, doubles, self._peaks, self._floors, self._masses, self._cells,
             self._parts, **sizes, CHUNKS=chunks, **warps,
         )  # fmt: skip
         for collect in (False, True):
-            _narrow[grid](
-                *row, ints, floats, doubles, self._peaks, self._masses, self._cells, self._parts,
+            launch(
+                _narrow, grid, *row, doubles, self._peaks, self._masses, self._cells, self._parts,
                 self._above, self._counts, self._tokens, self._found, **sizes, CHUNKS=chunks,
                 CANDIDATES=self._candidates, COLLECT=collect, **warps,
             )  # fmt: skip
-        _cut[(rows,)](
-            *row, ints, floats, doubles, self._peaks, self._masses, self._cells, self._above,
+        launch(
+            _cut, (rows,), *row, doubles, self._peaks, self._masses, self._cells, self._above,
             self._counts, self._tokens, self._found, self._cuts, VOCAB=self.vocab,
             N_CHUNKS=self._chunks, CHUNKS=chunks, CANDIDATES=self._candidates,
             BLOCK=min(2048, self._candidates), **warps,
         )  # fmt: skip
-        _race[grid](
-            *row, ints, floats, doubles, params, self._peaks, self._best, self._cuts, self._speeds,
+        launch(
+            _race, grid, *row, doubles, params, self._peaks, self._best, self._cuts, self._speeds,
             **sizes, CHUNKS=chunks, **warps,
         )  # fmt: skip
-        _winner[(rows,)](
-            lengths, self._speeds, self._best, out, VOCAB=self.vocab, N_CHUNKS=self._chunks,
-            CHUNKS=chunks, num_warps=1,
+        launch(
+            _winner, (rows,), lengths, self._speeds, self._best, out, VOCAB=self.vocab,
+            N_CHUNKS=self._chunks, CHUNKS=chunks, num_warps=1,
         )  # fmt: skip
         return out
