@@ -66,7 +66,7 @@ def test_what_launching_takes_is_forgotten() -> None:
     """One launch that compiled a kernel does not make the rest come early, or in single layers."""
     sim = served(SimLanes, "static-split")
     launching = sim.engine.state.launching
-    assert launching.layers_at_once == 1
+    assert launching.layers_at_once <= 2
     for _ in range(50):
         launching.note(PrefillSlice(1, min(1 + launching.layers_at_once, LAYERS - 1)), 1e-5)
     assert launching.layers_at_once == LAYERS
@@ -86,12 +86,22 @@ def test_what_a_pass_takes_is_not_forgotten_over_decode_steps() -> None:
 
 
 def test_what_slices_cost_beside_their_layers_does_not_make_them_shorter() -> None:
-    """A layer takes 0.1 ms and a slice 0.9 beside them, which was slow once: eleven layers fill the
-    time, though the mean cost of a layer, launched alone, is 1 ms."""
+    """A layer takes 0.1 ms and a slice 1.4 beside them, which was slow once: sixteen layers fill
+    the time, though the mean cost of a layer, launched alone, is 1.5 ms."""
     launching = Launching(36)
-    launching.note(PrefillSlice(1, 2), 0.003)
+    launching.note(PrefillSlice(1, 2), 0.004)
     assert launching.layers_at_once == 1
     for _ in range(12):
         layers = launching.layers_at_once
-        launching.note(PrefillSlice(1, 1 + layers), 0.0009 + 0.0001 * layers)
-    assert 9 <= launching.layers_at_once <= 12
+        launching.note(PrefillSlice(1, 1 + layers), 0.0014 + 0.0001 * layers)
+    assert 14 <= launching.layers_at_once <= 17
+
+
+def test_one_slow_slice_in_three_does_not_make_them_short() -> None:
+    """As on a host where each launch may have to wait for Python's lock, 4 ms here."""
+    launching, seen = Launching(36), []
+    for i in range(60):
+        seen.append(launching.layers_at_once)
+        slow = 0.004 if i % 3 == 0 else 0.0
+        launching.note(PrefillSlice(1, 1 + seen[-1]), 0.0007 + 0.0001 * seen[-1] + slow)
+    assert min(seen[-30:]) >= 4

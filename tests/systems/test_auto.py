@@ -228,22 +228,24 @@ def test_the_next_pass_is_launched_as_much_ahead_as_its_launch_takes():
     assert (made.launches, made.wake_at) == ((), pytest.approx(0.003))
 
 
-def test_a_step_comes_first_where_a_pass_would_come_late():
+def test_steps_come_first_where_a_pass_would_come_late():
     """The host takes half of a launch until the device begins with it. What is left of the bound
-    covers some delay; more than that is worth a step, if that lasts long enough."""
+    covers some delay; more than that is worth steps, as many as last for the launch."""
     asked = {"waiting": [waiting("a", 4000)], "decoding": rows(8, 1000, 0.019)}
     made, memory = plan(**asked)
     assert [launch.work for launch in made.launches] == [Hybrid()]
     spare = 0.019 - memory.choice.gap
     step = KNOWN.decode_step(Load.decode([1000] * 8), UNITS, bound=True)
-    assert 0.0 < spare < step - 0.001
-    for until, first, work in (
-        (0.001, spare + 0.0009, Hybrid()),
-        (0.001, spare + 0.0011, DecodeSteps(waits=True)),
-        (0.0, step, DecodeSteps(waits=True)),
-        (0.0, step + 0.0001, Hybrid()),  # the pass behind the step would be no better off
+    assert 2 * spare < 0.99 * step < 2 * (spare + 0.001) < 1.9 * step
+    for until, launching, work in (
+        (0.001, 2 * (spare + 0.0009), Hybrid()),
+        (0.001, 2 * (spare + 0.0011), DecodeSteps(2, waits=True)),
+        (0.0, 0.99 * step, DecodeSteps(waits=True)),
+        (0.0, 1.01 * step, DecodeSteps(2, waits=True)),
+        (0.0, 2.01 * step, DecodeSteps(3, waits=True)),
+        (0.0, 100 * step, DecodeSteps(8, waits=True)),
     ):
-        busy = LaneView(1, UNITS, until, launching=2 * first)
+        busy = LaneView(1, UNITS, until, launching=launching)
         made, _ = plan(lanes={"device": busy}, **asked)
         assert [launch.work for launch in made.launches] == [work]
         assert not made.admit or work == Hybrid()

@@ -14,7 +14,7 @@ KINDS: dict[LaneName, tuple[type[Work], ...]] = {
     "device": (PrefillSlice, DecodeSteps, Hybrid),
 }
 """What may be launched in a lane."""
-SLICE_SECONDS = 0.002
+SLICE_SECONDS = 0.003
 """Of the host for one slice while others decode: less than what is queued for decode ahead of time
 (`lead_seconds`)."""
 ENDS = 2
@@ -50,15 +50,15 @@ class Launching:
             self._note_slice(work, seconds)
 
     def _note_slice(self, work: PrefillSlice, seconds: float) -> None:
-        """As many layers as fill the time, at most twice as many as were seen.
+        """As many layers as fill the time, at most twice and at least half as many as were seen.
 
-        Not so many as their mean cost tells: what a slice costs beside its layers would be held
-        against them, the more, the shorter slices are.
+        Not so many as their mean cost tells: what a slice costs beside its layers, or had to wait
+        for, would be held against them, the more, the shorter slices are.
         """
         layers, middle = work.last - work.first, work.first > 0 and work.last < self._layers
         fitting = layers * SLICE_SECONDS * (1 if middle else ENDS) / max(seconds, 1e-9)
         if fitting < layers:
-            self.layers_at_once = max(1, int(fitting))
+            self.layers_at_once = max(1, layers // 2, int(fitting))
         elif middle and layers >= self.layers_at_once:
             more = max(layers + 1, int(min(2 * layers, fitting)))
             self.layers_at_once = min(self._layers, more)

@@ -234,9 +234,9 @@ class Auto(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if not self._due(view, "device"):
             return self._drain(view, choice, tbt), memory
         reason = _reason(choice, tbt)
-        if choice.mode == "hybrid" and _comes_late(view, choice, step, tbt):
-            launch = Launch("device", view.units, DecodeSteps(waits=True))
-            return Plan(launches=(launch,), reason="a step first: a pass would come late"), memory
+        if choice.mode == "hybrid" and (steps := _steps_first(view, choice, step, tbt)):
+            launch = Launch("device", view.units, DecodeSteps(steps, waits=True))
+            return Plan(launches=(launch,), reason="steps first: a pass would come late"), memory
         if choice.mode == "hybrid":
             chunks = _take(view, order, choice.tokens)
             launch = Launch("device", view.units, Hybrid())
@@ -355,14 +355,13 @@ def _queue(view: View, lane: LaneName) -> LaneView:
     return LaneView(queued=queued, until=until, launching=launching)
 
 
-def _comes_late(view: View, choice: Choice, step: float | None, tbt: float) -> bool:
-    """Whether a pass would begin so late, for its launch takes the host longer than what is queued
-    lasts, that the TBT bound is missed, and a step is long enough to launch it behind."""
+def _steps_first(view: View, choice: Choice, step: float | None, tbt: float) -> int:
+    """Decode steps that go before a pass which would begin so late, for its launch takes the host
+    longer than what is queued lasts, that the TBT bound is missed: enough to launch it behind."""
     queue = _queue(view, "device")
-    first = FIRST * queue.launching
-    late = view.now + first - (queue.until or view.now)
+    late = view.now + FIRST * queue.launching - (queue.until or view.now)
     missed = bool(view.decoding) and late > 0.0 and choice.gap + late > tbt
-    return missed and (step or 0.0) >= first
+    return min(MOST_STEPS, math.ceil(queue.launching / step)) if missed and step else 0
 
 
 def _free(view: View) -> float:
