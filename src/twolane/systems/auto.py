@@ -54,11 +54,11 @@ LEAST_PACE = 0.05
 """Of prefill, in that of the whole device alone, that is reckoned with."""
 CHECK_SECONDS = 0.1
 """Between two looks at the recent gaps between tokens."""
-ALLOWED = 0.006
+ALLOWED = 0.005
 """Of the gaps may be above the TBT SLO, which is on their P99: late ones come dozens at a time, and
 half a minute has too few of such times for more to stay below one in a hundred."""
-STEP = 0.001
-"""By which share the TBT that is planned for shrinks with each of them."""
+STEP = 0.01
+"""By which share the TBT that is planned for shrinks with each late decode step."""
 LEAST_MARGIN, MOST_MARGIN = 0.6, 1.15
 
 
@@ -407,14 +407,16 @@ def _watch(view: View, memory: Memory) -> Memory:
     """Plan for less while more gaps than allowed are above the tightest SLO, for more while fewer.
 
     The margin rests where as many are as allowed: `STEP` down for each, `STEP * ALLOWED` up for
-    every gap (Robbins and Monro 1951, for a quantile). A stall now and then, which no plan could
-    have kept short, does not move it for long, however few requests there are.
+    every gap (Robbins and Monro 1951, for a quantile). The gaps of a step, of all who decode, are
+    late together and count as one: a stall, or a device that is slow for a moment, does not move it
+    for long, however many requests there are.
     """
     if view.now < memory.checked + CHECK_SECONDS:
         return memory
     gaps, bound = view.gaps, tbt_slo(view.decoding)
     new = gaps.total - memory.seen
-    moved = STEP * (ALLOWED * new - gaps.above(bound, new)) if bound < math.inf else 0.0
+    spare = ALLOWED * new - gaps.above(bound, new) if bound < math.inf else 0.0
+    moved = STEP * spare / max(1, len(view.decoding))
     margin = min(MOST_MARGIN, max(LEAST_MARGIN, memory.margin * math.exp(moved)))
     return replace(memory, margin=margin, checked=view.now, seen=gaps.total)
 
