@@ -1,5 +1,7 @@
 """Goodput on GPUs: `python benchmarks/goodput.py --gpus 0 1 2 3`, each search on one of them.
 
+`--simulate` searches the same on simulated ones, as many at a time as there are numbers.
+
 A panel is a model, a workload and a bound on TBT; each of its systems is searched as `twolane bench
 goodput --serve` does it, with three patterns of arrivals, the same for all. The runs stay in
 `--work`: the same command goes on where `--seconds` ended it. The file has what was found by then.
@@ -16,7 +18,7 @@ from pathlib import Path
 
 import gpus
 import msgspec
-from origin import gpu_origin, save
+from origin import gpu_origin, origin, save
 
 from twolane.bench import goodput
 from twolane.bench.goodput import LISTS, Trial
@@ -52,24 +54,28 @@ class Panel(msgspec.Struct, frozen=True):
         """Of its folder."""
         return f"{self.model}-{self.dataset}-{self.tbt_ms:g}ms"
 
-    def command(self, system: str, work: Path, profiles: Path) -> gpus.Command:
-        """The search of one system's goodput."""
+    def command(self, system: str, work: Path, profiles: Path | None) -> gpus.Command:
+        """The search of one system's goodput; without profiles on a simulated GPU."""
         folder = work / self.name / goodput.file_name(system)
-        serve = (
-            f"{self.model} --load-format dummy --device cuda --max-model-len {self.longest + 4096}"
-            f" --profile {gpus.profile(profiles, self.model)}"
-        )
+        where = ["--simulate", "h200", "--model", self.model]
+        if profiles is not None:
+            serve = (
+                f"{self.model} --load-format dummy --device cuda"
+                f" --max-model-len {self.longest + 4096}"
+                f" --profile {gpus.profile(profiles, self.model)}"
+            )
+            where = ["--serve", serve, "--num-warmups", f"{gpus.WARMUPS}"]
         slos = [f"ttft:{self.ttft_ms:g}", f"tbt:{self.tbt_ms:g}"]
         if self.per_1k_ms:
             slos.append(f"ttft-per-1k:{self.per_1k_ms:g}")
         arguments = [
-            *("-m", "twolane", "bench", "goodput", "--serve", serve, "--system", system),
+            *("-m", "twolane", "bench", "goodput", *where, "--system", system),
             *("--goodput", *slos, "--attainment", f"{self.attainment:g}"),
             *("--dataset", self.dataset, "--num-prompts", f"{self.prompts}"),
             *("--max-input-len", f"{self.longest}", "--seeds", f"{SEEDS}"),
             *("--start-rate", f"{self.start:g}", "--first-step", f"{FIRST_STEP:g}"),
-            *("--least-rate", f"{self.start / 4:g}", "--num-warmups", f"{gpus.WARMUPS}"),
-            *("--tolerance", f"{TOLERANCE:g}", "--out", str(folder)),
+            *("--least-rate", f"{self.start / 4:g}", "--tolerance", f"{TOLERANCE:g}"),
+            *("--out", str(folder)),
         ]
         return gpus.Command(arguments, folder / "search.txt")
 
@@ -133,7 +139,7 @@ class Found(msgspec.Struct):
         return f"{statistics.median(rates):.1f} ({min(rates):.1f} to {max(rates):.1f})"
 
 
-def collected(panels: Iterable[Panel], work: Path, profiles: Path) -> list[Found]:
+def collected(panels: Iterable[Panel], work: Path, profiles: Path | None) -> list[Found]:
     """What the folder has."""
     found = []
     for panel in panels:
@@ -180,17 +186,20 @@ def main() -> None:
     parser = gpus.options(__doc__, "goodput-work", "goodput-h200.json")
     parser.add_argument("--panels", nargs="+", help="only these, by the beginnings of their names")
     parser.add_argument("--systems", nargs="+", help="only these, by the beginnings of their names")
+    parser.add_argument("--simulate", action="store_true", help="simulated GPUs instead")
     given = parser.parse_args()
+    profiles = None if given.simulate else given.profiles
     commands = [
-        panel.command(system, given.work, given.profiles)
+        panel.command(system, given.work, profiles)
         for panel in PANELS
         for system in panel.systems
         if given.panels is None or panel.name.startswith(tuple(given.panels))
         if given.systems is None or system.startswith(tuple(given.systems))
     ]
     gpus.run(commands, given.gpus, given.seconds)
-    found = collected(PANELS, given.work, given.profiles)
-    save(given.out, {**gpu_origin(), "panels": PANELS, "found": found})
+    found = collected(PANELS, given.work, profiles)
+    about = origin() if given.simulate else gpu_origin()
+    save(given.out, {**about, "panels": PANELS, "found": found})
     print(table(found))
 
 
