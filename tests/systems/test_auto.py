@@ -243,7 +243,8 @@ def test_steps_come_first_where_a_pass_would_come_late():
         (0.0, 0.99 * step, DecodeSteps(waits=True)),
         (0.0, 1.01 * step, DecodeSteps(2, waits=True)),
         (0.0, 2.01 * step, DecodeSteps(3, waits=True)),
-        (0.0, 100 * step, DecodeSteps(8, waits=True)),
+        (0.0, 15 * step, DecodeSteps(8, waits=True)),
+        (0.0, 16.1 * step, Hybrid()),  # the pass behind so many would be no better off
     ):
         busy = LaneView(1, UNITS, until, launching=launching)
         made, _ = plan(lanes={"device": busy}, **asked)

@@ -357,11 +357,15 @@ def _queue(view: View, lane: LaneName) -> LaneView:
 
 def _steps_first(view: View, choice: Choice, step: float | None, tbt: float) -> int:
     """Decode steps that go before a pass which would begin so late, for its launch takes the host
-    longer than what is queued lasts, that the TBT bound is missed: enough to launch it behind."""
+    longer than what is queued lasts, that the TBT bound is missed: as many as last for the launch.
+    None if the pass were late behind `MOST_STEPS`, too."""
     queue = _queue(view, "device")
-    late = view.now + FIRST * queue.launching - (queue.until or view.now)
+    first = FIRST * queue.launching
+    late = view.now + first - (queue.until or view.now)
     missed = bool(view.decoding) and late > 0.0 and choice.gap + late > tbt
-    return min(MOST_STEPS, math.ceil(queue.launching / step)) if missed and step else 0
+    if not missed or not step or MOST_STEPS * step < first:
+        return 0
+    return min(MOST_STEPS, math.ceil(queue.launching / step))
 
 
 def _free(view: View) -> float:
