@@ -188,6 +188,10 @@ def main() -> None:
     parser.add_argument("--systems", nargs="+", help="only these, by the beginnings of their names")
     parser.add_argument("--simulate", action="store_true", help="simulated GPUs instead")
     given = parser.parse_args()
+    if given.simulate:
+        out = parser.get_default("out").with_name("goodput-simulated.json")
+        parser.set_defaults(work=Path("goodput-simulated-work"), out=out)
+        given = parser.parse_args()
     profiles = None if given.simulate else given.profiles
     commands = [
         panel.command(system, given.work, profiles)
