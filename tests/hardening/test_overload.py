@@ -76,7 +76,8 @@ def kill_client(target, chance):
 async def kill_under_load(target, pid, chance) -> tuple[Tally, str]:
     """Kill a process of the server; return what clients saw, and one who was mid-stream surely."""
     killed = asyncio.Event()
-    long = Ask("/v1/completions", {"prompt": "x", "max_tokens": target.context - 9, "stream": True})
+    body = {"prompt": "x", "max_tokens": target.context - 9, "stream": True, "ignore_eos": True}
+    long = Ask("/v1/completions", body)
     async with Clients(target.served.base, target.context, seed=1).connected() as clients:
         fate = asyncio.create_task(clients.send(long))
         loading = asyncio.create_task(clients.overload(20.0, killed.is_set))
