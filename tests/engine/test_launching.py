@@ -16,13 +16,13 @@ STEP, LAYER, HYBRID = 0.010, 0.006, 0.030
 
 
 class SlowHost(FixedDurations):
-    """Launching a layer takes the host 3 ms: half as long as the layer."""
+    """Launching a layer takes the host 3.1 ms: half as long as the layer, more than a slice may."""
 
     def host_seconds(self, work: Work) -> tuple[float, float]:
         if isinstance(work, DecodeWork):
             return 0.0, 0.0
         layers = work.last - work.first if isinstance(work, PrefillWork) else LAYERS
-        return 0.003 * layers, 0.003 * layers
+        return 0.0031 * layers, 0.0031 * layers
 
 
 class SilentLanes(SimLanes):
@@ -66,7 +66,7 @@ def test_what_launching_takes_is_forgotten() -> None:
     """One launch that compiled a kernel does not make the rest come early, or in single layers."""
     sim = served(SimLanes, "static-split")
     launching = sim.engine.state.launching
-    assert launching.layers_at_once <= 2
+    assert launching.layers_at_once == 1
     for _ in range(50):
         launching.note(PrefillSlice(1, min(1 + launching.layers_at_once, LAYERS - 1)), 1e-5)
     assert launching.layers_at_once == LAYERS

@@ -39,7 +39,7 @@ BATCH_SECONDS = 0.2
 LEAST_TOKENS = 256
 """New tokens that a prefill batch may have, however long they take."""
 MOST_STEPS = 8
-"""Steps in one launch, where they are shorter than the lead."""
+"""Steps in one launch: where they are shorter than the lead, or a pass is launched behind them."""
 CHOICE_SECONDS = 0.1
 """For which a choice stands while batch and number of requests stay the same."""
 SPARE = 0.006
