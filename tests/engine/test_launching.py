@@ -13,6 +13,8 @@ from twolane.systems.plan import DecodeSteps, Hybrid, PrefillSlice
 from twolane.vocabulary import LaneName
 
 STEP, LAYER, HYBRID = 0.010, 0.006, 0.030
+SECOND = 250
+"""Launches in a second of serving."""
 
 
 class SlowHost(FixedDurations):
@@ -70,6 +72,8 @@ def test_what_launching_takes_is_forgotten() -> None:
     for _ in range(50):
         launching.note(PrefillSlice(1, min(1 + launching.layers_at_once, LAYERS - 1)), 1e-5)
     assert launching.layers_at_once == LAYERS
+    for _ in range(2 * SECOND):
+        launching.note(PrefillSlice(1, 2), 1e-5)
     assert launching.longest["prefill"] < 1e-3
 
 

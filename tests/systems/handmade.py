@@ -6,6 +6,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from twolane.engine.launching import Launching
 from twolane.engine.state import Gaps
 from twolane.estimate import Estimator
 from twolane.slo import Slo
@@ -94,5 +95,6 @@ def view(estimator: Estimator, **more: Any) -> View:
         slo=NONE,
         gaps=Gaps(),
         estimator=estimator,
+        launching=Launching(LAYERS),
     )
     return replace(nothing, **more)

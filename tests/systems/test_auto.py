@@ -10,13 +10,14 @@ from tests.estimate import synthetic
 from tests.systems.handmade import LAYERS, LEVELS, UNITS, batch, decoding, view, waiting
 from twolane.bench.result import BenchConfig
 from twolane.engine.config import EngineConfig
+from twolane.engine.launching import Launching
 from twolane.engine.state import Gaps
 from twolane.estimate import Beside, Load
 from twolane.estimate.calibrated import Calibrated
 from twolane.estimate.online import OnlineEstimator
 from twolane.simulate import SimulateConfig, simulate
 from twolane.slo import Slo
-from twolane.systems.auto import LEAST_MARGIN, MOST_MARGIN, Auto, Memory, _watch
+from twolane.systems.auto import LEAST_MARGIN, MOST_MARGIN, Auto, Memory, _steps_first, _watch
 from twolane.systems.choices import PASSES, Choice, Ways, choose, largest
 from twolane.systems.deadlines import PATIENCE, make_line
 from twolane.systems.plan import DecodeSteps, Hybrid, Launch, PrefillSlice
@@ -228,6 +229,13 @@ def test_the_next_pass_is_launched_as_much_ahead_as_its_launch_takes():
     assert (made.launches, made.wake_at) == ((), pytest.approx(0.003))
 
 
+def host(work, seconds):
+    """One that took so long to launch that."""
+    launching = Launching(LAYERS)
+    launching.note(work, seconds)
+    return launching
+
+
 def test_steps_come_first_where_a_pass_would_come_late():
     """The host takes half of a launch until the device begins with it. What is left of the bound
     covers some delay; more than that is worth steps, as many as last for the launch."""
@@ -237,19 +245,66 @@ def test_steps_come_first_where_a_pass_would_come_late():
     spare = 0.019 - memory.choice.gap
     step = KNOWN.decode_step(Load.decode([1000] * 8), UNITS, bound=True)
     assert 2 * spare < 0.99 * step < 2 * (spare + 0.001) < 1.9 * step
-    for until, launching, work in (
-        (0.001, 2 * (spare + 0.0009), Hybrid()),
-        (0.001, 2 * (spare + 0.0011), DecodeSteps(2, waits=True)),
-        (0.0, 0.99 * step, DecodeSteps(waits=True)),
-        (0.0, 1.01 * step, DecodeSteps(2, waits=True)),
-        (0.0, 2.01 * step, DecodeSteps(3, waits=True)),
-        (0.0, 15 * step, DecodeSteps(8, waits=True)),
-        (0.0, 16.1 * step, Hybrid()),  # the pass behind so many would be no better off
+    for until, launching, steps in (
+        (0.001, 2 * (spare + 0.0009), 0),
+        (0.001, 2 * (spare + 0.0011), 2),
+        (0.0, 0.99 * step, 1),
+        (0.0, 1.01 * step, 2),
+        (0.0, 2.01 * step, 3),
+        (0.0, 15 * step, 8),
+        (0.0, 16.1 * step, 0),  # the pass behind so many would be no better off
     ):
-        busy = LaneView(1, UNITS, until, launching=launching)
-        made, _ = plan(lanes={"device": busy}, **asked)
-        assert [launch.work for launch in made.launches] == [work]
-        assert not made.admit or work == Hybrid()
+        under_way = {"lanes": {"device": LaneView(1, UNITS, until)}, **asked}
+        here = view(KNOWN, launching=host(Hybrid(), launching), **under_way)
+        assert _steps_first(here, memory.choice, step, 0.019) == steps
+        if launching < memory.choice.gap:
+            made, _ = Auto().plan(here, Memory())
+            works = [launch.work for launch in made.launches]
+            assert works == [DecodeSteps(steps) if steps else Hybrid()]
+            assert bool(made.admit) == (not steps)
+
+
+def test_passes_are_no_faster_than_the_host_launches_them():
+    """One behind the other; where that takes longer than the bound, it is another way's turn."""
+    asked = {"waiting": [waiting("a", 4000)], "decoding": rows(8, 1000, 0.019)}
+    _, memory = plan(**asked)
+    assert memory.choice.mode == "hybrid"
+    for launching in (0.5 * memory.choice.gap, 1.1 * memory.choice.gap, 0.0191):
+        _, slow = plan(launching=host(Hybrid(), launching), **asked)
+        if slow.choice.mode == "hybrid":
+            assert launching <= slow.choice.gap <= 0.019
+            assert slow.choice.layer * LAYERS >= launching
+        assert (slow.choice == memory.choice) == (launching < memory.choice.gap)
+        assert (slow.choice.mode == "hybrid") == (launching < 0.019)
+
+
+def test_a_step_goes_before_a_slice_whose_launch_would_hold_it_up():
+    """Both are launched by one thread, in order."""
+    open_batch = batch(waiting("next", 2000), layers=4)
+    lanes = {"decode": LaneView(1, 48, 0.006)}
+    asked = {"decoding": rows(64, 2000, 0.013), "batch": open_batch, "lanes": lanes}
+    for launching, first in ((0.0059, []), (0.0061, ["decode"])):
+        made, _ = plan(launching=host(PrefillSlice(4, 6), launching), **asked)
+        assert [launch.lane for launch in made.launches] == [*first, "prefill"]
+
+
+def test_prompts_end_no_earlier_than_their_launch_lets_them_begin():
+    asked = {"decoding": rows(64, 2000, 0.013), "batch": batch(waiting("a", 50), layers=LAYERS - 2)}
+    _, now = plan(**asked)
+    _, later = plan(launching=host(PrefillSlice(LAYERS - 2, LAYERS), 0.004), **asked)
+    assert later.ends == pytest.approx(now.ends + 0.002)
+
+
+def test_a_pass_is_launched_while_the_last_launch_of_either_lane_runs():
+    """The host gets as much time for it as behind another pass."""
+    asked = {"waiting": [waiting("a", 4000)], "decoding": rows(8, 1000, 0.019)}
+    for until, works in ((0.004, [Hybrid()]), (0.006, [])):
+        lanes = {"prefill": LaneView(1, 84, 0.003), "decode": LaneView(1, 48, until)}
+        made, _ = plan(lanes=lanes, **asked)
+        assert [launch.work for launch in made.launches] == works
+    lanes["decode"] = LaneView(2, 48, 0.004)
+    made, _ = plan(lanes=lanes, **asked)
+    assert not made.launches
 
 
 def queue(*asked):

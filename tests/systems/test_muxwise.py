@@ -10,6 +10,7 @@ from tests.estimate import synthetic
 from tests.systems.handmade import LAYERS, LEVELS, UNITS, batch, decoding, view, waiting
 from tests.systems.simulation import simulate, submit
 from tests.systems.test_drift import preempting
+from twolane.engine.launching import Launching
 from twolane.estimate import Beside, Load
 from twolane.estimate.guard import ContentionGuard
 from twolane.lanes.sim import FixedDurations
@@ -129,7 +130,10 @@ def test_without_layer_wise_execution_a_batch_is_one_launch(guard):
     what it takes."""
     sim = run(layer_wise=False)
     assert [r.name for r in sim.record.of("prefill") if r.requests == ["b"]] == ["layers 0:8"]
-    view = msgspec.structs.replace(asked(guard, 0.05), layers_at_once=1)
+    launching = Launching(LAYERS)
+    launching.note(PrefillSlice(1, 2), 1.0)
+    assert launching.layers_at_once == 1
+    view = msgspec.structs.replace(asked(guard, 0.05), launching=launching)
     plan, _ = MuxWise(layer_wise=False).plan(view, frozenset())
     assert plan.launches[1].work == PrefillSlice(0, LAYERS)
     plan, _ = MuxWise().plan(view, frozenset())

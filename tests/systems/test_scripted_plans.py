@@ -8,9 +8,11 @@ from dataclasses import dataclass
 
 import pytest
 
+from tests.estimate import synthetic
 from tests.systems.simulation import LAYERS, UNITS, Ran, simulate, submit
+from twolane.estimate.calibrated import Calibrated
 from twolane.systems.admission import next_chunks
-from twolane.systems.plan import DecodeSteps, Launch, Plan, PrefillSlice
+from twolane.systems.plan import DecodeSteps, Hybrid, Launch, Plan, PrefillSlice
 from twolane.systems.view import View
 
 
@@ -178,3 +180,74 @@ def test_drift_blocks_beside_decode_steps() -> None:
     assert len(merged) == 4
     gaps = [b - a for a, b in zip(sim.times["a"], sim.times["a"][1:], strict=False)]
     assert max(gaps) == pytest.approx(0.020)
+
+
+@dataclass(frozen=True)
+class PassBehindLanes:
+    """One prompt alone, the next one beside a decode step, the third in a pass behind both."""
+
+    untils: list[dict[str, float | None]]
+    """What the lanes were said to last, with all three queued."""
+
+    def start(self) -> None:
+        return None
+
+    def plan(self, view: View, memory: None) -> tuple[Plan, None]:
+        queued = [lane for lane in view.lanes if not idle(view, lane)]
+        if len(queued) == 3:
+            self.untils.append({lane: each.until for lane, each in view.lanes.items()})
+        chunks, launches = next_chunks(view, 3000, split=False), []
+        if chunks and view.decoding and not queued:
+            launches.append(Launch("decode", 32, DecodeSteps()))
+            launches.append(slice_of(view, LAYERS, 100, admitted=True))
+        elif chunks and (queued == ["prefill", "decode"] or not view.decoding):
+            launches.append(Launch("device", UNITS, Hybrid()))
+        elif view.decoding and not queued:
+            launches.append(Launch("device", UNITS, DecodeSteps()))
+        return Plan(admit=chunks if len(launches) else (), launches=tuple(launches)), None
+
+
+def test_a_pass_behind_both_lanes_decodes_those_whose_prompts_end_before_it() -> None:
+    """The whole device excludes the lanes: it begins when both have ended, as is predicted."""
+    script = PassBehindLanes([])
+    arrivals = [(0.0, submit("a", 100, 9)), (0.1, submit("b", 3000, 9)), (0.1, submit("c", 80, 9))]
+    sim = simulate(script, arrivals, estimator=Calibrated(synthetic.profile(noise=0.01)))
+    (behind,) = [ran for ran in sim.record.of("device") if "c" in ran.requests][:1]
+    (prompt,) = sim.record.of("prefill")
+    assert behind.requests == ["a", "b", "c"]
+    assert behind.start == prompt.end > max(step.end for step in sim.record.of("decode"))
+    assert sim.times["b"][1] == sim.times["c"][0]
+    until = script.untils[0]
+    assert until["device"] > until["prefill"] > until["decode"]
+
+
+@dataclass(frozen=True)
+class SliceBehindStep:
+    """A prompt in its lane, behind a step on the whole device."""
+
+    untils: list[dict[str, float | None]]
+
+    def start(self) -> None:
+        return None
+
+    def plan(self, view: View, memory: None) -> tuple[Plan, None]:
+        queued = [lane for lane in view.lanes if not idle(view, lane)]
+        if queued == ["prefill", "device"]:
+            self.untils.append({lane: view.lanes[lane].until for lane in queued})
+        chunks = () if queued else next_chunks(view, 3000, split=False)
+        launches = []
+        if view.decoding and not queued:
+            launches.append(Launch("device", UNITS, DecodeSteps()))
+        if chunks:
+            launches.append(slice_of(view, LAYERS, 100, admitted=True))
+        return Plan(admit=chunks, launches=tuple(launches)), None
+
+
+def test_a_lane_begins_when_the_whole_device_is_free() -> None:
+    """And is predicted to, though no request is in both."""
+    script = SliceBehindStep([])
+    arrivals = [(0.0, submit("a", 100, 9)), (0.1, submit("b", 10, 9))]
+    sim = simulate(script, arrivals, estimator=Calibrated(synthetic.profile(noise=0.01)))
+    prompt = sim.record.of("prefill")[1]
+    assert prompt.start in [step.end for step in sim.record.of("device")]
+    assert script.untils[0]["prefill"] > script.untils[0]["device"]

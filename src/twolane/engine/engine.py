@@ -175,7 +175,7 @@ class Engine:
             slo=state.slo,
             gaps=state.gaps,
             estimator=state.estimator,
-            layers_at_once=state.launching.layers_at_once,
+            launching=state.launching,
         )
 
     def _submit(self, message: Submit) -> None:

@@ -192,7 +192,7 @@ def _advance(
 def _launch_decode(state: State, launch: Launch, steps: DecodeSteps, reason: str) -> bool:
     if steps.k < 1:
         raise PlanError(f"launches {steps.k} decode steps")
-    reserved = _reserve(state, LANES if steps.waits else (launch.lane,), steps.k)
+    reserved = _reserve(state, _joined(launch.lane, steps.waits), steps.k)
     if not reserved.rows:
         return False
     work = DecodeWork(_decode_rows(reserved.rows), reserved.k)
@@ -209,7 +209,7 @@ def _launch_hybrid(state: State, launch: Launch, reason: str) -> bool:
     batch = state.open
     if batch is None or batch.layers_launched:
         raise PlanError("launches a hybrid without an open batch, or one begun in slices")
-    reserved = _reserve(state, (launch.lane,), 1)
+    reserved = _reserve(state, _joined(launch.lane), 1)
     chunks = batch.chunks
     work = HybridWork(_decode_rows(reserved.rows), tuple([chunk.row for chunk in chunks]))
     load = _load(chunks, [row.position for row in work.decode])
@@ -221,6 +221,11 @@ def _launch_hybrid(state: State, launch: Launch, reason: str) -> bool:
     _advance_decode(reserved.rows)
     _advance(state, batch, chunks, launch.lane, state.layers)
     return True
+
+
+def _joined(lane: LaneName, waits: bool = False) -> Sequence[LaneName]:
+    """The lanes whose joiners decode in a launch: those that it comes after."""
+    return LANES if waits or lane == "device" else (lane,)
 
 
 def _take_off(state: State, work: Work, flight: Flight) -> None:

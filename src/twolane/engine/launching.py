@@ -19,7 +19,7 @@ SLICE_SECONDS = 0.003
 (`lead_seconds`)."""
 ENDS = 2
 """Times as much may the slices take that lay out a batch, or sample after it."""
-FADING, WANING = 0.9, 0.99
+FADING, WANING = 0.9, 0.998
 """What is left of the longest launch of a kind after another one of that kind, and of another."""
 
 
@@ -32,7 +32,7 @@ class Launching:
 
     def __init__(self, layers: int) -> None:
         self._layers = layers
-        self._longest: dict[type[Work], float] = {}
+        self._longest: dict[tuple[type[Work], bool], float] = {}
         self.layers_at_once = layers
         """Of a slice, that the host launches in `SLICE_SECONDS`; at least one."""
         self.longest: dict[LaneName, float] = dict.fromkeys(KINDS, 0.0)
@@ -40,14 +40,24 @@ class Launching:
 
     def note(self, work: Work, seconds: float) -> None:
         """Of a launch: what the host took for it."""
-        kind = type(work)
+        kind = self._kind(work)
         before = FADING * self._longest.pop(kind, 0.0)
         self._longest = {other: WANING * most for other, most in self._longest.items()}
         self._longest[kind] = max(seconds, before)
         for lane, kinds in KINDS.items():
-            self.longest[lane] = max([self._longest.get(each, 0.0) for each in kinds])
+            known = [most for (each, _), most in self._longest.items() if each in kinds]
+            self.longest[lane] = max(known, default=0.0)
         if isinstance(work, PrefillSlice):
             self._note_slice(work, seconds)
+
+    def seconds(self, work: Work) -> float:
+        """Of the longest launch of such work of late; 0.0: there was none."""
+        return self._longest.get(self._kind(work), 0.0)
+
+    def _kind(self, work: Work) -> tuple[type[Work], bool]:
+        """Slices that lay out a batch, or sample after it, are a kind of their own."""
+        ends = isinstance(work, PrefillSlice) and (not work.first or work.last == self._layers)
+        return type(work), ends
 
     def _note_slice(self, work: PrefillSlice, seconds: float) -> None:
         """As many layers as fill the time, at most twice and at least half as many as were seen.

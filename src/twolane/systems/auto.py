@@ -213,7 +213,15 @@ class Auto(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             return unknown, memory.chunk
         levels = [level for level in shared_levels(view) if level[0] + level[1] <= view.units]
         ways = Ways(
-            view.estimator, view.layers, view.units, levels, decode, step, batch.load, target
+            view.estimator,
+            view.layers,
+            view.units,
+            levels,
+            decode,
+            step,
+            batch.load,
+            target,
+            view.launching.seconds(Hybrid()),
         )
         found = ways.all(sliced=not batch.chunks, chunk=memory.chunk)
         chunk = max((way.tokens for way in found), default=0) or memory.chunk
@@ -235,7 +243,7 @@ class Auto(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             return self._drain(view, choice, tbt), memory
         reason = _reason(choice, tbt)
         if choice.mode == "hybrid" and (steps := _steps_first(view, choice, step, tbt)):
-            launch = Launch("device", view.units, DecodeSteps(steps, waits=True))
+            launch = Launch("device", view.units, DecodeSteps(steps))
             return Plan(launches=(launch,), reason="steps first: a pass would come late"), memory
         if choice.mode == "hybrid":
             chunks = _take(view, order, choice.tokens)
@@ -273,9 +281,9 @@ class Auto(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         self, view: View, memory: Memory, batch: _Batch | None, choice: Choice, tbt: float
     ) -> tuple[Plan, Memory]:
         """Both lanes are kept fed; decode is launched first (MuxWise §3.2.2)."""
-        step, wake = self._step(view, memory, choice, tbt), None
-        launches = [step] if step else []
+        before, wake = memory, None
         admit: tuple[Chunk, ...] = ()
+        launches: list[Launch] = []
         if batch is not None and self._due(view, "prefill"):
             part, begin, ends = _next_slice(view, batch, choice)
             finishes = part.last == view.layers
@@ -287,20 +295,28 @@ class Auto(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 wake = at
             else:
                 admit = batch.chunks
-                launches.append(Launch("prefill", choice.level[0], part))
+                launches = [Launch("prefill", choice.level[0], part)]
                 joins = memory.joins + len(batch.joiners) * finishes
                 ends = ends if finishes else memory.ends
                 memory = replace(memory, begin=None, ends=ends, joins=joins)
+        meanwhile = max((view.launching.seconds(launch.work) for launch in launches), default=0.0)
+        if step := self._step(view, before, choice, tbt, meanwhile):
+            launches = [step, *launches]
         reason = _reason(choice, tbt) if launches else ""
         return Plan(admit=admit, launches=tuple(launches), wake_at=wake, reason=reason), memory
 
-    def _step(self, view: View, memory: Memory, choice: Choice, tbt: float) -> Launch | None:
-        """A decode step in its lane.
+    def _step(
+        self, view: View, memory: Memory, choice: Choice, tbt: float, meanwhile: float
+    ) -> Launch | None:
+        """A decode step in its lane, if that would be due by the time at which the host has done
+        what else it shall launch, which takes it so many seconds.
 
         It waits for prompts that end before it could begin, and for those that end a little later
         if they could not join the next one in time and nobody misses the bound by it.
         """
-        if not view.decoding or not self._due(view, "decode"):
+        if not view.decoding or not _queue(view, "decode").due(
+            view.now, max(self.lead_seconds, meanwhile)
+        ):
             return None
         boundary = _boundary(view)
         late = boundary + 2 * choice.gap - memory.ends > tbt
@@ -350,7 +366,8 @@ def _queue(view: View, lane: LaneName) -> LaneView:
     untils = [each.until for each in busy]
     known = [until for until in untils if until is not None]
     until = max(known, default=None) if len(known) == len(untils) else None
-    queued = sum(each.queued for each in busy)
+    beside = max(view.lanes[name].queued for name in lanes if name != "device")
+    queued = view.lanes["device"].queued + beside
     launching = max(each.launching for each in (*busy, view.lanes[lane]))
     return LaneView(queued=queued, until=until, launching=launching)
 
@@ -359,13 +376,13 @@ def _steps_first(view: View, choice: Choice, step: float | None, tbt: float) -> 
     """Decode steps that go before a pass which would begin so late, for its launch takes the host
     longer than what is queued lasts, that the TBT bound is missed: as many as last for the launch.
     None if the pass were late behind `MOST_STEPS`, too."""
-    queue = _queue(view, "device")
-    first = FIRST * queue.launching
-    late = view.now + first - (queue.until or view.now)
+    launching = view.launching.seconds(Hybrid())
+    first = FIRST * launching
+    late = view.now + first - (_queue(view, "device").until or view.now)
     missed = bool(view.decoding) and late > 0.0 and choice.gap + late > tbt
     if not missed or not step or MOST_STEPS * step < first:
         return 0
-    return min(MOST_STEPS, math.ceil(queue.launching / step))
+    return min(MOST_STEPS, math.ceil(launching / step))
 
 
 def _free(view: View) -> float:
@@ -375,12 +392,13 @@ def _free(view: View) -> float:
 
 def _next_slice(view: View, batch: _Batch, choice: Choice) -> tuple[PrefillSlice, float, float]:
     """The layers, and when they begin and end by prediction, in seconds."""
-    layers = min(choice.layers, view.layers_at_once)
+    layers = min(choice.layers, view.launching.layers_at_once)
     last = batch.first + layers
     if view.layers - last <= layers // 2:
         last = view.layers
-    begin = _free(view)
-    return PrefillSlice(batch.first, last), begin, begin + (last - batch.first) * choice.layer
+    part = PrefillSlice(batch.first, last)
+    begin = max(_free(view), view.now + FIRST * view.launching.seconds(part))
+    return part, begin, begin + (last - batch.first) * choice.layer
 
 
 def _boundary(view: View) -> float:

@@ -64,6 +64,8 @@ class Ways:
         step: bound on its seconds on the whole device.
         batch: the prompts.
         target: TBT that is planned for, in seconds.
+        launching: seconds that a launch of a pass takes the host: passes that follow one another
+            are no faster.
     """
 
     estimator: Estimator
@@ -74,6 +76,7 @@ class Ways:
     step: float
     batch: Load
     target: float
+    launching: float = 0.0
 
     def all(self, *, sliced: bool, chunk: int = 0) -> list[Choice]:
         """Every candidate; empty while nothing is known.
@@ -145,10 +148,10 @@ class Ways:
         chunks = cut(self.batch, tokens)
         load = Load([*self.decode.n, *chunks.n], [*self.decode.r, *chunks.r])
         seconds = self.estimator.hybrid(load, self.units, bound=bound)
-        if seconds is not None and self.estimator.promises:
-            return seconds
-        parts = UNSEEN * (self.step + alone * tokens / self.batch.new)
-        return parts if seconds is None else min(seconds, parts)
+        if seconds is None or not self.estimator.promises:
+            parts = UNSEEN * (self.step + alone * tokens / self.batch.new)
+            seconds = parts if seconds is None else min(seconds, parts)
+        return max(seconds, self.launching)
 
 
 def largest(fits: Callable[[int], bool], count: int, start: int) -> int:

@@ -60,7 +60,7 @@ class Prompts:
         They are fewer where the host would take so long to launch them that decode ran dry.
         """
         if view.decoding:
-            layers = min(layers, view.layers_at_once)
+            layers = min(layers, view.launching.layers_at_once)
         last = min(self.first + layers, view.layers)
         return Launch("prefill", units, PrefillSlice(self.first, last))
 

@@ -13,6 +13,7 @@ import msgspec
 
 from twolane.estimate import Estimator
 from twolane.slo import Slo
+from twolane.systems.plan import Work
 from twolane.vocabulary import LaneName
 
 
@@ -123,6 +124,17 @@ class Gaps(Protocol):
         """How many of the latest `count`, or of those that are kept, are above a bound."""
 
 
+class Launching(Protocol):
+    """What launches cost the host."""
+
+    @property
+    def layers_at_once(self) -> int:
+        """The most layers of a prefill slice that it launches before decode has to wait for it."""
+
+    def seconds(self, work: Work) -> float:
+        """Of the longest launch of late of such work; 0.0: there was none."""
+
+
 class LaneView(msgspec.Struct, frozen=True):
     """What one lane has to do."""
 
@@ -172,7 +184,8 @@ class View(msgspec.Struct, frozen=True):
     """Requests that a decode step launched now would serve, oldest first."""
     joining: Mapping[LaneName, Sequence[RequestView]]
     """Requests whose prompt is launched to the end and not done, by the lane it was launched in:
-    a step launched in that same lane serves them too, for it runs after their prompt."""
+    a step launched in that same lane, or on the whole device, serves them too, for it runs after
+    their prompt."""
     lanes: Mapping[LaneName, LaneView]
     free_pages: int
     reclaimable_pages: int
@@ -183,6 +196,4 @@ class View(msgspec.Struct, frozen=True):
     """The server's; each request has its own."""
     gaps: Gaps
     estimator: Estimator
-    layers_at_once: int = 1 << 30
-    """The most layers of a prefill slice that the host launches before decode has to wait for it;
-    no limit by default."""
+    launching: Launching
