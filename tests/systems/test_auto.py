@@ -17,7 +17,15 @@ from twolane.estimate.calibrated import Calibrated
 from twolane.estimate.online import OnlineEstimator
 from twolane.simulate import SimulateConfig, simulate
 from twolane.slo import Slo
-from twolane.systems.auto import LEAST_MARGIN, MOST_MARGIN, Auto, Memory, _steps_first, _watch
+from twolane.systems.auto import (
+    LEAST_MARGIN,
+    MOST_MARGIN,
+    SLOWER,
+    Auto,
+    Memory,
+    _steps_first,
+    _watch,
+)
 from twolane.systems.choices import PASSES, Choice, Ways, choose, largest
 from twolane.systems.deadlines import PATIENCE, make_line
 from twolane.systems.plan import DecodeSteps, Hybrid, Launch, PrefillSlice
@@ -25,6 +33,7 @@ from twolane.systems.view import LaneView
 from twolane.workload.spec import WorkloadSpec
 
 BOTH = [level for level in LEVELS if all(level)]
+LEAD = Auto().lead_seconds
 KNOWN = Calibrated(synthetic.profile(noise=0.01))
 
 
@@ -221,11 +230,11 @@ def test_a_step_behind_a_hybrid_pass_serves_those_whose_prompt_it_ends():
 
 def test_the_next_pass_is_launched_as_much_ahead_as_its_launch_takes():
     """The other lanes, which are idle, have nothing to say about that."""
-    runs = {"device": LaneView(1, UNITS, 0.008, launching=0.004)}
+    runs = {"device": LaneView(1, UNITS, LEAD + 0.003, launching=0.004)}
     asked = {"waiting": [waiting("a", 500)], "decoding": rows(8, 1000, 0.05)}
     made, _ = plan(lanes=runs, **asked)
     assert [launch.work for launch in made.launches] == [Hybrid()]
-    made, _ = plan(lanes={"device": LaneView(1, UNITS, 0.008)}, **asked)
+    made, _ = plan(lanes={"device": LaneView(1, UNITS, LEAD + 0.003)}, **asked)
     assert (made.launches, made.wake_at) == ((), pytest.approx(0.003))
 
 
@@ -281,9 +290,10 @@ def test_passes_are_no_faster_than_the_host_launches_them():
 def test_a_step_goes_before_a_slice_whose_launch_would_hold_it_up():
     """Both are launched by one thread, in order."""
     open_batch = batch(waiting("next", 2000), layers=4)
-    lanes = {"decode": LaneView(1, 48, 0.006)}
+    lanes = {"decode": LaneView(1, 48, LEAD + 0.001)}
     asked = {"decoding": rows(64, 2000, 0.013), "batch": open_batch, "lanes": lanes}
-    for launching, first in ((0.0059, []), (0.0061, ["decode"])):
+    for slow, first in ((LEAD + 0.0009, []), (LEAD + 0.0011, ["decode"])):
+        launching = slow / SLOWER
         made, _ = plan(launching=host(PrefillSlice(4, 6), launching), **asked)
         assert [launch.lane for launch in made.launches] == [*first, "prefill"]
 
@@ -298,7 +308,7 @@ def test_prompts_end_no_earlier_than_their_launch_lets_them_begin():
 def test_a_pass_is_launched_while_the_last_launch_of_either_lane_runs():
     """The host gets as much time for it as behind another pass."""
     asked = {"waiting": [waiting("a", 4000)], "decoding": rows(8, 1000, 0.019)}
-    for until, works in ((0.004, [Hybrid()]), (0.006, [])):
+    for until, works in ((LEAD - 0.001, [Hybrid()]), (LEAD + 0.001, [])):
         lanes = {"prefill": LaneView(1, 84, 0.003), "decode": LaneView(1, 48, until)}
         made, _ = plan(lanes=lanes, **asked)
         assert [launch.work for launch in made.launches] == works

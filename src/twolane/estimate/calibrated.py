@@ -107,7 +107,7 @@ class _Linear:
     def _rates(self, kind: Kind, load: Load, units: Sequence[int]) -> list[tuple[float, float]]:
         """Bytes/s and FLOP/s of the products and attention, alone, at each of the units."""
         if kind == "prefill":
-            rows = self._computed.counts(load, (max(units),))[0]
+            rows = self._computed.tokens(load)
             features, layers = self._slices(load, 1, False, units), 1
             sums = load.new, load.reused, load.squares + load.products
         else:
@@ -126,26 +126,18 @@ class _Linear:
             return self._steps(load, load.reused, units)
         if kind == "prefill":
             return self._slices(load, layers, finishes, units)
-        few, many = BENDS
-        return [
-            [*row, max(0, new - few), max(0, new - many)]
-            for row, new in zip(
-                pass_features(self._computed, load, units),
-                self._computed.counts(load, units),
-                strict=True,
-            )
-        ]
+        new, (few, many) = self._computed.tokens(load), BENDS
+        row = [*pass_features(self._computed, load), max(0, new - few), max(0, new - many)]
+        return [row] * len(units)
 
     def _slices(self, load: Load, layers: int, finishes: bool, units: Sequence[int]) -> Rows:
         """Equation 1, the tokens of prefixes, what ends the pass, and what more new tokens take."""
         squares, products = self._computed.pairs(load)
         old = layers * squares, layers * products, layers * load.reused
         end = (layers, 1.0, load.requests) if finishes else (layers, 0.0, 0.0)
-        few, many = BENDS
-        return [
-            [*old, *end, layers * new, layers * max(0, new - few), layers * max(0, new - many)]
-            for new in self._computed.counts(load, units)
-        ]
+        new, (few, many) = self._computed.tokens(load), BENDS
+        bends = layers * new, layers * max(0, new - few), layers * max(0, new - many)
+        return [[*old, *end, *bends]] * len(units)
 
     def _steps(self, load: Load, context: int, units: Sequence[int]) -> Rows:
         """Equation 2 of so much context, and what products of more rows take."""
@@ -162,7 +154,7 @@ class _Linear:
             rest = [_reused(load.chunks.reused), _reused(load.decoding.reused)]
         else:
             rest = [_reused(load.reused), log2(layers)]
-        return [[log2(max(1, new)), *rest] for new in self._computed.counts(load, units)]
+        return [[log2(max(1, self._computed.tokens(load))), *rest]] * len(units)
 
 
 @cache

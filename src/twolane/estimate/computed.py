@@ -6,12 +6,11 @@ graphs. Up to some rows, products of decode go one way, and beyond another (`lan
 `kernels`). The linear models count what is computed: 1,829 tokens take as long as 2,048.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from twolane.estimate import Load
 from twolane.estimate.profile import Profile
-from twolane.sizes import BUCKET_STEP, BUCKETS, padded, sizes_on
+from twolane.sizes import BUCKET_STEP, BUCKETS, SIZES, padded
 
 STEPS = (16, 32, 64)
 """Rows beyond which products of decode go another way, while their weights bind them."""
@@ -48,12 +47,9 @@ class Computed:
         group = shape.heads // shape.kv_heads if device.startswith("cuda") else 0
         return cls(192 if shape.head_dim == 64 else 128, group, True, BUCKETS)
 
-    def counts(self, load: Load, units: Sequence[int]) -> list[int]:
-        """Σ n of a pass with its padding, on each of the units."""
-        new = load.new
-        if not self.graphs:
-            return [new] * len(units)
-        return [padded(new, sizes_on(each)) for each in units]
+    def tokens(self, load: Load) -> int:
+        """Σ n of a pass, with its padding."""
+        return padded(load.new, SIZES) if self.graphs else load.new
 
     def rows(self, load: Load) -> int:
         """Of a decode step, with its padding."""

@@ -114,9 +114,8 @@ class SoloRun(Estimator):
         finishes: bool,
         bound: bool,
     ) -> Sequence[float] | None:
-        return self._slices.predict(
-            slice_features(self._computed, load, layers, finishes, units), units
-        )
+        features = slice_features(self._computed, load, layers, finishes)
+        return self._slices.predict([features] * len(units), units)
 
     def _decode(
         self, load: Load, units: Sequence[int], beside: Beside | None, bound: bool
@@ -124,21 +123,15 @@ class SoloRun(Estimator):
         return self._steps.predict([step_features(load)] * len(units), units)
 
     def _hybrid(self, load: Load, units: Sequence[int], bound: bool) -> Sequence[float] | None:
-        return self._passes.predict(pass_features(self._computed, load, units), units)
+        return self._passes.predict([pass_features(self._computed, load)] * len(units), units)
 
 
-def slice_features(
-    computed: Computed,
-    load: Load,
-    layers: int,
-    finishes: bool,
-    units: Sequence[int],
-) -> list[list[float]]:
-    """Equation 1 for so many layers, and what ends the pass, on each of the units."""
+def slice_features(computed: Computed, load: Load, layers: int, finishes: bool) -> list[float]:
+    """Equation 1 for so many layers, and what ends the pass."""
     squares, products = computed.pairs(load)
     end = (1.0, float(load.requests)) if finishes else (0.0, 0.0)
     attention = layers * squares, layers * products
-    return [[*attention, layers * new, layers, *end] for new in computed.counts(load, units)]
+    return [*attention, layers * computed.tokens(load), layers, *end]
 
 
 def step_features(load: Load) -> list[float]:
@@ -146,11 +139,11 @@ def step_features(load: Load) -> list[float]:
     return [load.reused, load.requests, 1.0]
 
 
-def pass_features(computed: Computed, load: Load, units: Sequence[int]) -> list[list[float]]:
+def pass_features(computed: Computed, load: Load) -> list[float]:
     """Equation 1 over the chunks and Equation 2 over the decode rows of a hybrid batch."""
     steps, pairs = load.decoding, computed.pairs(load.chunks)
     end = step_features(steps)
-    return [[*pairs, new - steps.requests, *end] for new in computed.counts(load, units)]
+    return [*pairs, computed.tokens(load) - steps.requests, *end]
 
 
 def _fitted(samples: Sequence[Sample], computed: Computed) -> LevelModel:
@@ -158,9 +151,9 @@ def _fitted(samples: Sequence[Sample], computed: Computed) -> LevelModel:
 
 
 def _features(sample: Sample, computed: Computed) -> list[float]:
-    load, units = sample.load, (sample.units,)
+    load = sample.load
     if sample.kind == "prefill":
-        return slice_features(computed, load, sample.layers, sample.finishes, units)[0]
+        return slice_features(computed, load, sample.layers, sample.finishes)
     if sample.kind == "decode":
         return step_features(load)
-    return pass_features(computed, load, units)[0]
+    return pass_features(computed, load)

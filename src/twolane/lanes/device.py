@@ -30,7 +30,7 @@ import numpy as np
 from twolane.lanes.sim import Demand
 from twolane.lanes.work import DecodeWork, HybridWork, PrefillWork, PromptRow, Work
 from twolane.model.spec import ModelSpec
-from twolane.sizes import BUCKET_STEP, BUCKETS, SIZES, padded, sizes_on
+from twolane.sizes import BUCKET_STEP, BUCKETS, SIZES, padded
 
 ITEM = 2
 """Bytes of an element: weights, activations and KV are bfloat16."""
@@ -341,7 +341,7 @@ class DeviceModel:
 
     def _pass_layer(self, tokens: int, prompts: Sequence[PromptRow], units: int) -> _Cost:
         """A layer of a prefill slice or a hybrid pass; not faster than the host launches it."""
-        computed = padded(tokens, sizes_on(units))
+        computed = padded(tokens, SIZES)
         layer = self._layer(computed, units, decode=False).plus(self._attend(prompts, units))
         more = max(self.gpu.pass_layer_seconds, _least_layer(tokens) - layer.alone)
         return layer._replace(fixed=layer.fixed + more)

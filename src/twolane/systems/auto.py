@@ -48,6 +48,8 @@ FADES = 0.998
 """What a decode step leaves of the counts of joins and gaps."""
 FIRST = 0.5
 """Of a launch of the host, after which the device begins with it."""
+SLOWER = 2.0
+"""Than the longest launch of late may one be that decode shall not have to wait for."""
 GUARD = 0.0005
 """Seconds from a step's end to the start of one that was not launched ahead of it."""
 LEAST_PACE = 0.05
@@ -117,7 +119,7 @@ class Auto(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """New tokens in one prefill batch; longer prompts are cut."""
     hysteresis: float = 0.05
     """What is done now stays until another way is better by more than this share."""
-    lead_seconds: float = 0.005
+    lead_seconds: float = 0.010
     """The next launch is queued this long before its lane would run dry."""
 
     def __post_init__(self) -> None:
@@ -299,7 +301,9 @@ class Auto(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 joins = memory.joins + len(batch.joiners) * finishes
                 ends = ends if finishes else memory.ends
                 memory = replace(memory, begin=None, ends=ends, joins=joins)
-        meanwhile = max((view.launching.seconds(launch.work) for launch in launches), default=0.0)
+        meanwhile = SLOWER * max(
+            [view.launching.seconds(each.work) for each in launches], default=0
+        )
         if step := self._step(view, before, choice, tbt, meanwhile):
             launches = [step, *launches]
         reason = _reason(choice, tbt) if launches else ""

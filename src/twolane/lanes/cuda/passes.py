@@ -23,9 +23,9 @@ from twolane.lanes.cuda.decode import DecodeSteps, captured
 from twolane.lanes.cuda.green import Partitions
 from twolane.lanes.cuda.rows import Placed, Written
 from twolane.model.gpu import GpuDecoder, GpuKVCache, Workspace
-from twolane.sizes import SIZES, padded, sizes_on
+from twolane.sizes import SIZES, padded
 
-LARGER: tuple[int, ...] = (*range(64, 2048, 13), *range(2048, 8192 + 1, 251))
+LARGER: tuple[int, ...] = tuple(range(SIZES[-1] + 1, 8192 + 1, 251))
 """Tokens of the passes that are multiplied once before any is served: odd steps, for what cuBLAS
 chooses depends on what their number is divisible by, too."""
 
@@ -93,8 +93,7 @@ class Passes:
                 self._load_kernels(stream, units)
                 free, begun = torch.cuda.mem_get_info()[0], time.monotonic()
                 # The largest first: the others find their memory.
-                sizes = reversed(sizes_on(units))
-                layers = {size: self._capture(stream, units, size) for size in sizes}
+                layers = {size: self._capture(stream, units, size) for size in reversed(SIZES)}
                 taken = free - torch.cuda.mem_get_info()[0]
                 self.levels[units] = PassGraphs(layers, taken, time.monotonic() - begun)
         progress(1.0)
@@ -103,8 +102,7 @@ class Passes:
         """Whether there are graphs for such a pass on so many SMs."""
         if placed.steps is not None and units != self._whole:
             return False
-        sizes = self.levels[units].layers if units in self.levels else ()
-        return len(placed.positions) <= max(sizes, default=0)
+        return units in self.levels and len(placed.positions) <= SIZES[-1]
 
     def layers(self, first: int, last: int, hidden: Tensor, placed: Placed, units: int) -> None:
         """Run layers `first:last` of a pass on the current stream, in place.
@@ -137,8 +135,7 @@ class Passes:
     def _load_kernels(self, stream: torch.cuda.Stream, units: int) -> None:
         """Multiply once what has no graphs. cuBLAS has a kernel for every few sizes and shares, and
         loads it when it is first chosen: a millisecond or two, during which nothing is launched."""
-        least, most = max(sizes_on(units), default=0), self._workspace.rows
-        counts = [n for n in LARGER if least < n <= most]
+        counts = [n for n in LARGER if n <= self._workspace.rows]
         residual = self._residual.new_zeros((max(counts, default=0), self._residual.shape[1]))
         products = self._steps.products(units)
         with torch.cuda.stream(stream):
