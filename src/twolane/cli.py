@@ -488,9 +488,9 @@ def serve(
             metavar="MS",
             min=0.0,
             help="What is left of each bound between two tokens for their way to the client, at "
-            "most half of it: systems plan for so much less.",
+            "most a twentieth of it: systems plan for so much less.",
         ),
-    ] = 0.5,
+    ] = 1.0,
     api_key: Annotated[
         list[str] | None,
         typer.Option(

@@ -434,15 +434,15 @@ def _watch(view: View, memory: Memory) -> Memory:
 
     The margin rests where as many are as allowed: `STEP` down for each, `STEP * ALLOWED` up for
     every gap (Robbins and Monro 1951, for a quantile). The gaps of a step, of all who decode, are
-    late together and count as one: a stall, or a device that is slow for a moment, does not move it
-    for long, however many requests there are.
+    late together and count as one, and so do the steps between two looks: a stall, or a device that
+    is slow for a moment, does not move it for long, however many requests there are.
     """
     if view.now < memory.checked + CHECK_SECONDS:
         return memory
     gaps, bound = view.gaps, tbt_slo(view.decoding)
     new = gaps.total - memory.seen
     spare = ALLOWED * new - gaps.above(bound, new) if bound < math.inf else 0.0
-    moved = STEP * spare / max(1, len(view.decoding))
+    moved = STEP * max(-1.0, spare / max(1, len(view.decoding)))
     margin = min(MOST_MARGIN, max(LEAST_MARGIN, memory.margin * math.exp(moved)))
     return replace(memory, margin=margin, checked=view.now, seen=gaps.total)
 
