@@ -490,7 +490,7 @@ def serve(
             help="What is left of each bound between two tokens for their way to the client, at "
             "most a twentieth of it: systems plan for so much less.",
         ),
-    ] = 1.0,
+    ] = 2.0,
     api_key: Annotated[
         list[str] | None,
         typer.Option(

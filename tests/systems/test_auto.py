@@ -22,7 +22,6 @@ from twolane.systems.auto import (
     LEAST_MARGIN,
     MOST_MARGIN,
     SLOWER,
-    STEP,
     Auto,
     Memory,
     _steps_first,
@@ -424,10 +423,22 @@ def test_the_margin_rests_where_one_gap_in_a_hundred_is_above_the_slo():
 
 
 def test_the_gaps_of_a_late_step_count_as_one():
-    """It moves the margin by as much with a hundred requests as with five; and so do three."""
+    """Three late steps move the margin by as much with a hundred requests as with five."""
+    margins = []
     for requests in (5, 100):
-        for steps in (1, 3):
-            gaps = Gaps()
-            add(gaps, (0.02, steps * requests))
-            margin = watched(Memory(), gaps, 1.0, requests).margin
-            assert margin == pytest.approx(math.exp(-STEP), abs=1e-4)
+        gaps = Gaps()
+        add(gaps, (0.02, 3 * requests))
+        margins.append(watched(Memory(), gaps, 1.0, requests).margin)
+    assert margins[0] == pytest.approx(margins[1])
+    assert 0.96 < margins[0] < 0.98
+
+
+def test_the_margin_moves_as_fast_under_all_bounds():
+    """With five times as long steps there are a fifth as many."""
+    gaps = Gaps()
+    add(gaps, (0.06, 20))
+    short, long = (
+        _watch(view(OnlineEstimator(), decoding=rows(10, 1000, tbt), gaps=gaps, now=1.0), Memory())
+        for tbt in (0.01, 0.05)
+    )
+    assert math.log(long.margin) == pytest.approx(5 * math.log(short.margin))
