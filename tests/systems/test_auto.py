@@ -343,6 +343,20 @@ def test_a_started_prompt_steps_back_for_nobody():
     assert [r.id for r in line.order] == ["long", "b"]
 
 
+def test_short_prompts_overtake_a_started_one_behind_which_they_would_be_late():
+    """As long as they take a tenth of its time together, and it is not late for their sake."""
+    short = [due(f"s{i}", 2, 55.0 + i) for i in range(4)]
+    for deadline, ahead in ((54.9, 2), (53.0, 1), (50.5, 0), (49.0, 2)):
+        line = queue(due("long", 50, deadline, started=True), *short)
+        assert [r.id for r in line.order[: ahead + 1]] == [*(r.id for r in short[:ahead]), "long"]
+    calm = [replace(one, deadline=65.0) for one in short]
+    assert queue(due("long", 50, 54.9, started=True), *calm).order[0].id == "long"
+    low = [replace(one, priority=1) for one in short]
+    assert queue(due("long", 50, 54.9, started=True), *low).order[0].id == "long"
+    longer = due("b", 6, 55.0)
+    assert queue(due("long", 50, 54.9, started=True), longer).order[0].id == "long"
+
+
 @settings(derandomize=True, max_examples=100, deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 20)), max_size=30))
 def test_only_who_would_wait_twice_its_bound_is_refused(pairs):

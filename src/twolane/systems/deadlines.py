@@ -3,6 +3,7 @@
 Within a priority, by deadline. Where not all deadlines can be kept, as few as possible are given
 up (Moore's algorithm: when one would be late, the longest so far steps back), and those are served
 when nobody else waits. Who would wait for longer than its bound allows, twice over, is refused.
+A prompt that has begun goes on; only short ones that would be late behind it go first.
 """
 
 import heapq
@@ -15,6 +16,10 @@ from twolane.systems.view import RequestView
 
 PATIENCE = 2.0
 """Times its TTFT bound that a request may have to wait for its prefill to begin."""
+OVERTAKING = 0.1
+"""Of the seconds that are left of a prompt that has begun, the most that others may take first."""
+SAFE = 1.2
+"""Times what is predicted, others may take behind such a prompt and be in time."""
 UNBOUND_SECONDS = 1.0
 """Requests without a TTFT bound are ordered as if they had this one."""
 
@@ -59,11 +64,13 @@ def make_line(
     """
     places = [_Place(r, _deadline(r), seconds(r)) for r in waiting]
     places.sort(key=lambda place: (place.request.priority, place.deadline))
-    _give_up(places, begin)
+    first = _overtaking(places, begin)
+    at = begin + sum(place.seconds for place in first)
+    places = [place for place in places if place not in first]
+    _give_up(places, at)
     places.sort(key=lambda place: (place.request.priority, place.late, place.deadline))
-    order: list[RequestView] = []
+    order = [place.request for place in first]
     refusals: list[Refusal] = []
-    at = begin
     for place in places:
         refusal = _refusal(place, at) if refuse and place.late else None
         if refusal is not None:
@@ -80,6 +87,24 @@ def _deadline(request: RequestView) -> float:
         return -math.inf
     wanted = request.deadline
     return request.arrival + UNBOUND_SECONDS if wanted is None else wanted
+
+
+def _overtaking(places: Sequence[_Place], begin: float) -> list[_Place]:
+    """Short ones that go before the first, which has begun, lest they be late behind it; it is not
+    late for their sake."""
+    if not places or places[0].yields:
+        return []
+    begun, found = places[0], []
+    spare, slack = OVERTAKING * begun.seconds, begun.deadline - begin - begun.seconds
+    if slack > 0.0:
+        spare = min(spare, slack)
+    for place in places[1:]:
+        ends = begin + SAFE * (begun.seconds + place.seconds)
+        late = place.request.deadline is not None and ends > place.deadline
+        if late and place.seconds <= spare and place.request.priority == begun.request.priority:
+            found.append(place)
+            spare -= place.seconds
+    return found
 
 
 def _give_up(places: Sequence[_Place], begin: float) -> None:
