@@ -32,7 +32,7 @@ class Line:
     refusals: Sequence[Refusal]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Place:
     """A request with what it needs."""
 
