@@ -6,6 +6,12 @@ LaneName = Literal["prefill", "decode", "device"]
 """The prefill lane, the decode lane, or the whole device (both phases as one batch)."""
 
 LANES: tuple[LaneName, ...] = ("prefill", "decode", "device")
+EXCLUSIVE: dict[LaneName, tuple[LaneName, ...]] = {
+    "prefill": ("prefill", "device"),
+    "decode": ("decode", "device"),
+    "device": LANES,
+}
+"""Whose launches run before or after those of a lane, never beside them."""
 
 EstimatorName = Literal["calibrated", "solo-run", "guard", "sm-roofline", "attention-roofline"]
 """Those that are fitted on a profile; `estimate/catalog.py` has them."""

@@ -25,6 +25,10 @@ def idle(view: View, lane: str) -> bool:
     return view.lanes[lane].queued == 0
 
 
+def busy(view: View) -> list[str]:
+    return [lane for lane in view.lanes if not idle(view, lane)]
+
+
 @dataclass(frozen=True)
 class Bullet:
     """Two layers a step; decode gets 66 units, overlapping with prefill's 100, for the last ones;
@@ -193,7 +197,7 @@ class PassBehindLanes:
         return None
 
     def plan(self, view: View, memory: None) -> tuple[Plan, None]:
-        queued = [lane for lane in view.lanes if not idle(view, lane)]
+        queued = busy(view)
         if len(queued) == 3:
             self.untils.append({lane: each.until for lane, each in view.lanes.items()})
         chunks, launches = next_chunks(view, 3000, split=False), []
@@ -204,7 +208,7 @@ class PassBehindLanes:
             launches.append(Launch("device", UNITS, Hybrid()))
         elif view.decoding and not queued:
             launches.append(Launch("device", UNITS, DecodeSteps()))
-        return Plan(admit=chunks if len(launches) else (), launches=tuple(launches)), None
+        return Plan(admit=chunks if launches else (), launches=tuple(launches)), None
 
 
 def test_a_pass_behind_both_lanes_decodes_those_whose_prompts_end_before_it() -> None:
@@ -231,7 +235,7 @@ class SliceBehindStep:
         return None
 
     def plan(self, view: View, memory: None) -> tuple[Plan, None]:
-        queued = [lane for lane in view.lanes if not idle(view, lane)]
+        queued = busy(view)
         if queued == ["prefill", "device"]:
             self.untils.append({lane: view.lanes[lane].until for lane in queued})
         chunks = () if queued else next_chunks(view, 3000, split=False)

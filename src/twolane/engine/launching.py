@@ -65,10 +65,10 @@ class Launching:
         Not so many as their mean cost tells: what a slice costs beside its layers, or had to wait
         for, would be held against them, the more, the shorter slices are.
         """
-        layers, middle = work.last - work.first, work.first > 0 and work.last < self._layers
-        fitting = layers * SLICE_SECONDS * (1 if middle else ENDS) / max(seconds, 1e-9)
+        layers, (_, ends) = work.last - work.first, self._kind(work)
+        fitting = layers * SLICE_SECONDS * (ENDS if ends else 1) / max(seconds, 1e-9)
         if fitting < layers:
             self.layers_at_once = max(1, layers // 2, int(fitting))
-        elif middle and layers >= self.layers_at_once:
+        elif not ends and layers >= self.layers_at_once:
             more = max(layers + 1, int(min(2 * layers, fitting)))
             self.layers_at_once = min(self._layers, more)

@@ -17,7 +17,7 @@ from twolane.estimate import Estimator
 from twolane.lanes import Lanes, Sampled
 from twolane.slo import Slo
 from twolane.systems.view import LaneView
-from twolane.vocabulary import LANES, LaneName
+from twolane.vocabulary import EXCLUSIVE, LaneName
 
 LATEST = 512
 """Gaps that are kept."""
@@ -185,8 +185,7 @@ class State:
         for flight in self.flights:
             lane, units = flight.launch.lane, flight.launch.units
             before, predicted = views[lane], flight.predicted
-            lanes = {ticket.lane for ticket in flight.after if not ticket.done}
-            lanes.update(LANES if lane == "device" else (lane, "device"))
+            lanes = {*EXCLUSIVE[lane], *(each.lane for each in flight.after if not each.done)}
             ahead = [views[name] for name in lanes if views[name].queued]
             ends = [view.until for view in ahead if view.until is not None]
             if predicted is None or len(ends) < len(ahead):

@@ -29,7 +29,7 @@ from twolane.estimate.computed import BENDS, SLOPES, STEPS, Computed
 from twolane.estimate.operators import Shape
 from twolane.estimate.profile import Kind, Profile, Sample
 from twolane.estimate.residual import Means, Residual
-from twolane.estimate.solo_run import LevelModel, Rows, pass_features
+from twolane.estimate.solo_run import LevelModel, Rows, pass_features, slice_features
 
 COVERED = 0.99
 """Share of launches that the bound is for."""
@@ -132,12 +132,10 @@ class _Linear:
 
     def _slices(self, load: Load, layers: int, finishes: bool, units: Sequence[int]) -> Rows:
         """Equation 1, the tokens of prefixes, what ends the pass, and what more new tokens take."""
-        squares, products = self._computed.pairs(load)
-        old = layers * squares, layers * products, layers * load.reused
-        end = (layers, 1.0, load.requests) if finishes else (layers, 0.0, 0.0)
+        row = slice_features(self._computed, load, layers, finishes)
         new, (few, many) = self._computed.tokens(load), BENDS
-        bends = layers * new, layers * max(0, new - few), layers * max(0, new - many)
-        return [[*old, *end, *bends]] * len(units)
+        bends = layers * max(0, new - few), layers * max(0, new - many)
+        return [[*row, layers * load.reused, *bends]] * len(units)
 
     def _steps(self, load: Load, context: int, units: Sequence[int]) -> Rows:
         """Equation 2 of so much context, and what products of more rows take."""

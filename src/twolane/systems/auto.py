@@ -24,7 +24,7 @@ from twolane.systems.deadlines import Line, make_line
 from twolane.systems.multiplex import batch_load, decode_load, shared_levels, tbt_slo
 from twolane.systems.plan import Chunk, DecodeSteps, Hybrid, Launch, Plan, PrefillSlice
 from twolane.systems.view import LaneView, RequestView, View
-from twolane.vocabulary import LANES, EstimatorName, LaneName
+from twolane.vocabulary import EXCLUSIVE, LANES, EstimatorName, LaneName
 
 UNBOUND_TBT = 0.05
 """TBT that is planned for where no SLO bounds it, in seconds."""
@@ -149,9 +149,10 @@ class Auto(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     # --- when ---------------------------------------------------------------------------------
 
-    def _due(self, view: View, lane: LaneName) -> bool:
-        """Whether the lane, and the whole device, which excludes it, are idle or soon will be."""
-        return _queue(view, lane).due(view.now, self.lead_seconds)
+    def _due(self, view: View, lane: LaneName, within: float = 0.0) -> bool:
+        """Whether the lane, and the whole device, which excludes it, are idle or soon will be; at
+        any rate within so many seconds."""
+        return _queue(view, lane).due(view.now, max(self.lead_seconds, within))
 
     def _wake(self, view: View) -> float | None:
         """When the first lane will be due that is not due now."""
@@ -284,7 +285,7 @@ class Auto(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         self, view: View, memory: Memory, batch: _Batch | None, choice: Choice, tbt: float
     ) -> tuple[Plan, Memory]:
         """Both lanes are kept fed; decode is launched first (MuxWise §3.2.2)."""
-        before, wake = memory, None
+        before, wake, meanwhile = memory, None, 0.0
         admit: tuple[Chunk, ...] = ()
         launches: list[Launch] = []
         if batch is not None and self._due(view, "prefill"):
@@ -297,14 +298,11 @@ class Auto(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             if at is not None and at > begin + GUARD:
                 wake = at
             else:
-                admit = batch.chunks
+                admit, meanwhile = batch.chunks, SLOWER * view.launching.seconds(part)
                 launches = [Launch("prefill", choice.level[0], part)]
                 joins = memory.joins + len(batch.joiners) * finishes
                 ends = ends if finishes else memory.ends
                 memory = replace(memory, begin=None, ends=ends, joins=joins)
-        meanwhile = SLOWER * max(
-            [view.launching.seconds(each.work) for each in launches], default=0
-        )
         if step := self._step(view, before, choice, tbt, meanwhile):
             launches = [step, *launches]
         reason = _reason(choice, tbt) if launches else ""
@@ -319,9 +317,7 @@ class Auto(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         It waits for prompts that end before it could begin, and for those that end a little later
         if they could not join the next one in time and nobody misses the bound by it.
         """
-        if not view.decoding or not _queue(view, "decode").due(
-            view.now, max(self.lead_seconds, meanwhile)
-        ):
+        if not view.decoding or not self._due(view, "decode", meanwhile):
             return None
         boundary = _boundary(view)
         late = boundary + 2 * choice.gap - memory.ends > tbt
@@ -366,7 +362,7 @@ def _queue(view: View, lane: LaneName) -> LaneView:
     What comes next may be launched in this lane or in one of those, and take the host as long as
     the dearest launch there.
     """
-    lanes = LANES if lane == "device" else (lane, "device")
+    lanes = EXCLUSIVE[lane]
     busy = [view.lanes[name] for name in lanes if view.lanes[name].queued]
     untils = [each.until for each in busy]
     known = [until for until in untils if until is not None]
