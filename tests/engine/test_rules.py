@@ -359,3 +359,46 @@ def test_a_prompt_that_is_scored_reuses_nothing() -> None:
     assert sim.outputs["a"].cached == 32
     assert sim.outputs["a"].prompt_logprobs is None
     assert sim.outputs["a"].logprobs is None
+
+
+def served(*messages: tuple[float, ToEngine], paced: bool = True) -> Simulation:
+    """Beside a request that decodes from the start."""
+
+    def decide(view: View) -> Plan:
+        plan = one_by_one(view)
+        launches = [
+            replace(ln, work=replace(ln.work, paced=paced)) if ln.lane == "prefill" else ln
+            for ln in plan.launches
+        ]
+        return replace(plan, launches=tuple(launches))
+
+    return simulate(Script(decide), [(0.0, submit("early", 20, 40)), *messages])
+
+
+def test_a_paced_first_token_goes_out_when_its_step_can_begin() -> None:
+    """With the tokens of the step under way: what follows is the gap of one step. Only for whom a
+    TBT SLO asks for that, and not if there is no second token."""
+    late = submit("late", 20, 4, slo=Slo(tbt=0.03))
+    ends = served((0.11, late), paced=False).times["late"][0]
+    sim = served((0.11, late))
+    times = sim.times["late"]
+    assert ends < times[0] < ends + 0.02
+    assert times[0] in sim.times["early"]
+    assert times[1] - times[0] == pytest.approx(0.02)
+    told = sim.outputs["late"].times
+    assert told is not None
+    assert told.prefill == pytest.approx(times[0] - 0.11)
+    assert len(times) == 4
+    assert served((0.11, replace(late, slo=Slo(ttft=1.0)))).times["late"][0] == ends
+    assert served((0.11, submit("late", 20, 1, slo=late.slo))).times["late"] == [ends]
+
+
+def test_a_paced_first_token_does_not_outlive_its_request() -> None:
+    """Aborted while it is kept: it is gone, and so are the pages."""
+    late = submit("late", 20, 4, slo=Slo(tbt=0.03))
+    told = served((0.11, late)).times["late"][0]
+    sim = served((0.11, late), (told - 0.001, Abort("late")))
+    assert sim.finish["late"] == "abort"
+    assert sim.record.ends["late"] == ("abort", 1)
+    assert not sim.times.get("late")
+    assert not sim.engine.state.paced

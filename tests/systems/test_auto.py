@@ -193,26 +193,72 @@ def test_prompts_that_end_before_the_step_beside_them_have_its_pace():
                 assert each.pace == pytest.approx(alone / max(lasts, each.gap))
 
 
-def test_a_step_waits_for_prompts_that_end_a_little_later():
-    """They would miss it, and wait for two; nobody's bound is missed by it."""
+def test_a_step_waits_for_prompts_that_end_before_it_could_begin():
+    """Later ones take the next step: nobody is late for their sake."""
     open_batch = batch(waiting("next", 2000), layers=4)
     done = batch(waiting("a", 1000), layers=LAYERS)
     decode = rows(64, 2000, 0.013)
     _, memory = plan(decoding=decode, batch=open_batch)
     assert memory.choice.mode == "spatial"
     lanes = {"prefill": LaneView(2, 84, 0.020), "decode": LaneView(1, 48, 0.001)}
-    under_way = {
-        "decoding": decode,
-        "batch": open_batch,
-        "launched_batches": [done],
-        "lanes": lanes,
-    }
-    slack = 0.013 - memory.choice.gap - 0.0005
-    assert slack > 0.0
-    for ends, waits in ((0.0005, True), (0.001 + slack / 2, True), (0.001 + 2 * slack, False)):
-        made, _ = plan(memory=replace(memory, ends=ends), **under_way)
+    under_way = {"batch": open_batch, "launched_batches": [done], "lanes": lanes}
+    for ends, waits in ((0.0005, True), (0.0011, False)):
+        made, _ = plan(memory=replace(memory, ends=ends), decoding=decode, **under_way)
         (launch,) = made.launches
         assert (launch.lane, launch.work) == ("decode", DecodeSteps(waits=waits))
+
+
+def test_a_step_is_launched_ahead_for_the_first_who_decode():
+    """Else the launch would be part of the gap behind their first token."""
+    joining = {"prefill": rows(64, 2000, 0.013), "decode": (), "device": ()}
+    under_way = {"batch": batch(waiting("next", 2000), layers=4), "joining": joining}
+    made, memory = plan(lanes={"prefill": LaneView(2, 84, 0.020)}, **under_way)
+    assert memory.choice.mode == "spatial"
+    (launch,) = made.launches
+    assert (launch.lane, launch.work) == ("decode", DecodeSteps(waits=True))
+
+
+def test_first_tokens_are_paced_where_decode_has_a_lane():
+    decode = rows(64, 2000, 0.012)
+    made, _ = plan(decoding=decode, batch=batch(waiting("a", 2000), layers=LAYERS - 1))
+    assert made.launches[-1].work == PrefillSlice(LAYERS - 1, LAYERS, paced=True)
+
+
+TEMPORAL = Choice("temporal", (UNITS, UNITS), 10, 0.001, 0, 0.015, 0.5, 0.5)
+"""A step takes 5 ms; ten layers follow it."""
+
+
+def between_steps(spent, first, choice=TEMPORAL, tbt=0.0155, waits=True):
+    open_batch = batch(waiting("a", 2000), layers=first)
+    memory = Memory(choice=choice, about=(4, (2000,), (0,)), chosen=0.0, spent=spent)
+    decode = rows(4, 1000, tbt)
+    line = [waiting("next", 2000)] if waits else []
+    made, memory = plan(memory=memory, decoding=decode, batch=open_batch, waiting=line)
+    return [launch.work for launch in made.launches], memory.spent
+
+
+def test_layers_of_two_batches_share_the_time_between_two_steps():
+    """What a batch has left is less than the bound leaves time for: the next one begins."""
+    last, step = PrefillSlice(LAYERS - 3, LAYERS), DecodeSteps()
+    assert between_steps(0.0, LAYERS - 3) == ([last], pytest.approx(0.003))
+    assert between_steps(0.003, 0) == ([PrefillSlice(0, 7), step], 0.0)
+    assert between_steps(0.0, 0) == ([PrefillSlice(0, 10), step], 0.0)
+    assert between_steps(0.0, LAYERS - 3, waits=False) == ([last, step], 0.0)
+    full = PrefillSlice(LAYERS - 10, LAYERS)
+    assert between_steps(0.0, LAYERS - 10) == ([full, step], 0.0)
+    assert between_steps(0.0, LAYERS - 3, tbt=0.0075) == (
+        [PrefillSlice(LAYERS - 3, LAYERS - 1), step],
+        0.0,
+    )
+
+
+def test_a_step_comes_first_where_prefill_has_had_its_time():
+    """The next batch's layers are longer, or it is run in another way."""
+    slow = replace(TEMPORAL, layers=1, layer=0.008, gap=0.013)
+    assert between_steps(0.003, 0, slow) == ([DecodeSteps()], 0.0)
+    for mode in ("hybrid", "spatial"):
+        other = replace(TEMPORAL, mode=mode, level=BOTH[0])
+        assert between_steps(0.003, 0, other) == ([DecodeSteps()], 0.0)
 
 
 def test_a_step_behind_a_hybrid_pass_serves_those_whose_prompt_it_ends():

@@ -25,6 +25,8 @@ def reap(state: State) -> bool:
             _deliver(state, flight, step)
         if done:
             _settle(state, flight)
+        if state.paced:
+            _tell_paced(state)
         news |= done or bool(steps)
     return news
 
@@ -48,11 +50,12 @@ def _deliver(state: State, flight: Flight, step: Step) -> None:
         request, allocation = flight.rows[row]
         if _expected(request, allocation):
             request.prompt_logprobs += logprobs
-    now, rows = state.now(), flight.rows
+    now, rows, work = state.now(), flight.rows, flight.launch.work
+    paced = isinstance(work, PrefillSlice) and work.paced
     for sampled in step.sampled:
         request, allocation = rows[sampled.row]
         if _expected(request, allocation):
-            _receive(state, request, sampled, now)
+            _receive(state, request, sampled, now, paced=paced)
 
 
 def _expected(request: Request, allocation: Allocation) -> bool:
@@ -64,28 +67,52 @@ def _expected(request: Request, allocation: Allocation) -> bool:
     return request.allocation is allocation
 
 
-def _receive(state: State, request: Request, sampled: Sampled, now: float) -> None:
+def _receive(state: State, request: Request, sampled: Sampled, now: float, *, paced: bool) -> None:
     request.tokens.append(sampled.token)
     first = request.last_token_at is None
-    _note_latency(state, request, now)
     if request.phase is not Phase.DECODE:
         state.start_decode(request)
     _share_full_pages(state, request)
     if first:
         state.release_held(request)
-    state.say(request, sampled)
-    if sampled.token in request.stops:  # the sampler bans these before min_tokens
-        state.finish(request, "stop")
-    elif len(request.tokens) >= request.limit:
-        state.finish(request, "length")
+    stopped = sampled.token in request.stops  # the sampler bans these before min_tokens
+    ended = stopped or len(request.tokens) >= request.limit
+    if paced and first and not ended and request.slo.tbt is not None:
+        state.paced.append((request, sampled))
+        return
+    _tell(state, request, sampled, now)
+    if ended:
+        state.finish(request, "stop" if stopped else "length")
 
 
-def _note_latency(state: State, request: Request, now: float) -> None:
+def _tell(state: State, request: Request, sampled: Sampled, now: float) -> None:
     if request.last_token_at is None:
         request.first_token_at = now
     else:
         state.gaps.add(now - request.last_token_at)
     request.last_token_at = now
+    state.say(request, sampled)
+
+
+def _tell_paced(state: State) -> None:
+    """Tell the first tokens that need not wait any longer: before the second one comes, for what
+    is ahead of its step has ended by then."""
+    paced, state.paced = state.paced, []
+    for request, sampled in paced:
+        if request.phase is Phase.FINISHED:
+            continue
+        if _others_decode(state, request):
+            state.paced.append((request, sampled))
+        else:
+            _tell(state, request, sampled, state.now())
+
+
+def _others_decode(state: State, request: Request) -> bool:
+    """Whether a launch that decodes others is ahead of the first one that decodes the request."""
+    for flight in state.flights:
+        if not isinstance(flight.launch.work, PrefillSlice):
+            return all(other is not request for other, _ in flight.rows)
+    return False
 
 
 def _share_full_pages(state: State, request: Request) -> None:

@@ -17,11 +17,11 @@ from typing import ClassVar
 
 import msgspec
 
-from twolane.estimate import Beside, Load
+from twolane.estimate import Load
 from twolane.systems.admission import next_chunks
 from twolane.systems.choices import Choice, Ways, choose
 from twolane.systems.deadlines import Line, make_line
-from twolane.systems.multiplex import batch_load, decode_load, shared_levels, tbt_slo
+from twolane.systems.multiplex import batch_load, shared_levels, tbt_slo
 from twolane.systems.plan import Chunk, DecodeSteps, Hybrid, Launch, Plan, PrefillSlice
 from twolane.systems.view import LaneView, RequestView, View
 from twolane.vocabulary import EXCLUSIVE, LANES, EstimatorName, LaneName
@@ -42,10 +42,6 @@ MOST_STEPS = 8
 """Steps in one launch: where they are shorter than the lead, or a pass is launched behind them."""
 CHOICE_SECONDS = 0.1
 """For which a choice stands while batch and number of requests stay the same."""
-SPARE = 0.006
-"""Of the gaps may be first ones that miss the bound: the SLO is on the P99."""
-FADES = 0.998
-"""What a decode step leaves of the counts of joins and gaps."""
 FIRST = 0.5
 """Of a launch of the host, after which the device begins with it."""
 SLOWER = 2.0
@@ -77,12 +73,8 @@ class Memory:
     """Tokens of the largest pass that kept the bound, when passes were last looked at."""
     chosen: float = -math.inf
     """When, in seconds."""
-    joins: float = 0.0
-    """Requests that joined decode lately; old ones fade."""
-    gaps: float = 0.0
-    """Tokens decoded meanwhile."""
-    begin: float | None = None
-    """When the last layers of the open batch shall begin, in seconds, once that is known."""
+    spent: float = 0.0
+    """Bound on the seconds of prefill that the whole device got since it last decoded."""
     ends: float = -math.inf
     """When the prompts launched last in the prefill lane will be done by prediction, in seconds."""
     margin: float = 1.0
@@ -142,7 +134,8 @@ class Auto(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             line = _line(view, memory)
         batch = self._batch(view, line.order, memory)
         plan, memory = self._go_on(view, memory, line.order, batch)
-        memory = _count(view, memory, plan)
+        if any(not isinstance(launch.work, PrefillSlice) for launch in plan.launches):
+            memory = replace(memory, spent=0.0)
         wakes = [at for at in (plan.wake_at, self._wake(view)) if at is not None and at > view.now]
         wake = min(wakes, default=None)
         return msgspec.structs.replace(plan, refuse=tuple(line.refusals), wake_at=wake), memory
@@ -195,7 +188,7 @@ class Auto(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             then = view.estimator.decode_step(joined, view.units, bound=True)
             if batch.chunks and then and then > tbt:
                 return self._decode_alone(view, memory, step, tbt)  # no room for more
-            target = tbt * memory.margin * (1.0 if view.estimator.promises else UNPROMISED)
+            target = _target(view, memory, tbt)
             choice, chunk = self._choose(view, memory, batch, joined, then, target)
             memory = replace(memory, choice=choice, chunk=chunk, about=about, chosen=view.now)
         assert memory.choice is not None
@@ -241,24 +234,39 @@ class Auto(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         step: float | None,
         tbt: float,
     ) -> tuple[Plan, Memory]:
-        if choice.mode == "spatial":
+        if choice.mode == "spatial" and not memory.spent:
             return self._spatial(view, memory, batch, choice, tbt)
         if not self._due(view, "device"):
             return self._drain(view, choice, tbt), memory
-        reason = _reason(choice, tbt)
-        if choice.mode == "hybrid" and (steps := _steps_first(view, choice, step, tbt)):
+        if choice.mode == "temporal":
+            return self._temporal(view, memory, batch, choice, tbt)
+        if memory.spent:
+            launch = Launch("device", view.units, DecodeSteps())
+            return Plan(launches=(launch,), reason="a step first: prefill had its turn"), memory
+        if steps := _steps_first(view, choice, step, tbt):
             launch = Launch("device", view.units, DecodeSteps(steps))
             return Plan(launches=(launch,), reason="steps first: a pass would come late"), memory
-        if choice.mode == "hybrid":
-            chunks = _take(view, order, choice.tokens)
-            launch = Launch("device", view.units, Hybrid())
-            return Plan(admit=chunks, launches=(launch,), reason=reason), memory
-        last = min(batch.first + choice.layers, view.layers)
-        launches = (
-            Launch("device", view.units, PrefillSlice(batch.first, last)),
-            Launch("device", view.units, DecodeSteps()),
-        )
-        return Plan(admit=batch.chunks, launches=launches, reason=reason), memory
+        chunks = _take(view, order, choice.tokens)
+        launch = Launch("device", view.units, Hybrid())
+        return Plan(admit=chunks, launches=(launch,), reason=_reason(choice, tbt)), memory
+
+    def _temporal(
+        self, view: View, memory: Memory, batch: _Batch, choice: Choice, tbt: float
+    ) -> tuple[Plan, Memory]:
+        """As many layers as the bound leaves time for, then a step; if the batch ends before that
+        and more prompts wait, the next one's first layers come in between."""
+        room = _target(view, memory, tbt) - (choice.gap - choice.layers * choice.layer)
+        step = Launch("device", view.units, DecodeSteps())
+        layers = int((room - memory.spent) / choice.layer) if choice.layer else 1
+        if memory.spent and not layers:
+            return Plan(launches=(step,), reason="prefill had its turn"), memory
+        last = min(batch.first + max(1, layers), view.layers)
+        spent = memory.spent + (last - batch.first) * choice.layer
+        launches = [Launch("device", view.units, PrefillSlice(batch.first, last))]
+        if last < view.layers or not view.waiting or spent + choice.layer > room:
+            launches.append(step)
+        plan = Plan(admit=batch.chunks, launches=tuple(launches), reason=_reason(choice, tbt))
+        return plan, replace(memory, spent=spent)
 
     def _prefill_alone(self, view: View, batch: _Batch | None) -> Plan:
         if batch is None or not self._due(view, "device"):
@@ -285,64 +293,33 @@ class Auto(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         self, view: View, memory: Memory, batch: _Batch | None, choice: Choice, tbt: float
     ) -> tuple[Plan, Memory]:
         """Both lanes are kept fed; decode is launched first (MuxWise §3.2.2)."""
-        before, wake, meanwhile = memory, None, 0.0
+        before, meanwhile = memory, 0.0
         admit: tuple[Chunk, ...] = ()
         launches: list[Launch] = []
         if batch is not None and self._due(view, "prefill"):
-            part, begin, ends = _next_slice(view, batch, choice)
-            finishes = part.last == view.layers
-            if finishes and batch.joiners and memory.begin is None:
-                begin += self._misfit(view, memory, batch, choice, ends, tbt)
-                memory = replace(memory, begin=begin)
-            at = memory.begin if finishes else None
-            if at is not None and at > begin + GUARD:
-                wake = at
-            else:
-                admit, meanwhile = batch.chunks, SLOWER * view.launching.seconds(part)
-                launches = [Launch("prefill", choice.level[0], part)]
-                joins = memory.joins + len(batch.joiners) * finishes
-                ends = ends if finishes else memory.ends
-                memory = replace(memory, begin=None, ends=ends, joins=joins)
-        if step := self._step(view, before, choice, tbt, meanwhile):
+            part, ends = _next_slice(view, batch, choice)
+            admit, meanwhile = batch.chunks, SLOWER * view.launching.seconds(part)
+            launches = [Launch("prefill", choice.level[0], part)]
+            if part.last == view.layers:
+                memory = replace(memory, ends=ends)
+        if step := self._step(view, before, choice, meanwhile):
             launches = [step, *launches]
         reason = _reason(choice, tbt) if launches else ""
-        return Plan(admit=admit, launches=tuple(launches), wake_at=wake, reason=reason), memory
+        return Plan(admit=admit, launches=tuple(launches), reason=reason), memory
 
-    def _step(
-        self, view: View, memory: Memory, choice: Choice, tbt: float, meanwhile: float
-    ) -> Launch | None:
+    def _step(self, view: View, memory: Memory, choice: Choice, meanwhile: float) -> Launch | None:
         """A decode step in its lane, if that would be due by the time at which the host has done
         what else it shall launch, which takes it so many seconds.
 
-        It waits for prompts that end before it could begin, and for those that end a little later
-        if they could not join the next one in time and nobody misses the bound by it.
+        It waits for prompts that end before it could begin, at any rate if nobody else decodes.
         """
-        if not view.decoding or not self._due(view, "decode", meanwhile):
+        if not (view.decoding or any(view.joining.values())):
             return None
-        boundary = _boundary(view)
-        late = boundary + 2 * choice.gap - memory.ends > tbt
-        latest = boundary + tbt - choice.gap - GUARD if late else boundary
-        waits = bool(view.joining["device"]) or memory.ends <= latest
+        if not self._due(view, "decode", meanwhile):
+            return None
+        early = not view.decoding or memory.ends <= _boundary(view)
+        waits = early or bool(view.joining["device"])
         return Launch("decode", choice.level[1], DecodeSteps(waits=waits))
-
-    def _misfit(
-        self, view: View, memory: Memory, batch: _Batch, choice: Choice, ends: float, tbt: float
-    ) -> float:
-        """Seconds by which prompts that end then should end later.
-
-        Who joins right after a step began waits for its end, and then for the next one: more than
-        the bound, unless steps are short. A step can be held back by `slack`, and one that begins
-        at most `slack` later is not missed either. The SLO is on the P99 of gaps: where answers
-        are long, first ones are too few to matter.
-        """
-        if not view.decoding or memory.joins + len(batch.joiners) <= SPARE * memory.gaps:
-            return 0.0
-        slack = max(0.0, tbt - choice.gap - GUARD)
-        decode = decode_load(view.decoding)
-        beside = Beside(batch.load, choice.level[0])
-        period = view.estimator.decode_step(decode, choice.level[1], beside) or choice.gap
-        since = (ends - _boundary(view)) % period
-        return max(0.0, period - since - slack) if since > slack else 0.0
 
     def _drain(self, view: View, choice: Choice, tbt: float) -> Plan:
         """Decode goes on beside the last slices, unless it can wait for what comes after."""
@@ -391,15 +368,15 @@ def _free(view: View) -> float:
     return max(view.now, _queue(view, "prefill").until or 0.0)
 
 
-def _next_slice(view: View, batch: _Batch, choice: Choice) -> tuple[PrefillSlice, float, float]:
-    """The layers, and when they begin and end by prediction, in seconds."""
+def _next_slice(view: View, batch: _Batch, choice: Choice) -> tuple[PrefillSlice, float]:
+    """The layers, and when they end by prediction, in seconds."""
     layers = min(choice.layers, view.launching.layers_at_once)
     last = batch.first + layers
     if view.layers - last <= layers // 2:
         last = view.layers
-    part = PrefillSlice(batch.first, last)
+    part = PrefillSlice(batch.first, last, paced=True)
     begin = max(_free(view), view.now + FIRST * view.launching.seconds(part))
-    return part, begin, begin + (last - batch.first) * choice.layer
+    return part, begin + (last - batch.first) * choice.layer
 
 
 def _boundary(view: View) -> float:
@@ -426,6 +403,11 @@ def _tbt(view: View, rows: Sequence[RequestView], step: float | None) -> float:
     return min(kept, default=max(UNBOUND_TBT, UNBOUND_STEPS * (step or 0.0)))
 
 
+def _target(view: View, memory: Memory, tbt: float) -> float:
+    """The TBT that is planned for, in seconds."""
+    return tbt * memory.margin * (1.0 if view.estimator.promises else UNPROMISED)
+
+
 def _watch(view: View, memory: Memory) -> Memory:
     """Plan for less while more gaps than allowed are above the tightest SLO, for more while fewer.
 
@@ -442,14 +424,6 @@ def _watch(view: View, memory: Memory) -> Memory:
     moved = STEP * spare * min(bound, 1.0) / max(1, len(view.decoding))
     margin = min(MOST_MARGIN, max(LEAST_MARGIN, memory.margin * math.exp(moved)))
     return replace(memory, margin=margin, checked=view.now, seen=gaps.total)
-
-
-def _count(view: View, memory: Memory, plan: Plan) -> Memory:
-    """Gaps between tokens, to know how few of them are first ones."""
-    if not any(launch.lane != "prefill" for launch in plan.launches):
-        return memory
-    gaps = memory.gaps * FADES + len(view.decoding)
-    return replace(memory, gaps=gaps, joins=memory.joins * FADES)
 
 
 def _costs(view: View, memory: Memory) -> Memory:

@@ -21,6 +21,9 @@ class PrefillSlice(msgspec.Struct, frozen=True):
 
     first: int
     last: int
+    paced: bool = False
+    """A first token that it samples while others decode goes out when the step that goes on from it
+    can begin, if the request has a TBT SLO: the gap behind it is that of a step."""
 
 
 class DecodeSteps(msgspec.Struct, frozen=True):
