@@ -3,6 +3,8 @@
 import itertools
 from collections.abc import Sequence
 
+import pytest
+
 from tests.systems.simulation import LAYERS, LEVELS, UNITS, Simulation, simulate, submit
 from twolane.engine.launching import Launching
 from twolane.lanes import Ticket
@@ -13,8 +15,8 @@ from twolane.systems.plan import DecodeSteps, Hybrid, PrefillSlice
 from twolane.vocabulary import LaneName
 
 STEP, LAYER, HYBRID = 0.010, 0.006, 0.030
-SECOND = 250
-"""Launches in a second of serving."""
+BETWEEN = 0.004
+"""Seconds between two launches."""
 
 
 class SlowHost(FixedDurations):
@@ -70,34 +72,37 @@ def test_what_launching_takes_is_forgotten() -> None:
     launching = sim.engine.state.launching
     assert launching.layers_at_once == 1
     for _ in range(50):
-        launching.note(PrefillSlice(1, min(1 + launching.layers_at_once, LAYERS - 1)), 1e-5)
+        part = PrefillSlice(1, min(1 + launching.layers_at_once, LAYERS - 1))
+        launching.note(part, 1e-5, sim.seconds)
     assert launching.layers_at_once == LAYERS
-    for _ in range(2 * SECOND):
-        launching.note(PrefillSlice(1, 2), 1e-5)
+    launching.note(PrefillSlice(1, 2), 1e-5, sim.seconds + 5.0)
     assert launching.longest["prefill"] < 1e-3
 
 
 def test_what_a_pass_takes_is_not_forgotten_over_decode_steps() -> None:
-    """The next one may come at once; only what a lane may get counts for it."""
+    """The next one may come at once; only what a lane may get counts for it. A second later, no
+    other pass was launched, half of it counts: one stall shall not keep passes out for long."""
     launching = Launching(LAYERS)
-    launching.note(Hybrid(), 0.005)
-    launching.note(PrefillSlice(0, 1), 0.002)
-    for _ in range(10):
-        launching.note(DecodeSteps(), 0.0005)
+    launching.note(Hybrid(), 0.005, 0.0)
+    launching.note(PrefillSlice(0, 1), 0.002, 0.0)
+    for i in range(10):
+        launching.note(DecodeSteps(), 0.0005, BETWEEN * i)
     assert launching.longest["device"] > 0.004
     assert 0.0005 < launching.longest["prefill"] < 0.002
     assert launching.longest["decode"] == 0.0005
+    launching.note(DecodeSteps(), 0.0005, 1.0)
+    assert launching.seconds(Hybrid()) == pytest.approx(0.0025)
 
 
 def test_what_slices_cost_beside_their_layers_does_not_make_them_shorter() -> None:
     """A layer takes 0.1 ms and a slice 1.4 beside them, which was slow once: sixteen layers fill
     the time, though the mean cost of a layer, launched alone, is 1.5 ms."""
     launching = Launching(36)
-    launching.note(PrefillSlice(1, 2), 0.004)
+    launching.note(PrefillSlice(1, 2), 0.004, 0.0)
     assert launching.layers_at_once == 1
     for _ in range(12):
         layers = launching.layers_at_once
-        launching.note(PrefillSlice(1, 1 + layers), 0.0014 + 0.0001 * layers)
+        launching.note(PrefillSlice(1, 1 + layers), 0.0014 + 0.0001 * layers, 0.0)
     assert 14 <= launching.layers_at_once <= 17
 
 
@@ -107,5 +112,5 @@ def test_one_slow_slice_in_three_does_not_make_them_short() -> None:
     for i in range(60):
         seen.append(launching.layers_at_once)
         slow = 0.004 if i % 3 == 0 else 0.0
-        launching.note(PrefillSlice(1, 1 + seen[-1]), 0.0007 + 0.0001 * seen[-1] + slow)
+        launching.note(PrefillSlice(1, 1 + seen[-1]), 0.0007 + 0.0001 * seen[-1] + slow, 0.0)
     assert min(seen[-30:]) >= 4

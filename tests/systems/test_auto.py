@@ -17,11 +17,13 @@ from twolane.estimate import Beside, Load
 from twolane.estimate.calibrated import Calibrated
 from twolane.estimate.online import OnlineEstimator
 from twolane.simulate import SimulateConfig, simulate
+from twolane.sizes import SIZES
 from twolane.slo import Slo
 from twolane.systems.auto import (
     LEAST_MARGIN,
     MOST_MARGIN,
     SLOWER,
+    STEP,
     Auto,
     Memory,
     _steps_first,
@@ -288,7 +290,7 @@ def test_the_next_pass_is_launched_as_much_ahead_as_its_launch_takes():
 def host(work, seconds):
     """One that took so long to launch that."""
     launching = Launching(LAYERS)
-    launching.note(work, seconds)
+    launching.note(work, seconds, 0.0)
     return launching
 
 
@@ -332,6 +334,17 @@ def test_passes_are_no_faster_than_the_host_launches_them():
             assert slow.choice.layer * LAYERS >= launching
         assert (slow.choice == memory.choice) == (launching < memory.choice.gap)
         assert (slow.choice.mode == "hybrid") == (launching < 0.019)
+
+
+def test_no_pass_is_a_little_larger_than_the_graphs():
+    """Launched kernel by kernel, it would take the host many times as long."""
+    largest_graphs = SIZES[-1]
+    decode = Load.decode([1000] * 12)
+    step = KNOWN.decode_step(decode, UNITS, bound=True)
+    for new, tokens in ((2048, largest_graphs - 12), (2036, 2036), (500, 500)):
+        here = Ways(KNOWN, LAYERS, UNITS, BOTH, decode, step, Load([new], [0]), 1.0)
+        (pass_,) = [way for way in here.all(sliced=False) if way.mode == "hybrid"]
+        assert pass_.tokens == tokens
 
 
 def test_a_step_goes_before_a_slice_whose_launch_would_hold_it_up():
@@ -472,14 +485,27 @@ def test_the_margin_rests_where_one_gap_in_a_hundred_is_above_the_slo():
     assert 1.0 < rare.margin <= MOST_MARGIN
     unbound = view(OnlineEstimator(), decoding=rows(10, 1000, None), gaps=gaps, now=200.0)
     assert _watch(unbound, Memory()).margin == 1.0
-    for i in range(300):
+    for i in range(200):
         add(gaps, (0.009, 98), (0.02, 2))
         often = watched(often, gaps, float(i))
     assert LEAST_MARGIN < often.margin < 0.9
-    for i in range(300, 1000):
+    for i in range(200, 900):
         add(gaps, (0.009, 100))
         often = watched(often, gaps, float(i))
     assert often.margin > 0.95
+
+
+def test_the_margin_is_forgotten_while_nobody_decodes():
+    """An overload that is over does not keep prefill on few units when the next requests come."""
+    gaps = Gaps()
+    add(gaps, (0.02, 300))
+    late = watched(Memory(), gaps, 1.0)
+    assert late.margin == LEAST_MARGIN
+    assert watched(late, gaps, 1.5).margin == LEAST_MARGIN
+    again = watched(late, gaps, 2.5)
+    assert again.margin == 1.0
+    add(gaps, (0.02, 10))
+    assert watched(again, gaps, 3.0).margin == pytest.approx(math.exp(-STEP * 0.01), rel=1e-3)
 
 
 def test_the_gaps_of_a_late_step_count_as_one():

@@ -131,7 +131,7 @@ def test_without_layer_wise_execution_a_batch_is_one_launch(guard):
     sim = run(layer_wise=False)
     assert [r.name for r in sim.record.of("prefill") if r.requests == ["b"]] == ["layers 0:8"]
     launching = Launching(LAYERS)
-    launching.note(PrefillSlice(1, 2), 1.0)
+    launching.note(PrefillSlice(1, 2), 1.0, 0.0)
     assert launching.layers_at_once == 1
     view = msgspec.structs.replace(asked(guard, 0.05), launching=launching)
     plan, _ = MuxWise(layer_wise=False).plan(view, frozenset())

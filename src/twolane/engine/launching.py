@@ -19,8 +19,11 @@ SLICE_SECONDS = 0.003
 (`lead_seconds`)."""
 ENDS = 2
 """Times as much may the slices take that lay out a batch, or sample after it."""
-FADING, WANING = 0.9, 0.998
-"""What is left of the longest launch of a kind after another one of that kind, and of another."""
+FADING = 0.9
+"""What is left of the longest launch of a kind after another one of that kind."""
+HALF_LIFE = 1.0
+"""Seconds in which half of it is forgotten at any rate: else a kind that is no longer planned for,
+because it took too long once, would not be again."""
 
 
 class Launching:
@@ -33,17 +36,18 @@ class Launching:
     def __init__(self, layers: int) -> None:
         self._layers = layers
         self._longest: dict[tuple[type[Work], bool], float] = {}
+        self._noted = 0.0
         self.layers_at_once = layers
         """Of a slice, that the host launches in `SLICE_SECONDS`; at least one."""
         self.longest: dict[LaneName, float] = dict.fromkeys(KINDS, 0.0)
         """Seconds of the longest launch of late, of those that a lane may get."""
 
-    def note(self, work: Work, seconds: float) -> None:
+    def note(self, work: Work, seconds: float, now: float) -> None:
         """Of a launch: what the host took for it."""
-        kind = self._kind(work)
-        before = FADING * self._longest.pop(kind, 0.0)
-        self._longest = {other: WANING * most for other, most in self._longest.items()}
-        self._longest[kind] = max(seconds, before)
+        kind, left = self._kind(work), 0.5 ** ((now - self._noted) / HALF_LIFE)
+        self._noted = now
+        self._longest = {each: left * most for each, most in self._longest.items()}
+        self._longest[kind] = max(seconds, FADING * self._longest.get(kind, 0.0))
         for lane, kinds in KINDS.items():
             known = [most for (each, _), most in self._longest.items() if each in kinds]
             self.longest[lane] = max(known, default=0.0)

@@ -139,7 +139,7 @@ def _settle(state: State, flight: Flight) -> None:
     state.kv.landed([allocation for _, allocation in flight.rows])
     ticket = flight.ticket
     state.counters.seconds[ticket.lane, ticket.units] += ticket.seconds
-    state.launching.note(work, ticket.launching)
+    state.launching.note(work, ticket.launching, state.now())
     _observe(state, flight)
     if not state.trace.silent:
         _trace(state, flight)

@@ -58,7 +58,11 @@ half a minute has too few of such times for more to stay below one in a hundred.
 STEP = 1.0
 """By which share the TBT that is planned for shrinks with each late decode step, for each second of
 the bound: by 1 % at 10 ms."""
-LEAST_MARGIN, MOST_MARGIN = 0.6, 1.15
+LEAST_MARGIN, MOST_MARGIN = 0.8, 1.15
+"""Gaps that are late whatever is planned, for the host or the device stood still, shall not leave
+prefill a few units: the shares that are left for 0.7 are worth half of those for 0.8."""
+FORGET_SECONDS = 1.0
+"""Without a gap, after which the margin is 1 again: what came before was another load."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -420,6 +424,9 @@ def _watch(view: View, memory: Memory) -> Memory:
         return memory
     gaps, bound = view.gaps, tbt_slo(view.decoding)
     new = gaps.total - memory.seen
+    if not new:
+        idle = view.now > memory.checked + FORGET_SECONDS
+        return replace(memory, margin=1.0, checked=view.now) if idle else memory
     spare = ALLOWED * new - gaps.above(bound, new) if bound < math.inf else 0.0
     moved = STEP * spare * min(bound, 1.0) / max(1, len(view.decoding))
     margin = min(MOST_MARGIN, max(LEAST_MARGIN, memory.margin * math.exp(moved)))

@@ -12,6 +12,7 @@ from typing import Literal
 import numpy as np
 
 from twolane.estimate import Beside, Estimator, Load
+from twolane.sizes import SIZES
 from twolane.systems.multiplex import Level
 
 Mode = Literal["hybrid", "temporal", "spatial"]
@@ -123,9 +124,14 @@ class Ways:
         return Choice("temporal", both, layers, layer, 0, gap, pace, self._score(pace, gap))
 
     def _hybrid(self, alone: float, chunk: int) -> Choice:
-        """The largest pass within the bound, the smallest if none is."""
+        """The largest pass within the bound, the smallest if none is.
+
+        A few tokens more than the graphs hold would be a launch many times as long.
+        """
         most, rows = self.batch.new, self.decode.requests
-        sizes = [size - rows for size in PASSES if rows < size < rows + most] + [most]
+        sizes = [size - rows for size in PASSES if rows < size < rows + most]
+        if rows + most <= SIZES[-1] or not sizes:
+            sizes.append(most)
         gaps: dict[int, float] = {}
 
         def fits(i: int) -> bool:

@@ -33,6 +33,9 @@ WORKSPACE_TOKENS = 16_384
 """Prefill batches that the workspace is made for; a longer prompt makes it grow."""
 WARM_TOKENS = 8192
 """Of the longest prompt that is tried at the start."""
+PINNED_BLOCKS, PINNED_POWERS = 32, range(2, 19)
+"""Of pinned memory, of each size that PyTorch rounds to, powers of two from 4 bytes to 256 KiB: a
+launch takes fewer than ten, and few are queued at a time."""
 GRAPH_BYTES = 2 * 2**30
 """Kept free for the graphs of all levels, which are captured when the KV pool exists."""
 
@@ -107,6 +110,7 @@ class CudaMachine:
         ).result()
         lanes = CudaLanes(runner, self.partitions, launcher, notify)
         progress("kernels", 0.0)
+        launcher.submit(_reserve_pinned).result()
         self._warm_up(lanes, min(pages * page_size, max_model_len))
         return lanes
 
@@ -160,6 +164,10 @@ class CudaMachine:
             whole = PrefillWork(PrefillState(), (row,), 0, layers, finishes=True)
             tickets.append(lanes.launch("prefill", units, whole, ()))
             tickets.append(lanes.launch("device", units, HybridWork((step,), (row,)), ()))
+        # PyTorch keeps memory by stream: each share's gets what the longest of them takes.
+        for share in self.partitions.prefill_units:
+            layer = PrefillWork(PrefillState(), (row,), 0, 1, finishes=True)
+            tickets.append(lanes.launch("prefill", share, layer, ()))
         lanes.synchronize()
         for ticket in tickets:
             if ticket.error is not None:
@@ -173,6 +181,18 @@ class CudaMachine:
                 raise ValueError(f"levels: {error}") from error
             log.warning("no levels, only the whole device: %s", error)
             return Partitions(self.device.index or 0, ())
+
+
+def _reserve_pinned() -> None:
+    """Have PyTorch's allocator of pinned memory keep more blocks than are ever in use.
+
+    Where it lacks one it asks the driver, and that synchronises (CUDA Programming Guide, Implicit
+    Synchronization): a hybrid pass that was launched ahead of time took the host until its end, 60
+    to 96 ms, in which nothing else was launched.
+    """
+    sizes = [2**power for power in PINNED_POWERS for _ in range(PINNED_BLOCKS)]
+    blocks = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for size in sizes]
+    del blocks
 
 
 def warm_up_prompts(spec: ModelSpec, most: int) -> list[tuple[int, int]]:
