@@ -186,9 +186,8 @@ class CudaMachine:
 def _reserve_pinned() -> None:
     """Have PyTorch's allocator of pinned memory keep more blocks than are ever in use.
 
-    Where it lacks one it asks the driver, and that synchronises (CUDA Programming Guide, Implicit
-    Synchronization): a hybrid pass that was launched ahead of time took the host until its end, 60
-    to 96 ms, in which nothing else was launched.
+    Where it lacks one it asks the driver, which may answer when the device is through with what is
+    queued (CUDA Programming Guide, Implicit Synchronization).
     """
     sizes = [2**power for power in PINNED_POWERS for _ in range(PINNED_BLOCKS)]
     blocks = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for size in sizes]

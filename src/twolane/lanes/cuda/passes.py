@@ -29,6 +29,9 @@ LARGER: tuple[int, ...] = tuple(range(SIZES[-1] + 1, 8192 + 1, 251))
 """Tokens of the passes that are multiplied once before any is served: odd steps, for what cuBLAS
 chooses depends on what their number is divisible by, too."""
 
+ENDING = 32
+"""Prompts that end in a slice, as many as are classified once before any is served."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
@@ -134,13 +137,18 @@ class Passes:
 
     def _load_kernels(self, stream: torch.cuda.Stream, units: int) -> None:
         """Multiply once what has no graphs. cuBLAS has a kernel for every few sizes and shares, and
-        loads it when it is first chosen: a millisecond or two, during which nothing is launched."""
+        it is loaded when it is first chosen: a millisecond or two in which nothing is launched, or
+        until the device is through with what is queued (CUDA Programming Guide, Lazy Loading)."""
         counts = [n for n in LARGER if n <= self._workspace.rows]
-        residual = self._residual.new_zeros((max(counts, default=0), self._residual.shape[1]))
+        logits = self._steps.logits if units == self._whole else self._steps.logits[:ENDING]
+        rows = max([*counts, len(logits)])
+        residual = self._residual.new_zeros((rows, self._residual.shape[1]))
         products = self._steps.products(units)
         with torch.cuda.stream(stream):
             for count in counts:
                 self._decoder.multiply(1, residual[:count], self._workspace, products)
+            for n in range(1, len(logits) + 1):
+                self._decoder.head(residual[:n], logits[:n], self._workspace, products)
         stream.synchronize()
 
     def _capture(self, stream: torch.cuda.Stream, units: int, size: int) -> list[_Layer]:
