@@ -375,10 +375,13 @@ def served(*messages: tuple[float, ToEngine], paced: bool = True) -> Simulation:
     return simulate(Script(decide), [(0.0, submit("early", 20, 40)), *messages])
 
 
+TIGHT = Slo(tbt=0.021)
+"""A little more than a step."""
+
+
 def test_a_paced_first_token_goes_out_when_its_step_can_begin() -> None:
-    """With the tokens of the step under way: what follows is the gap of one step. Only for whom a
-    TBT SLO asks for that, and not if there is no second token."""
-    late = submit("late", 20, 4, slo=Slo(tbt=0.03))
+    """With the tokens of the step under way: what follows is the gap of one step."""
+    late = submit("late", 20, 4, slo=TIGHT)
     ends = served((0.11, late), paced=False).times["late"][0]
     sim = served((0.11, late))
     times = sim.times["late"]
@@ -389,13 +392,26 @@ def test_a_paced_first_token_goes_out_when_its_step_can_begin() -> None:
     assert told is not None
     assert told.prefill == pytest.approx(times[0] - 0.11)
     assert len(times) == 4
-    assert served((0.11, replace(late, slo=Slo(ttft=1.0)))).times["late"][0] == ends
-    assert served((0.11, submit("late", 20, 1, slo=late.slo))).times["late"] == [ends]
+
+
+@pytest.mark.parametrize(
+    ("slo", "output"),
+    [
+        (Slo(ttft=1.0), 4),
+        (replace(TIGHT, tbt=0.04), 4),
+        (replace(TIGHT, ttft=0.085), 4),
+        (TIGHT, 1),
+    ],
+    ids=["no TBT SLO", "the second is in time", "the first would be late", "there is no second"],
+)
+def test_a_first_token_is_not_paced_for_nothing(slo: Slo, output: int) -> None:
+    late = (0.11, submit("late", 20, output, slo=slo))
+    assert served(late).times["late"] == served(late, paced=False).times["late"]
 
 
 def test_a_paced_first_token_does_not_outlive_its_request() -> None:
     """Aborted while it is kept: it is gone, and so are the pages."""
-    late = submit("late", 20, 4, slo=Slo(tbt=0.03))
+    late = submit("late", 20, 4, slo=TIGHT)
     told = served((0.11, late)).times["late"][0]
     sim = served((0.11, late), (told - 0.001, Abort("late")))
     assert sim.finish["late"] == "abort"

@@ -77,7 +77,9 @@ def _receive(state: State, request: Request, sampled: Sampled, now: float, *, pa
         state.release_held(request)
     stopped = sampled.token in request.stops  # the sampler bans these before min_tokens
     ended = stopped or len(request.tokens) >= request.limit
-    if paced and first and not ended and request.slo.tbt is not None:
+    # Who is sent back loses the prompt's log-probabilities: they go out at once.
+    wanted = request.slo.tbt is not None and not request.prompt_logprobs
+    if paced and first and wanted and not ended:
         state.paced.append((request, sampled))
         return
     _tell(state, request, sampled, now)
@@ -101,18 +103,32 @@ def _tell_paced(state: State) -> None:
     for request, sampled in paced:
         if request.phase is Phase.FINISHED:
             continue
-        if _others_decode(state, request):
+        if request.phase is Phase.DECODE and _too_early(state, request):
             state.paced.append((request, sampled))
         else:
             _tell(state, request, sampled, state.now())
 
 
-def _others_decode(state: State, request: Request) -> bool:
-    """Whether a launch that decodes others is ahead of the first one that decodes the request."""
+def _too_early(state: State, request: Request) -> bool:
+    """Whether the second token would come more than the TBT bound later by prediction, for others
+    decode first; but not if the first one would miss its deadline meanwhile."""
+    now, bound = state.now(), request.slo.tbt
+    assert bound is not None
+    begins, step = now, None
     for flight in state.flights:
-        if not isinstance(flight.launch.work, PrefillSlice):
-            return all(other is not request for other, _ in flight.rows)
-    return False
+        if isinstance(flight.launch.work, PrefillSlice):
+            continue
+        step = flight.predicted
+        if any(other is request for other, _ in flight.rows):
+            break
+        if step is None:
+            return True
+        start = flight.ticket.start
+        begins = max(now, (begins if start is None else start) + step)
+    deadline = request.deadline
+    if begins == now or (deadline is not None and begins > deadline):
+        return False
+    return step is None or begins + step > now + bound
 
 
 def _share_full_pages(state: State, request: Request) -> None:

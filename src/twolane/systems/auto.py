@@ -242,8 +242,10 @@ class Auto(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             return self._spatial(view, memory, batch, choice, tbt)
         if not self._due(view, "device"):
             return self._drain(view, choice, tbt), memory
-        if choice.mode == "temporal":
-            return self._temporal(view, memory, batch, choice, tbt)
+        if choice.mode == "temporal" and (
+            slices := self._temporal(view, memory, batch, choice, tbt)
+        ):
+            return slices
         if memory.spent:
             launch = Launch("device", view.units, DecodeSteps())
             return Plan(launches=(launch,), reason="a step first: prefill had its turn"), memory
@@ -256,19 +258,19 @@ class Auto(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def _temporal(
         self, view: View, memory: Memory, batch: _Batch, choice: Choice, tbt: float
-    ) -> tuple[Plan, Memory]:
+    ) -> tuple[Plan, Memory] | None:
         """As many layers as the bound leaves time for, then a step; if the batch ends before that
-        and more prompts wait, the next one's first layers come in between."""
+        and more prompts wait, the next one's first layers come in between. None if another batch
+        had all the time."""
         room = _target(view, memory, tbt) - (choice.gap - choice.layers * choice.layer)
-        step = Launch("device", view.units, DecodeSteps())
         layers = int((room - memory.spent) / choice.layer) if choice.layer else 1
-        if memory.spent and not layers:
-            return Plan(launches=(step,), reason="prefill had its turn"), memory
+        if memory.spent and layers < 1:
+            return None
         last = min(batch.first + max(1, layers), view.layers)
         spent = memory.spent + (last - batch.first) * choice.layer
         launches = [Launch("device", view.units, PrefillSlice(batch.first, last))]
         if last < view.layers or not view.waiting or spent + choice.layer > room:
-            launches.append(step)
+            launches.append(Launch("device", view.units, DecodeSteps()))
         plan = Plan(admit=batch.chunks, launches=tuple(launches), reason=_reason(choice, tbt))
         return plan, replace(memory, spent=spent)
 

@@ -22,8 +22,9 @@ class PrefillSlice(msgspec.Struct, frozen=True):
     first: int
     last: int
     paced: bool = False
-    """A first token that it samples while others decode goes out when the step that goes on from it
-    can begin, if the request has a TBT SLO: the gap behind it is that of a step."""
+    """Of requests with a TBT SLO: a first token that it samples while others decode goes out when
+    the step that goes on from it can begin, if the second one would come too late otherwise, and if
+    the first one is not late for that."""
 
 
 class DecodeSteps(msgspec.Struct, frozen=True):
