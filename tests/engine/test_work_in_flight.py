@@ -71,6 +71,8 @@ def test_random_schedules(system: str, schedules: range) -> None:
         assert total[what] > len(schedules), what
     if system == "drift":
         assert total["preempted batches"]
+    if system == RANDOM:
+        assert total["paced"]
 
 
 @pytest.mark.parametrize("system", [RANDOM, *SYSTEMS])

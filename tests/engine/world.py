@@ -248,6 +248,7 @@ class World:
         self._note_reuse()
         changed = engine.take(messages)
         changed |= engine.reap()
+        self.seen["paced"] += len(engine.state.paced)
         plan = engine.plan()
         self.seen["preempted batches"] += plan.preempt
         changed |= engine.carry_out(plan)
@@ -278,6 +279,9 @@ class World:
         """What must hold between any two turns."""
         state = self.engine.state
         state.kv.check()
+        for request, _ in state.paced:
+            told = self.answers.get(request.id)
+            assert told is None or not told.tokens
         for request in state.requests.values():
             held = request.allocation
             held_back = request in state.held.get(request.leader or "", ())
