@@ -21,6 +21,7 @@ from twolane.sizes import SIZES
 from twolane.slo import Slo
 from twolane.systems.auto import (
     LEAST_MARGIN,
+    LEAST_PROMISED,
     MOST_MARGIN,
     SLOWER,
     STEP,
@@ -470,8 +471,9 @@ def add(gaps, *runs):
             gaps.add(seconds)
 
 
-def watched(memory, gaps, now, requests=10):
-    asked = view(OnlineEstimator(), decoding=rows(requests, 1000, 0.01), gaps=gaps, now=now)
+def watched(memory, gaps, now, requests=10, estimator=None):
+    decode = rows(requests, 1000, 0.01)
+    asked = view(estimator or OnlineEstimator(), decoding=decode, gaps=gaps, now=now)
     return _watch(asked, memory)
 
 
@@ -500,8 +502,8 @@ def test_the_margin_is_forgotten_while_nobody_decodes():
     gaps = Gaps()
     add(gaps, (0.02, 300))
     late = watched(Memory(), gaps, 1.0)
-    assert late.margin == LEAST_MARGIN
-    assert watched(late, gaps, 1.5).margin == LEAST_MARGIN
+    assert late.margin < LEAST_PROMISED == watched(Memory(), gaps, 1.0, estimator=KNOWN).margin
+    assert watched(late, gaps, 1.5).margin == late.margin
     again = watched(late, gaps, 2.5)
     assert again.margin == 1.0
     add(gaps, (0.02, 10))

@@ -58,9 +58,9 @@ half a minute has too few of such times for more to stay below one in a hundred.
 STEP = 1.0
 """By which share the TBT that is planned for shrinks with each late decode step, for each second of
 the bound: by 1 % at 10 ms."""
-LEAST_MARGIN, MOST_MARGIN = 0.8, 1.15
-"""Gaps that are late whatever is planned, for the host or the device stood still, shall not leave
-prefill a few units: the shares that are left for 0.7 are worth half of those for 0.8."""
+LEAST_MARGIN, LEAST_PROMISED, MOST_MARGIN = 0.6, 0.8, 1.15
+"""Where the estimator promises its bounds, gaps that are late whatever is planned, for the host or
+the device stood still, shall not leave prefill a few units."""
 FORGET_SECONDS = 1.0
 """Without a gap, after which the margin is 1 again: what came before was another load."""
 
@@ -431,7 +431,8 @@ def _watch(view: View, memory: Memory) -> Memory:
         return replace(memory, margin=1.0, checked=view.now) if idle else memory
     spare = ALLOWED * new - gaps.above(bound, new) if bound < math.inf else 0.0
     moved = STEP * spare * min(bound, 1.0) / max(1, len(view.decoding))
-    margin = min(MOST_MARGIN, max(LEAST_MARGIN, memory.margin * math.exp(moved)))
+    least = LEAST_PROMISED if view.estimator.promises else LEAST_MARGIN
+    margin = min(MOST_MARGIN, max(least, memory.margin * math.exp(moved)))
     return replace(memory, margin=margin, checked=view.now, seen=gaps.total)
 
 
