@@ -8,7 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.estimate import synthetic
-from tests.systems.handmade import LAYERS, LEVELS, UNITS, batch, decoding, view, waiting
+from tests.systems.handmade import (
+    LAYERS,
+    LEVELS,
+    UNITS,
+    Batch,
+    Part,
+    batch,
+    decoding,
+    view,
+    waiting,
+)
 from twolane.bench.result import BenchConfig
 from twolane.engine.config import EngineConfig
 from twolane.engine.launching import Launching
@@ -231,8 +241,8 @@ TEMPORAL = Choice("temporal", (UNITS, UNITS), 10, 0.001, 0, 0.015, 0.5, 0.5)
 """A step takes 5 ms; ten layers follow it."""
 
 
-def between_steps(spent, first, choice=TEMPORAL, tbt=0.0155, waits=True):
-    open_batch = batch(waiting("a", 2000), layers=first)
+def between_steps(spent, first, choice=TEMPORAL, tbt=0.0155, waits=True, prompt=2000):
+    open_batch = Batch([Part(waiting("a", prompt), 0, 2000)], first, first)
     memory = Memory(choice=choice, about=(4, (2000,), (0,)), chosen=0.0, spent=spent)
     decode = rows(4, 1000, tbt)
     line = [waiting("next", 2000)] if waits else []
@@ -247,12 +257,21 @@ def test_layers_of_two_batches_share_the_time_between_two_steps():
     assert between_steps(0.003, 0) == ([PrefillSlice(0, 7), step], 0.0)
     assert between_steps(0.0, 0) == ([PrefillSlice(0, 10), step], 0.0)
     assert between_steps(0.0, LAYERS - 3, waits=False) == ([last, step], 0.0)
+    assert between_steps(0.0, LAYERS - 3, waits=False, prompt=2001)[0] == [last]  # there is more
     full = PrefillSlice(LAYERS - 10, LAYERS)
     assert between_steps(0.0, LAYERS - 10) == ([full, step], 0.0)
     assert between_steps(0.0, LAYERS - 3, tbt=0.0075) == (
         [PrefillSlice(LAYERS - 3, LAYERS - 1), step],
         0.0,
     )
+
+
+def test_a_step_follows_the_only_prompt_at_once():
+    """It has just been admitted: the view has it in line still."""
+    asked = {"decoding": rows(8, 1000, 0.019), "levels": (), "launching": host(Hybrid(), 1.0)}
+    made, memory = plan(waiting=[waiting("a", 50)], **asked)
+    assert memory.choice.mode == "temporal"
+    assert [launch.work for launch in made.launches] == [PrefillSlice(0, LAYERS), DecodeSteps()]
 
 
 def test_a_step_comes_first_where_prefill_has_had_its_time():

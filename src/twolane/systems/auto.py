@@ -260,8 +260,8 @@ class Auto(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         self, view: View, memory: Memory, batch: _Batch, choice: Choice, tbt: float
     ) -> tuple[Plan, Memory] | None:
         """As many layers as the bound leaves time for, then a step; if the batch ends before that
-        and more prompts wait, the next one's first layers come in between. None if another batch
-        had all the time."""
+        and there is more to prefill, the next one's first layers come in between. None if another
+        batch had all the time."""
         room = _target(view, memory, tbt) - (choice.gap - choice.layers * choice.layer)
         layers = int((room - memory.spent) / choice.layer) if choice.layer else 1
         if memory.spent and layers < 1:
@@ -269,7 +269,9 @@ class Auto(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         last = min(batch.first + max(1, layers), view.layers)
         spent = memory.spent + (last - batch.first) * choice.layer
         launches = [Launch("device", view.units, PrefillSlice(batch.first, last))]
-        if last < view.layers or not view.waiting or spent + choice.layer > room:
+        prompts = len(view.waiting) + len(view.batch.chunks if view.batch else ())
+        more = prompts > len(batch.joiners)
+        if last < view.layers or not more or spent + choice.layer > room:
             launches.append(Launch("device", view.units, DecodeSteps()))
         plan = Plan(admit=batch.chunks, launches=tuple(launches), reason=_reason(choice, tbt))
         return plan, replace(memory, spent=spent)
