@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from twolane.engine.config import usable_cores
+
 GRACE = 40.0
 """Seconds that a command has to stop what it started."""
 WARMUPS = 24
@@ -51,14 +53,20 @@ class Command(NamedTuple):
 
 
 def run(commands: Sequence[Command], gpus: Sequence[int], seconds: float) -> None:
-    """Run them in this order, one at a time on each GPU; after so many seconds those that are left
-    are interrupted, as by Ctrl-C, or not begun."""
+    """Run them in this order, one at a time on each GPU, which has its share of the CPUs; after so
+    many seconds those that are left are interrupted, as by Ctrl-C, or not begun."""
     waiting: queue.SimpleQueue[Command] = queue.SimpleQueue()
     for command in commands:
         waiting.put(command)
     end = time.monotonic() + seconds
 
+    cpus = usable_cores()
+    share = len(cpus) // len(gpus) if gpus else 0
+
     def work(gpu: int) -> None:
+        if share:
+            begin = share * gpus.index(gpu)
+            os.sched_setaffinity(0, cpus[begin : begin + share])  # for its children
         with contextlib.suppress(queue.Empty):
             while time.monotonic() < end:
                 _run(waiting.get_nowait(), gpu, end)

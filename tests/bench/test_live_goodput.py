@@ -1,6 +1,8 @@
 """The search for goodput over real servers: started for it, or running already."""
 
 import json
+import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -9,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.api.serving import alive, wait_for, write_tiny_model
+from twolane.bench import server
+from twolane.engine.config import usable_cores
 
 BOTH = ["chunked:token_budget=256", "static-split"]
 # Bounds that hold however slow the machine is: both rates that are tried do.
@@ -63,6 +67,18 @@ def test_two_systems_on_servers_of_its_own(model, tmp_path):
     assert {name: one["median"] for name, one in found.items()} == dict.fromkeys(BOTH, 100000)
     check_runs(runs(out))
     check_traces([json.loads(file.read_text()) for file in sorted(out.glob("*.trace.json"))])
+
+
+@pytest.mark.skipif(len(usable_cores()) < 2, reason="one core cannot be divided")
+def test_client_and_server_have_cpus_of_their_own(model, tmp_path, monkeypatch):
+    """The client keeps the last ones, and gives them back with the server."""
+    *served, kept = usable_cores()
+    monkeypatch.setattr(server, "CLIENT_CPUS", 1)
+    monkeypatch.setattr(server, "ENOUGH_CPUS", 2)
+    with server.serving(shlex.split(model), tmp_path / "log") as running:
+        assert usable_cores() == [kept]
+        assert os.sched_getaffinity(running.process.pid) == set(served)
+    assert usable_cores() == [*served, kept]
 
 
 def check_runs(saved):

@@ -244,8 +244,8 @@ class Answer:
         offsets: Sequence[int],
         logprobs: Sequence[TokenLogprobs] | None,
     ) -> list[TokenPlace]:
-        """Where the output tokens are in the text that is shown."""
-        if self._echo_only:
+        """Where the output tokens are in the text that is shown, if anybody wants to know."""
+        if self._echo_only or not self._options.logprobs:
             return []
         begin = len(self._echo_text(index))
         known: Sequence[TokenLogprobs | None] = logprobs or [None] * len(tokens)

@@ -4,6 +4,7 @@ Names are vLLM's after the prefix where the meaning is the same. `calls.py` says
 request.
 """
 
+import functools
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -192,7 +193,8 @@ class Metrics:
     def _counter_by(self, name: str, text: str, *labels: str) -> Callable[..., Counter]:
         names = ["model_name", *labels]
         counter = Counter(PREFIX + name, text, names, registry=self.registry)
-        return lambda *values: counter.labels(self._model_name, *values)
+        # Kept: each token asks, and looking a child up takes longer than counting.
+        return functools.cache(lambda *values: counter.labels(self._model_name, *values))
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         histogram = Histogram(

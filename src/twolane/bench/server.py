@@ -2,17 +2,23 @@
 
 import contextlib
 import ctypes
+import functools
+import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from twolane.bench.serve import BenchError
+from twolane.engine.config import usable_cores
 
 STOP_SECONDS = 30.0
 """How long a server may take to end before it is killed."""
+CLIENT_CPUS, ENOUGH_CPUS = 2, 8
+"""CPUs that the client keeps to itself where there are so many: it stands for one on a machine of
+its own. Where the kernel wakes it on the server's CPU, it delays the tokens that it is to time."""
 LOG_LINES = 5
 """Of the end of a dead server's log, that are shown."""
 
@@ -46,29 +52,45 @@ class Server:
 def serving(arguments: Sequence[str], log: Path) -> Iterator[Server]:
     """Run `twolane serve` with these arguments on a free port; stop it when the block ends.
 
+    Meanwhile this process and what it starts have CPUs of their own (`CLIENT_CPUS`).
+
     Raises:
         BenchError: it ended before it served.
     """
     command = [sys.executable, "-m", "twolane", "serve", *arguments, "--port", "0"]
-    with log.open("wb") as errors:
+    with _divided_cpus() as cpus, log.open("wb") as errors:
         process = subprocess.Popen(
             command,
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,
             start_new_session=True,  # Ctrl-C is for us: the server is stopped when we have stopped
-            preexec_fn=_end_with_parent if sys.platform == "linux" else None,
+            preexec_fn=functools.partial(_begin, cpus) if sys.platform == "linux" else None,
         )
-    with process:  # closes its pipe
-        try:
-            assert process.stdout is not None
-            announcement = process.stdout.readline().strip()
-            if not announcement:
-                process.wait()
-                raise _dead(process, log)
-            yield Server(process, announcement, log)
-        finally:
-            _stop(process)
+        with process:  # closes its pipe
+            try:
+                assert process.stdout is not None
+                announcement = process.stdout.readline().strip()
+                if not announcement:
+                    process.wait()
+                    raise _dead(process, log)
+                yield Server(process, announcement, log)
+            finally:
+                _stop(process)
+
+
+@contextlib.contextmanager
+def _divided_cpus() -> Iterator[Collection[int]]:
+    """Keep `CLIENT_CPUS` for this process, while the block lasts; yield the server's."""
+    all_of_them = usable_cores()
+    if len(all_of_them) < ENOUGH_CPUS or sys.platform != "linux":
+        yield all_of_them
+        return
+    os.sched_setaffinity(0, all_of_them[-CLIENT_CPUS:])
+    try:
+        yield all_of_them[:-CLIENT_CPUS]
+    finally:
+        os.sched_setaffinity(0, all_of_them)
 
 
 def _stop(process: subprocess.Popen[str]) -> None:
@@ -79,8 +101,10 @@ def _stop(process: subprocess.Popen[str]) -> None:
         process.kill()
 
 
-def _end_with_parent() -> None:
-    """Have the kernel stop the server if this process is killed: it would spoil the next run."""
+def _begin(cpus: Collection[int]) -> None:
+    """In the server, before it starts: take the CPUs that are left to it, and have the kernel stop
+    it if this process is killed, for it would spoil the next run."""
+    os.sched_setaffinity(0, cpus)
     set_parent_death_signal = 1
     ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
 
