@@ -64,7 +64,7 @@ def run(commands: Sequence[Command], gpus: Sequence[int], seconds: float) -> Non
     share = len(cpus) // len(gpus) if gpus else 0
 
     def work(gpu: int) -> None:
-        if share:
+        if share and sys.platform == "linux":
             begin = share * gpus.index(gpu)
             os.sched_setaffinity(0, cpus[begin : begin + share])  # for its children
         with contextlib.suppress(queue.Empty):
