@@ -60,18 +60,17 @@ def run(commands: Sequence[Command], gpus: Sequence[int], seconds: float) -> Non
         waiting.put(command)
     end = time.monotonic() + seconds
 
-    cpus = usable_cores()
-    share = len(cpus) // len(gpus) if gpus else 0
-
-    def work(gpu: int) -> None:
+    def work(place: int, gpu: int) -> None:
+        cpus = usable_cores()
+        share = len(cpus) // len(gpus)
         if share and sys.platform == "linux":
-            begin = share * gpus.index(gpu)
-            os.sched_setaffinity(0, cpus[begin : begin + share])  # for its children
+            own = cpus[share * place : share * (place + 1)]
+            os.sched_setaffinity(0, own)  # of this thread and its children
         with contextlib.suppress(queue.Empty):
             while time.monotonic() < end:
                 _run(waiting.get_nowait(), gpu, end)
 
-    threads = [threading.Thread(target=work, args=(gpu,)) for gpu in gpus]
+    threads = [threading.Thread(target=work, args=each) for each in enumerate(gpus)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -170,8 +170,7 @@ class Answer:
             body["logprobs"] = self._chat_logprobs(choice.logprobs)
             body["message"] = {"role": "assistant", "content": choice.text, "refusal": None}
         else:
-            places = self._places(index, choice.tokens, choice.offsets, choice.logprobs)
-            body["logprobs"] = self._completion_logprobs(index, places, first=True)
+            body["logprobs"] = self._completion_logprobs(index, choice, first=True)
             body["text"] = self._echo_text(index) + ("" if self._echo_only else choice.text)
             if self._options.prompt_logprobs:
                 body["prompt_logprobs"] = self._prompt_logprobs(index)
@@ -190,8 +189,7 @@ class Answer:
 
     def _completion_chunk(self, delta: Delta, first: bool) -> Json:
         body = self._choice_head(delta.index, delta.finish, delta.stop_reason)
-        places = self._places(delta.index, delta.tokens, delta.offsets, delta.logprobs)
-        body["logprobs"] = self._completion_logprobs(delta.index, places, first=first)
+        body["logprobs"] = self._completion_logprobs(delta.index, delta, first=first)
         echo = self._echo_text(delta.index) if first else ""
         body["text"] = echo + ("" if self._echo_only else delta.text)
         if self._options.return_token_ids:
@@ -229,29 +227,21 @@ class Answer:
         leader = self.choices[index - index % self._options.n]
         return [None, *(self._writer.ranked(entry) for entry in leader.prompt_logprobs or ())]
 
-    def _completion_logprobs(
-        self, index: int, places: list[TokenPlace], *, first: bool
-    ) -> Json | None:
+    def _completion_logprobs(self, index: int, of: Choice | Delta, *, first: bool) -> Json | None:
         if not self._options.logprobs:
             return None
         echo = self._prompt_places(index) if first and self._options.echo else []
-        return self._writer.completion([*echo, *places])
+        return self._writer.completion([*echo, *self._places(index, of)])
 
-    def _places(
-        self,
-        index: int,
-        tokens: Sequence[int],
-        offsets: Sequence[int],
-        logprobs: Sequence[TokenLogprobs] | None,
-    ) -> list[TokenPlace]:
-        """Where the output tokens are in the text that is shown, if anybody wants to know."""
-        if self._echo_only or not self._options.logprobs:
+    def _places(self, index: int, of: Choice | Delta) -> list[TokenPlace]:
+        """Where the output tokens are in the text that is shown."""
+        if self._echo_only:
             return []
         begin = len(self._echo_text(index))
-        known: Sequence[TokenLogprobs | None] = logprobs or [None] * len(tokens)
+        known: Sequence[TokenLogprobs | None] = of.logprobs or [None] * len(of.tokens)
         return [
             TokenPlace(token, begin + offset, entry)
-            for token, offset, entry in zip(tokens, offsets, known, strict=True)
+            for token, offset, entry in zip(of.tokens, of.offsets, known, strict=True)
         ]
 
     def _prompt_places(self, index: int) -> list[TokenPlace]:

@@ -58,25 +58,27 @@ def serving(arguments: Sequence[str], log: Path) -> Iterator[Server]:
         BenchError: it ended before it served.
     """
     command = [sys.executable, "-m", "twolane", "serve", *arguments, "--port", "0"]
-    with _divided_cpus() as cpus, log.open("wb") as errors:
-        process = subprocess.Popen(
+    with (
+        _divided_cpus() as cpus,
+        log.open("wb") as errors,
+        subprocess.Popen(
             command,
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,
             start_new_session=True,  # Ctrl-C is for us: the server is stopped when we have stopped
             preexec_fn=functools.partial(_begin, cpus) if sys.platform == "linux" else None,
-        )
-        with process:  # closes its pipe
-            try:
-                assert process.stdout is not None
-                announcement = process.stdout.readline().strip()
-                if not announcement:
-                    process.wait()
-                    raise _dead(process, log)
-                yield Server(process, announcement, log)
-            finally:
-                _stop(process)
+        ) as process,
+    ):
+        try:
+            assert process.stdout is not None
+            announcement = process.stdout.readline().strip()
+            if not announcement:
+                process.wait()
+                raise _dead(process, log)
+            yield Server(process, announcement, log)
+        finally:
+            _stop(process)
 
 
 @contextlib.contextmanager
