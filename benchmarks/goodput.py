@@ -55,7 +55,8 @@ class Panel(msgspec.Struct, frozen=True):
         return f"{self.model}-{self.dataset}-{self.tbt_ms:g}ms"
 
     def command(self, system: str, work: Path, profiles: Path | None) -> gpus.Command:
-        """The search of one system's goodput; without profiles on a simulated GPU."""
+        """The search of one system's goodput; without profiles on a simulated GPU. Otherwise it
+        begins at what was found there."""
         folder = work / self.name / goodput.file_name(system)
         where = ["--simulate", "h200", "--model", self.model]
         if profiles is not None:
@@ -66,6 +67,7 @@ class Panel(msgspec.Struct, frozen=True):
             )
             where = ["--serve", serve, "--num-warmups", f"{gpus.WARMUPS}"]
         slos = [f"ttft:{self.ttft_ms:g}", f"tbt:{self.tbt_ms:g}"]
+        guesses = [] if profiles is None else _simulated(profiles, self.name, system)
         if self.per_1k_ms:
             slos.append(f"ttft-per-1k:{self.per_1k_ms:g}")
         arguments = [
@@ -74,10 +76,22 @@ class Panel(msgspec.Struct, frozen=True):
             *("--dataset", self.dataset, "--num-prompts", f"{self.prompts}"),
             *("--max-input-len", f"{self.longest}", "--seeds", f"{SEEDS}"),
             *("--start-rate", f"{self.start:g}", "--first-step", f"{FIRST_STEP:g}"),
+            *(word for guess in guesses for word in ("--guess", f"{guess:g}")),
             *("--least-rate", f"{self.start / 4:g}", "--tolerance", f"{TOLERANCE:g}"),
             *("--out", str(folder)),
         ]
         return gpus.Command(arguments, folder / "search.txt")
+
+
+def _simulated(results: Path, panel: str, system: str) -> list[float]:
+    """Requests a second, seed by seed; none without a simulation."""
+    saved = results / "goodput-simulated.json"
+    if not saved.exists():
+        return []
+    found = msgspec.json.decode(saved.read_bytes())["found"]
+    same = (one for one in found if one["panel"] == panel)
+    rates = [one["goodput"] for one in same if one["system"] in goodput.variants(system)]
+    return rates[0] if rates else []
 
 
 def _azure(

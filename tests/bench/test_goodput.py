@@ -291,6 +291,29 @@ def test_a_run_of_a_system_that_reads_no_slo_answers_all_bounds(tmp_path):
     assert {points for _, points in runs[tmp_path / "each"]} == {1}
 
 
+def test_guesses_spare_runs_and_correct_each_other(tmp_path):
+    """Each seed begins at its own guess, by how much the one before was off; the same is found."""
+    search = search_of({"ttft": 1.0}, requests=40, seeds=3, tolerance=0.06)
+    system, runs = "chunked", {}
+
+    def run(name, workload, points):
+        runs[folder].append((workload.seed, workload.request_rate))
+        return simulation(search)(name, workload, points)
+
+    found = []
+    for folder, off in ((tmp_path / "plain", None), (tmp_path / "guessed", 0.8)):
+        runs[folder] = []
+        guesses = [] if off is None else [off * rate for rate in found[0]]
+        found.append(find(search, [system], run, folder, guesses=guesses)[0][system])
+    assert found[0] == found[1]
+    assert len(set(found[0])) > 1
+    guessed = runs[tmp_path / "guessed"]
+    assert guessed[0][1] == pytest.approx(0.8 * found[0][0], rel=0.03)
+    begins = {seed: rate for seed, rate in reversed(guessed)}
+    assert [begins[seed] for seed in (1, 2)] == pytest.approx(found[0][1:])
+    assert [seed for seed, _ in guessed if seed] == [1, 1, 2, 2]
+
+
 def test_a_folder_of_several_bounds_is_checked_too(tmp_path):
     search = replace(search_of({"ttft": 1.0}, requests=5), tbts=(0.1,))
     find(search, ["chunked"], simulation(search), tmp_path)
@@ -345,6 +368,7 @@ def test_the_command_takes_the_rule_for_first_tokens_and_several_bounds(tmp_path
         (["--goodput", "ttft:500", "--system", "chunked"], "needs --serve"),
         (["--goodput", "ttft:500", "--simulate", "h200"], "--model"),
         (["--goodput", "ttft:500", "--seeds", "0"], "--seeds"),
+        (["--goodput", "ttft:5", "--seeds", "2", "--guess", "1", *SIMULATED], "--guess"),
         (["--goodput", "ttft:500", "--simulate", "x", "--model", "llama-3.1-8b"], "there are"),
     ],
 )

@@ -292,6 +292,14 @@ def goodput(
             rich_help_panel=MEASURE,
         ),
     ] = 2.0,
+    guess: Annotated[
+        list[float] | None,
+        typer.Option(
+            help="Where the answer is thought to be, such as a simulation's; once for each seed. "
+            "What the first is off by corrects the next.",
+            rich_help_panel=MEASURE,
+        ),
+    ] = None,
     least_rate: Annotated[
         float,
         typer.Option(help="What holds only below is taken for 0.", rich_help_panel=MEASURE),
@@ -335,7 +343,7 @@ def goodput(
             tolerance=tolerance,
         )
         try:
-            goodput_cli.find(search, system or [], out, load, traces=trace)
+            goodput_cli.find(search, system or [], out, load, guesses=guess or [], traces=trace)
         except ValueError as error:  # what the simulated engine refuses
             raise typer.BadParameter(str(error)) from error
         except KeyboardInterrupt:

@@ -252,7 +252,7 @@ def highest(
     most = math.floor(octave * math.log2(top / start) + 1e-9)
     i, stride = 0, stride or octave
     if near:
-        i, stride = round(octave * math.log2(near / start)), 1
+        i, stride = min(max(round(octave * math.log2(near / start)), least), most), 1
     low: int | None = None
     high: int | None = None
     while low is None or high is None or high - low > 1:
@@ -285,6 +285,7 @@ def find(
     folder: Path,
     tell: Callable[[Trial, dict[str, float]], None] = lambda trial, slos: None,
     reads_slos: Callable[[str], bool] = lambda system: True,
+    guesses: Sequence[float] = (),
 ) -> list[dict[str, list[float]]]:
     """Search for each system, point and seed; one file a run, and a summary after each search.
 
@@ -293,6 +294,7 @@ def find(
 
     Args:
         reads_slos: False for a system that serves the same under any: a run tells of all points.
+        guesses: what is expected of each seed, in requests a second; one for each, or none.
 
     Returns:
         For each of `search.points`: goodput in requests a second, by system, seed by seed.
@@ -301,6 +303,8 @@ def find(
         OptionError: an option is wrong, or the folder holds another search.
     """
     search.check()
+    if guesses and (len(guesses) != search.seeds or search.tbts or min(guesses) <= 0):
+        raise OptionError("--guess", "one for each seed, above 0, and one bound on TBT at most")
     points = search.points(folder)
     for point in points:
         _open_folder(point)
@@ -321,13 +325,21 @@ def find(
                     return None if trial.alone and not trial.holds else trial.holds
 
                 looser = found[i - 1][system][turn] if i else HIGHEST
-                near = looser if i else next(reversed(found[i].get(system, [])), None)
+                near = looser if i else _near(guesses, found[i].get(system, []))
                 begin, least, stride = search.start_rate, search.least_rate, search.stride
                 rate = looser and highest(holds, begin, search.octave, near, least, looser, stride)
                 found[i].setdefault(system, []).append(rate)
                 content = summary(point.search, found[i], tuned(systems, found[i]))
                 _save(point.folder / "summary.json", content)
     return found
+
+
+def _near(guesses: Sequence[float], found: Sequence[float]) -> float | None:
+    """Where the next seed's search begins: its guess, times what the guess before was off by;
+    without guesses where the search before ended."""
+    if not found or not found[-1]:
+        return guesses[len(found)] if guesses else None
+    return found[-1] * guesses[len(found)] / guesses[len(found) - 1] if guesses else found[-1]
 
 
 def variants(system: str) -> list[str]:

@@ -68,7 +68,13 @@ def target(
 
 
 def find(
-    search: Search, systems: Sequence[str], out: Path, load: BenchConfig, *, traces: bool = False
+    search: Search,
+    systems: Sequence[str],
+    out: Path,
+    load: BenchConfig,
+    *,
+    guesses: Sequence[float] = (),
+    traces: bool = False,
 ) -> None:
     """Search, tell every run as it ends, and print what was found.
 
@@ -77,6 +83,7 @@ def find(
         systems: to search in turn.
         out: folder of the runs.
         load: how to send to servers; address, workload and SLOs are the search's.
+        guesses: see `goodput.find`.
         traces: whether servers that are started write a trace into the folder.
     """
     console = Console()
@@ -92,7 +99,7 @@ def find(
             run = stack.enter_context(OwnServers(search, load, out, traces, console))
         else:
             names, run = [SERVER], server(search, load)
-        found = goodput.find(search, names, run, out, tell, reads_slos)
+        found = goodput.find(search, names, run, out, tell, reads_slos, guesses)
         for point, rates in zip(search.points(out), found, strict=True):
             console.print(_table(point.search, rates, goodput.tuned(names, rates)))
 
