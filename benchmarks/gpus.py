@@ -17,6 +17,8 @@ from twolane.engine.config import usable_cores
 
 GRACE = 40.0
 """Seconds that a command has to stop what it started."""
+POLL = 0.2
+"""Seconds between two looks at whether a command has ended."""
 WARMUPS = 24
 """Requests at once before a measured run: a server's and a client's first memory is slow."""
 
@@ -54,11 +56,16 @@ class Command(NamedTuple):
 
 def run(commands: Sequence[Command], gpus: Sequence[int], seconds: float) -> None:
     """Run them in this order, one at a time on each GPU, which has its share of the CPUs; after so
-    many seconds those that are left are interrupted, as by Ctrl-C, or not begun."""
+    many seconds, or SIGTERM, those that are left are interrupted, as by Ctrl-C, or not begun."""
     waiting: queue.SimpleQueue[Command] = queue.SimpleQueue()
     for command in commands:
         waiting.put(command)
-    end = time.monotonic() + seconds
+    stop = threading.Event()
+    timer = threading.Timer(seconds, stop.set)
+    timer.daemon = True
+    timer.start()
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's `&` has it ignored
 
     def work(place: int, gpu: int) -> None:
         cpus = usable_cores()
@@ -67,17 +74,18 @@ def run(commands: Sequence[Command], gpus: Sequence[int], seconds: float) -> Non
             own = cpus[share * place : share * (place + 1)]
             os.sched_setaffinity(0, own)  # of this thread and its children
         with contextlib.suppress(queue.Empty):
-            while time.monotonic() < end:
-                _run(waiting.get_nowait(), gpu, end)
+            while not stop.is_set():
+                _run(waiting.get_nowait(), gpu, stop)
 
     threads = [threading.Thread(target=work, args=each) for each in enumerate(gpus)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
+    timer.cancel()
 
 
-def _run(command: Command, gpu: int, end: float) -> None:
+def _run(command: Command, gpu: int, stop: threading.Event) -> None:
     command.log.parent.mkdir(parents=True, exist_ok=True)
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": str(gpu)}
     words, begun = [sys.executable, *command.arguments], time.monotonic()
@@ -85,9 +93,9 @@ def _run(command: Command, gpu: int, end: float) -> None:
         command.log.open("ab") as log,
         subprocess.Popen(words, env=environment, stdout=log, stderr=log) as process,
     ):
-        try:
-            process.wait(max(0.0, end - time.monotonic()))
-        except subprocess.TimeoutExpired:
+        while process.poll() is None and not stop.wait(POLL):
+            pass
+        if process.poll() is None:
             process.send_signal(signal.SIGINT)
             try:
                 process.wait(GRACE)
