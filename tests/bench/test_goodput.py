@@ -309,7 +309,7 @@ def test_guesses_spare_runs_and_correct_each_other(tmp_path):
     assert len(set(found[0])) > 1
     guessed = runs[tmp_path / "guessed"]
     assert guessed[0][1] == pytest.approx(0.8 * found[0][0], rel=0.03)
-    begins = {seed: rate for seed, rate in reversed(guessed)}
+    begins = dict(reversed(guessed))  # the first of each seed
     assert [begins[seed] for seed in (1, 2)] == pytest.approx(found[0][1:])
     assert [seed for seed, _ in guessed if seed] == [1, 1, 2, 2]
 
