@@ -84,14 +84,14 @@ class Panel(msgspec.Struct, frozen=True):
 
 
 def _simulated(results: Path, panel: str, system: str) -> list[float]:
-    """Requests a second, seed by seed; none without a simulation."""
+    """Requests a second, seed by seed; none without a simulation, or if it kept no rate."""
     saved = results / "goodput-simulated.json"
     if not saved.exists():
         return []
     found = msgspec.json.decode(saved.read_bytes())["found"]
     same = (one for one in found if one["panel"] == panel)
     rates = [one["goodput"] for one in same if one["system"] in goodput.variants(system)]
-    return rates[0] if rates else []
+    return rates[0] if rates and min(rates[0]) > 0.0 else []
 
 
 def _azure(
