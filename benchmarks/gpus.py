@@ -56,7 +56,7 @@ class Command(NamedTuple):
 
 def run(commands: Sequence[Command], gpus: Sequence[int], seconds: float) -> None:
     """Run them in this order, one at a time on each GPU, which has its share of the CPUs; after so
-    many seconds, or SIGTERM, those that are left are interrupted, as by Ctrl-C, or not begun."""
+    many seconds, or at Ctrl-C or SIGTERM, those that are left are interrupted or not begun."""
     waiting: queue.SimpleQueue[Command] = queue.SimpleQueue()
     for command in commands:
         waiting.put(command)
@@ -64,8 +64,8 @@ def run(commands: Sequence[Command], gpus: Sequence[int], seconds: float) -> Non
     timer = threading.Timer(seconds, stop.set)
     timer.daemon = True
     timer.start()
-    signal.signal(signal.SIGTERM, lambda *_: stop.set())
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's `&` has it ignored
+    signals = signal.SIGINT, signal.SIGTERM
+    before = [signal.signal(number, lambda *_: stop.set()) for number in signals]
 
     def work(place: int, gpu: int) -> None:
         cpus = usable_cores()
@@ -82,7 +82,8 @@ def run(commands: Sequence[Command], gpus: Sequence[int], seconds: float) -> Non
         thread.start()
     for thread in threads:
         thread.join()
-    timer.cancel()
+    for number, handler in zip(signals, before, strict=True):
+        signal.signal(number, handler)
 
 
 def _run(command: Command, gpu: int, stop: threading.Event) -> None:
@@ -91,7 +92,13 @@ def _run(command: Command, gpu: int, stop: threading.Event) -> None:
     words, begun = [sys.executable, *command.arguments], time.monotonic()
     with (
         command.log.open("ab") as log,
-        subprocess.Popen(words, env=environment, stdout=log, stderr=log) as process,
+        subprocess.Popen(
+            words,
+            env=environment,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,  # a terminal's Ctrl-C comes once, from us
+        ) as process,
     ):
         while process.poll() is None and not stop.wait(POLL):
             pass
