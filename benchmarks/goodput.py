@@ -11,9 +11,10 @@ half a minute of arrivals is one burst, which is served after it has ended (docs
 `conversation`, whose prompts take seconds, has such an allowance, and P90.
 """
 
+import functools
 import shlex
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import gpus
@@ -67,7 +68,7 @@ class Panel(msgspec.Struct, frozen=True):
             )
             where = ["--serve", serve, "--num-warmups", f"{gpus.WARMUPS}"]
         slos = [f"ttft:{self.ttft_ms:g}", f"tbt:{self.tbt_ms:g}"]
-        guesses = [] if profiles is None else _simulated(profiles, self.name, system)
+        guesses = [] if profiles is None else _guesses(profiles, self.name, system)
         if self.per_1k_ms:
             slos.append(f"ttft-per-1k:{self.per_1k_ms:g}")
         arguments = [
@@ -83,15 +84,22 @@ class Panel(msgspec.Struct, frozen=True):
         return gpus.Command(arguments, folder / "search.txt")
 
 
-def _simulated(results: Path, panel: str, system: str) -> list[float]:
-    """Requests a second, seed by seed; none without a simulation, or if it kept no rate."""
-    saved = results / "goodput-simulated.json"
+def _guesses(results: Path, panel: str, system: str) -> list[float]:
+    """What was simulated, seed by seed; none without a simulation, or if it kept no rate."""
+    found = _simulated(results / "goodput-simulated.json")
+    rates = next(
+        (found[panel, one] for one in goodput.variants(system) if (panel, one) in found), []
+    )
+    return rates if all(rates) else []
+
+
+@functools.cache
+def _simulated(saved: Path) -> Mapping[tuple[str, str], list[float]]:
+    """Requests a second by panel and system."""
     if not saved.exists():
-        return []
+        return {}
     found = msgspec.json.decode(saved.read_bytes())["found"]
-    same = (one for one in found if one["panel"] == panel)
-    rates = [one["goodput"] for one in same if one["system"] in goodput.variants(system)]
-    return rates[0] if rates and min(rates[0]) > 0.0 else []
+    return {(one["panel"], one["system"]): one["goodput"] for one in found}
 
 
 def _azure(

@@ -243,7 +243,7 @@ def highest(
         holds: whether a rate does; None if it fails and lower ones would, too.
         start: requests a second to begin with.
         octave: rates of the grid from one to its double.
-        near: a rate of the grid to begin at instead, next to which the answer may be.
+        near: a rate to begin at instead, rounded to the grid, next to which the answer may be.
         floor, top: the lowest and the highest rate that are tried.
         stride: rates of the grid from the first to the second, unless it begins at `near`; an
             octave if not given.
@@ -337,9 +337,11 @@ def find(
 def _near(guesses: Sequence[float], found: Sequence[float]) -> float | None:
     """Where the next seed's search begins: its guess, times what the guess before was off by;
     without guesses where the search before ended."""
-    if not found or not found[-1]:
-        return guesses[len(found)] if guesses else None
-    return found[-1] * guesses[len(found)] / guesses[len(found) - 1] if guesses else found[-1]
+    turn = len(found)
+    if not guesses:
+        return found[-1] if turn else None
+    off = found[-1] / guesses[turn - 1] if turn else 1.0
+    return guesses[turn] * (off or 1.0)  # a goodput of 0 tells nothing
 
 
 def variants(system: str) -> list[str]:
