@@ -58,6 +58,13 @@ class Ticket:
     error: BaseException | None = None
     launching: float = 0.0
     """Seconds that the host was busy with launching it; a plan should leave room."""
+    launched: float = 0.0
+    """Seconds, the lanes' clock, when the host was through with that."""
+
+    @property
+    def waited(self) -> bool:
+        """Whether the device began before all of it was queued: it may have waited for the host."""
+        return self.start is not None and self.start < self.launched
 
     @property
     def done(self) -> bool:

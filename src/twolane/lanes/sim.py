@@ -91,12 +91,10 @@ class _SimTicket(Ticket):
     """Seconds of the step under way at its present speed."""
     ends: float = 0.0
     """When the step under way ends at that speed."""
-    launched: float = 0.0
-    """When the host is through with it: no step ends before."""
 
     @property
     def over(self) -> float:
-        """When the step under way ends."""
+        """When the step under way ends: not before the host is through with the launch."""
         return self.ends if self.ends > self.launched else self.launched
 
     @property

@@ -19,8 +19,8 @@ HELD_OUT = 0.2
 """Share of the points beside the anchors that estimators are not fitted on."""
 ROUNDS = 100
 """Of the whole plan."""
-REVISION = 2
-"""Raised when other points are planned."""
+REVISION = 3
+"""Raised when other points are planned, or they are measured in another way."""
 HYBRIDS = 4
 """Hybrid passes of a round."""
 DRAWS = 20

@@ -26,7 +26,10 @@ MOST_SECONDS = 2.0
 SLICE_SECONDS = 0.012
 """Layers are measured in slices of about this, as they are served."""
 AHEAD = 2
-"""Launches queued in a lane, so that it never waits for the host."""
+"""Launches queued in a lane, at least."""
+AHEAD_SECONDS = 0.01
+"""Of work behind the launch that runs, at least, as when serving, lest the device waits for the
+host: to lay out a batch takes it longer than the last slices of the one before take the device."""
 
 
 @dataclass
@@ -38,12 +41,14 @@ class _Feed:
         lane: which.
         units: its share.
         works: the launches, in order; repeated for ever.
+        took: seconds of each of them when it ran last, or is expected to take.
     """
 
     rig: Rig
     lane: LaneName
     units: int
     works: Sequence[Work]
+    took: dict[int, float] = field(default_factory=dict)
     done: list[tuple[int, Ticket]] = field(default_factory=list)
     """(which of the works, its ticket), ended, in order."""
     queued: list[tuple[int, Ticket]] = field(default_factory=list)
@@ -54,30 +59,36 @@ class _Feed:
     def feed(self) -> None:
         """Take what has ended, queue more."""
         self.reap()
-        while len(self.queued) < AHEAD:
+        while len(self.queued) < AHEAD or self._ahead < AHEAD_SECONDS:
             which = next(self._next)
             ticket = self.rig.launch(self.lane, self.units, self.works[which])
             self.queued.append((which, ticket))
 
+    @property
+    def _ahead(self) -> float:
+        """Seconds behind the launch that runs; what never ran is taken to be enough."""
+        return sum(self.took.get(which, AHEAD_SECONDS) for which, _ in self.queued[1:])
+
     def reap(self) -> None:
         """Take what has ended."""
         while self.queued and self.queued[0][1].done:
-            self.done.append(self.queued.pop(0))
+            which, ticket = self.queued.pop(0)
+            self.done.append((which, ticket))
+            self.took[which] = ticket.seconds
 
     @property
     def tickets(self) -> list[Ticket]:
         """Not reaped yet."""
         return [ticket for _, ticket in self.queued]
 
-    def counted(self, start: float, end: float = float("inf")) -> dict[int, list[float]]:
-        """Seconds of the launches between two times, by which of the works they were."""
-        seconds: dict[int, list[float]] = {}
-        for which, ticket in self.done:
-            assert ticket.start is not None
-            assert ticket.end is not None
-            if ticket.start >= start and ticket.end <= end:
-                seconds.setdefault(which, []).append(ticket.seconds)
-        return seconds
+    def counted(self, start: float, end: float = float("inf")) -> list[tuple[int, Ticket]]:
+        """The launches between two times, with which of the works they were."""
+        return [
+            (which, ticket)
+            for which, ticket in self.done
+            if ticket.start is not None and ticket.start >= start
+            if ticket.end is not None and ticket.end <= end
+        ]
 
 
 def measure(rig: Rig, point: Point, clocks: Clocks) -> list[Sample]:
@@ -91,9 +102,8 @@ def measure(rig: Rig, point: Point, clocks: Clocks) -> list[Sample]:
             if rows:
                 feeds.append(_Feed(rig, "decode", point.decode_units, [DecodeWork(rows, 1)]))
             if prompts:
-                feeds.append(
-                    _Feed(rig, "prefill", point.prefill_units, _slices(rig, point, prompts))
-                )
+                slices, took = _slices(rig, point, prompts)
+                feeds.append(_Feed(rig, "prefill", point.prefill_units, slices, took))
         start, end = _run(rig, feeds)
     finally:
         rig.give_back(prompts)
@@ -116,19 +126,29 @@ def measure(rig: Rig, point: Point, clocks: Clocks) -> list[Sample]:
     return [s for feed in feeds for s in _samples(point, feed, template, start, end)]
 
 
-def _slices(rig: Rig, point: Point, prompts: tuple[PromptRow, ...]) -> list[Work]:
-    """A whole pass in slices of about `SLICE_SECONDS`, by what one layer takes alone.
+def _slices(
+    rig: Rig, point: Point, prompts: tuple[PromptRow, ...]
+) -> tuple[list[PrefillWork], dict[int, float]]:
+    """A whole pass in slices of about `SLICE_SECONDS`, by what one layer takes alone; and the
+    seconds of each of them, by that.
 
-    The last slice, which samples, may be shorter.
+    The last slice, which samples, may be shorter. The layer is the second one: before the first
+    one the device waits until the host has laid out the batch.
     """
-    probe = PrefillWork(PrefillState(), prompts, 0, 1, finishes=rig.layers == 1)
-    tickets = [rig.launch("prefill", point.prefill_units, probe) for _ in range(2)]
+    probes = _cut(prompts, range(min(2, rig.layers) + 1), rig.layers)
+    tickets = [rig.launch("prefill", point.prefill_units, work) for work in [*probes, *probes]]
     rig.wait(lambda: tickets[-1].done, tickets)
-    layers = min(rig.layers, max(1, round(SLICE_SECONDS / max(tickets[-1].seconds, 1e-6))))
+    layer = max(tickets[-1].seconds, 1e-6)
+    layers = min(rig.layers, max(1, round(SLICE_SECONDS / layer)))
+    slices = _cut(prompts, [*range(0, rig.layers, layers), rig.layers], rig.layers)
+    return slices, {i: layer * (part.last - part.first) for i, part in enumerate(slices)}
+
+
+def _cut(prompts: tuple[PromptRow, ...], cuts: Sequence[int], layers: int) -> list[PrefillWork]:
+    """The layers of a pass from each of these to the next."""
     state = PrefillState()
-    cuts = [*range(0, rig.layers, layers), rig.layers]
     return [
-        PrefillWork(state, prompts, first, last, finishes=last == rig.layers)
+        PrefillWork(state, prompts, first, last, finishes=last == layers)
         for first, last in pairwise(cuts)
     ]
 
@@ -149,7 +169,7 @@ def _run(rig: Rig, feeds: Sequence[_Feed]) -> tuple[float, float]:
     start = clock()
 
     def enough() -> bool:
-        counts = [sum(map(len, feed.counted(start).values())) for feed in feeds]
+        counts = [len(feed.counted(start)) for feed in feeds]
         spent = clock() - start
         return (spent >= seconds and min(counts) >= REPEATS) or (
             spent >= MOST_SECONDS and min(counts) >= 1
@@ -175,20 +195,25 @@ def _wait(rig: Rig, feeds: Sequence[_Feed], until: Callable[[], bool]) -> None:
 
 
 def _samples(point: Point, feed: _Feed, template: Sample, start: float, end: float) -> list[Sample]:
-    """A sample for slices that finish the pass and one for those that do not, a decode step."""
+    """A sample for slices that finish the pass and one for those that do not, a decode step.
+
+    Where the device waited for the host it did not show what it takes: those launches are left out,
+    unless there are no others.
+    """
     counted = feed.counted(start, end)
+    fed = [(which, ticket) for which, ticket in counted if not ticket.waited]
     groups: dict[tuple[int, bool], list[float]] = {}
-    for which, work in enumerate(feed.works):
+    for which, ticket in fed or counted:
         layers, finishes = template.layers, True
+        work = feed.works[which]
         if isinstance(work, PrefillWork):
             layers, finishes = work.last - work.first, work.finishes
-        groups.setdefault((layers, finishes), []).extend(counted.get(which, ()))
+        groups.setdefault((layers, finishes), []).append(ticket.seconds)
     neighbour, kind, runs = _roles(point, feed)
     same = replace(template, kind=kind, runs=runs, units=feed.units, beside=neighbour)
     return [
         replace(same, layers=layers, finishes=finishes, seconds=seconds)
         for (layers, finishes), seconds in groups.items()
-        if seconds
     ]
 
 

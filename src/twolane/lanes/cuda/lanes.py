@@ -93,7 +93,8 @@ class CudaLanes:
             ticket.fail(error)
             self._notify()
             return
-        ticket.launching = self.clock() - asked
+        ticket.launched = self.clock()
+        ticket.launching = ticket.launched - asked
         self._watchers[ticket.lane].queue.put(watched)
 
     def _queue(self, ticket: CudaTicket, work: Work, after: Sequence[Ticket]) -> _Watched:

@@ -1,0 +1,84 @@
+"""A point of a profile: enough is queued, and a device that waits for the host does not count."""
+
+from collections.abc import Callable
+
+import pytest
+
+from twolane.engine.config import EngineConfig
+from twolane.engine.simulated import SimulatedMachine
+from twolane.lanes import Ticket
+from twolane.lanes.device import GPUS
+from twolane.lanes.work import Work
+from twolane.model.shapes import SHAPES
+from twolane.profile import measure
+from twolane.profile.clocks import Clocks
+from twolane.profile.grid import Point
+from twolane.profile.rig import Rig
+from twolane.profile.run import rig_on
+
+SPEC = SHAPES["qwen3-8b"]
+PROMPT = Point("prompt", "prefill", ((2048, 0, 1),), (), 132, 0, held_out=False)
+STEPS = Point("steps", "decode", (), ((1, 500, 8),), 0, 132, held_out=False)
+
+
+@pytest.fixture
+def rig():
+    machine = SimulatedMachine(GPUS["h200"], SPEC, EngineConfig(model="simulated"), tp=1, seed=0)
+    with rig_on(EngineConfig(model="simulated"), machine, lambda stage, share: None) as rig:
+        yield rig
+
+
+class Host:
+    """Queues what is launched on a rig; the device waits for the launches that it says."""
+
+    def __init__(self, rig: Rig, late: Callable[[Work], bool] = lambda work: False) -> None:
+        self.launched: list[tuple[Work, Ticket]] = []
+        self.queued: list[int] = []
+        """Launches that had not ended, with each."""
+        self._late, self._launch, self._wait = late, rig.launch, rig.wait
+        rig.launch, rig.wait = self.launch, self.wait
+
+    def launch(self, lane, units, work):
+        ticket = self._launch(lane, units, work)
+        self.launched.append((work, ticket))
+        self.queued.append(sum(not ticket.done for _, ticket in self.launched))
+        return ticket
+
+    def wait(self, until, tickets):
+        self._wait(until, tickets)
+        for ticket in self.late:
+            ticket.launched = ticket.end
+
+    @property
+    def late(self) -> list[Ticket]:
+        return [ticket for work, ticket in self.launched if ticket.done and self._late(work)]
+
+
+def measured(rig: Rig, point: Point):
+    with Clocks(None) as clocks:
+        return measure.measure(rig, point, clocks)
+
+
+def test_a_lane_has_work_for_longer_than_a_launch_takes_the_host(rig):
+    host = Host(rig)
+    (sample,) = measured(rig, STEPS)
+    assert 2 * sample.median < measure.AHEAD_SECONDS
+    assert (max(host.queued) + 0.1) * sample.median > measure.AHEAD_SECONDS
+
+
+def test_launches_that_the_device_waited_for_are_left_out(rig, monkeypatch):
+    """There the first slice of a batch: the host has to lay it out."""
+    monkeypatch.setattr(measure, "REPEATS", 12)
+    host = Host(rig, lambda work: work.first == 0)
+    first, last = measured(rig, PROMPT)
+    late = {ticket.seconds for ticket in host.late}
+    assert len(late) > 2
+    assert (first.finishes, last.finishes) == (False, True)
+    assert not late & {*first.seconds, *last.seconds}
+
+
+def test_where_it_always_waits_that_is_what_launches_take(rig):
+    host = Host(rig, lambda work: True)
+    (sample,) = measured(rig, STEPS)
+    assert len(sample.seconds) >= 3
+    assert {*sample.seconds} <= {ticket.seconds for ticket in host.late}
