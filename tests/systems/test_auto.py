@@ -1,6 +1,7 @@
 """`auto`: one test a statement of its contract."""
 
 import math
+from copy import deepcopy
 from dataclasses import replace
 
 import pytest
@@ -460,6 +461,18 @@ def test_an_overloaded_server_says_so_at_once_and_with_the_reason():
     assert "wanted within 1.0 s" in made.refuse[0].message
     made, _ = plan(OnlineEstimator(), waiting=flood)  # promises nothing
     assert not made.refuse
+
+
+def test_a_wide_bound_on_a_launch_gives_up_nobody_in_line():
+    """A profile of a slow host has one: a launch may take that long, but not all of a line."""
+    wide = deepcopy(KNOWN)
+    wide._promises["prefill", False].quantile = math.log(3.0)
+    seconds = wide.prefill_slice(Load([8000], [0]), LAYERS, UNITS)
+    long, short = due("long", 8000, 1.5 * seconds), due("short", 500, 2.0 * seconds)
+    made, _ = plan(wide, waiting=[long, short])
+    assert made.admit[0].request == "long"
+    made, _ = plan(wide, waiting=[replace(long, deadline=1.1 * seconds), short])
+    assert made.admit[0].request == "short"
 
 
 def served(system, tbt, rate, **options):

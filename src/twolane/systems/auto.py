@@ -48,6 +48,9 @@ SLOWER = 2.0
 """Than the longest launch of late may one be that decode shall not have to wait for."""
 GUARD = 0.0005
 """Seconds from a step's end to the start of one that was not launched ahead of it."""
+IN_LINE = 1.2
+"""Times what is predicted for it, at most, is reckoned with for a prompt in line: those are sums of
+many launches, of which few take as long as one in a hundred does, however long that is."""
 LEAST_PACE = 0.05
 """Of prefill, in that of the whole device alone, that is reckoned with."""
 CHECK_SECONDS = 0.1
@@ -443,7 +446,7 @@ def _costs(view: View, memory: Memory) -> Memory:
     base = memory.base
     full = Load([FULL_TOKENS], [0])
     if base is None or not memory.seconds:
-        base = view.estimator.prefill_slice(full, view.layers, view.units, bound=True)
+        base = _in_line(view, full)
     if base is None:
         return memory
     seconds = {}
@@ -454,10 +457,16 @@ def _costs(view: View, memory: Memory) -> Memory:
             known = new, base * new / FULL_TOKENS
             if max(new, reused) > FULL_TOKENS:  # attention counts
                 load = Load([FULL_TOKENS, new], [0, reused])
-                more = view.estimator.prefill_slice(load, view.layers, view.units, bound=True)
-                known = new, max(0.0, (more or base) - base)
+                known = new, max(0.0, (_in_line(view, load) or base) - base)
         seconds[request.id] = known
     return replace(memory, base=base, seconds=seconds)
+
+
+def _in_line(view: View, load: Load) -> float | None:
+    """Seconds of that prefill on the whole device, as far as they are reckoned with."""
+    bound = view.estimator.prefill_slice(load, view.layers, view.units, bound=True)
+    predicted = view.estimator.prefill_slice(load, view.layers, view.units)
+    return None if bound is None or predicted is None else min(bound, IN_LINE * predicted)
 
 
 def _line(view: View, memory: Memory) -> Line:
