@@ -71,7 +71,9 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     spill: float = 0.0036
     """Bytes to and from memory for a FLOP of a large product, beyond operands read once."""
     corner: float = 1.2
-    """p: how round the roofline's corner is."""
+    """p: how round the roofline's corner is on a share of the device."""
+    whole_corner: float = 1.2
+    """p on all of it, which kernels are chosen for."""
     step_corner: float = 1.2
     """p for the products of decode steps."""
     one_grid: float = 0.0
@@ -104,31 +106,37 @@ H200 = Gpu(
     units=132,
     memory=150.1e9,
     unit_flops=8.11e12,
-    bandwidth=4.26e12,
-    unit_bandwidth=0.163e12,
-    product_units=21.5,
-    power_units=55.2,
-    traffic_units=23.1,
-    power_exponent=3.53,
-    product_share=0.907,
-    prompt_attention_share=0.567,
-    decode_attention_share=0.927,
+    bandwidth=4.01e12,
+    unit_bandwidth=0.155e12,
+    product_units=18.7,
+    power_units=59.4,
+    traffic_units=22.4,
+    power_exponent=3.44,
+    product_share=0.889,
+    prompt_attention_share=0.565,
+    decode_attention_share=0.967,
     spill=0.0031,
-    corner=1.40,
-    step_corner=2.08,
-    one_grid=1.95e7,
-    kernel_seconds=2.31e-6,
-    sampling_seconds=6.3e-5,
+    corner=1.45,
+    whole_corner=1.97,
+    step_corner=2.31,
+    one_grid=1.92e7,
+    attention_rows=48.3,
+    in_flight=1.72,
+    product_waits=0.734,
+    arithmetic_waits=0.137,
+    kernel_seconds=2.02e-6,
+    pass_layer_seconds=1.84e-5,
+    sampling_seconds=6.1e-5,
     link_bandwidth=360e9,
 )
-"""Fitted to this project's own measurements: docs/simulation.md has them beside the model's."""
+"""By `benchmarks/fit_device.py`: docs/simulation.md has what was measured beside the model's."""
 H100 = msgspec.structs.replace(
     H200,
     name="h100",
     memory=85.0e9,
     bandwidth=3.07e12,
-    product_units=21.5 * 3.07 / 4.26,
-    traffic_units=23.1 * 3.07 / 4.26,
+    product_units=18.7 * 3.07 / 4.01,
+    traffic_units=22.4 * 3.07 / 4.01,
 )
 """The same chip with HBM3: data sheet, with the H200's shares of it."""
 A100 = Gpu(
@@ -151,7 +159,7 @@ A100 = Gpu(
 )
 """Data sheet; products at 77 to 80 % of the peak (Bullet §2.3); decode is slowed by prefill by up
 to 20 % (MuxWise §3.3.2)."""
-FORMULAS = 5
+FORMULAS = 6
 """Raised when what is computed of a GPU's parameters changes."""
 
 
@@ -412,7 +420,8 @@ class DeviceModel:
         c = work / (units * gpu.unit_flops * gpu.product_share)
         share = 1.0 - math.exp(-units / gpu.product_units)
         saturated = moved / gpu.bandwidth
-        corner = gpu.step_corner if decode else gpu.corner
+        corner = gpu.whole_corner if units == gpu.units else gpu.corner
+        corner = gpu.step_corner if decode else corner
         cost = self._round(c, saturated / share, saturated, corner)
         total = sum(flops)
         return cost._replace(arithmetic=total, bytes=moved + gpu.spill * total)

@@ -1,0 +1,201 @@
+"""The simulated GPU's parameters, from profiles: `python benchmarks/fit_device.py`.
+
+Fits what `lanes/device.py` says of the H200 to the profiles and to `engine-h200.json`, starting
+with what it says now, and writes the parameters and how far off they are, on what was fitted and
+on the points that profiles hold out. The parameters are then copied by hand.
+"""
+
+import argparse
+import math
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+from origin import origin, save
+from scipy.optimize import least_squares
+
+from twolane.estimate import Floats
+from twolane.estimate.profile import Neighbour, Profile, Sample
+from twolane.lanes.device import H200, DeviceModel, Gpu
+from twolane.lanes.work import (
+    DecodeRow,
+    DecodeWork,
+    HybridWork,
+    PrefillState,
+    PrefillWork,
+    PromptRow,
+    Sampling,
+    Work,
+)
+from twolane.model.shapes import SHAPES
+from twolane.sampling import SamplingParams
+
+RESULTS = Path(__file__).parent / "results"
+MODELS = "qwen3-8b", "codellama-34b"
+OTHER = {"prefill": "decode", "decode": "prefill"}
+FITTED = (
+    *("bandwidth", "unit_bandwidth", "product_units", "power_units", "traffic_units"),
+    *("power_exponent", "product_share", "prompt_attention_share", "decode_attention_share"),
+    *("spill", "corner", "whole_corner", "step_corner", "one_grid", "attention_rows", "in_flight"),
+    *("product_waits", "arithmetic_waits", "kernel_seconds", "pass_layer_seconds"),
+    "sampling_seconds",
+)
+OUTLIER = 0.4
+"""Of log(model / measured): what is farther off counts no more."""
+ANCHOR = 0.1
+"""What a parameter's change costs, by its logarithm: what no sample tells stays as it is."""
+DIGITS = 3
+SAMPLING = Sampling(SamplingParams(), 0, 4, (), ())
+
+
+class Case(NamedTuple):
+    """What a profile measured, as the simulated lanes are asked for it."""
+
+    model: str
+    what: str
+    """Kind of the launch, and of what ran beside it."""
+    running: Sequence[tuple[Work, int]]
+    """That launch first, each on so many units."""
+    seconds: float
+    held_out: bool
+
+
+def cases(models: Iterable[str] = MODELS) -> list[Case]:
+    """All samples of their profiles on an H200."""
+    found = []
+    for model in models:
+        for sample in Profile.read(RESULTS / f"profile-{model}-h200.json").samples:
+            what, running = f"{sample.kind} alone", [(_work(sample, sample.kind), sample.units)]
+            if sample.beside is not None:
+                other = OTHER[sample.kind]
+                what = f"{sample.kind} beside {other}"
+                running.append((_work(sample.beside, other), sample.beside.units))
+            found.append(Case(model, what, running, sample.median, sample.held_out))
+    return found
+
+
+def figures() -> list[Case]:
+    """Those of `engine-h200.json`, another card's."""
+    details = msgspec.json.decode((RESULTS / "engine-h200.json").read_bytes())["details"]
+    alone = details["qwen3-8b"]
+    found = []
+
+    def add(model: str, seconds: float, *running: tuple[Work, int]) -> None:
+        found.append(Case(model, "figures", running, seconds, held_out=False))
+
+    for units, took in alone["decode_step_ms_64x2048"].items():
+        add("qwen3-8b", took / 1e3, (_steps(64, 2048), int(units)))
+    for units, rate in alone["prefill_tokens_s_8192"].items():
+        add("qwen3-8b", 8192 / rate, (_prompt("qwen3-8b"), int(units)))
+    chunk = PromptRow(0, 4096, range(1024), (), SAMPLING)
+    hybrid = HybridWork(_steps(64, 2048).rows, (chunk,))
+    add("qwen3-8b", alone["hybrid_ms"]["pass"] / 1e3, (hybrid, 132))
+    for model, rows in (("llama-3.1-8b", 64), ("codellama-34b", 32)):
+        both = details[model]["both_lanes_84_48"]
+        prefill, decode = (_prompt(model), 84), (_steps(rows, 2112), 48)
+        add(model, 8192 / both["tokens_s"], prefill, decode)
+        add(model, both["tbt_ms"]["50"] / 1e3, decode, prefill)
+    return found
+
+
+def _steps(rows: int, context: int) -> DecodeWork:
+    return DecodeWork(tuple(DecodeRow(i, context, 1, (), SAMPLING) for i in range(rows)), 1)
+
+
+def _prompt(model: str) -> PrefillWork:
+    row = PromptRow(0, 0, range(8192), (), SAMPLING)
+    return PrefillWork(PrefillState(), (row,), 0, SHAPES[model].layers, True)
+
+
+def _work(sample: Sample | Neighbour, kind: str) -> Work:
+    """Beside another lane's, a slice of any length is as good."""
+    rows = [(n, r) for n, r, count in sample.runs for _ in range(count)]
+    steps = tuple(DecodeRow(0, r, 1, (), SAMPLING) for n, r in rows if n == 1)
+    prompts = tuple(PromptRow(0, r, range(n), (), SAMPLING) for n, r in rows if n > 1)
+    if kind == "decode":
+        return DecodeWork(steps, 1)
+    if kind == "hybrid":
+        return HybridWork(steps, prompts)
+    layers = sample.layers if isinstance(sample, Sample) else 1
+    finishes = isinstance(sample, Sample) and sample.finishes
+    return PrefillWork(PrefillState(), prompts, 0, layers, finishes)
+
+
+def errors(gpu: Gpu, cases: Sequence[Case]) -> Floats:
+    """log(model / measured) of each, without noise."""
+    quiet = msgspec.structs.replace(gpu, noise=0.0)
+    devices = {model: DeviceModel(quiet, SHAPES[model]) for model in {case.model for case in cases}}
+    found = []
+    for case in cases:
+        device = devices[case.model]
+        demands = [device.steps(work, units)[0] for work, units in case.running]
+        found.append(math.log(device.seconds(demands)[0] / case.seconds))
+    return np.array(found)
+
+
+def fit(gpu: Gpu, cases: Sequence[Case]) -> Gpu:
+    """The parameters with the least squares, those of each model and kind weighing alike."""
+    kinds = [case.what if case.what == "figures" else (case.model, case.what) for case in cases]
+    weights = 1.0 / np.sqrt([Counter(kinds)[kind] for kind in kinds])
+
+    def changed(logs: Floats) -> Gpu:
+        values = {
+            name: float(getattr(gpu, name) * math.exp(log))
+            for name, log in zip(FITTED, logs, strict=True)
+        }
+        return msgspec.structs.replace(gpu, **values)
+
+    def missed(logs: Floats) -> Floats:
+        clipped = np.clip(errors(changed(logs), cases), -OUTLIER, OUTLIER)
+        return np.concatenate([weights * clipped, ANCHOR * logs])
+
+    found = changed(least_squares(missed, np.zeros(len(FITTED)), diff_step=1e-3).x)
+    rounded = {name: float(f"{getattr(found, name):.{DIGITS}g}") for name in FITTED}
+    return msgspec.structs.replace(found, **rounded)
+
+
+def table(gpu: Gpu, cases: Sequence[Case]) -> Mapping[str, Mapping[str, Sequence[float]]]:
+    """By model and by what: number of samples, bias and mean error in percent."""
+    found: dict[str, dict[str, list[float]]] = {}
+    missed = errors(gpu, cases)
+    for case, error in zip(cases, missed.tolist(), strict=True):
+        found.setdefault(case.model, {}).setdefault(case.what, []).append(100 * error)
+    return {
+        model: {
+            what: (len(all_of), statistics.fmean(all_of), statistics.fmean(map(abs, all_of)))
+            for what, all_of in each.items()
+        }
+        for model, each in found.items()
+    }
+
+
+def main() -> None:
+    """Fit, print, write the file."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, default=RESULTS / "device-h200.json")
+    out = parser.parse_args().out
+    measured = cases()
+    fitted = [*figures(), *(case for case in measured if not case.held_out)]
+    gpu = fit(H200, fitted)
+    for name in FITTED:
+        print(f"    {name}={getattr(gpu, name):g},")
+    tables = {
+        "fitted to": table(gpu, fitted),
+        "held out": table(gpu, [case for case in measured if case.held_out]),
+    }
+    for samples, by_model in tables.items():
+        for model, rows in by_model.items():
+            for what, (n, bias, mean) in rows.items():
+                print(f"{samples}: {model}, {what}: {n} samples, {bias:+.1f} %, {mean:.1f} %")
+    parameters = {name: getattr(gpu, name) for name in FITTED}
+    save(out, {**origin(), "parameters": parameters, "samples_bias_mean_percent": tables})
+
+
+if __name__ == "__main__":
+    main()
