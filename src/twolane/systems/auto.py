@@ -49,8 +49,8 @@ SLOWER = 2.0
 GUARD = 0.0005
 """Seconds from a step's end to the start of one that was not launched ahead of it."""
 IN_LINE = 1.2
-"""Times what is predicted for it, at most, is reckoned with for a prompt in line: those are sums of
-many launches, of which few take as long as one in a hundred does, however long that is."""
+"""Times what is predicted for it, a prompt in line is reckoned with: many launches, of whose sum
+the bound that one in a hundred of them exceeds says little, however high it is."""
 LEAST_PACE = 0.05
 """Of prefill, in that of the whole device alone, that is reckoned with."""
 CHECK_SECONDS = 0.1
@@ -463,10 +463,9 @@ def _costs(view: View, memory: Memory) -> Memory:
 
 
 def _in_line(view: View, load: Load) -> float | None:
-    """Seconds of that prefill on the whole device, as far as they are reckoned with."""
-    bound = view.estimator.prefill_slice(load, view.layers, view.units, bound=True)
+    """Seconds that are reckoned with for that prefill on the whole device."""
     predicted = view.estimator.prefill_slice(load, view.layers, view.units)
-    return None if bound is None or predicted is None else min(bound, IN_LINE * predicted)
+    return None if predicted is None else IN_LINE * predicted
 
 
 def _line(view: View, memory: Memory) -> Line:
