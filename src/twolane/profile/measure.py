@@ -135,10 +135,10 @@ def _slices(
     seconds of each of them, by that.
 
     The last slice, which samples, may be shorter. The layer is the second one: before the first
-    one the device waits until the host has laid out the batch.
+    one the device waits until the host has laid out the batch, and has what that needs compiled.
     """
     probes = _cut(prompts, range(min(2, rig.layers) + 1), rig.layers)
-    tickets = [rig.launch("prefill", point.prefill_units, work) for work in [*probes, *probes]]
+    tickets = [rig.launch("prefill", point.prefill_units, work) for work in probes]
     rig.wait(lambda: tickets[-1].done, tickets)
     layer = max(tickets[-1].seconds, 1e-6)
     layers = min(rig.layers, max(1, round(SLICE_SECONDS / layer)))
