@@ -48,7 +48,7 @@ SLOWER = 2.0
 """Than the longest launch of late may one be that decode shall not have to wait for."""
 GUARD = 0.0005
 """Seconds from a step's end to the start of one that was not launched ahead of it."""
-IN_LINE = 1.2
+IN_LINE = 1.15
 """Times what is predicted for it, a prompt in line is reckoned with: many launches, of whose sum
 the bound that one in a hundred of them exceeds says little, however high it is."""
 LEAST_PACE = 0.05
