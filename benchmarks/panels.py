@@ -86,6 +86,7 @@ PANELS = (
         dataset="azure-conv",
         tbts=(0.06,),
         start=4.0,
+        prompts=300,
         ttft=2.0,
         gpu="a100-80gb",
         tp=8,
