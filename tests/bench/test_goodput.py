@@ -137,13 +137,14 @@ def test_what_is_told_early_is_what_the_whole_run_says():
     """Beyond capacity, simulated: what the run had when it was ended already fails whole."""
     search = search_of({"ttft": 0.3, "tbt": 0.06}, requests=40)
     run = simulation(search)
-    for system, rate in (("prefill-first", 12.0), ("chunked", 80.0)):
-        result, hopeless = run(system, search.at(rate, 0), [search.slos])
+    workload = search.at(80.0, 0)
+    for system in ("prefill-first", "chunked"):
+        result, hopeless = run(system, workload, [search.slos])
         assert hopeless
         assert result.interrupted
         assert "interrupted" in result.metrics.outcomes
         lax = {"ttft": 600.0, "tbt": 60.0}
-        whole, _ = run(system, search.at(rate, 0), [lax])
+        whole, _ = run(system, workload, [lax])
         kept = attain(whole.records, search.slos)
         assert min(kept.gaps, kept.requests["ttft"]) < 0.99
 
