@@ -84,7 +84,8 @@ def test_where_it_always_waits_that_is_what_launches_take(rig):
     assert {*sample.seconds} <= {ticket.seconds for ticket in host.late}
 
 
-def test_what_a_lane_ran_into_is_told(rig):
+@pytest.mark.parametrize("point", [PROMPT, STEPS], ids=lambda point: point.name)
+def test_what_a_lane_ran_into_is_told(rig, point):
     rig.launch = lambda lane, units, work: Ticket(lane, units, end=0.0, error=MemoryError("full"))
     with pytest.raises(MemoryError, match="full"):
-        measured(rig, STEPS)
+        measured(rig, point)

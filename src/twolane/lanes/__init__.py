@@ -73,7 +73,13 @@ class Ticket:
 
     @property
     def seconds(self) -> float:
-        """How long the device worked on it; only when done."""
+        """How long the device worked on it; only when done.
+
+        Raises:
+            BaseException: what it ran into.
+        """
+        if self.error is not None:
+            raise self.error
         assert self.start is not None
         assert self.end is not None
         return self.end - self.start
