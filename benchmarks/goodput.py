@@ -3,8 +3,9 @@
 `--simulate` searches the same on simulated ones, as many at a time as there are numbers.
 
 A panel is a model, a workload and a bound on TBT; each of its systems is searched as `twolane bench
-goodput --serve` does it, with three patterns of arrivals, the same for all. The runs stay in
-`--work`: the same command goes on where `--seconds` ended it. The file has what was found by then.
+goodput --serve` does it, with three patterns of arrivals, the same for all; simulated with nine.
+The runs stay in `--work`: the same command goes on where `--seconds` ended it. The file has what
+was found by then.
 
 TTFT may take 1 s (2 s at 34B), whatever the prompt: with a second more for each 1,024 new tokens
 half a minute of arrivals is one burst, which is served after it has ended (docs/systems.md). Only
@@ -24,7 +25,7 @@ from origin import gpu_origin, origin, save
 from twolane.bench import goodput
 from twolane.bench.goodput import LISTS, Trial
 
-SEEDS = 3
+SEEDS, SIMULATED_SEEDS = 3, 9
 TOLERANCE, FIRST_STEP = 0.06, 1.2
 KEYS = (
     *("median_ttft_ms", "p90_ttft_ms", "p99_ttft_ms", "mean_itl_ms", "p99_itl_ms"),
@@ -60,6 +61,7 @@ class Panel(msgspec.Struct, frozen=True):
         begins at what was found there."""
         folder = work / self.name / goodput.file_name(system)
         where = ["--simulate", "h200", "--model", self.model]
+        guesses, seeds = [], SIMULATED_SEEDS
         if profiles is not None:
             serve = (
                 f"{self.model} --load-format dummy --device cuda"
@@ -67,15 +69,15 @@ class Panel(msgspec.Struct, frozen=True):
                 f" --profile {gpus.profile(profiles, self.model)}"
             )
             where = ["--serve", serve, "--num-warmups", f"{gpus.WARMUPS}"]
+            guesses, seeds = _guesses(profiles, self.name, system), SEEDS
         slos = [f"ttft:{self.ttft_ms:g}", f"tbt:{self.tbt_ms:g}"]
-        guesses = [] if profiles is None else _guesses(profiles, self.name, system)
         if self.per_1k_ms:
             slos.append(f"ttft-per-1k:{self.per_1k_ms:g}")
         arguments = [
             *("-m", "twolane", "bench", "goodput", *where, "--system", system),
             *("--goodput", *slos, "--attainment", f"{self.attainment:g}"),
             *("--dataset", self.dataset, "--num-prompts", f"{self.prompts}"),
-            *("--max-input-len", f"{self.longest}", "--seeds", f"{SEEDS}"),
+            *("--max-input-len", f"{self.longest}", "--seeds", f"{seeds}"),
             *("--start-rate", f"{self.start:g}", "--first-step", f"{FIRST_STEP:g}"),
             *(word for guess in guesses for word in ("--guess", f"{guess:g}")),
             *("--least-rate", f"{self.start / 4:g}", "--tolerance", f"{TOLERANCE:g}"),
@@ -90,7 +92,7 @@ def _guesses(results: Path, panel: str, system: str) -> list[float]:
     rates = next(
         (found[panel, one] for one in goodput.variants(system) if (panel, one) in found), []
     )
-    return rates if all(rates) else []
+    return rates[:SEEDS] if all(rates[:SEEDS]) else []
 
 
 @functools.cache
