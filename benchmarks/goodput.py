@@ -226,9 +226,11 @@ def main() -> None:
     ]
     gpus.run(commands, given.gpus, given.seconds)
     found = collected(PANELS, given.work, profiles)
-    about = origin() if given.simulate else gpu_origin()
-    save(given.out, {**about, "panels": PANELS, "found": found})
     print(table(found))
+    about = gpu_origin() if profiles else origin()
+    if not profiles:  # whoever wants to see single runs makes them again
+        found = [msgspec.structs.replace(one, runs=[]) for one in found]
+    save(given.out, {**about, "panels": PANELS, "found": found})
 
 
 if __name__ == "__main__":
