@@ -133,8 +133,7 @@ def finished(ticket: Ticket, seconds: float = 60.0) -> Ticket:
         if time.monotonic() > end:
             raise TimeoutError("a launch does not end")
         time.sleep(0.0002)
-    if ticket.error is not None:
-        raise ticket.error
+    ticket.check()
     return ticket
 
 

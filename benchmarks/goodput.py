@@ -90,9 +90,9 @@ def _guesses(results: Path, panel: str, system: str) -> list[float]:
     """What was simulated, seed by seed; none without a simulation, or if it kept no rate."""
     found = _simulated(results / "goodput-simulated.json")
     rates = next(
-        (found[panel, one] for one in goodput.variants(system) if (panel, one) in found), []
+        (found[panel, one][:SEEDS] for one in goodput.variants(system) if (panel, one) in found), []
     )
-    return rates[:SEEDS] if all(rates[:SEEDS]) else []
+    return rates if all(rates) else []
 
 
 @functools.cache
@@ -227,9 +227,10 @@ def main() -> None:
     gpus.run(commands, given.gpus, given.seconds)
     found = collected(PANELS, given.work, profiles)
     print(table(found))
-    about = gpu_origin() if profiles else origin()
-    if not profiles:  # whoever wants to see single runs makes them again
-        found = [msgspec.structs.replace(one, runs=[]) for one in found]
+    if given.simulate:  # whoever wants to see single runs makes them again
+        about, found = origin(), [msgspec.structs.replace(one, runs=[]) for one in found]
+    else:
+        about = gpu_origin()
     save(given.out, {**about, "panels": PANELS, "found": found})
 
 

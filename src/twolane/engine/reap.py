@@ -35,8 +35,8 @@ def _poll(flight: Flight) -> tuple[bool, list[Step]]:
     """Whether the launch has ended, and the steps it has finished since the last time."""
     ticket = flight.ticket
     done = ticket.done  # read first: the last step comes before the end
-    if done and ticket.error is not None:
-        raise ticket.error
+    if done:
+        ticket.check()
     if len(ticket.steps) == flight.taken:
         return done, []
     steps = ticket.steps[flight.taken :]

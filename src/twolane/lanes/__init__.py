@@ -71,15 +71,23 @@ class Ticket:
         """Whether the device is through with it; nothing of it is read or written any more."""
         return self.end is not None
 
-    @property
-    def seconds(self) -> float:
-        """How long the device worked on it; only when done.
+    def check(self) -> None:
+        """See that its lane ran into nothing.
 
         Raises:
             BaseException: what it ran into.
         """
         if self.error is not None:
             raise self.error
+
+    @property
+    def seconds(self) -> float:
+        """How long the device worked on it; only when done.
+
+        Raises:
+            BaseException: what its lane ran into.
+        """
+        self.check()
         assert self.start is not None
         assert self.end is not None
         return self.end - self.start

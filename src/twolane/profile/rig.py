@@ -67,8 +67,7 @@ class Rig:
         begun = time.monotonic()
         while not until():
             for ticket in tickets:
-                if ticket.error is not None:
-                    raise ticket.error
+                ticket.check()
             if isinstance(self.lanes, SimLanes):
                 event = self.lanes.next_event()
                 assert event is not None, "waits for simulated lanes that have nothing to do"

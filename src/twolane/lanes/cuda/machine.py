@@ -170,8 +170,7 @@ class CudaMachine:
             tickets.append(lanes.launch("prefill", share, layer, ()))
         lanes.synchronize()
         for ticket in tickets:
-            if ticket.error is not None:
-                raise ticket.error
+            ticket.check()
 
     def _partitions(self, decode_units: Sequence[int] | None) -> Partitions:
         try:
