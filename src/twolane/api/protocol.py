@@ -320,9 +320,9 @@ class CompletionRequest(GenerationBody):
         """The prompts, one for each choice of the answer."""
         if isinstance(self.prompt, str):
             return [self.prompt]
-        texts = [item for item in self.prompt if not isinstance(item, int)]
-        tokens = [item for item in self.prompt if isinstance(item, int)]
-        return [tokens] if tokens else list(texts)
+        if self.prompt and isinstance(self.prompt[0], int):  # so are all
+            return [self.prompt]
+        return [*self.prompt]
 
 
 class TextPart(Body):
