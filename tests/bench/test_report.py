@@ -62,6 +62,8 @@ def test_the_command(made, tmp_path):
         assert re.search(rf"^\| {system} \| {found[system]['median']:.2f} \|", table, re.M)
     assert re.search(r"^\| mine \| 90 \| 25 of 25 \|", table, re.M)
     assert f"simulation: {MODEL} on simulated h200" in table
+    assert "Where the time went: lanes\n\n| work |" in table
+    assert "<h2>Where the time went: lanes</h2>" in page
 
 
 def test_what_is_missing_is_said_and_how_to_get_it(made):
@@ -149,6 +151,38 @@ def test_mean_units_against_a_sum_by_hand(made):
                 if its == phase
             )  # fmt: skip
             assert means[k] == pytest.approx(spent / (high - low), abs=1e-6)
+
+
+def test_where_the_time_went_against_the_events_by_hand(made):
+    heads, rows = timelines.spent(tracefile.read(made / "trace.json", "t"))
+    assert all(len(row) == len(heads) for row in rows)
+    ran = [event for event in json.loads((made / "trace.json").read_text()) if event["ph"] == "X"]
+    begin = min(event["ts"] for event in ran)
+    end = max(event["ts"] + event["dur"] for event in ran)
+    by_kind: dict[str, list] = {}
+    for event in ran:
+        phase = tracefile.PHASES[event["args"]["work"]]
+        by_kind.setdefault(f"{phase}, {event['args']['units']} units", []).append(event)
+    busy, until = 0.0, begin
+    for event in sorted(ran, key=lambda event: event["ts"]):
+        done = event["ts"] + event["dur"]
+        busy += max(0.0, done - max(until, event["ts"]))
+        until = max(until, done)
+    by_name = {row[0]: row[1:] for row in rows}
+    idle = by_name.pop("idle")
+    assert float(idle[1][:-1]) == pytest.approx(100 - 100 * busy / (end - begin), abs=0.06)
+    assert by_name.keys() == by_kind.keys()
+    for kind, events in by_kind.items():
+        took = [event["dur"] for event in events]
+        off = [e["dur"] / e["args"]["predicted"] / 1e6 for e in events if e["args"]["predicted"]]
+        count, share, tokens, p50, _, off_p50, _ = by_name[kind]
+        assert int(count) == len(events)
+        assert float(share[:-1]) == pytest.approx(100 * sum(took) / (end - begin), abs=0.06)
+        assert float(tokens) == np.median([event["args"]["tokens"] for event in events])
+        assert float(p50) == pytest.approx(np.median(took) / 1e3, abs=0.006)
+        assert float(off_p50) == pytest.approx(np.median(off), abs=0.006)
+    shares = [float(row[2][:-1]) for row in rows]
+    assert shares == sorted(shares, reverse=True)
 
 
 def test_the_trace_of_a_killed_run_is_read(made, tmp_path):

@@ -391,7 +391,7 @@ def report(
         given = saved.read(runs or [], trace_file or [])
         made = report.make(given, trace_from, trace_seconds)
     report.write(made, given, out)
-    typer.echo(report.markdown(given))
+    typer.echo(report.markdown(made, given))
     for title, why in made.lacking:
         typer.echo(f"Not drawn: {title} {why}")
     typer.echo(f"{out / 'index.html'}: {len(made.figures)} figures")

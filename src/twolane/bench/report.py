@@ -44,6 +44,8 @@ class Report:
 
     figures: list[tuple[str, str, str, bytes]] = field(default_factory=list)
     """File name, title, caption, PNG."""
+    tables: list[tuple[str, timelines.Table]] = field(default_factory=list)
+    """Title and content."""
     lacking: list[tuple[str, str]] = field(default_factory=list)
     """Title of what could not be drawn, and what it needs."""
 
@@ -91,6 +93,7 @@ def _draw_trace(
         "the units: prefill's from the top, decode's and the whole device's from the bottom. "
         "White is idle."
     )
+    report.tables.append((f"Where the time went: {trace.name}", timelines.spent(trace)))
     name, figure = f"{trace.name}-lanes", timelines.lanes(trace, begin, end)
     report.draw(name, f"Lanes: {trace.name}", caption, figure)
     for part, title, caption, draw in timelines.TRACES:
@@ -109,20 +112,18 @@ def write(report: Report, saved: Saved, out: Path) -> None:
     for name, _, _, png in report.figures:
         (out / name).write_bytes(png)
     (out / "index.html").write_text(page(report, saved), encoding="utf-8")
-    (out / "report.md").write_text(markdown(saved), encoding="utf-8")
+    (out / "report.md").write_text(markdown(report, saved), encoding="utf-8")
 
 
-def markdown(saved: Saved) -> str:
-    """Tables ready for a README: goodput by system, and a line for each run that no search made."""
+def markdown(report: Report, saved: Saved) -> str:
+    """Tables ready for a README: goodput by system, a line for each run that no search made, and
+    where the time of each trace went."""
     parts = [_markdown_table(*table) for table in tables(saved)]
+    parts += [f"{title}\n\n{_markdown_table(*table)}" for title, table in report.tables]
     return "\n".join([*parts, *(f"{line}  " for line in setting(saved)), ""])
 
 
-Table = tuple[list[str], list[list[str]]]
-"""Heads and rows."""
-
-
-def tables(saved: Saved) -> list[Table]:
+def tables(saved: Saved) -> list[timelines.Table]:
     """Of what the searches found, and of single runs."""
     percentile = f"p{100 * saved.attainment:g}"
     columns = [f"{percentile.upper()} TTFT (ms)", f"{percentile.upper()} TBT (ms)"]
@@ -189,6 +190,8 @@ def page(report: Report, saved: Saved) -> str:
     title = f"Twolane {twolane.__version__}: {', '.join(saved.labels or saved.traces)}"
     parts = [f"<p>{html.escape(line)}</p>" for line in setting(saved)]
     parts += [_html_table(*table) for table in tables(saved)]
+    for head, table in report.tables:
+        parts += [f"<h2>{html.escape(head)}</h2>", _html_table(*table)]
     for name, head, caption, png in report.figures:
         source = base64.b64encode(png).decode()
         caption, head = html.escape(caption), html.escape(head)

@@ -1,4 +1,5 @@
-"""Figures of a trace: what ran on how many units and when, queue, KV cache, predictions."""
+"""Figures of a trace: what ran on how many units and when, queue, KV cache, predictions; a table of
+where the time went."""
 
 from collections.abc import Callable, Sequence
 
@@ -12,10 +13,14 @@ from twolane.bench import style
 from twolane.bench.figures import Lacking
 from twolane.bench.tracefile import Array, TraceFile
 
+Table = tuple[list[str], list[list[str]]]
+"""Heads and rows."""
 WINDOW_LAUNCHES = 60
 """In the timeline's window, unless it is asked for."""
 BINS = 200
 """Of time, in the figure of the whole run."""
+SHORTEST = 1e-6
+"""Seconds between two launches that count as idle: traces tell tenths of a microsecond."""
 MOST_POINTS = 4000
 """In the scatter of predictions."""
 
@@ -243,6 +248,36 @@ def predictions(trace: TraceFile) -> Figure:
     right.set_ylabel("% of launches with at most this")
     right.axvline(0, color=style.BLACK, lw=1)
     return figure
+
+
+def spent(trace: TraceFile) -> Table:
+    """Where the time went: by phase and units, most of it first, with what launches took."""
+    launches = trace.launches
+    took = launches.end - launches.start
+    whole = float(launches.end.max() - launches.start[0])
+    kinds = sorted(set(zip(launches.phase.tolist(), launches.units.tolist(), strict=True)))
+    rows = []
+    for phase, units in kinds:
+        mine = (launches.phase == phase) & (launches.units == units)
+        share = float(took[mine].sum()) / whole
+        p50, p99 = np.percentile(took[mine], (50, 99)) * 1e3
+        cells = [f"{phase}, {units:g} units", f"{mine.sum()}", f"{share:.1%}"]
+        cells += [f"{np.median(launches.tokens[mine]):g}", f"{p50:.2f}", f"{p99:.2f}"]
+        rows.append((share, cells + _off(took[mine], launches.predicted[mine])))
+    waits = launches.start[1:] - np.maximum.accumulate(launches.end)[:-1]
+    idle = float(waits.clip(min=0.0).sum()) / whole
+    rows.append((idle, ["idle", f"{(waits > SHORTEST).sum()}", f"{idle:.1%}", *["-"] * 5]))
+    heads = ["work", "launches", "of the time", "tokens (P50)", "took, ms (P50)", "(P99)"]
+    heads += ["took / predicted (P50)", "(P99)"]
+    return heads, [cells for _, cells in sorted(rows, reverse=True)]
+
+
+def _off(took: Array, predicted: Array) -> list[str]:
+    """P50 and P99 of what launches took, in that of their predictions."""
+    known = predicted > 0.0
+    if not known.any():
+        return ["-", "-"]
+    return [f"{one:.2f}" for one in np.percentile(took[known] / predicted[known], (50, 99))]
 
 
 TRACES: Sequence[tuple[str, str, str, Callable[[TraceFile], Figure]]] = (

@@ -34,6 +34,8 @@ class Launches:
     """Seconds since the trace began."""
     end: Array
     units: Array
+    tokens: Array
+    """New ones, of prompts and of decode rows."""
     predicted: Array
     """Seconds; NaN without a prediction."""
     phase: NDArray[np.str_]
@@ -117,6 +119,7 @@ def _launches(events: list[_Event], threads: dict[int, str]) -> Launches:
         start=start,
         end=start + np.array([event.dur for event in events]) / 1e6,
         units=np.array([event.args["units"] for event in events], dtype=float),
+        tokens=np.array([event.args["tokens"] for event in events], dtype=float),
         predicted=np.array([event.args["predicted"] for event in events], dtype=float),
         phase=np.array([PHASES[event.args["work"]] for event in events], dtype=str),
         lane=np.array([threads[event.tid] for event in events], dtype=str),
