@@ -175,11 +175,13 @@ def test_where_the_time_went_against_the_events_by_hand(made):
     for kind, events in by_kind.items():
         took = [event["dur"] for event in events]
         off = [e["dur"] / e["args"]["predicted"] / 1e6 for e in events if e["args"]["predicted"]]
-        count, share, tokens, p50, _, off_p50, _ = by_name[kind]
+        count, share, tokens, p50, _, off_p50, _, host_p50, _ = by_name[kind]
         assert int(count) == len(events)
         assert float(share[:-1]) == pytest.approx(100 * sum(took) / (end - begin), abs=0.06)
         assert float(tokens) == np.median([event["args"]["tokens"] for event in events])
         assert float(p50) == pytest.approx(np.median(took) / 1e3, abs=0.006)
+        host = np.median([event["args"]["launching"] for event in events]) * 1e3
+        assert float(host_p50) == pytest.approx(host, abs=0.006)
         assert float(off_p50) == pytest.approx(np.median(off), abs=0.006)
     shares = [float(row[2][:-1]) for row in rows]
     assert shares == sorted(shares, reverse=True)

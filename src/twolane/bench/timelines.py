@@ -260,24 +260,23 @@ def spent(trace: TraceFile) -> Table:
     for phase, units in kinds:
         mine = (launches.phase == phase) & (launches.units == units)
         share = float(took[mine].sum()) / whole
-        p50, p99 = np.percentile(took[mine], (50, 99)) * 1e3
         cells = [f"{phase}, {units:g} units", f"{mine.sum()}", f"{share:.1%}"]
-        cells += [f"{np.median(launches.tokens[mine]):g}", f"{p50:.2f}", f"{p99:.2f}"]
-        rows.append((share, cells + _off(took[mine], launches.predicted[mine])))
+        cells += [f"{np.median(launches.tokens[mine]):g}", *_spread(took[mine] * 1e3)]
+        known = mine & (launches.predicted > 0.0)
+        cells += _spread(took[known] / launches.predicted[known])
+        cells += _spread(launches.launching[mine] * 1e3)
+        rows.append((share, cells))
     waits = launches.start[1:] - np.maximum.accumulate(launches.end)[:-1]
     idle = float(waits.clip(min=0.0).sum()) / whole
-    rows.append((idle, ["idle", f"{(waits > SHORTEST).sum()}", f"{idle:.1%}", *["-"] * 5]))
+    rows.append((idle, ["idle", f"{(waits > SHORTEST).sum()}", f"{idle:.1%}", *["-"] * 7]))
     heads = ["work", "launches", "of the time", "tokens (P50)", "took, ms (P50)", "(P99)"]
-    heads += ["took / predicted (P50)", "(P99)"]
+    heads += ["took / predicted (P50)", "(P99)", "host, ms (P50)", "(P99)"]
     return heads, [cells for _, cells in sorted(rows, reverse=True)]
 
 
-def _off(took: Array, predicted: Array) -> list[str]:
-    """P50 and P99 of what launches took, in that of their predictions."""
-    known = predicted > 0.0
-    if not known.any():
-        return ["-", "-"]
-    return [f"{one:.2f}" for one in np.percentile(took[known] / predicted[known], (50, 99))]
+def _spread(values: Array) -> list[str]:
+    """P50 and P99."""
+    return [f"{one:.2f}" for one in np.percentile(values, (50, 99))] if values.size else ["-", "-"]
 
 
 TRACES: Sequence[tuple[str, str, str, Callable[[TraceFile], Figure]]] = (

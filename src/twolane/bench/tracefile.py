@@ -38,6 +38,8 @@ class Launches:
     """New ones, of prompts and of decode rows."""
     predicted: Array
     """Seconds; NaN without a prediction."""
+    launching: Array
+    """Seconds of the host."""
     phase: NDArray[np.str_]
     """A value of `PHASES`."""
     lane: NDArray[np.str_]
@@ -121,6 +123,7 @@ def _launches(events: list[_Event], threads: dict[int, str]) -> Launches:
         units=np.array([event.args["units"] for event in events], dtype=float),
         tokens=np.array([event.args["tokens"] for event in events], dtype=float),
         predicted=np.array([event.args["predicted"] for event in events], dtype=float),
+        launching=np.array([event.args["launching"] for event in events], dtype=float),
         phase=np.array([PHASES[event.args["work"]] for event in events], dtype=str),
         lane=np.array([threads[event.tid] for event in events], dtype=str),
         name=[event.name for event in events],
