@@ -28,10 +28,10 @@ MOST_POINTS = 4000
 def window(trace: TraceFile, begin: float | None, seconds: float | None) -> tuple[float, float]:
     """The part of the run to show: as asked, else where both phases work most, with changes."""
     launches = trace.launches
-    first, last = float(launches.start[0]), float(launches.end.max())
+    first, last = launches.span
     if seconds is None:
         middle = (last - first) / len(launches)
-        busy = np.minimum(launches.end - launches.start, 10 * middle).sum()
+        busy = np.minimum(launches.took, 10 * middle).sum()
         seconds = float(min(last - first, WINDOW_LAUNCHES * busy / len(launches)))
     if begin is None:
         starts = launches.start[:: max(1, len(launches) // 300)]
@@ -127,7 +127,7 @@ def _phase_names(axes: Axes, trace: TraceFile, begin: float, end: float) -> None
 def split(trace: TraceFile) -> Figure:
     """Mean units at work in each phase over the run, prefill from the top."""
     figure, (axes,) = style.new(width=11, height=2.8)
-    edges = np.linspace(trace.launches.start[0], trace.launches.end.max(), BINS + 1)
+    edges = np.linspace(*trace.launches.span, BINS + 1)
     used = {phase: _mean_units(trace, phase, edges) for phase in style.PHASE_LOOKS}
     units, floor = trace.units, used["decode"] + used["hybrid"]
     seconds = edges - edges[0]
@@ -220,11 +220,11 @@ _SIGNS = {"o": "●", "s": "■", "^": "▲", "-": "——", "--": "- -", "-.": 
 def predictions(trace: TraceFile) -> Figure:
     """Each launch's time against its prediction, and how the errors are spread."""
     launches = trace.launches
-    known = np.isfinite(launches.predicted) & (launches.end > launches.start)
+    known = np.isfinite(launches.predicted) & (launches.took > 0.0)
     if not known.any():
         raise Lacking("needs predictions in the trace: this system's estimator made none")
     figure, (left, right) = style.new(1, 2, width=11, height=4.0)
-    real, told = (launches.end - launches.start) * 1e3, launches.predicted * 1e3
+    real, told = launches.took * 1e3, launches.predicted * 1e3
     step = max(1, int(known.sum()) // MOST_POINTS)
     for row, (phase, look) in enumerate(style.PHASE_LOOKS.items()):
         mine = np.flatnonzero(known & (launches.phase == phase))
@@ -253,11 +253,9 @@ def predictions(trace: TraceFile) -> Figure:
 def spent(trace: TraceFile) -> Table:
     """Where the time went: by phase and units, most of it first, with what launches took."""
     launches = trace.launches
-    took = launches.end - launches.start
-    whole = float(launches.end.max() - launches.start[0])
-    kinds = sorted(set(zip(launches.phase.tolist(), launches.units.tolist(), strict=True)))
-    rows = []
-    for phase, units in kinds:
+    took, (first, last) = launches.took, launches.span
+    whole, rows = last - first, []
+    for phase, units in set(zip(launches.phase.tolist(), launches.units.tolist(), strict=True)):
         mine = (launches.phase == phase) & (launches.units == units)
         share = float(took[mine].sum()) / whole
         cells = [f"{phase}, {units:g} units", f"{mine.sum()}", f"{share:.1%}"]
@@ -267,8 +265,9 @@ def spent(trace: TraceFile) -> Table:
         cells += _spread(launches.launching[mine] * 1e3)
         rows.append((share, cells))
     waits = launches.start[1:] - np.maximum.accumulate(launches.end)[:-1]
-    idle = float(waits.clip(min=0.0).sum()) / whole
-    rows.append((idle, ["idle", f"{(waits > SHORTEST).sum()}", f"{idle:.1%}", *["-"] * 7]))
+    waits = waits[waits > SHORTEST]
+    idle = float(waits.sum()) / whole
+    rows.append((idle, ["idle", f"{waits.size}", f"{idle:.1%}", *["-"] * 7]))
     heads = ["work", "launches", "of the time", "tokens (P50)", "took, ms (P50)", "(P99)"]
     heads += ["took / predicted (P50)", "(P99)", "host, ms (P50)", "(P99)"]
     return heads, [cells for _, cells in sorted(rows, reverse=True)]

@@ -48,6 +48,16 @@ class Launches:
     def __len__(self) -> int:
         return len(self.name)
 
+    @property
+    def took(self) -> Array:
+        """Seconds of each."""
+        return self.end - self.start
+
+    @property
+    def span(self) -> tuple[float, float]:
+        """From the first one's start to the last end, in seconds since the trace began."""
+        return float(self.start[0]), float(self.end.max())
+
     def between(self, begin: float, end: float) -> list[int]:
         """Indices of those that ran in that time."""
         inside: list[int] = np.flatnonzero((self.end > begin) & (self.start < end)).tolist()
