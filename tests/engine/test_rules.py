@@ -12,12 +12,14 @@ from twolane.engine.engine import Engine
 from twolane.engine.kv import KVBooks
 from twolane.engine.messages import Abort, Finish, Outputs, Submit, ToEngine, Watch
 from twolane.estimate.online import OnlineEstimator
+from twolane.lanes import sim as sim_lanes
 from twolane.lanes.sim import FixedDurations, SimLanes
 from twolane.sampling import SamplingParams
 from twolane.slo import Slo
 from twolane.systems import SYSTEMS, make_system
 from twolane.systems.plan import Chunk, DecodeSteps, Launch, Plan, PrefillSlice, Refusal
 from twolane.systems.view import View
+from twolane.vocabulary import LaneName
 
 
 @dataclass
@@ -418,3 +420,27 @@ def test_a_paced_first_token_does_not_outlive_its_request() -> None:
     assert sim.record.ends["late"] == ("abort", 1)
     assert not sim.times.get("late")
     assert not sim.engine.state.paced
+
+
+def test_a_second_token_never_overtakes_a_paced_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU its step may run beside the long launch that it was thought to wait for."""
+    monkeypatch.setattr(sim_lanes, "_used", lambda lane, work: (lane,))
+
+    def decide(view: View) -> Plan:
+        def launch(lane: LaneName, work: PrefillSlice | DecodeSteps) -> tuple[Launch, ...]:
+            return (Launch(lane, UNITS, work),)
+
+        if view.waiting:
+            chunk = Chunk(view.waiting[0].id, view.waiting[0].new)
+            launches = launch("decode", PrefillSlice(0, view.layers, paced=True))
+            return Plan(admit=(chunk,), launches=launches)
+        if view.decoding and not view.lanes["prefill"].queued:
+            return Plan(launches=launch("prefill", DecodeSteps(39)))
+        if view.decoding and not view.lanes["decode"].queued:
+            return Plan(launches=launch("decode", DecodeSteps()))
+        return Plan()
+
+    late = submit("late", 20, 4, slo=TIGHT)
+    heard = simulate(Script(decide), [(0.0, submit("early", 20, 40)), (0.11, late)])
+    assert heard.times["late"] == pytest.approx([0.21, 0.21, 0.23, 0.25])
+    assert heard.outputs["late"].cached == 0, "told with the first token"

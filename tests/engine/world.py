@@ -279,7 +279,7 @@ class World:
         """What must hold between any two turns."""
         state = self.engine.state
         state.kv.check()
-        for request, _ in state.paced:
+        for request in state.paced:
             told = self.answers.get(request.id)
             assert told is None or not told.tokens
         for request in state.requests.values():

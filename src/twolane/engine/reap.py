@@ -68,6 +68,9 @@ def _expected(request: Request, allocation: Allocation) -> bool:
 
 
 def _receive(state: State, request: Request, sampled: Sampled, now: float, *, paced: bool) -> None:
+    kept_back = state.paced.pop(request, None)
+    if kept_back is not None:  # its next step waited for nobody that it was thought to wait for
+        _tell(state, request, kept_back, now)
     request.tokens.append(sampled.token)
     first = request.last_token_at is None
     if request.phase is not Phase.DECODE:
@@ -80,7 +83,7 @@ def _receive(state: State, request: Request, sampled: Sampled, now: float, *, pa
     # Who is sent back loses the prompt's log-probabilities: they go out at once.
     wanted = request.slo.tbt is not None and not request.prompt_logprobs
     if paced and first and wanted and not ended:
-        state.paced.append((request, sampled))
+        state.paced[request] = sampled
         return
     _tell(state, request, sampled, now)
     if ended:
@@ -99,13 +102,11 @@ def _tell(state: State, request: Request, sampled: Sampled, now: float) -> None:
 def _tell_paced(state: State) -> None:
     """Tell the first tokens that need not wait any longer: before the second one comes, for what
     is ahead of its step has ended by then."""
-    paced, state.paced = state.paced, []
-    for request, sampled in paced:
-        if request.phase is Phase.FINISHED:
-            continue
+    for request, sampled in list(state.paced.items()):
         if request.phase is Phase.DECODE and _too_early(state, request):
-            state.paced.append((request, sampled))
-        else:
+            continue
+        del state.paced[request]
+        if request.phase is not Phase.FINISHED:
             _tell(state, request, sampled, state.now())
 
 

@@ -84,7 +84,7 @@ class State:
     """The latest that were, by lane, as far as a launch of the other lane may have overlapped."""
     gaps: Gaps = field(default_factory=Gaps)
     counters: Counters = field(default_factory=Counters)
-    paced: list[tuple[Request, Sampled]] = field(default_factory=list)
+    paced: dict[Request, Sampled] = field(default_factory=dict)
     """First tokens that wait for the step that goes on from them (`PrefillSlice.paced`)."""
     outputs: dict[str, Output] = field(default_factory=dict)
     """News for the front, by request."""
