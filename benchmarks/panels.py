@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
-from origin import save
+from origin import origin, save
 
-from twolane import __version__
 from twolane.bench import goodput, goodput_cli
 from twolane.bench.goodput import Search
 from twolane.workload.spec import WorkloadSpec
@@ -253,7 +252,7 @@ def main() -> None:
     spent = resource.getrusage(resource.RUSAGE_CHILDREN)
     print(f"{spent.ru_utime + spent.ru_stime:.0f} s of CPU", flush=True)
     report = {
-        "version": __version__,
+        **origin(),
         "simulated": True,
         "searches": {panel.name: panel.search(given.seed, given.quick) for panel in panels},
         "points": points,

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import msgspec
 import numpy as np
+from origin import origin, save
 from rich.console import Console
 from rich.table import Table
 
@@ -365,14 +366,15 @@ def main() -> None:
     asked = parser.parse_args()
     results: dict[str, Figures] = {}
     if asked.out.exists():
-        results = msgspec.json.decode(asked.out.read_bytes(), type=dict[str, Figures])
+        saved = msgspec.json.decode(asked.out.read_bytes())["figures"]
+        results = msgspec.convert(saved, dict[str, Figures])
     for name in asked.names:
         study = STUDIES[name]
         for seed, variant in itertools.product(range(asked.seeds), study.variants):
             key = f"{name}/{variant}/{seed}"
             if key not in results:
                 results[key] = run(study, variant, seed)
-                asked.out.write_bytes(msgspec.json.format(msgspec.json.encode(results)))
+                save(asked.out, {**origin(), "figures": results})
         Console().print(table(name, study, results))
 
 

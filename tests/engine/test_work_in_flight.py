@@ -1,8 +1,9 @@
 """Random schedules under random legal plans and every system, and without each guard.
 
-DESIGN.md, "Memory, and work in flight". Every schedule has arrivals, shared prefixes, aborts,
-priorities, a pool too small for its load, and lanes that are held back at random; after every
-turn the books are checked, at the end every output is compared with the request's output alone.
+docs/architecture.md, "Memory, and work in flight". Every schedule has arrivals, shared prefixes,
+aborts, priorities, a pool too small for its load, and lanes that are held back at random; after
+every turn the books are checked, at the end every output is compared with the request's output
+alone.
 """
 
 import random

@@ -172,8 +172,8 @@ def revision(gpu: Gpu) -> str:
 GPUS: dict[str, Gpu] = {gpu.name: gpu for gpu in (A100, H100, H200)}
 KERNELS = 10
 """Small kernels of a layer."""
-TILE = 128
-"""Rows of a tile of large products; those of decode steps have half."""
+TILE = 64
+"""Rows that products are counted in."""
 
 
 class _Shapes(NamedTuple):
@@ -408,11 +408,10 @@ class DeviceModel:
     ) -> _Cost:
         """Matrix products of so many rows with weights of those shapes; they move so many bytes."""
         gpu = self.gpu
-        half = TILE // 2
-        rows = -(-tokens // half) * half if tokens > half else tokens
+        rows = -(-tokens // TILE) * TILE if tokens > TILE else tokens
         flops = [2.0 * rows * inputs * outputs for inputs, outputs in products]
         work = sum(flops)
-        if tokens >= TILE and not decode:
+        if tokens >= 2 * TILE and not decode:
             # A kernel with 132 blocks takes as long on 116 SMs as on 66: twice as long as on 132.
             turns = math.ceil(gpu.units / units) * units / gpu.units
             sizes = [tokens * outputs for _, outputs in products]

@@ -6,7 +6,7 @@ on the time between two tokens keeps the tightest TBT SLO among those requests. 
 that is left, and the whole device where no prompt waits. Prompts go by deadline (`deadlines.py`).
 
 The bound is the estimator's (P99 for `calibrated`). For what it cannot know, and for estimators
-that promise nothing, the TBT that is planned for shrinks while more than one gap in a hundred is
+that promise nothing, the TBT that is planned for shrinks while more than one step in two hundred is
 above the SLO, and grows while fewer are.
 """
 

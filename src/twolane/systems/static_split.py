@@ -33,7 +33,7 @@ class StaticSplit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     look_ahead: int = 1
     """Decode steps in one launch. More steps cost fewer launches; newcomers join later."""
     slice_seconds: float = 0.05
-    """A layer slice is as many layers as take this long by prediction (DESIGN: not in tokens)."""
+    """A layer slice is as many layers as take this long by prediction."""
     max_batch_tokens: int = 2048
     """New tokens in one prefill batch; a longer prompt is a batch of its own."""
     lead_seconds: float = 0.005
