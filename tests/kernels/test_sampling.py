@@ -165,6 +165,13 @@ def test_too_many_bans_are_refused() -> None:
         sampling.pack_params(banned=range(9))
 
 
+def test_what_is_beyond_32_bits_means_no_less() -> None:
+    """A `top_k` of all tokens and more, a `min_tokens` beyond any context."""
+    largest = 2**31 - 1
+    words = sampling.pack_params(top_k=2**62, limit=2**62)
+    assert np.array_equal(words, sampling.pack_params(top_k=largest, limit=largest))
+
+
 def test_params_are_words_of_64_bits() -> None:
     words = sampling.pack_params(seed=2**64 - 2, top_p=0.25)
     assert words.shape == (sampling.WORDS,)

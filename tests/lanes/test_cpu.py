@@ -78,11 +78,11 @@ def test_a_lane_runs_in_order(bench: Bench, lane: Any) -> None:
 
 
 def test_lanes_run_at_the_same_time(bench: Bench) -> None:
-    """Each is in the middle of a launch while the others are."""
-    gates = [Gate() for _ in LANES]
+    """Each is in the middle of a launch while the other is."""
+    gates = [Gate(), Gate()]
     tickets = [
-        bench.lanes.launch(lane, 1, gated(gate), ())
-        for lane, gate in zip(LANES, gates, strict=True)
+        bench.lanes.launch("prefill", 1, gated(gates[0]), ()),
+        bench.lanes.launch("decode", 1, gated(gates[1]), ()),
     ]
     for gate in gates:
         gate.wait_until_reached()
@@ -129,15 +129,23 @@ def test_a_launch_after_one_that_is_done_starts(bench: Bench) -> None:
     bench.wait_done(bench.lanes.launch("decode", 1, nothing, [done]))
 
 
-def test_a_lane_that_waits_holds_up_no_other(bench: Bench) -> None:
-    """The decode lane waits for the prefill lane; the whole device does not wait for it."""
-    gate = Gate()
-    slow = bench.lanes.launch("prefill", 1, gated(gate), ())
-    waits = bench.lanes.launch("decode", 1, nothing, [slow])
-    bench.wait_done(bench.lanes.launch("device", UNITS, nothing, ()))
-    assert not waits.done
-    gate.open()
-    bench.wait_done(waits)
+def test_the_whole_device_takes_turns_with_both_lanes(bench: Bench) -> None:
+    """It begins when what was launched before it in either lane has ended, and what is launched
+    after it waits for it."""
+    gates = {lane: Gate() for lane in ("prefill", "decode", "device")}
+    lanes = [bench.lanes.launch(lane, 1, gated(gates[lane]), ()) for lane in ("prefill", "decode")]
+    device = bench.lanes.launch("device", UNITS, gated(gates["device"]), ())
+    later = [bench.lanes.launch(lane, 1, nothing, ()) for lane in ("prefill", "decode")]
+    gates["prefill"].open()
+    bench.wait_done(lanes[0])
+    assert not gates["device"].is_reached()
+    gates["decode"].open()
+    gates["device"].wait_until_reached()
+    assert not any(ticket.done for ticket in later)
+    gates["device"].open()
+    bench.wait_done(*later)
+    assert all(ticket.end <= device.start for ticket in lanes)
+    assert all(device.end <= ticket.start for ticket in later)
 
 
 # Shares.

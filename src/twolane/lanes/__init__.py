@@ -102,7 +102,8 @@ class Lanes(Protocol):
     """Partitions (prefill units, decode units) on offer, the solo ones (all, 0), (0, all) too."""
 
     def launch(self, lane: LaneName, units: int, work: Work, after: Sequence[Ticket]) -> Ticket:
-        """Queue work behind what is queued in that lane; it begins when `after` is done.
+        """Queue work behind what is queued in that lane and in those that exclude it (`EXCLUSIVE`);
+        it begins when `after` is done.
 
         Never blocks. The units of the prefill lane are counted from one end of the device, those
         of the decode lane from the other: they overlap only if they add up to more than all.

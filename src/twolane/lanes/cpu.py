@@ -2,7 +2,8 @@
 
 A lane has one worker thread for every number of cores it has run on, so that each worker's team
 of OpenMP threads is created pinned to those cores and stays there; a launch waits for the one
-before it in its lane, so only one worker of a lane is ever at work.
+before it in its lane, so only one worker of a lane is ever at work. The whole device takes turns
+with both lanes.
 """
 
 import contextlib
@@ -18,7 +19,7 @@ import torch
 from twolane.lanes import Ticket
 from twolane.lanes.runner import Runner
 from twolane.lanes.work import Work
-from twolane.vocabulary import LaneName
+from twolane.vocabulary import EXCLUSIVE, LaneName
 
 
 def partitions(cores: int) -> tuple[tuple[int, int], ...]:
@@ -63,8 +64,7 @@ class CpuLanes:
         """See `Lanes.launch`."""
         ticket = _CpuTicket(lane, units)
         before = [t for t in after if isinstance(t, _CpuTicket)]
-        if lane in self._last:
-            before.append(self._last[lane])
+        before += [self._last[name] for name in EXCLUSIVE[lane] if name in self._last]
         self._last[lane] = ticket
         worker = self._workers.get((lane, units))
         if worker is None:

@@ -11,9 +11,17 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from twolane.lanes import PromptLogprobs, Sampled, Step, Ticket
-from twolane.lanes.work import DecodeWork, HybridWork, PrefillWork, PromptRow, Sampling, Work
+from twolane.lanes.work import (
+    DecodeWork,
+    HybridWork,
+    PrefillWork,
+    PromptRow,
+    Sampling,
+    Work,
+    used_by,
+)
 from twolane.sampling import TokenLogprobs
-from twolane.vocabulary import LANES, LaneName
+from twolane.vocabulary import LaneName
 
 TOKEN = 0
 """What every simulated step samples."""
@@ -134,7 +142,7 @@ class SimLanes:
 
     def launch(self, lane: LaneName, units: int, work: Work, after: Sequence[Ticket]) -> Ticket:
         """See `Lanes.launch`."""
-        used, last = _used(lane, work), self._last
+        used, last = used_by(lane, work), self._last
         before = [last[name] for name in used if name in last]
         before += [ticket for ticket in after if isinstance(ticket, _SimTicket)]
         begun = max(self._now, self._host_free)
@@ -218,13 +226,6 @@ def _free(ticket: _SimTicket) -> bool:
         if other.end is None:
             return False
     return True
-
-
-def _used(lane: LaneName, work: Work) -> Sequence[str]:
-    """What no two launches may use at a time, as on a GPU (`lanes/cuda/lanes.py`)."""
-    if lane == "device":
-        return (*LANES, "steps")
-    return (lane,) if isinstance(work, PrefillWork) else (lane, "steps")
 
 
 _PLAIN = [Sampled(row, TOKEN) for row in range(1024)]

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from twolane.sampling import SamplingParams
+from twolane.vocabulary import LANES, LaneName
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,3 +116,13 @@ class HybridWork:
 
 
 Work = PrefillWork | DecodeWork | HybridWork
+
+
+def used_by(lane: LaneName, work: Work) -> Sequence[str]:
+    """What no two launches may use at a time: a lane's memory, and the decode steps' buffers.
+
+    The whole device excludes everything, which lets it use the prefill lane's memory.
+    """
+    if lane == "device":
+        return (*LANES, "steps")
+    return (lane,) if isinstance(work, PrefillWork) else (lane, "steps")

@@ -35,6 +35,13 @@ class DeviceClock:
         self._offset, self._synced = min(observed, drifted), seconds
         return seconds + self._offset
 
+    def both(self, begun: torch.cuda.Event, ended: torch.cuda.Event) -> tuple[float, float]:
+        """The times of a launch that has just ended. Its begin is looked at when all of it is
+        launched, milliseconds late; after an idle time, in which the clocks may have parted, only
+        its end says by how much."""
+        end = self.seen(ended)
+        return end - begun.elapsed_time(ended) * 1e-3, end
+
     def _device_seconds(self, event: torch.cuda.Event) -> float:
         seconds: float = self._base_seconds + self._base.elapsed_time(event) * 1e-3
         if seconds - self._base_seconds > REBASE_SECONDS:

@@ -14,7 +14,7 @@ from twolane.lanes.cuda.clock import DeviceClock
 from twolane.lanes.cuda.events import new_event
 from twolane.lanes.cuda.green import Partitions
 from twolane.lanes.cuda.runner import CudaRunner, Queued
-from twolane.lanes.work import PrefillWork, Work
+from twolane.lanes.work import Work, used_by
 from twolane.vocabulary import LANES, LaneName
 
 
@@ -100,7 +100,7 @@ class CudaLanes:
     def _queue(self, ticket: CudaTicket, work: Work, after: Sequence[Ticket]) -> _Watched:
         ticket.stream = stream = self._partitions.stream(ticket.lane, ticket.units)
         with torch.cuda.stream(stream), torch.inference_mode():
-            used = _used(ticket.lane, work)
+            used = used_by(ticket.lane, work)
             before = self._before(used, stream, after)
             for other in before:
                 stream.wait_event(other.ended)
@@ -126,16 +126,6 @@ class CudaLanes:
         last = [self._last[name] for name in used if name in self._last]
         named = [ticket for ticket in after if isinstance(ticket, CudaTicket)]
         return [t for t in (*last, *named) if not t.done and t.stream is not stream]
-
-
-def _used(lane: LaneName, work: Work) -> Sequence[str]:
-    """What no two launches may use at a time: a lane's memory, and the decode steps' buffers.
-
-    The whole device excludes everything, which lets it use the prefill lane's memory.
-    """
-    if lane == "device":
-        return (*LANES, "steps")
-    return (lane,) if isinstance(work, PrefillWork) else (lane, "steps")
 
 
 class _Watcher:
@@ -177,4 +167,4 @@ class _Watcher:
             ticket.steps.append(step.collect())
             self._notify()
         ticket.ended.synchronize()
-        ticket.end = max(self._clock.seen(ticket.ended), ticket.start)
+        ticket.start, ticket.end = self._clock.both(watched.begun, ticket.ended)

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from twolane.kernels.sampling import new_params, pack_params
+from twolane.kernels.sampling import MAX_BANNED, new_params, pack_params
 from twolane.lanes.work import DecodeRow, PromptRow, Sampling
 
 Ints = npt.NDArray[np.int32]
@@ -85,6 +85,7 @@ class Slots:
 def _packed(sampling: Sampling) -> npt.NDArray[np.int64]:
     params = sampling.params
     limit = sampling.prompt_tokens + params.min_tokens
+    banned = sampling.banned(limit - 1)
     return pack_params(
         temperature=0.0 if params.greedy else params.temperature,
         top_k=params.top_k,
@@ -92,7 +93,7 @@ def _packed(sampling: Sampling) -> npt.NDArray[np.int64]:
         min_p=params.min_p,
         seed=sampling.seed,
         limit=limit,
-        banned=sampling.banned(limit - 1),
+        banned=banned if len(banned) <= MAX_BANNED else (),  # more: `Extras` bans them
     )
 
 
