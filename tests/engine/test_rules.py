@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pytest
 from msgspec.structs import replace
@@ -13,7 +13,8 @@ from twolane.engine.kv import KVBooks
 from twolane.engine.messages import Abort, Finish, Outputs, Submit, ToEngine, Watch
 from twolane.estimate.online import OnlineEstimator
 from twolane.lanes import sim as sim_lanes
-from twolane.lanes.sim import FixedDurations, SimLanes
+from twolane.lanes.sim import Demand, FixedDurations, SimLanes
+from twolane.lanes.work import DecodeWork, Work
 from twolane.sampling import SamplingParams
 from twolane.slo import Slo
 from twolane.systems import SYSTEMS, make_system
@@ -424,7 +425,7 @@ def test_a_paced_first_token_does_not_outlive_its_request() -> None:
 
 def test_a_second_token_never_overtakes_a_paced_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU its step may run beside the long launch that it was thought to wait for."""
-    monkeypatch.setattr(sim_lanes, "_used", lambda lane, work: (lane,))
+    monkeypatch.setattr(sim_lanes, "used_by", lambda lane, work: (lane,))
 
     def decide(view: View) -> Plan:
         def launch(lane: LaneName, work: PrefillSlice | DecodeSteps) -> tuple[Launch, ...]:
@@ -444,3 +445,86 @@ def test_a_second_token_never_overtakes_a_paced_first(monkeypatch: pytest.Monkey
     heard = simulate(Script(decide), [(0.0, submit("early", 20, 40)), (0.11, late)])
     assert heard.times["late"] == pytest.approx([0.21, 0.21, 0.23, 0.25])
     assert heard.outputs["late"].cached == 0, "told with the first token"
+
+
+def test_a_paced_first_token_is_sent_when_it_is_told() -> None:
+    """Also where nothing but a look at the clock finds that it need not wait: a step is overdue."""
+
+    @dataclass(frozen=True)
+    class Stalling(FixedDurations):
+        steps_run: list[Work] = field(default_factory=list)
+
+        def steps(self, work: Work, units: int) -> list[Demand]:
+            if not isinstance(work, DecodeWork):
+                return super().steps(work, units)
+            self.steps_run.append(work)
+            return [Demand(0.02 if len(self.steps_run) < 9 else 0.2)]
+
+    def decide(view: View) -> Plan:
+        plan = one_by_one(view)
+        launches = [
+            replace(ln, work=replace(ln.work, paced=True)) if ln.lane == "prefill" else ln
+            for ln in plan.launches
+        ]
+        return replace(plan, launches=tuple(launches), wake_at=view.now + 0.001)
+
+    arrivals = [(0.0, submit("early", 20, 40)), (0.11, submit("late", 20, 4, slo=Slo(tbt=0.025)))]
+    sim = simulate(Script(decide), arrivals, durations=Stalling())
+    told = sim.outputs["late"].times
+    assert told is not None
+    assert sim.times["late"][0] == pytest.approx(0.11 + told.queue + told.prefill)
+
+
+def test_a_prompt_between_two_chunks_gives_up_its_pages_before_decode_stalls() -> None:
+    """Nobody else has any, and its system lets it wait until nobody decodes."""
+
+    def decide(view: View) -> Plan:
+        if view.lanes["device"].queued:
+            return Plan()
+        for first in view.waiting[:1]:
+            room = first.started or first.page_cost <= view.free_pages + view.reclaimable_pages
+            if room and not (view.decoding and first.started):
+                chunk = Chunk(first.id, first.new - bool(view.decoding))
+                launch = Launch("device", UNITS, PrefillSlice(0, LAYERS))
+                return Plan(admit=(chunk,), launches=(launch,))
+        decode = Launch("device", UNITS, DecodeSteps())
+        return Plan(launches=(decode,) if view.decoding else ())
+
+    arrivals = [(0.0, submit("short", 15, 40)), (0.05, submit("long", 95, 4))]
+    sim = simulate(Script(decide), arrivals, pages=7)
+    assert preempted(sim) == ["long"]
+    assert {name: len(times) for name, times in sim.times.items()} == {"short": 40, "long": 4}
+
+
+def test_a_system_is_asked_again_when_its_launch_came_to_nothing() -> None:
+    """Decode finds no page, for the open batch has all, and nothing is in flight: nobody would wake
+    the engine before the next slice is launched."""
+    turns = itertools.count()
+
+    def decide(view: View) -> Plan:
+        room = view.free_pages + view.reclaimable_pages
+        if view.batch is None and view.waiting and view.waiting[0].page_cost <= room:
+            chunk = Chunk(view.waiting[0].id, view.waiting[0].new)
+            half = Launch("device", UNITS, PrefillSlice(0, LAYERS // 2))
+            return Plan(admit=(chunk,), launches=(half,))
+        if view.lanes["device"].queued:
+            return Plan()
+        if view.batch is not None and (not view.decoding or next(turns) % 2):
+            rest = PrefillSlice(view.batch.layers_launched, LAYERS)
+            return Plan(launches=(Launch("device", UNITS, rest),))
+        return Plan(launches=(Launch("device", UNITS, DecodeSteps()),) if view.decoding else ())
+
+    arrivals = [(0.0, submit("short", 16, 8)), (0.01, submit("long", 95, 4))]
+    sim = simulate(Script(decide), arrivals, pages=7)
+    assert {name: len(times) for name, times in sim.times.items()} == {"short": 8, "long": 4}
+
+
+@pytest.mark.parametrize("system", ["temporal", "static-split"])
+def test_what_has_landed_keeps_no_hidden_states(system: str) -> None:
+    """A prompt that is aborted between two slices takes them with it."""
+    arrivals = [(0.0, submit("decodes", 20, 200)), (0.5, submit("long", 4000, 4))]
+    sim = simulate(make_system(system), [*arrivals, (0.6, Abort("long"))])
+    assert sim.finish["long"] == "abort"
+    landed = [flight for flights in sim.engine.state.landed.values() for flight in flights]
+    assert all(flight.batch is None for flight in landed)
+    assert {flight.launch.lane for flight in landed} <= {"prefill", "decode"}

@@ -20,6 +20,8 @@ from tests.systems.handmade import (
     view,
     waiting,
 )
+from tests.systems.simulation import simulate as on_lanes
+from tests.systems.simulation import submit
 from twolane.bench.result import BenchConfig
 from twolane.engine.config import EngineConfig
 from twolane.engine.launching import Launching
@@ -473,6 +475,20 @@ def test_a_wide_bound_on_a_launch_gives_up_nobody_in_line():
     assert made.admit[0].request == "long"
     made, _ = plan(wide, waiting=[replace(long, deadline=1.1 * seconds), short])
     assert made.admit[0].request == "short"
+
+
+@pytest.mark.parametrize(
+    ("long", "pool"),
+    [
+        ({"priority": 1}, {"pages": 400}),
+        ({"priority": 1}, {"slots": 1}),
+        ({"slo": Slo(ttft=1000.0)}, {"pages": 400}),
+    ],
+    ids=["pages", "a slot", "an earlier deadline"],
+)
+def test_a_started_prompt_goes_on_while_who_is_before_it_waits_for_what_it_holds(long, pool):
+    arrivals = [(0.0, submit("long", 6000, 4, **long)), (0.05, submit("other", 1000, 4))]
+    assert set(on_lanes(Auto(), arrivals, **pool).finish) == {"long", "other"}
 
 
 def served(system, tbt, rate, **options):

@@ -24,7 +24,10 @@ from twolane.vocabulary import LANES, LaneName
 
 
 def carry_out(state: State, plan: Plan) -> bool:
-    """Do what the plan says, in the order of its fields; whether anything changed.
+    """Do what the plan says, in the order of its fields; whether to plan again at once.
+
+    That is when something changed, or when a launch found no pages and nothing is in flight that
+    could bring some: the system is to think of something else.
 
     Raises:
         PlanError: the plan is illegal; the state may be half changed.
@@ -38,7 +41,8 @@ def carry_out(state: State, plan: Plan) -> bool:
     if plan.resume:
         _resume(state)
     flights = [_launch(state, launch, plan.reason) for launch in plan.launches]
-    return bool(plan.refuse or plan.preempt or plan.admit or plan.resume or any(flights))
+    changed = bool(plan.refuse or plan.preempt or plan.admit or plan.resume or any(flights))
+    return changed or bool(plan.launches and not state.flights)
 
 
 def joining(state: State, *lanes: LaneName) -> list[Request]:
@@ -289,8 +293,8 @@ def _reserve(state: State, lanes: Sequence[LaneName], k: int) -> _Reserved:
 
     Pages come before the launch, for all its steps. Where they do not suffice, k is clipped;
     where they do not suffice for one step, the parked prefill gives up its pages, then the
-    lowest and youngest decoding requests do. Their pages return when the launches that name
-    them have ended; rows that must wait for that sit out this launch.
+    lowest and youngest decoding requests do, then prompts between two chunks. Their pages return
+    when the launches that name them have ended; rows that must wait for that sit out this launch.
     """
     ready = [*state.decoding, *joining(state, *lanes)] if state.launched else state.decoding
     rows = [request for request in ready if request.to_generate > 0]
@@ -321,9 +325,15 @@ def _make_room(state: State, rows: Sequence[Request]) -> None:
     # The first in rank is never sent back: with the pool to itself it fits, so there is progress.
     victims = [request for request in rows if request.phase is Phase.DECODE][1:]
     left = list(rows)
-    while victims and _missing(state, left, 1) > _available(state) + state.kv.returning_pages:
-        victim = victims.pop()
-        left.remove(victim)
+    while _missing(state, left, 1) > _available(state) + state.kv.returning_pages:
+        if victims:
+            victim = victims.pop()
+            left.remove(victim)
+        elif state.started:
+            victim = state.started[-1]
+            state.unwait(victim)
+        else:
+            return
         state.send_back(victim)
 
 

@@ -1,6 +1,6 @@
 """From tickets to tokens: poll the lanes, deliver what is finished, settle what has landed."""
 
-from twolane.engine.beside import Mixed, beside_then
+from twolane.engine.beside import OTHER, Mixed, beside_then
 from twolane.engine.kv import Allocation
 from twolane.engine.messages import Launched
 from twolane.engine.request import Flight, Phase, Request
@@ -10,7 +10,7 @@ from twolane.systems.plan import DecodeSteps, PrefillSlice
 
 
 def reap(state: State) -> bool:
-    """Deliver finished steps and settle finished launches; whether there were any.
+    """Deliver finished steps and settle finished launches; whether there is any news.
 
     Raises:
         BaseException: what a lane ran into.
@@ -25,10 +25,8 @@ def reap(state: State) -> bool:
             _deliver(state, flight, step)
         if done:
             _settle(state, flight)
-        if state.paced:
-            _tell_paced(state)
         news |= done or bool(steps)
-    return news
+    return _tell_paced(state) or news
 
 
 def _poll(flight: Flight) -> tuple[bool, list[Step]]:
@@ -69,7 +67,7 @@ def _expected(request: Request, allocation: Allocation) -> bool:
 
 def _receive(state: State, request: Request, sampled: Sampled, now: float, *, paced: bool) -> None:
     kept_back = state.paced.pop(request, None)
-    if kept_back is not None:  # its next step waited for nobody that it was thought to wait for
+    if kept_back is not None:  # its step has ended before it was found that it can begin
         _tell(state, request, kept_back, now)
     request.tokens.append(sampled.token)
     first = request.last_token_at is None
@@ -99,15 +97,17 @@ def _tell(state: State, request: Request, sampled: Sampled, now: float) -> None:
     state.say(request, sampled)
 
 
-def _tell_paced(state: State) -> None:
-    """Tell the first tokens that need not wait any longer: before the second one comes, for what
-    is ahead of its step has ended by then."""
+def _tell_paced(state: State) -> bool:
+    """Tell the first tokens that need not wait any longer; whether there were any."""
+    told = False
     for request, sampled in list(state.paced.items()):
         if request.phase is Phase.DECODE and _too_early(state, request):
             continue
         del state.paced[request]
         if request.phase is not Phase.FINISHED:
             _tell(state, request, sampled, state.now())
+            told = True
+    return told
 
 
 def _too_early(state: State, request: Request) -> bool:
@@ -162,11 +162,14 @@ def _settle(state: State, flight: Flight) -> None:
         _trace(state, flight)
     if state.now() < state.watched_until:
         state.launches.append(_launched(state, flight))
+    flight.batch = None  # `landed` keeps the flight, which must not keep hidden states
 
 
 def _observe(state: State, flight: Flight) -> None:
     work, units, seconds = flight.launch.work, flight.launch.units, flight.ticket.seconds
-    state.landed[flight.launch.lane].append(flight)
+    lane = flight.launch.lane
+    if lane in OTHER:
+        state.landed[lane].append(flight)
     try:
         beside = beside_then(state, flight)
     except Mixed:

@@ -14,10 +14,10 @@ def next_chunks(
     `waiting` gives them in another order than the view does.
 
     With `split`, a prompt that exceeds the budget is cut; without, prompts are taken whole and
-    the first is taken even if it alone exceeds the budget. Nobody is overtaken: the first
-    request that does not fit ends the batch. A page for every decoding request is left over, so
-    that an admission does not lead straight to a preemption; a started prompt, which has its
-    pages, goes on whatever memory is left, or decode could wait for it for ever.
+    the first is taken even if it alone exceeds the budget. Nobody is overtaken: behind the first
+    request that does not fit, only started prompts are taken, which have their pages: they go on
+    whatever memory is left, or who waits for memory could wait for them for ever. A page for every
+    decoding request is left over, so that an admission does not lead straight to a preemption.
     """
     pages = view.free_pages + view.reclaimable_pages - len(view.decoding)
     slots = view.free_slots
@@ -27,7 +27,7 @@ def next_chunks(
             pages -= request.page_cost
             slots -= 1
             if pages < 0 or slots < 0:
-                break
+                continue
         n = min(request.new, budget) if split else request.new
         if n < 1 or (n > budget and chunks):
             break

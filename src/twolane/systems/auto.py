@@ -173,7 +173,7 @@ class Auto(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         coming = _take(view, order, min(int(tokens), self.max_batch_tokens))
         if not coming:
             return None
-        waiting = {r.id: r for r in order[: len(coming)]}
+        waiting = {r.id: r for r in order}
         pairs = [(waiting[chunk.request], chunk.n) for chunk in coming]
         load = Load([n for _, n in pairs], [r.reused for r, _ in pairs])
         return _Batch(load, 0, coming, [r.reused + n for r, n in pairs if n == r.new])
