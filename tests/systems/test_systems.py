@@ -11,7 +11,7 @@ from msgspec import structs
 from tests.estimate import synthetic
 from tests.systems.simulation import LAYERS, UNITS, simulate, submit
 from twolane.engine.config import EngineConfig
-from twolane.engine.messages import Abort
+from twolane.engine.messages import Abort, ToEngine
 from twolane.engine.predict import machine_key, make_estimator
 from twolane.engine.simulated import SimulatedMachine
 from twolane.estimate.calibrated import Calibrated
@@ -70,6 +70,16 @@ def test_static_split_runs_both_lanes_at_once_and_alone_on_all_units() -> None:
     assert {ran.units for ran in sim.record.of("decode")} == {48, UNITS}
     assert sim.record.of("prefill")[0].name == f"layers 0:{LAYERS}"  # nothing decodes: no slices
     assert max(gaps(sim.times["a"])) <= 0.020 + 1e-9
+
+
+def test_static_split_serves_others_soon_after_the_client_of_a_long_prompt_has_left() -> None:
+    """Alone it is cut, too, once it is known how long such a prompt takes: here 16 s."""
+    slow = FixedDurations(prefill_layer=2.0)
+    arrivals: list[tuple[float, ToEngine]] = [(0.0, submit("known", 3000, 1))]
+    arrivals += [(60.0, submit("long", 3000, 1)), (60.1, Abort("long")), (60.2, submit("b", 9, 1))]
+    sim = simulate(make_system("static-split"), arrivals, durations=slow)
+    (left,) = (ran for ran in sim.record.launches if ran.requests == ["long"])
+    assert left.end == pytest.approx(62.0)
 
 
 def test_static_split_look_ahead_launches_that_many_steps() -> None:

@@ -21,6 +21,9 @@ from twolane.systems.plan import Chunk, DecodeSteps, Launch, Plan
 from twolane.systems.view import View
 from twolane.vocabulary import EstimatorName
 
+ALONE_SECONDS = 1.0
+"""A slice while nobody decodes: so soon others are served if its clients have left."""
+
 
 class StaticSplit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Prefill and decode side by side, at one fixed partition of the device."""
@@ -73,8 +76,10 @@ class StaticSplit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def _prefill(self, view: View, prompts: Prompts | None) -> Launch | None:
         if prompts is None or not view.lanes["prefill"].due(view.now, self.lead_seconds):
             return None
-        if not view.decoding and view.lanes["decode"].queued == 0:
-            return prompts.slice(view, view.layers, view.units)
-        units = self._level(view)[0]
+        alone = not view.decoding and view.lanes["decode"].queued == 0
+        units = view.units if alone else self._level(view)[0]
         whole = view.estimator.prefill_slice(prompts.load, view.layers, units)
-        return prompts.slice(view, layers_for(self.slice_seconds, whole, view.layers), units)
+        if alone and whole is None:
+            return prompts.slice(view, view.layers, units)
+        seconds = ALONE_SECONDS if alone else self.slice_seconds
+        return prompts.slice(view, layers_for(seconds, whole, view.layers), units)
