@@ -23,7 +23,7 @@ from twolane.estimate.online import OnlineEstimator
 from twolane.estimate.sm_roofline import SmRoofline
 from twolane.slo import Slo
 from twolane.systems import SYSTEMS, make_system
-from twolane.systems.bullet import Bullet, Memory, percentile, provision, reorder
+from twolane.systems.bullet import QUEUE, Bullet, Memory, percentile, provision, reorder
 from twolane.systems.plan import Chunk, DecodeSteps, Launch, PrefillSlice
 from twolane.systems.view import LaneView
 
@@ -122,6 +122,17 @@ def test_nobody_passes_a_request_that_waits_for_memory(roofline):
     line = [waiting("large", 900, page_cost=50), waiting("small", 30, page_cost=2)]
     plan, _ = Bullet().plan(view(roofline, waiting=line, free_pages=40), Memory())
     assert not plan.admit
+
+
+@pytest.mark.parametrize("count", [10, QUEUE, QUEUE + 1, QUEUE + 36])
+def test_a_batch_may_have_more_requests_than_are_predicted(roofline, count):
+    """Table 2: a batch of short prompts is filled up to its tokens, whoever waits behind it; those
+    beyond the first ones come as they are."""
+    line = [waiting(f"p{i}", 10, deadline=60.0) for i in range(QUEUE + 40)]
+    asked = view(roofline, waiting=line, decoding=running())
+    plan, _ = Bullet(max_batch_tokens=10 * count).plan(asked, Memory())
+    assert plan.admit == tuple(Chunk(request.id, 10) for request in line[:count])
+    assert set(units(plan)) == {"decode", "prefill"}
 
 
 # The units

@@ -215,8 +215,9 @@ class Bullet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         chunks = next_chunks(view, self.max_batch_tokens, split=False, waiting=waiting)
         prompts, count = Prompts.coming(view, chunks), len(chunks)
         assert prompts is not None
-        requests = waiting[: QUEUE if latencies else count]
-        seconds = [latencies[r.id][1] for r in requests if latencies]
+        # The batch may have more requests than are predicted: many short ones.
+        requests = waiting[: max(count, len(latencies))]
+        seconds = [latencies[r.id][1] for r in requests if r.id in latencies]
         ends = np.cumsum(seconds[count:]) / sum(seconds[:count]) if latencies else np.empty(0)
         shares = [1.0] * count + (1.0 + ends).tolist()
         return Work(prompts, chunks, start, requests, shares, PERCENTILE), memory
