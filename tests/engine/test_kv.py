@@ -90,6 +90,26 @@ def test_leaves_go_before_what_they_continue() -> None:
     assert len(kv.match([*tokens, 1])) == 2
 
 
+def test_what_is_remembered_of_leaves_does_not_grow_with_the_requests() -> None:
+    """A pool that is never full never has to evict, and a server may run for months. Who is used
+    least recently is known all the same."""
+    kv = books(pages=256)
+    rng, order = random.Random(0), list(range(100))
+    for _ in range(5000):
+        order.append(order.pop(rng.randrange(len(order))))
+        tokens = [order[-1]] * 9
+        held = allocate(kv, tokens)
+        kv.share(held, tokens, 9)
+        kv.give_up(held)
+    kv.check()
+    assert len(kv.tree._idle_leaves) < 2000
+    held = allocate(kv, [1000] * PAGE * kv.free_pages)
+    for prompt in order:
+        assert len(kv.match([prompt] * 9)) == 2
+        assert kv.grow(held, (len(held.pages) + 2) * PAGE)
+        assert not kv.match([prompt] * 9)
+
+
 def test_two_requests_that_compute_the_same_page_keep_their_own() -> None:
     kv = books()
     tokens = list(range(9))

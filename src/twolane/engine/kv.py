@@ -13,6 +13,9 @@ from dataclasses import dataclass, field
 
 from twolane.lanes import Ticket
 
+SPARE = 1000
+"""Offers that may be made, beside one for each idle leaf, until stale ones are dropped."""
+
 
 class Node:
     """One full page in the radix tree; its path from the root spells the tokens before it."""
@@ -38,6 +41,8 @@ class PrefixTree:
         self._page_size = page_size
         self._root = Node(None, b"", -1)
         self._idle_leaves: list[tuple[int, Node]] = []
+        """A heap of what was offered, stale or not."""
+        self._most_offers = SPARE
         self._tick = 0
         self.version = 0
         """Changes whenever a match or its cost may."""
@@ -104,10 +109,11 @@ class PrefixTree:
         """
         while self._idle_leaves:
             used, node = heapq.heappop(self._idle_leaves)
-            if node.pins or node.children or used != node.last_used or node.parent is None:
-                continue  # it was pinned, extended, used or evicted since it was offered
-            del node.parent.children[node.key]
-            parent, node.parent = node.parent, None
+            parent = node.parent
+            if parent is None or not _stands(used, node):
+                continue
+            del parent.children[node.key]
+            node.parent = None
             self.unpinned -= 1
             self.version += 1
             if parent is not self._root:
@@ -124,8 +130,19 @@ class PrefixTree:
             stack.extend(node.children.values())
 
     def _offer(self, node: Node) -> None:
-        if not node.pins and not node.children:
-            heapq.heappush(self._idle_leaves, (node.last_used, node))
+        if node.pins or node.children:
+            return
+        heapq.heappush(self._idle_leaves, (node.last_used, node))
+        if len(self._idle_leaves) > self._most_offers:
+            self._idle_leaves = [each for each in self._idle_leaves if _stands(*each)]
+            heapq.heapify(self._idle_leaves)
+            self._most_offers = 2 * len(self._idle_leaves) + SPARE
+
+
+def _stands(used: int, node: Node) -> bool:
+    """Whether a leaf was not pinned, extended, used or evicted since it was offered."""
+    idle = not node.pins and not node.children
+    return idle and used == node.last_used and node.parent is not None
 
 
 @dataclass(frozen=True, slots=True)
