@@ -17,7 +17,7 @@ import numpy as np
 
 from twolane.estimate import Beside, Estimator, Floats, Load
 from twolane.estimate.operators import Operators, Shape
-from twolane.estimate.profile import Profile, Sample
+from twolane.estimate.profile import Profile, ProfileError, Sample
 from twolane.estimate.sweep import Curve, Sweep, step_bytes
 
 ONLINE = 128
@@ -66,7 +66,11 @@ def _column(state: State) -> list[float]:
 
 
 class SmRoofline(Estimator):
-    """Equation 1 scaled by Equation 2, with contention. Promises no bound."""
+    """Equation 1 scaled by Equation 2, with contention. Promises no bound.
+
+    Raises:
+        ProfileError: there are no samples of prefill, of decode or of hybrid passes, each alone.
+    """
 
     def __init__(self, profile: Profile) -> None:
         key = profile.key
@@ -82,6 +86,8 @@ class SmRoofline(Estimator):
                 samples = profile.training(kind, beside=beside)
                 if samples:
                     self._scaling[kind, beside] = self._fitted(samples)
+                elif not beside:
+                    raise ProfileError(f"the profile has no {kind} samples yet: measure for longer")
 
     def observe_prefill(
         self,
