@@ -226,3 +226,15 @@ def test_closing_ends_the_engine(tmp_path):
     llm.close()
     llm.close()
     assert not alive(pid)
+
+
+def test_a_stream_may_be_closed_after_its_llm(tmp_path):
+    """By whoever keeps it, or when it is collected. Reading on says why there is no more."""
+    params = SamplingParams(max_tokens=60_000, ignore_eos=True)
+    with LLM(str(write_tiny_model(tmp_path)), load_format="dummy", kv_tokens=100_000) as llm:
+        kept, read = (llm.stream([5, 6], params) for _ in range(2))
+        assert next(kept).token_ids
+        assert next(read).token_ids
+    kept.close()
+    with pytest.raises(RuntimeError, match="this LLM is closed"):
+        next(read)

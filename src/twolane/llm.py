@@ -345,7 +345,8 @@ class LLM:
                     delta.logprobs,
                 )
         finally:
-            self._run(end())
+            if not self._closed:  # else it ended with the engine
+                self._run(end())
 
     def _generation(
         self, tokens: list[int], params: SamplingParams, n: int, options: TextOptions
