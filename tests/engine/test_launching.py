@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 
 from tests.systems.simulation import LAYERS, LEVELS, UNITS, Simulation, simulate, submit
-from twolane.engine.launching import Launching
+from twolane.engine.launching import ENDS, SLICE_SECONDS, Launching
 from twolane.lanes import Ticket
 from twolane.lanes.sim import FixedDurations, SimLanes
 from twolane.lanes.work import DecodeWork, PrefillWork, Work
@@ -114,3 +114,54 @@ def test_one_slow_slice_in_three_does_not_make_them_short() -> None:
         slow = 0.004 if i % 3 == 0 else 0.0
         launching.note(PrefillSlice(1, 1 + seen[-1]), 0.0007 + 0.0001 * seen[-1] + slow, 0.0)
     assert min(seen[-30:]) >= 4
+
+
+def serve(
+    launching: Launching, layer: float, batches: int = 60
+) -> list[tuple[PrefillSlice, float]]:
+    """Batches in slices of as many layers as may be, on a host that takes 0.4 ms for a slice, 1.4
+    more to lay out a batch and 1.2 to sample; each slice with its time."""
+    launched: list[tuple[PrefillSlice, float]] = []
+    for _ in range(batches):
+        first = 0
+        while first < 36:
+            last = min(36, first + launching.layers_at_once)
+            seconds = 0.0004 + layer * (last - first)
+            seconds += 0.0014 * (first == 0) + 0.0012 * (last == 36)
+            launched.append((PrefillSlice(first, last), seconds))
+            launching.note(*launched[-1], 0.0)
+            first = last
+    return launched
+
+
+@pytest.mark.parametrize(("layer", "layers"), [(4e-5, 36), (1.2e-4, 34), (1.6e-4, 25)])
+def test_halves_of_a_batch_become_whole_again(layer: float, layers: int) -> None:
+    """One slow launch makes two slices of a batch. Both are ends, there is none between them to
+    learn from: they grow by themselves, as far as ends may take."""
+    launching = Launching(36)
+    launching.note(PrefillSlice(0, 36), 0.015, 0.0)
+    assert launching.layers_at_once == 18
+    launched = serve(launching, layer)
+    assert launching.layers_at_once == layers
+    assert max(seconds for _, seconds in launched) <= ENDS * SLICE_SECONDS
+
+
+def test_an_end_that_takes_in_what_is_left_grows_too() -> None:
+    """`auto` leaves no short slice for the end: 15 layers and 21."""
+    launching = Launching(36)
+    launching.note(PrefillSlice(0, 30), 0.015, 0.0)
+    assert launching.layers_at_once == 15
+    launching.note(PrefillSlice(0, 15), 0.002, 1.0)
+    launching.note(PrefillSlice(15, 36), 0.002, 1.0)
+    assert launching.layers_at_once == 36
+
+
+@pytest.mark.parametrize("layer", [2.8e-4, 6e-4])
+def test_what_ends_may_take_does_not_make_the_slices_between_them_longer(layer: float) -> None:
+    """Ends may take twice as long. Between them one layer too many is tried now and then."""
+    launched = serve(Launching(36), layer)[-50:]
+    between = [seconds for work, seconds in launched if work.first and work.last < 36]
+    assert between
+    assert max(between) <= SLICE_SECONDS + layer
+    ends = [seconds for work, seconds in launched if not work.first or work.last == 36]
+    assert max(ends) <= ENDS * SLICE_SECONDS

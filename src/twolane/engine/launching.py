@@ -67,12 +67,13 @@ class Launching:
         """As many layers as fill the time, at most twice and at least half as many as were seen.
 
         Not so many as their mean cost tells: what a slice costs beside its layers, or had to wait
-        for, would be held against them, the more, the shorter slices are.
+        for, would be held against them, the more, the shorter slices are. What the ends' own time
+        leaves is no measure for slices between them; if an end has half the layers, there are none.
         """
         layers, (_, ends) = work.last - work.first, self._kind(work)
         fitting = layers * SLICE_SECONDS * (ENDS if ends else 1) / max(seconds, 1e-9)
         if fitting < layers:
             self.layers_at_once = max(1, layers // 2, int(fitting))
-        elif not ends and layers >= self.layers_at_once:
-            more = max(layers + 1, int(min(2 * layers, fitting)))
-            self.layers_at_once = min(self._layers, more)
+        elif layers >= self.layers_at_once and (not ends or 2 * layers >= self._layers):
+            more = int(min(2 * layers, fitting))
+            self.layers_at_once = min(self._layers, more if ends else max(layers + 1, more))
