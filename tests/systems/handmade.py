@@ -57,7 +57,6 @@ class Batch:
     chunks: Sequence[Part]
     layers_launched: int = 0
     layers_done: int = 0
-    opened: float = 0.0
 
 
 def waiting(name: str, new: int, **more: Any) -> Asked:

@@ -87,7 +87,7 @@ def _admit(state: State, chunks: Sequence[Chunk]) -> None:
     if state.open is not None:
         raise PlanError("admits while a batch is open")
     members = [_admit_one(state, chunk) for chunk in chunks]
-    state.open = PrefillBatch(members, opened=state.now())
+    state.open = PrefillBatch(members)
 
 
 def _admit_one(state: State, chunk: Chunk) -> BatchChunk:

@@ -173,7 +173,6 @@ class PrefillBatch:
     """Chunks that go through the layers together."""
 
     members: list[BatchChunk]
-    opened: float
     state: PrefillState = field(default_factory=PrefillState)
     layers_launched: int = 0
     layers_done: int = 0

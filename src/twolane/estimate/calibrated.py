@@ -68,9 +68,8 @@ class _Asked(NamedTuple):
 
     @classmethod
     def of(cls, sample: Sample) -> "_Asked":
-        beside = sample.beside.beside if sample.beside is not None else None
         units = (sample.units,)
-        return cls(sample.kind, sample.load, units, beside, sample.layers, sample.finishes)
+        return cls(sample.kind, sample.load, units, sample.other, sample.layers, sample.finishes)
 
 
 class _Linear:

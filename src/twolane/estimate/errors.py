@@ -61,7 +61,7 @@ def held_out(profile: Profile) -> dict[str, list[Sample]]:
 
 def predicted(estimator: Estimator, sample: Sample, *, bound: bool = False) -> float:
     """Seconds that an estimator predicts for a sample."""
-    load, units, beside = sample.load, sample.units, _beside(sample)
+    load, units, beside = sample.load, sample.units, sample.other
     if sample.kind == "prefill":
         seconds = estimator.prefill_slice(
             load, sample.layers, units, beside, finishes=sample.finishes, bound=bound
@@ -122,7 +122,3 @@ def _errors(name: str, case: str, estimator: Estimator, samples: Sequence[Sample
 
 def _case(sample: Sample) -> tuple[str, bool]:
     return sample.kind, sample.beside is not None
-
-
-def _beside(sample: Sample) -> Beside | None:
-    return sample.beside.beside if sample.beside else None

@@ -111,6 +111,11 @@ class Sample(
         """As estimators take it."""
         return load_of(self.runs)
 
+    @property
+    def other(self) -> Beside | None:
+        """What ran in the other lane, as estimators take it."""
+        return None if self.beside is None else self.beside.beside
+
     @cached_property
     def median(self) -> float:
         """Of the seconds."""

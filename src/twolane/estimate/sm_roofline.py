@@ -193,14 +193,13 @@ class SmRoofline(Estimator):
         states, alphas = [], []
         for sample in samples:
             units, load = (sample.units,), sample.load
-            beside = sample.beside.beside if sample.beside else None
             if sample.kind == "prefill":
                 ideal = self._slice(load, sample.layers, units, sample.finishes)
             elif sample.kind == "decode":
-                ideal = self._step(load, units, beside)
+                ideal = self._step(load, units, sample.other)
             else:
                 ideal = self._hybrid_pass(load, units)
-            states.append(execution_states(load, units, beside)[0])
+            states.append(execution_states(load, units, sample.other)[0])
             alphas.append(sample.median / ideal[0])
         return Scaling(states, alphas)
 

@@ -108,10 +108,6 @@ class BatchView(Protocol):
     def layers_done(self) -> int:
         """Layers whose tickets were reaped."""
 
-    @property
-    def opened(self) -> float:
-        """When it was admitted, in seconds."""
-
 
 class Gaps(Protocol):
     """Seconds between two tokens of a request."""
