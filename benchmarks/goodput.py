@@ -1,11 +1,12 @@
 """Goodput on GPUs: `python benchmarks/goodput.py --gpus 0 1 2 3`, each search on one of them.
 
-`--simulate` searches the same on simulated ones, as many at a time as there are numbers.
+`--simulate` searches on simulated ones first, as many at a time as there are numbers.
 
-A panel is a model, a workload and a bound on TBT; each of its systems is searched as `twolane bench
+A panel is a model, a workload and a bound on TBT; its systems are searched as `twolane bench
 goodput --serve` does it, with three patterns of arrivals, the same for all; simulated with nine.
-The runs stay in `--work`: the same command goes on where `--seconds` ended it. The file has what
-was found by then.
+Simulated are `auto`, `chunked` with several budgets, and some of the four papers' systems; on a GPU
+`auto` and the best of either. The runs stay in `--work`: the same command goes on where `--seconds`
+ended it. The file has what was found by then.
 
 TTFT may take 1 s (2 s at 34B), whatever the prompt: with a second more for each 1,024 new tokens
 half a minute of arrivals is one burst, which is served after it has ended (docs/systems.md). Only
@@ -15,6 +16,7 @@ half a minute of arrivals is one burst, which is served after it has ended (docs
 import functools
 import shlex
 import statistics
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -35,7 +37,7 @@ KEYS = (
 
 
 class Panel(msgspec.Struct, frozen=True):
-    """One model under one workload and one bound on TBT, and who serves it."""
+    """One model under one workload and one bound on TBT."""
 
     model: str
     dataset: str
@@ -44,7 +46,10 @@ class Panel(msgspec.Struct, frozen=True):
     """Requests a second where the searches begin."""
     prompts: int
     """Requests in a run: about half a minute of them."""
-    systems: tuple[str, ...]
+    budgets: str
+    """Of `chunked`: what `panels.py` has as best, and the next ones."""
+    four: str
+    """Of the four papers' systems those that it has within a quarter of the best of them."""
     ttft_ms: float = 1000
     per_1k_ms: float = 0
     attainment: float = 0.99
@@ -55,6 +60,21 @@ class Panel(msgspec.Struct, frozen=True):
     def name(self) -> str:
         """Of its folder."""
         return f"{self.model}-{self.dataset}-{self.tbt_ms:g}ms"
+
+    def systems(self, profiles: Path | None) -> Sequence[str]:
+        """Who is searched; `profiles`: the folder of what was simulated, None to simulate.
+
+        Raises:
+            SystemExit: nothing of this panel was simulated.
+        """
+        if profiles is None:
+            return "auto", f"chunked:token_budget={self.budgets}", *self.four.split("/")
+        found = _simulated(profiles / "goodput-simulated.json").get(self.name, {})
+        chunked = [system for system in found if system.startswith("chunked")]
+        four = [system for system in self.four.split("/") if system in found]
+        if not chunked or not four:
+            raise SystemExit(f"{self.name}: to be simulated first, see --simulate")
+        return "auto", *chunked, max(four, key=lambda system: statistics.median(found[system]))
 
     def command(self, system: str, work: Path, profiles: Path | None) -> gpus.Command:
         """The search of one system's goodput; without profiles on a simulated GPU. Otherwise it
@@ -87,56 +107,51 @@ class Panel(msgspec.Struct, frozen=True):
 
 
 def _guesses(results: Path, panel: str, system: str) -> list[float]:
-    """What was simulated, seed by seed; none without a simulation, or if it kept no rate."""
-    found = _simulated(results / "goodput-simulated.json")
-    rates = next(
-        (found[panel, one][:SEEDS] for one in goodput.variants(system) if (panel, one) in found), []
-    )
+    """What was simulated, seed by seed; none if it kept no rate."""
+    rates = _simulated(results / "goodput-simulated.json")[panel][system][:SEEDS]
     return rates if all(rates) else []
 
 
 @functools.cache
-def _simulated(saved: Path) -> Mapping[tuple[str, str], list[float]]:
-    """Requests a second by panel and system."""
-    if not saved.exists():
-        return {}
-    found = msgspec.json.decode(saved.read_bytes())["found"]
-    return {(one["panel"], one["system"]): one["goodput"] for one in found}
+def _simulated(saved: Path) -> Mapping[str, Mapping[str, list[float]]]:
+    """Requests a second by panel and system, of `chunked` with its best budget."""
+    panels: defaultdict[str, dict[str, list[float]]] = defaultdict(dict)
+    if saved.exists():
+        for one in msgspec.json.decode(saved.read_bytes())["found"]:
+            panels[one["panel"]][one["system"]] = one["goodput"]
+    return panels
 
 
 def _azure(
-    model: str, dataset: str, tbt_ms: float, start: float, prompts: int, budget: str, other: str
+    model: str, dataset: str, tbt_ms: float, start: float, prompts: int, budgets: str, four: str
 ) -> Panel:
     ttft = 2000 if model == "codellama-34b" else 1000
-    systems = "auto", f"chunked:token_budget={budget}", other
-    return Panel(model, dataset, tbt_ms, start, prompts, systems, ttft)
+    return Panel(model, dataset, tbt_ms, start, prompts, budgets, four, ttft)
 
 
 def _conversation(tbt_ms: float) -> Panel:
-    systems = "auto", "chunked:token_budget=1024", "muxwise"
     own = {"per_1k_ms": 1000, "attainment": 0.9, "longest": 32_768}
-    return Panel("qwen3-8b", "conversation", tbt_ms, 2.0, 300, systems, **own)
+    return Panel(
+        "qwen3-8b", "conversation", tbt_ms, 2.0, 300, "256/512/1024/2048", "muxwise/bullet", **own
+    )
 
 
 PANELS = (
-    _azure("qwen3-8b", "azure-conv", 21, 18, 600, "512", "muxwise"),
-    _azure("qwen3-8b", "azure-conv", 12, 14, 480, "128/256", "muxwise"),
-    _azure("qwen3-8b", "azure-conv", 9, 10, 300, "128", "muxwise"),
-    _azure("qwen3-8b", "azure-conv", 50, 24, 750, "1024", "muxwise"),
-    _azure("qwen3-8b", "azure-code", 21, 9, 300, "512", "drift"),
-    _azure("qwen3-8b", "azure-code", 12, 6.5, 220, "128/256", "muxwise"),
-    _azure("qwen3-8b", "azure-code", 9, 5, 180, "128", "muxwise"),
-    _azure("qwen3-8b", "azure-code", 50, 11, 360, "1024", "muxwise"),
-    _azure("codellama-34b", "azure-conv", 40, 3.5, 130, "256", "muxwise"),
-    _azure("codellama-34b", "azure-conv", 80, 5, 160, "512", "bullet"),
-    _azure("codellama-34b", "azure-code", 40, 2, 100, "256", "muxwise"),
-    _azure("codellama-34b", "azure-code", 80, 2.5, 100, "512", "drift"),
+    _azure("qwen3-8b", "azure-conv", 21, 18, 600, "256/512/1024", "muxwise/drift/bullet"),
+    _azure("qwen3-8b", "azure-conv", 12, 14, 480, "128/256/512", "muxwise/drift/bullet"),
+    _azure("qwen3-8b", "azure-conv", 9, 10, 300, "64/128/256", "muxwise"),
+    _azure("qwen3-8b", "azure-conv", 50, 24, 750, "512/1024/2048", "muxwise/drift/bullet"),
+    _azure("qwen3-8b", "azure-code", 21, 9, 300, "256/512/1024", "drift/bullet"),
+    _azure("qwen3-8b", "azure-code", 12, 6.5, 220, "128/256/512", "drift/muxwise"),
+    _azure("qwen3-8b", "azure-code", 9, 5, 180, "64/128/256", "muxwise"),
+    _azure("qwen3-8b", "azure-code", 50, 11, 360, "512/1024/2048", "muxwise/bullet/drift"),
+    _azure("codellama-34b", "azure-conv", 40, 3.5, 130, "128/256/512", "muxwise/drift"),
+    _azure("codellama-34b", "azure-conv", 80, 5, 160, "256/512/1024", "muxwise/bullet"),
+    _azure("codellama-34b", "azure-code", 40, 2, 100, "128/256/512", "bullet/muxwise"),
+    _azure("codellama-34b", "azure-code", 80, 2.5, 100, "256/512/1024", "bullet/drift/muxwise"),
     _conversation(21),
     _conversation(50),
 )
-"""With the budget of `chunked`, and the one of the four systems, that are best in simulation
-(`panels.py`). At 12 ms the passes of 256 tokens last as long as they may: the next smaller ones,
-of 128, are searched, too."""
 
 
 class Run(msgspec.Struct):
@@ -167,7 +182,7 @@ def collected(panels: Iterable[Panel], work: Path, profiles: Path | None) -> lis
     """What the folder has."""
     found = []
     for panel in panels:
-        for system in panel.systems:
+        for system in panel.systems(profiles):
             command = panel.command(system, work, profiles)
             folder, words = command.log.parent, ["python", *command.arguments]
             runs = [_run(path) for path in sorted(folder.glob("*-seed*.json"))]
@@ -220,7 +235,7 @@ def main() -> None:
     commands = [
         panel.command(system, given.work, profiles)
         for panel in PANELS
-        for system in panel.systems
+        for system in panel.systems(profiles)
         if given.panels is None or panel.name.startswith(tuple(given.panels))
         if given.systems is None or system.startswith(tuple(given.systems))
     ]
