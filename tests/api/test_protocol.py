@@ -1,9 +1,16 @@
+from collections.abc import Iterable
+
 import pytest
 from pydantic import ValidationError
 
 from twolane.api import protocol
 from twolane.api.errors import from_validation
-from twolane.api.protocol import ChatRequest, CompletionRequest
+from twolane.api.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
 from twolane.sampling import SamplingParams
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
@@ -153,3 +160,40 @@ def test_stream_options_need_a_stream():
     body = {"prompt": "x", "stream_options": {"include_usage": True}}
     assert refusal(CompletionRequest, body).param == "stream_options"
     assert CompletionRequest.model_validate({**body, "stream": True}).include_usage
+
+
+def lists_in(schema):
+    """Yield the lists anywhere in a core schema of pydantic's."""
+    if isinstance(schema, dict):
+        if schema.get("type") == "list":
+            yield schema
+        schema = schema.values()
+    if not isinstance(schema, str) and isinstance(schema, Iterable):
+        for part in schema:
+            yield from lists_in(part)
+
+
+@pytest.mark.parametrize("kind", [ChatRequest, CompletionRequest, TokenizeRequest])
+def test_lists_fail_at_their_first_error(kind):
+    """A body with a million errors takes no time and no memory for those that nobody is told."""
+    lists = list(lists_in(kind.__pydantic_core_schema__))
+    assert lists
+    assert all(found.get("fail_fast") for found in lists)
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "param"),
+    [
+        (ChatRequest, {"messages": [{}] * 1000}, "messages[0].role"),
+        (CompletionRequest, {"prompt": "x", "stop_token_ids": [-1] * 1000}, "stop_token_ids[0]"),
+        (DetokenizeRequest, {"tokens": [1, *["a"] * 1000]}, "tokens[1]"),
+        (CompletionRequest, {"prompt": "x", **{f"x{i}": 1 for i in range(1000)}}, "x0"),
+        (ChatRequest, {"messages": [{f"x{i}": 1 for i in range(1000)}]}, "messages[0].x0"),
+    ],
+)
+def test_of_many_errors_the_first_is_found(kind, body, param):
+    """As many as one item has fields are collected, not as many as there are items or keys."""
+    with pytest.raises(ValidationError) as caught:
+        kind.model_validate(body)
+    assert caught.value.error_count() <= 2
+    assert from_validation(caught.value.errors()).param == param

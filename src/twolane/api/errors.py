@@ -52,15 +52,16 @@ def error_body(status: int, message: str, code: str, param: str | None = None) -
 def from_validation(errors: Sequence[Any]) -> ApiError:
     """Turn pydantic's findings into one error that names the first field at fault."""
     error = errors[0]
-    param = error.get("ctx", {}).get("param") or field_name(error["loc"])
+    context = error.get("ctx", {})
+    param = field_name((*error["loc"], *([context["param"]] if "param" in context else [])))
     message = {
-        "extra_forbidden": f"unknown field {param!r}",
+        "unknown_field": f"unknown field {param!r}",
         "missing": f"{param} is required" if param else "the request needs a JSON body",
         "model_attributes_type": 'the body must be a JSON object with "Content-Type: '
         'application/json"',
         "unsupported_field": error["msg"],
     }.get(error["type"])
-    code = {"unsupported_field": "unsupported_parameter", "extra_forbidden": "unknown_parameter"}
+    code = {"unsupported_field": "unsupported_parameter", "unknown_field": "unknown_parameter"}
     return ApiError(
         400,
         message or (f"{param}: {error['msg']}" if param else error["msg"]),

@@ -97,6 +97,8 @@ MOST_CHOICES = 128
 """Of one prompt, as in OpenAI's API."""
 MOST_LOGPROBS = 20
 LogprobCount = Annotated[int, Field(ge=0, le=MOST_LOGPROBS)]
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
+"""All lists fail fast: only the first error is told, and millions could be sent."""
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 
 
@@ -114,7 +116,7 @@ def one_message(text: str) -> WrapValidator:
 
 StopString = Annotated[str, Field(min_length=1, max_length=LONGEST_STRING)]
 Stop = Annotated[
-    StopString | Annotated[list[StopString], Field(max_length=MOST_STRINGS)],
+    StopString | Annotated[list[StopString], Field(max_length=MOST_STRINGS, fail_fast=True)],
     one_message(
         f"must be a string of 1 to {LONGEST_STRING} characters, or up to {MOST_STRINGS} of them"
     ),
@@ -144,15 +146,19 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def drop_neutral(cls, body: Any) -> Any:
-        """Drop fields that say nothing; refuse those that ask for what is not served."""
+        """Drop fields that say nothing; refuse the first that is unknown or not served."""
         if not isinstance(body, dict):
             return body
-        for name, neutral in cls.unsupported.items():
-            if name in body and not is_neutral(body[name], neutral):
+        fields = cls.model_fields
+        for name, value in body.items():
+            if name in fields or name in cls.inert:
+                continue
+            if name not in cls.unsupported:  # pydantic would collect them all
+                raise PydanticCustomError("unknown_field", "unknown field", {"param": name})
+            if not is_neutral(value, cls.unsupported[name]):
                 why = WHY_UNSUPPORTED.get(name, f"{name} is not supported")
                 raise PydanticCustomError("unsupported_field", "{why}", {"param": name, "why": why})
-        dropped = cls.unsupported.keys() | cls.inert
-        return {name: value for name, value in body.items() if name not in dropped}
+        return {name: value for name, value in body.items() if name in fields}
 
 
 def is_neutral(value: object, neutral: tuple[Any, ...]) -> bool:
@@ -192,7 +198,7 @@ class GenerationBody(Body):
     max_tokens: Count | None = None
     min_tokens: Count | None = None
     stop: Stop | None = None
-    stop_token_ids: list[TokenId] | None = None
+    stop_token_ids: TokenIds | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
@@ -281,7 +287,10 @@ class CompletionRequest(GenerationBody):
     default_max_tokens: ClassVar[int] = 16
 
     prompt: Annotated[
-        str | list[TokenId] | list[str] | list[list[TokenId]],
+        str
+        | TokenIds
+        | Annotated[list[str], Field(fail_fast=True)]
+        | Annotated[list[TokenIds], Field(fail_fast=True)],
         one_message(
             "must be a string, a list of strings, a list of token ids "
             "or a list of lists of token ids"
@@ -339,7 +348,7 @@ class Message(Body):
 
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[
-        str | list[TextPart],
+        str | Annotated[list[TextPart], Field(fail_fast=True)],
         one_message('must be a string or a list of parts {"type": "text", "text": …}'),
     ]
     name: str | None = None
@@ -356,6 +365,9 @@ class Message(Body):
         role = "system" if self.role == "developer" else self.role
         named = {} if self.name is None else {"name": self.name}
         return {"role": role, "content": self.text, **named}
+
+
+Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True)]
 
 
 class Rendering(Body):
@@ -389,7 +401,7 @@ class ChatRequest(GenerationBody, Rendering):
 
     unsupported = {**UNSUPPORTED, **UNSUPPORTED_CHAT}
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Messages
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: LogprobCount | None = None
@@ -427,7 +439,7 @@ class TokenizeRequest(Rendering):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    messages: Messages | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 
@@ -443,4 +455,4 @@ class DetokenizeRequest(Body):
     """The body of POST /detokenize."""
 
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: TokenIds
