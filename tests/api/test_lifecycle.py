@@ -5,11 +5,18 @@ import http.client
 import json
 import os
 import signal
+import threading
 import urllib.error
 import urllib.parse
+from types import SimpleNamespace
 
 import aiohttp
 import pytest
+
+from twolane.api.server import create_app
+from twolane.api.service import Service
+from twolane.engine.messages import Stats
+from twolane.slo import Slo
 
 from .conftest import TINY
 from .serving import alive, serving, wait_for
@@ -79,6 +86,75 @@ def test_a_client_that_leaves_before_its_answer_frees_the_engine(tiny):
     connection.close()
     wait_for(lambda: quiet(tiny))
     assert aborted(tiny) == before + 1
+
+
+class SlowTokenizer:
+    """Stands in for a codec whose first text takes until `go_on`; counts the texts."""
+
+    def __init__(self):
+        self.begun, self.go_on, self.texts = asyncio.Event(), threading.Event(), 0
+        self._loop = asyncio.get_running_loop()
+
+    def least_tokens(self, text):
+        return 0
+
+    def encode(self, text, *, add_special_tokens):
+        self.texts += 1
+        self._loop.call_soon_threadsafe(self.begun.set)
+        if not self.go_on.wait(10):  # nobody has taken up the test's cue: let it fail
+            self.go_on.set()
+        return [5]
+
+
+def service_of(codec):
+    ready = SimpleNamespace(max_model_len=100, vocab_size=100, slo=Slo())
+    return Service(
+        SimpleNamespace(ready=ready, failure=None, stats=Stats(), watchers=[]),
+        codec,
+        "slow",
+        max_queue=9,
+    )
+
+
+async def ask(service, path, body, leaves=None):
+    """Ask in this process; return the status and the body. The client `leaves` at that event."""
+    answer = []
+    asked = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
+    headers = [(b"content-type", b"application/json")]
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": path,
+        "headers": headers,
+        "query_string": b"",
+    }
+
+    async def receive():
+        if asked:
+            return asked.pop()
+        await (leaves or asyncio.Event()).wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message):
+        answer.append(message)
+
+    await create_app(service)(scope, receive, send)
+    return answer[0]["status"], json.loads(answer[1]["body"] or b"null")
+
+
+def test_a_client_that_leaves_is_not_tokenised_for():
+    """The text under way is the last: nobody waits behind those of a client that has left."""
+
+    async def run():
+        codec = SlowTokenizer()
+        service = service_of(codec)
+        body = {"prompt": ["a"] * 9}
+        status, _ = await ask(service, "/v1/completions", body, leaves=codec.begun)
+        codec.go_on.set()
+        service.close()
+        return status, codec.texts
+
+    assert asyncio.run(run()) == (499, 1)
 
 
 def test_killing_the_engine_ends_streams_and_the_server(doomed):

@@ -152,6 +152,8 @@ class TestErrors:
             ({"prompt": "x", "logprobs": 21}, 400, "invalid_value", "logprobs"),
             ({"prompt": "x", "max_tokens": 0}, 400, "invalid_value", "max_tokens"),
             ({"prompt": ["x"] * 100, "n": 128}, 400, "too_many_answers", "n"),
+            # Before the prompts are looked at, of which there may be hundreds of thousands.
+            ({"prompt": [""] * 1025}, 400, "too_many_answers", "prompt"),
             ({"prompt": "x", "nope": 2}, 400, "unknown_parameter", "nope"),
             ({"prompt": 5}, 400, "invalid_value", "prompt"),
             ({}, 400, "invalid_value", "prompt"),

@@ -31,6 +31,20 @@ class Admission:
         self._busy_until_now = 0.0
         self._waiting_since = 0.0
 
+    def check_count(self, count: int, param: str = "prompt") -> None:
+        """Refuse a call for which there never will be room.
+
+        Args:
+            count: how many answers it asks for.
+            param: the request field that asks for so many.
+
+        Raises:
+            ApiError: 400.
+        """
+        if count > self.max_queue:
+            message = f"{param}: {count} answers are more than the queue holds ({self.max_queue})"
+            raise ApiError(400, message, code="too_many_answers", param=param)
+
     def enter(self, count: int = 1, param: str = "prompt") -> None:
         """Take `count` places in the queue, or none.
 
@@ -41,9 +55,7 @@ class Admission:
         Raises:
             ApiError: 429 when there is no room now, 400 when there never will be.
         """
-        if count > self.max_queue:
-            message = f"{count} answers are more than the queue holds ({self.max_queue})"
-            raise ApiError(400, message, code="too_many_answers", param=param)
+        self.check_count(count, param)
         if self.waiting + count > self.max_queue:
             raise ApiError(
                 429,

@@ -106,7 +106,7 @@ def add_generation_routes(app: FastAPI, service: Service) -> None:
     async def completions(body: CompletionRequest, request: Request, call: BoundedCall) -> Response:
         """Continue one or more prompts."""
         service.check_model(body.model)
-        prompts = await service.completion_prompts(body)
+        prompts = await unless_gone(request, service.completion_prompts(body))
         tokens = [prompt.tokens for prompt in prompts]
         options = answer_options(body, service.echo(body, prompts))
         writer = logprob_writer(body, service)
@@ -122,7 +122,7 @@ def add_generation_routes(app: FastAPI, service: Service) -> None:
     async def chat_completions(body: ChatRequest, request: Request, call: BoundedCall) -> Response:
         """Answer a conversation."""
         service.check_model(body.model)
-        tokens = [(await service.chat_prompt(body)).tokens]
+        tokens = [(await unless_gone(request, service.chat_prompt(body))).tokens]
         options, writer = answer_options(body), logprob_writer(body, service)
         answer = Answer("chat", service.model_name, tokens, writer, options)
         generation = service.generate(body, tokens, call)
@@ -215,7 +215,7 @@ async def unless_gone(request: Request, work: Awaitable[T]) -> T:
             raise ClientGone
         return working.result()
     finally:
-        for task in (working, watching):
+        for task in (watching, working):  # working may raise
             task.cancel()
             with suppress(asyncio.CancelledError):
                 await task

@@ -110,8 +110,9 @@ class Service:
             ApiError: 400, the prompts cannot be served.
         """
         special = body.add_special_tokens is not False
-        prompts = []
-        for given in body.prompts:
+        prompts, all_given = [], body.prompts
+        self.admission.check_count(len(all_given) * body.choices, counted_by(body))
+        for given in all_given:
             if isinstance(given, str):
                 self._check_text(given, body, "prompt")
                 encode = partial(self.codec.encode, given, add_special_tokens=special)
@@ -201,7 +202,7 @@ class Service:
         if self.unavailable is not None:
             raise ApiError(503, self.unavailable, code="unavailable")
         answers = [prompt for prompt in prompts for _ in range(body.choices)]
-        self.admission.enter(len(answers), "n" if body.choices > 1 else "prompt")
+        self.admission.enter(len(answers), counted_by(body))
         books = Books(self, answers, call, self._traces(body, params, answers, call))
         text = TextOptions(
             stop=body.stop_strings,
@@ -361,6 +362,11 @@ class Books:
         if self._queued[index]:
             self._queued[index] = False
             self._service.admission.leave(served=served)
+
+
+def counted_by(body: GenerationBody) -> str:
+    """Return the field to blame when a call asks for too many answers."""
+    return "n" if body.choices > 1 else "prompt"
 
 
 def span_attributes(
