@@ -157,6 +157,27 @@ def test_a_client_that_leaves_is_not_tokenised_for():
     assert asyncio.run(run()) == (499, 1)
 
 
+def test_stopping_refuses_what_is_being_tokenised():
+    """Nothing is admitted any more, be it under way or in line, and nothing is an error of ours."""
+
+    async def run():
+        codec = SlowTokenizer()
+        service = service_of(codec)
+        bodies = {"/v1/completions": {"prompt": ["a", "b"]}, "/tokenize": {"prompt": "c"}}
+        asked = [asyncio.create_task(ask(service, path, body)) for path, body in bodies.items()]
+        asked.append(asyncio.create_task(ask(service, "/v1/completions", {"prompt": "d"})))
+        await codec.begun.wait()
+        service.draining = True
+        codec.go_on.set()
+        service.close()
+        answers = [*await asyncio.gather(*asked), await ask(service, "/tokenize", {"prompt": "e"})]
+        return [(status, body.get("error", {}).get("code")) for status, body in answers]
+
+    first, counted, *others = asyncio.run(run())
+    assert {first, *others} == {(503, "unavailable")}
+    assert counted in ((503, "unavailable"), (200, None))  # in a thread of its own
+
+
 def test_killing_the_engine_ends_streams_and_the_server(doomed):
     stream = Stream(doomed)
     stream.next_token()

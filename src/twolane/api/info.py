@@ -7,7 +7,6 @@ from fastapi.responses import PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 
 import twolane
-from twolane.api.errors import ApiError
 from twolane.api.protocol import DetokenizeRequest, TokenizeRequest
 from twolane.api.route import json_response
 from twolane.api.schemas import (
@@ -60,8 +59,7 @@ def add_info_routes(app: FastAPI, service: Service) -> None:
     @app.get("/health", response_class=Response, responses=probe)
     async def ready() -> Response:
         """Say whether requests can be served: 200 or 503."""
-        if service.unavailable is not None:
-            raise ApiError(503, service.unavailable, code="unavailable")
+        service.check_available()
         return json_response({"status": "ok"})
 
     @app.get("/health/live", response_class=Response, responses={200: {"model": Health}})

@@ -89,6 +89,15 @@ class Service:
             return f"the engine is gone: {self.engine.failure}"
         return "the server is shutting down" if self.draining else None
 
+    def check_available(self) -> None:
+        """Refuse what can be served no more.
+
+        Raises:
+            ApiError: 503.
+        """
+        if self.unavailable is not None:
+            raise ApiError(503, self.unavailable, code="unavailable")
+
     def check_model(self, name: str | None) -> None:
         """Refuse a request for another model.
 
@@ -107,7 +116,7 @@ class Service:
         """Return the prompts of a completion request.
 
         Raises:
-            ApiError: 400, the prompts cannot be served.
+            ApiError: 400, the prompts cannot be served; 503.
         """
         special = body.add_special_tokens is not False
         prompts, all_given = [], body.prompts
@@ -125,7 +134,7 @@ class Service:
         """Return a conversation as a prompt.
 
         Raises:
-            ApiError: 400, the conversation cannot be served.
+            ApiError: 400, the conversation cannot be served; 503.
         """
         for message in body.messages:
             self._check_text(message.text, body, "messages")
@@ -137,7 +146,7 @@ class Service:
         """Return the tokens of a text or a conversation, of any length.
 
         Raises:
-            ApiError: 400, there is no tokenizer or template, or the template refuses.
+            ApiError: 400, there is no tokenizer or template, or the template refuses; 503.
         """
         if body.prompt is not None:
             special = body.add_special_tokens is not False
@@ -150,7 +159,7 @@ class Service:
         """Return the text of tokens, special ones too.
 
         Raises:
-            ApiError: 400, there is no tokenizer.
+            ApiError: 400, there is no tokenizer; 503.
         """
         self.check_ids("tokens", tokens)
         decode = partial(self.codec.decode, tokens, skip_special_tokens=False)
@@ -199,8 +208,7 @@ class Service:
             ApiError: 400, 429 or 503.
         """
         params = self.sampling(body, prompts)
-        if self.unavailable is not None:
-            raise ApiError(503, self.unavailable, code="unavailable")
+        self.check_available()
         answers = [prompt for prompt in prompts for _ in range(body.choices)]
         self.admission.enter(len(answers), counted_by(body))
         books = Books(self, answers, call, self._traces(body, params, answers, call))
@@ -242,9 +250,10 @@ class Service:
         ]
 
     def close(self) -> None:
-        """Free the threads."""
+        """Free the threads; what is in line for them is refused."""
+        self.draining = True
         for threads in (self._tokenizing, self._counting):
-            threads.shutdown(cancel_futures=True)
+            threads.shutdown()
 
     def _chat(
         self, messages: Sequence[Message], how: Rendering, *, special: bool
@@ -255,9 +264,14 @@ class Service:
     async def _text(
         self, work: Callable[[], T], param: str, thread: ThreadPoolExecutor | None = None
     ) -> T:
+        def in_turn() -> T:
+            self.check_available()
+            return work()
+
+        self.check_available()  # or the thread may be gone
         loop = asyncio.get_running_loop()
         try:
-            return await loop.run_in_executor(thread or self._tokenizing, work)
+            return await loop.run_in_executor(thread or self._tokenizing, in_turn)
         except TextError as error:
             param = error.param or param
             raise ApiError(400, str(error), code="invalid_prompt", param=param) from error
