@@ -155,7 +155,7 @@ async def serve_until_stopped(
         log_config=None,
         access_log=False,
         server_header=False,
-        timeout_graceful_shutdown=ENDING_SECONDS + int(options.drain_seconds),
+        timeout_graceful_shutdown=ENDING_SECONDS,
     )
     server = Server(settings)
     garbage.leave_out()
@@ -169,9 +169,9 @@ async def serve_until_stopped(
         log.error("%s", engine.failure)
         await first_of(asyncio.sleep(FAILURE_SECONDS), stop.asked.wait())
     service.draining = True
-    server.should_exit = True
     if not engine.failed.is_set():
-        await drain(engine, serving, stop, options.drain_seconds)
+        await drain(server, serving, engine, stop, options.drain_seconds)
+    server.should_exit = True
     await asyncio.wait({serving}, timeout=ENDING_SECONDS)
     server.force_exit = True
     await serving
@@ -179,11 +179,17 @@ async def serve_until_stopped(
 
 
 async def drain(
-    engine: EngineClient, serving: asyncio.Task[None], stop: Stop, seconds: float
+    server: Server, serving: asyncio.Task[None], engine: EngineClient, stop: Stop, seconds: float
 ) -> None:
-    """Let open requests end, for so long or until the second signal; then break them off."""
+    """Let open requests end, for so long or until the second signal; then break them off.
+
+    The server listens all the while, so that probes and new requests are told (503).
+    """
     log.info("stopping: open requests have %g s; a second signal stops now", seconds)
-    await first_of(serving, stop.insisted.wait(), engine.failed.wait(), asyncio.sleep(seconds))
+    # Those that come from now on are refused at once.
+    ended = asyncio.gather(*server.server_state.tasks, return_exceptions=True)
+    broken_off = (serving, stop.insisted.wait(), engine.failed.wait(), asyncio.sleep(seconds))
+    await first_of(ended, *broken_off)
     engine.end_all("the server is shutting down")
 
 
