@@ -3,8 +3,8 @@ from collections.abc import Iterable
 import pytest
 from pydantic import ValidationError
 
-from twolane.api import protocol
-from twolane.api.errors import from_validation
+from twolane.api import protocol, strict_json
+from twolane.api.errors import ApiError, from_validation
 from twolane.api.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -197,3 +197,52 @@ def test_of_many_errors_the_first_is_found(kind, body, param):
         kind.model_validate(body)
     assert caught.value.error_count() <= 2
     assert from_validation(caught.value.errors()).param == param
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "param", "message"),
+    [
+        (ChatRequest, {"messages": [5]}, "messages[0]", "messages[0] must be a JSON object"),
+        (
+            ChatRequest,
+            {"messages": [*MESSAGES, {**MESSAGES[0], "tool_calls": [{}]}]},
+            *("messages[1].tool_calls", "messages[1].tool_calls is not supported"),
+        ),
+        (
+            ChatRequest,
+            {"messages": [{**MESSAGES[0], "nope": 1}]},
+            *("messages[0].nope", "unknown field 'messages[0].nope'"),
+        ),
+        (CompletionRequest, {"prompt": "x", "": 1}, "", "unknown field ''"),
+        (
+            CompletionRequest,
+            {"prompt": "x", "best_of": 2},
+            *("best_of", "best_of must equal n: all answers that are made are returned"),
+        ),
+        (
+            CompletionRequest,
+            {"prompt": "x", "stream_options": {}},
+            *("stream_options", "stream_options needs stream = true"),
+        ),
+        (
+            TokenizeRequest,
+            {},
+            *("prompt", "prompt or messages is required, and only one of them"),
+        ),
+    ],
+)
+def test_errors_name_the_field_once_and_with_its_place(kind, body, param, message):
+    """`param` is where the client finds the field in its own body."""
+    error = refusal(kind, body)
+    assert (error.param, error.message) == (param, message)
+
+
+def test_errors_repeat_little_of_what_came():
+    """An answer is not as large as the request that was wrong."""
+    name = "x" * 2_000_000
+    error = refusal(CompletionRequest, {"prompt": "x", name: 1})
+    assert error.param == "x" * 200 + "…"
+    assert len(error.message) < 300
+    with pytest.raises(ApiError) as twice:
+        strict_json.parse(f'{{"{name}": 1, "{name}": 2}}'.encode())
+    assert len(twice.value.message) < 300

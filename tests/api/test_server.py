@@ -178,6 +178,12 @@ class TestErrors:
             assert error["type"] == "invalid_request_error"
             assert param in error["message"] or param == "model"
 
+    def test_another_model_is_not_repeated_whole(self, real):
+        """However long the name is."""
+        status, _, answer = real.request("/v1/completions", {"prompt": "x", "model": "m" * 10**6})
+        assert (status, answer["error"]["code"]) == (404, "model_not_found")
+        assert len(answer["error"]["message"]) < 400
+
     def test_the_client_raises_its_own_errors(self, client):
         with pytest.raises(openai.NotFoundError):
             client.completions.create(model="gpt-9", prompt="x")

@@ -5,6 +5,18 @@ from typing import Any
 
 from fastapi import HTTPException
 
+MOST_REPEATED = 200
+"""Characters of a client's own text that an error repeats."""
+NO_OBJECT = ("model_attributes_type", "model_type")
+"""What pydantic calls it when something else stands where an object should."""
+WHOLE_BODY = {
+    "missing": "the request needs a JSON body",
+    **dict.fromkeys(
+        NO_OBJECT, 'the body must be a JSON object with "Content-Type: application/json"'
+    ),
+}
+"""What is wrong with a body of which no field is at fault."""
+
 
 class ApiError(HTTPException):
     """A refusal with a status, in OpenAI's form.
@@ -53,26 +65,36 @@ def from_validation(errors: Sequence[Any]) -> ApiError:
     """Turn pydantic's findings into one error that names the first field at fault."""
     error = errors[0]
     context = error.get("ctx", {})
-    param = field_name((*error["loc"], *([context["param"]] if "param" in context else [])))
-    message = {
-        "unknown_field": f"unknown field {param!r}",
-        "missing": f"{param} is required" if param else "the request needs a JSON body",
-        "model_attributes_type": 'the body must be a JSON object with "Content-Type: '
-        'application/json"',
-        "unsupported_field": error["msg"],
-    }.get(error["type"])
+    location = (*error["loc"], context["param"]) if "param" in context else error["loc"]
+    param = field_name(location)
+    if "problem" in context:
+        message = f"{param} {context['problem']}"
+    elif param is None:
+        message = WHOLE_BODY.get(error["type"], error["msg"])
+    else:
+        message = {
+            "unknown_field": f"unknown field {param!r}",
+            "missing": f"{param} is required",
+            **dict.fromkeys(NO_OBJECT, f"{param} must be a JSON object"),
+        }.get(error["type"], f"{param}: {error['msg']}")
     code = {"unsupported_field": "unsupported_parameter", "unknown_field": "unknown_parameter"}
-    return ApiError(
-        400,
-        message or (f"{param}: {error['msg']}" if param else error["msg"]),
-        code=code.get(error["type"], "invalid_value"),
-        param=param,
-    )
+    return ApiError(400, message, code=code.get(error["type"], "invalid_value"), param=param)
 
 
 def field_name(location: Sequence[str | int]) -> str | None:
-    """Write pydantic's location as in JSON: ("body", "messages", 0, "role") → messages[0].role."""
-    name = ""
-    for part in location[1:] if location[:1] in (("body",), ("header",)) else location:
-        name += f"[{part}]" if isinstance(part, int) else f".{part}" if name else part
-    return name or None
+    """Write pydantic's location as in JSON: ("body", "messages", 0, "role") → messages[0].role.
+
+    None: it is the body itself. Names are those of the client, and shortened.
+    """
+    parts = location[1:] if location[:1] in (("body",), ("header",)) else location
+    if not parts:
+        return None
+    name = shortened(str(parts[0]))
+    for part in parts[1:]:
+        name += f"[{part}]" if isinstance(part, int) else f".{shortened(part)}"
+    return name
+
+
+def shortened(text: str) -> str:
+    """Cut what a client sent to what an error repeats."""
+    return text if len(text) <= MOST_REPEATED else text[:MOST_REPEATED] + "…"

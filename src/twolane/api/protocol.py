@@ -7,7 +7,7 @@ Every other field is unknown and refused. docs/api.md has the table of all of th
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, LiteralString
 
 from pydantic import (
     BaseModel,
@@ -87,7 +87,7 @@ UNSUPPORTED_MESSAGE: Mapping[str, tuple[Any, ...]] = {
     "annotations": ([],),
 }
 WHY_UNSUPPORTED: Mapping[str, str] = {
-    "chat_template": "this server renders the model's own chat template only",
+    "chat_template": "is not supported: the model's own is the only one that is rendered",
 }
 
 INT32_MAX = 2**31 - 1
@@ -130,10 +130,9 @@ LogitBias = Annotated[
 ]
 
 
-def wrong(param: str, problem: str) -> PydanticCustomError:
-    """Return an error that names the field at fault."""
-    text = {"param": param, "problem": problem}
-    return PydanticCustomError("invalid_value", "{param} {problem}", text)
+def wrong(param: str, problem: str, kind: LiteralString = "invalid_value") -> PydanticCustomError:
+    """Return an error that names the field at fault, which is one of the object's."""
+    return PydanticCustomError(kind, "{param} {problem}", {"param": param, "problem": problem})
 
 
 class Body(BaseModel):
@@ -156,8 +155,9 @@ class Body(BaseModel):
             if name not in cls.unsupported:  # pydantic would collect them all
                 raise PydanticCustomError("unknown_field", "unknown field", {"param": name})
             if not is_neutral(value, cls.unsupported[name]):
-                why = WHY_UNSUPPORTED.get(name, f"{name} is not supported")
-                raise PydanticCustomError("unsupported_field", "{why}", {"param": name, "why": why})
+                raise wrong(
+                    name, WHY_UNSUPPORTED.get(name, "is not supported"), "unsupported_field"
+                )
         return {name: value for name, value in body.items() if name in fields}
 
 

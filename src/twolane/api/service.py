@@ -13,7 +13,7 @@ from twolane.api.answers import Echo
 from twolane.api.calls import Call
 from twolane.api.dashboard_data import Dashboard
 from twolane.api.engine_client import EngineClient, EngineError, EngineGone, Event
-from twolane.api.errors import ApiError
+from twolane.api.errors import ApiError, shortened
 from twolane.api.generation import Generation, TextOptions
 from twolane.api.metrics import Metrics
 from twolane.api.protocol import (
@@ -107,7 +107,7 @@ class Service:
         if name is not None and name != self.model_name:
             raise ApiError(
                 404,
-                f"the model {name!r} does not exist here; {self.model_name!r} does",
+                f"the model {shortened(name)!r} does not exist here; {self.model_name!r} does",
                 code="model_not_found",
                 param="model",
             )

@@ -5,7 +5,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from twolane.api.errors import ApiError
+from twolane.api.errors import ApiError, shortened
 
 
 def parse(data: bytes) -> Any:
@@ -34,7 +34,7 @@ def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(made) < len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise ValueError(f"the key {twice!r} comes twice")
+        raise ValueError(f"the key {shortened(twice)!r} comes twice")
     return made
 
 

@@ -214,7 +214,7 @@ class TextCodec:
         unknown = sorted((variables or {}).keys() - self._template.variables)
         if unknown:
             raise TextError(
-                f"the model's chat template has no variable {unknown[0]!r}",
+                f"the model's chat template has no variable {unknown[0][:200]!r}",
                 param="chat_template_kwargs",
             )
 
