@@ -246,3 +246,19 @@ def test_errors_repeat_little_of_what_came():
     with pytest.raises(ApiError) as twice:
         strict_json.parse(f'{{"{name}": 1, "{name}": 2}}'.encode())
     assert len(twice.value.message) < 300
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("add_generation_prompt", True),
+        ("continue_final_message", True),
+        ("chat_template_kwargs", {"x": 1}),
+    ],
+)
+def test_a_text_is_not_rendered(name, value):
+    """What says how to render a conversation is refused by name beside a text, not ignored."""
+    error = refusal(TokenizeRequest, {"prompt": "x", name: value})
+    assert (error.param, error.message) == (name, f"{name} needs messages")
+    TokenizeRequest.model_validate({"prompt": "x", name: None})
+    TokenizeRequest.model_validate({"messages": MESSAGES, name: value})

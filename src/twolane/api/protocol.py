@@ -445,9 +445,12 @@ class TokenizeRequest(Rendering):
 
     @model_validator(mode="after")
     def text_or_conversation(self) -> "TokenizeRequest":
-        """Refuse both and neither."""
+        """Refuse both and neither, and what only a conversation has."""
         if (self.prompt is None) == (self.messages is None):
             raise wrong("prompt", "or messages is required, and only one of them")
+        for name in Rendering.model_fields if self.messages is None else ():
+            if getattr(self, name) is not None:
+                raise wrong(name, "needs messages")
         return self
 
 
