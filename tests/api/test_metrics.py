@@ -204,6 +204,52 @@ def test_random_traffic_adds_up_at_every_moment(tiny_model):
         assert statuses == traffic.statuses
 
 
+def raw(served, *parts):
+    """Send bytes on a connection of its own; return the status of the answer."""
+    address = urllib.parse.urlsplit(served.base)
+    with socket.create_connection((address.hostname, address.port), timeout=30) as connection:
+        for part in parts:
+            connection.sendall(part)
+        return int(connection.makefile("rb").readline().split()[1])
+
+
+def test_what_the_connection_refuses_is_counted_as_answered(tiny_model):
+    """A body that is no HTTP or too slow is refused, whatever the endpoint makes of its end."""
+    head = b"POST %s HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    malformed = head + b"Transfer-Encoding: chunked\r\n\r\nno size\r\n"
+    slow = head + b"Content-Length: 500\r\n\r\n{"
+    with serving(str(tiny_model), *DUMMY, "--arrival-seconds", "0.5") as served:
+        for path in (b"/v1/completions", b"/tokenize"):
+            assert raw(served, malformed % path) == 400
+            assert raw(served, slow % path) == 408
+        figures = idle(served)
+        assert by(figures, "requests_refused_total", "reason") == {
+            "invalid_http": 1,
+            "request_timeout": 1,
+        }
+        assert total(figures, "requests_aborted_total") == 0
+        counted = {
+            (dict(labels)["handler"], dict(labels)["status"]): value
+            for labels, value in figures["http_requests_total"].items()
+            if dict(labels)["method"] == "POST"
+        }
+        statuses, paths = ("400", "408"), ("/v1/completions", "/tokenize")
+        assert counted == {(path, status): 1 for path in paths for status in statuses}
+
+
+def test_every_page_has_its_handler(tiny):
+    """Only what has no route is `none`, by whatever path it was asked for."""
+    pages = ("/docs", "/openapi.json", "/dashboard", "/nowhere", "/nowhere/else")
+
+    def handlers():
+        return {dict(labels)["handler"] for labels in series(tiny)["http_requests_total"]}
+
+    for page in pages:
+        tiny.request(page)
+    assert handlers() >= {"/docs", "/openapi.json", "/dashboard", "none"}
+    assert not handlers() & {"/nowhere", "/nowhere/else"}
+
+
 def test_histograms_hold_what_finished(tiny):
     before = idle(tiny)
     for tokens in (1, 2, 7):

@@ -10,6 +10,7 @@ at every moment
 import asyncio
 import time
 from collections.abc import Container, Mapping, Sequence
+from typing import Any
 
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -84,6 +85,20 @@ def set_reason(request: Request, code: str, message: str) -> None:
     request.state.reason = code, message
 
 
+def set_refusal(state: dict[str, Any], status: int, code: str, message: str) -> None:
+    """Say that the connection itself has refused a request, whose application sees a client gone.
+
+    No effect on a request that is settled.
+
+    Args:
+        state: of the request's ASGI scope.
+        status: what was answered.
+        code: why, for a program.
+        message: why, for a person.
+    """
+    state["refused"] = status, (code, message)
+
+
 class Calls:
     """ASGI middleware, the outermost: counts every HTTP request, and settles every call.
 
@@ -155,7 +170,9 @@ class Watched:
         if self._settled:
             return
         self._settled = True
-        if self.gone and status >= 400:
+        if "refused" in self._state:
+            status, self._state["reason"] = self._state["refused"]
+        elif self.gone and status >= 400:
             status, broken_off = CLIENT_GONE, "disconnect"
         self._count(status)
         if self._call is None:
@@ -168,10 +185,13 @@ class Watched:
 
     def _count(self, status: int) -> None:
         """Add to the requests by endpoint; what clients can invent is no label of its own."""
-        # A call may be refused before it is routed.
-        route = (
-            self._scope["path"] if self._call else getattr(self._scope.get("route"), "path", None)
-        )
+        path = self._scope["path"]
+        if self._call is not None:  # it may be refused before it is routed
+            route = path
+        elif "route" in self._scope:
+            route = self._scope["route"].path
+        else:  # FastAPI's own pages have an endpoint, no parameters, and no route here
+            route = path if "endpoint" in self._scope else "none"
         method = self._scope["method"]
         method = method if method in METHODS else "OTHER"
-        self._metrics.http.labels(method, route or "none", str(status)).inc()
+        self._metrics.http.labels(method, route, str(status)).inc()

@@ -8,6 +8,7 @@ import msgspec
 from uvicorn.protocols.http.flow_control import CLOSE_HEADER
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
+from twolane.api.calls import set_refusal
 from twolane.api.errors import error_body
 
 
@@ -70,6 +71,8 @@ class Connection(H11Protocol):
         if self.cycle is not None:
             self.cycle.disconnected = True  # the application, if it waits for the body, gives up
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            if self.cycle is not None:
+                set_refusal(self.cycle.scope["state"], status, code, message)
             body = msgspec.json.encode(error_body(status, message, code))
             length = (b"content-length", str(len(body)).encode())
             headers = [(b"content-type", b"application/json"), length, CLOSE_HEADER]
