@@ -64,6 +64,8 @@ class TestUnsupportedFields:
         ("stream", "yes"),
         ("stop_token_ids", [-1]),
         ("priority", 2**40),
+        ("repetition_penalty", 1e-46),  # 0 in float32
+        ("repetition_penalty", 0.0099),
     ],
 )
 def test_wrong_types_name_the_field(field, value):

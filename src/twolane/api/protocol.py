@@ -100,6 +100,8 @@ LogprobCount = Annotated[int, Field(ge=0, le=MOST_LOGPROBS)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 """All lists fail fast: only the first error is told, and millions could be sent."""
 Penalty = Annotated[float, Field(ge=-2, le=2)]
+RepetitionPenalty = Annotated[float, Field(ge=0.01)]
+"""Logits are divided by it, and what is almost 0 in float64 is 0 in float32."""
 
 
 def one_message(text: str) -> WrapValidator:
@@ -190,7 +192,7 @@ class GenerationBody(Body):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0)] | None = None
+    repetition_penalty: RepetitionPenalty | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     logit_bias: LogitBias | None = None
