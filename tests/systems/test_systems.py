@@ -142,6 +142,32 @@ def test_settings_are_read_from_text_and_refused_by_name() -> None:
     assert all(describe(name) for name in SYSTEMS)
 
 
+@pytest.fixture(scope="module")
+def solo() -> SoloRun:
+    return SoloRun(synthetic.profile())
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-1", "0", "1e308"])
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_every_number_is_refused_by_name_or_served_with(
+    name: str, value: str, solo: SoloRun
+) -> None:
+    """No number that is accepted ends the engine, or keeps it from a request's end."""
+    numbers = [key for key, usual in defaults(name).items() if type(usual) in (int, float)]
+    arrivals = [(0.03 * i, submit(f"r{i}", 90 + 240 * (i % 3), 6)) for i in range(6)]
+    bounded = [(0.1, submit("tight", 300, 6, slo=Slo(ttft=1.0, tbt=0.03)))]
+    for key in numbers:
+        try:
+            system = make_system(name, {key: value})
+        except ValueError as error:
+            assert key in str(error)
+            continue
+        sim = simulate(system, [*arrivals, *bounded], estimator=solo)
+        assert len(sim.finish) + len(sim.refused) == 7
+        assert value not in ("nan", "inf", "-1")
+        assert value != "0" or key not in ("max_batch_tokens", "token_budget")
+
+
 def test_systems_do_not_import_torch() -> None:
     code = "import sys, twolane.systems; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -23,6 +23,7 @@ from twolane.systems.choices import Choice, Ways, choose
 from twolane.systems.deadlines import Line, make_line
 from twolane.systems.multiplex import batch_load, shared_levels, tbt_slo
 from twolane.systems.plan import Chunk, DecodeSteps, Hybrid, Launch, Plan, PrefillSlice
+from twolane.systems.settings import at_least
 from twolane.systems.view import LaneView, RequestView, View
 from twolane.vocabulary import EXCLUSIVE, LANES, EstimatorName, LaneName
 
@@ -123,8 +124,7 @@ class Auto(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The next launch is queued this long before its lane would run dry."""
 
     def __post_init__(self) -> None:
-        if self.max_batch_tokens < 1:
-            raise ValueError(f"max_batch_tokens must be at least 1, not {self.max_batch_tokens}")
+        at_least(self, max_batch_tokens=1, hysteresis=0, lead_seconds=0)
 
     def start(self) -> Memory:
         """Nothing was decided yet."""
@@ -294,7 +294,7 @@ class Auto(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             return self._drain(view, memory.choice, tbt), memory
         if not self._due(view, "device"):
             return Plan(), memory
-        k = max(1, min(MOST_STEPS, int(self.lead_seconds / step))) if step else 1
+        k = max(1, int(min(MOST_STEPS, self.lead_seconds / step))) if step else 1
         launch = Launch("device", view.units, DecodeSteps(1 if view.waiting else k))
         return Plan(launches=(launch,), reason="no prompt to run"), memory
 

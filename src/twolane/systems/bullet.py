@@ -29,6 +29,7 @@ from twolane.systems.multiplex import (
     wake_at,
 )
 from twolane.systems.plan import Chunk, DecodeSteps, Launch, Plan, PrefillSlice
+from twolane.systems.settings import at_least
 from twolane.systems.view import RequestView, View
 from twolane.vocabulary import EstimatorName
 
@@ -173,11 +174,7 @@ class Bullet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for name in ("ttft_per_token", "tpot_seconds"):
             if not 0.0 < getattr(self, name) < inf:
                 raise ValueError(f"{name} must be above 0, not {getattr(self, name)}")
-        for name in ("step_layers", "max_batch_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
-        if self.prefill_units < 0:
-            raise ValueError(f"prefill_units must not be negative, not {self.prefill_units}")
+        at_least(self, step_layers=1, max_batch_tokens=1, prefill_units=0, lead_seconds=0)
 
     def start(self) -> Memory:
         """Nothing provisioned."""

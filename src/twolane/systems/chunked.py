@@ -10,6 +10,7 @@ import msgspec
 
 from twolane.systems.admission import next_chunks
 from twolane.systems.plan import DecodeSteps, Hybrid, Launch, Plan
+from twolane.systems.settings import at_least
 from twolane.systems.view import View
 from twolane.vocabulary import EstimatorName
 
@@ -26,8 +27,7 @@ class Chunked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The next pass is queued this long before the device would run dry."""
 
     def __post_init__(self) -> None:
-        if self.token_budget < 1:
-            raise ValueError(f"token_budget must be at least 1, not {self.token_budget}")
+        at_least(self, token_budget=1, lead_seconds=0)
 
     def start(self) -> None:
         """No memory is kept between plans."""

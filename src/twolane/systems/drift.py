@@ -11,6 +11,7 @@ import msgspec
 from twolane.systems.best_fit import BestFit, Spent
 from twolane.systems.multiplex import Level, nearest_level, shared_levels
 from twolane.systems.plan import Plan
+from twolane.systems.settings import at_least
 from twolane.systems.view import View
 from twolane.vocabulary import EstimatorName
 
@@ -40,6 +41,7 @@ class Drift(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         if self.groups not in GROUPS:
             raise ValueError(f"groups must be 3, 4 or 5, not {self.groups}")
+        at_least(self, max_batch_tokens=1, slice_seconds=0, lead_seconds=0)
 
     def start(self) -> Spent:
         """No batch was preempted."""

@@ -19,6 +19,7 @@ from twolane.estimate import Beside, Load
 from twolane.systems.admission import next_chunks
 from twolane.systems.multiplex import Prompts, decode_load, nearest_level
 from twolane.systems.plan import Chunk, DecodeSteps, Hybrid, Launch, Plan, PrefillSlice
+from twolane.systems.settings import at_least
 from twolane.systems.view import RequestView, View
 from twolane.vocabulary import EstimatorName
 
@@ -78,12 +79,9 @@ class DuetServe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The next pass is queued this long before the device would run dry."""
 
     def __post_init__(self) -> None:
-        if self.token_budget < 1:
-            raise ValueError(f"token_budget must be at least 1, not {self.token_budget}")
         if not 0.0 < self.tbt_seconds < inf:
             raise ValueError(f"tbt_seconds must be above 0, not {self.tbt_seconds}")
-        if self.decode_units < 0:
-            raise ValueError(f"decode_units must not be negative, not {self.decode_units}")
+        at_least(self, token_budget=1, decode_units=0, lead_seconds=0)
 
     def start(self) -> None:
         """No memory is kept between plans."""

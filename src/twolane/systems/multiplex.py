@@ -131,13 +131,14 @@ def decode_seconds(
 
 
 def layers_for(seconds: float | None, whole: float | None, layers: int) -> int:
-    """⌈seconds · layers / whole⌉: as many as take so long if all of them take `whole`; at least 1.
+    """⌈seconds · layers / whole⌉: as many as take so long if all of them take `whole`; at least 1,
+    at most all.
 
     MuxWise §3.4.2, N_PL. One layer while nothing is known.
     """
     if seconds is None or not whole:
         return 1
-    return max(1, math.ceil(seconds * layers / whole - 1e-9))
+    return max(1, math.ceil(min(seconds * layers / whole, layers) - 1e-9))
 
 
 def decoding_soon(view: View) -> Sequence[RequestView]:

@@ -12,6 +12,7 @@ import msgspec
 from twolane.systems.best_fit import BestFit, Spent
 from twolane.systems.multiplex import shared_levels
 from twolane.systems.plan import Plan
+from twolane.systems.settings import at_least
 from twolane.systems.view import View
 from twolane.vocabulary import EstimatorName
 
@@ -38,6 +39,9 @@ class MuxWise(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Of a slice while nothing decodes, so that the batch can be preempted."""
     lead_seconds: float = 0.005
     """The next launch is queued this long before its lane would run dry."""
+
+    def __post_init__(self) -> None:
+        at_least(self, max_batch_tokens=1, slice_seconds=0, lead_seconds=0)
 
     def start(self) -> Spent:
         """No batch was preempted."""

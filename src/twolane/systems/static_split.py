@@ -18,6 +18,7 @@ from twolane.systems.multiplex import (
     wake_at,
 )
 from twolane.systems.plan import Chunk, DecodeSteps, Launch, Plan
+from twolane.systems.settings import at_least
 from twolane.systems.view import View
 from twolane.vocabulary import EstimatorName
 
@@ -43,10 +44,8 @@ class StaticSplit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The next launch is queued this long before its lane would run dry."""
 
     def __post_init__(self) -> None:
-        if self.look_ahead < 1:
-            raise ValueError(f"look_ahead must be at least 1, not {self.look_ahead}")
-        if self.decode_units < 0:
-            raise ValueError(f"decode_units must not be negative, not {self.decode_units}")
+        at_least(self, decode_units=0, look_ahead=1, max_batch_tokens=1)
+        at_least(self, slice_seconds=0, lead_seconds=0)
 
     def start(self) -> None:
         """No memory is kept between plans."""

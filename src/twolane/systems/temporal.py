@@ -13,6 +13,7 @@ import msgspec
 from twolane.systems.admission import next_chunks
 from twolane.systems.multiplex import Prompts, decode_load, tbt_slo
 from twolane.systems.plan import Chunk, DecodeSteps, Launch, Plan, PrefillSlice
+from twolane.systems.settings import at_least
 from twolane.systems.view import RequestView, View
 from twolane.vocabulary import EstimatorName
 
@@ -27,6 +28,9 @@ class Temporal(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """New tokens in one prefill batch; a longer prompt is a batch of its own."""
     lead_seconds: float = 0.005
     """The next launch is queued this long before the device would run dry."""
+
+    def __post_init__(self) -> None:
+        at_least(self, max_batch_tokens=1, lead_seconds=0)
 
     def start(self) -> bool:
         """Whether decode's turn is next: a slice was launched last."""

@@ -11,6 +11,7 @@ import msgspec
 from twolane.systems.admission import next_chunks
 from twolane.systems.multiplex import wake_at
 from twolane.systems.plan import Chunk, DecodeSteps, Launch, Plan, PrefillSlice
+from twolane.systems.settings import at_least
 from twolane.systems.view import View
 from twolane.vocabulary import EstimatorName
 
@@ -25,6 +26,9 @@ class TwoStream(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """New tokens in one prefill batch; a longer prompt is a batch of its own."""
     lead_seconds: float = 0.005
     """The next launch is queued this long before its lane would run dry."""
+
+    def __post_init__(self) -> None:
+        at_least(self, max_batch_tokens=1, lead_seconds=0)
 
     def start(self) -> None:
         """No memory is kept between plans."""

@@ -1,0 +1,22 @@
+"""The check that all systems make of their settings."""
+
+from math import inf
+
+import msgspec
+
+
+def at_least(system: msgspec.Struct, **bounds: float) -> None:
+    """Refuse settings that are below their bounds, infinite or no number.
+
+    Args:
+        system: whose settings they are.
+        bounds: the least of each, by its name.
+
+    Raises:
+        ValueError: the first that is; the message begins with its name.
+    """
+    for name, bound in bounds.items():
+        value = getattr(system, name)
+        if not bound <= value < inf:
+            finite = " and finite" if isinstance(value, float) else ""
+            raise ValueError(f"{name} must be at least {bound}{finite}, not {value}")
