@@ -1,14 +1,18 @@
+import inspect
 import os
 import re
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from msgspec.structs import fields
 from typer.main import get_command
+from typer.testing import CliRunner
 
+from twolane.bench.cli import app as bench
 from twolane.cli import ENGINE_OPTIONS, app
 from twolane.engine.config import EngineConfig
 
@@ -139,6 +143,52 @@ def test_wrong_options_are_refused_by_name(args, words):
     for word in words:
         assert word in result.stderr
     assert "Traceback" not in result.stderr
+
+
+ASKED = {
+    "serve": [MODEL],
+    "generate": [MODEL, "x"],
+    "profile": [MODEL],
+    "simulate": ["llama-3.1-8b"],
+    "bench serve": ["--base-url", "http://127.0.0.1:1"],
+    "bench goodput": [
+        "--simulate",
+        "h200",
+        "--model",
+        "llama-3.1-8b",
+        "--goodput",
+        "ttft:1",
+        "--out",
+        "x",
+    ],
+    "bench report": ["nowhere"],
+}
+"""What each command that takes fractions needs beside them."""
+
+
+def fractions():
+    """Return every command with each of its options that take fractions."""
+    commands = [(one.callback.__name__, one.callback) for one in app.registered_commands]
+    commands += [
+        (f"bench {one.callback.__name__}", one.callback) for one in bench.registered_commands
+    ]
+    return [
+        (name, "--" + option.replace("_", "-"))
+        for name, command in commands
+        for option, parameter in inspect.signature(command).parameters.items()
+        if "float" in str(get_args(parameter.annotation)[:1])
+    ]
+
+
+@pytest.mark.parametrize(("command", "option"), fractions())
+def test_what_is_no_number_is_refused_by_name(command, option, tmp_path, monkeypatch):
+    """As is what is infinite, but where that has a meaning: for arrivals."""
+    monkeypatch.chdir(tmp_path)
+    infinite = () if option in ("--request-rate", "--burstiness") else ("inf", "1e400")
+    for value in ("nan", *infinite):
+        done = CliRunner().invoke(app, [*command.split(), *ASKED[command], f"{option}={value}"])
+        assert done.exit_code == 2
+        assert option in done.output
 
 
 @pytest.mark.parametrize(

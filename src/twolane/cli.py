@@ -467,6 +467,7 @@ def serve(
             rich_help_panel=SERVER,
             metavar="SECONDS",
             min=0.0,
+            callback=bench_options.finite,
             help="How long requests may go on after Ctrl-C or SIGTERM; a second one stops at once.",
         ),
     ] = 10.0,
@@ -477,6 +478,7 @@ def serve(
             rich_help_panel=SERVER,
             metavar="SECONDS",
             min=0.1,
+            callback=bench_options.finite,
             help="How long a request may take to arrive; slower ones get a 408.",
         ),
     ] = 60.0,
@@ -487,6 +489,7 @@ def serve(
             rich_help_panel=SCHEDULING,
             metavar="MS",
             min=0.0,
+            callback=bench_options.finite,
             help="What is left of each bound between two tokens for their way to the client, at "
             "most a twentieth of it: systems plan for so much less.",
         ),
@@ -706,7 +709,9 @@ def profile(
     seconds: Annotated[
         float,
         typer.Option(
-            min=0.0, help="How long to measure, beside the start; the next run goes on from there."
+            min=0.0,
+            callback=bench_options.finite,
+            help="How long to measure, beside the start; the next run goes on from there.",
         ),
     ] = 480.0,
 ) -> None:

@@ -113,7 +113,12 @@ def serve(
         ),
     ] = None,
     timeout: Annotated[
-        float, typer.Option(help="Seconds that one request may take.", rich_help_panel=WHERE)
+        float,
+        typer.Option(
+            callback=options.finite,
+            help="Seconds that one request may take.",
+            rich_help_panel=WHERE,
+        ),
     ] = 600.0,
     prompt_format: Annotated[
         Literal["auto", "ids", "text"],
@@ -372,11 +377,13 @@ def report(
     trace_from: Annotated[
         float | None,
         typer.Option(
-            help="Seconds into the trace where the timeline begins. (default: where most happens)"
+            callback=options.finite,
+            help="Seconds into the trace where the timeline begins. (default: where most happens)",
         ),
     ] = None,
     trace_seconds: Annotated[
-        float | None, typer.Option(min=0.001, help="Seconds that the timeline shows.")
+        float | None,
+        typer.Option(min=0.001, callback=options.finite, help="Seconds that the timeline shows."),
     ] = None,
 ) -> None:
     """Draw what came out: one page, its figures as PNG, and a table for a README."""

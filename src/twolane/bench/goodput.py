@@ -91,8 +91,8 @@ class Search(msgspec.Struct, frozen=True, kw_only=True):
             raise OptionError("--goodput", "name the SLOs, such as ttft:1000 tbt:50")
         if not 0 < self.attainment <= 1:
             raise OptionError("--attainment", f"must be in (0, 1], not {self.attainment}")
-        if self.tbts and ("tbt" in self.slos or min(self.tbts) <= 0):
-            raise OptionError("--goodput", "several bounds of tbt: each once, and above 0")
+        if self.tbts and ("tbt" in self.slos or not all(0 < tbt < math.inf for tbt in self.tbts)):
+            raise OptionError("--goodput", "several bounds of tbt: each once, above 0 and finite")
         if self.seeds < 1:
             raise OptionError("--seeds", f"must be positive, not {self.seeds}")
         if not LOWEST <= self.least_rate <= self.start_rate <= HIGHEST:
@@ -102,6 +102,7 @@ class Search(msgspec.Struct, frozen=True, kw_only=True):
             raise OptionError("--first-step", f"must be in (1, 1024], not {self.first_step}")
         if not 0 < self.tolerance < 1:
             raise OptionError("--tolerance", f"must be in (0, 1), not {self.tolerance}")
+        self.workload.check()
 
     def points(self, folder: Path) -> list["Point"]:
         """Each bound on TBT as a search of its own, loosest first; or this one."""
@@ -303,8 +304,10 @@ def find(
         OptionError: an option is wrong, or the folder holds another search.
     """
     search.check()
-    if guesses and (len(guesses) != search.seeds or search.tbts or min(guesses) <= 0):
-        raise OptionError("--guess", "one for each seed, above 0, and one bound on TBT at most")
+    if not all(0 < guess < math.inf for guess in guesses):
+        raise OptionError("--guess", "must be above 0 and finite")
+    if guesses and (len(guesses) != search.seeds or search.tbts):
+        raise OptionError("--guess", "one for each seed, and one bound on TBT at most")
     points = search.points(folder)
     for point in points:
         _open_folder(point)

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import inspect
 import json
+import math
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -233,6 +234,13 @@ def number(option: str, text: str) -> float:
         return float(text)
     except ValueError:
         raise typer.BadParameter(f"{option}: {text!r} is not a number") from None
+
+
+def finite(value: float | None) -> float | None:
+    """Check an option as its callback: refuse what is infinite or no number."""
+    if value is not None and not math.isfinite(value):
+        raise typer.BadParameter(f"must be finite, not {value}")
+    return value
 
 
 def slos(texts: list[str] | None, more: list[str] | None) -> dict[str, float]:

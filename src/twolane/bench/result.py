@@ -1,5 +1,6 @@
 """What a run of `bench serve` is asked, and what came out of it."""
 
+import math
 from datetime import datetime
 from functools import cached_property
 from typing import Literal
@@ -114,8 +115,8 @@ class BenchConfig(msgspec.Struct, frozen=True, kw_only=True):
             if name not in (*SLO_NAMES, TTFT_PER_1K):
                 known = ", ".join((*SLO_NAMES, "ttft-per-1k"))
                 raise OptionError("--goodput", f"{name!r} is not one of {known}")
-            if not bound > 0:
-                raise OptionError("--goodput", f"the bound of {name} must be positive")
+            if not 0 < bound < math.inf:
+                raise OptionError("--goodput", f"the bound of {name} must be positive and finite")
         for percentile in self.percentiles:
             if not 0 < percentile <= 100:
                 raise OptionError("--metric-percentiles", f"{percentile:g} is not in (0, 100]")

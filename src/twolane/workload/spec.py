@@ -61,8 +61,7 @@ class WorkloadSpec(msgspec.Struct, frozen=True, kw_only=True):
             OptionError: an option is out of range or contradicts another.
             TraceError: the trace file is bad.
         """
-        self._check_ranges()
-        self._check_dataset()
+        self.check()
         requests = self._adapt(self._select())
         if self._uses_trace_times(requests):
             return traces.scale_rate(requests, self.scale_rate or 1.0)
@@ -75,6 +74,15 @@ class WorkloadSpec(msgspec.Struct, frozen=True, kw_only=True):
             msgspec.structs.replace(request, arrival=time)
             for request, time in zip(requests, times, strict=True)
         ]
+
+    def check(self) -> None:
+        """Refuse what can be seen to be wrong before a trace is read.
+
+        Raises:
+            OptionError: naming the option.
+        """
+        self._check_ranges()
+        self._check_dataset()
 
     def _select(self) -> list[TraceRequest]:
         count = DEFAULT_COUNT if self.num_prompts is None else self.num_prompts
