@@ -141,3 +141,13 @@ def test_what_is_wrong_is_said_in_a_line(arguments, complaint):
     done = CliRunner().invoke(app, ["simulate", MODEL, *arguments])
     assert done.exit_code != 0
     assert complaint in done.output + done.stderr
+
+
+def test_a_model_that_leaves_no_memory_for_its_kv_is_one_line(tmp_path):
+    """In a simulation, and in a search that simulates."""
+    goodput = f"bench goodput --simulate a100-80gb --model llama-3.1-70b --out {tmp_path}/found"
+    for command in (f"simulate {MODEL} --gpu-memory-utilization 0.00001", goodput):
+        done = CliRunner().invoke(app, [*command.split(), "--num-prompts=3", "--goodput=ttft:900"])
+        assert done.exit_code == 1
+        [line] = done.stderr.strip().splitlines()
+        assert line.endswith("there is not enough memory for the model and a KV pool")

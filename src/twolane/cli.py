@@ -398,7 +398,7 @@ def one_line_errors() -> Iterator[None]:
 
     try:
         yield
-    except (PullError, EngineError, GenerationFailed, ValueError, OSError) as error:
+    except (PullError, EngineError, GenerationFailed, ValueError, OSError, MemoryError) as error:
         raise fail(str(error) or type(error).__name__) from error
 
 

@@ -412,7 +412,7 @@ def _errors_as_lines() -> Iterator[None]:
     try:
         with options.workload_errors():
             yield
-    except BenchError as error:
+    except (BenchError, MemoryError) as error:
         typer.echo(f"Error: {error}", err=True)
         raise typer.Exit(1) from error
 

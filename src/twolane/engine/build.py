@@ -136,7 +136,7 @@ def make_books(config: EngineConfig, machine: Machine, max_model_len: int) -> KV
         room = machine.kv_bytes(max_model_len) // (page_size * machine.page_token_bytes)
         pages = min(room, most)
     if pages < 1:
-        raise MemoryError("not enough free memory for a KV pool")
+        raise MemoryError("there is not enough memory for the model and a KV pool")
     return KVBooks(pages, page_size, config.max_running, prefix_cache=config.prefix_cache)
 
 
