@@ -118,13 +118,22 @@ def test_version():
     [
         (("--kv-tokens", "4"), ("--kv-tokens 4",)),
         (("--kv-tokens", "100", "--max-model-len", "200"), ("--kv-tokens 100", "200")),
-        (("--max-positions", "100", "--max-model-len", "200"), ("--max-model-len 200", "100")),
+        (
+            ("--max-positions", "100", "--max-model-len", "200"),
+            ("--max-model-len 200", "--max-positions 100"),
+        ),
         (("--page-size", "0"), ("--page-size", "at least 1")),
         (("--max-model-len", "1"), ("--max-model-len", "at least 2")),
         (("--cores", "0"), ("--cores", "between 1 and")),
         (("--system", "nope"), ("--system 'nope'", "static-split", "chunked")),
         (("--option", "nope=1"), ("--option 'nope'", "decode_units")),
         (("--option", "nope"), ("--option nope", "KEY=VALUE")),
+        (
+            ("--option", "look-ahead=1", "--option", "look_ahead=2"),
+            ("--option look_ahead", "twice"),
+        ),
+        (("--otlp-endpoint", "foo"), ("--otlp-endpoint", "'foo'")),
+        (("--host", ""), ("--host must not be empty",)),
         (("--option", "decode_units=x"), ("--option", "decode_units")),
         (("--trace", "/nowhere/t.json"), ("--trace", "/nowhere/t.json")),
         (("--slo-tbt-ms", "-1"), ("--slo-tbt-ms", "-1")),
@@ -223,7 +232,7 @@ def test_settings_that_the_model_cannot_keep_are_one_line(tmp_path):
     result = run("serve", model, "--load-format", "dummy", "--max-model-len", "100000")
     assert result.returncode == 1
     *progress, last = result.stderr.splitlines()
-    assert "100000 exceeds the model's 65536 positions" in last
+    assert "--max-model-len 100000 exceeds the model's 65536 positions; --max-positions" in last
     assert all(line.endswith("...") for line in progress)
 
 
@@ -234,6 +243,21 @@ def test_an_address_in_use_is_one_line():
         result = run("serve", MODEL, "--port", str(taken.getsockname()[1]))
     assert result.returncode == 1
     assert "cannot listen on 127.0.0.1" in result.stderr
+
+
+@pytest.mark.parametrize("host", ["nope.invalid", "a..b"])
+def test_an_address_that_is_none_is_one_line_that_names_it(host):
+    result = run("serve", MODEL, "--host", host)
+    assert result.returncode == 1
+    [line] = result.stderr.splitlines()
+    assert "cannot listen on --host" in line
+    assert host in line
+
+
+def test_a_profile_that_is_not_there_is_named_once():
+    result = run("bench", "estimators", "nowhere.json")
+    assert result.returncode == 1
+    assert result.stderr == "twolane: nowhere.json: No such file or directory\n"
 
 
 def test_generate_answers():

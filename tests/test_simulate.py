@@ -130,8 +130,10 @@ def test_the_command(tmp_path):
     ("arguments", "complaint"),
     [
         (["--gpu", "b200"], "there are: a100-80gb, h100, h200"),
-        (["--tp", "3"], "tp 3 does not divide"),
-        (["--levels", "132"], "levels 132 leave none"),
+        (["--tp", "3"], "--tp 3 does not divide"),
+        (["--levels", "132"], "--levels 132 leave none"),
+        (["--page-size", "7"], "--page-size must be one of 16, 32, 64"),
+        (["--result-file", "/"], "--result-file: / is a folder"),
         (["--system", "nonsense"], "--system"),
         (["--dataset", "nowhere"], "--dataset"),
         (["--cores", "2"], "No such option"),
@@ -139,8 +141,9 @@ def test_the_command(tmp_path):
 )
 def test_what_is_wrong_is_said_in_a_line(arguments, complaint):
     done = CliRunner().invoke(app, ["simulate", MODEL, *arguments])
-    assert done.exit_code != 0
+    assert done.exit_code == 2
     assert complaint in done.output + done.stderr
+    assert not done.stderr.startswith("\n")
 
 
 def test_a_model_that_leaves_no_memory_for_its_kv_is_one_line(tmp_path):

@@ -7,6 +7,7 @@ import contextlib
 import functools
 import inspect
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from difflib import get_close_matches
@@ -301,6 +302,13 @@ def flag(name: str) -> str:
     return "--option" if name == "options" else "--" + name.replace("_", "-")
 
 
+def with_flags(text: str) -> str:
+    """Return an error of the engine with its settings named as their flags are."""
+    names = "|".join(name for name in ENGINE_OPTIONS if "_" in name)
+    alone = rf"(?<![\w./'\"-])({names})(?![\w./'\"-])"
+    return re.sub(alone, lambda found: flag(found[0]), text)
+
+
 def variable(flag: str) -> str:
     """Return the environment variable that stands in for a flag."""
     return "TWOLANE_" + flag.removeprefix("--").replace("-", "_").upper()
@@ -345,13 +353,16 @@ def engine_config(model: str, settings: dict[str, Any]) -> EngineConfig:
         key, equals, value = option.partition("=")
         if not equals:
             raise fail(f"--option {option}: write KEY=VALUE", USAGE_ERROR)
-        options[key.replace("-", "_")] = value
+        key = key.replace("-", "_")
+        if key in options:
+            raise fail(f"--option {key} is given twice", USAGE_ERROR)
+        options[key] = value
     slo, levels = default_slo(settings), asked_levels(settings.pop("levels"))
     config = EngineConfig(model=model, options=options, slo=slo, levels=levels, **settings)
     try:
         check_settings(config)
     except SettingError as error:
-        raise fail(f"{flag(error.field)} {error.problem}", USAGE_ERROR) from error
+        raise fail(with_flags(f"{flag(error.field)} {error.problem}"), USAGE_ERROR) from error
     return config
 
 
@@ -391,15 +402,18 @@ def takes_engine_settings(
 
 @contextlib.contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Turn what a user can do wrong into one line and exit code 1."""
+    """Turn what a user can do wrong into a line: 2 for wrong options, 1 for what cannot be had."""
     from twolane.api.engine_client import EngineError
     from twolane.api.generation import GenerationFailed
+    from twolane.engine.settings import SettingError
     from twolane.model.hub import PullError
 
     try:
         yield
+    except SettingError as error:
+        raise fail(with_flags(f"{flag(error.field)} {error.problem}"), USAGE_ERROR) from error
     except (PullError, EngineError, GenerationFailed, ValueError, OSError, MemoryError) as error:
-        raise fail(str(error) or type(error).__name__) from error
+        raise fail(with_flags(str(error)) or type(error).__name__) from error
 
 
 def show_version(wanted: bool) -> None:
@@ -539,6 +553,11 @@ def serve(
 
     if any(not key.strip() for key in api_key or ()):
         raise fail("--api-key must not be empty", USAGE_ERROR)
+    if not host.strip():
+        raise fail("--host must not be empty", USAGE_ERROR)
+    if not (otlp_endpoint or "http://").startswith(("http://", "https://")):
+        problem = f"must be an http:// or https:// URL, not {otlp_endpoint!r}"
+        raise fail(f"--otlp-endpoint {problem}", USAGE_ERROR)
     options = run.ServerOptions(
         host=host,
         port=port,

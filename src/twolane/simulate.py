@@ -65,13 +65,12 @@ class SimulateConfig(msgspec.Struct, frozen=True, kw_only=True):
         """Refuse what is wrong, or has no meaning in a simulation.
 
         Raises:
-            SettingError: naming the engine's setting.
-            ValueError: `gpu` or `tp`.
+            SettingError: naming the engine's setting, or `gpu`.
             OptionError: naming the option of the workload.
         """
         check_settings(self.engine)
         if self.gpu not in GPUS:
-            raise ValueError(f"gpu {self.gpu!r} is unknown; there are: {', '.join(GPUS)}")
+            raise SettingError("gpu", f"{self.gpu!r} is unknown; there are: {', '.join(GPUS)}")
         if self.engine.dtype not in ("auto", "bfloat16"):
             raise SettingError("dtype", f"is bfloat16 in a simulation, not {self.engine.dtype}")
         if self.engine.cores is not None or self.engine.device != "auto":
@@ -123,6 +122,10 @@ def simulate(
     config.check()
     requests = config.bench.workload.build() if workload is None else workload
     seed, gpu, spec = config.bench.workload.seed, GPUS[config.gpu], shapes_of(config.engine)
+    if spec.kv_heads % config.tp:
+        raise SettingError(
+            "tp", f"{config.tp} does not divide the model's {spec.kv_heads} KV heads"
+        )
     machine = SimulatedMachine(gpu, spec, config.engine, tp=config.tp, seed=seed)
     profile = config.engine.profile or str(simulated_profile(gpu, spec, config.tp))
     engine = msgspec.structs.replace(config.engine, profile=profile)
@@ -156,7 +159,9 @@ def simulate(
 def show(config: SimulateConfig, result_file: Path | None, requests_file: Path | None) -> None:
     """Simulate with a bar, save what is asked for, and print the report."""
     requests = config.bench.workload.build()
-    with Progress(console=Console(stderr=True), transient=True) as progress:
+    config.check()
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(f"simulating {config.gpu}", total=len(requests))
 
         def count(record: Record) -> bool:

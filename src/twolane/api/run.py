@@ -207,9 +207,14 @@ def bind(host: str, port: int) -> socket.socket:
     Raises:
         OSError: it cannot be had.
     """
-    family, kind, protocol, _, address = socket.getaddrinfo(
-        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )[0]
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except UnicodeError as error:
+        raise OSError(f"cannot listen on --host {host!r}: not a host name") from error
+    except OSError as error:
+        raise OSError(error.errno, f"cannot listen on --host {host}: {error.strerror}") from error
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

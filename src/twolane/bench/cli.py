@@ -429,8 +429,13 @@ def _run(config: "BenchConfig") -> "Result":
         MofNCompleteColumn(),
         TimeElapsedColumn(),
     )
+    console = Console(stderr=True)
     with Progress(
-        *columns, console=Console(stderr=True), refresh_per_second=4, transient=True
+        *columns,
+        console=console,
+        refresh_per_second=4,
+        transient=True,
+        disable=not console.is_terminal,
     ) as progress:
         task = progress.add_task("preparing", total=None)
 

@@ -28,7 +28,8 @@ def estimators(
             console.print(_table(_title(path, profile), table(profile)))
             costs = prediction_seconds(profile)
         except ProfileError as error:
-            typer.echo(f"twolane: {path}: {error}", err=True)
+            problem = str(error).removeprefix(str(path)).lstrip(": ")
+            typer.echo(f"twolane: {path}: {problem}", err=True)
             raise typer.Exit(1) from error
         console.print("a prediction of a decode step, one level / all levels at once:")
         for name, (one, every) in costs.items():

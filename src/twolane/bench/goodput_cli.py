@@ -275,7 +275,7 @@ def parse_system(text: str) -> tuple[str, dict[str, str]]:
     """`name:key=value,key=value` as a name and its settings.
 
     Raises:
-        OptionError: a setting has no value.
+        OptionError: a setting has no value, or two.
     """
     name, _, rest = text.partition(":")
     settings = {}
@@ -283,7 +283,10 @@ def parse_system(text: str) -> tuple[str, dict[str, str]]:
         key, equals, value = one.partition("=")
         if not equals:
             raise OptionError("--system", f"{text!r}: write NAME:KEY=VALUE,…")
-        settings[key.replace("-", "_")] = value
+        key = key.replace("-", "_")
+        if key in settings:
+            raise OptionError("--system", f"{text!r} has {key} twice")
+        settings[key] = value
     return name, settings
 
 

@@ -299,6 +299,8 @@ def json_object(text: str | None) -> dict[str, object]:
 
 
 def need_folder(option: str, path: Any) -> None:
-    """Refuse a file whose folder is not there."""
+    """Refuse a file whose folder is not there, or that is a folder itself."""
+    if path is not None and path.is_dir():
+        raise typer.BadParameter(f"{option}: {path} is a folder")
     if path is not None and not path.absolute().parent.is_dir():
         raise typer.BadParameter(f"{option}: no folder {path.absolute().parent}")

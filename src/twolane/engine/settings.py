@@ -14,7 +14,7 @@ class SettingError(ValueError):
     """A setting is out of range or contradicts another.
 
     Args:
-        field: the `EngineConfig` field.
+        field: the `EngineConfig` field, or that of a simulation.
         problem: what is wrong with it.
     """
 
