@@ -133,3 +133,20 @@ def test_bench_takes_a_file_too(parse):
     assert (got["header"], got["metric_percentiles"]) == (["a=b"], "50,99")
     with pytest.raises(typer.BadParameter, match="unknown key 'more_slos'"):
         parse("more_slos: x", command=BENCH)
+
+
+def test_keys_that_are_none_are_refused_wherever_they_come_from(parse, monkeypatch):
+    """A server that was to have a key must not be open to everybody; unset or default is no key."""
+    for value in (" ", "\t\n"):
+        monkeypatch.setenv("TWOLANE_API_KEY", value)
+        with pytest.raises(typer.BadParameter, match="must not be empty"):
+            parse("model: m")
+    monkeypatch.setenv("TWOLANE_API_KEY", "")
+    assert not parse("model: m")["api_key"]
+    assert not parse("model: m\napi-key: ~")["api_key"]
+    for text in ("api-key: []", "api-key: ['']", "api-key: ' '"):
+        with pytest.raises(typer.BadParameter, match="must not be empty"):
+            parse(f"model: m\n{text}")
+    with pytest.raises(typer.BadParameter, match="must not be empty"):
+        parse("model: m", "--api-key", "")
+    assert parse("model: m\napi-key: [a, b]")["api_key"] == ["a", "b"]

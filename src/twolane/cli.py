@@ -432,6 +432,15 @@ def top(
     """Take what belongs to no command."""
 
 
+def real_keys(ctx: typer.Context, keys: list[str] | None) -> list[str] | None:
+    """Refuse an --api-key that is given and holds no key: everybody might ask."""
+    source = ctx.get_parameter_source("api_key")
+    given = source is not None and source.name != "DEFAULT"
+    if (given and not keys) or any(not key.strip() for key in keys or ()):
+        raise typer.BadParameter("must not be empty")
+    return keys
+
+
 @app.command(epilog=EPILOG_SERVE)
 @takes_engine_settings()
 def serve(
@@ -514,6 +523,7 @@ def serve(
             envvar="TWOLANE_API_KEY",
             rich_help_panel=SERVER,
             metavar="KEY",
+            callback=real_keys,
             help="A key that requests must bring; may be repeated. The environment variable "
             "(keys apart by spaces) or the file keeps them out of the process list.",
             show_default=False,
@@ -551,8 +561,6 @@ def serve(
     """Serve a model over HTTP with OpenAI's API."""
     from twolane.api import run
 
-    if any(not key.strip() for key in api_key or ()):
-        raise fail("--api-key must not be empty", USAGE_ERROR)
     if not host.strip():
         raise fail("--host must not be empty", USAGE_ERROR)
     if not (otlp_endpoint or "http://").startswith(("http://", "https://")):
