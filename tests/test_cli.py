@@ -272,6 +272,24 @@ def test_generate_continues_text_from_standard_input():
     assert "Paris" in result.stdout
 
 
+def test_a_terminated_generate_leaves_nothing_behind(tmp_path):
+    """No folder of sockets, in the middle of an answer; and the exit code says what came."""
+    args = ("generate", MODEL, "Once", "--raw", "--max-tokens", "4000", "--kv-tokens", "5000")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "twolane", *args],
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdout.read(1)
+    assert list(tmp_path.glob("twolane-*"))
+    process.terminate()
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 143
+    assert b"Traceback" not in errors
+    assert not list(tmp_path.glob("twolane-*"))
+
+
 def test_generate_refuses_wrong_parameters():
     result = run("generate", MODEL, "x", "--top-p", "2")
     assert result.returncode == 2

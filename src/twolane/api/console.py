@@ -1,6 +1,7 @@
 """`twolane generate`: one prompt, answered in the terminal."""
 
 import asyncio
+import signal
 import sys
 
 from twolane.api.engine_client import EngineClient
@@ -10,6 +11,9 @@ from twolane.api.startup import start_engine
 from twolane.api.text import TextCodec
 from twolane.engine.config import EngineConfig
 from twolane.sampling import SamplingParams
+
+TERMINATED = 128 + signal.SIGTERM
+"""The exit code after SIGTERM, as shells have it."""
 
 
 def generate(
@@ -27,14 +31,21 @@ def generate(
         ValueError: see `start_engine`, as for PullError and EngineError; or the prompt is empty,
             too long, or not to be had as tokens.
         GenerationFailed: the engine died.
+        SystemExit: SIGTERM came; the engine has ended.
     """
-    asyncio.run(run(config, prompt, params, chat=chat))
+    try:
+        asyncio.run(run(config, prompt, params, chat=chat))
+    except asyncio.CancelledError:  # Ctrl-C is a KeyboardInterrupt
+        raise SystemExit(TERMINATED) from None
 
 
 async def run(
     config: EngineConfig, prompt: str, params: SamplingParams, *, chat: bool | None
 ) -> None:
     """See `generate`."""
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     with progress_bars() as show:
         engine, codec = await start_engine(config, show)
     try:
