@@ -5,7 +5,9 @@ import http.client
 import json
 import os
 import signal
+import socket
 import threading
+import urllib.error
 import urllib.parse
 from types import SimpleNamespace
 
@@ -239,6 +241,22 @@ def test_draining_is_bounded(tiny_model):
         *_, last = stream.events()
         assert last["error"]["message"] == "the server is shutting down"
         assert served.process.wait(30) == 0
+
+
+def test_what_clients_send_writes_no_lines_into_the_log(tiny_model, tmp_path):
+    """Neither a request to become a web socket nor one that is no HTTP; both are answered."""
+    upgrade = (
+        b"GET /health HTTP/1.1\r\nHost: a\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n"
+    )
+    log = tmp_path / "log"
+    with serving(str(tiny_model), *TINY, stderr=log) as served:
+        address = served.base.removeprefix("http://").split(":")
+        before = log.read_text()
+        for sent, status in ((upgrade, b" 200 "), (b"nonsense\r\n\r\n", b" 400 ")):
+            with socket.create_connection((address[0], int(address[1])), timeout=30) as client:
+                client.sendall(sent)
+                assert status in client.recv(1000).split(b"\r\n")[0]
+        assert log.read_text() == before
 
 
 def test_a_second_signal_stops_at_once(tiny_model):

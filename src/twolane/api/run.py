@@ -94,6 +94,8 @@ def serve(config: EngineConfig, options: ServerOptions) -> int:
     )
     for name in ("uvicorn", "asyncio", "transformers"):
         logging.getLogger(name).setLevel(logging.WARNING)
+    # Its warnings are about what clients send; who sends nonsense is answered, and fills no log.
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
     return asyncio.run(run(config, options))
 
 
