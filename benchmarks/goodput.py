@@ -142,7 +142,7 @@ PANELS = (
     _azure("qwen3-8b", "azure-conv", 9, 10, 300, "64/128/256", "muxwise"),
     _azure("qwen3-8b", "azure-conv", 50, 24, 750, "512/1024/2048", "muxwise/drift/bullet"),
     _azure("qwen3-8b", "azure-code", 21, 9, 300, "256/512/1024", "drift/bullet"),
-    _azure("qwen3-8b", "azure-code", 12, 6.5, 220, "128/256/512", "drift/muxwise"),
+    _azure("qwen3-8b", "azure-code", 12, 6.5, 220, "128/256/512", "muxwise/drift"),
     _azure("qwen3-8b", "azure-code", 9, 5, 180, "64/128/256", "muxwise"),
     _azure("qwen3-8b", "azure-code", 50, 11, 360, "512/1024/2048", "muxwise/bullet/drift"),
     _azure("codellama-34b", "azure-conv", 40, 3.5, 130, "128/256/512", "muxwise/drift"),

@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import threading
+import time
 import urllib.error
 import urllib.parse
 from types import SimpleNamespace
@@ -221,6 +222,8 @@ def test_a_draining_server_says_so(tiny_model):
         stream.next_token()
         served.process.send_signal(signal.SIGTERM)
         wait_for(lambda: served.request("/health/ready")[0] == 503)
+        time.sleep(0.5)  # a listener that is told to close does so within 0.1 s
+        assert served.request("/health/ready")[0] == 503
         old.request("GET", "/health")
         assert old.getresponse().status == 503
         status, _, body = served.request("/v1/completions", {"prompt": [5]})
