@@ -149,13 +149,29 @@ def test_what_is_told_early_is_what_the_whole_run_says():
         assert min(kept.gaps, kept.requests["ttft"]) < 0.99
 
 
+def test_answers_of_one_token_keep_a_bound_on_gaps(tmp_path):
+    """They have no gap to miss; one that failed has kept nothing."""
+    workload = WorkloadSpec(num_prompts=8, random_input_len=40, random_output_len=1)
+    search = replace(search_of({"tbt": 0.05}, tolerance=0.9, start_rate=5e4), workload=workload)
+    served = simulation(search)
+
+    def failing(*asked):
+        result, hopeless = served(*asked)
+        *kept, last = result.records
+        failed = replace(last, outcome="status_500", token_times=())
+        return replace(result, records=(*kept, failed)), hopeless
+
+    assert find(search, ["chunked"], served, tmp_path / "served")[0]["chunked"][0] > 5e4
+    search = replace(search, least_rate=5e4)
+    assert find(search, ["chunked"], failing, tmp_path / "failing")[0]["chunked"] == [0.0]
+
+
 def search_of(slos, requests=100, dataset="azure-conv", **more):
     return Search(
         target={"simulate": "h200", "model": "llama-3.1-8b", "tp": 1},
         workload=WorkloadSpec(dataset=dataset, num_prompts=requests),
         slos=slos,
-        start_rate=8.0,
-        **more,
+        **{"start_rate": 8.0, **more},
     )
 
 

@@ -1,10 +1,10 @@
 """`bench goodput`: the highest request rate at which the SLOs hold.
 
 An SLO holds when at least `attainment` of the requests sent kept it; that of TBT counts gaps, not
-requests. With 0.99 this is "P99 within the bound". A search is one pattern of arrivals (seed,
-requests, trace offset), stretched or pressed together to a rate, the same for all systems. Rates
-stand on a grid, so many to an octave that two neighbours are within the tolerance: all systems are
-tried at the same ones.
+requests, unless none is owed. With 0.99 this is "P99 within the bound". A search is one pattern of
+arrivals (seed, requests, trace offset), stretched or pressed together to a rate, the same for all
+systems. Rates stand on a grid, so many to an octave that two neighbours are within the tolerance:
+all systems are tried at the same ones.
 
 Several bounds on TBT make several searches, loosest first: each begins where the last one ended,
 above which a tighter bound is not expected to hold; and a run of a system that does not read the
@@ -221,11 +221,11 @@ def _spare(owed: int, attainment: float) -> int:
 
 
 def shares(metrics: Metrics, slos: dict[str, float]) -> dict[str, float | None]:
-    """The share that kept each SLO: of requests sent, for TBT of the gaps owed."""
+    """The share that kept each SLO: of requests sent, for TBT of the gaps owed, if there are any;
+    None where none was sent."""
     attained = metrics.attainment
-    return {
-        name: attained.gaps if name == "tbt" else attained.requests[name] for name in bounded(slos)
-    }
+    by_gap = {} if attained.gaps is None else {"tbt": attained.gaps}
+    return {name: by_gap.get(name, attained.requests[name]) for name in bounded(slos)}
 
 
 def highest(
