@@ -1,6 +1,7 @@
 """The search for goodput: against functions whose answer is known, and against whole sweeps."""
 
 import json
+import math
 import random
 
 import pytest
@@ -237,6 +238,30 @@ def test_a_search_goes_on_where_it_was_ended(tmp_path):
     assert len(list(tmp_path.glob("chunked-*.json"))) == len(runs)
     with pytest.raises(OptionError, match="another search"):
         find(search_of({"ttft": 2.0}), [system], run, tmp_path)
+
+
+def test_an_infinite_burstiness_is_the_same_when_a_search_goes_on(tmp_path):
+    """JSON has no infinity; the file says inf, and another burstiness is another search."""
+    workload = WorkloadSpec(num_prompts=4, random_input_len=40, burstiness=math.inf)
+    search = replace(search_of({"ttft": 60.0}, start_rate=5e4, tolerance=0.9), workload=workload)
+    for _ in range(2):
+        find(search, ["chunked"], simulation(search), tmp_path)
+    assert json.loads((tmp_path / "search.json").read_text())["workload"]["burstiness"] == "inf"
+    with pytest.raises(OptionError, match="another search"):
+        find(replace(search, workload=replace(workload, burstiness=1.0)), [], None, tmp_path)
+
+
+def test_a_search_that_never_ran_leaves_its_folder_to_the_next(tmp_path):
+    """Such as one with a model that does not exist."""
+
+    def wrong(system, workload, points):
+        raise OptionError("--model", "there is none")
+
+    search = search_of({"ttft": 60.0}, requests=4, start_rate=5e4, tolerance=0.9)
+    with pytest.raises(OptionError, match="there is none"):
+        find(replace(search, target={"model": "lama"}), ["chunked"], wrong, tmp_path)
+    find(search, ["chunked"], simulation(search), tmp_path)
+    assert json.loads((tmp_path / "search.json").read_text())["target"] == search.target
 
 
 def test_settings_with_several_values_are_so_many_systems():

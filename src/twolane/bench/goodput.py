@@ -30,7 +30,7 @@ from twolane.bench.metrics import (
 )
 from twolane.bench.record import Record
 from twolane.bench.result import Result
-from twolane.bench.summary import result_dict
+from twolane.bench.summary import result_dict, workload_dict
 from twolane.workload.spec import OptionError, WorkloadSpec
 from twolane.workload.traces import TraceRequest
 
@@ -372,7 +372,7 @@ def summary(
     """What was found so far: by system the goodput of each seed, their median and range; and which
     is the best of those that were listed as one."""
     return {
-        "search": msgspec.to_builtins(search),
+        "search": _search_dict(search),
         "goodput": {
             system: {
                 "seeds": rates,
@@ -384,6 +384,10 @@ def summary(
         },
         "tuned": best,
     }
+
+
+def _search_dict(search: Search) -> dict[str, object]:
+    return {**msgspec.structs.asdict(search), "workload": workload_dict(search.workload)}
 
 
 def _trial(points: Sequence[Point], system: str, seed: int, rate: float, run: Run) -> Trial:
@@ -438,9 +442,9 @@ def _open_folder(point: Point) -> None:
     search, folder = point
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "search.json"
-    if not path.exists():
-        _save(path, msgspec.to_builtins(search))
-    elif msgspec.json.decode(path.read_bytes(), type=Search) != search:
+    if not any(folder.glob("*-rate*.json")):
+        _save(path, _search_dict(search))  # also over that of a search that never ran
+    elif msgspec.json.decode(path.read_bytes(), type=Search, strict=False) != search:
         raise OptionError("--out", f"{folder} holds runs of another search; take another folder")
 
 

@@ -11,6 +11,7 @@ from rich.table import Table
 from twolane import __version__
 from twolane.bench.metrics import Distribution, Metrics, bound_words, bounded
 from twolane.bench.result import BenchConfig, Result
+from twolane.workload.spec import WorkloadSpec
 
 LAG_BOUND = 0.01
 """Seconds of client lag at the 99th percentile from which a run is called doubtful."""
@@ -53,6 +54,12 @@ def _backend(result: Result) -> str:
     if result.simulated is not None:
         return "simulation"
     return "openai-chat" if result.config.chat else "openai"
+
+
+def workload_dict(workload: WorkloadSpec) -> dict[str, object]:
+    """Every option of a workload; "inf" for what is infinite, for which JSON has no number."""
+    fields = msgspec.structs.asdict(workload)
+    return {name: "inf" if value == math.inf else value for name, value in fields.items()}
 
 
 def default_name(result: Result) -> str:
@@ -203,12 +210,8 @@ def _ours(result: Result) -> dict[str, object]:
 def _arguments(config: BenchConfig) -> dict[str, object]:
     """Every option, with nothing secret in it: no API key, and of headers only the names."""
     fields = msgspec.structs.asdict(config)
-    workload = msgspec.structs.asdict(fields.pop("workload"))
+    workload = workload_dict(fields.pop("workload"))
     del fields["api_key"]
-    if workload["request_rate"] is not None and math.isinf(workload["request_rate"]):
-        workload["request_rate"] = "inf"
-    if math.isinf(workload["burstiness"]):
-        workload["burstiness"] = "inf"
     slos = {name: bound * 1e3 for name, bound in config.goodput.items()}
     return {**fields, "headers": sorted(config.headers), "goodput": slos, **workload}
 
