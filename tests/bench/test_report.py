@@ -120,6 +120,22 @@ def test_a_search_is_compared_at_the_highest_rate_that_all_ran_to_the_end():
     assert figures._comparable(saved.Saved(runs)) == (runs[:2], figures.APART)
 
 
+@pytest.mark.parametrize("rate", [2.0, "inf", "trace"])
+def test_single_results_stand_beside_a_search_whatever_their_rate_and_name(rate):
+    """Also those called as a searched system; a curve without a rate has its name alone."""
+    data = {"request_rate": rate, "ttfts": [0.1], "output_lens": [1], "p99_ttft_ms": 7.0}
+    single = saved.Run("a", data)
+    runs = [run("a", 1.0), run("b", 2.0), single]
+    runs[0].data["p99_ttft_ms"] = 5.0
+    found = {"seeds": [1.0], "median": 1.0, "least": 1.0, "most": 1.0}
+    given = saved.Saved(runs, [saved.Found({"attainment": 0.99}, {"a": found, "b": found})])
+    (_, (searched, _)), (_, (alone,)) = report.tables(given)
+    assert searched[:4] == ["a", "1.00", "1.00 to 1.00", "5.0"]
+    assert alone[0] == "a"
+    texts = [text.get_text() for text in figures.distributions(given).axes[0].texts]
+    assert texts == [f"a, {rate:g}/s" if rate == 2.0 else "a"]
+
+
 def test_lanes_are_the_launches_of_the_trace(made):
     trace = tracefile.read(made / "trace.json", "t")
     begin, end = timelines.window(trace, None, None)

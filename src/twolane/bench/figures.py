@@ -105,7 +105,8 @@ def distributions(saved: Saved) -> Figure:
             shares = np.arange(1, values.size + 1) / values.size * 100
             look = looks[run.label]
             axes.plot(values, shares, color=look.color, linestyle=look.line)
-            text = run.label if note != APART else f"{run.label}, {run.rate:g}/s"
+            apart = note == APART and run.rate is not None
+            text = f"{run.label}, {run.rate:g}/s" if apart else run.label
             _label_curve(axes, values, row, text, look)
         axes.set(xscale="log", ylim=(0, 101))
         axes.set_title(f"{NAMES[metric]}, ms")

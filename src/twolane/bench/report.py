@@ -141,7 +141,8 @@ def tables(saved: Saved) -> list[timelines.Table]:
 
 def _found_row(saved: Saved, name: str, one: dict[str, float], percentile: str) -> list[str]:
     """Latencies are of the fastest run that held."""
-    held = [run for run in saved.runs if run.label == name and run.data["trial"]["holds"]]
+    tried = [run for run in saved.runs if run.label == name and "trial" in run.data]
+    held = [run for run in tried if run.data["trial"]["holds"]]
     best = max(held, key=lambda run: run.rate or 0.0, default=None)
     rates = f"{one['least']:.2f} to {one['most']:.2f}"
     row = [name, f"{one['median']:.2f}", rates]
