@@ -212,6 +212,19 @@ def test_the_trace_of_a_killed_run_is_read(made, tmp_path):
     assert part.about == whole.about
 
 
+def test_a_trace_without_launches_is_refused_only_if_it_is_asked_for(made, tmp_path):
+    """Beside a search, whose server may have been ended before it served, it is not drawn."""
+    folder = shutil.copytree(made / "found", tmp_path / "found")
+    idle = folder / "idle.trace.json"
+    idle.write_text('[\n{"ph": "M", "name": "process_name", "args": {"name": "twolane"}},\n')
+    shutil.copy(made / "trace.json", folder / "busy.trace.json")
+    drawn = report.make(saved.read([f"mine={folder}"], []), None, None)
+    assert ("Lanes: mine: idle", "nothing was launched") in drawn.lacking
+    assert "Lanes: mine: busy" in [title for _, title, _, _ in drawn.figures]
+    with pytest.raises(OptionError, match=r"--trace-file: .*idle\.trace\.json has no launches"):
+        report.make(saved.read([], [str(idle)]), None, None)
+
+
 def test_labels_keep_apart_and_below_the_top():
     places = _apart([0.1, 0.11, 0.5, 0.98, 0.99, 1.0])
     assert all(b - a >= LABEL_GAP - 1e-9 for a, b in pairwise(places))

@@ -65,7 +65,8 @@ def make(saved: Saved, begin: float | None, seconds: float | None) -> Report:
         begin, seconds: of the traces' timeline; None: where most happens.
 
     Raises:
-        OptionError: a trace cannot be read, or has nothing in that time.
+        OptionError: a trace cannot be read, or has nothing in that time; one beside a search that
+            has nothing at all is only said to lack it.
     """
     report = Report()
     with plt.rc_context(style.RC):
@@ -75,7 +76,14 @@ def make(saved: Saved, begin: float | None, seconds: float | None) -> Report:
             except Lacking as lack:
                 report.lacking.append((title, str(lack)))
         for name, path in saved.traces.items():
-            _draw_trace(report, tracefile.read(path, name), begin, seconds)
+            try:
+                trace = tracefile.read(path, name)
+            except tracefile.NoLaunches:
+                if name not in saved.beside:
+                    raise
+                report.lacking.append((f"Lanes: {name}", "nothing was launched"))
+            else:
+                _draw_trace(report, trace, begin, seconds)
     if not saved.traces:
         how = "needs a trace: `--trace FILE` of serve or simulate, or `bench goodput --trace`"
         report.lacking.append(("Lane timeline, units, queue, KV cache, predictions", how))

@@ -81,6 +81,8 @@ class Saved:
     runs: list[Run] = field(default_factory=list)
     found: list[Found] = field(default_factory=list)
     traces: dict[str, Path] = field(default_factory=dict)
+    beside: set[str] = field(default_factory=set)
+    """Those of the traces that lay in a search's folder, which nobody asked for by name."""
 
     @property
     def attainment(self) -> float:
@@ -161,6 +163,7 @@ def _read_search(saved: Saved, folder: Path, name: str | None) -> None:
                 raise OptionError("RUN", f"{folder} was searched with other {key}: report it apart")
     for path in sorted(folder.glob("*.trace.json")):
         _add_trace(saved, before + _stem(path), path)
+        saved.beside.add(before + _stem(path))
 
 
 def _add_trace(saved: Saved, name: str, path: Path) -> None:

@@ -15,6 +15,10 @@ PHASES = {"PrefillSlice": "prefill", "DecodeSteps": "decode", "Hybrid": "hybrid"
 Array = NDArray[np.float64]
 
 
+class NoLaunches(OptionError):
+    """The trace of an engine that launched nothing."""
+
+
 class _Event(msgspec.Struct):
     """An event, as far as it is read."""
 
@@ -94,7 +98,8 @@ def read(path: Path, name: str) -> TraceFile:
     """Read a trace, also that of a run that was killed.
 
     Raises:
-        OptionError: it is something else, or has no launch.
+        OptionError: it is something else.
+        NoLaunches: it has no launch.
     """
     text = path.read_text(encoding="utf-8").rstrip()
     try:
@@ -106,7 +111,7 @@ def read(path: Path, name: str) -> TraceFile:
     except (msgspec.DecodeError, KeyError) as error:
         raise OptionError("--trace-file", f"{path} is no trace of an engine: {error}") from error
     if not ran:
-        raise OptionError("--trace-file", f"{path} has no launches")
+        raise NoLaunches("--trace-file", f"{path} has no launches")
     gauges: dict[str, list[tuple[float, float]]] = {}
     for event in events:
         if event.ph == "C":
