@@ -8,6 +8,7 @@ import pytest
 from twolane.bench.record import Record
 from twolane.bench.result import BenchConfig
 from twolane.bench.serve import BenchError, run
+from twolane.bench.summary import result_json
 from twolane.workload.prompts import TokenRange
 from twolane.workload.spec import WorkloadSpec
 
@@ -285,6 +286,17 @@ def test_warm_ups_come_first_and_share_no_prompt():
             lambda number, body: (500, "bad") if number == 1 else one_token(number, body),
             num_warmups=3,
         )
+
+
+def test_a_run_that_is_stopped_while_it_warms_up_has_sent_nothing():
+    """It is an interrupted run like any other, and no failure of the server's."""
+    result, server = bench(
+        lambda number, body: [(0.1, STALL)], stop_when_stalled=True, num_warmups=2
+    )
+    assert result.interrupted
+    assert result.records == ()
+    assert len(server.bodies) == 1
+    assert json.loads(result_json(result))["completed"] == 0
 
 
 def test_some_warm_ups_may_be_refused():

@@ -348,6 +348,8 @@ class LoadRun:
 
         A stopped run cancels what is in flight; what was not sent leaves no record.
         """
+        if stop.is_set():
+            return
         start = self._clock()
         work = asyncio.create_task(self._send_all(start))
         stopped = asyncio.create_task(stop.wait())
