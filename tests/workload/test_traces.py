@@ -60,6 +60,18 @@ def test_mooncake(tmp_path, packed):
     ]
 
 
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_only_line_feeds_end_the_rows_of_json_lines(tmp_path, end):
+    """Strings in them may hold what Unicode calls an end of line."""
+    rows = [
+        {"timestamp": 0, "input_length": 5, "output_length": tokens, "note": "a\u2028b\u2029c\x85d"}
+        for tokens in (3, 4)
+    ]
+    text = end.join(json.dumps(row, ensure_ascii=False) for row in rows)
+    requests = read_trace(write(tmp_path / "t.jsonl", text))
+    assert requests == [TraceRequest(0.0, 5, 3), TraceRequest(0.0, 5, 4)]
+
+
 @pytest.mark.parametrize(
     ("text", "named"),
     [
@@ -78,6 +90,12 @@ def test_mooncake(tmp_path, packed):
             '{"timestamp": 0, "input_length": 513, "output_length": 1, "hash_ids": [4]}',
             ["row 1", "hash_ids", "2 blocks"],
         ),
+        (
+            '{"timestamp": 0, "input_length": 9, "output_length": 1, "hash_ids": [%d]}\n'
+            * 2
+            % ((1 << 64) - 1, 1 << 64),
+            ["row 2", "hash_ids", "18446744073709551616", "64 bits"],
+        ),
     ],
 )
 def test_bad_traces_are_refused_by_place(tmp_path, text, named):
@@ -94,6 +112,11 @@ def test_unreadable_files_are_refused(tmp_path):
     (tmp_path / "cut.gz").write_bytes(gzip.compress(b"x" * 1000)[:20])
     with pytest.raises(TraceError, match=r"cut\.gz"):
         read_trace(tmp_path / "cut.gz")
+    damaged = bytearray(gzip.compress(b"x" * 1000))
+    damaged[10] = 0xFF  # a kind of block that does not exist
+    (tmp_path / "damaged.gz").write_bytes(damaged)
+    with pytest.raises(TraceError, match=r"damaged\.gz: cannot be read"):
+        read_trace(tmp_path / "damaged.gz")
 
 
 def test_window_and_rate():

@@ -11,6 +11,7 @@ Three forms are read, each also gzipped, and told apart by content, never by fil
 import csv
 import gzip
 import io
+import zlib
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -130,7 +131,7 @@ def _read_text(path: Path) -> str:
         if raw[:2] == b"\x1f\x8b":
             raw = gzip.decompress(raw)
         return raw.decode("utf-8-sig")
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise TraceError(f"{path}: cannot be read: {error}") from error
     except UnicodeDecodeError as error:
         raise TraceError(f"{path}: is not text: {error}") from error
@@ -182,7 +183,7 @@ def _tokens(where: str, column: str, value: object) -> int:
 def _read_jsonl(name: str, text: str) -> list[TraceRequest]:
     decode = msgspec.json.Decoder(dict[str, object]).decode
     requests = []
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):  # strings may hold other ends of lines
         if not line.strip():
             continue
         where = f"{name}: row {number}"
@@ -213,6 +214,8 @@ def _json_request(where: str, row: dict[str, object]) -> TraceRequest:
 def _hash_ids(where: str, value: object, prompt_tokens: int) -> tuple[int, ...]:
     if not isinstance(value, list) or not all(isinstance(i, int) and i >= 0 for i in value):
         raise TraceError(f"{where}: column hash_ids: not a list of whole numbers")
+    if max(value, default=0) >= 1 << 64:
+        raise TraceError(f"{where}: column hash_ids: {max(value)} is above 64 bits")
     blocks = -(-prompt_tokens // BLOCK_TOKENS)
     if value and len(value) != blocks:
         raise TraceError(
