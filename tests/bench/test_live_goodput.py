@@ -136,6 +136,7 @@ def test_no_server_is_no_goodput_of_zero(tmp_path):
     ("words", "complaint"),
     [
         (["--serve", "m --port 1"], "--port is set by the search"),
+        (["--serve", "m --slo-ttft-per-1k-ms=5"], "--slo-ttft-per-1k-ms is set by the search"),
         (["--serve", "m", "--simulate", "h200"], "exclude"),
         (["--serve", "m", "--model", "m"], "--model"),
         (["--trace"], "--trace needs --serve"),

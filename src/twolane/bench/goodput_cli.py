@@ -28,7 +28,7 @@ SERVER = "server"
 DEFAULT_SYSTEM = "static-split"
 OWN_FLAGS = (
     *("--system", "--option", "--port", "--trace", "--config"),
-    *("--slo-ttft-ms", "--slo-tbt-ms", "--slo-tpot-ms"),
+    *("--slo-ttft-ms", "--slo-ttft-per-1k-ms", "--slo-tbt-ms", "--slo-tpot-ms"),
 )
 """Of `twolane serve`, that a search sets itself."""
 
