@@ -13,7 +13,7 @@ from twolane.profile.grid import Limits, Point, plan
 SHAPE = SHAPES["qwen3-8b"]
 UNITS = 132
 LEVELS = ((116, 16), (100, 32), (84, 48), (52, 80), (132, 0), (0, 132))
-LIMITS = Limits(UNITS, LEVELS, 600_000, 256, 40_960, 16_384)
+LIMITS = Limits(UNITS, LEVELS, 600_000, 32, 256, 40_960, 16_384)
 
 
 def prefill_layer(load: Load, units: int) -> float:

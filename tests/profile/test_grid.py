@@ -5,7 +5,7 @@ import pytest
 from tests.estimate.synthetic import LIMITS
 from twolane.profile.grid import HYBRIDS, Limits, plan
 
-SMALL = Limits(2, ((1, 1), (2, 0), (0, 2)), 3000, 16, 512, 511)
+SMALL = Limits(2, ((1, 1), (2, 0), (0, 2)), 3000, 16, 16, 512, 511)
 
 
 @pytest.mark.parametrize("limits", [LIMITS, SMALL])

@@ -12,7 +12,7 @@ from twolane.lanes.work import Work
 from twolane.model.shapes import SHAPES
 from twolane.profile import measure
 from twolane.profile.clocks import Clocks
-from twolane.profile.grid import Point
+from twolane.profile.grid import Point, plan
 from twolane.profile.rig import Rig
 from twolane.profile.run import rig_on
 
@@ -57,6 +57,17 @@ class Host:
 def measured(rig: Rig, point: Point):
     with Clocks(None) as clocks:
         return measure.measure(rig, point, clocks)
+
+
+def test_a_small_pool_has_the_pages_of_every_point():
+    """Of many short rows, too: each takes whole pages."""
+    config = EngineConfig(model="simulated", kv_tokens=8192)
+    machine = SimulatedMachine(GPUS["h200"], SPEC, config, tp=1, seed=0)
+    with rig_on(config, machine, lambda stage, share: None) as rig:
+        points = plan(rig.limits, seed=0, rounds=5)
+        for point in points:
+            rig.give_back([*rig.prompt_rows(point.prompts), *rig.decode_rows(point.contexts)])
+        assert max(sum(count for *_, count in point.contexts) for point in points) > 100
 
 
 def test_a_lane_has_work_for_longer_than_a_launch_takes_the_host(rig):

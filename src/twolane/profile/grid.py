@@ -35,6 +35,8 @@ class Limits:
     levels: Sequence[tuple[int, int]]
     """With the solo ones."""
     pool_tokens: int
+    page_size: int
+    """Tokens; no two requests have one in common."""
     slots: int
     max_model_len: int
     batch_tokens: int
@@ -59,11 +61,13 @@ class Limits:
         """Whether the pool, the slots and the context length hold these at a time."""
         runs = [*prompts, *contexts]
         tokens = sum((n + r) * count for n, r, count in runs)
+        pages = sum(-(-(n + r) // self.page_size) * count for n, r, count in runs)
         longest = max(n + r for n, r, _ in runs)
         new = sum(n * count for n, _, count in prompts)
         requests = sum(count for _, _, count in runs)
         return (
             tokens <= 0.85 * self.pool_tokens
+            and pages <= self.pool_tokens // self.page_size
             and longest < self.max_model_len
             and new <= self.batch_tokens
             and requests <= self.slots

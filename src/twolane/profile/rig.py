@@ -48,6 +48,7 @@ class Rig:
             units=self.lanes.units,
             levels=self.lanes.levels,
             pool_tokens=self.pages * self.page_size,
+            page_size=self.page_size,
             slots=self.slots,
             max_model_len=self.max_model_len,
             batch_tokens=min(self.batch_tokens, self.max_model_len - 1),
