@@ -10,6 +10,7 @@ from twolane.estimate.errors import held_out, predicted
 from twolane.estimate.profile import Profile
 from twolane.lanes.device import GPUS
 from twolane.model.shapes import SHAPES
+from twolane.profile import run
 from twolane.profile.simulated import simulated_profile
 from twolane.simulate import SimulateConfig, simulate
 from twolane.workload.spec import WorkloadSpec
@@ -34,6 +35,28 @@ def test_it_is_measured_once_for_each_device_and_degree(cache):
     assert len({first, *others}) == 3
     assert Profile.read(others[1]).key.tensor_parallel == 2
     assert {Profile.read(path).key.itemsize for path in (first, *others)} == {2}
+
+
+def test_one_that_is_not_whole_is_never_there(cache, monkeypatch):
+    """Neither for others while it is measured nor afterwards if that is cut off."""
+    there: list[list] = []
+
+    def cut(*asked):
+        there.append(list(cache.glob("profiles/*.json")))
+        if len(there) > 20:
+            raise KeyboardInterrupt
+        return measure(*asked)
+
+    measure = run.measure
+    monkeypatch.setattr(run, "SAVE_SECONDS", 0.0)
+    monkeypatch.setattr(run, "measure", cut)
+    with pytest.raises(KeyboardInterrupt):
+        simulated_profile(GPUS["h200"], SPEC, 1, rounds=1)
+    assert not any(there)
+    assert not list(cache.glob("profiles/*"))
+    monkeypatch.setattr(run, "measure", measure)
+    profile = Profile.read(simulated_profile(GPUS["h200"], SPEC, 1, rounds=1))
+    assert len(profile.done()) == profile.planned > 20
 
 
 def test_predictions_err_a_little(cache):

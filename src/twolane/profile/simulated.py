@@ -1,6 +1,7 @@
 """A profile taken in the simulator, so that predictions err there as they do on the card."""
 
 import math
+import tempfile
 from pathlib import Path
 
 from twolane.engine.config import EngineConfig
@@ -30,9 +31,17 @@ def simulated_profile(gpu: Gpu, spec: ModelSpec, tp: int, *, rounds: int = ROUND
     machine = SimulatedMachine(gpu, spec, config, tp=tp, seed=PROFILE_SEED)
     key = machine_key(machine, gpu.units)
     path = cached_profile(cache_dir(), key).with_suffix(f".{REVISION}.json")
-    if not path.exists():
-        with rig_on(config, machine, lambda stage, share: None) as rig, Clocks(None) as clocks:
-            profile = Profile(key, spec, list(rig.lanes.levels), rig.page_size, config.seed)
-            points = plan(rig.limits, profile.seed, rounds)
-            work_through(profile, path, rig, points, clocks, math.inf, lambda stage, share: None)
+    if path.exists():
+        return path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with (
+        tempfile.TemporaryDirectory(dir=path.parent) as scratch,  # a profile that is there is whole
+        rig_on(config, machine, lambda stage, share: None) as rig,
+        Clocks(None) as clocks,
+    ):
+        part = Path(scratch, path.name)
+        profile = Profile(key, spec, list(rig.lanes.levels), rig.page_size, config.seed)
+        points = plan(rig.limits, profile.seed, rounds)
+        work_through(profile, part, rig, points, clocks, math.inf, lambda stage, share: None)
+        part.replace(path)
     return path
