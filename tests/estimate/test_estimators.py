@@ -11,7 +11,7 @@ from twolane.estimate import Beside, Load
 from twolane.estimate.attention_roofline import AttentionRoofline, Interconnect
 from twolane.estimate.calibrated import Calibrated, _Asked
 from twolane.estimate.catalog import ESTIMATORS
-from twolane.estimate.errors import table
+from twolane.estimate.errors import prediction_seconds, table
 from twolane.estimate.guard import OWN, ContentionGuard
 from twolane.estimate.operators import Shape
 from twolane.estimate.profile import ProfileError
@@ -91,6 +91,16 @@ def test_a_profile_that_was_cut_off_is_refused_or_good_for_every_launch(name, ki
     else:
         with pytest.raises(ProfileError, match="measure for longer"):
             ESTIMATORS[name](cut_off)
+
+
+def test_the_cost_of_a_prediction_is_told_where_there_is_something_to_ask():
+    """Of every estimator or, of a profile without both lanes at work, of none."""
+    both = synthetic.profile(rounds=1)
+    costs = prediction_seconds(both)
+    assert set(costs) == set(NAMES)
+    assert all(cost > 0 for pair in costs.values() for cost in pair)
+    both.samples = [sample for sample in both.samples if sample.beside is None]
+    assert prediction_seconds(both) == {}
 
 
 def test_calibrated_knows_contention_and_covers_it(profile):

@@ -31,7 +31,8 @@ def estimators(
             problem = str(error).removeprefix(str(path)).lstrip(": ")
             typer.echo(f"twolane: {path}: {problem}", err=True)
             raise typer.Exit(1) from error
-        console.print("a prediction of a decode step, one level / all levels at once:")
+        if costs:
+            console.print("a prediction of a decode step, one level / all levels at once:")
         for name, (one, every) in costs.items():
             console.print(f"  {name}: {one * 1e6:.0f} µs / {every * 1e6:.0f} µs")
 

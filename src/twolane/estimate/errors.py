@@ -78,10 +78,12 @@ def prediction_seconds(profile: Profile) -> dict[str, tuple[float, float]]:
     """Host seconds of a prediction for one candidate, and for all levels at once, by estimator.
 
     The median over the co-runs of decode, each batch asked about once: nothing is remembered, and
-    making the load and its sums is included.
+    making the load and its sums is included. Empty if no co-runs were measured.
     """
     batches = {sample.configuration: sample for sample in profile.of("decode", beside=True)}
     samples = list(batches.values())[:200]
+    if not samples:
+        return {}
     levels = np.array([level for level in profile.levels if all(level)])
     costs = {}
     for name, make in ESTIMATORS.items():
