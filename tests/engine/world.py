@@ -235,9 +235,9 @@ class World:
         idle = 0
         with torch.inference_mode():
             while self.to_send or self.live:
-                changed = self.turn(self._messages())
+                self.turn(self._messages())
                 ran = self.run_lanes()
-                idle = 0 if changed or ran else idle + 1
+                idle = 0 if ran else idle + 1
                 assert idle < 300, "nothing happens any more"
             self.drain()
         self._check_end()
