@@ -16,7 +16,6 @@ half a minute of arrivals is one burst, which is served after it has ended (docs
 import functools
 import shlex
 import statistics
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -115,10 +114,10 @@ def _guesses(results: Path, panel: str, system: str) -> list[float]:
 @functools.cache
 def _simulated(saved: Path) -> Mapping[str, Mapping[str, list[float]]]:
     """Requests a second by panel and system, of `chunked` with its best budget."""
-    panels: defaultdict[str, dict[str, list[float]]] = defaultdict(dict)
+    panels: dict[str, dict[str, list[float]]] = {}
     if saved.exists():
         for one in msgspec.json.decode(saved.read_bytes())["found"]:
-            panels[one["panel"]][one["system"]] = one["goodput"]
+            panels.setdefault(one["panel"], {})[one["system"]] = one["goodput"]
     return panels
 
 

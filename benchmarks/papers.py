@@ -364,7 +364,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--out", type=Path, default=OUT)
     asked = parser.parse_args()
-    results: dict[str, Figures] = {}
+    about, results = origin(), dict[str, Figures]()
     if asked.out.exists():
         saved = msgspec.json.decode(asked.out.read_bytes())["figures"]
         results = msgspec.convert(saved, dict[str, Figures])
@@ -374,7 +374,7 @@ def main() -> None:
             key = f"{name}/{variant}/{seed}"
             if key not in results:
                 results[key] = run(study, variant, seed)
-                save(asked.out, {**origin(), "figures": results})
+                save(asked.out, {**about, "figures": results})
         Console().print(table(name, study, results))
 
 

@@ -309,6 +309,11 @@ def with_flags(text: str) -> str:
     return re.sub(alone, lambda found: flag(found[0]), text)
 
 
+def wrong_setting(field: str, problem: str) -> typer.Exit:
+    """Print what is wrong with an engine option; raise the result."""
+    return fail(with_flags(f"{flag(field)} {problem}"), USAGE_ERROR)
+
+
 def variable(flag: str) -> str:
     """Return the environment variable that stands in for a flag."""
     return "TWOLANE_" + flag.removeprefix("--").replace("-", "_").upper()
@@ -362,7 +367,7 @@ def engine_config(model: str, settings: dict[str, Any]) -> EngineConfig:
     try:
         check_settings(config)
     except SettingError as error:
-        raise fail(with_flags(f"{flag(error.field)} {error.problem}"), USAGE_ERROR) from error
+        raise wrong_setting(error.field, error.problem) from error
     return config
 
 
@@ -411,7 +416,7 @@ def one_line_errors() -> Iterator[None]:
     try:
         yield
     except SettingError as error:
-        raise fail(with_flags(f"{flag(error.field)} {error.problem}"), USAGE_ERROR) from error
+        raise wrong_setting(error.field, error.problem) from error
     except (PullError, EngineError, GenerationFailed, ValueError, OSError, MemoryError) as error:
         raise fail(with_flags(str(error)) or type(error).__name__) from error
 

@@ -36,7 +36,7 @@ class Script:
         return self.decide(view), None
 
 
-def one_by_one(view: View, *, k: int = 1) -> Plan:
+def one_by_one(view: View, *, k: int = 1, paced: bool = False) -> Plan:
     """Whole prompts as they come, and k decode steps when the lane is idle."""
     launches = []
     chunks = ()
@@ -45,7 +45,7 @@ def one_by_one(view: View, *, k: int = 1) -> Plan:
         room = view.free_pages + view.reclaimable_pages
         if first.page_cost <= room and view.free_slots:
             chunks = (Chunk(first.id, first.new),)
-            launches.append(Launch("prefill", UNITS, PrefillSlice(0, view.layers)))
+            launches.append(Launch("prefill", UNITS, PrefillSlice(0, view.layers, paced=paced)))
     if view.decoding and view.lanes["decode"].queued == 0:
         launches.append(Launch("decode", UNITS, DecodeSteps(k)))
     return Plan(admit=chunks, launches=tuple(launches), reason="script")
@@ -366,16 +366,8 @@ def test_a_prompt_that_is_scored_reuses_nothing() -> None:
 
 def served(*messages: tuple[float, ToEngine], paced: bool = True) -> Simulation:
     """Beside a request that decodes from the start."""
-
-    def decide(view: View) -> Plan:
-        plan = one_by_one(view)
-        launches = [
-            replace(ln, work=replace(ln.work, paced=paced)) if ln.lane == "prefill" else ln
-            for ln in plan.launches
-        ]
-        return replace(plan, launches=tuple(launches))
-
-    return simulate(Script(decide), [(0.0, submit("early", 20, 40)), *messages])
+    script = Script(lambda view: one_by_one(view, paced=paced))
+    return simulate(script, [(0.0, submit("early", 20, 40)), *messages])
 
 
 TIGHT = Slo(tbt=0.021)
@@ -461,12 +453,7 @@ def test_a_paced_first_token_is_sent_when_it_is_told() -> None:
             return [Demand(0.02 if len(self.steps_run) < 9 else 0.2)]
 
     def decide(view: View) -> Plan:
-        plan = one_by_one(view)
-        launches = [
-            replace(ln, work=replace(ln.work, paced=True)) if ln.lane == "prefill" else ln
-            for ln in plan.launches
-        ]
-        return replace(plan, launches=tuple(launches), wake_at=view.now + 0.001)
+        return replace(one_by_one(view, paced=True), wake_at=view.now + 0.001)
 
     arrivals = [(0.0, submit("early", 20, 40)), (0.11, submit("late", 20, 4, slo=Slo(tbt=0.025)))]
     sim = simulate(Script(decide), arrivals, durations=Stalling())

@@ -27,6 +27,8 @@ def next_chunks(
             pages -= request.page_cost
             slots -= 1
             if pages < 0 or slots < 0:
+                if waiting is None:
+                    break  # started ones come first there, and the queue may be long
                 continue
         n = min(request.new, budget) if split else request.new
         if n < 1 or (n > budget and chunks):

@@ -21,7 +21,7 @@ from twolane.estimate import Load
 from twolane.systems.admission import next_chunks
 from twolane.systems.choices import Choice, Ways, choose
 from twolane.systems.deadlines import Line, make_line
-from twolane.systems.multiplex import batch_load, shared_levels, tbt_slo
+from twolane.systems.multiplex import batch_load, requests_of, shared_levels, tbt_slo
 from twolane.systems.plan import Chunk, DecodeSteps, Hybrid, Launch, Plan, PrefillSlice
 from twolane.systems.settings import at_least
 from twolane.systems.view import LaneView, RequestView, View
@@ -173,8 +173,7 @@ class Auto(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         coming = _take(view, order, min(int(tokens), self.max_batch_tokens))
         if not coming:
             return None
-        waiting = {r.id: r for r in order}
-        pairs = [(waiting[chunk.request], chunk.n) for chunk in coming]
+        pairs = [(r, chunk.n) for r, chunk in zip(requests_of(view, coming), coming, strict=True)]
         load = Load([n for _, n in pairs], [r.reused for r, _ in pairs])
         return _Batch(load, 0, coming, [r.reused + n for r, n in pairs if n == r.new])
 

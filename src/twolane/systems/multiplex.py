@@ -47,12 +47,10 @@ class Prompts:
         """Of the batch that these chunks will be; None without chunks."""
         if not chunks:
             return None
-        ids = frozenset(chunk.request for chunk in chunks)
-        # `started` first, then the queue: the chunks are among the first of those that wait.
-        found = {r.id: r for r in view.waiting if r.id in ids}
-        requests = [found[chunk.request] for chunk in chunks]
+        requests = requests_of(view, chunks)
         load = Load([c.n for c in chunks], [r.reused for r in requests])
-        return cls(load, 0, min(deadline(r, r.new) for r in requests), ids)
+        first = min(deadline(r, r.new) for r in requests)
+        return cls(load, 0, first, frozenset(r.id for r in requests))
 
     def slice(self, view: View, layers: int, units: int) -> Launch:
         """The next so many layers, or those that are left, in the prefill lane.
@@ -128,6 +126,13 @@ def decode_seconds(
     other = None if beside is None else Beside(beside, p)
     seconds = view.estimator.decode_step(load, d, other, bound=bound)
     return None if seconds is None else [float(s) for s in seconds]
+
+
+def requests_of(view: View, chunks: Sequence[Chunk]) -> list[RequestView]:
+    """The waiting requests that these chunks are of, one for each."""
+    ids = {chunk.request for chunk in chunks}
+    found = {r.id: r for r in view.waiting if r.id in ids}
+    return [found[chunk.request] for chunk in chunks]
 
 
 def layers_for(seconds: float | None, whole: float | None, layers: int) -> int:

@@ -44,8 +44,9 @@ class StaticSplit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The next launch is queued this long before its lane would run dry."""
 
     def __post_init__(self) -> None:
-        at_least(self, decode_units=0, look_ahead=1, max_batch_tokens=1)
-        at_least(self, slice_seconds=0, lead_seconds=0)
+        at_least(
+            self, decode_units=0, look_ahead=1, max_batch_tokens=1, slice_seconds=0, lead_seconds=0
+        )
 
     def start(self) -> None:
         """No memory is kept between plans."""
