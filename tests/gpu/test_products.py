@@ -1,4 +1,4 @@
-"""Decode's products on a GPU: the own kernel against float32, and what tuning leaves behind."""
+"""Products on a GPU: every way against float32, and what tuning leaves behind."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from twolane.kernels import nvrtc
-from twolane.kernels.linear import Case, Operation, Products
+from twolane.kernels.linear import CUBLAS, CUBLASLT, Case, Operation, Products
 from twolane.lanes.cuda.green import Partitions
+from twolane.sizes import SIZES
 
 BF16, FP16 = torch.bfloat16, torch.float16
 OPERATIONS: tuple[Operation, ...] = ("linear", "add_linear", "gate_up_silu", "logits")
@@ -114,10 +115,34 @@ def test_tuning_is_remembered(stream: torch.cuda.Stream, monkeypatch: pytest.Mon
     assert error < 6e-3
 
 
+def test_products_of_passes() -> None:
+    """Right at every size by either library, on a share that no kernel of the device is made for;
+    and each size is tuned."""
+    partitions = Partitions(0, (32,))
+    units = partitions.prefill_units[0]
+    stream, products = partitions.capture_stream("prefill", units), Products(units)
+    for size in (64, 640, 2048, 3000):
+        problem = Problem("linear", size, 3072, 2048, BF16)
+        case = Case.of("linear", problem.w)
+        torch.cuda.synchronize()
+        for way in (CUBLAS, CUBLASLT):
+            products.ways = {case: {size: way}}
+            with torch.cuda.stream(stream):
+                out = problem.run(products)
+            torch.cuda.synchronize()
+            error = (out.float() - problem.expected).norm() / problem.expected.norm()
+            assert error < 6e-3, (size, way.name)
+    products.ways = {}
+    with torch.cuda.stream(stream):
+        products.tune_passes({case: [problem.w]})
+    assert list(products.ways[case]) == list(SIZES)
+
+
 def test_float32_stays_with_the_library() -> None:
     products = Products(132)
     weight = torch.randn(64, 64, device="cuda")
     products.tune({Case.of("linear", weight): [weight]}, 64)
+    products.tune_passes({Case.of("linear", weight): [weight]})
     assert products.ways == {}
 
 

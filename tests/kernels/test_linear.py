@@ -19,8 +19,9 @@ from twolane.kernels.linear import (
     shortlist,
     write_ways,
 )
+from twolane.sizes import SIZES
 
-LT = Way("cublaslt")
+LT = linear.CUBLASLT
 OWN = Way(variant=skinny_gemm.Variant(128, 64), blocks=48)
 WIDE = Way(variant=skinny_gemm.Variant(256, 64), blocks=48)
 
@@ -44,7 +45,9 @@ def test_a_product_goes_the_way_of_the_next_more_rows() -> None:
     weight = torch.zeros(64, 32, dtype=torch.bfloat16)
     products = Products(48, {Case.of("linear", weight): {16: LT, 64: OWN}})
     ways = [products.way("linear", rows, weight) for rows in (1, 16, 17, 64, 65)]
-    assert ways == [LT, LT, OWN, OWN, CUBLAS]
+    assert ways == [LT, LT, OWN, OWN, CUBLAS]  # the own kernel has no more rows
+    products.ways[Case.of("linear", weight)][2048] = LT
+    assert [products.way("linear", rows, weight) for rows in (65, 2048, 9000)] == [LT] * 3
     assert products.way("add_linear", 1, weight) == CUBLAS
     assert products.way("linear", 1, weight.half()) == CUBLAS
     assert products.way("linear", 1, weight.t()) == CUBLAS
@@ -121,7 +124,39 @@ def test_nothing_is_tuned_without_the_kernel() -> None:
     products, weight = Products(8), torch.zeros(64, 32)
     for each in (weight, weight.bfloat16()):
         products.tune({Case.of("linear", each): [each]}, 64)
+        products.tune_passes({Case.of("linear", each): [each]})
     assert products.ways == {}
+
+
+def test_passes_choose_a_library_for_every_size(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What decode chose stands, and what was found is not timed again. The clock is made up."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(skinny_gemm, "serves", lambda weight, gated: True)
+    monkeypatch.setattr(nvrtc, "driver_version", lambda: 13_000)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "made up")
+    weight = torch.zeros(64, 32, dtype=torch.bfloat16)
+    case, timed = Case.of("linear", weight), []
+
+    def seconds(self: Products, way: Way, case: Case, rows: int, weights: object) -> float:
+        timed.append(rows)
+        return 1.0 if way == CUBLAS else 0.9 if rows > 512 else 0.99
+
+    monkeypatch.setattr(Products, "_seconds", seconds)
+    first = Products(100, {case: {64: OWN, 128: LT}})
+    first.tune_passes({case: [weight]})
+    left = [size for size in SIZES if size > 128]
+    assert timed == [size for size in left for _ in range(2)]
+    assert list(first.ways[case]) == list(SIZES)
+    ways = [first.way("linear", rows, weight) for rows in (20, 128, 129, 512, 513, 2048, 5000)]
+    assert ways == [OWN, LT, CUBLAS, CUBLAS, LT, LT, LT]
+    timed.clear()
+    again = Products(100, {case: {64: OWN, 128: LT}})
+    again.tune_passes({case: [weight]})
+    assert again.ways == first.ways and not timed
+    Products(84).tune_passes({case: [weight]})
+    assert timed  # another share is another matter
 
 
 def test_untuned_products() -> None:

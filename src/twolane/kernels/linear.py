@@ -1,16 +1,17 @@
 """Matrix products of a layer, each in the way that was fastest on the SMs of its lane.
 
 Libraries choose a GEMM for the whole device. On a share of it their choice is off by up to a factor
-of two, and by another for every shape. So the products of decode are timed, on the lane's own
-stream with the model's own weights, before its graphs are captured: each alone, and the fastest
-ways again in whole layers, where what starts before the kernel in front of it has ended is worth
-more. The ways: cuBLAS; cuBLASLt told how many SMs are not for it; and skinny_gemm.cu on Hopper.
-What was found is kept on disk.
+of two, and by another for every shape: one with a block for each of 132 SMs takes two turns on 116.
+So products are timed, on the lane's own stream with the model's own weights, before its graphs are
+captured. The ways: cuBLAS; cuBLASLt told how many SMs are not for it; and, for the few rows of
+decode, skinny_gemm.cu on Hopper. Those of decode are timed alone, and the fastest again in whole
+layers, where what starts before the kernel in front of it has ended is worth more. What was found
+is kept on disk.
 """
 
 import json
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,11 +21,12 @@ import torch
 from torch import Tensor
 
 from twolane.kernels import fused, nvrtc, skinny_gemm
+from twolane.sizes import SIZES
 
 Operation = Literal["linear", "add_linear", "gate_up_silu", "logits"]
 
 ROWS = (16, 32, 64, 128, 256)
-"""Rows that products are timed for; fewer go the way of the next of these, more to cuBLAS."""
+"""Rows that products of decode are timed for; those of passes are for `SIZES`."""
 MARGIN = 1.02
 """How much faster a less common way must be: noise does not choose."""
 LAYER_MARGIN = 1.003
@@ -50,7 +52,7 @@ class Way:
         return f"{self.variant.name}/{self.blocks}" if self.variant else self.library
 
 
-CUBLAS = Way()
+CUBLAS, CUBLASLT = Way(), Way("cublaslt")
 
 
 class Case(NamedTuple):
@@ -117,7 +119,7 @@ class Products:
         rows: int,
         layers: Callable[[int], Callable[[], None]] | None = None,
     ) -> None:
-        """Choose the ways of what will be called, on torch's current stream, outside capture.
+        """Choose the ways of what decode will call, on torch's current stream, outside capture.
 
         What an earlier start found is not timed again. Where the own kernel cannot run, nothing is
         chosen.
@@ -128,16 +130,30 @@ class Products:
             layers: gives, for so many rows, what queues some layers' products in their order. None:
                 the products do not follow one another.
         """
-        uses = {
-            case: weights
-            for case, weights in uses.items()
-            if skinny_gemm.serves(weights[0], gated=case.operation == "gate_up_silu")
-        }
+        asked = [count for i, count in enumerate(ROWS) if i == 0 or ROWS[i - 1] < rows]
+        self._tune("steps", _served(uses), asked, self._candidates, layers)
+
+    def tune_passes(self, uses: Mapping[Case, Sequence[Tensor]]) -> None:
+        """Choose between the libraries for prefill and hybrid passes; see `tune`, whose choices
+        stand."""
+        uses = _served(uses)
+        known = {count for case in uses for count in self.ways.get(case, {})}
+        asked = [size for size in SIZES if size not in known]
+        self._tune("passes", uses, asked, lambda *_: (CUBLAS, CUBLASLT))
+
+    def _tune(
+        self,
+        kind: Literal["steps", "passes"],
+        uses: Mapping[Case, Sequence[Tensor]],
+        asked: Sequence[int],
+        candidates_of: Callable[[Case, int], Iterable[Way]],
+        layers: Callable[[int], Callable[[], None]] | None = None,
+    ) -> None:
         if not uses:
             return
-        asked = [count for i, count in enumerate(ROWS) if i == 0 or ROWS[i - 1] < rows]
-        candidates = {(c, count): list(self._candidates(c, count)) for c in uses for count in asked}
-        record = _record(tuple(uses), self.units, next(iter(uses.values()))[0].device)
+        candidates = {(c, count): list(candidates_of(c, count)) for c in uses for count in asked}
+        device = next(iter(uses.values()))[0].device
+        record = _record(kind, tuple(uses), self.units, device)
         known = read_ways(record, candidates)
         missing = [count for count in asked if any((case, count) not in known for case in uses)]
         skinny_gemm.compile_all(
@@ -158,16 +174,20 @@ class Products:
         if missing:
             write_ways(record, known)
         for case in uses:
-            self.ways[case] = {count: known[case, count] for count in asked}
+            found = {**self.ways.get(case, {}), **{count: known[case, count] for count in asked}}
+            self.ways[case] = dict(sorted(found.items()))
 
     def way(self, operation: Operation, rows: int, weight: Tensor) -> Way:
-        """How so many rows are multiplied with such a weight."""
+        """How so many rows are multiplied with such a weight: as the next more that were timed,
+        or by the library that was best for the most."""
         ways = self.ways.get(Case.of(operation, weight), {})
-        return next((way for count, way in ways.items() if count >= rows), CUBLAS)
+        most = next(reversed(ways.values()), CUBLAS)
+        beyond = CUBLAS if most.variant else most
+        return next((way for count, way in ways.items() if count >= rows), beyond)
 
     def _candidates(self, case: Case, rows: int) -> Iterator[Way]:
         yield CUBLAS
-        yield Way("cublaslt")
+        yield CUBLASLT
         if rows > skinny_gemm.MOST_ROWS:
             return
         gated, wide = case.operation == "gate_up_silu", case.operation == "logits"
@@ -306,10 +326,19 @@ def _label(case: Case, rows: int) -> str:
     return f"{case.operation} {case.n}x{case.k} {case.dtype} {rows}"
 
 
-def _record(cases: Sequence[Case], units: int, device: torch.device) -> Path:
+def _served(uses: Mapping[Case, Sequence[Tensor]]) -> Mapping[Case, Sequence[Tensor]]:
+    """Those of the weights that there is a choice for."""
+    return {
+        case: weights
+        for case, weights in uses.items()
+        if skinny_gemm.serves(weights[0], gated=case.operation == "gate_up_silu")
+    }
+
+
+def _record(kind: str, cases: Sequence[Case], units: int, device: torch.device) -> Path:
     """Where the choice is kept: of this GPU, its driver, these libraries and this source."""
     made = torch.__version__, nvrtc.driver_version(), torch.cuda.get_device_name(device)
-    return nvrtc.cache_path(repr((cases, units, made, skinny_gemm.text())), "ways.json")
+    return nvrtc.cache_path(repr((kind, cases, units, made, skinny_gemm.text())), "ways.json")
 
 
 def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:

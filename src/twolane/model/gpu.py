@@ -5,7 +5,7 @@ addressable layer by layer, like `model/decoder.py`, whose weights and order of 
 """
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Protocol
 
@@ -205,16 +205,24 @@ class GpuDecoder:
         products.add_linear(act, w.down, w.down_bias, residual)
 
     def tune(self, products: Products, rows: int) -> None:
-        """Choose how passes of up to so many tokens multiply, on torch's current stream."""
-        layers, head = self.weights.layers, self.weights.head
-        uses: dict[Case, Sequence[Tensor]] = {
+        """Choose how steps of up to so many rows multiply, on torch's current stream."""
+        head = self.weights.head
+        products.tune(self._uses(), rows, lambda count: self._without_attention(products, count))
+        products.tune({Case.of("logits", head): [head]}, rows)
+
+    def tune_passes(self, products: Products) -> None:
+        """Choose how prefill and hybrid passes multiply, on torch's current stream."""
+        products.tune_passes(self._uses())
+
+    def _uses(self) -> Mapping[Case, Sequence[Tensor]]:
+        """The weights of the layers."""
+        layers = self.weights.layers
+        return {
             Case.of("linear", layers[0].qkv): [w.qkv for w in layers],
             Case.of("add_linear", layers[0].o): [w.o for w in layers],
             Case.of("gate_up_silu", layers[0].gate_up): [w.gate_up for w in layers],
             Case.of("add_linear", layers[0].down): [w.down for w in layers],
         }
-        products.tune(uses, rows, lambda count: self._without_attention(products, count))
-        products.tune({Case.of("logits", head): [head]}, rows)
 
     def _without_attention(self, products: Products, count: int) -> Callable[[], None]:
         """What queues norms and products of the first layers, for so many random rows."""

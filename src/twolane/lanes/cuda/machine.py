@@ -1,16 +1,17 @@
 """A GPU made ready to serve: weights, levels, KV pool, decode graphs, lanes."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
 from twolane.kernels.decode_attention import MAX_GROUP
 from twolane.kernels.prefill_attention import choose
-from twolane.lanes.cuda.decode import DecodeSteps
+from twolane.lanes.cuda.decode import DecodeSteps, LevelGraphs
 from twolane.lanes.cuda.green import NoGreenContexts, Partitions
 from twolane.lanes.cuda.lanes import CudaLanes
+from twolane.lanes.cuda.passes import PassGraphs
 from twolane.lanes.cuda.runner import CudaRunner
 from twolane.lanes.cuda.slots import Slots
 from twolane.lanes.work import (
@@ -26,6 +27,7 @@ from twolane.model.gpu import GpuDecoder, GpuKVCache, Workspace
 from twolane.model.spec import ModelSpec
 from twolane.sampling import SamplingParams
 from twolane.sizes import SIZES
+from twolane.vocabulary import LaneName
 
 log = logging.getLogger("twolane.cuda")
 
@@ -133,17 +135,8 @@ class CudaMachine:
         with torch.inference_mode():
             steps.capture(self.partitions, lambda done: progress("graphs", done / 2))
             runner.passes.capture(self.partitions, lambda done: progress("graphs", (1 + done) / 2))
-        for units, graphs in steps.levels.items():
-            log.info(
-                "decode graphs on %d SMs: %.0f MiB, %.1f s, after %.1f s of tuning",
-                units,
-                graphs.bytes / 2**20,
-                graphs.seconds,
-                graphs.tuning_seconds,
-            )
-        for units, passes in runner.passes.levels.items():
-            mib = passes.bytes / 2**20
-            log.info("prefill graphs on %d SMs: %.0f MiB, %.1f s", units, mib, passes.seconds)
+        _log_graphs("decode", steps.levels)
+        _log_graphs("prefill", runner.passes.levels)
         return runner
 
     def _warm_up(self, lanes: CudaLanes, most: int) -> None:
@@ -180,6 +173,18 @@ class CudaMachine:
                 raise ValueError(f"levels: {error}") from error
             log.warning("no levels, only the whole device: %s", error)
             return Partitions(self.device.index or 0, ())
+
+
+def _log_graphs(lane: LaneName, levels: Mapping[int, LevelGraphs | PassGraphs]) -> None:
+    for units, graphs in levels.items():
+        log.info(
+            "%s graphs on %d SMs: %.0f MiB, %.1f s, after %.1f s of tuning",
+            lane,
+            units,
+            graphs.bytes / 2**20,
+            graphs.seconds,
+            graphs.tuning_seconds,
+        )
 
 
 def _reserve_pinned() -> None:

@@ -52,6 +52,8 @@ class PassGraphs:
     bytes: int
     """Device memory that capturing took."""
     seconds: float
+    tuning_seconds: float
+    """That choosing its matrix products took, before."""
 
 
 class Passes:
@@ -84,7 +86,7 @@ class Passes:
         """SMs that hybrid batches run on."""
 
     def capture(self, partitions: Partitions, progress: Callable[[float], None]) -> None:
-        """Make the graphs of every share that prefill can have.
+        """Tune the products and make the graphs of every share that prefill can have.
 
         `progress` is told the share that is done.
         """
@@ -93,12 +95,17 @@ class Passes:
             for place, units in enumerate(shares):
                 progress(place / len(shares))
                 stream = partitions.capture_stream("prefill", units)
+                begun = time.monotonic()
+                with torch.cuda.stream(stream):
+                    self._decoder.tune_passes(self._steps.products(units))
+                tuning = time.monotonic() - begun
                 self._load_kernels(stream, units)
+                torch.cuda.empty_cache()  # what tuning allocated does not count, nor stay
                 free, begun = torch.cuda.mem_get_info()[0], time.monotonic()
                 # The largest first: the others find their memory.
                 layers = {size: self._capture(stream, units, size) for size in reversed(SIZES)}
                 taken = free - torch.cuda.mem_get_info()[0]
-                self.levels[units] = PassGraphs(layers, taken, time.monotonic() - begun)
+                self.levels[units] = PassGraphs(layers, taken, time.monotonic() - begun, tuning)
         progress(1.0)
 
     def serves(self, placed: Placed, units: int) -> bool:
