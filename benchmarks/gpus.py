@@ -20,7 +20,7 @@ GRACE = 40.0
 POLL = 0.2
 """Seconds between two looks at whether a command has ended."""
 WARMUPS = 24
-"""Requests at once before a measured run: a server's and a client's first memory is slow."""
+"""Requests at once before what is measured: a server's and a client's first memory is slow."""
 
 
 def options(description: str, work: str, out: str) -> argparse.ArgumentParser:

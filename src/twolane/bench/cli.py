@@ -265,7 +265,11 @@ def goodput(
     vocab_range: options.VocabRange = "1000:30000",
     num_warmups: Annotated[
         int,
-        typer.Option(help="Requests sent before each run, not measured.", rich_help_panel=MEASURE),
+        typer.Option(
+            help="Requests sent before each run, with --serve before a server's first, not"
+            " measured.",
+            rich_help_panel=MEASURE,
+        ),
     ] = 4,
     trace: Annotated[
         bool,

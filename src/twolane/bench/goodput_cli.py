@@ -122,8 +122,9 @@ def server(search: Search, load: BenchConfig) -> Run:
 class OwnServers:
     """Runs against servers that are started for it, one system after the other.
 
-    A system's server is started when the first run that is missing needs it, and stopped when the
-    next system's turn comes, or that of other SLOs that the system reads, or the block ends.
+    A system's server is started when the first run that is missing needs it, warmed up once, and
+    stopped when the next system's turn comes, or that of other SLOs that the system reads, or the
+    block ends.
     """
 
     def __init__(
@@ -149,9 +150,12 @@ class OwnServers:
             BenchError: the server does not start, or ended in the middle.
         """
         flags = slo_flags(points[0] if reads_slos(system) else self._search.slos)
-        if (system, flags) != self._serves:
+        load = self._load
+        if (system, flags) == self._serves:
+            load = msgspec.structs.replace(load, num_warmups=0)
+        else:
             self._start(system, flags)
-        load = msgspec.structs.replace(self._load, base_url=self._server.url)
+        load = msgspec.structs.replace(load, base_url=self._server.url)
         try:
             result, hopeless = measure(self._search, load, workload, points)
         finally:
