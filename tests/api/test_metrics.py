@@ -10,9 +10,17 @@ import time
 import urllib.parse
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import aiohttp
 import pytest
+
+from twolane.api.admission import Admission
+from twolane.api.calls import Call
+from twolane.api.metrics import Metrics
+from twolane.api.service import Books
+from twolane.engine.messages import Refused, Stats
+from twolane.slo import Slo
 
 from .serving import serving, wait_for
 
@@ -359,3 +367,18 @@ class TestSlo:
             # was served has a first token, whichever way it is judged.
             assert outcomes.pop(("ttft", "missed")) + outcomes.pop(("ttft", "met"), 0) == 3
             assert not outcomes
+
+    @pytest.mark.parametrize(
+        ("code", "missed"), [("refused", 1.0), ("too_long", None), ("invalid", None)]
+    )
+    def test_who_was_refused_by_the_system_was_missed(self, code, missed):
+        """A system refuses good requests that would be late; the engine refuses bad ones."""
+        metrics = Metrics(Stats, "model", Slo(ttft=1.0, tbt=1.0))
+        service = SimpleNamespace(admission=Admission(1), metrics=metrics, draining=False)
+        service.admission.enter(1, "prompt")
+        books = Books(service, [[5]], Call(metrics))
+        books.ended(0, Refused("r", code, "why"), time.monotonic())
+        for slo in ("ttft", "tbt"):
+            labels = {"model_name": "model", "slo": slo, "outcome": "missed"}
+            value = metrics.registry.get_sample_value("twolane:slo_requests_total", labels)
+            assert value == missed

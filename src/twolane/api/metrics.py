@@ -263,10 +263,19 @@ class RequestMetrics:
         self._judge("tbt", self._slo.tbt, self._longest_gap)
         self._judge("tpot", self._slo.tpot, tpot)
 
-    def refuse(self, reason: str, message: str) -> None:
-        """Count a request that the engine refused: the client's mistake, which no SLO covers."""
+    def refuse(self, reason: str, message: str, *, overload: bool) -> None:
+        """Count a request that the engine refused.
+
+        Args:
+            reason: why, for a program.
+            message: why, for a person.
+            overload: whether a good request was refused, which misses its SLO; no SLO covers the
+                client's mistakes.
+        """
         if self._end():
             self._metrics.refuse(reason, message)
+            if overload:
+                miss_all(self._metrics, self._slo)
 
     def fail(self, reason: str) -> None:
         """Count a request that the server broke off; nothing happens if it has ended."""

@@ -359,7 +359,7 @@ class Books:
             case Output(finish="stop" | "length" as outcome):
                 metrics.finish(outcome, now, event.times)
             case Refused(code=outcome, message=message):
-                metrics.refuse(outcome, message)
+                metrics.refuse(outcome, message, overload=outcome == "refused")
             case Output() | EngineGone():
                 outcome = "shutdown" if self._service.draining else "engine"
                 metrics.fail(outcome)
