@@ -6,11 +6,15 @@ request is an asynchronous slice; queue and KV use are counters. A metadata even
 what ran; the viewers pass over it. Times are microseconds since the trace began.
 """
 
+import contextlib
 import json
+import logging
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from twolane.vocabulary import LANES, LaneName
+
+log = logging.getLogger("twolane.trace")
 
 LANE_THREADS: dict[LaneName, int] = {lane: i + 1 for i, lane in enumerate(LANES)}
 
@@ -49,16 +53,22 @@ class Trace:
 class FileTrace(Trace):
     """Writes events to a file as they come; the file is valid JSON once it is closed.
 
-    The viewers also read the file of a run that was killed.
+    The viewers also read the file of a run that was killed. Where an event cannot be written, as on
+    a full disk, the trace ends with the one before it, and its run goes on.
+
+    Raises:
+        OSError: on construction, the file cannot be written.
     """
 
     silent = False
 
     def __init__(self, path: str | Path, began: float) -> None:
-        # Flushed event by event: what a killed run leaves ends in a whole event.
-        self._file: TextIO = Path(path).open("w", buffering=1, encoding="utf-8")  # noqa: SIM115
+        # Written event by event: what a killed run leaves ends in a whole event.
+        self._file = Path(path).open("wb", buffering=0)  # noqa: SIM115
+        self._whole = 0
+        """Bytes up to the end of the last event."""
         self._began = began
-        self._file.write("[\n")
+        self._put("[\n")
         self._write({"ph": "M", "name": "process_name", "args": {"name": "twolane"}}, last="")
         for lane, thread in LANE_THREADS.items():
             self._write({"ph": "M", "name": "thread_name", "tid": thread, "args": {"name": lane}})
@@ -92,11 +102,31 @@ class FileTrace(Trace):
 
     def close(self) -> None:
         """See `Trace`."""
-        self._file.write("\n]\n")
-        self._file.close()
+        if not self.silent:
+            self._end()
 
     def _event(self, kind: str, name: str, at: float, **more: Any) -> None:
         self._write({"ph": kind, "name": name, "ts": round((at - self._began) * 1e6, 1), **more})
 
     def _write(self, event: dict[str, Any], last: str = ",\n") -> None:
-        self._file.write(last + json.dumps({"pid": 1, "tid": 0, **event}))
+        if self.silent:
+            return
+        try:
+            self._put(last + json.dumps({"pid": 1, "tid": 0, **event}))
+        except OSError as error:
+            log.error("--trace %s ends here: %s", self._file.name, error.strerror)
+            self._end()
+
+    def _put(self, text: str) -> None:
+        data = text.encode()
+        while data:
+            data = data[self._file.write(data) :]
+        self._whole += len(text)
+
+    def _end(self) -> None:
+        """Close the list after the last whole event, and the file."""
+        self.silent = True
+        with self._file, contextlib.suppress(OSError):
+            self._file.truncate(self._whole)
+            self._file.seek(self._whole)
+            self._put("\n]\n")
