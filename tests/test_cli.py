@@ -136,6 +136,8 @@ def test_version():
         (("--host", ""), ("--host must not be empty",)),
         (("--option", "decode_units=x"), ("--option", "decode_units")),
         (("--trace", "/nowhere/t.json"), ("--trace", "/nowhere/t.json")),
+        (("--trace", "/"), ("--trace / cannot be written",)),
+        (("--profile", "/"), ("--profile / cannot be read",)),
         (("--slo-tbt-ms", "-1"), ("--slo-tbt-ms", "-1")),
         (("--slo-ttft-ms", "nan"), ("--slo-ttft-ms", "nan")),
         (("--slo-ttft-per-1k-ms", "9"), ("--slo-ttft-per-1k-ms", "--slo-ttft-ms")),

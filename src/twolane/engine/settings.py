@@ -45,15 +45,27 @@ def check_settings(config: EngineConfig) -> None:
     if pool is not None and pool // page_size * page_size < (length or 2):
         request = f"one request of {length or 2} tokens in pages of {page_size}"
         raise SettingError("kv_tokens", f"{pool} does not hold {request}")
-    if config.trace is not None and not os.access(Path(config.trace).absolute().parent, os.W_OK):
+    if config.trace is not None and not _is_writable(Path(config.trace)):
         raise SettingError("trace", f"{config.trace} cannot be written")
-    if config.profile is not None and not os.access(config.profile, os.R_OK):
+    if config.profile is not None and not _is_readable(Path(config.profile)):
         raise SettingError("profile", f"{config.profile} cannot be read")
     try:
         make_system(config.system, config.options)
     except ValueError as error:
         field = "system" if str(error).startswith("system") else "options"
         raise SettingError(field, str(error).split(" ", 1)[1]) from error
+
+
+def _is_readable(file: Path) -> bool:
+    """Whether a file is there and can be read."""
+    return not file.is_dir() and os.access(file, os.R_OK)
+
+
+def _is_writable(file: Path) -> bool:
+    """Whether a file can be written, which need not be there yet."""
+    if file.exists():
+        return not file.is_dir() and os.access(file, os.W_OK)
+    return os.access(file.absolute().parent, os.W_OK)
 
 
 def _check_device(config: EngineConfig) -> None:
