@@ -1,3 +1,6 @@
+import threading
+import time
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -162,3 +165,28 @@ def test_bytes_of_sentencepiece_tokens(sentencepiece):
     assert [codec.token_bytes(token) for token in (257, 0xC3 + 1, 0, 9999)] == [
         *(b" the", b"\xc3", b"<unk>", b"")
     ]
+
+
+def longest_stall(work):
+    """Do `work` in a thread; return for which share of its time this one stood still at most."""
+    thread = threading.Thread(target=work)
+    longest, began = 0.0, time.monotonic()
+    last = began
+    thread.start()
+    while thread.is_alive():
+        time.sleep(0.001)
+        now = time.monotonic()
+        longest, last = max(longest, now - last), now
+    return longest / (last - began)
+
+
+def test_other_threads_go_on_while_a_long_text_is_tokenised(codec):
+    words = [f"{number:x}" for number in range(200_000)]
+    assert longest_stall(lambda: codec.encode(" ".join(words))) < 0.5
+
+
+def test_a_long_text_has_the_tokens_of_a_short_one(codec, tokenizer):
+    text = "<|im_start|>user\nnaïve 👍🏽  twice<|im_end|>\n" * 50
+    tokens = tokenizer.backend.encode(text).ids
+    assert codec.encode(text) == tokens
+    assert codec.decode(tokens, skip_special_tokens=False) == text

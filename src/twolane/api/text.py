@@ -191,8 +191,7 @@ class TextCodec:
         Raises:
             TextError: the model has no tokenizer.
         """
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-        return ids
+        return encode(self._tokenizer, text, add_special_tokens=add_special_tokens)
 
     def chat(
         self,
@@ -239,8 +238,7 @@ class TextCodec:
             raise
         except Exception as error:  # templates are programs that come with the model
             raise TextError(f"the model's chat template refused the messages: {error}") from error
-        ids: list[int] = tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-        return ids
+        return encode(tokenizer, text, add_special_tokens=add_special_tokens)
 
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool) -> str:
         """Return the text of tokens.
@@ -248,7 +246,9 @@ class TextCodec:
         Raises:
             TextError: the model has no tokenizer.
         """
-        return self._tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens)
+        # `Tokenizer.decode` would keep the interpreter's lock; see `encode`.
+        [text] = self._tokenizer.decode_batch([tokens], skip_special_tokens=skip_special_tokens)
+        return text
 
     def token_names(self, tokens: Sequence[int]) -> list[str]:
         """Return the tokens as the vocabulary spells them.
@@ -286,6 +286,17 @@ class TextCodec:
         if self._backend is None:
             raise no_tokenizer()
         return self._backend
+
+
+def encode(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
+    """Return the tokens of a text, of any length, while other threads go on.
+
+    `Tokenizer.encode` keeps the interpreter's lock until it is done, 1.1 s for a million
+    characters, and no stream goes on meanwhile; that of batches does not.
+    """
+    [encoding] = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+    ids: list[int] = encoding.ids
+    return ids
 
 
 def without_name(messages: Sequence[Message], place: int) -> list[Message]:
