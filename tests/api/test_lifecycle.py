@@ -211,6 +211,17 @@ def test_a_signal_drains(doomed, number):
     assert not alive(engine)
 
 
+def test_a_supervisors_signal_to_all_processes_drains(doomed):
+    """As systemd sends it: the engine leaves it to the front."""
+    stream = Stream(doomed, {**LONG, "max_tokens": 300})
+    stream.next_token()
+    for pid in (doomed.engine_pid, doomed.process.pid):
+        os.kill(pid, signal.SIGTERM)
+    *_, last = stream.events()
+    assert last["choices"][0]["finish_reason"] == "length"
+    assert doomed.process.wait(30) == 0
+
+
 def test_a_draining_server_says_so(tiny_model):
     """Probes fail and new requests are refused, on new connections and old ones, while a stream
     goes on; the server ends with it."""

@@ -106,11 +106,11 @@ def test_aborted_requests_return_their_pages_at_rest(model: str) -> None:
     with_engine(use, model)
 
 
-def test_sigterm_ends_it(model: str) -> None:
+def test_signals_to_stop_are_for_the_front(model: str) -> None:
     async def use(client: EngineClient) -> None:
-        client.process.send_signal(signal.SIGTERM)
-        async with asyncio.timeout(10):
-            assert await client.process.wait() == 0
+        for number in (signal.SIGINT, signal.SIGTERM):
+            client.process.send_signal(number)
+        assert await serve(client, "after", 5) == 5
 
     with_engine(use, model)
 

@@ -1,7 +1,7 @@
 """The engine process: model, lanes and loop behind two ZeroMQ sockets.
 
 Started as `python -m twolane.engine` with an `EngineStart` on its standard input. It lives as
-long as that pipe is open, and ends on SIGTERM.
+long as that pipe is open.
 """
 
 import contextlib
@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Sequence
 from math import ceil
-from types import FrameType
 
 import msgspec
 import zmq
@@ -110,7 +109,7 @@ class ZmqPort:
         """Send a step of the start; nothing is loaded for a front that is gone.
 
         Raises:
-            FrontGone: its pipe has ended, or SIGTERM came.
+            FrontGone: its pipe has ended.
         """
         self.wait(0.0)
         if self.stopped:
@@ -130,16 +129,13 @@ def main() -> int:
     logging.basicConfig(
         level=start.log_level.upper(), format="engine: %(message)s", stream=sys.stderr
     )
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the front
+    # For the front, which drains first: a terminal's Ctrl-C, and what a supervisor such as systemd
+    # sends to all processes of a server.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     waker = Waker()
     built: Built | None = None
     port = ZmqPort(start, waker)
-
-    def stop(_signal: int, _frame: FrameType | None) -> None:
-        port.stopped = True
-        waker.wake()
-
-    signal.signal(signal.SIGTERM, stop)
     try:
         built = build(start.config, waker.wake, progress=port.tell_progress)
         garbage.leave_out()
