@@ -26,6 +26,11 @@ class Slo(msgspec.Struct, frozen=True, kw_only=True):
         if not 0.0 <= self.ttft_per_token < math.inf:
             raise ValueError(f"ttft_per_token must be at least 0, not {self.ttft_per_token!r}")
 
+    @property
+    def bounds(self) -> list[str]:
+        """The names of the bounds that there are."""
+        return [name for name in ("ttft", "tbt", "tpot") if getattr(self, name) is not None]
+
     def first_token(self, new: int) -> float | None:
         """Seconds from arrival within which the first token is wanted, of so many new tokens."""
         return None if self.ttft is None else self.ttft + self.ttft_per_token * new

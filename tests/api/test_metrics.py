@@ -42,9 +42,13 @@ def series(served):
 
 
 def by(figures, name, label):
-    """Return a family's values by one of its labels."""
+    """Return a family's values by one of its labels, where there are any."""
     return Counter(
-        {dict(labels)[label]: int(value) for labels, value in figures.get(name, {}).items()}
+        {
+            dict(labels)[label]: int(value)
+            for labels, value in figures.get(name, {}).items()
+            if value
+        }
     )
 
 
@@ -315,6 +319,27 @@ def test_the_page_defines_what_there_is(tiny):
     assert shown == defined
 
 
+def test_series_that_are_known_begin_at_zero():
+    """Otherwise the attainment of a server that is always late would be no data, and not 0."""
+    metrics = Metrics(Stats, "model", Slo(ttft=1.0, tbt=1.0))
+    names = ("slo_requests", "slo_gaps", "request_success", "requests_aborted")
+    found = {
+        (name, *(value for key, value in sorted(sample.labels.items()) if key != "model_name")): (
+            sample.value
+        )
+        for name in names
+        for family in metrics.registry.restricted_registry([f"twolane:{name}_total"]).collect()
+        for sample in family.samples
+    }
+    known = [
+        ("slo_requests", outcome, slo) for outcome in ("met", "missed") for slo in ("ttft", "tbt")
+    ]
+    known += [("slo_gaps", "met"), ("slo_gaps", "missed")]
+    known += [("request_success", reason) for reason in ("stop", "length")]
+    known += [("requests_aborted", reason) for reason in ("disconnect", "engine", "shutdown")]
+    assert found == dict.fromkeys(known, 0.0)
+
+
 class TestSlo:
     """Attainment, with bounds that are met or missed for certain."""
 
@@ -323,6 +348,7 @@ class TestSlo:
         return {
             (dict(labels)["slo"], dict(labels)["outcome"]): int(value)
             for labels, value in figures.items()
+            if value
         }
 
     def test_defaults_are_judged(self, tiny_model):
@@ -368,9 +394,7 @@ class TestSlo:
             assert outcomes.pop(("ttft", "missed")) + outcomes.pop(("ttft", "met"), 0) == 3
             assert not outcomes
 
-    @pytest.mark.parametrize(
-        ("code", "missed"), [("refused", 1.0), ("too_long", None), ("invalid", None)]
-    )
+    @pytest.mark.parametrize(("code", "missed"), [("refused", 1), ("too_long", 0), ("invalid", 0)])
     def test_who_was_refused_by_the_system_was_missed(self, code, missed):
         """A system refuses good requests that would be late; the engine refuses bad ones."""
         metrics = Metrics(Stats, "model", Slo(ttft=1.0, tbt=1.0))

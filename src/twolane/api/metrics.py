@@ -151,6 +151,23 @@ class Metrics:
         self.slo_gaps = self._counter_by(
             "slo_gaps", "Gaps of requests with a TBT bound that met or missed it", "outcome"
         )
+        self._begin_at_zero()
+
+    def _begin_at_zero(self) -> None:
+        """Make the series that are known beforehand.
+
+        A query over one that is not there yet has no answer: where all requests are late, their
+        attainment would be no data instead of 0.
+        """
+        for reason in ("stop", "length"):
+            self.success(reason)
+        for reason in ("disconnect", "engine", "shutdown"):
+            self.aborted(reason)
+        for outcome in ("met", "missed"):
+            for name in self.slo.bounds:
+                self.slo_requests(name, outcome)
+            if self.slo.tbt is not None:
+                self.slo_gaps(outcome)
 
     def _time_requests(self) -> None:
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
@@ -332,6 +349,5 @@ class RequestMetrics:
 
 def miss_all(metrics: Metrics, slo: Slo) -> None:
     """Count every bound of a request that was not served as missed."""
-    for name in ("ttft", "tbt", "tpot"):
-        if getattr(slo, name) is not None:
-            metrics.slo_requests(name, "missed").inc()
+    for name in slo.bounds:
+        metrics.slo_requests(name, "missed").inc()
