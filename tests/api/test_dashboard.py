@@ -2,6 +2,7 @@
 
 import json
 import re
+import signal
 import socket
 import urllib.error
 import urllib.parse
@@ -122,6 +123,21 @@ def test_a_burst_and_the_breach_it_causes_are_seen(guarded):
         assert page.evaluate("document.documentElement.scrollWidth") == 390
         assert all(url.startswith(guarded.base) or url == "data:," for url in page.asked)
         assert all("401" in text for text in page.said), page.said
+
+
+def test_a_server_that_is_gone_looks_like_one(tiny_model):
+    """Whether it answers no more or is no more; the page shows the last figures, and says so."""
+    args = ("--load-format", "dummy", "--kv-tokens", "20000", "--slo-ttft-ms", "60000")
+    with serving(str(tiny_model), *args) as served, opened(served) as page:
+        page.wait_for_selector("#link:text-is('live')")
+        served.request("/v1/completions", {"prompt": [5], "max_tokens": 5, "ignore_eos": True})
+        page.wait_for_selector("#verdict.met")
+        served.process.send_signal(signal.SIGSTOP)
+        page.wait_for_selector("#verdict.missed:has-text('No connection')")
+        served.process.send_signal(signal.SIGCONT)
+        page.wait_for_selector("#verdict:not(.missed)")
+        served.process.kill()
+        page.wait_for_selector("#verdict.missed:has-text('No connection')")
 
 
 def check_controls(page):

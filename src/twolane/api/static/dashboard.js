@@ -1,6 +1,7 @@
 // Asks the server for its figures twice a second while somebody looks, and shows them.
 
 const POLL_MS = 500;
+const ANSWER_MS = 5000; // a server that takes longer is as good as gone
 const KEPT = 20000; // launches
 const SPANS = { now: "5 s", minute: "1 min", quarter: "15 min" };
 const KEY = "twolane-key";
@@ -319,7 +320,8 @@ async function ask() {
   const key = sessionStorage.getItem(KEY);
   const headers = key ? { Authorization: `Bearer ${key}` } : {};
   const query = new URLSearchParams({ window: state.window, after: state.seen });
-  const answer = await fetch(`dashboard/data?${query}`, { headers, cache: "no-store" });
+  const signal = AbortSignal.timeout(ANSWER_MS);
+  const answer = await fetch(`dashboard/data?${query}`, { headers, signal, cache: "no-store" });
   const locked = answer.status === 401;
   if (locked && key) sessionStorage.removeItem(KEY);
   $("key").hidden = !locked;
@@ -333,13 +335,23 @@ async function ask() {
   return "live";
 }
 
+// What is shown is of the past, and must not look as if all were well.
+function lost(error) {
+  $("link").textContent = `no connection: ${error.message}`;
+  if (!state.data) return;
+  const { epoch, now } = state.data;
+  const last = new Date((epoch + now) * 1e3).toLocaleTimeString();
+  $("verdict").className = "missed";
+  $("verdict").textContent = `✕ No connection to the server; the figures are of ${last}.`;
+}
+
 async function loop() {
   for (;;) {
     if (!document.hidden) {
       try {
         $("link").textContent = await ask();
       } catch (error) {
-        $("link").textContent = `no connection: ${error.message}`;
+        lost(error);
       }
     }
     await new Promise((wake) => setTimeout(wake, POLL_MS));
