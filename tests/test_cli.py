@@ -12,6 +12,7 @@ from msgspec.structs import fields
 from typer.main import get_command
 from typer.testing import CliRunner
 
+from twolane import doctor
 from twolane.bench.cli import app as bench
 from twolane.cli import ENGINE_OPTIONS, app
 from twolane.engine.config import EngineConfig
@@ -310,6 +311,12 @@ def test_doctor_says_what_there_is():
     assert result.returncode == 0
     for word in ("python", "torch", "cores", "memory", "partitions", "static-split", "cache"):
         assert word in result.stdout
+
+
+def test_doctor_counts_the_memory_that_an_engine_finds(monkeypatch):
+    """Not that which no file's cache takes: after a download there is next to none of it."""
+    monkeypatch.setattr(doctor, "free_memory", lambda: 3 * 2**29)
+    assert doctor.memory().endswith(" GiB, 1.5 GiB free")
 
 
 def test_bench_is_mounted():

@@ -10,7 +10,7 @@ from rich.padding import Padding
 from rich.table import Table
 
 import twolane
-from twolane.engine.config import usable_cores
+from twolane.engine.config import free_memory, usable_cores
 from twolane.model import hub
 from twolane.systems import SYSTEMS, defaults, describe
 
@@ -53,11 +53,9 @@ def affinity() -> str:
 
 
 def memory() -> str:
-    """Return how much memory there is."""
-    page = os.sysconf("SC_PAGE_SIZE")
-    total = page * os.sysconf("SC_PHYS_PAGES")
-    free = page * os.sysconf("SC_AVPHYS_PAGES")
-    return f"{total / 2**30:.1f} GiB, {free / 2**30:.1f} GiB free"
+    """Return how much memory there is, and how much of it an engine would find."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return f"{total / 2**30:.1f} GiB, {free_memory() / 2**30:.1f} GiB free"
 
 
 def cpu_problem() -> str | None:

@@ -22,6 +22,16 @@ def usable_cores() -> list[int]:
     return list(range(os.cpu_count() or 1))
 
 
+def free_memory() -> int:
+    """Bytes that can be allocated without swapping."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:  # noqa: PTH123
+            fields = dict(line.split(":", 1) for line in lines)
+        return int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError):
+        return int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2)
+
+
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One engine: a model, a device, a system and their limits."""
 

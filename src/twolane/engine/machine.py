@@ -1,12 +1,11 @@
 """The device that an engine runs on, with a model on it: a CPU's cores or a GPU."""
 
-import os
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 
-from twolane.engine.config import EngineConfig, usable_cores
+from twolane.engine.config import EngineConfig, free_memory, usable_cores
 from twolane.engine.settings import SettingError
 from twolane.lanes import Lanes
 from twolane.lanes.cpu import CpuLanes
@@ -123,7 +122,7 @@ class CpuMachine:
 
     def kv_bytes(self, max_model_len: int) -> int:
         """See `Machine.kv_bytes`: a share of the free memory."""
-        return int(min(_free_memory() * KV_SHARE, KV_MOST_BYTES))
+        return int(min(free_memory() * KV_SHARE, KV_MOST_BYTES))
 
     def start(
         self,
@@ -149,13 +148,3 @@ def _weights(config: EngineConfig, device: str, progress: Progress) -> tuple[Mod
         device=device,
         progress=progress,
     )
-
-
-def _free_memory() -> int:
-    """Bytes that can be allocated without swapping."""
-    try:
-        with open("/proc/meminfo", encoding="ascii") as lines:  # noqa: PTH123
-            fields = dict(line.split(":", 1) for line in lines)
-        return int(fields["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError):
-        return int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2)
