@@ -313,6 +313,15 @@ def test_doctor_says_what_there_is():
         assert word in result.stdout
 
 
+def test_doctor_names_a_broken_pytorch(tmp_path):
+    (tmp_path / "torch.py").write_text("raise OSError('libtorch_cpu.so: no such file')")
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    result = run("doctor", variables={"PYTHONPATH": path})
+    assert result.returncode == 1
+    assert "Serving is not possible: PyTorch does not work: libtorch_cpu.so" in result.stdout
+    assert not result.stderr
+
+
 def test_doctor_counts_the_memory_that_an_engine_finds(monkeypatch):
     """Not that which no file's cache takes: after a download there is next to none of it."""
     monkeypatch.setattr(doctor, "free_memory", lambda: 3 * 2**29)

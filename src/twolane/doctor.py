@@ -36,7 +36,7 @@ def findings() -> Iterator[tuple[str, RenderableType]]:
     yield "memory", memory()
     problem = cpu_problem()
     yield "cpu lanes", problem or f"work; partitions (prefill, decode): {cpu_partitions()}"
-    yield "cuda lanes", cuda_lanes()
+    yield "cuda lanes", "none: see the CPU lanes" if problem else cuda_lanes()
     for place, name in enumerate(SYSTEMS):
         yield "systems" if place == 0 else "", f"{name}: {describe(name)}"
         settings = " ".join(f"{key}={value}" for key, value in defaults(name).items())
