@@ -103,6 +103,20 @@ def test_a_tokenizer_is_converted_once_and_again_when_its_files_change(tmp_path,
     assert len(runs) == 2
 
 
+def test_prompts_are_neither_cut_nor_filled_up(tmp_path, monkeypatch):
+    """`tokenizer.json` may keep lengths of training, which `transformers` does not heed."""
+    monkeypatch.setenv("TWOLANE_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    words = Tokenizer(models.WordLevel({"<unk>": 0, "a": 1, "[PAD]": 2}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    words.enable_truncation(4)
+    words.enable_padding(length=3, pad_id=2)
+    write_tokenizer(tmp_path, words, None)
+    backend = load_tokenizer(resolve(str(tmp_path))).backend
+    assert backend.encode("a a a a a a").ids == [1] * 6
+    assert backend.encode("a").ids == [1]
+
+
 def write_tokenizer(folder, backend, template):
     (folder / "tokenizer.json").write_text(backend.to_str())
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template}

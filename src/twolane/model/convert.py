@@ -46,6 +46,9 @@ def convert(source: Path) -> TokenizerFile:
         ValueError: see `read`.
     """
     tokenizer = read(source)
+    # Left over from training in many files; a prompt is neither cut nor filled up.
+    tokenizer.backend_tokenizer.no_truncation()
+    tokenizer.backend_tokenizer.no_padding()
     template = tokenizer.get_chat_template() if tokenizer.chat_template else None
     specials = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
     return TokenizerFile(tokenizer.backend_tokenizer.to_str(), template, specials)

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from twolane.model.hub import ModelSource, cache_dir
 
-_FORMAT = 2
+_FORMAT = 3
 """Of `TokenizerFile` and of how it is made; files of other formats are made anew."""
 _READ_BY = ("*.json", "*.model", "*.jinja", "*.txt", "*.py")
 """The files of a model directory that a tokenizer may be made of."""
