@@ -82,6 +82,14 @@ def test_end_tokens_of_both_configs_count(tmp_path):
     assert spec_from_directory(tmp_path).eos_token_ids == (5, 6, 7)
 
 
+def test_end_tokens_outside_the_vocabulary_are_none(tmp_path):
+    LlamaConfig(vocab_size=8, eos_token_id=-1, architectures=["LlamaForCausalLM"]).save_pretrained(
+        tmp_path
+    )
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 8]}))
+    assert spec_from_directory(tmp_path).eos_token_ids == (7,)
+
+
 def test_configs_written_before_rope_parameters(tmp_path):
     raw = {
         "architectures": ["LlamaForCausalLM"],

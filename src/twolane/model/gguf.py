@@ -96,6 +96,7 @@ class GGUFModel:
         head_dim = int(self._key("attention.key_length", hidden // heads))
         layers = int(self._key("block_count"))
         window = self._key("attention.sliding_window", 0) or None
+        vocab_size = int(self._tensor("token_embd.weight").shape[1])
         return ModelSpec(
             family=family,
             layers=layers,
@@ -104,7 +105,7 @@ class GGUFModel:
             kv_heads=int(self._key("attention.head_count_kv", heads)),
             head_dim=head_dim,
             intermediate_size=int(self._key("feed_forward_length")),
-            vocab_size=int(self._tensor("token_embd.weight").shape[1]),
+            vocab_size=vocab_size,
             max_positions=int(self._key("context_length")),
             norm_eps=float(self._key("attention.layer_norm_rms_epsilon")),
             rope=self._rope(head_dim),
@@ -116,6 +117,7 @@ class GGUFModel:
             sliding_window=window,
             sliding_layers=tuple(range(layers)) if window else (),
             eos_token_ids=merge_eos(
+                vocab_size,
                 self._field("tokenizer.ggml.eos_token_id"),
                 self._field("tokenizer.ggml.eot_token_id"),
             ),

@@ -260,14 +260,18 @@ def spec_from_config(
         qk_norm=family == "qwen3",
         sliding_window=window,
         sliding_layers=sliding_layers,
-        eos_token_ids=merge_eos(config.eos_token_id, generation_eos),
+        eos_token_ids=merge_eos(config.vocab_size, config.eos_token_id, generation_eos),
     )
 
 
-def merge_eos(*ids: int | Iterable[int] | None) -> tuple[int, ...]:
-    """All end tokens named by any of the sources, each once, in order."""
+def merge_eos(vocab_size: int, *ids: int | Iterable[int] | None) -> tuple[int, ...]:
+    """All end tokens named by any of the sources, each once, in order.
+
+    Those outside the vocabulary (-1 for none, tokens that were never added) are left out: they
+    cannot be chosen, and there is no logit to ban before `min_tokens`.
+    """
     flat = [i for group in ids for i in ([group] if isinstance(group, int) else group or ())]
-    return tuple(dict.fromkeys(flat))
+    return tuple(i for i in dict.fromkeys(flat) if 0 <= i < vocab_size)
 
 
 def _head_dim(config: HFConfig) -> int:
