@@ -221,7 +221,13 @@ def test_what_a_config_leaves_out_is_as_in_transformers(architecture, said, rope
         ({"hidden_size": "64"}, r"hidden_size"),
         ({"hidden_size": 63, "num_attention_heads": 4}, "hidden_size 63 is no multiple"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+        ({"architectures": "LlamaForCausalLM"}, r"config\.json: .*architectures"),
+        ({"architectures": [["LlamaForCausalLM"]]}, r"config\.json: .*architectures"),
+        ({"quantization_config": "int8"}, r"config\.json: .*quantization_config"),
         ({"rope_scaling": {"type": "linear"}}, "have no 'factor'"),
+        ({"rope_scaling": {"type": "linear", "factor": None}}, "have no 'factor'"),
+        ({"rope_parameters": {"rope_theta": [1e4]}}, "rope_parameters: .*rope_theta"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4, "beta_fast": "a"}}, "beta_fast"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "'full_attention'"),
     ],
 )
@@ -234,4 +240,21 @@ def test_files_that_are_refused(tmp_path, wrong, message):
 
 def test_a_directory_without_a_config_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"no config\.json"):
+        spec_from_directory(tmp_path)
+
+
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize("content", [b"[]", b"null", b"{", b'{"a": "\xff"}', b""])
+def test_broken_files_are_named(tmp_path, file, content):
+    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    (tmp_path / file).write_bytes(content)
+    with pytest.raises(ValueError, match=rf"/{file} is not a JSON object: "):
+        spec_from_directory(tmp_path)
+
+
+@pytest.mark.parametrize("ids", ["2", 2.5, [None], {}])
+def test_end_tokens_are_numbers(tmp_path, ids):
+    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+    with pytest.raises(ValueError, match=r"generation_config\.json: .*eos_token_id"):
         spec_from_directory(tmp_path)

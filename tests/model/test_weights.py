@@ -76,6 +76,24 @@ def test_broken_files(checkpoint):
         load_decoder(source)
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", r"index\.json is not a JSON object"),
+        ("[]", r"index\.json is not a JSON object"),
+        ("{}", r"index\.json: .*`weight_map`"),
+        ('{"weight_map": {"model.norm.weight": 1}}', r"index\.json: .*weight_map"),
+        ('{"weight_map": {"a": "../model/m.safetensors"}}', "is outside its folder"),
+        ('{"weight_map": {"a": "/etc/m.safetensors"}}', "is outside its folder"),
+    ],
+)
+def test_broken_indices_are_refused(checkpoint, content, message):
+    (checkpoint / "model.safetensors").rename(checkpoint / "m.safetensors")
+    (checkpoint / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(ValueError, match=message):
+        load_decoder(resolve(str(checkpoint)))
+
+
 def test_dummy_weights_follow_the_seed(checkpoint):
     (checkpoint / "model.safetensors").unlink()
     source = resolve(str(checkpoint), "dummy")

@@ -2,7 +2,6 @@
 
 import errno
 import hashlib
-import json
 import os
 import re
 import shutil
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from twolane.model.shapes import SHAPES
-from twolane.model.spec import ModelSpec, check_architecture, spec_from_directory
+from twolane.model.spec import ModelSpec, check_architecture, read_json, spec_from_directory
 
 Progress = Callable[[str, float], None]
 """Called with a stage and the fraction of it that is done."""
@@ -156,7 +155,7 @@ def _download(repo: str, config_only: bool) -> Path:
     try:
         config = Path(hf_hub_download(repo, "config.json"))
         # Refuse before the gigabytes, not after.
-        check_architecture(json.loads(config.read_text()))
+        check_architecture(read_json(config))
         files = ("*.json",) if config_only else _HUB_FILES
         return Path(
             snapshot_download(repo, allow_patterns=list(files), ignore_patterns=list(_HUB_NOT))

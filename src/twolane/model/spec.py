@@ -5,10 +5,11 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
+T = TypeVar("T")
 Family = Literal["llama", "mistral", "qwen2", "qwen3"]
 RopeType = Literal["default", "linear", "llama3", "yarn", "factors"]
 
@@ -127,6 +128,33 @@ class ModelSpec:
         return 2 * self.layers * self.kv_size * itemsize
 
 
+class _Kind(msgspec.Struct):
+    """What of a `config.json` tells whether the rest can be read."""
+
+    architectures: list[str] | None = None
+    model_type: str | None = None
+    quantization_config: dict[str, Any] | None = None
+
+
+class _RopeNumbers(msgspec.Struct):
+    """The numbers among `rope_parameters`."""
+
+    rope_theta: float | None = None
+    factor: float | None = None
+    original_max_position_embeddings: float | None = None
+    low_freq_factor: float | None = None
+    high_freq_factor: float | None = None
+    beta_fast: float | None = None
+    beta_slow: float | None = None
+    attention_factor: float | None = None
+
+
+class _Generation(msgspec.Struct):
+    """What is read of a `generation_config.json`."""
+
+    eos_token_id: int | list[int] | None = None
+
+
 class HFConfig(msgspec.Struct, kw_only=True):
     """What is read of a `config.json`.
 
@@ -185,19 +213,39 @@ _CONFIGS: dict[Family, type[HFConfig]] = {
 }
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON file that holds an object.
+
+    Raises:
+        ValueError: it does not; the message names the file.
+    """
+    try:
+        return msgspec.convert(json.loads(path.read_text(encoding="utf-8")), dict[str, Any])
+    except (ValueError, msgspec.ValidationError) as error:
+        raise ValueError(f"{path} is not a JSON object: {error}") from error
+
+
+def _converted(raw: object, form: type[T], file: str = "config.json") -> T:
+    try:
+        return msgspec.convert(raw, form)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"{file}: {error}") from error
+
+
 def spec_from_directory(path: Path) -> ModelSpec:
     """Read `config.json` (and the end tokens of `generation_config.json`) of a model directory.
 
     Raises:
         UnsupportedModel: the architecture or one of its options is not built.
-        ValueError: there is no `config.json`, or it has a value of the wrong type.
+        ValueError: there is no `config.json`, or one of the files has a value of the wrong type.
     """
     config_file = path / "config.json"
     if not config_file.is_file():
         raise ValueError(f"{path} has no config.json")
     generation_file = path / "generation_config.json"
-    generation = json.loads(generation_file.read_text()) if generation_file.is_file() else {}
-    return spec_from_config(json.loads(config_file.read_text()), generation.get("eos_token_id"))
+    raw = read_json(generation_file) if generation_file.is_file() else {}
+    generation = _converted(raw, _Generation, generation_file.name)
+    return spec_from_config(read_json(config_file), generation.eos_token_id)
 
 
 def check_architecture(config: Mapping[str, Any]) -> Family:
@@ -205,15 +253,17 @@ def check_architecture(config: Mapping[str, Any]) -> Family:
 
     Raises:
         UnsupportedModel: the architecture or the quantisation is not built.
+        ValueError: one of these has the wrong type.
     """
-    names = config.get("architectures") or [f"model_type {config.get('model_type')}"]
-    if names[0] not in ARCHITECTURES:
-        raise UnsupportedModel.because("architecture", names[0], ARCHITECTURES)
-    family = ARCHITECTURES[names[0]]
-    if config.get("model_type", family) != family:
-        raise UnsupportedModel.because(f"model_type of {names[0]}", config["model_type"], (family,))
-    if quantisation := config.get("quantization_config"):
-        method = quantisation.get("quant_method", "unknown")
+    kind = _converted(config, _Kind)
+    name = kind.architectures[0] if kind.architectures else f"model_type {kind.model_type}"
+    if name not in ARCHITECTURES:
+        raise UnsupportedModel.because("architecture", name, ARCHITECTURES)
+    family = ARCHITECTURES[name]
+    if kind.model_type not in (None, family):
+        raise UnsupportedModel.because(f"model_type of {name}", kind.model_type, (family,))
+    if kind.quantization_config:
+        method = kind.quantization_config.get("quant_method", "unknown")
         raise UnsupportedModel.because(
             "quantisation", method, ("unquantised safetensors", "GGUF files")
         )
@@ -234,10 +284,7 @@ def spec_from_config(
         ValueError: a value has the wrong type, or sizes do not fit each other.
     """
     family = check_architecture(raw)
-    try:
-        config = msgspec.convert(raw, _CONFIGS[family])
-    except msgspec.ValidationError as error:
-        raise ValueError(f"config.json: {error}") from error
+    config = _converted(raw, _CONFIGS[family])
     if config.hidden_act != "silu":
         raise UnsupportedModel.because("activation", config.hidden_act, ("silu",))
     window, sliding_layers = _sliding(config, family)
@@ -307,12 +354,14 @@ def _rope(config: HFConfig) -> RopeSpec:
 
     Raises:
         UnsupportedModel: the type of scaling is not built.
-        ValueError: it lacks a number.
+        ValueError: it lacks a number, or has something else in its place.
     """
-    rope = config.rope_scaling or config.rope_parameters or {}
+    given = config.rope_scaling or config.rope_parameters or {}
+    rope = {name: value for name, value in given.items() if value is not None}
     for name, value in rope.items():
         if isinstance(value, dict):
             raise UnsupportedModel.because("rope_parameters of", name, ("one for all layers",))
+    _converted(rope, _RopeNumbers, "config.json: rope_parameters")
     theta = float(rope.get("rope_theta") or config.rope_theta or 10_000.0)
     kind = rope.get("rope_type") or rope.get("type") or "default"
     rotated = rope.get("partial_rotary_factor", config.partial_rotary_factor)

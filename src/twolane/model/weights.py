@@ -1,19 +1,19 @@
 """Weights into a `Decoder`: safetensors, GGUF or random numbers."""
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
+import msgspec
 import torch
 from safetensors import safe_open
 
 from twolane.model.decoder import Decoder, LayerWeights, Weights, pair_rows
 from twolane.model.gguf import GGUFModel
 from twolane.model.hub import ModelSource, Progress
-from twolane.model.spec import ModelSpec
+from twolane.model.spec import ModelSpec, read_json
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -122,8 +122,7 @@ class _Safetensors:
     def _paths(directory: Path) -> list[Path]:
         index = directory / "model.safetensors.index.json"
         if index.is_file():
-            names = json.loads(index.read_text())["weight_map"].values()
-            return [directory / name for name in sorted(set(names))]
+            return [directory / name for name in _shards(index)]
         single = directory / "model.safetensors"
         if single.is_file():
             return [single]
@@ -141,6 +140,29 @@ class _Safetensors:
     def get(self, name: str) -> torch.Tensor:
         tensor: torch.Tensor = self._files[name].get_tensor(name)
         return tensor
+
+
+class _Index(msgspec.Struct):
+    """What is read of a `model.safetensors.index.json`."""
+
+    weight_map: dict[str, str]
+    """File by tensor."""
+
+
+def _shards(index: Path) -> list[str]:
+    """The files that an index names, all of them in its folder or below.
+
+    Raises:
+        ValueError: it is broken, or leads elsewhere.
+    """
+    try:
+        files = sorted(set(msgspec.convert(read_json(index), _Index).weight_map.values()))
+    except msgspec.ValidationError as error:
+        raise ValueError(f"{index}: {error}") from error
+    for name in files:
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise ValueError(f"{index} names {name}, which is outside its folder")
+    return files
 
 
 class _Dummy:
