@@ -7,7 +7,7 @@ from safetensors.torch import load_file, save_file
 from twolane.model.hub import resolve
 from twolane.model.weights import WeightsError, load_decoder
 
-from .checkpoints import make_checkpoint
+from .checkpoints import make_checkpoint, reference
 from .passes import Pool, in_chunks, prompt
 
 
@@ -92,6 +92,16 @@ def test_broken_indices_are_refused(checkpoint, content, message):
     (checkpoint / "model.safetensors.index.json").write_text(content)
     with pytest.raises(ValueError, match=message):
         load_decoder(resolve(str(checkpoint)))
+
+
+def test_an_index_that_was_left_behind_does_not_count(checkpoint):
+    """`transformers` takes the single file, too, and leaves the index of an earlier save."""
+    index = {"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
+    (checkpoint / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert (
+        reference(checkpoint).num_parameters()
+        == load_decoder(resolve(str(checkpoint))).spec.parameters
+    )
 
 
 def test_dummy_weights_follow_the_seed(checkpoint):

@@ -120,12 +120,13 @@ class _Safetensors:
 
     @staticmethod
     def _paths(directory: Path) -> list[Path]:
-        index = directory / "model.safetensors.index.json"
-        if index.is_file():
-            return [directory / name for name in _shards(index)]
+        # In this order, as in `transformers`: an index may be left from a save in shards.
         single = directory / "model.safetensors"
         if single.is_file():
             return [single]
+        index = directory / "model.safetensors.index.json"
+        if index.is_file():
+            return [directory / name for name in _shards(index)]
         raise ValueError(
             f"{directory} has neither model.safetensors nor model.safetensors.index.json; "
             "other weight formats than safetensors and GGUF are not read"
