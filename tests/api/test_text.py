@@ -6,8 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
+from twolane.api.generation import Reader, TextOptions
 from twolane.api.text import TextCodec, TextError, WindowDetokenizer
+from twolane.engine.messages import Output
 from twolane.model.tokenizer import ModelTokenizer
+from twolane.sampling import SamplingParams
 
 VOCABULARY = 49152
 
@@ -71,6 +74,23 @@ def sentencepiece():
 def test_sentencepiece_keeps_inner_spaces(sentencepiece):
     parts = pieces(WindowDetokenizer(sentencepiece), [257, 258, 259, 260, 261])
     assert parts == ["the", " cat", "s", " ", "é", ""]
+
+
+def test_the_space_behind_a_prompt_is_shown(sentencepiece):
+    """As in vLLM; the decoder drops that of the text's first word."""
+    assert pieces(WindowDetokenizer(sentencepiece, [257]), [258, 259]) == [" cat", "s", ""]
+    assert pieces(WindowDetokenizer(sentencepiece, [257] * 99), [260, 260]) == [" ", " ", ""]
+    assert pieces(WindowDetokenizer(sentencepiece), [258, 259]) == ["cat", "s", ""]
+    codec = TextCodec(ModelTokenizer(sentencepiece, None, {}))
+    reader = Reader(0, codec, [257], SamplingParams(), TextOptions(), ())
+    assert reader.read(Output("id", [258, 259])).text == " cats"
+
+
+def test_a_character_that_the_prompt_breaks_off_is_shown(sentencepiece):
+    first, second, third = (byte + 1 for byte in "日".encode())
+    for prompt, rest in ([first], [second, third]), ([257, first, second], [third]):
+        detokenizer = WindowDetokenizer(sentencepiece, prompt)
+        assert "".join(pieces(detokenizer, [*rest, 258])) == "日 cat"
 
 
 @settings(max_examples=100, deadline=None)

@@ -104,6 +104,7 @@ class Reader:
     Args:
         index: of the answer.
         codec: the tokenizer.
+        prompt: its tokens.
         params: of the answer.
         options: of its text.
         eos_token_ids: which end an answer without being its reason to stop.
@@ -113,6 +114,7 @@ class Reader:
         self,
         index: int,
         codec: TextCodec,
+        prompt: Sequence[int],
         params: SamplingParams,
         options: TextOptions,
         eos_token_ids: Sequence[int],
@@ -125,7 +127,9 @@ class Reader:
         self._params = params
         self._include_stop = options.include_stop
         self._no_reason = () if params.ignore_eos else tuple(eos_token_ids)
-        self._detokenizer = codec.detokenizer(skip_special_tokens=options.skip_special_tokens)
+        self._detokenizer = codec.detokenizer(
+            prompt, skip_special_tokens=options.skip_special_tokens
+        )
         self._stops = StopStrings(options.stop, include=options.include_stop)
         self._length = 0
 
@@ -210,8 +214,9 @@ class Generation:
                 leader = self._open.get(index - place) if place else None
                 chosen = of_answer(params[prompt], place)
                 eos = engine.ready.eos_token_ids
-                self._readers.append(Reader(index, codec, chosen, text, eos))
-                submit = Submit(id, prompts[prompt], chosen, priority, slo, leader)
+                tokens = prompts[prompt]
+                self._readers.append(Reader(index, codec, tokens, chosen, text, eos))
+                submit = Submit(id, tokens, chosen, priority, slo, leader)
                 self._submit(index, submit)
         except BaseException:
             self.close()

@@ -34,8 +34,8 @@ class TextError(ValueError):
 class Detokenizer(Protocol):
     """The text of one request, piece by piece.
 
-    The pieces put together are the decoded text of all tokens without the special ones, and no
-    piece ends inside a character. Each call takes constant time.
+    The pieces put together are the decoded text of all tokens without the special ones, as it
+    reads behind the prompt, and no piece ends inside a character. Each call takes constant time.
     """
 
     def step(self, token: int) -> str:
@@ -99,14 +99,24 @@ class WindowDetokenizer:
 
     Where the bytes of the tokens are not valid UTF-8, the number of replacement characters may
     differ from that of a decode of the whole.
+
+    Args:
+        tokenizer: whose.
+        prompt: the tokens before those that will come. Decoders drop the space that a text begins
+            with; behind a prompt it is one between two words, or of an indentation.
+        skip_special_tokens: whether special tokens stand for nothing.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, prompt: Sequence[int] = (), *, skip_special_tokens: bool = True
+    ) -> None:
         self._tokenizer = tokenizer
         self._hidden = special_tokens(tokenizer) if skip_special_tokens else frozenset()
-        self._window: list[int] = []
-        self._sent_tokens = 0
-        self._sent = ""  # the text of the window's first `_sent_tokens` tokens, already returned
+        self._window = [token for token in prompt[-MAX_HELD_TOKENS:] if token not in self._hidden]
+        self._sent_tokens = len(self._window)
+        # The text of the window's first `_sent_tokens` tokens, already returned or the prompt's. A
+        # character that the prompt breaks off is still to be shown.
+        self._sent = self._decode().rstrip(REPLACEMENT)
 
     def step(self, token: int) -> str:
         """See `Detokenizer.step`."""
@@ -273,13 +283,15 @@ class TextCodec:
         """Return how many tokens `text` makes at least, at a glance."""
         return 0 if self._longest is None else len(text) // self._longest
 
-    def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer:
-        """Return the detokeniser of a new request."""
+    def detokenizer(
+        self, prompt: Sequence[int] = (), *, skip_special_tokens: bool = True
+    ) -> Detokenizer:
+        """Return the detokeniser of a new request with this prompt."""
         if self._backend is None:
             return NoText()
         if self._shown is not None:
             return ByteDetokenizer(self._text if skip_special_tokens else self._shown)
-        return WindowDetokenizer(self._backend, skip_special_tokens=skip_special_tokens)
+        return WindowDetokenizer(self._backend, prompt, skip_special_tokens=skip_special_tokens)
 
     @property
     def _tokenizer(self) -> Tokenizer:
