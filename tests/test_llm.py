@@ -4,6 +4,7 @@ import signal
 import subprocess
 import sys
 
+import numpy
 import pytest
 
 from twolane import LLM, SamplingParams
@@ -207,6 +208,28 @@ def test_wrong_prompts_are_value_errors(tiny):
         tiny.generate([[1]], n=0)
     with pytest.raises(TypeError, match="stops"):
         tiny.generate([[1]], stops="x")
+    assert tiny.generate([[1]], GREEDY)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "fields", "message"),
+    [
+        ([1, 2.0], {}, r"prompt 0: .*float.*\[1\]"),
+        ([1, True], {}, r"prompt 0: .*bool"),
+        ([1], {"max_tokens": 100.0}, "sampling parameters: .*float.*max_tokens"),
+        ([1], {"top_k": numpy.int64(3)}, r"sampling parameters: .*numpy\.int64"),
+        ([1], {"seed": numpy.int64(3)}, r"sampling parameters: .*numpy\.int64"),
+        ([1], {"seed": 1.5}, "sampling parameters: .*float.*seed"),
+        ([1], {"stop_token_ids": [5.5]}, "sampling parameters: .*float.*stop_token_ids"),
+        ([1], {"logit_bias": {5: True}}, "sampling parameters: .*bool.*logit_bias"),
+    ],
+)
+def test_wrong_types_are_value_errors_and_end_no_engine(tiny, prompt, fields, message):
+    params = SamplingParams(**fields)
+    with pytest.raises(ValueError, match=message):
+        tiny.generate([prompt], params)
+    with pytest.raises(ValueError, match=message):
+        tiny.stream(prompt, params)
     assert tiny.generate([[1]], GREEDY)
 
 

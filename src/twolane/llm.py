@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack
 
+import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -158,7 +159,8 @@ class LLM:
             wishes: see `Wishes`.
 
         Raises:
-            ValueError: a prompt is empty, too long or not text where text is needed.
+            ValueError: a prompt is empty, too long or not text where text is needed, or something
+                has the wrong type.
             EngineError, GenerationFailed: the engine died.
         """
         given: list[Prompt] = [prompts] if is_one(prompts) else list(prompts)
@@ -207,8 +209,10 @@ class LLM:
         else:
             tokens = self._tokens(prompt)
         self._check([tokens])
+        params = params or SamplingParams()
+        check_type(params, SamplingParams, "sampling parameters")
         options = self._options(wishes)
-        return self._pieces(tokens, params or SamplingParams(), wishes.get("n", 1), options)
+        return self._pieces(tokens, params, wishes.get("n", 1), options)
 
     def close(self) -> None:
         """End the engine process. Closing twice does nothing."""
@@ -242,6 +246,7 @@ class LLM:
                     f"prompt {index} has {len(prompt)} tokens; it must have at least 1 and at "
                     f"most {ready.max_model_len - 1}"
                 )
+            check_type(prompt, list[int], f"prompt {index}")
             if not 0 <= min(prompt) <= max(prompt) < ready.vocab_size:
                 raise ValueError(f"prompt {index} has token ids outside 0..{ready.vocab_size - 1}")
 
@@ -264,6 +269,8 @@ class LLM:
         if len(params) != len(tokens):
             raise ValueError(f"{len(params)} sampling parameters for {len(tokens)} prompts")
         self._check(tokens)
+        for one in params:
+            check_type(one, SamplingParams, "sampling parameters")
         options, n = self._options(wishes), wishes.get("n", 1)
         shown = self._progress and len(tokens) > 1 if progress is None else progress
         with Bar(len(tokens), shown=shown) as bar:
@@ -424,6 +431,20 @@ def is_conversation(
 def is_one(prompts: Prompt | Sequence[str] | Sequence[list[int]]) -> "TypeIs[Prompt]":
     """Whether this is one prompt: a text, or a list of token ids."""
     return isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], int))
+
+
+def check_type(given: object, form: type, name: str) -> None:
+    """Look at the types inside of what is sent to the engine, as constructors do not.
+
+    The engine would end at what it cannot read, and with it all that runs.
+
+    Raises:
+        ValueError: one of them is wrong.
+    """
+    try:
+        msgspec.convert(msgspec.to_builtins(given), form)
+    except (TypeError, msgspec.ValidationError) as error:
+        raise ValueError(f"{name}: {error}") from error
 
 
 def text_options(wishes: Wishes) -> TextOptions:

@@ -9,7 +9,6 @@ GREEDY_TEMPERATURE = 1e-5
 MOST_LOGPROBS = 20
 """Alternatives that may be asked for, as in OpenAI's API."""
 MOST_LOGIT_BIAS = 100.0
-_INT64 = range(-(2**63), 2**63)
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,7 +63,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             ("top_p", 0.0 < self.top_p <= 1.0, "above 0 and at most 1"),
             ("top_k", -1 <= self.top_k < 2**63, "-1, 0 (both: all tokens) or positive"),
             ("min_p", 0.0 <= self.min_p <= 1.0, "between 0 and 1"),
-            ("seed", self.seed is None or self.seed in _INT64, "a 64-bit integer"),
+            # Compared, not looked up in a range, which walks to what is no `int`.
+            ("seed", self.seed is None or -(2**63) <= self.seed < 2**63, "a 64-bit integer"),
             ("repetition_penalty", 0.0 < self.repetition_penalty < math.inf, "above 0"),
             ("presence_penalty", -2.0 <= self.presence_penalty <= 2.0, "between -2 and 2"),
             ("frequency_penalty", -2.0 <= self.frequency_penalty <= 2.0, "between -2 and 2"),
