@@ -1,8 +1,10 @@
 import asyncio
+import gc
 import os
 import signal
 import subprocess
 import sys
+import threading
 
 import numpy
 import pytest
@@ -94,6 +96,20 @@ def test_whoever_stops_reading_gives_the_rest_up(tiny):
     for piece in tiny.stream([5, 6], SamplingParams(max_tokens=60_000, ignore_eos=True)):
         assert piece.token_ids
         break
+    assert tiny.generate([[1]], GREEDY)
+    assert tiny._engine.stats.running == 0
+
+
+def test_a_stream_may_be_collected_anywhere(tiny):
+    """In a cycle it is the collector's, who runs in whatever thread makes objects."""
+    pieces = tiny.stream([5, 6], SamplingParams(max_tokens=60_000, ignore_eos=True))
+    assert next(pieces).token_ids
+    cycle = [pieces]
+    cycle.append(cycle)
+    del pieces, cycle
+    collected = threading.Event()
+    tiny._loop.call_soon_threadsafe(lambda: (gc.collect(), collected.set()))
+    assert collected.wait(10)
     assert tiny.generate([[1]], GREEDY)
     assert tiny._engine.stats.running == 0
 

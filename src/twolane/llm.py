@@ -336,9 +336,6 @@ class LLM:
         async def more() -> Delta | None:
             return await anext(deltas, None)
 
-        async def end() -> None:
-            generation.close()
-
         generation = self._run(begin())
         deltas = aiter(generation)
         try:
@@ -352,8 +349,9 @@ class LLM:
                     delta.logprobs,
                 )
         finally:
-            if not self._closed:  # else it ended with the engine
-                self._run(end())
+            # Nobody waits for it: an abandoned stream may be collected in the loop's own thread.
+            with contextlib.suppress(RuntimeError):  # closed: it ended with the engine
+                self._loop.call_soon_threadsafe(generation.close)
 
     def _generation(
         self, tokens: list[int], params: SamplingParams, n: int, options: TextOptions
