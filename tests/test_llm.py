@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import numpy
 import pytest
@@ -265,6 +266,29 @@ def test_closing_ends_the_engine(tmp_path):
     llm.close()
     llm.close()
     assert not alive(pid)
+
+
+def test_an_engine_ends_with_the_last_reference_to_it(tmp_path):
+    llm = LLM(str(write_tiny_model(tmp_path)), load_format="dummy", kv_tokens=1000)
+    pid, folder, thread = llm._engine.process.pid, llm._engine._folder, llm._thread
+    assert llm.generate([[1]], GREEDY)
+    del llm
+    gc.collect()
+    thread.join(30)
+    assert not thread.is_alive()
+    assert not alive(pid)
+    assert not folder.exists()
+
+
+def test_a_program_that_does_not_close_leaves_nothing_behind(tmp_path):
+    program = f"""
+from twolane import LLM
+llm = LLM({str(write_tiny_model(tmp_path))!r}, load_format="dummy", kv_tokens=1000)
+print(llm._engine._folder)
+"""
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (run.returncode, run.stderr) == (0, "")
+    assert not Path(run.stdout.strip()).exists()
 
 
 def test_a_stream_may_be_closed_after_its_llm(tmp_path):

@@ -5,6 +5,7 @@ import contextlib
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -15,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from twolane.api.answers import Choice
-from twolane.api.engine_client import ignore_progress
+from twolane.api.engine_client import EngineClient, ignore_progress
 from twolane.api.generation import Delta, Generation, TextOptions
 from twolane.api.progress import progress_bars
 from twolane.api.startup import start_engine
@@ -104,7 +105,8 @@ class LLM:
     The engine is a process of its own, and the talk with it has a thread of its own. So an LLM
     works in scripts, in Jupyter and in programs that run an event loop; there a call holds the
     loop, as any call that computes does, unless it is `await asyncio.to_thread(llm.generate, …)`.
-    Ctrl-C breaks the call off, frees what it held, and leaves the LLM usable.
+    Ctrl-C breaks the call off, frees what it held, and leaves the LLM usable. The engine ends with
+    `close`, with the `with` block, or when nobody holds the LLM any more.
 
     Every method takes `Wishes` by keyword: `n`, `stop`, `include_stop_str_in_output`,
     `skip_special_tokens`.
@@ -130,7 +132,7 @@ class LLM:
         self._progress = sys.stderr.isatty() if progress is None else progress
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
-            target=self._loop.run_forever, name="twolane-llm", daemon=True
+            target=run_loop, args=[self._loop], name="twolane-llm", daemon=True
         )
         self._thread.start()
         self._closed = False
@@ -141,6 +143,7 @@ class LLM:
         except BaseException:
             self._stop_loop()
             raise
+        self._dropped = weakref.finalize(self, end_dropped, self._engine, self._loop)
 
     def generate(
         self,
@@ -219,6 +222,7 @@ class LLM:
         if not self._closed:
             self._run(self._engine.close())
             self._closed = True
+            self._dropped.detach()
             self._stop_loop()
 
     def __enter__(self) -> "LLM":
@@ -373,7 +377,25 @@ class LLM:
     def _stop_loop(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
-        self._loop.close()
+
+
+def run_loop(loop: asyncio.AbstractEventLoop) -> None:
+    """Run a loop until it is stopped, and close it."""
+    loop.run_forever()
+    loop.close()
+
+
+def end_dropped(engine: EngineClient, loop: asyncio.AbstractEventLoop) -> None:
+    """End the engine of an LLM that nobody holds any more, or whose program ends.
+
+    Nobody waits for it: whoever drops the last reference may be the loop's own thread.
+    """
+
+    async def end() -> None:
+        await engine.close()
+        loop.stop()
+
+    asyncio.run_coroutine_threadsafe(end(), loop)
 
 
 class Bar:

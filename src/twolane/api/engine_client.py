@@ -6,6 +6,7 @@ import os
 import shutil
 import sys
 import tempfile
+import weakref
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -80,6 +81,8 @@ class EngineClient:
         self._closing = False
         self._pump_task: asyncio.Task[None] | None = None
         self._folder = private_folder()
+        # At the latest when the program ends, whoever forgets to close.
+        self._remove_folder = weakref.finalize(self, shutil.rmtree, self._folder, True)
         self._context = zmq.Context()
         self._push = self._context.socket(zmq.PUSH)
         # Not `Socket.from_socket`: its close leaves the wrapped socket to be closed again when it
@@ -163,7 +166,7 @@ class EngineClient:
         self._pull.close()
         self._push.close()
         self._context.term()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._remove_folder()
 
     async def _spawn(self, config: EngineConfig, log_level: str) -> None:
         to_engine, from_engine = (f"ipc://{self._folder}/{name}" for name in ("in", "out"))
