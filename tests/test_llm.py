@@ -5,6 +5,8 @@ import signal
 import subprocess
 import sys
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy
@@ -289,6 +291,25 @@ print(llm._engine._folder)
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (run.returncode, run.stderr) == (0, "")
     assert not Path(run.stdout.strip()).exists()
+
+
+def test_calls_in_other_threads_fail_when_it_is_closed(tmp_path):
+    llm = LLM(str(write_tiny_model(tmp_path)), load_format="dummy", kv_tokens=100_000)
+    params = SamplingParams(max_tokens=60_000, ignore_eos=True)
+    with ThreadPoolExecutor(3) as threads:
+        calls = [threads.submit(llm.generate, [[5, 6]] * 400, params) for _ in range(3)]
+        while len(llm._engine._sinks) < 1200:
+            time.sleep(0.01)
+        llm.close()
+        for call in calls:
+            with pytest.raises(GenerationFailed, match="the engine was closed"):
+                call.result(10)
+
+
+def test_several_threads_may_close(tmp_path):
+    llm = LLM(str(write_tiny_model(tmp_path)), load_format="dummy", kv_tokens=1000)
+    with ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(lambda _: llm.close(), range(4))) == [None] * 4
 
 
 def test_a_stream_may_be_closed_after_its_llm(tmp_path):

@@ -136,6 +136,7 @@ class LLM:
         )
         self._thread.start()
         self._closed = False
+        self._closing = threading.RLock()
         bars = progress_bars() if self._progress else contextlib.nullcontext(ignore_progress)
         try:
             with bars as show:
@@ -218,12 +219,16 @@ class LLM:
         return self._pieces(tokens, params, wishes.get("n", 1), options)
 
     def close(self) -> None:
-        """End the engine process. Closing twice does nothing."""
-        if not self._closed:
-            self._run(self._engine.close())
-            self._closed = True
-            self._dropped.detach()
-            self._stop_loop()
+        """End the engine process. Closing twice does nothing.
+
+        Calls that run in other threads raise GenerationFailed.
+        """
+        with self._closing:
+            if not self._closed:
+                self._run(self._end())
+                self._closed = True
+                self._dropped.detach()
+                self._stop_loop()
 
     def __enter__(self) -> "LLM":
         return self
@@ -362,12 +367,20 @@ class LLM:
     ) -> Generation:
         return Generation(self._engine, self._codec, [tokens], [params], n=n, text=options)
 
+    async def _end(self) -> None:
+        """End the engine, and let all fail that waited for it, before the loop stops."""
+        await self._engine.close()
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        if others:
+            await asyncio.wait(others)
+
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run `work` on the loop's thread; an interrupt cancels it."""
-        if self._closed:
-            work.close()
-            raise RuntimeError("this LLM is closed")
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        with self._closing:  # nothing comes to the loop behind `_end`
+            if self._closed:
+                work.close()
+                raise RuntimeError("this LLM is closed")
+            future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
         except BaseException:
