@@ -1,7 +1,6 @@
 """Tokenizers and chat templates, in the form that serving needs. No torch, no `transformers`."""
 
 import hashlib
-import os
 import subprocess
 import sys
 import tempfile
@@ -88,8 +87,9 @@ def _keep(data: bytes, path: Path) -> None:
     """Write a cache file, whole or not at all; a cache that cannot be written is none."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(data)
-        os.replace(file.name, path)  # noqa: PTH105
+        with tempfile.TemporaryDirectory(prefix=".keep-", dir=path.parent) as scratch:
+            whole = Path(scratch) / path.name
+            whole.write_bytes(data)
+            whole.replace(path)
     except OSError:
         return
