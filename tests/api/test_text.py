@@ -187,22 +187,21 @@ def test_bytes_of_sentencepiece_tokens(sentencepiece):
     ]
 
 
-def longest_stall(work):
-    """Do `work` in a thread; return for which share of its time this one stood still at most."""
-    thread = threading.Thread(target=work)
-    longest, began = 0.0, time.monotonic()
-    last = began
+def turns_beside(work):
+    """Do `work` in a thread; return how often this one had its turn meanwhile."""
+    thread, turns = threading.Thread(target=work), 0
     thread.start()
     while thread.is_alive():
         time.sleep(0.001)
-        now = time.monotonic()
-        longest, last = max(longest, now - last), now
-    return longest / (last - began)
+        turns += 1
+    return turns
 
 
-def test_other_threads_go_on_while_a_long_text_is_tokenised(codec):
-    words = [f"{number:x}" for number in range(200_000)]
-    assert longest_stall(lambda: codec.encode(" ".join(words))) < 0.5
+def test_other_threads_go_on_while_a_long_text_is_tokenised(codec, tokenizer):
+    """As often as the machine lets them; while the lock is kept, not once."""
+    text = " ".join(f"{number:x}" for number in range(100_000))
+    kept = turns_beside(lambda: tokenizer.backend.encode(text))
+    assert turns_beside(lambda: codec.encode(text)) > 10 * kept
 
 
 def test_a_long_text_has_the_tokens_of_a_short_one(codec, tokenizer):
