@@ -7,9 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from twolane.files import keep
 from twolane.model import convert
 from twolane.model.hub import resolve
-from twolane.model.tokenizer import _keep, load_tokenizer
+from twolane.model.tokenizer import load_tokenizer
 
 TEXTS = [
     "What is the capital of France?",
@@ -134,9 +135,9 @@ def test_a_broken_tokenizer_is_an_error_of_one_line(tmp_path, monkeypatch):
 
 def test_a_cache_that_cannot_be_written_is_none(tmp_path):
     (tmp_path / "file").write_text("")
-    _keep(b"{}", tmp_path / "file" / "kept.json")
+    keep(tmp_path / "file" / "kept.json", b"{}")
     (tmp_path / "kept.json").mkdir()  # what is written cannot take its place
-    _keep(b"{}", tmp_path / "kept.json")
+    keep(tmp_path / "kept.json", b"{}")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "kept.json"]
 
 

@@ -6,7 +6,6 @@ Samples are kept as they were measured; what estimators make of them is made whe
 
 import hashlib
 import re
-import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -17,6 +16,7 @@ import msgspec
 import numpy as np
 
 from twolane.estimate import Beside, Load
+from twolane.files import write_whole
 from twolane.model.spec import ModelSpec, RopeSpec
 
 FORMAT = 1
@@ -157,10 +157,7 @@ class Profile(msgspec.Struct, forbid_unknown_fields=True):
 
     def save(self, path: Path) -> None:
         """Write it whole or not at all."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".part", delete=False) as file:
-            file.write(msgspec.json.format(msgspec.json.encode(self), indent=0))
-        Path(file.name).replace(path)
+        write_whole(path, msgspec.json.format(msgspec.json.encode(self), indent=0))
 
     @classmethod
     def read(cls, path: Path) -> "Profile":

@@ -20,6 +20,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from twolane.files import keep
 from twolane.kernels import fused, nvrtc, skinny_gemm
 from twolane.sizes import SIZES
 
@@ -319,7 +320,7 @@ def read_ways(record: Path, candidates: Mapping[tuple[Case, int], Sequence[Way]]
 def write_ways(record: Path, ways: Ways) -> None:
     """Keep what was chosen."""
     names = {_label(*key): way.name for key, way in ways.items()}
-    nvrtc.write_whole(record, json.dumps(names).encode())
+    keep(record, json.dumps(names).encode())
 
 
 def _label(case: Case, rows: int) -> str:

@@ -7,7 +7,6 @@ of source, options and compiler, so that only the first start compiles.
 import ctypes
 import hashlib
 import os
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -15,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from twolane.files import keep
 
 ARCHITECTURE = "sm_90a"
 
@@ -95,7 +96,7 @@ def compile_cubin(source: str, options: Sequence[str] = ()) -> bytes:
     if path.exists():
         return path.read_bytes()
     cubin = _compile(source, arguments)
-    write_whole(path, cubin)
+    keep(path, cubin)
     return cubin
 
 
@@ -128,17 +129,6 @@ def cache_path(key: str, suffix: str) -> Path:
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     name = hashlib.sha256(key.encode()).hexdigest()[:32]
     return home / "twolane" / "kernels" / f"{name}.{suffix}"
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Whole or not at all: other processes may write the same file. An unwritable cache is none."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(content)
-        Path(file.name).replace(path)
-    except OSError:
-        return
 
 
 @cache

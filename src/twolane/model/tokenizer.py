@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 from tokenizers import Tokenizer
 
+from twolane.files import keep
 from twolane.model.hub import ModelSource, cache_dir
 
 _FORMAT = 3
@@ -68,7 +69,7 @@ def _fingerprint(path: Path) -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
 
 
-def _convert(name: str, path: Path, keep: Path) -> TokenizerFile:
+def _convert(name: str, path: Path, kept: Path) -> TokenizerFile:
     with tempfile.TemporaryDirectory(prefix="twolane-") as scratch:
         made = Path(scratch) / "tokenizer.json"
         command = [sys.executable, "-m", "twolane.model.convert", str(path), str(made)]
@@ -79,17 +80,5 @@ def _convert(name: str, path: Path, keep: Path) -> TokenizerFile:
             said = run.stderr.strip().splitlines()
             raise ValueError(f"{name}: no tokenizer: {said[-1] if said else 'unknown reason'}")
         data = made.read_bytes()
-    _keep(data, keep)
+    keep(kept, data)
     return msgspec.json.decode(data, type=TokenizerFile)
-
-
-def _keep(data: bytes, path: Path) -> None:
-    """Write a cache file, whole or not at all; a cache that cannot be written is none."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".keep-", dir=path.parent) as scratch:
-            whole = Path(scratch) / path.name
-            whole.write_bytes(data)
-            whole.replace(path)
-    except OSError:
-        return
