@@ -19,9 +19,9 @@ class Slo(msgspec.Struct, frozen=True, kw_only=True):
     tpot: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("ttft", "tbt", "tpot"):
+        for name in self.bounds:
             value = getattr(self, name)
-            if value is not None and not 0.0 < value < math.inf:
+            if not 0.0 < value < math.inf:
                 raise ValueError(f"{name} must be above 0, not {value!r}")
         if not 0.0 <= self.ttft_per_token < math.inf:
             raise ValueError(f"ttft_per_token must be at least 0, not {self.ttft_per_token!r}")

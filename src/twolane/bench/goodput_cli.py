@@ -150,12 +150,12 @@ class OwnServers:
             BenchError: the server does not start, or ended in the middle.
         """
         flags = slo_flags(points[0] if reads_slos(system) else self._search.slos)
-        load = self._load
-        if (system, flags) == self._serves:
-            load = msgspec.structs.replace(load, num_warmups=0)
-        else:
+        warmups = 0
+        if (system, flags) != self._serves:
             self._start(system, flags)
-        load = msgspec.structs.replace(load, base_url=self._server.url)
+            warmups = self._load.num_warmups
+        url = self._server.url
+        load = msgspec.structs.replace(self._load, base_url=url, num_warmups=warmups)
         try:
             result, hopeless = measure(self._search, load, workload, points)
         finally:

@@ -221,11 +221,16 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     try:
         return msgspec.convert(json.loads(path.read_text(encoding="utf-8")), dict[str, Any])
-    except (ValueError, msgspec.ValidationError) as error:
+    except ValueError as error:  # of JSON, of UTF-8, or msgspec's
         raise ValueError(f"{path} is not a JSON object: {error}") from error
 
 
-def _converted(raw: object, form: type[T], file: str = "config.json") -> T:
+def converted(raw: object, form: type[T], file: str = "config.json") -> T:
+    """What was read from a file, in a form.
+
+    Raises:
+        ValueError: something has the wrong type; the message begins with the file.
+    """
     try:
         return msgspec.convert(raw, form)
     except msgspec.ValidationError as error:
@@ -244,7 +249,7 @@ def spec_from_directory(path: Path) -> ModelSpec:
         raise ValueError(f"{path} has no config.json")
     generation_file = path / "generation_config.json"
     raw = read_json(generation_file) if generation_file.is_file() else {}
-    generation = _converted(raw, _Generation, generation_file.name)
+    generation = converted(raw, _Generation, generation_file.name)
     return spec_from_config(read_json(config_file), generation.eos_token_id)
 
 
@@ -255,7 +260,7 @@ def check_architecture(config: Mapping[str, Any]) -> Family:
         UnsupportedModel: the architecture or the quantisation is not built.
         ValueError: one of these has the wrong type.
     """
-    kind = _converted(config, _Kind)
+    kind = converted(config, _Kind)
     name = kind.architectures[0] if kind.architectures else f"model_type {kind.model_type}"
     if name not in ARCHITECTURES:
         raise UnsupportedModel.because("architecture", name, ARCHITECTURES)
@@ -284,7 +289,7 @@ def spec_from_config(
         ValueError: a value has the wrong type, or sizes do not fit each other.
     """
     family = check_architecture(raw)
-    config = _converted(raw, _CONFIGS[family])
+    config = converted(raw, _CONFIGS[family])
     if config.hidden_act != "silu":
         raise UnsupportedModel.because("activation", config.hidden_act, ("silu",))
     window, sliding_layers = _sliding(config, family)
@@ -361,7 +366,7 @@ def _rope(config: HFConfig) -> RopeSpec:
     for name, value in rope.items():
         if isinstance(value, dict):
             raise UnsupportedModel.because("rope_parameters of", name, ("one for all layers",))
-    _converted(rope, _RopeNumbers, "config.json: rope_parameters")
+    converted(rope, _RopeNumbers, "config.json: rope_parameters")
     theta = float(rope.get("rope_theta") or config.rope_theta or 10_000.0)
     kind = rope.get("rope_type") or rope.get("type") or "default"
     rotated = rope.get("partial_rotary_factor", config.partial_rotary_factor)

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from twolane.model.decoder import Decoder, LayerWeights, Weights, pair_rows
 from twolane.model.gguf import GGUFModel
 from twolane.model.hub import ModelSource, Progress
-from twolane.model.spec import ModelSpec, read_json
+from twolane.model.spec import ModelSpec, converted, read_json
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -156,10 +156,7 @@ def _shards(index: Path) -> list[str]:
     Raises:
         ValueError: it is broken, or leads elsewhere.
     """
-    try:
-        files = sorted(set(msgspec.convert(read_json(index), _Index).weight_map.values()))
-    except msgspec.ValidationError as error:
-        raise ValueError(f"{index}: {error}") from error
+    files = sorted(set(converted(read_json(index), _Index, str(index)).weight_map.values()))
     for name in files:
         if Path(name).is_absolute() or ".." in Path(name).parts:
             raise ValueError(f"{index} names {name}, which is outside its folder")
