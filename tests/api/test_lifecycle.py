@@ -93,6 +93,60 @@ def test_a_client_that_leaves_before_its_answer_frees_the_engine(tiny):
     assert aborted(tiny) == before + 1
 
 
+def unchunked(data):
+    """Yield the chunks of a body, of which nothing may be behind the last one."""
+    begin, size = 0, None
+    while size != 0:
+        end = data.index(b"\r\n", begin) + 2
+        size = int(data[begin:end], 16)
+        begin = end + size + 2
+        assert data[begin - 2 : begin] == b"\r\n"
+        yield data[end : end + size]
+    assert begin == len(data)
+
+
+def events_in(data, version):
+    """What a raw answer with a stream of events has in its body."""
+    head, _, rest = data.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 ")
+    assert (b"transfer-encoding: chunked" in head.lower()) == (version == "1.1")
+    body = b"".join(unchunked(rest)) if version == "1.1" else rest
+    *events, done, nothing = body.split(b"\n\n")
+    assert (done, nothing) == (b"data: [DONE]", b"")
+    return [json.loads(event.removeprefix(b"data: ")) for event in events]
+
+
+@pytest.mark.parametrize("version", ["1.1", "1.0"])
+@pytest.mark.parametrize("late", [False, True])
+def test_streams_are_whole_and_in_order(tiny, version, late):
+    """Also for who does not read until all has been made, which is more than the sockets hold."""
+    body = {**LONG, "max_tokens": 500, "temperature": 0, "n": 16, "logprobs": 12}
+    whole = tiny.request("/v1/completions", {**body, "return_token_ids": True})[2]["choices"]
+    asked = json.dumps({**body, "return_token_ids": True, "stream": True}).encode()
+    address = urllib.parse.urlsplit(tiny.base)
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect((address.hostname, address.port))
+        client.sendall(
+            b"POST /v1/completions HTTP/%b\r\nHost: x\r\nContent-Type: application/json\r\n"
+            b"Connection: close\r\nContent-Length: %d\r\n\r\n%b"
+            % (version.encode(), len(asked), asked)
+        )
+        if late:
+            wait_for(lambda: tiny.metrics()["num_requests_running"] == 16)
+            wait_for(lambda: tiny.metrics()["num_requests_running"] == 0)
+        answer = b"".join(iter(lambda: client.recv(65536), b""))
+    streams = {choice["index"]: [] for choice in whole}
+    for event in events_in(answer, version):
+        [choice] = event["choices"]
+        streams[choice["index"]].append(choice)
+    for choice in whole:
+        parts = streams[choice["index"]]
+        assert [token for part in parts for token in part["token_ids"]] == choice["token_ids"]
+        assert [part["finish_reason"] for part in parts] == [None] * (len(parts) - 1) + ["length"]
+    assert len(answer) > 4 << 20
+
+
 class SlowTokenizer:
     """Stands in for a codec whose first text takes until `go_on`; counts the texts."""
 

@@ -11,6 +11,9 @@ from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 from twolane.api.calls import set_refusal
 from twolane.api.errors import error_body
 
+CONNECTION = "connection"
+"""Of the state in a request's ASGI scope: the `Connection` that it came on."""
+
 
 class Connection(H11Protocol):
     """One client's connection. What it sends that is no HTTP is refused in OpenAI's form."""
@@ -23,6 +26,7 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """See `asyncio.Protocol`."""
+        self.app_state = {**self.app_state, CONNECTION: self}
         super().connection_made(transport)
         self._watch_arrival()
 
@@ -44,6 +48,22 @@ class Connection(H11Protocol):
     def send_400_response(self, msg: str) -> None:
         """Refuse what is no HTTP."""
         self._refuse(400, msg, "invalid_http")
+
+    @property
+    def takes_parts(self) -> bool:
+        """Whether `write_part` may be called: not for who has left, reads too slowly, or speaks
+        HTTP/1.0."""
+        if self.flow.write_paused or self.transport.is_closing() or self.cycle.disconnected:
+            return False
+        return self.scope["http_version"] == "1.1"
+
+    def write_part(self, data: bytes) -> None:
+        """Write part of the answer under way, which has begun and whose length was not given.
+
+        At once: ASGI's way, through the application's layers and a task, takes as long again as all
+        else that is done for a token.
+        """
+        self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))  # RFC 9112, section 7.1
 
     def _watch_arrival(self) -> None:
         state = self.conn.their_state

@@ -3,7 +3,7 @@
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from types import TracebackType
 from typing import Protocol
 
@@ -48,6 +48,10 @@ class Delta(msgspec.Struct, frozen=True):
     """One for each token, if asked for."""
     prompt_logprobs: list[TokenLogprobs] | None = None
     """One for each prompt token but the first, if asked for; with the first delta only."""
+
+
+Taker = Callable[[Delta], bool]
+"""Takes a delta, or says that it does not."""
 
 
 class GenerationFailed(Exception):
@@ -205,6 +209,9 @@ class Generation:
         self._engine = engine
         self._observer = observer
         self._events: asyncio.Queue[Delta | Event | None] = asyncio.Queue()
+        self._taker: Taker | None = None
+        self._awaited = False
+        """Somebody iterates, and has had all that was in the queue."""
         self._readers: list[Reader] = []
         base = uuid.uuid4().hex
         self._open = {index: f"{base}-{index}" for index in range(len(prompts) * n)}
@@ -225,6 +232,7 @@ class Generation:
     async def __aiter__(self) -> AsyncIterator[Delta]:
         """Yield deltas until every answer has ended."""
         while self._open or not self._events.empty():
+            self._awaited = self._events.empty()
             match await self._events.get():
                 case Delta() as delta:
                     yield delta
@@ -245,6 +253,12 @@ class Generation:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+    def offer(self, taker: Taker) -> None:
+        """From now on offer `taker` each delta that comes while the next one is awaited, at once,
+        but for those with which answers end. Who iterates gets what it does not take, and the rest.
+        """
+        self._taker = taker
 
     def close(self) -> None:
         """Give up the answers that have not ended."""
@@ -270,7 +284,14 @@ class Generation:
             if isinstance(event, Output) and reader.stopped:
                 event = msgspec.structs.replace(event, finish="stop")
             self._end(index, event)
-        self._events.put_nowait(told)
+        if not self._taken(told):
+            self._awaited = False
+            self._events.put_nowait(told)
+
+    def _taken(self, told: Delta | Event | None) -> bool:
+        if self._taker is None or not self._awaited:
+            return False
+        return isinstance(told, Delta) and told.finish is None and self._taker(told)
 
     def _read(self, reader: Reader, index: int, output: Output) -> Delta:
         delta = reader.read(output)

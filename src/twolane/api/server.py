@@ -2,8 +2,9 @@
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Annotated, TypeVar
 
 from fastapi import Depends, FastAPI, Header, Request, Response
@@ -13,6 +14,7 @@ from starlette.types import Receive, Scope, Send
 import twolane
 from twolane.api.answers import DONE, Answer, AnswerOptions, Echo, event
 from twolane.api.calls import Call, Calls, call_of
+from twolane.api.connection import CONNECTION, Connection
 from twolane.api.dashboard import add_dashboard_routes
 from twolane.api.errors import error_body
 from twolane.api.gate import MAX_BODY_BYTES, Gate
@@ -165,7 +167,8 @@ async def respond(
     except BaseException:
         generation.close()
         raise
-    events = stream(first, deltas, answer, include_usage=body.include_usage)
+    begun = partial(write_at_once, request.scope["state"].get(CONNECTION), generation, answer)
+    events = stream(first, deltas, answer, begun, include_usage=body.include_usage)
     return EventStream(events, generation)
 
 
@@ -176,15 +179,22 @@ async def collect(deltas: AsyncIterator[Delta], answer: Answer) -> None:
 
 
 async def stream(
-    first: Delta, deltas: AsyncIterator[Delta], answer: Answer, *, include_usage: bool
+    first: Delta,
+    deltas: AsyncIterator[Delta],
+    answer: Answer,
+    begun: Callable[[], None],
+    *,
+    include_usage: bool,
 ) -> AsyncIterator[bytes]:
-    """Yield the events of a streamed answer; an error is an event of its own, and the last."""
+    """Yield the events of a streamed answer; an error is an event of its own, and the last.
+
+    `begun` is called when the first of them has been sent.
+    """
     try:
-        for chunk in answer.chunks(first):
-            yield event(chunk)
+        yield events_of(first, answer)
+        begun()
         async for delta in deltas:
-            for chunk in answer.chunks(delta):
-                yield event(chunk)
+            yield events_of(delta, answer)
     except GenerationFailed as error:
         yield event(error_body(503, str(error), "unavailable"))
         return
@@ -194,6 +204,23 @@ async def stream(
     if include_usage:
         yield event(answer.usage_chunk())
     yield DONE
+
+
+def events_of(delta: Delta, answer: Answer) -> bytes:
+    """Return the events that a delta adds to a streamed answer."""
+    return b"".join([event(chunk) for chunk in answer.chunks(delta)])
+
+
+def write_at_once(connection: Connection | None, generation: Generation, answer: Answer) -> None:
+    """Write what an answer gets from now on when it comes, wherever the connection takes it."""
+
+    def write(delta: Delta) -> bool:
+        if connection is None or not connection.takes_parts:
+            return False
+        connection.write_part(events_of(delta, answer))
+        return True
+
+    generation.offer(write)
 
 
 async def unless_gone(request: Request, work: Awaitable[T]) -> T:
