@@ -57,3 +57,29 @@ def test_the_last_event_needs_no_blank_line():
     assert parse([b"data: [DONE]"]) == [Event("message", "[DONE]")]
     assert parse([b"data: [DONE]\n"]) == [Event("message", "[DONE]")]
     assert parse([b": bye"]) == []
+
+
+class Slow(SSEParser):
+    """Without the shortcut for one whole event."""
+
+    feed = SSEParser._feed_lines
+
+
+whole = st.sampled_from(
+    [
+        b"data: {}\n\n", b"data: \n\n", b"data: \xff\xc3\n\n", b"data: a\ndata: b\n\n",
+        b"data: a\r\n\n", b"data: a\n", b"\n", b"\r", b"data: a\r", b"event: error\n", b"",
+        b"\xef\xbb\xbf", b": x\n\n", b"data: \xc3", b"data: a\n\ndata: b\n\n", b"data:a\n\n",
+        b"data: a\n\n\n", b"id: 1\n",
+    ]
+)  # fmt: skip
+
+
+@given(st.lists(whole | streams))
+@example([b"data: a\r", b"data: b\n\n", b"\n"])
+@example([b"\r", b"data: b\n\n", b"\ndata: c\n\n"])
+def test_the_shortcut_for_one_whole_event_changes_nothing(pieces):
+    fast, slow = SSEParser(), Slow()
+    for piece in pieces:
+        assert fast.feed(piece) == slow.feed(piece)
+    assert fast.close() == slow.close()

@@ -186,6 +186,9 @@ def test_save_result_goes_to_the_folder(thirdparty, tmp_path, monkeypatch):
         (["--endpoint", "/v1/embeddings"], "--endpoint"),
         (["--endpoint", "/v1/chat/completions", "--prompt-format", "ids"], "--prompt-format"),
         (["--base-url", "localhost:8000"], "--base-url"),
+        (["--base-url", "http://localhost:http"], "--base-url"),
+        (["--base-url", "http://:8000"], "--base-url"),
+        (["--header", "X-Trace=1\nHost: elsewhere"], "--header"),
         (["--max-concurrency", "0"], "--max-concurrency"),
         (["--num-warmups", "-1"], "--num-warmups"),
         (["--timeout", "0"], "--timeout"),
@@ -235,12 +238,12 @@ def test_ctrl_c_still_writes_what_was_measured(thirdparty, tmp_path):
     assert saved["num_prompts"] == 4
 
 
-def test_importing_the_command_line_is_light_and_aiohttp_is_optional():
+def test_importing_the_command_line_is_light_and_httptools_is_optional():
     program = """
 import sys
 import twolane.bench.cli as cli
-assert not {"aiohttp", "numpy", "torch"} & set(sys.modules)
-sys.modules["aiohttp"] = None
+assert not {"httptools", "numpy", "torch"} & set(sys.modules)
+sys.modules["httptools"] = None
 from typer.testing import CliRunner
 done = CliRunner().invoke(cli.app, ["serve"])
 assert done.exit_code == 1, done.output
@@ -248,4 +251,4 @@ print(done.output)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "twolane bench needs aiohttp: pip install 'twolane[bench]'"
+    assert done.stdout.strip() == "twolane bench needs httptools: pip install 'twolane[bench]'"

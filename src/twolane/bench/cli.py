@@ -169,7 +169,7 @@ def serve(
     ] = None,
 ) -> None:
     """Parse the options into a `BenchConfig`, run it, and show and save the result."""
-    options.need_aiohttp()
+    options.need_httptools()
     from twolane.bench.result import BenchConfig
     from twolane.workload.spec import WorkloadSpec
 
@@ -321,7 +321,7 @@ def goodput(
     ] = 0.02,
 ) -> None:
     """Find the highest request rate at which the SLOs hold, on servers or in simulation."""
-    options.need_aiohttp()
+    options.need_httptools()
     from twolane.bench import goodput_cli
     from twolane.bench.goodput import Search
     from twolane.bench.result import BenchConfig

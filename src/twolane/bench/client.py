@@ -8,25 +8,24 @@ import asyncio
 import contextlib
 import resource
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
-import aiohttp
 import msgspec
 
 from twolane.bench import record as outcomes
+from twolane.bench.http import Clock, ConnectError, Connections, HTTPError
 from twolane.bench.record import Record
 from twolane.bench.sse import Event, SSEParser
 
-Clock = Callable[[], float]
 _DRAIN_SECONDS = 1.0
 _PROBE_SECONDS = 0.01
 
 
-class _Details(msgspec.Struct):
+class _Details(msgspec.Struct, gc=False):
     cached_tokens: int | None = None
 
 
-class _Usage(msgspec.Struct):
+class _Usage(msgspec.Struct, gc=False):
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     prompt_tokens_details: _Details | None = None
@@ -37,7 +36,7 @@ class _Usage(msgspec.Struct):
         return self.prompt_tokens_details.cached_tokens if self.prompt_tokens_details else None
 
 
-class _Delta(msgspec.Struct):
+class _Delta(msgspec.Struct, gc=False):
     role: str | None = None
     content: str | None = None
     reasoning_content: str | None = None
@@ -45,19 +44,20 @@ class _Delta(msgspec.Struct):
     tool_calls: list[msgspec.Raw] | None = None
 
 
-class _Choice(msgspec.Struct):
+class _Choice(msgspec.Struct, gc=False):
     text: str | None = None
     delta: _Delta | None = None
     finish_reason: str | None = None
 
 
-class _Chunk(msgspec.Struct):
+class _Chunk(msgspec.Struct, gc=False):
     choices: list[_Choice] | None = None
     usage: _Usage | None = None
     error: object = None
 
 
 _decode_chunk = msgspec.json.Decoder(_Chunk).decode
+_NO_DELTA = _Delta()
 
 
 class StreamError(Exception):
@@ -128,7 +128,7 @@ class Answer:
         return self._last if self.done_at is None else self.done_at
 
     def _choice(self, choice: _Choice, now: float) -> None:
-        delta = choice.delta or _Delta()
+        delta = choice.delta or _NO_DELTA
         text = choice.text or delta.content or delta.reasoning_content or delta.reasoning
         self.finished = self.finished or choice.finish_reason is not None
         if text or delta.tool_calls:
@@ -184,22 +184,16 @@ class Client:
         clock: Clock = time.perf_counter,
     ) -> None:
         self._url = url
-        self._headers = {"Content-Type": "application/json", **headers}
+        self._connections = Connections(url, {"Content-Type": "application/json", **headers}, clock)
         self._timeout = timeout
         self.clock = clock
-        self._session: aiohttp.ClientSession
 
     async def __aenter__(self) -> "Client":
         _raise_open_files()
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=None),
-            headers=self._headers,
-        )
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._session.close()
+        self._connections.close()
 
     async def send(self, job: Job, start: float, scheduled: float, waited: float) -> Record:
         """Send one request now and see it through to its one outcome.
@@ -218,11 +212,10 @@ class Client:
         except TimeoutError:
             outcome, error = outcomes.TIMEOUT, f"no whole answer in {self._timeout:g} s"
             ended = self.clock()
-        except aiohttp.ClientConnectorError as failure:
+        except ConnectError as failure:
             outcome, error, ended = outcomes.CONNECT, str(failure), self.clock()
-        except (aiohttp.ClientError, OSError) as failure:
-            error = f"{type(failure).__name__}: {failure}"
-            outcome, ended = outcomes.DISCONNECT, self.clock()
+        except HTTPError as failure:
+            outcome, error, ended = outcomes.DISCONNECT, str(failure), self.clock()
         except asyncio.CancelledError:
             outcome, error, ended = outcomes.INTERRUPTED, "the run was stopped", self.clock()
         return Record(
@@ -243,43 +236,67 @@ class Client:
         )
 
     async def _exchange(self, body: bytes, answer: Answer) -> None:
-        parser = SSEParser()
+        reply = _Reply(answer)
         try:
-            async with (
-                asyncio.timeout(self._timeout) as deadline,
-                self._session.post(self._url, data=body) as response,
-            ):
-                if response.status != 200:
-                    raise StreamError(
-                        outcomes.status_outcome(response.status), await _error_text(response)
-                    )
-                _check_type(response)
-                async for data in response.content.iter_any():
-                    now = self.clock()
-                    for event in parser.feed(data):
-                        answer.add(event, now)
-                    if answer.done_at is not None:
-                        # Read on to the end, so that the connection can be used again, but do
-                        # not wait for a server that leaves it open.
-                        drained = asyncio.get_running_loop().time() + _DRAIN_SECONDS
-                        deadline.reschedule(min(drained, deadline.when() or drained))
-                for event in parser.close():
-                    answer.add(event, self.clock())
-        except (TimeoutError, aiohttp.ClientError, OSError):
+            async with asyncio.timeout(self._timeout) as reply.deadline:
+                await self._connections.request(body, reply)
+        except TimeoutError:
             if answer.done_at is None:
                 raise
+        except HTTPError:
+            if answer.done_at is None and not reply.refused:
+                raise
+        reply.check()
 
 
-async def _error_text(response: aiohttp.ClientResponse) -> str:
-    with contextlib.suppress(aiohttp.ClientError):
-        return (await response.text(errors="replace"))[:500]
-    return ""
+class _Reply:
+    """Takes in what the server sends for one request: a `Receiver`."""
 
+    def __init__(self, answer: Answer) -> None:
+        self.deadline: asyncio.Timeout
+        self._answer = answer
+        self._parser = SSEParser()
+        self._status = 200
+        self._said = b""
+        self._draining = False
 
-def _check_type(response: aiohttp.ClientResponse) -> None:
-    if response.content_type != "text/event-stream":
-        problem = f"answered with {response.content_type}, not a stream of events"
-        raise StreamError(outcomes.MALFORMED, problem)
+    @property
+    def refused(self) -> bool:
+        """Whether the answer is an error."""
+        return self._status != 200
+
+    def on_head(self, status: int, content_type: str) -> None:
+        self._status = status
+        if status == 200 and content_type != "text/event-stream":
+            problem = f"answered with {content_type}, not a stream of events"
+            raise StreamError(outcomes.MALFORMED, problem)
+
+    def on_data(self, data: bytes, now: float) -> None:
+        if self.refused:
+            self._said += data
+            return
+        for event in self._parser.feed(data):
+            self._answer.add(event, now)
+        if self._answer.done_at is not None:
+            self._drain()
+
+    def on_end(self, now: float) -> None:
+        for event in self._parser.close():
+            self._answer.add(event, now)
+
+    def check(self) -> None:
+        """Raise what the server said, if that is an error."""
+        if self.refused:
+            text = self._said.decode("utf-8", "replace")[:500]
+            raise StreamError(outcomes.status_outcome(self._status), text)
+
+    def _drain(self) -> None:
+        """Read on to the end, so that the connection can be used again, but do not wait for a
+        server that leaves it open."""
+        if not self._draining:
+            self._draining = True
+            drained = asyncio.get_running_loop().time() + _DRAIN_SECONDS
+            self.deadline.reschedule(min(drained, self.deadline.when() or drained))
 
 
 def _raise_open_files() -> None:
@@ -295,21 +312,26 @@ class LoopLag:
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
+        self._due = 0.0
+        self._next: asyncio.TimerHandle
 
-    @contextlib.asynccontextmanager
-    async def watch(self) -> AsyncIterator[None]:
+    @contextlib.contextmanager
+    def watch(self) -> Iterator[None]:
         """Measure while the block runs."""
-        task = asyncio.create_task(self._probe())
+        self._schedule()
         try:
             yield
         finally:
-            task.cancel()
+            self._next.cancel()
 
-    async def _probe(self) -> None:
-        while True:
-            before = time.perf_counter()
-            await asyncio.sleep(_PROBE_SECONDS)
-            self.seconds.append(max(0.0, time.perf_counter() - before - _PROBE_SECONDS))
+    def _schedule(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._due = loop.time() + _PROBE_SECONDS
+        self._next = loop.call_at(self._due, self._probe)
+
+    def _probe(self) -> None:
+        self.seconds.append(max(0.0, asyncio.get_running_loop().time() - self._due))
+        self._schedule()
 
 
 class LoadRun:

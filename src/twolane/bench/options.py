@@ -199,12 +199,12 @@ def takes_workload(
     return decorate
 
 
-def need_aiohttp() -> None:
+def need_httptools() -> None:
     """End with a hint if the client's library is missing."""
     try:
-        import aiohttp  # noqa: F401
+        import httptools  # noqa: F401
     except ModuleNotFoundError:
-        typer.echo("twolane bench needs aiohttp: pip install 'twolane[bench]'", err=True)
+        typer.echo("twolane bench needs httptools: pip install 'twolane[bench]'", err=True)
         raise typer.Exit(1) from None
 
 

@@ -4,6 +4,7 @@ import math
 from datetime import datetime
 from functools import cached_property
 from typing import Literal
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -86,8 +87,11 @@ class BenchConfig(msgspec.Struct, frozen=True, kw_only=True):
         Raises:
             OptionError: naming the option.
         """
-        if not self.base_url.startswith(("http://", "https://")):
+        if not _is_address(self.base_url):
             raise OptionError("--base-url", f"{self.base_url!r} is not an http(s) address")
+        for name, value in self.request_headers.items():
+            if set(name + value) & set("\r\n\0"):
+                raise OptionError("--header", f"{name!r} has more than one line")
         if not self.endpoint.startswith("/") or not self.endpoint.endswith(COMPLETIONS):
             raise OptionError(
                 "--endpoint", f"{self.endpoint!r} ends neither in {CHAT} nor in {COMPLETIONS}"
@@ -120,6 +124,15 @@ class BenchConfig(msgspec.Struct, frozen=True, kw_only=True):
         for percentile in self.percentiles:
             if not 0 < percentile <= 100:
                 raise OptionError("--metric-percentiles", f"{percentile:g} is not in (0, 100]")
+
+
+def _is_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        known = parts.port != 0 and bool((parts.hostname or "").encode("idna"))
+    except ValueError:  # of a port, of brackets, or of a name
+        return False
+    return known and url.startswith(("http://", "https://"))
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True, dict=True):

@@ -5,10 +5,11 @@ import time
 from collections.abc import Callable, Mapping
 from datetime import datetime
 
-import aiohttp
 import msgspec
 
-from twolane.bench.client import Client, Clock, Job, LoadRun, LoopLag, Tally
+from twolane.bench import http
+from twolane.bench.client import Client, Job, LoadRun, LoopLag, Tally
+from twolane.bench.http import Clock
 from twolane.bench.metrics import LAG_PERCENTILES, Distribution
 from twolane.bench.record import Record, status_outcome
 from twolane.bench.result import BenchConfig, Result
@@ -62,7 +63,7 @@ async def run(
             on_record=on_record,
         )
         lag = LoopLag()
-        async with lag.watch():
+        with lag.watch():
             await load.run(stop)
     return Result(
         config=config,
@@ -110,17 +111,15 @@ def _body(config: BenchConfig, model: str, ids: list[int], output_tokens: int) -
 
 async def _first_model(config: BenchConfig) -> str:
     url = config.base_url.rstrip("/") + "/v1/models"
-    timeout = aiohttp.ClientTimeout(total=_MODELS_TIMEOUT)
     try:
-        async with (
-            aiohttp.ClientSession(headers=config.request_headers, timeout=timeout) as session,
-            session.get(url) as response,
-        ):
-            response.raise_for_status()
-            return _model_id(await response.read())
-    except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        status, answer = await http.get(url, config.request_headers, _MODELS_TIMEOUT)
+    except (http.HTTPError, TimeoutError) as error:
         why = str(error) or type(error).__name__
         raise BenchError(f"{url} does not answer: {why}; is the server up?") from error
+    if status != 200:
+        raise BenchError(f"{url} does not answer: status {status}; is the server up?")
+    try:
+        return _model_id(answer)
     except (msgspec.DecodeError, LookupError) as error:
         raise BenchError(f"{url} lists no model; name one with --model") from error
 

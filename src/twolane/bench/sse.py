@@ -8,7 +8,7 @@ _LINE_END = re.compile(rb"\r\n|\n|\r")
 _BOM = b"\xef\xbb\xbf"
 
 
-class Event(msgspec.Struct, frozen=True):
+class Event(msgspec.Struct, frozen=True, gc=False):
     """One event: its `event:` field, or "message", and its `data:` lines joined by newlines."""
 
     type: str
@@ -31,6 +31,12 @@ class SSEParser:
 
     def feed(self, data: bytes) -> list[Event]:
         """The events that these bytes complete."""
+        if _is_one_event(data) and not (self._rest or self._type or self._data):
+            self._started, self._skip_newline = True, False
+            return [Event("message", data[6:-2].decode("utf-8", "replace"))]
+        return self._feed_lines(data)
+
+    def _feed_lines(self, data: bytes) -> list[Event]:
         if self._skip_newline and data:
             data = data.removeprefix(b"\n")
             self._skip_newline = False
@@ -73,3 +79,13 @@ class SSEParser:
         event = Event(self._type or "message", "\n".join(self._data)) if self._data else None
         self._type, self._data = "", []
         return event
+
+
+def _is_one_event(data: bytes) -> bool:
+    """Whether a server has sent what it nearly always does: one line of data and a blank one."""
+    return (
+        data.startswith(b"data: ")
+        and data.endswith(b"\n\n")
+        and data.find(b"\n") == len(data) - 2
+        and b"\r" not in data
+    )

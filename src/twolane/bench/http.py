@@ -1,0 +1,332 @@
+"""HTTP/1.1 for the load client: the time of what comes is taken before anything is done with it.
+
+It parses in C and wakes no task before an answer has ended, so that many streams that get a token
+at once delay each other's little. Redirects, proxies, cookies and compression are not for it.
+"""
+
+import asyncio
+import base64
+import ssl
+import time
+from collections.abc import Callable, Mapping
+from typing import Protocol, cast
+from urllib.parse import SplitResult, quote, unquote, urlsplit
+
+from httptools import (
+    HttpParserCallbackError,
+    HttpParserError,
+    HttpParserUpgrade,
+    HttpResponseParser,
+)
+
+Clock = Callable[[], float]
+_IDLE_SECONDS = 15.0
+"""How long a connection is kept for another request."""
+_SECOND_ADDRESS_SECONDS = 0.25
+"""After which a name's next address is tried beside the first (RFC 8305)."""
+_BUFFER_BYTES = 64 << 10
+_PORTS = {"http": 80, "https": 443}
+_URL_CHARACTERS = "/%:@!$&'()*+,;=?~"
+
+
+class HTTPError(Exception):
+    """No whole answer came: the connection broke, or what came is not HTTP."""
+
+
+class ConnectError(HTTPError):
+    """There is no connection to the server."""
+
+
+class _UnansweredError(HTTPError):
+    """The connection broke before a byte of the answer came."""
+
+
+class Receiver(Protocol):
+    """Takes in one answer. What it raises ends the exchange."""
+
+    def on_head(self, status: int, content_type: str) -> None:
+        """The answer begins; its type without parameters, in small letters."""
+
+    def on_data(self, data: bytes, now: float) -> None:
+        """A piece of the body that arrived at `now`."""
+
+    def on_end(self, now: float) -> None:
+        """The body is whole."""
+
+
+class Connections:
+    """Connections to the server of one URL, each used again while both sides keep it open.
+
+    Args:
+        url: what every request is for.
+        headers: sent with each; they replace those that are sent anyway.
+        clock: tells when data came.
+    """
+
+    def __init__(
+        self, url: str, headers: Mapping[str, str], clock: Clock = time.perf_counter
+    ) -> None:
+        parts = urlsplit(url)
+        self._host = parts.hostname or ""
+        self._port = parts.port or _PORTS[parts.scheme]
+        self._ssl = _ssl_context() if parts.scheme == "https" else None
+        self._head = _head(parts, headers)
+        self._clock = clock
+        self._buffer = memoryview(bytearray(_BUFFER_BYTES))
+        self._idle: list[_Connection] = []
+
+    async def request(self, body: bytes | None, receiver: Receiver) -> None:
+        """POST a body, or GET for None, and wait until the receiver has the whole answer.
+
+        Raises:
+            ConnectError: the server cannot be reached.
+            HTTPError: the answer broke off.
+        """
+        length = b"" if body is None else b"Content-Length: %d\r\n" % len(body)
+        method = b"GET " if body is None else b"POST "
+        request = b"".join((method, self._head, length, b"\r\n", body or b""))
+        kept = self._kept()
+        if kept is not None:
+            try:
+                return await self._exchange(kept, request, receiver)
+            except _UnansweredError:
+                pass  # closed by the server while the request was on its way
+        return await self._exchange(await self._connect(), request, receiver)
+
+    def close(self) -> None:
+        """Close the connections that no request is using."""
+        while self._idle:
+            self._idle.pop().close()
+
+    async def _exchange(
+        self, connection: "_Connection", request: bytes, receiver: Receiver
+    ) -> None:
+        await connection.exchange(request, receiver)
+        if connection.open:
+            connection.idle_since = time.monotonic()
+            self._idle.append(connection)
+
+    def _kept(self) -> "_Connection | None":
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.open and time.monotonic() - connection.idle_since < _IDLE_SECONDS:
+                return connection
+            connection.close()
+        return None
+
+    async def _connect(self) -> "_Connection":
+        try:
+            _, connection = await asyncio.get_running_loop().create_connection(
+                lambda: _Connection(self._buffer, self._clock),
+                self._host,
+                self._port,
+                ssl=self._ssl,
+                happy_eyeballs_delay=_SECOND_ADDRESS_SECONDS,
+            )
+        except (OSError, UnicodeError) as error:  # the latter: no name of a host
+            problem = f"Cannot connect to host {self._host}:{self._port} [{error}]"
+            raise ConnectError(problem) from error
+        return connection
+
+
+class _Connection(asyncio.BufferedProtocol):
+    """One connection, and the one exchange at a time that is on it.
+
+    Connections share the buffer: what is in it is used before any of them reads again. Without one
+    asyncio would allocate 256 KiB each time, which may take longer than all that is done here.
+    """
+
+    idle_since = 0.0
+
+    def __init__(self, buffer: memoryview, clock: Clock) -> None:
+        self._buffer = buffer
+        self._clock = clock
+        self._now = 0.0
+        self._transport: asyncio.Transport
+        self._parser: HttpResponseParser | None = None
+        self._receiver: Receiver
+        self._ended: asyncio.Future[BaseException | None]
+        self._heard = False
+        self._headers: dict[bytes, bytes] = {}
+        self._until_close = False
+
+    @property
+    def open(self) -> bool:
+        """Whether another request may be sent."""
+        return not self._transport.is_closing()
+
+    def close(self) -> None:
+        """Close it at once, whatever is under way."""
+        self._transport.abort()
+
+    async def exchange(self, request: bytes, receiver: Receiver) -> None:
+        """Send a request and see its answer through; leaves the connection open if it may be.
+
+        Raises:
+            HTTPError: the answer broke off.
+        """
+        self._receiver = receiver
+        self._parser = HttpResponseParser(self)
+        # As other clients do: headers after bare newlines are understood.
+        self._parser.set_dangerous_leniencies(
+            lenient_headers=True,
+            lenient_optional_cr_before_lf=True,
+            lenient_spaces_after_chunk_size=True,
+        )
+        self._heard = self._until_close = False
+        self._ended = asyncio.get_running_loop().create_future()
+        self._transport.write(request)
+        try:
+            failure = await self._ended
+        except asyncio.CancelledError:
+            self.close()
+            raise
+        finally:
+            self._parser = None
+        if failure is not None:
+            raise failure
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Called by the event loop."""
+        self._transport = cast(asyncio.Transport, transport)
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """Called by the event loop."""
+        return self._buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """Called by the event loop."""
+        self._now = self._clock()  # before all else
+        self._heard = True
+        if self._parser is None:
+            self.close()  # nobody asked
+            return
+        try:
+            self._parser.feed_data(self._buffer[:nbytes])
+        except HttpParserCallbackError as error:
+            self._fail(error.__context__ or error)
+        except (HttpParserError, HttpParserUpgrade) as error:
+            self._fail(HTTPError(f"the answer is not HTTP: {error}"))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Called by the event loop."""
+        if self._parser is None or self._ended.done():
+            return
+        self._now = self._clock()
+        if exc is None and self._until_close:
+            self._end_at_close()
+            return
+        problem = f"{type(exc).__name__}: {exc}" if exc else "the server disconnected"
+        when = "within its answer" if self._heard else "before it answered"
+        kind = HTTPError if self._heard else _UnansweredError
+        self._fail(kind(f"{problem} {when}"))
+
+    def on_message_begin(self) -> None:
+        """Called by the parser."""
+        if self._ended.done():
+            raise HTTPError("more came than the answer")
+        self._headers = {}
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Called by the parser."""
+        self._headers[name.lower()] = value
+
+    def on_headers_complete(self) -> None:
+        """Called by the parser."""
+        status = self._status()
+        if status < 200:  # 100 Continue and the like: the answer is yet to come
+            return
+        coding = self._headers.get(b"transfer-encoding", b"").lower()
+        self._until_close = not (coding.endswith(b"chunked") or b"content-length" in self._headers)
+        kind = self._headers.get(b"content-type", b"application/octet-stream")
+        self._receiver.on_head(status, kind.decode("latin-1").partition(";")[0].strip().lower())
+
+    def on_body(self, data: bytes) -> None:
+        """Called by the parser."""
+        self._receiver.on_data(data, self._now)
+
+    def on_message_complete(self) -> None:
+        """Called by the parser."""
+        if self._status() < 200:
+            return
+        self._receiver.on_end(self._now)
+        if self._parser is None or not self._parser.should_keep_alive():
+            self.close()
+        self._settle(None)
+
+    def _status(self) -> int:
+        return 0 if self._parser is None else self._parser.get_status_code()
+
+    def _end_at_close(self) -> None:
+        try:
+            self._receiver.on_end(self._now)
+        except Exception as error:  # whoever waits for the answer gets it
+            self._fail(error)
+        else:
+            self._settle(None)
+
+    def _fail(self, failure: BaseException) -> None:
+        self.close()
+        self._settle(failure)
+
+    def _settle(self, failure: BaseException | None) -> None:
+        if not self._ended.done():
+            self._ended.set_result(failure)
+
+
+class _Page:
+    """Keeps an answer: a `Receiver`."""
+
+    def __init__(self) -> None:
+        self.status = 0
+        self.body = b""
+
+    def on_head(self, status: int, content_type: str) -> None:
+        self.status = status
+
+    def on_data(self, data: bytes, now: float) -> None:
+        self.body += data
+
+    def on_end(self, now: float) -> None:
+        pass
+
+
+async def get(url: str, headers: Mapping[str, str], timeout: float) -> tuple[int, bytes]:
+    """The status and the body that a URL answers with.
+
+    Raises:
+        HTTPError: no whole answer came.
+        TimeoutError: it took longer than `timeout` seconds.
+    """
+    connections, page = Connections(url, headers), _Page()
+    try:
+        async with asyncio.timeout(timeout):
+            await connections.request(None, page)
+    finally:
+        connections.close()
+    return page.status, page.body
+
+
+def _ssl_context() -> ssl.SSLContext:
+    context = ssl.create_default_context()
+    context.set_alpn_protocols(["http/1.1"])
+    return context
+
+
+def _head(parts: SplitResult, given: Mapping[str, str]) -> bytes:
+    """A request from its target to its headers, those of the body left out."""
+    headers = {"host": ("Host", _host(parts)), "accept": ("Accept", "*/*")}
+    headers["user-agent"] = ("User-Agent", "twolane")
+    if parts.username is not None:
+        secret = f"{unquote(parts.username)}:{unquote(parts.password or '')}".encode()
+        headers["authorization"] = ("Authorization", f"Basic {base64.b64encode(secret).decode()}")
+    headers |= {name.lower(): (name, value) for name, value in given.items()}
+    target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+    lines = [f"{name}: {value}\r\n" for name, value in headers.values()]
+    return f"{quote(target, safe=_URL_CHARACTERS)} HTTP/1.1\r\n{''.join(lines)}".encode()
+
+
+def _host(parts: SplitResult) -> str:
+    host = parts.hostname or ""
+    name = f"[{host}]" if ":" in host else host.encode("idna").decode()
+    return name if parts.port in (None, _PORTS[parts.scheme]) else f"{name}:{parts.port}"
