@@ -17,9 +17,9 @@ from twolane.systems.multiplex import Level
 
 Mode = Literal["hybrid", "temporal", "spatial"]
 
-PASSES: Sequence[int] = (16, 32, 64, *range(128, 2048, 128), *range(2048, 8192 + 1, 512))
-"""Rows that a hybrid pass may have, those that decode included. Products compute whole tiles, of
-128 rows on GPUs (tile quantisation, Sarathi-Serve §4.3), so one row more costs as much as 128."""
+PASSES: Sequence[int] = (16, 32, *SIZES, *range(SIZES[-1] + 512, 8192 + 1, 512))
+"""Rows that a hybrid pass may have, those that decode included. Products compute whole tiles (tile
+quantisation, Sarathi-Serve §4.3), so a row more may cost as much as 64 or 128."""
 UNSEEN = 0.95
 """Of the sum of its parts, what a hybrid pass is taken to last, at most: by an estimator that
 promises nothing, and may have seen no such pass."""

@@ -38,7 +38,7 @@ WARM_TOKENS = 8192
 PINNED_BLOCKS, PINNED_POWERS = 32, range(2, 19)
 """Of pinned memory, of each size that PyTorch rounds to, powers of two from 4 bytes to 256 KiB: a
 launch takes fewer than ten, and few are queued at a time."""
-GRAPH_BYTES = 2 * 2**30
+GRAPH_BYTES = 3 * 2**30
 """Kept free for the graphs of all levels, which are captured when the KV pool exists."""
 
 
