@@ -127,7 +127,7 @@ def errors(
 
 @pytest.mark.parametrize(("kind", "beside"), [*KINDS, ("decode", "prefill")])
 def test_a_profile_of_an_h200(kind: Kind, beside: str | None) -> None:
-    """All samples: no bias beyond 3 %, a mean error of 6 %, of co-runs 7.5, of hybrid passes 4 %."""
+    """All samples: no bias beyond 3 %, a mean error of 6 %, of co-runs 7.5, of passes 4 %."""
     found = errors(QWEN, kind, beside)
     assert len(found) > 50
     assert abs(statistics.fmean(found)) < 0.03
