@@ -16,12 +16,13 @@ class Engine:
     """Says what it is told to say."""
 
     ready = SimpleNamespace(eos_token_ids=())
+    aborted = False
 
     def submit(self, request, sink):
         self.say = lambda tokens, finish=None: sink(Output(request.id, tokens, finish))
 
     def abort(self, id):
-        raise AssertionError("nothing is to be given up")
+        self.aborted = True
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -54,8 +55,29 @@ def test_deltas_are_taken_or_iterated_over_once_and_in_order(seed):
                 await pause(6)
                 engine.say([token], "length" if token == 299 else None)
             await sending
+            assert not engine.aborted
 
     asyncio.run(run())
     assert sent == list(range(300))
     assert 50 < len(taken) < 250
     assert 299 not in taken
+
+
+def test_an_error_of_the_taker_ends_the_iteration_alone():
+    """Not whoever brings the tokens, for they bring those of all others, too."""
+
+    def take(delta):
+        raise ValueError("cannot be written")
+
+    async def run():
+        engine = Engine()
+        with Generation(engine, TextCodec(None), [[5]], [SamplingParams()]) as generation:
+            generation.offer(take)
+            first = asyncio.ensure_future(anext(aiter(generation)))
+            await asyncio.sleep(0)
+            engine.say([7])
+            with pytest.raises(ValueError, match="cannot be written"):
+                await first
+        assert engine.aborted
+
+    asyncio.run(run())

@@ -208,7 +208,7 @@ class Generation:
     ) -> None:
         self._engine = engine
         self._observer = observer
-        self._events: asyncio.Queue[Delta | Event | None] = asyncio.Queue()
+        self._events: asyncio.Queue[Delta | Event | Exception | None] = asyncio.Queue()
         self._taker: Taker | None = None
         self._awaited = False
         """Somebody iterates, and has had all that was in the queue."""
@@ -242,6 +242,8 @@ class Generation:
                     raise GenerationRefused(refused)
                 case EngineGone() as gone:
                     raise GenerationFailed(gone.message)
+                case Exception() as error:
+                    raise error
 
     def __enter__(self) -> "Generation":
         return self
@@ -285,13 +287,20 @@ class Generation:
                 event = msgspec.structs.replace(event, finish="stop")
             self._end(index, event)
         if not self._taken(told):
-            self._awaited = False
-            self._events.put_nowait(told)
+            self._put(told)
 
     def _taken(self, told: Delta | Event | None) -> bool:
         if self._taker is None or not self._awaited:
             return False
-        return isinstance(told, Delta) and told.finish is None and self._taker(told)
+        try:
+            return isinstance(told, Delta) and told.finish is None and self._taker(told)
+        except Exception as error:  # whoever iterates gets it: others' tokens come this way, too
+            self._put(error)
+            return True
+
+    def _put(self, told: Delta | Event | Exception | None) -> None:
+        self._awaited = False
+        self._events.put_nowait(told)
 
     def _read(self, reader: Reader, index: int, output: Output) -> Delta:
         delta = reader.read(output)
