@@ -7,8 +7,9 @@ import shutil
 import sys
 import tempfile
 import weakref
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
+from typing import ClassVar
 
 import msgspec
 import zmq
@@ -68,6 +69,8 @@ class EngineClient:
     a `Refused` or an `EngineGone`) unless `abort` came first; after `abort` nothing is delivered.
     """
 
+    arguments: ClassVar[Sequence[str]] = ("-m", "twolane.engine")
+    """What Python is called with."""
     ready: Ready
     process: asyncio.subprocess.Process
 
@@ -175,7 +178,7 @@ class EngineClient:
         # A session of its own keeps a terminal's Ctrl-C away from the engine: the front drains
         # first. The pipe's end, however the front dies, tells the engine to exit.
         self.process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "twolane.engine"),
+            *(sys.executable, *self.arguments),
             stdin=asyncio.subprocess.PIPE,
             stdout=sys.__stderr__.fileno() if sys.__stderr__ else None,
             start_new_session=True,
