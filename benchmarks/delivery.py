@@ -108,7 +108,7 @@ def run(rate: float, prompts: int, step_ms: float, result: Path) -> float:
 
 
 async def serve(step_ms: float) -> None:
-    """Be the front; print where, and at the end the CPU seconds since the first request."""
+    """Be the front; print where, and at the end the CPU seconds since then."""
     StandIn.arguments = (*StandIn.arguments, f"{step_ms:g}")
     engine = await StandIn.start(EngineConfig(model=MODEL))
     service = Service(engine, TextCodec(None), MODEL, max_queue=10_000)

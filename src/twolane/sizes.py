@@ -9,6 +9,8 @@ less time than of 64 more; of 448, 704 or 832 they take as long."""
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 """Rows of decode steps, and from there on every `BUCKET_STEP`."""
 BUCKET_STEP = 64
+GRAPH_BYTES = 3 * 2**30
+"""Kept free for the graphs of all levels, which are captured when the KV pool exists."""
 
 
 def padded(count: int, sizes: Sequence[int], step: int = 1) -> int:

@@ -214,8 +214,11 @@ def events_of(delta: Delta, answer: Answer) -> bytes:
 def write_at_once(connection: Connection | None, generation: Generation, answer: Answer) -> None:
     """Write what an answer gets from now on when it comes, wherever the connection takes it."""
 
+    if connection is None:  # another server's
+        return
+
     def write(delta: Delta) -> bool:
-        if connection is None or not connection.takes_parts:
+        if not connection.takes_parts:
             return False
         connection.write_part(events_of(delta, answer))
         return True

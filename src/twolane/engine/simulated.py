@@ -9,12 +9,12 @@ from twolane.engine.settings import SettingError
 from twolane.lanes.device import ITEM, DeviceModel, Gpu, revision
 from twolane.lanes.sim import SimLanes
 from twolane.model.spec import ModelSpec
+from twolane.sizes import GRAPH_BYTES
 
 LEVEL_STEP = 16
 """Units between two of the levels that are offered when none are asked for, as on a GPU."""
 WORKSPACE_TOKENS, MLP_TOKENS = 16_384, 8192
 """Tokens that a lane's activations are made for; as `lanes/cuda/machine.py`, `model/gpu.py`."""
-GRAPH_BYTES = 3 * 2**30
 CONTEXT_BYTES = 2.6e9
 """What driver, libraries and loading take of the memory; from the pool sizes on an H200."""
 

@@ -26,7 +26,7 @@ from twolane.model.decoder import Weights
 from twolane.model.gpu import GpuDecoder, GpuKVCache, Workspace
 from twolane.model.spec import ModelSpec
 from twolane.sampling import SamplingParams
-from twolane.sizes import SIZES
+from twolane.sizes import GRAPH_BYTES, SIZES
 from twolane.vocabulary import LaneName
 
 log = logging.getLogger("twolane.cuda")
@@ -38,8 +38,6 @@ WARM_TOKENS = 8192
 PINNED_BLOCKS, PINNED_POWERS = 32, range(2, 19)
 """Of pinned memory, of each size that PyTorch rounds to, powers of two from 4 bytes to 256 KiB: a
 launch takes fewer than ten, and few are queued at a time."""
-GRAPH_BYTES = 3 * 2**30
-"""Kept free for the graphs of all levels, which are captured when the KV pool exists."""
 
 
 class CudaMachine:
