@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 
 from tests.systems.simulation import LAYERS, LEVELS, UNITS, Simulation, simulate, submit
-from twolane.engine.launching import ENDS, SLICE_SECONDS, Launching
+from twolane.engine.launching import ENDS, SLICE_SECONDS, USUAL_OF, Launching
 from twolane.lanes import Ticket
 from twolane.lanes.sim import FixedDurations, SimLanes
 from twolane.lanes.work import DecodeWork, PrefillWork, Work
@@ -75,6 +75,8 @@ def test_what_launching_takes_is_forgotten() -> None:
         part = PrefillSlice(1, min(1 + launching.layers_at_once, LAYERS - 1))
         launching.note(part, 1e-5, sim.seconds)
     assert launching.layers_at_once == LAYERS
+    for _ in range(USUAL_OF):
+        launching.note(PrefillSlice(0, 1), 1e-5, sim.seconds)
     launching.note(PrefillSlice(1, 2), 1e-5, sim.seconds + 5.0)
     assert launching.longest["prefill"] < 1e-3
 
@@ -92,6 +94,25 @@ def test_what_a_pass_takes_is_not_forgotten_over_decode_steps() -> None:
     assert launching.longest["decode"] == 0.0005
     launching.note(DecodeSteps(), 0.0005, 1.0)
     assert launching.seconds(Hybrid()) == pytest.approx(0.0025)
+
+
+def test_what_a_pass_usually_takes_is_known_when_there_was_none_for_a_while() -> None:
+    """Though not what it took during stalls, however many of the first passes had one."""
+    launching = Launching(LAYERS)
+    for i in range(USUAL_OF):
+        launching.note(Hybrid(), 0.2 if i < USUAL_OF // 2 else 0.003, 0.0)
+    launching.note(DecodeSteps(), 0.0005, 10.0)
+    assert 0.0025 < launching.seconds(Hybrid()) < 0.0035
+    assert launching.longest["device"] == launching.seconds(Hybrid())
+
+
+def test_a_long_stall_does_not_keep_passes_out_for_ever() -> None:
+    launching = Launching(LAYERS)
+    for _ in range(USUAL_OF):
+        launching.note(Hybrid(), 0.05, 0.0)
+    for i in range(50):
+        launching.note(DecodeSteps(), 0.0005, 6.0 * i)
+    assert launching.seconds(Hybrid()) < 0.003
 
 
 def test_what_slices_cost_beside_their_layers_does_not_make_them_shorter() -> None:

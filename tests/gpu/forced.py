@@ -12,6 +12,7 @@ from twolane.lanes.cuda.machine import CudaMachine
 from twolane.lanes.work import (
     DecodeRow,
     DecodeWork,
+    HybridWork,
     PrefillState,
     PrefillWork,
     PromptRow,
@@ -88,6 +89,33 @@ class Forced:
             self._wait(other)
         return torch.stack([torch.cat(parts) for parts in logits])
 
+    def hybrid(self) -> tuple[Tensor, Tensor]:
+        """Logits, float32, by hybrid passes: the first sequence decodes behind the chunks of the
+        others' prompts.
+
+        Returns:
+            [tokens after the prompt, vocab] of the first, [others, tokens of the prompt, vocab].
+        """
+        torch.cuda.synchronize()
+        for layer in self.lanes.runner.kv.layers:
+            layer.fill_(float("nan"))
+        torch.cuda.synchronize()
+        self._prefill([(0, 0, self._prompt)], self.lanes.units, ())
+        positions = range(self._prompt, len(self._sequences[0]))
+        chunk = -(-self._prompt // len(positions))
+        decoded, prompts = [], []
+        for i, position in enumerate(positions):
+            self._give(position)
+            start, end = chunk * i, min(chunk * (i + 1), self._prompt)
+            rows = tuple(self._row(n, start, end) for n in range(1, len(self._sequences)))
+            step = DecodeRow(0, position, 1, self._pages(0), _greedy(position))
+            self._logits.clear()
+            self._wait([self._launch("device", self.lanes.units, HybridWork((step,), rows))])
+            *chunks, after = self._logits
+            prompts.append(torch.stack(chunks))
+            decoded.append(after[0])
+        return torch.stack(decoded), torch.cat(prompts, dim=1)
+
     def _prefill(
         self, chunks: Sequence[tuple[int, int, int]], units: int, cuts: Sequence[int]
     ) -> list[Tensor]:
@@ -112,13 +140,18 @@ class Forced:
 
     def _decode(self, position: int, units: int) -> Tensor:
         """Logits [sequences, vocab] after the token at that position."""
-        slots, count = self.lanes.runner.slots, len(self._sequences)
-        given = torch.tensor([sequence[position] for sequence in self._sequences])
-        slots.last_token[:count] = given.to(slots.last_token)
-        torch.cuda.current_stream().synchronize()
+        self._give(position)
+        count = len(self._sequences)
         rows = [DecodeRow(i, position, 1, self._pages(i), _greedy(position)) for i in range(count)]
         self._wait([self._launch("decode", units, DecodeWork(tuple(rows), 1))])
         return self.lanes.runner.steps.logits[:count].clone()
+
+    def _give(self, position: int) -> None:
+        """The token of each sequence there, as if it had been sampled."""
+        last = self.lanes.runner.slots.last_token
+        given = torch.tensor([sequence[position] for sequence in self._sequences])
+        last[: len(given)] = given.to(last)
+        torch.cuda.current_stream().synchronize()
 
     def _prefill_beside(self, units: int) -> list[Ticket]:
         """Other work for the prefill lane."""

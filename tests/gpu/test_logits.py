@@ -6,7 +6,7 @@ the error of `transformers` in the same type with the same weights, its head in 
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.util import find_spec
 
@@ -144,6 +144,36 @@ def test_logits(
     theirs = model.limit / WORST
     print(f"{shape} {dtype} {attention}: {errors[worst]:.5f} ({worst}); theirs {theirs:.5f}")
     assert errors[worst] <= model.limit, worst
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_hybrid_passes(
+    shape: str, split: bool, models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pass is one graph, attention of its prompts in it; and the same layer by layer."""
+    if find_spec("flashinfer") is None:
+        pytest.skip("FlashInfer is not installed")
+    model = models(shape, "bfloat16", "flashinfer")
+    passes, prompt = model.forced.lanes.runner.passes, TOKENS - DECODED
+    if split:  # few keys: as if launches and items were free
+        monkeypatch.setattr(fa3, "_PAGED", replace(fa3._PAGED, item=0, split=0))
+    send, sent = passes.send, []
+
+    def noted(*arguments: object) -> bool | None:
+        sent.append(send(*arguments))
+        return sent[-1]
+
+    def check() -> None:
+        decoded, prompts = model.forced.hybrid()
+        assert error(decoded, model.right[0, prompt:]) <= model.limit
+        assert error(prompts, model.right[1:, :prompt]) <= model.limit
+
+    monkeypatch.setattr(passes, "send", noted)
+    check()
+    assert None not in sent and (True in sent) == split
+    monkeypatch.setattr(passes, "send", lambda *_: None)
+    check()
 
 
 def test_logits_without_graphs(models: Models) -> None:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from twolane.kernels import prefill_attention_flashinfer as fa3
 from twolane.kernels.prefill_attention import PrefillPlan, PrefillWorkspace, prefill_attention
+from twolane.kernels.prefill_attention_batch import PrefillBatch
 from twolane.kernels.prefill_attention_schedule import (
     HEAD,
     HIGH,
@@ -214,6 +215,62 @@ def test_fa3_computes_attention_under_our_plan(
     program = fa3.FlashInferProgram.plan(plan.batch, units)
     assert (program.fronts is not None) == splits
     check(replace(plan, _program=program), q, pool, segments, tables)
+
+
+def test_fa3_is_replayed_with_batch_after_batch(device, monkeypatch):
+    """What a graph captured once serves batches that are sent later, behind decode rows."""
+    if device != "cpu":
+        pytest.skip("FlashInfer itself is there: tests/gpu/test_logits.py replays it")
+    monkeypatch.setattr(fa3, "_load", lambda dtype, dim: (Fa3(132), None))
+    shape = (64, 2, 1, 64, torch.float32, None, PrefillWorkspace(device))
+    most = 256
+    first = PrefillBatch.build([(0, 1)], [[0]], *shape)
+    replayed = fa3.Replayed(first, 10, most, pages=40)
+    batches = [
+        ([(600, 100), (800, 150)], 5, True),
+        ([(0, 30), (64, 1)], 0, False),
+        ([(700, 140)], 100, True),
+        ([(0, 256)], 0, False),
+    ]
+    for segments, decoding, splits in batches:
+        # few keys: as if launches and items were free, or splitting never paid
+        costs = {"item": 0, "split": 0} if splits else {"split": 10**9}
+        monkeypatch.setattr(fa3, "_PAGED", replace(fa3._PAGED, **costs))
+        q, pool, tables = make(segments, 2, 1, 64, 64, torch.float32, device)
+        batch = PrefillBatch.build(segments, tables, *shape, first_row=decoding)
+        rows = decoding + len(q)
+        padded = torch.full((most, 2, 64), torch.nan)
+        padded[decoding:rows] = q
+        out = torch.full_like(padded, -1.0)
+        assert replayed.send(batch) is splits
+        replayed.run(splits, padded, pool, out)
+        expected = reference(segments, q, pool, tables, None)
+        torch.testing.assert_close(out[decoding:rows], expected, atol=2e-6, rtol=2e-6)
+        assert (out[:decoding] == -1).all() and (out[rows:] == -1).all()
+
+
+def test_what_does_not_fit_a_graph_is_not_sent(device, monkeypatch):
+    if device != "cpu":
+        pytest.skip("FlashInfer itself is there: tests/gpu/test_logits.py replays it")
+    monkeypatch.setattr(fa3, "_load", lambda dtype, dim: (Fa3(132), None))
+    shape = (64, 2, 1, 64, torch.float32, None, PrefillWorkspace(device))
+    first = PrefillBatch.build([(0, 1)], [[0]], *shape)
+    replayed = fa3.Replayed(first, 2, 256, pages=20)
+
+    def send(segments):
+        tables = [[*range(-(-(reused + new) // 64))] for reused, new in segments]
+        return replayed.send(PrefillBatch.build(segments, tables, *shape))
+
+    assert send([(0, 1)] * 20) is False
+    assert send([(0, 1)] * 21) is None  # pages
+    assert send([(960, 192)]) is False
+    monkeypatch.setattr(fa3, "_MOST_EMPTY", 960)
+    assert send([(960, 192)]) is False
+    assert send([(960, 1)]) is None  # a tile with a token, and Triton would not wait for graphs
+    monkeypatch.setattr(fa3, "_SEGMENTS", 3)
+    replayed = fa3.Replayed(first, 2, 256, pages=20)
+    assert send([(0, 1)] * 4) is False
+    assert send([(0, 1)] * 5) is None  # items
 
 
 def test_fa3_reads_dense_keys_where_nothing_is_reused(device, monkeypatch):

@@ -1,9 +1,11 @@
 """What launches cost the host: plans leave room for it.
 
-A launch of a hybrid pass takes 4 to 6 ms, one of a decode step 0.5. Which of them comes next is
+A launch of a hybrid pass takes 3 to 6 ms, one of a decode step 0.5. Which of them comes next is
 known when it is planned, and then it may be late: so each lane is fed as early as the dearest kind
 of launch that it may get wants it.
 """
+
+from collections import deque
 
 from twolane.systems.plan import DecodeSteps, Hybrid, PrefillSlice, Work
 from twolane.vocabulary import LaneName
@@ -22,8 +24,14 @@ ENDS = 2
 FADING = 0.9
 """What is left of the longest launch of a kind after another one of that kind."""
 HALF_LIFE = 1.0
-"""Seconds in which half of it is forgotten at any rate: else a kind that is no longer planned for,
-because it took too long once, would not be again."""
+"""Seconds in which half of what it took longer than usual is forgotten at any rate: else a kind
+that is no longer planned for, because it took too long once, would not be again."""
+USUAL_OF = 9
+"""Last launches of a kind of whose costs the median is usual, if there were half as many. That is
+remembered, for the first pass after a while without any takes no less than others; but half of it
+is forgotten every `USUAL_HALF_LIFE`, as of stalls that are over."""
+USUAL_HALF_LIFE = 60.0
+"""Seconds."""
 
 
 class Launching:
@@ -36,6 +44,8 @@ class Launching:
     def __init__(self, layers: int) -> None:
         self._layers = layers
         self._longest: dict[tuple[type[Work], bool], float] = {}
+        self._costs: dict[tuple[type[Work], bool], deque[float]] = {}
+        self._usual: dict[tuple[type[Work], bool], float] = {}
         self._noted = 0.0
         self.layers_at_once = layers
         """Of a slice, that the host launches in `SLICE_SECONDS`; at least one."""
@@ -44,10 +54,17 @@ class Launching:
 
     def note(self, work: Work, seconds: float, now: float) -> None:
         """Of a launch: what the host took for it."""
-        kind, left = self._kind(work), 0.5 ** ((now - self._noted) / HALF_LIFE)
+        kind, passed = self._kind(work), now - self._noted
         self._noted = now
-        self._longest = {each: left * most for each, most in self._longest.items()}
-        self._longest[kind] = max(seconds, FADING * self._longest.get(kind, 0.0))
+        left, usual_left = 0.5 ** (passed / HALF_LIFE), 0.5 ** (passed / USUAL_HALF_LIFE)
+        for each, usual in self._usual.items():
+            self._usual[each] = usual = usual_left * usual
+            self._longest[each] = usual + left * max(0.0, self._longest[each] - usual)
+        costs = self._costs.setdefault(kind, deque(maxlen=USUAL_OF))
+        costs.append(seconds)
+        enough = 2 * len(costs) > USUAL_OF
+        self._usual[kind] = usual = sorted(costs)[len(costs) // 2] if enough else 0.0
+        self._longest[kind] = max(seconds, usual, FADING * self._longest.get(kind, 0.0))
         for lane, kinds in KINDS.items():
             known = [most for (each, _), most in self._longest.items() if each in kinds]
             self.longest[lane] = max(known, default=0.0)

@@ -26,9 +26,6 @@ __all__ = ["Backend", "PrefillPlan", "PrefillWorkspace", "choose", "prefill_atte
 
 Backend = Literal["flashinfer", "triton"]
 
-_FILLED = 0.65
-"""Triton's rate over FA3's: if a smaller share of FA3's rows has a token, Triton is faster."""
-
 
 class _Program(Protocol):
     def run(
@@ -166,7 +163,7 @@ def choose(
 def _choose(batch: PrefillBatch) -> tuple[Backend, str]:
     """As `choose`, but Triton where FA3's tiles, of one head each, would be rather empty."""
     best, why = choose(batch.dtype, batch.dim, batch.workspace.device, batch.window)
-    if best == "flashinfer" and fa3.filled(batch) < _FILLED:
+    if best == "flashinfer" and fa3.filled(batch) < fa3.FILLED:
         return "triton", "few new tokens: the heads of a group share a tile"
     return best, why
 

@@ -34,7 +34,7 @@ class PrefillBatch:
 
     segments: Segments
     tokens: int
-    """New tokens of all segments."""
+    """Rows up to the last segment's end: their new tokens, and what precedes them in the pass."""
     pages: torch.Tensor
     """The segments' pages, end to end, int32 on the device."""
     page_size: int
@@ -58,18 +58,23 @@ class PrefillBatch:
         dtype: torch.dtype,
         window: int | None,
         workspace: PrefillWorkspace,
+        first_row: int = 0,
     ) -> "PrefillBatch":
-        """Check the arguments of `PrefillPlan.build` and upload the pages."""
+        """Check the arguments of `PrefillPlan.build` and upload the pages.
+
+        `first_row`: rows of the pass before the segments'.
+        """
         _check(segments, tables, page_size, heads, kv_heads, dim, window)
         reused, new = np.array(segments, dtype=np.int64).T
         if window is not None and window >= (reused + new).max():
             window = None
         used = -(-(reused + new) // page_size)
         lists = [np.array(t[:n]) for t, n in zip(tables, used.tolist(), strict=True)]
-        columns = Segments(reused, new, np.cumsum(new) - new, np.cumsum(used) - used)
+        rows = first_row + np.cumsum(new) - new
+        columns = Segments(reused, new, rows, np.cumsum(used) - used)
         pages, _ = upload([np.concatenate(lists)], workspace.device)
         shape = (page_size, heads, kv_heads, dim, dtype, window)
-        return cls(columns, int(new.sum()), pages, *shape, workspace)
+        return cls(columns, first_row + int(new.sum()), pages, *shape, workspace)
 
     @property
     def group(self) -> int:
@@ -88,14 +93,30 @@ def upload(parts: Sequence[Ints], device: torch.device) -> tuple[torch.Tensor, l
     Returns:
         A buffer, and each part's view of it, at a multiple of 16 bytes.
     """
-    starts = np.cumsum([0, *(-(-part.size // 4) * 4 for part in parts)]).tolist()
-    host = torch.empty(starts.pop(), dtype=torch.int32, pin_memory=device.type == "cuda")
-    values = host.numpy()
-    for start, part in zip(starts, parts, strict=True):
-        values[start : start + part.size] = part.ravel()
-    sent = host.to(device, non_blocking=True)
-    views = [sent[start : start + part.size] for start, part in zip(starts, parts, strict=True)]
+    starts = places([part.size for part in parts])
+    sent = _on_host(parts, starts, device).to(device, non_blocking=True)
+    views = [sent[start : start + part.size] for start, part in zip(starts, parts, strict=False)]
     return sent, views
+
+
+def upload_to(parts: Sequence[Ints], starts: Sequence[int], buffer: torch.Tensor) -> None:
+    """`parts` to the first of these places in `buffer`; up to the next place zeros follow."""
+    host = _on_host(parts, starts[: len(parts) + 1], buffer.device)
+    buffer[: len(host)].copy_(host, non_blocking=True)
+
+
+def places(sizes: Sequence[int]) -> list[int]:
+    """Where parts of so many int32 begin, each at a multiple of 16 bytes, and where all end."""
+    starts: list[int] = np.cumsum([0, *(-(-size // 4) * 4 for size in sizes)]).tolist()
+    return starts
+
+
+def _on_host(parts: Sequence[Ints], starts: Sequence[int], device: torch.device) -> torch.Tensor:
+    host = torch.zeros(starts[-1], dtype=torch.int32, pin_memory=device.type == "cuda")
+    values = host.numpy()
+    for start, part in zip(starts, parts, strict=False):
+        values[start : start + part.size] = part.ravel()
+    return host
 
 
 def _check(

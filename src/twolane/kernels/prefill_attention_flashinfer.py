@@ -11,6 +11,7 @@ FlashInfer 0.6.13 (`PrefillSM90Plan` and `batch_prefill_sm90.cu`).
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib import import_module
@@ -20,8 +21,16 @@ import numpy as np
 import torch
 
 from twolane.kernels.launching import launch
-from twolane.kernels.prefill_attention_batch import NewKV, PrefillBatch, upload
+from twolane.kernels.prefill_attention_batch import (
+    NewKV,
+    PrefillBatch,
+    PrefillWorkspace,
+    places,
+    upload,
+    upload_to,
+)
 from twolane.kernels.prefill_attention_schedule import (
+    COLUMNS,
     HEAD,
     HIGH,
     LOW,
@@ -46,6 +55,14 @@ _NHD, _HND = 0, 1
 _FULL, _CAUSAL = 0, 1
 _NO_WINDOW = -1
 _PART = 32
+_SEGMENTS = 64
+"""Prompts of a pass that a graph's lists have room for."""
+_MERGE_COLUMNS = 5
+FILLED = 0.65
+"""Triton's rate over FA3's: if a smaller share of FA3's rows has a token, Triton is faster."""
+_MOST_EMPTY = 8192
+"""Keys that an SM reads for tiles so empty, at most, in a graph: a tenth of a millisecond, less
+than launching Triton's kernel, which is in none."""
 
 
 def tile_tokens(dim: int) -> int:
@@ -156,11 +173,16 @@ class _Fronts:
 
     @classmethod
     def of(
-        cls, batch: PrefillBatch, plan: Schedule, buffer: torch.Tensor, sent: list[torch.Tensor]
+        cls,
+        batch: PrefillBatch,
+        pieces: int,
+        merges: int,
+        buffer: torch.Tensor,
+        sent: Sequence[torch.Tensor],
     ) -> "_Fronts":
         """`sent`: the lists of the launch, the pieces, the merges."""
         heads, rows = batch.heads, tile_tokens(batch.dim)
-        slots = plan.slots + heads - 1
+        slots = pieces + heads - 1
         shape, strides = (slots * rows, heads, batch.dim), (batch.dim, rows * batch.dim, 1)
         storage = (slots + heads) * rows * batch.dim
         take = batch.workspace.take
@@ -171,9 +193,9 @@ class _Fronts:
         lse = take("lse", batch.tokens * heads, torch.float32)
         lse = lse[: batch.tokens * heads].view(-1, heads)
         layout = {"first_place": heads - 1, "lse_stride": heads, "lse_shift": 1}
-        merge = Merge(sent[-1], len(plan.merges), rows, 1, lse, slot_out, slot_lse, **layout)
+        merge = Merge(sent[-1], merges, rows, 1, lse, slot_out, slot_lse, **layout)
         launch = _Launch(buffer, _plan_info(sent[:_LISTS]))
-        return cls(launch, sent[_LISTS], plan.slots, slot_q, slot_out, slot_lse, merge)
+        return cls(launch, sent[_LISTS], pieces, slot_q, slot_out, slot_lse, merge)
 
     def run(self, module: Any, batch: PrefillBatch, q: torch.Tensor, pool: torch.Tensor) -> None:
         """Fill the slots."""
@@ -205,20 +227,12 @@ class FlashInferProgram:
     @classmethod
     def plan(cls, batch: PrefillBatch, units: int) -> "FlashInferProgram":
         """Deal the batch's tiles to `units` SMs, splitting some where that is faster."""
-        rows = tile_tokens(batch.dim)
-        items, cost = tiles(batch.segments, rows, batch.heads, None, _PAGED)
-        granule = math.lcm(_PAGED.block, batch.page_size)
-        plan = schedule(items, cost, units, _PAGED, granule, own_launch=True, split=True)
-        parts = _lists(plan.main, batch.page_size)
-        if plan.fronts is not None:
-            pieces = plan.fronts.items.copy()
-            # Their queries are in the slots.
-            pieces[:, ROW] = (pieces[:, SLOT] + batch.heads - 1 - pieces[:, HEAD]) * rows
-            parts += _lists(Work(pieces, plan.fronts.bounds), batch.page_size)
-            parts += [plan.fronts.items, plan.merges]
-        buffer, sent = upload(parts, batch.workspace.device)
+        plan = _paged(batch, units)
+        buffer, sent = upload(_parts(batch, plan), batch.workspace.device)
         module, _ = _load(batch.dtype, batch.dim)
-        fronts = _Fronts.of(batch, plan, buffer, sent[_LISTS:]) if plan.slots else None
+        fronts = None
+        if plan.slots:
+            fronts = _Fronts.of(batch, plan.slots, len(plan.merges), buffer, sent[_LISTS:])
         return cls(batch, module, _Launch(buffer, _plan_info(sent[:_LISTS])), fronts)
 
     def run(
@@ -232,6 +246,63 @@ class FlashInferProgram:
         fronts.run(self.module, batch, q, pool)
         self.main.paged(self.module, batch, q, pool, out, fronts.merge.lse, _CAUSAL)
         fronts.merge.run(batch, out)
+
+
+class Replayed:
+    """Attention by FA3 in CUDA graphs: all that differs between batches is written to fixed places.
+
+    One batch's at a time: `send` and what was captured of `run` are for the same stream.
+
+    Args:
+        batch: any of these heads, of this type, in these pages.
+        units: SMs.
+        rows: of the largest pass.
+        pages: that all segments of a batch have together, at most.
+    """
+
+    def __init__(self, batch: PrefillBatch, units: int, rows: int, pages: int) -> None:
+        device = batch.workspace.device
+        self._units, self._module = units, _load(batch.dtype, batch.dim)[0]
+        items = batch.heads * (rows // tile_tokens(batch.dim) + _SEGMENTS)
+        self._merges = 2 * units  # the most tiles that are split
+        self._pieces = self._merges + units
+        sizes = [*_list_sizes(items), *_list_sizes(self._pieces)]
+        sizes += [COLUMNS * self._pieces, _MERGE_COLUMNS * self._merges]
+        self._sizes, self._starts = sizes, places(sizes)
+        self._lists = torch.zeros(self._starts[-1], dtype=torch.int32, device=device)
+        self._pages = torch.zeros(pages, dtype=torch.int32, device=device)
+        own = PrefillWorkspace(device)
+        self._batch = replace(batch, tokens=rows, pages=self._pages, workspace=own)
+        self._program(True, rows)  # has its workspace as large as any needs it
+
+    def send(self, batch: PrefillBatch) -> bool | None:
+        """Write a batch's lists, on the current stream: whether tiles are split.
+
+        None: it does not fit, or Triton is faster, and nothing was written.
+        """
+        plan = _paged(batch, self._units)
+        parts = _parts(batch, plan)
+        fits = all(part.size <= size for part, size in zip(parts, self._sizes, strict=False))
+        if not fits or len(batch.pages) > len(self._pages):
+            return None
+        if filled(batch) < FILLED and _keys(plan.main) > _MOST_EMPTY * self._units:
+            return None
+        upload_to(parts, self._starts, self._lists)
+        self._pages[: len(batch.pages)].copy_(batch.pages)
+        return plan.slots > 0
+
+    def run(self, split: bool, q: torch.Tensor, pool: torch.Tensor, out: torch.Tensor) -> None:
+        """Launch it, for a graph; q and out [rows of the pass, heads, dim]. Rows that are of no
+        segment stay as they are in `out`."""
+        self._program(split, len(q)).run(q, pool, out, None)
+
+    def _program(self, split: bool, rows: int) -> "FlashInferProgram":
+        batch, lists = replace(self._batch, tokens=rows), self._lists
+        sent = [lists[a : a + n] for a, n in zip(self._starts, self._sizes, strict=False)]
+        main, fronts = _Launch(lists, _plan_info(sent[:_LISTS])), None
+        if split:
+            fronts = _Fronts.of(batch, self._pieces, self._merges, lists, sent[_LISTS:])
+        return FlashInferProgram(batch, self._module, main, fronts)
 
 
 @dataclass(frozen=True)
@@ -264,6 +335,35 @@ class DenseProgram:
 _LISTS = 7
 
 
+def _paged(batch: PrefillBatch, units: int) -> Schedule:
+    """The batch's tiles on `units` SMs, some split where that is faster."""
+    items, cost = tiles(batch.segments, tile_tokens(batch.dim), batch.heads, None, _PAGED)
+    granule = math.lcm(_PAGED.block, batch.page_size)
+    return schedule(items, cost, units, _PAGED, granule, own_launch=True, split=True)
+
+
+def _parts(batch: PrefillBatch, plan: Schedule) -> list[Ints]:
+    """What is uploaded of a plan: lists, and those of fronts, pieces and merges if there are."""
+    parts = _lists(plan.main, batch.page_size)
+    if plan.fronts is not None:
+        pieces, rows = plan.fronts.items.copy(), tile_tokens(batch.dim)
+        # Their queries are in the slots.
+        pieces[:, ROW] = (pieces[:, SLOT] + batch.heads - 1 - pieces[:, HEAD]) * rows
+        parts += _lists(Work(pieces, plan.fronts.bounds), batch.page_size)
+        parts += [plan.fronts.items, plan.merges]
+    return parts
+
+
+def _keys(work: Work) -> int:
+    """That all items read."""
+    return int((work.items[:, HIGH] - work.items[:, LOW]).sum())
+
+
+def _list_sizes(items: int) -> list[int]:
+    """Of `_lists`."""
+    return [items, items, items, items, items, _MAX_BLOCKS + 1, items]
+
+
 def _lists(work: Work, page_size: int) -> list[Ints]:
     """Rows, pages, tokens, keys and heads of the items, bounds of the blocks' lists, and zeros."""
     items = work.items
@@ -275,7 +375,7 @@ def _lists(work: Work, page_size: int) -> list[Ints]:
     return [items[:, ROW], pages, items[:, TOKENS], keys, items[:, HEAD], bounds, zeros]
 
 
-def _plan_info(lists: list[torch.Tensor]) -> list[int]:
+def _plan_info(lists: Sequence[torch.Tensor]) -> list[int]:
     """`PrefillPlanSM90Info`: byte offsets of the lists, and whether all heads share them.
 
     Each item is a sequence of one tile, so the tile's index in its sequence is 0 in all of them; so

@@ -151,6 +151,8 @@ def _deal(cost: Ints, units: int) -> tuple[Ints, Ints]:
     Equal to giving each to the block with the least work, but for the first rounds of many, which
     go forth and back over the blocks: that is as even and needs no loop.
     """
+    if len(cost) <= units:
+        return np.arange(len(cost)), np.concatenate([cost, np.zeros(units - len(cost), np.int64)])
     bulk = 2 * units * max(0, len(cost) // (2 * units) - _EXACT_ROUNDS // 2)
     turn = np.arange(units)
     owner = np.empty(len(cost), dtype=np.int64)

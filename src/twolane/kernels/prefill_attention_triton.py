@@ -238,6 +238,8 @@ def merge_kernel(
     merge = merges + tl.program_id(0) * 5
     first = tl.load(merge).to(tl.int64)
     tokens = tl.load(merge + 1)
+    if tokens == 0:  # a graph has as many programs as any batch needs
+        return
     head = tl.load(merge + 2)
     slot = tl.load(merge + 3).to(tl.int64)
     slots = tl.load(merge + 4)
@@ -285,6 +287,8 @@ def gather_kernel(
     piece = pieces + tl.program_id(0) * 8
     first = tl.load(piece).to(tl.int64)
     tokens = tl.load(piece + 1)
+    if tokens == 0:  # as in `merge_kernel`
+        return
     head = tl.load(piece + 6)
     row = tl.program_id(1) * PART + tl.arange(0, PART)
     dims = tl.arange(0, DIM)

@@ -51,6 +51,8 @@ class Placed(Written):
     """Of the prompts, by window."""
     steps: "Steps | None" = None
     """The decode rows, for hybrid batches."""
+    sent: bool | None = None
+    """See `Passes.send`."""
 
     def behind(self, steps: "Steps", page_size: int) -> "Placed":
         """These tokens behind decode rows, in one pass."""
@@ -62,6 +64,7 @@ class Placed(Written):
             torch.cat([write_slots, self.write_slots]),
             self.plans,
             steps,
+            self.sent,
         )
 
     def attend(self, q: Tensor, qkv: Tensor, pool: Tensor, window: int | None, out: Tensor) -> None:

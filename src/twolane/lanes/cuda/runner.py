@@ -170,11 +170,12 @@ class CudaRunner:
     def _hybrid(self, work: HybridWork, place: _Place) -> PendingStep:
         """One pass of decode rows, which come first, and prompts."""
         batch, layers = self._open(work.prompts), self._decoder.spec.layers
-        plans = self._plans(batch, place, 0, layers)
-        hidden, placed = (
-            batch.hidden,
-            Placed(self._decoder, batch.positions, batch.write_slots, plans),
-        )
+        sent, passes = None, place.memory.passes
+        if passes is not None:
+            sent = passes.send(work.prompts, len(work.decode), place.units)
+        plans = self._plans(batch, place, 0, layers) if sent is None else {}
+        hidden = batch.hidden
+        placed = Placed(self._decoder, batch.positions, batch.write_slots, plans, sent=sent)
         if work.decode:
             decoding = self._steps_of(work.decode, place)
             tokens = self.slots.last_token[decoding.slots]
