@@ -6,6 +6,9 @@ from collections.abc import Sequence
 SIZES: tuple[int, ...] = (*range(64, 384 + 1, 64), 512, 576, *range(640, 2048 + 1, 128))
 """Tokens of prefill and hybrid passes. On an H200 products of 192, 320 or 576 rows take 8 to 12 %
 less time than of 64 more; of 448, 704 or 832 they take as long."""
+WHOLE = 1024
+"""Tokens of the largest hybrid pass that is one graph; larger ones take the GPU several times as
+long as launching takes the host."""
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 """Rows of decode steps, and from there on every `BUCKET_STEP`."""
 BUCKET_STEP = 64

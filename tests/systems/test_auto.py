@@ -33,6 +33,7 @@ from twolane.simulate import SimulateConfig, simulate
 from twolane.sizes import SIZES
 from twolane.slo import Slo
 from twolane.systems.auto import (
+    GUARD,
     LEAST_MARGIN,
     LEAST_PROMISED,
     MOST_MARGIN,
@@ -286,6 +287,22 @@ def test_a_step_comes_first_where_prefill_has_had_its_time():
         assert between_steps(0.003, 0, other) == ([DecodeSteps()], 0.0)
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_decode_goes_on_beside_the_last_slices_if_a_pass_behind_them_came_too_late(late):
+    """What the host can launch in time, it launches ahead; but not behind slices that last longer
+    than decode can wait."""
+    asked = {"waiting": [waiting("a", 4000)], "decoding": rows(8, 1000, 0.019)}
+    _, memory = plan(**asked)
+    assert memory.choice.mode == "hybrid"
+    latest = 0.001 + 0.019 - memory.choice.gap - GUARD
+    until = latest + (1e-4 if late else -1e-4)
+    lanes = {"prefill": LaneView(1, 84, until), "decode": LaneView(1, 48, 0.001)}
+    made, _ = plan(memory=memory, lanes=lanes, **asked)
+    launched = [(launch.lane, launch.work) for launch in made.launches]
+    assert launched == [("decode", DecodeSteps()) if late else ("device", Hybrid())]
+    assert bool(made.admit) == (not late)
+
+
 def test_a_step_behind_a_hybrid_pass_serves_those_whose_prompt_it_ends():
     open_batch = batch(waiting("next", 2000), layers=4)
     decode = rows(64, 2000, 0.013)
@@ -318,26 +335,26 @@ def host(work, seconds):
 
 
 def test_steps_come_first_where_a_pass_would_come_late():
-    """The host takes half of a launch until the device begins with it. What is left of the bound
-    covers some delay; more than that is worth steps, as many as last for the launch."""
+    """The device begins with a pass when its launch ends. What is left of the bound covers some
+    delay; more than that is worth steps, as many as last for the launch."""
     asked = {"waiting": [waiting("a", 4000)], "decoding": rows(8, 1000, 0.019)}
     made, memory = plan(**asked)
     assert [launch.work for launch in made.launches] == [Hybrid()]
     spare = 0.019 - memory.choice.gap
     step = KNOWN.decode_step(Load.decode([1000] * 8), UNITS, bound=True)
-    assert 2 * spare < 0.99 * step < 2 * (spare + 0.001) < 1.9 * step
+    assert spare < spare + 0.0011 < 0.99 * step
     for until, launching, steps in (
-        (0.001, 2 * (spare + 0.0009), 0),
-        (0.001, 2 * (spare + 0.0011), 2),
+        (0.001, spare + 0.0009, 0),
+        (0.001, spare + 0.0011, 1),
         (0.0, 0.99 * step, 1),
         (0.0, 1.01 * step, 2),
         (0.0, 2.01 * step, 3),
-        (0.0, 15 * step, 8),
-        (0.0, 16.1 * step, 0),  # the pass behind so many would be no better off
+        (0.0, 7.5 * step, 8),
+        (0.0, 8.1 * step, 0),  # the pass behind so many would be no better off
     ):
         under_way = {"lanes": {"device": LaneView(1, UNITS, until)}, **asked}
         here = view(KNOWN, launching=host(Hybrid(), launching), **under_way)
-        assert _steps_first(here, memory.choice, step, 0.019) == steps
+        assert _steps_first(here, memory.choice, step, 0.019, again=False) == steps
         if launching < memory.choice.gap:
             made, _ = Auto().plan(here, Memory())
             works = [launch.work for launch in made.launches]

@@ -1,8 +1,8 @@
 """What launches cost the host: plans leave room for it.
 
-A launch of a hybrid pass takes 3 to 6 ms, one of a decode step 0.5. Which of them comes next is
-known when it is planned, and then it may be late: so each lane is fed as early as the dearest kind
-of launch that it may get wants it.
+A launch of a hybrid pass takes 3 ms behind another one and 5 after other work, 6 to 8 one time in
+ten; one of a decode step 0.5. Which of them comes next is known when it is planned, and then it may
+be late: so each lane is fed as early as the dearest kind of launch that it may get wants it.
 """
 
 from collections import deque
@@ -47,6 +47,7 @@ class Launching:
         self._costs: dict[tuple[type[Work], bool], deque[float]] = {}
         self._usual: dict[tuple[type[Work], bool], float] = {}
         self._noted = 0.0
+        self._last: type[Work] = DecodeSteps
         self.layers_at_once = layers
         """Of a slice, that the host launches in `SLICE_SECONDS`; at least one."""
         self.longest: dict[LaneName, float] = dict.fromkeys(KINDS, 0.0)
@@ -54,8 +55,8 @@ class Launching:
 
     def note(self, work: Work, seconds: float, now: float) -> None:
         """Of a launch: what the host took for it."""
-        kind, passed = self._kind(work), now - self._noted
-        self._noted = now
+        kind, passed = self._kind(work, again=self._last is Hybrid), now - self._noted
+        self._noted, self._last = now, type(work)
         left, usual_left = 0.5 ** (passed / HALF_LIFE), 0.5 ** (passed / USUAL_HALF_LIFE)
         for each, usual in self._usual.items():
             self._usual[each] = usual = usual_left * usual
@@ -71,14 +72,20 @@ class Launching:
         if isinstance(work, PrefillSlice):
             self._note_slice(work, seconds)
 
-    def seconds(self, work: Work) -> float:
-        """Of the longest launch of such work of late; 0.0: there was none."""
-        return self._longest.get(self._kind(work), 0.0)
+    def seconds(self, work: Work, *, again: bool = False) -> float:
+        """Of the longest launch of such work of late; 0.0: there was none.
 
-    def _kind(self, work: Work) -> tuple[type[Work], bool]:
-        """Slices that lay out a batch, or sample after it, are a kind of their own."""
-        ends = isinstance(work, PrefillSlice) and (not work.first or work.last == self._layers)
-        return type(work), ends
+        `again`: a hybrid pass behind another one.
+        """
+        kinds = self._kind(work, again), self._kind(work, not again)
+        return next((self._longest[kind] for kind in kinds if kind in self._longest), 0.0)
+
+    def _kind(self, work: Work, again: bool) -> tuple[type[Work], bool]:
+        """Slices that lay out a batch, or sample after it, are a kind of their own; so are passes
+        behind passes."""
+        if isinstance(work, PrefillSlice):
+            return PrefillSlice, not work.first or work.last == self._layers
+        return type(work), again and isinstance(work, Hybrid)
 
     def _note_slice(self, work: PrefillSlice, seconds: float) -> None:
         """As many layers as fill the time, at most twice and at least half as many as were seen.
@@ -87,7 +94,7 @@ class Launching:
         for, would be held against them, the more, the shorter slices are. What the ends' own time
         leaves is no measure for slices between them; if an end has half the layers, there are none.
         """
-        layers, (_, ends) = work.last - work.first, self._kind(work)
+        layers, (_, ends) = work.last - work.first, self._kind(work, again=False)
         fitting = layers * SLICE_SECONDS * (ENDS if ends else 1) / max(seconds, 1e-9)
         if fitting < layers:
             self.layers_at_once = max(1, layers // 2, int(fitting))

@@ -44,7 +44,7 @@ MOST_STEPS = 8
 CHOICE_SECONDS = 0.1
 """For which a choice stands while batch and number of requests stay the same."""
 FIRST = 0.5
-"""Of a launch of the host, after which the device begins with it."""
+"""Of a launch of a slice, after which the device begins with it; with a pass, at its end."""
 SLOWER = 2.0
 """Than the longest launch of late may one be that decode shall not have to wait for."""
 GUARD = 0.0005
@@ -91,6 +91,8 @@ class Memory:
     """When the margin was last looked at."""
     seen: int = 0
     """Gaps that had come by then."""
+    passing: bool = False
+    """Whether the last launch was a hybrid pass."""
     base: float | None = None
     """Seconds of `FULL_TOKENS` on the whole device."""
     seconds: Mapping[str, tuple[int, float]] = field(default_factory=dict)
@@ -143,6 +145,8 @@ class Auto(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         plan, memory = self._go_on(view, memory, line.order, batch)
         if any(not isinstance(launch.work, PrefillSlice) for launch in plan.launches):
             memory = replace(memory, spent=0.0)
+        if plan.launches:
+            memory = replace(memory, passing=isinstance(plan.launches[-1].work, Hybrid))
         wakes = [at for at in (plan.wake_at, self._wake(view)) if at is not None and at > view.now]
         wake = min(wakes, default=None)
         return msgspec.structs.replace(plan, refuse=tuple(line.refusals), wake_at=wake), memory
@@ -224,7 +228,7 @@ class Auto(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             step,
             batch.load,
             target,
-            view.launching.seconds(Hybrid()),
+            view.launching.seconds(Hybrid(), again=True),
         )
         found = ways.all(sliced=not batch.chunks, chunk=memory.chunk)
         chunk = max((way.tokens for way in found), default=0) or memory.chunk
@@ -242,8 +246,9 @@ class Auto(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ) -> tuple[Plan, Memory]:
         if choice.mode == "spatial" and not memory.spent:
             return self._spatial(view, memory, batch, choice, tbt)
-        if not self._due(view, "device"):
-            return self._drain(view, choice, tbt), memory
+        latest = _boundary(view) + tbt - choice.gap - GUARD
+        if not self._due(view, "device") or _ends_after(view, latest):
+            return self._drain(view, latest), memory
         if choice.mode == "temporal" and (
             slices := self._temporal(view, memory, batch, choice, tbt)
         ):
@@ -251,7 +256,7 @@ class Auto(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if memory.spent:
             launch = Launch("device", view.units, DecodeSteps())
             return Plan(launches=(launch,), reason="a step first: prefill had its turn"), memory
-        if steps := _steps_first(view, choice, step, tbt):
+        if steps := _steps_first(view, choice, step, tbt, again=memory.passing):
             launch = Launch("device", view.units, DecodeSteps(steps))
             return Plan(launches=(launch,), reason="steps first: a pass would come late"), memory
         chunks = _take(view, order, choice.tokens)
@@ -290,7 +295,8 @@ class Auto(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if view.lanes["prefill"].queued and memory.choice:
             if memory.choice.mode == "spatial":
                 return self._spatial(view, memory, None, memory.choice, tbt)
-            return self._drain(view, memory.choice, tbt), memory
+            latest = _boundary(view) + tbt - memory.choice.gap - GUARD
+            return self._drain(view, latest), memory
         if not self._due(view, "device"):
             return Plan(), memory
         k = max(1, int(min(MOST_STEPS, self.lead_seconds / step))) if step else 1
@@ -331,16 +337,23 @@ class Auto(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         waits = early or bool(view.joining["device"])
         return Launch("decode", choice.level[1], DecodeSteps(waits=waits))
 
-    def _drain(self, view: View, choice: Choice, tbt: float) -> Plan:
-        """Decode goes on beside the last slices, unless it can wait for what comes after."""
+    def _drain(self, view: View, latest: float) -> Plan:
+        """Decode goes on beside the last slices, unless it can wait for what comes after, which
+        begins at the latest then, in seconds."""
         lane = view.lanes["prefill"]
         if not lane.queued or not view.decoding or not self._due(view, "decode"):
             return Plan()
-        latest = _boundary(view) + tbt - choice.gap - GUARD
-        if lane.until is not None and lane.until <= latest and view.now < latest:
+        if lane.until is not None and not _ends_after(view, latest) and view.now < latest:
             return Plan(wake_at=latest)
         rest = min(shared_levels(view), key=lambda level: abs(level[0] - lane.units))
         return Plan(launches=(Launch("decode", rest[1], DecodeSteps()),), reason="last slices")
+
+
+def _ends_after(view: View, latest: float) -> bool:
+    """Whether slices beside decode end, by prediction, after that time, in seconds."""
+    lane = view.lanes["prefill"]
+    late = lane.until is not None and lane.until > latest
+    return bool(lane.queued and view.decoding) and late
 
 
 def _queue(view: View, lane: LaneName) -> LaneView:
@@ -360,15 +373,14 @@ def _queue(view: View, lane: LaneName) -> LaneView:
     return LaneView(queued=queued, until=until, launching=launching)
 
 
-def _steps_first(view: View, choice: Choice, step: float | None, tbt: float) -> int:
+def _steps_first(view: View, choice: Choice, step: float | None, tbt: float, *, again: bool) -> int:
     """Decode steps that go before a pass which would begin so late, for its launch takes the host
     longer than what is queued lasts, that the TBT bound is missed: as many as last for the launch.
     None if the pass were late behind `MOST_STEPS`, too."""
-    launching = view.launching.seconds(Hybrid())
-    first = FIRST * launching
-    late = view.now + first - (_queue(view, "device").until or view.now)
+    launching = view.launching.seconds(Hybrid(), again=again)
+    late = view.now + launching - (_queue(view, "device").until or view.now)
     missed = bool(view.decoding) and late > 0.0 and choice.gap + late > tbt
-    if not missed or not step or MOST_STEPS * step < first:
+    if not missed or not step or MOST_STEPS * step < launching:
         return 0
     return min(MOST_STEPS, math.ceil(launching / step))
 

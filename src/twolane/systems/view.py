@@ -127,8 +127,11 @@ class Launching(Protocol):
     def layers_at_once(self) -> int:
         """The most layers of a prefill slice that it launches before decode has to wait for it."""
 
-    def seconds(self, work: Work) -> float:
-        """Of the longest launch of late of such work; 0.0: there was none."""
+    def seconds(self, work: Work, *, again: bool = False) -> float:
+        """Of the longest launch of late of such work; 0.0: there was none.
+
+        `again`: a hybrid pass behind another one.
+        """
 
 
 class LaneView(msgspec.Struct, frozen=True):

@@ -31,15 +31,11 @@ from twolane.lanes.cuda.green import Partitions
 from twolane.lanes.cuda.rows import Placed, Written
 from twolane.lanes.work import PromptRow
 from twolane.model.gpu import GpuDecoder, GpuKVCache, Workspace
-from twolane.sizes import SIZES, padded
+from twolane.sizes import SIZES, WHOLE, padded
 
 LARGER: tuple[int, ...] = tuple(range(SIZES[-1] + 1, 8192 + 1, 251))
 """Tokens of the passes that are multiplied once before any is served: odd steps, for what cuBLAS
 chooses depends on what their number is divisible by, too."""
-
-WHOLE = 1024
-"""Tokens of the largest hybrid pass that is one graph; larger ones take the GPU several times as
-long as launching takes the host."""
 
 ENDING = 32
 """Prompts that end in a slice, as many as are classified once before any is served."""
