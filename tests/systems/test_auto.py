@@ -354,12 +354,15 @@ def test_steps_come_first_where_a_pass_would_come_late():
     ):
         under_way = {"lanes": {"device": LaneView(1, UNITS, until)}, **asked}
         here = view(KNOWN, launching=host(Hybrid(), launching), **under_way)
-        assert _steps_first(here, memory.choice, step, 0.019, again=False) == steps
+        assert _steps_first(here, memory, memory.choice, step, 0.019) == steps
         if launching < memory.choice.gap:
-            made, _ = Auto().plan(here, Memory())
+            made, after = Auto().plan(here, Memory())
             works = [launch.work for launch in made.launches]
             assert works == [DecodeSteps(steps) if steps else Hybrid()]
             assert bool(made.admit) == (not steps)
+            # Behind steps the pass comes, though it were late again: else it never might.
+            made, _ = Auto().plan(here, after)
+            assert [launch.work for launch in made.launches] == [Hybrid()]
 
 
 def test_passes_are_no_faster_than_the_host_launches_them():

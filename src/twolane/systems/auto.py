@@ -13,7 +13,7 @@ above the SLO, and grows while fewer are.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import msgspec
 
@@ -47,6 +47,8 @@ FIRST = 0.5
 """Of a launch of a slice, after which the device begins with it; with a pass, at its end."""
 SLOWER = 2.0
 """Than the longest launch of late may one be that decode shall not have to wait for."""
+STEPS_FIRST = "steps first: a pass would come late"
+"""A plan's reason."""
 GUARD = 0.0005
 """Seconds from a step's end to the start of one that was not launched ahead of it."""
 IN_LINE = 1.15
@@ -91,8 +93,8 @@ class Memory:
     """When the margin was last looked at."""
     seen: int = 0
     """Gaps that had come by then."""
-    passing: bool = False
-    """Whether the last launch was a hybrid pass."""
+    last: Literal["pass", "steps first", ""] = ""
+    """What was launched last, if that."""
     base: float | None = None
     """Seconds of `FULL_TOKENS` on the whole device."""
     seconds: Mapping[str, tuple[int, float]] = field(default_factory=dict)
@@ -146,7 +148,7 @@ class Auto(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if any(not isinstance(launch.work, PrefillSlice) for launch in plan.launches):
             memory = replace(memory, spent=0.0)
         if plan.launches:
-            memory = replace(memory, passing=isinstance(plan.launches[-1].work, Hybrid))
+            memory = replace(memory, last=_launched(plan))
         wakes = [at for at in (plan.wake_at, self._wake(view)) if at is not None and at > view.now]
         wake = min(wakes, default=None)
         return msgspec.structs.replace(plan, refuse=tuple(line.refusals), wake_at=wake), memory
@@ -256,9 +258,9 @@ class Auto(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if memory.spent:
             launch = Launch("device", view.units, DecodeSteps())
             return Plan(launches=(launch,), reason="a step first: prefill had its turn"), memory
-        if steps := _steps_first(view, choice, step, tbt, again=memory.passing):
+        if steps := _steps_first(view, memory, choice, step, tbt):
             launch = Launch("device", view.units, DecodeSteps(steps))
-            return Plan(launches=(launch,), reason="steps first: a pass would come late"), memory
+            return Plan(launches=(launch,), reason=STEPS_FIRST), memory
         chunks = _take(view, order, choice.tokens)
         launch = Launch("device", view.units, Hybrid())
         return Plan(admit=chunks, launches=(launch,), reason=_reason(choice, tbt)), memory
@@ -373,11 +375,22 @@ def _queue(view: View, lane: LaneName) -> LaneView:
     return LaneView(queued=queued, until=until, launching=launching)
 
 
-def _steps_first(view: View, choice: Choice, step: float | None, tbt: float, *, again: bool) -> int:
+def _launched(plan: Plan) -> Literal["pass", "steps first", ""]:
+    if isinstance(plan.launches[-1].work, Hybrid):
+        return "pass"
+    return "steps first" if plan.reason == STEPS_FIRST else ""
+
+
+def _steps_first(view: View, memory: Memory, choice: Choice, step: float | None, tbt: float) -> int:
     """Decode steps that go before a pass which would begin so late, for its launch takes the host
     longer than what is queued lasts, that the TBT bound is missed: as many as last for the launch.
-    None if the pass were late behind `MOST_STEPS`, too."""
-    launching = view.launching.seconds(Hybrid(), again=again)
+
+    None behind such steps: they may be shorter, or the launch longer, than predicted, and the pass
+    would never come. Nor if the pass were late behind `MOST_STEPS`, too.
+    """
+    if memory.last == "steps first":
+        return 0
+    launching = view.launching.seconds(Hybrid(), again=memory.last == "pass")
     late = view.now + launching - (_queue(view, "device").until or view.now)
     missed = bool(view.decoding) and late > 0.0 and choice.gap + late > tbt
     if not missed or not step or MOST_STEPS * step < launching:
