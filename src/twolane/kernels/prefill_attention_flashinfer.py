@@ -62,7 +62,7 @@ FILLED = 0.65
 """Triton's rate over FA3's: if a smaller share of FA3's rows has a token, Triton is faster."""
 _MOST_EMPTY = 8192
 """Keys that an SM reads for tiles so empty, at most, in a graph: a tenth of a millisecond, less
-than launching Triton's kernel, which is in none."""
+than the host takes for a layer that is not in one, as those with Triton's kernel."""
 
 
 def tile_tokens(dim: int) -> int:
