@@ -488,6 +488,15 @@ def serve(
             help="Requests that may wait for their first token; more get a 429.",
         ),
     ] = 1024,
+    sampling_defaults: Annotated[
+        Literal["model", "openai"],
+        typer.Option(
+            envvar="TWOLANE_SAMPLING_DEFAULTS",
+            rich_help_panel=SERVER,
+            help="Where a request says nothing of temperature, top_p, top_k, min_p or "
+            "repetition_penalty: what the model's generation_config.json has, or OpenAI's.",
+        ),
+    ] = "model",
     drain_seconds: Annotated[
         float,
         typer.Option(
@@ -576,6 +585,7 @@ def serve(
         port=port,
         served_model_name=served_model_name,
         max_queue=max_queue,
+        sampling_defaults=sampling_defaults,
         drain_seconds=drain_seconds,
         arrival_seconds=arrival_seconds,
         api_keys=tuple(api_key or ()),

@@ -140,7 +140,8 @@ class LLM:
         bars = progress_bars() if self._progress else contextlib.nullcontext(ignore_progress)
         try:
             with bars as show:
-                self._engine, self._codec = self._run(start_engine(config, show))
+                self._engine, self._codec, sampling = self._run(start_engine(config, show))
+                self._params = SamplingParams(**sampling)
         except BaseException:
             self._stop_loop()
             raise
@@ -158,7 +159,8 @@ class LLM:
 
         Args:
             prompts: one text, texts, one list of token ids, or lists of token ids.
-            params: for all prompts, or one each.
+            params: for all prompts, or one each; None: as the model's `generation_config.json` has
+                it, and otherwise `SamplingParams()`.
             progress: whether to show a bar; None: as the LLM does, for more than one prompt.
             wishes: see `Wishes`.
 
@@ -213,7 +215,7 @@ class LLM:
         else:
             tokens = self._tokens(prompt)
         self._check([tokens])
-        params = params or SamplingParams()
+        params = params or self._params
         check_type(params, SamplingParams, "sampling parameters")
         options = self._options(wishes)
         return self._pieces(tokens, params, wishes.get("n", 1), options)
@@ -274,7 +276,7 @@ class LLM:
         wishes: Wishes,
     ) -> list[RequestOutput]:
         if params is None or isinstance(params, SamplingParams):
-            params = [params or SamplingParams()] * len(tokens)
+            params = [params or self._params] * len(tokens)
         if len(params) != len(tokens):
             raise ValueError(f"{len(params)} sampling parameters for {len(tokens)} prompts")
         self._check(tokens)

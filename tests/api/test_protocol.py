@@ -132,6 +132,16 @@ def test_sampling_defaults_are_openais():
     assert chat.sampling() == SamplingParams(max_tokens=None)
 
 
+def test_sampling_defaults_may_be_the_models():
+    """What a request says comes first, also where it says what OpenAI's defaults are."""
+    models = {"temperature": 0.6, "top_k": 20}
+    body = CompletionRequest.model_validate({"prompt": "x", "top_k": 0})
+    expected = SamplingParams(temperature=0.6, top_k=0, max_tokens=16)
+    assert body.sampling(models) == expected
+    body = CompletionRequest.model_validate({"prompt": "x", "temperature": 1, "top_p": 0.5})
+    assert body.sampling(models) == SamplingParams(top_k=20, top_p=0.5, max_tokens=16)
+
+
 def test_every_sampling_field_arrives():
     given = {
         "temperature": 0.5,

@@ -21,6 +21,7 @@ from twolane.model.spec import (
     ARCHITECTURES,
     RopeSpec,
     UnsupportedModel,
+    sampling_from_directory,
     spec_from_config,
     spec_from_directory,
 )
@@ -250,6 +251,27 @@ def test_broken_files_are_named(tmp_path, file, content):
     (tmp_path / file).write_bytes(content)
     with pytest.raises(ValueError, match=rf"/{file} is not a JSON object: "):
         spec_from_directory(tmp_path)
+
+
+def test_how_the_authors_sample_is_read(tmp_path):
+    file = tmp_path / "generation_config.json"
+    assert sampling_from_directory(tmp_path) == {}
+    more = {"do_sample": True, "eos_token_id": [1, 2], "max_length": 4096, "top_p": None}
+    file.write_text(json.dumps({"temperature": 0.6, "top_k": 20, **more}))
+    assert sampling_from_directory(tmp_path) == {"temperature": 0.6, "top_k": 20}
+    file.write_text(json.dumps({"top_p": 0.95, "min_p": 0, "repetition_penalty": 1.05}))
+    given = {"top_p": 0.95, "min_p": 0.0, "repetition_penalty": 1.05}
+    assert sampling_from_directory(tmp_path) == given
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("temperature", -1), ("temperature", "hot"), ("top_k", 1.5), ("top_p", 0), ("min_p", [1])],
+)
+def test_how_the_authors_sample_must_be_possible(tmp_path, field, value):
+    (tmp_path / "generation_config.json").write_text(json.dumps({field: value}))
+    with pytest.raises(ValueError, match=rf"generation_config\.json: .*{field}"):
+        sampling_from_directory(tmp_path)
 
 
 @pytest.mark.parametrize("ids", ["2", 2.5, [None], {}])

@@ -47,7 +47,7 @@ async def run(
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     with progress_bars() as show:
-        engine, codec = await start_engine(config, show)
+        engine, codec, _ = await start_engine(config, show)
     try:
         await answer(engine, codec, prompt, params, chat=chat)
     finally:

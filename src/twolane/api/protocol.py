@@ -7,6 +7,7 @@ Every other field is unknown and refused. docs/api.md has the table of all of th
 """
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal, LiteralString
 
 from pydantic import (
@@ -259,8 +260,8 @@ class GenerationBody(Body):
             raise wrong("prompt_logprobs", "cannot be streamed")
         return self
 
-    def sampling(self) -> SamplingParams:
-        """Return the engine's form of the sampling fields.
+    def sampling(self, defaults: Mapping[str, Any] = MappingProxyType({})) -> SamplingParams:
+        """Return the engine's form of the sampling fields; `defaults`: of those not given.
 
         Raises:
             ValueError: a field is out of range; the message begins with the field's name.
@@ -277,7 +278,7 @@ class GenerationBody(Body):
         given["logit_bias"] = {int(id): bias for id, bias in (self.logit_bias or {}).items()}
         chosen = {key: value for key, value in given.items() if value is not None}
         try:
-            return SamplingParams(max_tokens=limit, **chosen)
+            return SamplingParams(max_tokens=limit, **{**defaults, **chosen})
         except ValueError as error:
             raise ValueError(str(error).replace("max_tokens", name)) from error
 

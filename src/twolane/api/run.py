@@ -8,7 +8,7 @@ import signal
 import socket
 import threading
 from collections.abc import Awaitable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 import uvicorn
@@ -23,6 +23,7 @@ from twolane.api.service import Service
 from twolane.api.startup import FETCHING, start_engine
 from twolane.engine.config import EngineConfig
 from twolane.engine.messages import Ready
+from twolane.model.spec import GENERATION_FILE
 
 if TYPE_CHECKING:  # needs an extra
     from opentelemetry.sdk.trace import TracerProvider
@@ -48,6 +49,8 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """What clients call the model; None: as the command line does."""
     max_queue: int = 1024
     """Requests that may wait for their first token."""
+    sampling_defaults: Literal["model", "openai"] = "model"
+    """Where a request says nothing: what the model's `generation_config.json` has, or OpenAI's."""
     drain_seconds: float = 10.0
     """How long requests may go on after the first signal to stop."""
     arrival_seconds: float = 60.0
@@ -115,9 +118,13 @@ async def run(config: EngineConfig, options: ServerOptions) -> int:
             if any(thread.name == FETCHING for thread in threading.enumerate()):
                 os._exit(0)  # threads of the hub's library go on until all is downloaded
             return 0
-        engine, codec = starting.result()
+        engine, codec, sampling = starting.result()
         name = options.served_model_name or config.model
-        service = Service(engine, codec, name, options.max_queue)
+        if options.sampling_defaults == "openai":
+            sampling = {}
+        for field, value in sampling.items():
+            log.info("%s is %g where a request says nothing, by %s", field, value, GENERATION_FILE)
+        service = Service(engine, codec, name, options.max_queue, sampling)
         if provider is not None:
             from twolane.api.tracing import Tracing
 

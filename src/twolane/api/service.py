@@ -3,10 +3,11 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from twolane.api.admission import Admission
 from twolane.api.answers import Echo
@@ -63,14 +64,21 @@ class Service:
         codec: its tokenizer.
         model_name: what clients call it.
         max_queue: how many requests may wait for their first token.
+        sampling: fields of `SamplingParams`, for requests that say nothing of them.
     """
 
     def __init__(
-        self, engine: EngineClient, codec: TextCodec, model_name: str, max_queue: int
+        self,
+        engine: EngineClient,
+        codec: TextCodec,
+        model_name: str,
+        max_queue: int,
+        sampling: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self.engine = engine
         self.codec = codec
         self.model_name = model_name
+        self._sampling = sampling
         self.created = int(time.time())
         self.admission = Admission(max_queue)
         self.metrics = Metrics(lambda: engine.stats, model_name, engine.ready.slo)
@@ -179,7 +187,7 @@ class Service:
             ApiError: 400, a field is out of range or the answer has no room in the context.
         """
         try:
-            params = body.sampling()
+            params = body.sampling(self._sampling)
         except ValueError as error:
             name = str(error).split(" ", 1)[0]
             raise ApiError(400, str(error), code="invalid_value", param=name) from error

@@ -2,8 +2,9 @@
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from typing import Any, NamedTuple
 
 from twolane.api.engine_client import EngineClient, ignore_progress
 from twolane.api.text import TextCodec
@@ -19,20 +20,30 @@ GIVING_UP_SECONDS = 2.0
 """How long who no longer wants a model waits for its fetching to end."""
 
 
+class Started(NamedTuple):
+    """A running engine, and what its front knows of the model."""
+
+    engine: EngineClient
+    codec: TextCodec
+    sampling: Mapping[str, Any]
+    """`SamplingParams` where a request says nothing, as the model's authors would have it."""
+
+
 async def start_engine(
     config: EngineConfig,
     on_progress: Callable[[Progress], None] = ignore_progress,
     log_level: str = "warning",
-) -> tuple[EngineClient, TextCodec]:
+) -> Started:
     """Fetch the model if need be, start an engine and load the tokenizer beside it.
 
     Raises:
-        ValueError: a setting is wrong, or the model is not there.
+        ValueError: a setting is wrong, or the model is not there, or one of its files is broken.
         PullError: the model could not be fetched.
         EngineError: the engine could not start, for instance with an unsupported model.
     """
     check_settings(config)
     source = await fetch(config)
+    defaults = source.sampling_defaults()
     codec = asyncio.create_task(asyncio.to_thread(load_codec, source))
     try:
         engine = await EngineClient.start(config, on_progress, log_level)
@@ -40,7 +51,7 @@ async def start_engine(
         codec.cancel()
         raise
     try:
-        return engine, await codec
+        return Started(engine, await codec, defaults)
     except BaseException:
         await engine.close(patience=0.0)
         raise

@@ -14,10 +14,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from twolane.model.shapes import SHAPES
-from twolane.model.spec import ModelSpec, check_architecture, read_json, spec_from_directory
+from twolane.model.spec import (
+    ModelSpec,
+    check_architecture,
+    read_json,
+    sampling_from_directory,
+    spec_from_directory,
+)
 
 Progress = Callable[[str, float], None]
 """Called with a stage and the fraction of it that is done."""
@@ -65,6 +71,13 @@ class ModelSource:
         from twolane.model.gguf import GGUFModel
 
         return GGUFModel(self.path).spec
+
+    def sampling_defaults(self) -> dict[str, Any]:
+        """See `sampling_from_directory`; other kinds of models say nothing about it."""
+        if self.kind != "dir":
+            return {}
+        assert self.path is not None
+        return sampling_from_directory(self.path)
 
 
 @dataclass(frozen=True)

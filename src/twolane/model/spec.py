@@ -9,6 +9,8 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
+from twolane.sampling import SamplingParams
+
 T = TypeVar("T")
 Family = Literal["llama", "mistral", "qwen2", "qwen3"]
 RopeType = Literal["default", "linear", "llama3", "yarn", "factors"]
@@ -149,10 +151,18 @@ class _RopeNumbers(msgspec.Struct):
     attention_factor: float | None = None
 
 
+GENERATION_FILE = "generation_config.json"
+
+
 class _Generation(msgspec.Struct):
     """What is read of a `generation_config.json`."""
 
     eos_token_id: int | list[int] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
 
 
 class HFConfig(msgspec.Struct, kw_only=True):
@@ -247,10 +257,29 @@ def spec_from_directory(path: Path) -> ModelSpec:
     config_file = path / "config.json"
     if not config_file.is_file():
         raise ValueError(f"{path} has no config.json")
-    generation_file = path / "generation_config.json"
-    raw = read_json(generation_file) if generation_file.is_file() else {}
-    generation = converted(raw, _Generation, generation_file.name)
-    return spec_from_config(read_json(config_file), generation.eos_token_id)
+    return spec_from_config(read_json(config_file), _generation(path).eos_token_id)
+
+
+def sampling_from_directory(path: Path) -> dict[str, Any]:
+    """How a model's authors would have its tokens drawn, by the names of `SamplingParams`: what its
+    `generation_config.json` has of it.
+
+    Raises:
+        ValueError: a value there has the wrong type or is out of range.
+    """
+    given = msgspec.structs.asdict(_generation(path))
+    del given["eos_token_id"]
+    chosen = {name: value for name, value in given.items() if value is not None}
+    try:
+        SamplingParams(**chosen)
+    except ValueError as error:
+        raise ValueError(f"{GENERATION_FILE}: {error}") from error
+    return chosen
+
+
+def _generation(path: Path) -> _Generation:
+    file = path / GENERATION_FILE
+    return converted(read_json(file) if file.is_file() else {}, _Generation, file.name)
 
 
 def check_architecture(config: Mapping[str, Any]) -> Family:
