@@ -10,8 +10,8 @@ from rich.padding import Padding
 from rich.table import Table
 
 import twolane
-from twolane.engine.config import free_memory, usable_cores
 from twolane.model import hub
+from twolane.resources import free_memory, usable_cores
 from twolane.systems import SYSTEMS, defaults, describe
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from tests.api.serving import alive, wait_for, write_tiny_model
 from twolane.bench import server
-from twolane.engine.config import usable_cores
+from twolane.resources import usable_cores
 
 BOTH = ["chunked:token_budget=256", "static-split"]
 # Bounds that hold however slow the machine is: both rates that are tried do.

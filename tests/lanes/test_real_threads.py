@@ -18,11 +18,11 @@ import torch
 from tests.engine.random_plans import RandomPlans
 from tests.engine.world import World
 from twolane.engine import launch
-from twolane.engine.config import usable_cores
 from twolane.lanes import Step
 from twolane.lanes.cpu import CpuLanes
 from twolane.lanes.runner import Runner
 from twolane.lanes.work import Work
+from twolane.resources import usable_cores
 from twolane.systems import System, make_system
 
 WORLDS = 12

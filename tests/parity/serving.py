@@ -8,7 +8,6 @@ from typing import Any, Protocol
 
 import torch
 
-from twolane.engine.config import usable_cores
 from twolane.engine.engine import Engine
 from twolane.engine.kv import KVBooks
 from twolane.engine.loop import run
@@ -22,6 +21,7 @@ from twolane.lanes.work import Work
 from twolane.model.attention import KVCache
 from twolane.model.decoder import Decoder
 from twolane.model.spec import ModelSpec
+from twolane.resources import usable_cores
 from twolane.sampling import TokenLogprobs
 from twolane.systems import System
 from twolane.vocabulary import LaneName

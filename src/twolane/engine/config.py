@@ -1,6 +1,5 @@
 """The engine's settings, as the front hands them to the engine process."""
 
-import os
 from typing import Literal
 
 import msgspec
@@ -13,23 +12,6 @@ LoadFormat = Literal["auto", "dummy"]
 Device = Literal["auto", "cpu", "cuda"]
 
 DEFAULT_SYSTEM = "static-split"
-
-
-def usable_cores() -> list[int]:
-    """The numbers of the cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return sorted(os.sched_getaffinity(0))
-    return list(range(os.cpu_count() or 1))
-
-
-def free_memory() -> int:
-    """Bytes that can be allocated without swapping."""
-    try:
-        with open("/proc/meminfo", encoding="ascii") as lines:  # noqa: PTH123
-            fields = dict(line.split(":", 1) for line in lines)
-        return int(fields["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError):
-        return int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2)
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

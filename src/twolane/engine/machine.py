@@ -5,7 +5,7 @@ from typing import Protocol
 
 import torch
 
-from twolane.engine.config import EngineConfig, free_memory, usable_cores
+from twolane.engine.config import EngineConfig
 from twolane.engine.settings import SettingError
 from twolane.lanes import Lanes
 from twolane.lanes.cpu import CpuLanes
@@ -15,6 +15,7 @@ from twolane.model.decoder import Decoder, Weights
 from twolane.model.hub import resolve
 from twolane.model.spec import ModelSpec
 from twolane.model.weights import load_weights
+from twolane.resources import free_memory, usable_cores
 
 KV_SHARE = 0.25
 """Of the free memory, for the KV pool on a CPU, unless its size is given."""

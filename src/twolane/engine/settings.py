@@ -4,7 +4,8 @@ engine, the engine when it is built."""
 import os
 from pathlib import Path
 
-from twolane.engine.config import EngineConfig, usable_cores
+from twolane.engine.config import EngineConfig
+from twolane.resources import usable_cores
 from twolane.systems import make_system
 
 _LEAST = {"max_positions": 1, "max_model_len": 2, "page_size": 1, "kv_tokens": 1, "max_running": 1}
