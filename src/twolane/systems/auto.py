@@ -248,9 +248,8 @@ class Auto(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ) -> tuple[Plan, Memory]:
         if choice.mode == "spatial" and not memory.spent:
             return self._spatial(view, memory, batch, choice, tbt)
-        latest = _boundary(view) + tbt - choice.gap - GUARD
-        if not self._due(view, "device") or _ends_after(view, latest):
-            return self._drain(view, latest), memory
+        if not self._due(view, "device") or _slices_end_late(view, choice, tbt):
+            return self._drain(view, choice, tbt), memory
         if choice.mode == "temporal" and (
             slices := self._temporal(view, memory, batch, choice, tbt)
         ):
@@ -297,8 +296,7 @@ class Auto(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if view.lanes["prefill"].queued and memory.choice:
             if memory.choice.mode == "spatial":
                 return self._spatial(view, memory, None, memory.choice, tbt)
-            latest = _boundary(view) + tbt - memory.choice.gap - GUARD
-            return self._drain(view, latest), memory
+            return self._drain(view, memory.choice, tbt), memory
         if not self._due(view, "device"):
             return Plan(), memory
         k = max(1, int(min(MOST_STEPS, self.lead_seconds / step))) if step else 1
@@ -339,23 +337,29 @@ class Auto(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         waits = early or bool(view.joining["device"])
         return Launch("decode", choice.level[1], DecodeSteps(waits=waits))
 
-    def _drain(self, view: View, latest: float) -> Plan:
-        """Decode goes on beside the last slices, unless it can wait for what comes after, which
-        begins at the latest then, in seconds."""
+    def _drain(self, view: View, choice: Choice, tbt: float) -> Plan:
+        """Decode goes on beside the last slices, unless it can wait for what comes after."""
         lane = view.lanes["prefill"]
         if not lane.queued or not view.decoding or not self._due(view, "decode"):
             return Plan()
-        if lane.until is not None and not _ends_after(view, latest) and view.now < latest:
+        latest = _latest(view, choice, tbt)
+        if lane.until is not None and lane.until <= latest and view.now < latest:
             return Plan(wake_at=latest)
         rest = min(shared_levels(view), key=lambda level: abs(level[0] - lane.units))
         return Plan(launches=(Launch("decode", rest[1], DecodeSteps()),), reason="last slices")
 
 
-def _ends_after(view: View, latest: float) -> bool:
-    """Whether slices beside decode end, by prediction, after that time, in seconds."""
+def _latest(view: View, choice: Choice, tbt: float) -> float:
+    """When what is chosen has to begin behind decode in its lane to keep the bound, in seconds."""
+    return _boundary(view) + tbt - choice.gap - GUARD
+
+
+def _slices_end_late(view: View, choice: Choice, tbt: float) -> bool:
+    """Whether slices beside decode last too long, by prediction, for decode to wait for them."""
     lane = view.lanes["prefill"]
-    late = lane.until is not None and lane.until > latest
-    return bool(lane.queued and view.decoding) and late
+    if not lane.queued or lane.until is None or not view.decoding:
+        return False
+    return lane.until > _latest(view, choice, tbt)
 
 
 def _queue(view: View, lane: LaneName) -> LaneView:
