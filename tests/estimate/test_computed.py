@@ -18,15 +18,15 @@ def gpu() -> Computed:
 def test_sizes_are_those_of_the_lanes(gpu: Computed):
     import torch
 
-    from twolane.kernels import linear, prefill_attention
-    from twolane.kernels.prefill_attention_flashinfer import tile_tokens
+    from twolane.kernels import linear
+    from twolane.kernels import prefill_attention_flashinfer as fa3
     from twolane.kernels.prefill_attention_triton import tiling
     from twolane.lanes.cuda import decode
 
     assert decode.BUCKETS == BUCKETS
     assert linear.ROWS[:-1] == (*STEPS, *SLOPES[1:])
-    assert gpu.tile == tile_tokens(synthetic.SHAPE.head_dim)
-    assert prefill_attention._FILLED == FILLED
+    assert gpu.tile == fa3.tile_tokens(synthetic.SHAPE.head_dim)
+    assert fa3.FILLED == FILLED
     taken = [tiling(rows, synthetic.SHAPE.head_dim, torch.bfloat16).rows for rows in range(1, 300)]
     assert sorted(set(taken)) == list(SMALL_ROWS)
     assert [taken.count(rows) for rows in SMALL_ROWS[:-1]] == [16, 64 - 16]
