@@ -70,10 +70,7 @@ class Forced:
             cuts: layers before which the slices of a batch end.
             beside: whether the other lane is at work meanwhile.
         """
-        torch.cuda.synchronize()
-        for layer in self.lanes.runner.kv.layers:
-            layer.fill_(float("nan"))
-        torch.cuda.synchronize()
+        self._forget()
         first = [(0, 0, self._prompt), *((i, 0, REUSED) for i in range(1, len(self._sequences)))]
         second = [(i, REUSED, self._prompt) for i in range(1, len(self._sequences))]
         logits: list[list[Tensor]] = [[] for _ in self._sequences]
@@ -96,10 +93,7 @@ class Forced:
         Returns:
             [tokens after the prompt, vocab] of the first, [others, tokens of the prompt, vocab].
         """
-        torch.cuda.synchronize()
-        for layer in self.lanes.runner.kv.layers:
-            layer.fill_(float("nan"))
-        torch.cuda.synchronize()
+        self._forget()
         self._prefill([(0, 0, self._prompt)], self.lanes.units, ())
         positions = range(self._prompt, len(self._sequences[0]))
         chunk = -(-self._prompt // len(positions))
@@ -115,6 +109,13 @@ class Forced:
             prompts.append(torch.stack(chunks))
             decoded.append(after[0])
         return torch.stack(decoded), torch.cat(prompts, dim=1)
+
+    def _forget(self) -> None:
+        """Whatever is read of the pool before it is written again shows."""
+        torch.cuda.synchronize()
+        for layer in self.lanes.runner.kv.layers:
+            layer.fill_(float("nan"))
+        torch.cuda.synchronize()
 
     def _prefill(
         self, chunks: Sequence[tuple[int, int, int]], units: int, cuts: Sequence[int]

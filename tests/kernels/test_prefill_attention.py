@@ -271,6 +271,11 @@ def test_what_does_not_fit_a_graph_is_not_sent(device, monkeypatch):
     replayed = fa3.Replayed(first, 2, 256, pages=20)
     assert send([(0, 1)] * 4) is False
     assert send([(0, 1)] * 5) is None  # items
+    monkeypatch.setattr(fa3, "_PAGED", replace(fa3._PAGED, item=0, split=0))
+    monkeypatch.setattr(fa3, "_MOST_EMPTY", 192)
+    replayed = fa3.Replayed(first, 10, 256, pages=20)
+    assert send([(960, 192)]) is True
+    assert send([(960, 1)]) is None  # the keys of its tiles' fronts count, too
 
 
 def test_fa3_reads_dense_keys_where_nothing_is_reused(device, monkeypatch):

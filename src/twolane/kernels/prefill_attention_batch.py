@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -112,10 +113,11 @@ def places(sizes: Sequence[int]) -> list[int]:
 
 
 def _on_host(parts: Sequence[Ints], starts: Sequence[int], device: torch.device) -> torch.Tensor:
-    host = torch.zeros(starts[-1], dtype=torch.int32, pin_memory=device.type == "cuda")
+    host = torch.empty(starts[-1], dtype=torch.int32, pin_memory=device.type == "cuda")
     values = host.numpy()
-    for start, part in zip(starts, parts, strict=False):
+    for (start, end), part in zip(pairwise(starts), parts, strict=True):
         values[start : start + part.size] = part.ravel()
+        values[start + part.size : end] = 0
     return host
 
 

@@ -24,7 +24,6 @@ from twolane.kernels.launching import launch
 from twolane.kernels.prefill_attention_batch import (
     NewKV,
     PrefillBatch,
-    PrefillWorkspace,
     places,
     upload,
     upload_to,
@@ -34,6 +33,7 @@ from twolane.kernels.prefill_attention_schedule import (
     HEAD,
     HIGH,
     LOW,
+    MERGE_COLUMNS,
     ROW,
     SLOT,
     TABLE,
@@ -57,7 +57,6 @@ _NO_WINDOW = -1
 _PART = 32
 _SEGMENTS = 64
 """Prompts of a pass that a graph's lists have room for."""
-_MERGE_COLUMNS = 5
 FILLED = 0.65
 """Triton's rate over FA3's: if a smaller share of FA3's rows has a token, Triton is faster."""
 _MOST_EMPTY = 8192
@@ -254,7 +253,7 @@ class Replayed:
     One batch's at a time: `send` and what was captured of `run` are for the same stream.
 
     Args:
-        batch: any of these heads, of this type, in these pages.
+        batch: any of these heads, of this type, in these pages; nobody else takes of its workspace.
         units: SMs.
         rows: of the largest pass.
         pages: that all segments of a batch have together, at most.
@@ -267,12 +266,11 @@ class Replayed:
         self._merges = 2 * units  # the most tiles that are split
         self._pieces = self._merges + units
         sizes = [*_list_sizes(items), *_list_sizes(self._pieces)]
-        sizes += [COLUMNS * self._pieces, _MERGE_COLUMNS * self._merges]
+        sizes += [COLUMNS * self._pieces, MERGE_COLUMNS * self._merges]
         self._sizes, self._starts = sizes, places(sizes)
         self._lists = torch.zeros(self._starts[-1], dtype=torch.int32, device=device)
         self._pages = torch.zeros(pages, dtype=torch.int32, device=device)
-        own = PrefillWorkspace(device)
-        self._batch = replace(batch, tokens=rows, pages=self._pages, workspace=own)
+        self._batch = replace(batch, tokens=rows, pages=self._pages)
         self._program(True, rows)  # has its workspace as large as any needs it
 
     def send(self, batch: PrefillBatch) -> bool | None:
@@ -285,7 +283,7 @@ class Replayed:
         fits = all(part.size <= size for part, size in zip(parts, self._sizes, strict=False))
         if not fits or len(batch.pages) > len(self._pages):
             return None
-        if filled(batch) < FILLED and _keys(plan.main) > _MOST_EMPTY * self._units:
+        if filled(batch) < FILLED and _keys(plan) > _MOST_EMPTY * self._units:
             return None
         upload_to(parts, self._starts, self._lists)
         self._pages[: len(batch.pages)].copy_(batch.pages)
@@ -354,9 +352,10 @@ def _parts(batch: PrefillBatch, plan: Schedule) -> list[Ints]:
     return parts
 
 
-def _keys(work: Work) -> int:
-    """That all items read."""
-    return int((work.items[:, HIGH] - work.items[:, LOW]).sum())
+def _keys(plan: Schedule) -> int:
+    """That all items read, those of fronts, too."""
+    works = [plan.main] if plan.fronts is None else [plan.main, plan.fronts]
+    return sum(int((work.items[:, HIGH] - work.items[:, LOW]).sum()) for work in works)
 
 
 def _list_sizes(items: int) -> list[int]:

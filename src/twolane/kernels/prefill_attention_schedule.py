@@ -23,6 +23,8 @@ ROW, TOKENS, POSITION, TABLE, LOW, HIGH, HEAD, SLOT = range(8)
 sequence, where the sequence's pages begin in the list of all, the keys [LOW, HIGH) it reads, the
 head, and where it goes: a slot, or `WHOLE` or `TAIL`."""
 COLUMNS = 8
+MERGE_COLUMNS = 5
+"""Of `Schedule.merges`."""
 WHOLE = -1
 """To the output."""
 TAIL = -2
@@ -78,7 +80,7 @@ class Schedule:
     fronts: Work | None
     """Pieces of fronts, computed in a launch before; None: there are none, or `main` has them."""
     merges: Ints
-    """[split tiles, 5]: row, tokens, head, first slot, slots."""
+    """[split tiles, MERGE_COLUMNS]: row, tokens, head, first slot, slots."""
     slots: int
 
 
@@ -132,7 +134,7 @@ def schedule(
     return chosen
 
 
-_NO_MERGES = np.zeros((0, 5), dtype=np.int64)
+_NO_MERGES = np.zeros((0, MERGE_COLUMNS), dtype=np.int64)
 
 
 def _cost(low: Ints, high: Ints, costs: Costs) -> Ints:
