@@ -1,5 +1,6 @@
 """The search for goodput: against functions whose answer is known, and against whole sweeps."""
 
+import asyncio
 import json
 import math
 import random
@@ -10,11 +11,14 @@ from typer.testing import CliRunner
 
 from twolane.bench.cli import app
 from twolane.bench.goodput import Hopeless, Search, find, highest, tuned, variants
-from twolane.bench.goodput_cli import simulation
+from twolane.bench.goodput_cli import measure, simulation
 from twolane.bench.metrics import attain
 from twolane.bench.record import Record
+from twolane.bench.result import BenchConfig
 from twolane.workload.spec import OptionError, WorkloadSpec
 from twolane.workload.traces import TraceRequest
+
+from .scripted import STALL, ScriptedServer, text
 
 SIMULATED = ["--simulate", "h200", "--model", "llama-3.1-8b"]
 
@@ -132,6 +136,24 @@ def test_misses_are_counted_once_as_tokens_come(times):
     assert [ended for *_, ended, _ in verdicts] == [plain for *_, plain in verdicts]
     assert verdicts[2][0] == (times[0] > 2.5)
     assert verdicts[2][1:] == (True, True, True)
+
+
+def test_late_first_tokens_end_a_run_though_no_answer_has_ended():
+    """Two of ten may be late at 80 %: the third first token ends it."""
+    server = ScriptedServer(lambda number, body: [(0.0, text("a")), (0.0, STALL)])
+    search = search_of({"ttft": 1e-9}, requests=10)
+
+    async def main():
+        async with server.serving() as url:
+            load = BenchConfig(base_url=url, model="m", max_concurrency=3)
+            workload = replace(search.at(1e5, 0), max_input_len=8)
+            asked = replace(search, attainment=0.8), load, workload, [search.slos]
+            return await asyncio.to_thread(measure, *asked)
+
+    result, hopeless = asyncio.run(main())
+    assert hopeless
+    assert [record.outcome for record in result.records] == ["interrupted"] * 3
+    assert all(record.ttft for record in result.records)
 
 
 def test_what_is_told_early_is_what_the_whole_run_says():

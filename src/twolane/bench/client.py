@@ -75,14 +75,18 @@ class Answer:
     announces the role or only ends the stream does not. A chunk without text in between is a token
     that prints nothing, or half a character; before the first text it may as well be a sign of
     life, so there it counts only if the whole answer has no text: TTFT is never flattered.
+
+    Args:
+        on_first: called with the time of the first chunk with text.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_first: Callable[[float], None] = lambda at: None) -> None:
         self.text: list[str] = []
         self.usage = _Usage()
         self.finished = False
         self.done_at: float | None = None
         """When `[DONE]` came."""
+        self._on_first = on_first
         self._last = 0.0
         self._times: list[float] = []
         self._silent: list[float] = []
@@ -132,6 +136,8 @@ class Answer:
         text = choice.text or delta.content or delta.reasoning_content or delta.reasoning
         self.finished = self.finished or choice.finish_reason is not None
         if text or delta.tool_calls:
+            if not self._times:
+                self._on_first(now)
             self._times.append(now)
             self.text.append(text or "")
         elif choice.finish_reason is None and delta.role is None:
@@ -195,14 +201,21 @@ class Client:
     async def __aexit__(self, *_: object) -> None:
         self._connections.close()
 
-    async def send(self, job: Job, start: float, scheduled: float, waited: float) -> Record:
+    async def send(
+        self,
+        job: Job,
+        start: float,
+        scheduled: float,
+        waited: float,
+        on_first: Callable[[int, float], None] = lambda index, ttft: None,
+    ) -> Record:
         """Send one request now and see it through to its one outcome.
 
         `start` is the clock at the start of the run; the record counts from there. A cancelled
-        send returns a record too, with the outcome `interrupted`.
+        send returns a record too, with the outcome `interrupted`. `on_first`: see `LoadRun`.
         """
-        answer = Answer()
         sent = self.clock()
+        answer = Answer(lambda at: on_first(job.index, at - sent))
         outcome, error = outcomes.OK, ""
         try:
             await self._exchange(job.body, answer)
@@ -342,6 +355,7 @@ class LoadRun:
         max_concurrency: requests in flight at once; the others wait their turn. None: no bound.
         on_change: called with the tally whenever it changes.
         on_record: called with each outcome as it comes.
+        on_first: called with a request's index and its TTFT in seconds when its first text comes.
     """
 
     def __init__(
@@ -352,12 +366,14 @@ class LoadRun:
         max_concurrency: int | None = None,
         on_change: Callable[[Tally], None] = lambda tally: None,
         on_record: Callable[[Record], None] = lambda record: None,
+        on_first: Callable[[int, float], None] = lambda index, ttft: None,
     ) -> None:
         self._client = client
         self._jobs = jobs
         self._slots = asyncio.Semaphore(max_concurrency or len(jobs) or 1)
         self._on_change = on_change
         self._on_record = on_record
+        self._on_first = on_first
         self._clock = client.clock
         self._tally = Tally(len(jobs))
         self._tasks: list[asyncio.Task[None]] = []
@@ -402,7 +418,7 @@ class LoadRun:
             waited = self._clock() - due
             self._tally.sent += 1
             self._on_change(self._tally)
-            record = await self._client.send(job, start, job.arrival, waited)
+            record = await self._client.send(job, start, job.arrival, waited, self._on_first)
         self.records.append(record)
         self._on_record(record)
         if record.ok:

@@ -178,10 +178,8 @@ class Hopeless:
         """Whether it is hopeless now that so many new tokens of a request came; `times` has those
         of all its tokens. Gaps are counted at once, and a first token that is late even if all of
         its prompt was new; everything else when the request has ended."""
-        if len(times) == new and self._is_late(index, times[0]):
-            self._late.add(index)
-            for spare in self._spare:
-                spare["ttft"] -= 1
+        if len(times) == new:
+            self.begun(index, times[0] - (self._workload[index].arrival or 0.0))
         late = [b - a for a, b in pairwise(times[-new - 1 :]) if b - a > self._least]
         self._gaps[index] = len(times) - 1
         for slos, spare in zip(self._points, self._spare, strict=True) if late else ():
@@ -189,11 +187,14 @@ class Hopeless:
                 spare["tbt"] -= sum(gap > slos["tbt"] for gap in late)
         return self._now
 
-    def _is_late(self, index: int, at: float) -> bool:
+    def begun(self, index: int, ttft: float) -> bool:
+        """Whether it is hopeless now that a request had its first token after so many seconds."""
         slos, asked = self._points[0], self._workload[index]
-        if "ttft" not in slos:
-            return False
-        return at - (asked.arrival or 0.0) > bound_for(asked.prompt_tokens, "ttft", slos)
+        if "ttft" in slos and ttft > bound_for(asked.prompt_tokens, "ttft", slos):
+            self._late.add(index)
+            for spare in self._spare:
+                spare["ttft"] -= 1
+        return self._now
 
     def __call__(self, record: Record) -> bool:
         """Whether it is hopeless now that this request has ended."""

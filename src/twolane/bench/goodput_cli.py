@@ -214,15 +214,19 @@ def measure(
     async def main() -> Result:
         stop = asyncio.Event()
 
-        def watch(record: Record) -> None:
+        def ended(record: Record) -> None:
             if not stop.is_set() and hopeless(record):
                 stop.set()
 
-        return await serve.run(config, stop=stop, on_record=watch)
+        def begun(index: int, ttft: float) -> None:
+            if hopeless.begun(index, ttft):
+                stop.set()
+
+        return await serve.run(config, stop=stop, on_record=ended, on_first=begun)
 
     result = asyncio.run(main())
     outcomes = {one.outcome for one in result.records}
-    if CONNECT in outcomes or not outcomes - {DISCONNECT, INTERRUPTED}:
+    if CONNECT in outcomes or {DISCONNECT} <= outcomes <= {DISCONNECT, INTERRUPTED}:
         problem = "; ".join(error for _, error in first_errors(result))
         raise serve.BenchError(f"the server at {config.base_url} is gone: {problem}")
     return result, result.interrupted

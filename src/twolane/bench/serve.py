@@ -31,6 +31,7 @@ async def run(
     stop: asyncio.Event | None = None,
     on_change: Callable[[Tally], None] = lambda tally: None,
     on_record: Callable[[Record], None] = lambda record: None,
+    on_first: Callable[[int, float], None] = lambda index, ttft: None,
     clock: Clock = time.perf_counter,
 ) -> Result:
     """Send the workload to the server and measure.
@@ -40,6 +41,7 @@ async def run(
         stop: set it to end the run early; what was measured until then is returned.
         on_change: called with the counts whenever a request is sent or ends.
         on_record: called with each request's outcome.
+        on_first: called with each request's index and TTFT, in seconds.
         clock: where timestamps come from, in seconds.
 
     Raises:
@@ -61,6 +63,7 @@ async def run(
             max_concurrency=config.max_concurrency,
             on_change=on_change,
             on_record=on_record,
+            on_first=on_first,
         )
         lag = LoopLag()
         with lag.watch():
