@@ -7,19 +7,19 @@ import shutil
 import sys
 import tempfile
 import weakref
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import ClassVar
 
 import msgspec
 import zmq
-import zmq.asyncio
 
 from twolane.engine.config import EngineConfig, EngineStart
 from twolane.engine.messages import (
     Abort,
     Fatal,
     Finish,
+    FromEngine,
     Launched,
     Output,
     Outputs,
@@ -74,23 +74,28 @@ class EngineClient:
     ready: Ready
     process: asyncio.subprocess.Process
 
-    def __init__(self) -> None:
+    def __init__(self, on_progress: Callable[[Progress], None] = ignore_progress) -> None:
         self.stats = Stats()
         self.failure: str | None = None
         self.failed = asyncio.Event()
         self.watchers: list[Callable[[list[Launched]], None]] = []
         """Are told of launches, while `watch` says so."""
+        self._loop = asyncio.get_running_loop()
+        self._on_progress = on_progress
+        self._started: asyncio.Future[Ready] = self._loop.create_future()
         self._sinks: dict[str, Sink] = {}
         self._closing = False
-        self._pump_task: asyncio.Task[None] | None = None
+        self._heard = 0
+        """Messages of the engine."""
+        self._last_words: str | None = None
+        """Why it will have ended, by itself."""
+        self._watching: asyncio.Task[None] | None = None
         self._folder = private_folder()
         # At the latest when the program ends, whoever forgets to close.
         self._remove_folder = weakref.finalize(self, shutil.rmtree, self._folder, True)
         self._context = zmq.Context()
         self._push = self._context.socket(zmq.PUSH)
-        # Not `Socket.from_socket`: its close leaves the wrapped socket to be closed again when it
-        # is collected, which hits whichever socket has its address by then.
-        self._pull = zmq.asyncio.Context.shadow(self._context).socket(zmq.PULL)
+        self._pull = self._context.socket(zmq.PULL)
         for socket in (self._push, self._pull):
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.SNDHWM, 0)  # admission bounds what is under way
@@ -108,14 +113,13 @@ class EngineClient:
         Raises:
             EngineError: it could not start.
         """
-        client = cls()
+        client = cls(on_progress)
         try:
             await client._spawn(config, log_level)
-            await client._await_ready(on_progress)
+            client.ready = await client._started
         except BaseException:
             await client.close(patience=0.0)
             raise
-        client._pump_task = asyncio.create_task(client._pump())
         return client
 
     def submit(self, request: Submit, sink: Sink) -> None:
@@ -164,8 +168,8 @@ class EngineClient:
             except TimeoutError:
                 process.kill()
                 await process.wait()
-        if self._pump_task is not None:
-            await self._pump_task
+        if self._watching is not None:
+            await self._watching
         self._pull.close()
         self._push.close()
         self._context.term()
@@ -187,31 +191,50 @@ class EngineClient:
         assert self.process.stdin is not None
         start = EngineStart(config, to_engine, from_engine, log_level)
         self.process.stdin.write(msgspec.json.encode(start) + b"\n")
+        self._loop.add_reader(self._pull.fileno(), self._read)
+        self._watching = asyncio.create_task(self._watch())
 
-    async def _await_ready(self, on_progress: Callable[[Progress], None]) -> None:
-        async for message in self._messages():
-            match message:
-                case Progress():
-                    on_progress(message)
-                case Ready():
-                    self.ready = message
-                    return
-                case Fatal():
-                    raise EngineError(message.message)
-        raise EngineError(f"the engine process ended {self._exit()} while it started")
+    def _read(self) -> None:
+        """Take a message, at once: a task that waited for it would have its turn only after all
+        else that is ready, tokens with it. If there are more, they have no more than their turn.
 
-    async def _pump(self) -> None:
-        """Deliver what the engine says until it is gone."""
-        reason = None
-        async for message in self._messages():
-            match message:
-                case Outputs():
-                    self._deliver(message)
-                case Fatal():
-                    reason = message.message
+        Of these the socket's descriptor, told by its edges, does not tell again.
+        """
+        try:
+            received = self._pull.recv(zmq.NOBLOCK)
+        except zmq.ZMQError:  # there is none, or the client has been closed
+            return
+        self._loop.call_soon(self._read)
+        self._heard += 1
+        self._take(decode_from_engine(received))
+
+    def _take(self, message: FromEngine) -> None:
+        match message:
+            case Outputs():
+                self._deliver(message)
+            case Progress():
+                self._on_progress(message)
+            case Ready() if not self._started.done():
+                self._started.set_result(message)
+            case Fatal():
+                self._last_words = message.message
+                if not self._started.done():
+                    self._started.set_exception(EngineError(message.message))
+
+    async def _watch(self) -> None:
+        """Wait until the engine has exited and all that it said is read."""
+        await self.process.wait()
+        before = -1
+        while before != self._heard:
+            before = self._heard
+            await asyncio.sleep(LAST_WORDS_SECONDS)
+        self._loop.remove_reader(self._pull.fileno())
+        if not self._started.done():
+            ended = f"the engine process ended {self._exit()} while it started"
+            self._started.set_exception(EngineError(ended))
         if not self._closing:
-            reason = reason or f"the engine process ended {self._exit()}"
-        self.failure = reason or "the engine was closed"
+            self._last_words = self._last_words or f"the engine process ended {self._exit()}"
+        self.failure = self._last_words or "the engine was closed"
         self.end_all(self.failure)
         self.failed.set()
 
@@ -229,22 +252,6 @@ class EngineClient:
             sink = self._sinks.pop(refused.id, None)
             if sink is not None:
                 sink(refused)
-
-    async def _messages(self) -> AsyncIterator[Progress | Ready | Outputs | Fatal]:
-        """Yield the engine's messages until it has exited and all of them are read."""
-        exited = asyncio.create_task(self.process.wait())
-        try:
-            while True:
-                received = asyncio.ensure_future(self._pull.recv())
-                await asyncio.wait({received, exited}, return_when=asyncio.FIRST_COMPLETED)
-                if not received.done():
-                    await asyncio.wait({received}, timeout=LAST_WORDS_SECONDS)
-                if not received.done():
-                    received.cancel()
-                    return
-                yield decode_from_engine(received.result())
-        finally:
-            exited.cancel()
 
     def _send(self, message: ToEngine) -> None:
         try:
