@@ -166,10 +166,17 @@ def _settle(state: State, flight: Flight) -> None:
 
 
 def _observe(state: State, flight: Flight) -> None:
+    """Have the estimator learn from a launch.
+
+    Bounds are promised of what the device takes, by profiles that leave out launches that may have
+    waited for the host: to learn from these would make all predictions longer.
+    """
     work, units, seconds = flight.launch.work, flight.launch.units, flight.ticket.seconds
     lane = flight.launch.lane
     if lane in OTHER:
         state.landed[lane].append(flight)
+    if flight.ticket.waited and state.estimator.promises:
+        return
     try:
         beside = beside_then(state, flight)
     except Mixed:
