@@ -1,7 +1,8 @@
 """Given sequences through a GPU's lanes: logits of all their positions."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import torch
@@ -93,22 +94,38 @@ class Forced:
         Returns:
             [tokens after the prompt, vocab] of the first, [others, tokens of the prompt, vocab].
         """
-        self._forget()
-        self._prefill([(0, 0, self._prompt)], self.lanes.units, ())
-        positions = range(self._prompt, len(self._sequences[0]))
-        chunk = -(-self._prompt // len(positions))
         decoded, prompts = [], []
-        for i, position in enumerate(positions):
-            self._give(position)
-            start, end = chunk * i, min(chunk * (i + 1), self._prompt)
-            rows = tuple(self._row(n, start, end) for n in range(1, len(self._sequences)))
-            step = DecodeRow(0, position, 1, self._pages(0), _greedy(position))
-            self._logits.clear()
-            self._wait([self._launch("device", self.lanes.units, HybridWork((step,), rows))])
+        for _ in self._hybrid(scored=True):
             *chunks, after = self._logits
             prompts.append(torch.stack(chunks))
             decoded.append(after[0])
         return torch.stack(decoded), torch.cat(prompts, dim=1)
+
+    def sampled(self) -> tuple[list[int], list[int]]:
+        """The tokens that such passes sample where nothing is scored: after each token of the
+        first, and after the others' prompts."""
+        steps = [[one.token for one in t.steps[0].sampled] for t in self._hybrid(scored=False)]
+        return [step[0] for step in steps], steps[-1][1:]
+
+    def _hybrid(self, *, scored: bool) -> Iterator[Ticket]:
+        """Each pass when it has ended."""
+        self._forget()
+        self._prefill([(0, 0, self._prompt)], self.lanes.units, ())
+        positions = range(self._prompt, len(self._sequences[0]))
+        chunk = -(-self._prompt // len(positions))
+        for i, position in enumerate(positions):
+            self._give(position)
+            start, end = chunk * i, min(chunk * (i + 1), self._prompt)
+            rows = [self._row(n, start, end) for n in range(1, len(self._sequences))]
+            if not scored:
+                sampling = _greedy(end) if end == self._prompt else None
+                rows = [replace(row, sampling=sampling, scoring=None) for row in rows]
+            step = DecodeRow(0, position, 1, self._pages(0), _greedy(position))
+            self._logits.clear()
+            work = HybridWork((step,), tuple(rows))
+            ticket = self._launch("device", self.lanes.units, work)
+            self._wait([ticket])
+            yield ticket
 
     def _forget(self) -> None:
         """Whatever is read of the pool before it is written again shows."""

@@ -18,6 +18,7 @@ from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config
 from tests.gpu.forced import Forced
 from tests.model.checkpoints import random_model, reference
 from twolane.kernels import prefill_attention_flashinfer as fa3
+from twolane.kernels.prefill_attention_schedule import Ints, Segments
 from twolane.lanes.cuda.machine import CudaMachine
 from twolane.model.hub import resolve
 from twolane.model.weights import load_weights
@@ -77,16 +78,18 @@ def error(logits: Tensor, right: Tensor) -> float:
     return float((logits - right).square().mean().sqrt() / right.square().mean().sqrt())
 
 
-Models = Callable[[str, str, str], Loaded]
+Models = Callable[..., Loaded]
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Models]:
-    """(shape, type, attention) → the model, each loaded once."""
+    """(shape, type, attention, levels or all) → the model, each loaded once."""
     loaded: list[Loaded] = []
 
     @cache
-    def load(shape: str, dtype: str, attention: str) -> Loaded:
+    def load(
+        shape: str, dtype: str, attention: str, levels: tuple[int, ...] | None = None
+    ) -> Loaded:
         path = tmp_path_factory.mktemp("logits") / "model"
         random_model(SHAPES[shape], seed=1).to(TYPES[dtype]).save_pretrained(path)
         generator = torch.Generator().manual_seed(2)
@@ -98,7 +101,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Models]:
         with pytest.MonkeyPatch.context() as patch:
             if attention == "triton":
                 patch.setattr(fa3, "problem", lambda *_: "not in this test")
-            machine = CudaMachine(spec, weights)
+            machine = CudaMachine(spec, weights, levels)
             forced = Forced(machine, sequences.tolist(), TOKENS - DECODED)
         loaded.append(Loaded(forced, right, WORST * error(theirs, right)))
         return loaded[-1]
@@ -151,28 +154,36 @@ def test_logits(
 def test_hybrid_passes(
     shape: str, split: bool, models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A pass is one graph, attention of its prompts in it; and the same layer by layer."""
+    """A pass is one graph and its end another; or layer by layer. What is sampled is as likely."""
     if find_spec("flashinfer") is None:
         pytest.skip("FlashInfer is not installed")
-    model = models(shape, "bfloat16", "flashinfer")
-    passes, prompt = model.forced.lanes.runner.passes, TOKENS - DECODED
+    model = models(shape, "bfloat16", "flashinfer", (32,))
+    forced, prompt = model.forced, TOKENS - DECODED
     if split:  # few keys: as if launches and items were free
         monkeypatch.setattr(fa3, "_PAGED", replace(fa3._PAGED, item=0, split=0))
-    send, sent = passes.send, []
+    whole = forced.lanes.runner.whole
+    assert whole is not None
+    parts, splits = whole._attention.parts, []
 
-    def noted(*arguments: object) -> bool | None:
-        sent.append(send(*arguments))
-        return sent[-1]
+    def noted(segments: Segments) -> tuple[list[Ints], bool] | None:
+        made = parts(segments)
+        splits.append(None if made is None else made[1])
+        return made
 
     def check() -> None:
-        decoded, prompts = model.forced.hybrid()
+        decoded, prompts = forced.hybrid()
         assert error(decoded, model.right[0, prompt:]) <= model.limit
         assert error(prompts, model.right[1:, :prompt]) <= model.limit
+        after, begun = forced.sampled()
+        right = torch.cat([model.right[0, prompt:], model.right[1:, prompt - 1]])
+        chosen = right.gather(1, torch.tensor([*after, *begun], device=right.device)[:, None])
+        short = (right.max(dim=1).values - chosen[:, 0]) / right.square().mean().sqrt()
+        assert float(short.max()) <= 4 * model.limit, short
 
-    monkeypatch.setattr(passes, "send", noted)
+    monkeypatch.setattr(whole._attention, "parts", noted)
     check()
-    assert None not in sent and (True in sent) == split
-    monkeypatch.setattr(passes, "send", lambda *_: None)
+    assert None not in splits and any(splits) == split
+    monkeypatch.setattr(whole, "send", lambda *_: None)
     check()
 
 

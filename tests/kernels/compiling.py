@@ -99,6 +99,9 @@ def launch_fused(dtype: torch.dtype) -> None:
     fused.qkv_rope_write_decode(qkv, ints, None, 1e-6, table, q, pool, pages, ints, ints)
     fused.silu_mul(empty(2, 24_576), empty(2, 12_288))
     fused.embed(places, ints, ints, empty(99, 2560), x)
+    made = {"residual": x, "positions": ints, "write_slots": ints}
+    given = {"page_size": 32, "embedding": empty(99, 2560)}
+    fused.lay_out(ints, ints, ints, ints, pages, ints, ints, ints, **given, **made)
     fused.advance(places, ints, ints, ints[:1], ints, ints, places, places)
 
 

@@ -194,6 +194,38 @@ def test_embeds_the_last_token_of_active_rows(hidden: int, device: str) -> None:
     assert torch.equal(out, torch.stack((table[4], torch.zeros_like(table[0]), table[9])))
 
 
+@pytest.mark.parametrize("hidden", [64, 1100])
+def test_a_pass_begins_with_decode_rows_and_ends_in_padding(hidden: int, device: str) -> None:
+    """Two decode rows, three given tokens, two rows of padding; what lies behind each is not."""
+
+    def ints(*values: int) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    table = random(10, hidden, dtype=torch.bfloat16, device=device)
+    residual = torch.full((7, hidden), torch.nan, dtype=torch.bfloat16, device=device)
+    positions, write_slots = ints(*[77] * 7), ints(*[77] * 7)
+    bad = 1_000_000
+    fused.lay_out(
+        ints(2, 5),
+        ints(2, 0, bad),
+        ints(17, 3, bad),
+        ints(9, bad, 4),
+        ints(*range(20, 29)).view(3, 3),
+        ints(1, 2, 3, bad),
+        ints(30, 31, 0, bad),
+        ints(100, 101, 5, bad),
+        page_size=16,
+        embedding=table,
+        residual=residual,
+        positions=positions,
+        write_slots=write_slots,
+    )
+    assert torch.equal(residual[:5], table[[4, 9, 1, 2, 3]])
+    assert (residual[5:] == 0).all()
+    assert positions.tolist() == [17, 3, 30, 31, 0, 0, 0]
+    assert write_slots.tolist() == [27 * 16 + 1, 20 * 16 + 3, 100, 101, 5, -1, -1]
+
+
 @pytest.mark.parametrize("rows", [4, 300])
 def test_advance_runs_rows_for_their_steps(rows: int, device: str) -> None:
     """Row r takes part in r % 3 steps of three, and stops there."""

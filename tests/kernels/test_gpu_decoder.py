@@ -103,8 +103,9 @@ def test_same_logits(family: str, tmp_path: Path) -> None:
 
 def on_cpu(decoder: Decoder, tokens: torch.Tensor) -> torch.Tensor:
     """Logits of every token."""
-    kv = KVCache(decoder.spec, 6, PAGE, torch.float32)
-    batch = Batch.build([Segment(0, len(tokens), PAGES)], PAGE)
+    pages = range(-(-len(tokens) // PAGE))
+    kv = KVCache(decoder.spec, len(pages), PAGE, torch.float32)
+    batch = Batch.build([Segment(0, len(tokens), pages)], PAGE)
     hidden = decoder.embed(tokens)
     for i in range(decoder.spec.layers):
         hidden = decoder.layer(i, hidden, batch, kv)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from twolane.kernels import prefill_attention_flashinfer as fa3
 from twolane.kernels.prefill_attention import PrefillPlan, PrefillWorkspace, prefill_attention
-from twolane.kernels.prefill_attention_batch import PrefillBatch
+from twolane.kernels.prefill_attention_batch import Block, PrefillBatch
 from twolane.kernels.prefill_attention_schedule import (
     HEAD,
     HIGH,
@@ -225,7 +225,9 @@ def test_fa3_is_replayed_with_batch_after_batch(device, monkeypatch):
     shape = (64, 2, 1, 64, torch.float32, None, PrefillWorkspace(device))
     most = 256
     first = PrefillBatch.build([(0, 1)], [[0]], *shape)
-    replayed = fa3.Replayed(first, 10, most, pages=40)
+    replayed = fa3.Replayed(first, 10, most)
+    block = Block([3, *replayed.sizes, 40], torch.device(device))
+    replayed.read(block.memory, block.lists[1:-1], block.lists[-1])
     batches = [
         ([(600, 100), (800, 150)], 5, True),
         ([(0, 30), (64, 1)], 0, False),
@@ -242,7 +244,9 @@ def test_fa3_is_replayed_with_batch_after_batch(device, monkeypatch):
         padded = torch.full((most, 2, 64), torch.nan)
         padded[decoding:rows] = q
         out = torch.full_like(padded, -1.0)
-        assert replayed.send(batch) is splits
+        parts = replayed.parts(batch.segments)
+        assert parts is not None and parts[1] is splits
+        block.send([np.array([7]), *parts[0], batch.pages.numpy()])
         replayed.run(splits, padded, pool, out)
         expected = reference(segments, q, pool, tables, None)
         torch.testing.assert_close(out[decoding:rows], expected, atol=2e-6, rtol=2e-6)
@@ -255,27 +259,27 @@ def test_what_does_not_fit_a_graph_is_not_sent(device, monkeypatch):
     monkeypatch.setattr(fa3, "_load", lambda dtype, dim: (Fa3(132), None))
     shape = (64, 2, 1, 64, torch.float32, None, PrefillWorkspace(device))
     first = PrefillBatch.build([(0, 1)], [[0]], *shape)
-    replayed = fa3.Replayed(first, 2, 256, pages=20)
+    replayed = fa3.Replayed(first, 2, 256)
 
-    def send(segments):
+    def splits(segments):
         tables = [[*range(-(-(reused + new) // 64))] for reused, new in segments]
-        return replayed.send(PrefillBatch.build(segments, tables, *shape))
+        parts = replayed.parts(PrefillBatch.build(segments, tables, *shape).segments)
+        return None if parts is None else parts[1]
 
-    assert send([(0, 1)] * 20) is False
-    assert send([(0, 1)] * 21) is None  # pages
-    assert send([(960, 192)]) is False
+    assert splits([(0, 1)] * 20) is False
+    assert splits([(960, 192)]) is False
     monkeypatch.setattr(fa3, "_MOST_EMPTY", 960)
-    assert send([(960, 192)]) is False
-    assert send([(960, 1)]) is None  # a tile with a token, and Triton would not wait for graphs
+    assert splits([(960, 192)]) is False
+    assert splits([(960, 1)]) is None  # a tile with a token, and Triton would not wait for graphs
     monkeypatch.setattr(fa3, "_SEGMENTS", 3)
-    replayed = fa3.Replayed(first, 2, 256, pages=20)
-    assert send([(0, 1)] * 4) is False
-    assert send([(0, 1)] * 5) is None  # items
+    replayed = fa3.Replayed(first, 2, 256)
+    assert splits([(0, 1)] * 4) is False
+    assert splits([(0, 1)] * 5) is None  # items
     monkeypatch.setattr(fa3, "_PAGED", replace(fa3._PAGED, item=0, split=0))
     monkeypatch.setattr(fa3, "_MOST_EMPTY", 192)
-    replayed = fa3.Replayed(first, 10, 256, pages=20)
-    assert send([(960, 192)]) is True
-    assert send([(960, 1)]) is None  # the keys of its tiles' fronts count, too
+    replayed = fa3.Replayed(first, 10, 256)
+    assert splits([(960, 192)]) is True
+    assert splits([(960, 1)]) is None  # the keys of its tiles' fronts count, too
 
 
 def test_fa3_reads_dense_keys_where_nothing_is_reused(device, monkeypatch):

@@ -408,6 +408,108 @@ def embed(
 
 
 @triton.jit
+def _lay_out(
+    counts: tl.tensor,
+    slots: tl.tensor,
+    places: tl.tensor,
+    last_token: tl.tensor,
+    tables: tl.tensor,
+    tokens: tl.tensor,
+    token_places: tl.tensor,
+    token_slots: tl.tensor,
+    embedding: tl.tensor,
+    residual: tl.tensor,
+    positions: tl.tensor,
+    write_slots: tl.tensor,
+    table_stride: tl.tensor,
+    HIDDEN: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    row = tl.program_id(0)
+    decoding = tl.load(counts)
+    decodes, active = row < decoding, row < tl.load(counts + 1)
+    given = active & (row >= decoding)
+    slot = tl.load(slots + row, mask=decodes, other=0).to(tl.int64)
+    token = tl.load(last_token + slot, mask=decodes, other=0)
+    position = tl.load(places + row, mask=decodes, other=0)
+    page = tl.load(tables + slot * table_stride + position // PAGE, mask=decodes, other=0)
+    at = row - decoding
+    token += tl.load(tokens + at, mask=given, other=0)
+    position += tl.load(token_places + at, mask=given, other=0)
+    place = tl.load(token_slots + at, mask=given, other=-1)
+    place = tl.where(decodes, page * PAGE + position % PAGE, place)
+    if tl.program_id(1) == 0:
+        tl.store(positions + row, position)
+        tl.store(write_slots + row, place)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < HIDDEN
+    source = embedding + token.to(tl.int64) * HIDDEN + column
+    value = tl.load(source, mask=inside & active, other=0.0)
+    tl.store(residual + row.to(tl.int64) * HIDDEN + column, value, mask=inside)
+
+
+def lay_out(
+    counts: torch.Tensor,
+    slots: torch.Tensor,
+    places: torch.Tensor,
+    last_token: torch.Tensor,
+    tables: torch.Tensor,
+    tokens: torch.Tensor,
+    token_places: torch.Tensor,
+    token_slots: torch.Tensor,
+    *,
+    page_size: int,
+    embedding: torch.Tensor,
+    residual: torch.Tensor,
+    positions: torch.Tensor,
+    write_slots: torch.Tensor,
+) -> None:
+    """Begin a pass: decode rows, whose tokens and pages the device knows, then given tokens.
+
+    Rows that pad it, behind these, become zeros, and are written nowhere.
+
+    Args:
+        counts: decode rows, and rows that do not pad, int32 [2].
+        slots: of each decode row, int32 [at least as many].
+        places: of its token in its sequence, alike.
+        last_token: the token last sampled in each slot, int32 [slots].
+        tables: pages of the sequence in each slot, int32 [slots, max_pages].
+        tokens: given ones, int32 [at least as many].
+        token_places: of each in its sequence, alike.
+        token_slots: page * page_size + offset of each, alike.
+        page_size: tokens in a page.
+        embedding: [vocab, hidden].
+        residual: of all rows, [R, hidden].
+        positions: of all rows, int32 [R].
+        write_slots: of all rows, int32 [R]; -1 where they pad.
+    """
+    rows, hidden = residual.shape
+    block = min(1024, power_of_2(hidden))
+    launch(
+        _lay_out,
+        (rows, -(-hidden // block)),
+        counts,
+        slots,
+        places,
+        last_token,
+        tables,
+        tokens,
+        token_places,
+        token_slots,
+        embedding,
+        residual,
+        positions,
+        write_slots,
+        tables.stride(0),
+        HIDDEN=hidden,
+        PAGE=page_size,
+        BLOCK=block,
+        num_warps=_warps(block),
+    )
+
+
+@triton.jit
 def _advance(
     sampled: tl.tensor,
     slots: tl.tensor,

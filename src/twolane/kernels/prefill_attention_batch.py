@@ -66,16 +66,12 @@ class PrefillBatch:
         `first_row`: rows of the pass before the segments'.
         """
         _check(segments, tables, page_size, heads, kv_heads, dim, window)
-        reused, new = np.array(segments, dtype=np.int64).T
-        if window is not None and window >= (reused + new).max():
+        columns, pages = laid_out(segments, tables, page_size, first_row)
+        if window is not None and window >= (columns.reused + columns.new).max():
             window = None
-        used = -(-(reused + new) // page_size)
-        lists = [np.array(t[:n]) for t, n in zip(tables, used.tolist(), strict=True)]
-        rows = first_row + np.cumsum(new) - new
-        columns = Segments(reused, new, rows, np.cumsum(used) - used)
-        pages, _ = upload([np.concatenate(lists)], workspace.device)
+        (sent,) = upload([pages], workspace.device)[1]
         shape = (page_size, heads, kv_heads, dim, dtype, window)
-        return cls(columns, first_row + int(new.sum()), pages, *shape, workspace)
+        return cls(columns, first_row + int(columns.new.sum()), sent, *shape, workspace)
 
     @property
     def group(self) -> int:
@@ -88,28 +84,63 @@ class PrefillBatch:
         return float(self.dim**-0.5)
 
 
+def laid_out(
+    segments: Sequence[tuple[int, int]],
+    tables: Sequence[Sequence[int]],
+    page_size: int,
+    first_row: int,
+) -> tuple[Segments, Ints]:
+    """(reused, new) tokens of each segment as columns, and their pages, end to end.
+
+    `first_row`: rows of the pass before the segments'.
+    """
+    reused, new = np.array(segments, dtype=np.int64).T
+    used = -(-(reused + new) // page_size)
+    lists = [np.array(t[:n]) for t, n in zip(tables, used.tolist(), strict=True)]
+    rows = first_row + np.cumsum(new) - new
+    return Segments(reused, new, rows, np.cumsum(used) - used), np.concatenate(lists)
+
+
+class Block:
+    """Lists of int32 at fixed places in device memory, for graphs, written by one copy.
+
+    Args:
+        sizes: of the lists, at most.
+        device: where.
+    """
+
+    def __init__(self, sizes: Sequence[int], device: torch.device) -> None:
+        self._starts = places(sizes)
+        self.memory = torch.zeros(self._starts[-1], dtype=torch.int32, device=device)
+        self.lists = _views(self.memory, self._starts, sizes)
+
+    def send(self, parts: Sequence[Ints]) -> None:
+        """Write all lists, on the current stream, zeros behind each; the last one up to its end."""
+        starts = [*self._starts[:-1], self._starts[-2] + parts[-1].size]
+        host = _on_host(parts, starts, self.memory.device)
+        self.memory[: len(host)].copy_(host, non_blocking=True)
+
+
 def upload(parts: Sequence[Ints], device: torch.device) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """`parts`, flat, as int32 on the device: one copy from pinned memory on the current stream.
 
     Returns:
         A buffer, and each part's view of it, at a multiple of 16 bytes.
     """
-    starts = places([part.size for part in parts])
+    sizes = [part.size for part in parts]
+    starts = places(sizes)
     sent = _on_host(parts, starts, device).to(device, non_blocking=True)
-    views = [sent[start : start + part.size] for start, part in zip(starts, parts, strict=False)]
-    return sent, views
-
-
-def upload_to(parts: Sequence[Ints], starts: Sequence[int], buffer: torch.Tensor) -> None:
-    """`parts` to the first of these places in `buffer`; up to the next place zeros follow."""
-    host = _on_host(parts, starts[: len(parts) + 1], buffer.device)
-    buffer[: len(host)].copy_(host, non_blocking=True)
+    return sent, _views(sent, starts, sizes)
 
 
 def places(sizes: Sequence[int]) -> list[int]:
     """Where parts of so many int32 begin, each at a multiple of 16 bytes, and where all end."""
     starts: list[int] = np.cumsum([0, *(-(-size // 4) * 4 for size in sizes)]).tolist()
     return starts
+
+
+def _views(memory: torch.Tensor, starts: Sequence[int], sizes: Sequence[int]) -> list[torch.Tensor]:
+    return [memory[start : start + size] for start, size in zip(starts, sizes, strict=False)]
 
 
 def _on_host(parts: Sequence[Ints], starts: Sequence[int], device: torch.device) -> torch.Tensor:

@@ -21,13 +21,7 @@ import numpy as np
 import torch
 
 from twolane.kernels.launching import launch
-from twolane.kernels.prefill_attention_batch import (
-    NewKV,
-    PrefillBatch,
-    places,
-    upload,
-    upload_to,
-)
+from twolane.kernels.prefill_attention_batch import NewKV, PrefillBatch, upload
 from twolane.kernels.prefill_attention_schedule import (
     COLUMNS,
     HEAD,
@@ -41,6 +35,7 @@ from twolane.kernels.prefill_attention_schedule import (
     Costs,
     Ints,
     Schedule,
+    Segments,
     Work,
     schedule,
     tiles,
@@ -248,46 +243,50 @@ class FlashInferProgram:
 
 
 class Replayed:
-    """Attention by FA3 in CUDA graphs: all that differs between batches is written to fixed places.
+    """Attention by FA3 in CUDA graphs: all that differs between batches is read at fixed places.
 
-    One batch's at a time: `send` and what was captured of `run` are for the same stream.
+    One batch's at a time: what is written there and what was captured of `run` are for the same
+    stream.
 
     Args:
         batch: any of these heads, of this type, in these pages; nobody else takes of its workspace.
         units: SMs.
         rows: of the largest pass.
-        pages: that all segments of a batch have together, at most.
     """
 
-    def __init__(self, batch: PrefillBatch, units: int, rows: int, pages: int) -> None:
-        device = batch.workspace.device
+    def __init__(self, batch: PrefillBatch, units: int, rows: int) -> None:
         self._units, self._module = units, _load(batch.dtype, batch.dim)[0]
         items = batch.heads * (rows // tile_tokens(batch.dim) + _SEGMENTS)
         self._merges = 2 * units  # the most tiles that are split
         self._pieces = self._merges + units
-        sizes = [*_list_sizes(items), *_list_sizes(self._pieces)]
-        sizes += [COLUMNS * self._pieces, MERGE_COLUMNS * self._merges]
-        self._sizes, self._starts = sizes, places(sizes)
-        self._lists = torch.zeros(self._starts[-1], dtype=torch.int32, device=device)
-        self._pages = torch.zeros(pages, dtype=torch.int32, device=device)
-        self._batch = replace(batch, tokens=rows, pages=self._pages)
-        self._program(True, rows)  # has its workspace as large as any needs it
+        fronts = [*_list_sizes(self._pieces), COLUMNS * self._pieces, MERGE_COLUMNS * self._merges]
+        self.sizes = [*_list_sizes(items), *fronts]
+        """Of the lists that `parts` makes, at most."""
+        self._batch = replace(batch, tokens=rows)
+        self._memory = self._pages = batch.pages
+        self._lists: Sequence[torch.Tensor] = ()
 
-    def send(self, batch: PrefillBatch) -> bool | None:
-        """Write a batch's lists, on the current stream: whether tiles are split.
+    def read(
+        self, memory: torch.Tensor, lists: Sequence[torch.Tensor], pages: torch.Tensor
+    ) -> None:
+        """Where a batch's lists and pages will be, views of `memory`, for all that is captured."""
+        self._memory, self._lists, self._pages = memory, lists, pages
+        self._program(True, self._batch.tokens)  # the workspace is as large as any needs it
 
-        None: it does not fit, or Triton is faster, and nothing was written.
+    def parts(self, segments: Segments) -> tuple[list[Ints], bool] | None:
+        """A batch's lists, and whether tiles are split; None: they do not fit, or Triton is faster.
+
+        Its pages go where `Segments.tables` has them.
         """
+        batch = replace(self._batch, segments=segments)
         plan = _paged(batch, self._units)
         parts = _parts(batch, plan)
-        fits = all(part.size <= size for part, size in zip(parts, self._sizes, strict=False))
-        if not fits or len(batch.pages) > len(self._pages):
+        if any(part.size > size for part, size in zip(parts, self.sizes, strict=False)):
             return None
         if filled(batch) < FILLED and _keys(plan) > _MOST_EMPTY * self._units:
             return None
-        upload_to(parts, self._starts, self._lists)
-        self._pages[: len(batch.pages)].copy_(batch.pages)
-        return plan.slots > 0
+        nothing = [_NOTHING] * (len(self.sizes) - len(parts))
+        return [*parts, *nothing], plan.slots > 0
 
     def run(self, split: bool, q: torch.Tensor, pool: torch.Tensor, out: torch.Tensor) -> None:
         """Launch it, for a graph; q and out [rows of the pass, heads, dim]. Rows that are of no
@@ -295,11 +294,10 @@ class Replayed:
         self._program(split, len(q)).run(q, pool, out, None)
 
     def _program(self, split: bool, rows: int) -> "FlashInferProgram":
-        batch, lists = replace(self._batch, tokens=rows), self._lists
-        sent = [lists[a : a + n] for a, n in zip(self._starts, self._sizes, strict=False)]
-        main, fronts = _Launch(lists, _plan_info(sent[:_LISTS])), None
+        batch, lists = replace(self._batch, tokens=rows, pages=self._pages), self._lists
+        main, fronts = _Launch(self._memory, _plan_info(lists[:_LISTS])), None
         if split:
-            fronts = _Fronts.of(batch, self._pieces, self._merges, lists, sent[_LISTS:])
+            fronts = _Fronts.of(batch, self._pieces, self._merges, self._memory, lists[_LISTS:])
         return FlashInferProgram(batch, self._module, main, fronts)
 
 
@@ -331,6 +329,7 @@ class DenseProgram:
 
 
 _LISTS = 7
+_NOTHING = np.zeros(0, dtype=np.int64)
 
 
 def _paged(batch: PrefillBatch, units: int) -> Schedule:

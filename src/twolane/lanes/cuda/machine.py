@@ -129,10 +129,13 @@ class CudaMachine:
         kv = GpuKVCache(spec, pages, page_size, decoder.dtype, self.device)
         known = Slots(slots, -(-max_model_len // page_size), self.device)
         steps = DecodeSteps(decoder, kv, known, slots, self.partitions.units)
-        runner = CudaRunner(decoder, kv, known, steps, min(max_model_len, WORKSPACE_TOKENS))
+        most, units = min(max_model_len, WORKSPACE_TOKENS), self.partitions.units
+        runner = CudaRunner(decoder, kv, known, steps, most, units)
         with torch.inference_mode():
             steps.capture(self.partitions, lambda done: progress("graphs", done / 2))
-            runner.passes.capture(self.partitions, lambda done: progress("graphs", (1 + done) / 2))
+            runner.passes.capture(
+                self.partitions, runner.whole, lambda done: progress("graphs", (1 + done) / 2)
+            )
         _log_graphs("decode", steps.levels)
         _log_graphs("prefill", runner.passes.levels)
         return runner

@@ -6,32 +6,32 @@ batch and cannot be replayed. All else of a layer is a matter of how many tokens
 two graphs for each layer, number of tokens and share of the SMs: up to the attention, and from it
 on. A hybrid batch's decode attention finds its rows on the device and lies in the first.
 
-Even so a pass of 36 layers takes the host 3.5 to 10 ms, more than a bound of 9 ms has room for. So
-a hybrid pass of up to `WHOLE` tokens is one graph where attention can be in it: FA3's, whose lists
-are then written to places that the graph knows (`Replayed`).
+Even so a pass of 36 layers takes the host 3.5 to 10 ms, more than a bound of 9 ms has room for:
+small hybrid passes are graphs as a whole, where their attention can be in one (`whole.py`).
 
 A pass is padded to the next size that has graphs. Padding is written to no page, and a row's
 results are nobody else's, so what it computes does not matter.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from twolane.garbage import uncollected
-from twolane.kernels.prefill_attention import choose
-from twolane.kernels.prefill_attention_batch import PrefillBatch, PrefillWorkspace
-from twolane.kernels.prefill_attention_flashinfer import Replayed
+from twolane.kernels.prefill_attention_batch import PrefillWorkspace
 from twolane.lanes.cuda.decode import DecodeSteps, captured
 from twolane.lanes.cuda.green import Partitions
-from twolane.lanes.cuda.rows import Placed, Written
-from twolane.lanes.work import PromptRow
+from twolane.lanes.cuda.rows import Placed, Steps, Written
 from twolane.model.gpu import GpuDecoder, GpuKVCache, Workspace
-from twolane.sizes import SIZES, WHOLE, padded
+from twolane.sizes import SIZES, padded
+
+if TYPE_CHECKING:
+    from twolane.lanes.cuda.whole import WholePasses
 
 LARGER: tuple[int, ...] = tuple(range(SIZES[-1] + 1, 8192 + 1, 251))
 """Tokens of the passes that are multiplied once before any is served: odd steps, for what cuBLAS
@@ -57,8 +57,6 @@ class PassGraphs:
 
     layers: dict[int, list[_Layer]]
     """By size."""
-    whole: dict[tuple[int, bool], torch.cuda.CUDAGraph]
-    """Hybrid passes, by size and whether tiles of attention are split."""
     bytes: int
     """Device memory that capturing took."""
     seconds: float
@@ -83,28 +81,35 @@ class Passes:
     ) -> None:
         workspace.reserve(SIZES[-1])
         self._decoder, self._kv, self._steps = decoder, kv, steps
-        self._workspace = workspace.fixed()
+        self.workspace = workspace.fixed()
         spec, device = decoder.spec, decoder.device
-        self._residual = torch.zeros(
+        self.residual = torch.zeros(
             (SIZES[-1], spec.hidden_size), dtype=decoder.dtype, device=device
         )
-        self._positions = torch.zeros(SIZES[-1], dtype=torch.int32, device=device)
-        self._write_slots = torch.full_like(self._positions, -1)
-        self._scratch = PrefillWorkspace(device)
+        """The residual stream of a pass, [T, hidden]."""
+        self.positions = torch.zeros(SIZES[-1], dtype=torch.int32, device=device)
+        """Of its tokens in their sequences, [T]."""
+        self.write_slots = torch.full_like(self.positions, -1)
+        """Where their keys go; see `Written`."""
+        self.scratch = PrefillWorkspace(device)
+        """Of attention in graphs."""
         self._pool = torch.cuda.graph_pool_handle()
         self.levels: dict[int, PassGraphs] = {}
         self._whole = 0
         """SMs that hybrid batches run on."""
-        self._attention: Replayed | None = None
-        """Of whole passes; None: they are launched layer by layer."""
 
-    def capture(self, partitions: Partitions, progress: Callable[[float], None]) -> None:
-        """Tune the products and make the graphs of every share that prefill can have.
+    def capture(
+        self,
+        partitions: Partitions,
+        whole: "WholePasses | None",
+        progress: Callable[[float], None],
+    ) -> None:
+        """Tune the products and make the graphs of every share that prefill can have, and those of
+        whole passes if there are any.
 
         `progress` is told the share that is done.
         """
         shares, self._whole = partitions.prefill_units, partitions.units
-        self._attention = self._replayed()
         with uncollected():  # to free device memory or events while a graph is captured ends it
             for place, units in enumerate(shares):
                 progress(place / len(shares))
@@ -118,9 +123,10 @@ class Passes:
                 free, begun = torch.cuda.mem_get_info()[0], time.monotonic()
                 # The largest first: the others find their memory.
                 layers = {size: self._capture(stream, units, size) for size in reversed(SIZES)}
-                whole = self._capture_whole(stream) if units == self._whole else {}
+                if whole is not None and units == self._whole:
+                    whole.capture(stream, self._pool)
                 taken, seconds = free - torch.cuda.mem_get_info()[0], time.monotonic() - begun
-                self.levels[units] = PassGraphs(layers, whole, taken, seconds, tuning)
+                self.levels[units] = PassGraphs(layers, taken, seconds, tuning)
         progress(1.0)
 
     def serves(self, placed: Placed, units: int) -> bool:
@@ -128,19 +134,6 @@ class Passes:
         if placed.steps is not None and units != self._whole:
             return False
         return units in self.levels and len(placed.positions) <= SIZES[-1]
-
-    def send(self, rows: Sequence[PromptRow], decoding: int, units: int) -> bool | None:
-        """Write what attention of these prompts, behind so many decode rows, reads in the graph of
-        a whole pass, on the current stream.
-
-        Returns:
-            Whether its tiles are split; None: there is no graph for them.
-        """
-        count = decoding + sum(len(row.tokens) for row in rows)
-        if self._attention is None or units != self._whole or not decoding or count > WHOLE:
-            return None
-        chunks = [(row.start, len(row.tokens)) for row in rows]
-        return self._attention.send(self._batch(chunks, [row.pages for row in rows], decoding))
 
     def layers(self, first: int, last: int, hidden: Tensor, placed: Placed, units: int) -> None:
         """Run layers `first:last` of a pass on the current stream, in place.
@@ -154,16 +147,12 @@ class Passes:
         """
         count, decoder = len(hidden), self._decoder
         size = padded(count, SIZES)
-        residual = self._residual[:count]
+        residual = self.residual[:count]
         residual.copy_(hidden)
-        self._positions[:count].copy_(placed.positions)
-        self._write_slots[:count].copy_(placed.write_slots)
-        self._write_slots[count:size].fill_(-1)
-        if placed.sent is not None:
-            self.levels[units].whole[size, placed.sent].replay()
-            hidden.copy_(residual)
-            return
-        q, qkv, out = (t[placed.decoding :] for t in decoder.attended(self._workspace, count))
+        self.positions[:count].copy_(placed.positions)
+        self.write_slots[:count].copy_(placed.write_slots)
+        self.write_slots[count:size].fill_(-1)
+        q, qkv, out = (t[placed.decoding :] for t in decoder.attended(self.workspace, count))
         new, layers = placed.new_kv(qkv), self.levels[units].layers[size]
         for i in range(first, last):
             layer = layers[i]
@@ -178,25 +167,27 @@ class Passes:
         """Multiply once what has no graphs. cuBLAS has a kernel for every few sizes and shares, and
         it is loaded when it is first chosen: a millisecond or two in which nothing is launched, or
         until the device is through with what is queued (CUDA Programming Guide, Lazy Loading)."""
-        counts = [n for n in LARGER if n <= self._workspace.rows]
+        counts = [n for n in LARGER if n <= self.workspace.rows]
         logits = self._steps.logits if units == self._whole else self._steps.logits[:ENDING]
         rows = max([*counts, len(logits)])
-        residual = self._residual.new_zeros((rows, self._residual.shape[1]))
+        residual = self.residual.new_zeros((rows, self.residual.shape[1]))
         products = self._steps.products(units)
         with torch.cuda.stream(stream):
             for count in counts:
-                self._decoder.multiply(1, residual[:count], self._workspace, products)
+                self._decoder.multiply(1, residual[:count], self.workspace, products)
             for n in range(1, len(logits) + 1):
-                self._decoder.head(residual[:n], logits[:n], self._workspace, products)
+                self._decoder.head(residual[:n], logits[:n], self.workspace, products)
         stream.synchronize()
 
     def _capture(self, stream: torch.cuda.Stream, units: int, size: int) -> list[_Layer]:
         parts: list[Callable[[int], None]] = [
             partial(self._before, units, size),
-            partial(self._after, units, size),
+            partial(self.after, units, size),
         ]
         if units == self._whole:
-            parts.append(partial(self._before_hybrid, units, size))
+            most = self._steps.buckets[-1]
+            rows = self._steps.rows(most, min(size, most), units)
+            parts.append(partial(self.before_hybrid, units, size, rows=rows))
         with torch.cuda.stream(stream):
             for part in parts:
                 part(0)  # compiles kernels and sets up libraries; all rows are padding
@@ -206,64 +197,28 @@ class Passes:
 
         return [layer(i) for i in range(self._decoder.spec.layers)]
 
-    def _replayed(self) -> Replayed | None:
-        spec, device = self._decoder.spec, self._decoder.device
-        windows = {spec.window(i) for i in range(spec.layers)}
-        backend, _ = choose(self._decoder.dtype, spec.head_dim, device)
-        if backend != "flashinfer" or windows != {None}:
-            return None
-        batch = self._batch([(0, 1)], [[0]], 0)
-        attention = Replayed(batch, self._whole, WHOLE, len(self._kv.layers[0]))
-        torch.cuda.current_stream().synchronize()  # graphs are captured on other streams
-        return attention
+    def before_hybrid(self, units: int, size: int, i: int, rows: Steps) -> None:
+        """Queue layer i of a hybrid pass up to the attention of its prompts, for a graph.
 
-    def _batch(
-        self, chunks: Sequence[tuple[int, int]], tables: Sequence[Sequence[int]], decoding: int
-    ) -> PrefillBatch:
-        """Chunks of prompts, (reused, new) tokens, in a hybrid pass."""
-        spec, kv = self._decoder.spec, self._kv
-        shape = kv.page_size, spec.heads, spec.kv_heads, spec.head_dim, self._decoder.dtype, None
-        return PrefillBatch.build(chunks, tables, *shape, self._scratch, first_row=decoding)
-
-    def _capture_whole(
-        self, stream: torch.cuda.Stream
-    ) -> dict[tuple[int, bool], torch.cuda.CUDAGraph]:
-        if self._attention is None:
-            return {}
-        graphs = {}
-        for size in [size for size in reversed(SIZES) if size <= WHOLE]:
-            for split in (False, True):
-                run = partial(self._run_whole, self._attention, size, split)
-                with torch.cuda.stream(stream):
-                    run()  # compiles kernels; all rows are padding
-                graphs[size, split] = graph = captured(stream, self._pool, run)
-                with torch.cuda.stream(stream):
-                    graph.replay()  # the first time takes longer
-        return graphs
-
-    def _run_whole(self, attention: Replayed, size: int, split: bool) -> None:
-        decoder = self._decoder
-        q, _, out = decoder.attended(self._workspace, size)
-        for i in range(decoder.spec.layers):
-            self._before_hybrid(self._whole, size, i)
-            attention.run(split, q, self._kv.layers[i], out)
-            self._after(self._whole, size, i)
-
-    def _before(self, units: int, size: int, i: int) -> None:
-        rows = Written(self._decoder, self._positions[:size], self._write_slots[:size])
-        residual, products = self._residual[:size], self._steps.products(units)
-        pool = self._kv.layers[i]
-        self._decoder.before_attention(i, residual, rows, pool, self._workspace, products)
-
-    def _before_hybrid(self, units: int, size: int, i: int) -> None:
+        Args:
+            units: SMs.
+            size: rows of the pass.
+            i: layer index.
+            rows: the first ones, as many as may decode.
+        """
         self._before(units, size, i)
-        decoder, steps = self._decoder, self._steps
-        q, qkv, out = decoder.attended(self._workspace, size)
-        count = min(size, steps.buckets[-1])
-        rows = steps.rows(steps.buckets[-1], count, units)
-        pool, window = self._kv.layers[i], decoder.spec.window(i)
+        q, qkv, out = self._decoder.attended(self.workspace, size)
+        pool, window = self._kv.layers[i], self._decoder.spec.window(i)
+        count = len(rows.slots)
         rows.attend(q[:count], qkv[:count], pool, window, out[:count])
 
-    def _after(self, units: int, size: int, i: int) -> None:
-        residual, products = self._residual[:size], self._steps.products(units)
-        self._decoder.after_attention(i, residual, self._workspace, products)
+    def after(self, units: int, size: int, i: int) -> None:
+        """Queue layer i from its attention on, for a graph; see `before_hybrid`."""
+        residual, products = self.residual[:size], self._steps.products(units)
+        self._decoder.after_attention(i, residual, self.workspace, products)
+
+    def _before(self, units: int, size: int, i: int) -> None:
+        rows = Written(self._decoder, self.positions[:size], self.write_slots[:size])
+        residual, products = self.residual[:size], self._steps.products(units)
+        pool = self._kv.layers[i]
+        self._decoder.before_attention(i, residual, rows, pool, self.workspace, products)

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -10,6 +11,8 @@ from twolane.kernels import fused
 from twolane.kernels.decode_attention import DecodeScratch, decode_attention
 from twolane.kernels.prefill_attention import PrefillPlan, prefill_attention
 from twolane.kernels.prefill_attention_batch import NewKV
+from twolane.lanes.cuda.slots import Ints
+from twolane.lanes.work import PromptRow
 from twolane.model.decoder import LayerWeights
 from twolane.model.gpu import GpuDecoder
 
@@ -51,8 +54,6 @@ class Placed(Written):
     """Of the prompts, by window."""
     steps: "Steps | None" = None
     """The decode rows, for hybrid batches."""
-    sent: bool | None = None
-    """See `Passes.send`."""
 
     def behind(self, steps: "Steps", page_size: int) -> "Placed":
         """These tokens behind decode rows, in one pass."""
@@ -64,7 +65,6 @@ class Placed(Written):
             torch.cat([write_slots, self.write_slots]),
             self.plans,
             steps,
-            self.sent,
         )
 
     def attend(self, q: Tensor, qkv: Tensor, pool: Tensor, window: int | None, out: Tensor) -> None:
@@ -136,3 +136,10 @@ class Steps:
             units=self.units,
             window=window,
         )
+
+
+def places_of(row: PromptRow, page_size: int) -> tuple[Ints, Ints]:
+    """Position and place in the pool of each token of a chunk, int32 [n] each."""
+    positions = np.arange(row.start, row.start + len(row.tokens), dtype=np.int32)
+    pages = np.asarray(row.pages, dtype=np.int32)
+    return positions, pages[positions // page_size] * page_size + positions % page_size

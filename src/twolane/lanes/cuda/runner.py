@@ -15,11 +15,13 @@ from twolane.kernels.prefill_attention_batch import upload as upload_parts
 from twolane.kernels.sampling import Sampler
 from twolane.lanes import PromptLogprobs, Sampled, Step
 from twolane.lanes.cuda.decode import MAX_STEPS, DecodeSteps
+from twolane.lanes.cuda.ends import Ends, next_place
 from twolane.lanes.cuda.events import new_event
-from twolane.lanes.cuda.extras import Extras, PendingScores, Place, score
+from twolane.lanes.cuda.extras import Extras, PendingScores, score
 from twolane.lanes.cuda.passes import Passes
-from twolane.lanes.cuda.rows import Placed, Steps
-from twolane.lanes.cuda.slots import Ints, Slots, upload
+from twolane.lanes.cuda.rows import Placed, Steps, places_of
+from twolane.lanes.cuda.slots import Slots, upload
+from twolane.lanes.cuda.whole import WholePasses, served
 from twolane.lanes.work import (
     DecodeRow,
     DecodeWork,
@@ -41,7 +43,7 @@ class PendingStep:
     """A step that was queued."""
 
     done: torch.cuda.Event
-    """Its results are in host memory."""
+    """Its results are in host memory. It is timed."""
     collect: Callable[[], Step]
     """Makes them of what the device wrote; once `done` has happened."""
 
@@ -106,6 +108,7 @@ class CudaRunner:
         slots: what the device knows of the requests.
         steps: the decode graphs.
         max_batch_tokens: of a prefill batch, which the workspace is made for; larger ones grow it.
+        units: SMs of the device.
     """
 
     def __init__(
@@ -115,6 +118,7 @@ class CudaRunner:
         slots: Slots,
         steps: DecodeSteps,
         max_batch_tokens: int,
+        units: int,
     ) -> None:
         self._decoder, self.kv, self.slots, self.steps = decoder, kv, slots, steps
         self._extras = Extras(decoder.spec.vocab_size, decoder.device)
@@ -122,6 +126,11 @@ class CudaRunner:
         prefill, decode = _LaneMemory(decoder, rows), _LaneMemory(decoder, rows)
         prefill.activations.reserve(max_batch_tokens)
         prefill.passes = self.passes = Passes(decoder, kv, steps, prefill.activations)
+        self.whole: WholePasses | None = None
+        """None: hybrid passes are launched layer by layer."""
+        if served(decoder):
+            lane = prefill.logits, prefill.sampler
+            self.whole = WholePasses(decoder, kv, slots, steps, self.passes, *lane, units)
         self._memory: dict[LaneName, _LaneMemory] = {
             "prefill": prefill,
             "decode": decode,
@@ -146,7 +155,7 @@ class CudaRunner:
             if step % MAX_STEPS == 0:
                 steps.inputs.send(rows, bucket, self.slots.padding, step)
             alive = [i for i, row in enumerate(rows) if step < row.steps]
-            asked = self._extras.asked(_next(i, rows[i], step) for i in alive)
+            asked = self._extras.asked(next_place(i, rows[i], step) for i in alive)
             steps.forward(units, bucket)
             scored = self._extras.adjust(steps.logits, asked)
             steps.finish(units, bucket)
@@ -165,17 +174,26 @@ class CudaRunner:
             state.hidden, state.rows = batch, work.rows
             return Queued((), (before, batch))
         state.hidden, state.rows = None, ()
-        return Queued([self._sample(batch.hidden, (), work.rows, place)], (before, batch))
+        ends = Ends.of((), work.rows)
+        self._extras.begin(ends.begun)
+        return Queued([self._sample(batch.hidden, ends, work.rows, place)], (before, batch))
 
     def _hybrid(self, work: HybridWork, place: _Place) -> PendingStep:
         """One pass of decode rows, which come first, and prompts."""
+        ends, whole = Ends.of(work.decode, work.prompts), self.whole
+        self._extras.begin(ends.begun)
+        hidden = None if whole is None else whole.send(work, ends, place.units)
+        if whole is None or hidden is None:
+            return self._sample(self._by_layers(work, place), ends, work.prompts, place)
+        if self._extras.asked(ends.places) or any(row.scoring for row in work.prompts):
+            return self._sample(hidden, ends, work.prompts, place)
+        return _read(whole.finish(len(ends.rows)), range(len(ends.rows)), ends.rows, {})
+
+    def _by_layers(self, work: HybridWork, place: _Place) -> Tensor:
+        """The last hidden states of a pass that is no graph as a whole, [rows, hidden]."""
         batch, layers = self._open(work.prompts), self._decoder.spec.layers
-        sent, passes = None, place.memory.passes
-        if passes is not None:
-            sent = passes.send(work.prompts, len(work.decode), place.units)
-        plans = self._plans(batch, place, 0, layers) if sent is None else {}
-        hidden = batch.hidden
-        placed = Placed(self._decoder, batch.positions, batch.write_slots, plans, sent=sent)
+        hidden, plans = batch.hidden, self._plans(batch, place, 0, layers)
+        placed = Placed(self._decoder, batch.positions, batch.write_slots, plans)
         if work.decode:
             decoding = self._steps_of(work.decode, place)
             tokens = self.slots.last_token[decoding.slots]
@@ -183,7 +201,7 @@ class CudaRunner:
             hidden = torch.cat([embedded, hidden])
             placed = placed.behind(decoding, self.kv.page_size)
         self._layers(0, layers, hidden, placed, place)
-        return self._sample(hidden, work.decode, work.prompts, place)
+        return hidden
 
     def _steps_of(self, rows: Sequence[DecodeRow], place: _Place) -> Steps:
         """Decode rows for a pass that is not a graph."""
@@ -196,7 +214,7 @@ class CudaRunner:
         """Lay out a batch and embed its tokens."""
         self.slots.update(rows)
         tokens = np.concatenate([np.asarray(row.tokens, dtype=np.int32) for row in rows])
-        where = [_places(row, self.kv.page_size) for row in rows]
+        where = [places_of(row, self.kv.page_size) for row in rows]
         positions, write_slots = (np.concatenate(part) for part in zip(*where, strict=True))
         _, sent = upload_parts([tokens, positions, write_slots], self._decoder.device)
         hidden = functional.embedding(sent[0], self._decoder.weights.embedding)
@@ -254,41 +272,27 @@ class CudaRunner:
         )
 
     def _sample(
-        self,
-        hidden: Tensor,
-        decode: Sequence[DecodeRow],
-        prompts: Sequence[PromptRow],
-        place: _Place,
+        self, hidden: Tensor, ends: Ends, prompts: Sequence[PromptRow], place: _Place
     ) -> PendingStep:
-        """Sample after every decode row and after each prompt that is complete; score what is asked
-        for."""
-        rows, ends = list(range(len(decode))), list(range(len(decode)))
-        places = [_next(i, row, 0) for i, row in enumerate(decode)]
-        begun: list[Place] = []
+        """Sample where a pass ends; score what is asked for."""
         scored: dict[int, list[PendingScores]] = {}
-        end = len(decode)
-        for i, prompt in enumerate(prompts, start=len(decode)):
+        end = ends.decoding
+        for i, prompt in enumerate(prompts, start=end):
             if prompt.scoring is not None:
                 scored[i] = self._score(hidden[end:], prompt.scoring, place)
             end += len(prompt.tokens)
-            if prompt.sampling is not None:
-                position = prompt.start + len(prompt.tokens)
-                begun.append(Place(len(rows), prompt.slot, position, prompt.sampling))
-                rows.append(i)
-                ends.append(end - 1)
-        self._extras.begin(begun)
-        places += begun
+        places = ends.places
         if not places:
             return _read(hidden.new_empty(0, dtype=torch.int32), (), (), {}, scored)
-        values = np.array([(e, p.slot, p.position - 1) for e, p in zip(ends, places, strict=True)])
-        _, (where, slots, positions) = upload_parts([*values.T], self._decoder.device)
+        ints = [(e, p.slot, p.position - 1) for e, p in zip(ends.where, places, strict=True)]
+        _, (where, slots, positions) = upload_parts([*np.array(ints).T], self._decoder.device)
         logits = self._head(hidden[where], place.memory.logits[: len(places)], place)
         after = self._extras.adjust(logits, self._extras.asked(places))
         tokens, active = torch.empty_like(slots), torch.ones_like(slots)
         params = self.slots.params
         place.memory.sampler.sample(logits, slots, positions, active, params, tokens)
         self.slots.last_token[slots] = tokens
-        return _read(tokens, range(len(rows)), rows, after(tokens), scored)
+        return _read(tokens, range(len(places)), ends.rows, after(tokens), scored)
 
     def _head(self, hidden: Tensor, logits: Tensor, place: _Place) -> Tensor:
         """The classifier, into these logits."""
@@ -310,18 +314,6 @@ class CudaRunner:
         return scores
 
 
-def _places(row: PromptRow, page_size: int) -> tuple[Ints, Ints]:
-    """Position and place in the pool of each token of a chunk, int32 [n] each."""
-    positions = np.arange(row.start, row.start + len(row.tokens), dtype=np.int32)
-    pages = np.asarray(row.pages, dtype=np.int32)
-    return positions, pages[positions // page_size] * page_size + positions % page_size
-
-
-def _next(i: int, row: DecodeRow, step: int) -> Place:
-    """Where a decode row samples in that step of a launch."""
-    return Place(i, row.slot, row.position + step + 1, row.sampling)
-
-
 def _read(
     tokens: Tensor,
     which: Sequence[int],
@@ -340,7 +332,7 @@ def _read(
     """
     pinned = torch.empty(len(tokens), dtype=torch.int32, pin_memory=True)
     pinned.copy_(tokens, non_blocking=True)
-    done = new_event()
+    done = new_event(timing=True)
     done.record()
 
     def collect() -> Step:

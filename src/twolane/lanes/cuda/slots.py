@@ -102,7 +102,7 @@ def upload(values: Ints, device: torch.device, into: torch.Tensor | None = None)
 
     PyTorch keeps the pinned copy until the stream has read it.
     """
-    pinned = torch.empty(values.size, dtype=torch.int32, pin_memory=True)
+    pinned = torch.empty(values.size, dtype=torch.int32, pin_memory=device.type == "cuda")
     pinned.numpy()[:] = values.reshape(-1)
     if into is None:
         return pinned.to(device, non_blocking=True)

@@ -1,0 +1,204 @@
+"""Hybrid passes say what the CPU's decoder says, pass after pass, from one block of numbers.
+
+What their graphs would replay runs here as it is, with FlashInfer's kernel in PyTorch.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.kernels.test_gpu_decoder import on_cpu
+from tests.kernels.test_prefill_attention import Fa3
+from tests.model.checkpoints import make_checkpoint
+from twolane.kernels import prefill_attention_flashinfer as fa3
+from twolane.kernels.linear import Products
+from twolane.kernels.prefill_attention import PrefillPlan, PrefillWorkspace
+from twolane.kernels.sampling import Sampler
+from twolane.lanes.cuda import whole as module
+from twolane.lanes.cuda.decode import DecodeSteps
+from twolane.lanes.cuda.ends import Ends
+from twolane.lanes.cuda.passes import Passes
+from twolane.lanes.cuda.rows import Placed, places_of
+from twolane.lanes.cuda.slots import Slots
+from twolane.lanes.cuda.whole import WholePasses
+from twolane.lanes.work import DecodeRow, HybridWork, PromptRow, Sampling
+from twolane.model.decoder import Decoder
+from twolane.model.gpu import GpuDecoder, GpuKVCache, Workspace
+from twolane.model.hub import resolve
+from twolane.model.weights import load_weights
+from twolane.sampling import SamplingParams
+
+PAGE, UNITS, SLOTS = 16, 3, 5
+LARGEST = 192
+"""Rows of the largest pass here, of which the interpreter computes each."""
+
+
+class Lazily(dict):
+    """Graphs that are not captured: each is what it would replay."""
+
+    def __init__(self, run: Callable[..., None]) -> None:
+        super().__init__()
+        self._run = run
+
+    def __missing__(self, key):
+        key = key if isinstance(key, tuple) else (key,)
+        return SimpleNamespace(replay=partial(self._run, *key))
+
+
+@dataclass
+class Asked:
+    """One request: its tokens, of which so many are in the pool, and where."""
+
+    slot: int
+    tokens: list[int]
+    pages: list[int]
+    written: int = 0
+    sampling: Sampling = field(init=False)
+
+    def __post_init__(self) -> None:
+        greedy = SamplingParams(temperature=0.0)
+        self.sampling = Sampling(greedy, 0, len(self.tokens), (), self.tokens)
+
+
+class World:
+    """A model twice: on the CPU, and as hybrid passes."""
+
+    def __init__(self, path: Path) -> None:
+        device = torch.device("cpu")
+        self.spec, weights = load_weights(resolve(str(path)))
+        self.right = Decoder(self.spec, weights)
+        _, there = load_weights(resolve(str(path)))
+        self.decoder = GpuDecoder(self.spec, there)
+        self.kv = GpuKVCache(self.spec, 40, PAGE, torch.float32, device)
+        for layer in self.kv.layers:
+            layer.fill_(float("nan"))  # what nobody wrote must not be read: it would show
+        self.slots = Slots(SLOTS, 20, device)
+        steps = DecodeSteps(self.decoder, self.kv, self.slots, SLOTS, UNITS)
+        self.workspace = Workspace(self.spec, torch.float32, device)
+        passes = Passes(self.decoder, self.kv, steps, self.workspace)
+        logits = torch.full((SLOTS, self.spec.vocab_size), torch.nan)
+        sampler = Sampler(SLOTS, self.spec.vocab_size, device)
+        lane = passes, logits, sampler, UNITS
+        self.whole = WholePasses(self.decoder, self.kv, self.slots, steps, *lane)
+        self.split: list[bool] = []
+        self.whole._passed = Lazily(self._noted)
+        self.whole._ended = Lazily(self.whole._end)
+
+    def _noted(self, size: int, split: bool) -> None:
+        self.split.append(split)
+        self.whole._pass(size, split)
+
+    def prefill(self, sequence: Asked, count: int) -> None:
+        """Write its first tokens to the pool, by layers."""
+        row = self.chunk(sequence, count)
+        positions, write_slots = (torch.from_numpy(part) for part in places_of(row, PAGE))
+        spec = self.spec
+        plan = PrefillPlan.build(
+            [(0, count)],
+            [row.pages],
+            page_size=PAGE,
+            heads=spec.heads,
+            kv_heads=spec.kv_heads,
+            dim=spec.head_dim,
+            dtype=torch.float32,
+            units=UNITS,
+            workspace=PrefillWorkspace("cpu"),
+            backend="triton",
+        )
+        placed = Placed(self.decoder, positions, write_slots, {None: plan})
+        hidden = self.decoder.weights.embedding[torch.tensor(row.tokens)]
+        products = Products(UNITS)
+        self.decoder.layers(0, spec.layers, hidden, placed, self.kv, self.workspace, products)
+
+    def chunk(self, sequence: Asked, count: int) -> PromptRow:
+        """Its next tokens."""
+        start, end = sequence.written, sequence.written + count
+        sequence.written = end
+        ends = sequence.sampling if end == len(sequence.tokens) else None
+        return PromptRow(sequence.slot, start, sequence.tokens[start:end], sequence.pages, ends)
+
+    def step(self, sequence: Asked) -> DecodeRow:
+        """Its last token, which the device has sampled."""
+        sequence.written = len(sequence.tokens)
+        position = sequence.written - 1
+        return DecodeRow(sequence.slot, position, 1, sequence.pages, sequence.sampling)
+
+    def run(self, decode: Sequence[Asked], chunks: Sequence[tuple[Asked, int]]) -> None:
+        """One pass; every sampled token is the CPU's, and goes on with its sequence."""
+        work = HybridWork(
+            tuple(self.step(each) for each in decode),
+            tuple(self.chunk(*each) for each in chunks),
+        )
+        ends = Ends.of(work.decode, work.prompts)
+        hidden = self.whole.send(work, ends, UNITS)
+        assert hidden is not None
+        assert not hidden.isnan().any()
+        tokens = self.whole.finish(len(ends.rows)).tolist()
+        sampled = [*decode, *(each for each, _ in chunks if each.written == len(each.tokens))]
+        assert len(tokens) == len(sampled)
+        for token, sequence in zip(tokens, sampled, strict=True):
+            logits = on_cpu(self.right, torch.tensor(sequence.tokens))
+            assert token == int(logits[-1].argmax())
+            assert int(self.slots.last_token[sequence.slot]) == token
+            sequence.tokens.append(token)
+
+
+@pytest.fixture
+def world(tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch) -> World:
+    if device != "cpu":
+        pytest.skip("tests/gpu/test_logits.py replays graphs")
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: torch.Stream("cpu"))
+    monkeypatch.setattr(fa3, "_load", lambda dtype, dim: (Fa3(132), None))
+    monkeypatch.setattr(module, "WHOLE", LARGEST)
+    return World(make_checkpoint("qwen3", tmp_path / "model", seed=1))
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_passes_follow_each_other(
+    world: World, split: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests decode beside chunks of others' prompts, which decode when they are through."""
+    costs = {"item": 0, "split": 0} if split else {"split": 10**9}
+    monkeypatch.setattr(fa3, "_PAGED", replace(fa3._PAGED, **costs))
+    monkeypatch.setattr(fa3, "FILLED", 0.0)  # Triton's kernel would be as right, but is no graph
+
+    draw = torch.Generator().manual_seed(0)
+    pages = iter(torch.randperm(40, generator=draw).tolist())
+
+    def request(slot: int, length: int) -> Asked:
+        tokens = torch.randint(3, 250, (length,), generator=draw).tolist()
+        return Asked(slot, tokens, [next(pages) for _ in range(-(-(length + 8) // PAGE))])
+
+    running = request(4, 20)
+    world.prefill(running, 19)
+    world.slots.last_token[4] = running.tokens[-1]
+    long, short = request(1, 205 if split else 90), request(0, 5)
+    prefix = 192 if split else 33
+    world.prefill(long, prefix)
+    world.run([running], [(long, 3), (short, 5)])
+    world.run([short, running], [(long, len(long.tokens) - prefix - 3)])
+    last = request(3, 17)
+    world.run([long, running, short], [(last, 17)])
+    assert len(world.split) == 3 and any(world.split) == split
+
+
+def test_what_has_no_graph_is_not_sent(world: World) -> None:
+    running, other = (Asked(slot, [3] * 200, [*range(13)]) for slot in range(2))
+    chunk, step = PromptRow(0, 0, [3] * 191, other.pages, None), world.step(running)
+    world.whole._passed = Lazily(lambda *_: None)
+
+    def sent(*work: object, units: int = UNITS) -> bool:
+        asked = HybridWork(*work)
+        ends = Ends.of(asked.decode, asked.prompts)
+        return world.whole.send(asked, ends, units) is not None
+
+    assert sent((step,), (chunk,))
+    assert not sent((step,), (replace(chunk, tokens=[3] * 192),))
+    assert not sent((), (chunk,))
+    assert not sent((step,), (chunk,), units=UNITS - 1)
