@@ -74,7 +74,7 @@ class SteppedLanes:
         if job.ticket.start is None:
             job.ticket.start = self.time
         try:
-            job.ticket.steps.append(next(job.steps))
+            job.ticket.add(next(job.steps), self.clock())
         except StopIteration:
             job.ticket.end = self.time
             self._queues[lane].popleft()

@@ -17,7 +17,7 @@ from twolane.lanes.sim import Demand, FixedDurations, SimLanes
 from twolane.lanes.work import DecodeWork, Work
 from twolane.sampling import SamplingParams
 from twolane.slo import Slo
-from twolane.systems import SYSTEMS, make_system
+from twolane.systems import SYSTEMS, System, make_system
 from twolane.systems.plan import Chunk, DecodeSteps, Launch, Plan, PrefillSlice, Refusal
 from twolane.systems.view import View
 from twolane.vocabulary import LaneName
@@ -154,10 +154,12 @@ def test_a_request_that_cannot_be_served_is_refused_by_name() -> None:
         assert not news.outputs
 
 
-def small_engine(slo: Slo | None = None, delivery: float = 0.0) -> Engine:
+def small_engine(
+    slo: Slo | None = None, delivery: float = 0.0, system: System | None = None
+) -> Engine:
     """An engine whose pool holds 64 tokens."""
     return Engine(
-        make_system("chunked"),
+        system or make_system("chunked"),
         SimLanes(UNITS, (), FixedDurations()),
         KVBooks(4, 16, 4, prefix_cache=True),
         layers=LAYERS,
@@ -298,6 +300,23 @@ def test_times_add_up() -> None:
     b = sim.outputs["b"].times
     assert b is not None
     assert (b.queue, b.prefill, b.decode) == (None, None, None)
+
+
+def test_tokens_are_as_old_as_the_device_made_them() -> None:
+    """However late the loop looks: what the host was late by says nothing of launches."""
+    engine = small_engine(system=Script(lambda view: one_by_one(view, k=4)))
+    engine.take([submit("a", 16, 5)])
+    ended = None
+    while ended is None:
+        engine.carry_out(engine.plan())
+        engine.state.lanes.advance(engine.state.now() + 1.0)
+        engine.reap()
+        news = engine.news()
+        ended = news and news.outputs[0].times
+    gaps = engine.state.gaps
+    assert gaps.total == gaps.above(0.019, 4) == 4
+    assert gaps.above(0.021, 4) == 1  # the prompt took 0.08 s, and steps were launched after 1 s
+    assert ended.decode == pytest.approx(0.92 + 4 * 0.02)
 
 
 def test_seconds_by_lane_and_units() -> None:

@@ -7,6 +7,7 @@ from tests.systems.simulation import LAYERS, UNITS, Ran, simulate, submit
 from twolane.estimate import Beside, Load
 from twolane.estimate.online import OnlineEstimator
 from twolane.lanes.sim import FixedDurations
+from twolane.lanes.work import DecodeWork, Work
 from twolane.systems import make_system
 
 LOAD = Load((512, 1), (0, 640))
@@ -99,6 +100,26 @@ def test_the_engine_says_what_ran_beside():
         if 0 < sum(shared(step, other) for other in simulation.record.of("prefill")) < 0.9
     ]
     assert told == len(simulation.record.of("decode")) - len(mixed)
+
+
+class SlowHost(FixedDurations):
+    """The device begins with decode steps before the host has launched all of them."""
+
+    def host_seconds(self, work: Work) -> tuple[float, float]:
+        return 0.0, 0.03 if isinstance(work, DecodeWork) else 0.0
+
+
+@pytest.mark.parametrize("promises", [False, True])
+def test_bounds_are_not_learnt_from_launches_that_may_have_waited_for_the_host(promises):
+    """Who has no profile has nothing else to learn from."""
+    estimator = Noting()
+    estimator.promises = promises
+    durations = SlowHost(decode_step=0.02)
+    system = make_system("prefill-first", {})
+    simulate(system, [(0.0, submit("a", 50, 9))], durations=durations, estimator=estimator)
+    assert len(estimator.slices) == 1
+    steps = [seconds for *_, seconds, _ in estimator.steps]
+    assert steps == ([] if promises else pytest.approx([0.03] * 8))
 
 
 def shared(a: Ran, b: Ran) -> float:

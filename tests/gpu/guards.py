@@ -73,7 +73,8 @@ def _read_at_once(lanes: CudaLanes) -> None:
     def follow(watcher: Any, watched: Any) -> None:
         ticket = watched.ticket
         ticket.start = watcher._clock.seen(_waited(watched.begun))
-        ticket.steps.extend(step.collect() for step in watched.queued.steps)
+        for step in watched.queued.steps:
+            ticket.add(step.collect(), ticket.start)
         ticket.end = max(watcher._clock.seen(_waited(ticket.ended)), ticket.start)
 
     lanes_module._Watcher._follow = follow
@@ -85,7 +86,7 @@ def _end_early(lanes: CudaLanes) -> None:
         ticket.start = watcher._clock.seen(_waited(watched.begun))
         for step in watched.queued.steps:
             step.done.synchronize()
-            ticket.steps.append(step.collect())
+            ticket.add(step.collect(), ticket.start)
         ticket.end = ticket.start
 
     lanes_module._Watcher._follow = follow

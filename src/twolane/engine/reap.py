@@ -21,16 +21,16 @@ def reap(state: State) -> bool:
     polled = [(flight, *_poll(flight)) for flight in reversed(state.flights)]
     news = False
     for flight, done, steps in reversed(polled):
-        for step in steps:
-            _deliver(state, flight, step)
+        for step, at in steps:
+            _deliver(state, flight, step, at)
         if done:
             _settle(state, flight)
         news |= done or bool(steps)
     return _tell_paced(state) or news
 
 
-def _poll(flight: Flight) -> tuple[bool, list[Step]]:
-    """Whether the launch has ended, and the steps it has finished since the last time."""
+def _poll(flight: Flight) -> tuple[bool, list[tuple[Step, float]]]:
+    """Whether the launch has ended, and the steps it has finished since the last time, and when."""
     ticket = flight.ticket
     done = ticket.done  # read first: the last step comes before the end
     if done:
@@ -38,22 +38,23 @@ def _poll(flight: Flight) -> tuple[bool, list[Step]]:
     if len(ticket.steps) == flight.taken:
         return done, []
     steps = ticket.steps[flight.taken :]
+    times = ticket.times[flight.taken : flight.taken + len(steps)]
     flight.taken += len(steps)
-    return done, steps
+    return done, [*zip(steps, times, strict=True)]
 
 
-def _deliver(state: State, flight: Flight, step: Step) -> None:
-    """Tokens are delivered per step, not per launch."""
+def _deliver(state: State, flight: Flight, step: Step, at: float) -> None:
+    """Tokens are delivered per step, not per launch; they are as old as the device made them."""
     for row, logprobs in step.prompt_logprobs:
         request, allocation = flight.rows[row]
         if _expected(request, allocation):
             request.prompt_logprobs += logprobs
-    now, rows, work = state.now(), flight.rows, flight.launch.work
+    rows, work = flight.rows, flight.launch.work
     paced = isinstance(work, PrefillSlice) and work.paced
     for sampled in step.sampled:
         request, allocation = rows[sampled.row]
         if _expected(request, allocation):
-            _receive(state, request, sampled, now, paced=paced)
+            _receive(state, request, sampled, at, paced=paced)
 
 
 def _expected(request: Request, allocation: Allocation) -> bool:
@@ -65,10 +66,10 @@ def _expected(request: Request, allocation: Allocation) -> bool:
     return request.allocation is allocation
 
 
-def _receive(state: State, request: Request, sampled: Sampled, now: float, *, paced: bool) -> None:
+def _receive(state: State, request: Request, sampled: Sampled, at: float, *, paced: bool) -> None:
     kept_back = state.paced.pop(request, None)
     if kept_back is not None:  # its step has ended before it was found that it can begin
-        _tell(state, request, kept_back, now)
+        _tell(state, request, kept_back, at)
     request.tokens.append(sampled.token)
     first = request.last_token_at is None
     if request.phase is not Phase.DECODE:
@@ -83,17 +84,18 @@ def _receive(state: State, request: Request, sampled: Sampled, now: float, *, pa
     if paced and first and wanted and not ended:
         state.paced[request] = sampled
         return
-    _tell(state, request, sampled, now)
+    _tell(state, request, sampled, at)
     if ended:
         state.finish(request, "stop" if stopped else "length")
 
 
-def _tell(state: State, request: Request, sampled: Sampled, now: float) -> None:
+def _tell(state: State, request: Request, sampled: Sampled, at: float) -> None:
     if request.last_token_at is None:
-        request.first_token_at = now
+        request.first_token_at = at
     else:
-        state.gaps.add(now - request.last_token_at)
-    request.last_token_at = now
+        at = max(at, request.last_token_at)  # which may have been paced
+        state.gaps.add(at - request.last_token_at)
+    request.last_token_at = at
     state.say(request, sampled)
 
 

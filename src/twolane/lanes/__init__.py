@@ -52,6 +52,8 @@ class Ticket:
     lane: LaneName
     units: int
     steps: list[Step] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    """When the device was through with each of them: seconds, the lanes' clock."""
     start: float | None = None
     """Seconds, the lanes' clock, when the device began with it."""
     end: float | None = None
@@ -65,6 +67,11 @@ class Ticket:
     def waited(self) -> bool:
         """Whether the device began before all of it was queued: it may have waited for the host."""
         return self.start is not None and self.start < self.launched
+
+    def add(self, step: Step, at: float) -> None:
+        """A step has ended."""
+        self.times.append(at)
+        self.steps.append(step)  # last: whoever polls sees that there is one by this
 
     @property
     def done(self) -> bool:

@@ -91,7 +91,7 @@ class CpuLanes:
         ticket.start = self.clock()
         try:
             for tokens in self._runner.run(job.work):
-                ticket.steps.append(tokens)
+                ticket.add(tokens, self.clock())
                 self._notify()
         except BaseException as error:  # the engine raises it on its own thread
             ticket.error = error

@@ -189,7 +189,7 @@ class SimLanes:
         over = [ticket for ticket in self._running if ticket.over <= self._now]
         for ticket in over:
             assert ticket.work is not None
-            ticket.steps.append(_result(ticket.work, len(ticket.steps)))
+            ticket.add(_result(ticket.work, len(ticket.steps)), self._now)
             ticket.takes = 0.0
             if len(ticket.steps) == len(ticket.demands):
                 ticket.end = self._now

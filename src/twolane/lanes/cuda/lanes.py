@@ -164,7 +164,8 @@ class _Watcher:
         ticket.start = self._clock.seen(watched.begun)
         for step in watched.queued.steps:
             step.done.synchronize()
-            ticket.steps.append(step.collect())
+            at = self._clock.seen(step.done)
+            ticket.add(step.collect(), at)
             self._notify()
         ticket.ended.synchronize()
         ticket.start, ticket.end = self._clock.both(watched.begun, ticket.ended)
