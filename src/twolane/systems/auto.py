@@ -262,7 +262,8 @@ class Auto(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             return Plan(launches=(launch,), reason=STEPS_FIRST), memory
         chunks = _take(view, order, choice.tokens)
         launch = Launch("device", view.units, Hybrid())
-        return Plan(admit=chunks, launches=(launch,), reason=_reason(choice, tbt)), memory
+        reason = _reason(view, memory, choice, tbt)
+        return Plan(admit=chunks, launches=(launch,), reason=reason), memory
 
     def _temporal(
         self, view: View, memory: Memory, batch: _Batch, choice: Choice, tbt: float
@@ -281,7 +282,8 @@ class Auto(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         more = prompts > len(batch.joiners)
         if last < view.layers or not more or spent + choice.layer > room:
             launches.append(Launch("device", view.units, DecodeSteps()))
-        plan = Plan(admit=batch.chunks, launches=tuple(launches), reason=_reason(choice, tbt))
+        reason = _reason(view, memory, choice, tbt)
+        plan = Plan(admit=batch.chunks, launches=tuple(launches), reason=reason)
         return plan, replace(memory, spent=spent)
 
     def _prefill_alone(self, view: View, batch: _Batch | None) -> Plan:
@@ -320,7 +322,7 @@ class Auto(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 memory = replace(memory, ends=ends)
         if step := self._step(view, before, choice, meanwhile):
             launches = [step, *launches]
-        reason = _reason(choice, tbt) if launches else ""
+        reason = _reason(view, memory, choice, tbt) if launches else ""
         return Plan(admit=admit, launches=tuple(launches), reason=reason), memory
 
     def _step(self, view: View, memory: Memory, choice: Choice, meanwhile: float) -> Launch | None:
@@ -511,12 +513,13 @@ def _take(view: View, order: Sequence[RequestView], tokens: int) -> tuple[Chunk,
     return next_chunks(view, tokens, split=True, waiting=order)
 
 
-def _reason(choice: Choice, tbt: float) -> str:
-    """With predictions, for the trace."""
+def _reason(view: View, memory: Memory, choice: Choice, tbt: float) -> str:
+    """With predictions, for the trace: beside what is planned for, and the bound."""
     what = {
         "hybrid": f"{choice.tokens} tokens a pass",
         "temporal": f"{choice.layers} layers between steps",
         "spatial": f"{choice.level[0]} + {choice.level[1]} units",
     }[choice.mode]
-    gap = f"gap <= {choice.gap * 1e3:.1f} of {tbt * 1e3:.1f} ms"
+    target = _target(view, memory, tbt)
+    gap = f"gap <= {choice.gap * 1e3:.1f} of {target * 1e3:.1f} ms, bound {tbt * 1e3:.1f}"
     return f"{choice.mode}: {what}, {gap}, prefill at {choice.pace:.0%}"
