@@ -42,7 +42,7 @@ FITTED = (
     *("power_exponent", "product_share", "prompt_attention_share", "decode_attention_share"),
     *("spill", "corner", "whole_corner", "step_corner", "one_grid", "attention_rows", "in_flight"),
     *("product_waits", "arithmetic_waits", "kernel_seconds", "pass_layer_seconds"),
-    "sampling_seconds",
+    *("whole_layer_seconds", "split_seconds", "sampling_seconds"),
 )
 OUTLIER = 0.4
 """Of log(model / measured): what is farther off counts no more."""

@@ -55,14 +55,15 @@ class Computed:
         """Of a decode step, with its padding."""
         return padded(load.requests, self.buckets, BUCKET_STEP if self.buckets else 1)
 
-    def pairs(self, load: Load) -> tuple[float, float]:
+    def pairs(self, load: Load, *, large: bool = False) -> tuple[float, float]:
         """Σ n² and Σ n·r, one n of each product in whole tiles; those of the slower kernel count
-        for as many as the other would have computed meanwhile."""
+        for as many as the other would have computed meanwhile. `large`: there are no small tiles.
+        """
         squares, products = load.squares, load.products
         if self.tile == 1:
             return squares, products
         whole = _whole(load, self.tile)
-        if not self.group or squares + products >= FILLED * sum(whole):
+        if large or not self.group or squares + products >= FILLED * sum(whole):
             return whole
         rows = max(load.n) * self.group
         tile = next((each for each in SMALL_ROWS if each >= rows), SMALL_ROWS[-1]) // self.group

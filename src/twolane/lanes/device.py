@@ -36,7 +36,7 @@ ITEM = 2
 """Bytes of an element: weights, activations and KV are bfloat16."""
 HOST_SLICE, HOST_OPENS, HOST_SAMPLES = 4.0e-4, 1.4e-3, 1.2e-3
 """Seconds of the host for a launch of prefill beside its layers; to lay out a batch; to sample."""
-HOST_PASS = 3.0e-3
+HOST_PASS = 1.25e-3
 """For a hybrid pass that is one graph, which is launched in the middle of it: nine in ten take less
 than a fifth more."""
 
@@ -94,6 +94,10 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     """Of one small kernel in a CUDA graph, beside its bytes."""
     pass_layer_seconds: float = 1.9e-5
     """Of a prefill slice's or hybrid pass's layer, for its graphs and attention begin apart."""
+    whole_layer_seconds: float = 1.9e-5
+    """Of the layer of a hybrid pass that is one graph."""
+    split_seconds: float = 1.9e-5
+    """Of the further kernels of its attention if tiles are split."""
     sampling_seconds: float = 1.5e-4
     """Of a step's end."""
     link_bandwidth: float = 0.0
@@ -109,27 +113,29 @@ H200 = Gpu(
     units=132,
     memory=150.1e9,
     unit_flops=8.11e12,
-    bandwidth=4.08e12,
-    unit_bandwidth=0.149e12,
-    product_units=18.9,
-    power_units=60.2,
-    traffic_units=20.6,
-    power_exponent=3.4,
-    product_share=0.884,
-    prompt_attention_share=0.564,
-    decode_attention_share=0.941,
+    bandwidth=4.11e12,
+    unit_bandwidth=0.147e12,
+    product_units=19.0,
+    power_units=59.4,
+    traffic_units=19.3,
+    power_exponent=3.35,
+    product_share=0.881,
+    prompt_attention_share=0.596,
+    decode_attention_share=0.943,
     spill=0.00321,
     corner=1.5,
-    whole_corner=1.83,
-    step_corner=2.29,
-    one_grid=1.86e7,
-    attention_rows=46.7,
+    whole_corner=1.97,
+    step_corner=2.27,
+    one_grid=18.3e6,
+    attention_rows=51.7,
     in_flight=1.72,
-    product_waits=0.779,
-    arithmetic_waits=0.173,
-    kernel_seconds=2.04e-6,
-    pass_layer_seconds=1.78e-5,
-    sampling_seconds=5.86e-5,
+    product_waits=0.806,
+    arithmetic_waits=0.182,
+    kernel_seconds=2.06e-6,
+    pass_layer_seconds=1.70e-5,
+    whole_layer_seconds=5.66e-6,
+    split_seconds=2.04e-5,
+    sampling_seconds=5.73e-5,
     link_bandwidth=360e9,
 )
 """By `benchmarks/fit_device.py`: docs/simulation.md has what was measured beside the model's."""
@@ -163,7 +169,7 @@ A100 = Gpu(
 )
 """Data sheet; products at 77 to 80 % of the peak (Bullet §2.3); decode is slowed by prefill by up
 to 20 % (MuxWise §3.3.2)."""
-FORMULAS = 7
+FORMULAS = 8
 """Raised when what is computed of a GPU's parameters changes."""
 
 
@@ -177,6 +183,12 @@ KERNELS = 10
 """Small kernels of a layer."""
 TILE = 64
 """Rows that products are counted in."""
+TILE_KEYS, SPLIT_KEYS = 288, 1900
+"""A large tile of attention beside its keys, and that some are split, in the time of a key."""
+SPLIT_GAIN = 0.97
+"""Tiles are split if that takes less than so much of what whole ones take."""
+EMPTY_KEYS, FILLED = 8192, 0.65
+"""Keys that an SM reads in a pass's graph, at most, for tiles of which fewer rows have a token."""
 
 
 class _Shapes(NamedTuple):
@@ -266,6 +278,7 @@ class DeviceModel:
         self.spec = spec
         self.tp = tp
         self._shapes = _shapes(spec, tp)
+        self._tile = 192 if spec.head_dim == 64 else 128
         self._rng = np.random.default_rng([seed, 0x4E4F4953])
         self._noise: list[float] = []
         self._layers: dict[tuple[int, int, bool], _Cost] = {}
@@ -348,7 +361,16 @@ class DeviceModel:
 
     def _hybrid(self, work: HybridWork, units: int) -> _Cost:
         decode, prompts = len(work.decode), work.prompts
-        layer = self._pass_layer(decode + _count(prompts), prompts, units)
+        tokens = decode + _count(prompts)
+        tiles = self._tiles(prompts, units) if decode and tokens <= WHOLE else None
+        if tiles is not None:
+            pairs, split = tiles
+            attention = self._attend(prompts, units, pairs)
+            layer = self._layer(padded(tokens, SIZES), units, decode=False).plus(attention)
+            more = self.gpu.whole_layer_seconds + split * self.gpu.split_seconds
+            layer = layer._replace(fixed=layer.fixed + more)
+        else:
+            layer = self._pass_layer(tokens, prompts, units)
         read = self._read(sum([row.position + 1 for row in work.decode]), units)
         head = self._head(decode + _ends(prompts), units)
         return layer.times(self._shapes.layers).plus(head).plus(read)
@@ -431,8 +453,8 @@ class DeviceModel:
         total = sum(flops)
         return cost._replace(arithmetic=total, bytes=moved + gpu.spill * total)
 
-    def _attend(self, rows: Sequence[PromptRow], units: int) -> _Cost:
-        """Attention of the chunks of a prefill batch, in one layer."""
+    def _attend(self, rows: Sequence[PromptRow], units: int, tiled: float | None = None) -> _Cost:
+        """Attention of the chunks of a prefill batch, in one layer; `tiled`: see `_tiles`."""
         gpu, shapes = self.gpu, self._shapes
         pairs = seen = 0.0
         for row in rows:
@@ -440,6 +462,7 @@ class DeviceModel:
             # Tiles on the diagonal are whole.
             pairs += (n + gpu.attention_rows) * (row.start + 0.5 * n + 64)
             seen += row.start + n
+        pairs = pairs if tiled is None else tiled
         flops = 4.0 * shapes.q_size * pairs
         moved = seen * shapes.kv_bytes
         c = flops / (units * gpu.unit_flops * gpu.prompt_attention_share)
@@ -447,6 +470,30 @@ class DeviceModel:
         m = moved / min(units * gpu.unit_bandwidth, gpu.bandwidth)
         cost = self._round(c, m, saturated, gpu.corner)
         return cost._replace(arithmetic=ATTENTION_POWER * flops, bytes=moved)
+
+    def _tiles(self, rows: Sequence[PromptRow], units: int) -> tuple[float, bool] | None:
+        """Pairs of rows and keys that all SMs would compute for a head while the busiest is, in
+        large tiles, as in the graph of a pass, and whether some are split; None: there are small
+        ones, for these were nearly empty.
+
+        `kernels/prefill_attention_schedule.py` deals tiles, and splits the longest if that is
+        faster; `kernels/prefill_attention_flashinfer.py` (`Replayed`) says what is nearly empty.
+        """
+        tile, heads = self._tile, self.spec.heads / self.tp
+        keys = [
+            row.start + min(len(row.tokens), first + tile)
+            for row in rows
+            for first in range(0, len(row.tokens), tile)
+        ]
+        new = sum([len(row.tokens) * (row.start + len(row.tokens)) for row in rows])
+        if heads * sum(keys) > EMPTY_KEYS * units and new < FILLED * tile * sum(keys):
+            return None
+        count, longest = heads * len(keys), max(keys) + TILE_KEYS
+        mean = (heads * sum(keys) + count * TILE_KEYS) / units
+        rounds = math.ceil(count / units)
+        busiest = max(mean, longest) if rounds == 1 else mean * rounds * units / count
+        split = mean + SPLIT_KEYS < SPLIT_GAIN * busiest
+        return (mean + SPLIT_KEYS if split else busiest) * tile * units / heads, split
 
     def _read(self, contexts: int, units: int) -> _Cost:
         """Attention of a decode step: all layers read the keys and values of these tokens."""
