@@ -5,7 +5,8 @@ import pytest
 
 from tests.estimate import synthetic
 from twolane.estimate import Load
-from twolane.estimate.computed import BUCKETS, FILLED, SLOPES, SMALL_ROWS, STEPS, Computed
+from twolane.estimate.computed import BUCKETS, SLOPES, SMALL_ROWS, STEPS, Computed
+from twolane.sizes import EMPTY_KEYS, FILLED, WHOLE
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +27,6 @@ def test_sizes_are_those_of_the_lanes(gpu: Computed):
     assert decode.BUCKETS == BUCKETS
     assert linear.ROWS[:-1] == (*STEPS, *SLOPES[1:])
     assert gpu.tile == fa3.tile_tokens(synthetic.SHAPE.head_dim)
-    assert fa3.FILLED == FILLED
     taken = [tiling(rows, synthetic.SHAPE.head_dim, torch.bfloat16).rows for rows in range(1, 300)]
     assert sorted(set(taken)) == list(SMALL_ROWS)
     assert [taken.count(rows) for rows in SMALL_ROWS[:-1]] == [16, 64 - 16]
@@ -42,6 +42,14 @@ def test_a_gpu_pads(gpu: Computed):
     assert gpu.pairs(few) == pytest.approx(((20 + 14) * 32 / FILLED, (1000 + 300) * 32 / FILLED))
     fewer = Load([4, 3], [1000, 300])
     assert gpu.pairs(fewer) == pytest.approx(((4 + 3) * 4 / FILLED, (1000 + 300) * 4 / FILLED))
+    # In the graph of a hybrid pass tiles are large, as far as the SMs read few keys for them.
+    assert gpu.pairs(few, rows=WHOLE) == ((20 + 14) * 128, (1000 + 300) * 128)
+    assert gpu.pairs(few, rows=WHOLE + 1) == gpu.pairs(few)
+    units, heads = synthetic.UNITS, synthetic.SHAPE.heads
+    at_most = EMPTY_KEYS * units // heads
+    last, next_one = (Load([20], [keys - 20]) for keys in (at_most, at_most + 1))
+    assert gpu.pairs(last, rows=64)[0] == 20 * 128
+    assert gpu.pairs(next_one, rows=64) == gpu.pairs(next_one)
     assert [gpu.rows(Load.decode([5] * n)) for n in (1, 3, 250, 256, 257)] == [1, 4, 256, 256, 320]
 
 

@@ -268,7 +268,7 @@ def test_what_does_not_fit_a_graph_is_not_sent(device, monkeypatch):
 
     assert splits([(0, 1)] * 20) is False
     assert splits([(960, 192)]) is False
-    monkeypatch.setattr(fa3, "_MOST_EMPTY", 960)
+    monkeypatch.setattr(fa3, "EMPTY_KEYS", 960)
     assert splits([(960, 192)]) is False
     assert splits([(960, 1)]) is None  # a tile with a token, and Triton would not wait for graphs
     monkeypatch.setattr(fa3, "_SEGMENTS", 3)
@@ -276,7 +276,7 @@ def test_what_does_not_fit_a_graph_is_not_sent(device, monkeypatch):
     assert splits([(0, 1)] * 4) is False
     assert splits([(0, 1)] * 5) is None  # items
     monkeypatch.setattr(fa3, "_PAGED", replace(fa3._PAGED, item=0, split=0))
-    monkeypatch.setattr(fa3, "_MOST_EMPTY", 192)
+    monkeypatch.setattr(fa3, "EMPTY_KEYS", 192)
     replayed = fa3.Replayed(first, 10, 256)
     assert splits([(960, 192)]) is True
     assert splits([(960, 1)]) is None  # the keys of its tiles' fronts count, too

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from twolane.estimate import Load
 from twolane.estimate.profile import Profile
-from twolane.sizes import BUCKET_STEP, BUCKETS, SIZES, padded
+from twolane.sizes import BUCKET_STEP, BUCKETS, EMPTY_KEYS, FILLED, SIZES, WHOLE, padded
 
 STEPS = (16, 32, 64)
 """Rows beyond which products of decode go another way, while their weights bind them."""
@@ -18,9 +18,6 @@ SLOPES = (64, 128)
 """The same from where arithmetic binds them, so that they take longer with every row."""
 BENDS = (128, 384)
 """New tokens of a pass from which on arithmetic binds some of its products, and all."""
-FILLED = 0.65
-"""Share of large tiles' rows that has a token, from which on attention takes them; and the rate of
-the kernel with small ones over that of the other."""
 SMALL_ROWS = (16, 64, 128)
 """Of the small tiles: new tokens times the query heads that share a KV head. As few as hold the
 longest prompt's."""
@@ -37,6 +34,8 @@ class Computed:
     graphs: bool = False
     """Whether passes are padded to sizes that have graphs."""
     buckets: tuple[int, ...] = ()
+    empty: float = 0.0
+    """Pairs of rows and keys that large tiles may have in the graph of a pass, however empty."""
 
     @classmethod
     def on(cls, profile: Profile) -> "Computed":
@@ -45,7 +44,10 @@ class Computed:
         if not device.startswith(("cuda", "simulated")):
             return cls()
         group = shape.heads // shape.kv_heads if device.startswith("cuda") else 0
-        return cls(192 if shape.head_dim == 64 else 128, group, True, BUCKETS)
+        tile = 192 if shape.head_dim == 64 else 128
+        heads = shape.heads / profile.key.tensor_parallel
+        empty = EMPTY_KEYS * profile.key.units * tile / heads
+        return cls(tile, group, True, BUCKETS, empty)
 
     def tokens(self, load: Load) -> int:
         """Σ n of a pass, with its padding."""
@@ -55,18 +57,22 @@ class Computed:
         """Of a decode step, with its padding."""
         return padded(load.requests, self.buckets, BUCKET_STEP if self.buckets else 1)
 
-    def pairs(self, load: Load, *, large: bool = False) -> tuple[float, float]:
+    def pairs(self, load: Load, *, rows: int = 0) -> tuple[float, float]:
         """Σ n² and Σ n·r, one n of each product in whole tiles; those of the slower kernel count
-        for as many as the other would have computed meanwhile. `large`: there are no small tiles.
+        for as many as the other would have computed meanwhile.
+
+        `rows`: of the hybrid pass that these are the prompts of; 0: they are a prefill batch.
         """
         squares, products = load.squares, load.products
         if self.tile == 1:
             return squares, products
         whole = _whole(load, self.tile)
-        if large or not self.group or squares + products >= FILLED * sum(whole):
+        graph = 0 < rows <= WHOLE and sum(whole) <= self.empty
+        if graph or not self.group or squares + products >= FILLED * sum(whole):
             return whole
-        rows = max(load.n) * self.group
-        tile = next((each for each in SMALL_ROWS if each >= rows), SMALL_ROWS[-1]) // self.group
+        longest = max(load.n) * self.group
+        small = next((each for each in SMALL_ROWS if each >= longest), SMALL_ROWS[-1])
+        tile = small // self.group
         squares, products = _whole(load, tile)
         return squares / FILLED, products / FILLED
 

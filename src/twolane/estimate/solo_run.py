@@ -21,7 +21,6 @@ from scipy.optimize import nnls
 from twolane.estimate import Beside, Estimator, Floats, Ints, Load
 from twolane.estimate.computed import Computed
 from twolane.estimate.profile import Profile, ProfileError, Sample
-from twolane.sizes import WHOLE
 
 LEAST_TOKENS = 1024
 """New and reused tokens from which on Equation 1 is fitted, as in the papers; smaller batches are
@@ -142,8 +141,7 @@ def step_features(load: Load) -> list[float]:
 
 def pass_features(computed: Computed, load: Load) -> list[float]:
     """Equation 1 over the chunks and Equation 2 over the decode rows of a hybrid batch."""
-    steps, graph = load.decoding, computed.graphs and load.new <= WHOLE
-    pairs = computed.pairs(load.chunks, large=graph)
+    steps, pairs = load.decoding, computed.pairs(load.chunks, rows=load.new)
     end = step_features(steps)
     return [*pairs, computed.tokens(load) - steps.requests, *end]
 

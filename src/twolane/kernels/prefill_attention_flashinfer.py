@@ -41,6 +41,7 @@ from twolane.kernels.prefill_attention_schedule import (
     tiles,
 )
 from twolane.kernels.prefill_attention_triton import Merge, gather_kernel
+from twolane.sizes import EMPTY_KEYS, FILLED
 
 _PAGED = Costs(block=96, item=288, split=1200)
 _DENSE = Costs(block=128, item=288, split=0)
@@ -52,11 +53,6 @@ _NO_WINDOW = -1
 _PART = 32
 _SEGMENTS = 64
 """Prompts of a pass that a graph's lists have room for."""
-FILLED = 0.65
-"""Triton's rate over FA3's: if a smaller share of FA3's rows has a token, Triton is faster."""
-_MOST_EMPTY = 8192
-"""Keys that an SM reads for tiles so empty, at most, in a graph: a tenth of a millisecond, less
-than the host takes for a layer that is not in one, as those with Triton's kernel."""
 
 
 def tile_tokens(dim: int) -> int:
@@ -283,7 +279,7 @@ class Replayed:
         parts = _parts(batch, plan)
         if any(part.size > size for part, size in zip(parts, self.sizes, strict=False)):
             return None
-        if filled(batch) < FILLED and _keys(plan) > _MOST_EMPTY * self._units:
+        if filled(batch) < FILLED and _keys(plan) > EMPTY_KEYS * self._units:
             return None
         nothing = [_NOTHING] * (len(self.sizes) - len(parts))
         return [*parts, *nothing], plan.slots > 0

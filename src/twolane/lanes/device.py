@@ -30,7 +30,7 @@ import numpy as np
 from twolane.lanes.sim import Demand
 from twolane.lanes.work import DecodeWork, HybridWork, PrefillWork, PromptRow, Work
 from twolane.model.spec import ModelSpec
-from twolane.sizes import BUCKET_STEP, BUCKETS, SIZES, WHOLE, padded
+from twolane.sizes import BUCKET_STEP, BUCKETS, EMPTY_KEYS, FILLED, SIZES, WHOLE, padded
 
 ITEM = 2
 """Bytes of an element: weights, activations and KV are bfloat16."""
@@ -187,8 +187,6 @@ TILE_KEYS, SPLIT_KEYS = 288, 1900
 """A large tile of attention beside its keys, and that some are split, in the time of a key."""
 SPLIT_GAIN = 0.97
 """Tiles are split if that takes less than so much of what whole ones take."""
-EMPTY_KEYS, FILLED = 8192, 0.65
-"""Keys that an SM reads in a pass's graph, at most, for tiles of which fewer rows have a token."""
 
 
 class _Shapes(NamedTuple):
