@@ -26,6 +26,7 @@ from origin import gpu_origin, origin, save
 from twolane.bench import goodput
 from twolane.bench.goodput import LISTS, Trial
 
+MEASURED, SIMULATED = "goodput-h200.json", "goodput-simulated.json"
 SEEDS, SIMULATED_SEEDS = 3, 9
 TOLERANCE, FIRST_STEP = 0.06, 1.2
 KEYS = (
@@ -68,7 +69,7 @@ class Panel(msgspec.Struct, frozen=True):
         """
         if profiles is None:
             return "auto", f"chunked:token_budget={self.budgets}", *self.four.split("/")
-        found = _simulated(profiles / "goodput-simulated.json").get(self.name, {})
+        found = _found(profiles / SIMULATED).get(self.name, {})
         chunked = [system for system in found if system.startswith("chunked")]
         four = [system for system in self.four.split("/") if system in found]
         if not chunked or not four:
@@ -77,7 +78,7 @@ class Panel(msgspec.Struct, frozen=True):
 
     def command(self, system: str, work: Path, profiles: Path | None) -> gpus.Command:
         """The search of one system's goodput; without profiles on a simulated GPU. Otherwise it
-        begins at what was found there."""
+        begins at what was found on a GPU before, or on a simulated one."""
         folder = work / self.name / goodput.file_name(system)
         where = ["--simulate", "h200", "--model", self.model]
         guesses, seeds = [], SIMULATED_SEEDS
@@ -106,13 +107,19 @@ class Panel(msgspec.Struct, frozen=True):
 
 
 def _guesses(results: Path, panel: str, system: str) -> list[float]:
-    """What was simulated, seed by seed; none if it kept no rate."""
-    rates = _simulated(results / "goodput-simulated.json")[panel][system][:SEEDS]
-    return rates if all(rates) else []
+    """What was measured before, seed by seed; where nothing was, what was simulated, in proportion;
+    none if that kept no rate."""
+    simulated = _found(results / SIMULATED)[panel][system][:SEEDS]
+    measured = _found(results / MEASURED).get(panel, {}).get(system, [])
+    if not all(simulated) or not all(measured):
+        return []
+    pairs = [*zip(measured, simulated, strict=False)]
+    off = statistics.fmean(m / s for m, s in pairs) if pairs else 1.0
+    return [*measured, *(off * rate for rate in simulated[len(measured) :])]
 
 
 @functools.cache
-def _simulated(saved: Path) -> Mapping[str, Mapping[str, list[float]]]:
+def _found(saved: Path) -> Mapping[str, Mapping[str, list[float]]]:
     """Requests a second by panel and system, of `chunked` with its best budget."""
     panels: dict[str, dict[str, list[float]]] = {}
     if saved.exists():
@@ -221,13 +228,13 @@ def table(found: Sequence[Found]) -> str:
 
 def main() -> None:
     """Search what is missing, write the file."""
-    parser = gpus.options(__doc__, "goodput-work", "goodput-h200.json")
+    parser = gpus.options(__doc__, "goodput-work", MEASURED)
     parser.add_argument("--panels", nargs="+", help="only these, by the beginnings of their names")
     parser.add_argument("--systems", nargs="+", help="only these, by the beginnings of their names")
     parser.add_argument("--simulate", action="store_true", help="simulated GPUs instead")
     given = parser.parse_args()
     if given.simulate:
-        out = parser.get_default("out").with_name("goodput-simulated.json")
+        out = parser.get_default("out").with_name(SIMULATED)
         parser.set_defaults(work=Path("goodput-simulated-work"), out=out)
         given = parser.parse_args()
     profiles = None if given.simulate else given.profiles
