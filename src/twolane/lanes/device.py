@@ -94,9 +94,11 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     """Of one small kernel in a CUDA graph, beside its bytes."""
     pass_layer_seconds: float = 1.9e-5
     """Of a prefill slice's or hybrid pass's layer, for its graphs and attention begin apart."""
-    whole_layer_seconds: float = 1.9e-5
-    """Of the layer of a hybrid pass that is one graph."""
-    split_seconds: float = 1.9e-5
+    large_tiles: bool = False
+    """Whether a hybrid pass that is one graph has FlashInfer's attention for Hopper (`_tiles`)."""
+    whole_layer_seconds: float = 0.0
+    """Of the layer of such a pass."""
+    split_seconds: float = 0.0
     """Of the further kernels of its attention if tiles are split."""
     sampling_seconds: float = 1.5e-4
     """Of a step's end."""
@@ -133,6 +135,7 @@ H200 = Gpu(
     arithmetic_waits=0.182,
     kernel_seconds=2.06e-6,
     pass_layer_seconds=1.70e-5,
+    large_tiles=True,
     whole_layer_seconds=5.66e-6,
     split_seconds=2.04e-5,
     sampling_seconds=5.73e-5,
@@ -360,7 +363,8 @@ class DeviceModel:
     def _hybrid(self, work: HybridWork, units: int) -> _Cost:
         decode, prompts = len(work.decode), work.prompts
         tokens = decode + _count(prompts)
-        tiles = self._tiles(prompts, units) if decode and tokens <= WHOLE else None
+        whole = self.gpu.large_tiles and decode and tokens <= WHOLE
+        tiles = self._tiles(prompts, units) if whole else None
         if tiles is not None:
             pairs, split = tiles
             attention = self._attend(prompts, units, pairs)
