@@ -21,6 +21,7 @@ import torch
 from twolane.kernels import prefill_attention_flashinfer as fa3
 from twolane.kernels.prefill_attention_batch import NewKV, PrefillBatch, PrefillWorkspace
 from twolane.kernels.prefill_attention_triton import TritonProgram
+from twolane.sizes import FILLED
 
 __all__ = ["Backend", "PrefillPlan", "PrefillWorkspace", "choose", "prefill_attention"]
 
@@ -163,7 +164,7 @@ def choose(
 def _choose(batch: PrefillBatch) -> tuple[Backend, str]:
     """As `choose`, but Triton where FA3's tiles, of one head each, would be rather empty."""
     best, why = choose(batch.dtype, batch.dim, batch.workspace.device, batch.window)
-    if best == "flashinfer" and fa3.filled(batch) < fa3.FILLED:
+    if best == "flashinfer" and fa3.filled(batch) < FILLED:
         return "triton", "few new tokens: the heads of a group share a tile"
     return best, why
 
