@@ -166,6 +166,19 @@ def test_passes_and_steps_are_padded_to_their_graphs() -> None:
     assert steps[1] == pytest.approx(steps[2], rel=0.002)
 
 
+def test_few_tokens_of_a_pass_fill_a_large_tile_on_hopper() -> None:
+    """As in its graph; elsewhere attention has smaller tiles."""
+
+    def took(tokens: int, name: str) -> float:
+        work = HybridWork(decode(8, 64).rows, (prompt(tokens, 16_000),))
+        gpu = GPUS[name]
+        return seconds(QWEN, (work, gpu.units), gpu=gpu)[0]
+
+    for name in ("h200", "h100"):
+        assert took(8, name) == pytest.approx(took(56, name), rel=1e-3)
+    assert took(8, "a100-80gb") < 0.98 * took(56, "a100-80gb")
+
+
 def test_the_lane_with_more_units_slows_the_other_more() -> None:
     """Measured: 64 tokens on 116 SMs slow a step of one on 16 by 1.77; on 20, they slow by 2.29."""
     small, step = (prefill(QWEN, 64), decode(1, 64))
