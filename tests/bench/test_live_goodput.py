@@ -1,5 +1,6 @@
 """The search for goodput over real servers: started for it, or running already."""
 
+import contextlib
 import json
 import os
 import shlex
@@ -45,6 +46,16 @@ def started_by(process):
     return [int(pid) for file in files for pid in file.read_text().split()]
 
 
+def status(pid):
+    """State and pending signals of a process, among others."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
+
+
+def has_pending(pid, signum):
+    return int(status(pid)["ShdPnd"], 16) >> (signum - 1) & 1
+
+
 def test_two_systems_on_servers_of_its_own(model, tmp_path):
     """Stopped by Ctrl-C, it stops its server; the same command goes on with what is missing.
 
@@ -58,7 +69,7 @@ def test_two_systems_on_servers_of_its_own(model, tmp_path):
         p.send_signal(signal.SIGINT)
         assert p.wait(60) == 130
         assert "the same command goes on" in p.stderr.read()
-    assert not any(map(alive, servers))
+    wait_for(lambda: not any(map(alive, servers)), 30)  # one that it was just starting is told
     kept = {file: file.stat().st_mtime_ns for file in out.glob("*-rate*.json")}
     done = run(*words, systems=BOTH)
     assert done.returncode == 0, done.stderr
@@ -67,6 +78,28 @@ def test_two_systems_on_servers_of_its_own(model, tmp_path):
     assert {name: one["median"] for name, one in found.items()} == dict.fromkeys(BOTH, 100000)
     check_runs(runs(out))
     check_traces([json.loads(file.read_text()) for file in sorted(out.glob("*.trace.json"))])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks at pending signals in /proc")
+def test_ctrl_c_while_it_stops_its_server_leaves_none_behind(model, tmp_path):
+    """Told to end, a server that does not is killed by the next Ctrl-C."""
+    slow = ["--start-rate", "0.1"]  # it is still sending when it is interrupted
+    words = [tmp_path, "--serve", model, *LOOSE, *slow]
+    with subprocess.Popen(command(*words), stdout=subprocess.PIPE, text=True) as p:
+        starting, announced = p.stdout.readline(), p.stdout.readline()
+        assert "starting a server" in starting and " | http://" in announced
+        [server_pid] = started_by(p)
+        os.kill(server_pid, signal.SIGSTOP)
+        try:
+            wait_for(lambda: status(server_pid)["State"].startswith("T"))
+            p.send_signal(signal.SIGINT)
+            wait_for(lambda: has_pending(server_pid, signal.SIGTERM), 60)
+            p.send_signal(signal.SIGINT)
+            assert p.wait(60) == 130
+            assert not alive(server_pid)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(server_pid, signal.SIGKILL)
 
 
 @pytest.mark.skipif(len(usable_cores()) < 2, reason="one core cannot be divided")

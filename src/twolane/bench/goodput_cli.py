@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
+import typer
 from rich.console import Console
 from rich.table import Table
 
@@ -89,14 +90,14 @@ def find(
     console = Console()
 
     def tell(trial: Trial, slos: dict[str, float]) -> None:
-        console.print(_line(trial, slos), highlight=False)
+        typer.echo(_line(trial, slos))
 
     with contextlib.ExitStack() as stack:
         names = list(systems) or [DEFAULT_SYSTEM]
         if "simulate" in search.target:
             run = simulation(search)
         elif "serve" in search.target:
-            run = stack.enter_context(OwnServers(search, load, out, traces, console))
+            run = stack.enter_context(OwnServers(search, load, out, traces))
         else:
             names, run = [SERVER], server(search, load)
         found = goodput.find(search, names, run, out, tell, reads_slos, guesses)
@@ -127,11 +128,8 @@ class OwnServers:
     block ends.
     """
 
-    def __init__(
-        self, search: Search, load: BenchConfig, out: Path, traces: bool, console: Console
-    ) -> None:
-        self._search, self._load, self._out = search, load, out
-        self._traces, self._console = traces, console
+    def __init__(self, search: Search, load: BenchConfig, out: Path, traces: bool) -> None:
+        self._search, self._load, self._out, self._traces = search, load, out, traces
         self._serves: tuple[str, list[str]] | None = None
         self._running = contextlib.ExitStack()
 
@@ -172,9 +170,9 @@ class OwnServers:
         arguments = [*shlex.split(str(self._search.target["serve"])), *system_flags(system), *flags]
         if self._traces:
             arguments += ["--trace", str(self._out / f"{name}.trace.json")]
-        self._console.print(f"{system}: starting a server, log in {log}", highlight=False)
+        typer.echo(f"{system}: starting a server, log in {log}")
         self._server = self._running.enter_context(serving(arguments, log))
-        self._console.print(self._server.announcement, highlight=False)
+        typer.echo(self._server.announcement)
         self._serves = system, flags
 
 

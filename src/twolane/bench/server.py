@@ -96,11 +96,14 @@ def _divided_cpus() -> Iterator[Collection[int]]:
 
 
 def _stop(process: subprocess.Popen[str]) -> None:
+    """End it in order, and at once after `STOP_SECONDS` or at Ctrl-C: it is not left behind."""
     process.terminate()
     try:
-        process.wait(STOP_SECONDS)
-    except subprocess.TimeoutExpired:
-        process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(STOP_SECONDS)
+    finally:
+        process.kill()  # nothing, if it has ended
+        process.wait()
 
 
 def _begin(cpus: Collection[int]) -> None:
