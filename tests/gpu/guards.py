@@ -41,12 +41,12 @@ def _forget_last(*names: str) -> Callable[[CudaLanes], None]:
 
 
 def _device_beside_the_lanes(lanes: CudaLanes) -> None:
-    used = lanes_module._used
+    used = lanes_module.used_by
 
     def lonely(lane: LaneName, work: Work) -> Sequence[str]:
         return ("device",) if lane == "device" else used(lane, work)
 
-    lanes_module._used = lonely
+    lanes_module.used_by = lonely
 
 
 def _ignore_after(lanes: CudaLanes) -> None:

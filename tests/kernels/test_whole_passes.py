@@ -18,20 +18,20 @@ from tests.model.checkpoints import make_checkpoint
 from twolane.kernels import prefill_attention_flashinfer as fa3
 from twolane.kernels.linear import Products
 from twolane.kernels.prefill_attention import PrefillPlan, PrefillWorkspace
-from twolane.kernels.sampling import Sampler
+from twolane.lanes.cuda import runner as runner_module
 from twolane.lanes.cuda import whole as module
 from twolane.lanes.cuda.decode import DecodeSteps
 from twolane.lanes.cuda.ends import Ends
-from twolane.lanes.cuda.passes import Passes
 from twolane.lanes.cuda.rows import Placed, places_of
+from twolane.lanes.cuda.runner import CudaRunner, PendingStep
 from twolane.lanes.cuda.slots import Slots
-from twolane.lanes.cuda.whole import WholePasses
 from twolane.lanes.work import DecodeRow, HybridWork, PromptRow, Sampling
 from twolane.model.decoder import Decoder
 from twolane.model.gpu import GpuDecoder, GpuKVCache, Workspace
 from twolane.model.hub import resolve
 from twolane.model.weights import load_weights
 from twolane.sampling import SamplingParams
+from twolane.vocabulary import LaneName
 
 PAGE, UNITS, SLOTS = 16, 3, 5
 LARGEST = 192
@@ -80,11 +80,9 @@ class World:
         self.slots = Slots(SLOTS, 20, device)
         steps = DecodeSteps(self.decoder, self.kv, self.slots, SLOTS, UNITS)
         self.workspace = Workspace(self.spec, torch.float32, device)
-        passes = Passes(self.decoder, self.kv, steps, self.workspace)
-        logits = torch.full((SLOTS, self.spec.vocab_size), torch.nan)
-        sampler = Sampler(SLOTS, self.spec.vocab_size, device)
-        lane = passes, logits, sampler, UNITS
-        self.whole = WholePasses(self.decoder, self.kv, self.slots, steps, *lane)
+        self.runner = CudaRunner(self.decoder, self.kv, self.slots, steps, LARGEST, UNITS)
+        assert self.runner.whole is not None
+        self.whole, self.passes = self.runner.whole, self.runner.passes
         self.split: list[bool] = []
         self.whole._passed = Lazily(self._noted)
         self.whole._ended = Lazily(self.whole._end)
@@ -128,17 +126,19 @@ class World:
         position = sequence.written - 1
         return DecodeRow(sequence.slot, position, 1, sequence.pages, sequence.sampling)
 
-    def run(self, decode: Sequence[Asked], chunks: Sequence[tuple[Asked, int]]) -> None:
+    def run(
+        self,
+        decode: Sequence[Asked],
+        chunks: Sequence[tuple[Asked, int]],
+        lane: LaneName = "device",
+    ) -> None:
         """One pass; every sampled token is the CPU's, and goes on with its sequence."""
         work = HybridWork(
             tuple(self.step(each) for each in decode),
             tuple(self.chunk(*each) for each in chunks),
         )
-        ends = Ends.of(work.decode, work.prompts)
-        hidden = self.whole.send(work, ends, UNITS)
-        assert hidden is not None
-        assert not hidden.isnan().any()
-        tokens = self.whole.finish(len(ends.rows)).tolist()
+        [step] = self.runner.run(work, lane, UNITS).steps
+        tokens = step.collect()
         sampled = [*decode, *(each for each, _ in chunks if each.written == len(each.tokens))]
         assert len(tokens) == len(sampled)
         for token, sequence in zip(tokens, sampled, strict=True):
@@ -146,6 +146,11 @@ class World:
             assert token == int(logits[-1].argmax())
             assert int(self.slots.last_token[sequence.slot]) == token
             sequence.tokens.append(token)
+
+
+def at_once(tokens: torch.Tensor, *_: object) -> PendingStep:
+    """What was sampled, without memory that only a GPU has."""
+    return PendingStep(SimpleNamespace(), tokens.tolist)
 
 
 @pytest.fixture
@@ -156,6 +161,8 @@ def world(tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch) -> World
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: torch.Stream("cpu"))
     monkeypatch.setattr(fa3, "_load", lambda dtype, dim: (Fa3(132), None))
     monkeypatch.setattr(module, "WHOLE", LARGEST)
+    monkeypatch.setattr(runner_module, "served", lambda decoder: True)
+    monkeypatch.setattr(runner_module, "_read", at_once)
     return World(make_checkpoint("qwen3", tmp_path / "model", seed=1))
 
 
@@ -186,6 +193,18 @@ def test_passes_follow_each_other(
     last = request(3, 17)
     world.run([long, running, short], [(last, 17)])
     assert len(world.split) == 3 and any(world.split) == split
+
+
+def test_a_pass_of_the_decode_lane_has_buffers_of_its_own(world: World) -> None:
+    """The prefill lane's slices may be running; a system's passes are the whole device's."""
+    running, other = Asked(4, [5] * 20, [0, 1]), Asked(1, [7] * 6, [2])
+    world.prefill(running, 19)
+    world.slots.last_token[4] = running.tokens[-1]
+    passes = world.passes
+    before = [t.clone() for t in (passes.residual, passes.positions, passes.write_slots)]
+    world.run([running], [(other, 6)], lane="decode")
+    after = passes.residual, passes.positions, passes.write_slots
+    assert all(map(torch.equal, before, after)) and not world.split
 
 
 def test_what_has_no_graph_is_not_sent(world: World) -> None:

@@ -80,6 +80,8 @@ class _LaneMemory:
         self.attention = PrefillWorkspace(decoder.device)
         self.sampler = Sampler(max_rows, decoder.spec.vocab_size, decoder.device)
         self.passes: Passes | None = None
+        self.whole: WholePasses | None = None
+        """None: hybrid passes are launched layer by layer."""
         self._shape = max_rows, decoder.spec.vocab_size
 
     @cached_property
@@ -126,11 +128,10 @@ class CudaRunner:
         prefill, decode = _LaneMemory(decoder, rows), _LaneMemory(decoder, rows)
         prefill.activations.reserve(max_batch_tokens)
         prefill.passes = self.passes = Passes(decoder, kv, steps, prefill.activations)
-        self.whole: WholePasses | None = None
-        """None: hybrid passes are launched layer by layer."""
         if served(decoder):
             lane = prefill.logits, prefill.sampler
-            self.whole = WholePasses(decoder, kv, slots, steps, self.passes, *lane, units)
+            prefill.whole = WholePasses(decoder, kv, slots, steps, self.passes, *lane, units)
+        self.whole = prefill.whole
         self._memory: dict[LaneName, _LaneMemory] = {
             "prefill": prefill,
             "decode": decode,
@@ -180,7 +181,7 @@ class CudaRunner:
 
     def _hybrid(self, work: HybridWork, place: _Place) -> PendingStep:
         """One pass of decode rows, which come first, and prompts."""
-        ends, whole = Ends.of(work.decode, work.prompts), self.whole
+        ends, whole = Ends.of(work.decode, work.prompts), place.memory.whole
         self._extras.begin(ends.begun)
         hidden = None if whole is None else whole.send(work, ends, place.units)
         if whole is None or hidden is None:
