@@ -7,8 +7,8 @@ SIZES: tuple[int, ...] = (*range(64, 384 + 1, 64), 512, 576, *range(640, 2048 + 
 """Tokens of prefill and hybrid passes. On an H200 products of 192, 320 or 576 rows take 8 to 12 %
 less time than of 64 more; of 448, 704 or 832 they take as long."""
 WHOLE = 1024
-"""Tokens of the largest hybrid pass that is one graph; larger ones take the GPU several times as
-long as launching takes the host."""
+"""Tokens of the largest hybrid pass whose layers are one graph; larger ones take the GPU several
+times as long as launching takes the host."""
 FILLED = 0.65
 """Share of the rows of attention's large tiles that has a token, from which on these are taken: so
 much of their kernel's rate has the one with small tiles."""
