@@ -25,7 +25,7 @@ LANDED = 256
 
 
 class Gaps:
-    """Seconds between two tokens of a request: how many there were, and the latest of them."""
+    """Seconds between two tokens of a request, on the device: how many, and the latest of them."""
 
     def __init__(self) -> None:
         self.total = 0

@@ -62,7 +62,8 @@ class RequestView(Protocol):
 
     @property
     def first_token_at(self) -> float | None:
-        """When its first output token was delivered, in seconds; None: not yet."""
+        """When the device made its first output token, or when that was delivered if it was paced,
+        in seconds; None: it was not delivered yet."""
 
     @property
     def last_token_at(self) -> float | None:
@@ -110,7 +111,7 @@ class BatchView(Protocol):
 
 
 class Gaps(Protocol):
-    """Seconds between two tokens of a request."""
+    """Seconds between two tokens of a request, as the device made them."""
 
     @property
     def total(self) -> int:
