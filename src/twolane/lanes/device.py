@@ -37,8 +37,8 @@ ITEM = 2
 HOST_SLICE, HOST_OPENS, HOST_SAMPLES = 4.0e-4, 1.4e-3, 1.2e-3
 """Seconds of the host for a launch of prefill beside its layers; to lay out a batch; to sample."""
 HOST_PASS = 1.25e-3
-"""For a hybrid pass that is one graph, which is launched in the middle of it: nine in ten take less
-than a fifth more."""
+"""For a hybrid pass that is graphs, the first of which is launched in the middle of it: nine in ten
+behind others take less than a third more."""
 
 
 class Gpu(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,7 +95,7 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     pass_layer_seconds: float = 1.9e-5
     """Of a prefill slice's or hybrid pass's layer, for its graphs and attention begin apart."""
     large_tiles: bool = False
-    """Whether a hybrid pass that is one graph has FlashInfer's attention for Hopper (`_tiles`)."""
+    """Whether a hybrid pass that is graphs has FlashInfer's attention for Hopper (`_tiles`)."""
     whole_layer_seconds: float = 0.0
     """Of the layer of such a pass."""
     split_seconds: float = 0.0
@@ -324,7 +324,8 @@ class DeviceModel:
         ]
 
     def host_seconds(self, work: Work) -> tuple[float, float]:
-        """See `Device.host_seconds`: measured for steps of 64 and 256, and while 8B was served."""
+        """See `Device.host_seconds`: measured for steps of 64 and 256, and while 8B was served. All
+        hybrid passes of up to `WHOLE` tokens count as graphs, on every GPU."""
         if isinstance(work, DecodeWork):
             seconds = 2.3e-4 + 9.4e-7 * len(work.rows)
             return seconds, seconds
