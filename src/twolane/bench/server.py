@@ -97,8 +97,8 @@ def _divided_cpus() -> Iterator[Collection[int]]:
 
 def _stop(process: subprocess.Popen[str]) -> None:
     """End it in order, and at once after `STOP_SECONDS` or at Ctrl-C: it is not left behind."""
-    process.terminate()
     try:
+        process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(STOP_SECONDS)
     finally:
