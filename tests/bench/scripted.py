@@ -48,6 +48,8 @@ BREAK = object()
 """Step: cut the connection."""
 STALL = object()
 """Step: say nothing more."""
+EXPIRE = object()
+"""Step: put the event loop's own clock an hour forward, so that every timeout is over."""
 
 
 class ScriptedServer:
@@ -75,7 +77,10 @@ class ScriptedServer:
             self.clock.now = 1000.0 + at
             if step is STALL:
                 self.stalled.set()
-                await asyncio.sleep(3600)
+                await asyncio.Event().wait()
+            if step is EXPIRE:
+                expire_timeouts()
+                continue
             if step is BREAK:
                 request.transport.abort()
                 return response
@@ -107,6 +112,14 @@ async def settle() -> None:
     """Give way until the client, in the same event loop, has read what was written."""
     for _ in range(20):
         await asyncio.sleep(0.0005)
+
+
+def expire_timeouts() -> None:
+    """Put the running event loop's clock forward: what waits for less is over, now and not sooner,
+    however slow the machine is."""
+    loop = asyncio.get_running_loop()
+    now = loop.time
+    loop.time = lambda: now() + 3600
 
 
 def bench(script: Callable, *, spec=None, stop_when_stalled=False, **config):

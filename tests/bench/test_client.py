@@ -12,7 +12,7 @@ from twolane.bench.summary import result_json
 from twolane.workload.prompts import TokenRange
 from twolane.workload.spec import WorkloadSpec
 
-from .scripted import BREAK, DONE, STALL, bench, delta, event, text, usage
+from .scripted import BREAK, DONE, EXPIRE, STALL, bench, delta, event, text, usage
 
 
 def outcome_of(script, **config) -> Record:
@@ -169,7 +169,7 @@ def test_failures(script, outcome, said):
 
 
 def test_a_stall_ends_in_a_timeout_and_keeps_what_came():
-    record = outcome_of(lambda number, body: [(0.5, text("a")), (0.5, STALL)], timeout=0.3)
+    record = outcome_of(lambda number, body: [(0.5, text("a")), (0.5, EXPIRE), (0.5, STALL)])
     assert record.outcome == "timeout"
     assert list(record.token_times) == approx([0.5])
 
@@ -232,9 +232,9 @@ def test_open_loop_sends_without_waiting_for_answers():
 
     def script(number, body):
         seen.append(number)
-        return [(1.0 if number == 29 else 0.0, STALL)]
+        return [(1.0, EXPIRE), (1.0, STALL)] if number == 29 else [(0.0, STALL)]
 
-    result, _ = bench(script, spec={"num_prompts": 30}, max_concurrency=None, timeout=1.5)
+    result, _ = bench(script, spec={"num_prompts": 30}, max_concurrency=None)
     assert len(seen) == 30
     assert result.metrics.max_concurrent == 30
     assert result.metrics.outcomes == {"timeout": 30}
