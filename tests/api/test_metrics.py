@@ -315,7 +315,7 @@ def test_histograms_hold_what_finished(tiny):
     seconds = {name: figures[f"{name}_sum"] for name in counts if name.endswith("seconds")}
     e2e = seconds["e2e_request_latency_seconds"]
     between = seconds["inter_token_latency_seconds"]
-    assert seconds["time_to_first_token_seconds"] + between == pytest.approx(e2e, rel=0.2)
+    assert seconds["time_to_first_token_seconds"] + between == pytest.approx(e2e)
     inside = sum(seconds[f"request_{part}_time_seconds"] for part in ("queue", "inference"))
     assert 0 < inside <= e2e
 
@@ -325,8 +325,8 @@ def test_lanes_are_busy_no_longer_than_there_was_time(tiny):
     began = time.monotonic()
     body = {"prompt": [5] * 200, "max_tokens": 200, "ignore_eos": True}
     assert tiny.request("/v1/completions", body)[0] == 200
-    spent = time.monotonic() - began
-    assert 0 < grown(tiny, before)["lane_busy_seconds_total"] <= 2 * spent
+    busy = grown(tiny, before)["lane_busy_seconds_total"]
+    assert 0 < busy <= 2 * (time.monotonic() - began)
     lanes = {dict(labels)["lane"] for labels in idle(tiny)["lane_busy_seconds_total"]}
     assert lanes <= {"prefill", "decode", "device"}
 

@@ -266,7 +266,7 @@ class Generation:
         """Give up the answers that have not ended."""
         for index, id in list(self._open.items()):
             self._engine.abort(id)
-            self._end(index, None)
+            self._end(index, None, time.monotonic())
 
     def _submit(self, index: int, submit: Submit) -> None:
         def sink(event: Event) -> None:
@@ -276,16 +276,16 @@ class Generation:
 
     def _receive(self, index: int, event: Event) -> None:
         """Take an event of the engine, at once: what is counted is what the client gets."""
-        reader = self._readers[index]
+        reader, now = self._readers[index], time.monotonic()
         told: Delta | Event | None = event
         if reader.stopped:
             told = None  # the client has its full answer, whatever comes now
         elif isinstance(event, Output) and event.finish != "abort":
-            told = self._read(reader, index, event)
+            told = self._read(reader, index, event, now)
         if not isinstance(event, Output) or event.finish is not None:
             if isinstance(event, Output) and reader.stopped:
                 event = msgspec.structs.replace(event, finish="stop")
-            self._end(index, event)
+            self._end(index, event, now)
         if not self._taken(told):
             self._put(told)
 
@@ -302,17 +302,17 @@ class Generation:
         self._awaited = False
         self._events.put_nowait(told)
 
-    def _read(self, reader: Reader, index: int, output: Output) -> Delta:
+    def _read(self, reader: Reader, index: int, output: Output, now: float) -> Delta:
         delta = reader.read(output)
         if delta.tokens:
-            self._observer.tokens(index, len(delta.tokens), time.monotonic(), output.cached)
+            self._observer.tokens(index, len(delta.tokens), now, output.cached)
         if reader.stopped and output.finish is None:
             self._engine.finish(self._open[index], reader.count)
         return delta
 
-    def _end(self, index: int, event: Event | None) -> None:
+    def _end(self, index: int, event: Event | None, now: float) -> None:
         del self._open[index]
-        self._observer.ended(index, event, time.monotonic())
+        self._observer.ended(index, event, now)
 
 
 def of_answer(params: SamplingParams, place: int) -> SamplingParams:
