@@ -6,6 +6,7 @@ import urllib.parse
 from concurrent.futures import ThreadPoolExecutor
 
 from ..api.serving import Served, wait_for
+from ..api.test_lifecycle import Stream
 
 RUNNING = 8
 PAGE = 16
@@ -51,12 +52,23 @@ class Target:
         wait_for(lambda: not any(self._in_flight()))
 
     def check_room(self) -> None:
-        """Every slot and every page can be used: requests that need all of them run together."""
+        """Every slot and every page can be used: answers that need all of them run together."""
         before = self.served.metrics()["num_preemptions_total"]
-        with ThreadPoolExecutor(RUNNING) as pool:
-            answers = [pool.submit(self._fill, index) for index in range(RUNNING)]
-            wait_for(lambda: self.served.metrics()["num_requests_running"] == RUNNING)
-            assert [answer.result() for answer in answers] == ["length"] * RUNNING
+        half = PAGES_EACH * PAGE // 2
+        prompts = [
+            [10 + index, *[20 + (index + place) % 100 for place in range(half - 1)]]
+            for index in range(RUNNING)
+        ]
+        body = {"prompt": prompts, "max_tokens": half, "ignore_eos": True}
+        begun, ends = set(), []
+        for event in Stream(self.served, body).events():
+            [choice] = event["choices"]
+            begun.add(choice["index"])
+            if choice["finish_reason"] is not None:
+                assert len(begun) == RUNNING, "one ended before all had begun"
+                ends.append(choice["finish_reason"])
+        assert ends == ["length"] * RUNNING
+        self.asked += RUNNING
         assert self.served.metrics()["num_preemptions_total"] == before
         self.check_quiet()
 
@@ -65,15 +77,6 @@ class Target:
         assert status == 200, body
         self.asked += 1
         return json.dumps(body["choices"])
-
-    def _fill(self, index: int) -> str:
-        half = PAGES_EACH * PAGE // 2
-        prompt = [10 + index, *[20 + (index + place) % 100 for place in range(half - 1)]]
-        body = {"prompt": prompt, "max_tokens": half, "ignore_eos": True}
-        status, _, answer = self.served.request(PATH, body)
-        assert status == 200, answer
-        self.asked += 1
-        return answer["choices"][0]["finish_reason"]
 
     def _in_flight(self) -> list[float]:
         figures = self.served.metrics()
