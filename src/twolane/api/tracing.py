@@ -162,23 +162,27 @@ class RequestTrace:
 
     def write(self) -> None:
         """Make the spans."""
+        # One for all spans: whoever reads two clocks may lose the processor in between.
+        epoch = time.time_ns() - time.monotonic_ns()
         name = f"{self._attributes['gen_ai.operation.name']} {self._tracing.model_name}"
         span = self._tracing.tracer.start_span(
             name,
             self._parent,
             trace.SpanKind.SERVER,
             self._attributes,
-            start_time=nanoseconds(self._arrival),
+            start_time=nanoseconds(self._arrival, epoch),
         )
         if isinstance(self._event, Output):
             slices = self._tracing.slices(self._event.id)
             if span.is_recording():
-                self._write_parts(span, self._event.times or Times(), slices)
+                self._write_parts(span, self._event.times or Times(), slices, epoch)
         if self._error is not None and self._event is not None:
             span.set_status(trace.StatusCode.ERROR, self._error)
-        span.end(nanoseconds(self._end))
+        span.end(nanoseconds(self._end, epoch))
 
-    def _write_parts(self, span: trace.Span, times: Times, slices: list[Launched]) -> None:
+    def _write_parts(
+        self, span: trace.Span, times: Times, slices: list[Launched], epoch: int
+    ) -> None:
         inside = trace.set_span_in_context(span)
         begin = times.taken
         for name, seconds in (
@@ -188,15 +192,18 @@ class RequestTrace:
         ):
             if begin is None or seconds is None:
                 return
-            part = self._tracing.tracer.start_span(name, inside, start_time=nanoseconds(begin))
+            part = self._tracing.tracer.start_span(
+                name, inside, start_time=nanoseconds(begin, epoch)
+            )
             if name == "prefill":
-                add_slices(part, slices)
+                add_slices(part, slices, epoch)
             begin += seconds
-            part.end(nanoseconds(begin))
+            part.end(nanoseconds(begin, epoch))
 
 
-def add_slices(span: trace.Span, slices: list[Launched]) -> None:
-    """Add an event for each launch that computed layers of a prompt, at its start."""
+def add_slices(span: trace.Span, slices: list[Launched], epoch: int) -> None:
+    """Add an event for each launch that computed layers of a prompt, at its start; for `epoch` see
+    `nanoseconds`."""
     for launch in slices:
         attributes = {
             "twolane.lane": launch.lane,
@@ -206,9 +213,10 @@ def add_slices(span: trace.Span, slices: list[Launched]) -> None:
             "twolane.requests": len(launch.prompts) + launch.decoding,
             "twolane.reason": launch.reason,
         }
-        span.add_event("slice", attributes, timestamp=nanoseconds(launch.start))
+        span.add_event("slice", attributes, timestamp=nanoseconds(launch.start, epoch))
 
 
-def nanoseconds(monotonic: float) -> int:
-    """Return a moment of the monotonic clock in nanoseconds since the epoch."""
-    return round(monotonic * 1e9) + time.time_ns() - time.monotonic_ns()
+def nanoseconds(monotonic: float, epoch: int) -> int:
+    """Return a moment of the monotonic clock, in seconds, in nanoseconds since the epoch; `epoch`
+    is the difference between the two clocks."""
+    return round(monotonic * 1e9) + epoch
