@@ -16,8 +16,9 @@ from twolane.model.tokenizer import load_tokenizer
 
 FETCHING = "twolane-fetch"
 """Name of the thread that fetches a model."""
-GIVING_UP_SECONDS = 2.0
-"""How long who no longer wants a model waits for its fetching to end."""
+GIVING_UP_SECONDS, GIVING_UP_LOOKS = 2.0, 20
+"""How long who no longer wants a model waits for its fetching to end, and in how many looks: so
+long as this program runs, which may be stopped meanwhile."""
 
 
 class Started(NamedTuple):
@@ -74,7 +75,10 @@ async def fetch(config: EngineConfig) -> ModelSource:
         await asyncio.wait({fetching})
     except asyncio.CancelledError:
         given_up.set()
-        await asyncio.wait({fetching}, timeout=GIVING_UP_SECONDS)
+        for _ in range(GIVING_UP_LOOKS):
+            await asyncio.wait({fetching}, timeout=GIVING_UP_SECONDS / GIVING_UP_LOOKS)
+            if fetching.done():
+                break
         if not fetching.cancel():
             fetching.exception()  # nobody asks for it
         raise
