@@ -9,7 +9,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 TINY = {
@@ -46,8 +46,7 @@ class Served:
 
     @property
     def engine_pid(self) -> int:
-        children = Path(f"/proc/{self.process.pid}/task").glob("*/children")
-        (pid,) = {int(pid) for file in children for pid in file.read_text().split()}
+        (pid,) = children(self.process.pid)
         return pid
 
     def request(self, path: str, body: object | None = None, data: bytes | None = None):
@@ -87,6 +86,15 @@ def wait_for(condition: Callable[[], object], seconds: float = 30.0) -> object:
         assert time.monotonic() < end, "the condition was not met in time"
         time.sleep(0.02)
     return result
+
+
+def children(pid: int) -> set[int]:
+    """Return the processes that a process has started, by whichever of its threads."""
+    found: set[int] = set()
+    for file in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):  # a thread that has just ended
+            found.update(map(int, file.read_text().split()))
+    return found
 
 
 def alive(pid: int) -> bool:

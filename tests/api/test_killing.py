@@ -21,16 +21,11 @@ from twolane.api.startup import start_engine
 from twolane.engine.config import EngineConfig
 
 from .conftest import TINY
-from .serving import alive, serving, wait_for
+from .serving import alive, children, serving, wait_for
 from .test_lifecycle import LONG, Stream
 
 PROMPT = {**LONG, "prompt": [3 + k % 100 for k in range(8000)], "max_tokens": 50_000}
 SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in (1, 2))]
-
-
-def children(pid):
-    files = Path(f"/proc/{pid}/task").glob("*/children")
-    return {int(child) for file in files for child in file.read_text().split()}
 
 
 class Client(threading.Thread):

@@ -12,7 +12,6 @@ import threading
 import time
 import urllib.error
 import urllib.parse
-from pathlib import Path
 from types import SimpleNamespace
 
 import aiohttp
@@ -24,7 +23,7 @@ from twolane.engine.messages import Stats
 from twolane.slo import Slo
 
 from .conftest import TINY
-from .serving import alive, serving, wait_for
+from .serving import alive, children, serving, wait_for
 
 LONG = {"prompt": [5, 6, 7], "max_tokens": 60_000, "ignore_eos": True}
 
@@ -290,8 +289,7 @@ def test_a_signal_ends_the_fetching_of_a_model(model, tmp_path):
         with subprocess.Popen(command, env={**os.environ, **own, **folders}) as process:
             silent.settimeout(60)
             silent.accept()
-            children = Path(f"/proc/{process.pid}/task").glob("*/children")
-            pids = [int(pid) for file in children for pid in file.read_text().split()]
+            pids = children(process.pid)
             process.send_signal(signal.SIGTERM)
             try:
                 assert process.wait(20) == 0

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.api.serving import alive, wait_for, write_tiny_model
+from tests.api.serving import alive, children, wait_for, write_tiny_model
 from twolane.bench import server
 from twolane.resources import usable_cores
 
@@ -41,11 +41,6 @@ def runs(out):
     return [json.loads(file.read_text()) for file in sorted(out.glob("*-rate*.json"))]
 
 
-def started_by(process):
-    files = Path(f"/proc/{process.pid}/task").glob("*/children")
-    return [int(pid) for file in files for pid in file.read_text().split()]
-
-
 def status(pid):
     """State and pending signals of a process, among others."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
@@ -65,7 +60,7 @@ def test_two_systems_on_servers_of_its_own(model, tmp_path):
     words = [out, "--serve", model, "--trace", *LOOSE]
     with subprocess.Popen(command(*words, systems=BOTH), stderr=subprocess.PIPE, text=True) as p:
         wait_for(lambda: list(out.glob("*-rate100000*.json")), 200)
-        servers = started_by(p)
+        servers = children(p.pid)
         p.send_signal(signal.SIGINT)
         assert p.wait(60) == 130
         assert "the same command goes on" in p.stderr.read()
@@ -88,7 +83,7 @@ def test_ctrl_c_while_it_stops_its_server_leaves_none_behind(model, tmp_path):
     with subprocess.Popen(command(*words), stdout=subprocess.PIPE, text=True) as p:
         starting, announced = p.stdout.readline(), p.stdout.readline()
         assert "starting a server" in starting and " | http://" in announced
-        [server_pid] = started_by(p)
+        [server_pid] = children(p.pid)
         os.kill(server_pid, signal.SIGSTOP)
         try:
             wait_for(lambda: status(server_pid)["State"].startswith("T"))
@@ -146,7 +141,7 @@ def test_a_killed_search_leaves_no_server(model, tmp_path):
     words = ["--serve", model, "--goodput", "ttft:60000", "--start-rate", "0.5"]
     with subprocess.Popen(command(tmp_path / "found", *words), stdout=subprocess.PIPE) as p:
         wait_for(lambda: b" levels " in p.stdout.readline(), 120)
-        (server,) = started_by(p)
+        (server,) = children(p.pid)
         p.kill()
     wait_for(lambda: not alive(server), 60)
 
