@@ -348,20 +348,24 @@ def sees_chat_template_kwargs(ask):
 
 def sees_priority(ask):
     """One request runs at a time; of two that wait, the later and more urgent is served first."""
-    order = []
 
-    def asked(name, **fields):
-        ask.raw(ignore_eos=True, **fields)
-        order.append(name)
+    def figure(name):
+        return ask.served.metrics()[name]
 
-    running = ask.raw(ignore_eos=True, max_tokens=3000, stream=True)
+    long = {"ignore_eos": True, "max_tokens": 30_000, "stream": True}
+    running = ask.raw(**long)
     with ThreadPoolExecutor(2) as threads, running:
         next(iter(running))
-        for waiting, (name, priority) in enumerate((("patient", 1), ("urgent", -1)), 1):
-            threads.submit(asked, name, priority=priority)
-            wait_for(lambda n=waiting: ask.served.metrics()["num_requests_waiting"] == n)
+        patient = threads.submit(ask.raw, priority=1, **long)
+        wait_for(lambda: figure("num_requests_waiting") == 1)
+        urgent = threads.submit(ask.raw, priority=-1, ignore_eos=True)
+        wait_for(lambda: figure("num_requests_waiting") == 2)
         running.close()
-    return order == ["urgent", "patient"]
+        urgent.result()
+        still_there = figure("requests_in_flight")
+        patient.result().close()
+    wait_for(lambda: figure("requests_in_flight") == 0)
+    return still_there == 1
 
 
 TEXTUAL = {"add_special_tokens", "chat_template_kwargs", "priority"}
