@@ -258,7 +258,7 @@ def test_what_the_connection_refuses_is_counted_as_answered(tiny_model):
     head = b"POST %s HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
     malformed = head + b"Transfer-Encoding: chunked\r\n\r\nno size\r\n"
     slow = head + b"Content-Length: 500\r\n\r\n{"
-    with serving(str(tiny_model), *DUMMY, "--arrival-seconds", "0.5") as served:
+    with serving(str(tiny_model), *DUMMY, "--arrival-seconds", "2") as served:
         for path in (b"/v1/completions", b"/tokenize"):
             assert raw(served, malformed % path) == 400
             assert raw(served, slow % path) == 408

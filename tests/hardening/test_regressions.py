@@ -59,7 +59,7 @@ def test_a_connection_may_idle_between_requests(target):
             connection.request("GET", "/health")
             assert connection.getresponse().read()
             used = connection.sock
-            time.sleep(1.5)  # longer than a request may take to arrive
+            time.sleep(3.5)  # longer than a request may take to arrive
         assert connection.sock is used
     finally:
         connection.close()
