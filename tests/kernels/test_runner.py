@@ -1,6 +1,6 @@
-"""Hybrid passes say what the CPU's decoder says, pass after pass, from one block of numbers.
+"""What is launched on a GPU says what the CPU's decoder says: slices of prompts, hybrid passes.
 
-What their graphs would replay runs here as it is, with FlashInfer's kernel in PyTorch.
+What graphs would replay runs here as it is, with FlashInfer's kernel in PyTorch.
 """
 
 from collections.abc import Callable, Sequence
@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -16,18 +17,23 @@ from tests.kernels.test_gpu_decoder import on_cpu
 from tests.kernels.test_prefill_attention import Fa3
 from tests.model.checkpoints import make_checkpoint
 from twolane.kernels import prefill_attention_flashinfer as fa3
-from twolane.kernels.linear import Products
-from twolane.kernels.prefill_attention import PrefillPlan, PrefillWorkspace
 from twolane.lanes.cuda import runner as runner_module
 from twolane.lanes.cuda import whole as module
 from twolane.lanes.cuda.decode import DecodeSteps
 from twolane.lanes.cuda.ends import Ends
-from twolane.lanes.cuda.rows import Placed, places_of
+from twolane.lanes.cuda.passes import PassGraphs, _Layer
 from twolane.lanes.cuda.runner import CudaRunner, PendingStep
 from twolane.lanes.cuda.slots import Slots
-from twolane.lanes.work import DecodeRow, HybridWork, PromptRow, Sampling
+from twolane.lanes.work import (
+    DecodeRow,
+    HybridWork,
+    PrefillState,
+    PrefillWork,
+    PromptRow,
+    Sampling,
+)
 from twolane.model.decoder import Decoder
-from twolane.model.gpu import GpuDecoder, GpuKVCache, Workspace
+from twolane.model.gpu import GpuDecoder, GpuKVCache
 from twolane.model.hub import resolve
 from twolane.model.weights import load_weights
 from twolane.sampling import SamplingParams
@@ -47,7 +53,12 @@ class Lazily(dict):
 
     def __missing__(self, key):
         key = key if isinstance(key, tuple) else (key,)
-        return SimpleNamespace(replay=partial(self._run, *key))
+        return graph(self._run, *key)
+
+
+def graph(run: Callable[..., None], *arguments: object) -> Any:
+    """What is not captured."""
+    return SimpleNamespace(replay=partial(run, *arguments))
 
 
 @dataclass
@@ -66,7 +77,7 @@ class Asked:
 
 
 class World:
-    """A model twice: on the CPU, and as hybrid passes."""
+    """A model twice: on the CPU, and as it is launched on a GPU."""
 
     def __init__(self, path: Path) -> None:
         device = torch.device("cpu")
@@ -79,7 +90,6 @@ class World:
             layer.fill_(float("nan"))  # what nobody wrote must not be read: it would show
         self.slots = Slots(SLOTS, 20, device)
         steps = DecodeSteps(self.decoder, self.kv, self.slots, SLOTS, UNITS)
-        self.workspace = Workspace(self.spec, torch.float32, device)
         self.runner = CudaRunner(self.decoder, self.kv, self.slots, steps, LARGEST, UNITS)
         assert self.runner.whole is not None
         self.whole, self.passes = self.runner.whole, self.runner.passes
@@ -91,27 +101,32 @@ class World:
         self.split.append(split)
         self.whole._pass(size, split)
 
+    def capture_slices(self, size: int) -> None:
+        """Have the layers of slices in graphs, of one size."""
+        passes, layers = self.passes, range(self.spec.layers)
+        parts = passes._before, passes.after
+        made = [_Layer(*(graph(part, UNITS, size, i) for part in parts)) for i in layers]
+        passes.levels[UNITS] = PassGraphs({size: made}, 0, 0.0, 0.0)
+
+    def slice(
+        self,
+        state: PrefillState,
+        chunks: Sequence[tuple[Asked, PromptRow]],
+        first: int = 0,
+        last: int | None = None,
+    ) -> None:
+        """Some layers of a batch, in the prefill lane; see `check`."""
+        last = self.spec.layers if last is None else last
+        rows, finishes = tuple(row for _, row in chunks), last == self.spec.layers
+        work = PrefillWork(state, rows, first, last, finishes)
+        steps = self.runner.run(work, "prefill", UNITS).steps
+        assert len(steps) == finishes
+        for step in steps:
+            self.check(step, [each for each, row in chunks if row.sampling is not None])
+
     def prefill(self, sequence: Asked, count: int) -> None:
-        """Write its first tokens to the pool, by layers."""
-        row = self.chunk(sequence, count)
-        positions, write_slots = (torch.from_numpy(part) for part in places_of(row, PAGE))
-        spec = self.spec
-        plan = PrefillPlan.build(
-            [(0, count)],
-            [row.pages],
-            page_size=PAGE,
-            heads=spec.heads,
-            kv_heads=spec.kv_heads,
-            dim=spec.head_dim,
-            dtype=torch.float32,
-            units=UNITS,
-            workspace=PrefillWorkspace("cpu"),
-            backend="triton",
-        )
-        placed = Placed(self.decoder, positions, write_slots, {None: plan})
-        hidden = self.decoder.weights.embedding[torch.tensor(row.tokens)]
-        products = Products(UNITS)
-        self.decoder.layers(0, spec.layers, hidden, placed, self.kv, self.workspace, products)
+        """Write its first tokens to the pool."""
+        self.slice(PrefillState(), [(sequence, self.chunk(sequence, count))])
 
     def chunk(self, sequence: Asked, count: int) -> PromptRow:
         """Its next tokens."""
@@ -132,14 +147,18 @@ class World:
         chunks: Sequence[tuple[Asked, int]],
         lane: LaneName = "device",
     ) -> None:
-        """One pass; every sampled token is the CPU's, and goes on with its sequence."""
+        """One hybrid pass; see `check`."""
         work = HybridWork(
             tuple(self.step(each) for each in decode),
             tuple(self.chunk(*each) for each in chunks),
         )
         [step] = self.runner.run(work, lane, UNITS).steps
+        ended = [each for each, _ in chunks if each.written == len(each.tokens)]
+        self.check(step, [*decode, *ended])
+
+    def check(self, step: PendingStep, sampled: Sequence[Asked]) -> None:
+        """See that the tokens are the CPU's, one for each of these, and go on with them."""
         tokens = step.collect()
-        sampled = [*decode, *(each for each, _ in chunks if each.written == len(each.tokens))]
         assert len(tokens) == len(sampled)
         for token, sequence in zip(tokens, sampled, strict=True):
             logits = on_cpu(self.right, torch.tensor(sequence.tokens))
@@ -164,6 +183,22 @@ def world(tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch) -> World
     monkeypatch.setattr(runner_module, "served", lambda decoder: True)
     monkeypatch.setattr(runner_module, "_read", at_once)
     return World(make_checkpoint("qwen3", tmp_path / "model", seed=1))
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_slices_take_up_where_the_last_one_ended(world: World, graphs: bool) -> None:
+    """A request leaves between two slices of its batch, and another batch has the lane then."""
+    if graphs:
+        world.capture_slices(64)
+    stays, leaves = Asked(0, [*range(3, 40)], [7, 2, 11]), Asked(1, [9, 4, 6], [5])
+    other = Asked(2, [*range(60, 80)], [30, 9])
+    world.prefill(other, 18)
+    state = PrefillState()
+    chunks = [(leaves, world.chunk(leaves, 3)), (stays, world.chunk(stays, 37))]
+    world.slice(state, chunks, 0, 1)
+    world.slice(PrefillState(), [(other, world.chunk(other, 2))])
+    world.slice(state, chunks[1:], 1)
+    assert len(stays.tokens) == 38 and len(other.tokens) == 21
 
 
 @pytest.mark.parametrize("split", [False, True])
