@@ -124,6 +124,11 @@ def test_sliding_window(tmp_path):
     [
         ("gemma2", [], "GGUF architecture 'gemma2'; these work: llama, qwen2, qwen3"),
         ("llama", [("add_expert_count", 8)], "number of experts 8"),
+        (
+            "llama",
+            [("add_uint16", "split.count", 3)],
+            r"GGUF model 3; .*gguf-split --merge",
+        ),
         ("llama", [("add_rope_dimension_count", 8)], "rope.dimension_count 8; these work: 16"),
     ],
 )

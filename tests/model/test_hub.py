@@ -151,7 +151,7 @@ def test_folders_that_pip_removes_while_it_is_watched_end_nothing(tmp_path):
     folder = tmp_path / "pip-unpack"
 
     def come_and_go():
-        for _ in range(5000):
+        for _ in range(2000):
             folder.mkdir()
             folder.rmdir()
 

@@ -147,6 +147,21 @@ def test_frequencies_are_those_of_transformers(scaling):
 
 
 @pytest.mark.parametrize(
+    ("scaling", "positions"),
+    [
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}, 131_072),
+        ({"type": "yarn", "factor": 1.5, "original_max_position_embeddings": 4096}, 6144),
+        ({"rope_type": "yarn", "original_max_position_embeddings": 8192}, 40_960),
+        ({"rope_type": "linear", "factor": 2.0}, 40_960),
+    ],
+)
+def test_yarn_stretches_the_context(scaling, positions):
+    """As with vLLM: Qwen's model cards tell to add it to a config that is otherwise as it was."""
+    raw = {"architectures": ["Qwen3ForCausalLM"], "max_position_embeddings": 40_960}
+    assert spec_from_config({**raw, "rope_scaling": scaling}).max_positions == positions
+
+
+@pytest.mark.parametrize(
     ("config", "message"),
     [
         (

@@ -48,6 +48,9 @@ class GGUFModel:
             self._reader = GGUFReader(path)
         except (ValueError, IndexError, KeyError) as error:
             raise ValueError(f"{path} is not a whole GGUF file: {error}") from error
+        if (parts := self._field("split.count") or 1) != 1:
+            whole = "1 (`llama-gguf-split --merge` joins them)"
+            raise UnsupportedModel.because("number of files of a GGUF model", parts, (whole,))
         self._tensors = {t.name: t for t in self._reader.tensors}
         self._architecture = str(self._field("general.architecture"))
         self.spec = self._read_spec()

@@ -322,6 +322,9 @@ def spec_from_config(
     if config.hidden_act != "silu":
         raise UnsupportedModel.because("activation", config.hidden_act, ("silu",))
     window, sliding_layers = _sliding(config, family)
+    rope, positions = _rope(config), config.max_position_embeddings
+    if rope.type == "yarn":  # those of the config may be the ones before stretching
+        positions = round(rope.original_positions * rope.factor)
     return ModelSpec(
         family=family,
         layers=config.num_hidden_layers,
@@ -331,9 +334,9 @@ def spec_from_config(
         head_dim=_head_dim(config),
         intermediate_size=config.intermediate_size,
         vocab_size=config.vocab_size,
-        max_positions=config.max_position_embeddings,
+        max_positions=positions,
         norm_eps=config.rms_norm_eps,
-        rope=_rope(config),
+        rope=rope,
         tie_embeddings=config.tie_word_embeddings,
         qkv_bias=family == "qwen2" or config.attention_bias,
         o_bias=family != "qwen2" and config.attention_bias,
