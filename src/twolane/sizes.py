@@ -23,6 +23,11 @@ GRAPH_BYTES = 3 * 2**30
 """Kept free for the graphs of all levels, which are captured when the KV pool exists."""
 
 
+def tile_tokens(head_dim: int) -> int:
+    """New tokens of one head in a large tile of attention (CTA_Q of FlashInfer's FA3)."""
+    return 192 if head_dim == 64 else 128
+
+
 def padded(count: int, sizes: Sequence[int], step: int = 1) -> int:
     """The smallest of the sizes that holds so many; beyond the last, the next multiple of step."""
     if not sizes or count > sizes[-1]:

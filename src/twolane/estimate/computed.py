@@ -10,7 +10,16 @@ from dataclasses import dataclass
 
 from twolane.estimate import Load
 from twolane.estimate.profile import Profile
-from twolane.sizes import BUCKET_STEP, BUCKETS, EMPTY_KEYS, FILLED, SIZES, WHOLE, padded
+from twolane.sizes import (
+    BUCKET_STEP,
+    BUCKETS,
+    EMPTY_KEYS,
+    FILLED,
+    SIZES,
+    WHOLE,
+    padded,
+    tile_tokens,
+)
 
 STEPS = (16, 32, 64)
 """Rows beyond which products of decode go another way, while their weights bind them."""
@@ -44,7 +53,7 @@ class Computed:
         if not device.startswith(("cuda", "simulated")):
             return cls()
         group = shape.heads // shape.kv_heads if device.startswith("cuda") else 0
-        tile = 192 if shape.head_dim == 64 else 128
+        tile = tile_tokens(shape.head_dim)
         heads = shape.heads / profile.key.tensor_parallel
         empty = EMPTY_KEYS * profile.key.units * tile / heads
         return cls(tile, group, True, BUCKETS, empty)

@@ -41,7 +41,7 @@ from twolane.kernels.prefill_attention_schedule import (
     tiles,
 )
 from twolane.kernels.prefill_attention_triton import Merge, gather_kernel
-from twolane.sizes import EMPTY_KEYS, FILLED
+from twolane.sizes import EMPTY_KEYS, FILLED, tile_tokens
 
 _PAGED = Costs(block=96, item=288, split=1200)
 _DENSE = Costs(block=128, item=288, split=0)
@@ -53,11 +53,6 @@ _NO_WINDOW = -1
 _PART = 32
 _SEGMENTS = 64
 """Prompts of a pass that a graph's lists have room for."""
-
-
-def tile_tokens(dim: int) -> int:
-    """New tokens of one head that a block computes together (FA3's CTA_Q)."""
-    return 192 if dim == 64 else 128
 
 
 def filled(batch: PrefillBatch) -> float:

@@ -30,7 +30,16 @@ import numpy as np
 from twolane.lanes.sim import Demand
 from twolane.lanes.work import DecodeWork, HybridWork, PrefillWork, PromptRow, Work
 from twolane.model.spec import ModelSpec
-from twolane.sizes import BUCKET_STEP, BUCKETS, EMPTY_KEYS, FILLED, SIZES, WHOLE, padded
+from twolane.sizes import (
+    BUCKET_STEP,
+    BUCKETS,
+    EMPTY_KEYS,
+    FILLED,
+    SIZES,
+    WHOLE,
+    padded,
+    tile_tokens,
+)
 
 ITEM = 2
 """Bytes of an element: weights, activations and KV are bfloat16."""
@@ -279,7 +288,6 @@ class DeviceModel:
         self.spec = spec
         self.tp = tp
         self._shapes = _shapes(spec, tp)
-        self._tile = 192 if spec.head_dim == 64 else 128
         self._rng = np.random.default_rng([seed, 0x4E4F4953])
         self._noise: list[float] = []
         self._layers: dict[tuple[int, int, bool], _Cost] = {}
@@ -482,7 +490,7 @@ class DeviceModel:
         `kernels/prefill_attention_schedule.py` deals tiles, and splits the longest if that is
         faster; `kernels/prefill_attention_flashinfer.py` (`Replayed`) says what is nearly empty.
         """
-        tile, heads = self._tile, self.spec.heads / self.tp
+        tile, heads = tile_tokens(self.spec.head_dim), self.spec.heads / self.tp
         keys = [
             row.start + min(len(row.tokens), first + tile)
             for row in rows
