@@ -1,6 +1,7 @@
 """Where a model comes from: an alias, a directory, a GGUF file, a shape, a Hugging Face id."""
 
 import errno
+import fnmatch
 import hashlib
 import os
 import re
@@ -281,10 +282,9 @@ def _largest(directory: Path) -> int:
     """Bytes of the largest wheel below a directory that another process is changing."""
     sizes = [0]
     for folder, _, names in os.walk(directory):  # which leaves out those that go meanwhile
-        for name in names:
-            if name.endswith(".whl"):
-                with suppress(FileNotFoundError):  # moved in between
-                    sizes.append((Path(folder) / name).stat().st_size)
+        for name in fnmatch.filter(names, "*.whl"):
+            with suppress(FileNotFoundError):  # moved in between
+                sizes.append((Path(folder) / name).stat().st_size)
     return max(sizes)
 
 
