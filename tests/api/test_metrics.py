@@ -189,7 +189,6 @@ class Traffic:
             else:
                 head.cancel()
                 self.left += 1
-                self.left_served += 1
 
     async def not_a_call(self):
         async with self.session.get(self.rng.choice([*PATHS, "/nowhere", "/health"])) as response:

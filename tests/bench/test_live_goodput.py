@@ -59,11 +59,13 @@ def test_two_systems_on_servers_of_its_own(model, tmp_path):
     out = tmp_path / "found"
     words = [out, "--serve", model, "--trace", *LOOSE]
     with subprocess.Popen(command(*words, systems=BOTH), stderr=subprocess.PIPE, text=True) as p:
+        first = wait_for(lambda: children(p.pid), 200)
         wait_for(lambda: list(out.glob("*-rate100000*.json")), 200)
         servers = children(p.pid)
         p.send_signal(signal.SIGINT)
         assert p.wait(60) == 130
         assert "the same command goes on" in p.stderr.read()
+    assert not any(map(alive, first))
     wait_for(lambda: not any(map(alive, servers)), 30)  # one that it was just starting is told
     kept = {file: file.stat().st_mtime_ns for file in out.glob("*-rate*.json")}
     done = run(*words, systems=BOTH)

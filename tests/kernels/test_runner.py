@@ -93,6 +93,7 @@ class World:
         self.runner = CudaRunner(self.decoder, self.kv, self.slots, steps, LARGEST, UNITS)
         assert self.runner.whole is not None
         self.whole, self.passes = self.runner.whole, self.runner.passes
+        self.whole._logits.fill_(float("nan"))
         self.split: list[bool] = []
         self.whole._passed = Lazily(self._noted)
         self.whole._ended = Lazily(self.whole._end)
@@ -100,6 +101,8 @@ class World:
     def _noted(self, size: int, split: bool) -> None:
         self.split.append(split)
         self.whole._pass(size, split)
+        rows = int(self.whole._counts[1])
+        assert not self.passes.residual[:rows].isnan().any()
 
     def capture_slices(self, size: int) -> None:
         """Have the layers of slices in graphs, of one size."""
