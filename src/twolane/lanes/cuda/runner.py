@@ -167,6 +167,8 @@ class CudaRunner:
 
     def _prefill(self, work: PrefillWork, place: _Place) -> Queued:
         state, before = work.state, work.state.hidden
+        if work.first or work.finishes:  # the first of several has enough to do: decode waits for it
+            self.slots.update(work.rows)
         batch = self._open(work.rows) if work.first == 0 else self._resumed(before, work.rows)
         plans = self._plans(batch, place, work.first, work.last)
         placed = Placed(self._decoder, batch.positions, batch.write_slots, plans)
@@ -192,6 +194,7 @@ class CudaRunner:
 
     def _by_layers(self, work: HybridWork, place: _Place) -> Tensor:
         """The last hidden states of a pass that is no graph as a whole, [rows, hidden]."""
+        self.slots.update(work.prompts)
         batch, layers = self._open(work.prompts), self._decoder.spec.layers
         hidden, plans = batch.hidden, self._plans(batch, place, 0, layers)
         placed = Placed(self._decoder, batch.positions, batch.write_slots, plans)
@@ -213,7 +216,6 @@ class CudaRunner:
 
     def _open(self, rows: Sequence[PromptRow]) -> _Pass:
         """Lay out a batch and embed its tokens."""
-        self.slots.update(rows)
         tokens = np.concatenate([np.asarray(row.tokens, dtype=np.int32) for row in rows])
         where = [places_of(row, self.kv.page_size) for row in rows]
         positions, write_slots = (np.concatenate(part) for part in zip(*where, strict=True))
