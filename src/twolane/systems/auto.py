@@ -200,8 +200,9 @@ class Auto(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             then = view.estimator.decode_step(joined, view.units, bound=True)
             if batch.chunks and then and then > tbt:
                 return self._decode_alone(view, memory, step, tbt)  # no room for more
+            # Those who join decode when the batch is done; the next one's choice reckons with them.
             target = _target(view, memory, tbt)
-            choice, chunk = self._choose(view, memory, batch, joined, then, target)
+            choice, chunk = self._choose(view, memory, batch, decode, step, target)
             memory = replace(memory, choice=choice, chunk=chunk, about=about, chosen=view.now)
         assert memory.choice is not None
         return self._as_chosen(view, memory, order, batch, memory.choice, step, tbt)

@@ -61,7 +61,7 @@ class Ways:
         layers: of the model.
         units: of the device.
         levels: partitions with units for both lanes.
-        decode: the step, with those whom the prefill batch will add to it.
+        decode: the step.
         step: bound on its seconds on the whole device.
         batch: the prompts.
         target: TBT that is planned for, in seconds.
