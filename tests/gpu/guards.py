@@ -54,9 +54,14 @@ def _ignore_after(lanes: CudaLanes) -> None:
     lanes._before = lambda used, stream, after: before(used, stream, ())
 
 
+def _all_steps_first(lanes: CudaLanes) -> None:
+    turn = lanes_module._turn
+    lanes_module._turn = lambda lane, work, after: turn(lane, work, ())
+
+
 def _keep_nothing(lanes: CudaLanes) -> None:
     prefill = lanes.runner._prefill
-    lanes.runner._prefill = lambda work, place: Queued(prefill(work, place).steps)
+    lanes.runner._prefill = lambda *work: Queued(prefill(*work).steps)
 
 
 def _share(what: str) -> Callable[[CudaLanes], None]:
@@ -148,6 +153,7 @@ GUARDS: dict[str, Guard] = {
     "steps": Guard("the decode steps' buffers belong to one launch", _forget_last("steps")),
     "device": Guard("the whole device excludes both lanes", _device_beside_the_lanes),
     "after": Guard("a launch waits, on the device, for what it is told to", _ignore_after),
+    "turns": Guard("a step is launched behind what it waits for", _all_steps_first),
     "elsewhere": Guard("it is told of launches in other lanes", _forget_other_lanes),
     "kept": Guard("what a slice reads is held until it has ended", _keep_nothing),
     "activations": Guard("lanes share no activations", _share("activations"), 0.05),

@@ -15,7 +15,7 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -81,9 +81,11 @@ class Delays:
         runner, steps = lanes.runner, lanes.runner.steps
         run, forward = runner.run, steps.forward
 
-        def delayed_run(work: Work, lane: LaneName, units: int) -> Queued:
+        def delayed_run(
+            work: Work, lane: LaneName, units: int, between: Callable[[], None] | None
+        ) -> Queued:
             self.maybe(self.launches)
-            queued = run(work, lane, units)
+            queued = run(work, lane, units, between)
             self.maybe(self.launches)
             return queued
 

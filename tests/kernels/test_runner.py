@@ -122,10 +122,14 @@ class World:
         last = self.spec.layers if last is None else last
         rows, finishes = tuple(row for _, row in chunks), last == self.spec.layers
         work = PrefillWork(state, rows, first, last, finishes)
-        steps = self.runner.run(work, "prefill", UNITS).steps
+        self.turns = 0
+        steps = self.runner.run(work, "prefill", UNITS, self._turn).steps
         assert len(steps) == finishes
         for step in steps:
             self.check(step, [each for each, row in chunks if row.sampling is not None])
+
+    def _turn(self) -> None:
+        self.turns += 1
 
     def prefill(self, sequence: Asked, count: int) -> None:
         """Write its first tokens to the pool."""
@@ -201,6 +205,7 @@ def test_slices_take_up_where_the_last_one_ended(world: World, graphs: bool) -> 
     world.slice(state, chunks, 0, 1)
     world.slice(PrefillState(), [(other, world.chunk(other, 2))])
     world.slice(state, chunks[1:], 1)
+    assert world.turns == (world.spec.layers - 1 if graphs else 0)
     assert len(stays.tokens) == 38 and len(other.tokens) == 21
 
 

@@ -1,5 +1,9 @@
 """What of the lanes on a GPU needs none."""
 
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,6 +12,7 @@ import pytest
 
 from twolane.kernels.sampling import MAX_BANNED, pack_params
 from twolane.lanes.cuda import clock
+from twolane.lanes.cuda.launcher import Launcher, Turn
 from twolane.lanes.cuda.slots import _packed
 from twolane.lanes.work import Sampling
 from twolane.sampling import SamplingParams
@@ -50,3 +55,72 @@ def test_a_launch_after_an_idle_time_takes_what_it_takes(
         here.seen(begun)
         device.now = at + 0.00402
         assert here.both(begun, ended) == pytest.approx((at, at + 0.004), abs=3e-5)
+
+
+@pytest.fixture
+def launcher() -> Iterator[Launcher]:
+    with ThreadPoolExecutor(1) as thread:
+        yield Launcher(thread)
+
+
+class Launches:
+    """What was launched, in order, by a launcher that is held up until it has been asked for all.
+
+    Args:
+        held: the turn of what holds it up, a launch of three layers.
+    """
+
+    def __init__(self, launcher: Launcher, held: Turn) -> None:
+        self.launcher, self.order, self._go = launcher, list[str](), Event()
+        between = launcher.between if held == "slice" else lambda: None
+        self.launcher.submit(partial(self._held, between), held)
+
+    def _held(self, between: Callable[[], None]) -> None:
+        self._go.wait()
+        for layer in range(3):
+            between()
+            self.order.append(f"layer {layer}")
+
+    def ask(self, **turns: Turn) -> list[str]:
+        """Ask for launches; the order of all."""
+        for name, turn in turns.items():
+            self.launcher.submit(partial(self.order.append, name), turn)
+        self._go.set()
+        self.launcher.thread.submit(lambda: None).result(timeout=60)
+        return self.order
+
+
+def test_a_step_goes_before_the_rest_of_a_slice_and_before_slices_that_wait(
+    launcher: Launcher,
+) -> None:
+    order = Launches(launcher, "slice").ask(next="slice", step="step", other="step")
+    assert order == ["step", "other", "layer 0", "layer 1", "layer 2", "next"]
+
+
+def test_a_step_that_comes_after_a_slice_has_begun_goes_before_its_next_layer(
+    launcher: Launcher,
+) -> None:
+    order = list[str]()
+
+    def slice_() -> None:
+        for layer in range(2):
+            launcher.between()
+            order.append(f"layer {layer}")
+            if not layer:
+                launcher.submit(partial(order.append, "step"), "step")
+
+    launcher.submit(slice_, "slice")
+    launcher.thread.submit(lambda: None).result(timeout=60)
+    assert order == ["layer 0", "step", "layer 1"]
+
+
+@pytest.mark.parametrize("first", ["in order", "slice"])
+def test_what_is_launched_in_order_stays_where_it_is(launcher: Launcher, first: Turn) -> None:
+    """A pass of the whole device, a step that waits for a slice: nobody goes before them."""
+    order = Launches(launcher, first).ask(next="slice", both="in order", step="step", last="slice")
+    assert order == ["layer 0", "layer 1", "layer 2", "next", "both", "step", "last"]
+
+
+def test_a_step_does_not_go_before_the_whole_device(launcher: Launcher) -> None:
+    order = Launches(launcher, "in order").ask(step="step", both="in order", other="step")
+    assert order == ["layer 0", "layer 1", "layer 2", "step", "both", "other"]

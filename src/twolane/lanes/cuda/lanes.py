@@ -3,8 +3,8 @@
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from queue import SimpleQueue
 
 import torch
@@ -13,8 +13,9 @@ from twolane.lanes import Ticket
 from twolane.lanes.cuda.clock import DeviceClock
 from twolane.lanes.cuda.events import new_event
 from twolane.lanes.cuda.green import Partitions
+from twolane.lanes.cuda.launcher import Launcher, Turn
 from twolane.lanes.cuda.runner import CudaRunner, Queued
-from twolane.lanes.work import Work, used_by
+from twolane.lanes.work import PrefillWork, Work, used_by
 from twolane.vocabulary import LANES, LaneName
 
 
@@ -48,13 +49,13 @@ class CudaLanes:
     """Green-context lanes over one model.
 
     Launches of a lane run in order, whatever their levels: each waits, on the device, for the one
-    before it. One thread launches, in the order of the calls: that takes milliseconds, in which the
-    engine delivers tokens.
+    before it. One thread launches (`launcher.py`): that takes milliseconds, in which the engine
+    delivers tokens.
 
     Args:
         runner: queues the work.
         partitions: the levels and their streams.
-        launcher: the thread that launches, and that captured the runner's graphs.
+        launcher: of the thread that captured the runner's graphs.
         notify: called from a lane's thread whenever a ticket has news.
     """
 
@@ -62,11 +63,13 @@ class CudaLanes:
         self,
         runner: CudaRunner,
         partitions: Partitions,
-        launcher: ThreadPoolExecutor,
+        launcher: Launcher,
         notify: Callable[[], None],
     ) -> None:
         self.runner = runner
         self._partitions, self._launcher, self._notify = partitions, launcher, notify
+        self._spent = 0.0
+        """Seconds that launches have taken."""
         self._last: dict[str, CudaTicket] = {}
         """The last launch that used each of what launches share."""
         self._watchers = {lane: _Watcher(lane, partitions.device, notify) for lane in LANES}
@@ -78,15 +81,16 @@ class CudaLanes:
     def launch(self, lane: LaneName, units: int, work: Work, after: Sequence[Ticket]) -> Ticket:
         """See `Lanes.launch`."""
         ticket = CudaTicket(lane, units)
-        self._launcher.submit(self._launch, ticket, work, after)
+        launch = partial(self._launch, ticket, work, after)
+        self._launcher.submit(launch, _turn(lane, work, after))
         return ticket
 
     def synchronize(self) -> None:
         """Wait until the device is through with all that was launched."""
-        self._launcher.submit(torch.cuda.synchronize).result()
+        self._launcher.thread.submit(torch.cuda.synchronize).result()
 
     def _launch(self, ticket: CudaTicket, work: Work, after: Sequence[Ticket]) -> None:
-        asked = self.clock()
+        asked, spent = self.clock(), self._spent
         try:
             watched = self._queue(ticket, work, after)
         except BaseException as error:  # the engine raises it on its own thread
@@ -94,7 +98,8 @@ class CudaLanes:
             self._notify()
             return
         ticket.launched = self.clock()
-        ticket.launching = ticket.launched - asked
+        ticket.launching = ticket.launched - asked - (self._spent - spent)
+        self._spent += ticket.launching
         self._watchers[ticket.lane].queue.put(watched)
 
     def _queue(self, ticket: CudaTicket, work: Work, after: Sequence[Ticket]) -> _Watched:
@@ -106,14 +111,15 @@ class CudaLanes:
                 stream.wait_event(other.ended)
             begun = new_event(timing=True)
             begun.record(stream)
-            queued = self.runner.run(work, ticket.lane, ticket.units)
+            between = self._launcher.between if _is_slice(ticket.lane, work) else None
+            queued = self.runner.run(work, ticket.lane, ticket.units, between)
             ticket.ended.record(stream)
         self._last.update(dict.fromkeys(used, ticket))
         return _Watched(ticket, begun, queued, before)
 
     def close(self, timeout: float = 1.0) -> None:
         """End the threads when they are through with what is queued; wait for each so long."""
-        self._launcher.shutdown()
+        self._launcher.thread.shutdown()
         for watcher in self._watchers.values():
             watcher.queue.put(None)
         for watcher in self._watchers.values():
@@ -126,6 +132,18 @@ class CudaLanes:
         last = [self._last[name] for name in used if name in self._last]
         named = [ticket for ticket in after if isinstance(ticket, CudaTicket)]
         return [t for t in (*last, *named) if not t.done and t.stream is not stream]
+
+
+def _is_slice(lane: LaneName, work: Work) -> bool:
+    """Whether it shares nothing with the decode lane (`used_by`)."""
+    return lane == "prefill" and isinstance(work, PrefillWork)
+
+
+def _turn(lane: LaneName, work: Work, after: Sequence[Ticket]) -> Turn:
+    """A launch that waits on the device for another one must be launched behind it."""
+    if _is_slice(lane, work):
+        return "slice"
+    return "step" if lane == "decode" and all(other.launched for other in after) else "in order"
 
 
 class _Watcher:

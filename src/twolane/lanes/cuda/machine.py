@@ -11,6 +11,7 @@ from twolane.kernels.prefill_attention import choose
 from twolane.lanes.cuda.decode import DecodeSteps, LevelGraphs
 from twolane.lanes.cuda.green import NoGreenContexts, Partitions
 from twolane.lanes.cuda.lanes import CudaLanes
+from twolane.lanes.cuda.launcher import Launcher
 from twolane.lanes.cuda.passes import PassGraphs
 from twolane.lanes.cuda.runner import CudaRunner
 from twolane.lanes.cuda.slots import Slots
@@ -104,13 +105,13 @@ class CudaMachine:
             progress: told ("graphs", fraction).
         """
         # cuBLAS keeps a handle and workspaces for each thread: one thread does all of it.
-        launcher = ThreadPoolExecutor(1, "launch", torch.cuda.set_device, (self.device,))
-        runner = launcher.submit(
+        thread = ThreadPoolExecutor(1, "launch", torch.cuda.set_device, (self.device,))
+        runner = thread.submit(
             self._runner, pages, page_size, slots, max_model_len, progress
         ).result()
-        lanes = CudaLanes(runner, self.partitions, launcher, notify)
+        lanes = CudaLanes(runner, self.partitions, Launcher(thread), notify)
         progress("kernels", 0.0)
-        launcher.submit(_reserve_pinned).result()
+        thread.submit(_reserve_pinned).result()
         self._warm_up(lanes, min(pages * page_size, max_model_len))
         return lanes
 

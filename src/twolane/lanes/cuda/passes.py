@@ -135,7 +135,15 @@ class Passes:
             return False
         return units in self.levels and len(placed.positions) <= SIZES[-1]
 
-    def layers(self, first: int, last: int, hidden: Tensor, placed: Placed, units: int) -> None:
+    def layers(
+        self,
+        first: int,
+        last: int,
+        hidden: Tensor,
+        placed: Placed,
+        units: int,
+        between: Callable[[], None] | None = None,
+    ) -> None:
         """Run layers `first:last` of a pass on the current stream, in place.
 
         Args:
@@ -144,6 +152,7 @@ class Passes:
             hidden: [T, hidden] from the embedding or the layer before; updated.
             placed: the T tokens; its decode rows are those of `DecodeSteps.inputs` in all rows.
             units: SMs of the stream.
+            between: called before each layer; may run what has nothing of these buffers.
         """
         count, decoder = len(hidden), self._decoder
         size = padded(count, SIZES)
@@ -155,6 +164,8 @@ class Passes:
         q, qkv, out = (t[placed.decoding :] for t in decoder.attended(self.workspace, count))
         new, layers = placed.new_kv(qkv), self.levels[units].layers[size]
         for i in range(first, last):
+            if between is not None:
+                between()
             layer = layers[i]
             before = layer.before if placed.steps is None else layer.before_hybrid
             assert before is not None
