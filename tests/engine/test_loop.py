@@ -1,9 +1,12 @@
 """The loop's order."""
 
+from typing import Any
+
 import pytest
 
 from tests.systems.simulation import simulate, submit
 from twolane.engine.engine import Engine
+from twolane.estimate.online import OnlineEstimator
 from twolane.systems import make_system
 from twolane.systems.plan import Plan
 
@@ -21,3 +24,21 @@ def test_tokens_are_sent_before_what_comes_next_is_planned(monkeypatch: pytest.M
     assert [len(times) for times in served.times.values()] == [8, 8]
     assert kept
     assert not any(kept)
+
+
+def test_tokens_are_sent_before_the_estimator_learns(monkeypatch: pytest.MonkeyPatch) -> None:
+    reap, kept = Engine.reap, []
+    engines = list[Engine]()
+
+    def watched(engine: Engine) -> bool:
+        engines[:] = [engine]
+        return reap(engine)
+
+    class Learner(OnlineEstimator):
+        def observe_decode(self, *launch: Any) -> None:
+            kept.append(len(engines[0].state.outputs))
+            super().observe_decode(*launch)
+
+    monkeypatch.setattr(Engine, "reap", watched)
+    simulate(make_system("static-split", {}), [(0.0, submit("a", 20, 8))], estimator=Learner())
+    assert kept == [0] * 7

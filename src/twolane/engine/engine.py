@@ -17,7 +17,7 @@ from twolane.engine.messages import (
     ToEngine,
     Watch,
 )
-from twolane.engine.reap import reap
+from twolane.engine.reap import learn, reap
 from twolane.engine.request import Request
 from twolane.engine.state import State
 from twolane.engine.trace import Trace
@@ -106,7 +106,8 @@ class Engine:
         return moved
 
     def plan(self) -> Plan:
-        """Ask the system."""
+        """Ask the system, when the estimator has learnt from all that was reaped."""
+        learn(self.state)
         plan, self._memory = self._system.plan(self.view(), self._memory)
         return plan
 

@@ -26,9 +26,10 @@ class Port(Protocol):
 def run(engine: Engine, port: Port) -> None:
     """Serve until the port says stop. Polls when woken, never blocks, never spins at rest.
 
-    Tokens are sent before what comes next is planned and launched, which takes milliseconds, and
-    between one plan and the next. A plan that did something is followed by another one; a plan
-    that did nothing has seen all that there was to see. What came meanwhile ends the wait at once.
+    Tokens are sent before the estimator learns and what comes next is planned and launched, which
+    takes milliseconds, and between one plan and the next. A plan that did something is followed by
+    another one; a plan that did nothing has seen all that there was to see. What came meanwhile
+    ends the wait at once.
     """
     while (messages := port.receive()) is not None:
         engine.take(messages)

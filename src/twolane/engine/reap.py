@@ -144,7 +144,7 @@ def _share_full_pages(state: State, request: Request) -> None:
 
 
 def _settle(state: State, flight: Flight) -> None:
-    """The launch has ended: its pages may go, its batch moves on, the estimator learns."""
+    """The launch has ended: its pages may go, its batch moves on."""
     state.flights.remove(flight)
     work = flight.launch.work
     batch = flight.batch
@@ -159,12 +159,21 @@ def _settle(state: State, flight: Flight) -> None:
     ticket = flight.ticket
     state.counters.seconds[ticket.lane, ticket.units] += ticket.seconds
     state.launching.note(work, ticket.launching, state.now())
-    _observe(state, flight)
+    if flight.launch.lane in OTHER:
+        state.landed[flight.launch.lane].append(flight)
+    state.unlearnt.append(flight)
     if not state.trace.silent:
         _trace(state, flight)
     if state.now() < state.watched_until:
         state.launches.append(_launched(state, flight))
     flight.batch = None  # `landed` keeps the flight, which must not keep hidden states
+
+
+def learn(state: State) -> None:
+    """Have the estimator learn from what has landed. Not `reap`'s, for tokens wait for that."""
+    for flight in state.unlearnt:
+        _observe(state, flight)
+    state.unlearnt.clear()
 
 
 def _observe(state: State, flight: Flight) -> None:
@@ -174,9 +183,6 @@ def _observe(state: State, flight: Flight) -> None:
     waited for the host: to learn from these would make all predictions longer.
     """
     work, units, seconds = flight.launch.work, flight.launch.units, flight.ticket.seconds
-    lane = flight.launch.lane
-    if lane in OTHER:
-        state.landed[lane].append(flight)
     if flight.ticket.waited and state.estimator.promises:
         return
     try:

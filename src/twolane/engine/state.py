@@ -82,6 +82,8 @@ class State:
         default_factory=lambda: defaultdict(lambda: deque(maxlen=LANDED))
     )
     """The latest that were, by lane, as far as a launch of the other lane may have overlapped."""
+    unlearnt: list[Flight] = field(default_factory=list)
+    """Those that were reaped since the estimator last learnt, in the order of their launches."""
     gaps: Gaps = field(default_factory=Gaps)
     counters: Counters = field(default_factory=Counters)
     paced: dict[Request, Sampled] = field(default_factory=dict)
