@@ -1,7 +1,7 @@
 """The thread that launches: in the order of the calls, but for decode steps and prefill slices.
 
-The slice that begins a batch takes the host 3 to 7 ms, a decode step 0.6, and the device hardly
-longer: a step that had to wait for the slice would begin late. So it goes before slices that wait
+The slice that begins a batch takes the host 3 to 7 ms, and a decode step hardly lasts longer on the
+device: one that had to wait for such a slice would begin late. So it goes before slices that wait
 for this thread, and between two layers of the one that is being launched.
 """
 
