@@ -182,6 +182,16 @@ def test_nobody_joins_whom_the_bound_has_no_room_for():
     assert made.launches
 
 
+def test_what_is_chosen_is_for_those_who_decode():
+    """Who joins them when the batch is done is reckoned with when the next one is chosen."""
+    _, memory = plan(decoding=rows(64, 2000, 0.012), waiting=[waiting("a", 2000)])
+    prefill, decode = memory.choice.level
+    beside = Beside(Load([2000], [0]), prefill)
+    step = KNOWN.decode_step(Load.decode([2000] * 64), decode, beside, bound=True)
+    assert memory.choice.mode == "spatial"
+    assert memory.choice.gap == pytest.approx(step)
+
+
 def test_a_bound_that_decode_alone_cannot_keep_binds_nobody():
     hopeless = decoding("x", 1000, slo=Slo(tbt=1e-4))
     _, alone = plan(decoding=rows(20, 1000, 0.03), waiting=[waiting("a", 2000)])
