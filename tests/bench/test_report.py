@@ -233,7 +233,13 @@ def test_labels_keep_apart_and_below_the_top():
 
 @pytest.mark.parametrize(
     ("content", "complaint"),
-    [("[]", "is a trace"), ("{}", "no result"), ("not json", "malformed"), (None, "No such file")],
+    [
+        ("[]", "is a trace"),
+        ('[\n{"pid": 1},\n', "is a trace"),
+        ("{}", "no result"),
+        ("not json", "malformed"),
+        (None, "No such file"),
+    ],
 )
 def test_what_is_no_result_is_refused_by_name(tmp_path, content, complaint):
     path = tmp_path / "x.json"

@@ -9,6 +9,9 @@ import msgspec
 from twolane.bench.metrics import TTFT_PER_1K, bounded
 from twolane.workload.spec import OptionError
 
+TRACE = "a trace: give it with --trace-file"
+"""What a file is that is a list, or the beginning of one: that of an engine that was killed."""
+
 
 @dataclass(frozen=True)
 class Run:
@@ -175,15 +178,17 @@ def _add_trace(saved: Saved, name: str, path: Path) -> None:
 def _read_run(path: Path, name: str | None) -> Run:
     data = _decode(path)
     if not isinstance(data, dict) or "request_rate" not in data or "duration" not in data:
-        what = "a trace: give it with --trace-file" if isinstance(data, list) else "no result"
-        raise OptionError("RUN", f"{path} is {what}")
+        raise OptionError("RUN", f"{path} is {TRACE if isinstance(data, list) else 'no result'}")
     if "trial" in data:
         name = name or data["trial"]["system"]
     return Run(name or path.stem, data)
 
 
 def _decode(path: Path) -> Any:
+    data = b""
     try:
-        return msgspec.json.decode(path.read_bytes())
+        data = path.read_bytes()
+        return msgspec.json.decode(data)
     except (OSError, msgspec.DecodeError) as error:
-        raise OptionError("RUN", f"{path}: {error}") from error
+        what = f" is {TRACE}" if data.startswith(b"[") else f": {error}"
+        raise OptionError("RUN", f"{path}{what}") from error
