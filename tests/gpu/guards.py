@@ -61,7 +61,7 @@ def _all_steps_first(lanes: CudaLanes) -> None:
 
 def _keep_nothing(lanes: CudaLanes) -> None:
     prefill = lanes.runner._prefill
-    lanes.runner._prefill = lambda *work: Queued(prefill(*work).steps)
+    lanes.runner._prefill = lambda work, place: Queued(prefill(work, place).steps)
 
 
 def _share(what: str) -> Callable[[CudaLanes], None]:

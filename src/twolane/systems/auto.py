@@ -196,10 +196,8 @@ class Auto(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             return self._decode_alone(view, memory, step, tbt)
         about = (len(rows), tuple(batch.load.n), tuple(batch.load.r))
         if batch.chunks or about != memory.about or view.now > memory.chosen + CHOICE_SECONDS:
-            joined = Load.decode([*decode.r, *batch.joiners])
-            then = view.estimator.decode_step(joined, view.units, bound=True)
-            if batch.chunks and then and then > tbt:
-                return self._decode_alone(view, memory, step, tbt)  # no room for more
+            if batch.chunks and _leave_no_room(view, decode, batch.joiners, tbt):
+                return self._decode_alone(view, memory, step, tbt)
             # Those who join decode when the batch is done; the next one's choice reckons with them.
             target = _target(view, memory, tbt)
             choice, chunk = self._choose(view, memory, batch, decode, step, target)
@@ -443,6 +441,13 @@ def _tbt(view: View, rows: Sequence[RequestView], step: float | None) -> float:
         least = view.estimator.decode_step(one, view.units, bound=True)
         kept = [bound for bound in bounds if not least or bound >= least]
     return min(kept, default=max(UNBOUND_TBT, UNBOUND_STEPS * (step or 0.0)))
+
+
+def _leave_no_room(view: View, decode: Load, joiners: Sequence[int], tbt: float) -> bool:
+    """Whether decode, with those who would join it, could not even alone keep the bound."""
+    joined = Load.decode([*decode.r, *joiners])
+    then = view.estimator.decode_step(joined, view.units, bound=True)
+    return then is not None and then > tbt
 
 
 def _target(view: View, memory: Memory, tbt: float) -> float:

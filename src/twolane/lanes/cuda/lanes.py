@@ -15,7 +15,7 @@ from twolane.lanes.cuda.events import new_event
 from twolane.lanes.cuda.green import Partitions
 from twolane.lanes.cuda.launcher import Launcher, Turn
 from twolane.lanes.cuda.runner import CudaRunner, Queued
-from twolane.lanes.work import PrefillWork, Work, used_by
+from twolane.lanes.work import Work, used_by
 from twolane.vocabulary import LANES, LaneName
 
 
@@ -135,8 +135,8 @@ class CudaLanes:
 
 
 def _is_slice(lane: LaneName, work: Work) -> bool:
-    """Whether it shares nothing with the decode lane (`used_by`)."""
-    return lane == "prefill" and isinstance(work, PrefillWork)
+    """Whether it uses nothing that the decode lane does."""
+    return used_by(lane, work) == ("prefill",)
 
 
 def _turn(lane: LaneName, work: Work, after: Sequence[Ticket]) -> Turn:

@@ -142,7 +142,7 @@ class Passes:
         hidden: Tensor,
         placed: Placed,
         units: int,
-        between: Callable[[], None] | None = None,
+        between: Callable[[], None] | None,
     ) -> None:
         """Run layers `first:last` of a pass on the current stream, in place.
 

@@ -97,6 +97,8 @@ class _Place:
 
     units: int
     memory: _LaneMemory
+    between: Callable[[], None] | None
+    """See `CudaRunner.run`."""
 
 
 class CudaRunner:
@@ -147,13 +149,14 @@ class CudaRunner:
     ) -> Queued:
         """Queue the work on the current stream, which has so many SMs.
 
-        `between` is called between two layers of a prefill slice, and may run other lanes' work.
+        `between` is called between two layers of it that are graphs, and may run what uses nothing
+        of the same (`used_by`).
         """
-        place = _Place(units, self._memory[lane])
+        place = _Place(units, self._memory[lane], between)
         if isinstance(work, DecodeWork):
             return Queued(self._decode(work, units))
         if isinstance(work, PrefillWork):
-            return self._prefill(work, place, between)
+            return self._prefill(work, place)
         return Queued([self._hybrid(work, place)])
 
     def _decode(self, work: DecodeWork, units: int) -> list[PendingStep]:
@@ -174,16 +177,14 @@ class CudaRunner:
             pending.append(_read(tokens[: len(rows)], alive, alive, scores))
         return pending
 
-    def _prefill(
-        self, work: PrefillWork, place: _Place, between: Callable[[], None] | None
-    ) -> Queued:
+    def _prefill(self, work: PrefillWork, place: _Place) -> Queued:
         state, before = work.state, work.state.hidden
         if work.first or work.finishes:  # the first of several has enough to do
             self.slots.update(work.rows)
         batch = self._open(work.rows) if work.first == 0 else self._resumed(before, work.rows)
         plans = self._plans(batch, place, work.first, work.last)
         placed = Placed(self._decoder, batch.positions, batch.write_slots, plans)
-        self._layers(work.first, work.last, batch.hidden, placed, place, between)
+        self._layers(work.first, work.last, batch.hidden, placed, place)
         if not work.finishes:
             state.hidden, state.rows = batch, work.rows
             return Queued((), (before, batch))
@@ -246,18 +247,10 @@ class CudaRunner:
         index = upload(np.flatnonzero(kept).astype(np.int32), self._decoder.device)
         return _Pass(rows, batch.hidden[index], batch.positions[index], batch.write_slots[index])
 
-    def _layers(
-        self,
-        first: int,
-        last: int,
-        hidden: Tensor,
-        placed: Placed,
-        place: _Place,
-        between: Callable[[], None] | None = None,
-    ) -> None:
+    def _layers(self, first: int, last: int, hidden: Tensor, placed: Placed, place: _Place) -> None:
         passes, units = place.memory.passes, place.units
         if passes is not None and passes.serves(placed, units):
-            passes.layers(first, last, hidden, placed, units, between)
+            passes.layers(first, last, hidden, placed, units, place.between)
             return
         products, activations = self.steps.products(units), place.memory.activations
         self._decoder.layers(first, last, hidden, placed, self.kv, activations, products)
