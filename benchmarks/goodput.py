@@ -8,16 +8,17 @@ Simulated are `auto`, `chunked` with several budgets, and some of the four paper
 `auto` and the best of either. The runs stay in `--work`: the same command goes on where `--seconds`
 ended it. The file has what was found by then.
 
-TTFT may take 1 s (2 s at 34B), whatever the prompt: with a second more for each 1,024 new tokens
-half a minute of arrivals is one burst, which is served after it has ended (docs/systems.md). Only
-`conversation`, whose prompts take seconds, has such an allowance, and P90.
+TTFT may take 1 s and a second more for each 1,024 new tokens; in the panels that end in `-flat` 1 s
+(2 s at 34B), whatever the prompt. Bounds are on P99, with `conversation` on P90.
 """
 
 import functools
 import shlex
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatch
 from pathlib import Path
+from typing import NamedTuple
 
 import gpus
 import msgspec
@@ -51,7 +52,7 @@ class Panel(msgspec.Struct, frozen=True):
     four: str
     """Of the four papers' systems those that it has within a quarter of the best of them."""
     ttft_ms: float = 1000
-    per_1k_ms: float = 0
+    per_1k_ms: float = 1000
     attainment: float = 0.99
     longest: int = 12_000
     """Prompt tokens."""
@@ -59,7 +60,8 @@ class Panel(msgspec.Struct, frozen=True):
     @property
     def name(self) -> str:
         """Of its folder."""
-        return f"{self.model}-{self.dataset}-{self.tbt_ms:g}ms"
+        flat = "" if self.per_1k_ms else "-flat"
+        return f"{self.model}-{self.dataset}-{self.tbt_ms:g}ms{flat}"
 
     def systems(self, profiles: Path | None) -> Sequence[str]:
         """Who is searched; `profiles`: the folder of what was simulated, None to simulate.
@@ -128,35 +130,57 @@ def _found(saved: Path) -> Mapping[str, Mapping[str, list[float]]]:
     return panels
 
 
-def _azure(
-    model: str, dataset: str, tbt_ms: float, start: float, prompts: int, budgets: str, four: str
-) -> Panel:
-    ttft = 2000 if model == "codellama-34b" else 1000
-    return Panel(model, dataset, tbt_ms, start, prompts, budgets, four, ttft)
+class _Azure(NamedTuple):
+    """Panels with Azure's prompts: see `Panel`; where searches begin, and requests in a run, with
+    an allowance for new tokens and without."""
+
+    model: str
+    dataset: str
+    tbt_ms: float
+    budgets: str
+    four: str
+    allowed: tuple[float, int]
+    flat: tuple[float, int]
+
+    def panel(self) -> Panel:
+        """The one with an allowance."""
+        head = self.model, self.dataset, self.tbt_ms
+        return Panel(*head, *self.allowed, self.budgets, self.four)
+
+    def without_allowance(self) -> Panel:
+        """The one with a flat bound."""
+        (start, prompts), ttft_ms = self.flat, 2000 if self.model == _34B else 1000
+        own = {"start": start, "prompts": prompts, "ttft_ms": ttft_ms, "per_1k_ms": 0}
+        return msgspec.structs.replace(self.panel(), **own)
+
+
+_8B, _34B, _CONV, _CODE = "qwen3-8b", "codellama-34b", "azure-conv", "azure-code"
+_AZURE = (
+    _Azure(_8B, _CONV, 9, "64/128/256", "muxwise", (16, 450), (10, 300)),
+    _Azure(_8B, _CONV, 50, "512/1024/2048", "muxwise/drift/bullet", (26, 800), (24, 750)),
+    _Azure(_8B, _CODE, 9, "64/128/256", "muxwise", (12, 360), (5, 180)),
+    _Azure(_8B, _CODE, 50, "512/1024/2048", "muxwise/bullet/drift", (20, 550), (11, 360)),
+    _Azure(_34B, _CONV, 40, "128/256/512", "muxwise/drift", (5, 130), (3.5, 130)),
+    _Azure(_34B, _CONV, 80, "256/512/1024", "muxwise/bullet", (6, 160), (5, 160)),
+    _Azure(_34B, _CODE, 40, "128/256/512", "bullet/muxwise", (3.5, 100), (2, 100)),
+    _Azure(_34B, _CODE, 80, "256/512/1024", "bullet/drift/muxwise", (4, 120), (2.5, 100)),
+    _Azure(_8B, _CONV, 12, "128/256/512", "muxwise/drift/bullet", (20, 600), (14, 480)),
+    _Azure(_8B, _CONV, 21, "256/512/1024", "muxwise/drift/bullet", (24, 700), (18, 600)),
+    _Azure(_8B, _CODE, 12, "128/256/512", "muxwise/drift", (14, 450), (6.5, 220)),
+    _Azure(_8B, _CODE, 21, "256/512/1024", "drift/bullet", (18, 500), (9, 300)),
+)
 
 
 def _conversation(tbt_ms: float) -> Panel:
-    own = {"per_1k_ms": 1000, "attainment": 0.9, "longest": 32_768}
-    return Panel(
-        "qwen3-8b", "conversation", tbt_ms, 2.0, 300, "256/512/1024/2048", "muxwise/bullet", **own
-    )
+    budgets, four = "256/512/1024/2048", "muxwise/bullet"
+    head = _8B, "conversation", tbt_ms, 2.0, 300, budgets, four
+    return Panel(*head, attainment=0.9, longest=32_768)
 
 
 PANELS = (
-    _azure("qwen3-8b", "azure-conv", 21, 18, 600, "256/512/1024", "muxwise/drift/bullet"),
-    _azure("qwen3-8b", "azure-conv", 12, 14, 480, "128/256/512", "muxwise/drift/bullet"),
-    _azure("qwen3-8b", "azure-conv", 9, 10, 300, "64/128/256", "muxwise"),
-    _azure("qwen3-8b", "azure-conv", 50, 24, 750, "512/1024/2048", "muxwise/drift/bullet"),
-    _azure("qwen3-8b", "azure-code", 21, 9, 300, "256/512/1024", "drift/bullet"),
-    _azure("qwen3-8b", "azure-code", 12, 6.5, 220, "128/256/512", "muxwise/drift"),
-    _azure("qwen3-8b", "azure-code", 9, 5, 180, "64/128/256", "muxwise"),
-    _azure("qwen3-8b", "azure-code", 50, 11, 360, "512/1024/2048", "muxwise/bullet/drift"),
-    _azure("codellama-34b", "azure-conv", 40, 3.5, 130, "128/256/512", "muxwise/drift"),
-    _azure("codellama-34b", "azure-conv", 80, 5, 160, "256/512/1024", "muxwise/bullet"),
-    _azure("codellama-34b", "azure-code", 40, 2, 100, "128/256/512", "bullet/muxwise"),
-    _azure("codellama-34b", "azure-code", 80, 2.5, 100, "256/512/1024", "bullet/drift/muxwise"),
-    _conversation(21),
-    _conversation(50),
+    *(each.panel() for each in _AZURE),
+    *map(_conversation, (21, 50)),
+    *(each.without_allowance() for each in _AZURE),
 )
 
 
@@ -229,7 +253,7 @@ def table(found: Sequence[Found]) -> str:
 def main() -> None:
     """Search what is missing, write the file."""
     parser = gpus.options(__doc__, "goodput-work", MEASURED)
-    parser.add_argument("--panels", nargs="+", help="only these, by the beginnings of their names")
+    parser.add_argument("--panels", nargs="+", help="only these, by name, or patterns of such")
     parser.add_argument("--systems", nargs="+", help="only these, by the beginnings of their names")
     parser.add_argument("--simulate", action="store_true", help="simulated GPUs instead")
     given = parser.parse_args()
@@ -242,7 +266,7 @@ def main() -> None:
         panel.command(system, given.work, profiles)
         for panel in PANELS
         for system in panel.systems(profiles)
-        if given.panels is None or panel.name.startswith(tuple(given.panels))
+        if given.panels is None or any(fnmatch(panel.name, name) for name in given.panels)
         if given.systems is None or system.startswith(tuple(given.systems))
     ]
     gpus.run(commands, given.gpus, given.seconds)
