@@ -10,7 +10,15 @@ from msgspec.structs import replace
 from typer.testing import CliRunner
 
 from twolane.bench.cli import app
-from twolane.bench.goodput import Hopeless, Search, find, highest, tuned, variants
+from twolane.bench.goodput import (
+    Hopeless,
+    Search,
+    find,
+    highest,
+    short_runs,
+    tuned,
+    variants,
+)
 from twolane.bench.goodput_cli import measure, simulation
 from twolane.bench.metrics import attain
 from twolane.bench.record import Record
@@ -286,6 +294,17 @@ def test_a_search_that_never_ran_leaves_its_folder_to_the_next(tmp_path):
     assert json.loads((tmp_path / "search.json").read_text())["target"] == search.target
 
 
+def test_runs_that_are_short_against_the_bounds_are_called_so():
+    workload = WorkloadSpec(dataset="azure-conv", num_prompts=120, max_input_len=12_000)
+    slos = {"ttft": 1.0, "ttft_per_1k": 1.0, "tbt": 0.009}
+    search = Search(target={}, workload=workload, slos=slos)
+    remark = short_runs(search, {"auto": [60.0, 50.0], "chunked": [10.0, 9.0]})
+    assert remark.startswith("Runs of 2.0 s, where a first token may take 2.")
+    assert short_runs(search, {"auto": [12.0]}) is None
+    assert short_runs(search, {"auto": [0.0]}) is None
+    assert short_runs(replace(search, slos={"tbt": 0.009}), {"auto": [60.0]}) is None
+
+
 def test_settings_with_several_values_are_so_many_systems():
     assert variants("chunked") == ["chunked"]
     assert variants("chunked:token_budget=256/512") == [
@@ -397,6 +416,7 @@ def test_the_command(tmp_path):
     saved = json.loads((tmp_path / "summary.json").read_text())
     assert set(saved["goodput"]) == {"chunked:token_budget=512", "static-split"}
     assert saved["search"]["slos"] == {"ttft": 0.8, "tbt": 0.09}
+    assert "Runs of" in done.output
 
 
 def test_the_command_takes_the_rule_for_first_tokens_and_several_bounds(tmp_path):
@@ -415,7 +435,9 @@ def test_the_command_takes_the_rule_for_first_tokens_and_several_bounds(tmp_path
         app, [*arguments, "--goodput", "ttft:50", "ttft-per-1k:40", "tbt:20/60"]
     )
     assert done.exit_code == 0, done.output
-    assert "ttft 50 ms + 40 per 1K new tokens" in " ".join(done.output.split())
+    said = " ".join(done.output.split())
+    assert "ttft 50 ms + 40 per 1K new tokens" in said
+    assert "Runs of" not in said
     saved = json.loads((tmp_path / "tbt60ms" / "summary.json").read_text())
     assert saved["search"]["slos"] == {"ttft": 0.05, "ttft_per_1k": 0.04, "tbt": 0.06}
     runs = [json.loads(path.read_text()) for path in tmp_path.glob("tbt60ms/*-seed3-rate*.json")]

@@ -14,7 +14,7 @@ SLOs answers all of them.
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -40,6 +40,9 @@ LISTS = ("itls", "ttfts", "latencies", "start_times")
 """Left out too if they were simulated, for the same reason."""
 LOWEST, HIGHEST = 1e-3, 1e5
 """Requests a second between which is searched."""
+SHORT = 4.0
+"""Times what a first token may take, on average, shorter runs are short: they may serve a quarter
+more than arrives in the time, when the arrivals have ended."""
 
 
 class Search(msgspec.Struct, frozen=True, kw_only=True):
@@ -215,6 +218,27 @@ class Hopeless:
     @property
     def _now(self) -> bool:
         return all(min(spare.values()) < 0 for spare in self._spare)
+
+
+def short_runs(search: Search, found: Mapping[str, Sequence[float]]) -> str | None:
+    """A remark if the runs that hold most were short against the bounds on TTFT, else None.
+
+    Args:
+        search: for what.
+        found: goodput in requests a second, by system, seed by seed.
+    """
+    rate = max(itertools.chain.from_iterable(found.values()), default=0.0)
+    if "ttft" not in search.slos or not rate:
+        return None
+    sent = search.at(rate, search.seed).build()
+    bound = statistics.fmean(bound_for(each.prompt_tokens, "ttft", search.slos) for each in sent)
+    seconds = len(sent) / rate
+    if seconds >= SHORT * bound:
+        return None
+    return (
+        f"Runs of {seconds:.1f} s, where a first token may take {bound:.1f} s (mean): what waits "
+        "is served when no more arrives. Longer runs (--num-prompts) hold less."
+    )
 
 
 def _spare(owed: int, attainment: float) -> int:

@@ -103,6 +103,8 @@ def find(
         found = goodput.find(search, names, run, out, tell, reads_slos, guesses)
         for point, rates in zip(search.points(out), found, strict=True):
             console.print(_table(point.search, rates, goodput.tuned(names, rates)))
+            if (remark := goodput.short_runs(point.search, rates)) is not None:
+                typer.echo(remark)
 
 
 def reads_slos(system: str) -> bool:
