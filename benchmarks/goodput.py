@@ -18,7 +18,6 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import NamedTuple
 
 import gpus
 import msgspec
@@ -130,57 +129,38 @@ def _found(saved: Path) -> Mapping[str, Mapping[str, list[float]]]:
     return panels
 
 
-class _Azure(NamedTuple):
-    """Panels with Azure's prompts: see `Panel`; where searches begin, and requests in a run, with
-    an allowance for new tokens and without."""
-
-    model: str
-    dataset: str
-    tbt_ms: float
-    budgets: str
-    four: str
-    allowed: tuple[float, int]
-    flat: tuple[float, int]
-
-    def panel(self) -> Panel:
-        """The one with an allowance."""
-        head = self.model, self.dataset, self.tbt_ms
-        return Panel(*head, *self.allowed, self.budgets, self.four)
-
-    def without_allowance(self) -> Panel:
-        """The one with a flat bound."""
-        (start, prompts), ttft_ms = self.flat, 2000 if self.model == _34B else 1000
-        own = {"start": start, "prompts": prompts, "ttft_ms": ttft_ms, "per_1k_ms": 0}
-        return msgspec.structs.replace(self.panel(), **own)
-
-
-_8B, _34B, _CONV, _CODE = "qwen3-8b", "codellama-34b", "azure-conv", "azure-code"
-_AZURE = (
-    _Azure(_8B, _CONV, 9, "64/128/256", "muxwise", (16, 450), (10, 300)),
-    _Azure(_8B, _CONV, 50, "512/1024/2048", "muxwise/drift/bullet", (26, 800), (24, 750)),
-    _Azure(_8B, _CODE, 9, "64/128/256", "muxwise", (12, 360), (5, 180)),
-    _Azure(_8B, _CODE, 50, "512/1024/2048", "muxwise/bullet/drift", (20, 550), (11, 360)),
-    _Azure(_34B, _CONV, 40, "128/256/512", "muxwise/drift", (5, 200), (3.5, 130)),
-    _Azure(_34B, _CONV, 80, "256/512/1024", "muxwise/bullet", (6, 200), (5, 160)),
-    _Azure(_34B, _CODE, 40, "128/256/512", "bullet/muxwise", (3.5, 100), (2, 100)),
-    _Azure(_34B, _CODE, 80, "256/512/1024", "bullet/drift/muxwise", (4, 120), (2.5, 100)),
-    _Azure(_8B, _CONV, 12, "128/256/512", "muxwise/drift/bullet", (20, 600), (14, 480)),
-    _Azure(_8B, _CONV, 21, "256/512/1024", "muxwise/drift/bullet", (24, 700), (18, 600)),
-    _Azure(_8B, _CODE, 12, "128/256/512", "muxwise/drift", (14, 450), (6.5, 220)),
-    _Azure(_8B, _CODE, 21, "256/512/1024", "drift/bullet", (18, 500), (9, 300)),
-)
-
-
 def _conversation(tbt_ms: float) -> Panel:
     budgets, four = "256/512/1024/2048", "muxwise/bullet"
     head = _8B, "conversation", tbt_ms, 2.0, 300, budgets, four
     return Panel(*head, attainment=0.9, longest=32_768)
 
 
+def _flat(panel: Panel, start: float, prompts: int) -> Panel:
+    """The same without an allowance for new tokens, of which lower rates hold."""
+    own = {"start": start, "prompts": prompts, "per_1k_ms": 0}
+    return msgspec.structs.replace(panel, ttft_ms=2000 if panel.model == _34B else 1000, **own)
+
+
+_8B, _34B, _CONV, _CODE = "qwen3-8b", "codellama-34b", "azure-conv", "azure-code"
+_AZURE = (
+    (Panel(_8B, _CONV, 9, 16, 450, "64/128/256", "muxwise"), (10, 300)),
+    (Panel(_8B, _CONV, 50, 26, 800, "512/1024/2048", "muxwise/drift/bullet"), (24, 750)),
+    (Panel(_8B, _CODE, 9, 12, 360, "64/128/256", "muxwise"), (5, 180)),
+    (Panel(_8B, _CODE, 50, 20, 550, "512/1024/2048", "muxwise/bullet/drift"), (11, 360)),
+    (Panel(_34B, _CONV, 40, 5, 200, "128/256/512", "muxwise/drift"), (3.5, 130)),
+    (Panel(_34B, _CONV, 80, 6, 200, "256/512/1024", "muxwise/bullet"), (5, 160)),
+    (Panel(_34B, _CODE, 40, 3.5, 100, "128/256/512", "bullet/muxwise"), (2, 100)),
+    (Panel(_34B, _CODE, 80, 4, 120, "256/512/1024", "bullet/drift/muxwise"), (2.5, 100)),
+    (Panel(_8B, _CONV, 12, 20, 600, "128/256/512", "muxwise/drift/bullet"), (14, 480)),
+    (Panel(_8B, _CONV, 21, 24, 700, "256/512/1024", "muxwise/drift/bullet"), (18, 600)),
+    (Panel(_8B, _CODE, 12, 14, 450, "128/256/512", "muxwise/drift"), (6.5, 220)),
+    (Panel(_8B, _CODE, 21, 18, 500, "256/512/1024", "drift/bullet"), (9, 300)),
+)
+"""And where searches with a flat bound begin, and the requests in their runs."""
 PANELS = (
-    *(each.panel() for each in _AZURE),
+    *(panel for panel, _ in _AZURE),
     *map(_conversation, (21, 50)),
-    *(each.without_allowance() for each in _AZURE),
+    *(_flat(panel, *own) for panel, own in _AZURE),
 )
 
 

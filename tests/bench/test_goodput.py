@@ -10,15 +10,7 @@ from msgspec.structs import replace
 from typer.testing import CliRunner
 
 from twolane.bench.cli import app
-from twolane.bench.goodput import (
-    Hopeless,
-    Search,
-    find,
-    highest,
-    short_runs,
-    tuned,
-    variants,
-)
+from twolane.bench.goodput import Hopeless, Search, find, highest, short_runs, tuned, variants
 from twolane.bench.goodput_cli import measure, simulation
 from twolane.bench.metrics import attain
 from twolane.bench.record import Record
