@@ -54,10 +54,10 @@ def test_nothing_heavy_is_imported_for_help(args):
 
 def test_every_engine_setting_has_an_option():
     bounds = {f"slo_{name}_ms" for name in ("ttft", "ttft_per_1k", "tbt", "tpot")}
-    settings = {field.name for field in fields(EngineConfig)}
-    assert set(ENGINE_OPTIONS) == settings - {"model", "slo", "tbt_delivery"} | bounds
+    settings, tbt = {field.name for field in fields(EngineConfig)}, ("tbt_delivery", "tbt_playout")
+    assert set(ENGINE_OPTIONS) == settings - {"model", "slo", *tbt} | bounds
     text = run("serve", "--help").stdout
-    for name in (*ENGINE_OPTIONS, "tbt_delivery_ms"):
+    for name in (*ENGINE_OPTIONS, *(f"{name}_ms" for name in tbt)):
         flag = "--option" if name == "options" else "--" + name.replace("_", "-")
         assert flag in text
 

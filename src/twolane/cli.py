@@ -531,6 +531,18 @@ def serve(
             "most a twentieth of it: systems plan for so much less.",
         ),
     ] = 2.0,
+    tbt_playout_ms: Annotated[
+        float,
+        typer.Option(
+            envvar="TWOLANE_TBT_PLAYOUT_MS",
+            rich_help_panel=SCHEDULING,
+            metavar="MS",
+            min=0.0,
+            callback=bench_options.finite,
+            help="How long after the device made it a token is handed over, where there is a bound "
+            "between two: the gaps are the device's then, not those of a busy host.",
+        ),
+    ] = 2.0,
     api_key: Annotated[
         list[str] | None,
         typer.Option(
@@ -593,7 +605,9 @@ def serve(
         otlp_endpoint=otlp_endpoint,
         log_level=log_level,
     )
-    config = msgspec.structs.replace(config, tbt_delivery=tbt_delivery_ms / 1e3)
+    config = msgspec.structs.replace(
+        config, tbt_delivery=tbt_delivery_ms / 1e3, tbt_playout=tbt_playout_ms / 1e3
+    )
     warn_of_unknown_variables()
     with one_line_errors():
         code = run.serve(config, options)

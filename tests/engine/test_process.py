@@ -14,6 +14,7 @@ from twolane.api.engine_client import EngineClient, EngineError, Event
 from twolane.engine.config import EngineConfig
 from twolane.engine.messages import Output, Submit
 from twolane.sampling import SamplingParams
+from twolane.slo import Slo
 
 KV_TOKENS = 4096
 
@@ -113,6 +114,33 @@ def test_signals_to_stop_are_for_the_front(model: str) -> None:
         assert await serve(client, "after", 5) == 5
 
     with_engine(use, model)
+
+
+def test_tokens_under_a_tbt_bound_wait_until_they_are_due_or_the_engine_dies(model: str) -> None:
+    handed: list[tuple[str, list[int]]] = []
+
+    def sink(event: Event) -> None:
+        assert isinstance(event, Output)
+        handed.append((event.id, event.tokens))
+
+    def at_rest(client: EngineClient) -> bool:
+        stats = client.stats
+        taken = stats.prefix_queries == 2 * 20
+        return taken and stats.running == stats.prefilling == stats.waiting == 0
+
+    async def use(client: EngineClient) -> None:
+        two = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
+        for name, slo in (("free", Slo()), ("bound", Slo(tbt=60.0))):
+            client.submit(Submit(name, [5] * 20, two, slo=slo), sink)
+        await until(lambda: at_rest(client))
+        assert [name for name, _ in handed] == ["free", "free"]
+        client.process.kill()
+        await client.failed.wait()
+
+    with_engine(use, model, tbt_playout=3600.0)
+    tokens = {name: [t for each, new in handed if each == name for t in new] for name, _ in handed}
+    assert len(tokens["bound"]) == 2
+    assert tokens["bound"] == tokens["free"]
 
 
 @pytest.mark.parametrize(

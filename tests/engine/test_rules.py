@@ -155,7 +155,10 @@ def test_a_request_that_cannot_be_served_is_refused_by_name() -> None:
 
 
 def small_engine(
-    slo: Slo | None = None, delivery: float = 0.0, system: System | None = None
+    slo: Slo | None = None,
+    delivery: float = 0.0,
+    playout: float = 0.0,
+    system: System | None = None,
 ) -> Engine:
     """An engine whose pool holds 64 tokens."""
     return Engine(
@@ -169,6 +172,7 @@ def small_engine(
         estimator=OnlineEstimator(),
         slo=slo,
         delivery=delivery,
+        playout=playout,
     )
 
 
@@ -179,6 +183,21 @@ def test_systems_plan_for_what_delivery_leaves_of_a_tbt_bound() -> None:
     assert (view.slo.ttft, view.slo.tbt) == pytest.approx((1.0, 0.020))
     assert [request.slo.tbt for request in view.waiting] == pytest.approx([0.020, 0.00285])
     assert view.waiting[1].slo.ttft == 1.0
+
+
+def test_a_token_is_due_so_long_after_it_was_made() -> None:
+    engine = small_engine(Slo(tbt=0.021), playout=0.5)
+    engine.take([submit("a", 16, 8)])
+    engine.carry_out(engine.plan())
+    (flight,) = engine.state.flights
+    lanes = engine.state.lanes
+    assert isinstance(lanes, SimLanes)
+    lanes.advance(100.0)  # it is found late
+    engine.reap()
+    news = engine.news()
+    assert news is not None
+    assert news.outputs[0].due == pytest.approx(flight.ticket.times[-1] + 0.5)
+    assert news.outputs[0].due < 100.0
 
 
 def news_of(request: Submit) -> Outputs:

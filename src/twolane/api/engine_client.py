@@ -14,6 +14,7 @@ from typing import ClassVar
 import msgspec
 import zmq
 
+from twolane.api.playout import Playout
 from twolane.engine.config import EngineConfig, EngineStart
 from twolane.engine.messages import (
     Abort,
@@ -84,6 +85,7 @@ class EngineClient:
         self._on_progress = on_progress
         self._started: asyncio.Future[Ready] = self._loop.create_future()
         self._sinks: dict[str, Sink] = {}
+        self._playout = Playout(self._hand_on)
         self._closing = False
         self._heard = 0
         """Messages of the engine."""
@@ -229,6 +231,7 @@ class EngineClient:
             before = self._heard
             await asyncio.sleep(LAST_WORDS_SECONDS)
         self._loop.remove_reader(self._pull.fileno())
+        self._playout.flush()
         if not self._started.done():
             ended = f"the engine process ended {self._exit()} while it started"
             self._started.set_exception(EngineError(ended))
@@ -244,14 +247,18 @@ class EngineClient:
             for watcher in self.watchers:
                 watcher(news.launches)
         for output in news.outputs:
-            ended = output.finish is not None
-            sink = self._sinks.pop(output.id, None) if ended else self._sinks.get(output.id)
-            if sink is not None:
-                sink(output)
+            self._playout.add(output)
+        self._playout.go_on()
         for refused in news.refused:
             sink = self._sinks.pop(refused.id, None)
             if sink is not None:
                 sink(refused)
+
+    def _hand_on(self, output: Output) -> None:
+        ended = output.finish is not None
+        sink = self._sinks.pop(output.id, None) if ended else self._sinks.get(output.id)
+        if sink is not None:
+            sink(output)
 
     def _send(self, message: ToEngine) -> None:
         try:

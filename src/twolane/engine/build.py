@@ -79,6 +79,7 @@ def assemble(
         trace=trace,
         slo=config.slo,
         delivery=config.tbt_delivery,
+        playout=config.tbt_playout,
     )
     ready = _ready(config, engine, machine)
     trace.about(

@@ -36,6 +36,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Of requests that bring none of their own."""
     tbt_delivery: float = 0.0
     """Seconds of each TBT bound that are left for the way to the client."""
+    tbt_playout: float = 0.0
+    """Seconds after the device made it, a token of a request with a TBT bound is handed on."""
     page_size: int | None = None
     """Tokens in a KV page; None: 16 on a CPU, 32 on a GPU, which serves 16, 32 and 64."""
     kv_tokens: int | None = None

@@ -50,6 +50,8 @@ class Engine:
         slo: the latency bounds of requests that bring none.
         delivery: seconds of each TBT bound that are left for the way to the client: systems plan
             for so much less.
+        playout: seconds after the device made it, a token of a request with a TBT bound is handed
+            to the client.
         trace: where to report what happened.
     """
 
@@ -67,10 +69,11 @@ class Engine:
         seed: int = 0,
         slo: Slo | None = None,
         delivery: float = 0.0,
+        playout: float = 0.0,
         trace: Trace | None = None,
     ) -> None:
         bounds = (slo or Slo()).sooner(delivery)
-        self.state = State(kv, lanes, layers, estimator, trace or Trace(), bounds)
+        self.state = State(kv, lanes, layers, estimator, trace or Trace(), bounds, playout)
         self._delivery = delivery
         self.max_model_len = min(max_model_len, kv.total_pages * kv.page_size)
         self._system = system

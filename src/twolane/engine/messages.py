@@ -110,6 +110,8 @@ class Output(msgspec.Struct, frozen=True):
     """Of each prompt token but the first, if asked for; with the first tokens only."""
     times: Times | None = None
     """With `finish`."""
+    due: float | None = None
+    """When the front is to hand it on, in seconds on the machine's monotonic clock; None: now."""
 
 
 class Refused(msgspec.Struct, frozen=True):

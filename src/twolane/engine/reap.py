@@ -96,7 +96,7 @@ def _tell(state: State, request: Request, sampled: Sampled, at: float) -> None:
         at = max(at, request.last_token_at)  # which may have been paced
         state.gaps.add(at - request.last_token_at)
     request.last_token_at = at
-    state.say(request, sampled)
+    state.say(request, sampled, at)
 
 
 def _tell_paced(state: State) -> bool:

@@ -62,6 +62,8 @@ class State:
     estimator: Estimator
     trace: Trace
     slo: Slo = field(default_factory=Slo)
+    playout: float = 0.0
+    """Seconds after the device made it, a token of a request with a TBT bound is handed on."""
     requests: dict[str, Request] = field(default_factory=dict)
     """Those that are not finished, by id."""
     queue: list[Request] = field(default_factory=list)
@@ -166,13 +168,14 @@ class State:
         tokens = request.generated if kept is None else kept
         self.trace.request_end(request.id, self.now(), reason, tokens)
 
-    def say(self, request: Request, sampled: Sampled) -> None:
-        """Add a token to the news of this turn; `request` has it already."""
+    def say(self, request: Request, sampled: Sampled, at: float) -> None:
+        """Add a token, made at `at`, to the news of this turn; `request` has it already."""
         news = self.outputs.get(request.id)
+        due = at + self.playout if self.playout and request.slo.tbt is not None else None
         if news is None and sampled.logprobs is None and request.generated > 1:
-            news = Output(request.id, [sampled.token])
+            news = Output(request.id, [sampled.token], due=due)
         else:
-            news = _with_token(news or Output(request.id, []), request, sampled)
+            news = _with_token(news or Output(request.id, []), request, sampled, due)
         self.outputs[request.id] = news
 
     def drop_empty_batches(self) -> None:
@@ -203,7 +206,7 @@ class State:
         return views
 
 
-def _with_token(news: Output, request: Request, sampled: Sampled) -> Output:
+def _with_token(news: Output, request: Request, sampled: Sampled, due: float | None) -> Output:
     """The news of a request and its latest token."""
     first = request.generated == 1
     asked = request.sampling.params.prompt_logprobs is not None
@@ -216,4 +219,5 @@ def _with_token(news: Output, request: Request, sampled: Sampled) -> Output:
         cached=request.cached if first else news.cached,
         logprobs=logprobs,
         prompt_logprobs=request.prompt_logprobs if first and asked else news.prompt_logprobs,
+        due=due,
     )
