@@ -38,8 +38,7 @@ def test_each_is_handed_on_when_it_is_due_and_those_of_a_time_in_order() -> None
     async def use(playout: Playout) -> None:
         now = asyncio.get_running_loop().time()
         for id, after in (("c", 0.05), ("a", 0.01), ("d", 0.05), ("b", 0.02)):
-            playout.add(output(id, now + after))
-            playout.go_on()
+            playout.take([output(id, now + after)])
         await asyncio.sleep(0.1)
 
     handed = play(use)
@@ -49,19 +48,16 @@ def test_each_is_handed_on_when_it_is_due_and_those_of_a_time_in_order() -> None
 
 def test_what_is_late_or_has_no_time_is_handed_on_at_once() -> None:
     async def use(playout: Playout) -> None:
-        playout.add(output("kept", asyncio.get_running_loop().time() + 60.0))
-        playout.add(output("at once", None))
-        playout.add(output("late", 0.0))
-        playout.go_on()
+        kept = output("kept", asyncio.get_running_loop().time() + 60.0)
+        playout.take([kept, output("at once", None), output("late", 0.0)])
 
     assert [each.id for each, _ in play(use)] == ["late", "at once"]
 
 
 def test_all_that_waits_can_be_had_at_once() -> None:
     async def use(playout: Playout) -> None:
-        for after in (60.0, 30.0):
-            playout.add(output(f"{after:g}", asyncio.get_running_loop().time() + after))
-        playout.go_on()
+        now = asyncio.get_running_loop().time()
+        playout.take([output(f"{after:g}", now + after) for after in (60.0, 30.0)])
         playout.flush()
 
     assert [each.id for each, _ in play(use)] == ["30", "60"]
@@ -74,10 +70,8 @@ def test_one_that_cannot_be_handed_on_keeps_nobody_waiting() -> None:
 
     async def use(playout: Playout) -> None:
         asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
-        for id in ("bad", "good"):
-            playout.add(output(id, 0.0))
         with pytest.raises(RuntimeError):
-            playout.go_on()
+            playout.take([output(id, 0.0) for id in ("bad", "good")])
         await asyncio.sleep(0.01)
 
     assert [each.id for each, _ in play(use, refuse)] == ["bad", "good"]

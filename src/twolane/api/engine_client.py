@@ -246,9 +246,7 @@ class EngineClient:
         if news.launches:
             for watcher in self.watchers:
                 watcher(news.launches)
-        for output in news.outputs:
-            self._playout.add(output)
-        self._playout.go_on()
+        self._playout.take(news.outputs)
         for refused in news.refused:
             sink = self._sinks.pop(refused.id, None)
             if sink is not None:

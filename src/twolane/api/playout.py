@@ -7,7 +7,8 @@ the way: handed on at once, tokens that were made 8 ms apart come 7 to 10 ms apa
 import asyncio
 import heapq
 import itertools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 
 from twolane.engine.messages import Output
 
@@ -30,30 +31,32 @@ class Playout:
         self._order = itertools.count()
         self._next: asyncio.Handle | None = None
 
-    def add(self, output: Output) -> None:
-        """Take an output; `go_on` is called when there are no more at the moment."""
-        due = self._loop.time() if output.due is None else output.due
-        heapq.heappush(self._waiting, (due, next(self._order), output))
+    def take(self, outputs: Iterable[Output]) -> None:
+        """Hand on what is due of these, and of those that wait; the rest when it is."""
+        now = self._loop.time()
+        for output in outputs:
+            due = now if output.due is None else output.due
+            heapq.heappush(self._waiting, (due, next(self._order), output))
+        self._go_on()
 
-    def go_on(self) -> None:
-        """Hand on what is due, and see to the rest when it is."""
+    def flush(self) -> None:
+        """Hand on everything now."""
+        self._go_on(math.inf)
+
+    def _go_on(self, until: float | None = None) -> None:
         if self._next is not None:
             self._next.cancel()
             self._next = None
+        until = self._loop.time() if until is None else until
         try:
-            while self._waiting and self._waiting[0][0] <= self._loop.time():
+            while self._waiting and self._waiting[0][0] <= until:
                 self._hand_on(heapq.heappop(self._waiting)[-1])
         finally:
             if self._waiting:
                 self._wait(self._waiting[0][0])
 
-    def flush(self) -> None:
-        """Hand on everything now."""
-        while self._waiting:
-            self._hand_on(heapq.heappop(self._waiting)[-1])
-
     def _wait(self, due: float) -> None:
         if due - self._loop.time() > TIMER_SECONDS:
-            self._next = self._loop.call_at(due - TIMER_SECONDS, self.go_on)
+            self._next = self._loop.call_at(due - TIMER_SECONDS, self._go_on)
         else:
-            self._next = self._loop.call_soon(self.go_on)
+            self._next = self._loop.call_soon(self._go_on)
