@@ -139,6 +139,27 @@ def test_calibrated_follows_what_it_sees_slowly(profile):
     assert estimator.decode_step(STEP, 48) <= before * np.exp(0.21)
 
 
+def test_calibrated_promises_a_p99_of_what_it_sees(profile):
+    """Steps of one configuration differ less than the profile's do from their predictions."""
+    estimator = Calibrated(profile)
+
+    def predicted():
+        return [estimator.decode_step(STEP, 48, bound=bound) for bound in (False, True)]
+
+    mean, before = predicted()
+    above = []
+    for seconds in mean * np.exp(np.random.default_rng(0).normal(0, 0.005, 20_000)):
+        above.append(seconds > predicted()[1])
+        estimator.observe_decode(STEP, 48, seconds)
+    _, after = predicted()
+    assert np.mean(above[2000:]) == pytest.approx(0.01, abs=0.003)
+    assert mean < after < (mean + before) / 2
+    for _ in range(1000):
+        estimator.observe_decode(STEP, 48, 10 * mean)
+    slow, most = predicted()
+    assert most / slow == pytest.approx(before / mean), "not above the profile's"
+
+
 def test_the_guard_covers_what_was_seen_and_is_raised_by_more(profile):
     guard = ContentionGuard(profile)
     for sample in profile.training("decode", beside=True):

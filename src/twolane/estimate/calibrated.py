@@ -45,6 +45,8 @@ LEAST = 1e-6
 """Seconds; less is not told apart."""
 MOST_CORRECTED = 0.2
 """Of the online correction, as a logarithm: beyond that something else is wrong."""
+STEP = 0.01
+"""By which share a launch above its bound raises the next ones' bound."""
 DIGITS = 6
 """Binary ones of a decode step's context that the processes see: 1.6 % off at most."""
 MOST_KNOWN = 4096
@@ -203,9 +205,13 @@ Fit = Callable[[Sequence[Sample], _Model | None], _Model]
 
 
 class _Promise:
-    """How far launches may be above a model's prediction, and its online correction.
+    """How far launches may be above a model's prediction, and its online corrections.
 
-    Base and processes are fitted anew without each part of the configurations.
+    Base and processes are fitted anew without each part of the configurations: so far are launches
+    of configurations above that nobody has seen. What is served is seen again and again, the mean's
+    correction follows it, and fewer launches are above. The quantile goes down with each, and up by
+    `STEP` with one above its bound, so that it rests where one in a hundred is (Robbins and Monro
+    1951), but not above the profile's.
     """
 
     def __init__(self, model: _Model, fit: Fit, samples: Sequence[Sample]) -> None:
@@ -216,12 +222,15 @@ class _Promise:
             left = [each for each in samples if each.configuration in fold]
             missed += [np.log(each.seconds) - without.predicted(each) for each in left]
         self.quantile = _quantile(missed, sum(map(len, folds)))
+        self._most = self.quantile
         self.correction = 0.0
 
     def learn(self, log_missed: float) -> None:
         """A launch took exp(log_missed) times what was predicted."""
         moved = self.correction + WEIGHT * log_missed
         self.correction = max(-MOST_CORRECTED, min(MOST_CORRECTED, moved))
+        moved = self.quantile + STEP * ((log_missed > self.quantile) - (1 - COVERED))
+        self.quantile = min(self._most, max(0.0, moved))
 
 
 def _folds(samples: Sequence[Sample]) -> list[set[str]]:
