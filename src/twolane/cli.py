@@ -528,7 +528,7 @@ def serve(
             min=0.0,
             callback=bench_options.finite,
             help="What is left of each bound between two tokens for their way to the client, at "
-            "most a twentieth of it: systems plan for so much less.",
+            "most a fortieth of it: systems plan for so much less.",
         ),
     ] = 2.0,
     tbt_playout_ms: Annotated[

@@ -177,11 +177,11 @@ def small_engine(
 
 
 def test_systems_plan_for_what_delivery_leaves_of_a_tbt_bound() -> None:
-    engine = small_engine(Slo(ttft=1.0, tbt=0.021), delivery=0.001)
+    engine = small_engine(Slo(ttft=1.0, tbt=0.050), delivery=0.001)
     engine.take([submit("a", 16, 8), replace(submit("b", 16, 8), slo=Slo(tbt=0.003))])
     view = engine.view()
-    assert (view.slo.ttft, view.slo.tbt) == pytest.approx((1.0, 0.020))
-    assert [request.slo.tbt for request in view.waiting] == pytest.approx([0.020, 0.00285])
+    assert (view.slo.ttft, view.slo.tbt) == pytest.approx((1.0, 0.049))
+    assert [request.slo.tbt for request in view.waiting] == pytest.approx([0.049, 0.002925])
     assert view.waiting[1].slo.ttft == 1.0
 
 
