@@ -1,4 +1,4 @@
-"""Goodput on GPUs: `python benchmarks/goodput.py --gpus 0 1 2 3`, each search on one of them.
+"""Goodput on GPUs: `python benchmarks/goodput.py --gpus 0 1 2 3`, each panel on one of them.
 
 `--simulate` searches on simulated ones first, as many at a time as there are numbers.
 
@@ -242,14 +242,16 @@ def main() -> None:
         parser.set_defaults(work=Path("goodput-simulated-work"), out=out)
         given = parser.parse_args()
     profiles = None if given.simulate else given.profiles
-    commands = [
-        panel.command(system, given.work, profiles)
+    groups = [
+        [
+            panel.command(system, given.work, profiles)
+            for system in panel.systems(profiles)
+            if given.systems is None or system.startswith(tuple(given.systems))
+        ]
         for panel in PANELS
-        for system in panel.systems(profiles)
         if given.panels is None or any(fnmatch(panel.name, name) for name in given.panels)
-        if given.systems is None or system.startswith(tuple(given.systems))
     ]
-    gpus.run(commands, given.gpus, given.seconds)
+    gpus.run(groups, given.gpus, given.seconds)
     found = collected(PANELS, given.work, profiles)
     print(table(found))
     if given.simulate:  # whoever wants to see single runs makes them again

@@ -54,12 +54,13 @@ class Command(NamedTuple):
     log: Path
 
 
-def run(commands: Sequence[Command], gpus: Sequence[int], seconds: float) -> None:
-    """Run them in this order, one at a time on each GPU, which has its share of the CPUs; after so
-    many seconds, or at Ctrl-C or SIGTERM, those that are left are interrupted or not begun."""
-    waiting: queue.SimpleQueue[Command] = queue.SimpleQueue()
-    for command in commands:
-        waiting.put(command)
+def run(groups: Sequence[Sequence[Command]], gpus: Sequence[int], seconds: float) -> None:
+    """Run them in this order, one at a time on each GPU, which has its share of the CPUs, those of
+    a group on the same, for cards differ; after so many seconds, or at Ctrl-C or SIGTERM, those
+    that are left are interrupted or not begun."""
+    waiting: queue.SimpleQueue[Sequence[Command]] = queue.SimpleQueue()
+    for group in groups:
+        waiting.put(group)
     stop = threading.Event()
     timer = threading.Timer(seconds, stop.set)
     timer.daemon = True
@@ -75,7 +76,9 @@ def run(commands: Sequence[Command], gpus: Sequence[int], seconds: float) -> Non
             os.sched_setaffinity(0, own)  # of this thread and its children
         with contextlib.suppress(queue.Empty):
             while not stop.is_set():
-                _run(waiting.get_nowait(), gpu, stop)
+                for command in waiting.get_nowait():
+                    if not stop.is_set():
+                        _run(command, gpu, stop)
 
     threads = [threading.Thread(target=work, args=each) for each in enumerate(gpus)]
     for thread in threads:

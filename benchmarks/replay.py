@@ -172,12 +172,12 @@ def main() -> None:
         measured(replay, given.profiles, given.work)
         return
     here = ["--work", str(given.work), "--profiles", str(given.profiles)]
-    commands = [
-        gpus.Command([__file__, "--one", replay.name, *here], given.work / f"{replay.name}.txt")
+    groups = [
+        [gpus.Command([__file__, "--one", replay.name, *here], given.work / f"{replay.name}.txt")]
         for replay in REPLAYS
         if not (given.work / f"{replay.name}-measured.json").exists()
     ]
-    gpus.run(commands, given.gpus, given.seconds)
+    gpus.run(groups, given.gpus, given.seconds)
     with ThreadPoolExecutor(2) as pool:
         rows = pool.map(lambda each: compared(each, given.profiles, given.work), REPLAYS)
         found = [row for row in rows if row is not None]
