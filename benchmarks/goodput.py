@@ -1,6 +1,6 @@
 """Goodput on GPUs: `python benchmarks/goodput.py --gpus 0 1 2 3`, each panel on one of them.
 
-`--simulate` searches on simulated ones first, as many at a time as there are numbers.
+`--simulate` searches on simulated ones first, as many panels at a time as there are numbers.
 
 A panel is a model, a workload and a bound on TBT; its systems are searched as `twolane bench
 goodput --serve` does it, with three patterns of arrivals, the same for all; simulated with nine.

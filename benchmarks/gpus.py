@@ -75,10 +75,11 @@ def run(groups: Sequence[Sequence[Command]], gpus: Sequence[int], seconds: float
             own = cpus[share * place : share * (place + 1)]
             os.sched_setaffinity(0, own)  # of this thread and its children
         with contextlib.suppress(queue.Empty):
-            while not stop.is_set():
+            while True:
                 for command in waiting.get_nowait():
-                    if not stop.is_set():
-                        _run(command, gpu, stop)
+                    if stop.is_set():
+                        return
+                    _run(command, gpu, stop)
 
     threads = [threading.Thread(target=work, args=each) for each in enumerate(gpus)]
     for thread in threads:
