@@ -39,6 +39,7 @@ from twolane.systems.auto import (
     MOST_MARGIN,
     SLOWER,
     STEP,
+    UNHURRIED,
     Auto,
     Memory,
     _steps_first,
@@ -171,6 +172,15 @@ def test_a_choice_stays_until_another_is_better_by_the_hysteresis():
     assert choose([now, far], 0.02, now, 0.05) is far
     assert choose([now, close], 0.02, None, 0.05) is close
     assert choose([replace(now, gap=0.03), close], 0.02, now, 0.05) is close  # breaks the bound
+
+
+def test_less_than_the_tbt_bound_is_planned_for_while_no_prompt_is_in_a_hurry():
+    gaps = {}
+    for ttft in (0.1, 10.0):
+        prompt = waiting("a", 2000, slo=Slo(ttft=ttft), deadline=ttft)
+        _, memory = plan(decoding=rows(16, 1000, 0.02), waiting=[prompt])
+        gaps[ttft] = memory.choice.gap
+    assert gaps[10.0] <= UNHURRIED * 0.02 < gaps[0.1] <= 0.02
 
 
 def test_nobody_joins_whom_the_bound_has_no_room_for():
@@ -444,6 +454,13 @@ def test_prompts_go_by_priority_and_deadline():
     assert [r.id for r in line.order] == ["a", "b", "low"]
 
 
+def test_a_prompt_is_in_a_hurry_unless_it_ends_in_the_first_half_of_its_time():
+    assert not queue(due("a", 2, 5.0), due("b", 2, 9.0)).hurried
+    assert queue(due("a", 3, 5.0), due("b", 2, 12.0)).hurried
+    assert queue(due("a", 2, 5.0), due("b", 3, 9.0)).hurried
+    assert queue(due("a", 2, 5.0), waiting("b", 1)).hurried  # as fast as the TBT bound allows
+
+
 def test_as_few_as_possible_are_late():
     """One long prompt steps back for two short ones; in order of arrival all three were late."""
     line = queue(due("long", 5, 5.5), due("b", 1, 5.8), due("c", 1, 5.9))
@@ -541,6 +558,13 @@ def test_at_least_as_good_as_the_best_chunk(tbt, budget, rate):
     assert auto.attainment.gaps >= 0.99
     assert auto.attainment.requests["ttft"] >= chunked.attainment.requests["ttft"]
     assert auto.ttft.percentiles[99.0] <= 1.05 * chunked.ttft.percentiles[99.0]
+
+
+def test_gaps_are_shorter_than_they_need_be_where_prompts_have_time():
+    """At two thirds of what it can hold, P99 of TBT is a sixth below the bound, and all is kept."""
+    metrics = served("auto", 0.05, 18.0)
+    assert metrics.attainment.requests["ttft"] == 1.0
+    assert metrics.tbt.percentiles[99.0] < 0.85 * 0.05
 
 
 def add(gaps, *runs):

@@ -7,7 +7,8 @@ that is left, and the whole device where no prompt waits. Prompts go by deadline
 
 The bound is the estimator's (P99 for `calibrated`). For what it cannot know, and for estimators
 that promise nothing, the TBT that is planned for shrinks while more than one step in two hundred is
-above the SLO, and grows while fewer are.
+above the SLO, and grows while fewer are. A little less than the SLO is enough while no prompt is in
+a hurry.
 """
 
 import math
@@ -33,6 +34,8 @@ UNBOUND_STEPS = 4
 """The same in decode steps on the whole device, if that is longer."""
 UNPROMISED = 0.9
 """Of the TBT SLO, what is planned for if the estimator promises nothing."""
+UNHURRIED = 0.95
+"""Of the TBT SLO, what is planned for at most while no prompt is in a hurry."""
 FULL_TOKENS = 1024
 """A request costs what it adds to a batch of so many new tokens."""
 BATCH_SECONDS = 0.2
@@ -87,8 +90,10 @@ class Memory:
     """Bound on the seconds of prefill that the whole device got since it last decoded."""
     ends: float = -math.inf
     """When the prompts launched last in the prefill lane will be done by prediction, in seconds."""
+    hurried: bool = True
+    """Whether a prompt of the last line was."""
     margin: float = 1.0
-    """Of the TBT SLO, what is planned for."""
+    """Of the TBT SLO, what is planned for then."""
     checked: float = -math.inf
     """When the margin was last looked at."""
     seen: int = 0
@@ -143,6 +148,7 @@ class Auto(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if view.waiting and view.batch is None and self._due(view, "prefill"):
             memory = _costs(view, memory)
             line = _line(view, memory)
+            memory = replace(memory, hurried=line.hurried)
         batch = self._batch(view, line.order, memory)
         plan, memory = self._go_on(view, memory, line.order, batch)
         if any(not isinstance(launch.work, PrefillSlice) for launch in plan.launches):
@@ -452,7 +458,8 @@ def _leave_no_room(view: View, decode: Load, joiners: Sequence[int], tbt: float)
 
 def _target(view: View, memory: Memory, tbt: float) -> float:
     """The TBT that is planned for, in seconds."""
-    return tbt * memory.margin * (1.0 if view.estimator.promises else UNPROMISED)
+    margin = memory.margin if memory.hurried else min(UNHURRIED, memory.margin)
+    return tbt * margin * (1.0 if view.estimator.promises else UNPROMISED)
 
 
 def _watch(view: View, memory: Memory) -> Memory:

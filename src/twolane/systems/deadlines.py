@@ -20,6 +20,8 @@ OVERTAKING = 0.1
 """Of the seconds that are left of a prompt that has begun, the most that others may take first."""
 SAFE = 1.2
 """Times what is predicted, others may take behind such a prompt and be in time."""
+HURRY = 0.5
+"""Of its TTFT bound: a prompt that is not done by then is in a hurry."""
 UNBOUND_SECONDS = 1.0
 """Requests without a TTFT bound are ordered as if they had this one."""
 
@@ -30,6 +32,8 @@ class Line:
 
     order: Sequence[RequestView]
     refusals: Sequence[Refusal]
+    hurried: bool = False
+    """Whether one of them has no deadline, or will be done only in the second half of its time."""
 
 
 @dataclass(slots=True, eq=False)
@@ -45,6 +49,12 @@ class _Place:
     def yields(self) -> bool:
         """Whether it may be late for others, or be refused: nothing of it was done or sent."""
         return not (self.request.started or self.request.generated)
+
+    def hurried(self, done: float) -> bool:
+        """Whether it has little time to spare if it is done then."""
+        request = self.request
+        bound = self.deadline - request.arrival
+        return request.deadline is None or done > request.arrival + HURRY * bound
 
 
 def make_line(
@@ -71,6 +81,7 @@ def make_line(
     places.sort(key=lambda place: (place.request.priority, place.late, place.deadline))
     order = [place.request for place in first]
     refusals: list[Refusal] = []
+    hurried = False
     for place in places:
         refusal = _refusal(place, at) if refuse and place.late else None
         if refusal is not None:
@@ -78,7 +89,8 @@ def make_line(
         else:
             order.append(place.request)
             at += place.seconds
-    return Line(order, refusals)
+            hurried = hurried or place.hurried(at)
+    return Line(order, refusals, hurried)
 
 
 def _deadline(request: RequestView) -> float:
