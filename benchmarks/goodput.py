@@ -31,7 +31,7 @@ SEEDS, SIMULATED_SEEDS = 3, 9
 TOLERANCE, FIRST_STEP = 0.06, 1.2
 KEYS = (
     *("median_ttft_ms", "p90_ttft_ms", "p99_ttft_ms", "mean_itl_ms", "p99_itl_ms"),
-    *("request_throughput", "outcomes"),
+    *("max_itl_ms", "max_client_loop_lag_ms", "request_throughput", "outcomes"),
 )
 """Of a run, that are kept beside its trial."""
 

@@ -227,7 +227,10 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--work", type=Path, default=Path("panels-work"), help="folder of the runs")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/panels.json"))
     parser.add_argument("--processes", type=int, default=2)
-    return parser.parse_args()
+    given = parser.parse_args()
+    if {*given.systems} == {"auto"}:
+        parser.error("--systems: one at least to compare auto with")
+    return given
 
 
 def main() -> None:

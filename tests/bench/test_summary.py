@@ -6,11 +6,13 @@ import signal
 import subprocess
 import sys
 
+import msgspec
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
 from twolane.bench.cli import app
+from twolane.bench.metrics import LAG_PERCENTILES, Distribution
 from twolane.bench.summary import default_name, result_dict, result_json, summary
 from twolane.workload.lengths import TABLES
 
@@ -130,6 +132,15 @@ def test_summary_shows_outcomes_latencies_slos_and_warnings():
     assert "1 answers are shorter than asked" in page
     page = shown(bench(lambda n, b: [(1.0, text("a", "stop"))])[0])
     assert "1 answers came without usage" in page
+
+
+def test_a_client_that_stood_still_says_so():
+    """Once, which no percentile shows, for longer than the bound on TBT of 200 ms."""
+    for longest, said in ((0.19, False), (0.21, True)):
+        lag = Distribution.of([0.0] * 999 + [longest], LAG_PERCENTILES)
+        page = shown(msgspec.structs.replace(result_of_script(), loop_lag=lag))
+        assert ("stood still for 210" in page) == said
+        assert "bottleneck" not in page
 
 
 def test_default_name():

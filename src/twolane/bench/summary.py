@@ -92,6 +92,12 @@ def warnings(result: Result) -> list[str]:
         found.append(
             f"the client is a bottleneck: it read the clock up to {_ms(loop)} ms late (P99)"
         )
+    stalled, bound = result.loop_lag.max or 0.0, result.config.goodput.get("tbt", math.inf)
+    if stalled > bound:
+        found.append(
+            f"the client, or its host, stood still for {_ms(stalled)} ms: gaps of that moment are "
+            "not the server's"
+        )
     if (metrics.tokens_per_chunk or 0.0) > CHUNK_BOUND:
         found.append(
             f"the server sends {metrics.tokens_per_chunk:.2f} tokens a chunk: TBT is the time "
