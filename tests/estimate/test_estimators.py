@@ -9,7 +9,7 @@ from tests.estimate import synthetic
 from twolane.engine.config import EstimatorName
 from twolane.estimate import Beside, Load
 from twolane.estimate.attention_roofline import AttentionRoofline, Interconnect
-from twolane.estimate.calibrated import Calibrated, _Asked
+from twolane.estimate.calibrated import MOST_SLOW, USUAL, Calibrated, _Asked
 from twolane.estimate.catalog import ESTIMATORS
 from twolane.estimate.errors import prediction_seconds, table
 from twolane.estimate.guard import OWN, ContentionGuard
@@ -156,8 +156,28 @@ def test_calibrated_promises_a_p99_of_what_it_sees(profile):
     assert mean < after < (mean + before) / 2
     for _ in range(1000):
         estimator.observe_decode(STEP, 48, 10 * mean)
+    estimator.observe_decode(STEP, 48, predicted()[0])
     slow, most = predicted()
     assert most / slow == pytest.approx(before / mean), "not above the profile's"
+
+
+def test_bounds_are_longer_while_the_device_is_slow(profile):
+    """Of all launches, from one that makes tokens and took too long to the next that did not."""
+    estimator = Calibrated(profile)
+
+    def bounds():
+        step = estimator.decode_step(STEP, 48, Beside(PROMPTS, 84), bound=True)
+        return step, estimator.hybrid(STEP, 132, bound=True)
+
+    usual, mean = bounds(), estimator.decode_step(STEP, 48)
+    slow, stalled = 1.25 * np.exp(-USUAL), np.exp(MOST_SLOW - USUAL)
+    for times, longer in ((1.25, slow), (1.09, 1.0), (2.0, stalled), (40.0, 1.0), (1.25, slow)):
+        estimator.observe_decode(STEP, 48, times * mean)
+        assert bounds() == pytest.approx([longer * bound for bound in usual]), times
+        estimator._seen = 0  # nothing of it is learnt
+        assert estimator.decode_step(STEP, 48) == mean
+    estimator.observe_prefill(PROMPTS, 4, 84, 0.001)
+    assert bounds() == pytest.approx([slow * bound for bound in usual]), "slices say nothing"
 
 
 def test_the_guard_covers_what_was_seen_and_is_raised_by_more(profile):

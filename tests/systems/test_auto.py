@@ -183,6 +183,18 @@ def test_less_than_the_tbt_bound_is_planned_for_while_no_prompt_is_in_a_hurry():
     assert gaps[10.0] <= UNHURRIED * 0.02 < gaps[0.1] <= 0.02
 
 
+def test_a_device_that_gets_slow_makes_for_another_choice_at_once():
+    estimator, begun = deepcopy(KNOWN), batch(waiting("a", 2000), layers=1)
+    asked = {"decoding": rows(16, 1000, 0.02), "batch": begun}
+    _, before = plan(estimator, **asked)
+    assert plan(estimator, before, **asked)[1].choice is before.choice
+    estimator.lately = 0.2
+    _, after = plan(estimator, before, **asked)
+    assert after.choice != before.choice
+    assert after.choice.gap <= 0.02
+    assert after.choice.pace < before.choice.pace
+
+
 def test_nobody_joins_whom_the_bound_has_no_room_for():
     decode = rows(40, 1000, 0.01)
     step = KNOWN.decode_step(Load.decode([1000] * 41), UNITS, bound=True)
@@ -267,7 +279,7 @@ TEMPORAL = Choice("temporal", (UNITS, UNITS), 10, 0.001, 0, 0.015, 0.5, 0.5)
 
 def between_steps(spent, first, choice=TEMPORAL, tbt=0.0155, waits=True, prompt=2000):
     open_batch = Batch([Part(waiting("a", prompt), 0, 2000)], first, first)
-    memory = Memory(choice=choice, about=(4, (2000,), (0,)), chosen=0.0, spent=spent)
+    memory = Memory(choice=choice, about=(4, (2000,), (0,), 0.0), chosen=0.0, spent=spent)
     decode = rows(4, 1000, tbt)
     line = [waiting("next", 2000)] if waits else []
     made, memory = plan(memory=memory, decoding=decode, batch=open_batch, waiting=line)

@@ -107,6 +107,8 @@ class Estimator(ABC):
 
     promises: ClassVar[bool] = False
     """Whether its bounds are more than estimates, for every kind of launch."""
+    lately: float = 0.0
+    """By how much its bounds are longer now than they are usually, as a logarithm."""
 
     @overload
     def prefill_slice(

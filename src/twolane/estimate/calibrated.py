@@ -12,7 +12,8 @@ units, it has what the kernels in use reach on few SMs. m and m' are Gaussian pr
 and compute in a second if it were alone, by the base, for that is what lanes contend for:
 bandwidth, and the power that clocks are lowered for. q is the 99th percentile of how far launches
 of configurations that were left out are above the prediction. Online, each kind of launch has a
-slow correction of its own.
+slow correction of its own; and a device that is slow for a moment, which the last launch tells, has
+longer bounds.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,13 +41,23 @@ FOLDS = 6
 WEIGHT = 0.08
 """Of the newest launch that is looked at in the online correction of the mean."""
 EVERY = 4
-"""One launch in so many is looked at: to predict it anew costs as much as the plan did."""
+"""One launch in so many corrects the mean and the bound."""
 LEAST = 1e-6
 """Seconds; less is not told apart."""
 MOST_CORRECTED = 0.2
 """Of the online correction, as a logarithm: beyond that something else is wrong."""
 STEP = 0.01
 """By which share a launch above its bound raises the next ones' bound."""
+SLOW = 0.1
+"""A launch above its bound and as far above its prediction, as a logarithm, says that the device is
+slow: an H200 is, for 60 to 100 ms every few seconds, by 0.08 to 0.26 (docs/gpu.md)."""
+MOMENT = 0.02
+"""Seconds; behind a launch that took longer, such a moment is over before another plan is carried
+out."""
+USUAL = 0.05
+"""Of that, what such a launch was above on its own account."""
+MOST_SLOW = 0.3
+"""As a logarithm; a launch that took longer still stood still."""
 DIGITS = 6
 """Binary ones of a decode step's context that the processes see: 1.6 % off at most."""
 MOST_KNOWN = 4096
@@ -301,13 +312,11 @@ class Calibrated(Estimator):
         self, load: Load, units: int, seconds: float, beside: Beside | None = None
     ) -> None:
         """See `Estimator.observe_decode`."""
-        if self._looks():
-            self._learn("decode", seconds, self.decode_step(load, units, beside), beside)
+        self._learn("decode", seconds, self.decode_step(load, units, beside), beside)
 
     def observe_hybrid(self, load: Load, units: int, seconds: float) -> None:
         """See `Estimator.observe_hybrid`."""
-        if self._looks():
-            self._learn("hybrid", seconds, self.hybrid(load, units), None)
+        self._learn("hybrid", seconds, self.hybrid(load, units), None)
 
     def _fit_alone(self, kind: Kind) -> Fit:
         return lambda samples, like: _Model(self._base.fitted(kind, samples)).taught(
@@ -354,7 +363,7 @@ class Calibrated(Estimator):
         promise = self._promises[kind, asked.beside is not None]
         if asked.beside is not None:
             log = self._promises[kind, False].correction
-        log += promise.correction + (promise.quantile if bound else 0.0)
+        log += promise.correction + (promise.quantile + self.lately if bound else 0.0)
         means = self._missed(asked) if kind == "hybrid" else self._remembered(asked)
         bases = self._base.seconds(asked)
         return [base * exp(mean + log) for base, mean in zip(bases, means, strict=True)]
@@ -381,9 +390,17 @@ class Calibrated(Estimator):
     def _learn(
         self, kind: Kind, seconds: float, predicted: float | None, beside: Beside | None
     ) -> None:
+        """Of a launch that was looked at; of those that make tokens, whether the device is slow."""
         promise = self._promises.get((kind, beside is not None))
-        if predicted is not None and promise is not None:
-            promise.learn(log(seconds / predicted))
+        if predicted is None or promise is None:
+            return
+        missed = log(seconds / predicted)
+        if kind != "prefill":
+            slow = missed > max(SLOW, promise.quantile) and seconds <= MOMENT
+            self.lately = min(missed, MOST_SLOW) - USUAL if slow else 0.0
+            if not self._looks():
+                return
+        promise.learn(missed)
 
 
 def _sums(load: Load, kind: Kind) -> tuple[object, ...]:

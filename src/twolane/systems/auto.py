@@ -45,7 +45,7 @@ LEAST_TOKENS = 256
 MOST_STEPS = 8
 """Steps in one launch: where they are shorter than the lead, or a pass is launched behind them."""
 CHOICE_SECONDS = 0.1
-"""For which a choice stands while batch and number of requests stay the same."""
+"""For which a choice stands while batch and number of requests, and the device, stay the same."""
 FIRST = 0.5
 """Of a launch of a slice, after which the device begins with it; with a pass, at its end."""
 SLOWER = 2.0
@@ -81,7 +81,7 @@ class Memory:
     choice: Choice | None = None
     """The last one."""
     about: tuple[object, ...] = ()
-    """Rows and batch that it was made for."""
+    """Rows and batch that it was made for, and how slow the device was."""
     chunk: int = 0
     """Tokens of the largest pass that kept the bound, when passes were last looked at."""
     chosen: float = -math.inf
@@ -200,7 +200,8 @@ class Auto(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         tbt = _tbt(view, rows, step)
         if batch is None:
             return self._decode_alone(view, memory, step, tbt)
-        about = (len(rows), tuple(batch.load.n), tuple(batch.load.r))
+        slow = round(view.estimator.lately, 1)
+        about = (len(rows), tuple(batch.load.n), tuple(batch.load.r), slow)
         if batch.chunks or about != memory.about or view.now > memory.chosen + CHOICE_SECONDS:
             if batch.chunks and _leave_no_room(view, decode, batch.joiners, tbt):
                 return self._decode_alone(view, memory, step, tbt)
