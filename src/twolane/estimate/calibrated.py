@@ -39,7 +39,7 @@ ENOUGH = 100
 FOLDS = 6
 """Parts of the configurations that are left out in turn."""
 WEIGHT = 0.08
-"""Of the newest launch that is looked at in the online correction of the mean."""
+"""Of the newest launch that is learnt from in the online correction of the mean."""
 EVERY = 4
 """One launch in so many corrects the mean and the bound."""
 LEAST = 1e-6
@@ -51,13 +51,13 @@ STEP = 0.01
 SLOW = 0.1
 """A launch above its bound and as far above its prediction, as a logarithm, says that the device is
 slow: an H200 is, for 60 to 100 ms every few seconds, by 0.08 to 0.26 (docs/gpu.md)."""
-MOMENT = 0.02
-"""Seconds; behind a launch that took longer, such a moment is over before another plan is carried
-out."""
 USUAL = 0.05
 """Of that, what such a launch was above on its own account."""
 MOST_SLOW = 0.3
-"""As a logarithm; a launch that took longer still stood still."""
+"""What was above by more stood still."""
+MOMENT = 0.02
+"""Seconds; behind a launch that took longer, such a moment is over before another plan is carried
+out."""
 DIGITS = 6
 """Binary ones of a decode step's context that the processes see: 1.6 % off at most."""
 MOST_KNOWN = 4096
@@ -390,7 +390,8 @@ class Calibrated(Estimator):
     def _learn(
         self, kind: Kind, seconds: float, predicted: float | None, beside: Beside | None
     ) -> None:
-        """Of a launch that was looked at; of those that make tokens, whether the device is slow."""
+        """From each launch that makes tokens, whether the device is slow; from one in `EVERY`, how
+        far predictions are off."""
         promise = self._promises.get((kind, beside is not None))
         if predicted is None or promise is None:
             return

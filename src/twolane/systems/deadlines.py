@@ -46,6 +46,11 @@ class _Place:
     late: bool = False
 
     @property
+    def bound(self) -> float:
+        """Seconds from arrival within which the first token is wanted."""
+        return self.deadline - self.request.arrival
+
+    @property
     def yields(self) -> bool:
         """Whether it may be late for others, or be refused: nothing of it was done or sent."""
         return not (self.request.started or self.request.generated)
@@ -53,8 +58,7 @@ class _Place:
     def hurried(self, done: float) -> bool:
         """Whether it has little time to spare if it is done then."""
         request = self.request
-        bound = self.deadline - request.arrival
-        return request.deadline is None or done > request.arrival + HURRY * bound
+        return request.deadline is None or done > request.arrival + HURRY * self.bound
 
 
 def make_line(
@@ -136,12 +140,11 @@ def _give_up(places: Sequence[_Place], begin: float) -> None:
 def _refusal(place: _Place, begins: float) -> Refusal | None:
     """If its turn would come only after it has waited twice as long as its bound."""
     request = place.request
-    bound = place.deadline - request.arrival
     wait = begins - request.arrival
-    if not place.yields or wait <= PATIENCE * bound:
+    if not place.yields or wait <= PATIENCE * place.bound:
         return None
     return Refusal(
         request.id,
         f"overloaded: prefill would begin {wait:.1f} s after arrival by prediction; "
-        f"the first token is wanted within {bound:.1f} s",
+        f"the first token is wanted within {place.bound:.1f} s",
     )
