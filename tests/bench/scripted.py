@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 from aiohttp import web
 
+from twolane.bench.record import Record
 from twolane.bench.result import BenchConfig, Result
 from twolane.bench.serve import run
 from twolane.workload.spec import WorkloadSpec
@@ -122,7 +123,14 @@ def expire_timeouts() -> None:
     loop.time = lambda: now() + 3600
 
 
-def bench(script: Callable, *, spec=None, stop_when_stalled=False, **config):
+def bench(
+    script: Callable,
+    *,
+    spec=None,
+    stop_when_stalled=False,
+    on_record: Callable[[Record], None] = lambda record: None,
+    **config,
+):
     """Run the benchmark against a scripted server, one request at a time unless told."""
 
     async def main() -> tuple[Result, ScriptedServer]:
@@ -132,7 +140,8 @@ def bench(script: Callable, *, spec=None, stop_when_stalled=False, **config):
         async with server.serving() as url:
             settings = {"max_concurrency": 1, "timeout": 30.0, **config}
             whole = BenchConfig(base_url=url, workload=workload, **settings)
-            running = asyncio.create_task(run(whole, stop=stop, clock=server.clock))
+            one = run(whole, stop=stop, clock=server.clock, on_record=on_record)
+            running = asyncio.create_task(one)
             if stop_when_stalled:
                 await server.stalled.wait()
                 stop.set()

@@ -12,7 +12,18 @@ from twolane.bench.summary import result_json
 from twolane.workload.prompts import TokenRange
 from twolane.workload.spec import WorkloadSpec
 
-from .scripted import BREAK, DONE, EXPIRE, STALL, bench, delta, event, text, usage
+from .scripted import (
+    BREAK,
+    DONE,
+    EXPIRE,
+    STALL,
+    bench,
+    delta,
+    event,
+    expire_timeouts,
+    text,
+    usage,
+)
 
 
 def outcome_of(script, **config) -> Record:
@@ -249,6 +260,17 @@ def test_stopping_keeps_what_was_measured():
     assert [record.outcome for record in result.records] == ["ok", "ok", "interrupted"]
     assert len(result.workload) == 10
     assert result.metrics.sent == 3
+
+
+def test_closing_what_is_open_is_no_lag_of_the_loop():
+    def slow(record):
+        if record.outcome == "interrupted":
+            expire_timeouts()
+
+    stalled = [(0.5, text("a")), (0.5, STALL)]
+    result, _ = bench(lambda *_: stalled, stop_when_stalled=True, on_record=slow)
+    assert result.metrics.outcomes == {"interrupted": 1}
+    assert (result.loop_lag.max or 0.0) < 1800
 
 
 def test_headers_key_body_and_seed():

@@ -8,7 +8,7 @@ from datetime import datetime
 import msgspec
 
 from twolane.bench import http
-from twolane.bench.client import Client, Job, LoadRun, LoopLag, Tally
+from twolane.bench.client import Client, Job, LoadRun, Tally
 from twolane.bench.http import Clock
 from twolane.bench.metrics import LAG_PERCENTILES, Distribution
 from twolane.bench.record import Record, status_outcome
@@ -65,9 +65,7 @@ async def run(
             on_record=on_record,
             on_first=on_first,
         )
-        lag = LoopLag()
-        with lag.watch():
-            await load.run(stop)
+        await load.run(stop)
     return Result(
         config=config,
         model=model,
@@ -76,7 +74,7 @@ async def run(
         records=tuple(sorted(load.records, key=lambda record: record.index)),
         duration=load.duration,
         interrupted=stop.is_set(),
-        loop_lag=Distribution.of(lag.seconds, LAG_PERCENTILES),
+        loop_lag=Distribution.of(load.loop_lag.seconds, LAG_PERCENTILES),
     )
 
 
