@@ -55,7 +55,8 @@ def test_nothing_heavy_is_imported_for_help(args):
 def test_every_engine_setting_has_an_option():
     bounds = {f"slo_{name}_ms" for name in ("ttft", "ttft_per_1k", "tbt", "tpot")}
     settings, tbt = {field.name for field in fields(EngineConfig)}, ("tbt_delivery", "tbt_playout")
-    assert set(ENGINE_OPTIONS) == settings - {"model", "slo", *tbt} | bounds
+    seconds = {"model", "slo", "tbt_buffer", *tbt}
+    assert set(ENGINE_OPTIONS) == settings - seconds | bounds | {"tbt_buffer_ms"}
     text = run("serve", "--help").stdout
     for name in (*ENGINE_OPTIONS, *(f"{name}_ms" for name in tbt)):
         flag = "--option" if name == "options" else "--" + name.replace("_", "-")

@@ -177,6 +177,17 @@ ENGINE_OPTIONS: dict[str, Any] = {
             help="The same for the mean time between tokens (x-slo-tpot-ms).",
         ),
     ],
+    "tbt_buffer_ms": Annotated[
+        float | None,
+        typer.Option(
+            rich_help_panel=SCHEDULING,
+            metavar="MS",
+            min=0.0,
+            callback=bench_options.finite,
+            help="For how long a token may be held back where there is a bound between two: "
+            "gaps are even then, and a late one is in time. At most half the bound. Default: 20.",
+        ),
+    ],
     "page_size": Annotated[
         int | None,
         typer.Option(
@@ -363,6 +374,8 @@ def engine_config(model: str, settings: dict[str, Any]) -> EngineConfig:
             raise fail(f"--option {key} is given twice", USAGE_ERROR)
         options[key] = value
     slo, levels = default_slo(settings), asked_levels(settings.pop("levels"))
+    if (buffer := settings.pop("tbt_buffer_ms", None)) is not None:
+        settings["tbt_buffer"] = buffer / 1e3
     config = EngineConfig(model=model, options=options, slo=slo, levels=levels, **settings)
     try:
         check_settings(config)

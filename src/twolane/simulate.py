@@ -272,6 +272,7 @@ class _Ledger:
         request = self._open.get(output.id)
         if request is None:
             request = self._open[output.id] = _Open(cached=output.cached)
+        at = at if output.due is None else max(at, output.due)
         request.times += [at] * len(output.tokens)
         if output.tokens and self._on_tokens(int(output.id), request.times, len(output.tokens)):
             self.stopped = True

@@ -11,6 +11,7 @@ from tests.systems.simulation import LAYERS, UNITS, Simulation, simulate, submit
 from twolane.engine.engine import Engine
 from twolane.engine.kv import KVBooks
 from twolane.engine.messages import Abort, Finish, Outputs, Submit, ToEngine, Watch
+from twolane.engine.state import EVEN
 from twolane.estimate.online import OnlineEstimator
 from twolane.lanes import sim as sim_lanes
 from twolane.lanes.sim import Demand, FixedDurations, SimLanes
@@ -158,6 +159,7 @@ def small_engine(
     slo: Slo | None = None,
     delivery: float = 0.0,
     playout: float = 0.0,
+    buffer: float = 0.0,
     system: System | None = None,
 ) -> Engine:
     """An engine whose pool holds 64 tokens."""
@@ -173,6 +175,7 @@ def small_engine(
         slo=slo,
         delivery=delivery,
         playout=playout,
+        buffer=buffer,
     )
 
 
@@ -198,6 +201,36 @@ def test_a_token_is_due_so_long_after_it_was_made() -> None:
     assert news is not None
     assert news.outputs[0].due == pytest.approx(flight.ticket.times[-1] + 0.5)
     assert news.outputs[0].due < 100.0
+
+
+def test_tokens_are_held_back_so_that_gaps_are_even() -> None:
+    """For half a bound of 10 ms: 14 ms behind two of 8 are in time, 15 more are not."""
+    engine, due = small_engine(Slo(tbt=0.010), playout=0.002, buffer=0.02), []
+    engine.take([submit("a", 16, 8)])
+    request = engine.state.requests["a"]
+    for at in (0.0, 0.008, 0.016, 0.030, 0.045):
+        request.due = engine.state.due(request, at)
+        due.append(request.due)
+    assert due == pytest.approx([0.007, 0.015, 0.023, 0.023 + EVEN * 0.010, 0.047])
+
+
+def test_news_of_a_turn_have_each_token_with_its_time() -> None:
+    """So has the end of a request, that it does not overtake them."""
+    engine = small_engine(buffer=0.02)
+    engine.take([submit("free", 16, 3), replace(submit("a", 16, 3), slo=Slo(tbt=0.010))])
+    lanes = engine.state.lanes
+    assert isinstance(lanes, SimLanes)
+    for _ in range(8):
+        engine.carry_out(engine.plan())
+        lanes.advance(lanes.clock() + 0.1)
+        engine.reap()
+    news = engine.news()
+    assert news is not None
+    free, *bound = sorted(news.outputs, key=lambda output: (output.id != "free", output.due or 0.0))
+    assert (free.due, len(free.tokens), free.finish) == (None, 3, "length")
+    assert [len(output.tokens) for output in bound] == [1, 1, 1]
+    assert [output.finish for output in bound] == [None, None, "length"]
+    assert len({output.due for output in bound}) == 3
 
 
 def news_of(request: Submit) -> Outputs:

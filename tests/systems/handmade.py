@@ -37,6 +37,7 @@ class Asked:
     generated: int = 0
     first_token_at: float | None = None
     last_token_at: float | None = None
+    ahead: float = 0.0
     context: int = 0
     to_generate: int = 100
 

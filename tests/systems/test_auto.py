@@ -25,7 +25,7 @@ from tests.systems.simulation import submit
 from twolane.bench.result import BenchConfig
 from twolane.engine.config import EngineConfig
 from twolane.engine.launching import Launching
-from twolane.engine.state import Gaps
+from twolane.engine.state import EVEN, Gaps
 from twolane.estimate import Beside, Load
 from twolane.estimate.calibrated import Calibrated
 from twolane.estimate.online import OnlineEstimator
@@ -33,6 +33,7 @@ from twolane.simulate import SimulateConfig, simulate
 from twolane.sizes import SIZES
 from twolane.slo import Slo
 from twolane.systems.auto import (
+    AHEAD_STEPS,
     GUARD,
     LEAST_MARGIN,
     LEAST_PROMISED,
@@ -279,7 +280,9 @@ TEMPORAL = Choice("temporal", (UNITS, UNITS), 10, 0.001, 0, 0.015, 0.5, 0.5)
 
 def between_steps(spent, first, choice=TEMPORAL, tbt=0.0155, waits=True, prompt=2000):
     open_batch = Batch([Part(waiting("a", prompt), 0, 2000)], first, first)
-    memory = Memory(choice=choice, about=(4, (2000,), (0,), 0.0), chosen=0.0, spent=spent)
+    memory = Memory(
+        choice=choice, about=(4, (2000,), (0,), 0.0, AHEAD_STEPS), chosen=0.0, spent=spent
+    )
     decode = rows(4, 1000, tbt)
     line = [waiting("next", 2000)] if waits else []
     made, memory = plan(memory=memory, decoding=decode, batch=open_batch, waiting=line)
@@ -550,10 +553,11 @@ def test_a_started_prompt_goes_on_while_who_is_before_it_waits_for_what_it_holds
     assert set(on_lanes(Auto(), arrivals, **pool).finish) == {"long", "other"}
 
 
-def served(system, tbt, rate, **options):
+def served(system, tbt, rate, buffer=0.02, **options):
     slo = Slo(ttft=1.0, tbt=tbt)
+    settings = {"options": options, "slo": slo, "tbt_buffer": buffer}
     config = SimulateConfig(
-        engine=EngineConfig(model="qwen3-8b", system=system, options=options, slo=slo),
+        engine=EngineConfig(model="qwen3-8b", system=system, **settings),
         gpu="h200",
         bench=BenchConfig(
             workload=WorkloadSpec(dataset="azure-conv", num_prompts=60, request_rate=rate),
@@ -572,11 +576,29 @@ def test_at_least_as_good_as_the_best_chunk(tbt, budget, rate):
     assert auto.ttft.percentiles[99.0] <= 1.05 * chunked.ttft.percentiles[99.0]
 
 
-def test_gaps_are_shorter_than_they_need_be_where_prompts_have_time():
-    """At two thirds of what it can hold, P99 of TBT is a sixth below the bound, and all is kept."""
-    metrics = served("auto", 0.05, 18.0)
-    assert metrics.attainment.requests["ttft"] == 1.0
-    assert metrics.tbt.percentiles[99.0] < 0.85 * 0.05
+def test_tokens_that_are_held_back_buy_prefill():
+    """First tokens come sooner, held back themselves; gaps are even, and in time."""
+    even, plain = served("auto", 0.009, 16.0), served("auto", 0.009, 16.0, buffer=0.0)
+    assert even.ttft.mean < 0.8 * plain.ttft.mean
+    assert even.tbt.percentiles[99.0] == pytest.approx(EVEN * 0.009)
+
+
+def test_what_is_ahead_is_planned_with():
+    """As far as the least of those with the tightest bound are; who has no token yet does not
+    count."""
+
+    def about(*asked):
+        decode = [decoding(f"{i}", 1000, slo=Slo(tbt=tbt), **more) for i, (tbt, more) in asked]
+        return plan(waiting=[waiting("a", 4000)], decoding=decode)[1].choice.gap
+
+    ahead, none = {"ahead": 0.01}, {"ahead": 0.0}
+    untold = {"last_token_at": None}
+    level = about(*enumerate([(0.02, none)] * 8))
+    assert level <= 0.02
+    assert about(*enumerate([(0.02, ahead)] * 8)) > 0.02
+    assert about(*enumerate([(0.02, ahead)] * 7 + [(0.02, untold)])) > 0.02
+    assert about(*enumerate([(0.02, ahead)] * 7 + [(0.02, none)])) == level
+    assert about(*enumerate([(0.02, ahead)] * 7 + [(0.05, none)])) > 0.02
 
 
 def add(gaps, *runs):

@@ -80,6 +80,7 @@ def assemble(
         slo=config.slo,
         delivery=config.tbt_delivery,
         playout=config.tbt_playout,
+        buffer=config.tbt_buffer,
     )
     ready = _ready(config, engine, machine)
     trace.about(

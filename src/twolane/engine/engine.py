@@ -52,6 +52,7 @@ class Engine:
             for so much less.
         playout: seconds after the device made it, a token of a request with a TBT bound is handed
             to the client.
+        buffer: seconds for which it may be held back beyond that.
         trace: where to report what happened.
     """
 
@@ -70,10 +71,11 @@ class Engine:
         slo: Slo | None = None,
         delivery: float = 0.0,
         playout: float = 0.0,
+        buffer: float = 0.0,
         trace: Trace | None = None,
     ) -> None:
         bounds = (slo or Slo()).sooner(delivery)
-        self.state = State(kv, lanes, layers, estimator, trace or Trace(), bounds, playout)
+        self.state = State(kv, lanes, layers, estimator, trace or Trace(), bounds, playout, buffer)
         self._delivery = delivery
         self.max_model_len = min(max_model_len, kv.total_pages * kv.page_size)
         self._system = system

@@ -90,13 +90,16 @@ def _receive(state: State, request: Request, sampled: Sampled, at: float, *, pac
 
 
 def _tell(state: State, request: Request, sampled: Sampled, at: float) -> None:
-    if request.last_token_at is None:
+    last, before = request.last_token_at, request.due
+    if last is None:
         request.first_token_at = at
     else:
-        at = max(at, request.last_token_at)  # which may have been paced
-        state.gaps.add(at - request.last_token_at)
-    request.last_token_at = at
-    state.say(request, sampled, at)
+        at = max(at, last)  # which may have been paced
+    request.last_token_at, due = at, state.due(request, at)
+    if last is not None:
+        state.gaps.add(at - last if due is None or before is None else due - before)
+    request.due, request.ahead = due, 0.0 if due is None else due - at - state.playout
+    state.say(request, sampled)
 
 
 def _tell_paced(state: State) -> bool:
@@ -131,7 +134,7 @@ def _too_early(state: State, request: Request) -> bool:
     deadline = request.deadline
     if begins == now or (deadline is not None and begins > deadline):
         return False
-    return step is None or begins + step > now + bound
+    return step is None or begins + step > now + bound + state.held_for(bound)
 
 
 def _share_full_pages(state: State, request: Request) -> None:

@@ -63,6 +63,10 @@ class Request:
     admitted_at: float | None = None
     last_token_at: float | None = None
     first_token_at: float | None = None
+    due: float | None = None
+    """When the latest token is handed on; None: at once, or there is none."""
+    ahead: float = 0.0
+    """Seconds for which it is held back."""
 
     @property
     def started(self) -> bool:

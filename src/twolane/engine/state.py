@@ -21,11 +21,17 @@ from twolane.vocabulary import EXCLUSIVE, LaneName
 
 LATEST = 512
 """Gaps that are kept."""
+EVEN = 0.97
+"""Of its TBT bound, a token is held back until so long after the one before: less than the bound by
+what clocks and floats may be off."""
+HELD = 0.5
+"""Of its TBT bound, for how long a token is held back at most."""
 LANDED = 256
 
 
 class Gaps:
-    """Seconds between two tokens of a request, on the device: how many, and the latest of them."""
+    """Seconds between two tokens of a request, as they are handed on if nothing is late on its way:
+    how many, and the latest of them."""
 
     def __init__(self) -> None:
         self.total = 0
@@ -64,6 +70,8 @@ class State:
     slo: Slo = field(default_factory=Slo)
     playout: float = 0.0
     """Seconds after the device made it, a token of a request with a TBT bound is handed on."""
+    buffer: float = 0.0
+    """Seconds for which it may be held back beyond that."""
     requests: dict[str, Request] = field(default_factory=dict)
     """Those that are not finished, by id."""
     queue: list[Request] = field(default_factory=list)
@@ -90,7 +98,7 @@ class State:
     counters: Counters = field(default_factory=Counters)
     paced: dict[Request, Sampled] = field(default_factory=dict)
     """First tokens that wait for the step that goes on from them (`PrefillSlice.paced`)."""
-    outputs: dict[str, Output] = field(default_factory=dict)
+    outputs: dict[tuple[str, float | None], Output] = field(default_factory=dict)
     """News for the front, by request."""
     refused: list[Refused] = field(default_factory=list)
     launches: list[Launched] = field(default_factory=list)
@@ -163,20 +171,39 @@ class State:
         request.phase = Phase.FINISHED
         del self.requests[request.id]
         self.release_held(request)
-        news = self.outputs.get(request.id) or Output(request.id, [])
-        self.outputs[request.id] = replace(news, finish=reason, times=request.times())
+        key = request.id, request.due
+        news = self.outputs.get(key) or Output(request.id, [], due=request.due)
+        self.outputs[key] = replace(news, finish=reason, times=request.times())
         tokens = request.generated if kept is None else kept
         self.trace.request_end(request.id, self.now(), reason, tokens)
 
-    def say(self, request: Request, sampled: Sampled, at: float) -> None:
-        """Add a token, made at `at`, to the news of this turn; `request` has it already."""
-        news = self.outputs.get(request.id)
-        due = at + self.playout if self.playout and request.slo.tbt is not None else None
+    def held_for(self, bound: float) -> float:
+        """Seconds for which tokens are held back at most under a TBT bound."""
+        return min(self.buffer, HELD * bound)
+
+    def due(self, request: Request, at: float) -> float | None:
+        """When to hand a token on that the device made at `at`; None: at once.
+
+        With a TBT bound, a bound after the token before, as far as the buffer allows to hold it
+        back: what is made in good time is in store for a gap that is too long (a playout buffer,
+        as for speech over packets; Andes §4 for tokens). The first token fills it.
+        """
+        bound = request.slo.tbt
+        if bound is None:
+            return None
+        at += self.playout
+        latest = at + self.held_for(bound)
+        return latest if request.due is None else max(at, min(request.due + EVEN * bound, latest))
+
+    def say(self, request: Request, sampled: Sampled) -> None:
+        """Add a token to the news of this turn; `request` has it already."""
+        key = request.id, request.due
+        news = self.outputs.get(key)
         if news is None and sampled.logprobs is None and request.generated > 1:
-            news = Output(request.id, [sampled.token], due=due)
+            news = Output(request.id, [sampled.token], due=request.due)
         else:
-            news = _with_token(news or Output(request.id, []), request, sampled, due)
-        self.outputs[request.id] = news
+            news = _with_token(news or Output(request.id, [], due=request.due), request, sampled)
+        self.outputs[key] = news
 
     def drop_empty_batches(self) -> None:
         """A batch whose last request has left is not launched any further."""
@@ -206,7 +233,7 @@ class State:
         return views
 
 
-def _with_token(news: Output, request: Request, sampled: Sampled, due: float | None) -> Output:
+def _with_token(news: Output, request: Request, sampled: Sampled) -> Output:
     """The news of a request and its latest token."""
     first = request.generated == 1
     asked = request.sampling.params.prompt_logprobs is not None
@@ -219,5 +246,5 @@ def _with_token(news: Output, request: Request, sampled: Sampled, due: float | N
         cached=request.cached if first else news.cached,
         logprobs=logprobs,
         prompt_logprobs=request.prompt_logprobs if first and asked else news.prompt_logprobs,
-        due=due,
+        due=news.due,
     )

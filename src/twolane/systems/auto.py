@@ -36,6 +36,11 @@ UNPROMISED = 0.9
 """Of the TBT SLO, what is planned for if the estimator promises nothing."""
 UNHURRIED = 0.95
 """Of the TBT SLO, what is planned for at most while no prompt is in a hurry."""
+AHEAD = 0.5
+"""Of the time for which tokens are held back, what is planned with; the rest is for launches that
+take longer than predicted."""
+AHEAD_STEPS = 8
+"""Of a TBT bound, by which that time may change while a choice stands."""
 FULL_TOKENS = 1024
 """A request costs what it adds to a batch of so many new tokens."""
 BATCH_SECONDS = 0.2
@@ -45,7 +50,8 @@ LEAST_TOKENS = 256
 MOST_STEPS = 8
 """Steps in one launch: where they are shorter than the lead, or a pass is launched behind them."""
 CHOICE_SECONDS = 0.1
-"""For which a choice stands while batch and number of requests, and the device, stay the same."""
+"""For which a choice stands while batch, number of requests, the device and what tokens are ahead
+stay the same."""
 FIRST = 0.5
 """Of a launch of a slice, after which the device begins with it; with a pass, at its end."""
 SLOWER = 2.0
@@ -81,7 +87,7 @@ class Memory:
     choice: Choice | None = None
     """The last one."""
     about: tuple[object, ...] = ()
-    """Rows and batch that it was made for, and how slow the device was."""
+    """Rows and batch that it was made for, how slow the device was, how far tokens were ahead."""
     chunk: int = 0
     """Tokens of the largest pass that kept the bound, when passes were last looked at."""
     chosen: float = -math.inf
@@ -104,6 +110,18 @@ class Memory:
     """Seconds of `FULL_TOKENS` on the whole device."""
     seconds: Mapping[str, tuple[int, float]] = field(default_factory=dict)
     """New tokens of a waiting request, and the seconds that they add on the whole device."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Tbt:
+    """Seconds between two tokens."""
+
+    bound: float
+    """The tightest SLO that is kept."""
+    target: float
+    """What is planned for."""
+    latest: float
+    """After which the next one is late: what is held back leaves more time than the bound."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,17 +215,16 @@ class Auto(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             return self._prefill_alone(view, batch), memory
         decode = Load.decode([request.context for request in rows])
         step = view.estimator.decode_step(decode, view.units, bound=True)
-        tbt = _tbt(view, rows, step)
+        tbt = _tbt(view, memory, _bound(view, rows, step))
         if batch is None:
             return self._decode_alone(view, memory, step, tbt)
-        slow = round(view.estimator.lately, 1)
-        about = (len(rows), tuple(batch.load.n), tuple(batch.load.r), slow)
+        slow, ahead = round(view.estimator.lately, 1), round(AHEAD_STEPS * tbt.latest / tbt.bound)
+        about = (len(rows), tuple(batch.load.n), tuple(batch.load.r), slow, ahead)
         if batch.chunks or about != memory.about or view.now > memory.chosen + CHOICE_SECONDS:
-            if batch.chunks and _leave_no_room(view, decode, batch.joiners, tbt):
+            if batch.chunks and _leave_no_room(view, decode, batch.joiners, tbt.bound):
                 return self._decode_alone(view, memory, step, tbt)
             # Those who join decode when the batch is done; the next one's choice reckons with them.
-            target = _target(view, memory, tbt)
-            choice, chunk = self._choose(view, memory, batch, decode, step, target)
+            choice, chunk = self._choose(view, memory, batch, decode, step, tbt.target)
             memory = replace(memory, choice=choice, chunk=chunk, about=about, chosen=view.now)
         assert memory.choice is not None
         return self._as_chosen(view, memory, order, batch, memory.choice, step, tbt)
@@ -250,11 +267,11 @@ class Auto(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         batch: _Batch,
         choice: Choice,
         step: float | None,
-        tbt: float,
+        tbt: _Tbt,
     ) -> tuple[Plan, Memory]:
         if choice.mode == "spatial" and not memory.spent:
             return self._spatial(view, memory, batch, choice, tbt)
-        if not self._due(view, "device") or _slices_end_late(view, choice, tbt):
+        if not self._due(view, "device") or _slices_end_late(view, choice, tbt.latest):
             return self._drain(view, choice, tbt), memory
         if choice.mode == "temporal" and (
             slices := self._temporal(view, memory, batch, choice, tbt)
@@ -263,21 +280,21 @@ class Auto(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if memory.spent:
             launch = Launch("device", view.units, DecodeSteps())
             return Plan(launches=(launch,), reason="a step first: prefill had its turn"), memory
-        if steps := _steps_first(view, memory, choice, step, tbt):
+        if steps := _steps_first(view, memory, choice, step, tbt.latest):
             launch = Launch("device", view.units, DecodeSteps(steps))
             return Plan(launches=(launch,), reason=STEPS_FIRST), memory
         chunks = _take(view, order, choice.tokens)
         launch = Launch("device", view.units, Hybrid())
-        reason = _reason(view, memory, choice, tbt)
+        reason = _reason(choice, tbt)
         return Plan(admit=chunks, launches=(launch,), reason=reason), memory
 
     def _temporal(
-        self, view: View, memory: Memory, batch: _Batch, choice: Choice, tbt: float
+        self, view: View, memory: Memory, batch: _Batch, choice: Choice, tbt: _Tbt
     ) -> tuple[Plan, Memory] | None:
         """As many layers as the bound leaves time for, then a step; if the batch ends before that
         and there is more to prefill, the next one's first layers come in between. None if another
         batch had all the time."""
-        room = _target(view, memory, tbt) - (choice.gap - choice.layers * choice.layer)
+        room = tbt.target - (choice.gap - choice.layers * choice.layer)
         layers = int((room - memory.spent) / choice.layer) if choice.layer else 1
         if memory.spent and layers < 1:
             return None
@@ -288,7 +305,7 @@ class Auto(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         more = prompts > len(batch.joiners)
         if last < view.layers or not more or spent + choice.layer > room:
             launches.append(Launch("device", view.units, DecodeSteps()))
-        reason = _reason(view, memory, choice, tbt)
+        reason = _reason(choice, tbt)
         plan = Plan(admit=batch.chunks, launches=tuple(launches), reason=reason)
         return plan, replace(memory, spent=spent)
 
@@ -299,7 +316,7 @@ class Auto(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return Plan(admit=batch.chunks, launches=(launch,), reason="nothing decodes")
 
     def _decode_alone(
-        self, view: View, memory: Memory, step: float | None, tbt: float
+        self, view: View, memory: Memory, step: float | None, tbt: _Tbt
     ) -> tuple[Plan, Memory]:
         if view.lanes["prefill"].queued and memory.choice:
             if memory.choice.mode == "spatial":
@@ -314,7 +331,7 @@ class Auto(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     # --- both lanes ---------------------------------------------------------------------------
 
     def _spatial(
-        self, view: View, memory: Memory, batch: _Batch | None, choice: Choice, tbt: float
+        self, view: View, memory: Memory, batch: _Batch | None, choice: Choice, tbt: _Tbt
     ) -> tuple[Plan, Memory]:
         """Both lanes are kept fed; decode is launched first (MuxWise §3.2.2)."""
         before, meanwhile = memory, 0.0
@@ -328,7 +345,7 @@ class Auto(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 memory = replace(memory, ends=ends)
         if step := self._step(view, before, choice, meanwhile):
             launches = [step, *launches]
-        reason = _reason(view, memory, choice, tbt) if launches else ""
+        reason = _reason(choice, tbt) if launches else ""
         return Plan(admit=admit, launches=tuple(launches), reason=reason), memory
 
     def _step(self, view: View, memory: Memory, choice: Choice, meanwhile: float) -> Launch | None:
@@ -345,12 +362,12 @@ class Auto(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         waits = early or bool(view.joining["device"])
         return Launch("decode", choice.level[1], DecodeSteps(waits=waits))
 
-    def _drain(self, view: View, choice: Choice, tbt: float) -> Plan:
+    def _drain(self, view: View, choice: Choice, tbt: _Tbt) -> Plan:
         """Decode goes on beside the last slices, unless it can wait for what comes after."""
         lane = view.lanes["prefill"]
         if not lane.queued or not view.decoding or not self._due(view, "decode"):
             return Plan()
-        latest = _latest(view, choice, tbt)
+        latest = _latest(view, choice, tbt.latest)
         if lane.until is not None and lane.until <= latest and view.now < latest:
             return Plan(wake_at=latest)
         rest = min(shared_levels(view), key=lambda level: abs(level[0] - lane.units))
@@ -434,14 +451,18 @@ def _boundary(view: View) -> float:
     return max((r.last_token_at for r in view.decoding if r.last_token_at), default=view.now)
 
 
-def _tbt(view: View, rows: Sequence[RequestView], step: float | None) -> float:
+def _slo(request: RequestView) -> float | None:
+    """Its bound on TBT, a TPOT bound where there is none, in seconds."""
+    return request.slo.tpot if request.slo.tbt is None else request.slo.tbt
+
+
+def _bound(view: View, rows: Sequence[RequestView], step: float | None) -> float:
     """The tightest bound among them that decode alone can keep, in seconds.
 
-    A TPOT bound is taken for a TBT bound where there is none. What not even one of them alone on
-    the whole device could keep binds nobody; where that many cannot, nobody joins.
+    What not even one of them alone on the whole device could keep binds nobody; where that many
+    cannot, nobody joins.
     """
-    each = {r.slo.tpot if r.slo.tbt is None else r.slo.tbt for r in rows}
-    bounds = [bound for bound in each if bound is not None]
+    bounds = [bound for bound in {_slo(r) for r in rows} if bound is not None]
     kept = [bound for bound in bounds if not step or bound >= step]
     if bounds and not kept:
         one = Load.decode([min(r.context for r in rows)])
@@ -457,10 +478,13 @@ def _leave_no_room(view: View, decode: Load, joiners: Sequence[int], tbt: float)
     return then is not None and then > tbt
 
 
-def _target(view: View, memory: Memory, tbt: float) -> float:
-    """The TBT that is planned for, in seconds."""
+def _tbt(view: View, memory: Memory, bound: float) -> _Tbt:
+    """What is planned for under that bound, and what would be late."""
+    told = ((_slo(r), r.ahead) for r in view.decoding if r.last_token_at is not None)
+    latest = min((slo + ahead for slo, ahead in told if slo and slo >= bound), default=bound)
     margin = memory.margin if memory.hurried else min(UNHURRIED, memory.margin)
-    return tbt * margin * (1.0 if view.estimator.promises else UNPROMISED)
+    margin *= 1.0 if view.estimator.promises else UNPROMISED
+    return _Tbt(bound, margin * (bound + AHEAD * (latest - bound)), latest)
 
 
 def _watch(view: View, memory: Memory) -> Memory:
@@ -527,13 +551,13 @@ def _take(view: View, order: Sequence[RequestView], tokens: int) -> tuple[Chunk,
     return next_chunks(view, tokens, split=True, waiting=order)
 
 
-def _reason(view: View, memory: Memory, choice: Choice, tbt: float) -> str:
+def _reason(choice: Choice, tbt: _Tbt) -> str:
     """With predictions, for the trace: beside what is planned for, and the bound."""
     what = {
         "hybrid": f"{choice.tokens} tokens a pass",
         "temporal": f"{choice.layers} layers between steps",
         "spatial": f"{choice.level[0]} + {choice.level[1]} units",
     }[choice.mode]
-    target = _target(view, memory, tbt)
-    gap = f"gap <= {choice.gap * 1e3:.1f} of {target * 1e3:.1f} ms, bound {tbt * 1e3:.1f}"
+    wanted = f"{tbt.target * 1e3:.1f} ms, bound {tbt.bound * 1e3:.1f}"
+    gap = f"gap <= {choice.gap * 1e3:.1f} of {wanted}, late after {tbt.latest * 1e3:.1f}"
     return f"{choice.mode}: {what}, {gap}, prefill at {choice.pace:.0%}"

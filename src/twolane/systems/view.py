@@ -70,6 +70,11 @@ class RequestView(Protocol):
         """The same of the latest one."""
 
     @property
+    def ahead(self) -> float:
+        """Seconds for which the latest token is held back: so much longer than its TBT bound may
+        the device take for the next one."""
+
+    @property
     def context(self) -> int:
         """Tokens in its KV cache at the launched frontier."""
 
@@ -111,7 +116,8 @@ class BatchView(Protocol):
 
 
 class Gaps(Protocol):
-    """Seconds between two tokens of a request, as the device made them."""
+    """Seconds between two tokens of a request, as they are handed on if nothing is late on its
+    way."""
 
     @property
     def total(self) -> int:
