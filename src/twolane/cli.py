@@ -753,7 +753,7 @@ def doctor() -> None:
 
 UNPROFILED = (
     "system", "options", "slo_ttft_ms", "slo_ttft_per_1k_ms", "slo_tbt_ms", "slo_tpot_ms",
-    "prefix_cache", "profile", "estimator", "trace",
+    "tbt_buffer_ms", "prefix_cache", "profile", "estimator", "trace",
 )  # fmt: skip
 """Engine settings that do not change what launches take."""
 EPILOG_PROFILE = """**Examples**

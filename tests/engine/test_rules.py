@@ -214,6 +214,13 @@ def test_tokens_are_held_back_so_that_gaps_are_even() -> None:
     assert due == pytest.approx([0.007, 0.015, 0.023, 0.023 + EVEN * 0.010, 0.047])
 
 
+def test_a_first_token_is_not_held_back_beyond_its_deadline() -> None:
+    engine = small_engine(Slo(ttft=1.0, tbt=0.010), playout=0.002, buffer=0.02)
+    engine.take([submit("a", 16, 8)])
+    due = [engine.state.due(engine.state.requests["a"], at) for at in (0.990, 0.995, 1.5)]
+    assert due == pytest.approx([0.997, 1.0, 1.502])
+
+
 def test_news_of_a_turn_have_each_token_with_its_time() -> None:
     """So has the end of a request, that it does not overtake them."""
     engine = small_engine(buffer=0.02)

@@ -99,7 +99,7 @@ class State:
     paced: dict[Request, Sampled] = field(default_factory=dict)
     """First tokens that wait for the step that goes on from them (`PrefillSlice.paced`)."""
     outputs: dict[tuple[str, float | None], Output] = field(default_factory=dict)
-    """News for the front, by request."""
+    """News for the front, by request and by when they are due."""
     refused: list[Refused] = field(default_factory=list)
     launches: list[Launched] = field(default_factory=list)
     watched_until: float = -math.inf
@@ -186,14 +186,16 @@ class State:
 
         With a TBT bound, a bound after the token before, as far as the buffer allows to hold it
         back: what is made in good time is in store for a gap that is too long (a playout buffer,
-        as for speech over packets; Andes §4 for tokens). The first token fills it.
+        as for speech over packets; Andes, Liu et al. 2024, has one at the client). The first token
+        fills it, unless that would have it miss its deadline.
         """
         bound = request.slo.tbt
         if bound is None:
             return None
         at += self.playout
         latest = at + self.held_for(bound)
-        return latest if request.due is None else max(at, min(request.due + EVEN * bound, latest))
+        wanted = request.deadline if request.due is None else request.due + EVEN * bound
+        return latest if wanted is None else max(at, min(wanted, latest))
 
     def say(self, request: Request, sampled: Sampled) -> None:
         """Add a token to the news of this turn; `request` has it already."""

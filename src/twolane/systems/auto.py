@@ -40,7 +40,7 @@ AHEAD = 0.5
 """Of the time for which tokens are held back, what is planned with; the rest is for launches that
 take longer than predicted."""
 AHEAD_STEPS = 8
-"""Of a TBT bound, by which that time may change while a choice stands."""
+"""Parts of a TBT bound: when that time has changed by one, a choice is made anew."""
 FULL_TOKENS = 1024
 """A request costs what it adds to a batch of so many new tokens."""
 BATCH_SECONDS = 0.2
