@@ -552,8 +552,8 @@ def serve(
             metavar="MS",
             min=0.0,
             callback=bench_options.finite,
-            help="How long after the device made it a token is handed over, where there is a bound "
-            "between two: the gaps are the device's then, not those of a busy host.",
+            help="How long after the device made it a token is handed over at the earliest, where "
+            "there is a bound between two: what a busy host adds does not show in the gaps then.",
         ),
     ] = 2.0,
     api_key: Annotated[

@@ -587,18 +587,18 @@ def test_what_is_ahead_is_planned_with():
     """As far as the least of those with the tightest bound are; who has no token yet does not
     count."""
 
-    def about(*asked):
-        decode = [decoding(f"{i}", 1000, slo=Slo(tbt=tbt), **more) for i, (tbt, more) in asked]
+    def gap(last, count=7, tbt=0.02):
+        ahead = [{"slo": Slo(tbt=0.02), "ahead": 0.01}] * count
+        each = [*ahead, *[{"slo": Slo(tbt=tbt), **last}] * (8 - count)]
+        decode = [decoding(f"{i}", 1000, **more) for i, more in enumerate(each)]
         return plan(waiting=[waiting("a", 4000)], decoding=decode)[1].choice.gap
 
-    ahead, none = {"ahead": 0.01}, {"ahead": 0.0}
-    untold = {"last_token_at": None}
-    level = about(*enumerate([(0.02, none)] * 8))
+    level = gap({}, count=0)
     assert level <= 0.02
-    assert about(*enumerate([(0.02, ahead)] * 8)) > 0.02
-    assert about(*enumerate([(0.02, ahead)] * 7 + [(0.02, untold)])) > 0.02
-    assert about(*enumerate([(0.02, ahead)] * 7 + [(0.02, none)])) == level
-    assert about(*enumerate([(0.02, ahead)] * 7 + [(0.05, none)])) > 0.02
+    assert gap({}, count=8) > 0.02
+    assert gap({"last_token_at": None}) > 0.02
+    assert gap({}) == level
+    assert gap({}, tbt=0.05) > 0.02
 
 
 def add(gaps, *runs):

@@ -37,7 +37,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     tbt_delivery: float = 0.0
     """Seconds of each TBT bound that are left for the way to the client."""
     tbt_playout: float = 0.0
-    """Seconds after the device made it, a token of a request with a TBT bound is handed on."""
+    """Seconds after the device made it, a token of a request with a TBT bound is handed on, at the
+    earliest."""
     tbt_buffer: float = 0.020
     """Seconds for which a token of a request with a TBT bound is held back at most, to make gaps
     even; half of the bound if that is less."""

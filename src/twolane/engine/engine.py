@@ -51,7 +51,7 @@ class Engine:
         delivery: seconds of each TBT bound that are left for the way to the client: systems plan
             for so much less.
         playout: seconds after the device made it, a token of a request with a TBT bound is handed
-            to the client.
+            to the client, at the earliest.
         buffer: seconds for which it may be held back beyond that.
         trace: where to report what happened.
     """

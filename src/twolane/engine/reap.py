@@ -95,10 +95,11 @@ def _tell(state: State, request: Request, sampled: Sampled, at: float) -> None:
         request.first_token_at = at
     else:
         at = max(at, last)  # which may have been paced
-    request.last_token_at, due = at, state.due(request, at)
+    due = state.due(request, at)
     if last is not None:
         state.gaps.add(at - last if due is None or before is None else due - before)
-    request.due, request.ahead = due, 0.0 if due is None else due - at - state.playout
+    request.last_token_at, request.due = at, due
+    request.ahead = 0.0 if due is None else due - at - state.playout
     state.say(request, sampled)
 
 
@@ -116,8 +117,8 @@ def _tell_paced(state: State) -> bool:
 
 
 def _too_early(state: State, request: Request) -> bool:
-    """Whether the second token would come more than the TBT bound later by prediction, for others
-    decode first; but not if the first one would miss its deadline meanwhile."""
+    """Whether the second token would be late by prediction, even with the first one held back, for
+    others decode first; but not if the first one would miss its deadline meanwhile."""
     now, bound = state.now(), request.slo.tbt
     assert bound is not None
     begins, step = now, None

@@ -69,7 +69,8 @@ class State:
     trace: Trace
     slo: Slo = field(default_factory=Slo)
     playout: float = 0.0
-    """Seconds after the device made it, a token of a request with a TBT bound is handed on."""
+    """Seconds after the device made it, a token of a request with a TBT bound is handed on, at the
+    earliest."""
     buffer: float = 0.0
     """Seconds for which it may be held back beyond that."""
     requests: dict[str, Request] = field(default_factory=dict)

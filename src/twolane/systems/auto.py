@@ -8,7 +8,7 @@ that is left, and the whole device where no prompt waits. Prompts go by deadline
 The bound is the estimator's (P99 for `calibrated`). For what it cannot know, and for estimators
 that promise nothing, the TBT that is planned for shrinks while more than one step in two hundred is
 above the SLO, and grows while fewer are. A little less than the SLO is enough while no prompt is in
-a hurry.
+a hurry; and more than the SLO is left while tokens are held back.
 """
 
 import math
@@ -35,10 +35,11 @@ UNBOUND_STEPS = 4
 UNPROMISED = 0.9
 """Of the TBT SLO, what is planned for if the estimator promises nothing."""
 UNHURRIED = 0.95
-"""Of the TBT SLO, what is planned for at most while no prompt is in a hurry."""
+"""Of the TBT SLO and what is added to it, what is planned for at most while no prompt is in a
+hurry."""
 AHEAD = 0.5
-"""Of the time for which tokens are held back, what is planned with; the rest is for launches that
-take longer than predicted."""
+"""Of the time for which tokens are held back, what is added to the TBT SLO; the rest is for
+launches that take longer than predicted."""
 AHEAD_STEPS = 8
 """Parts of a TBT bound: when that time has changed by one, a choice is made anew."""
 FULL_TOKENS = 1024
