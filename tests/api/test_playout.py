@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from twolane.api.playout import Playout
+from twolane.api.playout import QUIET_SECONDS, Playout
 from twolane.engine.messages import Output
 
 
@@ -61,6 +61,26 @@ def test_all_that_waits_can_be_had_at_once() -> None:
         playout.flush()
 
     assert [each.id for each, _ in play(use)] == ["30", "60"]
+
+
+def test_what_takes_the_loop_a_while_waits_until_nothing_is_due() -> None:
+    """Not for what is due later, and not for long where something always is."""
+    handed: list[str] = []
+
+    async def use(playout: Playout) -> None:
+        now = asyncio.get_running_loop().time
+        await playout.quiet()
+        playout.take([output("later", now() + 3600.0)])
+        await playout.quiet()
+        assert not handed
+        playout.take([output("soon", now() + QUIET_SECONDS / 2)])
+        await playout.quiet()
+        assert handed == ["soon"]
+        playout.take([output("always", now() + i * QUIET_SECONDS / 2) for i in range(10_000)])
+        await playout.quiet()
+        assert len(handed) < 10_000
+
+    play(use, lambda each: handed.append(each.id))
 
 
 def test_one_that_cannot_be_handed_on_keeps_nobody_waiting() -> None:

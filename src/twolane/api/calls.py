@@ -9,7 +9,7 @@ at every moment
 
 import asyncio
 import time
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Container, Mapping, Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -106,12 +106,20 @@ class Calls:
         app: what answers.
         metrics: where to count.
         paths: those whose POSTs are calls.
+        quiet: waited for before a call that has arrived is looked at.
     """
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, paths: Container[str]) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        metrics: Metrics,
+        paths: Container[str],
+        quiet: Callable[[], Awaitable[None]],
+    ) -> None:
         self._app = app
         self._metrics = metrics
         self._paths = paths
+        self._quiet = quiet
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
@@ -120,8 +128,9 @@ class Calls:
             return
         is_call = scope["method"] == "POST" and scope["path"] in self._paths
         watched = Watched(self._metrics, Call(self._metrics) if is_call else None, scope)
+        receive = watched.receiving(receive, self._quiet)
         try:
-            await self._app(scope, watched.receiving(receive), watched.sending(send))
+            await self._app(scope, receive, watched.sending(send))
         except asyncio.CancelledError:
             watched.settle(503, broken_off="shutdown")
             raise
@@ -142,8 +151,9 @@ class Watched:
         self._state["call"] = call
         self._settled = False
 
-    def receiving(self, receive: Receive) -> Receive:
-        """Wrap `receive`: note when the body is complete, and whether the client has left."""
+    def receiving(self, receive: Receive, quiet: Callable[[], Awaitable[None]]) -> Receive:
+        """Wrap `receive`: note when the body is complete, before `quiet` is waited for, and whether
+        the client has left."""
 
         async def wrapped() -> Message:
             message = await receive()
@@ -151,6 +161,7 @@ class Watched:
                 self.gone = True
             elif self._call is not None and not message.get("more_body"):
                 self._call.arrival = time.monotonic()
+                await quiet()
             return message
 
         return wrapped

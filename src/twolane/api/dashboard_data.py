@@ -41,6 +41,7 @@ class Dashboard:
         """Take readings for ever."""
         while True:
             await asyncio.sleep(FINE_SECONDS)
+            await self._engine.quiet()
             self._history.tick()
 
     def data(self, window: Window, after: int) -> dict[str, Any]:

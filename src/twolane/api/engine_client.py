@@ -152,6 +152,10 @@ class EngineClient:
             with contextlib.suppress(EngineError):  # the watch on the process reports it
                 self._send(Watch(seconds))
 
+    async def quiet(self) -> None:
+        """Wait for a time in which what takes the loop a while delays no token: see `Playout`."""
+        await self._playout.quiet()
+
     def end_all(self, message: str) -> None:
         """End the streams of all open requests with `message` and abort them in the engine."""
         for id, sink in list(self._sinks.items()):

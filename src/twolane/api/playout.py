@@ -14,6 +14,11 @@ from twolane.engine.messages import Output
 
 TIMER_SECONDS = 0.001
 """The event loop's timers are as coarse: the rest of a wait it only looks what else there is."""
+QUIET_SECONDS = 0.0015
+"""What a request takes of the event loop, at most: on an H200's host 0.85 ms, 1.4 one time in ten.
+"""
+PATIENCE_SECONDS = 0.005
+"""For which a request waits for that at most."""
 
 
 class Playout:
@@ -38,6 +43,15 @@ class Playout:
             due = now if output.due is None else output.due
             heapq.heappush(self._waiting, (due, next(self._order), output))
         self._go_on()
+
+    async def quiet(self) -> None:
+        """Wait until nothing is due for `QUIET_SECONDS`, but no longer than `PATIENCE_SECONDS`."""
+        latest = self._loop.time() + PATIENCE_SECONDS
+        while self._waiting:
+            due = self._waiting[0][0]
+            if not due - QUIET_SECONDS < self._loop.time() < latest:
+                break
+            await asyncio.sleep(min(due, latest) - self._loop.time())
 
     def flush(self) -> None:
         """Hand on everything now."""

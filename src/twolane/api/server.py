@@ -62,7 +62,9 @@ def create_app(
     )
     app.router.route_class = Route
     app.add_middleware(Gate, api_keys=api_keys, max_body_bytes=max_body_bytes)
-    app.add_middleware(Calls, metrics=service.metrics, paths=GENERATION_PATHS)  # the outermost
+    app.add_middleware(  # the outermost
+        Calls, metrics=service.metrics, paths=GENERATION_PATHS, quiet=service.engine.quiet
+    )
     add_error_handlers(app, service.admission.retry_after)
     add_info_routes(app, service)
     add_token_routes(app, service)
