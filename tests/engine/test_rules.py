@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import pytest
 from msgspec.structs import replace
@@ -204,21 +205,33 @@ def test_a_token_is_due_so_long_after_it_was_made() -> None:
 
 
 def test_tokens_are_held_back_so_that_gaps_are_even() -> None:
-    """For half a bound of 10 ms: 14 ms behind two of 8 are in time, 15 more are not."""
+    """For a bound of 10 ms: 14 and 15 ms behind two of 8 are in time, 25 more are not."""
     engine, due = small_engine(Slo(tbt=0.010), playout=0.002, buffer=0.02), []
     engine.take([submit("a", 16, 8)])
     request = engine.state.requests["a"]
-    for at in (0.0, 0.008, 0.016, 0.030, 0.045):
+    for at in (0.0, 0.008, 0.016, 0.030, 0.045, 0.070):
         request.due = engine.state.due(request, at)
         due.append(request.due)
-    assert due == pytest.approx([0.007, 0.015, 0.023, 0.023 + EVEN * 0.010, 0.047])
+    even = [0.028 + i * EVEN * 0.010 for i in (1, 2)]
+    assert due == pytest.approx([0.012, 0.020, 0.028, *even, 0.072])
 
 
 def test_a_first_token_is_not_held_back_beyond_its_deadline() -> None:
     engine = small_engine(Slo(ttft=1.0, tbt=0.010), playout=0.002, buffer=0.02)
     engine.take([submit("a", 16, 8)])
-    due = [engine.state.due(engine.state.requests["a"], at) for at in (0.990, 0.995, 1.5)]
-    assert due == pytest.approx([0.997, 1.0, 1.502])
+    due = [engine.state.due(engine.state.requests["a"], at) for at in (0.980, 0.995, 1.5)]
+    assert due == pytest.approx([0.992, 1.0, 1.502])
+
+
+def test_tokens_of_a_step_are_handed_on_one_after_the_other() -> None:
+    """Within a second playout delay, of four none within an eighth of another."""
+    engine = small_engine(Slo(tbt=0.010), playout=0.008)
+    engine.take([submit(name, 4, 8) for name in "abcd"])
+    state = engine.state
+    due = sorted(state.due(request, 1.0) or 0.0 for request in state.requests.values())
+    assert due[0] == 1.008
+    assert due[-1] < 1.016
+    assert min(b - a for a, b in pairwise(due)) > 0.001
 
 
 def test_news_of_a_turn_have_each_token_with_its_time() -> None:

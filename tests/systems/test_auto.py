@@ -37,10 +37,10 @@ from twolane.systems.auto import (
     GUARD,
     LEAST_MARGIN,
     LEAST_PROMISED,
-    MOST_MARGIN,
     SLOWER,
     STEP,
     UNHURRIED,
+    UNPROMISED,
     Auto,
     Memory,
     _steps_first,
@@ -620,7 +620,7 @@ def test_the_margin_rests_where_one_gap_in_a_hundred_is_above_the_slo():
     for i in range(200):
         add(gaps, (0.009, 99), (0.02, 10 * (i % 40 == 0)))
         rare = watched(rare, gaps, float(i))
-    assert 1.0 < rare.margin <= MOST_MARGIN
+    assert 1.0 < rare.margin <= 1.0 / UNPROMISED
     unbound = view(OnlineEstimator(), decoding=rows(10, 1000, None), gaps=gaps, now=200.0)
     assert _watch(unbound, Memory()).margin == 1.0
     for i in range(200):

@@ -23,9 +23,10 @@ LATEST = 512
 """Gaps that are kept."""
 EVEN = 0.97
 """Of its TBT bound, a token is held back until so long after the one before: less than the bound by
-what clocks and floats may be off."""
-HELD = 0.5
-"""Of its TBT bound, for how long a token is held back at most."""
+what the front is off."""
+APART = (5**0.5 - 1) / 2
+"""From one request to the next, how far apart their tokens of a step are handed on, in playout
+delays, of which the whole ones do not count: however many there are, none are close."""
 LANDED = 256
 
 
@@ -70,7 +71,7 @@ class State:
     slo: Slo = field(default_factory=Slo)
     playout: float = 0.0
     """Seconds after the device made it, a token of a request with a TBT bound is handed on, at the
-    earliest."""
+    earliest; of some requests up to twice as many."""
     buffer: float = 0.0
     """Seconds for which it may be held back beyond that."""
     requests: dict[str, Request] = field(default_factory=dict)
@@ -180,12 +181,20 @@ class State:
 
     def held_for(self, bound: float) -> float:
         """Seconds for which tokens are held back at most under a TBT bound."""
-        return min(self.buffer, HELD * bound)
+        return min(self.buffer, bound)
+
+    def earliest(self, request: Request, at: float) -> float:
+        """When to hand a token on at the earliest that the device made at `at`.
+
+        Each request has a delay of its own: those of a step at once would take the front half a
+        millisecond and more, now this one first and now that one.
+        """
+        return at + self.playout * (1.0 + request.order * APART % 1.0)
 
     def due(self, request: Request, at: float) -> float | None:
         """When to hand a token on that the device made at `at`; None: at once.
 
-        With a TBT bound, a bound after the token before, as far as the buffer allows to hold it
+        With a TBT bound, about that after the token before, as far as the buffer allows to hold it
         back: what is made in good time is in store for a gap that is too long (a playout buffer,
         as for speech over packets; Andes, Liu et al. 2024, has one at the client). The first token
         fills it, unless that would have it miss its deadline.
@@ -193,10 +202,10 @@ class State:
         bound = request.slo.tbt
         if bound is None:
             return None
-        at += self.playout
-        latest = at + self.held_for(bound)
+        earliest = self.earliest(request, at)
+        latest = earliest + self.held_for(bound)
         wanted = request.deadline if request.due is None else request.due + EVEN * bound
-        return latest if wanted is None else max(at, min(wanted, latest))
+        return latest if wanted is None else max(earliest, min(wanted, latest))
 
     def say(self, request: Request, sampled: Sampled) -> None:
         """Add a token to the news of this turn; `request` has it already."""

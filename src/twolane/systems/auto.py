@@ -7,8 +7,8 @@ that is left, and the whole device where no prompt waits. Prompts go by deadline
 
 The bound is the estimator's (P99 for `calibrated`). For what it cannot know, and for estimators
 that promise nothing, the TBT that is planned for shrinks while more than one step in two hundred is
-above the SLO, and grows while fewer are. A little less than the SLO is enough while no prompt is in
-a hurry; and more than the SLO is left while tokens are held back.
+above the SLO, and grows again, up to the SLO, while fewer are. A little less than the SLO is enough
+while no prompt is in a hurry; and more than the SLO is left while tokens are held back.
 """
 
 import math
@@ -33,13 +33,14 @@ UNBOUND_TBT = 0.05
 UNBOUND_STEPS = 4
 """The same in decode steps on the whole device, if that is longer."""
 UNPROMISED = 0.9
-"""Of the TBT SLO, what is planned for if the estimator promises nothing."""
+"""Of the TBT SLO, what is planned for at first if the estimator promises nothing."""
 UNHURRIED = 0.95
 """Of the TBT SLO and what is added to it, what is planned for at most while no prompt is in a
 hurry."""
-AHEAD = 0.5
+AHEAD = 0.33
 """Of the time for which tokens are held back, what is added to the TBT SLO; the rest is for
-launches that take longer than predicted."""
+launches that take longer than predicted. With more of it, it is often used up, and what is late
+then is late for everybody."""
 AHEAD_STEPS = 8
 """Parts of a TBT bound: when that time has changed by one, a choice is made anew."""
 FULL_TOKENS = 1024
@@ -74,7 +75,7 @@ half a minute has too few of such times for more to stay below one in a hundred.
 STEP = 1.0
 """By which share the TBT that is planned for shrinks with each late decode step, for each second of
 the bound: by 1 % at 10 ms."""
-LEAST_MARGIN, LEAST_PROMISED, MOST_MARGIN = 0.6, 0.8, 1.15
+LEAST_MARGIN, LEAST_PROMISED = 0.6, 0.8
 """Where the estimator promises its bounds, gaps that are late whatever is planned, for the host or
 the device stood still, shall not leave prefill a few units."""
 FORGET_SECONDS = 1.0
@@ -505,8 +506,9 @@ def _watch(view: View, memory: Memory) -> Memory:
         return replace(memory, margin=1.0, checked=view.now) if idle else memory
     spare = ALLOWED * new - gaps.above(bound, new) if bound < math.inf else 0.0
     moved = STEP * spare * min(bound, 1.0) / max(1, len(view.decoding))
-    least = LEAST_PROMISED if view.estimator.promises else LEAST_MARGIN
-    margin = min(MOST_MARGIN, max(least, memory.margin * math.exp(moved)))
+    promises = view.estimator.promises
+    least, most = (LEAST_PROMISED, 1.0) if promises else (LEAST_MARGIN, 1.0 / UNPROMISED)
+    margin = min(most, max(least, memory.margin * math.exp(moved)))
     return replace(memory, margin=margin, checked=view.now, seen=gaps.total)
 
 
