@@ -3,7 +3,6 @@
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 import pytest
 from msgspec.structs import replace
@@ -221,17 +220,6 @@ def test_a_first_token_is_not_held_back_beyond_its_deadline() -> None:
     engine.take([submit("a", 16, 8)])
     due = [engine.state.due(engine.state.requests["a"], at) for at in (0.980, 0.995, 1.5)]
     assert due == pytest.approx([0.992, 1.0, 1.502])
-
-
-def test_tokens_of_a_step_are_handed_on_one_after_the_other() -> None:
-    """Within a second playout delay, of four none within an eighth of another."""
-    engine = small_engine(Slo(tbt=0.010), playout=0.008)
-    engine.take([submit(name, 4, 8) for name in "abcd"])
-    state = engine.state
-    due = sorted(state.due(request, 1.0) or 0.0 for request in state.requests.values())
-    assert due[0] == 1.008
-    assert due[-1] < 1.016
-    assert min(b - a for a, b in pairwise(due)) > 0.001
 
 
 def test_news_of_a_turn_have_each_token_with_its_time() -> None:

@@ -99,7 +99,7 @@ def _tell(state: State, request: Request, sampled: Sampled, at: float) -> None:
     if last is not None:
         state.gaps.add(at - last if due is None or before is None else due - before)
     request.last_token_at, request.due = at, due
-    request.ahead = 0.0 if due is None else due - state.earliest(request, at)
+    request.ahead = 0.0 if due is None else due - at - state.playout
     state.say(request, sampled)
 
 

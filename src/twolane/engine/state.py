@@ -23,10 +23,7 @@ LATEST = 512
 """Gaps that are kept."""
 EVEN = 0.97
 """Of its TBT bound, a token is held back until so long after the one before: less than the bound by
-what the front is off."""
-APART = (5**0.5 - 1) / 2
-"""From one request to the next, how far apart their tokens of a step are handed on, in playout
-delays, of which the whole ones do not count: however many there are, none are close."""
+what the way to the client is off."""
 LANDED = 256
 
 
@@ -71,7 +68,7 @@ class State:
     slo: Slo = field(default_factory=Slo)
     playout: float = 0.0
     """Seconds after the device made it, a token of a request with a TBT bound is handed on, at the
-    earliest; of some requests up to twice as many."""
+    earliest."""
     buffer: float = 0.0
     """Seconds for which it may be held back beyond that."""
     requests: dict[str, Request] = field(default_factory=dict)
@@ -183,14 +180,6 @@ class State:
         """Seconds for which tokens are held back at most under a TBT bound."""
         return min(self.buffer, bound)
 
-    def earliest(self, request: Request, at: float) -> float:
-        """When to hand a token on at the earliest that the device made at `at`.
-
-        Each request has a delay of its own: those of a step at once would take the front half a
-        millisecond and more, now this one first and now that one.
-        """
-        return at + self.playout * (1.0 + request.order * APART % 1.0)
-
     def due(self, request: Request, at: float) -> float | None:
         """When to hand a token on that the device made at `at`; None: at once.
 
@@ -202,10 +191,10 @@ class State:
         bound = request.slo.tbt
         if bound is None:
             return None
-        earliest = self.earliest(request, at)
-        latest = earliest + self.held_for(bound)
+        at += self.playout
+        latest = at + self.held_for(bound)
         wanted = request.deadline if request.due is None else request.due + EVEN * bound
-        return latest if wanted is None else max(earliest, min(wanted, latest))
+        return latest if wanted is None else max(at, min(wanted, latest))
 
     def say(self, request: Request, sampled: Sampled) -> None:
         """Add a token to the news of this turn; `request` has it already."""
