@@ -165,13 +165,12 @@ class SlowTokenizer:
 
 
 def service_of(codec):
+    async def quiet():
+        pass
+
     ready = SimpleNamespace(max_model_len=100, vocab_size=100, slo=Slo())
-    return Service(
-        SimpleNamespace(ready=ready, failure=None, stats=Stats(), watchers=[]),
-        codec,
-        "slow",
-        max_queue=9,
-    )
+    engine = SimpleNamespace(ready=ready, failure=None, stats=Stats(), watchers=[], quiet=quiet)
+    return Service(engine, codec, "slow", max_queue=9)
 
 
 async def ask(service, path, body, leaves=None):
