@@ -185,7 +185,7 @@ ENGINE_OPTIONS: dict[str, Any] = {
             min=0.0,
             callback=bench_options.finite,
             help="For how long a token may be held back where there is a bound between two: "
-            "gaps are even then, and a late one is in time. At most half the bound. Default: 20.",
+            "gaps are even then, and a late one is in time. At most the bound. Default: 20.",
         ),
     ],
     "page_size": Annotated[

@@ -41,7 +41,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     earliest."""
     tbt_buffer: float = 0.020
     """Seconds for which a token of a request with a TBT bound is held back at most, to make gaps
-    even; half of the bound if that is less."""
+    even; the bound itself if that is less."""
     page_size: int | None = None
     """Tokens in a KV page; None: 16 on a CPU, 32 on a GPU, which serves 16, 32 and 64."""
     kv_tokens: int | None = None
