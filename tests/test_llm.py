@@ -1,5 +1,6 @@
 import asyncio
 import gc
+import math
 import os
 import signal
 import subprocess
@@ -262,6 +263,10 @@ def test_wrong_settings_are_value_errors():
         LLM("nope")
     with pytest.raises(TypeError, match="gpus"):
         LLM("smollm2-135m-instruct", gpus=8)
+    for name in ("tbt_delivery", "tbt_playout", "tbt_buffer"):
+        for seconds in (-0.001, math.nan):
+            with pytest.raises(ValueError, match=f"{name} must be at least 0, not {seconds}"):
+                LLM("smollm2-135m-instruct", **{name: seconds})
 
 
 def test_closing_ends_the_engine(tmp_path):

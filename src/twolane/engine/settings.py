@@ -8,7 +8,10 @@ from twolane.engine.config import EngineConfig
 from twolane.resources import usable_cores
 from twolane.systems import make_system
 
-_LEAST = {"max_positions": 1, "max_model_len": 2, "page_size": 1, "kv_tokens": 1, "max_running": 1}
+_LEAST = {
+    **{"max_positions": 1, "max_model_len": 2, "page_size": 1, "kv_tokens": 1, "max_running": 1},
+    **{"tbt_delivery": 0, "tbt_playout": 0, "tbt_buffer": 0},
+}
 
 
 class SettingError(ValueError):
@@ -33,7 +36,7 @@ def check_settings(config: EngineConfig) -> None:
     """
     for field, bound in _LEAST.items():
         value = getattr(config, field)
-        if value is not None and value < bound:
+        if value is not None and not value >= bound:  # which nan is not, either
             raise SettingError(field, f"must be at least {bound}, not {value}")
     usable = len(usable_cores())
     if config.cores is not None and not 1 <= config.cores <= usable:
