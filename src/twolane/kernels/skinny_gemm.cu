@@ -26,9 +26,10 @@ constexpr int W_BYTES = BLOCK_N * BLOCK_K * 2;
 constexpr int X_BYTES = ROWS * BLOCK_K * 2;
 constexpr int OUT_N = GATED ? BLOCK_N / 2 : BLOCK_N;  // columns of y in a tile
 
-// Two warpgroups share a tile by rows of x where there are more than 64, by rows of w in a wide tile.
-constexpr int ROW_GROUPS = ROWS > 64 ? 2 : 1;
-constexpr int COLUMN_GROUPS = ROWS <= 64 && BLOCK_N == 256 ? 2 : 1;
+// Two warpgroups share a tile by rows of x where these are on the 64-row side and more, by rows of w
+// in a wide tile.
+constexpr int ROW_GROUPS = !SWAP && ROWS > 64 ? 2 : 1;
+constexpr int COLUMN_GROUPS = BLOCK_N == 256 ? 2 : 1;
 constexpr int CONSUMERS = ROW_GROUPS * COLUMN_GROUPS * 128;
 constexpr int GROUP_N = BLOCK_N / COLUMN_GROUPS;
 constexpr int GROUP_OUT = OUT_N / COLUMN_GROUPS;

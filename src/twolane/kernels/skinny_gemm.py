@@ -22,8 +22,8 @@ block could not start early."""
 _RESERVED = 2048
 """Of them, for barriers and to align them."""
 _MOST_STAGES = 16
-_PARTIAL_FLOATS = 2 * 128 * 128
-"""A block leaves at most two partial tiles: of 256 by 64 or 128 by 128."""
+_PARTIAL_FLOATS = 2 * 256 * 96
+"""A block leaves at most two partial tiles, none larger than this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +32,8 @@ class Variant:
 
     Args:
         block_n: rows of w in a tile: 64, 128 or 256.
-        rows: most rows of x: 16, 32, 64 or, with `block_n` up to 128, 128.
-        swap: w, not x, is on the product's side that counts in 64 rows; for `rows` up to 64.
+        rows: most rows of x: 16, 32, 48, 64, 96 or, with `block_n` up to 128, 128.
+        swap: w, not x, is on the product's side that counts in 64 rows; not for 128 rows.
         gated: w is gate rows and up rows, y = silu(gate) * up; `block_n` at least 128.
         wide: y is float32, without bias or residual.
         dtype: bfloat16 or float16.
@@ -59,12 +59,13 @@ class Variant:
     @property
     def column_groups(self) -> int:
         """Warpgroups that share the rows of w in a tile."""
-        return 2 if self.rows <= 64 and self.block_n == 256 else 1
+        return 2 if self.block_n == 256 else 1
 
     @property
     def threads(self) -> int:
         """Threads of a block: a warp that loads, and the warpgroups that multiply."""
-        return 32 + 128 * self.column_groups * (2 if self.rows > 64 else 1)
+        row_groups = 2 if self.rows > 64 and not self.swap else 1
+        return 32 + 128 * self.column_groups * row_groups
 
     @property
     def stage_bytes(self) -> int:
@@ -146,14 +147,14 @@ def variants(
     rows: int, dtype: torch.dtype, units: int, *, gated: bool = False, wide: bool = False
 ) -> list[Variant]:
     """Those worth timing: few SMs need the wide tiles."""
-    padded = next(count for count in (16, 32, 64, 128) if count >= rows)
-    sizes = [128, 256] if units <= 48 and padded <= 64 else [64, 128, 256]
-    tiles = [(n, True) for n in sizes] if padded <= 32 else []
-    tiles += [(n, False) for n in sizes] if padded >= 32 else []
+    padded = next(count for count in (16, 32, 48, 64, 96, 128) if count >= rows)
+    sizes = [128, 256] if (units <= 48 and padded <= 64) or padded == 96 else [64, 128, 256]
+    tiles = [(n, True) for n in sizes] if padded in (16, 32, 48, 96) else []
+    tiles += [(n, False) for n in sizes] if padded in (32, 64, 128) else []
     return [
         Variant(n, padded, swap, gated, wide, dtype)
         for n, swap in tiles
-        if not (gated and n == 64) and not (padded > 64 and n == 256)
+        if not (gated and n == 64) and not (padded == 128 and n == 256)
     ]
 
 
