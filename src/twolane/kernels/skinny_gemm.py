@@ -147,14 +147,16 @@ def variants(
     rows: int, dtype: torch.dtype, units: int, *, gated: bool = False, wide: bool = False
 ) -> list[Variant]:
     """Those worth timing: few SMs need the wide tiles."""
-    padded = next(count for count in (16, 32, 48, 64, 96, 128) if count >= rows)
-    sizes = [128, 256] if (units <= 48 and padded <= 64) or padded == 96 else [64, 128, 256]
-    tiles = [(n, True) for n in sizes] if padded in (16, 32, 48, 96) else []
-    tiles += [(n, False) for n in sizes] if padded in (32, 64, 128) else []
+    swapped = next((count for count in (16, 32, 48, 96) if count >= rows), None)
+    plain = next(count for count in (16, 32, 64, 128) if count >= rows)
+    sizes = [128, 256] if units <= 48 else [64, 128, 256]
+    tiles = [(n, swapped, True) for n in sizes if swapped and n > swapped <= plain]
+    if plain > 16:
+        tiles += [(n, plain, False) for n in (sizes if plain < 128 else (64, 128))]
     return [
-        Variant(n, padded, swap, gated, wide, dtype)
-        for n, swap in tiles
-        if not (gated and n == 64) and not (padded == 128 and n == 256)
+        Variant(n, count, swap, gated, wide, dtype)
+        for n, count, swap in tiles
+        if not (gated and n == 64)
     ]
 
 
