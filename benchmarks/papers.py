@@ -308,7 +308,12 @@ def run(study: Study, variant: str, seed: int) -> Figures:
     slo = Slo(tbt=study.tbt)
     asked = SimulateConfig(
         engine=EngineConfig(
-            model=study.model, system=system, options=options, slo=slo, levels=study.levels
+            model=study.model,
+            system=system,
+            options=options,
+            slo=slo,
+            tbt_buffer=0.0,  # the papers' servers hold no tokens back
+            levels=study.levels,
         ),
         gpu=study.gpu,
         tp=study.tp,
