@@ -9,8 +9,14 @@ from twolane.resources import usable_cores
 from twolane.systems import make_system
 
 _LEAST = {
-    **{"max_positions": 1, "max_model_len": 2, "page_size": 1, "kv_tokens": 1, "max_running": 1},
-    **{"tbt_delivery": 0, "tbt_playout": 0, "tbt_buffer": 0},
+    "max_positions": 1,
+    "max_model_len": 2,
+    "page_size": 1,
+    "kv_tokens": 1,
+    "max_running": 1,
+    "tbt_delivery": 0,
+    "tbt_playout": 0,
+    "tbt_buffer": 0,
 }
 
 

@@ -14,7 +14,9 @@ from torch import Tensor
 from twolane.kernels import nvrtc
 
 BLOCK_K = 64
-MOST_ROWS = 128
+SWAPPED_ROWS, PLAIN_ROWS = (16, 32, 48, 96), (32, 64, 128)
+"""Most rows of x of the tiles that there are: with w, and with x, on the product's 64-row side."""
+MOST_ROWS = PLAIN_ROWS[-1]
 MOST_TILES = 8192
 _SHARED = 216 * 1024
 """Bytes of shared memory of a block. The small kernel in front must fit beside it on the SM, or the
@@ -32,8 +34,8 @@ class Variant:
 
     Args:
         block_n: rows of w in a tile: 64, 128 or 256.
-        rows: most rows of x: 16, 32, 48, 64, 96 or, with `block_n` up to 128, 128.
-        swap: w, not x, is on the product's side that counts in 64 rows; not for 128 rows.
+        rows: most rows of x: of `SWAPPED_ROWS` or `PLAIN_ROWS`; 128 with `block_n` up to 128.
+        swap: w, not x, is on the product's side that counts in 64 rows.
         gated: w is gate rows and up rows, y = silu(gate) * up; `block_n` at least 128.
         wide: y is float32, without bias or residual.
         dtype: bfloat16 or float16.
@@ -147,11 +149,13 @@ def variants(
     rows: int, dtype: torch.dtype, units: int, *, gated: bool = False, wide: bool = False
 ) -> list[Variant]:
     """Those worth timing: few SMs need the wide tiles."""
-    swapped = next((count for count in (16, 32, 48, 96) if count >= rows), None)
-    plain = next(count for count in (16, 32, 64, 128) if count >= rows)
+    swapped = next((count for count in SWAPPED_ROWS if count >= rows), None)
+    plain = next(count for count in PLAIN_ROWS if count >= rows)
     sizes = [128, 256] if units <= 48 else [64, 128, 256]
-    tiles = [(n, swapped, True) for n in sizes if swapped and n > swapped <= plain]
-    if plain > 16:
+    tiles = []
+    if swapped is not None and swapped <= plain:
+        tiles += [(n, swapped, True) for n in sizes if n > swapped]
+    if rows > SWAPPED_ROWS[0]:
         tiles += [(n, plain, False) for n in (sizes if plain < 128 else (64, 128))]
     return [
         Variant(n, count, swap, gated, wide, dtype)
