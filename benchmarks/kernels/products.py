@@ -27,8 +27,6 @@ CASES = (
     Case("add_linear", HIDDEN, INNER, torch.bfloat16),
 )
 PREFILL, DECODE = (132, 116, 100, 84, 68, 52, 36, 20), (132, 96, 80, 64, 48, 32, 16)
-STEPS = sorted({*ROWS, *skinny_gemm.SWAPPED_ROWS})
-"""Rows of decode: those that servers tell apart, and others that the own kernel has tiles for."""
 SIZES = (*range(64, 1024, 64), *range(1024, 2048 + 1, 128))
 """Rows of passes; twice as many up to 1,024 as have graphs."""
 
@@ -63,7 +61,7 @@ def main() -> None:
                 report.add(prefill=units, rows=rows, **took, tflops=best)
     for units in DECODE:
         products, stream = Products(units), partition(units).stream
-        for rows in STEPS:
+        for rows in ROWS:
             own = [[w for w in products._candidates(c, rows) if w.variant] for c in CASES]
             skinny_gemm.compile_all({way.variant for ways in own for way in ways if way.variant})
             with report.attempt(f"{units} {rows}"), torch.cuda.stream(stream):
