@@ -1,5 +1,7 @@
 """Tokens as the device computes them: the sizes are those of the lanes."""
 
+import dataclasses
+
 import msgspec
 import pytest
 
@@ -26,6 +28,7 @@ def test_sizes_are_those_of_the_lanes(gpu: Computed):
 
     assert decode.BUCKETS == BUCKETS
     assert linear.ROWS[:-1] == (*STEPS, *SLOPES[1:])
+    assert gpu.steps == STEPS
     assert gpu.tile == fa3.tile_tokens(synthetic.SHAPE.head_dim)
     taken = [tiling(rows, synthetic.SHAPE.head_dim, torch.bfloat16).rows for rows in range(1, 300)]
     assert sorted(set(taken)) == list(SMALL_ROWS)
@@ -53,8 +56,15 @@ def test_a_gpu_pads(gpu: Computed):
     assert [gpu.rows(Load.decode([5] * n)) for n in (1, 3, 250, 256, 257)] == [1, 4, 256, 256, 320]
 
 
+def test_a_simulated_one_pads_too_but_multiplies_one_way(gpu: Computed):
+    profile = synthetic.profile(rounds=1)
+    key = msgspec.structs.replace(profile.key, device="simulated h200")
+    simulated = Computed.on(msgspec.structs.replace(profile, key=key))
+    assert simulated == dataclasses.replace(gpu, group=0, steps=())
+
+
 def test_others_do_not():
-    prompts, plain = Load([1829, 100], [0, 300]), Computed()
+    prompts, plain = Load([1829, 100], [0, 300]), Computed.on(synthetic.profile(rounds=1))
     assert plain.tokens(prompts) == 1929
     assert plain.pairs(prompts) == (prompts.squares, prompts.products)
     assert plain.rows(Load.decode([5] * 3)) == 3

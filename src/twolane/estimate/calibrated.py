@@ -26,7 +26,7 @@ import numpy as np
 from scipy.special import stdtrit
 
 from twolane.estimate import Beside, Estimator, Floats, Load
-from twolane.estimate.computed import BENDS, SLOPES, STEPS, Computed
+from twolane.estimate.computed import BENDS, SLOPES, Computed
 from twolane.estimate.operators import Shape
 from twolane.estimate.profile import Kind, Profile, Sample
 from twolane.estimate.residual import Means, Residual
@@ -151,7 +151,7 @@ class _Linear:
 
     def _steps(self, load: Load, context: int, units: Sequence[int]) -> Rows:
         """Equation 2 of so much context, and what products of more rows take."""
-        return [[context, *_ways(self._computed.rows(load))]] * len(units)
+        return [[context, *_ways(self._computed.rows(load), self._computed.steps)]] * len(units)
 
     def _sizes(
         self, kind: Kind, load: Load, layers: int, units: Sequence[int]
@@ -168,10 +168,10 @@ class _Linear:
 
 
 @cache
-def _ways(rows: int) -> tuple[float, ...]:
+def _ways(rows: int, steps: Sequence[int]) -> tuple[float, ...]:
     """What the products of a decode step are linear in."""
-    steps = [float(rows > most) for most in STEPS]
-    return (rows, 1.0, *steps, *[max(0, rows - most) for most in SLOPES])
+    ways = [float(rows > most) for most in steps]
+    return (rows, 1.0, *ways, *[max(0, rows - most) for most in SLOPES])
 
 
 def _reused(tokens: int) -> float:

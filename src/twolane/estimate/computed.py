@@ -45,6 +45,8 @@ class Computed:
     buckets: tuple[int, ...] = ()
     empty: float = 0.0
     """Pairs of rows and keys that large tiles may have in the graph of a pass, however empty."""
+    steps: tuple[int, ...] = ()
+    """`STEPS`, where products of decode go several ways."""
 
     @classmethod
     def on(cls, profile: Profile) -> "Computed":
@@ -52,11 +54,12 @@ class Computed:
         device, shape = profile.key.device, profile.shape
         if not device.startswith(("cuda", "simulated")):
             return cls()
-        group = shape.heads // shape.kv_heads if device.startswith("cuda") else 0
+        kernels = device.startswith("cuda")  # ours: the simulated ones have no small tiles or ways
+        group = shape.heads // shape.kv_heads if kernels else 0
         tile = tile_tokens(shape.head_dim)
         heads = shape.heads / profile.key.tensor_parallel
         empty = EMPTY_KEYS * profile.key.units * tile / heads
-        return cls(tile, group, True, BUCKETS, empty)
+        return cls(tile, group, True, BUCKETS, empty, STEPS if kernels else ())
 
     def tokens(self, load: Load) -> int:
         """Σ n of a pass, with its padding."""
