@@ -12,8 +12,8 @@ units, it has what the kernels in use reach on few SMs. m and m' are Gaussian pr
 and compute in a second if it were alone, by the base, for that is what lanes contend for:
 bandwidth, and the power that clocks are lowered for. q is the 99th percentile of how far launches
 of configurations that were left out are above the prediction. Online, each kind of launch has a
-slow correction of its own; and a device that is slow for a moment, which the last launch tells, has
-longer bounds.
+slow correction of its own; and a device that is slow for a moment, which the last two launches
+tell, has longer bounds.
 """
 
 from collections.abc import Callable, Sequence
@@ -49,8 +49,10 @@ MOST_CORRECTED = 0.2
 STEP = 0.01
 """By which share a launch above its bound raises the next ones' bound."""
 SLOW = 0.1
-"""A launch above its bound and as far above its prediction, as a logarithm, says that the device is
-slow: an H200 is, for 60 to 100 ms every few seconds, by 0.08 to 0.26 (docs/gpu.md)."""
+"""Launches above their bounds and as far above their predictions, as a logarithm, say that the
+device is slow: an H200 is, for 60 to 100 ms every few seconds, by 0.08 to 0.26 (docs/gpu.md). A
+single one says nothing of the next: of steps beside slices one in a hundred takes a quarter longer
+there."""
 USUAL = 0.05
 """Of that, what such a launch was above on its own account."""
 MOST_SLOW = 0.3
@@ -282,6 +284,8 @@ class Calibrated(Estimator):
         self._promises: dict[tuple[Kind, bool], _Promise] = {}
         self._seen = 0
         """Launches since one was looked at."""
+        self._slow = False
+        """Whether the last launch that made tokens was."""
         self._known: dict[tuple[object, ...], Sequence[float]] = {}
         """What the processes have answered."""
         kinds: tuple[Kind, ...] = ("prefill", "decode", "hybrid")
@@ -390,15 +394,16 @@ class Calibrated(Estimator):
     def _learn(
         self, kind: Kind, seconds: float, predicted: float | None, beside: Beside | None
     ) -> None:
-        """From each launch that makes tokens, whether the device is slow; from one in `EVERY`, how
-        far predictions are off."""
+        """From two launches in a row that make tokens, whether the device is slow; from one in
+        `EVERY`, how far predictions are off."""
         promise = self._promises.get((kind, beside is not None))
         if predicted is None or promise is None:
             return
         missed = log(seconds / predicted)
         if kind != "prefill":
             slow = missed > max(SLOW, promise.quantile) and seconds <= MOMENT
-            self.lately = min(missed, MOST_SLOW) - USUAL if slow else 0.0
+            self.lately = min(missed, MOST_SLOW) - USUAL if slow and self._slow else 0.0
+            self._slow = slow
             if not self._looks():
                 return
         promise.learn(missed)
