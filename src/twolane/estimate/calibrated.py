@@ -170,7 +170,7 @@ class _Linear:
 
 
 @cache
-def _ways(rows: int, steps: Sequence[int]) -> tuple[float, ...]:
+def _ways(rows: int, steps: tuple[int, ...]) -> tuple[float, ...]:
     """What the products of a decode step are linear in."""
     ways = [float(rows > most) for most in steps]
     return (rows, 1.0, *ways, *[max(0, rows - most) for most in SLOPES])
