@@ -172,7 +172,8 @@ class EngineClient:
             try:
                 await asyncio.wait_for(process.wait(), patience)
             except TimeoutError:
-                process.kill()
+                with contextlib.suppress(ProcessLookupError):  # it has just ended by itself
+                    process.kill()
                 await process.wait()
         if self._watching is not None:
             await self._watching
