@@ -87,7 +87,7 @@ class CardModel(DeviceModel):
         launches = [demand.launch for demand in running if isinstance(demand, CardDemand)]
         slow = self.uneven.moments if self.now % EVERY < MOMENT else 0.0
         times = (1.0 + slow) * self.uneven.slower
-        return [times * self._alone(one, [o for o in launches if o is not one]) for one in launches]
+        return [times * self._takes(one, [o for o in launches if o is not one]) for one in launches]
 
     def _launch(self, work: Work, units: int, step: int) -> Launch:
         noise, rng = self.uneven.noise, self._rng
@@ -106,7 +106,7 @@ class CardModel(DeviceModel):
         load = Load([*[1] * len(contexts), *n], [*contexts, *r])
         return Launch("hybrid", load, units, 0, True, math.exp(rng.normal(0.0, noise / 2)))
 
-    def _alone(self, one: Launch, others: Sequence[Launch]) -> float:
+    def _takes(self, one: Launch, others: Sequence[Launch]) -> float:
         """Seconds of a launch beside the others, of which there is one at most."""
         truth, load, units = self.truth, one.load, one.units
         other = next((o for o in others if "hybrid" not in (o.kind, one.kind)), None)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent))
-from common import Report
+from common import Report, capture
 from products import CASES, HIDDEN, INNER, LAYERS, QKV
 
 from twolane.kernels import fused, linear
@@ -39,9 +39,7 @@ class Busy:
     """A lane that is at work while the other one's products are timed."""
 
     def __init__(self, stream: torch.cuda.Stream, queue: Callable[[], None]) -> None:
-        with torch.cuda.stream(stream):
-            queue()
-            self._graph = captured(queue)
+        self._graph = capture([queue], stream)
         self._stream, self._ends = stream, deque()
 
     def feed(self) -> None:
@@ -56,8 +54,8 @@ class Busy:
 
     def seconds(self, run: Callable[[], None], repeats: int) -> float:
         """As `linear._graph_seconds`, beside this lane."""
-        run()
-        stream, graph, times = torch.cuda.current_stream(), captured(run), []
+        stream, times = torch.cuda.current_stream(), []
+        graph = capture([run], stream)
         for _ in range(MORE * repeats + 1):
             self.feed()
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -67,16 +65,6 @@ class Busy:
             end.synchronize()
             times.append(start.elapsed_time(end) * 1e-3)
         return statistics.median(times[1:])
-
-
-def captured(queue: Callable[[], None]) -> torch.cuda.CUDAGraph:
-    """A graph of what was queued on torch's current stream before."""
-    stream = torch.cuda.current_stream()
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        queue()
-    return graph
 
 
 def layers(
