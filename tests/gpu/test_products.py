@@ -71,7 +71,7 @@ class Problem:
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])
-@pytest.mark.parametrize("rows", [16, 32, 48, 64, 96, 128])
+@pytest.mark.parametrize("rows", [16, 24, 32, 40, 48, 64, 96, 128])
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_every_way(
     operation: Operation, rows: int, dtype: torch.dtype, stream: torch.cuda.Stream

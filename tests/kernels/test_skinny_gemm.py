@@ -93,17 +93,19 @@ class Case:
 VARIANTS = [
     (Variant(64, 16, swap=True), 3),
     (Variant(128, 16, swap=True, gated=True), 16),
+    (Variant(64, 24, swap=True, dtype=FP16), 17),
     (Variant(256, 32, swap=True, wide=True, dtype=FP16), 21),
     (Variant(64, 64, wide=True), 50),
     (Variant(256, 64), 64),
     (Variant(128, 64, gated=True, dtype=FP16), 33),
     (Variant(128, 128), 70),
+    (Variant(256, 40, swap=True), 33),
     (Variant(256, 48, swap=True), 40),
     (Variant(128, 96, swap=True, gated=True), 90),
 ]
 ALL = [
     (variant, rows - 3)
-    for rows in (16, 32, 48, 64, 96, 128)
+    for rows in (16, 24, 32, 40, 48, 64, 96, 128)
     for gated, wide in ((False, False), (True, False), (False, True))
     for units in (32, 132)
     for variant in skinny_gemm.variants(rows, BF16, units, gated=gated, wide=wide)

@@ -14,7 +14,7 @@ from torch import Tensor
 from twolane.kernels import nvrtc
 
 BLOCK_K = 64
-SWAPPED_ROWS, PLAIN_ROWS = (16, 32, 48, 96), (32, 64, 128)
+SWAPPED_ROWS, PLAIN_ROWS = (16, 24, 32, 40, 48, 96), (32, 64, 128)
 """Most rows of x of the tiles that there are: with w, and with x, on the product's 64-row side."""
 MOST_ROWS = PLAIN_ROWS[-1]
 MOST_TILES = 8192
