@@ -16,7 +16,7 @@ EMPTY_KEYS = 8192
 """Keys that an SM reads, at most, for large tiles that are emptier, in the graph of a whole pass: a
 tenth of a millisecond, less than the host takes for a layer that is not in one, as those with the
 other kernel."""
-BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
+BUCKETS = (1, 2, 4, 8, 16, 24, 32, 40, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 """Rows of decode steps, and from there on every `BUCKET_STEP`."""
 BUCKET_STEP = 64
 GRAPH_BYTES = 3 * 2**30

@@ -21,7 +21,7 @@ from twolane.sizes import (
     tile_tokens,
 )
 
-STEPS = (16, 32, 48, 64, 96)
+STEPS = (16, 24, 32, 40, 48, 64, 96)
 """Rows beyond which products of decode go another way, while their weights bind them."""
 SLOPES = (64, 128)
 """The same from where arithmetic binds them, so that they take longer with every row."""
