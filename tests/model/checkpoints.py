@@ -69,7 +69,9 @@ FAMILIES = tuple(_configs())
 """Every family, and the options that change what is computed."""
 
 
-def make_checkpoint(family: str, path: Path, seed: int = 0, *, shards: int = 1) -> Path:
+def make_checkpoint(
+    family: str, path: Path, seed: int = 0, *, shards: int = 1, layers: int | None = None
+) -> Path:
     """Write a random checkpoint of one of `FAMILIES` to `path` and return it.
 
     Weights are scaled so that every layer matters and the two best logits lie far apart: greedy
@@ -80,8 +82,13 @@ def make_checkpoint(family: str, path: Path, seed: int = 0, *, shards: int = 1) 
         path: directory to create.
         seed: of the weights.
         shards: files to spread the weights over.
+        layers: how many instead of four.
     """
-    model = random_model(_configs()[family], seed)
+    config = _configs()[family]
+    if layers is not None:
+        fewer = {"num_hidden_layers": layers, "layer_types": None}
+        config = type(config)(**{**config.to_dict(), **fewer})
+    model = random_model(config, seed)
     size = sum(p.numel() * 4 for p in model.parameters())
     model.save_pretrained(path, max_shard_size=size // shards + 1)
     return path
