@@ -9,7 +9,7 @@ from torch import Tensor
 
 from twolane.kernels import nvrtc
 from twolane.kernels.linear import CUBLAS, CUBLASLT, Case, Operation, Products
-from twolane.kernels.skinny_gemm import PLAIN_ROWS, SWAPPED_ROWS
+from twolane.kernels.skinny_gemm import ROWS
 from twolane.lanes.cuda.green import Partitions
 from twolane.sizes import SIZES
 
@@ -72,7 +72,7 @@ class Problem:
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])
-@pytest.mark.parametrize("rows", sorted({*SWAPPED_ROWS, *PLAIN_ROWS}))
+@pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_every_way(
     operation: Operation, rows: int, dtype: torch.dtype, stream: torch.cuda.Stream

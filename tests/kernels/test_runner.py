@@ -189,7 +189,7 @@ def world(tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch) -> World
     monkeypatch.setattr(module, "WHOLE", LARGEST)
     monkeypatch.setattr(runner_module, "served", lambda decoder: True)
     monkeypatch.setattr(runner_module, "_read", at_once)
-    return World(make_checkpoint("qwen3", tmp_path / "model", seed=1, layers=2))
+    return World(make_checkpoint("qwen3", tmp_path / "model", seed=1, layers=3))
 
 
 @pytest.mark.parametrize("graphs", [False, True])

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.kernels import on_host
 from twolane.kernels import skinny_gemm
-from twolane.kernels.skinny_gemm import PLAIN_ROWS, SWAPPED_ROWS, Scratch, Variant
+from twolane.kernels.skinny_gemm import ROWS, Scratch, Variant
 
 pytestmark = on_host.needs_compiler
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -105,7 +105,7 @@ VARIANTS = [
 ]
 ALL = [
     (variant, rows - 3)
-    for rows in sorted({*SWAPPED_ROWS, *PLAIN_ROWS})
+    for rows in ROWS
     for gated, wide in ((False, False), (True, False), (False, True))
     for units in (32, 132)
     for variant in skinny_gemm.variants(rows, BF16, units, gated=gated, wide=wide)

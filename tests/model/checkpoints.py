@@ -17,12 +17,12 @@ from transformers import (
 
 VOCAB = 256
 POSITIONS = 1024
+LAYERS = 4
 
 _TINY: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
     "intermediate_size": 96,
-    "num_hidden_layers": 4,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": POSITIONS,
@@ -46,22 +46,23 @@ _YARN_ROPE = {
 }
 
 
-def _configs() -> dict[str, PreTrainedConfig]:
-    mha = {**_TINY, "num_key_value_heads": 4}
+def _configs(layers: int = LAYERS) -> dict[str, PreTrainedConfig]:
+    tiny = {**_TINY, "num_hidden_layers": layers}
+    mha = {**tiny, "num_key_value_heads": 4}
     linear = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 2.0}
     return {
         "llama2": LlamaConfig(**mha),
-        "llama31": LlamaConfig(**_TINY, rope_parameters=_LLAMA31_ROPE, tie_word_embeddings=True),
+        "llama31": LlamaConfig(**tiny, rope_parameters=_LLAMA31_ROPE, tie_word_embeddings=True),
         "llama-bias": LlamaConfig(
-            **_TINY, attention_bias=True, mlp_bias=True, rope_parameters=linear
+            **tiny, attention_bias=True, mlp_bias=True, rope_parameters=linear
         ),
-        "mistral": MistralConfig(**_TINY, sliding_window=24),
-        "qwen2": Qwen2Config(**_TINY),
+        "mistral": MistralConfig(**tiny, sliding_window=24),
+        "qwen2": Qwen2Config(**tiny),
         "qwen2-sliding": Qwen2Config(
-            **_TINY, use_sliding_window=True, sliding_window=20, max_window_layers=2
+            **tiny, use_sliding_window=True, sliding_window=20, max_window_layers=2
         ),
-        "qwen3": Qwen3Config(**_TINY, head_dim=32, tie_word_embeddings=True),
-        "qwen3-yarn": Qwen3Config(**_TINY, head_dim=32, rope_parameters=_YARN_ROPE),
+        "qwen3": Qwen3Config(**tiny, head_dim=32, tie_word_embeddings=True),
+        "qwen3-yarn": Qwen3Config(**tiny, head_dim=32, rope_parameters=_YARN_ROPE),
     }
 
 
@@ -70,7 +71,7 @@ FAMILIES = tuple(_configs())
 
 
 def make_checkpoint(
-    family: str, path: Path, seed: int = 0, *, shards: int = 1, layers: int | None = None
+    family: str, path: Path, seed: int = 0, *, shards: int = 1, layers: int = LAYERS
 ) -> Path:
     """Write a random checkpoint of one of `FAMILIES` to `path` and return it.
 
@@ -82,13 +83,9 @@ def make_checkpoint(
         path: directory to create.
         seed: of the weights.
         shards: files to spread the weights over.
-        layers: how many instead of four.
+        layers: how many the model has.
     """
-    config = _configs()[family]
-    if layers is not None:
-        fewer = {"num_hidden_layers": layers, "layer_types": None}
-        config = type(config)(**{**config.to_dict(), **fewer})
-    model = random_model(config, seed)
+    model = random_model(_configs(layers)[family], seed)
     size = sum(p.numel() * 4 for p in model.parameters())
     model.save_pretrained(path, max_shard_size=size // shards + 1)
     return path

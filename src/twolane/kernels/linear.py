@@ -26,7 +26,7 @@ from twolane.sizes import SIZES
 
 Operation = Literal["linear", "add_linear", "gate_up_silu", "logits"]
 
-ROWS = (16, 24, 32, 40, 48, 64, 96, 128, 256)
+ROWS = (*skinny_gemm.ROWS, 256)
 """Rows that products of decode are timed for; those of passes are for `SIZES`."""
 MARGIN = 1.02
 """How much faster a less common way must be: noise does not choose."""

@@ -16,6 +16,8 @@ from twolane.kernels import nvrtc
 BLOCK_K = 64
 SWAPPED_ROWS, PLAIN_ROWS = (16, 24, 32, 40, 48, 96), (32, 64, 128)
 """Most rows of x of the tiles that there are: with w, and with x, on the product's 64-row side."""
+ROWS = tuple(sorted({*SWAPPED_ROWS, *PLAIN_ROWS}))
+"""Either of them."""
 MOST_ROWS = PLAIN_ROWS[-1]
 MOST_TILES = 8192
 _SHARED = 216 * 1024
