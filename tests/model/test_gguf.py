@@ -119,6 +119,29 @@ def test_sliding_window(tmp_path):
     same(checkpoint, file)
 
 
+def test_a_vocabulary_is_stepped_over(tmp_path):
+    """Lists of thousands, of strings and of numbers, of which what lies behind them depends."""
+    words = [f"{'long ' * (i % 7)}{i}" for i in range(2000)]
+    fields = [
+        ("add_token_list", words),
+        ("add_token_scores", [0.5] * 2000),
+        ("add_token_types", [1] * 2000),
+        ("add_token_merges", words),
+        ("add_eot_token_id", 7),
+    ]
+    checkpoint, file = make_checkpoint("llama2", tmp_path / "model", seed=4), tmp_path / "m.gguf"
+    write_gguf(checkpoint, file, "llama", Type.Q8_0, fields=fields)
+    assert GGUFModel(file).spec.eos_token_ids == (2, 7)
+    same(checkpoint, file)
+    whole = file.read_bytes()
+    word, scores = whole.index(b"long 1000"), whole.index(b"tokenizer.ggml.scores")
+    endless = whole[: word - 30] + b"\xff" * 20 + whole[word - 10 :]
+    for content in (whole[:word], whole[: scores + 99], endless):
+        file.write_bytes(content)
+        with pytest.raises(ValueError, match=r"m\.gguf is not a whole GGUF file"):
+            GGUFModel(file)
+
+
 @pytest.mark.parametrize(
     ("architecture", "fields", "message"),
     [

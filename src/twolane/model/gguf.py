@@ -1,11 +1,12 @@
 """GGUF files: their metadata as a `ModelSpec`, their tensors under Hugging Face names. No torch."""
 
+import struct
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from gguf import GGUFReader
+from gguf import GGUFEndian, GGUFReader, GGUFValueType
 from gguf.quants import dequantize
 
 from twolane.model.spec import Family, ModelSpec, RopeSpec, UnsupportedModel, merge_eos
@@ -32,6 +33,35 @@ _LAYER = {
     "ffn_down": "mlp.down_proj",
 }
 _ROPE_FREQS = "rope_freqs.weight"
+_LONG = 1024
+"""Entries of a list that only a tokenizer has so many of; a model has one for each layer."""
+
+
+class _Reader(GGUFReader):
+    """Steps over long lists, which are the tokenizer's (`convert` reads that).
+
+    The package makes several arrays of every entry, which are seconds for a vocabulary.
+    """
+
+    def _get_field_parts(
+        self, orig_offs: int, raw_type: int
+    ) -> tuple[int, list[npt.NDArray[Any]], list[int], list[GGUFValueType]]:
+        if raw_type == GGUFValueType.ARRAY:
+            kind = GGUFValueType(self._get(orig_offs, np.uint32)[0])
+            count = int(self._get(orig_offs + 4, np.uint64)[0])
+            if count > _LONG and kind != GGUFValueType.ARRAY:
+                end = self._behind(orig_offs + 12, kind, count)
+                return end - orig_offs, [], [], [GGUFValueType.ARRAY, kind]
+        return super()._get_field_parts(orig_offs, raw_type)
+
+    def _behind(self, offset: int, kind: GGUFValueType, count: int) -> int:
+        """Where so many values of a kind end that begin at an offset."""
+        if kind != GGUFValueType.STRING:
+            return offset + count * np.dtype(self.gguf_scalar_to_np[kind]).itemsize
+        length = struct.Struct("<Q" if self.endianess == GGUFEndian.LITTLE else ">Q")
+        for _ in range(count):
+            offset += 8 + length.unpack_from(self.data.data, offset)[0]
+        return offset
 
 
 class GGUFModel:
@@ -45,8 +75,8 @@ class GGUFModel:
             ValueError: it is not a whole GGUF file.
         """
         try:
-            self._reader = GGUFReader(path)
-        except (ValueError, IndexError, KeyError) as error:
+            self._reader = _Reader(path)
+        except (ValueError, IndexError, KeyError, OverflowError, struct.error) as error:
             raise ValueError(f"{path} is not a whole GGUF file: {error}") from error
         if (parts := self._field("split.count") or 1) != 1:
             whole = "1 (`llama-gguf-split --merge` joins them)"
