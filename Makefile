@@ -24,7 +24,7 @@ test: $(VENV)/.ready-dev
 # loop would keep the other file's from the cores: a fifth of the time on a shared pair. In the order
 # of folders, which ends with short files; by numbers of tests the longest are among the last.
 unit: $(VENV)/.ready-dev
-	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	OMP_WAIT_POLICY=passive OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test-all: lint
 	$(BIN)/python -m pytest --full

@@ -40,8 +40,9 @@ from twolane.sampling import SamplingParams
 from twolane.vocabulary import LaneName
 
 PAGE, UNITS, SLOTS = 16, 3, 5
-LARGEST = 192
-"""Rows of the largest pass here, of which the interpreter computes each."""
+SIZES = 16, 32, 64, 128, 192
+"""Rows of passes here, of which the interpreter computes each."""
+LARGEST = SIZES[-1]
 
 
 class Lazily(dict):
@@ -187,6 +188,7 @@ def world(tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch) -> World
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: torch.Stream("cpu"))
     monkeypatch.setattr(fa3, "_load", lambda dtype, dim: (Fa3(132), None))
     monkeypatch.setattr(module, "WHOLE", LARGEST)
+    monkeypatch.setattr(module, "SIZES", SIZES)
     monkeypatch.setattr(runner_module, "served", lambda decoder: True)
     monkeypatch.setattr(runner_module, "_read", at_once)
     return World(make_checkpoint("qwen3", tmp_path / "model", seed=1, layers=3))
