@@ -19,7 +19,7 @@ from twolane.engine.kv import Allocation, KVBooks, PrefixTree
 from twolane.engine.state import State
 from twolane.systems import SYSTEMS, System, make_system
 
-SCHEDULES = 18
+SCHEDULES = 12
 FULL_SCHEDULES = 1000
 SHARED_OUT = 3
 """Times as many schedules are shared out among the systems."""
