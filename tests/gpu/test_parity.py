@@ -6,11 +6,11 @@ from functools import cache
 import pytest
 
 from tests.gpu.serving import LEVELS, PAGE, serve
-from tests.model.checkpoints import FAMILIES, make_checkpoint, reference
+from tests.model.checkpoints import FAMILIES, LAYERS, make_checkpoint, reference
 from tests.parity.judge import Judge, Tally
 from tests.parity.prompts import LENGTHS, MAX_TOKENS
 from tests.parity.schedules import schedules
-from tests.parity.test_tiny import LAYERS, REQUESTS, compare
+from tests.parity.test_tiny import REQUESTS, compare
 from twolane.lanes.cuda.machine import CudaMachine
 from twolane.model.hub import resolve
 from twolane.model.weights import load_weights

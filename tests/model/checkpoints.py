@@ -18,6 +18,7 @@ from transformers import (
 VOCAB = 256
 POSITIONS = 1024
 LAYERS = 4
+"""Of a model that says nothing else."""
 
 _TINY: dict[str, Any] = {
     "vocab_size": VOCAB,

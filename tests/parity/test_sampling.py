@@ -13,7 +13,7 @@ from transformers import (
     SequenceBiasLogitsProcessor,
 )
 
-from tests.model.checkpoints import VOCAB, make_checkpoint, reference
+from tests.model.checkpoints import LAYERS, VOCAB, make_checkpoint, reference
 from tests.parity.judge import SURE
 from tests.parity.prompts import random_requests
 from tests.parity.schedules import schedules
@@ -24,7 +24,6 @@ from twolane.model.hub import resolve
 from twolane.model.weights import load_decoder
 from twolane.sampling import SamplingParams, TokenLogprobs
 
-LAYERS = 4
 PAGE = 8
 TOP = 5
 SMALL = 68

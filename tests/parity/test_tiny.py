@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 from torch import Tensor
 
-from tests.model.checkpoints import FAMILIES, VOCAB, make_checkpoint, reference
+from tests.model.checkpoints import FAMILIES, LAYERS, VOCAB, make_checkpoint, reference
 from tests.parity.axes import Case, all_cases, pairwise_cases
 from tests.parity.judge import Judge, Tally
 from tests.parity.prompts import LENGTHS, MAX_TOKENS, random_requests
@@ -23,7 +23,6 @@ from twolane.model.decoder import Decoder
 from twolane.model.hub import resolve
 from twolane.model.weights import load_decoder
 
-LAYERS = 4
 PAGE = 8
 REQUESTS = random_requests(VOCAB)
 POOLS = {"ample": 2048, "small": -(-(max(LENGTHS) + MAX_TOKENS + PAGE) // PAGE)}
