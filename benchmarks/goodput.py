@@ -116,7 +116,7 @@ def _guesses(results: Path, panel: str, system: str) -> list[float]:
         return []
     pairs = [*zip(measured, simulated, strict=False)]
     off = statistics.fmean(m / s for m, s in pairs) if pairs else 1.0
-    return [*measured, *(off * rate for rate in simulated[len(measured) :])]
+    return [*measured, *(off * rate for rate in simulated[len(measured) :])][:SEEDS]
 
 
 @functools.cache
