@@ -267,6 +267,8 @@ def test_wrong_settings_are_value_errors():
         for seconds in (-0.001, math.nan):
             with pytest.raises(ValueError, match=f"{name} must be at least 0, not {seconds}"):
                 LLM("smollm2-135m-instruct", **{name: seconds})
+        with pytest.raises(ValueError, match=f"{name} must be finite, not inf"):
+            LLM("smollm2-135m-instruct", **{name: math.inf})
 
 
 def test_closing_ends_the_engine(tmp_path):

@@ -1,6 +1,7 @@
 """Checks of the engine's settings that need no model: the front makes them before it starts an
 engine, the engine when it is built."""
 
+import math
 import os
 from pathlib import Path
 
@@ -44,6 +45,8 @@ def check_settings(config: EngineConfig) -> None:
         value = getattr(config, field)
         if value is not None and not value >= bound:  # which nan is not, either
             raise SettingError(field, f"must be at least {bound}, not {value}")
+        if value == math.inf:
+            raise SettingError(field, f"must be finite, not {value}")
     usable = len(usable_cores())
     if config.cores is not None and not 1 <= config.cores <= usable:
         raise SettingError("cores", f"must be between 1 and {usable} here, not {config.cores}")
