@@ -111,12 +111,12 @@ def _guesses(results: Path, panel: str, system: str) -> list[float]:
     """What was measured before, seed by seed; where nothing was, what was simulated, in proportion;
     none if that kept no rate."""
     simulated = _found(results / SIMULATED)[panel][system][:SEEDS]
-    measured = _found(results / MEASURED).get(panel, {}).get(system, [])
+    measured = _found(results / MEASURED).get(panel, {}).get(system, [])[:SEEDS]
     if not all(simulated) or not all(measured):
         return []
     pairs = [*zip(measured, simulated, strict=False)]
     off = statistics.fmean(m / s for m, s in pairs) if pairs else 1.0
-    return [*measured, *(off * rate for rate in simulated[len(measured) :])][:SEEDS]
+    return [*measured, *(off * rate for rate in simulated[len(measured) :])]
 
 
 @functools.cache
