@@ -21,8 +21,9 @@ test: $(VENV)/.ready-dev
 	$(MAKE) --jobs=2 lint unit
 
 # Two files at a time: much of a server's test is waiting. Threads that wait for their team in a busy
-# loop would keep the other file's from the cores: a fifth of the time on a shared pair. In the order
-# of folders, which ends with short files; by numbers of tests the longest are among the last.
+# loop would keep the other file's from the cores: a fifth of the time on a shared pair; so would
+# BLAS with a thread for each core in both. In the order of folders, which ends with short files; by
+# numbers of tests the longest are among the last.
 unit: $(VENV)/.ready-dev
 	OMP_WAIT_POLICY=passive OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
