@@ -28,10 +28,20 @@ ARRIVES_NEVER = {
 """These kept their connections for ever."""
 
 
+@pytest.fixture(scope="module")
+def given_up(target):
+    """What became of them, by name; all wait for the end of the server's patience together."""
+
+    async def all_at_once():
+        cases = [Case(n, (data,), answers=1 + ("behind" in n)) for n, data in ARRIVES_NEVER.items()]
+        return await asyncio.gather(*(play(case, target.address) for case in cases))
+
+    return dict(zip(ARRIVES_NEVER, asyncio.run(all_at_once()), strict=True))
+
+
 @pytest.mark.parametrize("name", ARRIVES_NEVER)
-def test_what_never_arrives_is_given_up(target, name):
-    case = Case(name, (ARRIVES_NEVER[name],), answers=1 + ("behind" in name))
-    outcome = asyncio.run(play(case, target.address))
+def test_what_never_arrives_is_given_up(given_up, name):
+    outcome = given_up[name]
     assert not outcome.faults
     assert outcome.statuses[-1:] == [408]
     assert outcome.seconds < 10
