@@ -115,21 +115,20 @@ def events_in(data, version):
     return [json.loads(event.removeprefix(b"data: ")) for event in events]
 
 
-MANY = {**LONG, "max_tokens": 500, "temperature": 0, "n": 16, "logprobs": 12}
-MANY |= {"return_token_ids": True}
+SIXTEEN = {"max_tokens": 500, "temperature": 0, "n": 16, "logprobs": 12, "return_token_ids": True}
 
 
 @pytest.fixture(scope="module")
 def whole(tiny):
-    """The choices of an answer that is more than sockets hold."""
-    return tiny.request("/v1/completions", MANY)[2]["choices"]
+    """The choices of an answer that is not streamed."""
+    return tiny.request("/v1/completions", {**LONG, **SIXTEEN})[2]["choices"]
 
 
 @pytest.mark.parametrize("version", ["1.1", "1.0"])
 @pytest.mark.parametrize("late", [False, True])
 def test_streams_are_whole_and_in_order(tiny, whole, version, late):
     """Also for who does not read until all has been made, which is more than the sockets hold."""
-    asked = json.dumps({**MANY, "stream": True}).encode()
+    asked = json.dumps({**LONG, **SIXTEEN, "stream": True}).encode()
     address = urllib.parse.urlsplit(tiny.base)
     made = tiny.metrics()["generation_tokens_total"]
     with socket.socket() as client:
