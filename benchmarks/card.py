@@ -1,6 +1,6 @@
 """Searches on an H200 as its profile has it: `python benchmarks/card.py --panels '*conv-9ms'`.
 
-The simulated H200 of `lanes/device.py` is a smooth law. This one takes as long as `calibrated`
+The simulated H200 of `sim/device.py` is a smooth law. This one takes as long as `calibrated`
 predicts by the card's own profile, which the server predicts by, too, and is as uneven as the card
 was seen to be (`late-gaps-h200.json`, `even-gaps-h200.json`): every launch off by `--noise`, one
 step in so many an outlier, each configuration off by something of its own, all of them longer than
@@ -25,15 +25,15 @@ from unittest.mock import patch
 import goodput
 from origin import origin, save
 
-from twolane import simulate
-from twolane.engine import simulated
-from twolane.estimate import Beside, Load
-from twolane.estimate.calibrated import Calibrated
+from twolane.common.resources import usable_cores
+from twolane.estimate.base import Beside, Load
+from twolane.estimate.calibrated.estimator import Calibrated
 from twolane.estimate.profile import Profile
-from twolane.lanes.device import DeviceModel
-from twolane.lanes.sim import Demand
 from twolane.lanes.work import DecodeWork, PrefillWork, Work
-from twolane.resources import usable_cores
+from twolane.sim import machine as simulated
+from twolane.sim import run as simulate
+from twolane.sim.device import DeviceModel
+from twolane.sim.lanes import Demand
 
 RESULTS = Path(__file__).parent / "results"
 OUTLIER = 1.3
@@ -157,7 +157,7 @@ def searched(task: tuple[goodput.Panel, str, Namespace]) -> dict[str, object]:
         redirect_stdout(io.StringIO()),
         suppress(SystemExit),
     ):
-        from twolane.cli import main
+        from twolane.cli.main import main
 
         main()
     best, rates = goodput._best(command.log.parent / "summary.json", system)

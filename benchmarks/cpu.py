@@ -25,9 +25,9 @@ import numpy as np
 from origin import origin, output
 
 from twolane import SamplingParams
-from twolane.api.engine_client import EngineClient, Event
 from twolane.engine.config import EngineConfig
 from twolane.engine.messages import Output
+from twolane.frontend.engine_client import EngineClient, Event
 
 MODEL = "smollm2-135m-instruct"
 DECODING = 4
@@ -158,7 +158,7 @@ def generate_speed(output: int, seed: int) -> float:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from twolane.model.hub import resolve
+    from twolane.model.load.hub import resolve
 
     path = resolve(MODEL).path
     assert path is not None

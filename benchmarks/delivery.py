@@ -22,10 +22,6 @@ import numpy as np
 import zmq
 from origin import origin, save
 
-from twolane.api.engine_client import EngineClient
-from twolane.api.run import ServerOptions, Stop, bind, serve_until_stopped
-from twolane.api.service import Service
-from twolane.api.text import TextCodec
 from twolane.engine.config import EngineConfig, EngineStart
 from twolane.engine.messages import (
     Abort,
@@ -38,6 +34,10 @@ from twolane.engine.messages import (
     decode_to_engine,
     encode,
 )
+from twolane.frontend.engine_client import EngineClient
+from twolane.frontend.text.codec import TextCodec
+from twolane.server.run import ServerOptions, Stop, bind, serve_until_stopped
+from twolane.server.service import Service
 
 MODEL, CONTEXT = "stand-in", 20_000
 TTFT = 0.15

@@ -22,9 +22,13 @@ import numpy as np
 import torch
 from origin import gpu_origin
 
-from twolane.kernels.decode_attention import decode_attention
-from twolane.kernels.prefill_attention import PrefillPlan, PrefillWorkspace, prefill_attention
-from twolane.lanes import Ticket
+from twolane.kernels.decode_attention.dispatch import decode_attention
+from twolane.kernels.prefill_attention.dispatch import (
+    PrefillPlan,
+    PrefillWorkspace,
+    prefill_attention,
+)
+from twolane.lanes.base import Ticket
 from twolane.lanes.cuda.machine import CudaMachine
 from twolane.lanes.work import (
     DecodeRow,
@@ -36,8 +40,8 @@ from twolane.lanes.work import (
     Sampling,
     Work,
 )
-from twolane.model.hub import resolve
-from twolane.model.weights import load_weights
+from twolane.model.load.hub import resolve
+from twolane.model.load.weights import load_weights
 from twolane.sampling import SamplingParams
 
 PAGE = 32

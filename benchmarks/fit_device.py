@@ -1,6 +1,6 @@
 """The simulated GPU's parameters, from profiles: `python benchmarks/fit_device.py`.
 
-Fits what `lanes/device.py` says of the H200 to the profiles and to `engine-h200.json`, starting
+Fits what `sim/device.py` says of the H200 to the profiles and to `engine-h200.json`, starting
 with what it says now, and writes the parameters and how far off they are, on what was fitted and
 on the points that profiles hold out. The parameters are then copied by hand.
 """
@@ -18,9 +18,8 @@ import numpy as np
 from origin import origin, save
 from scipy.optimize import least_squares
 
-from twolane.estimate import Floats
+from twolane.estimate.base import Floats
 from twolane.estimate.profile import Neighbour, Profile, Sample
-from twolane.lanes.device import H200, DeviceModel, Gpu
 from twolane.lanes.work import (
     DecodeRow,
     DecodeWork,
@@ -33,6 +32,7 @@ from twolane.lanes.work import (
 )
 from twolane.model.shapes import SHAPES
 from twolane.sampling import SamplingParams
+from twolane.sim.device import H200, DeviceModel, Gpu
 
 RESULTS = Path(__file__).parent / "results"
 MODELS = "qwen3-8b", "codellama-34b"

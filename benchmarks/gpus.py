@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from twolane.resources import usable_cores
+from twolane.common.resources import usable_cores
 
 GRACE = 40.0
 """Seconds that a command has to stop what it started."""

@@ -18,7 +18,8 @@ from typing import NamedTuple
 import msgspec
 from origin import origin, save
 
-from twolane.bench import goodput, goodput_cli
+from twolane.bench import contenders as goodput_cli
+from twolane.bench import goodput
 from twolane.bench.goodput import Search
 from twolane.workload.spec import WorkloadSpec
 

@@ -20,10 +20,10 @@ from origin import origin, save
 from rich.console import Console
 from rich.table import Table
 
-from twolane.bench.goodput_cli import parse_system
-from twolane.bench.result import BenchConfig, Result
+from twolane.bench.contenders import parse_system
 from twolane.engine.config import EngineConfig
-from twolane.simulate import SimulateConfig, simulate
+from twolane.results.result import BenchConfig, Result
+from twolane.sim.run import SimulateConfig, simulate
 from twolane.slo import Slo
 from twolane.workload.spec import WorkloadSpec
 from twolane.workload.traces import TraceRequest

@@ -21,10 +21,10 @@ from urllib.request import Request, urlopen
 import msgspec
 from rich.console import Console
 
-from twolane.bench.result import BenchConfig, Result
 from twolane.bench.serve import run
-from twolane.bench.summary import summary
-from twolane.model.hub import pull
+from twolane.model.load.hub import pull
+from twolane.results.result import BenchConfig, Result
+from twolane.results.summary import summary
 from twolane.workload.lengths import TABLES
 from twolane.workload.spec import WorkloadSpec
 

@@ -14,10 +14,10 @@ import numpy
 import pytest
 
 from twolane import LLM, SamplingParams
-from twolane.api.engine_client import EngineError
-from twolane.api.generation import GenerationFailed
+from twolane.frontend.engine_client import EngineError
+from twolane.frontend.generation import GenerationFailed
 
-from .api.serving import alive, write_tiny_model
+from .server.serving import alive, write_tiny_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4)
 CHAT = SamplingParams(temperature=0, max_tokens=None)

@@ -22,9 +22,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 from common import Report, capture
 from products import CASES, HIDDEN, INNER, LAYERS, QKV
 
-from twolane.kernels import fused, linear
-from twolane.kernels.linear import ROWS, Products
-from twolane.lanes.cuda.green import Partitions
+from twolane.kernels import fused
+from twolane.kernels.products import dispatch as linear
+from twolane.kernels.products.dispatch import ROWS, Products
+from twolane.lanes.cuda.green_contexts import GreenContexts
 
 UNITS = (48, 64, 80, 96)
 TOKENS = 512
@@ -97,7 +98,7 @@ def main() -> None:
         for _ in range(LAYERS)
     ]
     uses = dict(zip(CASES, map(list, zip(*weights, strict=True)), strict=True))
-    partitions = Partitions(0, UNITS)
+    partitions = GreenContexts(0, UNITS)
     for prefill, units in partitions.levels:
         stream, other = partitions.stream("decode", units), partitions.stream("prefill", prefill)
         busy = Busy(other, layers(Products(prefill), TOKENS, weights, scale))

@@ -19,10 +19,10 @@ from functools import partial
 import torch
 from common import LEVELS, Partition, Report, capture, partition, seconds, worst_difference
 
-from twolane.kernels import decode_attention_cuda as hopper
-from twolane.kernels import decode_attention_triton as portable
-from twolane.kernels import nvrtc
-from twolane.kernels.decode_attention import decode_attention, decode_scratch
+from twolane.kernels.decode_attention import cuda_kernels as hopper
+from twolane.kernels.decode_attention import triton_kernels as portable
+from twolane.kernels.decode_attention.dispatch import decode_attention, decode_scratch
+from twolane.kernels.runtime import nvrtc
 
 WATCHDOG = ("-DWATCHDOG=20000000",)
 EVERYTHING = 1 << 30

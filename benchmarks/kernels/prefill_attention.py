@@ -18,14 +18,14 @@ from dataclasses import replace
 import torch
 from common import LEVELS, Partition, Report, partition, seconds, worst_difference
 
-from twolane.kernels import prefill_attention_flashinfer as fa3
-from twolane.kernels.prefill_attention import (
+from twolane.kernels.prefill_attention import flashinfer_kernels as fa3
+from twolane.kernels.prefill_attention.dispatch import (
     PrefillPlan,
     PrefillWorkspace,
     choose,
     prefill_attention,
 )
-from twolane.kernels.prefill_attention_triton import Tiling, TritonProgram
+from twolane.kernels.prefill_attention.triton_kernels import Tiling, TritonProgram
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 WORKLOADS = {

@@ -16,8 +16,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 from common import Report, partition
 
-from twolane.kernels import skinny_gemm
-from twolane.kernels.linear import CUBLAS, CUBLASLT, ROWS, Case, Products, Way
+from twolane.kernels.products import skinny_gemm
+from twolane.kernels.products.dispatch import CUBLAS, CUBLASLT, ROWS, Case, Products, Way
 
 HIDDEN, INNER, QKV, LAYERS = 4096, 12288, 6144, 8
 CASES = (

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from twolane.model.hub import resolve
+from twolane.model.load.hub import resolve
 
 LARGEST_DIFFERENCE = 1e-3
 """Natural logarithms, summed over an answer; both sides compute in float32."""

@@ -5,8 +5,8 @@ python examples/clients/write_tokenizer.py smollm2-135m-instruct tokenizer
 
 import sys
 
-from twolane.model.convert import read
-from twolane.model.hub import resolve
+from twolane.frontend.text.convert import read
+from twolane.model.load.hub import resolve
 
 name, folder = sys.argv[1:]
 source = resolve(name)

@@ -1,5 +1,5 @@
 """`python -m twolane` is `twolane`."""
 
-from twolane.cli import main
+from twolane.cli.main import main
 
 main()

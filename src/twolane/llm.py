@@ -15,14 +15,14 @@ import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from twolane.api.answers import Choice
-from twolane.api.engine_client import EngineClient, ignore_progress
-from twolane.api.generation import Delta, Generation, TextOptions
-from twolane.api.progress import progress_bars
-from twolane.api.startup import start_engine
 from twolane.engine.config import EngineConfig
 from twolane.engine.messages import FinishReason
+from twolane.frontend.engine_client import EngineClient, ignore_progress
+from twolane.frontend.generation import Delta, Generation, TextOptions
+from twolane.frontend.progress import progress_bars
+from twolane.frontend.startup import start_engine
 from twolane.sampling import SamplingParams, TokenLogprobs
+from twolane.server.openai.answers import Choice
 
 if TYPE_CHECKING:
     from typing_extensions import TypeIs  # in typing from Python 3.13 on
@@ -35,7 +35,7 @@ OPEN_MOST = 1024
 """Answers that the engine works on at once."""
 
 
-class Wishes(TypedDict, total=False):
+class GenerateOptions(TypedDict, total=False):
     """What may be asked for beside the sampling parameters, by keyword."""
 
     n: int
@@ -108,7 +108,7 @@ class LLM:
     Ctrl-C breaks the call off, frees what it held, and leaves the LLM usable. The engine ends with
     `close`, with the `with` block, or when nobody holds the LLM any more.
 
-    Every method takes `Wishes` by keyword: `n`, `stop`, `include_stop_str_in_output`,
+    Every method takes `GenerateOptions` by keyword: `n`, `stop`, `include_stop_str_in_output`,
     `skip_special_tokens`.
 
     Example:
@@ -153,7 +153,7 @@ class LLM:
         params: Params = None,
         *,
         progress: bool | None = None,
-        **wishes: Unpack[Wishes],
+        **wishes: Unpack[GenerateOptions],
     ) -> list[RequestOutput]:
         """Continue prompts of text or token ids, all side by side; answers are in their order.
 
@@ -162,7 +162,7 @@ class LLM:
             params: for all prompts, or one each; None: as the model's `generation_config.json` has
                 it, and otherwise `SamplingParams()`.
             progress: whether to show a bar; None: as the LLM does, for more than one prompt.
-            wishes: see `Wishes`.
+            wishes: see `GenerateOptions`.
 
         Raises:
             ValueError: a prompt is empty, too long or not text where text is needed, or something
@@ -181,7 +181,7 @@ class LLM:
         *,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         progress: bool | None = None,
-        **wishes: Unpack[Wishes],
+        **wishes: Unpack[GenerateOptions],
     ) -> list[RequestOutput]:
         """Answer one conversation, or several side by side, through the model's chat template.
 
@@ -196,7 +196,7 @@ class LLM:
         self,
         prompt: Prompt | Conversation,
         params: SamplingParams | None = None,
-        **wishes: Unpack[Wishes],
+        **wishes: Unpack[GenerateOptions],
     ) -> Iterator[CompletionOutput]:
         """Answer one prompt or conversation piece by piece, as the tokens come.
 
@@ -261,7 +261,7 @@ class LLM:
             if not 0 <= min(prompt) <= max(prompt) < ready.vocab_size:
                 raise ValueError(f"prompt {index} has token ids outside 0..{ready.vocab_size - 1}")
 
-    def _options(self, wishes: Wishes) -> TextOptions:
+    def _options(self, wishes: GenerateOptions) -> TextOptions:
         options = text_options(wishes)
         if options.stop and not self._codec.has_tokenizer:
             raise ValueError("stop needs text: this model was loaded without a tokenizer")
@@ -273,7 +273,7 @@ class LLM:
         tokens: Sequence[list[int]],
         params: Params,
         progress: bool | None,
-        wishes: Wishes,
+        wishes: GenerateOptions,
     ) -> list[RequestOutput]:
         if params is None or isinstance(params, SamplingParams):
             params = [params or self._params] * len(tokens)
@@ -482,14 +482,14 @@ def check_type(given: object, form: type, name: str) -> None:
         raise ValueError(f"{name}: {error}") from error
 
 
-def text_options(wishes: Wishes) -> TextOptions:
+def text_options(wishes: GenerateOptions) -> TextOptions:
     """Return the form in which the front knows these wishes.
 
     Raises:
         ValueError: one of them cannot be.
         TypeError: there is no such keyword.
     """
-    unknown = wishes.keys() - Wishes.__annotations__.keys()
+    unknown = wishes.keys() - GenerateOptions.__annotations__.keys()
     if unknown:
         raise TypeError(f"there is no argument {min(unknown)!r}")
     if not wishes.get("n", 1) >= 1:

@@ -13,9 +13,9 @@ from collections.abc import Callable
 
 from aiohttp import web
 
-from twolane.bench.record import Record
-from twolane.bench.result import BenchConfig, Result
 from twolane.bench.serve import run
+from twolane.results.record import Record
+from twolane.results.result import BenchConfig, Result
 from twolane.workload.spec import WorkloadSpec
 
 

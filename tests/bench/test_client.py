@@ -5,10 +5,10 @@ import json
 
 import pytest
 
-from twolane.bench.record import Record
-from twolane.bench.result import BenchConfig
 from twolane.bench.serve import BenchError, run
-from twolane.bench.summary import result_json
+from twolane.results.record import Record
+from twolane.results.result import BenchConfig
+from twolane.results.summary import result_json
 from twolane.workload.prompts import TokenRange
 from twolane.workload.spec import WorkloadSpec
 

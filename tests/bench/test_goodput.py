@@ -9,12 +9,12 @@ import pytest
 from msgspec.structs import replace
 from typer.testing import CliRunner
 
-from twolane.bench.cli import app
+from twolane.bench.contenders import measure, simulation
 from twolane.bench.goodput import Hopeless, Search, find, highest, short_runs, tuned, variants
-from twolane.bench.goodput_cli import measure, simulation
-from twolane.bench.metrics import attain
-from twolane.bench.record import Record
-from twolane.bench.result import BenchConfig
+from twolane.cli.bench import app
+from twolane.results.metrics import attain
+from twolane.results.record import Record
+from twolane.results.result import BenchConfig
 from twolane.workload.spec import OptionError, WorkloadSpec
 from twolane.workload.traces import TraceRequest
 

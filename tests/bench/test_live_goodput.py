@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.api.serving import alive, children, wait_for, write_tiny_model
+from tests.server.serving import alive, children, wait_for, write_tiny_model
 from twolane.bench import server
-from twolane.resources import usable_cores
+from twolane.common.resources import usable_cores
 
 BOTH = ["chunked:token_budget=256", "static-split"]
 # Bounds that hold however slow the machine is: both rates that are tried do.
@@ -177,7 +177,7 @@ def test_no_server_is_no_goodput_of_zero(tmp_path):
 def test_contradictions_are_refused(words, complaint, tmp_path):
     from typer.testing import CliRunner
 
-    from twolane.bench.cli import app
+    from twolane.cli.bench import app
 
     done = CliRunner().invoke(app, ["goodput", "--out", str(tmp_path), *LOOSE[:3], *words])
     assert done.exit_code == 2

@@ -12,9 +12,11 @@ from matplotlib import pyplot as plt
 from matplotlib.patches import Rectangle
 from typer.testing import CliRunner
 
-from twolane.bench import figures, report, saved, timelines, tracefile
-from twolane.bench.style import LABEL_GAP, _apart
-from twolane.cli import app
+from twolane.bench.report import figures, timelines, tracefile
+from twolane.bench.report import page as report
+from twolane.bench.report.style import LABEL_GAP, _apart
+from twolane.cli.main import app
+from twolane.results import saved
 from twolane.workload.spec import OptionError
 
 MODEL, SYSTEMS = "llama-3.1-8b", ("chunked", "static-split")

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.api.serving import serving, wait_for, write_tiny_model
+from tests.server.serving import serving, wait_for, write_tiny_model
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 PROMETHEUS = shutil.which("prometheus")

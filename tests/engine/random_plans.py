@@ -3,9 +3,9 @@
 import random
 from dataclasses import dataclass
 
+from twolane.common.vocabulary import LANES, LaneName
 from twolane.systems.plan import Chunk, DecodeSteps, Hybrid, Launch, Plan, PrefillSlice, Work
 from twolane.systems.view import View
-from twolane.vocabulary import LANES, LaneName
 
 
 @dataclass(frozen=True)

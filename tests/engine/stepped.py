@@ -7,10 +7,10 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from twolane.lanes import Step, Ticket
-from twolane.lanes.runner import Runner
+from twolane.common.vocabulary import LANES, LaneName
+from twolane.lanes.base import Step, Ticket
+from twolane.lanes.cpu.runner import Runner
 from twolane.lanes.work import Work
-from twolane.vocabulary import LANES, LaneName
 
 
 class SteppedTicket(Ticket):

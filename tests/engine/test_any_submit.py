@@ -26,7 +26,7 @@ from twolane.engine.messages import (
     encode,
 )
 from twolane.estimate.online import OnlineEstimator
-from twolane.lanes.runner import Runner
+from twolane.lanes.cpu.runner import Runner
 from twolane.model.attention import KVCache
 from twolane.model.decoder import Decoder, Weights
 from twolane.sampling import SamplingParams

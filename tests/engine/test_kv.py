@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from twolane.engine.kv import Allocation, KVBooks
-from twolane.lanes import Ticket
+from twolane.lanes.base import Ticket
 
 PAGE = 4
 

@@ -7,8 +7,8 @@ import pytest
 from tests.systems.simulation import simulate, submit
 from twolane.engine.engine import Engine
 from twolane.estimate.online import OnlineEstimator
-from twolane.systems import make_system
 from twolane.systems.plan import Plan
+from twolane.systems.registry import make_system
 
 
 def test_tokens_are_sent_before_what_comes_next_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from tests.model.checkpoints import make_checkpoint
-from twolane.api.engine_client import EngineClient, EngineError, Event
 from twolane.engine.config import EngineConfig
 from twolane.engine.messages import Output, Submit
+from twolane.frontend.engine_client import EngineClient, EngineError, Event
 from twolane.sampling import SamplingParams
 from twolane.slo import Slo
 

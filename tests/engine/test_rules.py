@@ -8,20 +8,20 @@ import pytest
 from msgspec.structs import replace
 
 from tests.systems.simulation import LAYERS, UNITS, Simulation, simulate, submit
+from twolane.common.vocabulary import LaneName
 from twolane.engine.engine import Engine
 from twolane.engine.kv import KVBooks
 from twolane.engine.messages import Abort, Finish, Outputs, Submit, ToEngine, Watch
 from twolane.engine.state import EVEN
 from twolane.estimate.online import OnlineEstimator
-from twolane.lanes import sim as sim_lanes
-from twolane.lanes.sim import Demand, FixedDurations, SimLanes
 from twolane.lanes.work import DecodeWork, Work
 from twolane.sampling import SamplingParams
+from twolane.sim import lanes as sim_lanes
+from twolane.sim.lanes import Demand, FixedDurations, SimLanes
 from twolane.slo import Slo
-from twolane.systems import SYSTEMS, System, make_system
 from twolane.systems.plan import Chunk, DecodeSteps, Launch, Plan, PrefillSlice, Refusal
+from twolane.systems.registry import SYSTEMS, System, make_system
 from twolane.systems.view import View
-from twolane.vocabulary import LaneName
 
 
 @dataclass

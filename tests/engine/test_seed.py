@@ -8,10 +8,10 @@ import pytest
 from msgspec.structs import replace
 
 from tests.model.checkpoints import make_checkpoint
-from twolane.api.engine_client import EngineClient, Event
 from twolane.engine.config import EngineConfig
 from twolane.engine.messages import Output, Submit
-from twolane.model.hub import DEFAULT_MODEL, pull
+from twolane.frontend.engine_client import EngineClient, Event
+from twolane.model.load.hub import DEFAULT_MODEL, pull
 from twolane.sampling import SamplingParams
 
 SYSTEMS = {

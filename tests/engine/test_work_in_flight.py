@@ -17,7 +17,7 @@ from tests.engine.world import World
 from twolane.engine import launch, reap, request
 from twolane.engine.kv import Allocation, KVBooks, PrefixTree
 from twolane.engine.state import State
-from twolane.systems import SYSTEMS, System, make_system
+from twolane.systems.registry import SYSTEMS, System, make_system
 
 SCHEDULES = 12
 FULL_SCHEDULES = 1000

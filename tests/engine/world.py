@@ -20,8 +20,8 @@ from twolane.engine.kv import KVBooks
 from twolane.engine.messages import Abort, Finish, Output, Submit, ToEngine
 from twolane.engine.request import Phase, Request
 from twolane.estimate.online import OnlineEstimator
-from twolane.lanes import Step
-from twolane.lanes.runner import Runner
+from twolane.lanes.base import Step
+from twolane.lanes.cpu.runner import Runner
 from twolane.lanes.work import (
     DecodeRow,
     DecodeWork,
@@ -33,11 +33,11 @@ from twolane.lanes.work import (
 )
 from twolane.model.attention import KVCache
 from twolane.model.decoder import Decoder, LayerWeights, Weights
-from twolane.model.hub import resolve
-from twolane.model.weights import load_decoder
+from twolane.model.load.hub import resolve
+from twolane.model.load.weights import load_decoder
 from twolane.sampling import SamplingParams, TokenLogprobs
 from twolane.slo import Slo
-from twolane.systems import System
+from twolane.systems.registry import System
 
 PAGE = 4
 MODEL_LEN = 48

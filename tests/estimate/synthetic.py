@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from twolane.estimate import Load
+from twolane.estimate.base import Load
 from twolane.estimate.profile import Key, Neighbour, Profile, Sample, load_of, model_digest
 from twolane.model.shapes import SHAPES
 from twolane.profile.grid import Limits, Point, plan

@@ -6,9 +6,9 @@ import msgspec
 import pytest
 
 from tests.estimate import synthetic
-from twolane.estimate import Load
+from twolane.common.sizes import EMPTY_KEYS, FILLED, WHOLE
+from twolane.estimate.base import Load
 from twolane.estimate.computed import BUCKETS, SLOPES, SMALL_ROWS, STEPS, Computed
-from twolane.sizes import EMPTY_KEYS, FILLED, WHOLE
 
 
 @pytest.fixture(scope="module")
@@ -21,10 +21,10 @@ def gpu() -> Computed:
 def test_sizes_are_those_of_the_lanes(gpu: Computed):
     import torch
 
-    from twolane.kernels import linear
-    from twolane.kernels import prefill_attention_flashinfer as fa3
-    from twolane.kernels.prefill_attention_triton import tiling
-    from twolane.lanes.cuda import decode
+    from twolane.kernels.prefill_attention import flashinfer_kernels as fa3
+    from twolane.kernels.prefill_attention.triton_kernels import tiling
+    from twolane.kernels.products import dispatch as linear
+    from twolane.lanes.cuda import decode_graphs as decode
 
     assert decode.BUCKETS == BUCKETS
     assert linear.ROWS[:-1] == (*STEPS, *SLOPES[1:])

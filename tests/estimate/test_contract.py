@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 
 from tests.systems.simulation import LAYERS, UNITS, Ran, simulate, submit
-from twolane.estimate import Beside, Load
+from twolane.estimate.base import Beside, Load
 from twolane.estimate.online import OnlineEstimator
-from twolane.lanes.sim import FixedDurations
 from twolane.lanes.work import DecodeWork, Work
-from twolane.systems import make_system
+from twolane.sim.lanes import FixedDurations
+from twolane.systems.registry import make_system
 
 LOAD = Load((512, 1), (0, 640))
 

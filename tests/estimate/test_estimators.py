@@ -7,17 +7,17 @@ import pytest
 
 from tests.estimate import synthetic
 from twolane.engine.config import EstimatorName
-from twolane.estimate import Beside, Load
-from twolane.estimate.attention_roofline import AttentionRoofline, Interconnect
-from twolane.estimate.calibrated import MOST_SLOW, USUAL, Calibrated, _Asked
+from twolane.estimate.base import Beside, Load
+from twolane.estimate.calibrated.estimator import MOST_SLOW, USUAL, Calibrated, _Asked
 from twolane.estimate.catalog import ESTIMATORS
 from twolane.estimate.errors import prediction_seconds, table
-from twolane.estimate.guard import OWN, ContentionGuard
-from twolane.estimate.operators import Shape
+from twolane.estimate.papers.attention_roofline import AttentionRoofline, Interconnect
+from twolane.estimate.papers.guard import OWN, ContentionGuard
+from twolane.estimate.papers.operators import Shape
+from twolane.estimate.papers.sm_roofline import SmRoofline, inflection
+from twolane.estimate.papers.solo_run import SoloRun
+from twolane.estimate.papers.sweep import Curve
 from twolane.estimate.profile import ProfileError
-from twolane.estimate.sm_roofline import SmRoofline, inflection
-from twolane.estimate.solo_run import SoloRun
-from twolane.estimate.sweep import Curve
 
 NAMES = get_args(EstimatorName)
 PROMPTS = Load([2000, 500], [0, 4000])

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from twolane.estimate.calibrated import ENOUGH, _quantile
-from twolane.estimate.residual import Means, Residual
+from twolane.estimate.calibrated.estimator import ENOUGH, _quantile
+from twolane.estimate.calibrated.residual import Means, Residual
 
 
 @pytest.fixture

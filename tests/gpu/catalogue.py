@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tests.model.checkpoints import POSITIONS, VOCAB, make_checkpoint
 from twolane.engine.messages import Submit
-from twolane.lanes.runner import Runner
+from twolane.lanes.cpu.runner import Runner
 from twolane.lanes.work import (
     DecodeRow,
     DecodeWork,
@@ -29,8 +29,8 @@ from twolane.lanes.work import (
 )
 from twolane.model.attention import KVCache
 from twolane.model.decoder import Decoder, LayerWeights, Weights
-from twolane.model.hub import resolve
-from twolane.model.weights import load_decoder
+from twolane.model.load.hub import resolve
+from twolane.model.load.weights import load_decoder
 from twolane.sampling import SamplingParams
 
 PAGE = 16

@@ -8,7 +8,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from twolane.lanes import Ticket
+from twolane.common.vocabulary import LaneName
+from twolane.lanes.base import Ticket
 from twolane.lanes.cuda.machine import CudaMachine
 from twolane.lanes.work import (
     DecodeRow,
@@ -22,7 +23,6 @@ from twolane.lanes.work import (
     Work,
 )
 from twolane.sampling import SamplingParams
-from twolane.vocabulary import LaneName
 
 PAGE = 16
 REUSED = 256

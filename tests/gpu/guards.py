@@ -6,15 +6,15 @@ from typing import Any
 
 import torch
 
+from twolane.common.vocabulary import LaneName
 from twolane.engine import launch, reap
 from twolane.engine.kv import Allocation, KVBooks
-from twolane.lanes import Ticket
+from twolane.lanes.base import Ticket
 from twolane.lanes.cuda import lanes as lanes_module
 from twolane.lanes.cuda.lanes import CudaLanes, CudaTicket
 from twolane.lanes.cuda.runner import Queued
 from twolane.lanes.cuda.slots import Slots
 from twolane.lanes.work import Work
-from twolane.vocabulary import LaneName
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ from tests.engine.world import World
 from tests.gpu.catalogue import EOS, PAGE, Answer, Catalogue, Entry, prepare
 from tests.gpu.guards import GUARDS
 from tests.parity.serving import LaunchLog
+from twolane.common.vocabulary import LaneName
 from twolane.engine.engine import Engine
 from twolane.engine.kv import KVBooks
 from twolane.engine.messages import Output, Submit, ToEngine
@@ -40,9 +41,8 @@ from twolane.lanes.cuda.lanes import CudaLanes
 from twolane.lanes.cuda.machine import CudaMachine
 from twolane.lanes.cuda.runner import Queued
 from twolane.lanes.work import Work
-from twolane.model.hub import resolve
-from twolane.model.weights import load_weights
-from twolane.vocabulary import LaneName
+from twolane.model.load.hub import resolve
+from twolane.model.load.weights import load_weights
 
 LEVELS = (16, 48, 96)
 """SMs for decode; the prefill share of one level and the decode share of another may overlap."""

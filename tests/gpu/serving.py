@@ -9,7 +9,7 @@ from twolane.engine.kv import KVBooks
 from twolane.engine.messages import Submit
 from twolane.lanes.cuda.lanes import CudaLanes
 from twolane.lanes.cuda.machine import CudaMachine
-from twolane.systems import System
+from twolane.systems.registry import System
 
 LEVELS = (16, 48, 96)
 """SMs for decode: few, some and most."""

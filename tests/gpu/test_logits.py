@@ -17,11 +17,11 @@ from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config
 
 from tests.gpu.forced import Forced
 from tests.model.checkpoints import random_model, reference
-from twolane.kernels import prefill_attention_flashinfer as fa3
-from twolane.kernels.prefill_attention_schedule import Ints, Segments
+from twolane.kernels.prefill_attention import flashinfer_kernels as fa3
+from twolane.kernels.prefill_attention.schedule import Ints, Segments
 from twolane.lanes.cuda.machine import CudaMachine
-from twolane.model.hub import resolve
-from twolane.model.weights import load_weights
+from twolane.model.load.hub import resolve
+from twolane.model.load.weights import load_weights
 
 WORST = 1.5
 """Times the error of `transformers`: other orders of summation, the same number of roundings."""

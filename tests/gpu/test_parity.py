@@ -12,8 +12,8 @@ from tests.parity.prompts import LENGTHS, MAX_TOKENS
 from tests.parity.schedules import schedules
 from tests.parity.test_tiny import REQUESTS, compare
 from twolane.lanes.cuda.machine import CudaMachine
-from twolane.model.hub import resolve
-from twolane.model.weights import load_weights
+from twolane.model.load.hub import resolve
+from twolane.model.load.weights import load_weights
 
 SMALL = -(-(max(LENGTHS) + MAX_TOKENS + PAGE) // PAGE)
 Machines = Callable[[str], tuple[CudaMachine, Judge]]

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from twolane.kernels import nvrtc
-from twolane.kernels.linear import CUBLAS, CUBLASLT, Case, Operation, Products
-from twolane.kernels.skinny_gemm import ROWS
-from twolane.lanes.cuda.green import Partitions
-from twolane.sizes import SIZES
+from twolane.common.sizes import SIZES
+from twolane.kernels.products.dispatch import CUBLAS, CUBLASLT, Case, Operation, Products
+from twolane.kernels.products.skinny_gemm import ROWS
+from twolane.kernels.runtime import nvrtc
+from twolane.lanes.cuda.green_contexts import GreenContexts
 
 BF16, FP16 = torch.bfloat16, torch.float16
 OPERATIONS: tuple[Operation, ...] = ("linear", "add_linear", "gate_up_silu", "logits")
@@ -29,7 +29,7 @@ def _cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFac
 @pytest.fixture(scope="module")
 def stream() -> Iterator[torch.cuda.Stream]:
     """On 32 SMs."""
-    partitions = Partitions(0, (32,))
+    partitions = GreenContexts(0, (32,))
     yield partitions.stream("decode", 32)
 
 
@@ -119,7 +119,7 @@ def test_tuning_is_remembered(stream: torch.cuda.Stream, monkeypatch: pytest.Mon
 def test_products_of_passes() -> None:
     """Right at every size by either library, on a share that no kernel of the device is made for;
     and each size is tuned."""
-    partitions = Partitions(0, (32,))
+    partitions = GreenContexts(0, (32,))
     units = partitions.prefill_units[0]
     stream, products = partitions.capture_stream("prefill", units), Products(units)
     for size in (64, 640, 2048, 3000):

@@ -5,7 +5,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from twolane.api.text import byte_alphabet
+from twolane.frontend.text.codec import byte_alphabet
 
 from ..model.checkpoints import VOCAB, make_checkpoint
 

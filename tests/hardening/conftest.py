@@ -1,6 +1,6 @@
 import pytest
 
-from ..api.serving import serving
+from ..server.serving import serving
 from .checkpoint import write_text_model
 from .target import ARGUMENTS, Target
 

@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..api.serving import Served
+from ..server.serving import Served
 
 MIB = 1 << 20
 

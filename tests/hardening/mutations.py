@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
-from twolane.api import protocol
+from twolane.server.openai import protocol
 
 from .wire import Case
 

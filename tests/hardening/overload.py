@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..api.serving import Served, serving
+from ..server.serving import Served, serving
 from .checkpoint import write_text_model
 from .footprint import MIB, Footprint
 from .load import Clients, Tally

@@ -5,8 +5,8 @@ import random
 import urllib.parse
 from concurrent.futures import ThreadPoolExecutor
 
-from ..api.serving import Served, wait_for
-from ..api.test_lifecycle import Stream
+from ..server.serving import Served, wait_for
+from ..server.test_lifecycle import Stream
 
 RUNNING = 8
 PAGE = 16

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from ..api.serving import wait_for
+from ..server.serving import wait_for
 from .footprint import MIB, Footprint
 from .mutations import make_case
 from .wire import Outcome, play_all

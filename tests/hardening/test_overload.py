@@ -11,8 +11,8 @@ import urllib.error
 
 import pytest
 
-from ..api.serving import alive, serving, wait_for
 from ..model.checkpoints import POSITIONS
+from ..server.serving import alive, serving, wait_for
 from .footprint import MIB
 from .load import Ask, Clients, Tally
 from .overload import ORDERLY, SHORT_QUEUE, judge, overload, report

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ..api.serving import serving
+from ..server.serving import serving
 from .target import ARGUMENTS
 
 CHECKS = (

@@ -115,7 +115,11 @@ def launch_sampler(dtype: torch.dtype, vocab: int, chunk: int) -> None:
 
 
 def launch_prefill(dtype: torch.dtype, dim: int, window: int | None = None) -> None:
-    from twolane.kernels.prefill_attention import PrefillPlan, PrefillWorkspace, prefill_attention
+    from twolane.kernels.prefill_attention.dispatch import (
+        PrefillPlan,
+        PrefillWorkspace,
+        prefill_attention,
+    )
 
     shape = {"page_size": 32, "heads": 8, "kv_heads": 2, "dim": dim, "dtype": dtype}
     lane = {"units": 5, "workspace": PrefillWorkspace("cpu"), "window": window}
@@ -126,7 +130,7 @@ def launch_prefill(dtype: torch.dtype, dim: int, window: int | None = None) -> N
 
 def launch_gather(dtype: torch.dtype) -> None:
     """What FlashInfer's split tiles need beside the merge."""
-    from twolane.kernels.prefill_attention_triton import gather_kernel
+    from twolane.kernels.prefill_attention.triton_kernels import gather_kernel
 
     q, pieces = torch.empty(70, 8, 128, dtype=dtype), torch.empty(8, dtype=torch.int32)
     sizes = {"DIM": 128, "ROWS": 128, "FIRST_PLACE": 7, "PART": 32}

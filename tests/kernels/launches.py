@@ -13,7 +13,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from twolane.kernels.launching import _forms, launch
+from twolane.kernels.runtime.launch import _forms, launch
 
 
 class Recorder:

@@ -5,7 +5,11 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from twolane.kernels.decode_attention import DecodeScratch, decode_attention, decode_scratch
+from twolane.kernels.decode_attention.dispatch import (
+    DecodeScratch,
+    decode_attention,
+    decode_scratch,
+)
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 

@@ -11,8 +11,8 @@ import torch
 
 from tests.kernels import on_host
 from tests.kernels.test_decode_attention import TOLERANCE, Case
-from twolane.kernels import decode_attention_cuda as hopper
-from twolane.kernels.decode_attention import decode_scratch
+from twolane.kernels.decode_attention import cuda_kernels as hopper
+from twolane.kernels.decode_attention.dispatch import decode_scratch
 
 pytestmark = on_host.needs_compiler
 

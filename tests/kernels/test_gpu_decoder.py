@@ -7,15 +7,15 @@ import torch
 
 from tests.kernels.interpreter import DEVICE
 from tests.model.checkpoints import make_checkpoint
-from twolane.kernels.decode_attention import decode_scratch
-from twolane.kernels.linear import Products
-from twolane.kernels.prefill_attention import PrefillPlan, PrefillWorkspace
-from twolane.lanes.cuda.rows import Placed, Steps
+from twolane.kernels.decode_attention.dispatch import decode_scratch
+from twolane.kernels.prefill_attention.dispatch import PrefillPlan, PrefillWorkspace
+from twolane.kernels.products.dispatch import Products
+from twolane.lanes.cuda.forward_batch import DecodeRows, MixedRows
 from twolane.model.attention import Batch, KVCache, Segment
 from twolane.model.decoder import Decoder
-from twolane.model.gpu import GpuDecoder, GpuKVCache, Rows, Workspace
-from twolane.model.hub import resolve
-from twolane.model.weights import load_weights
+from twolane.model.gpu_decoder import GpuDecoder, GpuKVCache, Rows, Workspace
+from twolane.model.load.hub import resolve
+from twolane.model.load.weights import load_weights
 
 PAGE = 16
 PAGES = [3, 1, 4, 2]
@@ -53,7 +53,7 @@ class OnGpu:
         self.decoder.head(hidden, logits, self.workspace, Products(UNITS))
         return logits
 
-    def prompt(self) -> Placed:
+    def prompt(self) -> MixedRows:
         positions = torch.arange(PROMPT, dtype=torch.int32, device=DEVICE)
         write_slots = ints(*(PAGES[p // PAGE] * PAGE + p % PAGE for p in range(PROMPT)))
         windows = {self.spec.window(i) for i in range(self.spec.layers)}
@@ -72,15 +72,17 @@ class OnGpu:
             )
             for window in windows
         }
-        return Placed(self.decoder, positions, write_slots, plans)
+        return MixedRows(self.decoder, positions, write_slots, plans)
 
-    def step(self) -> Steps:
+    def step(self) -> DecodeRows:
         """Row 0 is padding."""
         tables = torch.zeros(3, len(PAGES), dtype=torch.int32, device=DEVICE)
         tables[1] = ints(*PAGES)
         scratch = decode_scratch(2, self.spec.heads, self.spec.head_dim, UNITS, DEVICE)
         lengths = ints(0, PROMPT + 1)
-        return Steps(self.decoder, tables, ints(2, 1), ints(0, PROMPT), lengths, scratch, UNITS)
+        return DecodeRows(
+            self.decoder, tables, ints(2, 1), ints(0, PROMPT), lengths, scratch, UNITS
+        )
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from twolane.kernels import linear, nvrtc, skinny_gemm
-from twolane.kernels.linear import (
+from twolane.common.sizes import SIZES
+from twolane.kernels.products import dispatch as linear
+from twolane.kernels.products import skinny_gemm
+from twolane.kernels.products.dispatch import (
     CUBLAS,
     Case,
     Products,
@@ -19,7 +21,7 @@ from twolane.kernels.linear import (
     shortlist,
     write_ways,
 )
-from twolane.sizes import SIZES
+from twolane.kernels.runtime import nvrtc
 
 LT = linear.CUBLASLT
 OWN = Way(variant=skinny_gemm.Variant(128, 64), blocks=48)

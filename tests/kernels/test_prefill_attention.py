@@ -8,10 +8,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from twolane.kernels import prefill_attention_flashinfer as fa3
-from twolane.kernels.prefill_attention import PrefillPlan, PrefillWorkspace, prefill_attention
-from twolane.kernels.prefill_attention_batch import Block, PrefillBatch
-from twolane.kernels.prefill_attention_schedule import (
+from twolane.kernels.prefill_attention import flashinfer_kernels as fa3
+from twolane.kernels.prefill_attention.batch import Block, PrefillBatch
+from twolane.kernels.prefill_attention.dispatch import (
+    PrefillPlan,
+    PrefillWorkspace,
+    prefill_attention,
+)
+from twolane.kernels.prefill_attention.schedule import (
     HEAD,
     HIGH,
     LOW,
@@ -26,7 +30,7 @@ from twolane.kernels.prefill_attention_schedule import (
     schedule,
     tiles,
 )
-from twolane.kernels.prefill_attention_triton import TritonProgram, tiling
+from twolane.kernels.prefill_attention.triton_kernels import TritonProgram, tiling
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1.5e-3}
 

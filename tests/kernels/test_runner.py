@@ -16,14 +16,15 @@ import torch
 from tests.kernels.test_gpu_decoder import on_cpu
 from tests.kernels.test_prefill_attention import Fa3
 from tests.model.checkpoints import make_checkpoint
-from twolane.kernels import prefill_attention_flashinfer as fa3
+from twolane.common.vocabulary import LaneName
+from twolane.kernels.prefill_attention import flashinfer_kernels as fa3
+from twolane.lanes.cuda import hybrid_graphs as module
 from twolane.lanes.cuda import runner as runner_module
-from twolane.lanes.cuda import whole as module
-from twolane.lanes.cuda.decode import DecodeSteps
-from twolane.lanes.cuda.ends import Ends
-from twolane.lanes.cuda.passes import PassGraphs, _Layer
+from twolane.lanes.cuda.decode_graphs import DecodeGraphs
+from twolane.lanes.cuda.layer_graphs import PassGraphs, _Layer
 from twolane.lanes.cuda.runner import CudaRunner, PendingStep
 from twolane.lanes.cuda.slots import Slots
+from twolane.lanes.sampling_points import SamplingPoints
 from twolane.lanes.work import (
     DecodeRow,
     HybridWork,
@@ -33,11 +34,10 @@ from twolane.lanes.work import (
     Sampling,
 )
 from twolane.model.decoder import Decoder
-from twolane.model.gpu import GpuDecoder, GpuKVCache
-from twolane.model.hub import resolve
-from twolane.model.weights import load_weights
+from twolane.model.gpu_decoder import GpuDecoder, GpuKVCache
+from twolane.model.load.hub import resolve
+from twolane.model.load.weights import load_weights
 from twolane.sampling import SamplingParams
-from twolane.vocabulary import LaneName
 
 PAGE, UNITS, SLOTS = 16, 3, 5
 SIZES = 16, 32, 64, 128, 192
@@ -90,7 +90,7 @@ class World:
         for layer in self.kv.layers:
             layer.fill_(float("nan"))  # what nobody wrote must not be read: it would show
         self.slots = Slots(SLOTS, 20, device)
-        steps = DecodeSteps(self.decoder, self.kv, self.slots, SLOTS, UNITS)
+        steps = DecodeGraphs(self.decoder, self.kv, self.slots, SLOTS, UNITS)
         self.runner = CudaRunner(self.decoder, self.kv, self.slots, steps, LARGEST, UNITS)
         assert self.runner.whole is not None
         self.whole, self.passes = self.runner.whole, self.runner.passes
@@ -259,7 +259,7 @@ def test_what_has_no_graph_is_not_sent(world: World) -> None:
 
     def sent(*work: object, units: int = UNITS) -> bool:
         asked = HybridWork(*work)
-        ends = Ends.of(asked.decode, asked.prompts)
+        ends = SamplingPoints.of(asked.decode, asked.prompts)
         return world.whole.send(asked, ends, units) is not None
 
     assert sent((step,), (chunk,))

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from tests.kernels import on_host
-from twolane.kernels import skinny_gemm
-from twolane.kernels.skinny_gemm import ROWS, Scratch, Variant
+from twolane.kernels.products import skinny_gemm
+from twolane.kernels.products.skinny_gemm import ROWS, Scratch, Variant
 
 pytestmark = on_host.needs_compiler
 BF16, FP16 = torch.bfloat16, torch.float16

@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from twolane.lanes import Sampled, Step, Ticket
-from twolane.lanes.cpu import CpuLanes
+from twolane.lanes.base import Sampled, Step, Ticket
+from twolane.lanes.cpu.lanes import CpuLanes
 
 PATIENCE = 60.0
 """Seconds for what must happen; waiting so long is a failure."""

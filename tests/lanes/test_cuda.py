@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from twolane.kernels.sampling import MAX_BANNED, pack_params
-from twolane.lanes.cuda import clock
-from twolane.lanes.cuda.launcher import Launcher, Turn
+from twolane.lanes.cuda import device_clock as clock
+from twolane.lanes.cuda.launch_thread import Launcher, Turn
 from twolane.lanes.cuda.slots import _packed
 from twolane.lanes.work import Sampling
 from twolane.sampling import SamplingParams
@@ -20,7 +20,7 @@ from twolane.sampling import SamplingParams
 
 @pytest.mark.parametrize("count", [0, MAX_BANNED - 1, MAX_BANNED, 100])
 def test_a_slot_bans_as_many_as_it_can(count: int) -> None:
-    """More are banned outside of the graph (`Extras`): a request may have any number."""
+    """More are banned outside of the graph (`LogitProcessors`): a request may have any number."""
     params = SamplingParams(stop_token_ids=tuple(range(10, 10 + count)), min_tokens=3)
     known = Sampling(params, seed=0, prompt_tokens=5, eos_token_ids=(2,), tokens=[1] * 5)
     banned = (2, *params.stop_token_ids) if count < MAX_BANNED else ()

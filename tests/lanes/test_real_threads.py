@@ -17,13 +17,13 @@ import torch
 
 from tests.engine.random_plans import RandomPlans
 from tests.engine.world import World
+from twolane.common.resources import usable_cores
 from twolane.engine import launch
-from twolane.lanes import Step
-from twolane.lanes.cpu import CpuLanes
-from twolane.lanes.runner import Runner
+from twolane.lanes.base import Step
+from twolane.lanes.cpu.lanes import CpuLanes
+from twolane.lanes.cpu.runner import Runner
 from twolane.lanes.work import Work
-from twolane.resources import usable_cores
-from twolane.systems import System, make_system
+from twolane.systems.registry import System, make_system
 
 WORLDS = 12
 FULL_WORLDS = 300

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from twolane.model.decoder import Decoder
-from twolane.model.hub import DEFAULT_MODEL, ModelSource, pull, resolve
-from twolane.model.weights import load_decoder
+from twolane.model.load.hub import DEFAULT_MODEL, ModelSource, pull, resolve
+from twolane.model.load.weights import load_decoder
 
 from .checkpoints import make_checkpoint, reference
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from twolane.model import hub
-from twolane.model.hub import ModelNotFound, PullError, pull, resolve
+from twolane.model.load import hub
+from twolane.model.load.hub import ModelNotFound, PullError, pull, resolve
 from twolane.model.spec import UnsupportedModel
 
 from .checkpoints import make_checkpoint
@@ -41,7 +41,7 @@ def test_directories_files_and_shapes(tmp_path):
 
 def test_a_model_is_found_and_its_shape_read_without_torch(tmp_path):
     path = make_checkpoint("qwen3", tmp_path / "model")
-    code = f"""import sys; from twolane.model.hub import resolve; resolve({str(path)!r}).spec()
+    code = f"""import sys; from twolane.model.load.hub import resolve; resolve({str(path)!r}).spec()
 sys.exit(' '.join({{'torch', 'transformers'}} & sys.modules.keys()))"""
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert run.stderr.strip() == ""

@@ -4,8 +4,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from twolane.model.hub import resolve
-from twolane.model.weights import WeightsError, load_decoder
+from twolane.model.load.hub import resolve
+from twolane.model.load.weights import WeightsError, load_decoder
 
 from .checkpoints import make_checkpoint, reference
 from .passes import Pool, in_chunks, prompt

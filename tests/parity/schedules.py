@@ -3,11 +3,11 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from twolane.systems import System, make_system
-from twolane.systems.admission import next_chunks
+from twolane.common.vocabulary import LANES, LaneName
+from twolane.systems.common.admission import next_chunks
 from twolane.systems.plan import Chunk, DecodeSteps, Launch, Plan, PrefillSlice
+from twolane.systems.registry import System, make_system
 from twolane.systems.view import View
-from twolane.vocabulary import LANES, LaneName
 
 
 @dataclass(frozen=True)

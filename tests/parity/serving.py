@@ -8,23 +8,23 @@ from typing import Any, Protocol
 
 import torch
 
+from twolane.common.resources import usable_cores
+from twolane.common.vocabulary import LaneName
 from twolane.engine.engine import Engine
 from twolane.engine.kv import KVBooks
 from twolane.engine.loop import run
 from twolane.engine.messages import Outputs, Submit, ToEngine
 from twolane.engine.trace import Trace
 from twolane.estimate.online import OnlineEstimator
-from twolane.lanes import Lanes, Step
-from twolane.lanes.cpu import CpuLanes
-from twolane.lanes.runner import Runner
+from twolane.lanes.base import Lanes, Step
+from twolane.lanes.cpu.lanes import CpuLanes
+from twolane.lanes.cpu.runner import Runner
 from twolane.lanes.work import Work
 from twolane.model.attention import KVCache
 from twolane.model.decoder import Decoder
 from twolane.model.spec import ModelSpec
-from twolane.resources import usable_cores
 from twolane.sampling import TokenLogprobs
-from twolane.systems import System
-from twolane.vocabulary import LaneName
+from twolane.systems.registry import System
 
 STUCK_SECONDS = 120.0
 """No launch of these tests takes a tenth of that, even on a busy machine."""

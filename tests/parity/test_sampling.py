@@ -20,8 +20,8 @@ from tests.parity.schedules import schedules
 from tests.parity.serving import Served, serve
 from twolane.engine.messages import Submit
 from twolane.model.decoder import Decoder
-from twolane.model.hub import resolve
-from twolane.model.weights import load_decoder
+from twolane.model.load.hub import resolve
+from twolane.model.load.weights import load_decoder
 from twolane.sampling import SamplingParams, TokenLogprobs
 
 PAGE = 8
@@ -175,7 +175,7 @@ def test_the_penalties_matter(models) -> None:
 def test_a_long_prompt_is_scored_some_rows_at_a_time(models, monkeypatch) -> None:
     """The head's product is cut; the scores are the same."""
     decoder, model = models
-    monkeypatch.setattr("twolane.lanes.runner.SCORED_LOGITS", 7 * VOCAB)
+    monkeypatch.setattr("twolane.lanes.cpu.runner.SCORED_LOGITS", 7 * VOCAB)
     rows: list[int] = []
     head = decoder.head
     monkeypatch.setattr(decoder, "head", lambda hidden: rows.append(len(hidden)) or head(hidden))

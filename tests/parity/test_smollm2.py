@@ -17,12 +17,12 @@ from tests.parity.prompts import CHATS, MAX_TOKENS, TEXTS
 from tests.parity.schedules import SYSTEMS, schedules
 from tests.parity.serving import OneThread, serve
 from twolane.engine.messages import Submit
-from twolane.lanes.runner import Runner
-from twolane.model.convert import read
+from twolane.frontend.text.convert import read
+from twolane.lanes.cpu.runner import Runner
 from twolane.model.decoder import Decoder
-from twolane.model.hub import DEFAULT_MODEL, ModelSource, pull, resolve
+from twolane.model.load.hub import DEFAULT_MODEL, ModelSource, pull, resolve
+from twolane.model.load.weights import load_decoder
 from twolane.model.shapes import SHAPES
-from twolane.model.weights import load_decoder
 from twolane.sampling import SamplingParams
 
 LAYERS = 30

@@ -15,13 +15,13 @@ from tests.parity.prompts import LENGTHS, MAX_TOKENS, random_requests
 from tests.parity.schedules import schedules
 from tests.parity.serving import OneThread, Served, serve
 from twolane.engine.messages import Submit
-from twolane.lanes import Step
-from twolane.lanes.runner import Runner
+from twolane.lanes.base import Step
+from twolane.lanes.cpu.runner import Runner
 from twolane.lanes.work import DecodeRow, PrefillWork
 from twolane.model.attention import Batch
 from twolane.model.decoder import Decoder
-from twolane.model.hub import resolve
-from twolane.model.weights import load_decoder
+from twolane.model.load.hub import resolve
+from twolane.model.load.weights import load_decoder
 
 PAGE = 8
 REQUESTS = random_requests(VOCAB)

@@ -5,9 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from twolane.engine.config import EngineConfig
-from twolane.engine.simulated import SimulatedMachine
-from twolane.lanes import Ticket
-from twolane.lanes.device import GPUS
+from twolane.lanes.base import Ticket
 from twolane.lanes.work import Work
 from twolane.model.shapes import SHAPES
 from twolane.profile import measure
@@ -15,6 +13,8 @@ from twolane.profile.clocks import Clocks
 from twolane.profile.grid import Point, plan
 from twolane.profile.rig import Rig
 from twolane.profile.run import rig_on
+from twolane.sim.device import GPUS
+from twolane.sim.machine import SimulatedMachine
 
 SPEC = SHAPES["qwen3-8b"]
 PROMPT = Point("prompt", "prefill", ((2048, 0, 1),), (), 132, 0, held_out=False)

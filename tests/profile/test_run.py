@@ -8,8 +8,8 @@ from tests.model.checkpoints import make_checkpoint
 from twolane.engine.build import build
 from twolane.engine.config import EngineConfig
 from twolane.engine.settings import SettingError
-from twolane.estimate import Load
-from twolane.estimate.calibrated import Calibrated
+from twolane.estimate.base import Load
+from twolane.estimate.calibrated.estimator import Calibrated
 from twolane.estimate.online import OnlineEstimator
 from twolane.estimate.profile import Profile, ProfileError
 from twolane.profile import measure

@@ -6,12 +6,12 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from twolane.engine.launching import Launching
+from twolane.common.vocabulary import LANES
+from twolane.engine.launch_costs import LaunchCosts
 from twolane.engine.state import Gaps
-from twolane.estimate import Estimator
+from twolane.estimate.base import Estimator
 from twolane.slo import Slo
 from twolane.systems.view import LaneView, View
-from twolane.vocabulary import LANES
 
 UNITS = 132
 LEVELS = ((116, 16), (100, 32), (84, 48), (52, 80), (132, 0), (0, 132))
@@ -95,6 +95,6 @@ def view(estimator: Estimator, **more: Any) -> View:
         slo=NONE,
         gaps=Gaps(),
         estimator=estimator,
-        launching=Launching(LAYERS),
+        launching=LaunchCosts(LAYERS),
     )
     return replace(nothing, **more)

@@ -4,19 +4,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from twolane.common.vocabulary import LaneName
 from twolane.engine.engine import Engine
 from twolane.engine.kv import KVBooks
 from twolane.engine.loop import run
 from twolane.engine.messages import Launched, Output, Outputs, Refused, Submit, ToEngine
-from twolane.engine.simulated import SimPort
 from twolane.engine.trace import Trace
-from twolane.estimate import Estimator
+from twolane.estimate.base import Estimator
 from twolane.estimate.online import OnlineEstimator
-from twolane.lanes.sim import FixedDurations, SimLanes
 from twolane.sampling import SamplingParams
+from twolane.sim.lanes import FixedDurations, SimLanes
+from twolane.sim.machine import SimPort
 from twolane.slo import Slo
-from twolane.systems import System
-from twolane.vocabulary import LaneName
+from twolane.systems.registry import System
 
 LAYERS = 8
 UNITS = 132

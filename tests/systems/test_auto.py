@@ -22,17 +22,19 @@ from tests.systems.handmade import (
 )
 from tests.systems.simulation import simulate as on_lanes
 from tests.systems.simulation import submit
-from twolane.bench.result import BenchConfig
+from twolane.common.sizes import SIZES
 from twolane.engine.config import EngineConfig
-from twolane.engine.launching import Launching
+from twolane.engine.launch_costs import LaunchCosts
 from twolane.engine.state import EVEN, Gaps
-from twolane.estimate import Beside, Load
-from twolane.estimate.calibrated import Calibrated
+from twolane.estimate.base import Beside, Load
+from twolane.estimate.calibrated.estimator import Calibrated
 from twolane.estimate.online import OnlineEstimator
-from twolane.simulate import SimulateConfig, simulate
-from twolane.sizes import SIZES
+from twolane.results.result import BenchConfig
+from twolane.sim.run import SimulateConfig, simulate
 from twolane.slo import Slo
-from twolane.systems.auto import (
+from twolane.systems.auto.candidates import PASSES, Candidate, Candidates, choose, largest
+from twolane.systems.auto.order import PATIENCE, make_line
+from twolane.systems.auto.system import (
     AHEAD_STEPS,
     GUARD,
     LEAST_MARGIN,
@@ -46,8 +48,6 @@ from twolane.systems.auto import (
     _steps_first,
     _watch,
 )
-from twolane.systems.choices import PASSES, Choice, Ways, choose, largest
-from twolane.systems.deadlines import PATIENCE, make_line
 from twolane.systems.plan import DecodeSteps, Hybrid, Launch, PrefillSlice
 from twolane.systems.view import LaneView
 from twolane.workload.spec import WorkloadSpec
@@ -68,7 +68,7 @@ def rows(count, context, tbt):
 def ways(count, context, new, target):
     decode = Load.decode([context] * count)
     step = KNOWN.decode_step(decode, UNITS, bound=True)
-    return Ways(KNOWN, LAYERS, UNITS, BOTH, decode, step, Load([new], [0]), target)
+    return Candidates(KNOWN, LAYERS, UNITS, BOTH, decode, step, Load([new], [0]), target)
 
 
 def test_decode_has_the_whole_device_while_no_prompt_waits():
@@ -164,7 +164,7 @@ def test_the_search_for_the_largest_starts_anywhere(count, last, start):
 
 
 def way(level, gap, score):
-    return Choice("spatial", level, 1, 0.001, 0, gap, score, score)
+    return Candidate("spatial", level, 1, 0.001, 0, gap, score, score)
 
 
 def test_a_choice_stays_until_another_is_better_by_the_hysteresis():
@@ -274,7 +274,7 @@ def test_first_tokens_are_paced_where_decode_has_a_lane():
     assert made.launches[-1].work == PrefillSlice(LAYERS - 1, LAYERS, paced=True)
 
 
-TEMPORAL = Choice("temporal", (UNITS, UNITS), 10, 0.001, 0, 0.015, 0.5, 0.5)
+TEMPORAL = Candidate("temporal", (UNITS, UNITS), 10, 0.001, 0, 0.015, 0.5, 0.5)
 """A step takes 5 ms; ten layers follow it."""
 
 
@@ -364,7 +364,7 @@ def test_the_next_pass_is_launched_as_much_ahead_as_its_launch_takes():
 
 def host(work, seconds):
     """One that took so long to launch that."""
-    launching = Launching(LAYERS)
+    launching = LaunchCosts(LAYERS)
     launching.note(work, seconds, 0.0)
     return launching
 
@@ -420,7 +420,7 @@ def test_no_pass_is_a_little_larger_than_the_graphs():
     decode = Load.decode([1000] * 12)
     step = KNOWN.decode_step(decode, UNITS, bound=True)
     for new, tokens in ((2048, largest_graphs - 12), (2036, 2036), (500, 500)):
-        here = Ways(KNOWN, LAYERS, UNITS, BOTH, decode, step, Load([new], [0]), 1.0)
+        here = Candidates(KNOWN, LAYERS, UNITS, BOTH, decode, step, Load([new], [0]), 1.0)
         (pass_,) = [way for way in here.all(sliced=False) if way.mode == "hybrid"]
         assert pass_.tokens == tokens
 

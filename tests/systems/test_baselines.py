@@ -7,12 +7,12 @@ import pytest
 from tests.estimate import synthetic
 from tests.systems.handmade import LAYERS, UNITS, batch, decoding, view, waiting
 from tests.systems.simulation import simulate, submit
-from twolane.estimate import Load
-from twolane.estimate.solo_run import SoloRun
+from twolane.estimate.base import Load
+from twolane.estimate.papers.solo_run import SoloRun
 from twolane.slo import Slo
-from twolane.systems import make_system
+from twolane.systems.baselines.temporal import Temporal
 from twolane.systems.plan import DecodeSteps, Launch, PrefillSlice
-from twolane.systems.temporal import Temporal
+from twolane.systems.registry import make_system
 
 STEP = Load.decode([4000] * 8)
 PROMPT = Load([2000], [0])

@@ -18,13 +18,13 @@ from tests.systems.handmade import (
 )
 from tests.systems.simulation import UNITS as SIM_UNITS
 from tests.systems.simulation import simulate, submit
-from twolane.estimate import Beside, Load
+from twolane.estimate.base import Beside, Load
 from twolane.estimate.online import OnlineEstimator
-from twolane.estimate.sm_roofline import SmRoofline
+from twolane.estimate.papers.sm_roofline import SmRoofline
 from twolane.slo import Slo
-from twolane.systems import SYSTEMS, make_system
-from twolane.systems.bullet import QUEUE, Bullet, Memory, percentile, provision, reorder
+from twolane.systems.papers.bullet import QUEUE, Bullet, Memory, percentile, provision, reorder
 from twolane.systems.plan import Chunk, DecodeSteps, Launch, PrefillSlice
+from twolane.systems.registry import SYSTEMS, make_system
 from twolane.systems.view import LaneView
 
 SPLITS = sorted((level for level in LEVELS if all(level)), key=lambda level: level[1])

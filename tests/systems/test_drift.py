@@ -10,15 +10,15 @@ from msgspec import structs
 from tests.estimate import synthetic
 from tests.systems.handmade import LAYERS, UNITS, batch, decoding, view, waiting
 from tests.systems.simulation import simulate, submit
-from twolane.estimate import Load
-from twolane.estimate.guard import ContentionGuard
-from twolane.estimate.solo_run import SoloRun
-from twolane.lanes.sim import FixedDurations
+from twolane.estimate.base import Load
+from twolane.estimate.papers.guard import ContentionGuard
+from twolane.estimate.papers.solo_run import SoloRun
+from twolane.sim.lanes import FixedDurations
 from twolane.slo import Slo
-from twolane.systems import make_system
-from twolane.systems.drift import Drift
-from twolane.systems.multiplex import deadline
+from twolane.systems.common.multiplex import deadline
+from twolane.systems.papers.drift import Drift
 from twolane.systems.plan import Chunk, DecodeSteps, Launch, PrefillSlice
+from twolane.systems.registry import make_system
 from twolane.systems.view import LaneView
 
 

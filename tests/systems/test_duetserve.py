@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 from tests.estimate import synthetic
 from tests.systems.handmade import LAYERS, LEVELS, UNITS, decoding, view, waiting
 from tests.systems.simulation import simulate, submit
-from twolane.estimate import Beside, Load
-from twolane.estimate.attention_roofline import AttentionRoofline
+from twolane.estimate.base import Beside, Load
 from twolane.estimate.online import OnlineEstimator
-from twolane.estimate.sm_roofline import SmRoofline
+from twolane.estimate.papers.attention_roofline import AttentionRoofline
+from twolane.estimate.papers.sm_roofline import SmRoofline
 from twolane.slo import Slo
-from twolane.systems import SYSTEMS, make_system
-from twolane.systems.duetserve import DuetServe, Side, best_split
+from twolane.systems.papers.duetserve import DuetServe, Side, best_split
 from twolane.systems.plan import Chunk, DecodeSteps, Hybrid, Launch, Plan, PrefillSlice
+from twolane.systems.registry import SYSTEMS, make_system
 from twolane.systems.view import LaneView
 
 

@@ -7,11 +7,11 @@ from functools import cache
 import pytest
 
 from tests.systems.simulation import LAYERS, LEVELS, UNITS, Simulation, simulate, submit
-from twolane.lanes.device import H200, DeviceModel
-from twolane.lanes.sim import SimLanes
 from twolane.model.shapes import SHAPES
+from twolane.sim.device import H200, DeviceModel
+from twolane.sim.lanes import SimLanes
 from twolane.slo import Slo
-from twolane.systems import SYSTEMS, make_system
+from twolane.systems.registry import SYSTEMS, make_system
 
 PROMPTS = 30
 """Of 4,000 tokens each, faster than all units can compute them."""

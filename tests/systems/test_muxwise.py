@@ -10,14 +10,14 @@ from tests.estimate import synthetic
 from tests.systems.handmade import LAYERS, LEVELS, UNITS, batch, decoding, view, waiting
 from tests.systems.simulation import simulate, submit
 from tests.systems.test_drift import preempting
-from twolane.engine.launching import Launching
-from twolane.estimate import Beside, Load
-from twolane.estimate.guard import ContentionGuard
-from twolane.lanes.sim import FixedDurations
+from twolane.engine.launch_costs import LaunchCosts
+from twolane.estimate.base import Beside, Load
+from twolane.estimate.papers.guard import ContentionGuard
+from twolane.sim.lanes import FixedDurations
 from twolane.slo import Slo
-from twolane.systems import make_system
-from twolane.systems.muxwise import MuxWise
+from twolane.systems.papers.muxwise import MuxWise
 from twolane.systems.plan import DecodeSteps, Launch, PrefillSlice
+from twolane.systems.registry import make_system
 
 SHARED = sorted((level for level in LEVELS if all(level)), key=lambda level: level[1])
 STEP = Load.decode([4000] * 32)
@@ -130,7 +130,7 @@ def test_without_layer_wise_execution_a_batch_is_one_launch(guard):
     what it takes."""
     sim = run(layer_wise=False)
     assert [r.name for r in sim.record.of("prefill") if r.requests == ["b"]] == ["layers 0:8"]
-    launching = Launching(LAYERS)
+    launching = LaunchCosts(LAYERS)
     launching.note(PrefillSlice(1, 2), 1.0, 0.0)
     assert launching.layers_at_once == 1
     view = msgspec.structs.replace(asked(guard, 0.05), launching=launching)

@@ -10,8 +10,8 @@ import pytest
 
 from tests.estimate import synthetic
 from tests.systems.simulation import LAYERS, UNITS, Ran, simulate, submit
-from twolane.estimate.calibrated import Calibrated
-from twolane.systems.admission import next_chunks
+from twolane.estimate.calibrated.estimator import Calibrated
+from twolane.systems.common.admission import next_chunks
 from twolane.systems.plan import DecodeSteps, Hybrid, Launch, Plan, PrefillSlice
 from twolane.systems.view import View
 

@@ -10,21 +10,21 @@ from msgspec import structs
 
 from tests.estimate import synthetic
 from tests.systems.simulation import LAYERS, UNITS, simulate, submit
+from twolane.common.vocabulary import EstimatorName
 from twolane.engine.config import EngineConfig
 from twolane.engine.messages import Abort, ToEngine
 from twolane.engine.predict import machine_key, make_estimator
-from twolane.engine.simulated import SimulatedMachine
-from twolane.estimate.calibrated import Calibrated
+from twolane.estimate.calibrated.estimator import Calibrated
 from twolane.estimate.catalog import ESTIMATORS
-from twolane.estimate.guard import ContentionGuard
-from twolane.estimate.solo_run import SoloRun
-from twolane.lanes.device import GPUS
-from twolane.lanes.sim import FixedDurations
+from twolane.estimate.papers.guard import ContentionGuard
+from twolane.estimate.papers.solo_run import SoloRun
 from twolane.model.shapes import SHAPES
+from twolane.sim.device import GPUS
+from twolane.sim.lanes import FixedDurations
+from twolane.sim.machine import SimulatedMachine
 from twolane.slo import Slo
-from twolane.systems import SYSTEMS, defaults, describe, make_system
 from twolane.systems.plan import DecodeSteps, Hybrid, Launch, Plan, PlanError, PrefillSlice
-from twolane.vocabulary import EstimatorName
+from twolane.systems.registry import SYSTEMS, defaults, describe, make_system
 
 
 def gaps(times: list[float]) -> list[float]:
@@ -169,7 +169,7 @@ def test_every_number_is_refused_by_name_or_served_with(
 
 
 def test_systems_do_not_import_torch() -> None:
-    code = "import sys, twolane.systems; sys.exit('torch' in sys.modules)"
+    code = "import sys, twolane.systems.registry; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from twolane.cli import app
+from twolane.cli.main import app
 from twolane.workload.draws import STRATA, Lengths, spread
 from twolane.workload.papers import WORKLOADS, Single
 from twolane.workload.prompts import PromptMaker, TokenRange

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import msgspec
 
-from twolane.bench import record as outcomes
 from twolane.bench.http import Clock, ConnectError, Connections, HTTPError
-from twolane.bench.record import Record
 from twolane.bench.sse import Event, SSEParser
+from twolane.results import record as outcomes
+from twolane.results.record import Record
 
 _DRAIN_SECONDS = 1.0
 _PROBE_SECONDS = 0.01

@@ -21,16 +21,10 @@ from typing import NamedTuple
 
 import msgspec
 
-from twolane.bench.metrics import (
-    DEFAULT_PERCENTILES,
-    Metrics,
-    bound_for,
-    bounded,
-    keeps,
-)
-from twolane.bench.record import Record
-from twolane.bench.result import Result
-from twolane.bench.summary import result_dict, workload_dict
+from twolane.results.metrics import DEFAULT_PERCENTILES, Metrics, bound_for, bounded, keeps
+from twolane.results.record import Record
+from twolane.results.result import Result
+from twolane.results.summary import result_dict, workload_dict
 from twolane.workload.spec import OptionError, WorkloadSpec
 from twolane.workload.traces import TraceRequest
 

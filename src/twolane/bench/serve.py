@@ -10,9 +10,9 @@ import msgspec
 from twolane.bench import http
 from twolane.bench.client import Client, Job, LoadRun, Tally
 from twolane.bench.http import Clock
-from twolane.bench.metrics import LAG_PERCENTILES, Distribution
-from twolane.bench.record import Record, status_outcome
-from twolane.bench.result import BenchConfig, Result
+from twolane.results.metrics import LAG_PERCENTILES, Distribution
+from twolane.results.record import Record, status_outcome
+from twolane.results.result import BenchConfig, Result
 from twolane.workload.prompts import PromptMaker, as_text
 from twolane.workload.traces import TraceRequest
 

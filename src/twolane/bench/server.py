@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from twolane.bench.serve import BenchError
-from twolane.resources import usable_cores
+from twolane.common.resources import usable_cores
 
 STOP_SECONDS = 30.0
 """How long a server may take to end before it is killed."""

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from twolane.engine.config import EngineConfig
 from twolane.engine.engine import Engine
 from twolane.engine.kv import KVBooks
-from twolane.engine.machine import Machine, MachineLanes, load
 from twolane.engine.messages import Ready
 from twolane.engine.predict import make_estimator
 from twolane.engine.settings import SettingError, check_settings
 from twolane.engine.trace import FileTrace, Trace
+from twolane.lanes.machine import Machine, MachineLanes, load
 from twolane.model.spec import ModelSpec
-from twolane.systems import make_system
+from twolane.systems.registry import make_system
 
 DEFAULT_PAGE_SIZE = 16
 """Tokens, where the device does not ask for another."""

@@ -4,8 +4,8 @@ from typing import Literal
 
 import msgspec
 
+from twolane.common.vocabulary import EstimatorName
 from twolane.slo import Slo
-from twolane.vocabulary import EstimatorName
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "dummy"]
@@ -31,7 +31,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Of dummy weights and of requests without a seed of their own."""
     system: str = DEFAULT_SYSTEM
     options: dict[str, str] = {}
-    """The system's own settings by name, as text; `twolane.systems` says which there are."""
+    """The system's own settings by name, as text (`twolane.systems.registry`)."""
     slo: Slo = Slo()
     """Of requests that bring none of their own."""
     tbt_delivery: float = 0.0

@@ -5,6 +5,7 @@ from array import array
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
+from twolane.common.vocabulary import LANES, LaneName
 from twolane.engine.kv import KVBooks, Lookup
 from twolane.engine.launch import carry_out, joining
 from twolane.engine.messages import (
@@ -21,14 +22,13 @@ from twolane.engine.reap import learn, reap
 from twolane.engine.request import Request
 from twolane.engine.state import State
 from twolane.engine.trace import Trace
-from twolane.estimate import Estimator
-from twolane.lanes import Lanes
+from twolane.estimate.base import Estimator
+from twolane.lanes.base import Lanes
 from twolane.lanes.work import Sampling
 from twolane.slo import Slo
-from twolane.systems import System
 from twolane.systems.plan import Plan
+from twolane.systems.registry import System
 from twolane.systems.view import View
-from twolane.vocabulary import LANES, LaneName
 
 NOBODY: dict[LaneName, list[Request]] = {lane: [] for lane in LANES}
 """Who joins when no batch is launched to the end."""

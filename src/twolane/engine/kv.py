@@ -11,7 +11,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from twolane.lanes import Ticket
+from twolane.lanes.base import Ticket
 
 SPARE = 1000
 """Offers that may be made, beside one for each idle leaf, until stale ones are dropped."""

@@ -3,13 +3,14 @@
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from twolane.engine.beside import beside_now
+from twolane.common.vocabulary import LANES, LaneName
 from twolane.engine.kv import Allocation
 from twolane.engine.messages import Refused
+from twolane.engine.overlap import corunner_now
 from twolane.engine.request import BatchChunk, Flight, Phase, PrefillBatch, Request
 from twolane.engine.state import State
-from twolane.estimate import Load
-from twolane.lanes import Ticket
+from twolane.estimate.base import Load
+from twolane.lanes.base import Ticket
 from twolane.lanes.work import (
     DecodeRow,
     DecodeWork,
@@ -20,7 +21,6 @@ from twolane.lanes.work import (
     Work,
 )
 from twolane.systems.plan import Chunk, DecodeSteps, Hybrid, Launch, Plan, PlanError, PrefillSlice
-from twolane.vocabulary import LANES, LaneName
 
 
 def carry_out(state: State, plan: Plan) -> bool:
@@ -165,7 +165,7 @@ def _launch_slice(state: State, launch: Launch, part: PrefillSlice, reason: str)
         load,
         part.last - part.first,
         launch.units,
-        beside_now(state, launch.lane),
+        corunner_now(state, launch.lane),
         finishes=work.finishes,
     )
     rows = [(chunk.request, chunk.allocation) for chunk in chunks]
@@ -201,7 +201,7 @@ def _launch_decode(state: State, launch: Launch, steps: DecodeSteps, reason: str
         return False
     work = DecodeWork(_decode_rows(reserved.rows), reserved.k)
     load = Load.decode([row.position for row in work.rows])
-    step = state.estimator.decode_step(load, launch.units, beside_now(state, launch.lane))
+    step = state.estimator.decode_step(load, launch.units, corunner_now(state, launch.lane))
     predicted = step * reserved.k if step is not None else None
     rows = [(request, allocation) for request, allocation, _ in reserved.rows]
     _take_off(state, work, Flight(launch, rows, load, predicted, reason + reserved.note))

@@ -11,10 +11,10 @@ from typing import Literal
 
 import msgspec
 
+from twolane.common.vocabulary import LaneName
 from twolane.sampling import SamplingParams
 from twolane.sampling import TokenLogprobs as TokenLogprobs
 from twolane.slo import Slo
-from twolane.vocabulary import LaneName
 
 FinishReason = Literal["stop", "length", "abort"]
 RefusedCode = Literal["invalid", "too_long", "refused"]

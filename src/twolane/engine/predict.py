@@ -11,15 +11,15 @@ from pathlib import Path
 from threadpoolctl import threadpool_limits
 
 import twolane
+from twolane.common.vocabulary import EstimatorName
 from twolane.engine.config import EngineConfig
-from twolane.engine.machine import Machine
 from twolane.engine.settings import SettingError
-from twolane.estimate import Estimator
+from twolane.estimate.base import Estimator
 from twolane.estimate.online import OnlineEstimator
 from twolane.estimate.profile import Key, Profile, ProfileError, cached_profile, model_digest
-from twolane.model.hub import cache_dir
-from twolane.systems import SYSTEMS
-from twolane.vocabulary import EstimatorName
+from twolane.lanes.machine import Machine
+from twolane.model.load.hub import cache_dir
+from twolane.systems.registry import SYSTEMS
 
 log = logging.getLogger("twolane.predict")
 

@@ -16,7 +16,7 @@ from math import ceil
 import msgspec
 import zmq
 
-from twolane import garbage
+from twolane.common import garbage
 from twolane.engine.build import Built, build
 from twolane.engine.config import EngineStart
 from twolane.engine.loop import run

@@ -1,11 +1,11 @@
 """From tickets to tokens: poll the lanes, deliver what is finished, settle what has landed."""
 
-from twolane.engine.beside import OTHER, Mixed, beside_then
 from twolane.engine.kv import Allocation
 from twolane.engine.messages import Launched
+from twolane.engine.overlap import OTHER, Mixed, corunner_then
 from twolane.engine.request import Flight, Phase, Request
 from twolane.engine.state import State
-from twolane.lanes import Sampled, Step
+from twolane.lanes.base import Sampled, Step
 from twolane.systems.plan import DecodeSteps, PrefillSlice
 
 
@@ -190,7 +190,7 @@ def _observe(state: State, flight: Flight) -> None:
     if flight.ticket.waited and state.estimator.promises:
         return
     try:
-        beside = beside_then(state, flight)
+        beside = corunner_then(state, flight)
     except Mixed:
         return
     if isinstance(work, PrefillSlice):

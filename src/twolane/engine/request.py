@@ -4,15 +4,15 @@ from collections.abc import Callable, MutableSequence, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
+from twolane.common.vocabulary import LaneName
 from twolane.engine.kv import Allocation, Lookup
 from twolane.engine.messages import Submit, Times
-from twolane.estimate import Load
-from twolane.lanes import Ticket
+from twolane.estimate.base import Load
+from twolane.lanes.base import Ticket
 from twolane.lanes.work import PrefillState, PromptRow, Sampling
 from twolane.sampling import TokenLogprobs
 from twolane.slo import Slo
 from twolane.systems.plan import Launch
-from twolane.vocabulary import LaneName
 
 
 class Phase(Enum):

@@ -5,9 +5,9 @@ import math
 import os
 from pathlib import Path
 
+from twolane.common.resources import usable_cores
 from twolane.engine.config import EngineConfig
-from twolane.resources import usable_cores
-from twolane.systems import make_system
+from twolane.systems.registry import make_system
 
 _LEAST = {
     "max_positions": 1,

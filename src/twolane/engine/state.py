@@ -8,16 +8,16 @@ from itertools import islice
 
 from msgspec.structs import replace
 
+from twolane.common.vocabulary import EXCLUSIVE, LaneName
 from twolane.engine.kv import KVBooks
-from twolane.engine.launching import Launching
+from twolane.engine.launch_costs import LaunchCosts
 from twolane.engine.messages import FinishReason, Launched, Output, Refused
 from twolane.engine.request import Flight, Phase, PrefillBatch, Request
 from twolane.engine.trace import Trace
-from twolane.estimate import Estimator
-from twolane.lanes import Lanes, Sampled
+from twolane.estimate.base import Estimator
+from twolane.lanes.base import Lanes, Sampled
 from twolane.slo import Slo
 from twolane.systems.view import LaneView
-from twolane.vocabulary import EXCLUSIVE, LaneName
 
 LATEST = 512
 """Gaps that are kept."""
@@ -103,12 +103,12 @@ class State:
     launches: list[Launched] = field(default_factory=list)
     watched_until: float = -math.inf
     """What is reaped later is no news of `launches`."""
-    launching: Launching = field(init=False)
+    launching: LaunchCosts = field(init=False)
     offered: frozenset[int] = field(init=False)
     """Units that a lane may be given."""
 
     def __post_init__(self) -> None:
-        self.launching = Launching(self.layers)
+        self.launching = LaunchCosts(self.layers)
         self.offered = frozenset(units for level in self.lanes.levels for units in level if units)
 
     def now(self) -> float:

@@ -12,7 +12,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from twolane.vocabulary import LANES, LaneName
+from twolane.common.vocabulary import LANES, LaneName
 
 log = logging.getLogger("twolane.trace")
 

@@ -2,13 +2,13 @@
 
 from collections.abc import Callable
 
-from twolane.estimate import Estimator
-from twolane.estimate.attention_roofline import AttentionRoofline
-from twolane.estimate.calibrated import Calibrated
-from twolane.estimate.guard import ContentionGuard
+from twolane.estimate.base import Estimator
+from twolane.estimate.calibrated.estimator import Calibrated
+from twolane.estimate.papers.attention_roofline import AttentionRoofline
+from twolane.estimate.papers.guard import ContentionGuard
+from twolane.estimate.papers.sm_roofline import SmRoofline
+from twolane.estimate.papers.solo_run import SoloRun
 from twolane.estimate.profile import Profile
-from twolane.estimate.sm_roofline import SmRoofline
-from twolane.estimate.solo_run import SoloRun
 
 ESTIMATORS: dict[str, Callable[[Profile], Estimator]] = {
     "solo-run": SoloRun,

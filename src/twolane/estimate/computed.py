@@ -8,9 +8,7 @@ graphs. Up to some rows, products of decode go one way, and beyond another (`lan
 
 from dataclasses import dataclass
 
-from twolane.estimate import Load
-from twolane.estimate.profile import Profile
-from twolane.sizes import (
+from twolane.common.sizes import (
     BUCKET_STEP,
     BUCKETS,
     EMPTY_KEYS,
@@ -20,6 +18,8 @@ from twolane.sizes import (
     padded,
     tile_tokens,
 )
+from twolane.estimate.base import Load
+from twolane.estimate.profile import Profile
 
 STEPS = (16, 24, 32, 40, 48, 64, 96)
 """Rows beyond which products of decode go another way, while their weights bind them."""

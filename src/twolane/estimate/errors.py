@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from twolane.estimate import Beside, Estimator
+from twolane.estimate.base import Beside, Estimator
 from twolane.estimate.catalog import ESTIMATORS
 from twolane.estimate.profile import Profile, Sample, load_of
 

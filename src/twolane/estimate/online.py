@@ -6,7 +6,7 @@ profiled has, and good enough to size layer slices and to know when a lane will 
 
 from collections.abc import Sequence
 
-from twolane.estimate import Beside, Estimator, Load
+from twolane.estimate.base import Beside, Estimator, Load
 
 WEIGHT = 0.3
 """Of the newest observation in the moving average."""

@@ -15,8 +15,8 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from twolane.estimate import Beside, Load
-from twolane.files import write_whole
+from twolane.common.files import write_whole
+from twolane.estimate.base import Beside, Load
 from twolane.model.spec import ModelSpec, RopeSpec
 
 FORMAT = 1

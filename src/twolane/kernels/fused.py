@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from twolane.kernels.launching import launch, power_of_2
+from twolane.kernels.runtime.launch import launch, power_of_2
 
 _HEADS = 16
 """Heads of one token that one program rotates: 4 KB of bfloat16 at 128 dimensions."""

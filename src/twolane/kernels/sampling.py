@@ -24,7 +24,7 @@ import torch
 import triton
 import triton.language as tl
 
-from twolane.kernels.launching import launch, power_of_2
+from twolane.kernels.runtime.launch import launch, power_of_2
 
 MAX_BANNED = 8
 """Token ids that a slot's parameters can ban."""

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from twolane.common.vocabulary import LANES, LaneName
 from twolane.sampling import SamplingParams
-from twolane.vocabulary import LANES, LaneName
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional
 
 from twolane.model.attention import Batch, KVCache
-from twolane.model.linear import products_for
+from twolane.model.products import products_for
 from twolane.model.rope import frequencies
 from twolane.model.spec import ModelSpec
 

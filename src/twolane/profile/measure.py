@@ -6,13 +6,13 @@ from itertools import cycle, pairwise
 
 from msgspec.structs import replace
 
+from twolane.common.vocabulary import LaneName
 from twolane.estimate.profile import Kind, Neighbour, Run, Sample
-from twolane.lanes import Ticket
+from twolane.lanes.base import Ticket
 from twolane.lanes.work import DecodeWork, HybridWork, PrefillState, PrefillWork, PromptRow, Work
 from twolane.profile.clocks import Clocks
 from twolane.profile.grid import Point
 from twolane.profile.rig import Rig
-from twolane.vocabulary import LaneName
 
 WARM_SECONDS = 0.15
 """Of each point, not counted: clocks follow the load with some delay."""

@@ -5,13 +5,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from twolane.common.vocabulary import LaneName
 from twolane.estimate.profile import Run
-from twolane.lanes import Lanes, Ticket
-from twolane.lanes.sim import SimLanes
+from twolane.lanes.base import Lanes, Ticket
 from twolane.lanes.work import DecodeRow, PromptRow, Sampling, Work
 from twolane.profile.grid import Limits
 from twolane.sampling import SamplingParams
-from twolane.vocabulary import LaneName
+from twolane.sim.lanes import SimLanes
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
 POLL_SECONDS = 5e-5

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from twolane.engine.build import context_length, make_books
 from twolane.engine.config import EngineConfig
-from twolane.engine.machine import Machine, load
 from twolane.engine.predict import machine_key, on_gpu
 from twolane.engine.settings import check_settings
 from twolane.estimate.profile import (
@@ -18,14 +17,15 @@ from twolane.estimate.profile import (
     ProfileError,
     cached_profile,
 )
-from twolane.lanes import Lanes
-from twolane.lanes.cpu import CpuLanes
-from twolane.lanes.sim import SimLanes
-from twolane.model.hub import cache_dir
+from twolane.lanes.base import Lanes
+from twolane.lanes.cpu.lanes import CpuLanes
+from twolane.lanes.machine import Machine, load
+from twolane.model.load.hub import cache_dir
 from twolane.profile.clocks import Clocks
 from twolane.profile.grid import ROUNDS, Point, plan
 from twolane.profile.measure import measure
 from twolane.profile.rig import Rig
+from twolane.sim.lanes import SimLanes
 
 log = logging.getLogger("twolane.profile")
 

@@ -6,7 +6,7 @@ The engine checks it (`PlanError` says what was illegal) and carries it out.
 
 import msgspec
 
-from twolane.vocabulary import LaneName
+from twolane.common.vocabulary import LaneName
 
 
 class Chunk(msgspec.Struct, frozen=True):

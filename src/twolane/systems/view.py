@@ -11,10 +11,10 @@ from typing import Protocol
 
 import msgspec
 
-from twolane.estimate import Estimator
+from twolane.common.vocabulary import LaneName
+from twolane.estimate.base import Estimator
 from twolane.slo import Slo
 from twolane.systems.plan import Work
-from twolane.vocabulary import LaneName
 
 
 class RequestView(Protocol):
@@ -127,7 +127,7 @@ class Gaps(Protocol):
         """How many of the latest `count`, or of those that are kept, are above a bound."""
 
 
-class Launching(Protocol):
+class LaunchCosts(Protocol):
     """What launches cost the host."""
 
     @property
@@ -202,4 +202,4 @@ class View(msgspec.Struct, frozen=True):
     """The server's; each request has its own."""
     gaps: Gaps
     estimator: Estimator
-    launching: Launching
+    launching: LaunchCosts

@@ -9,14 +9,14 @@ from queue import SimpleQueue
 
 import torch
 
-from twolane.lanes import Ticket
-from twolane.lanes.cuda.clock import DeviceClock
+from twolane.common.vocabulary import LANES, LaneName
+from twolane.lanes.base import Ticket
+from twolane.lanes.cuda.device_clock import DeviceClock
 from twolane.lanes.cuda.events import new_event
-from twolane.lanes.cuda.green import Partitions
-from twolane.lanes.cuda.launcher import Launcher, Turn
+from twolane.lanes.cuda.green_contexts import GreenContexts
+from twolane.lanes.cuda.launch_thread import Launcher, Turn
 from twolane.lanes.cuda.runner import CudaRunner, Queued
 from twolane.lanes.work import Work, used_by
-from twolane.vocabulary import LANES, LaneName
 
 
 @dataclass(slots=True, eq=False)
@@ -62,7 +62,7 @@ class CudaLanes:
     def __init__(
         self,
         runner: CudaRunner,
-        partitions: Partitions,
+        partitions: GreenContexts,
         launcher: Launcher,
         notify: Callable[[], None],
     ) -> None:

@@ -6,13 +6,15 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from twolane.kernels.decode_attention import MAX_GROUP
-from twolane.kernels.prefill_attention import choose
-from twolane.lanes.cuda.decode import DecodeSteps, LevelGraphs
-from twolane.lanes.cuda.green import NoGreenContexts, Partitions
+from twolane.common.sizes import GRAPH_BYTES, SIZES
+from twolane.common.vocabulary import LaneName
+from twolane.kernels.decode_attention.dispatch import MAX_GROUP
+from twolane.kernels.prefill_attention.dispatch import choose
+from twolane.lanes.cuda.decode_graphs import DecodeGraphs, LevelGraphs
+from twolane.lanes.cuda.green_contexts import GreenContexts, NoGreenContexts
 from twolane.lanes.cuda.lanes import CudaLanes
-from twolane.lanes.cuda.launcher import Launcher
-from twolane.lanes.cuda.passes import PassGraphs
+from twolane.lanes.cuda.launch_thread import Launcher
+from twolane.lanes.cuda.layer_graphs import PassGraphs
 from twolane.lanes.cuda.runner import CudaRunner
 from twolane.lanes.cuda.slots import Slots
 from twolane.lanes.work import (
@@ -24,11 +26,9 @@ from twolane.lanes.work import (
     Sampling,
 )
 from twolane.model.decoder import Weights
-from twolane.model.gpu import GpuDecoder, GpuKVCache, Workspace
+from twolane.model.gpu_decoder import GpuDecoder, GpuKVCache, Workspace
 from twolane.model.spec import ModelSpec
 from twolane.sampling import SamplingParams
-from twolane.sizes import GRAPH_BYTES, SIZES
-from twolane.vocabulary import LaneName
 
 log = logging.getLogger("twolane.cuda")
 
@@ -129,7 +129,7 @@ class CudaMachine:
         log.info("prefill attention: %s (%s)", kernel, why)
         kv = GpuKVCache(spec, pages, page_size, decoder.dtype, self.device)
         known = Slots(slots, -(-max_model_len // page_size), self.device)
-        steps = DecodeSteps(decoder, kv, known, slots, self.partitions.units)
+        steps = DecodeGraphs(decoder, kv, known, slots, self.partitions.units)
         most, units = min(max_model_len, WORKSPACE_TOKENS), self.partitions.units
         runner = CudaRunner(decoder, kv, known, steps, most, units)
         with torch.inference_mode():
@@ -167,14 +167,14 @@ class CudaMachine:
         for ticket in tickets:
             ticket.check()
 
-    def _partitions(self, decode_units: Sequence[int] | None) -> Partitions:
+    def _partitions(self, decode_units: Sequence[int] | None) -> GreenContexts:
         try:
-            return Partitions(self.device.index or 0, decode_units)
+            return GreenContexts(self.device.index or 0, decode_units)
         except NoGreenContexts as error:
             if decode_units:
                 raise ValueError(f"levels: {error}") from error
             log.warning("no levels, only the whole device: %s", error)
-            return Partitions(self.device.index or 0, ())
+            return GreenContexts(self.device.index or 0, ())
 
 
 def _log_graphs(lane: LaneName, levels: Mapping[int, LevelGraphs | PassGraphs]) -> None:

@@ -10,18 +10,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from twolane.kernels.prefill_attention import PrefillPlan, PrefillWorkspace
-from twolane.kernels.prefill_attention_batch import upload as upload_parts
+from twolane.common.vocabulary import LaneName
+from twolane.kernels.prefill_attention.batch import upload as upload_parts
+from twolane.kernels.prefill_attention.dispatch import PrefillPlan, PrefillWorkspace
 from twolane.kernels.sampling import Sampler
-from twolane.lanes import PromptLogprobs, Sampled, Step
-from twolane.lanes.cuda.decode import MAX_STEPS, DecodeSteps
-from twolane.lanes.cuda.ends import Ends, next_place
+from twolane.lanes.base import PromptLogprobs, Sampled, Step
+from twolane.lanes.cuda.decode_graphs import MAX_STEPS, DecodeGraphs
 from twolane.lanes.cuda.events import new_event
-from twolane.lanes.cuda.extras import Extras, PendingScores, score
-from twolane.lanes.cuda.passes import Passes
-from twolane.lanes.cuda.rows import Placed, Steps, places_of
+from twolane.lanes.cuda.forward_batch import DecodeRows, MixedRows, places_of
+from twolane.lanes.cuda.hybrid_graphs import HybridGraphs, served
+from twolane.lanes.cuda.layer_graphs import LayerGraphs
+from twolane.lanes.cuda.logit_processors import LogitProcessors, PendingScores, score
 from twolane.lanes.cuda.slots import Slots, upload
-from twolane.lanes.cuda.whole import WholePasses, served
+from twolane.lanes.sampling_points import SamplingPoints, next_point
 from twolane.lanes.work import (
     DecodeRow,
     DecodeWork,
@@ -31,8 +32,7 @@ from twolane.lanes.work import (
     Scoring,
     Work,
 )
-from twolane.model.gpu import GpuDecoder, GpuKVCache, Workspace
-from twolane.vocabulary import LaneName
+from twolane.model.gpu_decoder import GpuDecoder, GpuKVCache, Workspace
 
 SCORED_LOGITS = 2**26
 """The most logits made at a time for a prompt's log-probabilities: 256 MiB."""
@@ -79,8 +79,8 @@ class _LaneMemory:
         self.activations = Workspace(decoder.spec, decoder.dtype, decoder.device)
         self.attention = PrefillWorkspace(decoder.device)
         self.sampler = Sampler(max_rows, decoder.spec.vocab_size, decoder.device)
-        self.passes: Passes | None = None
-        self.whole: WholePasses | None = None
+        self.passes: LayerGraphs | None = None
+        self.whole: HybridGraphs | None = None
         """None: hybrid passes are launched layer by layer."""
         self._shape = max_rows, decoder.spec.vocab_size
 
@@ -120,19 +120,19 @@ class CudaRunner:
         decoder: GpuDecoder,
         kv: GpuKVCache,
         slots: Slots,
-        steps: DecodeSteps,
+        steps: DecodeGraphs,
         max_batch_tokens: int,
         units: int,
     ) -> None:
         self._decoder, self.kv, self.slots, self.steps = decoder, kv, slots, steps
-        self._extras = Extras(decoder.spec.vocab_size, decoder.device)
+        self._extras = LogitProcessors(decoder.spec.vocab_size, decoder.device)
         rows = steps.buckets[-1]
         prefill, decode = _LaneMemory(decoder, rows), _LaneMemory(decoder, rows)
         prefill.activations.reserve(max_batch_tokens)
-        prefill.passes = self.passes = Passes(decoder, kv, steps, prefill.activations)
+        prefill.passes = self.passes = LayerGraphs(decoder, kv, steps, prefill.activations)
         if served(decoder):
             lane = prefill.logits, prefill.sampler
-            prefill.whole = WholePasses(decoder, kv, slots, steps, self.passes, *lane, units)
+            prefill.whole = HybridGraphs(decoder, kv, slots, steps, self.passes, *lane, units)
         self.whole = prefill.whole
         self._memory: dict[LaneName, _LaneMemory] = {
             "prefill": prefill,
@@ -168,7 +168,7 @@ class CudaRunner:
             if step % MAX_STEPS == 0:
                 steps.inputs.send(rows, bucket, self.slots.padding, step)
             alive = [i for i, row in enumerate(rows) if step < row.steps]
-            asked = self._extras.asked(next_place(i, rows[i], step) for i in alive)
+            asked = self._extras.asked(next_point(i, rows[i], step) for i in alive)
             steps.forward(units, bucket)
             scored = self._extras.adjust(steps.logits, asked)
             steps.finish(units, bucket)
@@ -183,19 +183,19 @@ class CudaRunner:
             self.slots.update(work.rows)
         batch = self._open(work.rows) if work.first == 0 else self._resumed(before, work.rows)
         plans = self._plans(batch, place, work.first, work.last)
-        placed = Placed(self._decoder, batch.positions, batch.write_slots, plans)
+        placed = MixedRows(self._decoder, batch.positions, batch.write_slots, plans)
         self._layers(work.first, work.last, batch.hidden, placed, place)
         if not work.finishes:
             state.hidden, state.rows = batch, work.rows
             return Queued((), (before, batch))
         state.hidden, state.rows = None, ()
-        ends = Ends.of((), work.rows)
+        ends = SamplingPoints.of((), work.rows)
         self._extras.begin(ends.begun)
         return Queued([self._sample(batch.hidden, ends, work.rows, place)], (before, batch))
 
     def _hybrid(self, work: HybridWork, place: _Place) -> PendingStep:
         """One pass of decode rows, which come first, and prompts."""
-        ends, whole = Ends.of(work.decode, work.prompts), place.memory.whole
+        ends, whole = SamplingPoints.of(work.decode, work.prompts), place.memory.whole
         self._extras.begin(ends.begun)
         hidden = None if whole is None else whole.send(work, ends, place.units)
         if whole is None or hidden is None:
@@ -209,7 +209,7 @@ class CudaRunner:
         self.slots.update(work.prompts)
         batch, layers = self._open(work.prompts), self._decoder.spec.layers
         hidden, plans = batch.hidden, self._plans(batch, place, 0, layers)
-        placed = Placed(self._decoder, batch.positions, batch.write_slots, plans)
+        placed = MixedRows(self._decoder, batch.positions, batch.write_slots, plans)
         if work.decode:
             decoding = self._steps_of(work.decode, place)
             tokens = self.slots.last_token[decoding.slots]
@@ -219,7 +219,7 @@ class CudaRunner:
         self._layers(0, layers, hidden, placed, place)
         return hidden
 
-    def _steps_of(self, rows: Sequence[DecodeRow], place: _Place) -> Steps:
+    def _steps_of(self, rows: Sequence[DecodeRow], place: _Place) -> DecodeRows:
         """Decode rows for a pass that is not a graph."""
         bucket = self.steps.buckets[-1]  # as the graphs of hybrid passes find them
         self.slots.update(rows)
@@ -247,7 +247,9 @@ class CudaRunner:
         index = upload(np.flatnonzero(kept).astype(np.int32), self._decoder.device)
         return _Pass(rows, batch.hidden[index], batch.positions[index], batch.write_slots[index])
 
-    def _layers(self, first: int, last: int, hidden: Tensor, placed: Placed, place: _Place) -> None:
+    def _layers(
+        self, first: int, last: int, hidden: Tensor, placed: MixedRows, place: _Place
+    ) -> None:
         passes, units = place.memory.passes, place.units
         if passes is not None and passes.serves(placed, units):
             passes.layers(first, last, hidden, placed, units, place.between)
@@ -287,7 +289,7 @@ class CudaRunner:
         )
 
     def _sample(
-        self, hidden: Tensor, ends: Ends, prompts: Sequence[PromptRow], place: _Place
+        self, hidden: Tensor, ends: SamplingPoints, prompts: Sequence[PromptRow], place: _Place
     ) -> PendingStep:
         """Sample where a pass ends; score what is asked for."""
         scored: dict[int, list[PendingScores]] = {}

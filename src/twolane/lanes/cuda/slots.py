@@ -93,7 +93,7 @@ def _packed(sampling: Sampling) -> npt.NDArray[np.int64]:
         min_p=params.min_p,
         seed=sampling.seed,
         limit=limit,
-        banned=banned if len(banned) <= MAX_BANNED else (),  # more: `Extras` bans them
+        banned=banned if len(banned) <= MAX_BANNED else (),  # more: `LogitProcessors` bans them
     )
 
 

@@ -1,0 +1,320 @@
+"""Who serves in `bench goodput`, servers or a simulation, and what the terminal shows."""
+
+import asyncio
+import contextlib
+import shlex
+import statistics
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from twolane.bench import goodput, serve
+from twolane.bench.goodput import Hopeless, Run, Search, Trial
+from twolane.bench.server import serving
+from twolane.common.vocabulary import EstimatorName
+from twolane.results.metrics import TTFT_PER_1K, bounds_words
+from twolane.results.record import CONNECT, DISCONNECT, INTERRUPTED, Record
+from twolane.results.result import BenchConfig, Result
+from twolane.results.summary import first_errors
+from twolane.slo import Slo
+from twolane.workload.spec import OptionError, WorkloadSpec
+
+SERVER = "server"
+"""What the one system of a running server is called."""
+DEFAULT_SYSTEM = "static-split"
+OWN_FLAGS = (
+    *("--system", "--option", "--port", "--trace", "--config"),
+    *("--slo-ttft-ms", "--slo-ttft-per-1k-ms", "--slo-tbt-ms", "--slo-tpot-ms"),
+)
+"""Of `twolane serve`, that a search sets itself."""
+
+
+def target(
+    simulate: str | None,
+    own: str | None,
+    model: str | None,
+    tp: int,
+    estimator: str | None,
+    base_url: str,
+) -> dict[str, object]:
+    """Who serves, in words: `own` are the words behind `twolane serve`.
+
+    Raises:
+        OptionError: a simulation lacks its model, or options contradict each other.
+    """
+    if simulate is None and tp != 1:
+        raise OptionError("--tp", "needs --simulate")
+    if simulate is None and estimator is not None:
+        raise OptionError("--estimator", "needs --simulate")
+    if simulate is not None and own is not None:
+        raise OptionError("--serve", "and --simulate exclude each other")
+    if own is not None:
+        if model is not None:
+            raise OptionError("--model", "is the first word of --serve")
+        for word in shlex.split(own):
+            if (flag := word.partition("=")[0]) in OWN_FLAGS:
+                raise OptionError("--serve", f"{flag} is set by the search")
+        return {"serve": own}
+    if simulate is None:
+        return {"base_url": base_url, "model": model}
+    if model is None:
+        raise OptionError("--model", "is needed to simulate")
+    named = {} if estimator is None else {"estimator": estimator}
+    return {"simulate": simulate, "model": model, "tp": tp, **named}
+
+
+def find(
+    search: Search,
+    systems: Sequence[str],
+    out: Path,
+    load: BenchConfig,
+    *,
+    guesses: Sequence[float] = (),
+    traces: bool = False,
+) -> None:
+    """Search, tell every run as it ends, and print what was found.
+
+    Args:
+        search: for what.
+        systems: to search in turn.
+        out: folder of the runs.
+        load: how to send to servers; address, workload and SLOs are the search's.
+        guesses: see `goodput.find`.
+        traces: whether servers that are started write a trace into the folder.
+    """
+    console = Console()
+
+    def tell(trial: Trial, slos: dict[str, float]) -> None:
+        typer.echo(_line(trial, slos))
+
+    with contextlib.ExitStack() as stack:
+        names = list(systems) or [DEFAULT_SYSTEM]
+        if "simulate" in search.target:
+            run = simulation(search)
+        elif "serve" in search.target:
+            run = stack.enter_context(OwnServers(search, load, out, traces))
+        else:
+            names, run = [SERVER], server(search, load)
+        found = goodput.find(search, names, run, out, tell, reads_slos, guesses)
+        for point, rates in zip(search.points(out), found, strict=True):
+            console.print(_table(point.search, rates, goodput.tuned(names, rates)))
+            if (remark := goodput.short_runs(point.search, rates)) is not None:
+                typer.echo(remark)
+
+
+def reads_slos(system: str) -> bool:
+    """Whether a system serves differently under other SLOs; a running server is told none."""
+    from twolane.systems.registry import SYSTEMS
+
+    kind = SYSTEMS.get(parse_system(system)[0])
+    return kind.reads_slos if kind is not None else system != SERVER
+
+
+def server(search: Search, load: BenchConfig) -> Run:
+    """Runs against the server that listens at the target's address."""
+    url, model = search.target["base_url"], search.target["model"]
+    load = msgspec.structs.replace(load, base_url=url, model=model)
+    return lambda system, workload, points: measure(search, load, workload, points)
+
+
+class OwnServers:
+    """Runs against servers that are started for it, one system after the other.
+
+    A system's server is started when the first run that is missing needs it, warmed up once, and
+    stopped when the next system's turn comes, or that of other SLOs that the system reads, or the
+    block ends.
+    """
+
+    def __init__(self, search: Search, load: BenchConfig, out: Path, traces: bool) -> None:
+        self._search, self._load, self._out, self._traces = search, load, out, traces
+        self._serves: tuple[str, list[str]] | None = None
+        self._running = contextlib.ExitStack()
+
+    def __enter__(self) -> "OwnServers":
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self._running.close()
+
+    def __call__(
+        self, system: str, workload: WorkloadSpec, points: Sequence[dict[str, float]]
+    ) -> tuple[Result, bool]:
+        """One run; see `goodput.Run`.
+
+        Raises:
+            BenchError: the server does not start, or ended in the middle.
+        """
+        flags = slo_flags(points[0] if reads_slos(system) else self._search.slos)
+        warmups = 0
+        if (system, flags) != self._serves:
+            self._start(system, flags)
+            warmups = self._load.num_warmups
+        url = self._server.url
+        load = msgspec.structs.replace(self._load, base_url=url, num_warmups=warmups)
+        try:
+            result, hopeless = measure(self._search, load, workload, points)
+        finally:
+            self._server.check()
+        return msgspec.structs.replace(result, server=self._server.announcement), hopeless
+
+    def _start(self, system: str, flags: list[str]) -> None:
+        self._running.close()
+        self._serves = None
+        name = goodput.file_name(system)
+        if self._search.tbts and reads_slos(system):
+            name += flags[-1].removeprefix("--slo")
+        log = self._out / f"{name}.log"
+        arguments = [*shlex.split(str(self._search.target["serve"])), *system_flags(system), *flags]
+        if self._traces:
+            arguments += ["--trace", str(self._out / f"{name}.trace.json")]
+        typer.echo(f"{system}: starting a server, log in {log}")
+        self._server = self._running.enter_context(serving(arguments, log))
+        typer.echo(self._server.announcement)
+        self._serves = system, flags
+
+
+def system_flags(system: str) -> list[str]:
+    """`name:key=value,…` as flags of `twolane serve`."""
+    name, settings = parse_system(system)
+    options = [("--option", f"{key}={value}") for key, value in settings.items()]
+    return ["--system", name, *(word for option in options for word in option)]
+
+
+def slo_flags(slos: dict[str, float]) -> list[str]:
+    """Bounds as flags of `twolane serve`, which has none for a whole request; TBT comes last."""
+    names = sorted(slos.keys() - {"e2el"}, key=lambda name: name == "tbt")
+    return [f"--slo-{name.replace('_', '-')}-ms={slos[name] * 1e3:g}" for name in names]
+
+
+def measure(
+    search: Search, load: BenchConfig, workload: WorkloadSpec, points: Sequence[dict[str, float]]
+) -> tuple[Result, bool]:
+    """One run over HTTP, ended when it is hopeless for all sets of SLOs.
+
+    Each rate has prompts of its own, the same for all systems: a server that has seen those of
+    the last run would find them in its prefix cache.
+
+    Raises:
+        BenchError: the server cannot be reached.
+    """
+    config = msgspec.structs.replace(
+        load,
+        workload=workload,
+        goodput=points[0],
+        percentiles=search.percentiles,
+        prompt_seed=zlib.crc32(f"{workload.seed} {workload.request_rate}".encode()),
+    )
+    hopeless = Hopeless(workload.build(), points, search.attainment)
+
+    async def main() -> Result:
+        stop = asyncio.Event()
+
+        def ended(record: Record) -> None:
+            if not stop.is_set() and hopeless(record):
+                stop.set()
+
+        def begun(index: int, ttft: float) -> None:
+            if hopeless.begun(index, ttft):
+                stop.set()
+
+        return await serve.run(config, stop=stop, on_record=ended, on_first=begun)
+
+    result = asyncio.run(main())
+    outcomes = {one.outcome for one in result.records}
+    if CONNECT in outcomes or {DISCONNECT} <= outcomes <= {DISCONNECT, INTERRUPTED}:
+        problem = "; ".join(error for _, error in first_errors(result))
+        raise serve.BenchError(f"the server at {config.base_url} is gone: {problem}")
+    return result, result.interrupted
+
+
+def simulation(search: Search) -> Run:
+    """Runs on simulated GPUs; the systems know the SLOs."""
+    from twolane.engine.config import EngineConfig
+    from twolane.sim.run import SimulateConfig, simulate
+
+    where = msgspec.convert(search.target, _Simulated)
+
+    def run(
+        system: str, workload: WorkloadSpec, points: Sequence[dict[str, float]]
+    ) -> tuple[Result, bool]:
+        name, settings = parse_system(system)
+        asked = SimulateConfig(
+            engine=EngineConfig(
+                model=where.model,
+                system=name,
+                options=settings,
+                slo=slo_of(points[0]),
+                estimator=where.estimator,
+            ),
+            gpu=where.simulate,
+            tp=where.tp,
+            bench=BenchConfig(workload=workload, goodput=points[0], percentiles=search.percentiles),
+        )
+        requests = workload.build()
+        hopeless = Hopeless(requests, points, search.attainment)
+        result = simulate(asked, requests, hopeless, hopeless.tokens).result
+        return result, result.interrupted
+
+    return run
+
+
+def slo_of(slos: dict[str, float]) -> Slo:
+    """What the systems are told."""
+    per_token = slos.get(TTFT_PER_1K, 0.0) / 1024
+    bounds = {name: slos.get(name) for name in ("ttft", "tbt", "tpot")}
+    return Slo(**bounds, ttft_per_token=per_token)
+
+
+class _Simulated(msgspec.Struct):
+    """The target of a simulation."""
+
+    simulate: str
+    model: str
+    tp: int
+    estimator: EstimatorName | None = None
+
+
+def parse_system(text: str) -> tuple[str, dict[str, str]]:
+    """`name:key=value,key=value` as a name and its settings.
+
+    Raises:
+        OptionError: a setting has no value, or two.
+    """
+    name, _, rest = text.partition(":")
+    settings = {}
+    for one in filter(None, rest.split(",")):
+        key, equals, value = one.partition("=")
+        if not equals:
+            raise OptionError("--system", f"{text!r}: write NAME:KEY=VALUE,…")
+        key = key.replace("-", "_")
+        if key in settings:
+            raise OptionError("--system", f"{text!r} has {key} twice")
+        settings[key] = value
+    return name, settings
+
+
+def _line(trial: Trial, slos: dict[str, float]) -> str:
+    verdict = "holds" if trial.holds else "fails (ended early)" if trial.hopeless else "fails"
+    kept = ", ".join(
+        f"{name} {'-' if share is None else format(share, '.2%')}"
+        for name, share in trial.shares.items()
+    )
+    tbt = f", tbt {slos['tbt'] * 1e3:g} ms" if "tbt" in slos else ""
+    return f"{trial.system}{tbt}, seed {trial.seed}: {trial.rate:.3f} req/s {verdict} ({kept})"
+
+
+def _table(search: Search, found: dict[str, list[float]], best: dict[str, str]) -> Table:
+    title = f"Goodput at {search.attainment:.1%}: {bounds_words(search.slos)}"
+    table = Table(title=title, title_justify="left")
+    for head in ("System", "Requests/s (median)", "Range"):
+        table.add_column(head, justify="left" if head == "System" else "right")
+    for system, rates in found.items():
+        middle = statistics.median(rates)
+        name = f"{system} (best)" if system in best.values() else system
+        table.add_row(name, f"{middle:.2f}", f"{min(rates):.2f} to {max(rates):.2f}")
+    return table

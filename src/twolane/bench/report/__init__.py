@@ -1,0 +1,1 @@
+"""`twolane bench report`: figures, timelines and the page that holds them."""

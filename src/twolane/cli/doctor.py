@@ -1,0 +1,100 @@
+"""`twolane doctor`: what this machine offers for serving."""
+
+import os
+import platform
+from collections.abc import Iterator
+from importlib.metadata import version
+
+from rich.console import Console, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+
+import twolane
+from twolane.common.resources import free_memory, usable_cores
+from twolane.model.load import hub
+from twolane.systems.registry import SYSTEMS, defaults, describe
+
+
+def report() -> bool:
+    """Print what there is; return whether serving is possible here."""
+    console = Console()
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    for name, text in findings():
+        table.add_row(name, text)
+    console.print(table)
+    problem = cpu_problem()
+    console.print(f"Serving is not possible: {problem}" if problem else "Serving is possible.")
+    return problem is None
+
+
+def findings() -> Iterator[tuple[str, RenderableType]]:
+    """Yield the rows of the report."""
+    yield "twolane", twolane.__version__
+    yield "python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    yield "torch", version("torch")
+    yield "cores", f"{len(usable_cores())} usable of {os.cpu_count()}{affinity()}"
+    yield "memory", memory()
+    problem = cpu_problem()
+    yield "cpu lanes", problem or f"work; partitions (prefill, decode): {cpu_partitions()}"
+    yield "cuda lanes", "none: see the CPU lanes" if problem else cuda_lanes()
+    for place, name in enumerate(SYSTEMS):
+        yield "systems" if place == 0 else "", f"{name}: {describe(name)}"
+        settings = " ".join(f"{key}={value}" for key, value in defaults(name).items())
+        yield "", Padding(settings, (0, 0, 0, 2))
+    yield "cache", str(hub.cache_dir())
+    yield "pulled", ", ".join(pulled()) or "nothing yet: twolane pull"
+
+
+def affinity() -> str:
+    """Return the numbers of the cores that this process may use."""
+    if not hasattr(os, "sched_getaffinity"):
+        return ", threads cannot be pinned on this system"
+    return f", numbers {', '.join(map(str, usable_cores()))}"
+
+
+def memory() -> str:
+    """Return how much memory there is, and how much of it an engine would find."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return f"{total / 2**30:.1f} GiB, {free_memory() / 2**30:.1f} GiB free"
+
+
+def cpu_problem() -> str | None:
+    """Return why the CPU lanes cannot work, or None."""
+    try:
+        import torch
+
+        torch.ones(2) @ torch.ones(2)
+    except (ImportError, OSError, RuntimeError) as error:
+        return f"PyTorch does not work: {error}"
+    return None
+
+
+def cpu_partitions() -> str:
+    """Return the partitions that the CPU lanes offer."""
+    from twolane.lanes.cpu.lanes import partitions
+
+    return " ".join(f"({prefill},{decode})" for prefill, decode in partitions(len(usable_cores())))
+
+
+def cuda_lanes() -> str:
+    """Return which levels the first CUDA device offers, or why there are none."""
+    import torch
+
+    if torch.version.cuda is None:
+        return "none: this build of PyTorch has no CUDA"
+    if not torch.cuda.is_available():
+        return f"none: PyTorch has CUDA {torch.version.cuda}, but finds no device or driver"
+    from twolane.lanes.cuda.green_contexts import GreenContexts, NoGreenContexts
+
+    name = f"{torch.cuda.get_device_name(0)}, CUDA {torch.version.cuda}"
+    try:
+        levels = GreenContexts(0).offered
+    except NoGreenContexts as error:
+        return f"only the whole device: {error} ({name})"
+    offered = " ".join(f"({prefill},{decode})" for prefill, decode in levels)
+    return f"work; levels (prefill, decode SMs): {offered} ({name})"
+
+
+def pulled() -> list[str]:
+    """Return the aliases whose models are in the cache."""
+    return [alias for alias in hub.ALIASES if any((hub.cache_dir() / alias).glob("*.gguf"))]

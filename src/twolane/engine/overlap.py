@@ -1,0 +1,66 @@
+"""What ran in the other lane: for predictions at launch, and for what the estimator learns."""
+
+from twolane.common.vocabulary import LaneName
+from twolane.engine.request import Flight
+from twolane.engine.state import State
+from twolane.estimate.base import Beside
+
+OTHER: dict[LaneName, LaneName] = {"prefill": "decode", "decode": "prefill"}
+"""The lane beside a lane; nothing runs beside the whole device."""
+COVERED = 0.95
+"""Share of a launch's time that the other lane must have worked to count as beside it."""
+UNCOVERED = 0.02
+"""Share up to which it counts as having been idle."""
+
+
+class Mixed(Exception):
+    """The other lane worked for a part of the time only: neither alone nor beside it."""
+
+
+def corunner_now(state: State, lane: LaneName) -> Beside | None:
+    """What is running, or queued first, in the other lane."""
+    other = OTHER.get(lane)
+    for flight in state.flights:
+        if flight.launch.lane == other and not flight.ticket.done:
+            return Beside(flight.load, flight.launch.units)
+    return None
+
+
+def corunner_then(state: State, flight: Flight) -> Beside | None:
+    """What ran beside a launch that has ended; the one that did so longest.
+
+    Raises:
+        Mixed: something did, but not all the while.
+    """
+    ticket, lane = flight.ticket, flight.launch.lane
+    other = OTHER.get(lane)
+    if other is None:
+        return None
+    assert ticket.start is not None
+    landed = state.landed[other]
+    while landed and _end(landed[0]) <= ticket.start:
+        landed.popleft()  # launches of a lane run in order: no later one will need it
+    candidates = [*landed, *(f for f in state.flights if f.launch.lane == other)]
+    seconds = max(ticket.seconds, 1e-9)
+    shares = [max(0.0, _overlap(each, flight)) / seconds for each in candidates]
+    covered = sum(shares)
+    if covered <= UNCOVERED:
+        return None
+    if covered < COVERED:
+        raise Mixed
+    longest = candidates[max(range(len(shares)), key=shares.__getitem__)]
+    return Beside(longest.load, longest.launch.units)
+
+
+def _overlap(other: Flight, flight: Flight) -> float:
+    """Seconds that both ran; up to 0 if they did not."""
+    mine, its = flight.ticket, other.ticket
+    if its.start is None or mine.start is None or mine.end is None:
+        return 0.0
+    its_end = mine.end if its.end is None else its.end
+    return min(mine.end, its_end) - max(mine.start, its.start)
+
+
+def _end(flight: Flight) -> float:
+    assert flight.ticket.end is not None
+    return flight.ticket.end

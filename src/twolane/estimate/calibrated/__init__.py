@@ -1,0 +1,1 @@
+"""The calibrated estimator: a linear base for each level and a learnt residual."""

@@ -1,0 +1,422 @@
+"""Ours: a linear base for each level, what it misses learnt from the samples, and a P99 bound.
+
+    alone:  T = base(load, units) · exp m(load, units)
+    beside: T = T_alone · exp m'(units, bytes/s and FLOP/s of both lanes)
+    P99:    T · exp q
+
+The base has the terms of the solo-run models, over batches of all sizes, and slopes from where
+arithmetic binds products; for slices, the tokens of prefixes, which bound attention of few new
+ones; for decode, a step for each way that products go (`computed.py`). Fitted for each number of
+units, it has what the kernels in use reach on few SMs. m and m' are Gaussian processes, see
+`residual.py`. m is over the sizes of a batch. m' is over what each lane would move
+and compute in a second if it were alone, by the base, for that is what lanes contend for:
+bandwidth, and the power that clocks are lowered for. q is the 99th percentile of how far launches
+of configurations that were left out are above the prediction. Online, each kind of launch has a
+slow correction of its own; and a device that is slow for a moment, which the last two launches
+tell, has longer bounds.
+"""
+
+from collections.abc import Callable, Sequence
+from copy import copy
+from functools import cache
+from math import exp, log, log2
+from typing import NamedTuple
+
+import numpy as np
+from scipy.special import stdtrit
+
+from twolane.estimate.base import Beside, Estimator, Floats, Load
+from twolane.estimate.calibrated.residual import Means, Residual
+from twolane.estimate.computed import BENDS, SLOPES, Computed
+from twolane.estimate.papers.operators import Shape
+from twolane.estimate.papers.solo_run import LevelModel, Rows, pass_features, slice_features
+from twolane.estimate.profile import Kind, Profile, Sample
+
+COVERED = 0.99
+"""Share of launches that the bound is for."""
+ENOUGH = 100
+"""Configurations that have a 99th percentile."""
+FOLDS = 6
+"""Parts of the configurations that are left out in turn."""
+WEIGHT = 0.08
+"""Of the newest launch that is learnt from in the online correction of the mean."""
+EVERY = 4
+"""One launch in so many corrects the mean and the bound."""
+LEAST = 1e-6
+"""Seconds; less is not told apart."""
+MOST_CORRECTED = 0.2
+"""Of the online correction, as a logarithm: beyond that something else is wrong."""
+STEP = 0.01
+"""By which share a launch above its bound raises the next ones' bound."""
+SLOW = 0.1
+"""Launches above their bounds and as far above their predictions, as a logarithm, say that the
+device is slow: an H200 is, for 60 to 100 ms every few seconds, by 0.08 to 0.26 (docs/gpu.md). A
+single one says nothing of the next: of steps beside slices one in a hundred takes a quarter longer
+there."""
+USUAL = 0.05
+"""Of that, what such a launch was above on its own account."""
+MOST_SLOW = 0.3
+"""What was above by more stood still."""
+MOMENT = 0.02
+"""Seconds; behind a launch that took longer, such a moment is over before another plan is carried
+out."""
+DIGITS = 6
+"""Binary ones of a decode step's context that the processes see: 1.6 % off at most."""
+MOST_KNOWN = 4096
+"""Answers that are remembered."""
+OTHER: dict[Kind, Kind] = {"prefill": "decode", "decode": "prefill"}
+"""What runs beside it."""
+CONTENDS: dict[Kind, int] = {"prefill": 2, "decode": 2}
+"""Features of a state that the process of contention does not look at: it begins with the layers
+and units of a slice, the units of a step."""
+
+
+class _Asked(NamedTuple):
+    """A launch whose time is asked for, on each of these units."""
+
+    kind: Kind
+    load: Load
+    units: Sequence[int]
+    beside: Beside | None = None
+    layers: int = 0
+    finishes: bool = False
+
+    @classmethod
+    def of(cls, sample: Sample) -> "_Asked":
+        units = (sample.units,)
+        return cls(sample.kind, sample.load, units, sample.other, sample.layers, sample.finishes)
+
+
+class _Linear:
+    """The base, and what the processes see of a launch."""
+
+    def __init__(self, profile: Profile) -> None:
+        self._computed = Computed.on(profile)
+        self._shape = Shape(profile.shape, profile.key.itemsize, profile.key.tensor_parallel)
+        self._layers = profile.shape.layers
+        self._models: dict[Kind, LevelModel] = {}
+
+    def fitted(self, kind: Kind, samples: Sequence[Sample]) -> "_Linear":
+        """Another one, of which one kind's model is fitted on these."""
+        other = copy(self)
+        features = [self._features(_Asked.of(sample))[0] for sample in samples]
+        other._models = {**self._models, kind: LevelModel.fit(features, samples)}
+        return other
+
+    def seconds(self, asked: _Asked) -> list[float]:
+        """At each of the units."""
+        return self._models[asked.kind].predict(self._features(asked), asked.units)
+
+    def states(self, asked: _Asked) -> list[list[float]]:
+        """What is asked for at each of the units; beside the other lane, what contends, too."""
+        kind, load, units, beside, layers, _ = asked
+        sizes = self._sizes(kind, load, layers, units)
+        own = [[*size, log2(each)] for size, each in zip(sizes, units, strict=True)]
+        if beside is None:
+            return own
+        mine = self._rates(kind, load, units)
+        its = self._rates(OTHER[kind], beside.load, beside.each(len(units)))
+        return [[*state, *a, *b] for state, a, b in zip(own, mine, its, strict=True)]
+
+    def _rates(self, kind: Kind, load: Load, units: Sequence[int]) -> list[tuple[float, float]]:
+        """Bytes/s and FLOP/s of the products and attention, alone, at each of the units."""
+        if kind == "prefill":
+            rows = self._computed.tokens(load)
+            features, layers = self._slices(load, 1, False, units), 1
+            sums = load.new, load.reused, load.squares + load.products
+        else:
+            rows, context = load.requests, _rounded(load.reused)
+            features, layers = self._steps(load, context, units), self._layers
+            sums = rows, context, rows + context
+        moved, flops = self._shape.layer(rows, *sums)
+        moved, flops = layers * moved, layers * flops
+        every = self._models[kind].predict(features, units)
+        return [(moved / (each + LEAST), flops / (each + LEAST)) for each in every]
+
+    def _features(self, asked: _Asked) -> Rows:
+        """What the base is linear in, at each of the units."""
+        kind, load, units, _, layers, finishes = asked
+        if kind == "decode":
+            return self._steps(load, load.reused, units)
+        if kind == "prefill":
+            return self._slices(load, layers, finishes, units)
+        new, (few, many) = self._computed.tokens(load), BENDS
+        row = [*pass_features(self._computed, load), max(0, new - few), max(0, new - many)]
+        return [row] * len(units)
+
+    def _slices(self, load: Load, layers: int, finishes: bool, units: Sequence[int]) -> Rows:
+        """Equation 1, the tokens of prefixes, what ends the pass, and what more new tokens take."""
+        row = slice_features(self._computed, load, layers, finishes)
+        new, (few, many) = self._computed.tokens(load), BENDS
+        bends = layers * max(0, new - few), layers * max(0, new - many)
+        return [[*row, layers * load.reused, *bends]] * len(units)
+
+    def _steps(self, load: Load, context: int, units: Sequence[int]) -> Rows:
+        """Equation 2 of so much context, and what products of more rows take."""
+        return [[context, *_ways(self._computed.rows(load), self._computed.steps)]] * len(units)
+
+    def _sizes(
+        self, kind: Kind, load: Load, layers: int, units: Sequence[int]
+    ) -> list[list[float]]:
+        """Tokens, and layers of a slice, as logarithms."""
+        if kind == "decode":
+            rows, context = self._computed.rows(load), _rounded(load.reused)
+            return [[log2(max(1, rows)), _reused(context)]] * len(units)
+        if kind == "hybrid":
+            rest = [_reused(load.chunks.reused), _reused(load.decoding.reused)]
+        else:
+            rest = [_reused(load.reused), log2(layers)]
+        return [[log2(max(1, self._computed.tokens(load))), *rest]] * len(units)
+
+
+@cache
+def _ways(rows: int, steps: tuple[int, ...]) -> tuple[float, ...]:
+    """What the products of a decode step are linear in."""
+    ways = [float(rows > most) for most in steps]
+    return (rows, 1.0, *ways, *[max(0, rows - most) for most in SLOPES])
+
+
+def _reused(tokens: int) -> float:
+    return log2(1 + tokens / 16)
+
+
+class _Model:
+    """Base and processes of one kind of launch, alone or beside the other lane.
+
+    Args:
+        base: fitted.
+        parts: the processes, each with the place of its first feature in the state.
+    """
+
+    def __init__(self, base: _Linear, *parts: tuple[int, Residual]) -> None:
+        self.base, self.parts = base, parts
+        self._means = Means(*parts) if parts else None
+
+    def missed(self, asked: _Asked) -> list[float]:
+        """By the base, as the processes have it: a logarithm at each of the units."""
+        if self._means is None:
+            return [0.0] * len(asked.units)
+        means: list[float] = self._means.at(self.base.states(asked)).tolist()
+        return means
+
+    def predicted(self, sample: Sample) -> float:
+        """log(seconds)"""
+        asked = _Asked.of(sample)
+        return log(self.base.seconds(asked)[0] + LEAST) + self.missed(asked)[0]
+
+    def taught(self, samples: Sequence[Sample], first: int, like: "_Model | None") -> "_Model":
+        """With one more process, over what is left of these."""
+        states = np.array([self.base.states(_Asked.of(sample))[0][first:] for sample in samples])
+        logs = np.array([log(sample.median) - self.predicted(sample) for sample in samples])
+        groups = [sample.configuration for sample in samples]
+        residual = Residual(states, logs, groups, like.parts[-1][1] if like is not None else None)
+        return _Model(self.base, *self.parts, (first, residual))
+
+
+Fit = Callable[[Sequence[Sample], _Model | None], _Model]
+"""On some samples, with the parameters of a model that was fitted before, if any."""
+
+
+class _Promise:
+    """How far launches may be above a model's prediction, and its online corrections.
+
+    Base and processes are fitted anew without each part of the configurations: so far are launches
+    of configurations above that nobody has seen. What is served is seen again and again, the mean's
+    correction follows it, and fewer launches are above. The quantile goes down with each, and up by
+    `STEP` with one above its bound, so that it rests where one in a hundred is (Robbins and Monro
+    1951), but not above the profile's.
+    """
+
+    def __init__(self, model: _Model, fit: Fit, samples: Sequence[Sample]) -> None:
+        missed: list[Floats] = []
+        folds = _folds(samples)
+        for fold in folds:
+            without = fit([each for each in samples if each.configuration not in fold], model)
+            left = [each for each in samples if each.configuration in fold]
+            missed += [np.log(each.seconds) - without.predicted(each) for each in left]
+        self.quantile = _quantile(missed, sum(map(len, folds)))
+        self._most = self.quantile
+        self.correction = 0.0
+
+    def learn(self, log_missed: float) -> None:
+        """A launch took exp(log_missed) times what was predicted."""
+        moved = self.correction + WEIGHT * log_missed
+        self.correction = max(-MOST_CORRECTED, min(MOST_CORRECTED, moved))
+        moved = self.quantile + STEP * ((log_missed > self.quantile) - (1 - COVERED))
+        self.quantile = min(self._most, max(0.0, moved))
+
+
+def _folds(samples: Sequence[Sample]) -> list[set[str]]:
+    """The configurations in parts; fewer than `FOLDS` if there are fewer. Nothing is predicted
+    beyond the anchors, so they stay where there is anything else."""
+    drawn = {sample.configuration for sample in samples if not sample.anchors}
+    names = sorted(drawn if len(drawn) > 1 else {sample.configuration for sample in samples})
+    names = [names[i] for i in np.random.default_rng(0).permutation(len(names))]
+    parts = [set(names[i::FOLDS]) for i in range(FOLDS)]
+    return [part for part in parts if part and len(part) < len(names)]
+
+
+def _quantile(missed: Sequence[Floats], configurations: int) -> float:
+    """How far the truth is above the prediction for one launch in a hundred.
+
+    Each sample's launches count as one. Fewer than a hundred configurations have no such rank:
+    there it is Student's, of the samples' medians.
+    """
+    if configurations < ENOUGH:
+        medians = [float(np.median(each)) for each in missed] or [0.0]
+        return float(stdtrit(max(1, configurations), COVERED) * np.sqrt(np.square(medians).mean()))
+    launches = np.concatenate(missed)
+    shares = np.concatenate([np.full(len(each), 1.0 / len(each)) for each in missed])
+    order = np.argsort(launches)
+    place = np.searchsorted(np.cumsum(shares[order]), COVERED * len(missed))
+    return float(launches[order][place])
+
+
+class Calibrated(Estimator):
+    """Base and processes. Promises a P99: one launch in a hundred takes longer than its bound."""
+
+    promises = True
+
+    def __init__(self, profile: Profile) -> None:
+        self._base = _Linear(profile)
+        self._models: dict[tuple[Kind, bool], _Model] = {}
+        """Of launches alone, and beside the other lane."""
+        self._promises: dict[tuple[Kind, bool], _Promise] = {}
+        self._seen = 0
+        """Launches since one was looked at."""
+        self._slow = False
+        """Whether the last launch that made tokens was."""
+        self._known: dict[tuple[object, ...], Sequence[float]] = {}
+        """What the processes have answered."""
+        kinds: tuple[Kind, ...] = ("prefill", "decode", "hybrid")
+        for kind in kinds:
+            alone = profile.training(kind, beside=False)
+            self._base = self._base.fitted(kind, alone)
+            self._fit((kind, False), alone, self._fit_alone(kind))
+        for kind in OTHER:
+            if both := profile.training(kind, beside=True):
+                self._fit((kind, True), both, self._fit_beside(kind))
+
+    def observe_prefill(
+        self,
+        load: Load,
+        layers: int,
+        units: int,
+        seconds: float,
+        beside: Beside | None = None,
+        *,
+        finishes: bool = False,
+    ) -> None:
+        """See `Estimator.observe_prefill`."""
+        if self._looks():
+            predicted = self.prefill_slice(load, layers, units, beside, finishes=finishes)
+            self._learn("prefill", seconds, predicted, beside)
+
+    def observe_decode(
+        self, load: Load, units: int, seconds: float, beside: Beside | None = None
+    ) -> None:
+        """See `Estimator.observe_decode`."""
+        self._learn("decode", seconds, self.decode_step(load, units, beside), beside)
+
+    def observe_hybrid(self, load: Load, units: int, seconds: float) -> None:
+        """See `Estimator.observe_hybrid`."""
+        self._learn("hybrid", seconds, self.hybrid(load, units), None)
+
+    def _fit_alone(self, kind: Kind) -> Fit:
+        return lambda samples, like: _Model(self._base.fitted(kind, samples)).taught(
+            samples, 0, like
+        )
+
+    def _fit_beside(self, kind: Kind) -> Fit:
+        alone = self._models[kind, False]
+        base = _Model(self._base, *alone.parts)
+        return lambda samples, like: base.taught(samples, CONTENDS[kind], like)
+
+    def _fit(self, case: tuple[Kind, bool], samples: Sequence[Sample], fit: Fit) -> None:
+        model = self._models[case] = fit(samples, None)
+        self._promises[case] = _Promise(model, fit, samples)
+
+    def _looks(self) -> bool:
+        """Whether this launch is one to learn from."""
+        self._seen = (self._seen + 1) % EVERY
+        return self._seen == 0
+
+    def _prefill(
+        self,
+        load: Load,
+        layers: int,
+        units: Sequence[int],
+        beside: Beside | None,
+        finishes: bool,
+        bound: bool,
+    ) -> Sequence[float] | None:
+        return self._predict(_Asked("prefill", load, units, beside, layers, finishes), bound)
+
+    def _decode(
+        self, load: Load, units: Sequence[int], beside: Beside | None, bound: bool
+    ) -> Sequence[float] | None:
+        return self._predict(_Asked("decode", load, units, beside), bound)
+
+    def _hybrid(self, load: Load, units: Sequence[int], bound: bool) -> Sequence[float] | None:
+        return self._predict(_Asked("hybrid", load, units), bound)
+
+    def _predict(self, asked: _Asked, bound: bool) -> Sequence[float]:
+        kind, log = asked.kind, 0.0
+        if asked.beside is not None and (kind, True) not in self._models:
+            asked = asked._replace(beside=None)
+        promise = self._promises[kind, asked.beside is not None]
+        if asked.beside is not None:
+            log = self._promises[kind, False].correction
+        log += promise.correction + (promise.quantile + self.lately if bound else 0.0)
+        means = self._missed(asked) if kind == "hybrid" else self._remembered(asked)
+        bases = self._base.seconds(asked)
+        return [base * exp(mean + log) for base, mean in zip(bases, means, strict=True)]
+
+    def _remembered(self, asked: _Asked) -> Sequence[float]:
+        """What is missed: decode steps of about so much context are asked about again and again, a
+        token further each time."""
+        kind, load, units, beside, layers, _ = asked
+        others: tuple[object, ...] = ()
+        if beside is not None:
+            others = (*beside.each(len(units)), *_sums(beside.load, OTHER[kind]))
+        key = (kind, layers, *units, *_sums(load, kind), others)
+        means = self._known.get(key)
+        if means is None:
+            if len(self._known) == MOST_KNOWN:
+                self._known.clear()
+            means = self._known[key] = self._missed(asked)
+        return means
+
+    def _missed(self, asked: _Asked) -> Sequence[float]:
+        """Of log(truth / base), by the processes, at each of the units."""
+        return self._models[asked.kind, asked.beside is not None].missed(asked)
+
+    def _learn(
+        self, kind: Kind, seconds: float, predicted: float | None, beside: Beside | None
+    ) -> None:
+        """From two launches in a row that make tokens, whether the device is slow; from one in
+        `EVERY`, how far predictions are off."""
+        promise = self._promises.get((kind, beside is not None))
+        if predicted is None or promise is None:
+            return
+        missed = log(seconds / predicted)
+        if kind != "prefill":
+            slow = missed > max(SLOW, promise.quantile) and seconds <= MOMENT
+            self.lately = min(missed, MOST_SLOW) - USUAL if slow and self._slow else 0.0
+            self._slow = slow
+            if not self._looks():
+                return
+        promise.learn(missed)
+
+
+def _sums(load: Load, kind: Kind) -> tuple[object, ...]:
+    """What the processes know of a load."""
+    if kind == "decode":
+        return load.requests, _rounded(load.reused)
+    return tuple(load.n), tuple(load.r)
+
+
+def _rounded(tokens: int) -> int:
+    """To `DIGITS` binary ones."""
+    dropped = max(0, tokens.bit_length() - DIGITS)
+    return (tokens + (1 << dropped >> 1)) >> dropped << dropped

@@ -1,0 +1,1 @@
+"""The estimators of the papers: rooflines, solo-run models and the contention guard."""

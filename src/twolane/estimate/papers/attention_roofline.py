@@ -1,0 +1,84 @@
+"""The attention-aware roofline of DuetServe (§4.1): analytical, from two measured curves.
+
+    t_token     = max(F / Π(S), B / HBM(S))            of every linear operator and the small ones
+    t_attention = Σ over requests of max(F / Π(S), B / HBM(S))
+    t_allreduce = 2(N-1)·α + 2(N-1)·B / (N·NVLink) + N(N-1)·B / Π(S)
+    t_total     = layers · t_block + t_classifier
+
+Π(S) and HBM(S) are the compute and the bandwidth reached on S units (§4.2), `sweep.py`. Nothing is
+fitted beyond them, and the other lane is ignored.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from twolane.estimate.base import Beside, Estimator, Floats, Load
+from twolane.estimate.papers.operators import Operators, Shape
+from twolane.estimate.papers.sweep import Sweep
+from twolane.estimate.profile import Profile
+
+
+@dataclass(frozen=True)
+class Interconnect:
+    """Between the GPUs of one server; the defaults are NVLink of an H100 or H200."""
+
+    startup_seconds: float = 3e-6
+    """Of one hop."""
+    bytes_per_second: float = 450e9
+    """Of one GPU's links together, one way."""
+
+
+class AttentionRoofline(Estimator):
+    """Rooflines, summed. Promises no bound.
+
+    Args:
+        profile: for the curves.
+        interconnect: for tensor parallelism.
+    """
+
+    def __init__(self, profile: Profile, interconnect: Interconnect | None = None) -> None:
+        key = profile.key
+        self._shape = Shape(profile.shape, key.itemsize, key.tensor_parallel)
+        self._sweep = Sweep.of(profile, self._shape)
+        self._interconnect = interconnect or Interconnect()
+
+    def _prefill(
+        self,
+        load: Load,
+        layers: int,
+        units: Sequence[int],
+        beside: Beside | None,
+        finishes: bool,
+        bound: bool,
+    ) -> Sequence[float] | None:
+        return self._pass(load, layers, load.requests if finishes else 0, units)
+
+    def _decode(
+        self, load: Load, units: Sequence[int], beside: Beside | None, bound: bool
+    ) -> Sequence[float] | None:
+        return self._pass(load, self._shape.spec.layers, load.requests, units)
+
+    def _hybrid(self, load: Load, units: Sequence[int], bound: bool) -> Sequence[float] | None:
+        return self._pass(load, self._shape.spec.layers, load.requests, units)
+
+    def _pass(self, load: Load, layers: int, sampled: int, units: Sequence[int]) -> Sequence[float]:
+        """L · t_block + t_classifier."""
+        shape = self._shape
+        flop_rate, byte_rate = self._sweep.flop_rate.at(units), self._sweep.byte_rate.at(units)
+        tokens = shape.linears(load.new) + shape.elementwise(load.new)
+        classifier = shape.classifier(sampled) if sampled else Operators((), ())
+        rates = zip(flop_rate.tolist(), byte_rate.tolist(), strict=True)
+        dense = [layers * tokens.seconds(*pair) + classifier.seconds(*pair) for pair in rates]
+        block = shape.attention(load, flop_rate, byte_rate)
+        if shape.tensor_parallel > 1:
+            block += 2 * self._allreduce(load.new, flop_rate)
+        seconds: list[float] = (layers * block + dense).tolist()
+        return seconds
+
+    def _allreduce(self, tokens: int, flop_rate: Floats) -> Floats:
+        """A ring over the GPUs, of one linear operator's output."""
+        n, link = self._shape.tensor_parallel, self._interconnect
+        moved = tokens * self._shape.spec.hidden_size * self._shape.itemsize
+        hops = 2 * (n - 1) * link.startup_seconds
+        transfer = 2 * (n - 1) * moved / (n * link.bytes_per_second)
+        return hops + transfer + n * (n - 1) * moved / flop_rate

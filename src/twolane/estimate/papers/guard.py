@@ -1,0 +1,167 @@
+"""The contention guard of MuxWise (§3.3.2): the largest slowdown seen in a cell of a grid.
+
+    T_decode beside prefill <= T_solo · max { slowdowns seen in the cell }
+
+A cell is a range of (new and reused tokens of the prefill batch, batch size and reused tokens of a
+request in the decode batch, level): powers of four for tokens, of two for the batch size. A
+slowdown is the time of a step beside prefill over the solo-run model's prediction, so the guard
+answers for the model's error, too. The paper measures every cell. Here one without samples of its
+own borrows a mean of those that have some, near ones above all, and as much more as covers all but
+one in a hundred of those, each left out in turn. Whatever is seen online and is larger raises a
+cell; a borrowed cell falls to its own largest once it has `OWN` samples. Prefill is not guarded
+(§3.4.1).
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import exp, log, log2
+
+import numpy as np
+
+from twolane.estimate.base import Beside, Estimator, Floats, Load
+from twolane.estimate.papers.solo_run import SoloRun
+from twolane.estimate.profile import Profile
+
+OWN = 20
+"""Samples after which a borrowed cell stands on its own."""
+OFFSET = 0.5
+"""Added to distances: a cell next to one is not all that is known of it."""
+COVERED = 0.99
+"""Share of cells that are not slower than they would borrow."""
+
+Cell = tuple[int, int, int, int, int]
+"""Powers of new, reused, batch size, context of a request; then the decode lane's units."""
+
+
+@dataclass(slots=True)
+class _Known:
+    """What a cell knows."""
+
+    slowdown: float
+    """The largest, its own or borrowed."""
+    own: float = 0.0
+    """The largest seen online in the cell itself."""
+    count: int = 0
+    """Of samples seen online in the cell itself."""
+    borrowed: bool = False
+
+
+class ContentionGuard(Estimator):
+    """Solo runs, and for decode beside prefill a bound that no step seen exceeded.
+
+    Without `bound` it answers as the solo-run models do.
+    """
+
+    def __init__(self, profile: Profile) -> None:
+        self._solo = SoloRun(profile)
+        self._cells: dict[Cell, _Known] = {}
+        for sample in profile.training("decode", beside=True):
+            assert sample.beside is not None
+            for seconds in sample.seconds:
+                cell, slowdown = self._seen(
+                    sample.load, sample.units, seconds, sample.beside.beside
+                )
+                known = self._cells.setdefault(cell, _Known(slowdown))
+                known.slowdown = max(known.slowdown, slowdown)
+        self._places = np.array([_place(cell) for cell in self._cells])
+        self._logs = np.array([log(known.slowdown) for known in self._cells.values()])
+        self._margin = self._left_out()
+
+    def observe_decode(
+        self, load: Load, units: int, seconds: float, beside: Beside | None = None
+    ) -> None:
+        """See `Estimator.observe_decode`."""
+        if beside is None:
+            return
+        cell, slowdown = self._seen(load, units, seconds, beside)
+        (known,) = self._known([cell])
+        known.own = max(known.own, slowdown)
+        known.count += 1
+        if known.borrowed and known.count >= OWN:
+            known.borrowed, known.slowdown = False, known.own
+        known.slowdown = max(known.slowdown, known.own)
+
+    def _seen(self, load: Load, units: int, seconds: float, beside: Beside) -> tuple[Cell, float]:
+        """The cell of a step, and its slowdown."""
+        solo = self._solo.decode_step(load, units)
+        assert solo is not None
+        (cell,) = _cells(load, (units,), beside)
+        return cell, seconds / solo
+
+    def _prefill(
+        self,
+        load: Load,
+        layers: int,
+        units: Sequence[int],
+        beside: Beside | None,
+        finishes: bool,
+        bound: bool,
+    ) -> Sequence[float] | None:
+        return self._solo._prefill(load, layers, units, beside, finishes, bound)
+
+    def _decode(
+        self, load: Load, units: Sequence[int], beside: Beside | None, bound: bool
+    ) -> Sequence[float] | None:
+        solo = self._solo._decode(load, units, beside, bound)
+        if not bound or beside is None or solo is None:
+            return solo
+        known = self._known(list(_cells(load, units, beside)))
+        return [each * cell.slowdown for each, cell in zip(solo, known, strict=True)]
+
+    def _hybrid(self, load: Load, units: Sequence[int], bound: bool) -> Sequence[float] | None:
+        return self._solo._hybrid(load, units, bound)
+
+    def _known(self, cells: Sequence[Cell]) -> list[_Known]:
+        """What is known of cells; those without samples borrow."""
+        empty = [cell for cell in cells if cell not in self._cells]
+        for cell, slowdown in zip(empty, self._borrowed(empty), strict=True):
+            self._cells[cell] = _Known(slowdown, borrowed=True)
+        return [self._cells[cell] for cell in cells]
+
+    def _borrowed(self, cells: Sequence[Cell]) -> list[float]:
+        if not len(self._logs) or not cells:
+            return [1.0] * len(cells)
+        places = np.array([_place(cell) for cell in cells])
+        means = self._means(_distances(places, self._places)) + self._margin
+        return [max(1.0, exp(mean)) for mean in means.tolist()]
+
+    def _left_out(self) -> float:
+        """How far above what they would borrow the measured cells are, at most: a logarithm."""
+        if len(self._logs) < 2:
+            return 0.0
+        distances = _distances(self._places, self._places)
+        np.fill_diagonal(distances, np.inf)
+        above = self._logs - self._means(distances)
+        return float(np.quantile(above, COVERED, method="higher"))
+
+    def _means(self, distances: Floats) -> Floats:
+        """Of the measured cells' logarithms, weighted for distances [L, measured]: [L]."""
+        weights = 1.0 / np.square(np.square(distances + OFFSET))
+        return np.asarray(weights.dot(self._logs) / weights.sum(axis=1))
+
+
+def _cells(load: Load, units: Sequence[int], beside: Beside) -> Iterator[Cell]:
+    """The cell at each of the units."""
+    prefill = beside.load
+    four = (
+        _power_of_four(prefill.new),
+        _power_of_four(prefill.reused),
+        int(log2(max(1, load.requests))),
+        _power_of_four(load.reused // max(1, load.requests)),
+    )
+    return ((*four, each) for each in units)
+
+
+def _power_of_four(tokens: int) -> int:
+    return (tokens.bit_length() + 1) // 2
+
+
+def _place(cell: Cell) -> list[float]:
+    """Where a cell lies for the distance to others: new tokens and units make the most of it."""
+    new, reused, batch, context, units = cell
+    return [2 * new, reused / 2, batch, context / 2, 4 * log2(units)]
+
+
+def _distances(some: Floats, others: Floats) -> Floats:
+    """Sums of the differences: [some, others]."""
+    return np.asarray(np.abs(others - some[:, None]).sum(axis=2))

@@ -1,0 +1,98 @@
+"""FLOPs and bytes of a forward pass's operators, which the rooflines are made of."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from twolane.estimate.base import Floats, Load
+from twolane.model.spec import ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Operators:
+    """Some operators of one layer (or of the whole pass), each with its FLOPs and bytes."""
+
+    flops: tuple[float, ...]
+    bytes: tuple[float, ...]
+
+    def seconds(self, flop_rate: float, byte_rate: float) -> float:
+        """The roofline of each, summed, at so many FLOP/s and bytes/s."""
+        total = 0.0
+        for flops, moved in zip(self.flops, self.bytes, strict=True):
+            compute, memory = flops / flop_rate, moved / byte_rate
+            total += compute if compute > memory else memory
+        return total
+
+    def __add__(self, other: "Operators") -> "Operators":
+        return Operators(self.flops + other.flops, self.bytes + other.bytes)
+
+
+class Shape:
+    """A model's shape on one of so many GPUs, as the formulas need it.
+
+    Args:
+        spec: the model.
+        itemsize: bytes of an element.
+        tensor_parallel: GPUs that share every layer.
+    """
+
+    def __init__(self, spec: ModelSpec, itemsize: int, tensor_parallel: int = 1) -> None:
+        self.spec, self.itemsize, self.tensor_parallel = spec, itemsize, tensor_parallel
+        d, q, m = spec.hidden_size, spec.q_size, spec.intermediate_size
+        share = 1.0 / tensor_parallel
+        inputs = d, q * share, d, m * share
+        outputs = (q + 2 * spec.kv_size) * share, d, 2 * m * share, d
+        self._products = tuple((i * o, i + o) for i, o in zip(inputs, outputs, strict=True))
+        """Of each linear operator: its weights, and what it reads and writes for a token."""
+        self._small = 4.0 * d, 4.0 * d, 3.0 * m * share
+        heads, kv_heads, dim = spec.heads * share, spec.kv_heads * share, spec.head_dim
+        self._pair_flops = (4.0 * dim + 2.0) * heads
+        self._query_bytes = 2.0 * dim * itemsize * heads
+        self._context_bytes = 2.0 * dim * itemsize * kv_heads
+        weights, wide = (sum(parts) for parts in zip(*self._products, strict=True))
+        self._weights, self._wide = float(weights), float(wide)
+
+    def linears(self, tokens: int) -> Operators:
+        """QKV, output, gate-up and down projections of one layer (DuetServe §4.1):
+        F = 2·n·di·do, B = (n·di + di·do + n·do)·b."""
+        return Operators(
+            tuple([2.0 * tokens * weights for weights, _ in self._products]),
+            tuple([(tokens * wide + weights) * self.itemsize for weights, wide in self._products]),
+        )
+
+    def elementwise(self, tokens: int) -> Operators:
+        """Norms with their residuals and the activation of one layer: what they move."""
+        elements = [tokens * width for width in self._small]
+        return Operators(
+            tuple([2.0 * each for each in elements]), tuple([e * self.itemsize for e in elements])
+        )
+
+    def classifier(self, rows: int) -> Operators:
+        """The final projection onto the vocabulary, of rows that are sampled."""
+        d, vocab = self.spec.hidden_size, self.spec.vocab_size / self.tensor_parallel
+        moved = (rows * d + d * vocab + rows * vocab) * self.itemsize
+        return Operators((2.0 * rows * d * vocab,), (moved,))
+
+    def attention(self, load: Load, flop_rate: Floats, byte_rate: Floats) -> Floats:
+        """Seconds in one layer, the roofline of each request summed, at each pair of rates
+        (DuetServe §4.1), q new tokens over c cached ones:
+        F = 4·hq·q·(q+c)·dh + 2·hq·q·(q+c), B = 2·hq·q·dh·b + 2·hkv·(q+c)·dh·b."""
+        q, c = np.array(load.n, dtype=float), np.array(load.r, dtype=float)
+        seen = q + c
+        flops = self._pair_flops * q * seen
+        moved = self._query_bytes * q + self._context_bytes * seen
+        each = np.maximum(flops / flop_rate[:, None], moved / byte_rate[:, None])
+        return np.asarray(each.sum(axis=1))
+
+    def together(self, load: Load) -> Operators:
+        """Attention of all requests as one kernel: the sums of their F and B."""
+        moved = self._query_bytes * load.new + self._context_bytes * (load.new + load.reused)
+        return Operators((self._pair_flops * (load.squares + load.products),), (moved,))
+
+    def layer(self, rows: int, new: int, reused: int, pairs: int) -> tuple[float, float]:
+        """Bytes and FLOPs of one layer's products of so many rows and of the attention of so many
+        new and reused tokens, with Σ n·(n + r) pairs."""
+        tokens = new + reused
+        moved = (rows * self._wide + self._weights) * self.itemsize + self._context_bytes * tokens
+        flops = 2.0 * rows * self._weights + self._pair_flops * pairs
+        return moved + self._query_bytes * new, flops

@@ -1,0 +1,159 @@
+"""The solo-run models of Drift (§3.4) and MuxWise (§3.3.2): linear, one pair for each level.
+
+    T_prefill = θ1·Σ n² + θ2·Σ n·r + θ3·Σ n + θ4        (Equation 1 of both)
+    T_decode  = θ1·Σ r + θ2·bs + θ3                     (Equation 2 of both)
+
+Two things are added, since work here is launched in slices and in hybrid passes. Equation 1 holds
+for one layer, and the slice that ends the pass (classifier, sampling) takes θ5 + θ6·bs more. A
+hybrid pass is Equation 1 over its chunks plus Equation 2 over its decode rows. New tokens are those
+that the device computes, see `computed.py`.
+
+Coefficients are fitted by non-negative least squares on the relative error, for each number of
+units that was measured, and interpolated between them over 1 / units.
+"""
+
+from collections.abc import Sequence
+from operator import mul
+
+import numpy as np
+from scipy.optimize import nnls
+
+from twolane.estimate.base import Beside, Estimator, Floats, Ints, Load
+from twolane.estimate.computed import Computed
+from twolane.estimate.profile import Profile, ProfileError, Sample
+
+LEAST_TOKENS = 1024
+"""New and reused tokens from which on Equation 1 is fitted, as in the papers; smaller batches are
+bound by the weights' bytes, which no term of it stands for."""
+
+
+Rows = Sequence[Sequence[float]]
+"""Features on each of the units, one object for those that have the same."""
+
+
+class LevelModel:
+    """Coefficients for each number of units; predicts sums of features times coefficients.
+
+    Args:
+        units: measured, ascending.
+        coefficients: [len(units), features].
+    """
+
+    def __init__(self, units: Ints, coefficients: Floats) -> None:
+        self._inverse = 1.0 / units[::-1]
+        self._coefficients = coefficients[::-1]
+        self._rows: dict[int, list[float]] = {}
+        self._tables: dict[Sequence[int], Floats] = {}
+        """Of units that were asked for, one by one and together."""
+
+    @classmethod
+    def fit(cls, features: Sequence[Sequence[float]], samples: Sequence[Sample]) -> "LevelModel":
+        """Fit each number of units by itself.
+
+        Raises:
+            ProfileError: there are no samples.
+        """
+        if not samples:
+            raise ProfileError("the profile has too few samples to fit on: measure for longer")
+        x, units = np.array(features, dtype=float), np.array([s.units for s in samples])
+        seconds = np.array([sample.median for sample in samples])
+        levels = np.unique(units)
+        rows = [_relative_nnls(x[units == u], seconds[units == u]) for u in levels]
+        return cls(levels, np.array(rows))
+
+    def predict(self, features: Rows, units: Sequence[int]) -> list[float]:
+        """Seconds on each of the units, each with its features."""
+        if len(units) == 1 or any(row is not features[0] for row in features):
+            return [self.seconds(row, each) for row, each in zip(features, units, strict=True)]
+        key = tuple(units)
+        table = self._tables.get(key)
+        if table is None:
+            table = self._tables[key] = np.array([self._row(each) for each in key])
+        seconds: list[float] = table.dot(features[0]).tolist()
+        return seconds
+
+    def seconds(self, features: Sequence[float], units: int) -> float:
+        """Seconds on so many units."""
+        seconds: float = sum(map(mul, self._row(units), features))
+        return seconds
+
+    def _row(self, units: int) -> list[float]:
+        row = self._rows.get(units)
+        if row is None:
+            columns = self._coefficients.T
+            row = [float(np.interp(1.0 / units, self._inverse, column)) for column in columns]
+            self._rows[units] = row
+        return row
+
+
+def _relative_nnls(features: Floats, seconds: Floats) -> Floats:
+    """θ >= 0 that minimises the sum of squares of (features @ θ - seconds) / seconds."""
+    scale = np.abs(features).max(axis=0)
+    scale[scale == 0.0] = 1.0
+    theta, _ = nnls(features / scale / seconds[:, None], np.ones(len(seconds)))
+    return np.asarray(theta / scale)
+
+
+class SoloRun(Estimator):
+    """Fitted on runs alone; what the other lane does is ignored. Promises no bound."""
+
+    def __init__(self, profile: Profile) -> None:
+        computed = self._computed = Computed.on(profile)
+        alone = profile.training("prefill", beside=False)
+        long = [s for s in alone if s.load.new + s.load.reused >= LEAST_TOKENS]
+        self._slices = _fitted(long or alone, computed)
+        self._steps = _fitted(profile.training("decode", beside=False), computed)
+        self._passes = _fitted(profile.training("hybrid"), computed)
+
+    def _prefill(
+        self,
+        load: Load,
+        layers: int,
+        units: Sequence[int],
+        beside: Beside | None,
+        finishes: bool,
+        bound: bool,
+    ) -> Sequence[float] | None:
+        features = slice_features(self._computed, load, layers, finishes)
+        return self._slices.predict([features] * len(units), units)
+
+    def _decode(
+        self, load: Load, units: Sequence[int], beside: Beside | None, bound: bool
+    ) -> Sequence[float] | None:
+        return self._steps.predict([step_features(load)] * len(units), units)
+
+    def _hybrid(self, load: Load, units: Sequence[int], bound: bool) -> Sequence[float] | None:
+        return self._passes.predict([pass_features(self._computed, load)] * len(units), units)
+
+
+def slice_features(computed: Computed, load: Load, layers: int, finishes: bool) -> list[float]:
+    """Equation 1 for so many layers, and what ends the pass."""
+    squares, products = computed.pairs(load)
+    end = (1.0, float(load.requests)) if finishes else (0.0, 0.0)
+    attention = layers * squares, layers * products
+    return [*attention, layers * computed.tokens(load), layers, *end]
+
+
+def step_features(load: Load) -> list[float]:
+    """Equation 2."""
+    return [load.reused, load.requests, 1.0]
+
+
+def pass_features(computed: Computed, load: Load) -> list[float]:
+    """Equation 1 over the chunks and Equation 2 over the decode rows of a hybrid batch."""
+    steps, pairs = load.decoding, computed.pairs(load.chunks, rows=load.new)
+    end = step_features(steps)
+    return [*pairs, computed.tokens(load) - steps.requests, *end]
+
+
+def _fitted(samples: Sequence[Sample], computed: Computed) -> LevelModel:
+    return LevelModel.fit([_features(sample, computed) for sample in samples], samples)
+
+
+def _features(sample: Sample, computed: Computed) -> list[float]:
+    load = sample.load
+    if sample.kind == "prefill":
+        return slice_features(computed, load, sample.layers, sample.finishes)
+    if sample.kind == "decode":
+        return step_features(load)
+    return pass_features(computed, load)

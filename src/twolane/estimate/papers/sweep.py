@@ -1,0 +1,65 @@
+"""What the device reaches on so many units: FLOP/s of prefill and bytes/s of decode, as measured.
+
+The probes are the launches that serve: the prefill slice and the decode step of the profile that
+reach most on those units. A copy kernel or a bare product would tell of another kernel than the one
+in use, and on few SMs kernels differ by a factor of two.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from twolane.estimate.base import Floats, Load
+from twolane.estimate.papers.operators import Shape
+from twolane.estimate.profile import Profile, ProfileError, Sample
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A rate against units, linear between the measured ones, and down to zero below them."""
+
+    units: Floats
+    rates: Floats
+
+    @classmethod
+    def highest(cls, samples: Sequence[Sample], rates: Sequence[float]) -> "Curve":
+        """The highest rate on each number of units.
+
+        Raises:
+            ProfileError: there are no samples.
+        """
+        if not samples:
+            raise ProfileError("the profile has no sweep yet: measure for longer")
+        best: dict[int, float] = {}
+        for sample, rate in zip(samples, rates, strict=True):
+            best[sample.units] = max(best.get(sample.units, 0.0), rate)
+        units = sorted(best)
+        return cls(np.array([0, *units], dtype=float), np.array([0.0, *(best[u] for u in units)]))
+
+    def at(self, units: Sequence[int] | float) -> Floats:
+        """The rate on so many units."""
+        return np.asarray(np.interp(units, self.units, self.rates))
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Both curves of a device with a model on it."""
+
+    flop_rate: Curve
+    byte_rate: Curve
+
+    @classmethod
+    def of(cls, profile: Profile, shape: Shape) -> "Sweep":
+        """From the runs alone that are not held out."""
+        slices = profile.training("prefill", beside=False)
+        steps = profile.training("decode", beside=False)
+        flops = [s.layers * sum(shape.linears(s.load.new).flops) / s.median for s in slices]
+        moved = [step_bytes(shape, s.load) / s.median for s in steps]
+        return cls(Curve.highest(slices, flops), Curve.highest(steps, moved))
+
+
+def step_bytes(shape: Shape, load: Load) -> float:
+    """What a decode step moves: weights, keys and values, and little else."""
+    one = shape.linears(load.requests) + shape.together(load)
+    return shape.spec.layers * sum(one.bytes) + sum(shape.classifier(load.requests).bytes)

@@ -1,0 +1,283 @@
+"""The front's end of the engine process: starts it, talks to it, notices when it dies."""
+
+import asyncio
+import contextlib
+import os
+import shutil
+import sys
+import tempfile
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import ClassVar
+
+import msgspec
+import zmq
+
+from twolane.engine.config import EngineConfig, EngineStart
+from twolane.engine.messages import (
+    Abort,
+    Fatal,
+    Finish,
+    FromEngine,
+    Launched,
+    Output,
+    Outputs,
+    Progress,
+    Ready,
+    Refused,
+    Stats,
+    Submit,
+    ToEngine,
+    Watch,
+    decode_from_engine,
+    encode,
+)
+from twolane.frontend.delivery import Playout
+
+SECRETS = frozenset({"TWOLANE_API_KEY", "OTEL_EXPORTER_OTLP_HEADERS"})
+"""Environment variables that are none of the engine's business."""
+LAST_WORDS_SECONDS = 0.2
+"""How long a message of an engine that has exited may still be under way."""
+CLOSE_SECONDS = 10.0
+"""How long an engine may take to exit (it may be writing a trace) before it is killed."""
+SOCKET_PATH_MAX = 90
+"""Unix socket paths end at 107 bytes."""
+
+
+class EngineError(Exception):
+    """The engine could not start, or is gone; the message says why."""
+
+
+class EngineGone(msgspec.Struct, frozen=True):
+    """Ends the stream of every request that was open when the engine died."""
+
+    message: str
+
+
+Event = Output | Refused | EngineGone
+Sink = Callable[[Event], None]
+
+
+def ignore_progress(_: Progress) -> None:
+    """Show nothing."""
+
+
+class EngineClient:
+    """One engine process. All methods belong to the event loop that started it.
+
+    Invariant: every `submit` is answered by exactly one ending event (an `Output` with `finish`,
+    a `Refused` or an `EngineGone`) unless `abort` came first; after `abort` nothing is delivered.
+    """
+
+    arguments: ClassVar[Sequence[str]] = ("-m", "twolane.engine")
+    """What Python is called with."""
+    ready: Ready
+    process: asyncio.subprocess.Process
+
+    def __init__(self, on_progress: Callable[[Progress], None] = ignore_progress) -> None:
+        self.stats = Stats()
+        self.failure: str | None = None
+        self.failed = asyncio.Event()
+        self.watchers: list[Callable[[list[Launched]], None]] = []
+        """Are told of launches, while `watch` says so."""
+        self._loop = asyncio.get_running_loop()
+        self._on_progress = on_progress
+        self._started: asyncio.Future[Ready] = self._loop.create_future()
+        self._sinks: dict[str, Sink] = {}
+        self._playout = Playout(self._hand_on)
+        self._closing = False
+        self._heard = 0
+        """Messages of the engine."""
+        self._last_words: str | None = None
+        """Why it will have ended, by itself."""
+        self._watching: asyncio.Task[None] | None = None
+        self._folder = private_folder()
+        # At the latest when the program ends, whoever forgets to close.
+        self._remove_folder = weakref.finalize(self, shutil.rmtree, self._folder, True)
+        self._context = zmq.Context()
+        self._push = self._context.socket(zmq.PUSH)
+        self._pull = self._context.socket(zmq.PULL)
+        for socket in (self._push, self._pull):
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.setsockopt(zmq.SNDHWM, 0)  # admission bounds what is under way
+            socket.setsockopt(zmq.RCVHWM, 0)
+
+    @classmethod
+    async def start(
+        cls,
+        config: EngineConfig,
+        on_progress: Callable[[Progress], None] = ignore_progress,
+        log_level: str = "warning",
+    ) -> "EngineClient":
+        """Start an engine and wait until it is ready; see `EngineStart` for `log_level`.
+
+        Raises:
+            EngineError: it could not start.
+        """
+        client = cls(on_progress)
+        try:
+            await client._spawn(config, log_level)
+            client.ready = await client._started
+        except BaseException:
+            await client.close(patience=0.0)
+            raise
+        return client
+
+    def submit(self, request: Submit, sink: Sink) -> None:
+        """Send a request; its events go to `sink`, which must not block.
+
+        Raises:
+            EngineError: the engine is gone.
+        """
+        if self.failure is not None:
+            raise EngineError(self.failure)
+        self._send(request)
+        self._sinks[request.id] = sink
+
+    def finish(self, id: str, tokens: int) -> None:
+        """Say that an answer is complete with its first `tokens` tokens; its ending follows."""
+        with contextlib.suppress(EngineError):  # the watch on the process reports it
+            self._send(Finish(id=id, tokens=tokens))
+
+    def abort(self, id: str) -> None:
+        """Give a request up; nothing happens if it has ended."""
+        if self._sinks.pop(id, None) is not None and self.failure is None:
+            with contextlib.suppress(EngineError):  # the watch on the process reports it
+                self._send(Abort(id=id))
+
+    def watch(self, seconds: float) -> None:
+        """Have the engine tell `watchers` of launches for so long from now."""
+        if self.failure is None:
+            with contextlib.suppress(EngineError):  # the watch on the process reports it
+                self._send(Watch(seconds))
+
+    async def wait_for_gap(self) -> None:
+        """Wait for a time in which what takes the loop a while delays no token: see `Playout`."""
+        await self._playout.wait_for_gap()
+
+    def end_all(self, message: str) -> None:
+        """End the streams of all open requests with `message` and abort them in the engine."""
+        for id, sink in list(self._sinks.items()):
+            self.abort(id)
+            sink(EngineGone(message))
+
+    async def close(self, patience: float = CLOSE_SECONDS) -> None:
+        """Ask the engine to exit, kill it after `patience` seconds, and free everything."""
+        self._closing = True
+        process = getattr(self, "process", None)
+        if process is not None and process.returncode is None:
+            assert process.stdin is not None
+            process.stdin.close()
+            try:
+                await asyncio.wait_for(process.wait(), patience)
+            except TimeoutError:
+                with contextlib.suppress(ProcessLookupError):  # it has just ended by itself
+                    process.kill()
+                await process.wait()
+        if self._watching is not None:
+            await self._watching
+        self._pull.close()
+        self._push.close()
+        self._context.term()
+        self._remove_folder()
+
+    async def _spawn(self, config: EngineConfig, log_level: str) -> None:
+        to_engine, from_engine = (f"ipc://{self._folder}/{name}" for name in ("in", "out"))
+        self._push.bind(to_engine)
+        self._pull.bind(from_engine)
+        # A session of its own keeps a terminal's Ctrl-C away from the engine: the front drains
+        # first. The pipe's end, however the front dies, tells the engine to exit.
+        self.process = await asyncio.create_subprocess_exec(
+            *(sys.executable, *self.arguments),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=sys.__stderr__.fileno() if sys.__stderr__ else None,
+            start_new_session=True,
+            env={name: value for name, value in os.environ.items() if name not in SECRETS},
+        )
+        assert self.process.stdin is not None
+        start = EngineStart(config, to_engine, from_engine, log_level)
+        self.process.stdin.write(msgspec.json.encode(start) + b"\n")
+        self._loop.add_reader(self._pull.fileno(), self._read)
+        self._watching = asyncio.create_task(self._watch())
+
+    def _read(self) -> None:
+        """Take a message, at once: a task that waited for it would have its turn only after all
+        else that is ready, tokens with it. If there are more, they have no more than their turn.
+
+        Of these the socket's descriptor, told by its edges, does not tell again.
+        """
+        try:
+            received = self._pull.recv(zmq.NOBLOCK)
+        except zmq.ZMQError:  # there is none, or the client has been closed
+            return
+        self._loop.call_soon(self._read)
+        self._heard += 1
+        self._take(decode_from_engine(received))
+
+    def _take(self, message: FromEngine) -> None:
+        match message:
+            case Outputs():
+                self._deliver(message)
+            case Progress():
+                self._on_progress(message)
+            case Ready() if not self._started.done():
+                self._started.set_result(message)
+            case Fatal():
+                self._last_words = message.message
+                if not self._started.done():
+                    self._started.set_exception(EngineError(message.message))
+
+    async def _watch(self) -> None:
+        """Wait until the engine has exited and all that it said is read."""
+        await self.process.wait()
+        before = -1
+        while before != self._heard:
+            before = self._heard
+            await asyncio.sleep(LAST_WORDS_SECONDS)
+        self._loop.remove_reader(self._pull.fileno())
+        self._playout.flush()
+        if not self._started.done():
+            ended = f"the engine process ended {self._exit()} while it started"
+            self._started.set_exception(EngineError(ended))
+        if not self._closing:
+            self._last_words = self._last_words or f"the engine process ended {self._exit()}"
+        self.failure = self._last_words or "the engine was closed"
+        self.end_all(self.failure)
+        self.failed.set()
+
+    def _deliver(self, news: Outputs) -> None:
+        self.stats = news.stats
+        if news.launches:
+            for watcher in self.watchers:
+                watcher(news.launches)
+        self._playout.take(news.outputs)
+        for refused in news.refused:
+            sink = self._sinks.pop(refused.id, None)
+            if sink is not None:
+                sink(refused)
+
+    def _hand_on(self, output: Output) -> None:
+        ended = output.finish is not None
+        sink = self._sinks.pop(output.id, None) if ended else self._sinks.get(output.id)
+        if sink is not None:
+            sink(output)
+
+    def _send(self, message: ToEngine) -> None:
+        try:
+            self._push.send(encode(message), zmq.NOBLOCK)
+        except zmq.Again as error:  # no peer: it has just died
+            raise EngineError("the engine is gone") from error
+
+    def _exit(self) -> str:
+        code = self.process.returncode
+        return f"on signal {-code}" if code is not None and code < 0 else f"with exit code {code}"
+
+
+def private_folder() -> Path:
+    """Make a folder for sockets that only this user can enter."""
+    folder = Path(tempfile.mkdtemp(prefix="twolane-"))
+    if len(str(folder)) <= SOCKET_PATH_MAX:
+        return folder
+    folder.rmdir()
+    return Path(tempfile.mkdtemp(prefix="twolane-", dir="/tmp"))

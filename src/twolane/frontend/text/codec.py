@@ -1,0 +1,355 @@
+"""Text to tokens and back: prompts, chat templates and incremental detokenising."""
+
+import codecs
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from jinja2 import TemplateSyntaxError
+from tokenizers import Tokenizer, decoders
+from tokenizers.pre_tokenizers import ByteLevel
+
+from twolane.frontend.text.template import ChatTemplate, Message
+from twolane.frontend.text.tokenizer import ModelTokenizer
+
+REPLACEMENT = "\ufffd"
+BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
+MAX_HELD_TOKENS = 8
+"""A character has at most four bytes; what is still broken after this many tokens stays broken."""
+
+
+class TextError(ValueError):
+    """A prompt that cannot be turned into tokens.
+
+    Args:
+        message: why.
+        param: the request field at fault, where it is not the prompt.
+    """
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class Detokenizer(Protocol):
+    """The text of one request, piece by piece.
+
+    The pieces put together are the decoded text of all tokens without the special ones, as it
+    reads behind the prompt, and no piece ends inside a character. Each call takes constant time.
+    """
+
+    def step(self, token: int) -> str:
+        """Take the next token; return the text that it completes, which may be empty."""
+        ...
+
+    def flush(self) -> str:
+        """Return what is still held back. Call it once, at the end."""
+        ...
+
+
+class ByteVocabulary:
+    """What each token of a byte-level tokenizer stands for, looked up once a token.
+
+    Args:
+        tokenizer: whose.
+        skip_special_tokens: whether special tokens stand for nothing.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool) -> None:
+        self._tokenizer = tokenizer
+        self._hidden = special_tokens(tokenizer) if skip_special_tokens else frozenset()
+        self._byte_of = byte_alphabet()
+        self._known: dict[int, bytes] = {}
+
+    def bytes_of(self, token: int) -> bytes:
+        """Return the bytes of `token`: none if it is hidden or beyond the vocabulary."""
+        known = self._known.get(token)
+        if known is None:
+            known = self._known[token] = self._look_up(token)
+        return known
+
+    def _look_up(self, token: int) -> bytes:
+        name = None if token in self._hidden else self._tokenizer.id_to_token(token)
+        if name is None:
+            return b""
+        try:
+            return bytes(self._byte_of[char] for char in name)
+        except KeyError:  # an added token, which is plain text
+            return name.encode()
+
+
+class ByteDetokenizer:
+    """For byte-level tokenizers (GPT-2's kind): exact, whatever the tokens are."""
+
+    def __init__(self, vocabulary: ByteVocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def step(self, token: int) -> str:
+        """See `Detokenizer.step`."""
+        return self._decoder.decode(self._vocabulary.bytes_of(token))
+
+    def flush(self) -> str:
+        """See `Detokenizer.flush`."""
+        return self._decoder.decode(b"", final=True)
+
+
+class WindowDetokenizer:
+    """For all other tokenizers (SentencePiece's kind): decodes the last few tokens twice.
+
+    Where the bytes of the tokens are not valid UTF-8, the number of replacement characters may
+    differ from that of a decode of the whole.
+
+    Args:
+        tokenizer: whose.
+        prompt: the tokens before those that will come. Decoders drop the space that a text begins
+            with; behind a prompt it is one between two words, or of an indentation.
+        skip_special_tokens: whether special tokens stand for nothing.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, prompt: Sequence[int] = (), *, skip_special_tokens: bool = True
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._hidden = special_tokens(tokenizer) if skip_special_tokens else frozenset()
+        self._window = [token for token in prompt[-MAX_HELD_TOKENS:] if token not in self._hidden]
+        self._sent_tokens = len(self._window)
+        # The text of the window's first `_sent_tokens` tokens, already returned or the prompt's. A
+        # character that the prompt breaks off is still to be shown.
+        self._sent = self._decode().rstrip(REPLACEMENT)
+
+    def step(self, token: int) -> str:
+        """See `Detokenizer.step`."""
+        if token in self._hidden:
+            return ""
+        self._window.append(token)
+        text = self._decode()
+        held = len(self._window) - self._sent_tokens
+        if text.endswith(REPLACEMENT) and held < MAX_HELD_TOKENS:
+            return ""
+        piece = text[len(self._sent) :]
+        # Keep the tokens of this piece: how the next one is written depends on what is before it.
+        self._window = self._window[self._sent_tokens :]
+        self._sent_tokens = len(self._window)
+        self._sent = self._decode()
+        return piece
+
+    def flush(self) -> str:
+        """See `Detokenizer.flush`."""
+        return self._decode()[len(self._sent) :]
+
+    def _decode(self) -> str:
+        # What is to be hidden is not in the window.
+        return self._tokenizer.decode(self._window, skip_special_tokens=False)
+
+
+class NoText:
+    """For models without a tokenizer (dummy weights): no text, only token ids."""
+
+    def step(self, token: int) -> str:
+        """Return nothing."""
+        return ""
+
+    def flush(self) -> str:
+        """Return nothing."""
+        return ""
+
+
+class TextCodec:
+    """The tokenizer of the served model, as the front uses it.
+
+    Args:
+        tokenizer: None for a model that has none.
+
+    Raises:
+        TextError: the model's chat template is not one.
+    """
+
+    def __init__(self, tokenizer: ModelTokenizer | None) -> None:
+        self._backend = None if tokenizer is None else tokenizer.backend
+        self._template: ChatTemplate | None = None
+        if tokenizer is not None and tokenizer.chat_template:
+            try:
+                self._template = ChatTemplate(tokenizer.chat_template, tokenizer.special_tokens)
+            except TemplateSyntaxError as error:
+                raise TextError(f"the model's chat template is broken: {error}") from error
+        self._shown: ByteVocabulary | None = None
+        self._longest: int | None = None
+        if self._backend is not None:
+            self._longest = longest_token(self._backend)
+            if isinstance(self._backend.decoder, decoders.ByteLevel):
+                self._shown = ByteVocabulary(self._backend, skip_special_tokens=False)
+                self._text = ByteVocabulary(self._backend, skip_special_tokens=True)
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether text can be served at all."""
+        return self._backend is not None
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether `chat` can work."""
+        return self._template is not None
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Return the tokens of a plain prompt.
+
+        Args:
+            text: the prompt.
+            add_special_tokens: whether to put those around it that the model expects.
+
+        Raises:
+            TextError: the model has no tokenizer.
+        """
+        return encode(self._tokenizer, text, add_special_tokens=add_special_tokens)
+
+    def chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        add_special_tokens: bool = False,
+        variables: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Return the tokens of a conversation; see `ChatTemplate.render`.
+
+        Raises:
+            TextError: the model has no tokenizer or chat template, or the template refuses.
+        """
+        tokenizer = self._tokenizer
+        if self._template is None:
+            raise TextError("this model has no chat template: use /v1/completions")
+        unknown = sorted((variables or {}).keys() - self._template.variables)
+        if unknown:
+            raise TextError(
+                f"the model's chat template has no variable {unknown[0][:200]!r}",
+                param="chat_template_kwargs",
+            )
+
+        def render(turns: Sequence[Message]) -> str:
+            assert self._template is not None
+            return self._template.render(
+                turns,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                variables=variables,
+            )
+
+        try:
+            text = render(messages)
+            for place, message in enumerate(messages):
+                if "name" in message and text == render(without_name(messages, place)):
+                    raise TextError(
+                        "the model's chat template does not show names",
+                        param=f"messages[{place}].name",
+                    )
+        except TextError:
+            raise
+        except Exception as error:  # templates are programs that come with the model
+            raise TextError(f"the model's chat template refused the messages: {error}") from error
+        return encode(tokenizer, text, add_special_tokens=add_special_tokens)
+
+    def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """Return the text of tokens.
+
+        Raises:
+            TextError: the model has no tokenizer.
+        """
+        # `Tokenizer.decode` would keep the interpreter's lock; see `encode`.
+        [text] = self._tokenizer.decode_batch([tokens], skip_special_tokens=skip_special_tokens)
+        return text
+
+    def token_names(self, tokens: Sequence[int]) -> list[str]:
+        """Return the tokens as the vocabulary spells them.
+
+        Raises:
+            TextError: the model has no tokenizer.
+        """
+        return [self._tokenizer.id_to_token(token) or "" for token in tokens]
+
+    def token_bytes(self, token: int) -> bytes:
+        """Return what one token stands for, special tokens too; nothing without a tokenizer."""
+        if self._shown is not None:
+            return self._shown.bytes_of(token)
+        name = None if self._backend is None else self._backend.id_to_token(token)
+        if name is None:
+            return b""
+        if byte := BYTE_TOKEN.fullmatch(name):
+            return bytes.fromhex(byte[1])
+        return name.replace("\u2581", " ").encode()
+
+    def least_tokens(self, text: str) -> int:
+        """Return how many tokens `text` makes at least, at a glance."""
+        return 0 if self._longest is None else len(text) // self._longest
+
+    def detokenizer(
+        self, prompt: Sequence[int] = (), *, skip_special_tokens: bool = True
+    ) -> Detokenizer:
+        """Return the detokeniser of a new request with this prompt."""
+        if self._backend is None:
+            return NoText()
+        if self._shown is not None:
+            return ByteDetokenizer(self._text if skip_special_tokens else self._shown)
+        return WindowDetokenizer(self._backend, prompt, skip_special_tokens=skip_special_tokens)
+
+    @property
+    def _tokenizer(self) -> Tokenizer:
+        if self._backend is None:
+            raise no_tokenizer()
+        return self._backend
+
+
+def encode(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
+    """Return the tokens of a text, of any length, while other threads go on.
+
+    `Tokenizer.encode` keeps the interpreter's lock until it is done, 1.1 s for a million
+    characters, and no stream goes on meanwhile; that of batches does not.
+    """
+    [encoding] = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+    ids: list[int] = encoding.ids
+    return ids
+
+
+def without_name(messages: Sequence[Message], place: int) -> list[Message]:
+    """Return the messages, one of them without its name."""
+    return [
+        {key: value for key, value in message.items() if key != "name" or index != place}
+        for index, message in enumerate(messages)
+    ]
+
+
+def longest_token(tokenizer: Tokenizer) -> int | None:
+    """Return how many characters a token takes at most; None: as many as the text has.
+
+    The text that a token stands for may be longer than its name only where something is dropped
+    on the way: by a normaliser, or by tokens that take the spaces around them.
+    """
+    added = tokenizer.get_added_tokens_decoder().values()
+    if tokenizer.normalizer is not None or any(t.lstrip or t.rstrip for t in added):
+        return None
+    return max(map(len, tokenizer.get_vocab(with_added_tokens=True)), default=None)
+
+
+def no_tokenizer() -> TextError:
+    """Return the refusal of text where there is no tokenizer."""
+    return TextError(
+        "this model was loaded without a tokenizer: send prompts of token ids to /v1/completions, "
+        'with "return_token_ids": true'
+    )
+
+
+def special_tokens(tokenizer: Tokenizer) -> frozenset[int]:
+    """Return the ids that are never part of the text."""
+    added = tokenizer.get_added_tokens_decoder()
+    return frozenset(token for token, entry in added.items() if entry.special)
+
+
+def byte_alphabet() -> dict[str, int]:
+    """Return the byte behind each character of byte-level token names (GPT-2's table)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(0x100) if byte not in printable]
+    table = {chr(byte): byte for byte in printable}
+    table |= {chr(0x100 + place): byte for place, byte in enumerate(others)}
+    assert set(table) == set(ByteLevel.alphabet())
+    return table

@@ -1,0 +1,84 @@
+"""Tokenizers and chat templates, in the form that serving needs. No torch, no `transformers`."""
+
+import hashlib
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import msgspec
+from tokenizers import Tokenizer
+
+from twolane.common.files import keep
+from twolane.model.load.hub import ModelSource, cache_dir
+
+_FORMAT = 3
+"""Of `TokenizerFile` and of how it is made; files of other formats are made anew."""
+_READ_BY = ("*.json", "*.model", "*.jinja", "*.txt", "*.py")
+"""The files of a model directory that a tokenizer may be made of."""
+
+
+class TokenizerFile(msgspec.Struct, frozen=True):
+    """A converted tokenizer, as `convert` writes it."""
+
+    backend: str
+    """JSON of `tokenizers`."""
+    chat_template: str | None
+    special_tokens: dict[str, str]
+    """By name ("bos_token", ...), as chat templates know them."""
+
+
+@dataclass(frozen=True)
+class ModelTokenizer:
+    """The tokenizer of a model, with its chat template."""
+
+    backend: Tokenizer
+    chat_template: str | None
+    special_tokens: Mapping[str, str]
+
+
+def load_tokenizer(source: ModelSource) -> ModelTokenizer:
+    """The tokenizer of a model.
+
+    It is converted by a short-lived process the first time, and kept in the cache: `transformers`
+    reads every kind of tokenizer, but imports PyTorch.
+
+    Raises:
+        ValueError: the model has no tokenizer, or not one that `transformers` can read.
+    """
+    if source.tokenizer is None:
+        raise ValueError(f"{source.name} has no tokenizer")
+    kept = cache_dir() / "tokenizers" / f"{_fingerprint(source.tokenizer)}.json"
+    try:
+        file = msgspec.json.decode(kept.read_bytes(), type=TokenizerFile)
+    except (OSError, msgspec.MsgspecError):
+        file = _convert(source.name, source.tokenizer, kept)
+    return ModelTokenizer(Tokenizer.from_str(file.backend), file.chat_template, file.special_tokens)
+
+
+def _fingerprint(path: Path) -> str:
+    """Changes when the tokenizer's files do, or what reads them."""
+    files = [path] if path.is_file() else sorted(f for p in _READ_BY for f in path.glob(p))
+    parts = [str(_FORMAT), version("transformers"), version("tokenizers")]
+    for file in files:
+        stat = file.stat()
+        parts.append(f"{file.resolve()} {stat.st_size} {stat.st_mtime_ns}")
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
+
+
+def _convert(name: str, path: Path, kept: Path) -> TokenizerFile:
+    with tempfile.TemporaryDirectory(prefix="twolane-") as scratch:
+        made = Path(scratch) / "tokenizer.json"
+        command = [sys.executable, "-m", "twolane.frontend.text.convert", str(path), str(made)]
+        run = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+        )
+        if run.returncode != 0:
+            said = run.stderr.strip().splitlines()
+            raise ValueError(f"{name}: no tokenizer: {said[-1] if said else 'unknown reason'}")
+        data = made.read_bytes()
+    keep(kept, data)
+    return msgspec.json.decode(data, type=TokenizerFile)

@@ -1,0 +1,1 @@
+"""Attention of decode steps over paged keys and values."""

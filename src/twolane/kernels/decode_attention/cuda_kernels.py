@@ -1,0 +1,174 @@
+"""Launches of decode_attention.cu: bfloat16 and float16 on Hopper."""
+
+import ctypes
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from pathlib import Path
+
+import torch
+
+from twolane.kernels.runtime import nvrtc
+
+LOG2E = 1.4426950408889634
+HEAD_DIMS = (64, 128)
+MAX_WORKERS = 12
+"""Most warps of a block; there is one block an SM."""
+_HALF_BYTES = 8192
+_TILE_TOKENS = {64: 64, 128: 32}
+_SHARED = 227 * 1024 - 1024
+"""What a block may have, less what the kernel takes statically."""
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """What may be tuned to a level."""
+
+    warps: int
+    """Workers an SM."""
+    stages: int
+    """Half tiles (8 KB) in flight a worker."""
+
+
+class _Arguments(ctypes.Structure):
+    """As in the source."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("q", "tables", "slots", "lengths", "out")),
+        *((name, ctypes.c_void_p) for name in ("partial", "cuts")),
+        *((name, ctypes.c_int) for name in ("rows", "kv_heads", "group")),
+        *((name, ctypes.c_uint) for name in ("q_stride", "table_stride")),
+        ("window", ctypes.c_int),
+        ("scale", ctypes.c_float),
+    )
+
+
+def serves(q: torch.Tensor, pool: torch.Tensor) -> bool:
+    """Whether the kernel exists for these."""
+    types = torch.bfloat16, torch.float16
+    fits = q.dtype in types and q.shape[2] in HEAD_DIMS and pool.is_contiguous()
+    return fits and nvrtc.available(q.device)
+
+
+def place_floats(dim: int) -> int:
+    """float32 numbers of one partial result."""
+    return 16 * dim + 32
+
+
+def tuning(units: int) -> Tuning:
+    """What measurements chose for a level."""
+    return Tuning(12, 2) if units <= 40 else Tuning(8, 2)
+
+
+def options(dtype: torch.dtype, dim: int, page: int, group: int, tuned: Tuning) -> tuple[str, ...]:
+    """Of the compiler."""
+    values = {
+        "T_BF16": int(dtype == torch.bfloat16),
+        "DIM": dim,
+        "PAGE": page,
+        "TILES_N": 1 if group <= 8 else 2,
+        "WARPS": tuned.warps,
+        "STAGES": tuned.stages,
+    }
+    return tuple(f"-D{name}={value}" for name, value in values.items())
+
+
+@cache
+def source() -> str:
+    """The CUDA C++."""
+    return Path(__file__).with_name("decode_attention.cu").read_text()
+
+
+def arguments(
+    q: torch.Tensor,
+    kv_heads: int,
+    tables: torch.Tensor,
+    slots: torch.Tensor,
+    lengths: torch.Tensor,
+    out: torch.Tensor,
+    partial: torch.Tensor,
+    cuts: torch.Tensor,
+    *,
+    window: int,
+    scale: float,
+) -> ctypes.Structure:
+    """The kernel's second parameter; `scale` is base e."""
+    tensors = q, tables, slots, lengths, out, partial, cuts
+    return _Arguments(
+        *(t.data_ptr() for t in tensors),
+        *(q.shape[0], kv_heads, q.shape[1] // kv_heads),
+        *(q.stride(0) * q.element_size(), tables.stride(0)),
+        window,
+        scale * LOG2E,
+    )
+
+
+class _TensorMap(ctypes.Structure):
+    _fields_ = (("bytes", ctypes.c_char * 128),)
+
+
+@lru_cache(maxsize=1024)
+def _tensor_map(address: int, rows: int, dim: int, box: int, dtype: torch.dtype) -> _TensorMap:
+    """A pool as the copy engine sees it: [dim / 64, rows, 64], boxes of `box` rows, swizzled."""
+    from cuda.bindings import driver
+
+    types = driver.CUtensorMapDataType
+    bfloat16 = dtype == torch.bfloat16
+    kind = (
+        types.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+        if bfloat16
+        else types.CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+    )
+    encoded = nvrtc.cuda_checked(
+        driver.cuTensorMapEncodeTiled(
+            *(kind, 3, address),
+            [driver.cuuint64_t(n) for n in (64, rows, dim // 64)],
+            [driver.cuuint64_t(n) for n in (2 * dim, 128)],
+            [driver.cuuint32_t(n) for n in (64, box, dim // 64)],
+            [driver.cuuint32_t(1)] * 3,
+            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+            driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        )
+    )
+    return _TensorMap.from_buffer_copy(ctypes.string_at(encoded.getPtr(), 128))
+
+
+def tensor_map(pool: torch.Tensor) -> _TensorMap:
+    """The kernel's first parameter."""
+    page, dim = pool.shape[3:]
+    box = min(page, _TILE_TOKENS[dim])
+    return _tensor_map(pool.data_ptr(), pool.numel() // dim, dim, box, pool.dtype)
+
+
+def attend(
+    q: torch.Tensor,
+    pool: torch.Tensor,
+    *rest: torch.Tensor,
+    units: int,
+    window: int,
+    scale: float,
+    tuned: Tuning,
+    extra: tuple[str, ...] = (),
+) -> None:
+    """`decode_attention` of checked arguments, with the tensors of a `DecodeScratch`.
+
+    Args:
+        q: as there.
+        pool: as there.
+        rest: the other tensors, as `arguments` takes them.
+        units: as there.
+        window: as there.
+        scale: as there.
+        tuned: warps and stages.
+        extra: options of the compiler, for measurements.
+    """
+    kv_heads, device = pool.shape[1], q.device.index or 0
+    group = q.shape[1] // kv_heads
+    chosen = options(q.dtype, q.shape[2], pool.shape[3], group, tuned) + extra
+    kernel = nvrtc.load(source(), chosen, "decode_attention", _SHARED, device)
+    combine = nvrtc.load(source(), chosen, "combine", 0, device)
+    shared = tuned.warps * tuned.stages * _HALF_BYTES + 2 * 4 * q.shape[0]
+    parameters = tensor_map(pool), arguments(q, kv_heads, *rest, window=window, scale=scale)
+    kernel.launch(units, tuned.warps * 32, shared, *parameters, early=True)
+    combine.launch(units, tuned.warps * 32, 0, *parameters, early=True)

@@ -1,0 +1,1 @@
+"""Attention of prompts over paged keys and values."""

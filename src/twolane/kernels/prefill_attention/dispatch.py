@@ -1,0 +1,179 @@
+"""Attention of a prefill batch over paged KV with reused prefixes, planned for its lane's SMs.
+
+    plan = PrefillPlan.build(segments, tables, page_size=32, heads=32, kv_heads=8, dim=128,
+                             dtype=torch.bfloat16, units=64, workspace=workspace)
+    for pool in layers:
+        prefill_attention(plan, q, pool, out)
+    plan = plan.at(100)  # the lane changed its level between two slices
+
+Libraries deal the tiles of a batch to all SMs of the device; in a lane with half of them, a third
+round runs almost empty. A plan deals them to the lane's `units` (`prefill_attention_schedule.py`).
+Two kernels take such plans: FlashInfer's FA3, whose work lists we write in its place
+(`prefill_attention_flashinfer.py`), and our own in Triton, which runs everywhere.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol
+
+import torch
+
+from twolane.common.sizes import FILLED
+from twolane.kernels.prefill_attention import flashinfer_kernels as fa3
+from twolane.kernels.prefill_attention.batch import NewKV, PrefillBatch, PrefillWorkspace
+from twolane.kernels.prefill_attention.triton_kernels import TritonProgram
+
+__all__ = ["Backend", "PrefillPlan", "PrefillWorkspace", "choose", "prefill_attention"]
+
+Backend = Literal["flashinfer", "triton"]
+
+
+class _Program(Protocol):
+    def run(
+        self, q: torch.Tensor, pool: torch.Tensor, out: torch.Tensor, new: NewKV | None
+    ) -> None: ...
+
+
+@dataclass(frozen=True)
+class PrefillPlan:
+    """A batch's attention, laid out for `units` SMs and ready to be launched for each layer.
+
+    Its work lists are uploaded on the stream that is current when it is built: run it on that
+    stream, or on one that waits for it, and keep it until its launches have ended.
+    """
+
+    batch: PrefillBatch
+    units: int
+    backend: Backend
+    why: str
+    """Why this backend."""
+    dense: bool
+    """Whether `prefill_attention` reads `k` and `v` instead of the pool, and so needs them."""
+    _program: _Program
+
+    @classmethod
+    def build(
+        cls,
+        segments: Sequence[tuple[int, int]],
+        tables: Sequence[Sequence[int]],
+        *,
+        page_size: int,
+        heads: int,
+        kv_heads: int,
+        dim: int,
+        dtype: torch.dtype,
+        units: int,
+        workspace: PrefillWorkspace,
+        window: int | None = None,
+        backend: Backend | None = None,
+        dense: bool = False,
+    ) -> "PrefillPlan":
+        """Plan a batch: host work and two uploads, no synchronisation.
+
+        Args:
+            segments: (reused, new) tokens of each sequence, in the order of the rows.
+            tables: physical pages that cover each sequence's [0, reused + new), in order.
+            page_size: tokens a page: 16, 32 or 64.
+            heads: query heads; `kv_heads` divides them, into groups of at most 16.
+            dim: of a head.
+            dtype: of queries, pool and output.
+            units: SMs of the lane.
+            workspace: the lane's.
+            window: tokens seen by each token, itself included; None: all.
+            backend: None: the best there is.
+            dense: the caller can give the new tokens' keys and values to `prefill_attention`; where
+                nothing is reused, FA3 reads them faster than pages.
+
+        Raises:
+            ValueError: an argument is out of range, or the backend cannot do it.
+        """
+        shape = (page_size, heads, kv_heads, dim, dtype, window)
+        batch = PrefillBatch.build(segments, tables, *shape, workspace)
+        best, why = _choose(batch)
+        if backend is not None and backend != best:
+            able, problem = choose(dtype, dim, workspace.device, batch.window)
+            if backend == "flashinfer" and able != backend:
+                raise ValueError(f"backend='flashinfer': {problem}")
+            best, why = backend, "asked for"
+        dense = dense and best == "flashinfer" and not batch.segments.reused.any()
+        return cls(batch, units, best, why, dense, _program(batch, units, best, dense))
+
+    def at(self, units: int) -> "PrefillPlan":
+        """The same batch on another number of SMs: host work and one upload."""
+        program = _program(self.batch, units, self.backend, self.dense)
+        return replace(self, units=units, _program=program)
+
+
+def prefill_attention(
+    plan: PrefillPlan,
+    q: torch.Tensor,
+    pool: torch.Tensor,
+    out: torch.Tensor,
+    new: NewKV | None = None,
+) -> None:
+    """Causal attention of a batch's new tokens, whose keys and values are in the pool already.
+
+    Launches on the current stream.
+
+    Args:
+        plan: of this batch.
+        q: rotated queries [T, heads, dim]; a token's heads are contiguous.
+        pool: one layer's KV [pages, kv_heads, 2, page_size, dim], contiguous.
+        out: [T, heads, dim]; a token's heads are contiguous. Written whole.
+        new: the new tokens' rotated keys and their values, [T, kv_heads, dim] each, a token's heads
+            contiguous. Needed and read if `plan.dense`; the pool has the same.
+
+    Raises:
+        ValueError: a shape, dtype or layout is not the plan's, or `new` is missing.
+    """
+    batch = plan.batch
+    named = [("q", q, batch.heads), ("out", out, batch.heads)]
+    if plan.dense and new is None:
+        raise ValueError("new is missing: the plan is dense")
+    if new is not None:
+        named += [("k", new[0], batch.kv_heads), ("v", new[1], batch.kv_heads)]
+    for name, tensor, heads in named:
+        if tensor.shape != (batch.tokens, heads, batch.dim):
+            raise ValueError(f"{name} is {list(tensor.shape)}, not the plan's [T, heads, dim]")
+        if tensor.stride()[1:] != (batch.dim, 1) or tensor.dtype != batch.dtype:
+            raise ValueError(f"{name}: {batch.dtype} is needed, a token's heads contiguous")
+    if pool.shape[1:] != (batch.kv_heads, 2, batch.page_size, batch.dim):
+        raise ValueError(f"pool is {list(pool.shape)}, not [pages, kv_heads, 2, page_size, dim]")
+    if not pool.is_contiguous():
+        raise ValueError("pool must be contiguous")
+    if pool.dtype != batch.dtype:
+        raise ValueError(f"pool is {pool.dtype}, not {batch.dtype}")
+    plan._program.run(q, pool, out, new)
+
+
+def choose(
+    dtype: torch.dtype, dim: int, device: torch.device, window: int | None = None
+) -> tuple[Backend, str]:
+    """The backend for a model's prefill, and why.
+
+    Loads FlashInfer's kernel, which may compile it for minutes: call it once before serving.
+    """
+    problem = fa3.problem(dtype, dim, device)
+    if problem is not None:
+        return "triton", problem
+    if window is not None:
+        return "triton", "FA3 is built without sliding windows"
+    return "flashinfer", "FA3 on Hopper"
+
+
+def _choose(batch: PrefillBatch) -> tuple[Backend, str]:
+    """As `choose`, but Triton where FA3's tiles, of one head each, would be rather empty."""
+    best, why = choose(batch.dtype, batch.dim, batch.workspace.device, batch.window)
+    if best == "flashinfer" and fa3.filled(batch) < FILLED:
+        return "triton", "few new tokens: the heads of a group share a tile"
+    return best, why
+
+
+def _program(batch: PrefillBatch, units: int, backend: Backend, dense: bool) -> _Program:
+    if units < 1:
+        raise ValueError(f"units={units} must be at least 1")
+    if dense:
+        return fa3.DenseProgram.plan(batch, units)
+    if backend == "flashinfer":
+        return fa3.FlashInferProgram.plan(batch, units)
+    return TritonProgram.plan(batch, units)

@@ -1,0 +1,374 @@
+"""Prefill attention by FlashInfer's FA3 kernel for Hopper, under a plan of our own.
+
+FlashInfer's planner deals tiles to as many lists as the device has SMs, one a block, and its
+launcher starts that many blocks. We write the lists ourselves, for the SMs of the lane, and leave
+those of the further blocks empty: they end as soon as they are scheduled. Its kernel computes whole
+tiles. To split one, its front runs without causal mask in a launch before, with copies of the
+queries, one a piece, because a piece's results go where its queries came from; a merge of our own
+follows. A batch without reused tokens needs no pages: where the caller has the new keys and values
+at hand, FA3 for dense ones reads them by TMA, faster than the gather from pages. Written against
+FlashInfer 0.6.13 (`PrefillSM90Plan` and `batch_prefill_sm90.cu`).
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+import torch
+
+from twolane.common.sizes import EMPTY_KEYS, FILLED, tile_tokens
+from twolane.kernels.prefill_attention.batch import NewKV, PrefillBatch, upload
+from twolane.kernels.prefill_attention.schedule import (
+    COLUMNS,
+    HEAD,
+    HIGH,
+    LOW,
+    MERGE_COLUMNS,
+    ROW,
+    SLOT,
+    TABLE,
+    TOKENS,
+    Costs,
+    Ints,
+    Schedule,
+    Segments,
+    Work,
+    schedule,
+    tiles,
+)
+from twolane.kernels.prefill_attention.triton_kernels import Merge, gather_kernel
+from twolane.kernels.runtime.launch import launch
+
+_PAGED = Costs(block=96, item=288, split=1200)
+_DENSE = Costs(block=128, item=288, split=0)
+_MAX_BLOCKS = 511
+"""Blocks that its launcher may start: a list for each, so more than any device has SMs."""
+_NHD, _HND = 0, 1
+_FULL, _CAUSAL = 0, 1
+_NO_WINDOW = -1
+_PART = 32
+_SEGMENTS = 64
+"""Prompts of a pass that a graph's lists have room for."""
+
+
+def filled(batch: PrefillBatch) -> float:
+    """The share of the rows of a batch's tiles that have a token, weighted by their keys."""
+    new, keys = batch.segments.new, batch.segments.reused + batch.segments.new
+    rows = -(-new // tile_tokens(batch.dim)) * tile_tokens(batch.dim)
+    return float((new * keys).sum() / (rows * keys).sum())
+
+
+def problem(dtype: torch.dtype, dim: int, device: torch.device) -> str | None:
+    """Why FA3 cannot be used here; None if it can."""
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"FA3 has no {dtype}"
+    if dim not in (64, 128):
+        return f"FA3 is used for heads of 64 and 128, not {dim}"
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+        return "FA3 needs a Hopper GPU (sm_90)"
+    return _load(dtype, dim)[1]
+
+
+@lru_cache
+def _load(dtype: torch.dtype, dim: int) -> tuple[Any, str | None]:
+    """FlashInfer's module for a type and a head, or why there is none. May compile for minutes."""
+    try:
+        generate = import_module("flashinfer.jit.attention").gen_batch_prefill_module
+        types = (dtype, dtype, dtype, torch.int32)
+        no_rope, plain = 0, (False, False, False)  # no window, no soft cap, no fp16 scores
+        return generate("fa3", *types, dim, dim, no_rope, *plain).build_and_load(), None
+    except ImportError as error:
+        return None, f"FlashInfer is not installed ({error})"
+    except Exception as error:  # whatever its compilation raises
+        text = str(error).strip().splitlines() or [""]
+        return None, f"FlashInfer cannot load FA3: {type(error).__name__}: {text[0][:200]}"
+
+
+@dataclass(frozen=True)
+class _Launch:
+    """Work lists of one launch, in FlashInfer's order."""
+
+    lists: torch.Tensor
+    """FlashInfer's integer workspace."""
+    plan_info: list[int]
+    """Byte offsets of the lists in it, and that heads do not share them."""
+
+    def paged(
+        self,
+        module: Any,
+        batch: PrefillBatch,
+        q: torch.Tensor,
+        pool: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+        mask: int,
+    ) -> None:
+        """Attend to the pages; `lse` is float32 [rows of q, heads], in base 2."""
+        unused = self.lists
+        kv = pool[:, :, 0], pool[:, :, 1]
+        # qo_indptr, paged_kv_indptr and paged_kv_last_page_len: the lists have them.
+        where = unused, unused, batch.pages, unused
+        common = self._common(batch, out, lse, mask, _HND)
+        module.paged_run(unused, self.lists, self.plan_info, q, *kv, *where, *common)
+
+    def dense(
+        self,
+        module: Any,
+        batch: PrefillBatch,
+        q: torch.Tensor,
+        new: NewKV,
+        out: torch.Tensor,
+    ) -> None:
+        """Attend to keys and values in the order of the rows."""
+        unused = self.lists
+        common = self._common(batch, out, None, _CAUSAL, _NHD)
+        module.ragged_run(unused, self.lists, self.plan_info, q, *new, unused, unused, *common)
+
+    @staticmethod
+    def _common(
+        batch: PrefillBatch, out: torch.Tensor, lse: torch.Tensor | None, mask: int, layout: int
+    ) -> tuple[Any, ...]:
+        no_dependent_launch = False
+        # Prefix lengths, positions and longest item of multi-item scoring; scales of v.
+        tensors = None, None, None, None
+        soft_cap, v_scale, item_length = 0.0, 1.0, 0
+        scalars = soft_cap, batch.scale, v_scale, item_length
+        return out, lse, mask, layout, _NO_WINDOW, no_dependent_launch, *tensors, *scalars
+
+
+@dataclass(frozen=True)
+class _Fronts:
+    """The launch of the split tiles' fronts, and what goes around it."""
+
+    launch: _Launch
+    pieces: torch.Tensor
+    slots: int
+    slot_q: torch.Tensor
+    """[rows, heads, dim]. Slot s of head h lies at row (first_place + s - h) * tile rows; heads are
+    one slot apart, so they overlap, and each slot is used by the one that it was made for."""
+    slot_out: torch.Tensor
+    """Alike."""
+    slot_lse: torch.Tensor
+    """[rows, heads], contiguous."""
+    merge: Merge
+
+    @classmethod
+    def of(
+        cls,
+        batch: PrefillBatch,
+        pieces: int,
+        merges: int,
+        buffer: torch.Tensor,
+        sent: Sequence[torch.Tensor],
+    ) -> "_Fronts":
+        """`sent`: the lists of the launch, the pieces, the merges."""
+        heads, rows = batch.heads, tile_tokens(batch.dim)
+        slots = pieces + heads - 1
+        shape, strides = (slots * rows, heads, batch.dim), (batch.dim, rows * batch.dim, 1)
+        storage = (slots + heads) * rows * batch.dim
+        take = batch.workspace.take
+        slot_q = take("slot_q", storage, batch.dtype).as_strided(shape, strides)
+        slot_out = take("slot_out", storage, batch.dtype).as_strided(shape, strides)
+        slot_lse = take("slot_lse", slots * rows * heads, torch.float32)
+        slot_lse = slot_lse[: slots * rows * heads].view(-1, heads)
+        lse = take("lse", batch.tokens * heads, torch.float32)
+        lse = lse[: batch.tokens * heads].view(-1, heads)
+        layout = {"first_place": heads - 1, "lse_stride": heads, "lse_shift": 1}
+        merge = Merge(sent[-1], merges, rows, 1, lse, slot_out, slot_lse, **layout)
+        launch = _Launch(buffer, _plan_info(sent[:_LISTS]))
+        return cls(launch, sent[_LISTS], pieces, slot_q, slot_out, slot_lse, merge)
+
+    def run(self, module: Any, batch: PrefillBatch, q: torch.Tensor, pool: torch.Tensor) -> None:
+        """Fill the slots."""
+        merge = self.merge
+        launch(
+            gather_kernel,
+            (self.slots, merge.rows // _PART),
+            q,
+            q.stride(0),
+            self.slot_q,
+            self.pieces,
+            DIM=batch.dim,
+            ROWS=merge.rows,
+            FIRST_PLACE=merge.first_place,
+            PART=_PART,
+        )
+        self.launch.paged(module, batch, self.slot_q, pool, self.slot_out, self.slot_lse, _FULL)
+
+
+@dataclass(frozen=True)
+class FlashInferProgram:
+    """A batch's attention by FA3 on a lane's SMs."""
+
+    batch: PrefillBatch
+    module: Any
+    main: _Launch
+    fronts: _Fronts | None
+
+    @classmethod
+    def plan(cls, batch: PrefillBatch, units: int) -> "FlashInferProgram":
+        """Deal the batch's tiles to `units` SMs, splitting some where that is faster."""
+        plan = _paged(batch, units)
+        buffer, sent = upload(_parts(batch, plan), batch.workspace.device)
+        module, _ = _load(batch.dtype, batch.dim)
+        fronts = None
+        if plan.slots:
+            fronts = _Fronts.of(batch, plan.slots, len(plan.merges), buffer, sent[_LISTS:])
+        return cls(batch, module, _Launch(buffer, _plan_info(sent[:_LISTS])), fronts)
+
+    def run(
+        self, q: torch.Tensor, pool: torch.Tensor, out: torch.Tensor, new: NewKV | None
+    ) -> None:
+        """Launch it; as `prefill_attention`."""
+        batch, fronts = self.batch, self.fronts
+        if fronts is None:
+            self.main.paged(self.module, batch, q, pool, out, None, _CAUSAL)
+            return
+        fronts.run(self.module, batch, q, pool)
+        self.main.paged(self.module, batch, q, pool, out, fronts.merge.lse, _CAUSAL)
+        fronts.merge.run(batch, out)
+
+
+class Replayed:
+    """Attention by FA3 in CUDA graphs: all that differs between batches is read at fixed places.
+
+    One batch's at a time: what is written there and what was captured of `run` are for the same
+    stream.
+
+    Args:
+        batch: any of these heads, of this type, in these pages; nobody else takes of its workspace.
+        units: SMs.
+        rows: of the largest pass.
+    """
+
+    def __init__(self, batch: PrefillBatch, units: int, rows: int) -> None:
+        self._units, self._module = units, _load(batch.dtype, batch.dim)[0]
+        items = batch.heads * (rows // tile_tokens(batch.dim) + _SEGMENTS)
+        self._merges = 2 * units  # the most tiles that are split
+        self._pieces = self._merges + units
+        fronts = [*_list_sizes(self._pieces), COLUMNS * self._pieces, MERGE_COLUMNS * self._merges]
+        self.sizes = [*_list_sizes(items), *fronts]
+        """Of the lists that `parts` makes, at most."""
+        self._batch = replace(batch, tokens=rows)
+        self._memory = self._pages = batch.pages
+        self._lists: Sequence[torch.Tensor] = ()
+
+    def read(
+        self, memory: torch.Tensor, lists: Sequence[torch.Tensor], pages: torch.Tensor
+    ) -> None:
+        """Where a batch's lists and pages will be, views of `memory`, for all that is captured."""
+        self._memory, self._lists, self._pages = memory, lists, pages
+        self._program(True, self._batch.tokens)  # the workspace is as large as any needs it
+
+    def parts(self, segments: Segments) -> tuple[list[Ints], bool] | None:
+        """A batch's lists, and whether tiles are split; None: they do not fit, or Triton is faster.
+
+        Its pages go where `Segments.tables` has them.
+        """
+        batch = replace(self._batch, segments=segments)
+        plan = _paged(batch, self._units)
+        parts = _parts(batch, plan)
+        if any(part.size > size for part, size in zip(parts, self.sizes, strict=False)):
+            return None
+        if filled(batch) < FILLED and _keys(plan) > EMPTY_KEYS * self._units:
+            return None
+        nothing = [_NOTHING] * (len(self.sizes) - len(parts))
+        return [*parts, *nothing], plan.slots > 0
+
+    def run(self, split: bool, q: torch.Tensor, pool: torch.Tensor, out: torch.Tensor) -> None:
+        """Launch it, for a graph; q and out [rows of the pass, heads, dim]. Rows that are of no
+        segment stay as they are in `out`."""
+        self._program(split, len(q)).run(q, pool, out, None)
+
+    def _program(self, split: bool, rows: int) -> "FlashInferProgram":
+        batch, lists = replace(self._batch, tokens=rows, pages=self._pages), self._lists
+        main, fronts = _Launch(self._memory, _plan_info(lists[:_LISTS])), None
+        if split:
+            fronts = _Fronts.of(batch, self._pieces, self._merges, self._memory, lists[_LISTS:])
+        return FlashInferProgram(batch, self._module, main, fronts)
+
+
+@dataclass(frozen=True)
+class DenseProgram:
+    """Attention of a batch without reused tokens by FA3, on keys and values outside the pool."""
+
+    batch: PrefillBatch
+    module: Any
+    launch: _Launch
+
+    @classmethod
+    def plan(cls, batch: PrefillBatch, units: int) -> "DenseProgram":
+        """Deal the batch's tiles to `units` SMs."""
+        # A sequence's keys are found by its first row, as if by pages of one token.
+        segments = replace(batch.segments, tables=batch.segments.rows)
+        items, cost = tiles(segments, tile_tokens(batch.dim), batch.heads, None, _DENSE)
+        plan = schedule(items, cost, units, _DENSE, _DENSE.block, own_launch=True, split=False)
+        buffer, sent = upload(_lists(plan.main, 1), batch.workspace.device)
+        module, _ = _load(batch.dtype, batch.dim)
+        return cls(batch, module, _Launch(buffer, _plan_info(sent)))
+
+    def run(
+        self, q: torch.Tensor, pool: torch.Tensor, out: torch.Tensor, new: NewKV | None
+    ) -> None:
+        """Launch it; as `prefill_attention`."""
+        assert new is not None
+        self.launch.dense(self.module, self.batch, q, new, out)
+
+
+_LISTS = 7
+_NOTHING = np.zeros(0, dtype=np.int64)
+
+
+def _paged(batch: PrefillBatch, units: int) -> Schedule:
+    """The batch's tiles on `units` SMs, some split where that is faster."""
+    items, cost = tiles(batch.segments, tile_tokens(batch.dim), batch.heads, None, _PAGED)
+    granule = math.lcm(_PAGED.block, batch.page_size)
+    return schedule(items, cost, units, _PAGED, granule, own_launch=True, split=True)
+
+
+def _parts(batch: PrefillBatch, plan: Schedule) -> list[Ints]:
+    """What is uploaded of a plan: lists, and those of fronts, pieces and merges if there are."""
+    parts = _lists(plan.main, batch.page_size)
+    if plan.fronts is not None:
+        pieces, rows = plan.fronts.items.copy(), tile_tokens(batch.dim)
+        # Their queries are in the slots.
+        pieces[:, ROW] = (pieces[:, SLOT] + batch.heads - 1 - pieces[:, HEAD]) * rows
+        parts += _lists(Work(pieces, plan.fronts.bounds), batch.page_size)
+        parts += [plan.fronts.items, plan.merges]
+    return parts
+
+
+def _keys(plan: Schedule) -> int:
+    """That all items read, those of fronts, too."""
+    works = [plan.main] if plan.fronts is None else [plan.main, plan.fronts]
+    return sum(int((work.items[:, HIGH] - work.items[:, LOW]).sum()) for work in works)
+
+
+def _list_sizes(items: int) -> list[int]:
+    """Of `_lists`."""
+    return [items, items, items, items, items, _MAX_BLOCKS + 1, items]
+
+
+def _lists(work: Work, page_size: int) -> list[Ints]:
+    """Rows, pages, tokens, keys and heads of the items, bounds of the blocks' lists, and zeros."""
+    items = work.items
+    bounds = np.full(_MAX_BLOCKS + 1, work.bounds[-1])
+    bounds[: len(work.bounds)] = work.bounds
+    pages = items[:, TABLE] + items[:, LOW] // page_size
+    keys = items[:, HIGH] - items[:, LOW]
+    zeros = np.zeros_like(keys)
+    return [items[:, ROW], pages, items[:, TOKENS], keys, items[:, HEAD], bounds, zeros]
+
+
+def _plan_info(lists: Sequence[torch.Tensor]) -> list[int]:
+    """`PrefillPlanSM90Info`: byte offsets of the lists, and whether all heads share them.
+
+    Each item is a sequence of one tile, so the tile's index in its sequence is 0 in all of them; so
+    is the sequence's in the batch, which this kernel does not read.
+    """
+    rows, pages, tokens, keys, heads, bounds, zeros = (4 * int(t.storage_offset()) for t in lists)
+    return [zeros, rows, pages, tokens, keys, heads, bounds, zeros, 0]

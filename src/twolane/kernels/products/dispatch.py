@@ -1,0 +1,392 @@
+"""Matrix products of a layer, each in the way that was fastest on the SMs of its lane.
+
+Libraries choose a GEMM for the whole device. On a share of it their choice is off by up to a factor
+of two, and by another for every shape: one with a block for each of 132 SMs takes two turns on 116.
+So products are timed, on the lane's own stream with the model's own weights, before its graphs are
+captured. The ways: cuBLAS; cuBLASLt told how many SMs are not for it; and, for the few rows of
+decode, skinny_gemm.cu on Hopper. Those of decode are timed alone, and the fastest again in whole
+layers, where what starts before the kernel in front of it has ended is worth more. What was found
+is kept on disk.
+"""
+
+import json
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from twolane.common.files import keep
+from twolane.common.sizes import SIZES
+from twolane.kernels import fused
+from twolane.kernels.products import skinny_gemm
+from twolane.kernels.runtime import nvrtc
+
+Operation = Literal["linear", "add_linear", "gate_up_silu", "logits"]
+
+ROWS = (*skinny_gemm.ROWS, 256)
+"""Rows that products of decode are timed for; those of passes are for `SIZES`."""
+MARGIN = 1.02
+"""How much faster a less common way must be: noise does not choose."""
+LAYER_MARGIN = 1.003
+"""The same for whole layers, whose times are steadier."""
+_REPEATS, _LAYER_REPEATS = 3, 7
+_SHORTLIST = 4
+"""Ways of the own kernel that are timed in layers."""
+COLD_BYTES = 200 << 20
+"""Weights that one timing reads: the L2 cache (60 MB) must not serve them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A way to compute a product: a library, or a variant of the own kernel and its blocks."""
+
+    library: Literal["cublas", "cublaslt"] = "cublas"
+    variant: skinny_gemm.Variant | None = None
+    blocks: int = 0
+
+    @property
+    def name(self) -> str:
+        """Different from that of all other ways of the same case and rows."""
+        return f"{self.variant.name}/{self.blocks}" if self.variant else self.library
+
+
+CUBLAS, CUBLASLT = Way(), Way("cublaslt")
+
+
+class Case(NamedTuple):
+    """Products that go one way, up to a number of rows: weights [n, k]."""
+
+    operation: Operation
+    n: int
+    k: int
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, operation: Operation, weight: Tensor) -> "Case":
+        """Of calls with such a weight."""
+        n, k = weight.shape
+        return cls(operation, n, k, weight.dtype)
+
+
+@dataclass
+class Products:
+    """x @ weight.T (+ bias), without allocating; weights are [out, in], rows dense.
+
+    What was not tuned is cuBLAS's.
+
+    Args:
+        units: SMs of the lane.
+    """
+
+    units: int
+    ways: dict[Case, dict[int, Way]] = field(default_factory=dict)
+    """What was chosen, by rows, fewest first."""
+    _scratch: dict[int, skinny_gemm.Scratch] = field(default_factory=dict)
+    """Of each stream: launches on several may overlap."""
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+        """`out` [T, out] = x [T, in] @ weight.T + bias."""
+        self._run(self.way("linear", len(x), weight), "linear", x, weight, bias, out)
+
+    def add_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, into: Tensor) -> None:
+        """`into` [T, out] += x [T, in] @ weight.T + bias."""
+        self._run(self.way("add_linear", len(x), weight), "add_linear", x, weight, bias, into)
+
+    def gate_up_silu(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, gate_up: Tensor, out: Tensor
+    ) -> None:
+        """`out` [T, inner] = silu(gate) * up of x [T, in] @ weight.T + bias, the gate first.
+
+        Args:
+            x: the rows.
+            weight: [2 * inner, in].
+            bias: [2 * inner] or None.
+            gate_up: [T, 2 * inner] that may be overwritten.
+            out: the result.
+        """
+        way = self.way("gate_up_silu", len(x), weight) if bias is None else CUBLAS
+        self._run(way, "gate_up_silu", x, weight, bias, out, gate_up)
+
+    def logits(self, x: Tensor, weight: Tensor, out: Tensor) -> None:
+        """`out`, float32 [R, vocab] = x @ weight.T, not rounded to x's type on the way."""
+        self._run(self.way("logits", len(x), weight), "logits", x, weight, None, out)
+
+    def tune(
+        self,
+        uses: Mapping[Case, Sequence[Tensor]],
+        rows: int,
+        layers: Callable[[int], Callable[[], None]] | None = None,
+    ) -> None:
+        """Choose the ways of what decode will call, on torch's current stream, outside capture.
+
+        What an earlier start found is not timed again. Where the own kernel cannot run, nothing is
+        chosen.
+
+        Args:
+            uses: the weights of all layers for each case.
+            rows: the most that will be asked for.
+            layers: gives, for so many rows, what queues some layers' products in their order. None:
+                the products do not follow one another.
+        """
+        asked = [count for i, count in enumerate(ROWS) if i == 0 or ROWS[i - 1] < rows]
+        self._tune("steps", _served(uses), asked, self._candidates, layers)
+
+    def tune_passes(self, uses: Mapping[Case, Sequence[Tensor]]) -> None:
+        """Choose between the libraries for prefill and hybrid passes; see `tune`, whose choices
+        stand."""
+        uses = _served(uses)
+        known = {count for case in uses for count in self.ways.get(case, {})}
+        asked = [size for size in SIZES if size not in known]
+        self._tune("passes", uses, asked, lambda *_: (CUBLAS, CUBLASLT))
+
+    def _tune(
+        self,
+        kind: Literal["steps", "passes"],
+        uses: Mapping[Case, Sequence[Tensor]],
+        asked: Sequence[int],
+        candidates_of: Callable[[Case, int], Iterable[Way]],
+        layers: Callable[[int], Callable[[], None]] | None = None,
+    ) -> None:
+        if not uses:
+            return
+        candidates = {(c, count): list(candidates_of(c, count)) for c in uses for count in asked}
+        device = next(iter(uses.values()))[0].device
+        record = _record(kind, tuple(uses), self.units, device)
+        known = read_ways(record, candidates)
+        missing = [count for count in asked if any((case, count) not in known for case in uses)]
+        skinny_gemm.compile_all(
+            {way.variant for (_, n), ways in candidates.items() if n in missing
+             for way in ways if way.variant}
+        )  # fmt: skip
+        for count in missing:
+            times = {
+                case: {
+                    way: self._seconds(way, case, count, weights) for way in candidates[case, count]
+                }
+                for case, weights in uses.items()
+            }
+            chosen: Mapping[Case, Way] = {c: choose(seconds) for c, seconds in times.items()}
+            if layers is not None:
+                chosen = self._by_layer(chosen, times, count, layers(count))
+            known |= {(case, count): way for case, way in chosen.items()}
+        if missing:
+            write_ways(record, known)
+        for case in uses:
+            found = {**self.ways.get(case, {}), **{count: known[case, count] for count in asked}}
+            self.ways[case] = dict(sorted(found.items()))
+
+    def way(self, operation: Operation, rows: int, weight: Tensor) -> Way:
+        """How so many rows are multiplied with such a weight: as the next more that were timed,
+        or by the library that was best for the most."""
+        ways = self.ways.get(Case.of(operation, weight), {})
+        most = next(reversed(ways.values()), CUBLAS)
+        beyond = CUBLAS if most.variant else most
+        return next((way for count, way in ways.items() if count >= rows), beyond)
+
+    def _candidates(self, case: Case, rows: int) -> Iterator[Way]:
+        yield CUBLAS
+        yield CUBLASLT
+        if rows > skinny_gemm.MOST_ROWS:
+            return
+        gated, wide = case.operation == "gate_up_silu", case.operation == "logits"
+        for variant in skinny_gemm.variants(rows, case.dtype, self.units, gated=gated, wide=wide):
+            for blocks in variant.grids(case.n // 2 if gated else case.n, self.units):
+                yield Way("cublas", variant, blocks)
+
+    def _by_layer(
+        self,
+        chosen: Mapping[Case, Way],
+        times: Mapping[Case, Mapping[Way, float]],
+        rows: int,
+        run: Callable[[], None],
+    ) -> Mapping[Case, Way]:
+        """What makes `run`, some layers' products, fastest."""
+
+        def seconds(ways: Mapping[Case, Way]) -> float:
+            self.ways |= {case: {rows: way} for case, way in ways.items()}
+            return _graph_seconds(run, _LAYER_REPEATS)
+
+        return improve(chosen, {case: shortlist(each) for case, each in times.items()}, seconds)
+
+    def _scratch_here(self, device: torch.device) -> skinny_gemm.Scratch:
+        """Of torch's current stream. It is kept for the graphs that know its address."""
+        stream = torch.cuda.current_stream(device).cuda_stream
+        if stream not in self._scratch:
+            self._scratch[stream] = skinny_gemm.Scratch.of(self.units, device)
+        return self._scratch[stream]
+
+    def _run(
+        self,
+        way: Way,
+        operation: Operation,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        out: Tensor,
+        gate_up: Tensor | None = None,
+    ) -> None:
+        if way.variant is not None:
+            scratch, residual = self._scratch_here(x.device), operation == "add_linear"
+            skinny_gemm.launch(
+                way.variant, way.blocks, x, weight, bias, out, scratch, residual=residual
+            )
+            return
+        with _library(self.units) if way.library == "cublaslt" else _AS_IT_IS:
+            if operation == "add_linear":
+                out.addmm_(x, weight.t())
+            else:
+                _multiply(x, weight, bias, out if gate_up is None else gate_up)
+        if gate_up is not None:
+            fused.silu_mul(gate_up, out)
+        elif operation == "add_linear" and bias is not None:
+            out.add_(bias)
+
+    def _seconds(self, way: Way, case: Case, rows: int, weights: Sequence[Tensor]) -> float:
+        """Of one product behind a norm, as layers have them."""
+        like, operation = weights[0], case.operation
+        enough = -(-COLD_BYTES // like.nbytes)
+        several = [weights[i % len(weights)] for i in range(enough)]
+        x = torch.randn(rows, case.k, dtype=like.dtype, device=like.device)
+        normal, scale = torch.empty_like(x), torch.ones_like(x[0])
+        kind = torch.float32 if operation == "logits" else like.dtype
+        out, gate_up = torch.zeros(rows, case.n, dtype=kind, device=like.device), None
+        if operation == "gate_up_silu":
+            out, gate_up = out.new_zeros(rows, case.n // 2), out
+
+        def run() -> None:
+            for weight in several:
+                fused.rms_norm(x, scale, 1e-6, normal)
+                self._run(way, operation, normal, weight, None, out, gate_up)
+
+        return _graph_seconds(run, _REPEATS) / enough
+
+
+def choose(seconds: Mapping[Way, float]) -> Way:
+    """cuBLAS, unless cuBLASLt is faster than it by `MARGIN`, unless the own kernel is than that."""
+    chosen = CUBLAS
+    for own in (False, True):
+        ways = [way for way in seconds if (way.variant is not None) == own]
+        fastest = min(ways, key=seconds.__getitem__, default=chosen)
+        if seconds[chosen] > MARGIN * seconds[fastest]:
+            chosen = fastest
+    return chosen
+
+
+def shortlist(seconds: Mapping[Way, float]) -> list[Way]:
+    """The fastest ways of the own kernel, and the faster library."""
+    order = sorted(seconds, key=seconds.__getitem__)
+    own = [way for way in order if way.variant is not None]
+    return [*own[:_SHORTLIST], *[way for way in order if way.variant is None][:1]]
+
+
+def improve(
+    chosen: Mapping[Case, Way],
+    tries: Mapping[Case, Sequence[Way]],
+    seconds: Callable[[Mapping[Case, Way]], float],
+) -> Mapping[Case, Way]:
+    """Change one case's way after the other where that saves all together `LAYER_MARGIN`."""
+    best = seconds(chosen)
+    for case, ways in tries.items():
+        for way in ways:
+            if way == chosen[case]:
+                continue
+            tried = {**chosen, case: way}
+            took = seconds(tried)
+            if best > LAYER_MARGIN * took:
+                chosen, best = tried, took
+    return chosen
+
+
+Ways = dict[tuple[Case, int], Way]
+"""By case and rows."""
+
+
+def read_ways(record: Path, candidates: Mapping[tuple[Case, int], Sequence[Way]]) -> Ways:
+    """What `write_ways` kept, as far as it is among the candidates."""
+    try:
+        kept = json.loads(record.read_text())
+    except (OSError, ValueError):
+        return {}
+    names = kept if isinstance(kept, dict) else {}
+    return {
+        key: way for key, ways in candidates.items() for way in ways
+        if names.get(_label(*key)) == way.name
+    }  # fmt: skip
+
+
+def write_ways(record: Path, ways: Ways) -> None:
+    """Keep what was chosen."""
+    names = {_label(*key): way.name for key, way in ways.items()}
+    keep(record, json.dumps(names).encode())
+
+
+def _label(case: Case, rows: int) -> str:
+    return f"{case.operation} {case.n}x{case.k} {case.dtype} {rows}"
+
+
+def _served(uses: Mapping[Case, Sequence[Tensor]]) -> Mapping[Case, Sequence[Tensor]]:
+    """Those of the weights that there is a choice for."""
+    return {
+        case: weights
+        for case, weights in uses.items()
+        if skinny_gemm.serves(weights[0], gated=case.operation == "gate_up_silu")
+    }
+
+
+def _record(kind: str, cases: Sequence[Case], units: int, device: torch.device) -> Path:
+    """Where the choice is kept: of this GPU, its driver, these libraries and this source."""
+    made = torch.__version__, nvrtc.driver_version(), torch.cuda.get_device_name(device)
+    return nvrtc.cache_path(repr((kind, cases, units, made, skinny_gemm.text())), "ways.json")
+
+
+def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    if bias is not None:
+        torch.addmm(bias, x, weight.t(), out=out)
+    elif x.dtype == out.dtype:
+        torch.mm(x, weight.t(), out=out)
+    else:
+        torch.mm(x, weight.t(), out_dtype=out.dtype, out=out)
+
+
+_AS_IT_IS = nullcontext()
+
+
+@contextmanager
+def _library(units: int) -> Iterator[None]:
+    """torch calls cuBLASLt, which believes all SMs but `units` to be somebody else's.
+
+    Both are the process's and are put back at once: only one thread may launch.
+    """
+    total = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+    before = torch.backends.cuda.preferred_blas_library()
+    torch.backends.cuda.preferred_blas_library("cublaslt")
+    torch._C._set_sm_carveout_experimental(total - units or None)
+    try:
+        yield
+    finally:
+        torch._C._set_sm_carveout_experimental(None)
+        torch.backends.cuda.preferred_blas_library(before)
+
+
+def _graph_seconds(run: Callable[[], None], repeats: int) -> float:
+    """Median over replays of a graph of `run`, on torch's current stream."""
+    stream = torch.cuda.current_stream()
+    run()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        run()
+    times = []
+    for _ in range(repeats + 1):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start.record(stream)
+        graph.replay()
+        end.record(stream)
+        end.synchronize()
+        times.append(float(start.elapsed_time(end)))
+    return statistics.median(times[1:]) * 1e-3

@@ -1,0 +1,326 @@
+"""Launches of skinny_gemm.cu: products of few rows, bfloat16 and float16, on Hopper."""
+
+import ctypes
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from twolane.kernels.runtime import nvrtc
+
+BLOCK_K = 64
+SWAPPED_ROWS, PLAIN_ROWS = (16, 24, 32, 40, 48, 96), (32, 64, 128)
+"""Most rows of x of the tiles that there are: with w, and with x, on the product's 64-row side."""
+ROWS = tuple(sorted({*SWAPPED_ROWS, *PLAIN_ROWS}))
+"""Either of them."""
+MOST_ROWS = PLAIN_ROWS[-1]
+MOST_TILES = 8192
+_SHARED = 216 * 1024
+"""Bytes of shared memory of a block. The small kernel in front must fit beside it on the SM, or the
+block could not start early."""
+_RESERVED = 2048
+"""Of them, for barriers and to align them."""
+_MOST_STAGES = 16
+_PARTIAL_FLOATS = 2 * 256 * 96
+"""A block leaves at most two partial tiles, none larger than this."""
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """What is compiled into a kernel.
+
+    Args:
+        block_n: rows of w in a tile: 64, 128 or 256.
+        rows: most rows of x: of `SWAPPED_ROWS` or `PLAIN_ROWS`; 128 with `block_n` up to 128.
+        swap: w, not x, is on the product's side that counts in 64 rows.
+        gated: w is gate rows and up rows, y = silu(gate) * up; `block_n` at least 128.
+        wide: y is float32, without bias or residual.
+        dtype: bfloat16 or float16.
+    """
+
+    block_n: int
+    rows: int
+    swap: bool = False
+    gated: bool = False
+    wide: bool = False
+    dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def name(self) -> str:
+        """Different for tiles of the same rows: s or p, swapped or plain, and `block_n`."""
+        return f"{'s' if self.swap else 'p'}{self.block_n}"
+
+    @property
+    def columns(self) -> int:
+        """Columns of y in a tile."""
+        return self.block_n // 2 if self.gated else self.block_n
+
+    @property
+    def column_groups(self) -> int:
+        """Warpgroups that share the rows of w in a tile."""
+        return 2 if self.block_n == 256 else 1
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block: a warp that loads, and the warpgroups that multiply."""
+        row_groups = 2 if self.rows > 64 and not self.swap else 1
+        return 32 + 128 * self.column_groups * row_groups
+
+    @property
+    def stage_bytes(self) -> int:
+        """Shared memory of a stage of the ring."""
+        return (self.block_n + self.rows) * BLOCK_K * 2
+
+    @property
+    def stages(self) -> int:
+        """Tiles of w and x in flight in a block."""
+        return min(_MOST_STAGES, (_SHARED - _RESERVED) // self.stage_bytes)
+
+    @property
+    def shared(self) -> int:
+        """Bytes of dynamic shared memory."""
+        return self.stages * self.stage_bytes + _RESERVED
+
+    def options(self) -> tuple[str, ...]:
+        """What the compiler is told."""
+        values = {
+            "BLOCK_N": self.block_n,
+            "ROWS": self.rows,
+            "STAGES": self.stages,
+            "SWAP": int(self.swap),
+            "GATED": int(self.gated),
+            "WIDE": int(self.wide),
+            "HALF": int(self.dtype == torch.float16),
+        }
+        return tuple(f"-D{name}={value}" for name, value in values.items())
+
+    def grids(self, n: int, units: int) -> Iterator[int]:
+        """Numbers of blocks worth timing for n columns of y.
+
+        All SMs; and the most of them that give each block as many whole tiles, or each tile as many
+        blocks: fewer partial tiles to sum may be worth some idle SMs.
+        """
+        yield units
+        tiles = -(-n // self.columns)
+        even = tiles * (units // tiles) or max(g for g in range(1, units + 1) if tiles % g == 0)
+        if 0.6 * units < even < units:
+            yield even
+
+
+@dataclass(frozen=True, slots=True)
+class Scratch:
+    """What blocks tell one another. Launches that may run at the same time must not share one.
+
+    Args:
+        partials: float32.
+        arrivals: int32 zeros, one for each tile of `block_n` rows of w.
+    """
+
+    partials: Tensor
+    arrivals: Tensor
+
+    @classmethod
+    def of(cls, blocks: int, device: torch.device) -> "Scratch":
+        """For launches of up to so many blocks."""
+        floats = blocks * _PARTIAL_FLOATS
+        return cls(
+            torch.empty(floats, dtype=torch.float32, device=device),
+            torch.zeros(MOST_TILES, dtype=torch.int32, device=device),
+        )
+
+
+def serves(weight: Tensor, *, gated: bool = False) -> bool:
+    """Whether the kernel exists for this weight, with up to `MOST_ROWS` rows as torch has them."""
+    n, k = weight.shape
+    sizes = n % (32 if gated else 16) == 0 and k % 8 == 0 and n <= 64 * MOST_TILES
+    types = torch.bfloat16, torch.float16
+    return (
+        sizes
+        and weight.dtype in types
+        and weight.is_contiguous()
+        and nvrtc.available(weight.device)
+    )
+
+
+def variants(
+    rows: int, dtype: torch.dtype, units: int, *, gated: bool = False, wide: bool = False
+) -> list[Variant]:
+    """Those worth timing: few SMs need the wide tiles."""
+    swapped = next((count for count in SWAPPED_ROWS if count >= rows), None)
+    plain = next(count for count in PLAIN_ROWS if count >= rows)
+    sizes = [128, 256] if units <= 48 else [64, 128, 256]
+    tiles = []
+    if swapped is not None and swapped <= plain:
+        tiles += [(n, swapped, True) for n in sizes if n > swapped]
+    if rows > SWAPPED_ROWS[0]:
+        tiles += [(n, plain, False) for n in (sizes if plain < 128 else (64, 128))]
+    return [
+        Variant(n, count, swap, gated, wide, dtype)
+        for n, count, swap in tiles
+        if not (gated and n == 64)
+    ]
+
+
+def compile_all(wanted: Iterable[Variant]) -> None:
+    """Compile what is not in the cache, several at a time; no GPU is needed."""
+    with ThreadPoolExecutor() as pool:
+        for _ in pool.map(lambda v: nvrtc.compile_cubin(source(v), v.options()), wanted):
+            pass
+
+
+@cache
+def text() -> str:
+    """The CUDA C++ that is the same for all variants."""
+    return Path(__file__).with_name("skinny_gemm.cu").read_text()
+
+
+@cache
+def source(variant: Variant) -> str:
+    """CUDA C++ of a variant."""
+    width = variant.rows if variant.swap else variant.block_n // variant.column_groups
+    kind = "f16" if variant.dtype == torch.float16 else "bf16"
+    return _multiply(width, kind) + text()
+
+
+def _multiply(n: int, kind: str) -> str:
+    """`multiply`: one wgmma, [64, 16] by [n, 16], both in shared memory, onto n / 2 registers."""
+    count = n // 2
+    registers = ", ".join(f"%{i}" for i in range(count))
+    outputs = ", ".join(f'"+f"(d[{i}])' for i in range(count))
+    return f"""
+__device__ __forceinline__ void multiply(float (&d)[{count}], unsigned a, unsigned b) {{
+    const unsigned long long upper = 0x4000004000000000ull;  // of both descriptors
+    asm volatile("wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{kind}.{kind} "
+                 "{{{registers}}}, %{count}, %{count + 1}, 1, 1, 1, 0, 0;"
+                 : {outputs} : "l"(upper | a), "l"(upper | b));
+}}
+"""
+
+
+TensorMap = ctypes.c_ubyte * 128
+
+
+class _Arguments(ctypes.Structure):
+    """As in the source; its tensor maps make its size a multiple of 64."""
+
+    _fields_ = (
+        *((name, TensorMap) for name in ("w", "x")),
+        *((name, ctypes.c_void_p) for name in ("out", "bias", "scratch", "arrivals")),
+        *((name, ctypes.c_int) for name in ("m", "n", "iterations", "tiles")),
+        *((name, ctypes.c_int) for name in ("out_stride", "residual")),
+        ("padding", ctypes.c_char * 8),
+    )
+
+
+def launch(
+    variant: Variant,
+    blocks: int,
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    scratch: Scratch,
+    *,
+    residual: bool = False,
+) -> None:
+    """Compute on torch's current stream.
+
+    It may begin to read w before the kernel in front of it has ended, which must not write w.
+
+    Args:
+        variant: with `rows` at least x's.
+        blocks: one for each SM of the stream, or fewer.
+        x: [m, k], rows contiguous.
+        w: [n, k], contiguous; n is twice out's columns if gated.
+        bias: [n] or None; None if gated or wide.
+        out: [m, columns], rows contiguous.
+        scratch: see there.
+        residual: add into `out`.
+    """
+    packed = arguments(variant, x, w, bias, out, scratch, residual, _tensor_map)
+    kernel = nvrtc.load(
+        source(variant), variant.options(), "skinny_gemm", variant.shared, x.device.index
+    )
+    grid = min(blocks, packed.tiles * packed.iterations)
+    kernel.launch(grid, variant.threads, variant.shared, packed, early=True)
+
+
+def arguments(
+    variant: Variant,
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    scratch: Scratch,
+    residual: bool,
+    tensor_map: Callable[[int, int, int, int, int, torch.dtype], Any],
+) -> _Arguments:
+    """What the kernel is given; `tensor_map` as `_tensor_map`."""
+    (m, k), n = x.shape, out.shape[1]
+    box = variant.columns // variant.column_groups if variant.gated else variant.block_n
+    return _Arguments(
+        tensor_map(w.data_ptr(), w.shape[0], k, w.stride(0), box, w.dtype),
+        tensor_map(x.data_ptr(), m, k, x.stride(0), variant.rows, x.dtype),
+        out.data_ptr(),
+        bias.data_ptr() if bias is not None else None,
+        scratch.partials.data_ptr(),
+        scratch.arrivals.data_ptr(),
+        m,
+        n,
+        -(-k // BLOCK_K),
+        -(-n // variant.columns),
+        out.stride(0),
+        int(residual),
+    )
+
+
+@lru_cache(maxsize=4096)
+def _tensor_map(
+    address: int, rows: int, columns: int, stride: int, box_rows: int, dtype: torch.dtype
+) -> Any:
+    """Describes a matrix to the copy engine: boxes of `box_rows` rows by one swizzled 128 bytes.
+
+    Raises:
+        RuntimeError: the driver refuses.
+    """
+    from cuda.bindings import driver
+
+    half = dtype == torch.float16
+    kinds, swizzles = driver.CUtensorMapDataType, driver.CUtensorMapSwizzle
+    kind = "FLOAT16" if half else "BFLOAT16"
+    memory = (ctypes.c_char * 192)()
+    offset = -ctypes.addressof(memory) % 64
+    status = _encoder()(
+        ctypes.addressof(memory) + offset,
+        int(getattr(kinds, f"CU_TENSOR_MAP_DATA_TYPE_{kind}")),
+        2,
+        address,
+        (ctypes.c_uint64 * 2)(columns, rows),
+        (ctypes.c_uint64 * 1)(2 * stride),
+        (ctypes.c_uint32 * 2)(BLOCK_K, box_rows),
+        (ctypes.c_uint32 * 2)(1, 1),
+        0,  # not interleaved
+        int(swizzles.CU_TENSOR_MAP_SWIZZLE_128B),
+        int(driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B),
+        0,  # zeros beyond the edges
+    )
+    if status:
+        what = f"[{rows}, {columns}], stride {stride}, at {address:#x}"
+        raise RuntimeError(f"cuTensorMapEncodeTiled: error {status} for {what}")
+    return TensorMap.from_buffer_copy(memory, offset)
+
+
+@cache
+def _encoder() -> Any:
+    """The driver's cuTensorMapEncodeTiled: the binding's own gives it a map that is not aligned."""
+    from cuda.bindings import driver
+
+    found = nvrtc.cuda_checked(driver.cuGetProcAddress(b"cuTensorMapEncodeTiled", 12000, 0))
+    pointers = [ctypes.c_void_p] * 5
+    kinds = [ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, *pointers, *[ctypes.c_int] * 4]
+    return ctypes.CFUNCTYPE(ctypes.c_int, *kinds)(int(found[0]))

@@ -1,0 +1,1 @@
+"""Launching kernels: Triton's and those that NVRTC compiles."""

@@ -1,0 +1,120 @@
+"""Where work runs: ordered queues of device work, each bound to a share of the units.
+
+Lanes decide nothing. `Lanes.launch` queues work and returns at once; the `Ticket` tells what
+became of it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from twolane.common.vocabulary import LaneName
+from twolane.lanes.work import Work
+from twolane.sampling import TokenLogprobs
+
+__all__ = ["Lanes", "PromptLogprobs", "Sampled", "Step", "Ticket"]
+
+
+class Sampled(NamedTuple):
+    """A token that a step has sampled."""
+
+    row: int
+    """Of the work."""
+    token: int
+    logprobs: TokenLogprobs | None = None
+    """If the row asks for them."""
+
+
+class PromptLogprobs(NamedTuple):
+    """What a step thought of a chunk's targets."""
+
+    row: int
+    """Of the work."""
+    logprobs: Sequence[TokenLogprobs]
+    """One for each of the row's targets."""
+
+
+class Step(NamedTuple):
+    """What one step came to."""
+
+    sampled: Sequence[Sampled] = ()
+    prompt_logprobs: Sequence[PromptLogprobs] = ()
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """A launch under way. Written by its lane, read by the engine, which polls it.
+
+    `steps` grows by one entry for every finished step (a prefill slice or hybrid pass is one
+    step), each before the lane goes on to the next; `end` is set last.
+    """
+
+    lane: LaneName
+    units: int
+    steps: list[Step] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    """When the device was through with each of them: seconds, the lanes' clock."""
+    start: float | None = None
+    """Seconds, the lanes' clock, when the device began with it."""
+    end: float | None = None
+    error: BaseException | None = None
+    launching: float = 0.0
+    """Seconds that the host was busy with launching it; a plan should leave room."""
+    launched: float = 0.0
+    """Seconds, the lanes' clock, when the host was through with that."""
+
+    @property
+    def waited(self) -> bool:
+        """Whether the device began before all of it was queued: it may have waited for the host."""
+        return self.start is not None and self.start < self.launched
+
+    def add(self, step: Step, at: float) -> None:
+        """A step has ended."""
+        self.times.append(at)
+        self.steps.append(step)  # last: whoever polls sees that there is one by this
+
+    @property
+    def done(self) -> bool:
+        """Whether the device is through with it; nothing of it is read or written any more."""
+        return self.end is not None
+
+    def check(self) -> None:
+        """See that its lane ran into nothing.
+
+        Raises:
+            BaseException: what it ran into.
+        """
+        if self.error is not None:
+            raise self.error
+
+    @property
+    def seconds(self) -> float:
+        """How long the device worked on it; only when done.
+
+        Raises:
+            BaseException: what its lane ran into.
+        """
+        self.check()
+        assert self.start is not None
+        assert self.end is not None
+        return self.end - self.start
+
+
+class Lanes(Protocol):
+    """The prefill lane, the decode lane and the whole device."""
+
+    units: int
+    """Of the device."""
+    levels: Sequence[tuple[int, int]]
+    """Partitions (prefill units, decode units) on offer, the solo ones (all, 0), (0, all) too."""
+
+    def launch(self, lane: LaneName, units: int, work: Work, after: Sequence[Ticket]) -> Ticket:
+        """Queue work behind what is queued in that lane and in those that exclude it (`EXCLUSIVE`);
+        it begins when `after` is done.
+
+        Never blocks. The units of the prefill lane are counted from one end of the device, those
+        of the decode lane from the other: they overlap only if they add up to more than all.
+        """
+
+    def clock(self) -> float:
+        """Seconds, monotonic; the clock of the tickets."""

@@ -1,0 +1,1 @@
+"""Lanes on CPU cores: pinned threads over one copy of the weights and one KV cache."""

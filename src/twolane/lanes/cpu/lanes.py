@@ -1,0 +1,120 @@
+"""CPU lanes: threads pinned to shares of the cores, over one copy of the weights and one KV cache.
+
+A lane has one worker thread for every number of cores it has run on, so that each worker's team
+of OpenMP threads is created pinned to those cores and stays there; a launch waits for the one
+before it in its lane, so only one worker of a lane is ever at work. The whole device takes turns
+with both lanes.
+"""
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+
+import torch
+
+from twolane.common.vocabulary import EXCLUSIVE, LaneName
+from twolane.lanes.base import Ticket
+from twolane.lanes.cpu.runner import Runner
+from twolane.lanes.work import Work
+
+
+def partitions(cores: int) -> tuple[tuple[int, int], ...]:
+    """All ways to share the cores, and the solo ones: (prefill, decode)."""
+    shared = [(cores - d, d) for d in range(1, cores)]
+    return (*shared, (cores, 0), (0, cores))
+
+
+@dataclass(slots=True, eq=False)
+class _CpuTicket(Ticket):
+    finished: threading.Event = field(default_factory=threading.Event)
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    ticket: _CpuTicket
+    work: Work
+    after: tuple[_CpuTicket, ...]
+
+
+class CpuLanes:
+    """The lanes of one machine's cores.
+
+    Args:
+        runner: does the work.
+        cores: core numbers as the operating system counts them.
+        notify: called from a lane's thread whenever a ticket has news.
+    """
+
+    def __init__(self, runner: Runner, cores: Sequence[int], notify: Callable[[], None]) -> None:
+        self._runner = runner
+        self._cores = tuple(cores)
+        self._notify = notify
+        self._workers: dict[tuple[LaneName, int], _Worker] = {}
+        self._last: dict[LaneName, _CpuTicket] = {}
+        self.units = len(self._cores)
+        self.levels: Sequence[tuple[int, int]] = partitions(self.units)
+
+    clock = staticmethod(time.monotonic)
+
+    def launch(self, lane: LaneName, units: int, work: Work, after: Sequence[Ticket]) -> Ticket:
+        """See `Lanes.launch`."""
+        ticket = _CpuTicket(lane, units)
+        before = [t for t in after if isinstance(t, _CpuTicket)]
+        before += [self._last[name] for name in EXCLUSIVE[lane] if name in self._last]
+        self._last[lane] = ticket
+        worker = self._workers.get((lane, units))
+        if worker is None:
+            worker = _Worker(f"{lane}-{units}", self._share(lane, units), self._execute)
+            self._workers[lane, units] = worker
+        worker.jobs.put(_Job(ticket, work, tuple(t for t in before if not t.done)))
+        return ticket
+
+    def close(self, timeout: float = 1.0) -> None:
+        """End the threads when they are through with what is queued; wait for each so long."""
+        for worker in self._workers.values():
+            worker.jobs.put(None)
+        for worker in self._workers.values():
+            worker.thread.join(timeout)
+        self._workers.clear()  # they hold the lanes, which hold them
+
+    def _share(self, lane: LaneName, units: int) -> tuple[int, ...]:
+        return self._cores[-units:] if lane == "decode" else self._cores[:units]
+
+    def _execute(self, job: _Job) -> None:
+        for ticket in job.after:
+            ticket.finished.wait()
+        ticket = job.ticket
+        ticket.start = self.clock()
+        try:
+            for tokens in self._runner.run(job.work):
+                ticket.add(tokens, self.clock())
+                self._notify()
+        except BaseException as error:  # the engine raises it on its own thread
+            ticket.error = error
+        ticket.end = self.clock()
+        ticket.finished.set()
+        self._notify()
+
+
+class _Worker:
+    """A thread on its cores, with as many intra-op threads."""
+
+    def __init__(self, name: str, cores: tuple[int, ...], execute: Callable[[_Job], None]) -> None:
+        self.jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._cores = cores
+        self._execute = execute
+        self.thread = threading.Thread(target=self._work, name=f"lane-{name}", daemon=True)
+        self.thread.start()
+
+    def _work(self) -> None:
+        if hasattr(os, "sched_setaffinity"):
+            with contextlib.suppress(OSError):  # a core was taken away: unpinned is still served
+                os.sched_setaffinity(0, self._cores)  # 0 is the calling thread
+        torch.set_num_threads(len(self._cores))  # of the calling thread's OpenMP team
+        with torch.inference_mode():
+            while (job := self.jobs.get()) is not None:
+                self._execute(job)

@@ -1,0 +1,228 @@
+"""Decode steps as CUDA graphs: one for each number of rows and each share of the SMs.
+
+A step is two graphs: the forward pass up to the logits, and its end: sampling, and the advance of
+positions, lengths and last tokens. Both read everything that changes from device memory, so that
+k steps are 2k replays with no host in between. All graphs share one memory pool: steps of the
+decode lane run in order, and nothing of one step lives on into the next but the buffers here.
+"""
+
+import bisect
+import gc
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from twolane.common.garbage import uncollected
+from twolane.common.sizes import BUCKET_STEP, BUCKETS
+from twolane.kernels import fused
+from twolane.kernels.decode_attention.dispatch import decode_scratch
+from twolane.kernels.products.dispatch import Products
+from twolane.kernels.sampling import Sampler
+from twolane.lanes.cuda.forward_batch import DecodeRows
+from twolane.lanes.cuda.green_contexts import GreenContexts
+from twolane.lanes.cuda.slots import Slots, upload
+from twolane.lanes.work import DecodeRow
+from twolane.model.gpu_decoder import GpuDecoder, GpuKVCache, Workspace
+
+MAX_STEPS = 64
+"""The longest look-ahead."""
+
+
+def buckets(max_rows: int) -> tuple[int, ...]:
+    """Row counts that graphs are made for: the last one is `max_rows`."""
+    every = [*BUCKETS, *range(BUCKETS[-1] + BUCKET_STEP, max_rows, BUCKET_STEP)]
+    return (*(count for count in every if count < max_rows), max_rows)
+
+
+@dataclass(frozen=True)
+class LevelGraphs:
+    """The graphs of one share of the SMs, and what they cost."""
+
+    forward: dict[int, torch.cuda.CUDAGraph]
+    finish: dict[int, torch.cuda.CUDAGraph]
+    bytes: int
+    """Device memory that capturing took."""
+    seconds: float
+    tuning_seconds: float
+    """That choosing its matrix products took, before."""
+
+
+def captured(
+    stream: torch.cuda.Stream, pool: Any, queue: Callable[[], None]
+) -> torch.cuda.CUDAGraph:
+    """What `queue` launches, as a graph; its kernels have been launched on this stream before.
+
+    Args:
+        stream: the graph keeps its share of the SMs, wherever it is replayed.
+        pool: of device memory, shared by graphs that never run at the same time.
+        queue: launches on torch's current stream.
+    """
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    # "thread_local": what other threads do meanwhile, such as asking for an event, is no error
+    with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+        queue()
+    return graph
+
+
+class Inputs:
+    """What the host tells a decode launch, as one block of int32 for one upload.
+
+    Rows of a bucket: slots, positions, lengths and steps, each [bucket], then the step's number.
+    Each begins at a multiple of 16 bytes: kernels are compiled for one alignment only.
+    """
+
+    def __init__(self, max_rows: int, device: torch.device) -> None:
+        self.block = torch.zeros(4 * _aligned(max_rows) + 1, dtype=torch.int32, device=device)
+        self._device = device
+
+    def views(self, bucket: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """slots, positions, lengths, steps [bucket] each and the step's number [1]."""
+        width = _aligned(bucket)
+        parts = self.block[: 4 * width].view(4, width)[:, :bucket]
+        return parts[0], parts[1], parts[2], parts[3], self.block[4 * width : 4 * width + 1]
+
+    def send(self, rows: Sequence[DecodeRow], bucket: int, padding: int, first: int) -> None:
+        """Upload a launch's rows as its step `first` finds them; `padding` fills the bucket."""
+        width = _aligned(bucket)
+        values = np.zeros(4 * width + 1, dtype=np.int32)
+        parts = values[:-1].reshape(4, width)[:, :bucket]
+        parts[0] = padding
+        count = len(rows)
+        parts[0, :count] = [row.slot for row in rows]
+        parts[1, :count] = [row.position + first for row in rows]
+        parts[3, :count] = [row.steps - first for row in rows]
+        parts[2, :count] = np.where(parts[3, :count] > 0, parts[1, :count] + 1, 0)
+        upload(values, self._device, self.block)
+
+
+def _aligned(count: int) -> int:
+    """So many int32, up to a multiple of 16 bytes."""
+    return -(-count // 4) * 4
+
+
+class DecodeGraphs:
+    """The decode graphs of one model and the buffers that they share.
+
+    Args:
+        decoder: the model.
+        kv: its pool.
+        slots: what the device knows of the requests.
+        max_rows: the most rows of a step.
+        units: the most SMs of a level.
+    """
+
+    def __init__(
+        self, decoder: GpuDecoder, kv: GpuKVCache, slots: Slots, max_rows: int, units: int
+    ) -> None:
+        spec, device, dtype = decoder.spec, decoder.device, decoder.dtype
+        self._decoder, self._kv, self._slots = decoder, kv, slots
+        self.buckets = buckets(max_rows)
+        self.inputs = Inputs(max_rows, device)
+        self.workspace = Workspace(spec, dtype, device)
+        self.workspace.reserve(max_rows)
+        self.scratch = decode_scratch(max_rows, spec.heads, spec.head_dim, units, device)
+        self._sampler = Sampler(max_rows, spec.vocab_size, device)
+        self._hidden = torch.empty((max_rows, spec.hidden_size), dtype=dtype, device=device)
+        self.logits = torch.empty((max_rows, spec.vocab_size), dtype=torch.float32, device=device)
+        self.tokens = torch.zeros(max_rows, dtype=torch.int32, device=device)
+        self.ring = torch.zeros(MAX_STEPS * max_rows, dtype=torch.int32, device=device)
+        """Tokens by step and row of the bucket."""
+        self._pool = torch.cuda.graph_pool_handle()
+        self.levels: dict[int, LevelGraphs] = {}
+        self._products: dict[int, Products] = {}
+
+    def capture(self, partitions: GreenContexts, progress: Callable[[float], None]) -> None:
+        """Tune the products and make the graphs of every level.
+
+        `progress` is told the share that is done.
+        """
+        shares = partitions.decode_units
+        gc.collect()
+        with uncollected():  # to free device memory or events while a graph is captured ends it
+            for place, units in enumerate(shares):
+
+                def part(done: float, place: int = place) -> None:
+                    progress((place + done) / len(shares))
+
+                stream = partitions.capture_stream("decode", units)
+                self.levels[units] = self._capture_level(stream, units, part)
+        progress(1.0)
+
+    def _capture_level(
+        self, stream: torch.cuda.Stream, units: int, progress: Callable[[float], None]
+    ) -> LevelGraphs:
+        begun = time.monotonic()
+        with torch.cuda.stream(stream):
+            self._decoder.tune(self.products(units), self.buckets[-1])
+        tuning = time.monotonic() - begun
+        torch.cuda.empty_cache()  # what tuning allocated does not count, nor stay
+        free, begun = torch.cuda.mem_get_info()[0], time.monotonic()
+        forward: dict[int, torch.cuda.CUDAGraph] = {}
+        finish: dict[int, torch.cuda.CUDAGraph] = {}
+        for done, bucket in enumerate(reversed(self.buckets)):
+            progress(done / len(self.buckets))
+            for graphs, part in ((forward, self._forward), (finish, self._finish)):
+                with torch.cuda.stream(stream):
+                    part(bucket, units)  # compiles kernels, sets up libraries; all rows are padding
+                graphs[bucket] = captured(stream, self._pool, partial(part, bucket, units))
+        taken = free - torch.cuda.mem_get_info()[0]
+        return LevelGraphs(forward, finish, taken, time.monotonic() - begun, tuning)
+
+    def products(self, units: int) -> Products:
+        """The matrix products on so many SMs: those of a level, and of what prefills on as many."""
+        return self._products.setdefault(units, Products(units))
+
+    def bucket(self, rows: int) -> int:
+        """The smallest bucket that holds so many rows."""
+        return self.buckets[bisect.bisect_left(self.buckets, rows)]
+
+    def forward(self, units: int, bucket: int) -> None:
+        """Queue the forward pass of a step on the current stream; it ends with `logits`."""
+        graphs = self.levels.get(units)
+        if graphs is None:  # no decode lane has such a share: it is not worth graphs
+            self._forward(bucket, units)
+        else:
+            graphs.forward[bucket].replay()
+
+    def finish(self, units: int, bucket: int) -> None:
+        """Queue the end of a step: its tokens are in `ring` and in the slots."""
+        graphs = self.levels.get(units)
+        if graphs is None:
+            self._finish(bucket, units)
+        else:
+            graphs.finish[bucket].replay()
+
+    def step_tokens(self, step: int, bucket: int) -> Tensor:
+        """Tokens of a launch's step, int32 [bucket], on the device until the next launch."""
+        return self.ring[step * bucket : (step + 1) * bucket]
+
+    def rows(self, bucket: int, count: int, units: int) -> DecodeRows:
+        """The first rows of the inputs, laid out for so many, as they are at each replay."""
+        slots, positions, lengths = (view[:count] for view in self.inputs.views(bucket)[:3])
+        tables = self._slots.tables
+        return DecodeRows(self._decoder, tables, slots, positions, lengths, self.scratch, units)
+
+    def _forward(self, bucket: int, units: int) -> None:
+        decoder = self._decoder
+        rows = self.rows(bucket, bucket, units)
+        hidden, products = self._hidden[:bucket], self.products(units)
+        last, embedding = self._slots.last_token, decoder.weights.embedding
+        fused.embed(last, rows.slots, rows.lengths, embedding, hidden)
+        decoder.layers(0, decoder.spec.layers, hidden, rows, self._kv, self.workspace, products)
+        decoder.head(hidden, self.logits[:bucket], self.workspace, products)
+
+    def _finish(self, bucket: int, units: int) -> None:
+        slots, positions, lengths, steps, step = self.inputs.views(bucket)
+        tokens = self.tokens[:bucket]
+        params = self._slots.params
+        self._sampler.sample(self.logits[:bucket], slots, positions, lengths, params, tokens)
+        fused.advance(
+            tokens, slots, steps, step, positions, lengths, self._slots.last_token, self.ring
+        )

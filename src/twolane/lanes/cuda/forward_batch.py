@@ -1,0 +1,145 @@
+"""The tokens of a forward pass on the GPU: prompts, decode rows, or both."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from twolane.kernels import fused
+from twolane.kernels.decode_attention.dispatch import DecodeScratch, decode_attention
+from twolane.kernels.prefill_attention.batch import NewKV
+from twolane.kernels.prefill_attention.dispatch import PrefillPlan, prefill_attention
+from twolane.lanes.cuda.slots import Ints
+from twolane.lanes.work import PromptRow
+from twolane.model.decoder import LayerWeights
+from twolane.model.gpu_decoder import GpuDecoder
+
+
+@dataclass(frozen=True)
+class PromptRows:
+    """Tokens whose places in the pool are known."""
+
+    decoder: GpuDecoder
+    positions: Tensor
+    """int32 [T]"""
+    write_slots: Tensor
+    """Where in the pool each token's key goes, page * page_size + offset, int32 [T]; -1: nowhere,
+    it is padding."""
+
+    def write(self, qkv: Tensor, q: Tensor, weights: LayerWeights, pool: Tensor) -> None:
+        """See `Writes.write`."""
+        spec = self.decoder.spec
+        fused.qkv_rope_write(
+            qkv,
+            self.positions,
+            weights.qk_norm,
+            spec.norm_eps,
+            self.decoder.rotary,
+            q,
+            pool,
+            self.write_slots,
+        )
+
+
+@dataclass(frozen=True)
+class MixedRows(PromptRows):
+    """Tokens whose places the host has worked out: prompts, and hybrid batches.
+
+    Decode rows come first, if there are any.
+    """
+
+    plans: Mapping[int | None, PrefillPlan]
+    """Of the prompts, by window."""
+    steps: "DecodeRows | None" = None
+    """The decode rows, for hybrid batches."""
+
+    def behind(self, steps: "DecodeRows", page_size: int) -> "MixedRows":
+        """These tokens behind decode rows, in one pass."""
+        pages = steps.tables[steps.slots, steps.positions // page_size]
+        write_slots = pages * page_size + steps.positions % page_size
+        return MixedRows(
+            self.decoder,
+            torch.cat([steps.positions, self.positions]),
+            torch.cat([write_slots, self.write_slots]),
+            self.plans,
+            steps,
+        )
+
+    def attend(self, q: Tensor, qkv: Tensor, pool: Tensor, window: int | None, out: Tensor) -> None:
+        """See `Rows.attend`."""
+        n = self.decoding
+        if self.steps is not None:
+            self.steps.attend(q[:n], qkv[:n], pool, window, out[:n])
+        self.attend_prompts(q[n:], self.new_kv(qkv[n:]), pool, window, out[n:])
+
+    @property
+    def decoding(self) -> int:
+        """Decode rows."""
+        return 0 if self.steps is None else len(self.steps.slots)
+
+    def new_kv(self, qkv: Tensor) -> NewKV:
+        """Keys and values [T, kv_heads, head_dim] of prompts' rows."""
+        spec = self.decoder.spec
+        kv = qkv[:, spec.q_size :].view(len(qkv), 2, -1, spec.head_dim)
+        return kv[:, 0], kv[:, 1]
+
+    def attend_prompts(
+        self, q: Tensor, new: NewKV, pool: Tensor, window: int | None, out: Tensor
+    ) -> None:
+        """Causal attention of the prompts' rows alone."""
+        prefill_attention(self.plans[window], q, pool, out, new)
+
+
+@dataclass(frozen=True)
+class DecodeRows:
+    """Decode rows: their places are worked out on the device, so a graph can be replayed."""
+
+    decoder: GpuDecoder
+    tables: Tensor
+    slots: Tensor
+    """int32 [R]"""
+    positions: Tensor
+    """Of the token that each row computes, int32 [R]."""
+    lengths: Tensor
+    """Tokens each row sees, itself included; 0: the row is padding or done. int32 [R]"""
+    scratch: DecodeScratch
+    units: int
+
+    def write(self, qkv: Tensor, q: Tensor, weights: LayerWeights, pool: Tensor) -> None:
+        """See `Rows.write`."""
+        spec = self.decoder.spec
+        fused.qkv_rope_write_decode(
+            qkv,
+            self.positions,
+            weights.qk_norm,
+            spec.norm_eps,
+            self.decoder.rotary,
+            q,
+            pool,
+            self.tables,
+            self.slots,
+            self.lengths,
+        )
+
+    def attend(self, q: Tensor, qkv: Tensor, pool: Tensor, window: int | None, out: Tensor) -> None:
+        """See `Rows.attend`."""
+        decode_attention(
+            q,
+            pool,
+            self.tables,
+            self.slots,
+            self.lengths,
+            out,
+            self.scratch,
+            units=self.units,
+            window=window,
+        )
+
+
+def places_of(row: PromptRow, page_size: int) -> tuple[Ints, Ints]:
+    """Position and place in the pool of each token of a chunk, int32 [n] each."""
+    positions = np.arange(row.start, row.start + len(row.tokens), dtype=np.int32)
+    pages = np.asarray(row.pages, dtype=np.int32)
+    return positions, pages[positions // page_size] * page_size + positions % page_size

@@ -1,0 +1,235 @@
+"""Prefill and hybrid passes with CUDA graphs of what lies between the attentions of their prompts.
+
+Launched kernel by kernel, a layer takes the host about 0.4 ms: longer than the GPU needs for 500
+tokens, and meanwhile the host launches no decode step. Attention of prompts is planned for each
+batch and cannot be replayed. All else of a layer is a matter of how many tokens there are, so it is
+two graphs for each layer, number of tokens and share of the SMs: up to the attention, and from it
+on. A hybrid batch's decode attention finds its rows on the device and lies in the first.
+
+Even so a pass of 36 layers takes the host 3.5 to 10 ms, more than a bound of 9 ms has room for:
+small hybrid passes are graphs as a whole, where their attention can be in one (`whole.py`).
+
+A pass is padded to the next size that has graphs. Padding is written to no page, and a row's
+results are nobody else's, so what it computes does not matter.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from twolane.common.garbage import uncollected
+from twolane.common.sizes import SIZES, padded
+from twolane.kernels.prefill_attention.batch import PrefillWorkspace
+from twolane.lanes.cuda.decode_graphs import DecodeGraphs, captured
+from twolane.lanes.cuda.forward_batch import DecodeRows, MixedRows, PromptRows
+from twolane.lanes.cuda.green_contexts import GreenContexts
+from twolane.model.gpu_decoder import GpuDecoder, GpuKVCache, Workspace
+
+if TYPE_CHECKING:
+    from twolane.lanes.cuda.hybrid_graphs import HybridGraphs
+
+LARGER: tuple[int, ...] = tuple(range(SIZES[-1] + 1, 8192 + 1, 251))
+"""Tokens of the passes that are multiplied once before any is served: odd steps, for what cuBLAS
+chooses depends on what their number is divisible by, too."""
+
+ENDING = 32
+"""Prompts that end in a slice, as many as are classified once before any is served."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """One layer at one size."""
+
+    before: torch.cuda.CUDAGraph
+    after: torch.cuda.CUDAGraph
+    before_hybrid: torch.cuda.CUDAGraph | None = None
+    """With attention of the decode rows; on the whole device alone."""
+
+
+@dataclass(frozen=True)
+class PassGraphs:
+    """The graphs of one share of the SMs, and what they cost."""
+
+    layers: dict[int, list[_Layer]]
+    """By size."""
+    bytes: int
+    """Device memory that capturing took."""
+    seconds: float
+    tuning_seconds: float
+    """That choosing its matrix products took, before."""
+
+
+class LayerGraphs:
+    """The graphs of one model's prefill and hybrid passes, and the buffers that they share.
+
+    They belong to one lane at a time, as its workspace does.
+
+    Args:
+        decoder: the model.
+        kv: its pool.
+        steps: tell which rows of a hybrid pass decode.
+        workspace: of the lane; it grows without these.
+    """
+
+    def __init__(
+        self, decoder: GpuDecoder, kv: GpuKVCache, steps: DecodeGraphs, workspace: Workspace
+    ) -> None:
+        workspace.reserve(SIZES[-1])
+        self._decoder, self._kv, self._steps = decoder, kv, steps
+        self.workspace = workspace.fixed()
+        spec, device = decoder.spec, decoder.device
+        self.residual = torch.zeros(
+            (SIZES[-1], spec.hidden_size), dtype=decoder.dtype, device=device
+        )
+        """The residual stream of a pass, [T, hidden]."""
+        self.positions = torch.zeros(SIZES[-1], dtype=torch.int32, device=device)
+        """Of its tokens in their sequences, [T]."""
+        self.write_slots = torch.full_like(self.positions, -1)
+        """Where their keys go; see `PromptRows`."""
+        self.scratch = PrefillWorkspace(device)
+        """Of attention in graphs."""
+        self._pool = torch.cuda.graph_pool_handle()
+        self.levels: dict[int, PassGraphs] = {}
+        self._whole = 0
+        """SMs that hybrid batches run on."""
+
+    def capture(
+        self,
+        partitions: GreenContexts,
+        whole: "HybridGraphs | None",
+        progress: Callable[[float], None],
+    ) -> None:
+        """Tune the products and make the graphs of every share that prefill can have, and those of
+        whole passes if there are any.
+
+        `progress` is told the share that is done.
+        """
+        shares, self._whole = partitions.prefill_units, partitions.units
+        with uncollected():  # to free device memory or events while a graph is captured ends it
+            for place, units in enumerate(shares):
+                progress(place / len(shares))
+                stream = partitions.capture_stream("prefill", units)
+                begun = time.monotonic()
+                with torch.cuda.stream(stream):
+                    self._decoder.tune_passes(self._steps.products(units))
+                tuning = time.monotonic() - begun
+                self._load_kernels(stream, units)
+                torch.cuda.empty_cache()  # what tuning allocated does not count, nor stay
+                free, begun = torch.cuda.mem_get_info()[0], time.monotonic()
+                # The largest first: the others find their memory.
+                layers = {size: self._capture(stream, units, size) for size in reversed(SIZES)}
+                if whole is not None and units == self._whole:
+                    whole.capture(stream, self._pool)
+                taken, seconds = free - torch.cuda.mem_get_info()[0], time.monotonic() - begun
+                self.levels[units] = PassGraphs(layers, taken, seconds, tuning)
+        progress(1.0)
+
+    def serves(self, placed: MixedRows, units: int) -> bool:
+        """Whether there are graphs for such a pass on so many SMs."""
+        if placed.steps is not None and units != self._whole:
+            return False
+        return units in self.levels and len(placed.positions) <= SIZES[-1]
+
+    def layers(
+        self,
+        first: int,
+        last: int,
+        hidden: Tensor,
+        placed: MixedRows,
+        units: int,
+        between: Callable[[], None] | None,
+    ) -> None:
+        """Run layers `first:last` of a pass on the current stream, in place.
+
+        Args:
+            first: layer index.
+            last: one past the last layer.
+            hidden: [T, hidden] from the embedding or the layer before; updated.
+            placed: the T tokens; its decode rows are those of `DecodeGraphs.inputs` in all rows.
+            units: SMs of the stream.
+            between: called before each layer; may run what has nothing of these buffers.
+        """
+        count, decoder = len(hidden), self._decoder
+        size = padded(count, SIZES)
+        residual = self.residual[:count]
+        residual.copy_(hidden)
+        self.positions[:count].copy_(placed.positions)
+        self.write_slots[:count].copy_(placed.write_slots)
+        self.write_slots[count:size].fill_(-1)
+        q, qkv, out = (t[placed.decoding :] for t in decoder.attended(self.workspace, count))
+        new, layers = placed.new_kv(qkv), self.levels[units].layers[size]
+        for i in range(first, last):
+            if between is not None:
+                between()
+            layer = layers[i]
+            before = layer.before if placed.steps is None else layer.before_hybrid
+            assert before is not None
+            before.replay()
+            placed.attend_prompts(q, new, self._kv.layers[i], decoder.spec.window(i), out)
+            layer.after.replay()
+        hidden.copy_(residual)
+
+    def _load_kernels(self, stream: torch.cuda.Stream, units: int) -> None:
+        """Multiply once what has no graphs. cuBLAS has a kernel for every few sizes and shares, and
+        it is loaded when it is first chosen: a millisecond or two in which nothing is launched, or
+        until the device is through with what is queued (CUDA Programming Guide, Lazy Loading)."""
+        counts = [n for n in LARGER if n <= self.workspace.rows]
+        logits = self._steps.logits if units == self._whole else self._steps.logits[:ENDING]
+        rows = max([*counts, len(logits)])
+        residual = self.residual.new_zeros((rows, self.residual.shape[1]))
+        products = self._steps.products(units)
+        with torch.cuda.stream(stream):
+            for count in counts:
+                self._decoder.multiply(1, residual[:count], self.workspace, products)
+            for n in range(1, len(logits) + 1):
+                self._decoder.head(residual[:n], logits[:n], self.workspace, products)
+        stream.synchronize()
+
+    def _capture(self, stream: torch.cuda.Stream, units: int, size: int) -> list[_Layer]:
+        parts: list[Callable[[int], None]] = [
+            partial(self._before, units, size),
+            partial(self.after, units, size),
+        ]
+        if units == self._whole:
+            most = self._steps.buckets[-1]
+            rows = self._steps.rows(most, min(size, most), units)
+            parts.append(partial(self.before_hybrid, units, size, rows=rows))
+        with torch.cuda.stream(stream):
+            for part in parts:
+                part(0)  # compiles kernels and sets up libraries; all rows are padding
+
+        def layer(i: int) -> _Layer:
+            return _Layer(*(captured(stream, self._pool, partial(part, i)) for part in parts))
+
+        return [layer(i) for i in range(self._decoder.spec.layers)]
+
+    def before_hybrid(self, units: int, size: int, i: int, rows: DecodeRows) -> None:
+        """Queue layer i of a hybrid pass up to the attention of its prompts, for a graph.
+
+        Args:
+            units: SMs.
+            size: rows of the pass.
+            i: layer index.
+            rows: the first ones, as many as may decode.
+        """
+        self._before(units, size, i)
+        q, qkv, out = self._decoder.attended(self.workspace, size)
+        pool, window = self._kv.layers[i], self._decoder.spec.window(i)
+        count = len(rows.slots)
+        rows.attend(q[:count], qkv[:count], pool, window, out[:count])
+
+    def after(self, units: int, size: int, i: int) -> None:
+        """Queue layer i from its attention on, for a graph; see `before_hybrid`."""
+        residual, products = self.residual[:size], self._steps.products(units)
+        self._decoder.after_attention(i, residual, self.workspace, products)
+
+    def _before(self, units: int, size: int, i: int) -> None:
+        rows = PromptRows(self._decoder, self.positions[:size], self.write_slots[:size])
+        residual, products = self.residual[:size], self._steps.products(units)
+        pool = self._kv.layers[i]
+        self._decoder.before_attention(i, residual, rows, pool, self.workspace, products)

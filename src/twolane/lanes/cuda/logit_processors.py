@@ -1,0 +1,179 @@
+"""What the decode graphs do not do: bias, penalties and log-probabilities, on the device.
+
+Queued between the forward pass and the end of a step, for the rows that ask for it; the host waits
+for nothing here either, so look-ahead works as for all others. A slot's history lives on the
+device, since a step is queued before the token of the one before it is known.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from twolane.kernels.sampling import MAX_BANNED
+from twolane.lanes.cuda.slots import upload
+from twolane.lanes.work import Sampling
+from twolane.sampling import TokenLogprobs
+
+_LARGEST = torch.finfo(torch.float32).max
+
+
+class SamplingPoint(NamedTuple):
+    """Where a token is sampled."""
+
+    row: int
+    """Of the logits."""
+    slot: int
+    position: int
+    """Of the token, in its sequence."""
+    sampling: Sampling
+
+
+class History:
+    """What bias and penalties need to know of one sequence: `model.sampler.Adjustment` on a device.
+
+    Args:
+        sampling: of the request.
+        known: its tokens so far, prompt and output.
+        vocab: tokens of the vocabulary.
+        device: where the logits are.
+    """
+
+    def __init__(
+        self, sampling: Sampling, known: Sequence[int], vocab: int, device: torch.device
+    ) -> None:
+        self.sampling = sampling
+        params = sampling.params
+        self._seen: Tensor | None = None
+        self._bias: tuple[Tensor, Tensor] | None = None
+        if params.penalises:
+            prompt, output = known[: sampling.prompt_tokens], known[sampling.prompt_tokens :]
+            counted = [np.bincount(part, minlength=vocab) for part in (prompt, output)]
+            counts = upload(np.stack(counted).astype(np.int32), device).view(2, vocab)
+            self._seen, self._counts = counts[0] > 0, counts[1].float()
+        if params.logit_bias:
+            ids = np.array(list(params.logit_bias), dtype=np.int32)
+            values = np.array(list(params.logit_bias.values()), dtype=np.float32)
+            sent = upload(np.concatenate([ids, values.view(np.int32)]), device)
+            self._bias = sent[: len(ids)].long(), sent[len(ids) :].view(torch.float32)
+
+    def apply(self, logits: Tensor) -> None:
+        """Change logits, float32 [vocab], in place; they stay finite."""
+        if self._bias is not None:
+            logits.index_add_(0, *self._bias)
+        if self._seen is None:
+            return
+        params, counts = self.sampling.params, self._counts
+        factor, produced = params.repetition_penalty, counts > 0
+        values = torch.where(logits > 0, logits / factor, logits * factor)
+        values = torch.where(self._seen | produced, values, logits)
+        values -= params.frequency_penalty * counts + params.presence_penalty * produced
+        logits.copy_(values.clamp_(-_LARGEST, _LARGEST))
+
+    def add(self, token: Tensor) -> None:
+        """The sequence has grown by an output token, int [1]."""
+        if self._seen is not None:
+            self._counts.index_add_(0, token.long(), self._counts.new_ones(1))
+
+
+@dataclass(frozen=True)
+class PendingScores:
+    """Log-probabilities on their way to the host."""
+
+    tokens: Tensor
+    numbers: Tensor
+    """Log-probability, rank, and the most likely ones', [R, 2 + top], pinned."""
+    ids: Tensor
+    """The most likely tokens, [R, top], pinned."""
+    tops: Sequence[int]
+
+    def collect(self) -> list[TokenLogprobs]:
+        """One a row; only when the copies have arrived."""
+        rows = zip(
+            self.tokens.tolist(), self.numbers.tolist(), self.ids.tolist(), self.tops, strict=True
+        )
+        return [
+            TokenLogprobs(token, own, int(rank), [*zip(ids[:top], best, strict=False)])
+            for token, (own, rank, *best), ids, top in rows
+        ]
+
+
+def score(logits: Tensor, tokens: Tensor, tops: Sequence[int]) -> PendingScores:
+    """`model.sampler.score` without waiting: queued on the current stream."""
+    total = logits.logsumexp(dim=-1, keepdim=True)
+    own = logits.gather(1, tokens.long()[:, None])
+    ranks = (logits >= own).sum(dim=-1, keepdim=True)
+    best = logits.topk(min(max(tops), logits.shape[1]))
+    numbers = torch.cat([own - total, ranks, best.values - total], dim=1)
+    return PendingScores(_fetch(tokens), _fetch(numbers), _fetch(best.indices), tops)
+
+
+class LogitProcessors:
+    """The slots that want more than the graphs do."""
+
+    def __init__(self, vocab: int, device: torch.device) -> None:
+        self._vocab, self._device = vocab, device
+        self._wanting: set[int] = set()
+        self._histories: dict[int, History] = {}
+
+    def begin(self, places: Sequence[SamplingPoint]) -> None:
+        """Prompts end here: their slots are these requests' from now on."""
+        for place in places:
+            sampling, slot = place.sampling, place.slot
+            params = sampling.params
+            self._histories.pop(slot, None)
+            self._wanting.discard(slot)
+            if params.penalises or params.logit_bias:
+                known = sampling.tokens[: place.position]
+                self._histories[slot] = History(sampling, known, self._vocab, self._device)
+            many_banned = len(sampling.banned(sampling.prompt_tokens)) > MAX_BANNED
+            if slot in self._histories or many_banned or params.logprobs is not None:
+                self._wanting.add(slot)
+
+    def asked(self, places: Iterable[SamplingPoint]) -> list[SamplingPoint]:
+        """Those of these that want more."""
+        return [place for place in places if place.slot in self._wanting] if self._wanting else []
+
+    def adjust(
+        self, logits: Tensor, places: Sequence[SamplingPoint]
+    ) -> Callable[[Tensor], dict[int, PendingScores]]:
+        """Change the logits of these rows before they are sampled.
+
+        Returns:
+            What to call with the tokens, int [R], when they are; it gives the log-probabilities
+            that were asked for, by row of the logits.
+        """
+        scored = [place for place in places if place.sampling.params.logprobs is not None]
+        raw = {place.row: logits[place.row : place.row + 1].clone() for place in scored}
+        for place in places:
+            row = logits[place.row]
+            if (history := self._histories.get(place.slot)) is not None:
+                history.apply(row)
+            if len(banned := place.sampling.banned(place.position)) > MAX_BANNED:
+                ids = upload(np.array(banned, dtype=np.int32), self._device)
+                row[ids.long()] = -torch.inf
+
+        def after(tokens: Tensor) -> dict[int, PendingScores]:
+            for place in places:
+                if (history := self._histories.get(place.slot)) is not None:
+                    history.add(tokens[place.row : place.row + 1])
+            return {
+                place.row: score(
+                    raw[place.row],
+                    tokens[place.row : place.row + 1],
+                    [place.sampling.params.logprobs or 0],
+                )
+                for place in scored
+            }
+
+        return after
+
+
+def _fetch(values: Tensor) -> Tensor:
+    """A pinned copy, there when the stream has come so far."""
+    return torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(
+        values, non_blocking=True
+    )

@@ -1,0 +1,254 @@
+"""The decoder on an NVIDIA GPU: `Products` for the matrix products, own kernels for all between.
+
+The residual stream is updated in place, by the products that end a block. A forward pass is
+addressable layer by layer, like `model/decoder.py`, whose weights and order of dimensions it has.
+"""
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from twolane.kernels import fused
+from twolane.kernels.products.dispatch import COLD_BYTES, Case, Products
+from twolane.model.decoder import LayerWeights, Weights
+from twolane.model.rope import frequencies
+from twolane.model.spec import ModelSpec
+
+MLP_ROWS = 8192
+"""Rows that go through the MLP at a time, which bounds its workspace."""
+TUNED_LAYERS = 4
+"""Layers that products are timed in, or more where these would stay in the cache."""
+
+
+class GpuKVCache:
+    """Keys and values of all layers: `layers[i]` is [pages, kv_heads, 2, page_size, head_dim].
+
+    K and V of one head's page are one run of memory, so that decode attention pulls them as one
+    tile. The pool starts uninitialised; nothing reads a place before it was written.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, pages: int, page_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.page_size = page_size
+        shape = (pages, spec.kv_heads, 2, page_size, spec.head_dim)
+        self.layers = [torch.empty(shape, dtype=dtype, device=device) for _ in range(spec.layers)]
+
+
+class Writes(Protocol):
+    """The tokens of one forward pass: where their keys go."""
+
+    def write(self, qkv: Tensor, q: Tensor, weights: LayerWeights, pool: Tensor) -> None:
+        """Normalise and rotate queries and keys; keys and values go to the pool, queries to `q`.
+
+        What attention wants of `qkv` may stay there.
+        """
+        ...
+
+
+class Rows(Writes, Protocol):
+    """And what they see."""
+
+    def attend(self, q: Tensor, qkv: Tensor, pool: Tensor, window: int | None, out: Tensor) -> None:
+        """Causal attention of every token over its own sequence; q and out [T, heads, head_dim]."""
+        ...
+
+
+class _Blind:
+    """Rows that neither write nor see anything: products alone are left of a pass."""
+
+    def write(self, qkv: Tensor, q: Tensor, weights: LayerWeights, pool: Tensor) -> None:
+        """See `Rows.write`."""
+
+    def attend(self, q: Tensor, qkv: Tensor, pool: Tensor, window: int | None, out: Tensor) -> None:
+        """See `Rows.attend`."""
+
+
+class Workspace:
+    """The activations of one lane, made for up to so many tokens and grown when more come.
+
+    Launches of a lane run in order, so one set of buffers serves them all; two lanes never share.
+    """
+
+    def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:
+        self._sizes = {
+            "norm": spec.hidden_size,
+            "qkv": spec.q_size + 2 * spec.kv_size,
+            "q": spec.q_size,
+            "attended": spec.q_size,
+        }
+        self._mlp_sizes = {"gate_up": 2 * spec.intermediate_size, "act": spec.intermediate_size}
+        self._buffers: dict[str, Tensor] = {}
+        self._dtype, self._device = dtype, device
+
+    def get(self, name: str, rows: int) -> Tensor:
+        """A buffer [rows, its width]; what it held is lost to the next who asks."""
+        width = self._sizes.get(name) or self._mlp_sizes[name]
+        buffer = self._buffers.get(name)
+        if buffer is None or len(buffer) < rows:
+            self._buffers[name] = buffer = torch.empty(
+                (rows, width), dtype=self._dtype, device=self._device
+            )
+        return buffer[:rows]
+
+    def reserve(self, rows: int) -> None:
+        """Make all buffers now, for passes of up to so many tokens."""
+        for name in self._sizes:
+            self.get(name, rows)
+        for name in self._mlp_sizes:
+            self.get(name, min(rows, MLP_ROWS))
+
+    def fixed(self) -> "Workspace":
+        """The buffers of now, to whatever these are grown: for graphs, which know addresses."""
+        same = copy.copy(self)
+        same._buffers = dict(self._buffers)
+        return same
+
+    @property
+    def rows(self) -> int:
+        """Tokens of a pass that all buffers hold."""
+        return min(map(len, (self._buffers[name] for name in self._sizes)))
+
+    @property
+    def bytes(self) -> int:
+        """Bytes held."""
+        return sum(buffer.nbytes for buffer in self._buffers.values())
+
+
+class GpuDecoder:
+    """The transformer on one GPU. It keeps no state between calls: buffers come from the caller."""
+
+    def __init__(self, spec: ModelSpec, weights: Weights) -> None:
+        self.spec = spec
+        self.weights = weights
+        self.dtype = weights.embedding.dtype
+        self.device = weights.embedding.device
+        self.rotary = fused.rotary_table(
+            frequencies(spec.rope, spec.head_dim).to(self.device),
+            spec.rope.attention_factor,
+            spec.max_positions,
+        )
+        """Cosines and sines, float32 [positions, head_dim / 2, 2]."""
+
+    def layers(
+        self,
+        first: int,
+        last: int,
+        residual: Tensor,
+        rows: Rows,
+        kv: GpuKVCache,
+        workspace: Workspace,
+        products: Products,
+    ) -> None:
+        """Run layers `first:last` on the current stream.
+
+        Args:
+            first: layer index.
+            last: one past the last layer.
+            residual: [T, hidden] from `embed` or the layer before; updated in place.
+            rows: the T tokens.
+            kv: the pool.
+            workspace: of the lane.
+            products: the matrix products for the lane's share of the SMs.
+        """
+        pool = kv.layers
+        q, qkv, out = self.attended(workspace, len(residual))
+        for i in range(first, last):
+            self.before_attention(i, residual, rows, pool[i], workspace, products)
+            rows.attend(q, qkv, pool[i], self.spec.window(i), out)
+            self.after_attention(i, residual, workspace, products)
+
+    def attended(self, workspace: Workspace, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        """What attention reads, q and qkv, and what it writes: the same for every layer."""
+        shape = (count, self.spec.heads, self.spec.head_dim)
+        q, out = workspace.get("q", count), workspace.get("attended", count)
+        return q.view(shape), workspace.get("qkv", count), out.view(shape)
+
+    def before_attention(
+        self,
+        i: int,
+        residual: Tensor,
+        rows: Writes,
+        pool: Tensor,
+        workspace: Workspace,
+        products: Products,
+    ) -> None:
+        """Layer i up to its attention: `attended` has what that reads, the pool what is kept."""
+        w, count = self.weights.layers[i], len(residual)
+        norm = workspace.get("norm", count)
+        q, qkv, _ = self.attended(workspace, count)
+        fused.rms_norm(residual, w.input_norm, self.spec.norm_eps, norm)
+        products.linear(norm, w.qkv, w.qkv_bias, qkv)
+        rows.write(qkv, q, w, pool)
+
+    def after_attention(
+        self, i: int, residual: Tensor, workspace: Workspace, products: Products
+    ) -> None:
+        """Layer i from its attention on."""
+        w, count = self.weights.layers[i], len(residual)
+        norm = workspace.get("norm", count)
+        products.add_linear(workspace.get("attended", count), w.o, w.o_bias, residual)
+        fused.rms_norm(residual, w.post_norm, self.spec.norm_eps, norm)
+        for start in range(0, count, MLP_ROWS):
+            end = min(start + MLP_ROWS, count)
+            self._mlp(norm[start:end], w, residual[start:end], workspace, products)
+
+    def _mlp(
+        self, x: Tensor, w: LayerWeights, residual: Tensor, workspace: Workspace, products: Products
+    ) -> None:
+        gate_up, act = workspace.get("gate_up", len(x)), workspace.get("act", len(x))
+        products.gate_up_silu(x, w.gate_up, w.gate_up_bias, gate_up, act)
+        products.add_linear(act, w.down, w.down_bias, residual)
+
+    def tune(self, products: Products, rows: int) -> None:
+        """Choose how steps of up to so many rows multiply, on torch's current stream."""
+        head = self.weights.head
+        products.tune(self._uses(), rows, lambda count: self._without_attention(products, count))
+        products.tune({Case.of("logits", head): [head]}, rows)
+
+    def tune_passes(self, products: Products) -> None:
+        """Choose how prefill and hybrid passes multiply, on torch's current stream."""
+        products.tune_passes(self._uses())
+
+    def _uses(self) -> Mapping[Case, Sequence[Tensor]]:
+        """The weights of the layers."""
+        layers = self.weights.layers
+        return {
+            Case.of("linear", layers[0].qkv): [w.qkv for w in layers],
+            Case.of("add_linear", layers[0].o): [w.o for w in layers],
+            Case.of("gate_up_silu", layers[0].gate_up): [w.gate_up for w in layers],
+            Case.of("add_linear", layers[0].down): [w.down for w in layers],
+        }
+
+    def _without_attention(self, products: Products, count: int) -> Callable[[], None]:
+        """What queues norms and products of the first layers, for so many random rows."""
+        workspace = Workspace(self.spec, self.dtype, self.device)
+        workspace.reserve(count)
+        workspace.get("attended", count).normal_()
+        residual = torch.randn_like(workspace.get("norm", count))
+        first = self.weights.layers[0]
+        each = sum(w.nbytes for w in (first.qkv, first.o, first.gate_up, first.down))
+        last = min(self.spec.layers, max(TUNED_LAYERS, COLD_BYTES // each))
+        return lambda: self.multiply(last, residual, workspace, products)
+
+    def multiply(
+        self, last: int, residual: Tensor, workspace: Workspace, products: Products
+    ) -> None:
+        """Run layers `:last` without attention on the current stream; see `layers`."""
+        self.layers(0, last, residual, _Blind(), self._no_kv, workspace, products)
+
+    @cached_property
+    def _no_kv(self) -> GpuKVCache:
+        return GpuKVCache(self.spec, 0, 1, self.dtype, self.device)
+
+    def head(
+        self, hidden: Tensor, logits: Tensor, workspace: Workspace, products: Products
+    ) -> None:
+        """Write the logits, float32 [R, vocab], of the last layer's hidden states [R, hidden]."""
+        norm = workspace.get("norm", len(hidden))
+        fused.rms_norm(hidden, self.weights.norm, self.spec.norm_eps, norm)
+        products.logits(norm, self.weights.head, logits)

@@ -1,0 +1,1 @@
+"""Reading models: where they come from, their files and their weights."""

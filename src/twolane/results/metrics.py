@@ -1,0 +1,252 @@
+"""The numbers of a run, by formula.
+
+For a request that was answered in full, with s when it was sent, c_1 … c_m when its chunks with
+output came, e the last event of its stream and k its output tokens:
+
+    TTFT = c_1 − s      TBT_i = c_(i+1) − c_i      E2E = e − s      TPOT = (E2E − TTFT) / (k − 1)
+
+TBT is what vLLM calls ITL. A server that sends several tokens in a chunk has fewer and longer
+gaps; `tokens_per_chunk` shows it, and TPOT is not affected.
+
+Latency statistics are over the requests that were answered, attainment and goodput over those
+that were *sent*: a request that was refused, broke off or was cut short by the user attains
+nothing. A gap is owed for each token asked after the first; a failed request owes those gaps (or
+as many as it had, if more) and met none of them, an answered one owes the gaps that it had.
+
+An empty set has no statistics: they are None, not 0.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+import msgspec
+import numpy as np
+
+from twolane.results.record import Record
+
+SLO_NAMES = ("ttft", "tbt", "tpot", "e2el")
+"""What an SLO can bound: vLLM's names, and `tbt` for every gap of a request."""
+TTFT_PER_1K = "ttft_per_1k"
+"""Beside `ttft`: seconds that are added to its bound for each 1,024 prompt tokens that the server
+did not have in its prefix cache (Drift §5.1: 1 s)."""
+DEFAULT_PERCENTILES = (90.0, 95.0, 99.0)
+LAG_PERCENTILES = (99.0,)
+"""Of the client's own lags, whatever percentiles are asked of the server."""
+
+
+class Distribution(msgspec.Struct, frozen=True):
+    """Statistics of a set of values, in the unit of the values (seconds, in this package)."""
+
+    count: int
+    mean: float | None
+    median: float | None
+    std: float | None
+    max: float | None
+    percentiles: dict[float, float | None]
+
+    @classmethod
+    def of(cls, values: Iterable[float], percentiles: Sequence[float]) -> "Distribution":
+        """Percentiles are interpolated linearly; `std` is the population's."""
+        data = np.fromiter(values, dtype=float)
+        if not data.size:
+            return cls(0, None, None, None, None, dict.fromkeys(percentiles))
+        return cls(
+            count=data.size,
+            mean=float(data.mean()),
+            median=float(np.median(data)),
+            std=float(data.std()),
+            max=float(data.max()),
+            percentiles={p: float(np.percentile(data, p)) for p in percentiles},
+        )
+
+
+class Attainment(msgspec.Struct, frozen=True):
+    """Shares of the requests sent that kept their SLOs; None where none was sent or asked."""
+
+    requests: dict[str, float | None]
+    """For each SLO, the share of requests sent that were answered and kept it."""
+    together: float | None
+    """The share of requests sent that kept all SLOs."""
+    gaps: float | None
+    """The share of gaps owed by all requests sent that met the TBT bound."""
+    good: int
+    """Requests that kept all SLOs."""
+
+
+class Metrics(msgspec.Struct, frozen=True):
+    """What a run of `duration` seconds measured."""
+
+    duration: float
+    sent: int
+    completed: int
+    outcomes: dict[str, int]
+    """Requests sent by their outcome."""
+    input_tokens: int
+    """Of the completed requests, as the output tokens are."""
+    cached_tokens: int
+    """Of the input tokens, found in the server's prefix cache, by its count."""
+    output_tokens: int
+    uncounted: int
+    """Completed requests whose server gave no count of output tokens: theirs are the chunks."""
+    tokens_per_chunk: float | None
+    ttft: Distribution
+    tpot: Distribution
+    tbt: Distribution
+    e2e: Distribution
+    waited: Distribution
+    """Held back by the bound on concurrency; of all sent."""
+    lag: Distribution
+    """Sent later than due through the client's own doing; of all sent."""
+    max_concurrent: int
+    max_output_tokens_per_s: float
+    """Most output tokens in one second of the run."""
+    attainment: Attainment
+
+    def per_second(self, amount: float) -> float | None:
+        """`amount` over the duration of the run."""
+        return amount / self.duration if self.duration > 0 else None
+
+
+def measure(
+    records: Sequence[Record],
+    duration: float,
+    slos: Mapping[str, float],
+    percentiles: Sequence[float] = DEFAULT_PERCENTILES,
+) -> Metrics:
+    """Compute the metrics of a run.
+
+    Args:
+        records: one for each request sent.
+        duration: seconds from the start of the run to its last outcome.
+        slos: bounds in seconds by name, of `SLO_NAMES`; `TTFT_PER_1K` beside `ttft`.
+        percentiles: in percent.
+    """
+    done = [record for record in records if record.ok]
+    chunks = sum(len(record.token_times) for record in done)
+    tokens = sum(record.output_tokens for record in done)
+
+    def spread(values: Iterable[float | None]) -> Distribution:
+        return Distribution.of((value for value in values if value is not None), percentiles)
+
+    return Metrics(
+        duration=duration,
+        sent=len(records),
+        completed=len(done),
+        outcomes=_count(record.outcome for record in records),
+        input_tokens=sum(record.prompt_tokens for record in done),
+        cached_tokens=sum(record.usage_cached or 0 for record in done),
+        output_tokens=tokens,
+        uncounted=sum(record.usage_output is None for record in done),
+        tokens_per_chunk=tokens / chunks if chunks else None,
+        ttft=spread(record.ttft for record in done),
+        tpot=spread(record.tpot for record in done),
+        tbt=spread(gap for record in done for gap in record.gaps),
+        e2e=spread(record.e2e for record in done),
+        waited=spread(record.waited for record in records),
+        lag=Distribution.of((record.lag for record in records), LAG_PERCENTILES),
+        max_concurrent=max_concurrent(records),
+        max_output_tokens_per_s=max_output_rate(done),
+        attainment=attain(records, slos),
+    )
+
+
+def attain(records: Sequence[Record], slos: Mapping[str, float]) -> Attainment:
+    """Attainment of each SLO, of all of them, and of TBT by the gap, over the requests sent."""
+    names = bounded(slos)
+    kept = [
+        {name: keeps(record, name, bound_for(record.new_tokens, name, slos)) for name in names}
+        for record in records
+    ]
+    good = sum(all(one.values()) for one in kept) if slos else 0
+    sent = len(records)
+    return Attainment(
+        requests={name: sum(k[name] for k in kept) / sent if sent else None for name in names},
+        together=good / sent if sent and slos else None,
+        gaps=gap_attainment(records, slos["tbt"]) if "tbt" in slos else None,
+        good=good,
+    )
+
+
+def bounded(slos: Mapping[str, float]) -> list[str]:
+    """The latencies that these SLOs bound."""
+    return [name for name in slos if name != TTFT_PER_1K]
+
+
+def bound_for(new_tokens: int, name: str, slos: Mapping[str, float]) -> float:
+    """The bound on one latency of a request with so many new prompt tokens, in seconds."""
+    more = slos.get(TTFT_PER_1K, 0.0) * new_tokens / 1024 if name == "ttft" else 0.0
+    return slos[name] + more
+
+
+def bound_words(name: str, slos_ms: Mapping[str, float]) -> str:
+    """A bound to read; `slos_ms` in milliseconds."""
+    more = slos_ms.get(TTFT_PER_1K) if name == "ttft" else None
+    return f"{slos_ms[name]:g} ms" + (f" + {more:g} per 1K new tokens" if more else "")
+
+
+def bounds_words(slos: Mapping[str, float]) -> str:
+    """All bounds to read; `slos` in seconds."""
+    in_ms = {name: bound * 1e3 for name, bound in slos.items()}
+    return ", ".join(f"{name} {bound_words(name, in_ms)}" for name in bounded(in_ms))
+
+
+def keeps(record: Record, slo: str, bound: float) -> bool:
+    """Whether a request was answered and kept one SLO; `bound` in seconds.
+
+    `tbt` bounds each gap. A reply of one token has no gap and no TPOT to miss.
+    """
+    if not record.ok:
+        return False
+    values: dict[str, float | None] = {
+        "ttft": record.ttft,
+        "tbt": max(record.gaps, default=0.0),
+        "tpot": record.tpot or 0.0,
+        "e2el": record.e2e,
+    }
+    value = values[slo]
+    return value is not None and value <= bound
+
+
+def gap_attainment(records: Sequence[Record], bound: float) -> float | None:
+    """Σ gaps of answered requests ≤ bound / Σ gaps owed by all requests sent; bound in seconds."""
+    met = owed = 0
+    for record in records:
+        gaps = record.gaps
+        if record.ok:
+            owed += len(gaps)
+            met += sum(gap <= bound for gap in gaps)
+        else:
+            owed += max(record.asked_output - 1, len(gaps))
+    return met / owed if owed else None
+
+
+def max_concurrent(records: Sequence[Record]) -> int:
+    """The most requests in flight at once; one that ends as another is sent is not beside it."""
+    changes = sorted(
+        [(record.sent, 1) for record in records] + [(record.ended, -1) for record in records]
+    )
+    running = most = 0
+    for _, change in changes:
+        running += change
+        most = max(most, running)
+    return most
+
+
+def max_output_rate(records: Sequence[Record]) -> float:
+    """The most output tokens in one second, counted in whole seconds of the run.
+
+    The tokens of an answer are spread evenly over its chunks.
+    """
+    seconds: dict[int, float] = {}
+    for record in records:
+        for at in record.token_times:
+            share = record.output_tokens / len(record.token_times)
+            seconds[math.floor(at)] = seconds.get(math.floor(at), 0.0) + share
+    return max(seconds.values(), default=0.0)
+
+
+def _count(names: Iterable[str]) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for name in names:
+        counts[name] = counts.get(name, 0) + 1
+    return counts

@@ -1,0 +1,161 @@
+"""What a run of `bench serve` is asked, and what came out of it."""
+
+import math
+from datetime import datetime
+from functools import cached_property
+from typing import Literal
+from urllib.parse import urlsplit
+
+import msgspec
+
+from twolane.results.metrics import (
+    DEFAULT_PERCENTILES,
+    SLO_NAMES,
+    TTFT_PER_1K,
+    Distribution,
+    Metrics,
+    measure,
+)
+from twolane.results.record import Record
+from twolane.workload.prompts import TokenRange
+from twolane.workload.spec import OptionError, WorkloadSpec
+from twolane.workload.traces import TraceRequest
+
+CHAT = "/chat/completions"
+COMPLETIONS = "/completions"
+_OWN_FIELDS = frozenset(
+    ("model", "prompt", "messages", "max_tokens", "stream", "stream_options", "ignore_eos")
+)
+
+
+class BenchConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """One run of `twolane bench serve`. Fields are named as its options."""
+
+    base_url: str = "http://127.0.0.1:8000"
+    endpoint: str = "/v1/completions"
+    model: str | None = None
+    """None: the first that the server lists."""
+    workload: WorkloadSpec = WorkloadSpec()
+    prompt_format: Literal["auto", "ids", "text"] = "auto"
+    """`auto`: token ids for completions, text for chat."""
+    vocab_range: TokenRange = TokenRange()
+    max_concurrency: int | None = None
+    num_warmups: int = 0
+    ignore_eos: bool = True
+    extra_body: dict[str, object] = {}
+    """Merged into each request."""
+    api_key: str | None = None
+    headers: dict[str, str] = {}
+    prompt_seed: int | None = None
+    """Of the prompts' content; None: the workload's seed. Another one keeps lengths and arrivals
+    and finds nothing in a prefix cache."""
+    timeout: float = 600.0
+    """Seconds for one request."""
+    goodput: dict[str, float] = {}
+    """SLOs: bounds in seconds by name (`metrics.SLO_NAMES`; `TTFT_PER_1K` beside `ttft`)."""
+    percentiles: tuple[float, ...] = DEFAULT_PERCENTILES
+
+    @property
+    def chat(self) -> bool:
+        """Whether the endpoint is that of chat completions."""
+        return self.endpoint.endswith(CHAT)
+
+    @property
+    def sends_ids(self) -> bool:
+        """Whether prompts go out as token ids."""
+        return self.prompt_format == "ids" or (self.prompt_format == "auto" and not self.chat)
+
+    @property
+    def content_seed(self) -> int:
+        """Of the prompts' content."""
+        return self.workload.seed if self.prompt_seed is None else self.prompt_seed
+
+    @property
+    def url(self) -> str:
+        """Where requests go."""
+        return self.base_url.rstrip("/") + self.endpoint
+
+    @property
+    def request_headers(self) -> dict[str, str]:
+        """The headers of each request; those given win over the API key."""
+        key = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+        return {**key, **self.headers}
+
+    def check(self) -> None:
+        """Refuse what is wrong or contradictory.
+
+        Raises:
+            OptionError: naming the option.
+        """
+        if not _is_address(self.base_url):
+            raise OptionError("--base-url", f"{self.base_url!r} is not an http(s) address")
+        for name, value in self.request_headers.items():
+            if set(name + value) & set("\r\n\0"):
+                raise OptionError("--header", f"{name!r} has more than one line")
+        if not self.endpoint.startswith("/") or not self.endpoint.endswith(COMPLETIONS):
+            raise OptionError(
+                "--endpoint", f"{self.endpoint!r} ends neither in {CHAT} nor in {COMPLETIONS}"
+            )
+        if self.chat and self.prompt_format == "ids":
+            raise OptionError("--prompt-format", "chat completions take no token ids")
+        if not 0 <= self.vocab_range.low < self.vocab_range.high:
+            low, high = self.vocab_range.low, self.vocab_range.high
+            raise OptionError("--vocab-range", f"{low}:{high} holds no token ids")
+        if self.max_concurrency is not None and self.max_concurrency < 1:
+            raise OptionError("--max-concurrency", f"must be positive, not {self.max_concurrency}")
+        if self.num_warmups < 0:
+            raise OptionError("--num-warmups", f"must not be negative: {self.num_warmups}")
+        if not self.timeout > 0:
+            raise OptionError("--timeout", f"must be positive, not {self.timeout}")
+        self._check_measures()
+
+    def _check_measures(self) -> None:
+        clash = sorted(_OWN_FIELDS & self.extra_body.keys())
+        if clash:
+            raise OptionError("--extra-body", f"{', '.join(clash)}: set by other options")
+        if TTFT_PER_1K in self.goodput and "ttft" not in self.goodput:
+            raise OptionError("--goodput", "ttft-per-1k is added to ttft: give that, too")
+        for name, bound in self.goodput.items():
+            if name not in (*SLO_NAMES, TTFT_PER_1K):
+                known = ", ".join((*SLO_NAMES, "ttft-per-1k"))
+                raise OptionError("--goodput", f"{name!r} is not one of {known}")
+            if not 0 < bound < math.inf:
+                raise OptionError("--goodput", f"the bound of {name} must be positive and finite")
+        for percentile in self.percentiles:
+            if not 0 < percentile <= 100:
+                raise OptionError("--metric-percentiles", f"{percentile:g} is not in (0, 100]")
+
+
+def _is_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        known = parts.port != 0 and bool((parts.hostname or "").encode("idna"))
+    except ValueError:  # of a port, of brackets, or of a name
+        return False
+    return known and url.startswith(("http://", "https://"))
+
+
+class Result(msgspec.Struct, frozen=True, kw_only=True, dict=True):
+    """A finished (or interrupted) run: what was asked, and what the client saw."""
+
+    config: BenchConfig
+    model: str
+    date: datetime
+    workload: tuple[TraceRequest, ...]
+    """Everything that was to be sent."""
+    records: tuple[Record, ...]
+    """Everything that was sent, by index."""
+    duration: float
+    """Seconds from the start to the last outcome."""
+    interrupted: bool
+    loop_lag: Distribution
+    """How late the client's event loop ran, in seconds."""
+    simulated: dict[str, object] | None = None
+    """If it was served by simulated lanes: by which engine, and the engine's own counts."""
+    server: str | None = None
+    """What a server that was started for the run says of itself."""
+
+    @cached_property
+    def metrics(self) -> Metrics:
+        """The run's metrics under its SLOs and percentiles."""
+        return measure(self.records, self.duration, self.config.goodput, self.config.percentiles)

@@ -1,0 +1,194 @@
+"""Reads what was saved: results of `bench serve` and `simulate`, folders of `bench goodput`."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from twolane.results.metrics import TTFT_PER_1K, bounded
+from twolane.workload.spec import OptionError
+
+TRACE = "a trace: give it with --trace-file"
+"""What a file is that is a list, or the beginning of one: that of an engine that was killed."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One result file. What a figure does not find in it, it does without."""
+
+    label: str
+    """What served: one line or bar of a figure."""
+    data: dict[str, Any]
+    """As saved; `summary.result_dict` has the keys."""
+
+    @property
+    def rate(self) -> float | None:
+        """Requests a second that were asked for; None: all at once, or a trace's own times."""
+        rate = self.data.get("request_rate")
+        return float(rate) if isinstance(rate, int | float) else None
+
+    @property
+    def whole(self) -> bool:
+        """Whether it ran to its end: not stopped by hand, nor by a search as hopeless."""
+        return not self.data.get("interrupted", False)
+
+    def ms(self, metric: str, statistic: str) -> float | None:
+        """A latency in milliseconds, such as ("ttft", "p99") or ("itl", "median")."""
+        value = self.data.get(f"{statistic}_{metric}_ms")
+        return None if value is None else float(value)
+
+    def latencies(self, metric: str) -> list[float]:
+        """All values of `ttft`, `itl` (each gap) or `e2el` in ms; empty if they were not saved."""
+        key = {"ttft": "ttfts", "itl": "itls", "e2el": "latencies"}[metric]
+        answered = [bool(n) for n in self.data.get("output_lens", ())]
+        values = [v for v, ok in zip(self.data.get(key, ()), answered, strict=False) if ok]
+        if metric == "itl":
+            return [gap * 1e3 for gaps in values for gap in gaps]
+        return [value * 1e3 for value in values if value is not None]
+
+    @property
+    def kept(self) -> dict[str, float]:
+        """Attainment by SLO; of TBT the share of gaps, as a search counts it."""
+        kept = dict(self.data.get("attainment") or {})
+        if "tbt" in kept:
+            kept["tbt"] = self.data["tbt_gap_attainment"]
+        return {name: share for name, share in kept.items() if share is not None}
+
+    @property
+    def where(self) -> str:
+        """Who served, in words."""
+        simulated = self.data.get("simulated")
+        if simulated:
+            return f"simulation: {self.data.get('model_id')} on {simulated['device']}"
+        server = self.data.get("server")
+        if server:
+            parts = server.split(" | ")  # the address says nothing any more
+            return " | ".join([parts[0], *parts[2:]])
+        return f"{self.data.get('model_id')} at {self.data.get('arguments', {}).get('base_url')}"
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search found."""
+
+    search: dict[str, Any]
+    goodput: dict[str, dict[str, Any]]
+    """By system: `seeds`, `median`, `least`, `most`, in requests a second."""
+
+
+@dataclass
+class Saved:
+    """Everything that was given to a report."""
+
+    runs: list[Run] = field(default_factory=list)
+    found: list[Found] = field(default_factory=list)
+    traces: dict[str, Path] = field(default_factory=dict)
+    beside: set[str] = field(default_factory=set)
+    """Those of the traces that lay in a search's folder, which nobody asked for by name."""
+
+    @property
+    def attainment(self) -> float:
+        """The share that must keep an SLO, as the search says; else 0.99."""
+        return float(self.found[0].search["attainment"]) if self.found else 0.99
+
+    @property
+    def slos(self) -> dict[str, float]:
+        """Bounds in ms by name; none where runs differ."""
+        given: dict[str, set[float]] = {}
+        for run in self.runs:
+            for name, bound in (run.data.get("slos_ms") or {}).items():
+                given.setdefault(name, set()).add(bound)
+        return {name: min(bounds) for name, bounds in given.items() if len(bounds) == 1}
+
+    @property
+    def flat(self) -> dict[str, float]:
+        """Those bounds that are the same for all requests."""
+        slos = self.slos
+        return {n: slos[n] for n in bounded(slos) if (n, TTFT_PER_1K in slos) != ("ttft", True)}
+
+    @property
+    def labels(self) -> list[str]:
+        """All that served, in the order given."""
+        found = [system for one in self.found for system in one.goodput]
+        return list(dict.fromkeys([*(run.label for run in self.runs), *found]))
+
+
+def read(inputs: list[str], traces: list[str]) -> Saved:
+    """Read files and folders, each `PATH` or `NAME=PATH`.
+
+    Raises:
+        OptionError: one is not there or is something else.
+    """
+    saved = Saved()
+    for text in inputs:
+        name, path = _named(text)
+        if path.is_dir():
+            _read_search(saved, path, name)
+        else:
+            saved.runs.append(_read_run(path, name))
+    for text in traces:
+        name, path = _named(text)
+        if not path.is_file():
+            raise OptionError("--trace-file", f"no file {path}")
+        _add_trace(saved, name or _stem(path), path)
+    return saved
+
+
+def _named(text: str) -> tuple[str | None, Path]:
+    """A path with an equals sign in it, such as a search's file, needs no name."""
+    name, equals, rest = text.partition("=")
+    if equals and not Path(text).exists():
+        return name, Path(rest)
+    return None, Path(text)
+
+
+def _stem(path: Path) -> str:
+    return path.name.removesuffix(".json").removesuffix(".trace")
+
+
+def _read_search(saved: Saved, folder: Path, name: str | None) -> None:
+    """Its systems are called NAME: SYSTEM if it has a name."""
+    if not (folder / "search.json").is_file():
+        raise OptionError("RUN", f"{folder} is not a folder of `twolane bench goodput`")
+    before = "" if name is None else f"{name}: "
+    runs = [_read_run(path, None) for path in sorted(folder.glob("*-rate*.json"))]
+    runs = [Run(before + run.label, run.data) for run in runs]
+    if both := {run.label for run in runs} & set(saved.labels):
+        raise OptionError("RUN", f"{min(both)} was there before {folder}; name it: NAME={folder}")
+    saved.runs += runs
+    if (folder / "summary.json").is_file():  # the first search may still be on its way
+        summary = _decode(folder / "summary.json")
+        goodput = {before + system: one for system, one in summary["goodput"].items()}
+        saved.found.append(Found(summary["search"], goodput))
+        for key in ("slos", "attainment"):
+            if saved.found[0].search[key] != summary["search"][key]:
+                raise OptionError("RUN", f"{folder} was searched with other {key}: report it apart")
+    for path in sorted(folder.glob("*.trace.json")):
+        _add_trace(saved, before + _stem(path), path)
+        saved.beside.add(before + _stem(path))
+
+
+def _add_trace(saved: Saved, name: str, path: Path) -> None:
+    if name in saved.traces:
+        raise OptionError("--trace-file", f"two are called {name}; name them: NAME={path}")
+    saved.traces[name] = path
+
+
+def _read_run(path: Path, name: str | None) -> Run:
+    data = _decode(path)
+    if not isinstance(data, dict) or "request_rate" not in data or "duration" not in data:
+        raise OptionError("RUN", f"{path} is {TRACE if isinstance(data, list) else 'no result'}")
+    if "trial" in data:
+        name = name or data["trial"]["system"]
+    return Run(name or path.stem, data)
+
+
+def _decode(path: Path) -> Any:
+    data = b""
+    try:
+        data = path.read_bytes()
+        return msgspec.json.decode(data)
+    except (OSError, msgspec.DecodeError) as error:
+        what = f" is {TRACE}" if data.startswith(b"[") else f": {error}"
+        raise OptionError("RUN", f"{path}{what}") from error

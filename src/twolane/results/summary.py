@@ -1,0 +1,311 @@
+"""A result as JSON, with the keys of `vllm bench serve`, and as tables to read."""
+
+import math
+from pathlib import Path
+
+import msgspec
+from rich.console import Group, RenderableType
+from rich.markup import escape
+from rich.table import Table
+
+from twolane import __version__
+from twolane.results.metrics import Distribution, Metrics, bound_words, bounded
+from twolane.results.result import BenchConfig, Result
+from twolane.workload.spec import WorkloadSpec
+
+LAG_BOUND = 0.01
+"""Seconds of client lag at the 99th percentile from which a run is called doubtful."""
+CHUNK_BOUND = 1.05
+"""Tokens a chunk from which the gaps between chunks are called out."""
+
+
+def result_json(result: Result) -> bytes:
+    """The result as JSON text."""
+    return msgspec.json.format(msgspec.json.encode(result_dict(result)), indent=1)
+
+
+def result_dict(result: Result) -> dict[str, object]:
+    """The result under the keys of `vllm bench serve`, followed by our own.
+
+    As there, totals and latencies are over completed requests, and the lists have one entry for
+    each request sent. A value that does not exist is null.
+    """
+    metrics = result.metrics
+    config = result.config
+    return {
+        "date": result.date.strftime("%Y%m%d-%H%M%S"),
+        "backend": _backend(result),
+        "label": None,
+        "model_id": result.model,
+        "tokenizer_id": None,
+        "num_prompts": len(result.workload),
+        "request_rate": rate_label(result),
+        "burstiness": config.workload.burstiness,
+        "max_concurrency": config.max_concurrency,
+        "duration": result.duration,
+        **_totals(metrics, bool(config.goodput)),
+        **_lists(result),
+        **_latencies(metrics),
+        **_ours(result),
+    }
+
+
+def _backend(result: Result) -> str:
+    if result.simulated is not None:
+        return "simulation"
+    return "openai-chat" if result.config.chat else "openai"
+
+
+def workload_dict(workload: WorkloadSpec) -> dict[str, object]:
+    """Every option of a workload; "inf" for what is infinite, for which JSON has no number."""
+    fields = msgspec.structs.asdict(workload)
+    return {name: "inf" if value == math.inf else value for name, value in fields.items()}
+
+
+def default_name(result: Result) -> str:
+    """A file name as vLLM builds it: backend, rate, concurrency, model, date."""
+    config = result.config
+    bound = f"-concurrency{config.max_concurrency}" if config.max_concurrency else ""
+    model = Path(result.model).name
+    date = result.date.strftime("%Y%m%d-%H%M%S")
+    backend = "openai" if result.simulated is None else "simulation"
+    return f"{backend}-{rate_label(result)}qps{bound}-{model}-{date}.json"
+
+
+def rate_label(result: Result) -> float | str:
+    """The request rate; "inf": all at once; "trace": the trace's own times."""
+    rate = result.config.workload.request_rate
+    if rate is None:
+        return "trace" if any(request.arrival for request in result.workload) else "inf"
+    return "inf" if math.isinf(rate) else rate
+
+
+def warnings(result: Result) -> list[str]:
+    """What a reader has to know before believing the figures."""
+    metrics = result.metrics
+    found = []
+    lag = metrics.lag.percentiles[99.0] or 0.0
+    if lag > LAG_BOUND and rate_label(result) != "inf":
+        found.append(f"the client is a bottleneck: it sent up to {_ms(lag)} ms late (P99)")
+    loop = result.loop_lag.percentiles[99.0] or 0.0
+    if loop > LAG_BOUND:
+        found.append(
+            f"the client is a bottleneck: it read the clock up to {_ms(loop)} ms late (P99)"
+        )
+    stalled, bound = result.loop_lag.max or 0.0, result.config.goodput.get("tbt", math.inf)
+    if stalled > bound:
+        found.append(
+            f"the client, or its host, stood still for {_ms(stalled)} ms: gaps of that moment are "
+            "not the server's"
+        )
+    if (metrics.tokens_per_chunk or 0.0) > CHUNK_BOUND:
+        found.append(
+            f"the server sends {metrics.tokens_per_chunk:.2f} tokens a chunk: TBT is the time "
+            "between chunks"
+        )
+    if metrics.uncounted:
+        found.append(
+            f"{metrics.uncounted} answers came without usage: their tokens are counted by chunks"
+        )
+    short = sum(r.ok and r.output_tokens < r.asked_output for r in result.records)
+    if result.config.ignore_eos and short:
+        found.append(f"{short} answers are shorter than asked although ignore_eos was set")
+    return found
+
+
+def first_errors(result: Result) -> list[tuple[str, str]]:
+    """For each kind of failure, what the first request that ended so was told."""
+    errors: dict[str, str] = {}
+    for record in result.records:
+        if not record.ok:
+            errors.setdefault(record.outcome, record.error)
+    return sorted(errors.items())
+
+
+def summary(result: Result) -> RenderableType:
+    """Tables of counts, latencies and SLOs, and the warnings, for a terminal."""
+    parts: list[RenderableType] = [_counts_table(result), _latency_table(result)]
+    if result.config.goodput:
+        parts.append(_slo_table(result))
+    parts += [f"[red]{kind}[/red]: {escape(error)}" for kind, error in first_errors(result)]
+    parts += [f"[yellow]Warning:[/yellow] {text}" for text in warnings(result)]
+    return Group(*parts)
+
+
+def _totals(metrics: Metrics, has_slos: bool) -> dict[str, object]:
+    total = metrics.input_tokens + metrics.output_tokens
+    return {
+        "completed": metrics.completed,
+        "failed": metrics.sent - metrics.completed,
+        "total_input_tokens": metrics.input_tokens,
+        "total_output_tokens": metrics.output_tokens,
+        "request_throughput": metrics.per_second(metrics.completed),
+        "request_goodput": metrics.per_second(metrics.attainment.good) if has_slos else None,
+        "output_throughput": metrics.per_second(metrics.output_tokens),
+        "total_token_throughput": metrics.per_second(total),
+        "max_output_tokens_per_s": metrics.max_output_tokens_per_s,
+        "max_concurrent_requests": metrics.max_concurrent,
+    }
+
+
+def _lists(result: Result) -> dict[str, object]:
+    """One entry for each request sent, in seconds; failed ones have an error and no output."""
+    records = result.records
+    return {
+        "input_lens": [record.prompt_tokens for record in records],
+        "output_lens": [record.output_tokens if record.ok else 0 for record in records],
+        "ttfts": [record.ttft for record in records],
+        "itls": [record.gaps for record in records],
+        "latencies": [record.e2e for record in records],
+        "start_times": [record.sent for record in records],
+        "queue_times": [record.waited for record in records],
+        "generated_texts": [record.text for record in records],
+        "errors": ["" if record.ok else f"{record.outcome}: {record.error}" for record in records],
+    }
+
+
+def _latencies(metrics: Metrics) -> dict[str, object]:
+    keys: dict[str, object] = {}
+    for name, values in (
+        ("ttft", metrics.ttft),
+        ("tpot", metrics.tpot),
+        ("itl", metrics.tbt),
+        ("e2el", metrics.e2e),
+        ("client_queue_time", metrics.waited),
+        ("send_lag", metrics.lag),
+    ):
+        keys |= _statistics(name, values)
+    return keys
+
+
+def _statistics(name: str, values: Distribution) -> dict[str, object]:
+    return {
+        f"mean_{name}_ms": _in_ms(values.mean),
+        f"median_{name}_ms": _in_ms(values.median),
+        f"std_{name}_ms": _in_ms(values.std),
+        **{f"p{p:g}_{name}_ms": _in_ms(value) for p, value in values.percentiles.items()},
+        f"max_{name}_ms": _in_ms(values.max),
+    }
+
+
+def _ours(result: Result) -> dict[str, object]:
+    metrics = result.metrics
+    return {
+        "twolane_version": __version__,
+        "interrupted": result.interrupted,
+        **({} if result.simulated is None else {"simulated": result.simulated}),
+        **({} if result.server is None else {"server": result.server}),
+        "sent": metrics.sent,
+        "total_cached_tokens": metrics.cached_tokens,
+        "outcomes": metrics.outcomes,
+        "slos_ms": {name: bound * 1e3 for name, bound in result.config.goodput.items()},
+        "attainment": metrics.attainment.requests,
+        "attainment_all": metrics.attainment.together,
+        "tbt_gap_attainment": metrics.attainment.gaps,
+        "tokens_per_chunk": metrics.tokens_per_chunk,
+        "outputs_without_usage": metrics.uncounted,
+        **_statistics("client_loop_lag", result.loop_lag),
+        "warnings": warnings(result),
+        "seed": result.config.workload.seed,
+        "dataset": result.config.workload.dataset,
+        "arguments": _arguments(result.config),
+        "workload": _workload(result),
+    }
+
+
+def _arguments(config: BenchConfig) -> dict[str, object]:
+    """Every option, with nothing secret in it: no API key, and of headers only the names."""
+    fields = msgspec.structs.asdict(config)
+    workload = workload_dict(fields.pop("workload"))
+    del fields["api_key"]
+    slos = {name: bound * 1e3 for name, bound in config.goodput.items()}
+    return {**fields, "headers": sorted(config.headers), "goodput": slos, **workload}
+
+
+def _workload(result: Result) -> dict[str, object]:
+    """What was to be sent, column by column; with the seed it determines every prompt."""
+    columns: dict[str, object] = {
+        "arrivals": [request.arrival for request in result.workload],
+        "prompt_tokens": [request.prompt_tokens for request in result.workload],
+        "output_tokens": [request.output_tokens for request in result.workload],
+    }
+    if any(request.hash_ids for request in result.workload):
+        columns["block_tokens"] = result.workload[0].block_tokens
+        columns["hash_ids"] = [request.hash_ids for request in result.workload]
+    return columns
+
+
+def _counts_table(result: Result) -> Table:
+    metrics = result.metrics
+    title = "Interrupted benchmark" if result.interrupted else "Benchmark"
+    table = Table(title=f"{title} of {result.model}", show_header=False, title_justify="left")
+    table.add_column()
+    table.add_column(justify="right")
+    outcomes = [f"{name} {count}" for name, count in sorted(metrics.outcomes.items())]
+    rows = {
+        "Requests sent / asked": f"{metrics.sent} / {len(result.workload)}",
+        "Outcomes": ", ".join(outcomes) or "none",
+        "Duration (s)": f"{metrics.duration:.2f}",
+        "Input / output tokens": f"{metrics.input_tokens} / {metrics.output_tokens}",
+        "Input tokens in prefix cache": f"{metrics.cached_tokens}",
+        "Requests/s": _number(metrics.per_second(metrics.completed)),
+        "Output tokens/s": _number(metrics.per_second(metrics.output_tokens)),
+        "Most requests at once": f"{metrics.max_concurrent}",
+    }
+    for name, value in rows.items():
+        table.add_row(name, value)
+    return table
+
+
+def _latency_table(result: Result) -> Table:
+    metrics = result.metrics
+    table = Table(title="Latency of completed requests (ms)", title_justify="left")
+    table.add_column()
+    heads = [f"P{p:g}" for p in result.config.percentiles]
+    for head in ("Mean", "Median", "Std", *heads, "Max"):
+        table.add_column(head, justify="right")
+    for name, values in (
+        ("TTFT", metrics.ttft),
+        ("TBT", metrics.tbt),
+        ("TPOT", metrics.tpot),
+        ("E2E", metrics.e2e),
+    ):
+        spread = [values.percentiles[p] for p in result.config.percentiles]
+        cells = (values.mean, values.median, values.std, *spread, values.max)
+        table.add_row(name, *(_ms(cell) for cell in cells))
+    return table
+
+
+def _slo_table(result: Result) -> Table:
+    attained = result.metrics.attainment
+    table = Table(title="Attainment over requests sent", title_justify="left")
+    table.add_column("SLO")
+    table.add_column("Bound", justify="right")
+    table.add_column("Attained", justify="right")
+    slos_ms = {name: bound * 1e3 for name, bound in result.config.goodput.items()}
+    for name in bounded(slos_ms):
+        bound = bound_words(name, slos_ms)
+        label = "TBT, every gap of a request" if name == "tbt" else name.upper()
+        table.add_row(label, bound, _percent(attained.requests[name]))
+        if name == "tbt":
+            table.add_row("TBT, of all gaps owed", bound, _percent(attained.gaps))
+    table.add_row("All together", "", _percent(attained.together))
+    goodput = result.metrics.per_second(attained.good)
+    table.add_row("Goodput (requests/s)", "", _number(goodput))
+    return table
+
+
+def _in_ms(seconds: float | None) -> float | None:
+    return None if seconds is None else seconds * 1e3
+
+
+def _ms(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1e3:.2f}"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.2%}"

@@ -1,0 +1,1 @@
+"""HTTP itself: connections, limits on requests, routes and errors."""

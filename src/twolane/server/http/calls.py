@@ -1,0 +1,208 @@
+"""The life of an HTTP call, as the metrics count it.
+
+A *call* is one POST to a path that generates; a *request* is one answer that it asks for. A call
+counts as one request when it arrives, and as many as it has answers once it is admitted, so that
+at every moment
+
+    requests_received = request_success + requests_refused + requests_aborted + requests_in_flight
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Container, Mapping, Sequence
+from typing import Any
+
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from twolane.server.ops.metrics import Metrics, RequestMetrics, miss_all
+
+METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+CLIENT_GONE = 499
+"""The status, nginx's, of a call whose client left before there was an answer."""
+
+
+class Call:
+    """One call that asks for answers. It is admitted, refused or aborted, once.
+
+    Args:
+        metrics: where it is counted.
+    """
+
+    def __init__(self, metrics: Metrics) -> None:
+        self.arrival = time.monotonic()
+        """When its last byte was read, in seconds."""
+        self.slo = metrics.slo
+        """Its own latency bounds, once they are read; the server's where it has none."""
+        self.headers: Mapping[str, str] = {}
+        """Its HTTP headers, once they are read."""
+        self._metrics = metrics
+        self._open = True
+        metrics.received.inc()
+        metrics.in_flight.inc()
+
+    def admit(self, prompts: Sequence[list[int]]) -> list[RequestMetrics]:
+        """Go on as one request for each of `prompts` (n of each, if so asked), which end apart."""
+        assert self._open
+        self._open = False
+        self._metrics.received.inc(len(prompts) - 1)
+        self._metrics.in_flight.inc(len(prompts) - 1)
+        return [RequestMetrics(self._metrics, self.arrival, len(p), self.slo) for p in prompts]
+
+    def refuse(self, reason: str, message: str, *, overload: bool) -> None:
+        """Count the call as refused, unless it has been settled.
+
+        Args:
+            reason: why, for a program.
+            message: why, for a person.
+            overload: whether a good request would have been refused too: it misses its SLO.
+        """
+        if self._settle():
+            self._metrics.refuse(reason, message)
+            if overload:
+                miss_all(self._metrics, self.slo)
+
+    def abort(self, reason: str) -> None:
+        """Count the call as broken off, unless it has been settled."""
+        if self._settle():
+            self._metrics.aborted(reason).inc()
+
+    def _settle(self) -> bool:
+        was_open, self._open = self._open, False
+        if was_open:
+            self._metrics.in_flight.dec()
+        return was_open
+
+
+def call_of(request: Request) -> Call:
+    """Return the call that `Calls` has made of a request."""
+    call: Call = request.state.call
+    return call
+
+
+def set_reason(request: Request, code: str, message: str) -> None:
+    """Say why a request is refused; without, the reason is its status."""
+    request.state.reason = code, message
+
+
+def set_refusal(state: dict[str, Any], status: int, code: str, message: str) -> None:
+    """Say that the connection itself has refused a request, whose application sees a client gone.
+
+    No effect on a request that is settled.
+
+    Args:
+        state: of the request's ASGI scope.
+        status: what was answered.
+        code: why, for a program.
+        message: why, for a person.
+    """
+    state["refused"] = status, (code, message)
+
+
+class Calls:
+    """ASGI middleware, the outermost: counts every HTTP request, and settles every call.
+
+    Args:
+        app: what answers.
+        metrics: where to count.
+        paths: those whose POSTs are calls.
+        quiet: waited for before a call that has arrived is looked at.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        metrics: Metrics,
+        paths: Container[str],
+        quiet: Callable[[], Awaitable[None]],
+    ) -> None:
+        self._app = app
+        self._metrics = metrics
+        self._paths = paths
+        self._quiet = quiet
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        is_call = scope["method"] == "POST" and scope["path"] in self._paths
+        watched = Watched(self._metrics, Call(self._metrics) if is_call else None, scope)
+        receive = watched.receiving(receive, self._quiet)
+        try:
+            await self._app(scope, receive, watched.sending(send))
+        except asyncio.CancelledError:
+            watched.settle(503, broken_off="shutdown")
+            raise
+        finally:
+            # An answer that was never begun: the client has left, or an error was not foreseen.
+            watched.settle(CLIENT_GONE if watched.gone else 500)
+
+
+class Watched:
+    """One HTTP request under way. It is counted before its status is sent, or else at its end."""
+
+    def __init__(self, metrics: Metrics, call: Call | None, scope: Scope) -> None:
+        self.gone = False
+        self._metrics = metrics
+        self._call = call
+        self._scope = scope
+        self._state = scope.setdefault("state", {})
+        self._state["call"] = call
+        self._settled = False
+
+    def receiving(self, receive: Receive, quiet: Callable[[], Awaitable[None]]) -> Receive:
+        """Wrap `receive`: note when the body is complete, before `quiet` is waited for, and whether
+        the client has left."""
+
+        async def wrapped() -> Message:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                self.gone = True
+            elif self._call is not None and not message.get("more_body"):
+                self._call.arrival = time.monotonic()
+                await quiet()
+            return message
+
+        return wrapped
+
+    def sending(self, send: Send) -> Send:
+        """Wrap `send`: settle the request when its status is known."""
+
+        async def wrapped(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self.settle(message["status"])
+            await send(message)
+
+        return wrapped
+
+    def settle(self, status: int, *, broken_off: str | None = None) -> None:
+        """Count the request, once."""
+        if self._settled:
+            return
+        self._settled = True
+        if "refused" in self._state:
+            status, self._state["reason"] = self._state["refused"]
+        elif self.gone and status >= 400:
+            status, broken_off = CLIENT_GONE, "disconnect"
+        self._count(status)
+        if self._call is None:
+            return
+        if broken_off is not None:
+            self._call.abort(broken_off)
+        elif status >= 400:
+            reason, message = self._state.get("reason") or (f"http_{status}", "")
+            self._call.refuse(reason, message, overload=status == 429 or status >= 500)
+
+    def _count(self, status: int) -> None:
+        """Add to the requests by endpoint; what clients can invent is no label of its own."""
+        path = self._scope["path"]
+        if self._call is not None:  # it may be refused before it is routed
+            route = path
+        elif "route" in self._scope:
+            route = self._scope["route"].path
+        else:  # FastAPI's own pages have an endpoint, no parameters, and no route here
+            route = path if "endpoint" in self._scope else "none"
+        method = self._scope["method"]
+        method = method if method in METHODS else "OTHER"
+        self._metrics.http.labels(method, route, str(status)).inc()

@@ -1,0 +1,131 @@
+"""What every HTTP request passes first: its id, its key, and the bound on its body."""
+
+import hashlib
+import hmac
+import re
+import uuid
+from collections.abc import Iterable, Sequence
+
+import msgspec
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from twolane.server.http.calls import set_reason
+from twolane.server.http.errors import ApiError
+
+REQUEST_ID = "X-Request-Id"
+ID_LONGEST = 128
+NOT_IN_IDS = re.compile(r"[^!-~]")
+"""All but visible ASCII."""
+MAX_BODY_BYTES = 32 << 20
+GUARDED = ("/v1/", "/tokenize", "/detokenize", "/dashboard/data")
+"""Paths that need a key, where there are keys. The others are for probes and scrapers."""
+
+
+class Gate:
+    """ASGI middleware that refuses what is not to reach the endpoints.
+
+    Args:
+        app: the endpoints.
+        api_keys: those that may ask; none: everybody may.
+        max_body_bytes: longer bodies are refused (413) without being read.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        api_keys: Iterable[str] = (),
+        max_body_bytes: int = MAX_BODY_BYTES,
+    ) -> None:
+        self._app = app
+        self._keys = [digest(key.encode()) for key in api_keys]
+        self._max_body_bytes = max_body_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        send = with_request_id(send, request_id(headers))
+        try:
+            self._check_key(scope["path"], headers)
+            self._check_length(headers.get("content-length", "0"))
+        except ApiError as error:
+            set_reason(Request(scope), error.code, error.message)
+            await refuse(error, send)
+            return
+        await self._app(scope, self._bounded(receive), send)
+
+    def _check_key(self, path: str, headers: Headers) -> None:
+        if not self._keys or not path.startswith(GUARDED):
+            return
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        given = digest(key.strip().encode("latin-1"))
+        # All of them are compared, so that the time tells nothing about which one fits.
+        fitting = [hmac.compare_digest(given, known) for known in self._keys]
+        if scheme.lower() != "bearer" or not any(fitting):
+            raise ApiError(
+                401,
+                'a valid API key is needed: send "Authorization: Bearer KEY"',
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+
+    def _check_length(self, length: str) -> None:
+        if length.isascii() and length.isdigit() and int(length[:20]) > self._max_body_bytes:
+            raise self._too_large()
+
+    def _too_large(self) -> ApiError:
+        message = f"the body is larger than {self._max_body_bytes} bytes"
+        return ApiError(413, message, code="body_too_large", headers={"Connection": "close"})
+
+    def _bounded(self, receive: Receive) -> Receive:
+        """Give up a body that turns out too long; how long it may take, `Connection` bounds."""
+        read = 0
+
+        async def bounded() -> Message:
+            nonlocal read
+            message = await receive()
+            read += len(message.get("body", b""))
+            if read > self._max_body_bytes:
+                raise self._too_large()
+            return message
+
+        return bounded
+
+
+def digest(key: bytes) -> bytes:
+    """Return what keys are compared by: all have one length, and none is kept as it is."""
+    return hashlib.sha256(key).digest()
+
+
+def request_id(headers: Headers) -> str:
+    """Return the client's id of the request, cleaned, or a new one."""
+    given = NOT_IN_IDS.sub("", headers.get(REQUEST_ID, ""))
+    return given[:ID_LONGEST] or uuid.uuid4().hex
+
+
+def with_request_id(send: Send, id: str) -> Send:
+    """Add the id to the answer's headers."""
+
+    async def wrapped(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            MutableHeaders(scope=message)[REQUEST_ID] = id
+        await send(message)
+
+    return wrapped
+
+
+async def refuse(error: ApiError, send: Send) -> None:
+    """Answer with an error."""
+    body = msgspec.json.encode(error.body)
+    headers: Sequence[tuple[str, str]] = [
+        ("Content-Type", "application/json"),
+        ("Content-Length", str(len(body))),
+        *(error.headers or {}).items(),
+    ]
+    raw = [(name.lower().encode(), value.encode()) for name, value in headers]
+    await send({"type": "http.response.start", "status": error.status_code, "headers": raw})
+    await send({"type": "http.response.body", "body": body})

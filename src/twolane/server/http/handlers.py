@@ -1,0 +1,94 @@
+"""Every error in OpenAI's form."""
+
+import logging
+from collections.abc import Callable, Mapping
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
+from starlette.routing import Match
+
+from twolane.frontend.generation import GenerationFailed, GenerationRefused
+from twolane.server.http.calls import CLIENT_GONE, set_reason
+from twolane.server.http.errors import ApiError, error_body, from_validation
+from twolane.server.http.route import json_response
+
+log = logging.getLogger("twolane.server")
+
+REFUSED_CODES = {"too_long": "context_length_exceeded", "invalid": "invalid_value"}
+
+
+class ClientGone(Exception):
+    """The client closed the connection before its answer was there."""
+
+
+def from_engine(error: GenerationRefused, retry_after: int = 0) -> ApiError:
+    """Return what the client is told of an engine's refusal.
+
+    A system refuses a good request that could not meet its deadline any more: 429, to be sent again
+    in so many seconds. Everything else is the request's fault.
+    """
+    if error.refused.code == "refused":
+        headers = {"Retry-After": str(retry_after)}
+        return ApiError(429, str(error), code="overloaded", headers=headers)
+    return ApiError(400, str(error), code=REFUSED_CODES[error.refused.code], param=error.param)
+
+
+def add_error_handlers(app: FastAPI, retry_after: Callable[[], int]) -> None:
+    """Put every error into OpenAI's form.
+
+    Args:
+        app: gets the handlers.
+        retry_after: in how many seconds a refused request may be sent again.
+    """
+
+    async def refuse(request: Request, error: ApiError) -> Response:
+        set_reason(request, error.code, error.message)
+        path = request.url.path
+        log.debug("%s %r %d %r", request.method, path, error.status_code, error.message)
+        response = json_response(error.body, error.status_code)
+        response.headers.update(error.headers or {})
+        return response
+
+    @app.exception_handler(ApiError)
+    async def api_error(request: Request, error: ApiError) -> Response:
+        return await refuse(request, error)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> Response:
+        return await refuse(request, from_validation(error.errors()))
+
+    @app.exception_handler(HTTPException)
+    async def http_error(request: Request, error: HTTPException) -> Response:
+        code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "invalid")
+        message = f"{request.method} {request.url.path}: {error.detail}"
+        headers: Mapping[str, str] | None = error.headers
+        if error.status_code == 405:
+            headers = {"Allow": allowed_methods(app, request)}
+        return await refuse(
+            request, ApiError(error.status_code, message, code=code, headers=headers)
+        )
+
+    @app.exception_handler(GenerationRefused)
+    async def engine_refused(request: Request, error: GenerationRefused) -> Response:
+        return await refuse(request, from_engine(error, retry_after()))
+
+    @app.exception_handler(GenerationFailed)
+    async def failed(request: Request, error: GenerationFailed) -> Response:
+        return json_response(error_body(503, str(error), "unavailable"), 503)
+
+    @app.exception_handler(ClientGone)
+    async def client_gone(request: Request, error: ClientGone) -> Response:
+        return Response(status_code=CLIENT_GONE)  # nobody reads it
+
+    @app.exception_handler(Exception)
+    async def internal(request: Request, error: Exception) -> Response:
+        return json_response(error_body(500, "internal error", "internal_error"), 500)
+
+
+def allowed_methods(app: FastAPI, request: Request) -> str:
+    """Return the methods that the request's path has, as the Allow header lists them."""
+    routes = [route for route in app.routes if isinstance(route, APIRoute)]
+    fitting = [r for r in routes if r.matches(request.scope)[0] is not Match.NONE]
+    return ", ".join(sorted({method for route in fitting for method in route.methods or ()}))

@@ -1,0 +1,43 @@
+"""JSON by the letter: what a request's body may be."""
+
+import json
+from typing import Any, NoReturn
+
+import msgspec
+
+from twolane.server.http.errors import ApiError, shortened
+
+
+def parse(data: bytes) -> Any:
+    """Parse a body: UTF-8, no NaN or Infinity, no key twice, no lone surrogates.
+
+    Raises:
+        ApiError: 400.
+    """
+    try:
+        text = data.decode()
+        if "\\u" in text:
+            msgspec.json.decode(data)  # refuses halves of surrogate pairs
+        return json.loads(text, object_pairs_hook=unique, parse_constant=no_constant)
+    except (ValueError, RecursionError) as error:
+        message = f"the body is not valid JSON: {error}"
+        raise ApiError(400, message, code="invalid_json") from error
+
+
+def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Make an object.
+
+    Raises:
+        ValueError: a key comes twice, and which one is meant cannot be known.
+    """
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise ValueError(f"the key {shortened(twice)!r} comes twice")
+    return made
+
+
+def no_constant(name: str) -> NoReturn:
+    """Refuse what Python takes for JSON and nobody else does."""
+    raise ValueError(f"{name} is not JSON")

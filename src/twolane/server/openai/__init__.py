@@ -1,0 +1,1 @@
+"""OpenAI's endpoints: request bodies, answers and their schemas."""

@@ -1,0 +1,254 @@
+"""The JSON of OpenAI's answers: whole ones and the chunks of streams."""
+
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import msgspec
+
+from twolane.engine.messages import FinishReason, TokenLogprobs
+from twolane.frontend.generation import Delta
+from twolane.server.openai.logprobs import LogprobWriter, TokenPlace, offsets_in
+
+Json = dict[str, Any]
+Kind = Literal["chat", "completion"]
+DONE = b"data: [DONE]\n\n"
+
+
+def event(body: Json) -> bytes:
+    """Write a server-sent event."""
+    return b"data: " + msgspec.json.encode(body) + b"\n\n"
+
+
+@dataclass
+class Choice:
+    """One answer to one prompt, as far as it has come."""
+
+    prompt: list[int]
+    pieces: list[str] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    finish: FinishReason | None = None
+    stop_reason: int | str | None = None
+    cached: int = 0
+
+    @property
+    def text(self) -> str:
+        """The text so far."""
+        return "".join(self.pieces)
+
+    def add(self, delta: Delta) -> bool:
+        """Take a delta; return whether it is the first."""
+        first = not self.pieces
+        self.pieces.append(delta.text)
+        self.tokens += delta.tokens
+        self.offsets += delta.offsets
+        if delta.logprobs is not None:
+            self.logprobs = [*(self.logprobs or ()), *delta.logprobs]
+        if delta.prompt_logprobs is not None:
+            self.prompt_logprobs = delta.prompt_logprobs
+        self.finish = delta.finish
+        self.stop_reason = delta.stop_reason
+        self.cached = self.cached if delta.cached is None else delta.cached
+        return first
+
+
+class Echo(msgspec.Struct, frozen=True):
+    """What of the prompts is shown before the answers."""
+
+    texts: list[str]
+    """Of each prompt."""
+    only: bool
+    """Show nothing of the answers."""
+
+
+class AnswerOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What a request wants to see."""
+
+    n: int = 1
+    """Answers to each prompt."""
+    return_token_ids: bool = False
+    logprobs: bool = False
+    prompt_logprobs: bool = False
+    """As a field of its own, vLLM's."""
+    echo: Echo | None = None
+    continuous_usage: bool = False
+    include_usage: bool = False
+
+
+class Answer:
+    """One request's answer under way: a choice for each answer to each prompt.
+
+    Args:
+        kind: which endpoint answers.
+        model: the served model's name.
+        prompts: the tokens of each prompt.
+        writer: of log-probabilities.
+        options: what is to be shown.
+    """
+
+    def __init__(
+        self,
+        kind: Kind,
+        model: str,
+        prompts: Sequence[list[int]],
+        writer: LogprobWriter,
+        options: AnswerOptions,
+    ) -> None:
+        self.choices = [Choice(prompt) for prompt in prompts for _ in range(options.n)]
+        self._kind: Kind = kind
+        self._options = options
+        self._writer = writer
+        prefix = "chatcmpl" if kind == "chat" else "cmpl"
+        self.id = f"{prefix}-{uuid.uuid4().hex}"
+        self._head = {"id": self.id, "created": int(time.time()), "model": model}
+
+    def whole(self) -> Json:
+        """Return the answer that does not stream."""
+        name = "chat.completion" if self._kind == "chat" else "text_completion"
+        body = self._headed(name, [self._choice(i) for i in range(len(self.choices))])
+        body["usage"] = self.usage()
+        if self._kind == "chat":
+            if self._options.prompt_logprobs:
+                body["prompt_logprobs"] = self._prompt_logprobs(0)
+            if self._options.return_token_ids:
+                body["prompt_token_ids"] = self.choices[0].prompt
+        return body
+
+    def chunks(self, delta: Delta) -> list[Json]:
+        """Take a delta; return the chunks of the stream that it makes."""
+        first = self.choices[delta.index].add(delta)
+        if self._kind == "completion":
+            return [self._completion_chunk(delta, first)]
+        opening = [self._chat_opening(delta.index)] if first else []
+        return [*opening, self._chat_chunk(delta)]
+
+    def usage_chunk(self) -> Json:
+        """Return the chunk with which a stream ends that was asked for its usage."""
+        return {**self._headed(self._chunk_name, []), "usage": self.usage()}
+
+    def usage(self) -> Json:
+        """Return the token counts of all choices together; each prompt counts once."""
+        leaders = self.choices[:: self._options.n]
+        prompt = sum(len(choice.prompt) for choice in leaders)
+        output = 0 if self._echo_only else sum(len(choice.tokens) for choice in self.choices)
+        cached = sum(choice.cached for choice in leaders)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": output,
+            "total_tokens": prompt + output,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
+
+    @property
+    def _echo_only(self) -> bool:
+        return self._options.echo is not None and self._options.echo.only
+
+    @property
+    def _chunk_name(self) -> str:
+        return "chat.completion.chunk" if self._kind == "chat" else "text_completion"
+
+    def _headed(self, name: str, choices: list[Json]) -> Json:
+        return {**self._head, "object": name, "choices": choices}
+
+    def _chunk(self, choice: Json) -> Json:
+        body = self._headed(self._chunk_name, [choice])
+        if self._options.continuous_usage:
+            body["usage"] = self.usage()
+        elif self._options.include_usage:
+            body["usage"] = None
+        return body
+
+    def _choice(self, index: int) -> Json:
+        choice = self.choices[index]
+        body = self._choice_head(index, choice.finish, choice.stop_reason)
+        if self._kind == "chat":
+            body["logprobs"] = self._chat_logprobs(choice.logprobs)
+            body["message"] = {"role": "assistant", "content": choice.text, "refusal": None}
+        else:
+            body["logprobs"] = self._completion_logprobs(index, choice, first=True)
+            body["text"] = self._echo_text(index) + ("" if self._echo_only else choice.text)
+            if self._options.prompt_logprobs:
+                body["prompt_logprobs"] = self._prompt_logprobs(index)
+        if self._options.return_token_ids:
+            body["token_ids"] = [] if self._echo_only else choice.tokens
+            if self._kind == "completion":
+                body["prompt_token_ids"] = choice.prompt
+        return body
+
+    def _choice_head(
+        self, index: int, finish: FinishReason | None, stop_reason: int | str | None
+    ) -> Json:
+        if self._echo_only and finish is not None:
+            finish, stop_reason = "length", None
+        return {"index": index, "finish_reason": finish, "stop_reason": stop_reason}
+
+    def _completion_chunk(self, delta: Delta, first: bool) -> Json:
+        body = self._choice_head(delta.index, delta.finish, delta.stop_reason)
+        body["logprobs"] = self._completion_logprobs(delta.index, delta, first=first)
+        echo = self._echo_text(delta.index) if first else ""
+        body["text"] = echo + ("" if self._echo_only else delta.text)
+        if self._options.return_token_ids:
+            body["token_ids"] = [] if self._echo_only else delta.tokens
+            if first:
+                body["prompt_token_ids"] = self.choices[delta.index].prompt
+        return self._chunk(body)
+
+    def _chat_opening(self, index: int) -> Json:
+        delta = {"role": "assistant", "content": ""}
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+        body = self._chunk(choice)
+        if self._options.return_token_ids:
+            body["prompt_token_ids"] = self.choices[index].prompt
+        return body
+
+    def _chat_chunk(self, delta: Delta) -> Json:
+        choice = self._choice_head(delta.index, delta.finish, delta.stop_reason)
+        choice["delta"] = {"content": delta.text}
+        choice["logprobs"] = self._chat_logprobs(delta.logprobs)
+        if self._options.return_token_ids:
+            choice["token_ids"] = delta.tokens
+        return self._chunk(choice)
+
+    def _echo_text(self, index: int) -> str:
+        echo = self._options.echo
+        return "" if echo is None else echo.texts[index // self._options.n]
+
+    def _chat_logprobs(self, logprobs: list[TokenLogprobs] | None) -> Json | None:
+        if logprobs is None:
+            return None
+        return {"content": [self._writer.chat(entry) for entry in logprobs], "refusal": None}
+
+    def _prompt_logprobs(self, index: int) -> list[Json | None]:
+        leader = self.choices[index - index % self._options.n]
+        return [None, *(self._writer.ranked(entry) for entry in leader.prompt_logprobs or ())]
+
+    def _completion_logprobs(self, index: int, of: Choice | Delta, *, first: bool) -> Json | None:
+        if not self._options.logprobs:
+            return None
+        echo = self._prompt_places(index) if first and self._options.echo else []
+        return self._writer.completion([*echo, *self._places(index, of)])
+
+    def _places(self, index: int, of: Choice | Delta) -> list[TokenPlace]:
+        """Where the output tokens are in the text that is shown."""
+        if self._echo_only:
+            return []
+        begin = len(self._echo_text(index))
+        known: Sequence[TokenLogprobs | None] = of.logprobs or [None] * len(of.tokens)
+        return [
+            TokenPlace(token, begin + offset, entry)
+            for token, offset, entry in zip(of.tokens, of.offsets, known, strict=True)
+        ]
+
+    def _prompt_places(self, index: int) -> list[TokenPlace]:
+        leader = self.choices[index - index % self._options.n]
+        known: list[TokenLogprobs | None] = [None, *(leader.prompt_logprobs or ())]
+        offsets = offsets_in(self._echo_text(index), self._writer.pieces(leader.prompt))
+        return [
+            TokenPlace(token, offset, entry)
+            for token, offset, entry in zip(leader.prompt, offsets, known, strict=True)
+        ]

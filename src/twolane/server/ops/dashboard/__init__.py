@@ -1,0 +1,1 @@
+"""The live dashboard: its page, its data and the history that it shows."""

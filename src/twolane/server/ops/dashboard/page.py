@@ -1,0 +1,64 @@
+"""The live dashboard: a page, its files, and the data it asks for. docs/dashboard.md shows it."""
+
+from importlib import resources
+from typing import Annotated, Any
+
+from fastapi import FastAPI, HTTPException, Query, Response
+
+from twolane.server.http.route import json_response
+from twolane.server.ops.dashboard.history import Window
+from twolane.server.service import Service
+
+FILES = {
+    "dashboard.html": "text/html; charset=utf-8",
+    "dashboard.css": "text/css; charset=utf-8",
+    "dashboard.js": "text/javascript; charset=utf-8",
+    "uPlot.iife.min.js": "text/javascript; charset=utf-8",
+    "uPlot.min.css": "text/css; charset=utf-8",
+}
+HEADERS = {
+    "Cache-Control": "no-cache",
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
+    "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+
+
+def about(service: Service) -> dict[str, Any]:
+    """Return what is served, and whether it can be."""
+    ready = service.engine.ready
+    return {
+        "model": service.model_name,
+        "system": ready.system,
+        "device": ready.device,
+        "units": ready.units,
+        "levels": ready.levels,
+        "kv_tokens": ready.kv_tokens,
+        "unavailable": service.unavailable,
+    }
+
+
+def add_dashboard_routes(app: FastAPI, service: Service) -> None:
+    """Add the page."""
+    folder = resources.files("twolane.server.ops.dashboard") / "static"
+    files = {name: (folder / name).read_bytes() for name in FILES}
+
+    @app.get("/dashboard", include_in_schema=False)
+    async def page() -> Response:
+        """Return the page."""
+        return await static("dashboard.html")
+
+    @app.get("/dashboard/data", include_in_schema=False)
+    async def data(window: Window = "minute", after: Annotated[int, Query(ge=0)] = 0) -> Response:
+        """Return what the page shows."""
+        shown = service.dashboard.data(window, after)
+        return json_response({"about": about(service), **shown})
+
+    @app.get("/dashboard/{name}", include_in_schema=False)
+    async def static(name: str) -> Response:
+        """Return a file of the page."""
+        if name not in files:
+            raise HTTPException(404, "there is no such file")
+        return Response(files[name], headers={**HEADERS, "Content-Type": FILES[name]})

@@ -1,0 +1,111 @@
+"""The HTTP endpoints that tell about the server, the model and its tokens."""
+
+from typing import Any
+
+from fastapi import FastAPI, Response
+from fastapi.responses import PlainTextResponse
+from prometheus_client import CONTENT_TYPE_LATEST
+
+import twolane
+from twolane.server.http.route import json_response
+from twolane.server.openai.protocol import DetokenizeRequest, TokenizeRequest
+from twolane.server.openai.schemas import (
+    ERRORS,
+    NO_KEY,
+    UNAVAILABLE,
+    Health,
+    Model,
+    ModelList,
+    Text,
+    Tokens,
+    Version,
+)
+from twolane.server.service import Service
+
+
+def add_info_routes(app: FastAPI, service: Service) -> None:
+    """Add what tells about the server."""
+
+    probe: dict[int | str, dict[str, Any]] = {200: {"model": Health}, **UNAVAILABLE}
+
+    def model_card() -> dict[str, Any]:
+        return {
+            "id": service.model_name,
+            "object": "model",
+            "created": service.created,
+            "owned_by": "twolane",
+            "root": service.model_name,
+            "parent": None,
+            "max_model_len": service.engine.ready.max_model_len,
+        }
+
+    @app.get("/v1/models", response_class=Response, responses={200: {"model": ModelList}, **NO_KEY})
+    async def models() -> Response:
+        """List the one served model."""
+        return json_response({"object": "list", "data": [model_card()]})
+
+    @app.get(
+        "/v1/models/{model:path}",
+        response_class=Response,
+        responses={200: {"model": Model}, **NO_KEY, 404: ERRORS[404], "default": ERRORS["default"]},
+    )
+    async def model(model: str) -> Response:
+        """Describe the served model."""
+        service.check_model(model)
+        return json_response(model_card())
+
+    @app.get("/ping", response_class=Response, responses=probe)
+    @app.get("/health/ready", response_class=Response, responses=probe)
+    @app.get("/health", response_class=Response, responses=probe)
+    async def ready() -> Response:
+        """Say whether requests can be served: 200 or 503."""
+        service.check_available()
+        return json_response({"status": "ok"})
+
+    @app.get("/health/live", response_class=Response, responses={200: {"model": Health}})
+    async def live() -> Response:
+        """Say that the server answers at all."""
+        return json_response({"status": "ok"})
+
+    @app.get("/version", response_class=Response, responses={200: {"model": Version}})
+    async def version() -> Response:
+        """Say which version serves."""
+        return json_response({"version": twolane.__version__})
+
+    @app.get("/metrics", response_class=PlainTextResponse)
+    async def metrics() -> Response:
+        """Return the metrics in Prometheus' text form."""
+        return Response(service.metrics.render(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+
+def add_token_routes(app: FastAPI, service: Service) -> None:
+    """Add what turns text into tokens and back, with vLLM's names."""
+
+    @app.post(
+        "/tokenize",
+        response_class=Response,
+        responses={200: {"model": Tokens}, **ERRORS, **NO_KEY},
+    )
+    async def tokenize(body: TokenizeRequest) -> Response:
+        """Return the tokens of a text, or of a conversation."""
+        service.check_model(body.model)
+        tokens = await service.tokenize(body)
+        names = service.codec.token_names(tokens) if body.return_token_strs else None
+        return json_response(
+            {
+                "count": len(tokens),
+                "max_model_len": service.engine.ready.max_model_len,
+                "tokens": tokens,
+                "token_strs": names,
+            }
+        )
+
+    @app.post(
+        "/detokenize",
+        response_class=Response,
+        responses={200: {"model": Text}, **ERRORS, **NO_KEY},
+    )
+    async def detokenize(body: DetokenizeRequest) -> Response:
+        """Return the text of tokens."""
+        service.check_model(body.model)
+        return json_response({"prompt": await service.detokenize(body.tokens)})

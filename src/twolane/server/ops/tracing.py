@@ -1,0 +1,222 @@
+"""OpenTelemetry traces: a span for each request, with its queue, prefill and decode.
+
+Needs the extra `twolane[otel]`. Spans are made when a request has ended, from the times that the
+engine gives and the launches that it tells of, so nothing is done while tokens flow. Attributes are
+named by the semantic conventions for generative AI (opentelemetry.io/docs/specs/semconv/gen-ai).
+"""
+
+import asyncio
+import math
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+from opentelemetry import trace
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+import twolane
+from twolane.engine.messages import Launched, Output, Times
+from twolane.frontend.engine_client import EngineClient, Event
+
+TRACES = "/v1/traces"
+SETTLE_SECONDS = 0.2
+"""After a request's end, its last launch is reaped within this time."""
+CLOSE_SECONDS = 3.0
+"""How long the last spans may take to be sent."""
+OPEN_KEPT = 10_000
+"""Requests whose slices are remembered; nobody asks for those of requests that were given up."""
+
+
+def traces_url(endpoint: str) -> str:
+    """Return where a collector takes traces: OTLP's path under its address, or the full URL.
+
+    Raises:
+        ValueError: it is no such URL.
+    """
+    if not endpoint.startswith(("http://", "https://")):
+        raise ValueError(f"--otlp-endpoint must be an http:// or https:// URL, not {endpoint!r}")
+    return endpoint if endpoint.endswith(TRACES) else endpoint.rstrip("/") + TRACES
+
+
+def make_provider(endpoint: str) -> TracerProvider:
+    """Return what sends spans to a collector; OTEL_* variables say the rest.
+
+    Raises:
+        ValueError: see `traces_url`.
+    """
+    exporter = OTLPSpanExporter(traces_url(endpoint))
+    defaults = {"service.name": "twolane", "service.version": twolane.__version__}
+    provider = TracerProvider(resource=Resource(defaults).merge(Resource.create()))
+    provider.add_span_processor(BatchSpanProcessor(exporter))
+    return provider
+
+
+class Tracing:
+    """Makes the spans of requests. Belongs to the engine client's event loop.
+
+    Args:
+        provider: where they go.
+        engine: is asked to tell of every launch.
+        model_name: what clients call the model.
+    """
+
+    def __init__(self, provider: TracerProvider, engine: EngineClient, model_name: str) -> None:
+        self.model_name = model_name
+        self.tracer = provider.get_tracer("twolane", twolane.__version__)
+        self._provider = provider
+        self._slices: OrderedDict[str, list[Launched]] = OrderedDict()
+        self._ending: set[RequestTrace] = set()
+        engine.watchers.append(self._note)
+        engine.watch(math.inf)
+
+    def begin(
+        self, headers: Mapping[str, str], arrival: float, attributes: Mapping[str, Any]
+    ) -> "RequestTrace":
+        """Follow a request.
+
+        Args:
+            headers: of its call; a `traceparent` among them is the span's parent.
+            arrival: when it came, in seconds on the monotonic clock.
+            attributes: of its span.
+        """
+        return RequestTrace(self, headers, arrival, attributes)
+
+    def end(self, request: "RequestTrace") -> None:
+        """Make a request's spans once the launches that served it are known."""
+        self._ending.add(request)
+        asyncio.get_running_loop().call_later(SETTLE_SECONDS, self._write, request)
+
+    def slices(self, id: str) -> list[Launched]:
+        """Return the launches that computed a request's prompt, and forget them."""
+        return self._slices.pop(id, [])
+
+    async def close(self) -> None:
+        """Send what there is, within bounds."""
+        for request in list(self._ending):
+            self._write(request)
+        sending = threading.Thread(target=self._provider.shutdown, daemon=True)
+        sending.start()
+        end = time.monotonic() + CLOSE_SECONDS
+        while sending.is_alive() and time.monotonic() < end:
+            await asyncio.sleep(0.02)
+
+    def _write(self, request: "RequestTrace") -> None:
+        if request in self._ending:
+            self._ending.remove(request)
+            request.write()
+
+    def _note(self, launches: list[Launched]) -> None:
+        for launch in launches:
+            for id in launch.prompts:
+                self._slices.setdefault(id, []).append(launch)
+        while len(self._slices) > OPEN_KEPT:
+            self._slices.popitem(last=False)
+
+
+class RequestTrace:
+    """One request on its way to becoming a span; see `Tracing.begin`."""
+
+    def __init__(
+        self,
+        tracing: Tracing,
+        headers: Mapping[str, str],
+        arrival: float,
+        attributes: Mapping[str, Any],
+    ) -> None:
+        self._tracing = tracing
+        self._parent = TraceContextTextMapPropagator().extract(headers)
+        self._arrival = arrival
+        self._end = arrival
+        self._attributes = dict(attributes)
+        self._tokens = 0
+        self._event: Event | None = None
+        self._error: str | None = None
+
+    def tokens(self, count: int, now: float, cached: int | None) -> None:
+        """See `Observer.tokens`."""
+        if not self._tokens:
+            self._attributes["gen_ai.usage.cache_read.input_tokens"] = cached or 0
+            self._attributes["gen_ai.response.time_to_first_chunk"] = now - self._arrival
+        self._tokens += count
+
+    def ended(self, event: Event | None, reason: str, now: float) -> None:
+        """Take the request's end.
+
+        Args:
+            event: the engine's last word; None: the client gave the request up.
+            reason: `stop`, `length`, or what went wrong.
+            now: when.
+        """
+        self._event, self._end = event, now
+        self._attributes["gen_ai.usage.output_tokens"] = self._tokens
+        self._attributes["gen_ai.response.finish_reasons"] = [reason]
+        if reason not in ("stop", "length"):
+            self._attributes["error.type"] = self._error = reason
+        self._tracing.end(self)
+
+    def write(self) -> None:
+        """Make the spans."""
+        # One for all spans: whoever reads two clocks may lose the processor in between.
+        epoch = time.time_ns() - time.monotonic_ns()
+        name = f"{self._attributes['gen_ai.operation.name']} {self._tracing.model_name}"
+        span = self._tracing.tracer.start_span(
+            name,
+            self._parent,
+            trace.SpanKind.SERVER,
+            self._attributes,
+            start_time=nanoseconds(self._arrival, epoch),
+        )
+        if isinstance(self._event, Output):
+            slices = self._tracing.slices(self._event.id)
+            if span.is_recording():
+                self._write_parts(span, self._event.times or Times(), slices, epoch)
+        if self._error is not None and self._event is not None:
+            span.set_status(trace.StatusCode.ERROR, self._error)
+        span.end(nanoseconds(self._end, epoch))
+
+    def _write_parts(
+        self, span: trace.Span, times: Times, slices: list[Launched], epoch: int
+    ) -> None:
+        inside = trace.set_span_in_context(span)
+        begin = times.taken
+        for name, seconds in (
+            ("queue", times.queue),
+            ("prefill", times.prefill),
+            ("decode", times.decode),
+        ):
+            if begin is None or seconds is None:
+                return
+            part = self._tracing.tracer.start_span(
+                name, inside, start_time=nanoseconds(begin, epoch)
+            )
+            if name == "prefill":
+                add_slices(part, slices, epoch)
+            begin += seconds
+            part.end(nanoseconds(begin, epoch))
+
+
+def add_slices(span: trace.Span, slices: list[Launched], epoch: int) -> None:
+    """Add an event for each launch that computed layers of a prompt, at its start; for `epoch` see
+    `nanoseconds`."""
+    for launch in slices:
+        attributes = {
+            "twolane.lane": launch.lane,
+            "twolane.units": launch.units,
+            "twolane.layers": launch.layers,
+            "twolane.seconds": launch.end - launch.start,
+            "twolane.requests": len(launch.prompts) + launch.decoding,
+            "twolane.reason": launch.reason,
+        }
+        span.add_event("slice", attributes, timestamp=nanoseconds(launch.start, epoch))
+
+
+def nanoseconds(monotonic: float, epoch: int) -> int:
+    """Return a moment of the monotonic clock, in seconds, in nanoseconds since the epoch; `epoch`
+    is the difference between the two clocks."""
+    return round(monotonic * 1e9) + epoch

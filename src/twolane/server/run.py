@@ -1,0 +1,251 @@
+"""`twolane serve`: the API process from its start to its end."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import threading
+from collections.abc import Awaitable, Iterator
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
+import uvicorn
+
+import twolane
+from twolane.common import garbage
+from twolane.engine.config import EngineConfig
+from twolane.engine.messages import Ready
+from twolane.frontend.engine_client import CLOSE_SECONDS, EngineClient
+from twolane.frontend.progress import progress_bars
+from twolane.frontend.startup import FETCHING, start_engine
+from twolane.model.spec import GENERATION_FILE
+from twolane.server.app import create_app
+from twolane.server.http.connection import connection_class
+from twolane.server.service import Service
+
+if TYPE_CHECKING:  # needs an extra
+    from opentelemetry.sdk.trace import TracerProvider
+
+log = logging.getLogger("twolane.server")
+
+FAILURE_SECONDS = 1.0
+"""How long a server whose engine has died still answers, with 503."""
+KEEP_ALIVE_SECONDS = 75
+"""How long a connection may idle between two requests. Clients keep theirs for less (httpx 5 s,
+aiohttp 15): what is sent on a connection that the server is just closing is lost."""
+ENDING_SECONDS = 2
+"""How long connections may take to end once their streams have."""
+
+
+class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What the front needs to know beside the engine's settings."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    """0 takes any free port."""
+    served_model_name: str | None = None
+    """What clients call the model; None: as the command line does."""
+    max_queue: int = 1024
+    """Requests that may wait for their first token."""
+    sampling_defaults: Literal["model", "openai"] = "model"
+    """Where a request says nothing: what the model's `generation_config.json` has, or OpenAI's."""
+    drain_seconds: float = 10.0
+    """How long requests may go on after the first signal to stop."""
+    arrival_seconds: float = 60.0
+    """How long a request, headers and body, may take to arrive."""
+    api_keys: tuple[str, ...] = ()
+    """One of these is needed to ask; none: everybody may."""
+    max_body_bytes: int = 32 << 20
+    """Longer request bodies are refused."""
+    otlp_endpoint: str | None = None
+    """URL of an OpenTelemetry collector for traces of requests, over HTTP."""
+    log_level: str = "info"
+
+
+class Server(uvicorn.Server):
+    """Uvicorn's server, with signals left to `Stop`."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Capture none."""
+        yield
+
+
+class Stop:
+    """SIGINT and SIGTERM: the first asks to stop, the second insists."""
+
+    def __init__(self) -> None:
+        self.asked = asyncio.Event()
+        self.insisted = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._on_signal)
+
+    def _on_signal(self) -> None:
+        (self.insisted if self.asked.is_set() else self.asked).set()
+
+
+def serve(config: EngineConfig, options: ServerOptions) -> int:
+    """Serve until told to stop; return the exit code: 0, or 1 when the engine died.
+
+    Raises:
+        OSError: the address cannot be had.
+        ValueError: see `start_engine`, as for PullError and EngineError.
+    """
+    logging.basicConfig(
+        level=options.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s"
+    )
+    for name in ("uvicorn", "asyncio", "transformers"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    # Its warnings are about what clients send; who sends nonsense is answered, and fills no log.
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
+    return asyncio.run(run(config, options))
+
+
+async def run(config: EngineConfig, options: ServerOptions) -> int:
+    """See `serve`."""
+    provider = None if options.otlp_endpoint is None else span_provider(options.otlp_endpoint)
+    stop = Stop()
+    with bind(options.host, options.port) as listener:
+        with progress_bars() as show:
+            starting = asyncio.create_task(start_engine(config, show, options.log_level))
+            await first_of(starting, stop.asked.wait())
+        if not starting.done():
+            starting.cancel()
+            await asyncio.wait({starting})
+            if any(thread.name == FETCHING for thread in threading.enumerate()):
+                os._exit(0)  # threads of the hub's library go on until all is downloaded
+            return 0
+        engine, codec, sampling = starting.result()
+        name = options.served_model_name or config.model
+        if options.sampling_defaults == "openai":
+            sampling = {}
+        for field, value in sampling.items():
+            log.info("%s is %g where a request says nothing, by %s", field, value, GENERATION_FILE)
+        service = Service(engine, codec, name, options.max_queue, sampling)
+        if provider is not None:
+            from twolane.server.ops.tracing import Tracing
+
+            service.tracing = Tracing(provider, engine, name)
+        ticking = asyncio.create_task(service.dashboard.keep())
+        try:
+            return await serve_until_stopped(service, listener, stop, options)
+        finally:
+            ticking.cancel()
+            if service.tracing is not None:
+                await service.tracing.close()
+            service.close()
+            await engine.close(patience=0.0 if stop.insisted.is_set() else CLOSE_SECONDS)
+
+
+def span_provider(endpoint: str) -> "TracerProvider":
+    """Return what sends spans to a collector.
+
+    Raises:
+        ValueError: the extra that does it is not installed, or the endpoint is no URL.
+    """
+    try:
+        from twolane.server.ops.tracing import make_provider
+    except ImportError as error:
+        what = f"--otlp-endpoint needs an extra: pip install 'twolane[otel]' ({error})"
+        raise ValueError(what) from error
+    return make_provider(endpoint)
+
+
+async def serve_until_stopped(
+    service: Service, listener: socket.socket, stop: Stop, options: ServerOptions
+) -> int:
+    """Serve HTTP; return the exit code."""
+    app = create_app(service, api_keys=options.api_keys, max_body_bytes=options.max_body_bytes)
+    settings = uvicorn.Config(
+        app,
+        http=connection_class(options.arrival_seconds),
+        ws="none",
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=ENDING_SECONDS,
+    )
+    server = Server(settings)
+    garbage.leave_out()
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    while not server.started and not serving.done():
+        await asyncio.sleep(0.01)
+    print(announcement(service, listener), flush=True)
+    engine = service.engine
+    await first_of(serving, stop.asked.wait(), engine.failed.wait())
+    if engine.failed.is_set():
+        log.error("%s", engine.failure)
+        await first_of(asyncio.sleep(FAILURE_SECONDS), stop.asked.wait())
+    service.draining = True
+    if not engine.failed.is_set():
+        await drain(server, serving, engine, stop, options.drain_seconds)
+    server.should_exit = True
+    await asyncio.wait({serving}, timeout=ENDING_SECONDS)
+    server.force_exit = True
+    await serving
+    return 1 if engine.failed.is_set() else 0
+
+
+async def drain(
+    server: Server, serving: asyncio.Task[None], engine: EngineClient, stop: Stop, seconds: float
+) -> None:
+    """Let open requests end, for so long or until the second signal; then break them off.
+
+    The server listens all the while, so that probes and new requests are told (503).
+    """
+    log.info("stopping: open requests have %g s; a second signal stops now", seconds)
+    # Those that come from now on are refused at once.
+    ended = asyncio.gather(*server.server_state.tasks, return_exceptions=True)
+    broken_off = (serving, stop.insisted.wait(), engine.failed.wait(), asyncio.sleep(seconds))
+    await first_of(ended, *broken_off)
+    engine.end_all("the server is shutting down")
+
+
+async def first_of(*waits: Awaitable[object]) -> None:
+    """Wait for the first of these; cancel those that are not tasks of the caller."""
+    tasks = {asyncio.ensure_future(wait) for wait in waits}
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in tasks.difference(wait for wait in waits if isinstance(wait, asyncio.Future)):
+        task.cancel()
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Take the address before the model is loaded; nobody can connect until uvicorn listens.
+
+    Raises:
+        OSError: it cannot be had.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except UnicodeError as error:
+        raise OSError(f"cannot listen on --host {host!r}: not a host name") from error
+    except OSError as error:
+        raise OSError(error.errno, f"cannot listen on --host {host}: {error.strerror}") from error
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise OSError(error.errno, f"cannot listen on {host}:{port}: {error.strerror}") from error
+    return listener
+
+
+def announcement(service: Service, listener: socket.socket) -> str:
+    """Return the line that says what is served where."""
+    host, port = listener.getsockname()[:2]
+    address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    ready: Ready = service.engine.ready
+    levels = " ".join(f"({prefill},{decode})" for prefill, decode in ready.levels)
+    return (
+        f"Twolane {twolane.__version__} | {address} | {service.model_name} | {ready.system} on "
+        f"{ready.device}, {ready.units} units, levels {levels} | "
+        f"KV {ready.kv_tokens:,} tokens, context {ready.max_model_len:,}"
+    )

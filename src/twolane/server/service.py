@@ -1,0 +1,415 @@
+"""What every endpoint shares: the engine, the tokenizer, admission and the books."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+from twolane.engine.messages import Output, Refused
+from twolane.frontend.engine_client import EngineClient, EngineError, EngineGone, Event
+from twolane.frontend.generation import Generation, TextOptions
+from twolane.frontend.text.codec import TextCodec, TextError
+from twolane.sampling import SamplingParams
+from twolane.server.admission import Admission
+from twolane.server.http.calls import Call
+from twolane.server.http.errors import ApiError, shortened
+from twolane.server.openai.answers import Echo
+from twolane.server.openai.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    GenerationBody,
+    Message,
+    Rendering,
+    TokenizeRequest,
+)
+from twolane.server.ops.dashboard.data import Dashboard
+from twolane.server.ops.metrics import Metrics
+
+if TYPE_CHECKING:  # needs an extra
+    from twolane.server.ops.tracing import RequestTrace, Tracing
+
+log = logging.getLogger("twolane.server")
+
+
+T = TypeVar("T")
+
+
+class Prompt(NamedTuple):
+    """A prompt to answer."""
+
+    tokens: list[int]
+    text: str | None = None
+    """As given; None: it was not text, or was cut."""
+
+    def last(self, most: int) -> "Prompt":
+        """Return the prompt cut to its last tokens."""
+        return self if len(self.tokens) <= most else Prompt(self.tokens[-most:])
+
+    def shown(self, codec: TextCodec, skip_special_tokens: bool) -> str:
+        """Return the prompt as text, which is empty without a tokenizer."""
+        if self.text is not None or not codec.has_tokenizer:
+            return self.text or ""
+        return codec.decode(self.tokens, skip_special_tokens=skip_special_tokens)
+
+
+class Service:
+    """The served model.
+
+    Args:
+        engine: a running engine.
+        codec: its tokenizer.
+        model_name: what clients call it.
+        max_queue: how many requests may wait for their first token.
+        sampling: fields of `SamplingParams`, for requests that say nothing of them.
+    """
+
+    def __init__(
+        self,
+        engine: EngineClient,
+        codec: TextCodec,
+        model_name: str,
+        max_queue: int,
+        sampling: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
+        self.engine = engine
+        self.codec = codec
+        self.model_name = model_name
+        self._sampling = sampling
+        self.created = int(time.time())
+        self.admission = Admission(max_queue)
+        self.metrics = Metrics(lambda: engine.stats, model_name, engine.ready.slo)
+        self.dashboard = Dashboard(engine, self.metrics)
+        self.tracing: Tracing | None = None
+        """Where requests are traced, if they are."""
+        self.draining = False
+        # Long texts must not hold the loop, nor those of /tokenize, which have no bound, prompts.
+        self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
+        self._counting = ThreadPoolExecutor(1, thread_name_prefix="count")
+
+    @property
+    def unavailable(self) -> str | None:
+        """Why no request can be served, or None."""
+        if self.engine.failure is not None:
+            return f"the engine is gone: {self.engine.failure}"
+        return "the server is shutting down" if self.draining else None
+
+    def check_available(self) -> None:
+        """Refuse what can be served no more.
+
+        Raises:
+            ApiError: 503.
+        """
+        if self.unavailable is not None:
+            raise ApiError(503, self.unavailable, code="unavailable")
+
+    def check_model(self, name: str | None) -> None:
+        """Refuse a request for another model.
+
+        Raises:
+            ApiError: 404.
+        """
+        if name is not None and name != self.model_name:
+            raise ApiError(
+                404,
+                f"the model {shortened(name)!r} does not exist here; {self.model_name!r} does",
+                code="model_not_found",
+                param="model",
+            )
+
+    async def completion_prompts(self, body: CompletionRequest) -> list[Prompt]:
+        """Return the prompts of a completion request.
+
+        Raises:
+            ApiError: 400, the prompts cannot be served; 503.
+        """
+        special = body.add_special_tokens is not False
+        prompts, all_given = [], body.prompts
+        self.admission.check_count(len(all_given) * body.choices, counted_by(body))
+        for given in all_given:
+            if isinstance(given, str):
+                self._check_text(given, body, "prompt")
+                encode = partial(self.codec.encode, given, add_special_tokens=special)
+                prompts.append(Prompt(await self._text(encode, "prompt"), given))
+            else:
+                prompts.append(Prompt(given))
+        return self._fitted(prompts, body, "prompt")
+
+    async def chat_prompt(self, body: ChatRequest) -> Prompt:
+        """Return a conversation as a prompt.
+
+        Raises:
+            ApiError: 400, the conversation cannot be served; 503.
+        """
+        for message in body.messages:
+            self._check_text(message.text, body, "messages")
+        chat = self._chat(body.messages, body, special=bool(body.add_special_tokens))
+        tokens = await self._text(chat, "messages")
+        return self._fitted([Prompt(tokens)], body, "messages")[0]
+
+    async def tokenize(self, body: TokenizeRequest) -> list[int]:
+        """Return the tokens of a text or a conversation, of any length.
+
+        Raises:
+            ApiError: 400, there is no tokenizer or template, or the template refuses; 503.
+        """
+        if body.prompt is not None:
+            special = body.add_special_tokens is not False
+            encode = partial(self.codec.encode, body.prompt, add_special_tokens=special)
+            return await self._text(encode, "prompt", self._counting)
+        chat = self._chat(body.messages or [], body, special=bool(body.add_special_tokens))
+        return await self._text(chat, "messages", self._counting)
+
+    async def detokenize(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens, special ones too.
+
+        Raises:
+            ApiError: 400, there is no tokenizer; 503.
+        """
+        self.check_ids("tokens", tokens)
+        decode = partial(self.codec.decode, tokens, skip_special_tokens=False)
+        return await self._text(decode, "tokens", self._counting)
+
+    def echo(self, body: CompletionRequest, prompts: Sequence[Prompt]) -> Echo | None:
+        """Return what of the prompts is shown before the answers."""
+        if not body.echo:
+            return None
+        hide = body.skip_special_tokens is not False
+        return Echo([prompt.shown(self.codec, hide) for prompt in prompts], body.only_echo)
+
+    def sampling(self, body: GenerationBody, prompts: Sequence[list[int]]) -> SamplingParams:
+        """Return the sampling parameters of a request, checked against the model's limits.
+
+        Raises:
+            ApiError: 400, a field is out of range or the answer has no room in the context.
+        """
+        try:
+            params = body.sampling(self._sampling)
+        except ValueError as error:
+            name = str(error).split(" ", 1)[0]
+            raise ApiError(400, str(error), code="invalid_value", param=name) from error
+        context = self.engine.ready.max_model_len
+        longest = max(map(len, prompts))
+        name = body.limit[0] if params.max_tokens else "min_tokens"
+        wanted = params.max_tokens or params.min_tokens
+        if longest + wanted > context:
+            raise ApiError(
+                400,
+                f"{name} is too large: the context has {context} tokens, the prompt takes "
+                f"{longest}, and {wanted} were asked for",
+                code="context_length_exceeded",
+                param=name,
+            )
+        self.check_ids("stop_token_ids", params.stop_token_ids)
+        self.check_ids("logit_bias", params.logit_bias)
+        return params
+
+    def generate(
+        self, body: GenerationBody, prompts: Sequence[list[int]], call: Call
+    ) -> Generation:
+        """Admit a request and send it to the engine.
+
+        Raises:
+            ApiError: 400, 429 or 503.
+        """
+        params = self.sampling(body, prompts)
+        self.check_available()
+        answers = [prompt for prompt in prompts for _ in range(body.choices)]
+        self.admission.enter(len(answers), counted_by(body))
+        books = RequestAccounting(self, answers, call, self._traces(body, params, answers, call))
+        text = TextOptions(
+            stop=body.stop_strings,
+            include_stop=bool(body.include_stop_str_in_output),
+            skip_special_tokens=body.skip_special_tokens is not False,
+        )
+        try:
+            return Generation(
+                self.engine,
+                self.codec,
+                prompts,
+                [params] * len(prompts),
+                n=body.choices,
+                text=text,
+                priority=body.priority or 0,
+                slo=call.slo,
+                observer=books,
+            )
+        except EngineError as error:
+            raise ApiError(503, str(error), code="unavailable") from error
+
+    def _traces(
+        self,
+        body: GenerationBody,
+        params: SamplingParams,
+        answers: Sequence[list[int]],
+        call: Call,
+    ) -> "list[RequestTrace]":
+        if self.tracing is None:
+            return []
+        asked = span_attributes(body, params, self.model_name)
+        return [
+            self.tracing.begin(
+                call.headers, call.arrival, {**asked, "gen_ai.usage.input_tokens": len(prompt)}
+            )
+            for prompt in answers
+        ]
+
+    def close(self) -> None:
+        """Free the threads; what is in line for them is refused."""
+        self.draining = True
+        for threads in (self._tokenizing, self._counting):
+            threads.shutdown()
+
+    def _chat(
+        self, messages: Sequence[Message], how: Rendering, *, special: bool
+    ) -> Callable[[], list[int]]:
+        turns = [message.for_template() for message in messages]
+        return partial(self.codec.chat, turns, add_special_tokens=special, **how.rendering)
+
+    async def _text(
+        self, work: Callable[[], T], param: str, thread: ThreadPoolExecutor | None = None
+    ) -> T:
+        def in_turn() -> T:
+            self.check_available()
+            return work()
+
+        self.check_available()  # or the thread may be gone
+        loop = asyncio.get_running_loop()
+        try:
+            return await loop.run_in_executor(thread or self._tokenizing, in_turn)
+        except TextError as error:
+            param = error.param or param
+            raise ApiError(400, str(error), code="invalid_prompt", param=param) from error
+
+    def _check_text(self, text: str, body: GenerationBody, param: str) -> None:
+        """Refuse at a glance what would take long to tokenise and cannot fit."""
+        least = self.codec.least_tokens(text)
+        if least >= self.engine.ready.max_model_len and body.truncate_prompt_tokens is None:
+            raise self._too_long(f"at least {least}", param)
+
+    def _fitted(self, prompts: list[Prompt], body: GenerationBody, param: str) -> list[Prompt]:
+        """Cut the prompts as the request asks, and check them."""
+        if not prompts:
+            raise ApiError(400, "there is no prompt", code="invalid_prompt", param=param)
+        most = body.truncate_prompt_tokens
+        if most is not None:
+            prompts = [prompt.last(most) for prompt in prompts]
+        for prompt in prompts:
+            if not prompt.tokens:
+                raise ApiError(400, "the prompt is empty", code="invalid_prompt", param=param)
+            if len(prompt.tokens) >= self.engine.ready.max_model_len:
+                raise self._too_long(str(len(prompt.tokens)), param)
+            self.check_ids(param, prompt.tokens)
+        return prompts
+
+    def _too_long(self, tokens: str, param: str) -> ApiError:
+        return ApiError(
+            400,
+            f"the prompt has {tokens} tokens; the context has "
+            f"{self.engine.ready.max_model_len}, and at least one is for the answer",
+            code="context_length_exceeded",
+            param=param,
+        )
+
+    def check_ids(self, param: str, ids: Iterable[int]) -> None:
+        """Refuse token ids that the model does not have.
+
+        Raises:
+            ApiError: 400.
+        """
+        vocabulary = self.engine.ready.vocab_size
+        largest = max(ids, default=0)
+        if largest >= vocabulary:
+            raise ApiError(
+                400,
+                f"{param}: token id {largest} is beyond the vocabulary of {vocabulary}",
+                code="invalid_value",
+                param=param,
+            )
+
+
+class RequestAccounting:
+    """Keeps admission and metrics right for the prompts of one request.
+
+    Invariant: each prompt leaves the queue once and ends once in the metrics.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        prompts: Sequence[list[int]],
+        call: Call,
+        traces: "Sequence[RequestTrace]" = (),
+    ) -> None:
+        self._service = service
+        self._traces = traces
+        self._metrics = call.admit(prompts)
+        self._queued = [True] * len(prompts)
+        self._lengths = [len(prompt) for prompt in prompts]
+        self._arrival = call.arrival
+
+    def tokens(self, index: int, count: int, now: float, cached: int | None) -> None:
+        """See `Observer.tokens`."""
+        self._leave(index, served=True)
+        self._metrics[index].tokens(count, now, cached)
+        if self._traces:
+            self._traces[index].tokens(count, now, cached)
+
+    def ended(self, index: int, event: Event | None, now: float) -> None:
+        """See `Observer.ended`."""
+        self._leave(index, served=False)
+        metrics = self._metrics[index]
+        outcome: str
+        match event:
+            case Output(finish="stop" | "length" as outcome):
+                metrics.finish(outcome, now, event.times)
+            case Refused(code=outcome, message=message):
+                metrics.refuse(outcome, message, overload=outcome == "refused")
+            case Output() | EngineGone():
+                outcome = "shutdown" if self._service.draining else "engine"
+                metrics.fail(outcome)
+            case None:
+                outcome = "disconnect"
+                metrics.give_up(outcome, now)
+        if self._traces:
+            self._traces[index].ended(event, outcome, now)
+        log.debug(
+            "%d prompt tokens: %s after %.3f s", self._lengths[index], outcome, now - self._arrival
+        )
+
+    def _leave(self, index: int, *, served: bool) -> None:
+        if self._queued[index]:
+            self._queued[index] = False
+            self._service.admission.leave(served=served)
+
+
+def counted_by(body: GenerationBody) -> str:
+    """Return the field to blame when a call asks for too many answers."""
+    return "n" if body.choices > 1 else "prompt"
+
+
+def span_attributes(
+    body: GenerationBody, params: SamplingParams, model_name: str
+) -> dict[str, str | int | float | bool | list[str]]:
+    """Return what a request asks for, by OpenTelemetry's names; what it leaves open is missing."""
+    chat = isinstance(body, ChatRequest)
+    asked = {
+        "operation.name": "chat" if chat else "text_completion",
+        "provider.name": "twolane",
+        "request.model": model_name,
+        "response.model": model_name,
+        "request.choice.count": body.choices if body.choices > 1 else None,
+        "request.stream": bool(body.stream),
+        "request.max_tokens": params.max_tokens,
+        "request.temperature": params.temperature,
+        "request.top_p": params.top_p,
+        "request.top_k": params.top_k if params.top_k > 0 else None,
+        "request.seed": params.seed,
+        "request.frequency_penalty": params.frequency_penalty,
+        "request.presence_penalty": params.presence_penalty,
+        "request.stop_sequences": list(body.stop_strings) or None,
+    }
+    return {f"gen_ai.{name}": value for name, value in asked.items() if value is not None}

@@ -1,0 +1,269 @@
+"""Simulated lanes: a virtual clock instead of a device.
+
+A *device* says how long work takes (`sim/device.py`, or fixed durations). Whenever something
+starts or stops in any lane, what runs beside it gets a new speed and keeps what it has done so
+far. Launches wait for each other as on a GPU: a lane runs in order, the whole device excludes both
+lanes, and two launches never decode at a time. Tokens are made up.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from twolane.common.vocabulary import LaneName
+from twolane.lanes.base import PromptLogprobs, Sampled, Step, Ticket
+from twolane.lanes.work import (
+    DecodeWork,
+    HybridWork,
+    PrefillWork,
+    PromptRow,
+    Sampling,
+    Work,
+    used_by,
+)
+from twolane.sampling import TokenLogprobs
+
+TOKEN = 0
+"""What every simulated step samples."""
+
+
+class Demand(NamedTuple):
+    """What one step asks of the device, and how its time depends on it."""
+
+    fixed: float
+    """Seconds that nothing changes."""
+    clocked: float = 0.0
+    """Seconds at the top clock, with the step's units to itself; they go with the clock."""
+    streamed: float = 0.0
+    """Seconds that the memory bounds, whatever the clock."""
+    waits: float = 0.0
+    """Seconds of waiting for reads: as many more as these take longer, beside another lane's."""
+    units: int = 0
+    draw: float = 0.0
+    """Power of its arithmetic at the top clock, in units busy with matrix products."""
+    traffic: float = 0.0
+    """Bytes a second, to and from memory, when alone at the top clock."""
+    reads: float = 0.0
+    """Bytes that it keeps in flight, of those that saturate the memory."""
+
+
+class Device(Protocol):
+    """How long work takes."""
+
+    def steps(self, work: Work, units: int) -> Sequence[Demand]:
+        """One demand for each step of the work."""
+
+    def seconds(self, running: Sequence[Demand]) -> Sequence[float]:
+        """How long each takes if all of them run at the same time, all the time."""
+
+    def host_seconds(self, work: Work) -> tuple[float, float]:
+        """Until the device can begin with it, and until the host is through with launching it,
+        before which the device is not."""
+
+
+@dataclass(frozen=True)
+class FixedDurations:
+    """Seconds, independent of size, of units and of the other lane."""
+
+    prefill_layer: float = 0.010
+    decode_step: float = 0.020
+    hybrid: float = 0.050
+
+    def steps(self, work: Work, units: int) -> Sequence[Demand]:
+        """See `Device.steps`."""
+        if isinstance(work, DecodeWork):
+            return [Demand(self.decode_step)] * work.k
+        if isinstance(work, PrefillWork):
+            return [Demand(self.prefill_layer * (work.last - work.first))]
+        return [Demand(self.hybrid)]
+
+    def seconds(self, running: Sequence[Demand]) -> Sequence[float]:
+        """See `Device.seconds`."""
+        return [demand.fixed for demand in running]
+
+    def host_seconds(self, work: Work) -> tuple[float, float]:
+        """See `Device.host_seconds`."""
+        return 0.0, 0.0
+
+
+@dataclass(slots=True, eq=False)
+class _SimTicket(Ticket):
+    work: Work | None = None
+    """Dropped with the last step."""
+    demands: Sequence[Demand] = ()
+    after: Sequence["_SimTicket"] = ()
+    """What must end first."""
+    ready: float = 0.0
+    """When the device can begin with it."""
+    takes: float = 0.0
+    """Seconds of the step under way at its present speed."""
+    ends: float = 0.0
+    """When the step under way ends at that speed."""
+
+    @property
+    def over(self) -> float:
+        """When the step under way ends: not before the host is through with the launch."""
+        return self.ends if self.ends > self.launched else self.launched
+
+    @property
+    def demand(self) -> Demand:
+        """Of the step under way."""
+        return self.demands[len(self.steps)]
+
+
+class SimLanes:
+    """Lanes on a virtual clock that stands still until `advance` is called.
+
+    Args:
+        units: of the device.
+        levels: partitions on offer beside the solo ones.
+        device: how long steps take.
+    """
+
+    def __init__(self, units: int, levels: Sequence[tuple[int, int]], device: Device) -> None:
+        self.units = units
+        self.levels: Sequence[tuple[int, int]] = (*levels, (units, 0), (0, units))
+        self._device = device
+        self._now = 0.0
+        self._host_free = 0.0
+        self._last: dict[str, _SimTicket] = {}
+        """The last launch that used each of what launches share."""
+        self._queued: list[_SimTicket] = []
+        """Not begun, in launch order."""
+        self._running: list[_SimTicket] = []
+        self._event: float | None = None
+        """The next one, as far as it is known."""
+        self._changed = False
+        """Since it was found."""
+
+    def clock(self) -> float:
+        """The virtual time in seconds."""
+        return self._now
+
+    def launch(self, lane: LaneName, units: int, work: Work, after: Sequence[Ticket]) -> Ticket:
+        """See `Lanes.launch`."""
+        used, last = used_by(lane, work), self._last
+        before = [last[name] for name in used if name in last]
+        before += [ticket for ticket in after if isinstance(ticket, _SimTicket)]
+        begun = max(self._now, self._host_free)
+        first, all_of_it = self._device.host_seconds(work)
+        self._host_free = begun + all_of_it
+        ticket = _SimTicket(
+            lane,
+            units,
+            work=work,
+            demands=self._device.steps(work, units),
+            after=[other for other in before if other.end is None],
+            ready=begun + first,
+            launched=self._host_free,
+            launching=all_of_it,
+        )
+        last.update(dict.fromkeys(used, ticket))
+        self._queued.append(ticket)
+        self._changed = True
+        if self._begin():
+            self._rate()
+        return ticket
+
+    def next_event(self) -> float | None:
+        """When the next step begins or ends, in virtual seconds; None when nothing is to come."""
+        if self._changed:
+            times = [ticket.over for ticket in self._running]
+            # What waits for another launch begins when that one ends.
+            times += [t.ready for t in self._queued if t.ready > self._now and _free(t)]
+            self._event = min(times) if times else None
+            self._changed = False
+        return self._event
+
+    def advance(self, until: float) -> None:
+        """Move the clock forward to `until` and bring the tickets up to date."""
+        while (at := self.next_event()) is not None and at <= until:
+            self._now, self._changed = at, True
+            changed = self._end_steps()
+            if self._begin() or changed:
+                self._rate()
+        self._now = max(self._now, until)
+
+    def _end_steps(self) -> bool:
+        """Give the steps that end now their results; whether there are any."""
+        over = [ticket for ticket in self._running if ticket.over <= self._now]
+        for ticket in over:
+            assert ticket.work is not None
+            ticket.add(_result(ticket.work, len(ticket.steps)), self._now)
+            ticket.takes = 0.0
+            if len(ticket.steps) == len(ticket.demands):
+                ticket.end = self._now
+                ticket.work = None
+                self._running.remove(ticket)
+        return bool(over)
+
+    def _begin(self) -> bool:
+        """Start what waits for nothing any more; whether there was anything."""
+        if not self._queued:
+            return False
+        begun = [t for t in self._queued if t.ready <= self._now and _free(t)]
+        for ticket in begun:
+            self._queued.remove(ticket)
+            ticket.start, ticket.after = self._now, ()
+            self._running.append(ticket)
+        return bool(begun)
+
+    def _rate(self) -> None:
+        """Give every step its speed beside the others; what it has done so far is kept."""
+        now = self._now
+        seconds = self._device.seconds([ticket.demand for ticket in self._running])
+        for ticket, takes in zip(self._running, seconds, strict=True):
+            if not ticket.takes:
+                ticket.takes, ticket.ends = takes, now + takes
+            elif takes != ticket.takes:
+                left = (ticket.ends - now) / ticket.takes
+                ticket.takes, ticket.ends = takes, now + left * takes
+
+
+def _free(ticket: _SimTicket) -> bool:
+    """Whether everything that must end before it has ended."""
+    for other in ticket.after:  # noqa: SIM110 - a generator costs more than most answers
+        if other.end is None:
+            return False
+    return True
+
+
+_PLAIN = [Sampled(row, TOKEN) for row in range(1024)]
+"""The first rows' tokens without log-probabilities, made once."""
+
+
+def _result(work: Work, step: int) -> Step:
+    if isinstance(work, DecodeWork):
+        return Step(_decoded(work, step))
+    if isinstance(work, HybridWork):
+        decoded = [_sampled(i, row.sampling) for i, row in enumerate(work.decode)]
+        prompts = _finished(work.prompts, len(decoded))
+        return Step([*decoded, *prompts.sampled], prompts.prompt_logprobs)
+    return _finished(work.rows, 0) if work.finishes else Step()
+
+
+def _decoded(work: DecodeWork, step: int) -> list[Sampled]:
+    rows = enumerate(work.rows)
+    return [_sampled(i, row.sampling) for i, row in rows if step < row.steps]
+
+
+def _finished(prompts: Sequence[PromptRow], first: int) -> Step:
+    rows = list(enumerate(prompts, first))
+    return Step(
+        [_sampled(i, row.sampling) for i, row in rows if row.sampling is not None],
+        [
+            PromptLogprobs(i, [_certain(token) for token in row.scoring.targets])
+            for i, row in rows
+            if row.scoring is not None
+        ],
+    )
+
+
+def _sampled(row: int, sampling: Sampling) -> Sampled:
+    if sampling.params.logprobs is None:
+        return _PLAIN[row] if row < len(_PLAIN) else Sampled(row, TOKEN)
+    return Sampled(row, TOKEN, _certain(TOKEN))
+
+
+def _certain(token: int) -> TokenLogprobs:
+    return TokenLogprobs(token, 0.0, 1, [])

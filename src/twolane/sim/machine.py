@@ -1,0 +1,134 @@
+"""The engine on a virtual clock: the loop's port, and the machine it believes to run on."""
+
+from collections.abc import Callable, Iterable, Sequence
+
+from twolane.common.sizes import GRAPH_BYTES
+from twolane.engine.config import EngineConfig
+from twolane.engine.messages import Outputs, ToEngine
+from twolane.engine.settings import SettingError
+from twolane.lanes.machine import Progress
+from twolane.model.spec import ModelSpec
+from twolane.sim.device import ITEM, DeviceModel, Gpu, revision
+from twolane.sim.lanes import SimLanes
+
+LEVEL_STEP = 16
+"""Units between two of the levels that are offered when none are asked for, as on a GPU."""
+WORKSPACE_TOKENS, MLP_TOKENS = 16_384, 8192
+"""Tokens that a lane's activations are made for, as in `lanes/cuda/machine.py`."""
+CONTEXT_BYTES = 2.6e9
+"""What driver, libraries and loading take of the memory; from the pool sizes on an H200."""
+
+
+class SimPort:
+    """Delivers messages at their virtual times and moves the clock when the engine waits.
+
+    Args:
+        lanes: whose clock it is.
+        arrivals: (seconds, message), in order of time; read one message ahead.
+        hear: called with (seconds, news) as news come.
+    """
+
+    def __init__(
+        self,
+        lanes: SimLanes,
+        arrivals: Iterable[tuple[float, ToEngine]],
+        hear: Callable[[float, Outputs], None],
+    ) -> None:
+        self._lanes = lanes
+        self._arrivals = iter(arrivals)
+        self._next = next(self._arrivals, None)
+        self._hear = hear
+        self.stopped = False
+
+    def receive(self) -> Sequence[ToEngine] | None:
+        """See `Port.receive`; stops when nothing can happen any more."""
+        if self.stopped:
+            return None
+        due = []
+        while self._next is not None and self._next[0] <= self._lanes.clock():
+            due.append(self._next[1])
+            self._next = next(self._arrivals, None)
+        return due
+
+    def send(self, news: Outputs) -> None:
+        """See `Port.send`."""
+        self._hear(self._lanes.clock(), news)
+
+    def wait(self, wake_at: float | None) -> None:
+        """See `Port.wait`: jump to the next event."""
+        arrival, event = self._next[0] if self._next else None, self._lanes.next_event()
+        if arrival is None and event is None:
+            self.stopped = True  # a wake-up alone changes nothing that a system can see
+            return
+        self._lanes.advance(min([at for at in (arrival, event, wake_at) if at is not None]))
+
+
+class _ClosedLanes(SimLanes):
+    """Simulated lanes that an engine can own."""
+
+    def close(self) -> None:
+        """There are no threads to end."""
+
+
+class SimulatedMachine:
+    """A model on simulated GPUs, as `engine.build` wants a machine.
+
+    Args:
+        gpu: of which kind they are.
+        spec: the model's shape.
+        config: the engine's settings.
+        tp: how many share each layer.
+        seed: of the device's noise.
+
+    Raises:
+        SettingError: a level leaves a lane without units.
+        ValueError: the model's heads cannot be shared by so many GPUs.
+    """
+
+    page_sizes: Sequence[int] = (32, 16, 64)
+
+    def __init__(
+        self, gpu: Gpu, spec: ModelSpec, config: EngineConfig, *, tp: int = 1, seed: int = 0
+    ) -> None:
+        self.spec = spec
+        self.device = DeviceModel(gpu, spec, tp, seed)
+        self.name = f"simulated {gpu.name}" + (f" x{tp}" if tp > 1 else "")
+        self.page_token_bytes = spec.kv_bytes_per_token(ITEM) // tp
+        self.tp = tp
+        self.revision = revision(gpu)
+        self._utilization = config.gpu_memory_utilization
+        self._levels = _levels(gpu, config.levels)
+
+    def kv_bytes(self, max_model_len: int) -> int:
+        """See `Machine.kv_bytes`: of one GPU, what weights, both lanes and graphs leave."""
+        device, spec = self.device, self.spec
+        tokens = min(max_model_len, WORKSPACE_TOKENS)
+        attention = spec.hidden_size + (3 * spec.q_size + 2 * spec.kv_size) / device.tp
+        mlp = min(tokens, MLP_TOKENS) * 3 * spec.intermediate_size / device.tp
+        lane = ITEM * (tokens * (attention + 2 * spec.hidden_size) + mlp)
+        taken = ITEM * spec.parameters / device.tp + 2 * lane + GRAPH_BYTES + CONTEXT_BYTES
+        return max(0, int(self._utilization * device.gpu.memory - taken))
+
+    def start(
+        self,
+        pages: int,
+        page_size: int,
+        slots: int,
+        max_model_len: int,
+        notify: Callable[[], None],
+        progress: Progress,
+    ) -> _ClosedLanes:
+        """See `Machine.start`."""
+        return _ClosedLanes(self.device.gpu.units, self._levels, self.device)
+
+
+def _levels(gpu: Gpu, asked: Sequence[int] | None) -> list[tuple[int, int]]:
+    """(prefill units, decode units) of each level, fewest for decode first."""
+    if asked is None:
+        asked = range(LEVEL_STEP, gpu.units - LEVEL_STEP + 1, LEVEL_STEP)
+    for units in asked:
+        if not units < gpu.units:
+            raise SettingError(
+                "levels", f"{units} leave none of the {gpu.units} units of {gpu.name} to prefill"
+            )
+    return [(gpu.units - units, units) for units in sorted(set(asked))]

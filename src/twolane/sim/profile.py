@@ -1,0 +1,47 @@
+"""A profile taken in the simulator, so that predictions err there as they do on the card."""
+
+import math
+import tempfile
+from pathlib import Path
+
+from twolane.engine.config import EngineConfig
+from twolane.engine.predict import machine_key
+from twolane.estimate.profile import Profile, cached_profile
+from twolane.model.load.hub import cache_dir
+from twolane.model.spec import ModelSpec
+from twolane.profile.clocks import Clocks
+from twolane.profile.grid import REVISION, plan
+from twolane.profile.run import rig_on, work_through
+from twolane.sim.device import Gpu
+from twolane.sim.machine import SimulatedMachine
+
+ROUNDS = 15
+"""Of the plan: about what four minutes measure on a card."""
+PROFILE_SEED = 0x50524F46
+"""Of the device's noise while it is measured."""
+
+
+def simulated_profile(gpu: Gpu, spec: ModelSpec, tp: int, *, rounds: int = ROUNDS) -> Path:
+    """The file of the profile of that model on such GPUs; measured once, then it is in the cache.
+
+    The same plan, rig and lanes as on a card. The device's noise is of another seed than that of
+    any simulation; the levels are the default ones, whatever a simulation offers.
+    """
+    config = EngineConfig(model="simulated")
+    machine = SimulatedMachine(gpu, spec, config, tp=tp, seed=PROFILE_SEED)
+    key = machine_key(machine, gpu.units)
+    path = cached_profile(cache_dir(), key).with_suffix(f".{REVISION}.json")
+    if path.exists():
+        return path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with (
+        tempfile.TemporaryDirectory(dir=path.parent) as scratch,  # a profile that is there is whole
+        rig_on(config, machine, lambda stage, share: None) as rig,
+        Clocks(None) as clocks,
+    ):
+        part = Path(scratch, path.name)
+        profile = Profile(key, spec, list(rig.lanes.levels), rig.page_size, config.seed)
+        points = plan(rig.limits, profile.seed, rounds)
+        work_through(profile, part, rig, points, clocks, math.inf, lambda stage, share: None)
+        part.replace(path)
+    return path

@@ -1,0 +1,336 @@
+"""`twolane simulate`: a workload served by the real engine on simulated GPUs.
+
+Loop, system, KV books, prefix tree and report are those of `serve` and `bench serve`; the lanes
+run on a virtual clock (`sim/lanes.py`). There is no HTTP and no text: a request reaches the engine
+when it is due.
+"""
+
+import csv
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.progress import Progress
+
+from twolane.common.garbage import uncollected
+from twolane.engine.build import Built, assemble
+from twolane.engine.config import EngineConfig
+from twolane.engine.engine import Engine
+from twolane.engine.loop import run
+from twolane.engine.messages import Output, Outputs, Refused, Submit, Times
+from twolane.engine.settings import SettingError, check_settings
+from twolane.model.load.hub import resolve
+from twolane.model.shapes import SHAPES
+from twolane.model.spec import ModelSpec
+from twolane.results.metrics import LAG_PERCENTILES, Distribution
+from twolane.results.record import INTERRUPTED, OK, Record, status_outcome
+from twolane.results.result import BenchConfig, Result
+from twolane.results.summary import result_json, summary
+from twolane.sampling import SamplingParams
+from twolane.sim.device import GPUS
+from twolane.sim.lanes import SimLanes
+from twolane.sim.machine import SimPort, SimulatedMachine
+from twolane.sim.profile import simulated_profile
+from twolane.systems.registry import SYSTEMS
+from twolane.workload.prompts import PromptMaker
+from twolane.workload.traces import TraceRequest
+
+
+class Served(msgspec.Struct, frozen=True):
+    """One request of a simulation."""
+
+    record: Record
+    cached: int | None
+    """Prompt tokens found in the prefix cache."""
+    times: Times
+    """In the engine."""
+
+
+class SimulateConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """One run of `twolane simulate`."""
+
+    engine: EngineConfig
+    """Its device, dtype and load format do not apply."""
+    gpu: str
+    """A name in `lanes.device.GPUS`."""
+    tp: int = 1
+    """GPUs that share each layer."""
+    bench: BenchConfig
+    """Workload, SLOs and percentiles; what concerns HTTP does not apply."""
+
+    def check(self) -> None:
+        """Refuse what is wrong, or has no meaning in a simulation.
+
+        Raises:
+            SettingError: naming the engine's setting, or `gpu`.
+            OptionError: naming the option of the workload.
+        """
+        check_settings(self.engine)
+        if self.gpu not in GPUS:
+            raise SettingError("gpu", f"{self.gpu!r} is unknown; there are: {', '.join(GPUS)}")
+        if self.engine.dtype not in ("auto", "bfloat16"):
+            raise SettingError("dtype", f"is bfloat16 in a simulation, not {self.engine.dtype}")
+        if self.engine.cores is not None or self.engine.device != "auto":
+            name = "device" if self.engine.cores is None else "cores"
+            raise SettingError(name, "has no meaning in a simulation")
+        self.bench.check()
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What came out."""
+
+    result: Result
+    served: Sequence[Served]
+    """By index."""
+
+
+def shapes_of(config: EngineConfig) -> ModelSpec:
+    """The model's shape: a built-in one, or that of a checkpoint.
+
+    Raises:
+        ValueError: there is no such model, or it asks for something that is not built.
+    """
+    spec = SHAPES.get(config.model) or resolve(config.model, "dummy").spec()
+    if config.max_positions is not None:
+        spec = replace(spec, max_positions=config.max_positions)
+    return spec
+
+
+def simulate(
+    config: SimulateConfig,
+    workload: Sequence[TraceRequest] | None = None,
+    on_record: Callable[[Record], bool] = lambda record: False,
+    on_tokens: Callable[[int, Sequence[float], int], bool] = lambda index, times, new: False,
+) -> Simulation:
+    """Serve the workload; the same configuration and seed give the same answer.
+
+    Args:
+        config: what to simulate.
+        workload: what is asked, if it was built already.
+        on_record: called when a request has ended; True stops the run.
+        on_tokens: the same when tokens have come: the request's index, the times of all its tokens
+            so far and how many of them are new, in seconds.
+
+    Raises:
+        SettingError, ValueError: a setting is wrong.
+        OptionError, TraceError: the workload is.
+    """
+    config.check()
+    requests = config.bench.workload.build() if workload is None else workload
+    seed, gpu, spec = config.bench.workload.seed, GPUS[config.gpu], shapes_of(config.engine)
+    if spec.kv_heads % config.tp:
+        raise SettingError(
+            "tp", f"{config.tp} does not divide the model's {spec.kv_heads} KV heads"
+        )
+    machine = SimulatedMachine(gpu, spec, config.engine, tp=config.tp, seed=seed)
+    profile = config.engine.profile or str(simulated_profile(gpu, spec, config.tp))
+    engine = msgspec.structs.replace(config.engine, profile=profile)
+    built = assemble(engine, machine, lambda: None, lambda stage, fraction: None)
+    ledger = _Ledger(requests, on_record, on_tokens)
+    assert isinstance(built.lanes, SimLanes)
+    port = SimPort(built.lanes, _arrivals(config.bench, requests), ledger.hear)
+    ledger.stop = lambda: setattr(port, "stopped", True)
+    try:
+        with uncollected():  # a tenth of the time; what the loop drops has no cycles
+            run(built.engine, port)
+    finally:
+        built.close()
+    if ledger.stopped:
+        ledger.interrupt(built.lanes.clock())
+    served = sorted(ledger.served, key=lambda one: one.record.index)
+    result = Result(
+        config=config.bench,
+        model=config.engine.model,
+        date=datetime.now().astimezone(),
+        workload=tuple(requests),
+        records=tuple(one.record for one in served),
+        duration=max((one.record.ended for one in served), default=0.0),
+        interrupted=ledger.stopped,
+        loop_lag=Distribution.of((), LAG_PERCENTILES),
+        simulated=_engine_figures(config, built),
+    )
+    return Simulation(result, served)
+
+
+def show(config: SimulateConfig, result_file: Path | None, requests_file: Path | None) -> None:
+    """Simulate with a bar, save what is asked for, and print the report."""
+    requests = config.bench.workload.build()
+    config.check()
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(f"simulating {config.gpu}", total=len(requests))
+
+        def count(record: Record) -> bool:
+            progress.advance(task)
+            return False
+
+        simulation = simulate(config, requests, count)
+    if result_file is not None:
+        result_file.write_bytes(result_json(simulation.result))
+    if requests_file is not None:
+        save_requests(requests_file, simulation.served)
+    Console().print(summary(simulation.result))
+
+
+def save_requests(path: Path, served: Sequence[Served]) -> None:
+    """Write one line of CSV for each request; times in seconds."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(REQUEST_COLUMNS)
+        writer.writerows(_request_row(one) for one in served)
+
+
+REQUEST_COLUMNS = (
+    *("index", "arrival", "prompt_tokens", "cached_tokens", "output_tokens", "outcome"),
+    *("ttft", "tpot", "max_tbt", "e2e", "queue", "prefill", "decode"),
+)
+
+
+def _request_row(one: Served) -> list[object]:
+    record, times = one.record, one.times
+    spans = (
+        record.ttft,
+        record.tpot,
+        max(record.gaps, default=None),
+        record.e2e,
+        times.queue,
+        times.prefill,
+        times.decode,
+    )
+    return [
+        record.index,
+        f"{record.sent:.6f}",
+        record.prompt_tokens,
+        one.cached,
+        record.output_tokens,
+        record.outcome,
+        *("" if span is None else f"{span:.6f}" for span in spans),
+    ]
+
+
+def _arrivals(
+    bench: BenchConfig, requests: Sequence[TraceRequest]
+) -> Iterator[tuple[float, Submit]]:
+    """The requests as messages; prompts are made when they are due, for all would not fit."""
+    prompts = PromptMaker(bench.vocab_range, bench.workload.seed)
+    for index, request in enumerate(requests):
+        params = SamplingParams(
+            max_tokens=request.output_tokens, ignore_eos=bench.ignore_eos, temperature=0.0
+        )
+        yield (
+            request.arrival or 0.0,
+            Submit(str(index), prompts.token_ids(index, request), params),
+        )
+
+
+@dataclass
+class _Open:
+    """A request under way."""
+
+    times: list[float] = field(default_factory=list)
+    cached: int | None = None
+
+
+class _Ledger:
+    """Makes records of the engine's news."""
+
+    def __init__(
+        self,
+        requests: Sequence[TraceRequest],
+        on_record: Callable[[Record], bool],
+        on_tokens: Callable[[int, Sequence[float], int], bool],
+    ) -> None:
+        self._requests = requests
+        self._on_record = on_record
+        self._on_tokens = on_tokens
+        self._open: dict[str, _Open] = {}
+        self.served: list[Served] = []
+        self.stop: Callable[[], None]
+        """Ends the run."""
+        self.stopped = False
+
+    def hear(self, at: float, news: Outputs) -> None:
+        """Take in the news of a turn."""
+        for output in news.outputs:
+            self._output(at, output)
+        for refused in news.refused:
+            self._refused(at, refused)
+
+    def interrupt(self, at: float) -> None:
+        """Record what was sent and has not ended, as a client that is stopped does."""
+        ended = {one.record.index for one in self.served}
+        for index, asked in enumerate(self._requests):
+            if index not in ended and (asked.arrival or 0.0) <= at:
+                request = self._open.get(str(index), _Open())
+                self._add(at, index, INTERRUPTED, "the run was stopped", request, Times())
+
+    def _output(self, at: float, output: Output) -> None:
+        request = self._open.get(output.id)
+        if request is None:
+            request = self._open[output.id] = _Open(cached=output.cached)
+        at = at if output.due is None else max(at, output.due)
+        request.times += [at] * len(output.tokens)
+        if output.tokens and self._on_tokens(int(output.id), request.times, len(output.tokens)):
+            self.stopped = True
+            self.stop()
+        if output.finish is not None:
+            del self._open[output.id]
+            self._end(at, output.id, OK, "", request, output.times or Times())
+
+    def _refused(self, at: float, refused: Refused) -> None:
+        status = 429 if refused.code == "refused" else 400
+        self._end(at, refused.id, status_outcome(status), refused.message, _Open(), Times())
+
+    def _end(
+        self, at: float, name: str, outcome: str, error: str, request: _Open, times: Times
+    ) -> None:
+        record = self._add(at, int(name), outcome, error, request, times)
+        if self._on_record(record):
+            self.stopped = True
+            self.stop()
+
+    def _add(
+        self, at: float, index: int, outcome: str, error: str, request: _Open, times: Times
+    ) -> Record:
+        asked = self._requests[index]
+        record = Record(
+            index=index,
+            asked_prompt=asked.prompt_tokens,
+            asked_output=asked.output_tokens,
+            scheduled=asked.arrival or 0.0,
+            waited=0.0,
+            sent=asked.arrival or 0.0,
+            ended=at,
+            outcome=outcome,
+            error=error,
+            token_times=tuple(request.times),
+            usage_prompt=asked.prompt_tokens,
+            usage_output=len(request.times),
+            usage_cached=request.cached,
+        )
+        self.served.append(Served(record, request.cached, times))
+        return record
+
+
+def _engine_figures(config: SimulateConfig, built: Built) -> dict[str, object]:
+    """Who served, and what the engine counted."""
+    engine: Engine = built.engine
+    stats = engine.stats()
+    queries = stats.prefix_queries
+    return {
+        "device": built.ready.device,
+        "tp": config.tp,
+        "system": config.engine.system,
+        "options": config.engine.options,
+        "estimator": config.engine.estimator or SYSTEMS[config.engine.system].estimator,
+        "levels": built.ready.levels,
+        "kv_tokens": built.ready.kv_tokens,
+        "max_model_len": built.ready.max_model_len,
+        "prefix_hit_rate": stats.prefix_hits / queries if queries else None,
+        "preemptions": stats.preemptions,
+        "lane_seconds": {f"{lane} {units}": spent for lane, units, spent in stats.seconds},
+    }

@@ -1,0 +1,1 @@
+"""`auto`: the system that picks the fastest way to prefill within the SLOs."""

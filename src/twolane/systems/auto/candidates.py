@@ -1,0 +1,204 @@
+"""What can be done with a prefill batch while requests decode, each way with its predictions.
+
+Three ways: *hybrid*, one pass with a decode token each and a chunk of the prompts; *temporal*,
+layer slices between decode steps, on the whole device; *spatial*, both at once, each on its
+units. A choice promises a bound on the time between two tokens and a pace of prefill.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from twolane.common.sizes import SIZES
+from twolane.estimate.base import Beside, Estimator, Load
+from twolane.systems.common.multiplex import Level
+
+Mode = Literal["hybrid", "temporal", "spatial"]
+
+PASSES: Sequence[int] = (16, 32, *SIZES, *range(SIZES[-1] + 512, 8192 + 1, 512))
+"""Rows that a hybrid pass may have, those that decode included. Products compute whole tiles (tile
+quantisation, Sarathi-Serve §4.3), so a row more may cost as much as 64 or 128."""
+UNSEEN = 0.95
+"""Of the sum of its parts, what a hybrid pass is taken to last, at most: by an estimator that
+promises nothing, and may have seen no such pass."""
+DECODE_WEIGHT = 0.1
+"""What the pace of decode counts beside that of prefill: it breaks ties, the SLO does the rest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One way to go on."""
+
+    mode: Mode
+    level: Level
+    """The whole device for both, unless spatial."""
+    layers: int
+    """Of a slice; all for hybrid."""
+    layer: float
+    """Seconds of one of them."""
+    tokens: int
+    """Of a pass, hybrid only."""
+    gap: float
+    """Bound on the time between two tokens, in seconds."""
+    pace: float
+    """Of prefill, in that of the whole device alone."""
+    score: float
+    """What is maximised: the pace, and a little for decode's."""
+
+    def is_like(self, other: "Candidate | None") -> bool:
+        """Whether going from one to the other is no change of mode or level."""
+        return other is not None and (self.mode, self.level) == (other.mode, other.level)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """The candidates at one scheduling point.
+
+    Args:
+        estimator: predicts.
+        layers: of the model.
+        units: of the device.
+        levels: partitions with units for both lanes.
+        decode: the step.
+        step: bound on its seconds on the whole device.
+        batch: the prompts.
+        target: TBT that is planned for, in seconds.
+        launching: seconds that a launch of a pass takes the host: passes that follow one another
+            are no faster.
+    """
+
+    estimator: Estimator
+    layers: int
+    units: int
+    levels: Sequence[Level]
+    decode: Load
+    step: float
+    batch: Load
+    target: float
+    launching: float = 0.0
+
+    def all(self, *, sliced: bool, chunk: int = 0) -> list[Candidate]:
+        """Every candidate; empty while nothing is known.
+
+        Args:
+            sliced: the batch has begun in layer slices, which rules hybrid passes out.
+            chunk: tokens at which the search for the largest pass begins.
+        """
+        alone = self.estimator.prefill_slice(self.batch, self.layers, self.units)
+        if not alone:
+            return []
+        found = [*self._spatial(alone), self._temporal(alone)]
+        return found if sliced else [*found, self._hybrid(alone, chunk)]
+
+    def _spatial(self, alone: float) -> list[Candidate]:
+        """One for each level; slices last about a step.
+
+        Prompts that are done before the step is leave their units idle until it ends, and decode on
+        few: their pace is that of the step.
+        """
+        if not self.levels:
+            return []
+        p, d = np.array(self.levels).T
+        gaps = self.estimator.decode_step(self.decode, d, Beside(self.batch, p), bound=True)
+        whole = self.estimator.prefill_slice(self.batch, self.layers, p, Beside(self.decode, d))
+        if gaps is None or whole is None:
+            return []
+        found = []
+        for level, gap, seconds in zip(self.levels, gaps.tolist(), whole.tolist(), strict=True):
+            layer, pace = seconds / self.layers, alone / max(seconds, gap)
+            layers, score = max(1, round(gap / layer)), self._score(pace, gap)
+            found.append(Candidate("spatial", level, layers, layer, 0, gap, pace, score))
+        return found
+
+    def _temporal(self, alone: float) -> Candidate:
+        """As many layers between two steps as the bound leaves time for, one at least."""
+        whole = self.estimator.prefill_slice(self.batch, self.layers, self.units, bound=True)
+        layer = (whole or alone) / self.layers
+        layers = min(self.layers, max(1, int((self.target - self.step) / layer)))
+        gap = self.step + layers * layer
+        done = alone * layers / self.layers
+        pace = done / (done + self.step)
+        both = (self.units, self.units)
+        return Candidate("temporal", both, layers, layer, 0, gap, pace, self._score(pace, gap))
+
+    def _hybrid(self, alone: float, chunk: int) -> Candidate:
+        """The largest pass within the bound, the smallest if none is.
+
+        A few tokens more than the graphs hold would be a launch many times as long.
+        """
+        most, rows = self.batch.new, self.decode.requests
+        sizes = [size - rows for size in PASSES if rows < size < rows + most]
+        if rows + most <= SIZES[-1] or not sizes:
+            sizes.append(most)
+        gaps: dict[int, float] = {}
+
+        def fits(i: int) -> bool:
+            gaps[i] = self._pass_seconds(sizes[i], alone, bound=True)
+            return gaps[i] <= self.target
+
+        i = largest(fits, len(sizes), start=sum(size < chunk for size in sizes))
+        seconds = self._pass_seconds(sizes[i], alone, bound=False)
+        pace = alone * sizes[i] / most / seconds
+        both = (self.units, self.units)
+        score = self._score(pace, gaps[i])
+        return Candidate(
+            "hybrid", both, self.layers, seconds / self.layers, sizes[i], gaps[i], pace, score
+        )
+
+    def _score(self, pace: float, gap: float) -> float:
+        return pace + DECODE_WEIGHT * self.step / gap
+
+    def _pass_seconds(self, tokens: int, alone: float, *, bound: bool) -> float:
+        chunks = cut(self.batch, tokens)
+        load = Load([*self.decode.n, *chunks.n], [*self.decode.r, *chunks.r])
+        seconds = self.estimator.hybrid(load, self.units, bound=bound)
+        if seconds is None or not self.estimator.promises:
+            parts = UNSEEN * (self.step + alone * tokens / self.batch.new)
+            seconds = parts if seconds is None else min(seconds, parts)
+        return max(seconds, self.launching)
+
+
+def largest(fits: Callable[[int], bool], count: int, start: int) -> int:
+    """The largest index below `count` that fits, if all below one that fits do; else 0.
+
+    Looks at `start` first, then farther and farther away, then halves what is left.
+    """
+    low, high, i, stride = -1, count, min(start, count - 1), 1
+    while high - low > 1:
+        if fits(i):
+            low = i
+        else:
+            high = i
+        if high == count:
+            i = min(low + stride, count - 1)
+        else:
+            i = max(high - stride, 0) if low < 0 else (low + high) // 2
+        stride *= 2
+    return max(low, 0)
+
+
+def cut(batch: Load, tokens: int) -> Load:
+    """The first so many new tokens of a batch."""
+    n: list[int] = []
+    for each in batch.n:
+        n.append(min(each, tokens - sum(n)))
+        if sum(n) == tokens:
+            break
+    return Load(n, batch.r[: len(n)])
+
+
+def choose(
+    ways: Sequence[Candidate], target: float, last: Candidate | None, hysteresis: float
+) -> Candidate:
+    """The best score within the bound; without any, the shortest gap.
+
+    What is done now stays until another is better by more than `hysteresis`, a share.
+    """
+    within = [way for way in ways if way.gap <= target]
+    if not within:
+        return min(ways, key=lambda way: way.gap)
+    best = max(within, key=lambda way: way.score)
+    same = next((way for way in within if way.is_like(last)), None)
+    return same if same and same.score * (1 + hysteresis) >= best.score else best

@@ -1,0 +1,1 @@
+"""The baselines: one lane, a fixed split, or both lanes unpartitioned."""

@@ -1,0 +1,51 @@
+"""`chunked`: chunked prefill with hybrid batches (Sarathi-Serve; MuxWise §2.3.2).
+
+Every forward pass has at most `token_budget` tokens: first one for each decoding request, then
+chunks of prompts in order. The budget bounds the time of a pass, and with it the TBT.
+"""
+
+from typing import ClassVar
+
+import msgspec
+
+from twolane.common.vocabulary import EstimatorName
+from twolane.systems.common.admission import next_chunks
+from twolane.systems.common.settings import at_least
+from twolane.systems.plan import DecodeSteps, Hybrid, Launch, Plan
+from twolane.systems.view import View
+
+
+class Chunked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Decode tokens and prompt chunks in one forward pass, within a token budget."""
+
+    estimator: ClassVar[EstimatorName] = "calibrated"
+    reads_slos: ClassVar[bool] = False
+
+    token_budget: int = 256
+    """Tokens in a forward pass, decode and prefill together."""
+    lead_seconds: float = 0.005
+    """The next pass is queued this long before the device would run dry."""
+
+    def __post_init__(self) -> None:
+        at_least(self, token_budget=1, lead_seconds=0)
+
+    def start(self) -> None:
+        """No memory is kept between plans."""
+
+    def plan(self, view: View, memory: None) -> tuple[Plan, None]:
+        """One pass: a decode token each, and as much prefill as the budget leaves."""
+        lane = view.lanes["device"]
+        if not lane.due(view.now, self.lead_seconds):
+            return Plan(wake_at=lane.due_at(self.lead_seconds)), None
+        decoding = len(view.decoding) + len(view.joining["device"])
+        # A budget that decode alone exhausts must not starve prefill for ever.
+        budget = max(self.token_budget - decoding, 1)
+        chunks = next_chunks(view, budget, split=True)
+        if chunks:
+            launch = Launch("device", view.units, Hybrid())
+            reason = f"{decoding} decode + {sum(c.n for c in chunks)} prefill tokens"
+            return Plan(admit=chunks, launches=(launch,), reason=reason), None
+        if decoding:
+            launch = Launch("device", view.units, DecodeSteps())
+            return Plan(launches=(launch,), reason="no prompt waits"), None
+        return Plan(), None

@@ -1,0 +1,48 @@
+"""`two-stream`: both phases on all units at once (WindServe's streams; MuxWise §6).
+
+Nobody partitions the device and no prefill is sliced: what runs when is left to the hardware, and
+the contention is not controlled.
+"""
+
+from typing import ClassVar
+
+import msgspec
+
+from twolane.common.vocabulary import EstimatorName
+from twolane.systems.common.admission import next_chunks
+from twolane.systems.common.multiplex import wake_at
+from twolane.systems.common.settings import at_least
+from twolane.systems.plan import Chunk, DecodeSteps, Launch, Plan, PrefillSlice
+from twolane.systems.view import View
+
+
+class TwoStream(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Prefill and decode side by side, both on the whole device: no partition."""
+
+    estimator: ClassVar[EstimatorName] = "calibrated"
+    reads_slos: ClassVar[bool] = False
+
+    max_batch_tokens: int = 4096
+    """New tokens in one prefill batch; a longer prompt is a batch of its own."""
+    lead_seconds: float = 0.005
+    """The next launch is queued this long before its lane would run dry."""
+
+    def __post_init__(self) -> None:
+        at_least(self, max_batch_tokens=1, lead_seconds=0)
+
+    def start(self) -> None:
+        """No memory is kept between plans."""
+
+    def plan(self, view: View, memory: None) -> tuple[Plan, None]:
+        """Whole prompts in one lane, decode steps in the other."""
+        chunks: tuple[Chunk, ...] = ()
+        if view.lanes["prefill"].due(view.now, self.lead_seconds):
+            chunks = next_chunks(view, self.max_batch_tokens, split=False)
+        launches = []
+        if view.decoding and view.lanes["decode"].due(view.now, self.lead_seconds):
+            launches.append(Launch("decode", view.units, DecodeSteps()))
+        if chunks:
+            launches.append(Launch("prefill", view.units, PrefillSlice(0, view.layers)))
+        reason = " + ".join(launch.lane for launch in launches)
+        wake = wake_at(view, self.lead_seconds)
+        return Plan(admit=chunks, launches=tuple(launches), wake_at=wake, reason=reason), None

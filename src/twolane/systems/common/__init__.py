@@ -1,0 +1,1 @@
+"""What several systems share: admission, batches, slices and checks of settings."""

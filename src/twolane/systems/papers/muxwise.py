@@ -1,0 +1,63 @@
+"""`muxwise`: bubble-less multiplexing with worst-case decode latencies (MuxWise, §3).
+
+Every partition on offer (16 SMs apart) is a candidate; decode is planned by the contention guard's
+bound (§3.3.2); a batch is preempted for one that would miss its TTFT SLO (§3.4.2). `best_fit.py`
+has the dispatching; here is what is MuxWise's own.
+"""
+
+from typing import ClassVar
+
+import msgspec
+
+from twolane.common.vocabulary import EstimatorName
+from twolane.systems.common.multiplex import shared_levels
+from twolane.systems.common.settings import at_least
+from twolane.systems.papers.best_fit import BestFit, Spent
+from twolane.systems.plan import Plan
+from twolane.systems.view import View
+
+
+class MuxWise(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Decode on the fewest units that keep its TBT in the worst case; prefill layer by layer."""
+
+    estimator: ClassVar[EstimatorName] = "guard"
+    reads_slos: ClassVar[bool] = True
+
+    layer_wise: bool = True
+    """Off: a prefill batch is launched whole, and can neither be preempted nor change its level
+    (§4.4.2)."""
+    query_sync: bool = True
+    """Off: decode stands still while the last layers of a prefill batch run, and merges then
+    (§4.4.2)."""
+    preemption: bool = True
+    """Off: batches end in the order in which they began (§4.4.3)."""
+    guard: bool = True
+    """Off: decode is planned by its solo-run latency (§3.3.2)."""
+    max_batch_tokens: int = 4096
+    """New tokens in one prefill batch; a longer prompt is a batch of its own."""
+    slice_seconds: float = 0.05
+    """Of a slice while nothing decodes, so that the batch can be preempted."""
+    lead_seconds: float = 0.005
+    """The next launch is queued this long before its lane would run dry."""
+
+    def __post_init__(self) -> None:
+        at_least(self, max_batch_tokens=1, slice_seconds=0, lead_seconds=0)
+
+    def start(self) -> Spent:
+        """No batch was preempted."""
+        return frozenset()
+
+    def plan(self, view: View, memory: Spent) -> tuple[Plan, Spent]:
+        """Decide as after each prefill batch and decode step (§3.4.2)."""
+        policy = BestFit(
+            levels=shared_levels(view),
+            guard=self.guard,
+            preemption=self.preemption,
+            only_if_late=True,
+            layer_wise=self.layer_wise,
+            query_sync=self.query_sync,
+            max_batch_tokens=self.max_batch_tokens,
+            slice_seconds=self.slice_seconds,
+            lead_seconds=self.lead_seconds,
+        )
+        return policy.plan(view, memory)

@@ -1,0 +1,88 @@
+"""The decisions: one file a system, each a pure function from view and memory to plan.
+
+A system is a frozen msgspec struct: its fields are its settings, its first docstring line is
+its description. Systems never import torch.
+"""
+
+from typing import Any, ClassVar, Protocol, cast
+
+import msgspec
+
+from twolane.common.vocabulary import EstimatorName
+from twolane.systems.auto.system import Auto
+from twolane.systems.baselines.chunked import Chunked
+from twolane.systems.baselines.prefill_first import PrefillFirst
+from twolane.systems.baselines.static_split import StaticSplit
+from twolane.systems.baselines.temporal import Temporal
+from twolane.systems.baselines.two_stream import TwoStream
+from twolane.systems.papers.bullet import Bullet
+from twolane.systems.papers.drift import Drift
+from twolane.systems.papers.duetserve import DuetServe
+from twolane.systems.papers.muxwise import MuxWise
+from twolane.systems.plan import Plan
+from twolane.systems.view import View
+
+__all__ = ["SYSTEMS", "System", "defaults", "describe", "make_system"]
+
+
+class System(Protocol):
+    """A policy with its settings.
+
+    `memory` is its own small frozen state, handed back to it at the next scheduling point.
+    """
+
+    estimator: ClassVar[EstimatorName]
+    """What it predicts with, given a profile, unless another one is asked for."""
+    reads_slos: ClassVar[bool]
+    """Whether its plans depend on latency bounds; False lets one run answer for all of them."""
+
+    def start(self) -> Any:
+        """The memory before the first plan."""
+
+    def plan(self, view: View, memory: Any) -> tuple[Plan, Any]:
+        """What to launch now. No side effects: the same view and memory give the same plan."""
+
+
+SYSTEMS: dict[str, type[System]] = {
+    "prefill-first": PrefillFirst,
+    "chunked": Chunked,
+    "static-split": StaticSplit,
+    "two-stream": TwoStream,
+    "temporal": Temporal,
+    "drift": Drift,
+    "muxwise": MuxWise,
+    "bullet": Bullet,
+    "duetserve": DuetServe,
+    "auto": Auto,
+}
+
+
+def describe(name: str) -> str:
+    """The system in a line."""
+    return (SYSTEMS[name].__doc__ or "").split("\n", 1)[0]
+
+
+def defaults(name: str) -> dict[str, Any]:
+    """The system's settings and their defaults."""
+    kind = cast(type[msgspec.Struct], SYSTEMS[name])
+    return {field.name: field.default for field in msgspec.structs.fields(kind)}
+
+
+def make_system(name: str, options: dict[str, str] | None = None) -> System:
+    """The system of that name with its settings given as text.
+
+    Raises:
+        ValueError: no such system, no such setting, or a value out of range; names both.
+    """
+    if name not in SYSTEMS:
+        raise ValueError(f"system {name!r} is unknown; there are: {', '.join(SYSTEMS)}")
+    kind, settings = SYSTEMS[name], defaults(name)
+    for option in options or {}:
+        if option not in settings:
+            raise ValueError(
+                f"option {option!r} is not one of system {name}; it has: {', '.join(settings)}"
+            )
+    try:
+        return msgspec.convert(options or {}, kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"option of system {name}: {error}") from None

@@ -1,0 +1,333 @@
+import inspect
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import get_args
+
+import pytest
+from msgspec.structs import fields
+from typer.main import get_command
+from typer.testing import CliRunner
+
+from twolane.cli import doctor
+from twolane.cli.bench import app as bench
+from twolane.cli.main import ENGINE_OPTIONS, app
+from twolane.engine.config import EngineConfig
+
+from ..server.serving import write_tiny_model
+
+MODEL = "smollm2-135m-instruct"
+
+
+def run(*args, variables=None, **more):
+    command = [sys.executable, "-m", "twolane", *args]
+    env = {**os.environ, "COLUMNS": "200", "NO_COLOR": "1", **(variables or {})}
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=env, **more)
+
+
+def imported(*args):
+    """Return the modules that a Python command imports."""
+    command = [sys.executable, "-X", "importtime", *args]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stderr.splitlines()
+    return {line.rsplit("|", 1)[1].strip() for line in lines if line.startswith("import time:")}
+
+
+def test_help_takes_little_more_than_the_library_that_prints_it():
+    def seconds(*command):
+        began = time.perf_counter()
+        subprocess.run([sys.executable, *command], capture_output=True, check=True)
+        return time.perf_counter() - began
+
+    library = "import typer.main, typer.rich_utils, pydantic, rich.markdown"
+    pairs = [(seconds("-m", "twolane", "--help"), seconds("-c", library)) for _ in range(3)]
+    assert min(help / bare for help, bare in pairs) < 2
+
+
+@pytest.mark.parametrize("args", [("-m", "twolane", "--help"), ("-c", "import twolane")])
+def test_nothing_heavy_is_imported_for_help(args):
+    heavy = {"torch", "transformers", "fastapi", "zmq", "numpy", "httptools", "uvicorn"}
+    assert not imported(*args) & heavy
+
+
+def test_every_engine_setting_has_an_option():
+    bounds = {f"slo_{name}_ms" for name in ("ttft", "ttft_per_1k", "tbt", "tpot")}
+    settings, tbt = {field.name for field in fields(EngineConfig)}, ("tbt_delivery", "tbt_playout")
+    seconds = {"model", "slo", "tbt_buffer", *tbt}
+    assert set(ENGINE_OPTIONS) == settings - seconds | bounds | {"tbt_buffer_ms"}
+    text = run("serve", "--help").stdout
+    for name in (*ENGINE_OPTIONS, *(f"{name}_ms" for name in tbt)):
+        flag = "--option" if name == "options" else "--" + name.replace("_", "-")
+        assert flag in text
+
+
+def test_every_serve_option_has_a_variable_and_a_line_in_the_docs():
+    page = (Path(__file__).parents[2] / "docs" / "cli.md").read_text()
+    rows = dict(re.findall(r"^\| `(TWOLANE_\w+)` \| `(.+?)` \|", page, re.MULTILINE))
+    expected = {"TWOLANE_MODEL": "MODEL"}
+    for param in get_command(app).commands["serve"].params:
+        if param.name not in ("help", "model"):
+            flag = param.opts[0]
+            expected["TWOLANE_" + flag[2:].replace("-", "_").upper()] = flag
+            assert param.envvar == "TWOLANE_" + flag[2:].replace("-", "_").upper()
+    assert rows == expected
+
+
+def test_what_is_wrong_in_a_file_or_a_variable_is_one_line(tmp_path):
+    file = tmp_path / "serve.yaml"
+    for text, words in (
+        ("model: x\nprot: 3", (str(file), "line 2", "did you mean 'port'?")),
+        ("model: x\nport: -1", (f"{file}: Invalid value for '--port'",)),
+        ("model: x\npage-size: 0", ("--page-size must be at least 1",)),
+    ):
+        file.write_text(text)
+        result = run("serve", "--config", str(file))
+        assert result.returncode == 2
+        assert len(result.stderr.splitlines()) == 1
+        for word in words:
+            assert word in result.stderr
+    result = run("serve", MODEL, variables={"TWOLANE_PORT": "tcp://10.0.0.1:8000"})
+    assert result.returncode == 2
+    assert "TWOLANE_PORT" in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_mistyped_variables_are_named():
+    result = run("serve", "nope", variables={"TWOLANE_PROT": "1"})
+    assert "TWOLANE_PROT is not one of mine; did you mean TWOLANE_PORT?" in result.stderr
+
+
+def test_completion_knows_commands_options_and_models():
+    def complete(*words):
+        words = ("twolane", *words)
+        asked = {"COMP_WORDS": " ".join(words), "COMP_CWORD": str(len(words) - 1)}
+        return run(variables={**asked, "_TWOLANE_COMPLETE": "complete_bash"}).stdout.split()
+
+    assert complete("ser") == ["serve"]
+    assert "--slo-tbt-ms" in complete("serve", "--slo")
+    assert complete("serve", "--system", "chu") == ["chunked"]
+    assert MODEL in complete("serve", "smol")
+
+
+def test_version():
+    assert run("--version").stdout.startswith("twolane 0.")
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (("--kv-tokens", "4"), ("--kv-tokens 4",)),
+        (("--kv-tokens", "100", "--max-model-len", "200"), ("--kv-tokens 100", "200")),
+        (
+            ("--max-positions", "100", "--max-model-len", "200"),
+            ("--max-model-len 200", "--max-positions 100"),
+        ),
+        (("--page-size", "0"), ("--page-size", "at least 1")),
+        (("--max-model-len", "1"), ("--max-model-len", "at least 2")),
+        (("--cores", "0"), ("--cores", "between 1 and")),
+        (("--system", "nope"), ("--system 'nope'", "static-split", "chunked")),
+        (("--option", "nope=1"), ("--option 'nope'", "decode_units")),
+        (("--option", "nope"), ("--option nope", "KEY=VALUE")),
+        (
+            ("--option", "look-ahead=1", "--option", "look_ahead=2"),
+            ("--option look_ahead", "twice"),
+        ),
+        (("--otlp-endpoint", "foo"), ("--otlp-endpoint", "'foo'")),
+        (("--host", ""), ("--host must not be empty",)),
+        (("--option", "decode_units=x"), ("--option", "decode_units")),
+        (("--trace", "/nowhere/t.json"), ("--trace", "/nowhere/t.json")),
+        (("--trace", "/"), ("--trace / cannot be written",)),
+        (("--profile", "/"), ("--profile / cannot be read",)),
+        (("--slo-tbt-ms", "-1"), ("--slo-tbt-ms", "-1")),
+        (("--slo-ttft-ms", "nan"), ("--slo-ttft-ms", "nan")),
+        (("--slo-ttft-per-1k-ms", "9"), ("--slo-ttft-per-1k-ms", "--slo-ttft-ms")),
+        (("--slo-ttft-ms", "9", "--slo-ttft-per-1k-ms", "-1"), ("--slo-ttft-per-1k-ms", "-1")),
+        (("--dtype", "int4"), ("--dtype", "bfloat16")),
+        (("--port", "99999"), ("--port", "65535")),
+        (("--max-queue", "0"), ("--max-queue",)),
+        (("--nope",), ("--nope",)),
+    ],
+)
+def test_wrong_options_are_refused_by_name(args, words):
+    result = run("serve", MODEL, *args)
+    assert result.returncode == 2
+    for word in words:
+        assert word in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+ASKED = {
+    "serve": [MODEL],
+    "generate": [MODEL, "x"],
+    "profile": [MODEL],
+    "simulate": ["llama-3.1-8b"],
+    "bench serve": ["--base-url", "http://127.0.0.1:1"],
+    "bench goodput": [
+        "--simulate",
+        "h200",
+        "--model",
+        "llama-3.1-8b",
+        "--goodput",
+        "ttft:1",
+        "--out",
+        "x",
+    ],
+    "bench report": ["nowhere"],
+}
+"""What each command that takes fractions needs beside them."""
+
+
+def fractions():
+    """Return every command with each of its options that take fractions."""
+    commands = [(one.callback.__name__, one.callback) for one in app.registered_commands]
+    commands += [
+        (f"bench {one.callback.__name__}", one.callback) for one in bench.registered_commands
+    ]
+    return [
+        (name, "--" + option.replace("_", "-"))
+        for name, command in commands
+        for option, parameter in inspect.signature(command).parameters.items()
+        if "float" in str(get_args(parameter.annotation)[:1])
+    ]
+
+
+@pytest.mark.parametrize(("command", "option"), fractions())
+def test_what_is_no_number_is_refused_by_name(command, option, tmp_path, monkeypatch):
+    """As is what is infinite, but where that has a meaning: for arrivals."""
+    monkeypatch.chdir(tmp_path)
+    infinite = () if option in ("--request-rate", "--burstiness") else ("inf", "1e400")
+    for value in ("nan", *infinite):
+        done = CliRunner().invoke(app, [*command.split(), *ASKED[command], f"{option}={value}"])
+        assert done.exit_code == 2
+        assert option in done.output
+
+
+@pytest.mark.parametrize(
+    ("args", "word"),
+    [
+        (("serve", "nope"), "no model 'nope'"),
+        (("serve", "qwen3-8b"), "--load-format dummy"),
+        (("pull", "nope"), "no model 'nope' to pull"),
+        (("generate", "nope", "Hi"), "no model 'nope'"),
+    ],
+)
+def test_what_cannot_be_had_is_one_line(args, word):
+    result = run(*args)
+    assert result.returncode == 1
+    assert word in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_an_unsupported_architecture_is_one_line_that_lists_those_that_work(tmp_path):
+    model = write_tiny_model(tmp_path)
+    config = (model / "config.json").read_text().replace("LlamaFor", "GPT9For")
+    (model / "config.json").write_text(config)
+    result = run("serve", str(model), "--load-format", "dummy")
+    assert result.returncode == 1
+    assert "GPT9ForCausalLM" in result.stderr
+    assert "LlamaForCausalLM" in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_settings_that_the_model_cannot_keep_are_one_line(tmp_path):
+    model = str(write_tiny_model(tmp_path))
+    result = run("serve", model, "--load-format", "dummy", "--max-model-len", "100000")
+    assert result.returncode == 1
+    *progress, last = result.stderr.splitlines()
+    assert "--max-model-len 100000 exceeds the model's 65536 positions; --max-positions" in last
+    assert all(line.endswith("...") for line in progress)
+
+
+def test_an_address_in_use_is_one_line():
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        result = run("serve", MODEL, "--port", str(taken.getsockname()[1]))
+    assert result.returncode == 1
+    assert "cannot listen on 127.0.0.1" in result.stderr
+
+
+@pytest.mark.parametrize("host", ["nope.invalid", "a..b"])
+def test_an_address_that_is_none_is_one_line_that_names_it(host):
+    result = run("serve", MODEL, "--host", host)
+    assert result.returncode == 1
+    [line] = result.stderr.splitlines()
+    assert "cannot listen on --host" in line
+    assert host in line
+
+
+def test_a_profile_that_is_not_there_is_named_once():
+    result = run("bench", "estimators", "nowhere.json")
+    assert result.returncode == 1
+    assert result.stderr == "twolane: nowhere.json: No such file or directory\n"
+
+
+def test_generate_answers():
+    result = run("generate", MODEL, "What is the capital of France?", "--kv-tokens", "4000")
+    assert result.returncode == 0
+    assert "Paris" in result.stdout
+
+
+def test_generate_continues_text_from_standard_input():
+    args = ("generate", MODEL, "-", "--raw", "--max-tokens", "3", "--kv-tokens", "4000")
+    result = run(*args, input="The capital of France is")
+    assert "Paris" in result.stdout
+
+
+def test_a_terminated_generate_leaves_nothing_behind(tmp_path):
+    """No folder of sockets, in the middle of an answer; and the exit code says what came."""
+    args = ("generate", MODEL, "Once", "--raw", "--max-tokens", "4000", "--kv-tokens", "5000")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "twolane", *args],
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdout.read(1)
+    assert list(tmp_path.glob("twolane-*"))
+    process.terminate()
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 143
+    assert b"Traceback" not in errors
+    assert not list(tmp_path.glob("twolane-*"))
+
+
+def test_generate_refuses_wrong_parameters():
+    result = run("generate", MODEL, "x", "--top-p", "2")
+    assert result.returncode == 2
+    assert "--top-p must be" in result.stderr
+
+
+def test_generate_without_a_tokenizer_says_so(tmp_path):
+    model = str(write_tiny_model(tmp_path))
+    result = run("generate", model, "x", "--load-format", "dummy", "--kv-tokens", "1000")
+    assert result.returncode == 1
+    assert "without a tokenizer" in result.stderr
+
+
+def test_doctor_says_what_there_is():
+    result = run("doctor")
+    assert result.returncode == 0
+    for word in ("python", "torch", "cores", "memory", "partitions", "static-split", "cache"):
+        assert word in result.stdout
+
+
+def test_doctor_names_a_broken_pytorch(tmp_path):
+    (tmp_path / "torch.py").write_text("raise OSError('libtorch_cpu.so: no such file')")
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    result = run("doctor", variables={"PYTHONPATH": path})
+    assert result.returncode == 1
+    assert "Serving is not possible: PyTorch does not work: libtorch_cpu.so" in result.stdout
+    assert not result.stderr
+
+
+def test_doctor_counts_the_memory_that_an_engine_finds(monkeypatch):
+    """Not that which no file's cache takes: after a download there is next to none of it."""
+    monkeypatch.setattr(doctor, "free_memory", lambda: 3 * 2**29)
+    assert doctor.memory().endswith(" GiB, 1.5 GiB free")
+
+
+def test_bench_is_mounted():
+    assert "serve" in run("bench", "--help").stdout

@@ -1,0 +1,48 @@
+"""Python's garbage collector stays out of the way, and serving gives it nothing to do."""
+
+import gc
+import subprocess
+import sys
+
+import pytest
+
+from tests.systems.simulation import simulate, submit
+from twolane.common.garbage import uncollected
+from twolane.systems.registry import SYSTEMS, make_system
+
+SEEN = """
+import gc
+from twolane.common import garbage
+
+garbage.leave_out()
+times = []
+gc.callbacks.append(lambda phase, info: times.append(info["generation"]))
+held = [[] for _ in range(500_000)]
+assert 200 < len(times) < 600, "the young ones not now and then"
+assert set(times) == {0}, "older ones, too, while requests were served"
+held += [[] for _ in range(1_000_000)]
+assert 1 in times, "the older ones never"
+"""
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_the_engine_makes_no_reference_cycles(system: str) -> None:
+    """So it can do without collections, which stop every launch for 10 ms and more."""
+    arrivals = [(0.02 * i, submit(f"r{i}", 50 + 40 * (i % 5), 5 + i % 7)) for i in range(40)]
+    made = make_system(system, {})
+    gc.collect()
+    with uncollected():
+        served = simulate(made, arrivals)
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        try:
+            gc.collect()
+            found = {type(each).__name__ for each in gc.garbage}
+        finally:
+            gc.set_debug(0)
+            gc.garbage.clear()
+    assert len(served.finish) == len(arrivals)
+    assert not found
+
+
+def test_collections_are_short() -> None:
+    subprocess.run([sys.executable, "-c", SEEN], check=True, timeout=60)

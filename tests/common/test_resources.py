@@ -1,0 +1,71 @@
+"""Memory that control groups leave a process, as Linux shows it."""
+
+import pytest
+
+from twolane.common.resources import free_memory
+
+GIB = 2**30
+
+
+def write(folder, **files):
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        (folder / name.replace("__", ".")).write_text(f"{content}\n")
+
+
+@pytest.fixture
+def machine(tmp_path):
+    """8 GiB free; the groups of this process are given as the kernel tells them."""
+    proc, groups = tmp_path / "proc", tmp_path / "cgroup"
+    write(proc, meminfo="MemTotal: 16777216 kB\nMemAvailable: 8388608 kB")
+
+    def free(own):
+        write(proc / "self", cgroup=own)
+        return free_memory(proc, groups)
+
+    return groups, free
+
+
+def limit(folder, most, current, cache):
+    stat = f"anon 1\ninactive_file {cache}"
+    write(folder, memory__max=most, memory__current=current, memory__stat=stat)
+
+
+def test_without_limits_what_is_available_is_free(machine):
+    groups, free = machine
+    assert free("0::/") == 8 * GIB
+    limit(groups, "max", GIB, 0)
+    assert free("0::/") == 8 * GIB
+
+
+def test_a_containers_limit_counts_whatever_the_host_calls_its_group(machine):
+    groups, free = machine
+    limit(groups, 4 * GIB, 3 * GIB, GIB)
+    assert free("0::/") == 2 * GIB
+    assert free("0::/docker/0123") == 2 * GIB
+
+
+def test_every_group_around_a_service_counts(machine):
+    groups, free = machine
+    limit(groups / "outer.slice", 2 * GIB, GIB, 0)
+    limit(groups / "outer.slice" / "own.service", 3 * GIB, GIB, 0)
+    assert free("0::/outer.slice/own.service") == GIB
+    assert free("0::/other.slice") == 8 * GIB
+
+
+def test_more_than_the_limit_leaves_nothing(machine):
+    groups, free = machine
+    limit(groups, GIB, 2 * GIB, 0)
+    assert free("0::/") == 0
+
+
+def test_the_first_version_of_control_groups_counts_too(machine):
+    groups, free = machine
+    files = {"memory__limit_in_bytes": 3 * GIB, "memory__usage_in_bytes": 2 * GIB}
+    write(groups / "memory" / "docker" / "x", **files, memory__stat="total_inactive_file 1024")
+    assert free("5:cpu,cpuacct:/docker/x\n4:memory:/docker/x\n0::/") == GIB + 1024
+    assert free("4:memory:/docker/y") == 8 * GIB
+
+
+def test_this_machine_has_some():
+    assert free_memory() > 0

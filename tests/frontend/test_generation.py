@@ -1,0 +1,83 @@
+"""What an answer's tokens go through between the engine and whoever sends them."""
+
+import asyncio
+import random
+from types import SimpleNamespace
+
+import pytest
+
+from twolane.engine.messages import Output
+from twolane.frontend.generation import Generation
+from twolane.frontend.text.codec import TextCodec
+from twolane.sampling import SamplingParams
+
+
+class Engine:
+    """Says what it is told to say."""
+
+    ready = SimpleNamespace(eos_token_ids=())
+    aborted = False
+
+    def submit(self, request, sink):
+        self.say = lambda tokens, finish=None: sink(Output(request.id, tokens, finish))
+
+    def abort(self, id):
+        self.aborted = True
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_deltas_are_taken_or_iterated_over_once_and_in_order(seed):
+    """However slow the iteration is, and whenever the taker has no time."""
+    draw, sent, taken = random.Random(seed), [], []
+
+    async def pause(most):
+        for _ in range(draw.randrange(most)):
+            await asyncio.sleep(0)
+
+    def take(delta):
+        if draw.random() < 0.3:
+            return False
+        sent.extend(delta.tokens)
+        taken.extend(delta.tokens)
+        return True
+
+    async def iterate(generation):
+        async for delta in generation:
+            await pause(4)
+            sent.extend(delta.tokens)
+
+    async def run():
+        engine = Engine()
+        with Generation(engine, TextCodec(None), [[5]], [SamplingParams()]) as generation:
+            generation.offer(take)
+            sending = asyncio.create_task(iterate(generation))
+            for token in range(300):
+                await pause(6)
+                engine.say([token], "length" if token == 299 else None)
+            await sending
+            assert not engine.aborted
+
+    asyncio.run(run())
+    assert sent == list(range(300))
+    assert 50 < len(taken) < 250
+    assert 299 not in taken
+
+
+def test_an_error_of_the_taker_ends_the_iteration_alone():
+    """Not whoever brings the tokens, for they bring those of all others, too."""
+
+    def take(delta):
+        raise ValueError("cannot be written")
+
+    async def run():
+        engine = Engine()
+        with Generation(engine, TextCodec(None), [[5]], [SamplingParams()]) as generation:
+            generation.offer(take)
+            first = asyncio.ensure_future(anext(aiter(generation)))
+            await asyncio.sleep(0)
+            engine.say([7])
+            with pytest.raises(ValueError, match="cannot be written"):
+                await first
+        assert engine.aborted
+
+    asyncio.run(run())

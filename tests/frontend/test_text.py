@@ -1,0 +1,211 @@
+import threading
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
+
+from twolane.engine.messages import Output
+from twolane.frontend.generation import Reader, TextOptions
+from twolane.frontend.text.codec import TextCodec, TextError, WindowDetokenizer
+from twolane.frontend.text.tokenizer import ModelTokenizer
+from twolane.sampling import SamplingParams
+
+VOCABULARY = 49152
+
+
+@pytest.fixture(scope="module")
+def codec(tokenizer):
+    """Made once: it looks at every token of the vocabulary."""
+    return TextCodec(tokenizer)
+
+
+def pieces(detokenizer, tokens):
+    return [*(detokenizer.step(token) for token in tokens), detokenizer.flush()]
+
+
+@settings(max_examples=100, deadline=None)
+@given(tokens=st.lists(st.integers(0, VOCABULARY + 10), max_size=60))
+def test_pieces_of_any_tokens_make_the_full_decode(codec, tokenizer, tokens):
+    whole = tokenizer.backend.decode(tokens, skip_special_tokens=True)
+    assert "".join(pieces(codec.detokenizer(), tokens)) == whole
+
+
+@settings(max_examples=100, deadline=None)
+@given(text=st.text(max_size=80))
+def test_pieces_of_any_text_make_the_full_decode(codec, tokenizer, text):
+    # A piece that ended inside a character would leave a replacement character behind.
+    tokens = tokenizer.backend.encode(text, add_special_tokens=False).ids
+    whole = tokenizer.backend.decode(tokens, skip_special_tokens=True)
+    assert "".join(pieces(codec.detokenizer(), tokens)) == whole
+
+
+def test_an_emoji_comes_whole(codec, tokenizer):
+    tokens = tokenizer.backend.encode("👍🏽").ids
+    assert len(tokens) > 2
+    assert [p for p in pieces(codec.detokenizer(), tokens) if p] == ["👍", "🏽"]
+
+
+def test_special_tokens_have_no_text(codec, tokenizer):
+    tokens = tokenizer.backend.encode("<|im_start|>a<|im_end|>").ids
+    assert "".join(pieces(codec.detokenizer(), tokens)) == "a"
+
+
+@pytest.fixture(scope="module")
+def sentencepiece():
+    """A byte-fallback tokenizer with decoders as Llama 2 has them."""
+    words = ["▁the", "▁cat", "s", "▁", "é", "a", "b"]
+    vocabulary = {"<unk>": 0}
+    vocabulary |= {f"<0x{byte:02X}>": byte + 1 for byte in range(256)}
+    vocabulary |= {word: 257 + place for place, word in enumerate(words)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [], byte_fallback=True, unk_token="<unk>"))
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    return tokenizer
+
+
+def test_sentencepiece_keeps_inner_spaces(sentencepiece):
+    parts = pieces(WindowDetokenizer(sentencepiece), [257, 258, 259, 260, 261])
+    assert parts == ["the", " cat", "s", " ", "é", ""]
+
+
+def test_the_space_behind_a_prompt_is_shown(sentencepiece):
+    """As in vLLM; the decoder drops that of the text's first word."""
+    assert pieces(WindowDetokenizer(sentencepiece, [257]), [258, 259]) == [" cat", "s", ""]
+    assert pieces(WindowDetokenizer(sentencepiece, [257] * 99), [260, 260]) == [" ", " ", ""]
+    assert pieces(WindowDetokenizer(sentencepiece), [258, 259]) == ["cat", "s", ""]
+    codec = TextCodec(ModelTokenizer(sentencepiece, None, {}))
+    reader = Reader(0, codec, [257], SamplingParams(), TextOptions(), ())
+    assert reader.read(Output("id", [258, 259])).text == " cats"
+
+
+def test_a_character_that_the_prompt_breaks_off_is_shown(sentencepiece):
+    first, second, third = (byte + 1 for byte in "日".encode())
+    for prompt, rest in ([first], [second, third]), ([257, first, second], [third]):
+        detokenizer = WindowDetokenizer(sentencepiece, prompt)
+        assert "".join(pieces(detokenizer, [*rest, 258])) == "日 cat"
+
+
+@settings(max_examples=100, deadline=None)
+@given(text=st.text(alphabet="the cats é日本👍", max_size=30))
+def test_window_pieces_make_the_full_decode(sentencepiece, text):
+    tokens = [byte + 1 for byte in text.encode()]
+    detokenizer = WindowDetokenizer(sentencepiece)
+    parts = [detokenizer.step(token) for token in tokens]
+    assert all("\ufffd" not in part for part in parts)
+    whole = sentencepiece.decode(tokens, skip_special_tokens=True)
+    assert "".join(parts) + detokenizer.flush() == whole
+
+
+def test_broken_bytes_are_not_held_for_ever(sentencepiece):
+    detokenizer = WindowDetokenizer(sentencepiece)
+    assert any(detokenizer.step(0x80 + 1) for _ in range(20))
+    assert len(detokenizer._window) < 20
+
+
+def test_without_a_tokenizer_text_is_refused():
+    codec = TextCodec(None)
+    assert pieces(codec.detokenizer(), [1, 2]) == ["", "", ""]
+    with pytest.raises(TextError, match="without a tokenizer"):
+        codec.encode("x")
+    with pytest.raises(TextError, match="without a tokenizer"):
+        codec.chat([{"role": "user", "content": "x"}])
+
+
+def test_chat_uses_the_template(codec, tokenizer):
+    tokens = codec.chat([{"role": "user", "content": "Hi"}])
+    text = tokenizer.backend.decode(tokens, skip_special_tokens=False)
+    assert text.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
+
+
+def with_template(tokenizer, template):
+    return TextCodec(ModelTokenizer(tokenizer.backend, template, tokenizer.special_tokens))
+
+
+def test_a_template_that_fails_is_a_refusal(tokenizer):
+    codec = with_template(tokenizer, "{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(TextError, match="roles must alternate"):
+        codec.chat([{"role": "user", "content": "Hi"}])
+    with pytest.raises(TextError, match="template is broken"):
+        with_template(tokenizer, "{% if %}")
+
+
+NAMED = """{% for m in messages %}{{ m.name + ': ' if m.name }}{{ m.content }}
+{% endfor %}{{ 'think' if enable_thinking }}"""
+
+
+def test_variables_of_the_template(tokenizer):
+    codec = with_template(tokenizer, NAMED)
+    turns = [{"role": "user", "content": "Hi"}]
+    plain, thinking = (
+        codec.decode(codec.chat(turns, variables=v), skip_special_tokens=False)
+        for v in (None, {"enable_thinking": True})
+    )
+    assert (plain, thinking) == ("Hi\n", "Hi\nthink")
+    with pytest.raises(TextError, match="has no variable 'enable_thinkign'") as refusal:
+        codec.chat(turns, variables={"enable_thinkign": True})
+    assert refusal.value.param == "chat_template_kwargs"
+    for reserved in ("messages", "add_generation_prompt", "tools"):
+        with pytest.raises(TextError, match="has no variable"):
+            codec.chat(turns, variables={reserved: []})
+
+
+def test_names_are_shown_or_refused(tokenizer):
+    turns = [{"role": "user", "content": "Hi", "name": "Ann"}]
+    codec = with_template(tokenizer, NAMED)
+    assert codec.decode(codec.chat(turns), skip_special_tokens=False) == "Ann: Hi\n"
+    with pytest.raises(TextError, match="does not show names") as refusal:
+        TextCodec(tokenizer).chat(turns)
+    assert refusal.value.param == "messages[0].name"
+
+
+def test_least_tokens_is_a_bound(codec):
+    for text in ("", "a", " " * 1000, "\n" * 999, "The cat. " * 300, "==========" * 100):
+        assert codec.least_tokens(text) <= len(codec.encode(text))
+    assert codec.least_tokens("a" * 10**6) > 1000
+    assert TextCodec(None).least_tokens("a") == 0
+
+
+def test_special_tokens_are_shown_on_demand(codec):
+    tokens = codec.encode("<|im_start|>a<|im_end|>")
+    shown = "".join(pieces(codec.detokenizer(skip_special_tokens=False), tokens))
+    assert shown == "<|im_start|>a<|im_end|>" == codec.decode(tokens, skip_special_tokens=False)
+    assert codec.decode(tokens, skip_special_tokens=True) == "a"
+
+
+def test_bytes_of_sentencepiece_tokens(sentencepiece):
+    codec = TextCodec(ModelTokenizer(sentencepiece, None, {}))
+    assert [codec.token_bytes(token) for token in (257, 0xC3 + 1, 0, 9999)] == [
+        *(b" the", b"\xc3", b"<unk>", b"")
+    ]
+
+
+def turns_beside(work):
+    """Do `work` in a thread; return how often this one had its turn meanwhile."""
+    thread, turns = threading.Thread(target=work), 0
+    thread.start()
+    while thread.is_alive():
+        time.sleep(0.001)
+        turns += 1
+    return turns
+
+
+def test_other_threads_go_on_while_a_long_text_is_tokenised(codec, tokenizer):
+    """As often as the machine lets them; while the lock is kept, not once."""
+    text = " ".join(f"{number:x}" for number in range(100_000))
+    kept = turns_beside(lambda: tokenizer.backend.encode(text))
+    assert turns_beside(lambda: codec.encode(text)) > 10 * kept
+
+
+def test_a_long_text_has_the_tokens_of_a_short_one(codec, tokenizer):
+    text = "<|im_start|>user\nnaïve 👍🏽  twice<|im_end|>\n" * 50
+    tokens = tokenizer.backend.encode(text).ids
+    assert codec.encode(text) == tokens
+    assert codec.decode(tokens, skip_special_tokens=False) == text

@@ -1,0 +1,146 @@
+import json
+import subprocess
+
+import pytest
+from gguf import GGUFReader
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from twolane.common.files import keep
+from twolane.frontend.text import convert
+from twolane.frontend.text.tokenizer import load_tokenizer
+from twolane.model.load.hub import resolve
+
+TEXTS = [
+    "What is the capital of France?",
+    "In 2024 there were  12345 cats, 3.14 of them\n\n\n 7\t8  9 ",
+    "  two leading spaces, two trailing  ",
+    "\n\n  x = 1\n\ty = 22 \r\n",
+    "😀🏳️‍🌈 naïve café e\u0301 你好,世界 ½ ²³ Ⅷ ٣٤",
+    "I don't, we'll; THEY'VE <|not special|> ▁ <0x0A>",
+    "",
+    " ",
+    "1",
+    "a1b22c333",
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(smollm2):
+    return load_tokenizer(smollm2)
+
+
+@pytest.fixture(scope="module")
+def published(smollm2):
+    """SmolLM2's own tokenizer.json, rebuilt: digits apart, then byte-level BPE."""
+    fields = GGUFReader(smollm2.path).fields
+    tokens = fields["tokenizer.ggml.tokens"].contents()
+    merges = fields["tokenizer.ggml.merges"].contents()
+    vocab = {token: i for i, token in enumerate(tokens)}
+    built = Tokenizer(models.BPE(vocab, [tuple(m.split(" ")) for m in merges]))
+    built.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+        ]
+    )
+    built.decoder = decoders.ByteLevel()
+    return built
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_ids_are_those_of_the_published_tokenizer(tokenizer, published, text):
+    ids = tokenizer.backend.encode(text).ids
+    assert ids == published.encode(text).ids
+    assert tokenizer.backend.decode(ids) == text
+
+
+@settings(max_examples=100, deadline=None)
+@given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=40))
+def test_any_text(tokenizer, published, text):
+    """The vocabulary lacks bytes that text hardly has (0x06, ...): those are lost, no others."""
+    ids = tokenizer.backend.encode(text).ids
+    assert ids == published.encode(text).ids
+    missing = set(pre_tokenizers.ByteLevel.alphabet()) - published.get_vocab().keys()
+    lost = {c for c in text if set(spelled(c)) & missing}
+    if not lost:
+        assert tokenizer.backend.decode(ids) == text
+
+
+def spelled(character: str) -> str:
+    """A character as byte-level BPE spells it."""
+    split = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return "".join(piece for piece, _ in split.pre_tokenize_str(character))
+
+
+def test_the_kept_form_is_what_transformers_reads(tokenizer, smollm2):
+    read = convert.read(smollm2.tokenizer)
+    assert json.loads(tokenizer.backend.to_str()) == json.loads(read.backend_tokenizer.to_str())
+    assert tokenizer.chat_template == read.get_chat_template()
+    assert tokenizer.special_tokens == read.special_tokens_map
+    for text in TEXTS:
+        assert tokenizer.backend.encode(text).ids == read(text).input_ids
+
+
+def test_a_tokenizer_is_converted_once_and_again_when_its_files_change(tmp_path, monkeypatch):
+    monkeypatch.setenv("TWOLANE_CACHE", str(tmp_path / "cache"))
+    runs = []
+    run = subprocess.run
+    monkeypatch.setattr(subprocess, "run", lambda *a, **k: runs.append(a) or run(*a, **k))
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    words = Tokenizer(models.WordLevel({"<unk>": 0, "a": 1, "b": 2}, unk_token="<unk>"))
+    write_tokenizer(folder, words, "{{ messages }}")
+    source = resolve(str(folder))
+    first, second = load_tokenizer(source), load_tokenizer(source)
+    assert len(runs) == 1
+    assert first.chat_template == second.chat_template == "{{ messages }}"
+    assert first.backend.to_str() == second.backend.to_str()
+    assert first.backend.encode("b").ids == [2]
+    write_tokenizer(folder, words, "{{ messages[0].content }}")
+    assert load_tokenizer(source).chat_template == "{{ messages[0].content }}"
+    assert len(runs) == 2
+
+
+def test_prompts_are_neither_cut_nor_filled_up(tmp_path, monkeypatch):
+    """`tokenizer.json` may keep lengths of training, which `transformers` does not heed."""
+    monkeypatch.setenv("TWOLANE_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    words = Tokenizer(models.WordLevel({"<unk>": 0, "a": 1, "[PAD]": 2}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    words.enable_truncation(4)
+    words.enable_padding(length=3, pad_id=2)
+    write_tokenizer(tmp_path, words, None)
+    backend = load_tokenizer(resolve(str(tmp_path))).backend
+    assert backend.encode("a a a a a a").ids == [1] * 6
+    assert backend.encode("a").ids == [1]
+
+
+def write_tokenizer(folder, backend, template):
+    (folder / "tokenizer.json").write_text(backend.to_str())
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def test_a_broken_tokenizer_is_an_error_of_one_line(tmp_path, monkeypatch):
+    monkeypatch.setenv("TWOLANE_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ValueError, match="no tokenizer: ") as error:
+        load_tokenizer(resolve(str(tmp_path)))
+    assert "\n" not in str(error.value)
+
+
+def test_a_cache_that_cannot_be_written_is_none(tmp_path):
+    (tmp_path / "file").write_text("")
+    keep(tmp_path / "file" / "kept.json", b"{}")
+    (tmp_path / "kept.json").mkdir()  # what is written cannot take its place
+    keep(tmp_path / "kept.json", b"{}")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "kept.json"]
+
+
+def test_a_shape_has_no_tokenizer():
+    with pytest.raises(ValueError, match="qwen3-8b has no tokenizer"):
+        load_tokenizer(resolve("qwen3-8b", "dummy"))

@@ -1,0 +1,66 @@
+import json
+
+import pytest
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
+
+from twolane.frontend.text.tokenizer import load_tokenizer
+from twolane.model.load.hub import resolve
+
+from .serving import serving, write_tiny_model
+
+MODEL = "smollm2-135m-instruct"
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    return load_tokenizer(resolve(MODEL))
+
+
+@pytest.fixture(scope="session")
+def real():
+    """A server of the real model, shared by all tests that only ask."""
+    with serving(MODEL, "--kv-tokens", "20000") as served:
+        yield served
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory):
+    return write_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+TEMPLATE = """{% for m in messages %}{{ m.name + ': ' if m.name }}{{ m.content }}
+{% endfor %}{{ 'Think! ' if enable_thinking }}"""
+
+
+@pytest.fixture(scope="session")
+def textual(tmp_path_factory, tokenizer):
+    """A server of random weights that runs one request at a time. Its tokenizer puts a token in
+    front of every text; its template shows names and has a variable."""
+    path = write_tiny_model(tmp_path_factory.mktemp("textual"), vocab_size=49152)
+    backend = Tokenizer.from_str(tokenizer.backend.to_str())
+    begin = "<|im_start|>"
+    backend.post_processor = TemplateProcessing(f"{begin} $A", special_tokens=[(begin, 1)])
+    backend.save(str(path / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": TEMPLATE}
+    (path / "tokenizer_config.json").write_text(json.dumps(config))
+    args = ("--served-model-name", MODEL, "--load-format", "dummy", "--kv-tokens", "70000")
+    with serving(str(path), *args, "--max-running", "1") as served:
+        yield served
+
+
+TINY = ("--load-format", "dummy", "--kv-tokens", "200000")
+
+
+@pytest.fixture(scope="session")
+def tiny(tiny_model):
+    """A server of random weights without a tokenizer, for all tests that leave it as it was."""
+    with serving(str(tiny_model), *TINY) as served:
+        yield served
+
+
+@pytest.fixture
+def doomed(tiny_model):
+    """Such a server for one test, which may end it."""
+    with serving(str(tiny_model), *TINY) as served:
+        yield served

@@ -1,0 +1,441 @@
+"""What becomes of requests and processes when something goes away."""
+
+import asyncio
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.parse
+from types import SimpleNamespace
+
+import aiohttp
+import pytest
+
+from twolane.engine.messages import Stats
+from twolane.server.app import create_app
+from twolane.server.service import Service
+from twolane.slo import Slo
+
+from .conftest import TINY
+from .serving import alive, children, serving, wait_for
+
+LONG = {"prompt": [5, 6, 7], "max_tokens": 60_000, "ignore_eos": True}
+
+
+class Stream:
+    """A streamed completion, read as it comes."""
+
+    def __init__(self, served, body=LONG):
+        address = urllib.parse.urlsplit(served.base)
+        self.connection = http.client.HTTPConnection(address.hostname, address.port, timeout=60)
+        headers = {"Content-Type": "application/json"}
+        body = json.dumps({**body, "stream": True, "return_token_ids": True})
+        self.connection.request("POST", "/v1/completions", body, headers)
+        self.response = self.connection.getresponse()
+
+    def events(self):
+        """Yield the events until the stream ends."""
+        for line in self.response:
+            if line.startswith(b"data: ") and line != b"data: [DONE]\n":
+                yield json.loads(line[6:])
+
+    def next_token(self):
+        return next(self.events())["choices"][0]["token_ids"]
+
+    def close(self):
+        self.response.close()
+        self.connection.close()
+
+
+def quiet(served):
+    """Whether nothing runs any more."""
+    figures = served.metrics()
+    names = ("requests_in_flight", "num_requests_running", "num_requests_waiting")
+    return all(figures[name] == 0 for name in names)
+
+
+def aborted(served):
+    return served.metrics().get("requests_aborted_total", 0)
+
+
+def held_share(served):
+    """Return the share of the KV pages in use while one token is made, the least there can be."""
+    served.request("/v1/completions", {"prompt": [9], "max_tokens": 1, "ignore_eos": True})
+    return served.metrics()["kv_cache_usage_perc"]
+
+
+def test_a_client_that_leaves_a_stream_frees_the_engine(tiny):
+    before, stream = aborted(tiny), Stream(tiny)
+    for _ in range(240):
+        stream.next_token()
+    assert tiny.metrics()["requests_in_flight"] == 1
+    stream.close()
+    wait_for(lambda: quiet(tiny))
+    assert aborted(tiny) == before + 1
+    wait_for(lambda: held_share(tiny) < 0.0005)  # 240 tokens hold 0.0012
+
+
+def test_a_client_that_leaves_before_its_answer_frees_the_engine(tiny):
+    before, address = aborted(tiny), urllib.parse.urlsplit(tiny.base)
+    connection = http.client.HTTPConnection(address.hostname, address.port)
+    headers = {"Content-Type": "application/json"}
+    connection.request("POST", "/v1/completions", json.dumps(LONG), headers)
+    wait_for(lambda: tiny.metrics()["num_requests_running"] == 1)
+    connection.close()
+    wait_for(lambda: quiet(tiny))
+    assert aborted(tiny) == before + 1
+
+
+def unchunked(data):
+    """Yield the chunks of a body, of which nothing may be behind the last one."""
+    begin, size = 0, None
+    while size != 0:
+        end = data.index(b"\r\n", begin) + 2
+        size = int(data[begin:end], 16)
+        begin = end + size + 2
+        assert data[begin - 2 : begin] == b"\r\n"
+        yield data[end : end + size]
+    assert begin == len(data)
+
+
+def events_in(data, version):
+    """What a raw answer with a stream of events has in its body."""
+    head, _, rest = data.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 ")
+    assert (b"transfer-encoding: chunked" in head.lower()) == (version == "1.1")
+    body = b"".join(unchunked(rest)) if version == "1.1" else rest
+    *events, done, nothing = body.split(b"\n\n")
+    assert (done, nothing) == (b"data: [DONE]", b"")
+    return [json.loads(event.removeprefix(b"data: ")) for event in events]
+
+
+SIXTEEN = {"max_tokens": 500, "temperature": 0, "n": 16, "logprobs": 12, "return_token_ids": True}
+
+
+@pytest.fixture(scope="module")
+def whole(tiny):
+    """The choices of an answer that is not streamed."""
+    return tiny.request("/v1/completions", {**LONG, **SIXTEEN})[2]["choices"]
+
+
+@pytest.mark.parametrize("version", ["1.1", "1.0"])
+@pytest.mark.parametrize("late", [False, True])
+def test_streams_are_whole_and_in_order(tiny, whole, version, late):
+    """Also for who does not read until all has been made, which is more than the sockets hold."""
+    asked = json.dumps({**LONG, **SIXTEEN, "stream": True}).encode()
+    address = urllib.parse.urlsplit(tiny.base)
+    made = tiny.metrics()["generation_tokens_total"]
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect((address.hostname, address.port))
+        client.sendall(
+            b"POST /v1/completions HTTP/%b\r\nHost: x\r\nContent-Type: application/json\r\n"
+            b"Connection: close\r\nContent-Length: %d\r\n\r\n%b"
+            % (version.encode(), len(asked), asked)
+        )
+        if late:
+            wait_for(lambda: tiny.metrics()["generation_tokens_total"] == made + 16 * 500)
+        answer = b"".join(iter(lambda: client.recv(65536), b""))
+    streams = {choice["index"]: [] for choice in whole}
+    for event in events_in(answer, version):
+        [choice] = event["choices"]
+        streams[choice["index"]].append(choice)
+    for choice in whole:
+        parts = streams[choice["index"]]
+        assert [token for part in parts for token in part["token_ids"]] == choice["token_ids"]
+        assert [part["finish_reason"] for part in parts] == [None] * (len(parts) - 1) + ["length"]
+    assert len(answer) > 4 << 20
+
+
+class SlowTokenizer:
+    """Stands in for a codec whose first text takes until `go_on`; counts the texts."""
+
+    def __init__(self):
+        self.begun, self.go_on, self.texts = asyncio.Event(), threading.Event(), 0
+        self._loop = asyncio.get_running_loop()
+
+    def least_tokens(self, text):
+        return 0
+
+    def encode(self, text, *, add_special_tokens):
+        self.texts += 1
+        self._loop.call_soon_threadsafe(self.begun.set)
+        if not self.go_on.wait(10):  # nobody has taken up the test's cue: let it fail
+            self.go_on.set()
+        return [5]
+
+
+def service_of(codec):
+    async def quiet():
+        pass
+
+    ready = SimpleNamespace(max_model_len=100, vocab_size=100, slo=Slo())
+    engine = SimpleNamespace(ready=ready, failure=None, stats=Stats(), watchers=[], quiet=quiet)
+    return Service(engine, codec, "slow", max_queue=9)
+
+
+async def ask(service, path, body, leaves=None):
+    """Ask in this process; return the status and the body. The client `leaves` at that event."""
+    answer = []
+    asked = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
+    headers = [(b"content-type", b"application/json")]
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": path,
+        "headers": headers,
+        "query_string": b"",
+    }
+
+    async def receive():
+        if asked:
+            return asked.pop()
+        await (leaves or asyncio.Event()).wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message):
+        answer.append(message)
+
+    await create_app(service)(scope, receive, send)
+    return answer[0]["status"], json.loads(answer[1]["body"] or b"null")
+
+
+def test_a_client_that_leaves_is_not_tokenised_for():
+    """The text under way is the last: nobody waits behind those of a client that has left."""
+
+    async def run():
+        codec = SlowTokenizer()
+        service = service_of(codec)
+        body = {"prompt": ["a"] * 9}
+        status, _ = await ask(service, "/v1/completions", body, leaves=codec.begun)
+        codec.go_on.set()
+        service.close()
+        return status, codec.texts
+
+    assert asyncio.run(run()) == (499, 1)
+
+
+def test_stopping_refuses_what_is_being_tokenised():
+    """Nothing is admitted any more, be it under way or in line, and nothing is an error of ours."""
+
+    async def run():
+        codec = SlowTokenizer()
+        service = service_of(codec)
+        bodies = {"/v1/completions": {"prompt": ["a", "b"]}, "/tokenize": {"prompt": "c"}}
+        asked = [asyncio.create_task(ask(service, path, body)) for path, body in bodies.items()]
+        asked.append(asyncio.create_task(ask(service, "/v1/completions", {"prompt": "d"})))
+        await codec.begun.wait()
+        service.draining = True
+        codec.go_on.set()
+        service.close()
+        answers = [*await asyncio.gather(*asked), await ask(service, "/tokenize", {"prompt": "e"})]
+        return [(status, body.get("error", {}).get("code")) for status, body in answers]
+
+    first, counted, *others = asyncio.run(run())
+    assert {first, *others} == {(503, "unavailable")}
+    assert counted in ((503, "unavailable"), (200, None))  # in a thread of its own
+
+
+def test_killing_the_engine_ends_streams_and_the_server(doomed):
+    stream = Stream(doomed)
+    stream.next_token()
+    engine = doomed.engine_pid
+    os.kill(engine, signal.SIGKILL)
+    *_, last = stream.events()
+    assert "signal 9" in last["error"]["message"]
+    assert doomed.process.wait(30) == 1
+    assert not alive(engine)
+
+
+def test_killing_the_server_ends_the_engine(doomed):
+    stream = Stream(doomed)
+    stream.next_token()
+    engine = doomed.engine_pid
+    doomed.process.kill()
+    wait_for(lambda: not alive(engine))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_drains(doomed, number):
+    stream = Stream(doomed, {**LONG, "max_tokens": 300})
+    stream.next_token()
+    engine = doomed.engine_pid
+    doomed.process.send_signal(number)
+    *_, last = stream.events()
+    assert last["choices"][0]["finish_reason"] == "length"
+    assert doomed.process.wait(30) == 0
+    assert not alive(engine)
+
+
+def test_a_supervisors_signal_to_all_processes_drains(doomed):
+    """As systemd sends it: the engine leaves it to the front."""
+    stream = Stream(doomed, {**LONG, "max_tokens": 300})
+    stream.next_token()
+    for pid in (doomed.engine_pid, doomed.process.pid):
+        os.kill(pid, signal.SIGTERM)
+    *_, last = stream.events()
+    assert last["choices"][0]["finish_reason"] == "length"
+    assert doomed.process.wait(30) == 0
+
+
+@pytest.mark.parametrize("model", ["smollm2-135m-instruct", "owner/name"])
+def test_a_signal_ends_the_fetching_of_a_model(model, tmp_path):
+    """From an index, and a hub, that say nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        own = {"PIP_INDEX_URL": url, "PIP_CONFIG_FILE": os.devnull, "HF_ENDPOINT": url}
+        folders = {"TWOLANE_CACHE": str(tmp_path), "HF_HOME": str(tmp_path)}
+        command = [sys.executable, "-m", "twolane", "serve", model, "--port", "0"]
+        with subprocess.Popen(command, env={**os.environ, **own, **folders}) as process:
+            silent.settimeout(60)
+            silent.accept()
+            pids = children(process.pid)
+            process.send_signal(signal.SIGTERM)
+            try:
+                assert process.wait(20) == 0
+            finally:
+                process.kill()
+    assert not any(map(alive, pids))
+    assert not list(tmp_path.rglob(".pull-*"))
+
+
+def test_a_draining_server_says_so(tiny_model):
+    """Probes fail and new requests are refused, on new connections and old ones, while a stream
+    goes on; the server ends with it."""
+    with serving(str(tiny_model), *TINY, "--drain-seconds", "600") as served:
+        old = http.client.HTTPConnection(urllib.parse.urlsplit(served.base).netloc, timeout=30)
+        old.request("GET", "/health")
+        assert old.getresponse().read() == b'{"status":"ok"}'
+        stream = Stream(served)
+        stream.next_token()
+        served.process.send_signal(signal.SIGTERM)
+        wait_for(lambda: served.request("/health/ready")[0] == 503)
+        time.sleep(0.5)  # a listener that is told to close does so within 0.1 s
+        assert served.request("/health/ready")[0] == 503
+        old.request("GET", "/health")
+        assert old.getresponse().status == 503
+        status, _, body = served.request("/v1/completions", {"prompt": [5]})
+        assert (status, body["error"]["code"]) == (503, "unavailable")
+        assert served.request("/health/live")[0] == 200
+        assert served.metrics()["requests_in_flight"] == 1
+        stream.next_token()
+        stream.close()
+        old.close()
+        assert served.process.wait(30) == 0
+
+
+def test_draining_is_bounded(tiny_model):
+    with serving(str(tiny_model), *TINY, "--drain-seconds", "0.3") as served:
+        stream = Stream(served)
+        stream.next_token()
+        served.process.send_signal(signal.SIGTERM)
+        *_, last = stream.events()
+        assert last["error"]["message"] == "the server is shutting down"
+        assert served.process.wait(30) == 0
+
+
+def test_what_clients_send_writes_no_lines_into_the_log(tiny_model, tmp_path):
+    """Neither a request to become a web socket nor one that is no HTTP; both are answered."""
+    upgrade = (
+        b"GET /health HTTP/1.1\r\nHost: a\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n"
+    )
+    log = tmp_path / "log"
+    with serving(str(tiny_model), *TINY, stderr=log) as served:
+        address = served.base.removeprefix("http://").split(":")
+        before = log.read_text()
+        for sent, status in ((upgrade, b" 200 "), (b"nonsense\r\n\r\n", b" 400 ")):
+            with socket.create_connection((address[0], int(address[1])), timeout=30) as client:
+                client.sendall(sent)
+                assert status in client.recv(1000).split(b"\r\n")[0]
+        assert log.read_text() == before
+
+
+def test_a_second_signal_stops_at_once(tiny_model):
+    with serving(str(tiny_model), *TINY, "--drain-seconds", "600") as served:
+        stream = Stream(served)
+        stream.next_token()
+        engine = served.engine_pid
+        served.process.send_signal(signal.SIGINT)
+        wait_for(lambda: served.request("/health")[0] == 503)
+        served.process.send_signal(signal.SIGINT)
+        assert served.process.wait(30) == 0
+        assert not alive(engine)
+
+
+def test_a_terminals_interrupt_reaches_only_the_front(tiny):
+    assert os.getsid(tiny.engine_pid) != os.getsid(tiny.process.pid)
+
+
+def test_beyond_the_bound_requests_get_a_429(tiny_model):
+    with serving(str(tiny_model), *TINY, "--max-running", "1", "--max-queue", "1") as served:
+        running = Stream(served)
+        running.next_token()
+        address = urllib.parse.urlsplit(served.base)
+        queued = http.client.HTTPConnection(address.hostname, address.port)
+        headers = {"Content-Type": "application/json"}
+        queued.request("POST", "/v1/completions", json.dumps(LONG), headers)
+        wait_for(lambda: served.metrics()["requests_in_flight"] == 2)
+        for stream in (True, False):
+            status, got, body = served.request("/v1/completions", {**LONG, "stream": stream})
+            assert (status, body["error"]["code"]) == (429, "queue_full")
+            assert int(got["Retry-After"]) >= 1
+        queued.close()
+        wait_for(lambda: served.metrics()["requests_in_flight"] == 1)
+        running.close()
+        wait_for(lambda: quiet(served))
+
+
+def test_256_streams_at_a_bound_of_128(tiny_model):
+    async def one(session, url, index):
+        body = {
+            "prompt": [3 + (index + k) % 100 for k in range(200)],
+            "max_tokens": 20,
+            "ignore_eos": True,
+            "stream": True,
+            "return_token_ids": True,
+        }
+        async with session.post(url, json=body) as response:
+            if response.status == 429:
+                return "refused"
+            lines = [line async for line in response.content if line.startswith(b"data: ")]
+        assert lines.pop() == b"data: [DONE]\n"
+        choices = [json.loads(line[6:])["choices"][0] for line in lines]
+        assert sum(len(choice["token_ids"]) for choice in choices) == 20
+        return choices[-1]["finish_reason"]
+
+    async def all_of_them(base):
+        connector = aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(connector=connector) as session:
+            return await asyncio.gather(
+                *(one(session, f"{base}/v1/completions", index) for index in range(256))
+            )
+
+    args = ("--load-format", "dummy", "--kv-tokens", "20000", "--max-queue", "128")
+    with serving(str(tiny_model), *args) as served:
+        ends = asyncio.run(all_of_them(served.base))
+        assert set(ends) <= {"length", "refused"}
+        assert ends.count("length") >= 128
+        wait_for(lambda: quiet(served))
+        wait_for(lambda: held_share(served) < 0.002)
+        figures = served.metrics()
+        assert figures["requests_refused_total"] == ends.count("refused")
+        assert figures["requests_in_flight"] == 0
+
+
+def test_without_a_tokenizer_text_is_refused_and_ids_are_served(tiny):
+    for path, body in (
+        ("/v1/completions", {"prompt": "text"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "text"}]}),
+    ):
+        status, _, answer = tiny.request(path, body)
+        assert (status, answer["error"]["code"]) == (400, "invalid_prompt")
+        assert "without a tokenizer" in answer["error"]["message"]
+    body = {"prompt": [4, 5], "max_tokens": 3, "ignore_eos": True, "return_token_ids": True}
+    choice = tiny.request("/v1/completions", body)[2]["choices"][0]
+    assert (choice["text"], len(choice["token_ids"])) == ("", 3)

@@ -1,0 +1,277 @@
+from collections.abc import Iterable
+
+import pytest
+from pydantic import ValidationError
+
+from twolane.sampling import SamplingParams
+from twolane.server.http import strict_json
+from twolane.server.http.errors import ApiError, from_validation
+from twolane.server.openai import protocol
+from twolane.server.openai.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
+
+MESSAGES = [{"role": "user", "content": "Hi"}]
+
+
+def refusal(kind, body):
+    with pytest.raises(ValidationError) as caught:
+        kind.model_validate(body)
+    return from_validation(caught.value.errors())
+
+
+def unsupported(kind):
+    return [(name, neutral) for name, neutral in kind.unsupported.items()]
+
+
+@pytest.mark.parametrize(
+    ("kind", "least"), [(CompletionRequest, {"prompt": "x"}), (ChatRequest, {"messages": MESSAGES})]
+)
+class TestUnsupportedFields:
+    def test_neutral_values_are_accepted(self, kind, least):
+        for name, neutral in unsupported(kind):
+            for value in (None, *neutral):
+                kind.model_validate({**least, name: value})
+
+    def test_other_values_are_refused_by_name(self, kind, least):
+        for name, _ in unsupported(kind):
+            error = refusal(kind, {**least, name: {"other": "value"}})
+            assert (error.status_code, error.param) == (400, name)
+            assert error.code == "unsupported_parameter"
+
+    def test_true_is_not_one(self, kind, least):
+        assert refusal(kind, {**least, "n": True}).param == "n"
+        assert refusal(kind, {**least, "use_beam_search": 0}).param == "use_beam_search"
+
+    def test_unknown_fields_are_refused_by_name(self, kind, least):
+        error = refusal(kind, {**least, "temprature": 1})
+        assert (error.param, error.code) == ("temprature", "unknown_parameter")
+
+    def test_bookkeeping_fields_are_accepted(self, kind, least):
+        kind.model_validate({**least, **{name: {"any": ["thing"]} for name in protocol.INERT}})
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", "1"),
+        ("max_tokens", 1.5),
+        ("max_tokens", True),
+        ("max_tokens", 2**31),
+        ("top_k", 2**70),
+        ("stream", "yes"),
+        ("stop_token_ids", [-1]),
+        ("priority", 2**40),
+        ("repetition_penalty", 1e-46),  # 0 in float32
+        ("repetition_penalty", 0.0099),
+    ],
+)
+def test_wrong_types_name_the_field(field, value):
+    error = refusal(CompletionRequest, {"prompt": "x", field: value})
+    assert error.param.split("[")[0] == field
+    assert field in error.message
+
+
+@pytest.mark.parametrize("prompt", [None, 3, {"a": 1}, [1, "a"], [[1], "a"], [[1.5]], [True]])
+def test_a_wrong_prompt_is_one_clear_error(prompt):
+    error = refusal(CompletionRequest, {"prompt": prompt})
+    assert error.param == "prompt"
+    assert "list of token ids" in error.message
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompts"),
+    [
+        ("a", ["a"]),
+        (["a", "b"], ["a", "b"]),
+        ([1, 2], [[1, 2]]),
+        ([[1], [2, 3]], [[1], [2, 3]]),
+        ([0], [[0]]),
+    ],
+)
+def test_prompt_forms(prompt, prompts):
+    assert CompletionRequest.model_validate({"prompt": prompt}).prompts == prompts
+
+
+def test_messages_as_templates_know_them():
+    body = ChatRequest.model_validate(
+        {
+            "messages": [
+                {"role": "developer", "content": "Be brief."},
+                {"role": "user", "content": [{"type": "text", "text": t} for t in "ab"]},
+                {"role": "assistant", "content": "c", "refusal": None, "tool_calls": None},
+            ]
+        }
+    )
+    assert [m.for_template() for m in body.messages] == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "a\nb"},
+        {"role": "assistant", "content": "c"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        ({"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}, "content"),
+        ({"role": "tool", "content": "x"}, "role"),
+        ({"role": "user"}, "content"),
+        ({"role": "assistant", "content": "x", "tool_calls": [{}]}, "tool_calls"),
+    ],
+)
+def test_unserved_messages_are_refused(message, param):
+    assert refusal(ChatRequest, {"messages": [message]}).param.endswith(param)
+
+
+def test_sampling_defaults_are_openais():
+    completion = CompletionRequest.model_validate({"prompt": "x"})
+    chat = ChatRequest.model_validate({"messages": MESSAGES})
+    assert completion.sampling() == SamplingParams(max_tokens=16)
+    assert chat.sampling() == SamplingParams(max_tokens=None)
+
+
+def test_sampling_defaults_may_be_the_models():
+    """What a request says comes first, also where it says what OpenAI's defaults are."""
+    models = {"temperature": 0.6, "top_k": 20}
+    body = CompletionRequest.model_validate({"prompt": "x", "top_k": 0})
+    expected = SamplingParams(temperature=0.6, top_k=0, max_tokens=16)
+    assert body.sampling(models) == expected
+    body = CompletionRequest.model_validate({"prompt": "x", "temperature": 1, "top_p": 0.5})
+    assert body.sampling(models) == SamplingParams(top_k=20, top_p=0.5, max_tokens=16)
+
+
+def test_every_sampling_field_arrives():
+    given = {
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 7,
+        "min_p": 0.1,
+        "seed": 3,
+        "max_tokens": 5,
+        "min_tokens": 2,
+        "stop_token_ids": [4],
+        "ignore_eos": True,
+    }
+    params = CompletionRequest.model_validate({"prompt": "x", **given}).sampling()
+    assert params == SamplingParams(**{**given, "stop_token_ids": (4,)})
+
+
+def test_the_limit_is_named_as_the_client_did():
+    body = ChatRequest.model_validate({"messages": MESSAGES, "max_completion_tokens": 0})
+    with pytest.raises(ValueError, match=r"^max_completion_tokens must be at least 1"):
+        body.sampling()
+    error = refusal(
+        ChatRequest, {"messages": MESSAGES, "max_completion_tokens": 1, "max_tokens": 2}
+    )
+    assert error.param == "max_completion_tokens"
+
+
+def test_stream_options_need_a_stream():
+    body = {"prompt": "x", "stream_options": {"include_usage": True}}
+    assert refusal(CompletionRequest, body).param == "stream_options"
+    assert CompletionRequest.model_validate({**body, "stream": True}).include_usage
+
+
+def lists_in(schema):
+    """Yield the lists anywhere in a core schema of pydantic's."""
+    if isinstance(schema, dict):
+        if schema.get("type") == "list":
+            yield schema
+        schema = schema.values()
+    if not isinstance(schema, str) and isinstance(schema, Iterable):
+        for part in schema:
+            yield from lists_in(part)
+
+
+@pytest.mark.parametrize("kind", [ChatRequest, CompletionRequest, TokenizeRequest])
+def test_lists_fail_at_their_first_error(kind):
+    """A body with a million errors takes no time and no memory for those that nobody is told."""
+    lists = list(lists_in(kind.__pydantic_core_schema__))
+    assert lists
+    assert all(found.get("fail_fast") for found in lists)
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "param"),
+    [
+        (ChatRequest, {"messages": [{}] * 1000}, "messages[0].role"),
+        (CompletionRequest, {"prompt": "x", "stop_token_ids": [-1] * 1000}, "stop_token_ids[0]"),
+        (DetokenizeRequest, {"tokens": [1, *["a"] * 1000]}, "tokens[1]"),
+        (CompletionRequest, {"prompt": "x", **{f"x{i}": 1 for i in range(1000)}}, "x0"),
+        (ChatRequest, {"messages": [{f"x{i}": 1 for i in range(1000)}]}, "messages[0].x0"),
+    ],
+)
+def test_of_many_errors_the_first_is_found(kind, body, param):
+    """As many as one item has fields are collected, not as many as there are items or keys."""
+    with pytest.raises(ValidationError) as caught:
+        kind.model_validate(body)
+    assert caught.value.error_count() <= 2
+    assert from_validation(caught.value.errors()).param == param
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "param", "message"),
+    [
+        (ChatRequest, {"messages": [5]}, "messages[0]", "messages[0] must be a JSON object"),
+        (
+            ChatRequest,
+            {"messages": [*MESSAGES, {**MESSAGES[0], "tool_calls": [{}]}]},
+            *("messages[1].tool_calls", "messages[1].tool_calls is not supported"),
+        ),
+        (
+            ChatRequest,
+            {"messages": [{**MESSAGES[0], "nope": 1}]},
+            *("messages[0].nope", "unknown field 'messages[0].nope'"),
+        ),
+        (CompletionRequest, {"prompt": "x", "": 1}, "", "unknown field ''"),
+        (
+            CompletionRequest,
+            {"prompt": "x", "best_of": 2},
+            *("best_of", "best_of must equal n: all answers that are made are returned"),
+        ),
+        (
+            CompletionRequest,
+            {"prompt": "x", "stream_options": {}},
+            *("stream_options", "stream_options needs stream = true"),
+        ),
+        (
+            TokenizeRequest,
+            {},
+            *("prompt", "prompt or messages is required, and only one of them"),
+        ),
+    ],
+)
+def test_errors_name_the_field_once_and_with_its_place(kind, body, param, message):
+    """`param` is where the client finds the field in its own body."""
+    error = refusal(kind, body)
+    assert (error.param, error.message) == (param, message)
+
+
+def test_errors_repeat_little_of_what_came():
+    """An answer is not as large as the request that was wrong."""
+    name = "x" * 2_000_000
+    error = refusal(CompletionRequest, {"prompt": "x", name: 1})
+    assert error.param == "x" * 200 + "…"
+    assert len(error.message) < 300
+    with pytest.raises(ApiError) as twice:
+        strict_json.parse(f'{{"{name}": 1, "{name}": 2}}'.encode())
+    assert len(twice.value.message) < 300
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("add_generation_prompt", True),
+        ("continue_final_message", True),
+        ("chat_template_kwargs", {"x": 1}),
+    ],
+)
+def test_a_text_is_not_rendered(name, value):
+    """What says how to render a conversation is refused by name beside a text, not ignored."""
+    error = refusal(TokenizeRequest, {"prompt": "x", name: value})
+    assert (error.param, error.message) == (name, f"{name} needs messages")
+    TokenizeRequest.model_validate({"prompt": "x", name: None})
+    TokenizeRequest.model_validate({"messages": MESSAGES, name: value})

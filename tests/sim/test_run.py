@@ -1,0 +1,156 @@
+"""`twolane simulate`: the real engine on simulated GPUs, and what it reports."""
+
+import csv
+import json
+
+import msgspec
+import pytest
+from typer.testing import CliRunner
+
+from twolane.cli.main import app
+from twolane.engine.config import EngineConfig
+from twolane.results.result import BenchConfig
+from twolane.results.summary import result_dict
+from twolane.sim.run import REQUEST_COLUMNS, SimulateConfig, simulate
+from twolane.workload.spec import WorkloadSpec
+from twolane.workload.traces import TraceRequest
+
+MODEL = "llama-3.1-8b"
+PROMPTS = 20
+
+
+def config(system="static-split", seed=0, gpu="h200", tp=1, workload=None, **engine):
+    spec = workload or WorkloadSpec(
+        dataset="azure-conv", num_prompts=PROMPTS, request_rate=8, seed=seed
+    )
+    return SimulateConfig(
+        engine=EngineConfig(model=MODEL, system=system, **engine),
+        gpu=gpu,
+        tp=tp,
+        bench=BenchConfig(workload=spec, goodput={"ttft": 1.0, "tbt": 0.05}),
+    )
+
+
+def report(asked):
+    report = result_dict(simulate(asked).result)
+    del report["date"]
+    return report
+
+
+@pytest.mark.parametrize("system", ["static-split", "chunked", "prefill-first"])
+def test_every_request_is_served_and_reported_as_bench_does(system):
+    simulation = simulate(config(system))
+    report = result_dict(simulation.result)
+    asked = simulation.result.workload
+    assert report["completed"] == PROMPTS
+    assert report["output_lens"] == [request.output_tokens for request in asked]
+    assert all(0.0 < ttft < 1.0 for ttft in report["ttfts"])
+    assert [len(gaps) + 1 for gaps in report["itls"]] == report["output_lens"]
+    assert report["backend"] == "simulation"
+    assert report["simulated"]["device"] == "simulated h200"
+
+
+def test_the_seed_decides_everything():
+    assert report(config()) == report(config())
+    assert report(config())["ttfts"] != report(config(seed=1))["ttfts"]
+
+
+def test_shared_blocks_are_found_in_the_prefix_cache():
+    """The second prompt begins as the first, which was served before it comes."""
+    blocks = [(1, 2, 3), (1, 2, 4), (5, 6, 7)]
+    requests = [TraceRequest(float(i), 1536, 8, ids) for i, ids in enumerate(blocks)]
+    served = simulate(config(), requests).served
+    assert [one.cached for one in served] == [0, 1024, 0]
+    cold = simulate(config(prefix_cache=False), requests).served
+    assert [one.cached for one in cold] == [0, 0, 0]
+    assert served[1].record.ttft < cold[1].record.ttft
+
+
+def test_several_gpus_are_faster_and_hold_more():
+    one, eight = (simulate(config(gpu="a100-80gb", tp=tp)).result for tp in (1, 8))
+    assert eight.metrics.ttft.mean < one.metrics.ttft.mean / 2
+    assert eight.simulated["kv_tokens"] > 4 * one.simulated["kv_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("model", "tokens"),
+    [
+        ("qwen3-8b", 752_064),
+        (MODEL, 845_536),
+        pytest.param("codellama-34b", 284_672, marks=pytest.mark.full),
+    ],
+)
+def test_the_pool_has_the_size_of_the_real_one(model, tokens):
+    """As measured on an H200 (benchmarks/results/engine-h200-cublas.json)."""
+    engine = EngineConfig(model=model, max_running=10_000)
+    asked = msgspec.structs.replace(config(), engine=engine)
+    held = simulate(asked, []).result.simulated["kv_tokens"]
+    assert held == pytest.approx(tokens, rel=0.03)
+
+
+def test_what_does_not_fit_is_refused_and_counts_as_missed():
+    asked = config(workload=WorkloadSpec(num_prompts=1, random_input_len=600), max_model_len=512)
+    [one] = simulate(asked).served
+    assert one.record.outcome == "status_400"
+    assert "context length is 512" in one.record.error
+
+
+def test_a_run_can_be_stopped():
+    ended = []
+
+    def enough(record):
+        ended.append(record)
+        return len(ended) == 5
+
+    result = simulate(config(), on_record=enough).result
+    assert result.interrupted
+    assert 5 <= len(result.records) < PROMPTS
+
+
+def test_the_command(tmp_path):
+    files = {name: tmp_path / name for name in ("result.json", "requests.csv", "trace.json")}
+    arguments = f"simulate {MODEL} --gpu h100 --dataset sharegpt --num-prompts 20".split()
+    arguments += ["--request-rate", "10", "--seed", "3", "--goodput", "ttft:500", "tbt:40"]
+    arguments += ["--result-file", str(files["result.json"]), "--trace", str(files["trace.json"])]
+    arguments += ["--requests-file", str(files["requests.csv"])]
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 0, done.output
+    assert "Attainment" in done.output
+    saved = json.loads(files["result.json"].read_text())
+    assert (saved["completed"], saved["seed"]) == (20, 3)
+    assert saved["slos_ms"] == {"ttft": 500, "tbt": 40}
+    rows = list(csv.DictReader(files["requests.csv"].open()))
+    assert tuple(rows[0]) == REQUEST_COLUMNS
+    assert [float(row["ttft"]) for row in rows] == pytest.approx(saved["ttfts"], abs=1e-6)
+    launches = [one for one in json.loads(files["trace.json"].read_text()) if one["ph"] == "X"]
+    assert {one["args"]["units"] for one in launches} >= {132}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--gpu", "b200"], "there are: a100-80gb, h100, h200"),
+        (["--tp", "3"], "--tp 3 does not divide"),
+        (["--levels", "132"], "--levels 132 leave none"),
+        (["--page-size", "7"], "--page-size must be one of 16, 32, 64"),
+        (["--result-file", "/"], "--result-file: / is a folder"),
+        (["--system", "nonsense"], "--system"),
+        (["--dataset", "nowhere"], "--dataset"),
+        (["--cores", "2"], "No such option"),
+    ],
+)
+def test_what_is_wrong_is_said_in_a_line(arguments, complaint):
+    done = CliRunner().invoke(app, ["simulate", MODEL, *arguments])
+    assert done.exit_code == 2
+    assert complaint in done.output + done.stderr
+    assert not done.stderr.startswith("\n")
+
+
+def test_a_model_that_leaves_no_memory_for_its_kv_is_one_line(tmp_path):
+    """In a simulation, and in a search that simulates."""
+    goodput = f"bench goodput --simulate a100-80gb --model llama-3.1-70b --out {tmp_path}/found"
+    for command in (f"simulate {MODEL} --gpu-memory-utilization 0.00001", goodput):
+        done = CliRunner().invoke(app, [*command.split(), "--num-prompts=3", "--goodput=ttft:900"])
+        assert done.exit_code == 1
+        [line] = done.stderr.strip().splitlines()
+        assert line.endswith("there is not enough memory for the model and a KV pool")
