@@ -1,9 +1,9 @@
 """What the papers compare, in simulation: `python benchmarks/papers.py [NAME ...]`.
 
 A study is some variants of a system, or several systems, on the same requests. The papers name
-neither rates nor traces exactly, and the device is a model (docs/simulation.md): what can be
-compared is who wins and by about how much. Runs that the file has are not repeated, so a stopped
-run goes on with the same command. docs/systems.md and docs/simulation.md have what came out.
+neither rates nor traces exactly, and the device is a model (docs/design/simulation.md):
+what can be compared is who wins and by about how much. Runs that the file has are not repeated, so
+a stopped run goes on with the same command. docs/results.md has what came out.
 """
 
 import argparse

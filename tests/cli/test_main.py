@@ -64,7 +64,7 @@ def test_every_engine_setting_has_an_option():
 
 
 def test_every_serve_option_has_a_variable_and_a_line_in_the_docs():
-    page = (Path(__file__).parents[2] / "docs" / "cli.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "guides" / "cli.md").read_text()
     rows = dict(re.findall(r"^\| `(TWOLANE_\w+)` \| `(.+?)` \|", page, re.MULTILINE))
     expected = {"TWOLANE_MODEL": "MODEL"}
     for param in get_command(app).commands["serve"].params:

@@ -1,9 +1,9 @@
 """Random schedules under random legal plans and every system, and without each guard.
 
-docs/architecture.md, "Memory, and work in flight". Every schedule has arrivals, shared prefixes,
-aborts, priorities, a pool too small for its load, and lanes that are held back at random; after
-every turn the books are checked, at the end every output is compared with the request's output
-alone.
+The rules are those of docs/design/architecture.md, "Memory, and work in flight". Every schedule has
+arrivals, shared prefixes, aborts, priorities, a pool too small for its load, and lanes that are
+held back at random; after every turn the books are checked, at the end every output is compared
+with the request's output alone.
 """
 
 import random

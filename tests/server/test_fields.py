@@ -1,4 +1,4 @@
-"""The table of request fields in docs/api.md, walked against a running server."""
+"""The table of request fields in docs/guides/api.md, walked against a running server."""
 
 import math
 import re
@@ -16,7 +16,7 @@ from twolane.server.openai.protocol import INERT, ChatRequest, CompletionRequest
 from .conftest import MODEL
 from .serving import wait_for
 
-PAGE = Path(__file__).parents[2] / "docs/api.md"
+PAGE = Path(__file__).parents[2] / "docs/guides/api.md"
 STATUS = "(honoured|no effect|refused|-)"
 ROW = re.compile(rf"^\| `(\w+)` \| {STATUS} \| {STATUS} \|")
 ROWS = [match.groups() for line in PAGE.read_text().splitlines() if (match := ROW.match(line))]

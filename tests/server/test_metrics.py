@@ -24,7 +24,7 @@ from twolane.slo import Slo
 
 from .serving import serving, wait_for
 
-PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
+PAGE = Path(__file__).parents[2] / "docs" / "guides" / "metrics.md"
 DUMMY = ("--load-format", "dummy", "--kv-tokens", "20000")
 KEY = {"Authorization": "Bearer key"}
 PATHS = ("/v1/completions", "/v1/chat/completions")

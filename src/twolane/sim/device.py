@@ -150,7 +150,7 @@ H200 = Gpu(
     sampling_seconds=5.73e-5,
     link_bandwidth=360e9,
 )
-"""By `benchmarks/fit_device.py`: docs/simulation.md has what was measured beside the model's."""
+"""Fitted by `benchmarks/fit_device.py`; docs/design/simulation.md compares it with measurements."""
 _HBM3 = 3.35 / 4.8  # of the H200's bytes a second, by the data sheets
 H100 = msgspec.structs.replace(
     H200,

@@ -50,9 +50,9 @@ STEP = 0.01
 """By which share a launch above its bound raises the next ones' bound."""
 SLOW = 0.1
 """Launches above their bounds and as far above their predictions, as a logarithm, say that the
-device is slow: an H200 is, for 60 to 100 ms every few seconds, by 0.08 to 0.26 (docs/gpu.md). A
-single one says nothing of the next: of steps beside slices one in a hundred takes a quarter longer
-there."""
+device is slow: an H200 is, for 60 to 100 ms every few seconds, by 0.08 to 0.26
+(docs/notes/host-h200.md). A single one says nothing of the next: of steps beside slices one in a
+hundred takes a quarter longer there."""
 USUAL = 0.05
 """Of that, what such a launch was above on its own account."""
 MOST_SLOW = 0.3

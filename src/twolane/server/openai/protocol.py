@@ -3,7 +3,7 @@
 `Body` subclasses hold the fields that are honoured. `UNSUPPORTED` holds the fields that OpenAI or
 vLLM know and this server does not serve: they may be sent with a neutral value, which changes
 nothing, and are refused by name with any other. `INERT` fields say nothing about the answer.
-Every other field is unknown and refused. docs/api.md has the table of all of them.
+Every other field is unknown and refused. docs/guides/api.md has the table of all of them.
 """
 
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""What `/metrics` says; docs/metrics.md defines each figure by formula.
+"""What `/metrics` says; docs/guides/metrics.md defines each figure by formula.
 
 Names are vLLM's after the prefix where the meaning is the same. `calls.py` says what counts as a
 request.

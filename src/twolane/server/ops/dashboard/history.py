@@ -1,8 +1,8 @@
 """What the dashboard remembers: /metrics, second by second, over the last 15 minutes.
 
-Every figure is a difference of two readings of the counters and histograms of docs/metrics.md, so
-the page and Prometheus cannot disagree. Two rings of readings bound the memory: a second apart over
-a minute, ten seconds apart over a quarter of an hour.
+Every figure is a difference of two readings of the counters and histograms of
+docs/guides/metrics.md, so the page and Prometheus cannot disagree. Two rings of readings bound the
+memory: a second apart over a minute, ten seconds apart over a quarter of an hour.
 """
 
 from array import array

@@ -1,4 +1,4 @@
-"""The live dashboard: a page, its files, and the data it asks for. docs/dashboard.md shows it."""
+"""The live dashboard (docs/guides/dashboard.md): a page, its files, and the data it asks for."""
 
 from importlib import resources
 from typing import Annotated, Any
