@@ -4,6 +4,8 @@ import math
 
 import msgspec
 
+from twolane.common.errors import FieldError
+
 GREEDY_TEMPERATURE = 1e-5
 """Temperatures below this are greedy: the scaled logits would leave the float range."""
 MOST_LOGPROBS = 20
@@ -15,7 +17,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How the tokens of one request are chosen and when it ends.
 
     Raises:
-        ValueError: a field is out of range; the message begins with the field's name.
+        FieldError: a field is out of range.
     """
 
     temperature: float = 1.0
@@ -54,7 +56,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         for name, holds, allowed in (*self._drawing_checks(), *self._ending_checks()):
             if not holds:
-                raise ValueError(f"{name} must be {allowed}, not {getattr(self, name)!r}")
+                raise FieldError(name, f"must be {allowed}, not {getattr(self, name)!r}")
 
     def _drawing_checks(self) -> tuple[tuple[str, bool, str], ...]:
         biases = self.logit_bias.values()

@@ -4,12 +4,14 @@ import math
 
 import msgspec
 
+from twolane.common.errors import FieldError
+
 
 class Slo(msgspec.Struct, frozen=True, kw_only=True):
     """Latency bounds in seconds; None is no bound.
 
     Raises:
-        ValueError: a field is out of range; the message begins with the field's name.
+        FieldError: a field is out of range.
     """
 
     ttft: float | None = None
@@ -22,9 +24,9 @@ class Slo(msgspec.Struct, frozen=True, kw_only=True):
         for name in self.bounds:
             value = getattr(self, name)
             if not 0.0 < value < math.inf:
-                raise ValueError(f"{name} must be above 0, not {value!r}")
+                raise FieldError(name, f"must be above 0, not {value!r}")
         if not 0.0 <= self.ttft_per_token < math.inf:
-            raise ValueError(f"ttft_per_token must be at least 0, not {self.ttft_per_token!r}")
+            raise FieldError("ttft_per_token", f"must be at least 0, not {self.ttft_per_token!r}")
 
     @property
     def bounds(self) -> list[str]:

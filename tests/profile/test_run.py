@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from tests.model.checkpoints import make_checkpoint
+from twolane.common.errors import FieldError
 from twolane.engine.build import build
 from twolane.engine.config import EngineConfig
-from twolane.engine.settings import SettingError
 from twolane.estimate.base import Load
 from twolane.estimate.calibrated.estimator import Calibrated
 from twolane.estimate.online import OnlineEstimator
@@ -104,7 +104,7 @@ def test_a_profile_of_something_else_is_refused(
     another = msgspec.structs.replace(config, model=other)
     with pytest.raises(ProfileError, match="is of model"):
         taken(another, path)
-    with pytest.raises(SettingError, match=r"profile .* is of model"):
+    with pytest.raises(FieldError, match=r"profile .* is of model"):
         build(msgspec.structs.replace(another, profile=str(path)), lambda: None, nothing_said)
 
 

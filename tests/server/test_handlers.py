@@ -17,11 +17,11 @@ from twolane.server.http.handlers import add_error_handlers
             *(429, "rate_limit_error", "overloaded", None, "17"),
         ),
         (
-            Refused("r", "too_long", "prompt has 900 tokens, 500 are the most"),
+            Refused("r", "too_long", "prompt has 900 tokens, 500 are the most", "prompt"),
             *(400, "invalid_request_error", "context_length_exceeded", "prompt", None),
         ),
         (
-            Refused("r", "invalid", "logit_bias has a token id outside 0 to 9"),
+            Refused("r", "invalid", "logit_bias has a token id outside 0 to 9", "logit_bias"),
             *(400, "invalid_request_error", "invalid_value", "logit_bias", None),
         ),
     ],

@@ -21,6 +21,7 @@ import twolane
 from twolane.cli import bench_options as bench_options
 from twolane.cli.bench import app as bench_app
 from twolane.cli.configfile import config_option
+from twolane.common.errors import FieldError
 from twolane.common.vocabulary import EstimatorName
 from twolane.engine.config import Device, DType, EngineConfig, LoadFormat
 from twolane.sampling import SamplingParams
@@ -341,8 +342,8 @@ def default_slo(settings: dict[str, Any]) -> Slo:
     try:
         ttft, tbt, tpot = (ms / 1e3 if ms else None for ms in bounds.values())
         return Slo(ttft=ttft, ttft_per_token=per_1k / 1e3 / 1024, tbt=tbt, tpot=tpot)
-    except ValueError as error:
-        name = str(error).split(" ", 1)[0]
+    except FieldError as error:
+        name = error.field
         if name == "ttft_per_token":
             problem = f"must be 0 or above, not {per_1k}"
             raise fail(f"--slo-ttft-per-1k-ms {problem}", USAGE_ERROR) from error
@@ -362,7 +363,7 @@ def asked_levels(text: str | None) -> tuple[int, ...] | None:
 
 def engine_config(model: str, settings: dict[str, Any]) -> EngineConfig:
     """Make the engine's settings of what the command line says, checked."""
-    from twolane.engine.settings import SettingError, check_settings
+    from twolane.engine.settings import check_settings
 
     options = {}
     for option in settings.pop("options", ()):
@@ -379,7 +380,7 @@ def engine_config(model: str, settings: dict[str, Any]) -> EngineConfig:
     config = EngineConfig(model=model, options=options, slo=slo, levels=levels, **settings)
     try:
         check_settings(config)
-    except SettingError as error:
+    except FieldError as error:
         raise wrong_setting(error.field, error.problem) from error
     return config
 
@@ -421,14 +422,13 @@ def takes_engine_settings(
 @contextlib.contextmanager
 def one_line_errors() -> Iterator[None]:
     """Turn what a user can do wrong into a line: 2 for wrong options, 1 for what cannot be had."""
-    from twolane.engine.settings import SettingError
     from twolane.frontend.engine_client import EngineError
     from twolane.frontend.generation import GenerationFailed
     from twolane.model.load.hub import PullError
 
     try:
         yield
-    except SettingError as error:
+    except FieldError as error:
         raise wrong_setting(error.field, error.problem) from error
     except (PullError, EngineError, GenerationFailed, ValueError, OSError, MemoryError) as error:
         raise fail(with_flags(str(error)) or type(error).__name__) from error
@@ -666,9 +666,8 @@ def generate(
             top_k=top_k,
             min_p=min_p,
         )
-    except ValueError as error:
-        name, problem = str(error).split(" ", 1)
-        raise fail(f"--{name.replace('_', '-')} {problem}", USAGE_ERROR) from error
+    except FieldError as error:
+        raise fail(f"{flag(error.field)} {error.problem}", USAGE_ERROR) from error
     with one_line_errors():
         console.generate(config, text, params, chat=chat)
 

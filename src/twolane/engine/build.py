@@ -3,12 +3,13 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from twolane.common.errors import FieldError
 from twolane.engine.config import EngineConfig
 from twolane.engine.engine import Engine
 from twolane.engine.kv import KVBooks
 from twolane.engine.messages import Ready
 from twolane.engine.predict import make_estimator
-from twolane.engine.settings import SettingError, check_settings
+from twolane.engine.settings import check_settings
 from twolane.engine.trace import FileTrace, Trace
 from twolane.lanes.machine import Machine, MachineLanes, load
 from twolane.model.spec import ModelSpec
@@ -115,13 +116,14 @@ def context_length(config: EngineConfig, spec: ModelSpec) -> int:
     """The most tokens of one request.
 
     Raises:
-        ValueError: the model has fewer positions.
+        FieldError: the model has fewer positions.
     """
     wanted = config.max_model_len or spec.max_positions
     if wanted > spec.max_positions:
-        raise ValueError(
-            f"max_model_len {wanted} exceeds the model's {spec.max_positions} positions; "
-            f"max_positions raises those"
+        raise FieldError(
+            "max_model_len",
+            f"{wanted} exceeds the model's {spec.max_positions} positions; "
+            f"max_positions raises those",
         )
     return wanted
 
@@ -132,7 +134,7 @@ def make_books(config: EngineConfig, machine: Machine, max_model_len: int) -> KV
     if config.kv_tokens is not None:
         pages = config.kv_tokens // page_size
         if pages < 1:
-            raise ValueError(f"kv_tokens {config.kv_tokens} does not hold a page of {page_size}")
+            raise FieldError("kv_tokens", f"{config.kv_tokens} does not hold a page of {page_size}")
     else:
         most = config.max_running * -(-max_model_len // page_size)
         room = machine.kv_bytes(max_model_len) // (page_size * machine.page_token_bytes)
@@ -147,5 +149,5 @@ def _page_size(config: EngineConfig, machine: Machine) -> int:
         return machine.page_sizes[0] if machine.page_sizes else DEFAULT_PAGE_SIZE
     if machine.page_sizes and config.page_size not in machine.page_sizes:
         served = ", ".join(map(str, sorted(machine.page_sizes)))
-        raise SettingError("page_size", f"must be one of {served} here, not {config.page_size}")
+        raise FieldError("page_size", f"must be one of {served} here, not {config.page_size}")
     return config.page_size

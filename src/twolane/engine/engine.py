@@ -5,6 +5,7 @@ from array import array
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
+from twolane.common.errors import FieldError
 from twolane.common.vocabulary import LANES, LaneName
 from twolane.engine.kv import KVBooks, Lookup
 from twolane.engine.launch import carry_out, joining
@@ -220,8 +221,26 @@ class Engine:
     def _problem(self, message: Submit) -> Refused | None:
         if message.id in self.state.requests:
             return Refused(message.id, "invalid", f"request id {message.id!r} is in use")
+        if len(message.prompt) >= self.max_model_len:
+            text = (
+                f"prompt has {len(message.prompt)} tokens, which leaves no room for output: "
+                f"the context length is {self.max_model_len}"
+            )
+            return Refused(message.id, "too_long", text, "prompt")
+        try:
+            self._check_tokens(message)
+        except FieldError as error:
+            return Refused(message.id, "invalid", str(error), error.field)
+        return None
+
+    def _check_tokens(self, message: Submit) -> None:
+        """Refuse a request whose tokens the model does not have, or that leaves none to choose.
+
+        Raises:
+            FieldError: naming the request's field.
+        """
         if not message.prompt:
-            return Refused(message.id, "invalid", "prompt is empty")
+            raise FieldError("prompt", "is empty")
         params, known = message.params, range(self._vocab_size)
         named: dict[str, Collection[int]] = {
             "prompt": message.prompt,
@@ -230,18 +249,9 @@ class Engine:
         }
         for name, tokens in named.items():
             if tokens and not (min(tokens) in known and max(tokens) in known):
-                text = f"{name} has a token id outside 0 to {known[-1]}"
-                return Refused(message.id, "invalid", text)
+                raise FieldError(name, f"has a token id outside 0 to {known[-1]}")
         if params.min_tokens and len({*params.stop_token_ids, *self._eos_token_ids}) == len(known):
-            text = "stop_token_ids leave no token to choose before min_tokens"
-            return Refused(message.id, "invalid", text)
-        if len(message.prompt) >= self.max_model_len:
-            text = (
-                f"prompt has {len(message.prompt)} tokens, which leaves no room for output: "
-                f"the context length is {self.max_model_len}"
-            )
-            return Refused(message.id, "too_long", text)
-        return None
+            raise FieldError("stop_token_ids", "leave no token to choose before min_tokens")
 
     def _sampling(self, message: Submit, tokens: Sequence[int]) -> Sampling:
         drawn = self._seeds.getrandbits(63)

@@ -120,6 +120,8 @@ class Refused(msgspec.Struct, frozen=True):
     id: str
     code: RefusedCode
     message: str
+    field: str | None = None
+    """Name of the field of the request that is at fault, with which `message` begins."""
 
 
 class Stats(msgspec.Struct, frozen=True):

@@ -11,9 +11,9 @@ from pathlib import Path
 from threadpoolctl import threadpool_limits
 
 import twolane
+from twolane.common.errors import FieldError
 from twolane.common.vocabulary import EstimatorName
 from twolane.engine.config import EngineConfig
-from twolane.engine.settings import SettingError
 from twolane.estimate.base import Estimator
 from twolane.estimate.online import OnlineEstimator
 from twolane.estimate.profile import Key, Profile, ProfileError, cached_profile, model_digest
@@ -28,7 +28,7 @@ def make_estimator(config: EngineConfig, machine: Machine, units: int) -> Estima
     """Fitted on the profile that is named, or on the cache's; without one, the online estimator.
 
     Raises:
-        SettingError: the profile that is named is of something else, or too small.
+        FieldError: the profile that is named is of something else, or too small.
     """
     key = machine_key(machine, units)
     path = cached_profile(cache_dir(), key) if config.profile is None else Path(config.profile)
@@ -49,7 +49,7 @@ def make_estimator(config: EngineConfig, machine: Machine, units: int) -> Estima
                 log.warning("the profile was taken with %s %s; this is %s", part, there, here)
         fitted = _fitted(path, changed, name)
     except (ProfileError, OSError) as error:
-        raise SettingError("profile", str(error)) from error
+        raise FieldError("profile", str(error)) from error
     log.info("predictions: %s on %d samples of %s", name, len(profile.samples), path)
     return copy.deepcopy(fitted)  # it learns
 

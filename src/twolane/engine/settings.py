@@ -5,6 +5,7 @@ import math
 import os
 from pathlib import Path
 
+from twolane.common.errors import FieldError
 from twolane.common.resources import usable_cores
 from twolane.engine.config import EngineConfig
 from twolane.systems.registry import make_system
@@ -21,52 +22,34 @@ _LEAST = {
 }
 
 
-class SettingError(ValueError):
-    """A setting is out of range or contradicts another.
-
-    Args:
-        field: the `EngineConfig` field, or that of a simulation.
-        problem: what is wrong with it.
-    """
-
-    def __init__(self, field: str, problem: str) -> None:
-        super().__init__(f"{field} {problem}")
-        self.field = field
-        self.problem = problem
-
-
 def check_settings(config: EngineConfig) -> None:
     """Refuse settings that can be seen to be wrong before anything is loaded.
 
     Raises:
-        SettingError: the first that is.
+        FieldError: the first that is.
     """
     for field, bound in _LEAST.items():
         value = getattr(config, field)
         if value is not None and not value >= bound:  # which nan is not, either
-            raise SettingError(field, f"must be at least {bound}, not {value}")
+            raise FieldError(field, f"must be at least {bound}, not {value}")
         if value == math.inf:
-            raise SettingError(field, f"must be finite, not {value}")
+            raise FieldError(field, f"must be finite, not {value}")
     usable = len(usable_cores())
     if config.cores is not None and not 1 <= config.cores <= usable:
-        raise SettingError("cores", f"must be between 1 and {usable} here, not {config.cores}")
+        raise FieldError("cores", f"must be between 1 and {usable} here, not {config.cores}")
     _check_device(config)
     length, positions, pool = config.max_model_len, config.max_positions, config.kv_tokens
     if length is not None and positions is not None and length > positions:
-        raise SettingError("max_model_len", f"{length} exceeds max_positions {positions}")
+        raise FieldError("max_model_len", f"{length} exceeds max_positions {positions}")
     page_size = config.page_size or 16  # the least there is by itself: the engine looks again
     if pool is not None and pool // page_size * page_size < (length or 2):
         request = f"one request of {length or 2} tokens in pages of {page_size}"
-        raise SettingError("kv_tokens", f"{pool} does not hold {request}")
+        raise FieldError("kv_tokens", f"{pool} does not hold {request}")
     if config.trace is not None and not _is_writable(Path(config.trace)):
-        raise SettingError("trace", f"{config.trace} cannot be written")
+        raise FieldError("trace", f"{config.trace} cannot be written")
     if config.profile is not None and not _is_readable(Path(config.profile)):
-        raise SettingError("profile", f"{config.profile} cannot be read")
-    try:
-        make_system(config.system, config.options)
-    except ValueError as error:
-        field = "system" if str(error).startswith("system") else "options"
-        raise SettingError(field, str(error).split(" ", 1)[1]) from error
+        raise FieldError("profile", f"{config.profile} cannot be read")
+    make_system(config.system, config.options)
 
 
 def _is_readable(file: Path) -> bool:
@@ -84,12 +67,12 @@ def _is_writable(file: Path) -> bool:
 def _check_device(config: EngineConfig) -> None:
     """What is only for one device is refused with the other."""
     if config.device == "cuda" and config.cores is not None:
-        raise SettingError("cores", "is for CPU lanes, and the device is cuda")
+        raise FieldError("cores", "is for CPU lanes, and the device is cuda")
     if config.levels is not None:
         if config.device == "cpu" or config.cores is not None:
-            raise SettingError("levels", "are shares of a GPU's SMs, and the device is the CPU")
+            raise FieldError("levels", "are shares of a GPU's SMs, and the device is the CPU")
         if any(units < 1 for units in config.levels):
-            raise SettingError("levels", f"must be positive, not {min(config.levels)}")
+            raise FieldError("levels", f"must be positive, not {min(config.levels)}")
     if not 0 < config.gpu_memory_utilization <= 1:
         share = config.gpu_memory_utilization
-        raise SettingError("gpu_memory_utilization", f"must be above 0 and at most 1, not {share}")
+        raise FieldError("gpu_memory_utilization", f"must be above 0 and at most 1, not {share}")

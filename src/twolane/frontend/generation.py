@@ -71,9 +71,8 @@ class GenerationRefused(ValueError):
 
     @property
     def param(self) -> str | None:
-        """The request field at fault: the message begins with it, if it names one."""
-        word = self.refused.message.split(" ", 1)[0]
-        return word if word in SamplingParams.__struct_fields__ or word == "prompt" else None
+        """Name of the request field at fault, if the engine named one."""
+        return self.refused.field
 
 
 class Observer(Protocol):

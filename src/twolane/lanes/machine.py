@@ -5,9 +5,9 @@ from typing import Protocol
 
 import torch
 
+from twolane.common.errors import FieldError
 from twolane.common.resources import free_memory, usable_cores
 from twolane.engine.config import EngineConfig
-from twolane.engine.settings import SettingError
 from twolane.lanes.base import Lanes
 from twolane.lanes.cpu.lanes import CpuLanes
 from twolane.lanes.cpu.runner import Runner
@@ -77,7 +77,7 @@ def load(config: EngineConfig, progress: Progress) -> Machine:
     """Load the model onto the device that the settings name.
 
     Raises:
-        SettingError: the device is not there.
+        FieldError: the device is not there.
         ValueError: a setting is wrong, or the model.
     """
     if chosen_device(config) == "cpu":
@@ -92,17 +92,17 @@ def chosen_device(config: EngineConfig) -> str:
     """The device: what is asked for, else a GPU if there is one and no cores are asked for.
 
     Raises:
-        SettingError: it is not there.
+        FieldError: it is not there.
     """
     there = torch.cuda.is_available()
     if config.device == "cuda" and not there:
-        raise SettingError("device", "is cuda, but PyTorch finds no NVIDIA GPU")
+        raise FieldError("device", "is cuda, but PyTorch finds no NVIDIA GPU")
     if config.device != "auto":
         return config.device
     if there and config.cores is None:
         return "cuda"
     if config.levels is not None:
-        raise SettingError("levels", "are shares of a GPU's SMs, and PyTorch finds no NVIDIA GPU")
+        raise FieldError("levels", "are shares of a GPU's SMs, and PyTorch finds no NVIDIA GPU")
     return "cpu"
 
 

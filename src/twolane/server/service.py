@@ -9,6 +9,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from twolane.common.errors import FieldError
 from twolane.engine.messages import Output, Refused
 from twolane.frontend.engine_client import EngineClient, EngineError, EngineGone, Event
 from twolane.frontend.generation import Generation, TextOptions
@@ -188,9 +189,8 @@ class Service:
         """
         try:
             params = body.sampling(self._sampling)
-        except ValueError as error:
-            name = str(error).split(" ", 1)[0]
-            raise ApiError(400, str(error), code="invalid_value", param=name) from error
+        except FieldError as error:
+            raise ApiError(400, str(error), code="invalid_value", param=error.field) from error
         context = self.engine.ready.max_model_len
         longest = max(map(len, prompts))
         name = body.limit[0] if params.max_tokens else "min_tokens"

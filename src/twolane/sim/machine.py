@@ -2,10 +2,10 @@
 
 from collections.abc import Callable, Iterable, Sequence
 
+from twolane.common.errors import FieldError
 from twolane.common.sizes import GRAPH_BYTES
 from twolane.engine.config import EngineConfig
 from twolane.engine.messages import Outputs, ToEngine
-from twolane.engine.settings import SettingError
 from twolane.lanes.machine import Progress
 from twolane.model.spec import ModelSpec
 from twolane.sim.device import ITEM, DeviceModel, Gpu, revision
@@ -81,7 +81,7 @@ class SimulatedMachine:
         seed: of the device's noise.
 
     Raises:
-        SettingError: a level leaves a lane without units.
+        FieldError: a level leaves a lane without units.
         ValueError: the model's heads cannot be shared by so many GPUs.
     """
 
@@ -128,7 +128,7 @@ def _levels(gpu: Gpu, asked: Sequence[int] | None) -> list[tuple[int, int]]:
         asked = range(LEVEL_STEP, gpu.units - LEVEL_STEP + 1, LEVEL_STEP)
     for units in asked:
         if not units < gpu.units:
-            raise SettingError(
+            raise FieldError(
                 "levels", f"{units} leave none of the {gpu.units} units of {gpu.name} to prefill"
             )
     return [(gpu.units - units, units) for units in sorted(set(asked))]

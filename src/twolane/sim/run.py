@@ -15,13 +15,14 @@ import msgspec
 from rich.console import Console
 from rich.progress import Progress
 
+from twolane.common.errors import FieldError
 from twolane.common.garbage import uncollected
 from twolane.engine.build import Built, assemble
 from twolane.engine.config import EngineConfig
 from twolane.engine.engine import Engine
 from twolane.engine.loop import run
 from twolane.engine.messages import Output, Outputs, Refused, Submit, Times
-from twolane.engine.settings import SettingError, check_settings
+from twolane.engine.settings import check_settings
 from twolane.model.load.hub import resolve
 from twolane.model.shapes import SHAPES
 from twolane.model.spec import ModelSpec
@@ -65,17 +66,17 @@ class SimulateConfig(msgspec.Struct, frozen=True, kw_only=True):
         """Refuse what is wrong, or has no meaning in a simulation.
 
         Raises:
-            SettingError: naming the engine's setting, or `gpu`.
+            FieldError: naming the engine's setting, or `gpu`.
             OptionError: naming the option of the workload.
         """
         check_settings(self.engine)
         if self.gpu not in GPUS:
-            raise SettingError("gpu", f"{self.gpu!r} is unknown; there are: {', '.join(GPUS)}")
+            raise FieldError("gpu", f"{self.gpu!r} is unknown; there are: {', '.join(GPUS)}")
         if self.engine.dtype not in ("auto", "bfloat16"):
-            raise SettingError("dtype", f"is bfloat16 in a simulation, not {self.engine.dtype}")
+            raise FieldError("dtype", f"is bfloat16 in a simulation, not {self.engine.dtype}")
         if self.engine.cores is not None or self.engine.device != "auto":
             name = "device" if self.engine.cores is None else "cores"
-            raise SettingError(name, "has no meaning in a simulation")
+            raise FieldError(name, "has no meaning in a simulation")
         self.bench.check()
 
 
@@ -116,16 +117,14 @@ def simulate(
             so far and how many of them are new, in seconds.
 
     Raises:
-        SettingError, ValueError: a setting is wrong.
+        FieldError, ValueError: a setting is wrong.
         OptionError, TraceError: the workload is.
     """
     config.check()
     requests = config.bench.workload.build() if workload is None else workload
     seed, gpu, spec = config.bench.workload.seed, GPUS[config.gpu], shapes_of(config.engine)
     if spec.kv_heads % config.tp:
-        raise SettingError(
-            "tp", f"{config.tp} does not divide the model's {spec.kv_heads} KV heads"
-        )
+        raise FieldError("tp", f"{config.tp} does not divide the model's {spec.kv_heads} KV heads")
     machine = SimulatedMachine(gpu, spec, config.engine, tp=config.tp, seed=seed)
     profile = config.engine.profile or str(simulated_profile(gpu, spec, config.tp))
     engine = msgspec.structs.replace(config.engine, profile=profile)

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Protocol, cast
 
 import msgspec
 
+from twolane.common.errors import FieldError
 from twolane.common.vocabulary import EstimatorName
 from twolane.systems.auto.system import Auto
 from twolane.systems.baselines.chunked import Chunked
@@ -72,17 +73,16 @@ def make_system(name: str, options: dict[str, str] | None = None) -> System:
     """The system of that name with its settings given as text.
 
     Raises:
-        ValueError: no such system, no such setting, or a value out of range; names both.
+        FieldError: naming `system`, which is unknown, or `options`: one is unknown or out of range.
     """
     if name not in SYSTEMS:
-        raise ValueError(f"system {name!r} is unknown; there are: {', '.join(SYSTEMS)}")
+        raise FieldError("system", f"{name!r} is unknown; there are: {', '.join(SYSTEMS)}")
     kind, settings = SYSTEMS[name], defaults(name)
     for option in options or {}:
         if option not in settings:
-            raise ValueError(
-                f"option {option!r} is not one of system {name}; it has: {', '.join(settings)}"
-            )
+            known = ", ".join(settings)
+            raise FieldError("options", f"{option!r} is not one of system {name}; it has: {known}")
     try:
         return msgspec.convert(options or {}, kind, strict=False)
     except msgspec.ValidationError as error:
-        raise ValueError(f"option of system {name}: {error}") from None
+        raise FieldError("options", f"of system {name}: {error}") from None

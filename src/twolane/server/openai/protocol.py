@@ -21,6 +21,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from twolane.common.errors import FieldError
 from twolane.frontend.text.stops import LONGEST_STRING, MOST_STRINGS
 from twolane.sampling import SamplingParams
 
@@ -264,7 +265,7 @@ class GenerationBody(Body):
         """Return the engine's form of the sampling fields; `defaults`: of those not given.
 
         Raises:
-            ValueError: a field is out of range; the message begins with the field's name.
+            FieldError: a field is out of range.
         """
         name, limit = self.limit
         same = (
@@ -279,8 +280,9 @@ class GenerationBody(Body):
         chosen = {key: value for key, value in given.items() if value is not None}
         try:
             return SamplingParams(max_tokens=limit, **{**defaults, **chosen})
-        except ValueError as error:
-            raise ValueError(str(error).replace("max_tokens", name)) from error
+        except FieldError as error:
+            field = name if error.field == "max_tokens" else error.field
+            raise FieldError(field, error.problem.replace("max_tokens", name)) from error
 
 
 class CompletionRequest(GenerationBody):

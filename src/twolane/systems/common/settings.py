@@ -4,6 +4,8 @@ from math import inf
 
 import msgspec
 
+from twolane.common.errors import FieldError
+
 
 def at_least(system: msgspec.Struct, **bounds: float) -> None:
     """Refuse settings that are below their bounds, infinite or no number.
@@ -13,10 +15,10 @@ def at_least(system: msgspec.Struct, **bounds: float) -> None:
         bounds: the least of each, by its name.
 
     Raises:
-        ValueError: the first that is; the message begins with its name.
+        FieldError: naming the first that is.
     """
     for name, bound in bounds.items():
         value = getattr(system, name)
         if not bound <= value < inf:
             finite = " and finite" if isinstance(value, float) else ""
-            raise ValueError(f"{name} must be at least {bound}{finite}, not {value}")
+            raise FieldError(name, f"must be at least {bound}{finite}, not {value}")

@@ -17,6 +17,7 @@ from typing import ClassVar
 import msgspec
 import numpy as np
 
+from twolane.common.errors import FieldError
 from twolane.common.vocabulary import EstimatorName
 from twolane.estimate.base import Beside, Floats, Load
 from twolane.slo import Slo
@@ -173,7 +174,7 @@ class Bullet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         for name in ("ttft_per_token", "tpot_seconds"):
             if not 0.0 < getattr(self, name) < inf:
-                raise ValueError(f"{name} must be above 0, not {getattr(self, name)}")
+                raise FieldError(name, f"must be above 0, not {getattr(self, name)}")
         at_least(self, step_layers=1, max_batch_tokens=1, prefill_units=0, lead_seconds=0)
 
     def start(self) -> Memory:

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import msgspec
 
+from twolane.common.errors import FieldError
 from twolane.common.vocabulary import EstimatorName
 from twolane.systems.common.multiplex import Level, nearest_level, shared_levels
 from twolane.systems.common.settings import at_least
@@ -40,7 +41,7 @@ class Drift(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         if self.groups not in GROUPS:
-            raise ValueError(f"groups must be 3, 4 or 5, not {self.groups}")
+            raise FieldError("groups", f"must be 3, 4 or 5, not {self.groups}")
         at_least(self, max_batch_tokens=1, slice_seconds=0, lead_seconds=0)
 
     def start(self) -> Spent:

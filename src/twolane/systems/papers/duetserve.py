@@ -15,6 +15,7 @@ from typing import ClassVar
 import msgspec
 import numpy as np
 
+from twolane.common.errors import FieldError
 from twolane.common.vocabulary import EstimatorName
 from twolane.estimate.base import Beside, Load
 from twolane.systems.common.admission import next_chunks
@@ -80,7 +81,7 @@ class DuetServe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         if not 0.0 < self.tbt_seconds < inf:
-            raise ValueError(f"tbt_seconds must be above 0, not {self.tbt_seconds}")
+            raise FieldError("tbt_seconds", f"must be above 0, not {self.tbt_seconds}")
         at_least(self, token_budget=1, decode_units=0, lead_seconds=0)
 
     def start(self) -> None:
