@@ -1,0 +1,26 @@
+"""Bounds on grammars, which the API process checks and the engine relies on."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from llguidance import LLParserLimits
+
+MAX_GRAMMAR_BYTES = 512 * 2**10
+"""A grammar may be at most this many bytes long, after it was made from a schema."""
+
+
+def parser_limits() -> "LLParserLimits":
+    """Return the limits on a grammar's compilation and on each of its masks.
+
+    With them, compiling takes at most about 0.2 s and a mask about 15 ms, whatever the grammar.
+    """
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(
+        initial_lexer_fuel=1_000_000,
+        step_lexer_fuel=200_000,
+        step_max_items=50_000,
+        max_lexer_states=50_000,
+        max_grammar_size=200_000,
+        verbose_errors=False,
+    )

@@ -1,0 +1,114 @@
+"""Grammars that constrain answers: compiled beside the loop, with one matcher for each request."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from llguidance import LLMatcher, LLTokenizer
+
+from twolane.common.grammars import parser_limits
+
+KEPT_GRAMMARS = 64
+"""The compiler keeps this many compiled grammars, the latest ones."""
+
+
+class GrammarError(ValueError):
+    """A grammar cannot be compiled, or no more tokens can be matched against it."""
+
+
+class Constraint:
+    """What one request may say next, by its grammar.
+
+    Invariant: the matcher has taken exactly the output tokens that were delivered.
+
+    Args:
+        matcher: at its start.
+        vocab_size: of the model, which may have tokens that the tokenizer has not.
+        stops: tokens that may end the answer where the grammar allows an end.
+        eos_token_ids: what the matcher takes for an end.
+    """
+
+    def __init__(
+        self,
+        matcher: LLMatcher,
+        vocab_size: int,
+        stops: Collection[int],
+        eos_token_ids: Sequence[int],
+    ) -> None:
+        self._matcher = matcher
+        self._bytes = -(-vocab_size // 8)
+        self._stops = stops
+        self._eos = eos_token_ids
+
+    def take(self, token: int) -> None:
+        """Go on behind an output token that was delivered."""
+        if not self._matcher.is_stopped():
+            self._matcher.consume_token(token)
+
+    def mask(self) -> bytes:
+        """Return a bit for each token of the vocabulary, the lowest first: whether it may be next.
+
+        Raises:
+            GrammarError: the grammar has become too complex for its limits.
+        """
+        mask = bytearray(self._matcher.compute_bitmask()[: self._bytes])
+        if self._matcher.is_error():
+            raise GrammarError(" ".join(self._matcher.get_error().split())[:500])
+        mask.extend(bytes(self._bytes - len(mask)))
+        if any(mask[eos // 8] >> eos % 8 & 1 for eos in self._eos):
+            for token in self._stops:
+                mask[token // 8] |= 1 << token % 8
+        return bytes(mask)
+
+
+class Grammars:
+    """Compiles grammars for a model's tokenizer, in a thread of its own.
+
+    Args:
+        tokenizer: the model's `tokenizer.json`.
+        vocab_size: of the model.
+        eos_token_ids: of the model; at least one.
+        notify: called from that thread when a grammar has been compiled, or cannot be.
+    """
+
+    def __init__(
+        self,
+        tokenizer: str,
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+        notify: Callable[[], None],
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._eos = eos_token_ids
+        self._notify = notify
+        self._vocabulary: LLTokenizer | None = None
+        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
+
+    def constraint(self, grammar: str, stops: Collection[int]) -> Future[Constraint]:
+        """Compile a grammar; the future has the constraint of one request, or a `GrammarError`."""
+        found = self._thread.submit(self._constraint, grammar, stops)
+        found.add_done_callback(lambda _: self._notify())
+        return found
+
+    def close(self) -> None:
+        """End the thread; what waits for it is given up."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _constraint(self, grammar: str, stops: Collection[int]) -> Constraint:
+        matcher = self._compiled.get(grammar)
+        if matcher is None:
+            matcher = LLMatcher(self._vocabulary_now(), grammar, limits=parser_limits())
+            if matcher.is_error():
+                raise GrammarError(" ".join(matcher.get_error().split())[:500])
+            self._compiled[grammar] = matcher
+            if len(self._compiled) > KEPT_GRAMMARS:
+                self._compiled.popitem(last=False)
+        self._compiled.move_to_end(grammar)
+        return Constraint(matcher.deep_copy(), self._vocab_size, stops, self._eos)
+
+    def _vocabulary_now(self) -> LLTokenizer:
+        if self._vocabulary is None:
+            self._vocabulary = LLTokenizer(self._tokenizer, eos_token=list(self._eos))
+        return self._vocabulary

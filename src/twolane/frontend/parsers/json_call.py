@@ -1,0 +1,107 @@
+"""A tool call in JSON, read as it comes: its name, then its arguments."""
+
+import json
+
+WHITE = " \t\r\n"
+ARGUMENTS = ("arguments", "parameters")
+
+
+class JsonCall:
+    """Scans one object such as {"name": "f", "arguments": {…}} character by character.
+
+    The arguments are passed on as they are written, as soon as the name is known; those of a call
+    that has none are {}.
+
+    Invariant: `name` and the characters of `arguments` depend on the text so far alone.
+    """
+
+    def __init__(self) -> None:
+        self.name: str | None = None
+        self.done = False
+        """Whether the object has been closed."""
+        self.broken = False
+        """Whether it is no such object, whatever comes."""
+        self._depth = 0
+        self._in_string = self._escaped = False
+        self._key: str | None = None
+        """The key at the top whose value is being read."""
+        self._scalar: list[str] = []
+        """The characters of the string or value being read at the top."""
+        self._arguments: list[str] = []
+        self._taken = 0
+
+    def feed(self, char: str) -> None:
+        """Take the next character."""
+        if self.done or self.broken:
+            return
+        if self._depth == 0:
+            self._begin(char)
+        elif self._in_string:
+            self._string(char)
+        else:
+            self._structure(char)
+
+    def take(self) -> str:
+        """Return the arguments' characters since the last call, once the name is known."""
+        if self.name is None:
+            return ""
+        if self.done and not self._arguments:
+            self._arguments = ["{}"]
+        new = "".join(self._arguments[self._taken :])
+        self._taken = len(self._arguments)
+        return new
+
+    def _begin(self, char: str) -> None:
+        if char == "{":
+            self._depth = 1
+        elif char not in WHITE:
+            self.broken = True
+
+    def _string(self, char: str) -> None:
+        self._keep(char)
+        if self._escaped:
+            self._escaped = False
+        elif char == "\\":
+            self._escaped = True
+        elif char == '"':
+            self._in_string = False
+
+    def _structure(self, char: str) -> None:
+        if char == '"':
+            self._in_string = True
+        elif char in "{[":
+            self._depth += 1
+        elif char in "}]":
+            self._depth -= 1
+        if self._depth == 1 and char == ":" and self._key is None:
+            self._key = self._read()
+        elif self._depth == 0 or (self._depth == 1 and char == ","):
+            self._value()
+            self.done = self._depth == 0
+            self.broken = self.done and self.name is None
+        else:
+            self._keep(char)
+
+    def _keep(self, char: str) -> None:
+        if self._depth == 1 and not self._in_string and char in WHITE:
+            return  # between two values
+        if self._key in ARGUMENTS:
+            self._arguments.append(char)
+        else:
+            self._scalar.append(char)
+
+    def _value(self) -> None:
+        """A value at the top has ended."""
+        if self._key == "name":
+            self.name = self._read()
+        self._key, self._scalar = None, []
+
+    def _read(self) -> str | None:
+        """The string that was read, if it is one."""
+        text, self._scalar = "".join(self._scalar).strip(), []
+        try:
+            value = json.loads(text)
+        except ValueError:
+            value = None
+        self.broken |= not isinstance(value, str)
+        return value if isinstance(value, str) else None

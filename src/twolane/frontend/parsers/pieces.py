@@ -1,0 +1,59 @@
+"""What an answer's text is made of, piece by piece."""
+
+from typing import Protocol
+
+import msgspec
+
+
+class Reasoning(msgspec.Struct, frozen=True):
+    """Text of the model's thinking."""
+
+    text: str
+
+
+class Content(msgspec.Struct, frozen=True):
+    """Text for the user."""
+
+    text: str
+
+
+class CallStart(msgspec.Struct, frozen=True):
+    """A tool call begins; its arguments follow."""
+
+    index: int
+    """Place of the call among the answer's calls, from 0."""
+    name: str
+
+
+class CallArguments(msgspec.Struct, frozen=True):
+    """The next characters of a call's arguments, which are JSON when put together."""
+
+    index: int
+    text: str
+
+
+Piece = Reasoning | Content | CallStart | CallArguments
+
+
+class Parser(Protocol):
+    """Reads an answer's text as it comes.
+
+    What the pieces say when put together depends on the whole text alone, never on how it was cut.
+    """
+
+    def feed(self, text: str) -> list[Piece]:
+        """Return the pieces that are certain after some more text."""
+        ...
+
+    def finish(self) -> list[Piece]:
+        """Return what was held back; the text has ended."""
+        ...
+
+
+def held_back(text: str, marks: tuple[str, ...]) -> int:
+    """Return how many characters at the end of a text may be the begin of one of the marks."""
+    longest = max(map(len, marks), default=0) - 1
+    for size in range(min(longest, len(text)), 0, -1):
+        if any(mark.startswith(text[-size:]) for mark in marks):
+            return size
+    return 0

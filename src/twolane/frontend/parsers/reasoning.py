@@ -1,0 +1,80 @@
+"""The thinking of reasoning models, told apart from the answer."""
+
+from twolane.frontend.parsers.pieces import Content, Piece, Reasoning, held_back
+
+THINK, END_THINK = "<think>", "</think>"
+
+
+class ReasoningParser:
+    """Splits text at the marks around a model's thinking (`Parser`).
+
+    Thinking comes first, if at all; white space around the marks belongs to neither side.
+
+    Args:
+        thinking: whether the prompt ended inside the thinking, so that no mark opens it.
+    """
+
+    def __init__(self, *, thinking: bool = False) -> None:
+        self._state = "thinking" if thinking else "start"
+        self._text = ""
+        self._blank = thinking
+        """Whether white space is to be dropped: nothing but that has come since the last mark."""
+
+    def feed(self, text: str) -> list[Piece]:
+        """See `Parser.feed`."""
+        self._text += text
+        pieces: list[Piece] = []
+        if self._state == "start":
+            self._open(pieces)
+        if self._state == "thinking":
+            self._think(pieces)
+        if self._state == "answer":
+            self._answer(pieces)
+        return pieces
+
+    def finish(self) -> list[Piece]:
+        """See `Parser.finish`."""
+        rest, self._text = self._text, ""
+        if not rest or (self._state == "thinking" and not rest.strip()):
+            return []
+        return [Reasoning(rest) if self._state == "thinking" else Content(rest)]
+
+    def _open(self, pieces: list[Piece]) -> None:
+        begun = self._text.lstrip()
+        if begun.startswith(THINK):
+            self._text, self._state, self._blank = begun[len(THINK) :], "thinking", True
+        elif not THINK.startswith(begun):
+            self._state = "answer"
+
+    def _think(self, pieces: list[Piece]) -> None:
+        if self._blank:
+            self._text = self._text.lstrip()
+            self._blank = not self._text
+        thought, mark, rest = self._text.partition(END_THINK)
+        if mark:
+            self._text, self._state, self._blank = rest, "answer", True
+            thought = thought.rstrip()
+        else:
+            kept = held_back(thought, (END_THINK,))
+            certain = thought[: len(thought) - kept].rstrip()  # white space may be before the mark
+            self._text, thought = self._text[len(certain) :], certain
+        if thought:
+            pieces.append(Reasoning(thought))
+
+    def _answer(self, pieces: list[Piece]) -> None:
+        if self._blank:
+            self._text = self._text.lstrip()
+            self._blank = not self._text
+        if self._text:
+            pieces.append(Content(self._text))
+            self._text = ""
+
+
+def thinking_of(template: str | None) -> bool:
+    """Return whether a chat template is one of a model that thinks between `<think>` marks."""
+    return template is not None and END_THINK in template
+
+
+def ends_in_thinking(prompt: str) -> bool:
+    """Return whether a rendered prompt has opened the thinking and not closed it."""
+    return prompt.rstrip().endswith(THINK)

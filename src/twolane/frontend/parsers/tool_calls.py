@@ -1,0 +1,202 @@
+"""Tool calls, found in an answer's text as it comes, by a table of how models write them."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from twolane.frontend.parsers.json_call import JsonCall
+from twolane.frontend.parsers.pieces import (
+    CallArguments,
+    CallStart,
+    Content,
+    Piece,
+    held_back,
+)
+from twolane.frontend.parsers.readers import CallReader, ListedCall, NamedCall, Types, XmlCall
+
+
+@dataclass(frozen=True)
+class CallFormat:
+    """How a family of models writes tool calls."""
+
+    reader: Callable[[Types], CallReader]
+    """Makes what reads one call behind its mark."""
+    begin: tuple[str, ...]
+    """Marks that open a call, or a list of calls."""
+    end: tuple[str, ...] = ()
+    """Marks behind a call, which are no text."""
+    separators: str = " \t\r\n"
+    """Characters behind a call that are no text."""
+    again: str = ""
+    """Characters with which another call begins behind one, without a mark."""
+    bare: bool = False
+    """Whether an answer that begins with `again` begins with a call."""
+
+
+FORMATS: Mapping[str, CallFormat] = MappingProxyType(
+    {
+        "hermes": CallFormat(lambda _: JsonCall(), ("<tool_call>",), ("</tool_call>",)),
+        "qwen3_coder": CallFormat(XmlCall, ("<tool_call>",), ("</tool_call>",)),
+        "llama3_json": CallFormat(
+            lambda _: JsonCall(), ("<|python_tag|>",), separators="; \t\r\n", again="{", bare=True
+        ),
+        "mistral": CallFormat(
+            lambda _: ListedCall(), ("[TOOL_CALLS]",), separators=",] \t\r\n", again="{"
+        ),
+        "deepseek_v3": CallFormat(
+            lambda _: NamedCall(r"function<｜tool▁sep｜>(?P<name>[^\n]+)\n```json\s*"),
+            ("<｜tool▁call▁begin｜>",),
+            ("```", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
+        ),
+        "deepseek_v31": CallFormat(
+            lambda _: NamedCall(r"(?P<name>[^\n<]+)<｜tool▁sep｜>\s*"),
+            ("<｜tool▁call▁begin｜>",),
+            ("<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
+        ),
+    }
+)
+"""The formats by the names that vLLM's `--tool-call-parser` has for them."""
+LISTS = ("<｜tool▁calls▁begin｜>",)
+"""Marks before the first call of a list, which are no text."""
+
+
+def format_of(template: str | None) -> str | None:
+    """Return the name of the format that a chat template asks its model for; None: of none."""
+    marks = (
+        ("<function=", "qwen3_coder"),
+        ("<tool_call>", "hermes"),
+        ("[TOOL_CALLS]", "mistral"),
+        ("```json", "deepseek_v3"),
+        ("<｜tool▁sep｜>", "deepseek_v31"),
+        ('"parameters": dictionary of argument name', "llama3_json"),
+        ("<|python_tag|>", "llama3_json"),
+    )
+    if template is None or "tools" not in template:
+        return None
+    return next((name for mark, name in marks if mark in template), None)
+
+
+class ToolCallParser:
+    """Splits an answer's text into tool calls and the text around them (`pieces.Parser`).
+
+    White space between text and calls is dropped. What begins like a call and is none is text.
+
+    Args:
+        form: how the model writes calls.
+        types: the types of the tools' parameters.
+    """
+
+    def __init__(self, form: CallFormat, types: Types = MappingProxyType({})) -> None:
+        self._form = form
+        self._types = types
+        self._marks = (*form.begin, *LISTS)
+        self._text = ""
+        """Text that is not decided yet."""
+        self._reader: CallReader | None = None
+        self._raw: list[str] = []
+        """The text of the open call."""
+        self._state = "first"
+        self._calls = 0
+        """How many calls have been named."""
+        self._named = False
+
+    def feed(self, text: str) -> list[Piece]:
+        """See `Parser.feed`."""
+        self._text += text
+        pieces: list[Piece] = []
+        steps = {
+            "first": self._first,
+            "text": self._plain,
+            "call": self._call,
+            "after": self._after,
+        }
+        while self._text and steps[self._state](pieces):
+            pass
+        return pieces
+
+    def finish(self) -> list[Piece]:
+        """See `Parser.finish`."""
+        rest, self._text = self._text, ""
+        if self._state == "call" and not self._named:
+            rest = "".join(self._raw)
+        elif self._state in ("call", "after") or (self._calls and not rest.strip()):
+            rest = ""
+        return [Content(rest)] if rest else []
+
+    def _first(self, pieces: list[Piece]) -> bool:
+        """Nothing but white space has come, in front of the answer or behind a call."""
+        begun = self._text.lstrip()
+        if not begun:
+            return False
+        if self._form.bare and begun[0] in self._form.again:
+            self._open("")
+        else:
+            self._text = begun if self._calls else self._text
+            self._state = "text"
+        return True
+
+    def _plain(self, pieces: list[Piece]) -> bool:
+        found = [(self._text.find(mark), mark) for mark in self._marks if mark in self._text]
+        if found:
+            place, mark = min(found)
+            self._show(self._text[:place].rstrip(), pieces)
+            self._text = self._text[place + len(mark) :]
+            if mark in self._form.begin:
+                self._open(mark)
+            return True
+        kept = held_back(self._text, self._marks)
+        certain = self._text[: len(self._text) - kept].rstrip()
+        self._show(certain, pieces)
+        self._text = self._text[len(certain) :]
+        return False
+
+    def _open(self, mark: str) -> None:
+        self._reader, self._raw, self._named = self._form.reader(self._types), [mark], False
+        self._state = "call"
+
+    def _call(self, pieces: list[Piece]) -> bool:
+        reader = self._reader
+        assert reader is not None
+        taken = 0
+        while taken < len(self._text) and not (reader.done or reader.broken):
+            reader.feed(self._text[taken])
+            taken += 1
+        self._raw.append(self._text[:taken])
+        self._text = self._text[taken:]
+        if reader.broken:
+            self._show("".join(self._raw), pieces)
+            self._state = "text"
+            return True
+        if reader.name is not None:
+            self._pass_on(reader, pieces)
+        if reader.done:
+            self._state = "after"
+        return True
+
+    def _pass_on(self, reader: CallReader, pieces: list[Piece]) -> None:
+        if not self._named:
+            self._named = True
+            self._calls += 1
+            pieces.append(CallStart(self._calls - 1, str(reader.name)))
+        if arguments := reader.take():
+            pieces.append(CallArguments(self._calls - 1, arguments))
+
+    def _after(self, pieces: list[Piece]) -> bool:
+        self._text = self._text.lstrip(self._form.separators)
+        if not self._text:
+            return False
+        for mark in self._form.end:
+            if self._text.startswith(mark):
+                self._text = self._text[len(mark) :]
+                return True
+            if mark.startswith(self._text):
+                return False  # it may become the mark
+        if self._text[0] in self._form.again:
+            self._open("")
+        else:
+            self._state = "first"
+        return True
+
+    def _show(self, text: str, pieces: list[Piece]) -> None:
+        if text:
+            pieces.append(Content(text))

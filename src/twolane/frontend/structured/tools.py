@@ -1,0 +1,141 @@
+"""Grammars that enforce tool calls, in the form in which the model writes them."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from twolane.frontend.structured.grammar import WHITESPACE
+
+TokenOf = Callable[[str], int | None]
+"""Returns the id of a special token by its text, or None if no token has it."""
+NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
+
+
+class Tool:
+    """A function that a model may call.
+
+    Args:
+        name: of the function.
+        parameters: the JSON schema of its arguments.
+    """
+
+    def __init__(self, name: str, parameters: Mapping[str, Any] | None) -> None:
+        self.name = name
+        self.parameters = parameters or NO_PARAMETERS
+
+    @property
+    def types(self) -> Mapping[str, str]:
+        """The JSON type of each parameter, where the schema says one."""
+        properties = self.parameters.get("properties")
+        known = properties if isinstance(properties, dict) else {}
+        return {
+            name: schema["type"]
+            for name, schema in known.items()
+            if isinstance(schema, dict) and isinstance(schema.get("type"), str)
+        }
+
+
+def calls_grammar(form: str, tools: Sequence[Tool], token_of: TokenOf, *, several: bool) -> str:
+    """Return the grammar of an answer that is nothing but calls of these tools.
+
+    Args:
+        form: how the model writes calls, a name of `tool_calls.FORMATS`.
+        tools: those that may be called; at least one.
+        token_of: finds the special tokens that are marks of the form.
+        several: whether more than one call may be made.
+    """
+    marks = _Marks(token_of)
+    calls = [CALLS[form](tool, marks) for tool in tools]
+    before, between, after = LISTS[form]
+    rules = "\n".join(f"call_{i}: {call}" for i, call in enumerate(calls))
+    call = " | ".join(f"call_{i}" for i in range(len(calls)))
+    more = f" ({marks.of(*between)} call)*" if several else ""
+    start = f"start: {marks.of(*before)} call{more} {marks.of(*after)}"
+    lark = "\n".join([start, f"call: {call}", rules, *marks.rules])
+    return json.dumps({"grammars": [{"lark_grammar": lark}]})
+
+
+class _Marks:
+    """Terminals of marks: special tokens by their ids, all else as text."""
+
+    def __init__(self, token_of: TokenOf) -> None:
+        self._token_of = token_of
+        self.rules: list[str] = []
+
+    def of(self, *marks: str) -> str:
+        """Return the terminals of some marks, one behind the other."""
+        return " ".join(self._one(mark) for mark in marks if mark)
+
+    def json(self, schema: Mapping[str, Any]) -> str:
+        """Return what matches the JSON values of a schema."""
+        return "%json " + json.dumps({**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}})
+
+    def text_until(self, mark: str) -> str:
+        """Return a rule for any text up to a mark, which is part of it."""
+        name = f"until_{len(self.rules)}"
+        escaped = mark.replace("/", "\\/").replace("\n", "\\n")
+        self.rules.append(f"{name}[lazy]: /(.|\\n)*{escaped}/")
+        return name
+
+    def _one(self, mark: str) -> str:
+        token = self._token_of(mark)
+        return json.dumps(mark) if token is None else f"<[{token}]>"
+
+
+def _json_call(key: str, begin: str, end: str) -> Callable[[Tool, _Marks], str]:
+    def call(tool: Tool, marks: _Marks) -> str:
+        head = '{"name": ' + json.dumps(tool.name) + f', "{key}": '
+        arguments = marks.json(tool.parameters)
+        parts = [marks.of(begin), "" if not begin.endswith(">") else '"\\n"', json.dumps(head)]
+        tail = ['"}"', '"\\n"' if end else "", marks.of(end)]
+        return " ".join(part for part in [*parts, arguments, *tail] if part)
+
+    return call
+
+
+def _named_call(*head: str, tail: Sequence[str]) -> Callable[[Tool, _Marks], str]:
+    """Marks before the arguments, with NAME for the tool's name, and those behind them."""
+
+    def call(tool: Tool, marks: _Marks) -> str:
+        before = marks.of(*[mark.replace("NAME", tool.name) for mark in head])
+        return f"{before} {marks.json(tool.parameters)} {marks.of(*tail)}"
+
+    return call
+
+
+def _xml_call(tool: Tool, marks: _Marks) -> str:
+    required = tool.parameters.get("required") or ()
+    body = []
+    for name, schema in (tool.parameters.get("properties") or {}).items():
+        opened = json.dumps(f"<parameter={name}>\n")
+        text = isinstance(schema, dict) and schema.get("type") == "string" and "enum" not in schema
+        closed = "\n</parameter>\n"
+        value = marks.text_until(closed) if text else f"{marks.json(schema)} {json.dumps(closed)}"
+        body.append(f"({opened} {value})" + ("" if name in required else "?"))
+    inside = " ".join(body)
+    head = marks.of("<tool_call>") + " " + json.dumps(f"\n<function={tool.name}>\n")
+    return f"{head} {inside} {json.dumps('</function>')} {json.dumps(chr(10))} " + marks.of(
+        "</tool_call>"
+    )
+
+
+SEP = "<｜tool▁sep｜>"
+CALL, END_CALL = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
+CALLS: Mapping[str, Callable[[Tool, _Marks], str]] = {
+    "hermes": _json_call("arguments", "<tool_call>", "</tool_call>"),
+    "qwen3_coder": _xml_call,
+    "llama3_json": _json_call("parameters", "", ""),
+    "mistral": _json_call("arguments", "", ""),
+    "deepseek_v3": _named_call(CALL, "function", SEP, "NAME\n```json\n", tail=("\n```", END_CALL)),
+    "deepseek_v31": _named_call(CALL, "NAME", SEP, tail=(END_CALL,)),
+}
+"""One call of a tool, by the names of `tool_calls.FORMATS`."""
+LISTS: Mapping[str, tuple[Sequence[str], Sequence[str], Sequence[str]]] = {
+    "hermes": ((), ("\n",), ()),
+    "qwen3_coder": ((), ("\n",), ()),
+    "llama3_json": ((), ("; ",), ()),
+    "mistral": (("[TOOL_CALLS]", "["), (", ",), ("]",)),
+    "deepseek_v3": (("<｜tool▁calls▁begin｜>",), ("\n",), ("<｜tool▁calls▁end｜>",)),
+    "deepseek_v31": (("<｜tool▁calls▁begin｜>",), (), ("<｜tool▁calls▁end｜>",)),
+}
+"""The marks before, between and behind the calls of an answer."""

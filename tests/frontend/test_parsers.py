@@ -1,0 +1,148 @@
+import json
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from twolane.frontend.parsers.pieces import CallArguments, CallStart, Content, Reasoning
+from twolane.frontend.parsers.reasoning import ReasoningParser
+from twolane.frontend.parsers.tool_calls import FORMATS, ToolCallParser, format_of
+
+TYPES = {"weather": {"city": "string", "days": "integer"}}
+HERMES = """I look it up.
+
+<tool_call>
+{"name": "weather", "arguments": {"city": "São \\"Paulo\\" {", "days": [3, {"a": 1}]}}
+</tool_call>
+<tool_call>
+{"arguments": {"x": "</tool_call>"}, "name": "f"}
+</tool_call>"""
+XML = """Now:
+<tool_call>
+<function=weather>
+<parameter=city>
+12
+</parameter>
+<parameter=days>
+12
+</parameter>
+</function>
+</tool_call>
+done"""
+LLAMA = '{"name": "weather", "parameters": {"city": "Rome"}}; {"name": "f", "parameters": {}}'
+MISTRAL = (
+    '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Rome"}}, '
+    '{"name": "f", "arguments": {}}]'
+)
+MISTRAL_NEW = 'Ok.[TOOL_CALLS]weather[ARGS]{"city": "Rome"}[TOOL_CALLS]f{"a": "}"}'
+DEEPSEEK = (
+    "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n"
+    '{"city": "Rome"}\n```<｜tool▁call▁end｜>\n'
+    "<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+)
+DEEPSEEK_31 = (
+    '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>{"city": "Rome"}'
+    "<｜tool▁call▁end｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+)
+ROME = [("weather", {"city": "Rome"}), ("f", {})]
+WRITTEN = {
+    "hermes": (
+        ("hermes", HERMES),
+        "I look it up.",
+        [
+            ("weather", {"city": 'São "Paulo" {', "days": [3, {"a": 1}]}),
+            ("f", {"x": "</tool_call>"}),
+        ],
+    ),
+    "xml": (("qwen3_coder", XML), "Now:done", [("weather", {"city": "12", "days": 12})]),
+    "llama": (("llama3_json", LLAMA), "", ROME),
+    "llama, tagged": (("llama3_json", "<|python_tag|>" + LLAMA), "", ROME),
+    "mistral": (("mistral", MISTRAL), "", ROME),
+    "mistral, new": (
+        ("mistral", MISTRAL_NEW),
+        "Ok.",
+        [("weather", {"city": "Rome"}), ("f", {"a": "}"})],
+    ),
+    "deepseek": (("deepseek_v3", DEEPSEEK), "", ROME),
+    "deepseek 3.1": (("deepseek_v31", DEEPSEEK_31), "", ROME),
+    "no call": (("hermes", " <tool_cal {x} \n"), " <tool_cal {x} \n", []),
+    "no object": (("hermes", "<tool_call>hm</tool_call>"), "<tool_call>hm</tool_call>", []),
+    "no name": (("llama3_json", '{"a": 1} and so on'), '{"a": 1} and so on', []),
+    "JSON for the user": (("llama3_json", ' {"name": 3}'), ' {"name": 3}', []),
+    "cut in the name": (("hermes", '<tool_call>{"name": "we'), '<tool_call>{"name": "we', []),
+}
+
+
+def read(parser, pieces_of_text):
+    """What an answer says: its thinking, its text, and its calls as (name, arguments as text)."""
+    pieces = [piece for text in pieces_of_text for piece in parser.feed(text)] + parser.finish()
+    calls = {piece.index: [piece.name, ""] for piece in pieces if isinstance(piece, CallStart)}
+    for piece in pieces:
+        if isinstance(piece, CallArguments):
+            calls[piece.index][1] += piece.text
+    assert list(calls) == list(range(len(calls)))
+    thinking = "".join(piece.text for piece in pieces if isinstance(piece, Reasoning))
+    content = "".join(piece.text for piece in pieces if isinstance(piece, Content))
+    return thinking, content, [tuple(call) for call in calls.values()]
+
+
+def cuts(text, places):
+    bounds = [0, *sorted(place % (len(text) + 1) for place in places), len(text)]
+    return [text[a:b] for a, b in pairwise(bounds)]
+
+
+def tools(name):
+    return ToolCallParser(FORMATS[name], TYPES)
+
+
+@pytest.mark.parametrize("case", WRITTEN)
+def test_calls_and_text_are_found(case):
+    (form, text), content, calls = WRITTEN[case]
+    thinking, shown, found = read(tools(form), [text])
+    assert (thinking, shown) == ("", content)
+    assert [(name, json.loads(arguments)) for name, arguments in found] == calls
+
+
+@pytest.mark.parametrize("case", WRITTEN)
+@given(places=st.lists(st.integers(0, 500), max_size=12))
+def test_calls_are_the_same_however_the_text_is_cut(case, places):
+    (form, text), *_ = WRITTEN[case]
+    assert read(tools(form), cuts(text, places)) == read(tools(form), [text])
+
+
+@given(text=st.text(alphabet='<tool_ca>/{}[]"\\:,n ame\nparguments', max_size=120), data=st.data())
+def test_any_text_is_the_same_however_it_is_cut(text, data):
+    form = data.draw(st.sampled_from(sorted(FORMATS)))
+    places = data.draw(st.lists(st.integers(0, 200), max_size=8))
+    assert read(tools(form), cuts(text, places)) == read(tools(form), [text])
+
+
+def test_arguments_come_before_the_call_has_ended():
+    parser = tools("hermes")
+    pieces = parser.feed('<tool_call>{"name": "weather", "arguments": {"city": "Ro')
+    assert pieces == [CallStart(0, "weather"), CallArguments(0, '{"city": "Ro')]
+
+
+THOUGHT = "<think>\nSo, <b>\n\nhm.\n</think>\n\nParis </think> it is.\n"
+
+
+@given(places=st.lists(st.integers(0, 100), max_size=12))
+def test_thinking_is_told_apart_however_the_text_is_cut(places):
+    expected = ("So, <b>\n\nhm.", "Paris </think> it is.\n", [])
+    assert read(ReasoningParser(), cuts(THOUGHT, places)) == expected
+    opened = THOUGHT.removeprefix("<think>")
+    assert read(ReasoningParser(thinking=True), cuts(opened, places)) == expected
+
+
+def test_text_without_thinking_is_as_it_is():
+    assert read(ReasoningParser(), [" Paris"]) == ("", " Paris", [])
+    assert read(ReasoningParser(thinking=True), ["not yet"]) == ("not yet", "", [])
+    assert read(ReasoningParser(), ["  <thi"]) == ("", "  <thi", [])
+
+
+def test_the_format_is_chosen_from_the_template():
+    assert format_of("{% if tools %}<tool_call>{% endif %}") == "hermes"
+    assert format_of("{% if tools %}<tool_call><function=x>{% endif %}") == "qwen3_coder"
+    assert format_of("{{ messages }}<tool_call>") is None
+    assert format_of(None) is None

@@ -1,0 +1,163 @@
+import json
+import re
+import time
+
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+
+from twolane.common.errors import FieldError
+from twolane.common.grammars import parser_limits
+from twolane.frontend.parsers.tool_calls import FORMATS, ToolCallParser
+from twolane.frontend.structured.grammar import (
+    check_grammar,
+    choice_grammar,
+    context_free_grammar,
+    json_schema_grammar,
+    regex_grammar,
+)
+from twolane.frontend.structured.tools import Tool, calls_grammar
+
+from .test_parsers import DEEPSEEK, DEEPSEEK_31, LLAMA, MISTRAL, read
+
+WEATHER = Tool(
+    "weather",
+    {
+        "type": "object",
+        "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+        "required": ["city"],
+        "additionalProperties": False,
+    },
+)
+NOTHING = Tool("f", None)
+
+
+@pytest.fixture(scope="module")
+def vocabulary(tokenizer):
+    return LLTokenizer(tokenizer.backend.to_str(), eos_token=[2])
+
+
+@pytest.fixture(scope="module")
+def takes(tokenizer, vocabulary):
+    """Whether a grammar takes a text as a whole."""
+
+    def whether(grammar, text):
+        matcher = LLMatcher(vocabulary, check_grammar(grammar, "x"), limits=parser_limits())
+        ids = tokenizer.backend.encode(text, add_special_tokens=False).ids
+        return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+    return whether
+
+
+@pytest.mark.parametrize(
+    ("grammar", "yes", "no"),
+    [
+        (json_schema_grammar({"type": "integer"}), "12", "1.5"),
+        (json_schema_grammar({"enum": ["a", 1]}), '"a"', '"b"'),
+        (json_schema_grammar(WEATHER.parameters), '{ "city":\n"Rome" }', "{}"),
+        (regex_grammar("[0-9]{2}-x+"), "12-xxx", "12-"),
+        (choice_grammar(["a b", 'quoted "c"', "ü"]), 'quoted "c"', "a"),
+        (context_free_grammar('start: "a" start | "b"'), "aab", "aa"),
+        (context_free_grammar('root ::= "a" root | "b"'), "aab", "aa"),
+    ],
+)
+def test_a_grammar_takes_what_it_says(takes, grammar, yes, no):
+    assert takes(grammar, yes)
+    assert not takes(grammar, no)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: json_schema_grammar({"type": "thing"}),
+        lambda: json_schema_grammar({"type": "array", "uniqueItems": True}),
+        lambda: json_schema_grammar({"$ref": "#/$defs/none"}),
+        lambda: regex_grammar("("),
+        lambda: regex_grammar("(?=a)b"),
+        lambda: context_free_grammar("start: other"),
+        lambda: choice_grammar(["x" * 600_000]),
+    ],
+)
+def test_what_cannot_be_served_is_refused_with_the_field(make):
+    with pytest.raises(FieldError) as refused:
+        check_grammar(make(), "response_format")
+    assert refused.value.field == "response_format"
+    assert len(str(refused.value)) < 700
+
+
+def nested(depth):
+    schema = {"type": "string"}
+    for _ in range(depth):
+        schema = {"type": "object", "properties": {"a": schema}}
+    return schema
+
+
+HOSTILE = {
+    "deep": lambda: json_schema_grammar(nested(60)),
+    "repeated": lambda: regex_grammar("((a{1,1000}){1,1000}){1,1000}"),
+    "alternatives": lambda: regex_grammar("|".join(f"w{i}x*" for i in range(20_000))),
+    "wide": lambda: json_schema_grammar({"enum": [f"v{i}" for i in range(40_000)]}),
+    "properties": lambda: json_schema_grammar(
+        {"properties": {f"p{i}": {"type": "number"} for i in range(3_000)}}
+    ),
+    "itself": lambda: json_schema_grammar({"$ref": "#"}),
+    "circle": lambda: json_schema_grammar(
+        {
+            "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}},
+            "$ref": "#/$defs/a",
+        }
+    ),
+    "ambiguous": lambda: context_free_grammar('start: start start | "a" | '),
+    "bounds": lambda: json_schema_grammar({"type": "string", "minLength": 10**9}),
+    "items": lambda: json_schema_grammar({"type": "array", "minItems": 10**9}),
+    "anyOf": lambda: json_schema_grammar(
+        {"anyOf": [{"properties": {f"a{i}": {"const": i}}} for i in range(2_000)]}
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_grammars_cost_a_bounded_time(vocabulary, name):
+    """Each is refused, or its matcher and first masks are there within seconds on any machine."""
+    begun = time.process_time()
+    try:
+        grammar = check_grammar(HOSTILE[name](), "x")
+    except FieldError:
+        pass
+    else:
+        matcher = LLMatcher(vocabulary, grammar, limits=parser_limits())
+        for _ in range(5):
+            if matcher.is_error() or matcher.is_stopped():
+                break
+            mask = matcher.compute_bitmask()
+            token = next(i for i in range(len(mask) * 8) if mask[i // 8] >> i % 8 & 1)
+            matcher.consume_token(token)
+    assert time.process_time() - begun < 5
+
+
+CALLS = {
+    "hermes": '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>',
+    "qwen3_coder": "<tool_call>\n<function=weather>\n<parameter=city>\nRome\n</parameter>\n"
+    "</function>\n</tool_call>\n<tool_call>\n<function=f>\n</function>\n</tool_call>",
+    "llama3_json": LLAMA,
+    "mistral": MISTRAL,
+    "deepseek_v3": DEEPSEEK,
+    "deepseek_v31": DEEPSEEK_31,
+}
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_enforced_calls_are_those_that_the_parser_reads(takes, form):
+    grammar = calls_grammar(form, [WEATHER, NOTHING], lambda _: None, several=True)
+    _, content, calls = read(
+        ToolCallParser(FORMATS[form], {"weather": WEATHER.types}), [CALLS[form]]
+    )
+    assert [(name, json.loads(text)) for name, text in calls] == [
+        ("weather", {"city": "Rome"}),
+        ("f", {}),
+    ]
+    assert not content
+    assert takes(grammar, CALLS[form])
+    single = calls_grammar(form, [WEATHER], lambda _: None, several=False)
+    assert not takes(single, CALLS[form])
+    assert not takes(grammar, re.sub("Rome", "", CALLS[form]).replace("city", "town"))
