@@ -10,6 +10,7 @@ import argparse
 import gc
 import itertools
 import json
+import math
 import random
 import statistics
 import sys
@@ -199,13 +200,14 @@ def gemms(rig: Rig, tokens: int) -> tuple[Callable[[], object], float]:
 
     def run() -> None:
         for w in weights.layers:
-            torch.mm(x, w.qkv.t(), out=qkv)
-            torch.mm(a, w.o.t(), out=out)
-            torch.mm(x, w.gate_up.t(), out=gate_up)
-            torch.mm(m, w.down.t(), out=out)
+            torch.mm(x, w.qkv.values.t(), out=qkv)
+            torch.mm(a, w.o.values.t(), out=out)
+            torch.mm(x, w.mlp.gate_up.values.t(), out=gate_up)
+            torch.mm(m, w.mlp.down.values.t(), out=out)
 
-    per_layer = sum(t.numel() for t in (weights.layers[0].qkv, weights.layers[0].o))
-    per_layer += sum(t.numel() for t in (weights.layers[0].gate_up, weights.layers[0].down))
+    first = weights.layers[0]
+    matrices = first.qkv, first.o, first.mlp.gate_up, first.mlp.down
+    per_layer = sum(math.prod(matrix.shape) for matrix in matrices)
     return run, 2.0 * tokens * per_layer * spec.layers
 
 

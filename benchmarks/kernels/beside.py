@@ -26,6 +26,7 @@ from twolane.kernels import fused
 from twolane.kernels.products import dispatch as linear
 from twolane.kernels.products.dispatch import ROWS, Products
 from twolane.lanes.cuda.green_contexts import GreenContexts
+from twolane.model.matrix import Matrix
 
 UNITS = (48, 64, 80, 96)
 TOKENS = 512
@@ -69,7 +70,7 @@ class Busy:
 
 
 def layers(
-    products: Products, rows: int, weights: list[tuple[Tensor, ...]], scale: Tensor
+    products: Products, rows: int, weights: list[tuple[Matrix, ...]], scale: Tensor
 ) -> Callable[[], None]:
     """What queues the norms and products of all layers for so many random rows."""
 
@@ -94,7 +95,7 @@ def layers(
 def main() -> None:
     report, scale = Report("beside"), torch.ones(HIDDEN, device="cuda", dtype=torch.bfloat16)
     weights = [
-        tuple((0.02 * torch.randn(c.n, c.k, device="cuda")).to(c.dtype) for c in CASES)
+        tuple(Matrix.plain((0.02 * torch.randn(c.n, c.k, device="cuda")).bfloat16()) for c in CASES)
         for _ in range(LAYERS)
     ]
     uses = dict(zip(CASES, map(list, zip(*weights, strict=True)), strict=True))

@@ -18,14 +18,16 @@ from common import Report, partition
 
 from twolane.kernels.products import skinny_gemm
 from twolane.kernels.products.dispatch import CUBLAS, CUBLASLT, ROWS, Case, Products, Way
+from twolane.model.matrix import Matrix
 
 HIDDEN, INNER, QKV, LAYERS = 4096, 12288, 6144, 8
 CASES = (
-    Case("linear", QKV, HIDDEN, torch.bfloat16),
-    Case("add_linear", HIDDEN, HIDDEN, torch.bfloat16),
-    Case("gate_up_silu", 2 * INNER, HIDDEN, torch.bfloat16),
-    Case("add_linear", HIDDEN, INNER, torch.bfloat16),
+    Case("linear", QKV, HIDDEN, "bf16"),
+    Case("add_linear", HIDDEN, HIDDEN, "bf16"),
+    Case("gate_up_silu", 2 * INNER, HIDDEN, "bf16"),
+    Case("add_linear", HIDDEN, INNER, "bf16"),
 )
+ON_GPU = {"device": "cuda", "dtype": torch.bfloat16}
 PREFILL, DECODE = (132, 116, 100, 84, 68, 52, 36, 20), (132, 96, 80, 64, 48, 32, 16)
 SIZES = (*range(64, 1024, 64), *range(1024, 2048 + 1, 128))
 """Rows of passes; twice as many up to 1,024 as have graphs."""
@@ -45,8 +47,7 @@ def layer(
 def main() -> None:
     report = Report("products")
     weights = [
-        [(0.02 * torch.randn(c.n, c.k, device="cuda")).to(c.dtype) for _ in range(LAYERS)]
-        for c in CASES
+        [Matrix.plain(0.02 * torch.randn(c.n, c.k, **ON_GPU)) for _ in range(LAYERS)] for c in CASES
     ]
     flops = sum(2.0 * case.n * case.k for case in CASES)
     for units in PREFILL:

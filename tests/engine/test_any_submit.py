@@ -29,6 +29,7 @@ from twolane.estimate.online import OnlineEstimator
 from twolane.lanes.cpu.runner import Runner
 from twolane.model.attention import KVCache
 from twolane.model.decoder import Decoder, Weights
+from twolane.model.matrix import Matrix
 from twolane.sampling import SamplingParams
 from twolane.slo import Slo
 
@@ -45,7 +46,7 @@ def small_vocabulary() -> Decoder:
     """Fewer tokens than alternatives that may be asked for."""
     tiny = tiny_decoder()
     w = tiny.weights
-    weights = Weights(w.embedding[:VOCAB], w.layers, w.norm, w.head[:VOCAB])
+    weights = Weights(w.embedding[:VOCAB], w.layers, w.norm, Matrix.plain(w.head.values[:VOCAB]))
     return Decoder(replace(tiny.spec, vocab_size=VOCAB), weights)
 
 

@@ -3,7 +3,7 @@
 import random
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,6 +15,7 @@ import torch
 
 from tests.engine.stepped import SteppedLanes
 from tests.model.checkpoints import make_checkpoint
+from tests.model.doubled import doubled
 from twolane.engine.engine import Engine
 from twolane.engine.kv import KVBooks
 from twolane.engine.messages import Abort, Finish, Output, Submit, ToEngine
@@ -32,7 +33,7 @@ from twolane.lanes.work import (
     Scoring,
 )
 from twolane.model.attention import KVCache
-from twolane.model.decoder import Decoder, LayerWeights, Weights
+from twolane.model.decoder import Decoder
 from twolane.model.load.hub import resolve
 from twolane.model.load.weights import load_decoder
 from twolane.sampling import SamplingParams, TokenLogprobs
@@ -51,18 +52,7 @@ def tiny_decoder() -> Decoder:
     """Four layers in float64: the tokens of a request cannot depend on what runs beside it."""
     with TemporaryDirectory() as directory:
         path = make_checkpoint("qwen2", Path(directory) / "model", seed=1)
-        decoder = load_decoder(resolve(str(path)))
-    layers = [
-        LayerWeights(**{f.name: _double(getattr(w, f.name)) for f in fields(LayerWeights)})
-        for w in decoder.weights.layers
-    ]
-    w = decoder.weights
-    weights = Weights(_double(w.embedding), layers, _double(w.norm), _double(w.head))
-    return Decoder(decoder.spec, weights)
-
-
-def _double(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    return None if tensor is None else tensor.double()
+        return doubled(load_decoder(resolve(str(path))))
 
 
 def make_runner(pages: int, slots: int) -> Runner:

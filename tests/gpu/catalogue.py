@@ -7,7 +7,6 @@ any device does: where the model is in doubt, neither answer is wrong.
 
 import random
 from collections.abc import Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tests.model.checkpoints import POSITIONS, VOCAB, make_checkpoint
+from tests.model.doubled import doubled
 from twolane.engine.messages import Submit
 from twolane.lanes.cpu.runner import Runner
 from twolane.lanes.work import (
@@ -28,7 +28,7 @@ from twolane.lanes.work import (
     Scoring,
 )
 from twolane.model.attention import KVCache
-from twolane.model.decoder import Decoder, LayerWeights, Weights
+from twolane.model.decoder import Decoder
 from twolane.model.load.hub import resolve
 from twolane.model.load.weights import load_decoder
 from twolane.sampling import SamplingParams
@@ -86,7 +86,7 @@ def prepare(folder: Path) -> Catalogue:
     if file.exists():
         return msgspec.json.decode(file.read_bytes(), type=Catalogue)
     make_checkpoint("qwen2", model, seed=1)
-    catalogue = _make(_double(load_decoder(resolve(str(model)))), random.Random(0))
+    catalogue = _make(doubled(load_decoder(resolve(str(model)))), random.Random(0))
     file.write_bytes(msgspec.json.encode(catalogue))
     return catalogue
 
@@ -179,20 +179,6 @@ def _take(answer: Answer, runner: Runner, work: PrefillWork | DecodeWork) -> Non
 def stops(token: int, params: SamplingParams) -> bool:
     """Whether the answer ends with that token."""
     return token in params.stop_token_ids or (not params.ignore_eos and token in EOS)
-
-
-def _double(decoder: Decoder) -> Decoder:
-    """The same model in float64, where the tokens cannot depend on what runs beside a request."""
-    w = decoder.weights
-
-    def layer(weights: LayerWeights) -> LayerWeights:
-        parts = {f.name: getattr(weights, f.name) for f in fields(LayerWeights)}
-        return LayerWeights(**{k: None if v is None else v.double() for k, v in parts.items()})
-
-    double = Weights(
-        w.embedding.double(), [*map(layer, w.layers)], w.norm.double(), w.head.double()
-    )
-    return Decoder(decoder.spec, double)
 
 
 assert VOCAB == 256, "tokens are drawn below 250"

@@ -12,6 +12,7 @@ from twolane.kernels.products.dispatch import CUBLAS, CUBLASLT, Case, Operation,
 from twolane.kernels.products.skinny_gemm import ROWS
 from twolane.kernels.runtime import nvrtc
 from twolane.lanes.cuda.green_contexts import GreenContexts
+from twolane.model.matrix import Matrix
 
 BF16, FP16 = torch.bfloat16, torch.float16
 OPERATIONS: tuple[Operation, ...] = ("linear", "add_linear", "gate_up_silu", "logits")
@@ -45,6 +46,7 @@ class Problem:
         self.operation, self.x = operation, random(m, k, dtype=dtype)
         gated = operation == "gate_up_silu"
         self.w = random(n * (1 + gated), k, dtype=dtype, scale=k**-0.5)
+        self.matrix = Matrix.plain(self.w)
         self.bias = random(n, dtype=dtype) if operation in ("linear", "add_linear") else None
         kind = torch.float32 if operation == "logits" else dtype
         self.old = random(m, n, dtype=kind)
@@ -60,14 +62,14 @@ class Problem:
     def run(self, products: Products) -> Tensor:
         out = self.old.clone()
         if self.operation == "linear":
-            products.linear(self.x, self.w, self.bias, out)
+            products.linear(self.x, self.matrix, self.bias, out)
         elif self.operation == "add_linear":
-            products.add_linear(self.x, self.w, self.bias, out)
+            products.add_linear(self.x, self.matrix, self.bias, out)
         elif self.operation == "logits":
-            products.logits(self.x, self.w, out)
+            products.logits(self.x, self.matrix, out)
         else:
             gate_up = self.x.new_empty(len(self.x), len(self.w))
-            products.gate_up_silu(self.x, self.w, None, gate_up, out)
+            products.gate_up_silu(self.x, self.matrix, None, gate_up, out)
         return out
 
 
@@ -80,7 +82,7 @@ def test_every_way(
     """Right, and the same each time, queued behind one another."""
     for m, n, k in ((rows, 4096, 1024), (rows - 3, 1552, 1096)):
         problem, products = Problem(operation, m, n, k, dtype), Products(32)
-        case = Case.of(operation, problem.w)
+        case = Case.of(operation, problem.matrix)
         torch.cuda.synchronize()
         for way in products._candidates(case, m):
             products.ways = {case: {rows: way}}
@@ -93,7 +95,7 @@ def test_every_way(
 
 
 def test_tuning_is_remembered(stream: torch.cuda.Stream, monkeypatch: pytest.MonkeyPatch) -> None:
-    weights = [random(3072, 2048, dtype=BF16, scale=0.02) for _ in range(3)]
+    weights = [Matrix.plain(random(3072, 2048, dtype=BF16, scale=0.02)) for _ in range(3)]
     case = Case.of("linear", weights[0])
     uses, asked = {case: weights}, []
 
@@ -124,7 +126,7 @@ def test_products_of_passes() -> None:
     stream, products = partitions.capture_stream("prefill", units), Products(units)
     for size in (64, 640, 2048, 3000):
         problem = Problem("linear", size, 3072, 2048, BF16)
-        case = Case.of("linear", problem.w)
+        case = Case.of("linear", problem.matrix)
         torch.cuda.synchronize()
         for way in (CUBLAS, CUBLASLT):
             products.ways = {case: {size: way}}
@@ -135,13 +137,13 @@ def test_products_of_passes() -> None:
             assert error < 6e-3, (size, way.name)
     products.ways = {}
     with torch.cuda.stream(stream):
-        products.tune_passes({case: [problem.w]})
+        products.tune_passes({case: [problem.matrix]})
     assert list(products.ways[case]) == list(SIZES)
 
 
 def test_float32_stays_with_the_library() -> None:
     products = Products(132)
-    weight = torch.randn(64, 64, device="cuda")
+    weight = Matrix.plain(torch.randn(64, 64, device="cuda"))
     products.tune({Case.of("linear", weight): [weight]}, 64)
     products.tune_passes({Case.of("linear", weight): [weight]})
     assert products.ways == {}
@@ -150,7 +152,7 @@ def test_float32_stays_with_the_library() -> None:
 def test_records_are_files_of_the_cache(stream: torch.cuda.Stream, tmp_path: Path) -> None:
     with torch.cuda.stream(stream), pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path))
-        weight = random(512, 512, dtype=BF16)
+        weight = Matrix.plain(random(512, 512, dtype=BF16))
         Products(32).tune({Case.of("linear", weight): [weight]}, 16)
     names = {path.suffix for path in (tmp_path / "twolane" / "kernels").iterdir()}
     assert names == {".cubin", ".json"}

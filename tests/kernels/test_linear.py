@@ -22,6 +22,7 @@ from twolane.kernels.products.dispatch import (
     write_ways,
 )
 from twolane.kernels.runtime import nvrtc
+from twolane.model.matrix import Matrix
 
 LT = linear.CUBLASLT
 OWN = Way(variant=skinny_gemm.Variant(128, 64), blocks=48)
@@ -44,15 +45,15 @@ def test_noise_does_not_choose(seconds: dict[Way, float], chosen: Way) -> None:
 
 
 def test_a_product_goes_the_way_of_the_next_more_rows() -> None:
-    weight = torch.zeros(64, 32, dtype=torch.bfloat16)
+    weight = Matrix.plain(torch.zeros(64, 32, dtype=torch.bfloat16))
     products = Products(48, {Case.of("linear", weight): {16: LT, 64: OWN}})
     ways = [products.way("linear", rows, weight) for rows in (1, 16, 17, 64, 65)]
     assert ways == [LT, LT, OWN, OWN, CUBLAS]  # the own kernel has no more rows
     products.ways[Case.of("linear", weight)][2048] = LT
     assert [products.way("linear", rows, weight) for rows in (65, 2048, 9000)] == [LT] * 3
     assert products.way("add_linear", 1, weight) == CUBLAS
-    assert products.way("linear", 1, weight.half()) == CUBLAS
-    assert products.way("linear", 1, weight.t()) == CUBLAS
+    assert products.way("linear", 1, Matrix.plain(weight.values.half())) == CUBLAS
+    assert products.way("linear", 1, Matrix.plain(weight.values.t())) == CUBLAS
 
 
 @pytest.mark.parametrize("rows", linear.ROWS)
@@ -60,7 +61,7 @@ def test_a_product_goes_the_way_of_the_next_more_rows() -> None:
 @pytest.mark.parametrize("units", [16, 56, 132])
 def test_candidates(operation: linear.Operation, units: int, rows: int) -> None:
     """They have names of their own, hold the rows, and have no more blocks than SMs."""
-    case = Case(operation, 24_576, 4096, torch.bfloat16)
+    case = Case(operation, 24_576, 4096, "bf16")
     ways = list(Products(units)._candidates(case, rows))
     assert ways[:2] == [CUBLAS, LT]
     assert len({way.name for way in ways}) == len(ways)
@@ -72,7 +73,7 @@ def test_candidates(operation: linear.Operation, units: int, rows: int) -> None:
         assert way.variant.shared <= 227 * 1024
 
 
-CASES = [Case("linear", 64, 32, torch.bfloat16), Case("gate_up_silu", 64, 32, torch.bfloat16)]
+CASES = [Case("linear", 64, 32, "bf16"), Case("gate_up_silu", 64, 32, "bf16")]
 
 
 def test_what_was_chosen_is_kept(tmp_path: Path) -> None:
@@ -87,7 +88,7 @@ def test_what_was_chosen_is_kept(tmp_path: Path) -> None:
     write_ways(record, ways)
     assert read_ways(record, candidates) == ways
     assert read_ways(record, {(one, 64): [CUBLAS, OWN], (one, 128): [CUBLAS]}) == {}
-    for text in ("", "[1]", '{"16": 7}', json.dumps({"linear 64x32 torch.bfloat16 64": "p999/1"})):
+    for text in ("", "[1]", '{"16": 7}', json.dumps({"linear 64x32 bf16 64": "p999/1"})):
         record.write_text(text)
         assert read_ways(record, candidates) == {}
 
@@ -124,7 +125,7 @@ def test_a_record_belongs_to_its_case(monkeypatch: pytest.MonkeyPatch, tmp_path:
 def test_nothing_is_tuned_without_the_kernel() -> None:
     """On the CPU, and for float32 everywhere, products are the library's."""
     products, weight = Products(8), torch.zeros(64, 32)
-    for each in (weight, weight.bfloat16()):
+    for each in (Matrix.plain(weight), Matrix.plain(weight.bfloat16())):
         products.tune({Case.of("linear", each): [each]}, 64)
         products.tune_passes({Case.of("linear", each): [each]})
     assert products.ways == {}
@@ -138,7 +139,7 @@ def test_passes_choose_a_library_for_every_size(
     monkeypatch.setattr(skinny_gemm, "serves", lambda weight, gated: True)
     monkeypatch.setattr(nvrtc, "driver_version", lambda: 13_000)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "made up")
-    weight = torch.zeros(64, 32, dtype=torch.bfloat16)
+    weight = Matrix.plain(torch.zeros(64, 32, dtype=torch.bfloat16))
     case, timed = Case.of("linear", weight), []
 
     def seconds(self: Products, way: Way, case: Case, rows: int, weights: object) -> float:
@@ -165,13 +166,13 @@ def test_untuned_products() -> None:
     draw = torch.Generator().manual_seed(0)
     x, w = torch.randn(5, 32, generator=draw), torch.randn(48, 32, generator=draw)
     bias, old = torch.randn(48, generator=draw), torch.randn(5, 48, generator=draw)
-    products, out = Products(8), torch.empty(5, 48)
-    products.linear(x, w, bias, out)
+    products, out, matrix = Products(8), torch.empty(5, 48), Matrix.plain(w)
+    products.linear(x, matrix, bias, out)
     torch.testing.assert_close(out, x @ w.T + bias)
-    products.logits(x, w, out)
+    products.logits(x, matrix, out)
     torch.testing.assert_close(out, x @ w.T)
     out.copy_(old)
-    products.add_linear(x, w, bias, out)
+    products.add_linear(x, matrix, bias, out)
     torch.testing.assert_close(out, old + x @ w.T + bias)
 
 
@@ -183,6 +184,6 @@ def test_untuned_gate(biased: bool, device: str) -> None:
     )
     bias = bias if biased else None
     gate_up, out = torch.empty(5, 48, device=device), torch.empty(5, 24, device=device)
-    Products(8).gate_up_silu(x, w, bias, gate_up, out)
+    Products(8).gate_up_silu(x, Matrix.plain(w), bias, gate_up, out)
     gate, up = torch.nn.functional.linear(x, w, bias).tensor_split(2, dim=1)
     torch.testing.assert_close(out, torch.nn.functional.silu(gate) * up)

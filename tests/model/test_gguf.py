@@ -8,11 +8,12 @@ from gguf import GGUFWriter, RopeScalingType
 from gguf.quants import dequantize, quantize
 from safetensors.torch import load_file, save_file
 
+from twolane.model.load.configs import spec_from_directory
 from twolane.model.load.gguf import _LAYER, _TOP, GGUFModel
 from twolane.model.load.hub import resolve
 from twolane.model.load.weights import load_decoder
 from twolane.model.rope import frequencies
-from twolane.model.spec import UnsupportedModel, spec_from_directory
+from twolane.model.spec import UnsupportedModel
 
 from .checkpoints import make_checkpoint
 from .passes import close, in_chunks, prompt

@@ -12,40 +12,45 @@ import torch
 from torch.nn import functional
 
 from twolane.model.attention import Batch, KVCache
-from twolane.model.products import products_for
+from twolane.model.matrix import Matrix
+from twolane.model.mlp import Mlp
+from twolane.model.products import Products
 from twolane.model.rope import frequencies
 from twolane.model.spec import ModelSpec
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LayerWeights:
-    """One layer; matrices are [out, in]. q, k, v are one matrix, and so are gate and up."""
+    """The weights of one layer; q, k and v are one matrix."""
 
     input_norm: torch.Tensor
-    qkv: torch.Tensor
+    """[hidden]"""
+    qkv: Matrix
     """[q_size + 2 * kv_size, hidden]; the rows of q and k in the order of `pair_rows`."""
     qkv_bias: torch.Tensor | None
+    """[q_size + 2 * kv_size], in the order of the rows of `qkv`, or None."""
     qk_norm: torch.Tensor | None
-    """[heads + kv_heads, head_dim], in the order of `pair_rows`."""
-    o: torch.Tensor
+    """[heads + kv_heads, head_dim], in the order of `pair_rows`, or None."""
+    o: Matrix
+    """[hidden, q_size]"""
     o_bias: torch.Tensor | None
+    """[hidden] or None."""
     post_norm: torch.Tensor
-    gate_up: torch.Tensor
-    gate_up_bias: torch.Tensor | None
-    down: torch.Tensor
-    down_bias: torch.Tensor | None
+    """[hidden]"""
+    mlp: Mlp
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Weights:
-    """A whole model; `head` is the embedding itself where the two are tied."""
+    """The weights of a whole model."""
 
     embedding: torch.Tensor
     """[vocab, hidden]"""
     layers: Sequence[LayerWeights]
     norm: torch.Tensor
-    head: torch.Tensor
-    """[vocab, hidden]"""
+    """[hidden]"""
+    head: Matrix
+    """[vocab, hidden]; its values are the embedding itself where the two are tied."""
 
 
 def pair_rows(tensor: torch.Tensor, head_dim: int) -> torch.Tensor:
@@ -65,7 +70,7 @@ class Decoder:
         self.weights = weights
         self.dtype = weights.embedding.dtype
         self.device = weights.embedding.device
-        self._products = products_for(weights.embedding)
+        self._products = Products()
         self._frequencies = frequencies(spec.rope, spec.head_dim).to(self.device)
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -93,19 +98,12 @@ class Decoder:
         pool.index_copy_(0, batch.write_slots, new)
         attended = batch.attend(q, new, pool, spec.window(i))
         hidden = self._products.add_linear(hidden, attended, w.o, w.o_bias)
-        return self._mlp(hidden, w)
+        return w.mlp.add(hidden, self._norm(hidden, w.post_norm), self._products)
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits, float32 [R, vocab], of hidden states [R, hidden] after the last layer."""
         x = self._norm(hidden, self.weights.norm)
         return self._products.linear(x, self.weights.head).float()
-
-    def _mlp(self, hidden: torch.Tensor, w: LayerWeights) -> torch.Tensor:
-        x = self._products.linear(self._norm(hidden, w.post_norm), w.gate_up, w.gate_up_bias)
-        gate, up = x.chunk(2, dim=1)
-        return self._products.add_linear(
-            hidden, functional.silu(gate).mul_(up), w.down, w.down_bias
-        )
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return functional.rms_norm(x, weight.shape, weight, self.spec.norm_eps)

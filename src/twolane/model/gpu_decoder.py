@@ -5,7 +5,7 @@ addressable layer by layer, like `model/decoder.py`, whose weights and order of 
 """
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Protocol
 
@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from twolane.kernels import fused
-from twolane.kernels.products.dispatch import COLD_BYTES, Case, Products
+from twolane.kernels.products.dispatch import COLD_BYTES, Case, Operation, Products
 from twolane.model.decoder import LayerWeights, Weights
+from twolane.model.matrix import Matrix
+from twolane.model.mlp import MLP_ROWS
 from twolane.model.rope import frequencies
 from twolane.model.spec import ModelSpec
 
-MLP_ROWS = 8192
-"""Rows that go through the MLP at a time, which bounds its workspace."""
 TUNED_LAYERS = 4
 """Layers that products are timed in, or more where these would stay in the cache."""
 
@@ -193,16 +193,7 @@ class GpuDecoder:
         norm = workspace.get("norm", count)
         products.add_linear(workspace.get("attended", count), w.o, w.o_bias, residual)
         fused.rms_norm(residual, w.post_norm, self.spec.norm_eps, norm)
-        for start in range(0, count, MLP_ROWS):
-            end = min(start + MLP_ROWS, count)
-            self._mlp(norm[start:end], w, residual[start:end], workspace, products)
-
-    def _mlp(
-        self, x: Tensor, w: LayerWeights, residual: Tensor, workspace: Workspace, products: Products
-    ) -> None:
-        gate_up, act = workspace.get("gate_up", len(x)), workspace.get("act", len(x))
-        products.gate_up_silu(x, w.gate_up, w.gate_up_bias, gate_up, act)
-        products.add_linear(act, w.down, w.down_bias, residual)
+        w.mlp.add_into(residual, norm, workspace, products)
 
     def tune(self, products: Products, rows: int) -> None:
         """Choose how steps of up to so many rows multiply, on torch's current stream."""
@@ -214,15 +205,13 @@ class GpuDecoder:
         """Choose how prefill and hybrid passes multiply, on torch's current stream."""
         products.tune_passes(self._uses())
 
-    def _uses(self) -> Mapping[Case, Sequence[Tensor]]:
-        """The weights of the layers."""
-        layers = self.weights.layers
-        return {
-            Case.of("linear", layers[0].qkv): [w.qkv for w in layers],
-            Case.of("add_linear", layers[0].o): [w.o for w in layers],
-            Case.of("gate_up_silu", layers[0].gate_up): [w.gate_up for w in layers],
-            Case.of("add_linear", layers[0].down): [w.down for w in layers],
-        }
+    def _uses(self) -> Mapping[Case, Sequence[Matrix]]:
+        """The matrices of all layers for each case, in the order of a layer's products."""
+        uses: dict[Case, list[Matrix]] = {}
+        for layer in self.weights.layers:
+            for operation, matrix in _matrices(layer):
+                uses.setdefault(Case.of(operation, matrix), []).append(matrix)
+        return uses
 
     def _without_attention(self, products: Products, count: int) -> Callable[[], None]:
         """What queues norms and products of the first layers, for so many random rows."""
@@ -230,8 +219,7 @@ class GpuDecoder:
         workspace.reserve(count)
         workspace.get("attended", count).normal_()
         residual = torch.randn_like(workspace.get("norm", count))
-        first = self.weights.layers[0]
-        each = sum(w.nbytes for w in (first.qkv, first.o, first.gate_up, first.down))
+        each = sum(matrix.nbytes for _, matrix in _matrices(self.weights.layers[0]))
         last = min(self.spec.layers, max(TUNED_LAYERS, COLD_BYTES // each))
         return lambda: self.multiply(last, residual, workspace, products)
 
@@ -252,3 +240,10 @@ class GpuDecoder:
         norm = workspace.get("norm", len(hidden))
         fused.rms_norm(hidden, self.weights.norm, self.spec.norm_eps, norm)
         products.logits(norm, self.weights.head, logits)
+
+
+def _matrices(layer: LayerWeights) -> Iterator[tuple[Operation, Matrix]]:
+    """The matrices of a layer and what multiplies with them, in their order."""
+    yield "linear", layer.qkv
+    yield "add_linear", layer.o
+    yield from layer.mlp.matrices().items()

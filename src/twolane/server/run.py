@@ -20,7 +20,7 @@ from twolane.engine.messages import Ready
 from twolane.frontend.engine_client import CLOSE_SECONDS, EngineClient
 from twolane.frontend.progress import progress_bars
 from twolane.frontend.startup import FETCHING, start_engine
-from twolane.model.spec import GENERATION_FILE
+from twolane.model.load.configs import GENERATION_FILE
 from twolane.server.app import create_app
 from twolane.server.http.connection import connection_class
 from twolane.server.service import Service

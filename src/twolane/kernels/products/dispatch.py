@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -27,6 +27,36 @@ from twolane.kernels.products import skinny_gemm
 from twolane.kernels.runtime import nvrtc
 
 Operation = Literal["linear", "add_linear", "gate_up_silu", "logits"]
+
+
+class Stored(Protocol):
+    """A weight matrix as it is stored; `twolane.model.matrix.Matrix` is one."""
+
+    @property
+    def values(self) -> Tensor:
+        """The stored values."""
+        ...
+
+    @property
+    def scales(self) -> Tensor | None:
+        """The scales of the values, or None for a scheme without scales."""
+        ...
+
+    @property
+    def scheme(self) -> str:
+        """How values and scales make the matrix."""
+        ...
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns of the matrix that is meant."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of values and scales together."""
+        ...
+
 
 ROWS = (*skinny_gemm.ROWS, 256)
 """Rows that products of decode are timed for; those of passes are for `SIZES`."""
@@ -59,18 +89,18 @@ CUBLAS, CUBLASLT = Way(), Way("cublaslt")
 
 
 class Case(NamedTuple):
-    """Products that go one way, up to a number of rows: weights [n, k]."""
+    """Products with matrices [n, k] of one scheme, which go one way up to a number of rows."""
 
     operation: Operation
     n: int
     k: int
-    dtype: torch.dtype
+    scheme: str
 
     @classmethod
-    def of(cls, operation: Operation, weight: Tensor) -> "Case":
-        """Of calls with such a weight."""
-        n, k = weight.shape
-        return cls(operation, n, k, weight.dtype)
+    def of(cls, operation: Operation, matrix: Stored) -> "Case":
+        """The case that calls with this matrix belong to."""
+        n, k = matrix.shape
+        return cls(operation, n, k, matrix.scheme)
 
 
 @dataclass
@@ -89,16 +119,16 @@ class Products:
     _scratch: dict[int, skinny_gemm.Scratch] = field(default_factory=dict)
     """Of each stream: launches on several may overlap."""
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    def linear(self, x: Tensor, weight: Stored, bias: Tensor | None, out: Tensor) -> None:
         """`out` [T, out] = x [T, in] @ weight.T + bias."""
         self._run(self.way("linear", len(x), weight), "linear", x, weight, bias, out)
 
-    def add_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, into: Tensor) -> None:
+    def add_linear(self, x: Tensor, weight: Stored, bias: Tensor | None, into: Tensor) -> None:
         """`into` [T, out] += x [T, in] @ weight.T + bias."""
         self._run(self.way("add_linear", len(x), weight), "add_linear", x, weight, bias, into)
 
     def gate_up_silu(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, gate_up: Tensor, out: Tensor
+        self, x: Tensor, weight: Stored, bias: Tensor | None, gate_up: Tensor, out: Tensor
     ) -> None:
         """`out` [T, inner] = silu(gate) * up of x [T, in] @ weight.T + bias, the gate first.
 
@@ -112,13 +142,13 @@ class Products:
         way = self.way("gate_up_silu", len(x), weight) if bias is None else CUBLAS
         self._run(way, "gate_up_silu", x, weight, bias, out, gate_up)
 
-    def logits(self, x: Tensor, weight: Tensor, out: Tensor) -> None:
+    def logits(self, x: Tensor, weight: Stored, out: Tensor) -> None:
         """`out`, float32 [R, vocab] = x @ weight.T, not rounded to x's type on the way."""
         self._run(self.way("logits", len(x), weight), "logits", x, weight, None, out)
 
     def tune(
         self,
-        uses: Mapping[Case, Sequence[Tensor]],
+        uses: Mapping[Case, Sequence[Stored]],
         rows: int,
         layers: Callable[[int], Callable[[], None]] | None = None,
     ) -> None:
@@ -136,7 +166,7 @@ class Products:
         asked = [count for i, count in enumerate(ROWS) if i == 0 or ROWS[i - 1] < rows]
         self._tune("steps", _served(uses), asked, self._candidates, layers)
 
-    def tune_passes(self, uses: Mapping[Case, Sequence[Tensor]]) -> None:
+    def tune_passes(self, uses: Mapping[Case, Sequence[Stored]]) -> None:
         """Choose between the libraries for prefill and hybrid passes; see `tune`, whose choices
         stand."""
         uses = _served(uses)
@@ -147,7 +177,7 @@ class Products:
     def _tune(
         self,
         kind: Literal["steps", "passes"],
-        uses: Mapping[Case, Sequence[Tensor]],
+        uses: Mapping[Case, Sequence[Stored]],
         asked: Sequence[int],
         candidates_of: Callable[[Case, int], Iterable[Way]],
         layers: Callable[[int], Callable[[], None]] | None = None,
@@ -155,7 +185,7 @@ class Products:
         if not uses:
             return
         candidates = {(c, count): list(candidates_of(c, count)) for c in uses for count in asked}
-        device = next(iter(uses.values()))[0].device
+        device = next(iter(uses.values()))[0].values.device
         record = _record(kind, tuple(uses), self.units, device)
         known = read_ways(record, candidates)
         missing = [count for count in asked if any((case, count) not in known for case in uses)]
@@ -180,7 +210,7 @@ class Products:
             found = {**self.ways.get(case, {}), **{count: known[case, count] for count in asked}}
             self.ways[case] = dict(sorted(found.items()))
 
-    def way(self, operation: Operation, rows: int, weight: Tensor) -> Way:
+    def way(self, operation: Operation, rows: int, weight: Stored) -> Way:
         """How so many rows are multiplied with such a weight: as the next more that were timed,
         or by the library that was best for the most."""
         ways = self.ways.get(Case.of(operation, weight), {})
@@ -191,10 +221,11 @@ class Products:
     def _candidates(self, case: Case, rows: int) -> Iterator[Way]:
         yield CUBLAS
         yield CUBLASLT
-        if rows > skinny_gemm.MOST_ROWS:
+        dtype = skinny_gemm.SCHEMES.get(case.scheme)
+        if rows > skinny_gemm.MOST_ROWS or dtype is None:
             return
         gated, wide = case.operation == "gate_up_silu", case.operation == "logits"
-        for variant in skinny_gemm.variants(rows, case.dtype, self.units, gated=gated, wide=wide):
+        for variant in skinny_gemm.variants(rows, dtype, self.units, gated=gated, wide=wide):
             for blocks in variant.grids(case.n // 2 if gated else case.n, self.units):
                 yield Way("cublas", variant, blocks)
 
@@ -225,7 +256,7 @@ class Products:
         way: Way,
         operation: Operation,
         x: Tensor,
-        weight: Tensor,
+        weight: Stored,
         bias: Tensor | None,
         out: Tensor,
         gate_up: Tensor | None = None,
@@ -233,28 +264,29 @@ class Products:
         if way.variant is not None:
             scratch, residual = self._scratch_here(x.device), operation == "add_linear"
             skinny_gemm.launch(
-                way.variant, way.blocks, x, weight, bias, out, scratch, residual=residual
+                way.variant, way.blocks, x, weight.values, bias, out, scratch, residual=residual
             )
             return
         with _library(self.units) if way.library == "cublaslt" else _AS_IT_IS:
             if operation == "add_linear":
-                out.addmm_(x, weight.t())
+                out.addmm_(x, weight.values.t())
             else:
-                _multiply(x, weight, bias, out if gate_up is None else gate_up)
+                _multiply(x, weight.values, bias, out if gate_up is None else gate_up)
         if gate_up is not None:
             fused.silu_mul(gate_up, out)
         elif operation == "add_linear" and bias is not None:
             out.add_(bias)
 
-    def _seconds(self, way: Way, case: Case, rows: int, weights: Sequence[Tensor]) -> float:
+    def _seconds(self, way: Way, case: Case, rows: int, weights: Sequence[Stored]) -> float:
         """Of one product behind a norm, as layers have them."""
         like, operation = weights[0], case.operation
         enough = -(-COLD_BYTES // like.nbytes)
         several = [weights[i % len(weights)] for i in range(enough)]
-        x = torch.randn(rows, case.k, dtype=like.dtype, device=like.device)
+        dtype, device = like.values.dtype, like.values.device
+        x = torch.randn(rows, case.k, dtype=dtype, device=device)
         normal, scale = torch.empty_like(x), torch.ones_like(x[0])
-        kind = torch.float32 if operation == "logits" else like.dtype
-        out, gate_up = torch.zeros(rows, case.n, dtype=kind, device=like.device), None
+        kind = torch.float32 if operation == "logits" else dtype
+        out, gate_up = torch.zeros(rows, case.n, dtype=kind, device=device), None
         if operation == "gate_up_silu":
             out, gate_up = out.new_zeros(rows, case.n // 2), out
 
@@ -326,15 +358,15 @@ def write_ways(record: Path, ways: Ways) -> None:
 
 
 def _label(case: Case, rows: int) -> str:
-    return f"{case.operation} {case.n}x{case.k} {case.dtype} {rows}"
+    return f"{case.operation} {case.n}x{case.k} {case.scheme} {rows}"
 
 
-def _served(uses: Mapping[Case, Sequence[Tensor]]) -> Mapping[Case, Sequence[Tensor]]:
+def _served(uses: Mapping[Case, Sequence[Stored]]) -> Mapping[Case, Sequence[Stored]]:
     """Those of the weights that there is a choice for."""
     return {
         case: weights
         for case, weights in uses.items()
-        if skinny_gemm.serves(weights[0], gated=case.operation == "gate_up_silu")
+        if skinny_gemm.serves(weights[0].values, gated=case.operation == "gate_up_silu")
     }
 
 

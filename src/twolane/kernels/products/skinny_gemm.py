@@ -13,6 +13,8 @@ from torch import Tensor
 
 from twolane.kernels.runtime import nvrtc
 
+SCHEMES = {"bf16": torch.bfloat16, "float16": torch.float16}
+"""The schemes of matrices that the kernel multiplies with, and the type of their values."""
 BLOCK_K = 64
 SWAPPED_ROWS, PLAIN_ROWS = (16, 24, 32, 40, 48, 96), (32, 64, 128)
 """Most rows of x of the tiles that there are: with w, and with x, on the product's 64-row side."""
@@ -138,10 +140,9 @@ def serves(weight: Tensor, *, gated: bool = False) -> bool:
     """Whether the kernel exists for this weight, with up to `MOST_ROWS` rows as torch has them."""
     n, k = weight.shape
     sizes = n % (32 if gated else 16) == 0 and k % 8 == 0 and n <= 64 * MOST_TILES
-    types = torch.bfloat16, torch.float16
     return (
         sizes
-        and weight.dtype in types
+        and weight.dtype in SCHEMES.values()
         and weight.is_contiguous()
         and nvrtc.available(weight.device)
     )

@@ -17,14 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from twolane.model.shapes import SHAPES
-from twolane.model.spec import (
-    ModelSpec,
+from twolane.model.load.configs import (
     check_architecture,
     read_json,
     sampling_from_directory,
     spec_from_directory,
 )
+from twolane.model.shapes import SHAPES
+from twolane.model.spec import ModelSpec, UnsupportedModel
 
 Progress = Callable[[str, float], None]
 """Called with a stage and the fraction of it that is done."""
@@ -182,8 +182,6 @@ def _download(repo: str, config_only: bool) -> Path:
             snapshot_download(repo, allow_patterns=list(files), ignore_patterns=list(_HUB_NOT))
         )
     except (OSError, ValueError) as error:
-        from twolane.model.spec import UnsupportedModel
-
         if isinstance(error, UnsupportedModel):
             raise
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]

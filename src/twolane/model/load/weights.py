@@ -3,21 +3,21 @@
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Protocol
 
-import msgspec
 import torch
-from safetensors import safe_open
 
 from twolane.model.decoder import Decoder, LayerWeights, Weights, pair_rows
+from twolane.model.load.dummy import Dummy
 from twolane.model.load.gguf import GGUFModel
 from twolane.model.load.hub import ModelSource, Progress
-from twolane.model.spec import ModelSpec, converted, read_json
+from twolane.model.load.safetensors import Safetensors
+from twolane.model.matrix import Matrix
+from twolane.model.mlp import DenseMlp
+from twolane.model.spec import ModelSpec
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-_DUMMY_STD = 0.02
 _NAMED_AT_MOST = 5
 _IGNORED_SUFFIX = "rotary_emb.inv_freq"
 """Old Llama checkpoints store what follows from the config."""
@@ -95,93 +95,13 @@ def _open(
 ) -> tuple[ModelSpec, TensorSource]:
     if load_format == "dummy":
         spec = source.spec()
-        return spec, _Dummy(spec, seed, device)
+        return spec, Dummy(dict(_expected(spec)), seed, device)
     if source.kind == "gguf" and source.path is not None:
         model = GGUFModel(source.path)
         return model.spec, model
     if source.kind == "dir" and source.path is not None:
-        return source.spec(), _Safetensors(source.path, stack)
+        return source.spec(), Safetensors(source.path, stack)
     raise ValueError(f"{source.name} is a built-in shape without weights; load it as dummy")
-
-
-class _Safetensors:
-    """The safetensors files of a directory, memory-mapped."""
-
-    def __init__(self, directory: Path, stack: ExitStack) -> None:
-        self._files: dict[str, Any] = {}
-        for path in self._paths(directory):
-            if not path.is_file():
-                raise ValueError(f"{directory} lacks {path.name}, which its index names")
-            try:
-                file = stack.enter_context(safe_open(path, framework="pt"))
-            except Exception as error:  # safetensors raises its own type, derived from Exception
-                raise ValueError(f"{path} is not a whole safetensors file: {error}") from error
-            self._files.update(dict.fromkeys(file.keys(), file))
-
-    @staticmethod
-    def _paths(directory: Path) -> list[Path]:
-        # In this order, as in `transformers`: an index may be left from a save in shards.
-        single = directory / "model.safetensors"
-        if single.is_file():
-            return [single]
-        index = directory / "model.safetensors.index.json"
-        if index.is_file():
-            return [directory / name for name in _shards(index)]
-        raise ValueError(
-            f"{directory} has neither model.safetensors nor model.safetensors.index.json; "
-            "other weight formats than safetensors and GGUF are not read"
-        )
-
-    def names(self) -> list[str]:
-        return list(self._files)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._files[name].get_slice(name).get_shape())
-
-    def get(self, name: str) -> torch.Tensor:
-        tensor: torch.Tensor = self._files[name].get_tensor(name)
-        return tensor
-
-
-class _Index(msgspec.Struct):
-    """What is read of a `model.safetensors.index.json`."""
-
-    weight_map: dict[str, str]
-    """File by tensor."""
-
-
-def _shards(index: Path) -> list[str]:
-    """The files that an index names, all of them in its folder or below.
-
-    Raises:
-        ValueError: it is broken, or leads elsewhere.
-    """
-    files = sorted(set(converted(read_json(index), _Index, str(index)).weight_map.values()))
-    for name in files:
-        if Path(name).is_absolute() or ".." in Path(name).parts:
-            raise ValueError(f"{index} names {name}, which is outside its folder")
-    return files
-
-
-class _Dummy:
-    """Random normal matrices and norms of one, the same for the same seed."""
-
-    def __init__(self, spec: ModelSpec, seed: int, device: torch.device) -> None:
-        self._shapes = dict(_expected(spec))
-        self._device = device
-        self._generator = torch.Generator(device).manual_seed(seed)
-
-    def names(self) -> list[str]:
-        return list(self._shapes)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._shapes[name]
-
-    def get(self, name: str) -> torch.Tensor:
-        if name.endswith("norm.weight"):
-            return torch.ones(self._shapes[name], device=self._device)
-        tensor = torch.empty(self._shapes[name], device=self._device)
-        return tensor.normal_(0.0, _DUMMY_STD, generator=self._generator)
 
 
 def _expected(spec: ModelSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -253,7 +173,7 @@ def _assemble(
         progress("weights", i / spec.layers)
         layers.append(_layer(spec, get, f"model.layers.{i}"))
     head = embedding if spec.tie_embeddings else get("lm_head.weight")
-    weights = Weights(embedding, tuple(layers), get("model.norm.weight"), head)
+    weights = Weights(embedding, tuple(layers), get("model.norm.weight"), Matrix.plain(head))
     progress("weights", 1.0)
     return weights
 
@@ -278,14 +198,16 @@ def _layer(spec: ModelSpec, get: Callable[[str], torch.Tensor], prefix: str) -> 
 
     return LayerWeights(
         input_norm=get(f"{prefix}.input_layernorm.weight"),
-        qkv=qkv("weight"),
+        qkv=Matrix.plain(qkv("weight")),
         qkv_bias=qkv("bias") if spec.qkv_bias else None,
         qk_norm=qk_norm() if spec.qk_norm else None,
-        o=get(f"{prefix}.self_attn.o_proj.weight"),
+        o=Matrix.plain(get(f"{prefix}.self_attn.o_proj.weight")),
         o_bias=one("self_attn.o_proj.bias", spec.o_bias),
         post_norm=get(f"{prefix}.post_attention_layernorm.weight"),
-        gate_up=gate_up("weight"),
-        gate_up_bias=gate_up("bias") if spec.mlp_bias else None,
-        down=get(f"{prefix}.mlp.down_proj.weight"),
-        down_bias=one("mlp.down_proj.bias", spec.mlp_bias),
+        mlp=DenseMlp(
+            gate_up=Matrix.plain(gate_up("weight")),
+            gate_up_bias=gate_up("bias") if spec.mlp_bias else None,
+            down=Matrix.plain(get(f"{prefix}.mlp.down_proj.weight")),
+            down_bias=one("mlp.down_proj.bias", spec.mlp_bias),
+        ),
     )

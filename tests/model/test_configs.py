@@ -15,16 +15,15 @@ from transformers import (
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from twolane.model.rope import frequencies
-from twolane.model.shapes import SHAPES
-from twolane.model.spec import (
+from twolane.model.load.configs import (
     ARCHITECTURES,
-    RopeSpec,
-    UnsupportedModel,
     sampling_from_directory,
     spec_from_config,
     spec_from_directory,
 )
+from twolane.model.rope import frequencies
+from twolane.model.shapes import SHAPES
+from twolane.model.spec import RopeSpec, UnsupportedModel
 
 PUBLISHED = {
     "llama-3.1-8b": 8_030_261_248,

@@ -1,0 +1,334 @@
+"""Hugging Face configs as a `ModelSpec`, without `transformers`."""
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from twolane.model.spec import Family, ModelSpec, RopeSpec, UnsupportedModel, merge_eos
+from twolane.sampling import SamplingParams
+
+T = TypeVar("T")
+
+ARCHITECTURES: dict[str, Family] = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+}
+"""The architectures that work, as `config.json` names them."""
+
+
+class _Kind(msgspec.Struct):
+    """What of a `config.json` tells whether the rest can be read."""
+
+    architectures: list[str] | None = None
+    model_type: str | None = None
+    quantization_config: dict[str, Any] | None = None
+
+
+class _RopeNumbers(msgspec.Struct):
+    """The numbers among `rope_parameters`."""
+
+    rope_theta: float | None = None
+    factor: float | None = None
+    original_max_position_embeddings: float | None = None
+    low_freq_factor: float | None = None
+    high_freq_factor: float | None = None
+    beta_fast: float | None = None
+    beta_slow: float | None = None
+    attention_factor: float | None = None
+
+
+GENERATION_FILE = "generation_config.json"
+
+
+class _Generation(msgspec.Struct):
+    """What is read of a `generation_config.json`."""
+
+    eos_token_id: int | list[int] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+
+
+class HFConfig(msgspec.Struct, kw_only=True):
+    """What is read of a `config.json`.
+
+    Fields that are not there have the defaults of the family's class in `transformers`. That is not
+    asked: its import takes longer than all else that starts an engine, PyTorch's included.
+    """
+
+    vocab_size: int = 32_000
+    hidden_size: int = 4096
+    intermediate_size: int = 11_008
+    num_hidden_layers: int = 32
+    num_attention_heads: int = 32
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    hidden_act: str = "silu"
+    max_position_embeddings: int = 2048
+    rms_norm_eps: float = 1e-6
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    eos_token_id: int | list[int] | None = 2
+    use_sliding_window: bool = False
+    sliding_window: int | None = 4096
+    max_window_layers: int = 28
+    layer_types: list[str] | None = None
+    rope_parameters: dict[str, Any] | None = None
+    rope_scaling: dict[str, Any] | None = None
+    """The older name of `rope_parameters`, without theta."""
+    rope_theta: float | None = None
+    partial_rotary_factor: float | None = None
+
+
+class _Mistral(HFConfig, kw_only=True):
+    intermediate_size: int = 14_336
+    num_key_value_heads: int | None = 8
+    max_position_embeddings: int = 131_072
+
+
+class _Qwen2(HFConfig, kw_only=True):
+    vocab_size: int = 151_936
+    intermediate_size: int = 22_016
+    num_key_value_heads: int | None = 32
+    max_position_embeddings: int = 32_768
+    eos_token_id: int | list[int] | None = None
+
+
+class _Qwen3(_Qwen2, kw_only=True):
+    head_dim: int | None = 128
+
+
+_CONFIGS: dict[Family, type[HFConfig]] = {
+    "llama": HFConfig,
+    "mistral": _Mistral,
+    "qwen2": _Qwen2,
+    "qwen3": _Qwen3,
+}
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON file that holds an object.
+
+    Raises:
+        ValueError: it does not; the message names the file.
+    """
+    try:
+        return msgspec.convert(json.loads(path.read_text(encoding="utf-8")), dict[str, Any])
+    except ValueError as error:  # of JSON, of UTF-8, or msgspec's
+        raise ValueError(f"{path} is not a JSON object: {error}") from error
+
+
+def converted(raw: object, form: type[T], file: str = "config.json") -> T:
+    """What was read from a file, in a form.
+
+    Raises:
+        ValueError: something has the wrong type; the message begins with the file.
+    """
+    try:
+        return msgspec.convert(raw, form)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"{file}: {error}") from error
+
+
+def spec_from_directory(path: Path) -> ModelSpec:
+    """Read `config.json` (and the end tokens of `generation_config.json`) of a model directory.
+
+    Raises:
+        UnsupportedModel: the architecture or one of its options is not built.
+        ValueError: there is no `config.json`, or one of the files has a value of the wrong type.
+    """
+    config_file = path / "config.json"
+    if not config_file.is_file():
+        raise ValueError(f"{path} has no config.json")
+    return spec_from_config(read_json(config_file), _generation(path).eos_token_id)
+
+
+def sampling_from_directory(path: Path) -> dict[str, Any]:
+    """How a model's authors would have its tokens drawn, by the names of `SamplingParams`: what its
+    `generation_config.json` has of it.
+
+    Raises:
+        ValueError: a value there has the wrong type or is out of range.
+    """
+    given = msgspec.structs.asdict(_generation(path))
+    del given["eos_token_id"]
+    chosen = {name: value for name, value in given.items() if value is not None}
+    try:
+        SamplingParams(**chosen)
+    except ValueError as error:
+        raise ValueError(f"{GENERATION_FILE}: {error}") from error
+    return chosen
+
+
+def _generation(path: Path) -> _Generation:
+    file = path / GENERATION_FILE
+    return converted(read_json(file) if file.is_file() else {}, _Generation, file.name)
+
+
+def check_architecture(config: Mapping[str, Any]) -> Family:
+    """The family of a raw `config.json`.
+
+    Raises:
+        UnsupportedModel: the architecture or the quantisation is not built.
+        ValueError: one of these has the wrong type.
+    """
+    kind = converted(config, _Kind)
+    name = kind.architectures[0] if kind.architectures else f"model_type {kind.model_type}"
+    if name not in ARCHITECTURES:
+        raise UnsupportedModel.because("architecture", name, ARCHITECTURES)
+    family = ARCHITECTURES[name]
+    if kind.model_type not in (None, family):
+        raise UnsupportedModel.because(f"model_type of {name}", kind.model_type, (family,))
+    if kind.quantization_config:
+        method = kind.quantization_config.get("quant_method", "unknown")
+        raise UnsupportedModel.because(
+            "quantisation", method, ("unquantised safetensors", "GGUF files")
+        )
+    return family
+
+
+def spec_from_config(
+    raw: Mapping[str, Any], generation_eos: int | list[int] | None = None
+) -> ModelSpec:
+    """The spec of a raw `config.json`.
+
+    Args:
+        raw: the file's content.
+        generation_eos: the end tokens of `generation_config.json`, added to the config's own.
+
+    Raises:
+        UnsupportedModel: the architecture or one of its options is not built.
+        ValueError: a value has the wrong type, or sizes do not fit each other.
+    """
+    family = check_architecture(raw)
+    config = converted(raw, _CONFIGS[family])
+    if config.hidden_act != "silu":
+        raise UnsupportedModel.because("activation", config.hidden_act, ("silu",))
+    window, sliding_layers = _sliding(config, family)
+    rope, positions = _rope(config), config.max_position_embeddings
+    if rope.type == "yarn":  # those of the config may be the ones before stretching
+        positions = round(rope.original_positions * rope.factor)
+    return ModelSpec(
+        family=family,
+        layers=config.num_hidden_layers,
+        hidden_size=config.hidden_size,
+        heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads or config.num_attention_heads,
+        head_dim=_head_dim(config),
+        intermediate_size=config.intermediate_size,
+        vocab_size=config.vocab_size,
+        max_positions=positions,
+        norm_eps=config.rms_norm_eps,
+        rope=rope,
+        tie_embeddings=config.tie_word_embeddings,
+        qkv_bias=family == "qwen2" or config.attention_bias,
+        o_bias=family != "qwen2" and config.attention_bias,
+        mlp_bias=config.mlp_bias,
+        qk_norm=family == "qwen3",
+        sliding_window=window,
+        sliding_layers=sliding_layers,
+        eos_token_ids=merge_eos(config.vocab_size, config.eos_token_id, generation_eos),
+    )
+
+
+def _head_dim(config: HFConfig) -> int:
+    if config.head_dim:
+        return config.head_dim
+    if config.hidden_size % config.num_attention_heads:
+        raise ValueError(
+            f"config.json: hidden_size {config.hidden_size} is no multiple of "
+            f"num_attention_heads {config.num_attention_heads}, and there is no head_dim"
+        )
+    return config.hidden_size // config.num_attention_heads
+
+
+def _sliding(config: HFConfig, family: Family) -> tuple[int | None, tuple[int, ...]]:
+    """The sliding window and its layers: all of Mistral's, for Qwen those of `layer_types`, or
+    those from `max_window_layers` on."""
+    window = config.sliding_window
+    if family == "llama" or window is None:
+        return None, ()
+    if family == "mistral":
+        return window, tuple(range(config.num_hidden_layers))
+    if not config.use_sliding_window:
+        return None, ()
+    if config.layer_types is None:
+        layers = tuple(range(config.max_window_layers, config.num_hidden_layers))
+    else:
+        layers = tuple(i for i, t in enumerate(config.layer_types) if t == "sliding_attention")
+    return (window, layers) if layers else (None, ())
+
+
+def _rope(config: HFConfig) -> RopeSpec:
+    """The rotary embedding: `rope_parameters`, or the older theta and scaling.
+
+    Raises:
+        UnsupportedModel: the type of scaling is not built.
+        ValueError: it lacks a number, or has something else in its place.
+    """
+    given = config.rope_scaling or config.rope_parameters or {}
+    rope = {name: value for name, value in given.items() if value is not None}
+    for name, value in rope.items():
+        if isinstance(value, dict):
+            raise UnsupportedModel.because("rope_parameters of", name, ("one for all layers",))
+    converted(rope, _RopeNumbers, "config.json: rope_parameters")
+    theta = float(rope.get("rope_theta") or config.rope_theta or 10_000.0)
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    rotated = rope.get("partial_rotary_factor", config.partial_rotary_factor)
+    if rotated not in (None, 1.0):
+        raise UnsupportedModel.because("partial_rotary_factor", rotated, ("1.0",))
+    try:
+        match kind:
+            case "default":
+                return RopeSpec(theta)
+            case "linear":
+                return RopeSpec(theta, "linear", float(rope["factor"]))
+            case "llama3":
+                return _llama3(theta, rope, config.max_position_embeddings)
+            case "yarn":
+                return _yarn(theta, rope, config.max_position_embeddings)
+    except KeyError as error:
+        raise ValueError(f"config.json: rope_parameters of type {kind} have no {error}") from error
+    raise UnsupportedModel.because("rope type", kind, ("default", "linear", "llama3", "yarn"))
+
+
+def _llama3(theta: float, rope: Mapping[str, Any], max_positions: int) -> RopeSpec:
+    return RopeSpec(
+        theta,
+        "llama3",
+        float(rope["factor"]),
+        original_positions=int(rope.get("original_max_position_embeddings") or max_positions),
+        low_freq_factor=float(rope["low_freq_factor"]),
+        high_freq_factor=float(rope["high_freq_factor"]),
+    )
+
+
+def _yarn(theta: float, rope: Mapping[str, Any], max_positions: int) -> RopeSpec:
+    """YaRN; the scale of the attention follows from the factor where the config gives none."""
+    for key in ("mscale", "mscale_all_dim"):
+        if rope.get(key):
+            raise UnsupportedModel.because(f"yarn {key}", rope[key], ("none",))
+    original = int(rope.get("original_max_position_embeddings") or max_positions)
+    factor = float(rope.get("factor") or max_positions / original)
+    scale = rope.get("attention_factor")
+    if scale is None:
+        scale = 0.1 * math.log(factor) + 1.0 if factor > 1.0 else 1.0
+    return RopeSpec(
+        theta,
+        "yarn",
+        factor,
+        original_positions=original,
+        beta_fast=float(rope.get("beta_fast") or 32.0),
+        beta_slow=float(rope.get("beta_slow") or 1.0),
+        truncate=bool(rope.get("truncate", True)),
+        attention_factor=float(scale),
+    )

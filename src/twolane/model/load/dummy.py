@@ -1,0 +1,40 @@
+"""Random weights, for shapes without files."""
+
+from collections.abc import Mapping
+
+import torch
+
+_STD = 0.02
+"""The standard deviation of random matrices."""
+
+
+class Dummy:
+    """Random normal matrices and norms of one, the same for the same seed and device.
+
+    Args:
+        shapes: of all tensors, by name.
+        seed: of the random numbers.
+        device: where they are drawn.
+    """
+
+    def __init__(
+        self, shapes: Mapping[str, tuple[int, ...]], seed: int, device: torch.device
+    ) -> None:
+        self._shapes = shapes
+        self._device = device
+        self._generator = torch.Generator(device).manual_seed(seed)
+
+    def names(self) -> list[str]:
+        """See `TensorSource.names`."""
+        return list(self._shapes)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """See `TensorSource.shape`."""
+        return self._shapes[name]
+
+    def get(self, name: str) -> torch.Tensor:
+        """See `TensorSource.get`."""
+        if name.endswith("norm.weight"):
+            return torch.ones(self._shapes[name], device=self._device)
+        tensor = torch.empty(self._shapes[name], device=self._device)
+        return tensor.normal_(0.0, _STD, generator=self._generator)

@@ -1,0 +1,81 @@
+"""The safetensors files of a model directory."""
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from safetensors import safe_open
+
+from twolane.model.load.configs import converted, read_json
+
+
+class Safetensors:
+    """The tensors of all safetensors files of a directory, memory-mapped.
+
+    Args:
+        directory: the model's folder.
+        stack: closes the files.
+
+    Raises:
+        ValueError: a file is missing or broken.
+    """
+
+    def __init__(self, directory: Path, stack: ExitStack) -> None:
+        self._files: dict[str, Any] = {}
+        for path in self._paths(directory):
+            if not path.is_file():
+                raise ValueError(f"{directory} lacks {path.name}, which its index names")
+            try:
+                file = stack.enter_context(safe_open(path, framework="pt"))
+            except Exception as error:  # safetensors raises its own type, derived from Exception
+                raise ValueError(f"{path} is not a whole safetensors file: {error}") from error
+            self._files.update(dict.fromkeys(file.keys(), file))
+
+    @staticmethod
+    def _paths(directory: Path) -> list[Path]:
+        # In this order, as in `transformers`: an index may be left from a save in shards.
+        single = directory / "model.safetensors"
+        if single.is_file():
+            return [single]
+        index = directory / "model.safetensors.index.json"
+        if index.is_file():
+            return [directory / name for name in _shards(index)]
+        raise ValueError(
+            f"{directory} has neither model.safetensors nor model.safetensors.index.json; "
+            "other weight formats than safetensors and GGUF are not read"
+        )
+
+    def names(self) -> list[str]:
+        """See `TensorSource.names`."""
+        return list(self._files)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """See `TensorSource.shape`."""
+        return tuple(self._files[name].get_slice(name).get_shape())
+
+    def get(self, name: str) -> torch.Tensor:
+        """See `TensorSource.get`."""
+        tensor: torch.Tensor = self._files[name].get_tensor(name)
+        return tensor
+
+
+class _Index(msgspec.Struct):
+    """What is read of a `model.safetensors.index.json`."""
+
+    weight_map: dict[str, str]
+    """File by tensor."""
+
+
+def _shards(index: Path) -> list[str]:
+    """The files that an index names, all of them in its folder or below.
+
+    Raises:
+        ValueError: it is broken, or leads elsewhere.
+    """
+    files = sorted(set(converted(read_json(index), _Index, str(index)).weight_map.values()))
+    for name in files:
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise ValueError(f"{index} names {name}, which is outside its folder")
+    return files
