@@ -263,7 +263,7 @@ def test_wrong_settings_are_value_errors():
         LLM("nope")
     with pytest.raises(TypeError, match="gpus"):
         LLM("smollm2-135m-instruct", gpus=8)
-    for name in ("tbt_delivery", "tbt_playout", "tbt_buffer"):
+    for name in ("tbt_buffer", "transport"):
         for seconds in (-0.001, math.nan):
             with pytest.raises(ValueError, match=f"{name} must be at least 0, not {seconds}"):
                 LLM("smollm2-135m-instruct", **{name: seconds})

@@ -70,7 +70,7 @@ class RandomPlans:
             else:
                 assert first is not None
                 last = rng.randint(first + 1, view.layers)
-                work, first = PrefillSlice(first, last, paced=True), last
+                work, first = PrefillSlice(first, last), last
             launches.append(Launch(lane, self._units(view, rng, lane), work))
         return launches
 

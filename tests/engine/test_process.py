@@ -130,14 +130,14 @@ def test_tokens_under_a_tbt_bound_wait_until_they_are_due_or_the_engine_dies(mod
 
     async def use(client: EngineClient) -> None:
         two = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
-        for name, slo in (("free", Slo()), ("bound", Slo(tbt=60.0))):
+        for name, slo in (("free", Slo()), ("bound", Slo(tbt=3600.0))):
             client.submit(Submit(name, [5] * 20, two, slo=slo), sink)
         await until(lambda: at_rest(client))
         assert [name for name, tokens in handed for _ in tokens] == ["free", "free"]
         client.process.kill()
         await client.failed.wait()
 
-    with_engine(use, model, tbt_playout=3600.0)
+    with_engine(use, model, tbt_buffer=3600.0)
     tokens = {name: [t for each, new in handed if each == name for t in new] for name, _ in handed}
     assert len(tokens["bound"]) == 2
     assert tokens["bound"] == tokens["free"]

@@ -2,22 +2,19 @@
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import pytest
 from msgspec.structs import replace
 
 from tests.systems.simulation import LAYERS, UNITS, Simulation, simulate, submit
-from twolane.common.vocabulary import LaneName
 from twolane.engine.engine import Engine
 from twolane.engine.kv import KVBooks
 from twolane.engine.messages import Abort, Finish, Outputs, Submit, ToEngine, Watch
-from twolane.engine.state import EVEN
+from twolane.engine.pacing import Pacer
 from twolane.estimate.online import OnlineEstimator
-from twolane.lanes.work import DecodeWork, Work
 from twolane.sampling import SamplingParams
-from twolane.sim import lanes as sim_lanes
-from twolane.sim.lanes import Demand, FixedDurations, SimLanes
+from twolane.sim.lanes import FixedDurations, SimLanes
 from twolane.slo import Slo
 from twolane.systems.plan import Chunk, DecodeSteps, Launch, Plan, PrefillSlice, Refusal
 from twolane.systems.registry import SYSTEMS, System, make_system
@@ -37,7 +34,7 @@ class Script:
         return self.decide(view), None
 
 
-def one_by_one(view: View, *, k: int = 1, paced: bool = False) -> Plan:
+def one_by_one(view: View, *, k: int = 1) -> Plan:
     """Whole prompts as they come, and k decode steps when the lane is idle."""
     launches = []
     chunks = ()
@@ -46,7 +43,7 @@ def one_by_one(view: View, *, k: int = 1, paced: bool = False) -> Plan:
         room = view.free_pages + view.reclaimable_pages
         if first.page_cost <= room and view.free_slots:
             chunks = (Chunk(first.id, first.new),)
-            launches.append(Launch("prefill", UNITS, PrefillSlice(0, view.layers, paced=paced)))
+            launches.append(Launch("prefill", UNITS, PrefillSlice(0, view.layers)))
     if view.decoding and view.lanes["decode"].queued == 0:
         launches.append(Launch("decode", UNITS, DecodeSteps(k)))
     return Plan(admit=chunks, launches=tuple(launches), reason="script")
@@ -157,9 +154,7 @@ def test_a_request_that_cannot_be_served_is_refused_by_name() -> None:
 
 def small_engine(
     slo: Slo | None = None,
-    delivery: float = 0.0,
-    playout: float = 0.0,
-    buffer: float = 0.0,
+    pacer: Pacer | None = None,
     system: System | None = None,
 ) -> Engine:
     """An engine whose pool holds 64 tokens."""
@@ -173,72 +168,8 @@ def small_engine(
         max_model_len=4096,
         estimator=OnlineEstimator(),
         slo=slo,
-        delivery=delivery,
-        playout=playout,
-        buffer=buffer,
+        pacer=pacer,
     )
-
-
-def test_systems_plan_for_what_delivery_leaves_of_a_tbt_bound() -> None:
-    engine = small_engine(Slo(ttft=1.0, tbt=0.050), delivery=0.001)
-    engine.take([submit("a", 16, 8), replace(submit("b", 16, 8), slo=Slo(tbt=0.003))])
-    view = engine.view()
-    assert (view.slo.ttft, view.slo.tbt) == pytest.approx((1.0, 0.049))
-    assert [request.slo.tbt for request in view.waiting] == pytest.approx([0.049, 0.002925])
-    assert view.waiting[1].slo.ttft == 1.0
-
-
-def test_a_token_is_due_so_long_after_it_was_made() -> None:
-    engine = small_engine(Slo(tbt=0.021), playout=0.5)
-    engine.take([submit("a", 16, 8)])
-    engine.carry_out(engine.plan())
-    (flight,) = engine.state.flights
-    lanes = engine.state.lanes
-    assert isinstance(lanes, SimLanes)
-    lanes.advance(100.0)  # it is found late
-    engine.reap()
-    news = engine.news()
-    assert news is not None
-    assert news.outputs[0].due == pytest.approx(flight.ticket.times[-1] + 0.5)
-    assert news.outputs[0].due < 100.0
-
-
-def test_tokens_are_held_back_so_that_gaps_are_even() -> None:
-    """For a bound of 10 ms: 14 and 15 ms behind two of 8 are in time, 25 more are not."""
-    engine, due = small_engine(Slo(tbt=0.010), playout=0.002, buffer=0.02), []
-    engine.take([submit("a", 16, 8)])
-    request = engine.state.requests["a"]
-    for at in (0.0, 0.008, 0.016, 0.030, 0.045, 0.070):
-        request.due = engine.state.due(request, at)
-        due.append(request.due)
-    even = [0.028 + i * EVEN * 0.010 for i in (1, 2)]
-    assert due == pytest.approx([0.012, 0.020, 0.028, *even, 0.072])
-
-
-def test_a_first_token_is_not_held_back_beyond_its_deadline() -> None:
-    engine = small_engine(Slo(ttft=1.0, tbt=0.010), playout=0.002, buffer=0.02)
-    engine.take([submit("a", 16, 8)])
-    due = [engine.state.due(engine.state.requests["a"], at) for at in (0.980, 0.995, 1.5)]
-    assert due == pytest.approx([0.992, 1.0, 1.502])
-
-
-def test_news_of_a_turn_have_each_token_with_its_time() -> None:
-    """So has the end of a request, that it does not overtake them."""
-    engine = small_engine(buffer=0.02)
-    engine.take([submit("free", 16, 3), replace(submit("a", 16, 3), slo=Slo(tbt=0.010))])
-    lanes = engine.state.lanes
-    assert isinstance(lanes, SimLanes)
-    for _ in range(8):
-        engine.carry_out(engine.plan())
-        lanes.advance(lanes.clock() + 0.1)
-        engine.reap()
-    news = engine.news()
-    assert news is not None
-    free, *bound = sorted(news.outputs, key=lambda output: (output.id != "free", output.due or 0.0))
-    assert (free.due, len(free.tokens), free.finish) == (None, 3, "length")
-    assert [len(output.tokens) for output in bound] == [1, 1, 1]
-    assert [output.finish for output in bound] == [None, None, "length"]
-    assert len({output.due for output in bound}) == 3
 
 
 def news_of(request: Submit) -> Outputs:
@@ -373,7 +304,7 @@ def test_tokens_are_as_old_as_the_device_made_them() -> None:
         engine.reap()
         news = engine.news()
         ended = news and news.outputs[0].times
-    gaps = engine.state.gaps
+    gaps = engine.state.pacer.gaps
     assert gaps.total == gaps.above(0.019, 4) == 4
     assert gaps.above(0.021, 4) == 1  # the prompt took 0.08 s, and steps were launched after 1 s
     assert ended.decode == pytest.approx(0.92 + 4 * 0.02)
@@ -441,104 +372,6 @@ def test_a_prompt_that_is_scored_reuses_nothing() -> None:
     assert sim.outputs["a"].cached == 32
     assert sim.outputs["a"].prompt_logprobs is None
     assert sim.outputs["a"].logprobs is None
-
-
-def served(*messages: tuple[float, ToEngine], paced: bool = True) -> Simulation:
-    """Beside a request that decodes from the start."""
-    script = Script(lambda view: one_by_one(view, paced=paced))
-    return simulate(script, [(0.0, submit("early", 20, 40)), *messages])
-
-
-TIGHT = Slo(tbt=0.021)
-"""A little more than a step."""
-
-
-def test_a_paced_first_token_goes_out_when_its_step_can_begin() -> None:
-    """With the tokens of the step under way: what follows is the gap of one step."""
-    late = submit("late", 20, 4, slo=TIGHT)
-    ends = served((0.11, late), paced=False).times["late"][0]
-    sim = served((0.11, late))
-    times = sim.times["late"]
-    assert ends < times[0] < ends + 0.02
-    assert times[0] in sim.times["early"]
-    assert times[1] - times[0] == pytest.approx(0.02)
-    told = sim.outputs["late"].times
-    assert told is not None
-    assert told.prefill == pytest.approx(times[0] - 0.11)
-    assert len(times) == 4
-
-
-@pytest.mark.parametrize(
-    ("slo", "output"),
-    [
-        (Slo(ttft=1.0), 4),
-        (replace(TIGHT, tbt=0.04), 4),
-        (replace(TIGHT, ttft=0.085), 4),
-        (TIGHT, 1),
-    ],
-    ids=["no TBT SLO", "the second is in time", "the first would be late", "there is no second"],
-)
-def test_a_first_token_is_not_paced_for_nothing(slo: Slo, output: int) -> None:
-    late = (0.11, submit("late", 20, output, slo=slo))
-    assert served(late).times["late"] == served(late, paced=False).times["late"]
-
-
-def test_a_paced_first_token_does_not_outlive_its_request() -> None:
-    """Aborted while it is kept: it is gone, and so are the pages."""
-    late = submit("late", 20, 4, slo=TIGHT)
-    told = served((0.11, late)).times["late"][0]
-    sim = served((0.11, late), (told - 0.001, Abort("late")))
-    assert sim.finish["late"] == "abort"
-    assert sim.record.ends["late"] == ("abort", 1)
-    assert not sim.times.get("late")
-    assert not sim.engine.state.paced
-
-
-def test_a_second_token_never_overtakes_a_paced_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU its step may run beside the long launch that it was thought to wait for."""
-    monkeypatch.setattr(sim_lanes, "used_by", lambda lane, work: (lane,))
-
-    def decide(view: View) -> Plan:
-        def launch(lane: LaneName, work: PrefillSlice | DecodeSteps) -> tuple[Launch, ...]:
-            return (Launch(lane, UNITS, work),)
-
-        if view.waiting:
-            chunk = Chunk(view.waiting[0].id, view.waiting[0].new)
-            launches = launch("decode", PrefillSlice(0, view.layers, paced=True))
-            return Plan(admit=(chunk,), launches=launches)
-        if view.decoding and not view.lanes["prefill"].queued:
-            return Plan(launches=launch("prefill", DecodeSteps(39)))
-        if view.decoding and not view.lanes["decode"].queued:
-            return Plan(launches=launch("decode", DecodeSteps()))
-        return Plan()
-
-    late = submit("late", 20, 4, slo=TIGHT)
-    heard = simulate(Script(decide), [(0.0, submit("early", 20, 40)), (0.11, late)])
-    assert heard.times["late"] == pytest.approx([0.21, 0.21, 0.23, 0.25])
-    assert heard.outputs["late"].cached == 0, "told with the first token"
-
-
-def test_a_paced_first_token_is_sent_when_it_is_told() -> None:
-    """Also where nothing but a look at the clock finds that it need not wait: a step is overdue."""
-
-    @dataclass(frozen=True)
-    class Stalling(FixedDurations):
-        steps_run: list[Work] = field(default_factory=list)
-
-        def steps(self, work: Work, units: int) -> list[Demand]:
-            if not isinstance(work, DecodeWork):
-                return super().steps(work, units)
-            self.steps_run.append(work)
-            return [Demand(0.02 if len(self.steps_run) < 9 else 0.2)]
-
-    def decide(view: View) -> Plan:
-        return replace(one_by_one(view, paced=True), wake_at=view.now + 0.001)
-
-    arrivals = [(0.0, submit("early", 20, 40)), (0.11, submit("late", 20, 4, slo=Slo(tbt=0.025)))]
-    sim = simulate(Script(decide), arrivals, durations=Stalling())
-    told = sim.outputs["late"].times
-    assert told is not None
-    assert sim.times["late"][0] == pytest.approx(0.11 + told.queue + told.prefill)
 
 
 def test_a_prompt_between_two_chunks_gives_up_its_pages_before_decode_stalls() -> None:

@@ -19,6 +19,7 @@ from tests.model.doubled import doubled
 from twolane.engine.engine import Engine
 from twolane.engine.kv import KVBooks
 from twolane.engine.messages import Abort, Finish, Output, Submit, ToEngine
+from twolane.engine.pacing import Pacer
 from twolane.engine.request import Phase, Request
 from twolane.estimate.online import OnlineEstimator
 from twolane.lanes.base import Step
@@ -141,6 +142,7 @@ class World:
             eos_token_ids=EOS,
             max_model_len=MODEL_LEN,
             estimator=OnlineEstimator(),
+            pacer=Pacer(buffer=1e-9),
         )
         self.submits: list[Submit] = []
         for i in range(self.requests):
@@ -238,7 +240,7 @@ class World:
         self._note_reuse()
         changed = engine.take(messages)
         changed |= engine.reap()
-        self.seen["paced"] += len(engine.state.paced)
+        self.seen["held first tokens"] += len(engine.state.pacer.held)
         plan = engine.plan()
         self.seen["preempted batches"] += plan.preempt
         changed |= engine.carry_out(plan)
@@ -269,7 +271,7 @@ class World:
         """What must hold between any two turns."""
         state = self.engine.state
         state.kv.check()
-        for request in state.paced:
+        for request in state.pacer.held:
             told = self.answers.get(request.id)
             assert told is None or not told.tokens
         for request in state.requests.values():

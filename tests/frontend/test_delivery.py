@@ -1,4 +1,4 @@
-"""When the front hands on what the engine made."""
+"""When outputs of the engine are delivered."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -7,91 +7,91 @@ from typing import Any
 import pytest
 
 from twolane.engine.messages import Output
-from twolane.frontend.delivery import QUIET_SECONDS, Playout
+from twolane.frontend.delivery import QUIET_SECONDS, DeliveryQueue
 
 
 def play(
-    use: Callable[[Playout], Coroutine[Any, Any, None]],
-    hand_on: Callable[[Output], None] = lambda output: None,
+    use: Callable[[DeliveryQueue], Coroutine[Any, Any, None]],
+    deliver: Callable[[Output], None] = lambda output: None,
 ) -> list[tuple[Output, float]]:
-    """What was handed on, and when."""
-    handed = []
+    """Return what was delivered, and when."""
+    delivered = []
 
     async def run() -> None:
         loop = asyncio.get_running_loop()
 
-        def take(output: Output) -> None:
-            handed.append((output, loop.time()))
-            hand_on(output)
+        def note(output: Output) -> None:
+            delivered.append((output, loop.time()))
+            deliver(output)
 
-        await use(Playout(take))
+        await use(DeliveryQueue(note))
 
     asyncio.run(run())
-    return handed
+    return delivered
 
 
 def output(id: str, due: float | None) -> Output:
     return Output(id, [7], due=due)
 
 
-def test_each_is_handed_on_when_it_is_due_and_those_of_a_time_in_order() -> None:
-    async def use(playout: Playout) -> None:
+def test_each_is_delivered_when_it_is_due_and_those_of_a_time_in_order() -> None:
+    async def use(queue: DeliveryQueue) -> None:
         now = asyncio.get_running_loop().time()
         for id, after in (("c", 0.05), ("a", 0.01), ("d", 0.05), ("b", 0.02)):
-            playout.take([output(id, now + after)])
+            queue.add([output(id, now + after)])
         await asyncio.sleep(0.1)
 
-    handed = play(use)
-    assert [each.id for each, _ in handed] == ["a", "b", "c", "d"]
-    assert all(each.due is not None and at >= each.due for each, at in handed)
+    delivered = play(use)
+    assert [each.id for each, _ in delivered] == ["a", "b", "c", "d"]
+    assert all(each.due is not None and at >= each.due for each, at in delivered)
 
 
-def test_what_is_late_or_has_no_time_is_handed_on_at_once() -> None:
-    async def use(playout: Playout) -> None:
+def test_what_is_late_or_has_no_time_is_delivered_at_once() -> None:
+    async def use(queue: DeliveryQueue) -> None:
         kept = output("kept", asyncio.get_running_loop().time() + 60.0)
-        playout.take([kept, output("at once", None), output("late", 0.0)])
+        queue.add([kept, output("at once", None), output("late", 0.0)])
 
     assert [each.id for each, _ in play(use)] == ["late", "at once"]
 
 
 def test_all_that_waits_can_be_had_at_once() -> None:
-    async def use(playout: Playout) -> None:
+    async def use(queue: DeliveryQueue) -> None:
         now = asyncio.get_running_loop().time()
-        playout.take([output(f"{after:g}", now + after) for after in (60.0, 30.0)])
-        playout.flush()
+        queue.add([output(f"{after:g}", now + after) for after in (60.0, 30.0)])
+        queue.flush()
 
     assert [each.id for each, _ in play(use)] == ["30", "60"]
 
 
 def test_what_takes_the_loop_a_while_waits_until_nothing_is_due() -> None:
     """Not for what is due later, and not for long where something always is."""
-    handed: list[str] = []
+    delivered: list[str] = []
 
-    async def use(playout: Playout) -> None:
+    async def use(queue: DeliveryQueue) -> None:
         now = asyncio.get_running_loop().time
-        await playout.wait_for_gap()
-        playout.take([output("later", now() + 3600.0)])
-        await playout.wait_for_gap()
-        assert not handed
-        playout.take([output("soon", now() + QUIET_SECONDS / 2)])
-        await playout.wait_for_gap()
-        assert handed == ["soon"]
-        playout.take([output("always", now() + i * QUIET_SECONDS / 2) for i in range(10_000)])
-        await playout.wait_for_gap()
-        assert len(handed) < 10_000
+        await queue.wait_for_gap()
+        queue.add([output("later", now() + 3600.0)])
+        await queue.wait_for_gap()
+        assert not delivered
+        queue.add([output("soon", now() + QUIET_SECONDS / 2)])
+        await queue.wait_for_gap()
+        assert delivered == ["soon"]
+        queue.add([output("always", now() + i * QUIET_SECONDS / 2) for i in range(10_000)])
+        await queue.wait_for_gap()
+        assert len(delivered) < 10_000
 
-    play(use, lambda each: handed.append(each.id))
+    play(use, lambda each: delivered.append(each.id))
 
 
-def test_one_that_cannot_be_handed_on_keeps_nobody_waiting() -> None:
+def test_one_that_cannot_be_delivered_keeps_nobody_waiting() -> None:
     def refuse(each: Output) -> None:
         if each.id == "bad":
             raise RuntimeError
 
-    async def use(playout: Playout) -> None:
+    async def use(queue: DeliveryQueue) -> None:
         asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
         with pytest.raises(RuntimeError):
-            playout.take([output(id, 0.0) for id in ("bad", "good")])
+            queue.add([output(id, 0.0) for id in ("bad", "good")])
         await asyncio.sleep(0.01)
 
     assert [each.id for each, _ in play(use, refuse)] == ["bad", "good"]

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from twolane.common.vocabulary import LANES
 from twolane.engine.launch_costs import LaunchCosts
-from twolane.engine.state import Gaps
+from twolane.engine.pacing import Gaps
 from twolane.estimate.base import Estimator
 from twolane.slo import Slo
 from twolane.systems.view import LaneView, View
@@ -37,7 +37,7 @@ class Asked:
     generated: int = 0
     first_token_at: float | None = None
     last_token_at: float | None = None
-    ahead: float = 0.0
+    slack: float = 0.0
     context: int = 0
     to_generate: int = 100
 

@@ -9,6 +9,7 @@ from twolane.engine.engine import Engine
 from twolane.engine.kv import KVBooks
 from twolane.engine.loop import run
 from twolane.engine.messages import Launched, Output, Outputs, Refused, Submit, ToEngine
+from twolane.engine.pacing import Pacer
 from twolane.engine.trace import Trace
 from twolane.estimate.base import Estimator
 from twolane.estimate.online import OnlineEstimator
@@ -125,6 +126,7 @@ def simulate(
     lanes: SimLanes | None = None,
     estimator: Estimator | None = None,
     slo: Slo | None = None,
+    pacer: Pacer | None = None,
 ) -> Simulation:
     """Run until everything has ended; no page may be missing then."""
     lanes = lanes or SimLanes(UNITS, LEVELS, durations or FixedDurations())
@@ -139,6 +141,7 @@ def simulate(
         max_model_len=8192,
         estimator=estimator or OnlineEstimator(),
         slo=slo,
+        pacer=pacer,
         trace=record,
     )
     heard: list[tuple[float, Outputs]] = []

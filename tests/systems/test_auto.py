@@ -25,7 +25,7 @@ from tests.systems.simulation import submit
 from twolane.common.sizes import SIZES
 from twolane.engine.config import EngineConfig
 from twolane.engine.launch_costs import LaunchCosts
-from twolane.engine.state import EVEN, Gaps
+from twolane.engine.pacing import PACE_FRACTION, Gaps
 from twolane.estimate.base import Beside, Load
 from twolane.estimate.calibrated.estimator import Calibrated
 from twolane.estimate.online import OnlineEstimator
@@ -266,12 +266,6 @@ def test_a_step_is_launched_ahead_for_the_first_who_decode():
     assert memory.choice.mode == "spatial"
     (launch,) = made.launches
     assert (launch.lane, launch.work) == ("decode", DecodeSteps(waits=True))
-
-
-def test_first_tokens_are_paced_where_decode_has_a_lane():
-    decode = rows(64, 2000, 0.012)
-    made, _ = plan(decoding=decode, batch=batch(waiting("a", 2000), layers=LAYERS - 1))
-    assert made.launches[-1].work == PrefillSlice(LAYERS - 1, LAYERS, paced=True)
 
 
 TEMPORAL = Candidate("temporal", (UNITS, UNITS), 10, 0.001, 0, 0.015, 0.5, 0.5)
@@ -580,7 +574,7 @@ def test_tokens_that_are_held_back_buy_prefill():
     """First tokens come sooner, held back themselves; gaps are even, and in time."""
     even, plain = served("auto", 0.009, 16.0), served("auto", 0.009, 16.0, buffer=0.0)
     assert even.ttft.mean < 0.8 * plain.ttft.mean
-    assert even.tbt.percentiles[99.0] == pytest.approx(EVEN * 0.009)
+    assert even.tbt.percentiles[99.0] == pytest.approx(PACE_FRACTION * 0.009)
 
 
 def test_what_is_ahead_is_planned_with():
@@ -588,7 +582,7 @@ def test_what_is_ahead_is_planned_with():
     count."""
 
     def gap(last, count=7, tbt=0.02):
-        ahead = [{"slo": Slo(tbt=0.02), "ahead": 0.01}] * count
+        ahead = [{"slo": Slo(tbt=0.02), "slack": 0.01}] * count
         each = [*ahead, *[{"slo": Slo(tbt=tbt), **last}] * (8 - count)]
         decode = [decoding(f"{i}", 1000, **more) for i, more in enumerate(each)]
         return plan(waiting=[waiting("a", 4000)], decoding=decode)[1].choice.gap

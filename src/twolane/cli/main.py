@@ -14,7 +14,6 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-import msgspec
 import typer
 
 import twolane
@@ -185,8 +184,9 @@ ENGINE_OPTIONS: dict[str, Any] = {
             metavar="MS",
             min=0.0,
             callback=bench_options.finite,
-            help="For how long a token may be held back where there is a bound between two: "
-            "gaps are even then, and a late one is in time. At most the bound. Default: 20.",
+            help="The longest time for which a token is held back where there is a bound between "
+            "two: gaps are even then, and a late token is in time. At most the bound; 0 sends "
+            "tokens at once. Default: 20.",
         ),
     ],
     "page_size": Annotated[
@@ -532,30 +532,6 @@ def serve(
             help="How long a request may take to arrive; slower ones get a 408.",
         ),
     ] = 60.0,
-    tbt_delivery_ms: Annotated[
-        float,
-        typer.Option(
-            envvar="TWOLANE_TBT_DELIVERY_MS",
-            rich_help_panel=SCHEDULING,
-            metavar="MS",
-            min=0.0,
-            callback=bench_options.finite,
-            help="What is left of each bound between two tokens for their way to the client, at "
-            "most a fortieth of it: systems plan for so much less.",
-        ),
-    ] = 2.0,
-    tbt_playout_ms: Annotated[
-        float,
-        typer.Option(
-            envvar="TWOLANE_TBT_PLAYOUT_MS",
-            rich_help_panel=SCHEDULING,
-            metavar="MS",
-            min=0.0,
-            callback=bench_options.finite,
-            help="How long after the device made it a token is handed over at the earliest, where "
-            "there is a bound between two: what a busy host adds does not show in the gaps then.",
-        ),
-    ] = 2.0,
     api_key: Annotated[
         list[str] | None,
         typer.Option(
@@ -617,9 +593,6 @@ def serve(
         max_body_bytes=max_body_bytes,
         otlp_endpoint=otlp_endpoint,
         log_level=log_level,
-    )
-    config = msgspec.structs.replace(
-        config, tbt_delivery=tbt_delivery_ms / 1e3, tbt_playout=tbt_playout_ms / 1e3
     )
     warn_of_unknown_variables()
     with one_line_errors():

@@ -8,6 +8,7 @@ from twolane.engine.config import EngineConfig
 from twolane.engine.engine import Engine
 from twolane.engine.kv import KVBooks
 from twolane.engine.messages import Ready
+from twolane.engine.pacing import Pacer
 from twolane.engine.predict import make_estimator
 from twolane.engine.settings import check_settings
 from twolane.engine.trace import FileTrace, Trace
@@ -79,9 +80,7 @@ def assemble(
         seed=config.seed,
         trace=trace,
         slo=config.slo,
-        delivery=config.tbt_delivery,
-        playout=config.tbt_playout,
-        buffer=config.tbt_buffer,
+        pacer=Pacer(config.tbt_buffer, config.transport),
     )
     ready = _ready(config, engine, machine)
     trace.about(

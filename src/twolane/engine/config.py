@@ -12,6 +12,8 @@ LoadFormat = Literal["auto", "dummy"]
 Device = Literal["auto", "cpu", "cuda"]
 
 DEFAULT_SYSTEM = "static-split"
+TRANSPORT_SECONDS = 0.002
+"""Seconds that a token may take from the device to an HTTP client on a busy host."""
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -34,14 +36,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """The system's own settings by name, as text (`twolane.systems.registry`)."""
     slo: Slo = Slo()
     """Of requests that bring none of their own."""
-    tbt_delivery: float = 0.0
-    """Seconds of each TBT bound that are left for the way to the client."""
-    tbt_playout: float = 0.0
-    """Seconds after the device made it, a token of a request with a TBT bound is handed on, at the
-    earliest."""
     tbt_buffer: float = 0.020
-    """Seconds for which a token of a request with a TBT bound is held back at most, to make gaps
-    even; the bound itself if that is less."""
+    """The most seconds for which a token of a request with a TBT bound is held back, so that gaps
+    are even and a late token is in time; at most the bound itself. 0 delivers tokens at once."""
+    transport: float = 0.0
+    """Seconds that the way from the engine to a client may take: a part of each TBT bound is left
+    for it. A server sets it to `TRANSPORT_SECONDS`; it is no option."""
     page_size: int | None = None
     """Tokens in a KV page; None: 16 on a CPU, 32 on a GPU, which serves 16, 32 and 64."""
     kv_tokens: int | None = None

@@ -19,6 +19,7 @@ from twolane.engine.messages import (
     ToEngine,
     Watch,
 )
+from twolane.engine.pacing import Pacer
 from twolane.engine.reap import learn, reap
 from twolane.engine.request import Request
 from twolane.engine.state import State
@@ -49,11 +50,7 @@ class Engine:
         estimator: predicts.
         seed: of requests without a seed of their own.
         slo: the latency bounds of requests that bring none.
-        delivery: seconds of each TBT bound that are left for the way to the client: systems plan
-            for so much less.
-        playout: seconds after the device made it, a token of a request with a TBT bound is handed
-            to the client, at the earliest.
-        buffer: seconds for which it may be held back beyond that.
+        pacer: decides when each token is due.
         trace: where to report what happened.
     """
 
@@ -70,14 +67,12 @@ class Engine:
         estimator: Estimator,
         seed: int = 0,
         slo: Slo | None = None,
-        delivery: float = 0.0,
-        playout: float = 0.0,
-        buffer: float = 0.0,
+        pacer: Pacer | None = None,
         trace: Trace | None = None,
     ) -> None:
-        bounds = (slo or Slo()).sooner(delivery)
-        self.state = State(kv, lanes, layers, estimator, trace or Trace(), bounds, playout, buffer)
-        self._delivery = delivery
+        pacer = pacer or Pacer()
+        bounds = pacer.planned(slo or Slo())
+        self.state = State(kv, lanes, layers, estimator, trace or Trace(), bounds, pacer)
         self.max_model_len = min(max_model_len, kv.total_pages * kv.page_size)
         self._system = system
         self._memory: Any = system.start()
@@ -180,7 +175,7 @@ class Engine:
             reclaimable_pages=state.kv.reclaimable_pages,
             free_slots=state.kv.free_slots,
             slo=state.slo,
-            gaps=state.gaps,
+            gaps=state.pacer.gaps,
             estimator=state.estimator,
             launching=state.launching,
         )
@@ -200,7 +195,7 @@ class Engine:
             max_model_len=self.max_model_len,
             tokens=tokens,
             sampling=self._sampling(message, tokens),
-            slo=message.slo.sooner(self._delivery).over(state.slo),
+            slo=state.pacer.planned(message.slo).over(state.slo),
             lookup=self._lookup,
         )
         self._arrivals += 1

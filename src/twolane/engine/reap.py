@@ -26,7 +26,7 @@ def reap(state: State) -> bool:
         if done:
             _settle(state, flight)
         news |= done or bool(steps)
-    return _tell_paced(state) or news
+    return _deliver_held(state) or news
 
 
 def _poll(flight: Flight) -> tuple[bool, list[tuple[Step, float]]]:
@@ -49,12 +49,11 @@ def _deliver(state: State, flight: Flight, step: Step, at: float) -> None:
         request, allocation = flight.rows[row]
         if _expected(request, allocation):
             request.prompt_logprobs += logprobs
-    rows, work = flight.rows, flight.launch.work
-    paced = isinstance(work, PrefillSlice) and work.paced
+    rows, sliced = flight.rows, isinstance(flight.launch.work, PrefillSlice)
     for sampled in step.sampled:
         request, allocation = rows[sampled.row]
         if _expected(request, allocation):
-            _receive(state, request, sampled, at, paced=paced)
+            _receive(state, request, sampled, at, sliced=sliced)
 
 
 def _expected(request: Request, allocation: Allocation) -> bool:
@@ -66,10 +65,10 @@ def _expected(request: Request, allocation: Allocation) -> bool:
     return request.allocation is allocation
 
 
-def _receive(state: State, request: Request, sampled: Sampled, at: float, *, paced: bool) -> None:
-    kept_back = state.paced.pop(request, None)
-    if kept_back is not None:  # its step has ended before it was found that it can begin
-        _tell(state, request, kept_back, at)
+def _receive(state: State, request: Request, sampled: Sampled, at: float, *, sliced: bool) -> None:
+    held = state.pacer.release(request)
+    if held is not None:  # the second token came before the first was found ready
+        _send(state, request, held, at)
     request.tokens.append(sampled.token)
     first = request.last_token_at is None
     if request.phase is not Phase.DECODE:
@@ -79,63 +78,24 @@ def _receive(state: State, request: Request, sampled: Sampled, at: float, *, pac
         state.release_held(request)
     stopped = sampled.token in request.stops  # the sampler bans these before min_tokens
     ended = stopped or len(request.tokens) >= request.limit
-    # Who is sent back loses the prompt's log-probabilities: they go out at once.
-    wanted = request.slo.tbt is not None and not request.prompt_logprobs
-    if paced and first and wanted and not ended:
-        state.paced[request] = sampled
+    if sliced and first and not ended and state.pacer.hold(request, sampled):
         return
-    _tell(state, request, sampled, at)
+    _send(state, request, sampled, at)
     if ended:
         state.finish(request, "stop" if stopped else "length")
 
 
-def _tell(state: State, request: Request, sampled: Sampled, at: float) -> None:
-    last, before = request.last_token_at, request.due
-    if last is None:
-        request.first_token_at = at
-    else:
-        at = max(at, last)  # which may have been paced
-    due = state.due(request, at)
-    if last is not None:
-        state.gaps.add(at - last if due is None or before is None else due - before)
-    request.last_token_at, request.due = at, due
-    request.ahead = 0.0 if due is None else due - at - state.playout
+def _send(state: State, request: Request, sampled: Sampled, at: float) -> None:
+    state.pacer.schedule(request, at)
     state.say(request, sampled)
 
 
-def _tell_paced(state: State) -> bool:
-    """Tell the first tokens that need not wait any longer; whether there were any."""
-    told = False
-    for request, sampled in list(state.paced.items()):
-        if request.phase is Phase.DECODE and _too_early(state, request):
-            continue
-        del state.paced[request]
-        if request.phase is not Phase.FINISHED:
-            _tell(state, request, sampled, state.now())
-            told = True
-    return told
-
-
-def _too_early(state: State, request: Request) -> bool:
-    """Whether the second token would be late by prediction, even with the first one held back, for
-    others decode first; but not if the first one would miss its deadline meanwhile."""
-    now, bound = state.now(), request.slo.tbt
-    assert bound is not None
-    begins, step = now, None
-    for flight in state.flights:
-        if isinstance(flight.launch.work, PrefillSlice):
-            continue
-        step = flight.predicted
-        if any(other is request for other, _ in flight.rows):
-            break
-        if step is None:
-            return True
-        start = flight.ticket.start
-        begins = max(now, (begins if start is None else start) + step)
-    deadline = request.deadline
-    if begins == now or (deadline is not None and begins > deadline):
-        return False
-    return step is None or begins + step > now + bound + state.held_for(bound)
+def _deliver_held(state: State) -> bool:
+    """Send the first tokens that need not be held any longer; whether there were any."""
+    ready = list(state.pacer.release_ready(state.now(), state.flights))
+    for request, sampled in ready:
+        _send(state, request, sampled, state.now())
+    return bool(ready)
 
 
 def _share_full_pages(state: State, request: Request) -> None:

@@ -64,9 +64,9 @@ class Request:
     last_token_at: float | None = None
     first_token_at: float | None = None
     due: float | None = None
-    """When the latest token is handed on; None: at once, or there is none."""
-    ahead: float = 0.0
-    """Seconds for which it is held back."""
+    """When the latest token is delivered, in seconds; None: at once, or there is none."""
+    slack: float = 0.0
+    """Seconds for which the latest token is held back."""
 
     @property
     def started(self) -> bool:

@@ -16,9 +16,8 @@ _LEAST = {
     "page_size": 1,
     "kv_tokens": 1,
     "max_running": 1,
-    "tbt_delivery": 0,
-    "tbt_playout": 0,
     "tbt_buffer": 0,
+    "transport": 0,
 }
 
 

@@ -4,7 +4,6 @@ import bisect
 import math
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
-from itertools import islice
 
 from msgspec.structs import replace
 
@@ -12,6 +11,7 @@ from twolane.common.vocabulary import EXCLUSIVE, LaneName
 from twolane.engine.kv import KVBooks
 from twolane.engine.launch_costs import LaunchCosts
 from twolane.engine.messages import FinishReason, Launched, Output, Refused
+from twolane.engine.pacing import Pacer
 from twolane.engine.request import Flight, Phase, PrefillBatch, Request
 from twolane.engine.trace import Trace
 from twolane.estimate.base import Estimator
@@ -19,30 +19,7 @@ from twolane.lanes.base import Lanes, Sampled
 from twolane.slo import Slo
 from twolane.systems.view import LaneView
 
-LATEST = 512
-"""Gaps that are kept."""
-EVEN = 0.97
-"""Of its TBT bound, a token is held back until so long after the one before: less than the bound by
-what the way to the client is off."""
 LANDED = 256
-
-
-class Gaps:
-    """Seconds between two tokens of a request, as they are handed on if nothing is late on its way:
-    how many, and the latest of them."""
-
-    def __init__(self) -> None:
-        self.total = 0
-        self._latest: deque[float] = deque(maxlen=LATEST)
-
-    def add(self, seconds: float) -> None:
-        """A new one."""
-        self.total += 1
-        self._latest.append(seconds)
-
-    def above(self, bound: float, count: int) -> int:
-        """How many of the latest `count`, or of those that are kept, are above a bound."""
-        return sum(each > bound for each in islice(reversed(self._latest), count))
 
 
 @dataclass(slots=True)
@@ -66,11 +43,7 @@ class State:
     estimator: Estimator
     trace: Trace
     slo: Slo = field(default_factory=Slo)
-    playout: float = 0.0
-    """Seconds after the device made it, a token of a request with a TBT bound is handed on, at the
-    earliest."""
-    buffer: float = 0.0
-    """Seconds for which it may be held back beyond that."""
+    pacer: Pacer = field(default_factory=Pacer)
     requests: dict[str, Request] = field(default_factory=dict)
     """Those that are not finished, by id."""
     queue: list[Request] = field(default_factory=list)
@@ -93,12 +66,9 @@ class State:
     """The latest that were, by lane, as far as a launch of the other lane may have overlapped."""
     unlearnt: list[Flight] = field(default_factory=list)
     """Those that were reaped since the estimator last learnt, in the order of their launches."""
-    gaps: Gaps = field(default_factory=Gaps)
     counters: Counters = field(default_factory=Counters)
-    paced: dict[Request, Sampled] = field(default_factory=dict)
-    """First tokens that wait for the step that goes on from them (`PrefillSlice.paced`)."""
     outputs: dict[tuple[str, float | None], Output] = field(default_factory=dict)
-    """News for the front, by request and by when they are due."""
+    """News for the API process, by request and by when its tokens are due."""
     refused: list[Refused] = field(default_factory=list)
     launches: list[Launched] = field(default_factory=list)
     watched_until: float = -math.inf
@@ -175,26 +145,6 @@ class State:
         self.outputs[key] = replace(news, finish=reason, times=request.times())
         tokens = request.generated if kept is None else kept
         self.trace.request_end(request.id, self.now(), reason, tokens)
-
-    def held_for(self, bound: float) -> float:
-        """Seconds for which tokens are held back at most under a TBT bound."""
-        return min(self.buffer, bound)
-
-    def due(self, request: Request, at: float) -> float | None:
-        """When to hand a token on that the device made at `at`; None: at once.
-
-        With a TBT bound, about that after the token before, as far as the buffer allows to hold it
-        back: what is made in good time is in store for a gap that is too long (a playout buffer,
-        as for speech over packets; Andes, Liu et al. 2024, has one at the client). The first token
-        fills it, unless that would have it miss its deadline.
-        """
-        bound = request.slo.tbt
-        if bound is None:
-            return None
-        at += self.playout
-        latest = at + self.held_for(bound)
-        wanted = request.deadline if request.due is None else request.due + EVEN * bound
-        return latest if wanted is None else max(at, min(wanted, latest))
 
     def say(self, request: Request, sampled: Sampled) -> None:
         """Add a token to the news of this turn; `request` has it already."""

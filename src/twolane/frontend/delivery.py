@@ -1,7 +1,7 @@
-"""Hands outputs on at their time, a steady while after the device made them (a playout delay).
+"""Delivers each token when the engine's pacer wants it (`engine.pacing`).
 
-A step's end is found, sent and read within 0.3 ms or within 2, as other threads and requests are in
-the way: handed on at once, tokens that were made 8 ms apart come 7 to 10 ms apart.
+A step's end is found, sent and read within 0.3 ms or within 2 ms, because other threads and
+requests are in the way: delivered at once, tokens that were made 8 ms apart come 7 to 10 ms apart.
 """
 
 import asyncio
@@ -13,31 +13,30 @@ from collections.abc import Callable, Iterable
 from twolane.engine.messages import Output
 
 TIMER_SECONDS = 0.001
-"""The event loop's timers are as coarse: the rest of a wait it only looks what else there is."""
+"""The event loop's timers are this coarse, in seconds: the rest of a wait is spent polling."""
 QUIET_SECONDS = 0.0015
-"""What a request takes of the event loop, at most: on an H200's host 0.85 ms, 1.4 one time in ten.
-"""
+"""A new HTTP request keeps the event loop busy for at most this many seconds."""
 PATIENCE_SECONDS = 0.005
-"""For which a request waits for that at most."""
+"""A new HTTP request waits for at most this many seconds until it delays no token."""
 
 
-class Playout:
-    """Outputs that wait for `Output.due`, by that, and those of a time in the order they came.
+class DeliveryQueue:
+    """Holds outputs until they are due, and delivers those of the same time in order of arrival.
 
     Args:
-        hand_on: takes an output whose time has come. What it raises keeps nobody else waiting.
+        deliver: takes an output whose time has come. An exception of it keeps nobody else waiting.
     """
 
-    def __init__(self, hand_on: Callable[[Output], None]) -> None:
-        self._hand_on = hand_on
+    def __init__(self, deliver: Callable[[Output], None]) -> None:
+        self._deliver = deliver
         self._loop = asyncio.get_running_loop()
         self._waiting: list[tuple[float, int, Output]] = []
-        """A heap."""
+        """A heap of outputs, by the time when they are due and by their order of arrival."""
         self._order = itertools.count()
         self._next: asyncio.Handle | None = None
 
-    def take(self, outputs: Iterable[Output]) -> None:
-        """Hand on what is due of these, and of those that wait; the rest when it is."""
+    def add(self, outputs: Iterable[Output]) -> None:
+        """Take new outputs, and deliver everything that is due."""
         now = self._loop.time()
         for output in outputs:
             due = now if output.due is None else output.due
@@ -54,7 +53,7 @@ class Playout:
             await asyncio.sleep(min(due, latest) - self._loop.time())
 
     def flush(self) -> None:
-        """Hand on everything now."""
+        """Deliver everything now."""
         self._go_on(math.inf)
 
     def _go_on(self, until: float | None = None) -> None:
@@ -64,7 +63,7 @@ class Playout:
         until = self._loop.time() if until is None else until
         try:
             while self._waiting and self._waiting[0][0] <= until:
-                self._hand_on(heapq.heappop(self._waiting)[-1])
+                self._deliver(heapq.heappop(self._waiting)[-1])
         finally:
             if self._waiting:
                 self._wait(self._waiting[0][0])

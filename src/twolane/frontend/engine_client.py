@@ -33,7 +33,7 @@ from twolane.engine.messages import (
     decode_from_engine,
     encode,
 )
-from twolane.frontend.delivery import Playout
+from twolane.frontend.delivery import DeliveryQueue
 
 SECRETS = frozenset({"TWOLANE_API_KEY", "OTEL_EXPORTER_OTLP_HEADERS"})
 """Environment variables that are none of the engine's business."""
@@ -85,7 +85,7 @@ class EngineClient:
         self._on_progress = on_progress
         self._started: asyncio.Future[Ready] = self._loop.create_future()
         self._sinks: dict[str, Sink] = {}
-        self._playout = Playout(self._hand_on)
+        self._delivery = DeliveryQueue(self._deliver)
         self._closing = False
         self._heard = 0
         """Messages of the engine."""
@@ -153,8 +153,8 @@ class EngineClient:
                 self._send(Watch(seconds))
 
     async def wait_for_gap(self) -> None:
-        """Wait for a time in which what takes the loop a while delays no token: see `Playout`."""
-        await self._playout.wait_for_gap()
+        """Wait until work for a new request delays no token: see `DeliveryQueue`."""
+        await self._delivery.wait_for_gap()
 
     def end_all(self, message: str) -> None:
         """End the streams of all open requests with `message` and abort them in the engine."""
@@ -218,7 +218,7 @@ class EngineClient:
     def _take(self, message: FromEngine) -> None:
         match message:
             case Outputs():
-                self._deliver(message)
+                self._take_outputs(message)
             case Progress():
                 self._on_progress(message)
             case Ready() if not self._started.done():
@@ -236,7 +236,7 @@ class EngineClient:
             before = self._heard
             await asyncio.sleep(LAST_WORDS_SECONDS)
         self._loop.remove_reader(self._pull.fileno())
-        self._playout.flush()
+        self._delivery.flush()
         if not self._started.done():
             ended = f"the engine process ended {self._exit()} while it started"
             self._started.set_exception(EngineError(ended))
@@ -246,18 +246,18 @@ class EngineClient:
         self.end_all(self.failure)
         self.failed.set()
 
-    def _deliver(self, news: Outputs) -> None:
+    def _take_outputs(self, news: Outputs) -> None:
         self.stats = news.stats
         if news.launches:
             for watcher in self.watchers:
                 watcher(news.launches)
-        self._playout.take(news.outputs)
+        self._delivery.add(news.outputs)
         for refused in news.refused:
             sink = self._sinks.pop(refused.id, None)
             if sink is not None:
                 sink(refused)
 
-    def _hand_on(self, output: Output) -> None:
+    def _deliver(self, output: Output) -> None:
         ended = output.finish is not None
         sink = self._sinks.pop(output.id, None) if ended else self._sinks.get(output.id)
         if sink is not None:

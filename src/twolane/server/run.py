@@ -15,7 +15,7 @@ import uvicorn
 
 import twolane
 from twolane.common import garbage
-from twolane.engine.config import EngineConfig
+from twolane.engine.config import TRANSPORT_SECONDS, EngineConfig
 from twolane.engine.messages import Ready
 from twolane.frontend.engine_client import CLOSE_SECONDS, EngineClient
 from twolane.frontend.progress import progress_bars
@@ -106,6 +106,7 @@ def serve(config: EngineConfig, options: ServerOptions) -> int:
 
 async def run(config: EngineConfig, options: ServerOptions) -> int:
     """See `serve`."""
+    config = msgspec.structs.replace(config, transport=TRANSPORT_SECONDS)
     provider = None if options.otlp_endpoint is None else span_provider(options.otlp_endpoint)
     stop = Stop()
     with bind(options.host, options.port) as listener:

@@ -21,10 +21,6 @@ class PrefillSlice(msgspec.Struct, frozen=True):
 
     first: int
     last: int
-    paced: bool = False
-    """Of requests with a TBT SLO: a first token that it samples while others decode goes out when
-    the step that goes on from it can begin, if the second one would come too late otherwise, and if
-    the first one is not late for that."""
 
 
 class DecodeSteps(msgspec.Struct, frozen=True):

@@ -62,7 +62,7 @@ class RequestView(Protocol):
 
     @property
     def first_token_at(self) -> float | None:
-        """When the device made its first output token, or when that was delivered if it was paced,
+        """When the device made its first output token, or when that was released if it was held,
         in seconds; None: it was not delivered yet."""
 
     @property
@@ -70,9 +70,9 @@ class RequestView(Protocol):
         """The same of the latest one."""
 
     @property
-    def ahead(self) -> float:
-        """Seconds for which the latest token is held back: so much longer than its TBT bound may
-        the device take for the next one."""
+    def slack(self) -> float:
+        """Seconds for which the latest token is held back; the device may take that much longer
+        than the TBT bound for the next one."""
 
     @property
     def context(self) -> int:

@@ -444,7 +444,7 @@ def _next_slice(view: View, batch: _Batch, choice: Candidate) -> tuple[PrefillSl
     last = batch.first + layers
     if view.layers - last <= layers // 2:
         last = view.layers
-    part = PrefillSlice(batch.first, last, paced=True)
+    part = PrefillSlice(batch.first, last)
     begin = max(_free(view), view.now + FIRST * view.launching.seconds(part))
     return part, begin + (last - batch.first) * choice.layer
 
@@ -486,7 +486,7 @@ def _leave_no_room(view: View, decode: Load, joiners: Sequence[int], tbt: float)
 
 def _tbt(view: View, memory: Memory, bound: float) -> _Tbt:
     """What is planned for under that bound, and what would be late."""
-    told = ((_slo(r), r.ahead) for r in view.decoding if r.last_token_at is not None)
+    told = ((_slo(r), r.slack) for r in view.decoding if r.last_token_at is not None)
     latest = min((slo + ahead for slo, ahead in told if slo and slo >= bound), default=bound)
     margin = memory.margin if memory.hurried else min(UNHURRIED, memory.margin)
     margin *= 1.0 if view.estimator.promises else UNPROMISED

@@ -1,0 +1,145 @@
+"""Pacing: tokens of requests with a TBT bound are delivered evenly.
+
+A token that the device makes early is held back, so that a later one may take longer than the bound
+without being late for the client: a playout buffer, as for speech over packets (Andes, Liu et al.
+2024, has one at the client). The engine decides here when each token is due, and
+`frontend.delivery` delivers it then. A first token whose second could not follow in time is held
+here, unseen, until it can.
+"""
+
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
+from itertools import islice
+
+from twolane.engine.request import Flight, Phase, Request
+from twolane.lanes.base import Sampled
+from twolane.slo import Slo
+from twolane.systems.plan import PrefillSlice
+
+PACE_FRACTION = 0.97
+"""A token is due this fraction of its TBT bound after the one before; the rest of the bound is for
+what varies on the way to the client."""
+GAPS_KEPT = 512
+"""The number of latest gaps between tokens that are remembered."""
+
+
+class Gaps:
+    """The seconds between two tokens of a request, as clients see them if nothing delays delivery.
+
+    `total` is the number of gaps since the start.
+    """
+
+    def __init__(self) -> None:
+        self.total = 0
+        self._latest: deque[float] = deque(maxlen=GAPS_KEPT)
+
+    def add(self, seconds: float) -> None:
+        """Remember a new gap."""
+        self.total += 1
+        self._latest.append(seconds)
+
+    def above(self, bound: float, count: int) -> int:
+        """Return how many of the latest `count` gaps that are remembered exceed `bound` seconds."""
+        return sum(each > bound for each in islice(reversed(self._latest), count))
+
+
+class Pacer:
+    """Decides when each token is due; a request without a TBT bound gets its tokens at once.
+
+    Args:
+        buffer: the most seconds for which a token is held back, or its TBT bound if that is less;
+            0 turns pacing off.
+        transport: seconds that the way to the client may take. Every paced token is due that much
+            after the device made it, at the earliest, so that a shorter way does not show.
+    """
+
+    def __init__(self, buffer: float = 0.0, transport: float = 0.0) -> None:
+        self.gaps = Gaps()
+        self._buffer = buffer
+        self._transport = transport
+        self._delay = min(transport, buffer)
+        self._held: dict[Request, Sampled] = {}
+
+    @property
+    def held(self) -> Collection[Request]:
+        """The requests whose first token is held."""
+        return self._held.keys()
+
+    def planned(self, slo: Slo) -> Slo:
+        """Return the bounds that systems plan for: transport takes its part of the TBT bound."""
+        return slo.sooner(self._transport)
+
+    def schedule(self, request: Request, at: float) -> None:
+        """Set when the request's next token, which the device made at `at` seconds, is due."""
+        last, before = request.last_token_at, request.due
+        if last is None:
+            request.first_token_at = at
+        else:
+            at = max(at, last)  # a held first token is as old as its release
+        due = self._due(request, at)
+        if last is not None:
+            self.gaps.add(at - last if due is None or before is None else due - before)
+        request.last_token_at, request.due = at, due
+        request.slack = 0.0 if due is None else due - at - self._delay
+
+    def hold(self, request: Request, sampled: Sampled) -> bool:
+        """Hold a first token that a prefill slice sampled, if it is to be paced.
+
+        A request that is sent back loses its prompt's log-probabilities, so those go out at once.
+        """
+        if not self._buffer or request.slo.tbt is None or request.prompt_logprobs:
+            return False
+        self._held[request] = sampled
+        return True
+
+    def release(self, request: Request) -> Sampled | None:
+        """Give up the request's held token, if there is one."""
+        return self._held.pop(request, None)
+
+    def release_ready(
+        self, now: float, flights: Sequence[Flight]
+    ) -> Iterator[tuple[Request, Sampled]]:
+        """Give up the held tokens that need not wait any longer, given what is in flight."""
+        for request, sampled in list(self._held.items()):
+            if request.phase is Phase.DECODE and self._too_early(request, now, flights):
+                continue
+            del self._held[request]
+            if request.phase is not Phase.FINISHED:
+                yield request, sampled
+
+    def _due(self, request: Request, at: float) -> float | None:
+        """Return when to deliver a token made at `at`; None: at once.
+
+        A first token fills the buffer, unless it would miss its deadline for that.
+        """
+        bound = request.slo.tbt
+        if bound is None or not self._buffer:
+            return None
+        at += self._delay
+        latest = at + min(self._buffer, bound)
+        wanted = request.deadline if request.due is None else request.due + PACE_FRACTION * bound
+        return latest if wanted is None else max(at, min(wanted, latest))
+
+    def _too_early(self, request: Request, now: float, flights: Sequence[Flight]) -> bool:
+        """Tell whether the second token would be late by prediction if the first were sent now.
+
+        It would be if other decode launches run first for long enough. The first token goes out
+        nevertheless if it would miss its deadline meanwhile.
+        """
+        bound = request.slo.tbt
+        assert bound is not None
+        begins, step = now, None
+        for flight in flights:
+            if isinstance(flight.launch.work, PrefillSlice):
+                continue
+            step = flight.predicted
+            if any(other is request for other, _ in flight.rows):
+                break
+            if step is None:
+                return True
+            start = flight.ticket.start
+            begins = max(now, (begins if start is None else start) + step)
+        deadline = request.deadline
+        if begins == now or (deadline is not None and begins > deadline):
+            return False
+        return step is None or begins + step > now + bound + min(self._buffer, bound)
