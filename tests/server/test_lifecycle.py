@@ -172,11 +172,13 @@ class SlowTokenizer:
 
 
 def service_of(codec):
-    async def quiet():
+    async def no_wait():
         pass
 
     ready = SimpleNamespace(max_model_len=100, vocab_size=100, slo=Slo())
-    engine = SimpleNamespace(ready=ready, failure=None, stats=Stats(), watchers=[], quiet=quiet)
+    engine = SimpleNamespace(
+        ready=ready, failure=None, stats=Stats(), watchers=[], wait_for_gap=no_wait
+    )
     return Service(engine, codec, "slow", max_queue=9)
 
 

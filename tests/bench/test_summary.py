@@ -16,7 +16,7 @@ from twolane.results.metrics import LAG_PERCENTILES, Distribution
 from twolane.results.summary import default_name, result_dict, result_json, summary
 from twolane.workload.lengths import TABLES
 
-from ..bench.scripted import DONE, bench, text, usage
+from .scripted import DONE, bench, text, usage
 
 # The keys of `vllm bench serve --save-result --save-detailed`, vLLM 0.25.
 VLLM_KEYS = """
