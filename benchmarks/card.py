@@ -97,7 +97,7 @@ class CardModel(DeviceModel):
             scale *= OUTLIER if rng.random() < self.uneven.outliers else 1.0
             return Launch("decode", Load.decode(rows), units, 0, True, scale)
         prompts = work.rows if isinstance(work, PrefillWork) else work.prompts
-        n, r = [len(row.tokens) for row in prompts], [row.start for row in prompts]
+        n, r = [row.count for row in prompts], [row.start for row in prompts]
         if isinstance(work, PrefillWork):
             scale = math.exp(rng.normal(0.0, noise))
             layers = work.last - work.first

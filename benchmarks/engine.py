@@ -31,14 +31,16 @@ from twolane.kernels.prefill_attention.dispatch import (
 )
 from twolane.lanes.base import Ticket
 from twolane.lanes.cuda.machine import CudaMachine
+from twolane.lanes.slot_table import UntoldSlots
 from twolane.lanes.work import (
     DecodeRow,
     DecodeWork,
     HybridWork,
-    PrefillState,
     PrefillWork,
+    PromptChunk,
     PromptRow,
     Sampling,
+    SlotUpdate,
     Work,
 )
 from twolane.model.load.hub import resolve
@@ -77,6 +79,9 @@ class Rig:
     slots: int = 256
     pages: int = 0
     machine: CudaMachine = field(init=False)
+    held: dict[int, list[int]] = field(default_factory=dict)
+    """Pages by slot."""
+    untold: UntoldSlots = field(default_factory=UntoldSlots)
 
     def __post_init__(self) -> None:
         begun = time.monotonic()
@@ -106,30 +111,37 @@ class Rig:
         gc.collect()
         torch.cuda.empty_cache()
 
-    def take(self, tokens: int) -> list[int]:
-        """Pages for so many tokens, scattered over the pool."""
-        return [self.free.pop() for _ in range(-(-tokens // PAGE))]
+    def take(self, slot: int, tokens: int, prompt: int) -> None:
+        """Pages for so many tokens, scattered over the pool; told with the slot's next launch."""
+        pages = self.held[slot] = [self.free.pop() for _ in range(-(-tokens // PAGE))]
+        sampling = Sampling(GREEDY, 0, prompt, ())
+        self.untold.add(SlotUpdate(slot, 0, tuple(pages), sampling))
 
     def launch(self, lane: str, units: int, work: Work) -> Ticket:
-        return self.lanes.launch(lane, units, work, ())
+        return self.lanes.launch(lane, units, self.untold.attach(work), ())
 
     def decode_rows(self, count: int, context: int, steps: int = 1) -> tuple[DecodeRow, ...]:
         """Requests of so much context, with room for many more tokens."""
-        sampling = Sampling(GREEDY, 0, context, (), [])
-        return tuple(
-            DecodeRow(slot, context - 1, steps, self.take(context + 512), sampling)
-            for slot in range(count)
-        )
+        for slot in range(count):
+            self.take(slot, context + 512, context)
+        return tuple(DecodeRow(slot, context - 1, steps) for slot in range(count))
 
     def prompt(self, new: int, reused: int = 0, slot: int | None = None) -> PromptRow:
-        tokens = np.random.default_rng(0).integers(3, self.spec.vocab_size, new).tolist()
-        sampling = Sampling(GREEDY, 0, new + reused, (), [])
-        pages = self.take(reused + new)
-        return PromptRow(self.slots - 1 if slot is None else slot, reused, tokens, pages, sampling)
+        slot = self.slots - 1 if slot is None else slot
+        self.take(slot, reused + new, reused + new)
+        return PromptRow(slot, reused, new, samples=True)
+
+    def chunk(self, row: PromptRow) -> PromptChunk:
+        tokens = np.random.default_rng(0).integers(3, self.spec.vocab_size, row.count)
+        return PromptChunk(tokens.tobytes())
+
+    def prefill(self, row: PromptRow) -> PrefillWork:
+        chunks = (self.chunk(row),)
+        return PrefillWork(0, (row,), 0, self.spec.layers, finishes=True, chunks=chunks)
 
     def give_back(self, rows: Sequence[DecodeRow | PromptRow]) -> None:
         for row in rows:
-            self.free += row.pages
+            self.free += self.held.pop(row.slot)
 
 
 def finished(ticket: Ticket, seconds: float = 60.0) -> Ticket:
@@ -152,10 +164,6 @@ def repeat(times: int, run: Callable[[], Ticket]) -> float:
     return statistics.median([ticket.seconds for ticket in tickets[2:]])
 
 
-def prefill(row: PromptRow, layers: int) -> PrefillWork:
-    return PrefillWork(PrefillState(), (row,), 0, layers, finishes=True)
-
-
 def decode_seconds(rig: Rig, rows: Sequence[DecodeRow], units: int, k: int = 4) -> float:
     """One step, of k in a launch."""
     work = DecodeWork(tuple(replaced(row, k) for row in rows), k)
@@ -163,7 +171,7 @@ def decode_seconds(rig: Rig, rows: Sequence[DecodeRow], units: int, k: int = 4) 
 
 
 def replaced(row: DecodeRow, steps: int) -> DecodeRow:
-    return DecodeRow(row.slot, row.position, steps, row.pages, row.sampling)
+    return DecodeRow(row.slot, row.position, steps)
 
 
 def copy_bandwidth() -> float:
@@ -242,9 +250,7 @@ def solo(rig: Rig, details: dict) -> list[Figure]:
     row = rig.prompt(8192)
     prefills = {}
     for units in [*(p for p, _ in rig.machine.partitions.levels), whole]:
-        prefills[units] = repeat(
-            3, lambda u=units: rig.launch("prefill", u, prefill(row, spec.layers))
-        )
+        prefills[units] = repeat(3, lambda u=units: rig.launch("prefill", u, rig.prefill(row)))
     details["prefill_tokens_s_8192"] = {u: 8192 / s for u, s in prefills.items()}
     bare, flops = gemms(rig, 8192)
     bare_rate = flops / timed(bare, 3)
@@ -260,7 +266,7 @@ def hybrid(rig: Rig, details: dict) -> list[Figure]:
     """64 decodes at 2K and 1,024 new tokens on 4K reused, in one pass."""
     whole = rig.machine.partitions.units
     rows, row = rig.decode_rows(64, 2048), rig.prompt(1024, 4096)
-    work = HybridWork(rows, (row,))
+    work = HybridWork(rows, (row,), (rig.chunk(row),))
     seconds = repeat(7, lambda: rig.launch("device", whole, work))
     bare, _ = gemms(rig, 1088)
     parts = {"gemms": timed(bare, 7), **attention_alone(rig, rows, row)}
@@ -286,11 +292,12 @@ def attention_alone(rig: Rig, rows: Sequence[DecodeRow], row: PromptRow) -> dict
         for pool in runner.kv.layers:
             decode_attention(q, pool, tables, slots, lengths, out, steps.scratch, units=whole)
 
-    new = len(row.tokens)
+    new = row.count
     p = torch.randn(new, *shape, device="cuda", dtype=torch.bfloat16)
     p_out = torch.empty_like(p)
     plan = PrefillPlan.build(
-        [(row.start, new)], [row.pages], page_size=PAGE, heads=spec.heads, kv_heads=spec.kv_heads,
+        [(row.start, new)], [rig.held[row.slot]],
+        page_size=PAGE, heads=spec.heads, kv_heads=spec.kv_heads,
         dim=spec.head_dim, dtype=p.dtype, units=whole, workspace=PrefillWorkspace("cuda"),
     )  # fmt: skip
 
@@ -319,7 +326,7 @@ def both_lanes(
     """Queue steps and slices so that neither lane ever waits for the host."""
     layers, ahead = rig.spec.layers, 2
     decode, slices = [], []
-    state, at = PrefillState(), 0
+    at, chunks = 0, (rig.chunk(row),)
     work = DecodeWork(tuple(rows), 1)
     end = time.monotonic() + seconds
     while time.monotonic() < end:
@@ -329,10 +336,10 @@ def both_lanes(
             idle = False
         if sum(not t.done for t in slices[-ahead - 1 :]) < ahead:
             last = min(at + slice_layers, layers)
-            part = PrefillWork(state, (row,), at, last, finishes=last == layers)
+            opens = () if at else chunks
+            part = PrefillWork(0, (row,), at, last, finishes=last == layers, chunks=opens)
             slices.append(rig.launch("prefill", level[0], part))
             at = last % layers
-            state = PrefillState() if at == 0 else state
             idle = False
         if idle:
             time.sleep(0.0001)
@@ -432,12 +439,12 @@ def memory(rig: Rig, details: dict) -> list[Figure]:
 
 def big(rig: Rig, details: dict) -> list[Figure]:
     """34B: the solo figures."""
-    spec, whole = rig.spec, rig.machine.partitions.units
+    whole = rig.machine.partitions.units
     rows = rig.decode_rows(32, 2048)
     step = decode_seconds(rig, rows, whole)
     rig.give_back(rows)
     row = rig.prompt(8192)
-    seconds = repeat(3, lambda: rig.launch("prefill", whole, prefill(row, spec.layers)))
+    seconds = repeat(3, lambda: rig.launch("prefill", whole, rig.prefill(row)))
     rig.give_back([row])
     return [
         at_most("34B: decode step of 32 at 2K", step * 1e3, 20.2, "ms"),

@@ -24,14 +24,11 @@ from twolane.lanes.work import (
     DecodeRow,
     DecodeWork,
     HybridWork,
-    PrefillState,
     PrefillWork,
     PromptRow,
-    Sampling,
     Work,
 )
 from twolane.model.shapes import SHAPES
-from twolane.sampling import SamplingParams
 from twolane.sim.device import H200, DeviceModel, Gpu
 
 RESULTS = Path(__file__).parent / "results"
@@ -49,7 +46,6 @@ OUTLIER = 0.4
 ANCHOR = 0.1
 """What a parameter's change costs, by its logarithm: what no sample tells stays as it is."""
 DIGITS = 3
-SAMPLING = Sampling(SamplingParams(), 0, 4, (), ())
 
 
 class Case(NamedTuple):
@@ -91,7 +87,7 @@ def figures() -> list[Case]:
         add("qwen3-8b", took / 1e3, (_steps(64, 2048), int(units)))
     for units, rate in alone["prefill_tokens_s_8192"].items():
         add("qwen3-8b", 8192 / rate, (_prompt("qwen3-8b"), int(units)))
-    chunk = PromptRow(0, 4096, range(1024), (), SAMPLING)
+    chunk = PromptRow(0, 4096, 1024, samples=True)
     hybrid = HybridWork(_steps(64, 2048).rows, (chunk,))
     add("qwen3-8b", alone["hybrid_ms"]["pass"] / 1e3, (hybrid, 132))
     for model, rows in (("llama-3.1-8b", 64), ("codellama-34b", 32)):
@@ -103,26 +99,26 @@ def figures() -> list[Case]:
 
 
 def _steps(rows: int, context: int) -> DecodeWork:
-    return DecodeWork(tuple(DecodeRow(i, context, 1, (), SAMPLING) for i in range(rows)), 1)
+    return DecodeWork(tuple(DecodeRow(i, context, 1) for i in range(rows)), 1)
 
 
 def _prompt(model: str) -> PrefillWork:
-    row = PromptRow(0, 0, range(8192), (), SAMPLING)
-    return PrefillWork(PrefillState(), (row,), 0, SHAPES[model].layers, True)
+    row = PromptRow(0, 0, 8192, samples=True)
+    return PrefillWork(0, (row,), 0, SHAPES[model].layers, True)
 
 
 def _work(sample: Sample | Neighbour, kind: str) -> Work:
     """Beside another lane's, a slice of any length is as good."""
     rows = [(n, r) for n, r, count in sample.runs for _ in range(count)]
-    steps = tuple(DecodeRow(0, r, 1, (), SAMPLING) for n, r in rows if n == 1)
-    prompts = tuple(PromptRow(0, r, range(n), (), SAMPLING) for n, r in rows if n > 1)
+    steps = tuple(DecodeRow(0, r, 1) for n, r in rows if n == 1)
+    prompts = tuple(PromptRow(0, r, n, samples=True) for n, r in rows if n > 1)
     if kind == "decode":
         return DecodeWork(steps, 1)
     if kind == "hybrid":
         return HybridWork(steps, prompts)
     layers = sample.layers if isinstance(sample, Sample) else 1
     finishes = isinstance(sample, Sample) and sample.finishes
-    return PrefillWork(PrefillState(), prompts, 0, layers, finishes)
+    return PrefillWork(0, prompts, 0, layers, finishes)
 
 
 def errors(gpu: Gpu, cases: Sequence[Case]) -> Floats:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from twolane.common.vocabulary import LANES, LaneName
 from twolane.lanes.base import Step, Ticket
 from twolane.lanes.cpu.runner import Runner
-from twolane.lanes.work import Work
+from twolane.lanes.work import DropRecord, LaunchRecord, Record, Work, decode, encode
 
 
 class SteppedTicket(Ticket):
@@ -39,7 +39,10 @@ class _Job:
 
 
 class SteppedLanes:
-    """Time advances by one with every step; `run_on` is called whenever a ticket is polled."""
+    """Time advances by one with every step; `run_on` is called whenever a ticket is polled.
+
+    All that the lanes are told goes through its encoded form.
+    """
 
     def __init__(self, runner: Runner, run_on: Callable[[], None], units: int = 4) -> None:
         self.units = units
@@ -49,15 +52,30 @@ class SteppedLanes:
         self._runner = runner
         self._run_on = run_on
         self._queues: dict[LaneName, deque[_Job]] = {lane: deque() for lane in LANES}
+        self._tickets: list[SteppedTicket] = []
+        self._drops: list[tuple[int, list[SteppedTicket]]] = []
+        """Batches, and what was queued when they were dropped."""
 
     def clock(self) -> float:
         return self.time
 
-    def launch(self, lane: LaneName, units: int, work: Work, after: Sequence[Ticket]) -> Ticket:
+    def launch(self, lane: LaneName, units: int, work: Work, after: Sequence[int]) -> Ticket:
+        record = sent(LaunchRecord(lane, units, work, tuple(after)))
+        assert isinstance(record, LaunchRecord)
         ticket = SteppedTicket(lane, units, self._run_on)
-        before = [t for t in after if isinstance(t, SteppedTicket)]
-        self._queues[lane].append(_Job(ticket, self._runner.run(work), before))
+        ticket.number = len(self._tickets)
+        self._tickets.append(ticket)
+        before = [self._tickets[number] for number in record.after]
+        self._queues[lane].append(_Job(ticket, self._runner.run(record.work), before))
         return ticket
+
+    def drop(self, batch: int) -> None:
+        """Behind the batch's slices, which may be in any lane."""
+        record = sent(DropRecord(batch))
+        assert isinstance(record, DropRecord)
+        queued = [job.ticket for queue in self._queues.values() for job in queue]
+        self._drops.append((record.batch, queued))
+        self._drop_idle()
 
     def runnable(self) -> list[LaneName]:
         """Lanes whose first launch may go on."""
@@ -78,3 +96,18 @@ class SteppedLanes:
         except StopIteration:
             job.ticket.end = self.time
             self._queues[lane].popleft()
+            self._drop_idle()
+
+    def _drop_idle(self) -> None:
+        """Drop the batches of which no slice can be queued any more."""
+        for batch, queued in list(self._drops):
+            if all(ticket.ended for ticket in queued):
+                self._runner.drop(batch)
+                self._drops.remove((batch, queued))
+
+
+def sent(record: Record) -> Record:
+    """As it arrives in another process."""
+    arrived = decode(encode(record))
+    assert arrived == record
+    return arrived

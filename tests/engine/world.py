@@ -27,11 +27,13 @@ from twolane.lanes.cpu.runner import Runner
 from twolane.lanes.work import (
     DecodeRow,
     DecodeWork,
-    PrefillState,
     PrefillWork,
+    PromptChunk,
     PromptRow,
     Sampling,
     Scoring,
+    SlotUpdate,
+    pack,
 )
 from twolane.model.attention import KVCache
 from twolane.model.decoder import Decoder
@@ -92,20 +94,21 @@ def alone(submit: Submit) -> Answer:
 def _alone(prompt: tuple[int, ...], encoded: bytes, seed: int) -> Answer:
     params = msgspec.json.decode(encoded, type=SamplingParams)
     decoder, answer = tiny_decoder(), Answer()
-    pages = list(range(-(-MODEL_LEN // PAGE)))
+    pages = tuple(range(-(-MODEL_LEN // PAGE)))
     runner = make_runner(len(pages), 1)
-    sampling = Sampling(params, seed, len(prompt), EOS, prompt)
+    sampling = Sampling(params, seed, len(prompt), EOS, pack(prompt))
     top = params.prompt_logprobs
-    scoring = None if top is None or len(prompt) == 1 else Scoring(prompt[1:], top)
-    row = PromptRow(0, 0, prompt, pages, sampling, scoring)
-    prefill = PrefillWork(PrefillState(), (row,), 0, decoder.spec.layers, finishes=True)
+    scoring = None if top is None or len(prompt) == 1 else Scoring(pack(prompt[1:]), top)
+    row, chunk = PromptRow(0, 0, len(prompt), samples=True), PromptChunk(pack(prompt), scoring)
+    slots = (SlotUpdate(0, 0, pages, sampling),)
+    prefill = PrefillWork(0, (row,), 0, decoder.spec.layers, True, (chunk,), slots)
     limit = min(len(prompt) + (params.max_tokens or MODEL_LEN), MODEL_LEN)
     with torch.inference_mode():
         for step in runner.run(prefill):
             answer.take(step)
         while len(prompt) + len(answer.tokens) < limit and not _stops(answer.tokens[-1], params):
             position = len(prompt) + len(answer.tokens) - 1
-            work = DecodeWork((DecodeRow(0, position, 1, pages, sampling),), 1)
+            work = DecodeWork((DecodeRow(0, position, 1),), 1)
             for step in runner.run(work):
                 answer.take(step)
     return answer

@@ -21,11 +21,13 @@ from twolane.lanes.cpu.runner import Runner
 from twolane.lanes.work import (
     DecodeRow,
     DecodeWork,
-    PrefillState,
     PrefillWork,
+    PromptChunk,
     PromptRow,
     Sampling,
     Scoring,
+    SlotUpdate,
+    pack,
 )
 from twolane.model.attention import KVCache
 from twolane.model.decoder import Decoder
@@ -152,18 +154,19 @@ def alone(decoder: Decoder, submit: Submit) -> Answer:
     """The answer to a request that has the whole model to itself."""
     prompt, params, answer = tuple(submit.prompt), submit.params, Answer()
     limit = min(len(prompt) + (params.max_tokens or POSITIONS), POSITIONS)
-    pages = list(range(-(-limit // PAGE)))
+    pages = tuple(range(-(-limit // PAGE)))
     runner = Runner(decoder, KVCache(decoder.spec, len(pages), PAGE, decoder.dtype), PAGE, 1)
-    sampling = Sampling(params, params.seed or 0, len(prompt), EOS, prompt)
+    sampling = Sampling(params, params.seed or 0, len(prompt), EOS, pack(prompt))
     top = params.prompt_logprobs
-    scoring = None if top is None or len(prompt) == 1 else Scoring(prompt[1:], top)
-    row = PromptRow(0, 0, prompt, pages, sampling, scoring)
+    scoring = None if top is None or len(prompt) == 1 else Scoring(pack(prompt[1:]), top)
+    row, chunk = PromptRow(0, 0, len(prompt), samples=True), PromptChunk(pack(prompt), scoring)
+    slots = (SlotUpdate(0, 0, pages, sampling),)
     with torch.inference_mode():
-        prefill = PrefillWork(PrefillState(), (row,), 0, decoder.spec.layers, finishes=True)
+        prefill = PrefillWork(0, (row,), 0, decoder.spec.layers, True, (chunk,), slots)
         _take(answer, runner, prefill)
         while len(prompt) + len(answer.tokens) < limit and not stops(answer.tokens[-1], params):
             position = len(prompt) + len(answer.tokens) - 1
-            _take(answer, runner, DecodeWork((DecodeRow(0, position, 1, pages, sampling),), 1))
+            _take(answer, runner, DecodeWork((DecodeRow(0, position, 1),), 1))
     return answer
 
 

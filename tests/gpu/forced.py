@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import pairwise
 
 import torch
@@ -11,16 +10,19 @@ from torch import Tensor
 from twolane.common.vocabulary import LaneName
 from twolane.lanes.base import Ticket
 from twolane.lanes.cuda.machine import CudaMachine
+from twolane.lanes.slot_table import UntoldSlots
 from twolane.lanes.work import (
     DecodeRow,
     DecodeWork,
     HybridWork,
-    PrefillState,
     PrefillWork,
+    PromptChunk,
     PromptRow,
     Sampling,
     Scoring,
+    SlotUpdate,
     Work,
+    pack,
 )
 from twolane.sampling import SamplingParams
 
@@ -50,6 +52,11 @@ class Forced:
         self.lanes = machine.start(
             slots * self._each, PAGE, slots, positions, lambda: None, lambda *_: None
         )
+        self._untold = UntoldSlots()
+        for slot in range(slots):
+            greedy = Sampling(SamplingParams(temperature=0.0), 0, 0, ())
+            pages = tuple(range(slot * self._each, (slot + 1) * self._each))
+            self._untold.add(SlotUpdate(slot, 0, pages, greedy))
         self._logits: list[Tensor] = []
         compute = self.lanes.runner._head
 
@@ -116,13 +123,12 @@ class Forced:
         for i, position in enumerate(positions):
             self._give(position)
             start, end = chunk * i, min(chunk * (i + 1), self._prompt)
-            rows = [self._row(n, start, end) for n in range(1, len(self._sequences))]
-            if not scored:
-                sampling = _greedy(end) if end == self._prompt else None
-                rows = [replace(row, sampling=sampling, scoring=None) for row in rows]
-            step = DecodeRow(0, position, 1, self._pages(0), _greedy(position))
+            ends = not scored and end == self._prompt
+            others = range(1, len(self._sequences))
+            rows = tuple(PromptRow(n, start, end - start, samples=ends) for n in others)
+            chunks = tuple(self._chunk(n, start, end, scored=scored) for n in others)
             self._logits.clear()
-            work = HybridWork((step,), tuple(rows))
+            work = HybridWork((DecodeRow(0, position, 1),), rows, chunks)
             ticket = self._launch("device", self.lanes.units, work)
             self._wait([ticket])
             yield ticket
@@ -138,29 +144,30 @@ class Forced:
         self, chunks: Sequence[tuple[int, int, int]], units: int, cuts: Sequence[int]
     ) -> list[Tensor]:
         """Logits of the tokens [start, end) of each sequence named."""
-        rows = tuple(self._row(*chunk) for chunk in chunks)
+        rows = tuple(PromptRow(i, start, end - start) for i, start, end in chunks)
+        tokens = tuple(self._chunk(*chunk, scored=True) for chunk in chunks)
         self._logits.clear()
-        state, bounds = PrefillState(), [0, *cuts, self.spec.layers]
+        bounds = [0, *cuts, self.spec.layers]
         tickets = [
             self._launch(
                 "prefill",
                 units,
-                PrefillWork(state, rows, a, b, finishes=b == self.spec.layers),
+                PrefillWork(0, rows, a, b, b == self.spec.layers, () if a else tokens),
             )
             for a, b in pairwise(bounds)
         ]
         self._wait(tickets)
         return self._logits[: len(chunks)]
 
-    def _row(self, i: int, start: int, end: int) -> PromptRow:
+    def _chunk(self, i: int, start: int, end: int, *, scored: bool) -> PromptChunk:
         tokens, targets = self._sequences[i][start:end], self._sequences[i][start + 1 : end + 1]
-        return PromptRow(i, start, tokens, self._pages(i), None, Scoring(targets, 0))
+        return PromptChunk(pack(tokens), Scoring(pack(targets), 0) if scored else None)
 
     def _decode(self, position: int, units: int) -> Tensor:
         """Logits [sequences, vocab] after the token at that position."""
         self._give(position)
         count = len(self._sequences)
-        rows = [DecodeRow(i, position, 1, self._pages(i), _greedy(position)) for i in range(count)]
+        rows = [DecodeRow(i, position, 1) for i in range(count)]
         self._wait([self._launch("decode", units, DecodeWork(tuple(rows), 1))])
         return self.lanes.runner.steps.logits[:count].clone()
 
@@ -174,24 +181,20 @@ class Forced:
     def _prefill_beside(self, units: int) -> list[Ticket]:
         """Other work for the prefill lane."""
         slot = len(self._sequences)
-        row = PromptRow(slot, 0, [7] * BESIDE_TOKENS, self._pages(slot), _greedy(BESIDE_TOKENS))
-        work = PrefillWork(PrefillState(), (row,), 0, self.spec.layers, finishes=True)
+        row, chunk = PromptRow(slot, 0, BESIDE_TOKENS, samples=True), pack([7] * BESIDE_TOKENS)
+        chunks = (PromptChunk(chunk),)
+        work = PrefillWork(1, (row,), 0, self.spec.layers, finishes=True, chunks=chunks)
         return [self._launch("prefill", units, work)]
 
     def _decode_beside(self, units: int) -> list[Ticket]:
         """Other work for the decode lane."""
         slot = len(self._sequences)
         self._wait(self._prefill_beside(self.lanes.units))
-        row = DecodeRow(
-            slot, BESIDE_TOKENS, BESIDE_STEPS, self._pages(slot), _greedy(BESIDE_TOKENS)
-        )
+        row = DecodeRow(slot, BESIDE_TOKENS, BESIDE_STEPS)
         return [self._launch("decode", units, DecodeWork((row,), BESIDE_STEPS))]
 
-    def _pages(self, slot: int) -> Sequence[int]:
-        return range(slot * self._each, (slot + 1) * self._each)
-
     def _launch(self, lane: LaneName, units: int, work: Work) -> Ticket:
-        return self.lanes.launch(lane, units, work, ())
+        return self.lanes.launch(lane, units, self._untold.attach(work), ())
 
     @staticmethod
     def _wait(tickets: Sequence[Ticket]) -> None:
@@ -200,8 +203,3 @@ class Forced:
             assert time.monotonic() < end, "nothing happens any more"
             time.sleep(1e-4)
         assert not any(ticket.error for ticket in tickets)
-
-
-def _greedy(tokens: int) -> Sampling:
-    """After so many tokens."""
-    return Sampling(SamplingParams(temperature=0.0), 0, tokens, (), [0] * tokens)

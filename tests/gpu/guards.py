@@ -135,14 +135,14 @@ def _forget_other_lanes(lanes: CudaLanes) -> None:
 
 
 def _upload_elsewhere(lanes: CudaLanes) -> None:
-    update, side = Slots.update, torch.cuda.Stream()
+    upload, side = Slots.upload, torch.cuda.Stream()
 
-    def astray(slots: Slots, rows: Any) -> None:
+    def astray(known: Slots, slots: Any) -> None:
         with torch.cuda.stream(side):
             torch.cuda._sleep(200_000)
-            update(slots, rows)
+            upload(known, slots)
 
-    Slots.update = astray
+    Slots.upload = astray
 
 
 GUARDS: dict[str, Guard] = {

@@ -4,7 +4,7 @@ What graphs would replay runs here as it is, with FlashInfer's kernel in PyTorch
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,10 +28,12 @@ from twolane.lanes.sampling_points import SamplingPoints
 from twolane.lanes.work import (
     DecodeRow,
     HybridWork,
-    PrefillState,
     PrefillWork,
+    PromptChunk,
     PromptRow,
     Sampling,
+    SlotUpdate,
+    pack,
 )
 from twolane.model.decoder import Decoder
 from twolane.model.gpu_decoder import GpuDecoder, GpuKVCache
@@ -70,11 +72,15 @@ class Asked:
     tokens: list[int]
     pages: list[int]
     written: int = 0
-    sampling: Sampling = field(init=False)
+    told: bool = False
 
-    def __post_init__(self) -> None:
-        greedy = SamplingParams(temperature=0.0)
-        self.sampling = Sampling(greedy, 0, len(self.tokens), (), self.tokens)
+    def updates(self) -> list[SlotUpdate]:
+        """What the runner was not told."""
+        if self.told:
+            return []
+        self.told = True
+        greedy = Sampling(SamplingParams(temperature=0.0), 0, len(self.tokens), ())
+        return [SlotUpdate(self.slot, 0, tuple(self.pages), greedy)]
 
 
 class World:
@@ -114,7 +120,7 @@ class World:
 
     def slice(
         self,
-        state: PrefillState,
+        batch: int,
         chunks: Sequence[tuple[Asked, PromptRow]],
         first: int = 0,
         last: int | None = None,
@@ -122,32 +128,32 @@ class World:
         """Some layers of a batch, in the prefill lane; see `check`."""
         last = self.spec.layers if last is None else last
         rows, finishes = tuple(row for _, row in chunks), last == self.spec.layers
-        work = PrefillWork(state, rows, first, last, finishes)
+        opens, slots = (tokens(chunks), updates(chunks)) if first == 0 else ((), ())
+        work = PrefillWork(batch, rows, first, last, finishes, opens, slots)
         self.turns = 0
         steps = self.runner.run(work, "prefill", UNITS, self._turn).steps
         assert len(steps) == finishes
         for step in steps:
-            self.check(step, [each for each, row in chunks if row.sampling is not None])
+            self.check(step, [each for each, row in chunks if row.samples])
 
     def _turn(self) -> None:
         self.turns += 1
 
     def prefill(self, sequence: Asked, count: int) -> None:
         """Write its first tokens to the pool."""
-        self.slice(PrefillState(), [(sequence, self.chunk(sequence, count))])
+        self.slice(99, [(sequence, self.chunk(sequence, count))])
 
     def chunk(self, sequence: Asked, count: int) -> PromptRow:
         """Its next tokens."""
         start, end = sequence.written, sequence.written + count
         sequence.written = end
-        ends = sequence.sampling if end == len(sequence.tokens) else None
-        return PromptRow(sequence.slot, start, sequence.tokens[start:end], sequence.pages, ends)
+        return PromptRow(sequence.slot, start, count, samples=end == len(sequence.tokens))
 
     def step(self, sequence: Asked) -> DecodeRow:
         """Its last token, which the device has sampled."""
         sequence.written = len(sequence.tokens)
         position = sequence.written - 1
-        return DecodeRow(sequence.slot, position, 1, sequence.pages, sequence.sampling)
+        return DecodeRow(sequence.slot, position, 1)
 
     def run(
         self,
@@ -156,9 +162,12 @@ class World:
         lane: LaneName = "device",
     ) -> None:
         """One hybrid pass; see `check`."""
+        rows = [(sequence, self.chunk(sequence, count)) for sequence, count in chunks]
         work = HybridWork(
             tuple(self.step(each) for each in decode),
-            tuple(self.chunk(*each) for each in chunks),
+            tuple(row for _, row in rows),
+            tokens(rows),
+            (*updates(rows), *(news for each in decode for news in each.updates())),
         )
         [step] = self.runner.run(work, lane, UNITS).steps
         ended = [each for each, _ in chunks if each.written == len(each.tokens)]
@@ -173,6 +182,15 @@ class World:
             assert token == int(logits[-1].argmax())
             assert int(self.slots.last_token[sequence.slot]) == token
             sequence.tokens.append(token)
+
+
+def tokens(chunks: Sequence[tuple[Asked, PromptRow]]) -> tuple[PromptChunk, ...]:
+    parts = [each.tokens[row.start : row.start + row.count] for each, row in chunks]
+    return tuple(PromptChunk(pack(part)) for part in parts)
+
+
+def updates(chunks: Sequence[tuple[Asked, PromptRow]]) -> tuple[SlotUpdate, ...]:
+    return tuple(news for each, _ in chunks for news in each.updates())
 
 
 def at_once(tokens: torch.Tensor, *_: object) -> PendingStep:
@@ -202,11 +220,10 @@ def test_slices_take_up_where_the_last_one_ended(world: World, graphs: bool) -> 
     stays, leaves = Asked(0, [*range(3, 40)], [7, 2, 11]), Asked(1, [9, 4, 6], [5])
     other = Asked(2, [*range(60, 80)], [30, 9])
     world.prefill(other, 18)
-    state = PrefillState()
     chunks = [(leaves, world.chunk(leaves, 3)), (stays, world.chunk(stays, 37))]
-    world.slice(state, chunks, 0, 1)
-    world.slice(PrefillState(), [(other, world.chunk(other, 2))])
-    world.slice(state, chunks[1:], 1)
+    world.slice(1, chunks, 0, 1)
+    world.slice(2, [(other, world.chunk(other, 2))])
+    world.slice(1, chunks[1:], 1)
     assert world.turns == (world.spec.layers - 1 if graphs else 0)
     assert len(stays.tokens) == 38 and len(other.tokens) == 21
 
@@ -254,15 +271,17 @@ def test_a_pass_of_the_decode_lane_has_buffers_of_its_own(world: World) -> None:
 
 def test_what_has_no_graph_is_not_sent(world: World) -> None:
     running, other = (Asked(slot, [3] * 200, [*range(13)]) for slot in range(2))
-    chunk, step = PromptRow(0, 0, [3] * 191, other.pages, None), world.step(running)
+    chunk, step = PromptRow(0, 0, 191), world.step(running)
+    world.slots.take([*running.updates(), *other.updates()])
     world.whole._passed = Lazily(lambda *_: None)
 
-    def sent(*work: object, units: int = UNITS) -> bool:
-        asked = HybridWork(*work)
-        ends = SamplingPoints.of(asked.decode, asked.prompts)
+    def sent(decode: Sequence[DecodeRow], prompts: Sequence[PromptRow], units: int = UNITS) -> bool:
+        chunks = tuple(PromptChunk(pack([3] * row.count)) for row in prompts)
+        asked = HybridWork(tuple(decode), tuple(prompts), chunks)
+        ends = SamplingPoints.of(asked.decode, asked.prompts, chunks)
         return world.whole.send(asked, ends, units) is not None
 
     assert sent((step,), (chunk,))
-    assert not sent((step,), (replace(chunk, tokens=[3] * 192),))
+    assert not sent((step,), (PromptRow(0, 0, 192),))
     assert not sent((), (chunk,))
     assert not sent((step,), (chunk,), units=UNITS - 1)

@@ -111,7 +111,7 @@ def test_a_launch_waits_for_those_it_is_after(bench: Bench) -> None:
         for lane, gate in zip(("prefill", "device"), gates, strict=True)
     ]
     held = Gate()
-    ticket = bench.lanes.launch("decode", 1, gated(held), before)
+    ticket = bench.lanes.launch("decode", 1, gated(held), [other.number for other in before])
     assert not held.is_reached()
     gates[0].open()
     bench.wait_done(before[0])
@@ -126,7 +126,7 @@ def test_a_launch_waits_for_those_it_is_after(bench: Bench) -> None:
 def test_a_launch_after_one_that_is_done_starts(bench: Bench) -> None:
     done = bench.lanes.launch("prefill", 1, nothing, ())
     bench.wait_done(done)
-    bench.wait_done(bench.lanes.launch("decode", 1, nothing, [done]))
+    bench.wait_done(bench.lanes.launch("decode", 1, nothing, [done.number]))
 
 
 def test_the_whole_device_takes_turns_with_both_lanes(bench: Bench) -> None:
@@ -226,7 +226,7 @@ def test_an_error_arrives_in_the_ticket_and_the_lane_goes_on(bench: Bench) -> No
 
     failed = bench.lanes.launch("prefill", 1, work, ())
     next_one = bench.lanes.launch("prefill", 1, nothing, ())
-    elsewhere = bench.lanes.launch("decode", 1, nothing, [failed])
+    elsewhere = bench.lanes.launch("decode", 1, nothing, [failed.number])
     bench.wait_done(failed, next_one, elsewhere)
     assert failed.error is failure
     assert failed.steps == [sampled(7)]

@@ -22,7 +22,7 @@ from twolane.sampling import SamplingParams
 def test_a_slot_bans_as_many_as_it_can(count: int) -> None:
     """More are banned outside of the graph (`LogitProcessors`): a request may have any number."""
     params = SamplingParams(stop_token_ids=tuple(range(10, 10 + count)), min_tokens=3)
-    known = Sampling(params, seed=0, prompt_tokens=5, eos_token_ids=(2,), tokens=[1] * 5)
+    known = Sampling(params, seed=0, prompt_tokens=5, eos_token_ids=(2,))
     banned = (2, *params.stop_token_ids) if count < MAX_BANNED else ()
     assert np.array_equal(_packed(known), pack_params(temperature=1.0, limit=8, banned=banned))
 

@@ -64,6 +64,9 @@ class Watched:
         with self._lock:
             self._at_work -= 1
 
+    def drop(self, batch: int) -> None:
+        self._runner.drop(batch)
+
 
 @dataclass
 class ThreadedWorld(World):

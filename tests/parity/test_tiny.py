@@ -1,11 +1,11 @@
 """Fifty prompts of 1 to 512 tokens on a random model of each family, served in every way."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import pytest
-from msgspec.structs import replace
 from torch import Tensor
 
 from tests.model.checkpoints import FAMILIES, LAYERS, VOCAB, make_checkpoint, reference
@@ -16,7 +16,7 @@ from tests.parity.schedules import schedules
 from tests.parity.serving import OneThread, Served, serve
 from twolane.engine.messages import Submit
 from twolane.lanes.base import Step
-from twolane.lanes.cpu.runner import Runner
+from twolane.lanes.cpu.runner import Runner, _Paused
 from twolane.lanes.work import DecodeRow, PrefillWork
 from twolane.model.attention import Batch
 from twolane.model.decoder import Decoder
@@ -113,16 +113,16 @@ class LosesAWrite(OneThread):
 class MixesUpSlots(OneThread):
     """Half of the decoding requests go on from their neighbour's token."""
 
-    def _decode(self, rows: Sequence[DecodeRow], step: int) -> Step:
-        return super()._decode([replace(row, slot=row.slot & ~1) for row in rows], step)
+    def _last_tokens(self, slots: Sequence[int]) -> Tensor:
+        return super()._last_tokens([slot & ~1 for slot in slots])
 
 
 class KeepsTheWrongHiddenStates(OneThread):
     """A batch goes on with its tokens in another order."""
 
-    def _resume(self, work: PrefillWork) -> Tensor:
-        hidden = super()._resume(work)
-        return hidden if work.first == 0 else hidden.flip(0)
+    def _resume(self, work: PrefillWork) -> _Paused:
+        paused = super()._resume(work)
+        return paused if work.first == 0 else replace(paused, hidden=paused.hidden.flip(0))
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ def test_a_small_pool_has_the_pages_of_every_point():
     with rig_on(config, machine, lambda stage, share: None) as rig:
         points = plan(rig.limits, seed=0, rounds=5)
         for point in points:
-            rig.give_back([*rig.prompt_rows(point.prompts), *rig.decode_rows(point.contexts)])
+            rig.give_back([*rig.prompts(point.prompts).rows, *rig.decode_rows(point.contexts)])
         assert max(sum(count for *_, count in point.contexts) for point in points) > 100
 
 

@@ -14,32 +14,28 @@ from twolane.lanes.work import (
     DecodeRow,
     DecodeWork,
     HybridWork,
-    PrefillState,
     PrefillWork,
     PromptRow,
-    Sampling,
     Work,
 )
 from twolane.model.shapes import SHAPES
-from twolane.sampling import SamplingParams
 from twolane.sim.device import GPUS, H200, DeviceModel, Gpu
 
-SAMPLING = Sampling(SamplingParams(), 0, 4, (), ())
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 MEASURED = json.loads((RESULTS / "engine-h200.json").read_text())["details"]
 QWEN, LLAMA, CODE = "qwen3-8b", "llama-3.1-8b", "codellama-34b"
 
 
 def prompt(new: int, reused: int = 0) -> PromptRow:
-    return PromptRow(0, reused, range(new), (), SAMPLING)
+    return PromptRow(0, reused, new, samples=True)
 
 
 def prefill(model: str, new: int, reused: int = 0) -> PrefillWork:
-    return PrefillWork(PrefillState(), (prompt(new, reused),), 0, SHAPES[model].layers, True)
+    return PrefillWork(0, (prompt(new, reused),), 0, SHAPES[model].layers, True)
 
 
 def decode(rows: int, context: int, k: int = 1) -> DecodeWork:
-    return DecodeWork(tuple(DecodeRow(i, context, k, (), SAMPLING) for i in range(rows)), k)
+    return DecodeWork(tuple(DecodeRow(i, context, k) for i in range(rows)), k)
 
 
 def quiet(gpu: Gpu) -> Gpu:
@@ -95,13 +91,13 @@ def test_both_lanes_on_an_h200(model: str, rows: int) -> None:
 def work_of(sample: Sample | Neighbour, kind: str) -> Work:
     """What a profile measured; beside another lane's, a slice of any length is as good."""
     rows = [(n, r) for n, r, count in sample.runs for _ in range(count)]
-    steps = tuple(DecodeRow(0, r, 1, (), SAMPLING) for n, r in rows if n == 1)
-    prompts = tuple(PromptRow(0, r, range(n), (), SAMPLING) for n, r in rows if n > 1)
+    steps = tuple(DecodeRow(0, r, 1) for n, r in rows if n == 1)
+    prompts = tuple(PromptRow(0, r, n, samples=True) for n, r in rows if n > 1)
     if kind == "prefill":
         layers, finishes = (
             (sample.layers, sample.finishes) if isinstance(sample, Sample) else (1, False)
         )
-        return PrefillWork(PrefillState(), prompts, 0, layers, finishes)
+        return PrefillWork(0, prompts, 0, layers, finishes)
     return DecodeWork(steps, 1) if kind == "decode" else HybridWork(steps, prompts)
 
 
@@ -145,7 +141,7 @@ def test_passes_of_few_tokens_on_an_h200(model: str) -> None:
 
 def slice_of(tokens: int, units: int, gpu: Gpu = H200) -> float:
     """Seconds of a slice without the classifier, on an empty context."""
-    work = PrefillWork(PrefillState(), (prompt(tokens),), 0, SHAPES[QWEN].layers, False)
+    work = PrefillWork(0, (prompt(tokens),), 0, SHAPES[QWEN].layers, False)
     return seconds(QWEN, (work, units), gpu=gpu)[0]
 
 
@@ -237,10 +233,9 @@ def test_layers_add_up() -> None:
     rows = (prompt(3000),)
     cuts = [(0, 12, False), (12, 32, True)]
     slices = [
-        device.seconds(device.steps(PrefillWork(PrefillState(), rows, a, b, end), 84))[0]
-        for a, b, end in cuts
+        device.seconds(device.steps(PrefillWork(0, rows, a, b, end), 84))[0] for a, b, end in cuts
     ]
-    [whole] = device.seconds(device.steps(PrefillWork(PrefillState(), rows, 0, 32, True), 84))
+    [whole] = device.seconds(device.steps(PrefillWork(0, rows, 0, 32, True), 84))
     assert sum(slices) == pytest.approx(whole, rel=0.02)  # clocks differ a little
 
 

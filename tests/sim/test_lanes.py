@@ -11,29 +11,25 @@ from twolane.lanes.work import (
     DecodeRow,
     DecodeWork,
     HybridWork,
-    PrefillState,
     PrefillWork,
     PromptRow,
-    Sampling,
 )
-from twolane.sampling import SamplingParams
 from twolane.sim.lanes import TOKEN, Demand, FixedDurations, SimLanes
 
-SAMPLING = Sampling(SamplingParams(), 0, 4, (), ())
 DURATIONS = FixedDurations(prefill_layer=1.0, decode_step=2.0, hybrid=5.0)
 
 
 def prompt(*, final: bool = True) -> PromptRow:
-    return PromptRow(0, 0, (5, 6, 7, 8), (0,), SAMPLING if final else None)
+    return PromptRow(0, 0, 4, samples=final)
 
 
 def prefill(layers: int, *rows: PromptRow, finishes: bool = False) -> PrefillWork:
-    return PrefillWork(PrefillState(), rows or (prompt(),), 0, layers, finishes)
+    return PrefillWork(0, rows or (prompt(),), 0, layers, finishes)
 
 
 def decode(k: int, *steps: int) -> DecodeWork:
     """k steps; a row for each number of steps it takes part in."""
-    rows = tuple(DecodeRow(i, 4, n, (i,), SAMPLING) for i, n in enumerate(steps or (k,)))
+    rows = tuple(DecodeRow(i, 4, n) for i, n in enumerate(steps or (k,)))
     return DecodeWork(rows, k)
 
 
@@ -134,7 +130,7 @@ def test_a_launch_waits_for_those_it_is_after(lanes: SimLanes) -> None:
     one = lanes.launch("prefill", 84, prefill(3), ())
     two = lanes.launch("prefill", 84, prefill(2), ())
     lanes.launch("decode", 24, decode(1), ())
-    held = lanes.launch("decode", 24, decode(1), [one, two])
+    held = lanes.launch("decode", 24, decode(1), [one.number, two.number])
     behind = lanes.launch("decode", 24, decode(1), ())
     lanes.advance(4.9)
     assert held.start is None
@@ -199,7 +195,7 @@ def test_a_lane_begins_before_its_work_is_launched_whole() -> None:
 def test_a_launch_after_one_that_is_done_starts_now(lanes: SimLanes) -> None:
     done = lanes.launch("prefill", 84, prefill(1), ())
     lanes.advance(4.0)
-    ticket = lanes.launch("decode", 24, decode(1), [done])
+    ticket = lanes.launch("decode", 24, decode(1), [done.number])
     lanes.advance(6.0)
     assert (ticket.start, ticket.end) == (4.0, 6.0)
 

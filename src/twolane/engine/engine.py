@@ -194,7 +194,7 @@ class Engine:
             now=now,
             max_model_len=self.max_model_len,
             tokens=tokens,
-            sampling=self._sampling(message, tokens),
+            sampling=self._sampling(message),
             slo=state.pacer.planned(message.slo).over(state.slo),
             lookup=self._lookup,
         )
@@ -248,10 +248,10 @@ class Engine:
         if params.min_tokens and len({*params.stop_token_ids, *self._eos_token_ids}) == len(known):
             raise FieldError("stop_token_ids", "leave no token to choose before min_tokens")
 
-    def _sampling(self, message: Submit, tokens: Sequence[int]) -> Sampling:
+    def _sampling(self, message: Submit) -> Sampling:
         drawn = self._seeds.getrandbits(63)
         seed = drawn if message.params.seed is None else message.params.seed
-        return Sampling(message.params, seed, len(tokens), self._eos_token_ids, tokens)
+        return Sampling(message.params, seed, len(message.prompt), self._eos_token_ids)
 
     def _lookup(self, request: Request) -> Lookup:
         kv = self.state.kv

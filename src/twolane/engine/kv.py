@@ -175,6 +175,8 @@ class Allocation:
     another request computed the same tokens at the same time: then ours stays private."""
     private: set[int] = field(default_factory=set)
     """Pages of ours that are not in the tree."""
+    told: int = 0
+    """Number of the pages that launches have told the lanes of."""
     in_flight: int = 0
     """Launches that name this allocation and have not been reaped."""
     last_ticket: Ticket | None = None

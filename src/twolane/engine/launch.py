@@ -3,6 +3,8 @@
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from twolane.common.vocabulary import LANES, LaneName
 from twolane.engine.kv import Allocation
 from twolane.engine.messages import Refused
@@ -16,9 +18,13 @@ from twolane.lanes.work import (
     DecodeWork,
     HybridWork,
     PrefillWork,
+    PromptChunk,
     PromptRow,
+    Sampling,
     Scoring,
+    SlotUpdate,
     Work,
+    pack,
 )
 from twolane.systems.plan import Chunk, DecodeSteps, Hybrid, Launch, Plan, PlanError, PrefillSlice
 
@@ -87,7 +93,8 @@ def _admit(state: State, chunks: Sequence[Chunk]) -> None:
     if state.open is not None:
         raise PlanError("admits while a batch is open")
     members = [_admit_one(state, chunk) for chunk in chunks]
-    state.open = PrefillBatch(members)
+    state.open = PrefillBatch(state.batches, members)
+    state.batches += 1
 
 
 def _admit_one(state: State, chunk: Chunk) -> BatchChunk:
@@ -100,21 +107,8 @@ def _admit_one(state: State, chunk: Chunk) -> BatchChunk:
     allocation = request.allocation or _allocate(state, request)
     request.phase = Phase.PREFILL
     start, end = request.context, request.context + chunk.n
-    row = PromptRow(
-        slot=allocation.slot,
-        start=start,
-        tokens=request.tokens[start:end],
-        pages=allocation.pages,
-        sampling=request.sampling if end == len(request.tokens) else None,
-        scoring=_scoring(request, start, end),
-    )
+    row = PromptRow(allocation.slot, start, chunk.n, samples=end == len(request.tokens))
     return BatchChunk(request, allocation, start, chunk.n, row)
-
-
-def _scoring(request: Request, start: int, end: int) -> Scoring | None:
-    """What follows each token of that chunk, as far as the prompt goes, if asked for."""
-    top, targets = request.sampling.params.prompt_logprobs, request.tokens[start + 1 : end + 1]
-    return Scoring(targets, top) if request.scores_prompt and top is not None and targets else None
 
 
 def _allocate(state: State, request: Request) -> Allocation:
@@ -154,11 +148,13 @@ def _launch_slice(state: State, launch: Launch, part: PrefillSlice, reason: str)
         raise PlanError(f"launches {part} of a model with {state.layers} layers")
     chunks = batch.chunks
     work = PrefillWork(
-        state=batch.state,
-        rows=tuple(chunk.row for chunk in chunks),
+        batch=batch.id,
+        rows=tuple([chunk.row for chunk in chunks]),
         first=part.first,
         last=part.last,
         finishes=part.last == state.layers,
+        chunks=() if part.first else _inputs(chunks),
+        slots=() if part.first else _chunk_updates(chunks),
     )
     load = _load(chunks)
     predicted = state.estimator.prefill_slice(
@@ -199,7 +195,7 @@ def _launch_decode(state: State, launch: Launch, steps: DecodeSteps, reason: str
     reserved = _reserve(state, _joined(launch.lane, steps.waits), steps.k)
     if not reserved.rows:
         return False
-    work = DecodeWork(_decode_rows(reserved.rows), reserved.k)
+    work = DecodeWork(_decode_rows(reserved.rows), reserved.k, _updates(reserved.rows))
     load = Load.decode([row.position for row in work.rows])
     step = state.estimator.decode_step(load, launch.units, corunner_now(state, launch.lane))
     predicted = step * reserved.k if step is not None else None
@@ -215,7 +211,12 @@ def _launch_hybrid(state: State, launch: Launch, reason: str) -> bool:
         raise PlanError("launches a hybrid without an open batch, or one begun in slices")
     reserved = _reserve(state, _joined(launch.lane), 1)
     chunks = batch.chunks
-    work = HybridWork(_decode_rows(reserved.rows), tuple([chunk.row for chunk in chunks]))
+    work = HybridWork(
+        decode=_decode_rows(reserved.rows),
+        prompts=tuple([chunk.row for chunk in chunks]),
+        chunks=_inputs(chunks),
+        slots=(*_updates(reserved.rows), *_chunk_updates(chunks)),
+    )
     load = _load(chunks, [row.position for row in work.decode])
     rows = [(request, allocation) for request, allocation, _ in reserved.rows]
     rows += [(chunk.request, chunk.allocation) for chunk in chunks]
@@ -237,7 +238,8 @@ def _take_off(state: State, work: Work, flight: Flight) -> None:
     allocations = [allocation for _, allocation in flight.rows]
     flight.after = _tickets_elsewhere(launch.lane, allocations)
     flight.launched_at = state.now()
-    flight.ticket = state.lanes.launch(launch.lane, launch.units, work, flight.after)
+    after = tuple([ticket.number for ticket in flight.after])
+    flight.ticket = state.lanes.launch(launch.lane, launch.units, work, after)
     state.kv.launched(allocations, flight.ticket)
     state.flights.append(flight)
 
@@ -250,6 +252,46 @@ def _tickets_elsewhere(lane: LaneName, allocations: Iterable[Allocation]) -> lis
     """
     last = dict.fromkeys([allocation.last_ticket for allocation in allocations])
     return [t for t in last if t is not None and t.lane != lane and not t.done]
+
+
+def _inputs(chunks: Sequence[BatchChunk]) -> tuple[PromptChunk, ...]:
+    """The tokens of a batch that is opened."""
+    return tuple([_input(chunk.request, chunk.start, chunk.start + chunk.n) for chunk in chunks])
+
+
+def _input(request: Request, start: int, end: int) -> PromptChunk:
+    """These tokens, and those that follow each of them if they are to be scored."""
+    top, targets = request.sampling.params.prompt_logprobs, request.tokens[start + 1 : end + 1]
+    scored = request.scores_prompt and top is not None and targets
+    scoring = Scoring(pack(targets), top or 0) if scored else None
+    return PromptChunk(pack(request.tokens[start:end]), scoring)
+
+
+def _chunk_updates(chunks: Sequence[BatchChunk]) -> tuple[SlotUpdate, ...]:
+    """What the lanes must be told of the slots of a batch that is opened."""
+    return tuple(
+        [
+            _update(chunk.allocation, _sampling(chunk.request) if chunk.final else None)
+            for chunk in chunks
+            if chunk.final or chunk.allocation.told < len(chunk.allocation.pages)
+        ]
+    )
+
+
+def _sampling(request: Request) -> Sampling:
+    """How a request whose prompt ends is sampled."""
+    sampling = request.sampling
+    return replace(sampling, known=pack(request.tokens)) if sampling.params.penalises else sampling
+
+
+def _updates(rows: "Rows") -> tuple[SlotUpdate, ...]:
+    """The pages of decode rows that the lanes were not told of."""
+    return tuple([_update(held) for _, held, _ in rows if held.told < len(held.pages)])
+
+
+def _update(held: Allocation, sampling: Sampling | None = None) -> SlotUpdate:
+    first, held.told = held.told, len(held.pages)
+    return SlotUpdate(held.slot, first, tuple(held.pages[first:]), sampling)
 
 
 def _load(chunks: Sequence[BatchChunk], contexts: Sequence[int] = ()) -> Load:
@@ -268,12 +310,7 @@ Rows = Sequence[tuple[Request, Allocation, int]]
 
 
 def _decode_rows(rows: Rows) -> tuple[DecodeRow, ...]:
-    return tuple(
-        [
-            DecodeRow(held.slot, request.context, steps, held.pages, request.sampling)
-            for request, held, steps in rows
-        ]
-    )
+    return tuple([DecodeRow(held.slot, request.context, steps) for request, held, steps in rows])
 
 
 def _advance_decode(rows: Rows) -> None:
@@ -321,7 +358,7 @@ def _make_room(state: State, rows: Sequence[Request]) -> None:
     if state.parked is not None:
         for chunk in state.parked.chunks:
             state.send_back(chunk.request)
-        state.parked = None
+        state.drop_empty_batches()
     # The first in rank is never sent back: with the pool to itself it fits, so there is progress.
     victims = [request for request in rows if request.phase is Phase.DECODE][1:]
     left = list(rows)

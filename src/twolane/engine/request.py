@@ -1,6 +1,7 @@
 """A request, a prefill batch and a launch in flight, as the engine keeps them."""
 
-from collections.abc import Callable, MutableSequence, Sequence
+from array import array
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -9,7 +10,7 @@ from twolane.engine.kv import Allocation, Lookup
 from twolane.engine.messages import Submit, Times
 from twolane.estimate.base import Load
 from twolane.lanes.base import Ticket
-from twolane.lanes.work import PrefillState, PromptRow, Sampling
+from twolane.lanes.work import PromptRow, Sampling
 from twolane.sampling import TokenLogprobs
 from twolane.slo import Slo
 from twolane.systems.plan import Launch
@@ -31,7 +32,7 @@ class Request:
     """One request. `systems.view.RequestView` is the part of it that systems see."""
 
     id: str
-    tokens: MutableSequence[int]
+    tokens: "array[int]"
     """The prompt and the output delivered so far; sent tokens are final."""
     prompt_tokens: int
     limit: int
@@ -131,12 +132,12 @@ class Request:
         order: int,
         now: float,
         max_model_len: int,
-        tokens: MutableSequence[int],
+        tokens: "array[int]",
         sampling: Sampling,
         slo: Slo,
         lookup: Callable[["Request"], Lookup],
     ) -> "Request":
-        """A new request, waiting; `tokens`, the prompt, is its own and that of `sampling`."""
+        """A new request, waiting; `tokens`, the prompt, is its own."""
         prompt, params = len(submit.prompt), submit.params
         limit = min(prompt + (params.max_tokens or max_model_len), max_model_len)
         eos = () if params.ignore_eos else sampling.eos_token_ids
@@ -169,15 +170,16 @@ class BatchChunk:
     @property
     def final(self) -> bool:
         """Whether the prompt ends here."""
-        return self.row.sampling is not None
+        return self.row.samples
 
 
 @dataclass(slots=True, eq=False)
 class PrefillBatch:
     """Chunks that go through the layers together."""
 
+    id: int
+    """Unique among the engine's batches."""
     members: list[BatchChunk]
-    state: PrefillState = field(default_factory=PrefillState)
     layers_launched: int = 0
     layers_done: int = 0
     last_lane: LaneName | None = None

@@ -52,6 +52,8 @@ class State:
     """Held back until the request of that id has its first token, or ends."""
     started: list[Request] = field(default_factory=list)
     """Waiting between two chunks of their prompts, by rank."""
+    batches: int = 0
+    """Number of prefill batches that were opened."""
     open: PrefillBatch | None = None
     parked: PrefillBatch | None = None
     launched: list[PrefillBatch] = field(default_factory=list)
@@ -159,9 +161,15 @@ class State:
     def drop_empty_batches(self) -> None:
         """A batch whose last request has left is not launched any further."""
         if self.open and not self.open.chunks:
+            self._drop(self.open)
             self.open = None
         if self.parked and not self.parked.chunks:
+            self._drop(self.parked)
             self.parked = None
+
+    def _drop(self, batch: PrefillBatch) -> None:
+        if batch.layers_launched:
+            self.lanes.drop(batch.id)
 
     def lane_views(self, now: float) -> dict[LaneName, LaneView]:
         """What is queued in each lane, and until when by prediction."""

@@ -4,15 +4,14 @@ Lanes decide nothing. `Lanes.launch` queues work and returns at once; the `Ticke
 became of it.
 """
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from twolane.common.vocabulary import LaneName
 from twolane.lanes.work import Work
 from twolane.sampling import TokenLogprobs
-
-__all__ = ["Lanes", "PromptLogprobs", "Sampled", "Step", "Ticket"]
 
 
 class Sampled(NamedTuple):
@@ -62,6 +61,8 @@ class Ticket:
     """Seconds that the host was busy with launching it; a plan should leave room."""
     launched: float = 0.0
     """Seconds, the lanes' clock, when the host was through with that."""
+    number: int = 0
+    """Sequence number of the launch, over all lanes of the device."""
 
     @property
     def waited(self) -> bool:
@@ -100,6 +101,32 @@ class Ticket:
         return self.end - self.start
 
 
+T = TypeVar("T", bound=Ticket)
+
+
+class OpenTickets(Generic[T]):
+    """The tickets of all lanes by number, as long as they may not be done."""
+
+    def __init__(self) -> None:
+        self._tickets: deque[T] = deque()
+        self._first = 0
+        """Number of the first one kept."""
+
+    def add(self, ticket: T) -> T:
+        """Give the ticket the next number."""
+        while self._tickets and self._tickets[0].done:
+            self._tickets.popleft()
+            self._first += 1
+        ticket.number = self._first + len(self._tickets)
+        self._tickets.append(ticket)
+        return ticket
+
+    def pending(self, numbers: Iterable[int]) -> list[T]:
+        """Those with these numbers that are not done."""
+        kept = [self._tickets[n - self._first] for n in numbers if n >= self._first]
+        return [ticket for ticket in kept if not ticket.done]
+
+
 class Lanes(Protocol):
     """The prefill lane, the decode lane and the whole device."""
 
@@ -108,13 +135,17 @@ class Lanes(Protocol):
     levels: Sequence[tuple[int, int]]
     """Partitions (prefill units, decode units) on offer, the solo ones (all, 0), (0, all) too."""
 
-    def launch(self, lane: LaneName, units: int, work: Work, after: Sequence[Ticket]) -> Ticket:
+    def launch(self, lane: LaneName, units: int, work: Work, after: Sequence[int]) -> Ticket:
         """Queue work behind what is queued in that lane and in those that exclude it (`EXCLUSIVE`);
-        it begins when `after` is done.
+        it begins when the launches with the numbers `after` are done.
 
         Never blocks. The units of the prefill lane are counted from one end of the device, those
         of the decode lane from the other: they overlap only if they add up to more than all.
         """
+
+    def drop(self, batch: int) -> None:
+        """Forget the hidden states of a batch of which no further slice is launched, when the
+        slices that were are done."""
 
     def clock(self) -> float:
         """Seconds, monotonic; the clock of the tickets."""

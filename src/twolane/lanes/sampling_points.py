@@ -1,46 +1,101 @@
-"""Where a pass samples: after its decode rows, and after the prompts that end in it."""
+"""Where a pass samples and scores, and which of its rows are left: the same in all lanes."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from twolane.lanes.cuda.logit_processors import SamplingPoint
-from twolane.lanes.work import DecodeRow, PromptRow
+import numpy as np
+import numpy.typing as npt
+
+from twolane.lanes.work import DecodeRow, PromptChunk, PromptRow, unpack
+
+
+class SamplingPoint(NamedTuple):
+    """Where a token is sampled."""
+
+    row: int
+    """Row of the logits."""
+    slot: int
+    position: int
+    """Index of the token in its sequence."""
+
+
+class ScoredRow(NamedTuple):
+    """A prompt row whose tokens' log-probabilities are asked for."""
+
+    row: int
+    """Row of the work."""
+    first: int
+    """Row of the pass, one a token, that the first target follows."""
+    targets: Sequence[int]
+    top: int
+    """Number of alternatives that are reported for each target."""
+
+    def parts(self, most: int) -> Iterator[tuple[slice, Sequence[int]]]:
+        """Rows of the pass and the targets that follow them, at most so many at a time."""
+        for done in range(0, len(self.targets), most):
+            targets = self.targets[done : done + most]
+            first = self.first + done
+            yield slice(first, first + len(targets)), targets
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingPoints:
-    """Of one pass, whose decode rows come first."""
+    """The sampling points of one pass, whose decode rows come first."""
 
     rows: list[int]
-    """Of the work, decode rows and then prompts: those that a token is sampled after."""
+    """Rows of the work, decode rows and then prompts, that a token is sampled after."""
     where: list[int]
     """The row of the pass, one a token, that each is sampled at."""
     places: list[SamplingPoint]
-    """Of the logits, in the same order."""
+    """The points, by row of the logits."""
     decoding: int
-    """Decode rows."""
+    """Number of decode rows."""
+    scored: list[ScoredRow]
 
     @classmethod
-    def of(cls, decode: Sequence[DecodeRow], prompts: Sequence[PromptRow]) -> "SamplingPoints":
-        """Those of a pass with such rows."""
+    def of(
+        cls,
+        decode: Sequence[DecodeRow],
+        prompts: Sequence[PromptRow],
+        chunks: Sequence[PromptChunk],
+    ) -> "SamplingPoints":
+        """Those of a pass with such rows, and these chunks of the prompts."""
         rows, where = list(range(len(decode))), list(range(len(decode)))
         places = [next_point(i, row, 0) for i, row in enumerate(decode)]
+        scored: list[ScoredRow] = []
         end = len(decode)
-        for i, prompt in enumerate(prompts, start=len(decode)):
-            end += len(prompt.tokens)
-            if prompt.sampling is not None:
-                position = prompt.start + len(prompt.tokens)
-                places.append(SamplingPoint(len(rows), prompt.slot, position, prompt.sampling))
+        for i, (prompt, chunk) in enumerate(zip(prompts, chunks, strict=True), start=len(decode)):
+            if (scoring := chunk.scoring) is not None:
+                scored.append(ScoredRow(i, end, unpack(scoring.targets), scoring.top))
+            end += prompt.count
+            if prompt.samples:
+                places.append(SamplingPoint(len(rows), prompt.slot, prompt.start + prompt.count))
                 rows.append(i)
                 where.append(end - 1)
-        return cls(rows, where, places, len(decode))
+        return cls(rows, where, places, len(decode), scored)
 
     @property
     def begun(self) -> list[SamplingPoint]:
-        """Of prompts: their slots are these requests' from now on."""
+        """Points of prompts: their slots are these requests' from now on."""
         return self.places[self.decoding :]
 
 
 def next_point(i: int, row: DecodeRow, step: int) -> SamplingPoint:
     """Where a decode row samples in that step of a launch."""
-    return SamplingPoint(i, row.slot, row.position + step + 1, row.sampling)
+    return SamplingPoint(i, row.slot, row.position + step + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRows:
+    """The rows of a prefill batch between two slices, and their chunks."""
+
+    rows: Sequence[PromptRow]
+    chunks: Sequence[PromptChunk]
+
+    def left(self, rows: Sequence[PromptRow]) -> "tuple[BatchRows, npt.NDArray[np.bool_]]":
+        """The batch without the rows that are not among these, and which tokens are left, [T]."""
+        alive = {row.slot for row in rows}
+        stays = [row.slot in alive for row in self.rows]
+        chunks = [chunk for chunk, each in zip(self.chunks, stays, strict=True) if each]
+        return BatchRows(rows, chunks), np.repeat(stays, [row.count for row in self.rows])

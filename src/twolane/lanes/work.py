@@ -1,33 +1,47 @@
-"""Work for a lane: what the engine makes of a plan's launch, with slots, pages and tokens.
+"""Work for a lane, as data: what the engine makes of a plan's launch.
 
-A *slot* is a request's place in the device's own state: the last token it sampled stays there,
-so that a decode step can be queued before the token is known to the CPU. `pages` lists the
-physical pages of a sequence in order; while work that names it is in flight the engine only
-ever appends to it.
+Everything here can be encoded (`encode`), decoded and carried out by another process with the
+same result. Nothing is a live object and nothing is compared by identity: batches go by id, a
+request's place on the device by *slot*, and pages and sampling are told once, when they change.
+
+A slot keeps the last token that was sampled there, so that a decode step can be queued before the
+token is known to the CPU. Hidden states between two slices of a batch stay in the lanes, by the
+batch's id.
 """
 
+from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import msgspec
 
 from twolane.common.vocabulary import LANES, LaneName
 from twolane.sampling import SamplingParams
 
+Tokens = bytes
+"""Token ids, each an int64 in the machine's byte order."""
 
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """How the token after a row is chosen."""
+
+def pack(tokens: Sequence[int]) -> Tokens:
+    """Token ids as bytes."""
+    return (tokens if isinstance(tokens, array) else array("q", tokens)).tobytes()
+
+
+def unpack(tokens: Tokens) -> memoryview:
+    """The token ids again: a sequence of ints that shares the memory."""
+    return memoryview(tokens).cast("q")
+
+
+class Sampling(msgspec.Struct, frozen=True, array_like=True):
+    """How the tokens of one request are chosen."""
 
     params: SamplingParams
     seed: int
     prompt_tokens: int
-    """Of the request as it was sent, for `min_tokens`."""
+    """Tokens of the prompt as it was sent, from which `min_tokens` counts."""
     eos_token_ids: tuple[int, ...]
-    tokens: Sequence[int] = field(repr=False, compare=False)
-    """The prompt and the output delivered so far, the engine's own: it appends to it. A lane
-    reads it when a prompt ends, as far as the position after that; what it samples from then on it
-    must remember itself, by slot, for steps are launched before their tokens are delivered."""
+    known: Tokens = b""
+    """The prompt and the output delivered so far, if penalties need them. What a lane samples from
+    then on it must remember itself: steps are launched before their tokens are delivered."""
 
     def banned(self, position: int) -> Sequence[int]:
         """Tokens that may not be chosen at this index of the sequence."""
@@ -37,85 +51,125 @@ class Sampling:
         return (*eos, *self.params.stop_token_ids)
 
 
-@dataclass(frozen=True, slots=True)
-class Scoring:
-    """Tokens of a prompt whose log-probabilities are asked for."""
-
-    targets: Sequence[int]
-    """The tokens that follow the chunk's first `len(targets)` tokens."""
-    top: int
-    """Alternatives for each."""
-
-
-@dataclass(frozen=True, slots=True)
-class PromptRow:
-    """A chunk: `tokens` go to the positions from `start` on."""
+class SlotUpdate(msgspec.Struct, frozen=True, array_like=True):
+    """What a launch tells the lanes of a slot, before its work begins."""
 
     slot: int
-    start: int
-    tokens: Sequence[int]
-    pages: Sequence[int]
-    sampling: Sampling | None
-    """Given if the prompt ends here and its first token is to be sampled."""
+    first: int
+    """Index, in the slot's list of pages, of the first page below; 0 begins a new list."""
+    pages: tuple[int, ...]
+    """Physical pages that the slot's sequence has from now on, in order."""
+    sampling: Sampling | None = None
+    """How the slot's tokens are chosen from now on, if that changes."""
+
+
+class Scoring(msgspec.Struct, frozen=True, array_like=True):
+    """Tokens of a prompt whose log-probabilities are asked for."""
+
+    targets: Tokens
+    """The tokens that follow the first ones of the chunk, one each."""
+    top: int
+    """Number of alternatives that are reported for each target."""
+
+
+class PromptChunk(msgspec.Struct, frozen=True, array_like=True):
+    """The tokens that a prompt row computes."""
+
+    tokens: Tokens
     scoring: Scoring | None = None
     """Given if log-probabilities of the prompt are asked for."""
 
 
-class DecodeRow(msgspec.Struct, frozen=True):
+class PromptRow(msgspec.Struct, frozen=True, array_like=True):
+    """A chunk's place in its sequence: the positions from `start` on."""
+
+    slot: int
+    start: int
+    count: int
+    """Tokens of the chunk."""
+    samples: bool = False
+    """Whether the prompt ends here, so that its first token is sampled."""
+
+
+class DecodeRow(msgspec.Struct, frozen=True, array_like=True):
     """A decoding request: the token in its slot goes to `position`, the next one is sampled."""
 
     slot: int
     position: int
     steps: int
     """How many of the launch's steps it takes part in."""
-    pages: Sequence[int]
-    sampling: Sampling
 
 
-@dataclass(slots=True, eq=False)
-class PrefillState:
-    """Between two slices of a batch: its hidden states, kept by the lanes.
+class PrefillWork(msgspec.Struct, frozen=True, array_like=True, tag="prefill"):
+    """Layers `first:last` of a prefill batch.
 
-    Freed with its last reference; the engine drops its own when the batch is done or given up.
+    The launch of layer 0 opens the batch. Step tokens name places in `rows`.
     """
 
-    hidden: object | None = None
-    rows: tuple[PromptRow, ...] = ()
-    """Those that `hidden` is made of, in order."""
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillWork:
-    """Layers `first:last` of a batch. `rows` are those still alive, a subset of the last slice's.
-
-    Step tokens name places in `rows`.
-    """
-
-    state: PrefillState = field(repr=False)
+    batch: int
+    """Names the batch's hidden states from one slice to the next."""
     rows: tuple[PromptRow, ...]
+    """The rows still alive: a subset of the last slice's, in its order."""
     first: int
     last: int
     finishes: bool
-    """Whether `last` is the model's last layer: then it samples, too."""
+    """Whether `last` is the model's last layer, after which it samples."""
+    chunks: tuple[PromptChunk, ...] = ()
+    """The rows' tokens, one chunk each, if this launch opens the batch."""
+    slots: tuple[SlotUpdate, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeWork:
+class DecodeWork(msgspec.Struct, frozen=True, array_like=True, tag="decode"):
     """`k` decode steps."""
 
     rows: tuple[DecodeRow, ...]
     k: int
+    slots: tuple[SlotUpdate, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class HybridWork:
+class HybridWork(msgspec.Struct, frozen=True, array_like=True, tag="hybrid"):
     """One forward pass; step tokens number the decode rows first, then the prompt rows."""
 
     decode: tuple[DecodeRow, ...]
     prompts: tuple[PromptRow, ...]
+    chunks: tuple[PromptChunk, ...] = ()
+    """The prompt rows' tokens, one chunk each."""
+    slots: tuple[SlotUpdate, ...] = ()
 
 
 Work = PrefillWork | DecodeWork | HybridWork
+
+
+class LaunchRecord(msgspec.Struct, frozen=True, array_like=True, tag="launch"):
+    """The arguments of `Lanes.launch`; the lanes count their launches, from 0."""
+
+    lane: LaneName
+    units: int
+    work: Work
+    after: tuple[int, ...] = ()
+    """Numbers of the launches that it waits for."""
+
+
+class DropRecord(msgspec.Struct, frozen=True, array_like=True, tag="drop"):
+    """The argument of `Lanes.drop`."""
+
+    batch: int
+
+
+Record = LaunchRecord | DropRecord
+"""What lanes are told, in the order in which they are told it."""
+
+encode = msgspec.msgpack.Encoder().encode
+_decoder: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(Record)
+
+
+def decode(encoded: bytes) -> Record:
+    """What was encoded.
+
+    Raises:
+        msgspec.DecodeError: the bytes are no record.
+    """
+    return _decoder.decode(encoded)
 
 
 def used_by(lane: LaneName, work: Work) -> Sequence[str]:

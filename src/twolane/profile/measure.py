@@ -9,10 +9,10 @@ from msgspec.structs import replace
 from twolane.common.vocabulary import LaneName
 from twolane.estimate.profile import Kind, Neighbour, Run, Sample
 from twolane.lanes.base import Ticket
-from twolane.lanes.work import DecodeWork, HybridWork, PrefillState, PrefillWork, PromptRow, Work
+from twolane.lanes.work import DecodeWork, HybridWork, PrefillWork, Work
 from twolane.profile.clocks import Clocks
 from twolane.profile.grid import Point
-from twolane.profile.rig import Rig
+from twolane.profile.rig import Prompts, Rig
 
 WARM_SECONDS = 0.15
 """Of each point, not counted: clocks follow the load with some delay."""
@@ -93,20 +93,20 @@ class _Feed:
 
 def measure(rig: Rig, point: Point, clocks: Clocks) -> list[Sample]:
     """The samples of one point: one a work alone, one a lane with both at work."""
-    prompts, rows = rig.prompt_rows(point.prompts), rig.decode_rows(point.contexts)
+    prompts, rows = rig.prompts(point.prompts), rig.decode_rows(point.contexts)
     try:
         if point.kind == "hybrid":
-            feeds = [_Feed(rig, "device", point.prefill_units, [HybridWork(rows, prompts)])]
+            feeds = [_Feed(rig, "device", point.prefill_units, [HybridWork(rows, *prompts)])]
         else:
             feeds = []
             if rows:
                 feeds.append(_Feed(rig, "decode", point.decode_units, [DecodeWork(rows, 1)]))
-            if prompts:
+            if prompts.rows:
                 slices, took = _slices(rig, point, prompts)
                 feeds.append(_Feed(rig, "prefill", point.prefill_units, slices, took))
         start, end = _run(rig, feeds)
     finally:
-        rig.give_back(prompts)
+        rig.give_back(prompts.rows)
         rig.give_back(rows)
     reading = clocks.between(start, end)
     clocks.forget(end)
@@ -126,9 +126,7 @@ def measure(rig: Rig, point: Point, clocks: Clocks) -> list[Sample]:
     return [s for feed in feeds for s in _samples(point, feed, template, start, end)]
 
 
-def _slices(
-    rig: Rig, point: Point, prompts: tuple[PromptRow, ...]
-) -> tuple[list[PrefillWork], dict[int, float]]:
+def _slices(rig: Rig, point: Point, prompts: Prompts) -> tuple[list[PrefillWork], dict[int, float]]:
     """A whole pass in slices of about `SLICE_SECONDS`, by what one layer takes alone; and the
     seconds of each of them, by that.
 
@@ -144,11 +142,11 @@ def _slices(
     return slices, {i: layer * (part.last - part.first) for i, part in enumerate(slices)}
 
 
-def _cut(prompts: tuple[PromptRow, ...], cuts: Sequence[int], layers: int) -> list[PrefillWork]:
+def _cut(prompts: Prompts, cuts: Sequence[int], layers: int) -> list[PrefillWork]:
     """The layers of a pass from each of these to the next."""
-    state = PrefillState()
+    rows, chunks = prompts
     return [
-        PrefillWork(state, prompts, first, last, finishes=last == layers)
+        PrefillWork(0, rows, first, last, last == layers, () if first else chunks)
         for first, last in pairwise(cuts)
     ]
 

@@ -4,11 +4,21 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from twolane.common.vocabulary import LaneName
 from twolane.estimate.profile import Run
 from twolane.lanes.base import Lanes, Ticket
-from twolane.lanes.work import DecodeRow, PromptRow, Sampling, Work
+from twolane.lanes.slot_table import UntoldSlots
+from twolane.lanes.work import (
+    DecodeRow,
+    PromptChunk,
+    PromptRow,
+    Sampling,
+    SlotUpdate,
+    Work,
+    pack,
+)
 from twolane.profile.grid import Limits
 from twolane.sampling import SamplingParams
 from twolane.sim.lanes import SimLanes
@@ -17,6 +27,13 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
 POLL_SECONDS = 5e-5
 HANGS_SECONDS = 120.0
 """A launch that takes longer than this is taken for one that never ends."""
+
+
+class Prompts(NamedTuple):
+    """Prompts that are computed together."""
+
+    rows: tuple[PromptRow, ...]
+    chunks: tuple[PromptChunk, ...]
 
 
 @dataclass
@@ -36,6 +53,9 @@ class Rig:
     clocks_settle: bool = True
     """Whether the device's speed follows its load with some delay; in a simulation it does not."""
     _free: list[int] = field(init=False)
+    _held: dict[int, list[int]] = field(default_factory=dict)
+    """Pages by slot."""
+    _untold: UntoldSlots = field(default_factory=UntoldSlots)
 
     def __post_init__(self) -> None:
         self._free = list(range(self.pages))
@@ -56,7 +76,7 @@ class Rig:
 
     def launch(self, lane: LaneName, units: int, work: Work) -> Ticket:
         """Queue work behind what is queued in that lane."""
-        return self.lanes.launch(lane, units, work, ())
+        return self.lanes.launch(lane, units, self._untold.attach(work), ())
 
     def wait(self, until: Callable[[], bool], tickets: Sequence[Ticket]) -> None:
         """Let the lanes work until something holds.
@@ -83,26 +103,30 @@ class Rig:
         rows: list[DecodeRow] = []
         for _, context, count in runs:
             for _ in range(count):
-                sampling = Sampling(GREEDY, 0, context, (), [])
-                pages = self._take(context + 1)
-                rows.append(DecodeRow(len(rows), context, 1, pages, sampling))
+                self._take(len(rows), context + 1, context)
+                rows.append(DecodeRow(len(rows), context, 1))
         return tuple(rows)
 
-    def prompt_rows(self, runs: Sequence[Run]) -> tuple[PromptRow, ...]:
+    def prompts(self, runs: Sequence[Run]) -> Prompts:
         """Prompts of n random tokens behind r that are in the cache."""
-        draw, rows = random.Random(self.seed), []
+        draw, rows, chunks = random.Random(self.seed), [], []
         slots = iter(range(self.slots - 1, -1, -1))  # decode rows have the first ones
         for n, r, count in runs:
             for _ in range(count):
-                tokens = draw.choices(range(self.vocab_size), k=n)
-                sampling = Sampling(GREEDY, 0, n + r, (), [])
-                rows.append(PromptRow(next(slots), r, tokens, self._take(n + r), sampling))
-        return tuple(rows)
+                row = PromptRow(next(slots), r, n, samples=True)
+                self._take(row.slot, n + r, n + r)
+                rows.append(row)
+                chunks.append(PromptChunk(pack(draw.choices(range(self.vocab_size), k=n))))
+        return Prompts(tuple(rows), tuple(chunks))
 
     def give_back(self, rows: Sequence[DecodeRow | PromptRow]) -> None:
         """The rows' launches have ended: their pages are free again."""
         for row in rows:
-            self._free += row.pages
+            self._free += self._held.pop(row.slot)
 
-    def _take(self, tokens: int) -> list[int]:
-        return [self._free.pop() for _ in range(-(-tokens // self.page_size))]
+    def _take(self, slot: int, tokens: int, prompt_tokens: int) -> None:
+        """Pages for so many tokens, told with the first launch that names the slot."""
+        pages = [self._free.pop() for _ in range(-(-tokens // self.page_size))]
+        self._held[slot] = pages
+        sampling = Sampling(GREEDY, 0, prompt_tokens, ())
+        self._untold.add(SlotUpdate(slot, 0, tuple(pages), sampling))

@@ -469,7 +469,7 @@ class DeviceModel:
         gpu, shapes = self.gpu, self._shapes
         pairs = seen = 0.0
         for row in rows:
-            n = len(row.tokens)
+            n = row.count
             # Tiles on the diagonal are whole.
             pairs += (n + gpu.attention_rows) * (row.start + 0.5 * n + 64)
             seen += row.start + n
@@ -492,11 +492,11 @@ class DeviceModel:
         """
         tile, heads = tile_tokens(self.spec.head_dim), self.spec.heads / self.tp
         keys = [
-            row.start + min(len(row.tokens), first + tile)
+            row.start + min(row.count, first + tile)
             for row in rows
-            for first in range(0, len(row.tokens), tile)
+            for first in range(0, row.count, tile)
         ]
-        new = sum([len(row.tokens) * (row.start + len(row.tokens)) for row in rows])
+        new = sum([row.count * (row.start + row.count) for row in rows])
         if heads * sum(keys) > EMPTY_KEYS * units and new < FILLED * tile * sum(keys):
             return None
         count, longest = heads * len(keys), max(keys) + TILE_KEYS
@@ -581,9 +581,9 @@ def _least_layer(tokens: int) -> float:
 
 
 def _count(rows: Sequence[PromptRow]) -> int:
-    return sum([len(row.tokens) for row in rows])
+    return sum([row.count for row in rows])
 
 
 def _ends(rows: Sequence[PromptRow]) -> int:
     """How many prompts end with their chunk."""
-    return sum([row.sampling is not None for row in rows])
+    return sum([row.samples for row in rows])

@@ -6,19 +6,20 @@ far. Launches wait for each other as on a GPU: a lane runs in order, the whole d
 lanes, and two launches never decode at a time. Tokens are made up.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from twolane.common.vocabulary import LaneName
-from twolane.lanes.base import PromptLogprobs, Sampled, Step, Ticket
+from twolane.lanes.base import OpenTickets, PromptLogprobs, Sampled, Step, Ticket
 from twolane.lanes.work import (
     DecodeWork,
     HybridWork,
     PrefillWork,
+    PromptChunk,
     PromptRow,
-    Sampling,
     Work,
+    unpack,
     used_by,
 )
 from twolane.sampling import TokenLogprobs
@@ -128,6 +129,8 @@ class SimLanes:
         self._host_free = 0.0
         self._last: dict[str, _SimTicket] = {}
         """The last launch that used each of what launches share."""
+        self._open: OpenTickets[_SimTicket] = OpenTickets()
+        self._results = _Results()
         self._queued: list[_SimTicket] = []
         """Not begun, in launch order."""
         self._running: list[_SimTicket] = []
@@ -140,11 +143,11 @@ class SimLanes:
         """The virtual time in seconds."""
         return self._now
 
-    def launch(self, lane: LaneName, units: int, work: Work, after: Sequence[Ticket]) -> Ticket:
+    def launch(self, lane: LaneName, units: int, work: Work, after: Sequence[int]) -> Ticket:
         """See `Lanes.launch`."""
         used, last = used_by(lane, work), self._last
         before = [last[name] for name in used if name in last]
-        before += [ticket for ticket in after if isinstance(ticket, _SimTicket)]
+        before += self._open.pending(after)
         begun = max(self._now, self._host_free)
         first, all_of_it = self._device.host_seconds(work)
         self._host_free = begun + all_of_it
@@ -158,12 +161,18 @@ class SimLanes:
             launched=self._host_free,
             launching=all_of_it,
         )
+        self._open.add(ticket)
+        self._results.take(work)
         last.update(dict.fromkeys(used, ticket))
         self._queued.append(ticket)
         self._changed = True
         if self._begin():
             self._rate()
         return ticket
+
+    def drop(self, batch: int) -> None:
+        """See `Lanes.drop`."""
+        self._results.drop(batch)
 
     def next_event(self) -> float | None:
         """When the next step begins or ends, in virtual seconds; None when nothing is to come."""
@@ -189,7 +198,7 @@ class SimLanes:
         over = [ticket for ticket in self._running if ticket.over <= self._now]
         for ticket in over:
             assert ticket.work is not None
-            ticket.add(_result(ticket.work, len(ticket.steps)), self._now)
+            ticket.add(self._results.of(ticket.work, len(ticket.steps)), self._now)
             ticket.takes = 0.0
             if len(ticket.steps) == len(ticket.demands):
                 ticket.end = self._now
@@ -232,37 +241,62 @@ _PLAIN = [Sampled(row, TOKEN) for row in range(1024)]
 """The first rows' tokens without log-probabilities, made once."""
 
 
-def _result(work: Work, step: int) -> Step:
-    if isinstance(work, DecodeWork):
-        return Step(_decoded(work, step))
-    if isinstance(work, HybridWork):
-        decoded = [_sampled(i, row.sampling) for i, row in enumerate(work.decode)]
-        prompts = _finished(work.prompts, len(decoded))
-        return Step([*decoded, *prompts.sampled], prompts.prompt_logprobs)
-    return _finished(work.rows, 0) if work.finishes else Step()
+class _Results:
+    """What work comes to, by what launches have told of slots and batches."""
 
+    def __init__(self) -> None:
+        self._scores: set[int] = set()
+        """Slots whose tokens come with log-probabilities."""
+        self._chunks: dict[int, dict[int, PromptChunk]] = {}
+        """Chunks to be scored, by batch and slot."""
 
-def _decoded(work: DecodeWork, step: int) -> list[Sampled]:
-    rows = enumerate(work.rows)
-    return [_sampled(i, row.sampling) for i, row in rows if step < row.steps]
+    def take(self, work: Work) -> None:
+        """Note what a launch tells."""
+        for update in work.slots:
+            if update.sampling is not None:
+                self._scores.discard(update.slot)
+                if update.sampling.params.logprobs is not None:
+                    self._scores.add(update.slot)
+        if isinstance(work, PrefillWork) and work.chunks:
+            rows = zip(work.rows, work.chunks, strict=True)
+            self.drop(work.batch)
+            if scored := {row.slot: chunk for row, chunk in rows if chunk.scoring is not None}:
+                self._chunks[work.batch] = scored
 
+    def drop(self, batch: int) -> None:
+        """Forget a batch."""
+        self._chunks.pop(batch, None)
 
-def _finished(prompts: Sequence[PromptRow], first: int) -> Step:
-    rows = list(enumerate(prompts, first))
-    return Step(
-        [_sampled(i, row.sampling) for i, row in rows if row.sampling is not None],
-        [
-            PromptLogprobs(i, [_certain(token) for token in row.scoring.targets])
-            for i, row in rows
-            if row.scoring is not None
-        ],
-    )
+    def of(self, work: Work, step: int) -> Step:
+        """What a step of the work comes to."""
+        if isinstance(work, DecodeWork):
+            rows = enumerate(work.rows)
+            return Step([self._sampled(i, row.slot) for i, row in rows if step < row.steps])
+        if isinstance(work, HybridWork):
+            decoded = [self._sampled(i, row.slot) for i, row in enumerate(work.decode)]
+            chunks = {row.slot: each for row, each in zip(work.prompts, work.chunks, strict=False)}
+            prompts = self._finished(work.prompts, chunks, len(decoded))
+            return Step([*decoded, *prompts.sampled], prompts.prompt_logprobs)
+        if not work.finishes:
+            return Step()
+        return self._finished(work.rows, self._chunks.pop(work.batch, {}), 0)
 
+    def _finished(
+        self, prompts: Sequence[PromptRow], chunks: Mapping[int, PromptChunk], first: int
+    ) -> Step:
+        sampled, scored = [], []
+        for i, row in enumerate(prompts, first):
+            if row.samples:
+                sampled.append(self._sampled(i, row.slot))
+            if (chunk := chunks.get(row.slot)) is not None and chunk.scoring is not None:
+                targets = unpack(chunk.scoring.targets)
+                scored.append(PromptLogprobs(i, [_certain(token) for token in targets]))
+        return Step(sampled, scored)
 
-def _sampled(row: int, sampling: Sampling) -> Sampled:
-    if sampling.params.logprobs is None:
+    def _sampled(self, row: int, slot: int) -> Sampled:
+        if slot in self._scores:
+            return Sampled(row, TOKEN, _certain(TOKEN))
         return _PLAIN[row] if row < len(_PLAIN) else Sampled(row, TOKEN)
-    return Sampled(row, TOKEN, _certain(TOKEN))
 
 
 def _certain(token: int) -> TokenLogprobs:

@@ -17,9 +17,9 @@ from queue import SimpleQueue
 import torch
 
 from twolane.common.vocabulary import EXCLUSIVE, LaneName
-from twolane.lanes.base import Ticket
+from twolane.lanes.base import OpenTickets, Ticket
 from twolane.lanes.cpu.runner import Runner
-from twolane.lanes.work import Work
+from twolane.lanes.work import PrefillWork, Work
 
 
 def partitions(cores: int) -> tuple[tuple[int, int], ...]:
@@ -40,6 +40,11 @@ class _Job:
     after: tuple[_CpuTicket, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class _Drop:
+    batch: int
+
+
 class CpuLanes:
     """The lanes of one machine's cores.
 
@@ -55,23 +60,35 @@ class CpuLanes:
         self._notify = notify
         self._workers: dict[tuple[LaneName, int], _Worker] = {}
         self._last: dict[LaneName, _CpuTicket] = {}
+        self._open: OpenTickets[_CpuTicket] = OpenTickets()
+        self._slices: dict[int, _Worker] = {}
+        """The worker of the last slice of each batch that is not launched to its end."""
         self.units = len(self._cores)
         self.levels: Sequence[tuple[int, int]] = partitions(self.units)
 
     clock = staticmethod(time.monotonic)
 
-    def launch(self, lane: LaneName, units: int, work: Work, after: Sequence[Ticket]) -> Ticket:
+    def launch(self, lane: LaneName, units: int, work: Work, after: Sequence[int]) -> Ticket:
         """See `Lanes.launch`."""
-        ticket = _CpuTicket(lane, units)
-        before = [t for t in after if isinstance(t, _CpuTicket)]
+        before = self._open.pending(after)
         before += [self._last[name] for name in EXCLUSIVE[lane] if name in self._last]
+        ticket = self._open.add(_CpuTicket(lane, units))
         self._last[lane] = ticket
         worker = self._workers.get((lane, units))
         if worker is None:
             worker = _Worker(f"{lane}-{units}", self._share(lane, units), self._execute)
             self._workers[lane, units] = worker
         worker.jobs.put(_Job(ticket, work, tuple(t for t in before if not t.done)))
+        if isinstance(work, PrefillWork):
+            self._slices[work.batch] = worker
+            if work.finishes:
+                del self._slices[work.batch]
         return ticket
+
+    def drop(self, batch: int) -> None:
+        """See `Lanes.drop`."""
+        if (worker := self._slices.pop(batch, None)) is not None:
+            worker.jobs.put(_Drop(batch))
 
     def close(self, timeout: float = 1.0) -> None:
         """End the threads when they are through with what is queued; wait for each so long."""
@@ -84,7 +101,10 @@ class CpuLanes:
     def _share(self, lane: LaneName, units: int) -> tuple[int, ...]:
         return self._cores[-units:] if lane == "decode" else self._cores[:units]
 
-    def _execute(self, job: _Job) -> None:
+    def _execute(self, job: _Job | _Drop) -> None:
+        if isinstance(job, _Drop):
+            self._runner.drop(job.batch)
+            return
         for ticket in job.after:
             ticket.finished.wait()
         ticket = job.ticket
@@ -103,8 +123,10 @@ class CpuLanes:
 class _Worker:
     """A thread on its cores, with as many intra-op threads."""
 
-    def __init__(self, name: str, cores: tuple[int, ...], execute: Callable[[_Job], None]) -> None:
-        self.jobs: SimpleQueue[_Job | None] = SimpleQueue()
+    def __init__(
+        self, name: str, cores: tuple[int, ...], execute: Callable[[_Job | _Drop], None]
+    ) -> None:
+        self.jobs: SimpleQueue[_Job | _Drop | None] = SimpleQueue()
         self._cores = cores
         self._execute = execute
         self.thread = threading.Thread(target=self._work, name=f"lane-{name}", daemon=True)

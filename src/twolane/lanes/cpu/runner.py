@@ -1,21 +1,24 @@
 """Runs work on the model, eagerly, on the calling thread: what the CPU lanes do."""
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from twolane.lanes.base import PromptLogprobs, Sampled, Step
+from twolane.lanes.sampling_points import BatchRows, SamplingPoint, SamplingPoints, next_point
+from twolane.lanes.slot_table import SlotTable
 from twolane.lanes.work import (
     DecodeRow,
     DecodeWork,
     HybridWork,
     PrefillWork,
-    PromptRow,
+    PromptChunk,
     Sampling,
-    Scoring,
     Work,
+    unpack,
 )
 from twolane.model.attention import Batch, KVCache, Segment
 from twolane.model.decoder import Decoder
@@ -26,15 +29,13 @@ SCORED_LOGITS = 2**22
 """The most logits made at a time for a prompt's log-probabilities: 16 MiB, and as much again."""
 
 
-class _Place(NamedTuple):
-    """Where a token is sampled."""
+@dataclass(frozen=True, slots=True)
+class _Paused:
+    """A prefill batch between two slices."""
 
-    row: int
-    """Of the work."""
-    slot: int
-    position: int
-    """Of the token, in its sequence."""
-    sampling: Sampling
+    batch: BatchRows
+    hidden: Tensor
+    """[T, hidden]"""
 
 
 class Runner:
@@ -48,11 +49,15 @@ class Runner:
         self._decoder = decoder
         self._kv = kv
         self._page_size = page_size
+        self._slots = SlotTable(slots)
         self._last_token = [0] * slots
         self._adjustments: list[Adjustment | None] = [None] * slots
+        self._paused: dict[int, _Paused] = {}
+        """Batches between two slices, by id."""
 
     def run(self, work: Work) -> Iterator[Step]:
         """Do the work; yields what each step came to when it is done."""
+        self._slots.take(work.slots)
         if isinstance(work, DecodeWork):
             for step in range(work.k):
                 yield self._decode(work.rows, step)
@@ -61,131 +66,122 @@ class Runner:
         else:
             yield self._hybrid(work)
 
+    def drop(self, batch: int) -> None:
+        """Forget a batch that is not gone on with."""
+        self._paused.pop(batch, None)
+
     def _decode(self, rows: Sequence[DecodeRow], step: int) -> Step:
-        alive = [(i, row) for i, row in enumerate(rows) if step < row.steps]
-        tokens = torch.tensor([self._last_token[row.slot] for _, row in alive])
-        batch = self._batch([Segment(row.position + step, 1, row.pages) for _, row in alive])
-        hidden = self._layers(self._decoder.embed(tokens), batch, 0, self._decoder.spec.layers)
-        return Step(self._sample(hidden, [_next(i, row, step) for i, row in alive]))
+        alive = [i for i, row in enumerate(rows) if step < row.steps]
+        points = [next_point(i, rows[i], step) for i in alive]
+        batch = self._batch([self._segment(p.slot, p.position - 1, 1) for p in points])
+        hidden = self._decoder.embed(self._last_tokens([point.slot for point in points]))
+        hidden = self._layers(hidden, batch, 0, self._decoder.spec.layers)
+        return Step(self._sample(hidden, points, alive))
 
     def _prefill(self, work: PrefillWork) -> Step:
-        batch = self._batch([_segment(row) for row in work.rows])
-        hidden = self._resume(work)
-        hidden = self._layers(hidden, batch, work.first, work.last)
+        paused = self._resume(work)
+        batch = self._batch([self._segment(r.slot, r.start, r.count) for r in work.rows])
+        hidden = self._layers(paused.hidden, batch, work.first, work.last)
         if not work.finishes:
-            work.state.hidden, work.state.rows = hidden, work.rows
+            self._paused[work.batch] = _Paused(paused.batch, hidden)
             return Step()
-        work.state.hidden, work.state.rows = None, ()
-        return self._finish_prompts(hidden, work.rows, first_row=0)
+        self.drop(work.batch)
+        return self._finish(hidden, SamplingPoints.of((), work.rows, paused.batch.chunks))
 
-    def _resume(self, work: PrefillWork) -> Tensor:
-        """The hidden states where the last slice left them, without the rows that have left."""
+    def _resume(self, work: PrefillWork) -> _Paused:
+        """The batch where the last slice left it, without the rows that have left."""
         if work.first == 0:
-            return self._decoder.embed(_tokens(work.rows))
-        hidden = work.state.hidden
-        assert isinstance(hidden, Tensor)
-        if work.state.rows == work.rows:
-            return hidden
-        alive = {row.slot for row in work.rows}
-        parts = torch.split(hidden, [len(row.tokens) for row in work.state.rows])
-        kept = zip(work.state.rows, parts, strict=True)
-        return torch.cat([part for row, part in kept if row.slot in alive])
+            hidden = self._decoder.embed(_tokens(work.chunks))
+            return _Paused(BatchRows(work.rows, work.chunks), hidden)
+        paused = self._paused[work.batch]
+        if paused.batch.rows == work.rows:
+            return paused
+        batch, left = paused.batch.left(work.rows)
+        return _Paused(batch, paused.hidden[torch.from_numpy(left)])
 
     def _hybrid(self, work: HybridWork) -> Step:
-        last = torch.tensor([self._last_token[row.slot] for row in work.decode], dtype=torch.long)
-        tokens = torch.cat([last, _tokens(work.prompts)])
-        segments = [Segment(row.position, 1, row.pages) for row in work.decode]
-        batch = self._batch(segments + [_segment(row) for row in work.prompts])
-        hidden = self._layers(self._decoder.embed(tokens), batch, 0, self._decoder.spec.layers)
-        n = len(work.decode)
-        decoded = self._sample(hidden[:n], [_next(i, row, 0) for i, row in enumerate(work.decode)])
-        prompts = self._finish_prompts(hidden[n:], work.prompts, first_row=n)
-        return Step([*decoded, *prompts.sampled], prompts.prompt_logprobs)
+        last = self._last_tokens([row.slot for row in work.decode])
+        tokens = torch.cat([last, _tokens(work.chunks)])
+        segments = [self._segment(row.slot, row.position, 1) for row in work.decode]
+        segments += [self._segment(row.slot, row.start, row.count) for row in work.prompts]
+        hidden = self._decoder.embed(tokens)
+        hidden = self._layers(hidden, self._batch(segments), 0, self._decoder.spec.layers)
+        return self._finish(hidden, SamplingPoints.of(work.decode, work.prompts, work.chunks))
 
-    def _finish_prompts(self, hidden: Tensor, rows: Sequence[PromptRow], first_row: int) -> Step:
-        """Sample after the last token of each prompt that is complete; score what is asked for."""
-        ends: list[int] = []
-        places: list[_Place] = []
+    def _finish(self, hidden: Tensor, ends: SamplingPoints) -> Step:
+        """Sample and score where a pass ends; `hidden` is its last, [T, hidden]."""
+        for point in ends.begun:
+            self._adjustments[point.slot] = _adjustment(self._slots.sampling_of(point.slot))
+        most = max(1, SCORED_LOGITS // self._decoder.spec.vocab_size)
         scored: list[PromptLogprobs] = []
-        end = 0
-        for i, row in enumerate(rows, first_row):
-            if row.scoring is not None:
-                scored.append(PromptLogprobs(i, self._score(hidden[end:], row.scoring)))
-            end += len(row.tokens)
-            if row.sampling is not None:
-                place = _Place(i, row.slot, row.start + len(row.tokens), row.sampling)
-                self._adjustments[row.slot] = _adjustment(place)
-                ends.append(end - 1)
-                places.append(place)
-        return Step(self._sample(hidden[ends], places), scored)
+        for row in ends.scored:
+            scores: list[TokenLogprobs] = []
+            for where, targets in row.parts(most):
+                logits = self._decoder.head(hidden[where])
+                scores += score(logits, torch.tensor(targets), [row.top] * len(targets))
+            scored.append(PromptLogprobs(row.row, scores))
+        return Step(self._sample(hidden[ends.where], ends.places, ends.rows), scored)
 
-    def _sample(self, hidden: Tensor, places: Sequence[_Place]) -> list[Sampled]:
-        """Sample after each of the hidden states [R, hidden]."""
-        if not places:
+    def _sample(
+        self, hidden: Tensor, points: Sequence[SamplingPoint], rows: Sequence[int]
+    ) -> list[Sampled]:
+        """Sample after each of the hidden states [R, hidden]; `rows` are those of the work."""
+        if not points:
             return []
         logits = self._decoder.head(hidden)
-        chosen = sample(logits, [self._sample_row(place) for place in places])
-        scores = _scores(logits, chosen, places)
+        samplings = [self._slots.sampling_of(point.slot) for point in points]
+        chosen = sample(logits, list(map(self._sample_row, points, samplings)))
+        scores = _scores(logits, chosen, samplings)
         tokens: list[int] = chosen.tolist()
-        for place, token in zip(places, tokens, strict=True):
-            self._last_token[place.slot] = token
-            if (adjustment := self._adjustments[place.slot]) is not None:
+        for point, token in zip(points, tokens, strict=True):
+            self._last_token[point.slot] = token
+            if (adjustment := self._adjustments[point.slot]) is not None:
                 adjustment.add(token)
         return [
-            Sampled(place.row, token, scores.get(i))
-            for i, (place, token) in enumerate(zip(places, tokens, strict=True))
+            Sampled(row, token, scores.get(i))
+            for i, (row, token) in enumerate(zip(rows, tokens, strict=True))
         ]
 
-    def _sample_row(self, place: _Place) -> SampleRow:
-        sampling, position = place.sampling, place.position
-        banned, adjustment = sampling.banned(position), self._adjustments[place.slot]
+    def _sample_row(self, point: SamplingPoint, sampling: Sampling) -> SampleRow:
+        position = point.position
+        banned, adjustment = sampling.banned(position), self._adjustments[point.slot]
         return SampleRow(sampling.params, sampling.seed, position, banned, adjustment)
 
-    def _score(self, hidden: Tensor, scoring: Scoring) -> list[TokenLogprobs]:
-        """Score the targets that follow the first of these hidden states, some at a time."""
-        some = max(1, SCORED_LOGITS // self._decoder.spec.vocab_size)
-        scores: list[TokenLogprobs] = []
-        for first in range(0, len(scoring.targets), some):
-            targets = torch.tensor(scoring.targets[first : first + some])
-            logits = self._decoder.head(hidden[first : first + len(targets)])
-            scores += score(logits, targets, [scoring.top] * len(targets))
-        return scores
+    def _last_tokens(self, slots: Sequence[int]) -> Tensor:
+        """The tokens sampled last in these slots, int64 [R]."""
+        return torch.tensor([self._last_token[slot] for slot in slots], dtype=torch.long)
 
     def _layers(self, hidden: Tensor, batch: Batch, first: int, last: int) -> Tensor:
         for i in range(first, last):
             hidden = self._decoder.layer(i, hidden, batch, self._kv)
         return hidden
 
+    def _segment(self, slot: int, start: int, count: int) -> Segment:
+        return Segment(start, count, self._slots.pages[slot])
+
     def _batch(self, segments: Sequence[Segment]) -> Batch:
         return Batch.build(segments, self._page_size)
 
 
-def _tokens(rows: Sequence[PromptRow]) -> Tensor:
-    return torch.tensor([token for row in rows for token in row.tokens], dtype=torch.long)
+def _tokens(chunks: Sequence[PromptChunk]) -> Tensor:
+    """The tokens of all chunks, int64 [T]."""
+    packed = b"".join([chunk.tokens for chunk in chunks])
+    return torch.tensor(np.frombuffer(packed, dtype=np.int64))
 
 
-def _segment(row: PromptRow) -> Segment:
-    return Segment(row.start, len(row.tokens), row.pages)
-
-
-def _next(i: int, row: DecodeRow, step: int) -> _Place:
-    """Where a decode row samples in that step of a launch."""
-    return _Place(i, row.slot, row.position + step + 1, row.sampling)
-
-
-def _adjustment(place: _Place) -> Adjustment | None:
-    """What the slot of a prompt that ends here needs from now on."""
-    sampling = place.sampling
+def _adjustment(sampling: Sampling) -> Adjustment | None:
+    """What the slot of a prompt that ends needs from then on."""
     if not (sampling.params.penalises or sampling.params.logit_bias):
         return None
-    known = sampling.tokens[: place.position]
-    n = sampling.prompt_tokens
+    known, n = unpack(sampling.known).tolist(), sampling.prompt_tokens
     return Adjustment(sampling.params, known[:n], known[n:])
 
 
-def _scores(logits: Tensor, chosen: Tensor, places: Sequence[_Place]) -> dict[int, TokenLogprobs]:
-    """Of the rows that ask for log-probabilities, by row of the logits."""
-    tops = {i: place.sampling.params.logprobs for i, place in enumerate(places)}
+def _scores(
+    logits: Tensor, chosen: Tensor, samplings: Sequence[Sampling]
+) -> dict[int, TokenLogprobs]:
+    """Log-probabilities of the rows that ask for them, by row of the logits."""
+    tops = {i: sampling.params.logprobs for i, sampling in enumerate(samplings)}
     asked = {i: top for i, top in tops.items() if top is not None}
     if not asked:
         return {}

@@ -1,6 +1,6 @@
 """The tokens of a forward pass on the GPU: prompts, decode rows, or both."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +12,7 @@ from twolane.kernels.decode_attention.dispatch import DecodeScratch, decode_atte
 from twolane.kernels.prefill_attention.batch import NewKV
 from twolane.kernels.prefill_attention.dispatch import PrefillPlan, prefill_attention
 from twolane.lanes.cuda.slots import Ints
-from twolane.lanes.work import PromptRow
+from twolane.lanes.work import PromptChunk, PromptRow
 from twolane.model.decoder import LayerWeights
 from twolane.model.gpu_decoder import GpuDecoder
 
@@ -138,8 +138,13 @@ class DecodeRows:
         )
 
 
-def places_of(row: PromptRow, page_size: int) -> tuple[Ints, Ints]:
+def places_of(row: PromptRow, pages: Sequence[int], page_size: int) -> tuple[Ints, Ints]:
     """Position and place in the pool of each token of a chunk, int32 [n] each."""
-    positions = np.arange(row.start, row.start + len(row.tokens), dtype=np.int32)
-    pages = np.asarray(row.pages, dtype=np.int32)
-    return positions, pages[positions // page_size] * page_size + positions % page_size
+    positions = np.arange(row.start, row.start + row.count, dtype=np.int32)
+    table = np.asarray(pages, dtype=np.int32)
+    return positions, table[positions // page_size] * page_size + positions % page_size
+
+
+def token_ids(chunk: PromptChunk) -> Ints:
+    """The chunk's tokens, int32 [n]."""
+    return np.frombuffer(chunk.tokens, dtype=np.int64).astype(np.int32)

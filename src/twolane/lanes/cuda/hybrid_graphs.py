@@ -25,7 +25,7 @@ from twolane.kernels.prefill_attention.dispatch import choose
 from twolane.kernels.prefill_attention.flashinfer_kernels import Replayed
 from twolane.kernels.sampling import Sampler
 from twolane.lanes.cuda.decode_graphs import DecodeGraphs, captured
-from twolane.lanes.cuda.forward_batch import DecodeRows, places_of
+from twolane.lanes.cuda.forward_batch import DecodeRows, places_of, token_ids
 from twolane.lanes.cuda.layer_graphs import LayerGraphs
 from twolane.lanes.cuda.slots import Ints, Slots
 from twolane.lanes.sampling_points import SamplingPoints
@@ -114,17 +114,17 @@ class HybridGraphs:
         Returns:
             These, [rows, hidden], until the next pass; None: there is no graph for it.
         """
-        rows = len(work.decode) + sum(len(row.tokens) for row in work.prompts)
+        rows = len(work.decode) + sum(row.count for row in work.prompts)
         if not work.decode or rows > WHOLE or units != self._units:
             return None
-        chunks = [(row.start, len(row.tokens)) for row in work.prompts]
-        tables = [row.pages for row in work.prompts]
+        chunks = [(row.start, row.count) for row in work.prompts]
+        tables = [self._slots.told.pages[row.slot] for row in work.prompts]
         segments, pages = laid_out(chunks, tables, self._kv.page_size, len(work.decode))
         attention = self._attention.parts(segments)
         if attention is None or len(pages) > self._most_pages:
             return None
         lists, split = attention
-        self._slots.update((*work.prompts, *work.decode))
+        self._slots.upload(update.slot for update in work.slots)
         own = [np.array([len(work.decode), rows]), *self._rows(work), *_ends(ends)]
         self._block.send([*own, *lists, pages])
         self._passed[padded(rows, SIZES), split].replay()
@@ -141,8 +141,8 @@ class HybridGraphs:
         prompts'."""
         slots = np.array([row.slot for row in work.decode])
         places = np.array([row.position for row in work.decode])
-        tokens = [np.asarray(row.tokens, dtype=np.int32) for row in work.prompts]
-        where = [places_of(row, self._kv.page_size) for row in work.prompts]
+        tokens, tables = [token_ids(chunk) for chunk in work.chunks], self._slots.told.pages
+        where = [places_of(row, tables[row.slot], self._kv.page_size) for row in work.prompts]
         prompts = [np.concatenate(part) for part in (tokens, *zip(*where, strict=True))]
         return [slots, places, places + 1, *prompts]
 

@@ -10,7 +10,7 @@ from queue import SimpleQueue
 import torch
 
 from twolane.common.vocabulary import LANES, LaneName
-from twolane.lanes.base import Ticket
+from twolane.lanes.base import OpenTickets, Ticket
 from twolane.lanes.cuda.device_clock import DeviceClock
 from twolane.lanes.cuda.events import new_event
 from twolane.lanes.cuda.green_contexts import GreenContexts
@@ -72,24 +72,30 @@ class CudaLanes:
         """Seconds that launches have taken."""
         self._last: dict[str, CudaTicket] = {}
         """The last launch that used each of what launches share."""
+        self._open: OpenTickets[CudaTicket] = OpenTickets()
         self._watchers = {lane: _Watcher(lane, partitions.device, notify) for lane in LANES}
         self.units = partitions.units
         self.levels: Sequence[tuple[int, int]] = partitions.offered
 
     clock = staticmethod(time.monotonic)
 
-    def launch(self, lane: LaneName, units: int, work: Work, after: Sequence[Ticket]) -> Ticket:
+    def launch(self, lane: LaneName, units: int, work: Work, after: Sequence[int]) -> Ticket:
         """See `Lanes.launch`."""
-        ticket = CudaTicket(lane, units)
-        launch = partial(self._launch, ticket, work, after)
-        self._launcher.submit(launch, _turn(lane, work, after))
+        before = self._open.pending(after)
+        ticket = self._open.add(CudaTicket(lane, units))
+        launch = partial(self._launch, ticket, work, before)
+        self._launcher.submit(launch, _turn(lane, work, before))
         return ticket
+
+    def drop(self, batch: int) -> None:
+        """See `Lanes.drop`; launches that are queued on the device hold what they read."""
+        self._launcher.submit(partial(self.runner.drop, batch), "slice")
 
     def synchronize(self) -> None:
         """Wait until the device is through with all that was launched."""
         self._launcher.thread.submit(torch.cuda.synchronize).result()
 
-    def _launch(self, ticket: CudaTicket, work: Work, after: Sequence[Ticket]) -> None:
+    def _launch(self, ticket: CudaTicket, work: Work, after: Sequence[CudaTicket]) -> None:
         asked, spent = self.clock(), self._spent
         try:
             watched = self._queue(ticket, work, after)
@@ -102,7 +108,7 @@ class CudaLanes:
         self._spent += ticket.launching
         self._watchers[ticket.lane].queue.put(watched)
 
-    def _queue(self, ticket: CudaTicket, work: Work, after: Sequence[Ticket]) -> _Watched:
+    def _queue(self, ticket: CudaTicket, work: Work, after: Sequence[CudaTicket]) -> _Watched:
         ticket.stream = stream = self._partitions.stream(ticket.lane, ticket.units)
         with torch.cuda.stream(stream), torch.inference_mode():
             used = used_by(ticket.lane, work)
@@ -126,12 +132,11 @@ class CudaLanes:
             watcher.thread.join(timeout)
 
     def _before(
-        self, used: Sequence[str], stream: torch.cuda.Stream, after: Sequence[Ticket]
+        self, used: Sequence[str], stream: torch.cuda.Stream, after: Sequence[CudaTicket]
     ) -> list[CudaTicket]:
         """What must end first and is not ordered by the stream itself."""
         last = [self._last[name] for name in used if name in self._last]
-        named = [ticket for ticket in after if isinstance(ticket, CudaTicket)]
-        return [t for t in (*last, *named) if not t.done and t.stream is not stream]
+        return [t for t in (*last, *after) if not t.done and t.stream is not stream]
 
 
 def _is_slice(lane: LaneName, work: Work) -> bool:

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,9 +29,6 @@ from twolane.lanes.cuda.decode_graphs import DecodeGraphs, captured
 from twolane.lanes.cuda.forward_batch import DecodeRows, MixedRows, PromptRows
 from twolane.lanes.cuda.green_contexts import GreenContexts
 from twolane.model.gpu_decoder import GpuDecoder, GpuKVCache, Workspace
-
-if TYPE_CHECKING:
-    from twolane.lanes.cuda.hybrid_graphs import HybridGraphs
 
 LARGER: tuple[int, ...] = tuple(range(SIZES[-1] + 1, 8192 + 1, 251))
 """Tokens of the passes that are multiplied once before any is served: odd steps, for what cuBLAS
@@ -101,13 +98,16 @@ class LayerGraphs:
     def capture(
         self,
         partitions: GreenContexts,
-        whole: "HybridGraphs | None",
+        whole: Callable[[torch.cuda.Stream, Any], None] | None,
         progress: Callable[[float], None],
     ) -> None:
-        """Tune the products and make the graphs of every share that prefill can have, and those of
-        whole passes if there are any.
+        """Tune the products and make the graphs of every share that prefill can have.
 
-        `progress` is told the share that is done.
+        Args:
+            partitions: the shares.
+            whole: makes the graphs of whole passes with a stream and a memory pool, if there are
+                any; called for the share that is the whole device.
+            progress: told the share that is done.
         """
         shares, self._whole = partitions.prefill_units, partitions.units
         with uncollected():  # to free device memory or events while a graph is captured ends it
@@ -124,7 +124,7 @@ class LayerGraphs:
                 # The largest first: the others find their memory.
                 layers = {size: self._capture(stream, units, size) for size in reversed(SIZES)}
                 if whole is not None and units == self._whole:
-                    whole.capture(stream, self._pool)
+                    whole(stream, self._pool)
                 taken, seconds = free - torch.cuda.mem_get_info()[0], time.monotonic() - begun
                 self.levels[units] = PassGraphs(layers, taken, seconds, tuning)
         progress(1.0)

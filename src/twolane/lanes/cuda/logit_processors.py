@@ -7,7 +7,6 @@ device, since a step is queued before the token of the one before it is known.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,21 +14,12 @@ from torch import Tensor
 
 from twolane.kernels.sampling import MAX_BANNED
 from twolane.lanes.cuda.slots import upload
-from twolane.lanes.work import Sampling
+from twolane.lanes.sampling_points import SamplingPoint
+from twolane.lanes.slot_table import SlotTable
+from twolane.lanes.work import Sampling, unpack
 from twolane.sampling import TokenLogprobs
 
 _LARGEST = torch.finfo(torch.float32).max
-
-
-class SamplingPoint(NamedTuple):
-    """Where a token is sampled."""
-
-    row: int
-    """Of the logits."""
-    slot: int
-    position: int
-    """Of the token, in its sequence."""
-    sampling: Sampling
 
 
 class History:
@@ -37,20 +27,18 @@ class History:
 
     Args:
         sampling: of the request.
-        known: its tokens so far, prompt and output.
         vocab: tokens of the vocabulary.
         device: where the logits are.
     """
 
-    def __init__(
-        self, sampling: Sampling, known: Sequence[int], vocab: int, device: torch.device
-    ) -> None:
+    def __init__(self, sampling: Sampling, vocab: int, device: torch.device) -> None:
         self.sampling = sampling
         params = sampling.params
         self._seen: Tensor | None = None
         self._bias: tuple[Tensor, Tensor] | None = None
         if params.penalises:
-            prompt, output = known[: sampling.prompt_tokens], known[sampling.prompt_tokens :]
+            known, n = unpack(sampling.known), sampling.prompt_tokens
+            prompt, output = known[:n], known[n:]
             counted = [np.bincount(part, minlength=vocab) for part in (prompt, output)]
             counts = upload(np.stack(counted).astype(np.int32), device).view(2, vocab)
             self._seen, self._counts = counts[0] > 0, counts[1].float()
@@ -112,9 +100,16 @@ def score(logits: Tensor, tokens: Tensor, tops: Sequence[int]) -> PendingScores:
 
 
 class LogitProcessors:
-    """The slots that want more than the graphs do."""
+    """The slots that want more than the graphs do.
 
-    def __init__(self, vocab: int, device: torch.device) -> None:
+    Args:
+        slots: how each samples.
+        vocab: tokens of the vocabulary.
+        device: where the logits are.
+    """
+
+    def __init__(self, slots: SlotTable, vocab: int, device: torch.device) -> None:
+        self._slots = slots
         self._vocab, self._device = vocab, device
         self._wanting: set[int] = set()
         self._histories: dict[int, History] = {}
@@ -122,13 +117,13 @@ class LogitProcessors:
     def begin(self, places: Sequence[SamplingPoint]) -> None:
         """Prompts end here: their slots are these requests' from now on."""
         for place in places:
-            sampling, slot = place.sampling, place.slot
+            slot = place.slot
+            sampling = self._slots.sampling_of(slot)
             params = sampling.params
             self._histories.pop(slot, None)
             self._wanting.discard(slot)
             if params.penalises or params.logit_bias:
-                known = sampling.tokens[: place.position]
-                self._histories[slot] = History(sampling, known, self._vocab, self._device)
+                self._histories[slot] = History(sampling, self._vocab, self._device)
             many_banned = len(sampling.banned(sampling.prompt_tokens)) > MAX_BANNED
             if slot in self._histories or many_banned or params.logprobs is not None:
                 self._wanting.add(slot)
@@ -146,13 +141,15 @@ class LogitProcessors:
             What to call with the tokens, int [R], when they are; it gives the log-probabilities
             that were asked for, by row of the logits.
         """
-        scored = [place for place in places if place.sampling.params.logprobs is not None]
-        raw = {place.row: logits[place.row : place.row + 1].clone() for place in scored}
+        samplings = {place.row: self._slots.sampling_of(place.slot) for place in places}
+        tops = {row: sampling.params.logprobs for row, sampling in samplings.items()}
+        scored = {row: top for row, top in tops.items() if top is not None}
+        raw = {row: logits[row : row + 1].clone() for row in scored}
         for place in places:
             row = logits[place.row]
             if (history := self._histories.get(place.slot)) is not None:
                 history.apply(row)
-            if len(banned := place.sampling.banned(place.position)) > MAX_BANNED:
+            if len(banned := samplings[place.row].banned(place.position)) > MAX_BANNED:
                 ids = upload(np.array(banned, dtype=np.int32), self._device)
                 row[ids.long()] = -torch.inf
 
@@ -161,12 +158,7 @@ class LogitProcessors:
                 if (history := self._histories.get(place.slot)) is not None:
                     history.add(tokens[place.row : place.row + 1])
             return {
-                place.row: score(
-                    raw[place.row],
-                    tokens[place.row : place.row + 1],
-                    [place.sampling.params.logprobs or 0],
-                )
-                for place in scored
+                row: score(raw[row], tokens[row : row + 1], [top]) for row, top in scored.items()
             }
 
         return after

@@ -20,10 +20,12 @@ from twolane.lanes.cuda.slots import Slots
 from twolane.lanes.work import (
     DecodeRow,
     HybridWork,
-    PrefillState,
     PrefillWork,
+    PromptChunk,
     PromptRow,
     Sampling,
+    SlotUpdate,
+    pack,
 )
 from twolane.model.decoder import Weights
 from twolane.model.gpu_decoder import GpuDecoder, GpuKVCache, Workspace
@@ -134,8 +136,9 @@ class CudaMachine:
         runner = CudaRunner(decoder, kv, known, steps, most, units)
         with torch.inference_mode():
             steps.capture(self.partitions, lambda done: progress("graphs", done / 2))
+            whole = None if runner.whole is None else runner.whole.capture
             runner.passes.capture(
-                self.partitions, runner.whole, lambda done: progress("graphs", (1 + done) / 2)
+                self.partitions, whole, lambda done: progress("graphs", (1 + done) / 2)
             )
         _log_graphs("decode", steps.levels)
         _log_graphs("prefill", runner.passes.levels)
@@ -148,20 +151,20 @@ class CudaMachine:
         What is written to the pool here is written again before it is read.
         """
         units, layers = self.partitions.units, self.spec.layers
-        pages = list(range(-(-most // lanes.runner.kv.page_size)))
+        pages = tuple(range(-(-most // lanes.runner.kv.page_size)))
         greedy = SamplingParams(temperature=0.0)
         tickets = []
         for reused, new in warm_up_prompts(self.spec, most):
-            tokens = [0] * new
-            sampling = Sampling(greedy, 0, reused + new, (), tokens)
-            row = PromptRow(0, reused, tokens, pages, sampling)
-            step = DecodeRow(0, most - 1, 1, pages, sampling)
-            whole = PrefillWork(PrefillState(), (row,), 0, layers, finishes=True)
+            slots = (SlotUpdate(0, 0, pages, Sampling(greedy, 0, reused + new, ())),)
+            row, chunks = PromptRow(0, reused, new, samples=True), (PromptChunk(pack([0] * new)),)
+            step = DecodeRow(0, most - 1, 1)
+            whole = PrefillWork(0, (row,), 0, layers, finishes=True, chunks=chunks, slots=slots)
+            hybrid = HybridWork((step,), (row,), chunks, slots)
             tickets.append(lanes.launch("prefill", units, whole, ()))
-            tickets.append(lanes.launch("device", units, HybridWork((step,), (row,)), ()))
+            tickets.append(lanes.launch("device", units, hybrid, ()))
         # PyTorch keeps memory by stream: each share's gets what the longest of them takes.
         for share in self.partitions.prefill_units:
-            layer = PrefillWork(PrefillState(), (row,), 0, 1, finishes=True)
+            layer = PrefillWork(0, (row,), 0, 1, finishes=True, chunks=chunks)
             tickets.append(lanes.launch("prefill", share, layer, ()))
         lanes.synchronize()
         for ticket in tickets:

@@ -17,19 +17,18 @@ from twolane.kernels.sampling import Sampler
 from twolane.lanes.base import PromptLogprobs, Sampled, Step
 from twolane.lanes.cuda.decode_graphs import MAX_STEPS, DecodeGraphs
 from twolane.lanes.cuda.events import new_event
-from twolane.lanes.cuda.forward_batch import DecodeRows, MixedRows, places_of
+from twolane.lanes.cuda.forward_batch import DecodeRows, MixedRows, places_of, token_ids
 from twolane.lanes.cuda.hybrid_graphs import HybridGraphs, served
 from twolane.lanes.cuda.layer_graphs import LayerGraphs
 from twolane.lanes.cuda.logit_processors import LogitProcessors, PendingScores, score
 from twolane.lanes.cuda.slots import Slots, upload
-from twolane.lanes.sampling_points import SamplingPoints, next_point
+from twolane.lanes.sampling_points import BatchRows, SamplingPoints, ScoredRow, next_point
 from twolane.lanes.work import (
     DecodeRow,
     DecodeWork,
     HybridWork,
     PrefillWork,
     PromptRow,
-    Scoring,
     Work,
 )
 from twolane.model.gpu_decoder import GpuDecoder, GpuKVCache, Workspace
@@ -63,7 +62,7 @@ class Queued:
 class _Pass:
     """A prefill batch between two slices."""
 
-    rows: Sequence[PromptRow]
+    batch: BatchRows
     hidden: Tensor
     """The residual stream, [T, hidden]."""
     positions: Tensor
@@ -125,7 +124,9 @@ class CudaRunner:
         units: int,
     ) -> None:
         self._decoder, self.kv, self.slots, self.steps = decoder, kv, slots, steps
-        self._extras = LogitProcessors(decoder.spec.vocab_size, decoder.device)
+        self._extras = LogitProcessors(slots.told, decoder.spec.vocab_size, decoder.device)
+        self._paused: dict[int, _Pass] = {}
+        """Batches between two slices, by id."""
         rows = steps.buckets[-1]
         prefill, decode = _LaneMemory(decoder, rows), _LaneMemory(decoder, rows)
         prefill.activations.reserve(max_batch_tokens)
@@ -153,16 +154,21 @@ class CudaRunner:
         of the same (`used_by`).
         """
         place = _Place(units, self._memory[lane], between)
+        self.slots.take(work.slots)
         if isinstance(work, DecodeWork):
             return Queued(self._decode(work, units))
         if isinstance(work, PrefillWork):
             return self._prefill(work, place)
         return Queued([self._hybrid(work, place)])
 
+    def drop(self, batch: int) -> None:
+        """Forget a batch that is not gone on with."""
+        self._paused.pop(batch, None)
+
     def _decode(self, work: DecodeWork, units: int) -> list[PendingStep]:
         rows, steps = work.rows, self.steps
         bucket = steps.bucket(len(rows))
-        self.slots.update(rows)
+        self.slots.upload(update.slot for update in work.slots)
         pending = []
         for step in range(work.k):
             if step % MAX_STEPS == 0:
@@ -178,36 +184,41 @@ class CudaRunner:
         return pending
 
     def _prefill(self, work: PrefillWork, place: _Place) -> Queued:
-        state, before = work.state, work.state.hidden
         if work.first or work.finishes:  # the first of several has enough to do
-            self.slots.update(work.rows)
-        batch = self._open(work.rows) if work.first == 0 else self._resumed(before, work.rows)
+            self.slots.upload(row.slot for row in work.rows)
+        if work.first == 0:
+            before, batch = None, self._open(BatchRows(work.rows, work.chunks))
+        else:
+            before = self._paused[work.batch]
+            batch = self._resumed(before, work.rows)
         plans = self._plans(batch, place, work.first, work.last)
         placed = MixedRows(self._decoder, batch.positions, batch.write_slots, plans)
         self._layers(work.first, work.last, batch.hidden, placed, place)
         if not work.finishes:
-            state.hidden, state.rows = batch, work.rows
+            self._paused[work.batch] = batch
             return Queued((), (before, batch))
-        state.hidden, state.rows = None, ()
-        ends = SamplingPoints.of((), work.rows)
+        self.drop(work.batch)
+        ends = SamplingPoints.of((), work.rows, batch.batch.chunks)
         self._extras.begin(ends.begun)
-        return Queued([self._sample(batch.hidden, ends, work.rows, place)], (before, batch))
+        return Queued([self._sample(batch.hidden, ends, place)], (before, batch))
 
     def _hybrid(self, work: HybridWork, place: _Place) -> PendingStep:
         """One pass of decode rows, which come first, and prompts."""
-        ends, whole = SamplingPoints.of(work.decode, work.prompts), place.memory.whole
+        ends = SamplingPoints.of(work.decode, work.prompts, work.chunks)
+        whole = place.memory.whole
         self._extras.begin(ends.begun)
         hidden = None if whole is None else whole.send(work, ends, place.units)
         if whole is None or hidden is None:
-            return self._sample(self._by_layers(work, place), ends, work.prompts, place)
-        if self._extras.asked(ends.places) or any(row.scoring for row in work.prompts):
-            return self._sample(hidden, ends, work.prompts, place)
+            return self._sample(self._by_layers(work, place), ends, place)
+        if self._extras.asked(ends.places) or ends.scored:
+            return self._sample(hidden, ends, place)
         return _read(whole.finish(len(ends.rows)), range(len(ends.rows)), ends.rows, {})
 
     def _by_layers(self, work: HybridWork, place: _Place) -> Tensor:
         """The last hidden states of a pass that is no graph as a whole, [rows, hidden]."""
-        self.slots.update(work.prompts)
-        batch, layers = self._open(work.prompts), self._decoder.spec.layers
+        self.slots.upload(update.slot for update in work.slots)
+        batch = self._open(BatchRows(work.prompts, work.chunks))
+        layers = self._decoder.spec.layers
         hidden, plans = batch.hidden, self._plans(batch, place, 0, layers)
         placed = MixedRows(self._decoder, batch.positions, batch.write_slots, plans)
         if work.decode:
@@ -222,30 +233,27 @@ class CudaRunner:
     def _steps_of(self, rows: Sequence[DecodeRow], place: _Place) -> DecodeRows:
         """Decode rows for a pass that is not a graph."""
         bucket = self.steps.buckets[-1]  # as the graphs of hybrid passes find them
-        self.slots.update(rows)
         self.steps.inputs.send(rows, bucket, self.slots.padding, 0)
         return self.steps.rows(bucket, len(rows), place.units)
 
-    def _open(self, rows: Sequence[PromptRow]) -> _Pass:
+    def _open(self, batch: BatchRows) -> _Pass:
         """Lay out a batch and embed its tokens."""
-        tokens = np.concatenate([np.asarray(row.tokens, dtype=np.int32) for row in rows])
-        where = [places_of(row, self.kv.page_size) for row in rows]
+        tokens = np.concatenate([token_ids(chunk) for chunk in batch.chunks])
+        pages, size = self.slots.told.pages, self.kv.page_size
+        where = [places_of(row, pages[row.slot], size) for row in batch.rows]
         positions, write_slots = (np.concatenate(part) for part in zip(*where, strict=True))
         _, sent = upload_parts([tokens, positions, write_slots], self._decoder.device)
         hidden = functional.embedding(sent[0], self._decoder.weights.embedding)
-        return _Pass(rows, hidden, sent[1], sent[2])
+        return _Pass(batch, hidden, sent[1], sent[2])
 
-    def _resumed(self, batch: object, rows: Sequence[PromptRow]) -> _Pass:
+    def _resumed(self, paused: _Pass, rows: Sequence[PromptRow]) -> _Pass:
         """The batch where the last slice left it, without the rows that have left."""
-        assert isinstance(batch, _Pass)
-        if batch.rows == rows:
-            return batch
-        alive = {row.slot for row in rows}
-        kept = np.repeat(
-            [row.slot in alive for row in batch.rows], [len(row.tokens) for row in batch.rows]
-        )
-        index = upload(np.flatnonzero(kept).astype(np.int32), self._decoder.device)
-        return _Pass(rows, batch.hidden[index], batch.positions[index], batch.write_slots[index])
+        if paused.batch.rows == rows:
+            return paused
+        batch, left = paused.batch.left(rows)
+        index = upload(np.flatnonzero(left).astype(np.int32), self._decoder.device)
+        hidden, positions = paused.hidden[index], paused.positions[index]
+        return _Pass(batch, hidden, positions, paused.write_slots[index])
 
     def _layers(
         self, first: int, last: int, hidden: Tensor, placed: MixedRows, place: _Place
@@ -267,7 +275,7 @@ class CudaRunner:
         for window in {self._decoder.spec.window(i) for i in range(first, last)}:
             plan = batch.plans.get(window)
             if plan is None or plan.batch.workspace is not place.memory.attention:
-                batch.plans[window] = self._plan(batch.rows, place, window)
+                batch.plans[window] = self._plan(batch.batch.rows, place, window)
             elif plan.units != place.units:
                 batch.plans[window] = plan.at(place.units)
         return batch.plans
@@ -275,8 +283,8 @@ class CudaRunner:
     def _plan(self, rows: Sequence[PromptRow], place: _Place, window: int | None) -> PrefillPlan:
         spec = self._decoder.spec
         return PrefillPlan.build(
-            [(row.start, len(row.tokens)) for row in rows],
-            [row.pages for row in rows],
+            [(row.start, row.count) for row in rows],
+            [self.slots.told.pages[row.slot] for row in rows],
             page_size=self.kv.page_size,
             heads=spec.heads,
             kv_heads=spec.kv_heads,
@@ -288,16 +296,9 @@ class CudaRunner:
             dense=True,
         )
 
-    def _sample(
-        self, hidden: Tensor, ends: SamplingPoints, prompts: Sequence[PromptRow], place: _Place
-    ) -> PendingStep:
+    def _sample(self, hidden: Tensor, ends: SamplingPoints, place: _Place) -> PendingStep:
         """Sample where a pass ends; score what is asked for."""
-        scored: dict[int, list[PendingScores]] = {}
-        end = ends.decoding
-        for i, prompt in enumerate(prompts, start=end):
-            if prompt.scoring is not None:
-                scored[i] = self._score(hidden[end:], prompt.scoring, place)
-            end += len(prompt.tokens)
+        scored = {row.row: self._score(hidden, row, place) for row in ends.scored}
         places = ends.places
         if not places:
             return _read(hidden.new_empty(0, dtype=torch.int32), (), (), {}, scored)
@@ -317,17 +318,15 @@ class CudaRunner:
         self._decoder.head(hidden, logits, place.memory.activations, products)
         return logits
 
-    def _score(self, hidden: Tensor, scoring: Scoring, place: _Place) -> list[PendingScores]:
-        """Score the targets that follow the first of these hidden states, some at a time."""
+    def _score(self, hidden: Tensor, row: ScoredRow, place: _Place) -> list[PendingScores]:
+        """Score a prompt's targets, some at a time; `hidden` is the whole pass's."""
         vocab = self._decoder.spec.vocab_size
-        some = max(1, SCORED_LOGITS // vocab)
         scores = []
-        for first in range(0, len(scoring.targets), some):
-            targets = np.array(scoring.targets[first : first + some], dtype=np.int32)
-            tokens = upload(targets, self._decoder.device)
+        for where, targets in row.parts(max(1, SCORED_LOGITS // vocab)):
+            tokens = upload(np.array(targets, dtype=np.int32), self._decoder.device)
             room = hidden.new_empty((len(targets), vocab), dtype=torch.float32)
-            logits = self._head(hidden[first : first + len(targets)], room, place)
-            scores.append(score(logits, tokens, [scoring.top] * len(targets)))
+            logits = self._head(hidden[where], room, place)
+            scores.append(score(logits, tokens, [row.top] * len(targets)))
         return scores
 
 

@@ -6,26 +6,16 @@ that name it), so both lanes may write here without a lock.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from twolane.kernels.sampling import MAX_BANNED, new_params, pack_params
-from twolane.lanes.work import DecodeRow, PromptRow, Sampling
+from twolane.lanes.slot_table import SlotTable
+from twolane.lanes.work import Sampling, SlotUpdate
 
 Ints = npt.NDArray[np.int32]
-
-
-@dataclass(slots=True)
-class _Known:
-    """What was uploaded for a slot."""
-
-    pages: Sequence[int] = ()
-    """The list itself: another one is another allocation."""
-    count: int = 0
-    sampling: Sampling | None = None
 
 
 class Slots:
@@ -39,36 +29,49 @@ class Slots:
 
     def __init__(self, slots: int, max_pages: int, device: torch.device) -> None:
         self.padding = slots
+        self.told = SlotTable(slots)
+        """What launches have told, which the device may not have yet."""
         self.tables = torch.zeros((slots + 1, max_pages), dtype=torch.int32, device=device)
         """Physical pages of each slot's sequence, in order."""
         self.last_token = torch.zeros(slots + 1, dtype=torch.int32, device=device)
         self.params = new_params(slots + 1, device)
         """How each slot's tokens are chosen; see `kernels.sampling`."""
-        self._known = [_Known() for _ in range(slots)]
         self._max_pages = max_pages
+        self._sent = [0] * slots
+        """Pages of each slot that were uploaded."""
+        self._stale: dict[int, bool] = {}
+        """Slots of which something was not uploaded, and whether it is their sampling, too."""
 
-    def update(self, rows: Iterable[PromptRow | DecodeRow]) -> None:
-        """Upload, on the current stream, what these rows have that the device lacks."""
+    def take(self, updates: Iterable[SlotUpdate]) -> None:
+        """Note what a launch tells; the device is told by `upload`."""
+        for update in updates:
+            if not update.first:
+                self._sent[update.slot] = 0
+            resampled = update.sampling is not None
+            self._stale[update.slot] = resampled or self._stale.get(update.slot, False)
+        self.told.take(updates)
+
+    def upload(self, slots: Iterable[int]) -> None:
+        """Upload, on the current stream, what the device lacks of these slots."""
         places: list[Ints] = []
         pages: list[int] = []
         sampling: list[tuple[int, Sampling]] = []
-        for row in rows:
-            known = self._known[row.slot]
-            if known.pages is not row.pages:
-                known.pages, known.count = row.pages, 0
-            count = len(row.pages)
-            if known.count < count:
-                first = row.slot * self._max_pages
-                places.append(np.arange(first + known.count, first + count, dtype=np.int32))
-                pages += row.pages[known.count : count]
-                known.count = count
-            if row.sampling is not None and known.sampling is not row.sampling:
-                known.sampling = row.sampling
-                sampling.append((row.slot, row.sampling))
+        for slot in slots:
+            resampled = self._stale.pop(slot, None)
+            if resampled is None:
+                continue
+            told, sent = self.told.pages[slot], self._sent[slot]
+            if sent < len(told):
+                first = slot * self._max_pages
+                places.append(np.arange(first + sent, first + len(told), dtype=np.int32))
+                pages += told[sent:]
+                self._sent[slot] = len(told)
+            if resampled:
+                sampling.append((slot, self.told.sampling_of(slot)))
         if pages:
             both = np.concatenate([*places, np.asarray(pages, dtype=np.int32)])
-            sent = upload(both, self.tables.device)
-            where, what = sent.chunk(2)
+            sent_now = upload(both, self.tables.device)
+            where, what = sent_now.chunk(2)
             self.tables.view(-1).index_copy_(0, where.long(), what)
         if sampling:
             self._update_params(sampling)

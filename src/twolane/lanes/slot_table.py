@@ -1,0 +1,74 @@
+"""What lanes were told of every slot: its pages and how it samples."""
+
+from collections.abc import Iterable
+
+from msgspec.structs import replace
+
+from twolane.lanes.work import HybridWork, Sampling, SlotUpdate, Work
+
+
+class SlotTable:
+    """The state of all slots on the host.
+
+    Launches that name one slot run in order (the engine sees to that), so two lanes may take
+    updates at the same time without a lock.
+
+    Args:
+        slots: the most requests at a time.
+    """
+
+    def __init__(self, slots: int) -> None:
+        self.pages: list[list[int]] = [[] for _ in range(slots)]
+        """Physical pages of each slot's sequence, in order."""
+        self.sampling: list[Sampling | None] = [None] * slots
+
+    def take(self, updates: Iterable[SlotUpdate]) -> None:
+        """Note what a launch tells.
+
+        Raises:
+            ValueError: pages are told that do not follow the slot's last one.
+        """
+        for update in updates:
+            pages = self.pages[update.slot]
+            if not update.first:
+                self.pages[update.slot] = list(update.pages)
+            elif update.first == len(pages):
+                pages.extend(update.pages)
+            else:
+                raise ValueError(
+                    f"slot {update.slot} has {len(pages)} pages, and is told those from "
+                    f"{update.first} on"
+                )
+            if update.sampling is not None:
+                self.sampling[update.slot] = update.sampling
+
+    def sampling_of(self, slot: int) -> Sampling:
+        """How that slot's tokens are chosen, which it was told."""
+        sampling = self.sampling[slot]
+        assert sampling is not None
+        return sampling
+
+
+class UntoldSlots:
+    """Updates that wait for the first launch that names their slot.
+
+    For those who drive lanes without an engine, and launch the same work again and again.
+    """
+
+    def __init__(self) -> None:
+        self._updates: dict[int, SlotUpdate] = {}
+
+    def add(self, update: SlotUpdate) -> None:
+        """Have the next launch that names the slot tell this."""
+        self._updates[update.slot] = update
+
+    def attach(self, work: Work) -> Work:
+        """The work with the updates of its slots."""
+        slots = [self._updates.pop(slot) for slot in _named_by(work) if slot in self._updates]
+        return replace(work, slots=(*work.slots, *slots)) if slots else work
+
+
+def _named_by(work: Work) -> list[int]:
+    if isinstance(work, HybridWork):
+        return [row.slot for row in work.decode] + [row.slot for row in work.prompts]
+    return [row.slot for row in work.rows]
