@@ -54,9 +54,7 @@ UPWARD: Mapping[tuple[str, str], str] = {
     ("profile.run", "sim.lanes"): "to go: the run asks whether lanes are simulated",
 }
 """(importer, imported) that break a wall today, with what is to be done about it."""
-CYCLES: Mapping[tuple[str, str], str] = {
-    ("lanes.cuda.layer_graphs", "lanes.cuda.hybrid_graphs"): "to go: for type checking only",
-}
+CYCLES: Mapping[tuple[str, str], str] = {}
 """(importer, imported) that close a cycle today, with what is to be done about it."""
 LAZY: Mapping[tuple[str, str], str] = {
     ("", "llm"): "the public name `twolane.LLM` is loaded when it is first asked for",
