@@ -53,6 +53,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: int | None = None
     """The same for each prompt token but the first; such a request reuses no cached prefix."""
 
+    grammar: str | None = None
+    """The output follows this grammar, in llguidance's form: what it does not allow next is never
+    chosen, and where it allows nothing more the output ends. Log-probabilities are as without."""
+
     def __post_init__(self) -> None:
         for name, holds, allowed in (*self._drawing_checks(), *self._ending_checks()):
             if not holds:
@@ -84,6 +88,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             ("max_tokens", most is None or 1 <= most < 2**63, "at least 1"),
             ("min_tokens", 0 <= self.min_tokens < 2**63, "at least 0"),
             ("min_tokens", most is None or self.min_tokens <= most, f"at most max_tokens ({most})"),
+            ("min_tokens", self.grammar is None or not self.min_tokens, "0 with a grammar"),
+            ("ignore_eos", self.grammar is None or not self.ignore_eos, "false with a grammar"),
             ("stop_token_ids", all(0 <= t < 2**63 for t in self.stop_token_ids), "of token ids"),
             ("logprobs", self.logprobs is None or self.logprobs in counts, "between 0 and 20"),
             (

@@ -9,6 +9,7 @@ from twolane.common.errors import FieldError
 from twolane.common.grammars import parser_limits
 from twolane.frontend.parsers.tool_calls import FORMATS, ToolCallParser
 from twolane.frontend.structured.grammar import (
+    behind_thinking,
     check_grammar,
     choice_grammar,
     context_free_grammar,
@@ -82,6 +83,19 @@ def test_what_cannot_be_served_is_refused_with_the_field(make):
         check_grammar(make(), "response_format")
     assert refused.value.field == "response_format"
     assert len(str(refused.value)) < 700
+
+
+@pytest.mark.parametrize("opened", [True, False])
+def test_an_answer_may_follow_thinking(takes, opened):
+    plain = json_schema_grammar({"type": "integer"})
+    begin = "" if opened else "<think>\n"
+    grammar = behind_thinking(plain, opened=opened)
+    assert takes(grammar, begin + "So 1 and {2}\nit is.\n</think>\n\n12")
+    assert not takes(grammar, begin + "So 1 and 2\n</think>\n\nx")
+    assert takes(grammar, "12") is not opened
+    calls = calls_grammar("hermes", [NOTHING], lambda _: None, several=False)
+    called = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+    assert takes(behind_thinking(calls, opened=opened), begin + "hm</think>\n\n" + called)
 
 
 def nested(depth):

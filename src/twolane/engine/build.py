@@ -79,6 +79,7 @@ def assemble(
         estimator=make_estimator(config, machine, lanes.units),
         seed=config.seed,
         trace=trace,
+        notify=notify,
         slo=config.slo,
         pacer=Pacer(config.tbt_buffer, config.transport),
     )

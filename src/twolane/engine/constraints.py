@@ -92,10 +92,6 @@ class Grammars:
         found.add_done_callback(lambda _: self._notify())
         return found
 
-    def close(self) -> None:
-        """End the thread; what waits for it is given up."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
-
     def _constraint(self, grammar: str, stops: Collection[int]) -> Constraint:
         matcher = self._compiled.get(grammar)
         if matcher is None:

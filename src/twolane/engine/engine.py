@@ -2,11 +2,15 @@
 
 import random
 from array import array
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from concurrent.futures import Future
 from typing import Any
+
+from msgspec.structs import replace
 
 from twolane.common.errors import FieldError
 from twolane.common.vocabulary import LANES, LaneName
+from twolane.engine.constraints import Constraint, GrammarError, Grammars
 from twolane.engine.kv import KVBooks, Lookup
 from twolane.engine.launch import carry_out, joining
 from twolane.engine.messages import (
@@ -17,10 +21,11 @@ from twolane.engine.messages import (
     Stats,
     Submit,
     ToEngine,
+    Vocabulary,
     Watch,
 )
 from twolane.engine.pacing import Pacer
-from twolane.engine.reap import learn, reap
+from twolane.engine.reap import learn, reap, update_masks
 from twolane.engine.request import Request
 from twolane.engine.state import State
 from twolane.engine.trace import Trace
@@ -52,6 +57,7 @@ class Engine:
         slo: the latency bounds of requests that bring none.
         pacer: decides when each token is due.
         trace: where to report what happened.
+        notify: wakes the loop; called from another thread when a grammar has been compiled.
     """
 
     def __init__(
@@ -69,6 +75,7 @@ class Engine:
         slo: Slo | None = None,
         pacer: Pacer | None = None,
         trace: Trace | None = None,
+        notify: Callable[[], None] = lambda: None,
     ) -> None:
         pacer = pacer or Pacer()
         bounds = pacer.planned(slo or Slo())
@@ -79,6 +86,11 @@ class Engine:
         self._vocab_size = vocab_size
         self._eos_token_ids = tuple(eos_token_ids)
         self._seeds = random.Random(seed)
+        self._notify = notify
+        self._grammars: Grammars | None = None
+        """None until the front has sent the vocabulary."""
+        self._compiling: dict[str, Future[Constraint]] = {}
+        """Grammars of requests that are held back until they are compiled, by the requests' ids."""
         self._arrivals = 0
         self._told = self.stats()
         self._moved = False
@@ -91,6 +103,9 @@ class Engine:
             news = self._moved = True
             if isinstance(message, Submit):
                 self._submit(message)
+            elif isinstance(message, Vocabulary):
+                names = self._vocab_size, self._eos_token_ids
+                self._grammars = Grammars(message.tokenizer, *names, self._notify)
             elif isinstance(message, Abort):
                 self._end(message.id, "abort")
             elif isinstance(message, Watch):
@@ -98,7 +113,7 @@ class Engine:
                 self.state.watched_until = max(self.state.watched_until, until)
             else:
                 self._end(message.id, "stop", message.tokens)
-        return news
+        return self._take_compiled() or news
 
     def reap(self) -> bool:
         """Deliver finished work; whether there was any."""
@@ -109,6 +124,7 @@ class Engine:
     def plan(self) -> Plan:
         """Ask the system, when the estimator has learnt from all that was reaped."""
         learn(self.state)
+        self._moved |= update_masks(self.state)
         plan, self._memory = self._system.plan(self.view(), self._memory)
         return plan
 
@@ -199,12 +215,36 @@ class Engine:
             lookup=self._lookup,
         )
         self._arrivals += 1
-        if message.leader is not None and self._worth_holding(request, message.leader):
+        if message.params.grammar is not None:
+            self._compile(request, message.params.grammar)
+        elif message.leader is not None and self._worth_holding(request, message.leader):
             state.hold(request, message.leader)
         else:
             state.wait(request)
         state.requests[request.id] = request
         state.trace.request_begin(request.id, now, prompt_tokens=len(message.prompt))
+
+    def _compile(self, request: Request, grammar: str) -> None:
+        """Hold a request back until its grammar is compiled."""
+        assert self._grammars is not None
+        self._compiling[request.id] = self._grammars.constraint(grammar, request.stops)
+        self.state.hold(request, _compiler_of(request.id))
+
+    def _take_compiled(self) -> bool:
+        """Let requests go on whose grammars are compiled; whether there were any."""
+        compiled = [id for id, found in self._compiling.items() if found.done()]
+        for id in compiled:
+            found, state = self._compiling.pop(id), self.state
+            for request in list(state.held.get(_compiler_of(id), ())):
+                try:
+                    request.constraint = found.result()
+                    request.mask = request.constraint.mask()
+                except GrammarError as error:
+                    state.fail(request, f"grammar {error}")
+                else:
+                    state.release_waiters(_compiler_of(id))
+        self._moved |= bool(compiled)
+        return bool(compiled)
 
     def _worth_holding(self, request: Request, leader_id: str) -> bool:
         """Whether it would find full pages of its leader's prompt if it waited."""
@@ -245,13 +285,16 @@ class Engine:
         for name, tokens in named.items():
             if tokens and not (min(tokens) in known and max(tokens) in known):
                 raise FieldError(name, f"has a token id outside 0 to {known[-1]}")
+        if params.grammar is not None and self._grammars is None:
+            raise FieldError("grammar", "needs a model with a tokenizer")
         if params.min_tokens and len({*params.stop_token_ids, *self._eos_token_ids}) == len(known):
             raise FieldError("stop_token_ids", "leave no token to choose before min_tokens")
 
     def _sampling(self, message: Submit) -> Sampling:
         drawn = self._seeds.getrandbits(63)
         seed = drawn if message.params.seed is None else message.params.seed
-        return Sampling(message.params, seed, len(message.prompt), self._eos_token_ids)
+        params = replace(message.params, grammar=None)  # lanes are told masks
+        return Sampling(params, seed, len(message.prompt), self._eos_token_ids)
 
     def _lookup(self, request: Request) -> Lookup:
         kv = self.state.kv
@@ -266,3 +309,8 @@ class Engine:
         if request is not None:
             self.state.finish(request, reason, kept)
             self.state.drop_empty_batches()
+
+
+def _compiler_of(request_id: str) -> str:
+    """For whom a request is held back whose grammar is being compiled: no request has this id."""
+    return f"compiler of {request_id}"

@@ -23,6 +23,7 @@ from twolane.lanes.work import (
     Sampling,
     Scoring,
     SlotUpdate,
+    TokenMask,
     Work,
     pack,
 )
@@ -155,6 +156,7 @@ def _launch_slice(state: State, launch: Launch, part: PrefillSlice, reason: str)
         finishes=part.last == state.layers,
         chunks=() if part.first else _inputs(chunks),
         slots=() if part.first else _chunk_updates(chunks),
+        masks=_chunk_masks(chunks) if part.last == state.layers else (),
     )
     load = _load(chunks)
     predicted = state.estimator.prefill_slice(
@@ -192,15 +194,20 @@ def _advance(
 def _launch_decode(state: State, launch: Launch, steps: DecodeSteps, reason: str) -> bool:
     if steps.k < 1:
         raise PlanError(f"launches {steps.k} decode steps")
-    reserved = _reserve(state, _joined(launch.lane, steps.waits), steps.k)
+    joined = _joined(launch.lane, steps.waits)
+    constrained = [r for r in _ready(state, joined) if r.constraint is not None]
+    if any(request.awaits_token for request in constrained):
+        return False
+    reserved = _reserve(state, joined, 1 if constrained else steps.k)
     if not reserved.rows:
         return False
-    work = DecodeWork(_decode_rows(reserved.rows), reserved.k, _updates(reserved.rows))
+    rows = reserved.rows
+    work = DecodeWork(_decode_rows(rows), reserved.k, _updates(rows), _masks(rows))
     load = Load.decode([row.position for row in work.rows])
     step = state.estimator.decode_step(load, launch.units, corunner_now(state, launch.lane))
     predicted = step * reserved.k if step is not None else None
-    rows = [(request, allocation) for request, allocation, _ in reserved.rows]
-    _take_off(state, work, Flight(launch, rows, load, predicted, reason + reserved.note))
+    named = [(request, allocation) for request, allocation, _ in rows]
+    _take_off(state, work, Flight(launch, named, load, predicted, reason + reserved.note))
     _advance_decode(reserved.rows)
     return True
 
@@ -216,6 +223,7 @@ def _launch_hybrid(state: State, launch: Launch, reason: str) -> bool:
         prompts=tuple([chunk.row for chunk in chunks]),
         chunks=_inputs(chunks),
         slots=(*_updates(reserved.rows), *_chunk_updates(chunks)),
+        masks=(*_masks(reserved.rows), *_chunk_masks(chunks)),
     )
     load = _load(chunks, [row.position for row in work.decode])
     rows = [(request, allocation) for request, allocation, _ in reserved.rows]
@@ -294,6 +302,22 @@ def _update(held: Allocation, sampling: Sampling | None = None) -> SlotUpdate:
     return SlotUpdate(held.slot, first, tuple(held.pages[first:]), sampling)
 
 
+def _masks(rows: "Rows") -> tuple[TokenMask, ...]:
+    """The tokens that the constrained ones of these decode rows may choose."""
+    return tuple([TokenMask(held.slot, r.mask) for r, held, _ in rows if r.mask is not None])
+
+
+def _chunk_masks(chunks: Sequence[BatchChunk]) -> tuple[TokenMask, ...]:
+    """The same for the first tokens of prompts that end in a batch."""
+    return tuple(
+        [
+            TokenMask(chunk.allocation.slot, chunk.request.mask)
+            for chunk in chunks
+            if chunk.final and chunk.request.mask is not None
+        ]
+    )
+
+
 def _load(chunks: Sequence[BatchChunk], contexts: Sequence[int] = ()) -> Load:
     """Of a prefill batch, behind decode rows if there are any."""
     new = [*(1 for _ in contexts), *(chunk.n for chunk in chunks)]
@@ -333,8 +357,7 @@ def _reserve(state: State, lanes: Sequence[LaneName], k: int) -> _Reserved:
     lowest and youngest decoding requests do, then prompts between two chunks. Their pages return
     when the launches that name them have ended; rows that must wait for that sit out this launch.
     """
-    ready = [*state.decoding, *joining(state, *lanes)] if state.launched else state.decoding
-    rows = [request for request in ready if request.to_generate > 0]
+    rows = [request for request in _ready(state, lanes) if not request.awaits_token]
     clipped, note = k, ""
     # Nobody needs more than a page for every page of steps and one for what is left of its last.
     if len(rows) * (state.kv.pages_for(k) + 1) > _available(state):
@@ -351,6 +374,12 @@ def _reserve(state: State, lanes: Sequence[LaneName], k: int) -> _Reserved:
         if kv.grow(held, request.context + steps):
             reserved.append((request, held, steps))
     return _Reserved(reserved, max([steps for *_, steps in reserved], default=0), note)
+
+
+def _ready(state: State, lanes: Sequence[LaneName]) -> list[Request]:
+    """Requests that decode, with those who join from these lanes."""
+    ready = [*state.decoding, *joining(state, *lanes)] if state.launched else state.decoding
+    return [request for request in ready if request.to_generate > 0]
 
 
 def _make_room(state: State, rows: Sequence[Request]) -> None:

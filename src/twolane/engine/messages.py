@@ -35,6 +35,13 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     leader's prompt is in the prefix cache, or the leader has ended."""
 
 
+class Vocabulary(msgspec.Struct, frozen=True, tag=True):
+    """The model's tokenizer; sent once, before the first request that has a grammar."""
+
+    tokenizer: str
+    """In the form of `tokenizer.json`."""
+
+
 class Abort(msgspec.Struct, frozen=True, tag=True):
     """The client has lost interest; unknown and finished ids are ignored."""
 
@@ -186,7 +193,7 @@ class Fatal(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
-ToEngine = Submit | Abort | Finish | Watch
+ToEngine = Submit | Vocabulary | Abort | Finish | Watch
 FromEngine = Progress | Ready | Outputs | Fatal
 
 encode = msgspec.msgpack.Encoder().encode

@@ -1,5 +1,6 @@
 """From tickets to tokens: poll the lanes, deliver what is finished, settle what has landed."""
 
+from twolane.engine.constraints import GrammarError
 from twolane.engine.kv import Allocation
 from twolane.engine.messages import Launched
 from twolane.engine.overlap import OTHER, Mixed, corunner_then
@@ -70,6 +71,10 @@ def _receive(state: State, request: Request, sampled: Sampled, at: float, *, sli
     if held is not None:  # the second token came before the first was found ready
         _send(state, request, held, at)
     request.tokens.append(sampled.token)
+    if request.constraint is not None:
+        request.constraint.take(sampled.token)
+        request.mask = None
+        state.unmasked.append(request)
     first = request.last_token_at is None
     if request.phase is not Phase.DECODE:
         state.start_decode(request)
@@ -138,6 +143,21 @@ def learn(state: State) -> None:
     for flight in state.unlearnt:
         _observe(state, flight)
     state.unlearnt.clear()
+
+
+def update_masks(state: State) -> bool:
+    """Compute the masks of requests that got a token; whether one of them cannot go on."""
+    failed = False
+    for request in state.unmasked:
+        if request.constraint is None or request.phase is Phase.FINISHED:
+            continue
+        try:
+            request.mask = request.constraint.mask()
+        except GrammarError as error:
+            state.fail(request, f"grammar {error}")
+            failed = True
+    state.unmasked.clear()
+    return failed
 
 
 def _observe(state: State, flight: Flight) -> None:

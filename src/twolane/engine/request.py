@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from twolane.common.vocabulary import LaneName
+from twolane.engine.constraints import Constraint
 from twolane.engine.kv import Allocation, Lookup
 from twolane.engine.messages import Submit, Times
 from twolane.estimate.base import Load
@@ -49,6 +50,11 @@ class Request:
     """Tokens that end it."""
     lookup: Callable[["Request"], Lookup]
     """Asks the prefix cache."""
+    constraint: Constraint | None = None
+    """What its grammar allows, once it is compiled; None: everything."""
+    mask: bytes | None = None
+    """The tokens that the constraint allows next; None: to be computed when the latest token has
+    been delivered."""
     looked_up: Lookup | None = None
     """Its last answer."""
     phase: Phase = Phase.WAITING
@@ -68,6 +74,13 @@ class Request:
     """When the latest token is delivered, in seconds; None: at once, or there is none."""
     slack: float = 0.0
     """Seconds for which the latest token is held back."""
+
+    @property
+    def awaits_token(self) -> bool:
+        """Whether nothing may be launched for it before its latest token is known."""
+        return self.constraint is not None and (
+            self.mask is None or self.context >= len(self.tokens) or self.phase is Phase.PREFILL
+        )
 
     @property
     def started(self) -> bool:

@@ -69,6 +69,8 @@ class State:
     unlearnt: list[Flight] = field(default_factory=list)
     """Those that were reaped since the estimator last learnt, in the order of their launches."""
     counters: Counters = field(default_factory=Counters)
+    unmasked: list[Request] = field(default_factory=list)
+    """Constrained requests whose mask is to be computed, for a token has been delivered."""
     outputs: dict[tuple[str, float | None], Output] = field(default_factory=dict)
     """News for the API process, by request and by when its tokens are due."""
     refused: list[Refused] = field(default_factory=list)
@@ -107,7 +109,11 @@ class State:
 
     def release_held(self, leader: Request) -> None:
         """Let those that were held back for it wait as everybody does."""
-        for request in self.held.pop(leader.id, ()):
+        self.release_waiters(leader.id)
+
+    def release_waiters(self, leader: str) -> None:
+        """Let those that were held back for whatever has that name wait as everybody does."""
+        for request in self.held.pop(leader, ()):
             request.leader = None
             self.wait(request)
 
@@ -135,18 +141,27 @@ class State:
         self.trace.request_event(request.id, "preempted", self.now())
 
     def finish(self, request: Request, reason: FinishReason, kept: int | None = None) -> None:
-        """The one way a request that was accepted ends; `kept`: of its output tokens, None: all."""
+        """End a request that was accepted; `kept`: of its output tokens, None: all."""
+        self._leave(request)
+        key = request.id, request.due
+        news = self.outputs.get(key) or Output(request.id, [], due=request.due)
+        self.outputs[key] = replace(news, finish=reason, times=request.times())
+        tokens = request.generated if kept is None else kept
+        self.trace.request_end(request.id, self.now(), reason, tokens)
+
+    def fail(self, request: Request, message: str) -> None:
+        """End a request that was accepted and cannot go on; the client is told why."""
+        self._leave(request)
+        self.refused.append(Refused(request.id, "invalid", message))
+        self.trace.request_end(request.id, self.now(), "abort", request.generated)
+
+    def _leave(self, request: Request) -> None:
         if request.phase is Phase.WAITING:
             self.unwait(request)
         self.release(request)
         request.phase = Phase.FINISHED
         del self.requests[request.id]
         self.release_held(request)
-        key = request.id, request.due
-        news = self.outputs.get(key) or Output(request.id, [], due=request.due)
-        self.outputs[key] = replace(news, finish=reason, times=request.times())
-        tokens = request.generated if kept is None else kept
-        self.trace.request_end(request.id, self.now(), reason, tokens)
 
     def say(self, request: Request, sampled: Sampled) -> None:
         """Add a token to the news of this turn; `request` has it already."""

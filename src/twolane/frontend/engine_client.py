@@ -29,6 +29,7 @@ from twolane.engine.messages import (
     Stats,
     Submit,
     ToEngine,
+    Vocabulary,
     Watch,
     decode_from_engine,
     encode,
@@ -134,6 +135,17 @@ class EngineClient:
             raise EngineError(self.failure)
         self._send(request)
         self._sinks[request.id] = sink
+
+    def teach(self, tokenizer: str) -> None:
+        """Send the model's tokenizer before the first request with a grammar.
+
+        Args:
+            tokenizer: in the form of `tokenizer.json`.
+
+        Raises:
+            EngineError: the engine is gone.
+        """
+        self._send(Vocabulary(tokenizer))
 
     def finish(self, id: str, tokens: int) -> None:
         """Say that an answer is complete with its first `tokens` tokens; its ending follows."""

@@ -100,6 +100,14 @@ class DecodeRow(msgspec.Struct, frozen=True, array_like=True):
     """How many of the launch's steps it takes part in."""
 
 
+class TokenMask(msgspec.Struct, frozen=True, array_like=True):
+    """The tokens that a slot may choose from in this launch."""
+
+    slot: int
+    allowed: bytes
+    """A bit for each token of the vocabulary, the lowest first: whether it may be chosen."""
+
+
 class PrefillWork(msgspec.Struct, frozen=True, array_like=True, tag="prefill"):
     """Layers `first:last` of a prefill batch.
 
@@ -117,6 +125,8 @@ class PrefillWork(msgspec.Struct, frozen=True, array_like=True, tag="prefill"):
     chunks: tuple[PromptChunk, ...] = ()
     """The rows' tokens, one chunk each, if this launch opens the batch."""
     slots: tuple[SlotUpdate, ...] = ()
+    masks: tuple[TokenMask, ...] = ()
+    """Those of slots that may not choose every token, if the launch samples."""
 
 
 class DecodeWork(msgspec.Struct, frozen=True, array_like=True, tag="decode"):
@@ -125,6 +135,8 @@ class DecodeWork(msgspec.Struct, frozen=True, array_like=True, tag="decode"):
     rows: tuple[DecodeRow, ...]
     k: int
     slots: tuple[SlotUpdate, ...] = ()
+    masks: tuple[TokenMask, ...] = ()
+    """Those of slots that may not choose every token; `k` is 1 if there are any."""
 
 
 class HybridWork(msgspec.Struct, frozen=True, array_like=True, tag="hybrid"):
@@ -135,6 +147,8 @@ class HybridWork(msgspec.Struct, frozen=True, array_like=True, tag="hybrid"):
     chunks: tuple[PromptChunk, ...] = ()
     """The prompt rows' tokens, one chunk each."""
     slots: tuple[SlotUpdate, ...] = ()
+    masks: tuple[TokenMask, ...] = ()
+    """Those of slots that may not choose every token."""
 
 
 Work = PrefillWork | DecodeWork | HybridWork

@@ -98,6 +98,8 @@ class SampleRow:
     """Token ids that must not be chosen (end tokens before `min_tokens`)."""
     adjustment: Adjustment | None = None
     """Bias and penalties, if there are any."""
+    allowed: bytes | None = None
+    """A bit for each token of the vocabulary, the lowest first, that may be chosen; None: all."""
 
 
 def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
@@ -165,7 +167,7 @@ def _mix(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def _changes(row: SampleRow) -> bool:
-    return bool(row.banned) or row.adjustment is not None
+    return bool(row.banned) or row.adjustment is not None or row.allowed is not None
 
 
 def _choose(logits: torch.Tensor, row: SampleRow) -> int:
@@ -174,9 +176,17 @@ def _choose(logits: torch.Tensor, row: SampleRow) -> int:
         logits = logits.clone()
         if row.adjustment is not None:
             row.adjustment.apply(logits)
+        if row.allowed is not None:
+            logits.masked_fill_(~token_mask(row.allowed, len(logits)), -torch.inf)
         if row.banned:
             logits[list(row.banned)] = -torch.inf
     return int(logits.argmax()) if row.params.greedy else _draw(logits, row)
+
+
+def token_mask(allowed: bytes, vocab_size: int) -> torch.Tensor:
+    """Bits, one a token and the lowest first, as bool [vocab_size]."""
+    bits = np.unpackbits(np.frombuffer(allowed, np.uint8), bitorder="little", count=vocab_size)
+    return torch.from_numpy(bits).bool()
 
 
 def _draw(logits: torch.Tensor, row: SampleRow) -> int:

@@ -184,7 +184,7 @@ async def respond(
 async def collect(deltas: AsyncIterator[Delta], answer: Answer) -> None:
     """Read an answer to its end."""
     async for delta in deltas:
-        answer.choices[delta.index].add(delta)
+        answer.add(delta)
 
 
 async def stream(
@@ -203,7 +203,8 @@ async def stream(
         yield events_of(first, answer)
         begun()
         async for delta in deltas:
-            yield events_of(delta, answer)
+            if events := events_of(delta, answer):
+                yield events
     except GenerationFailed as error:
         yield event(error_body(503, str(error), "unavailable"))
         return
@@ -229,7 +230,8 @@ def write_at_once(connection: Connection | None, generation: Generation, answer:
     def write(delta: Delta) -> bool:
         if not connection.takes_parts:
             return False
-        connection.write_part(events_of(delta, answer))
+        if events := events_of(delta, answer):
+            connection.write_part(events)
         return True
 
     generation.offer(write)

@@ -9,6 +9,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from twolane.common.errors import FieldError
 from twolane.common.grammars import MAX_GRAMMAR_BYTES, parser_limits
+from twolane.frontend.parsers.reasoning import END_THINK, THINK
 
 WHITESPACE = r"[\x20\x0A\x0D\x09]{0,64}"
 """White space that JSON may have between two tokens. It is bounded: a model that writes nothing
@@ -43,6 +44,25 @@ def context_free_grammar(text: str) -> str:
         ValueError: it is in neither.
     """
     return LLMatcher.grammar_from_lark(any_to_lark(text))
+
+
+def behind_thinking(grammar: str, *, opened: bool) -> str:
+    """Return the grammar of an answer that follows the model's thinking.
+
+    Args:
+        grammar: of the answer.
+        opened: whether the prompt has opened the thinking; if not, the model may think or not.
+    """
+    [answer, *others] = json.loads(grammar)["grammars"]
+    begin = "" if opened else f'"{THINK}" '
+    lark = (
+        f"start: {'thoughts' if opened else 'thoughts?'} @answer\n"
+        f"thoughts: {begin}thought SPACE\n"
+        f"thought[lazy]: /(.|\\n)*{END_THINK.replace('/', chr(92) + '/')}/\n"
+        "SPACE: /[ \\n]*/\n"
+    )
+    first = {"lark_grammar": lark}
+    return json.dumps({"grammars": [first, {**answer, "name": "answer"}, *others]})
 
 
 def check_grammar(grammar: str, field: str) -> str:

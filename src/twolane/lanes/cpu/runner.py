@@ -52,12 +52,16 @@ class Runner:
         self._slots = SlotTable(slots)
         self._last_token = [0] * slots
         self._adjustments: list[Adjustment | None] = [None] * slots
+        self._allowed: list[bytes | None] = [None] * slots
+        """The masks of the slots that a launch constrains, until it has sampled them."""
         self._paused: dict[int, _Paused] = {}
         """Batches between two slices, by id."""
 
     def run(self, work: Work) -> Iterator[Step]:
         """Do the work; yields what each step came to when it is done."""
         self._slots.take(work.slots)
+        for mask in work.masks:
+            self._allowed[mask.slot] = mask.allowed
         if isinstance(work, DecodeWork):
             for step in range(work.k):
                 yield self._decode(work.rows, step)
@@ -145,7 +149,8 @@ class Runner:
     def _sample_row(self, point: SamplingPoint, sampling: Sampling) -> SampleRow:
         position = point.position
         banned, adjustment = sampling.banned(position), self._adjustments[point.slot]
-        return SampleRow(sampling.params, sampling.seed, position, banned, adjustment)
+        allowed, self._allowed[point.slot] = self._allowed[point.slot], None
+        return SampleRow(sampling.params, sampling.seed, position, banned, adjustment, allowed)
 
     def _last_tokens(self, slots: Sequence[int]) -> Tensor:
         """The tokens sampled last in these slots, int64 [R]."""

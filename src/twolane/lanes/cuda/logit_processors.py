@@ -16,7 +16,7 @@ from twolane.kernels.sampling import MAX_BANNED
 from twolane.lanes.cuda.slots import upload
 from twolane.lanes.sampling_points import SamplingPoint
 from twolane.lanes.slot_table import SlotTable
-from twolane.lanes.work import Sampling, unpack
+from twolane.lanes.work import Sampling, TokenMask, unpack
 from twolane.sampling import TokenLogprobs
 
 _LARGEST = torch.finfo(torch.float32).max
@@ -113,6 +113,12 @@ class LogitProcessors:
         self._vocab, self._device = vocab, device
         self._wanting: set[int] = set()
         self._histories: dict[int, History] = {}
+        self._allowed: dict[int, bytes] = {}
+        """Masks by slot, until the slot has been sampled."""
+
+    def constrain(self, masks: Sequence[TokenMask]) -> None:
+        """Have these slots choose among some tokens the next time they are sampled."""
+        self._allowed.update({mask.slot: mask.allowed for mask in masks})
 
     def begin(self, places: Sequence[SamplingPoint]) -> None:
         """Prompts end here: their slots are these requests' from now on."""
@@ -130,7 +136,8 @@ class LogitProcessors:
 
     def asked(self, places: Iterable[SamplingPoint]) -> list[SamplingPoint]:
         """Those of these that want more."""
-        return [place for place in places if place.slot in self._wanting] if self._wanting else []
+        wanting = self._wanting | self._allowed.keys()
+        return [place for place in places if place.slot in wanting] if wanting else []
 
     def adjust(
         self, logits: Tensor, places: Sequence[SamplingPoint]
@@ -152,6 +159,7 @@ class LogitProcessors:
             if len(banned := samplings[place.row].banned(place.position)) > MAX_BANNED:
                 ids = upload(np.array(banned, dtype=np.int32), self._device)
                 row[ids.long()] = -torch.inf
+        self._mask(logits, places)
 
         def after(tokens: Tensor) -> dict[int, PendingScores]:
             for place in places:
@@ -162,6 +170,19 @@ class LogitProcessors:
             }
 
         return after
+
+    def _mask(self, logits: Tensor, places: Sequence[SamplingPoint]) -> None:
+        """Take the tokens that may not be chosen out of the rows that are constrained."""
+        masked = {p.row: self._allowed.pop(p.slot) for p in places if p.slot in self._allowed}
+        if not masked:
+            return
+        words = -(-self._vocab // 32)
+        packed = b"".join(mask.ljust(4 * words, b"\0") for mask in masked.values())
+        sent = upload(np.frombuffer(packed, np.int32), self._device).view(len(masked), words)
+        rows = upload(np.array(list(masked), np.int32), self._device).long()
+        bits = sent[:, :, None] >> torch.arange(32, dtype=torch.int32, device=self._device) & 1
+        allowed = bits.view(len(masked), -1)[:, : self._vocab].bool()
+        logits[rows] = logits[rows].masked_fill(~allowed, -torch.inf)
 
 
 def _fetch(values: Tensor) -> Tensor:

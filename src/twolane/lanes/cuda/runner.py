@@ -155,6 +155,7 @@ class CudaRunner:
         """
         place = _Place(units, self._memory[lane], between)
         self.slots.take(work.slots)
+        self._extras.constrain(work.masks)
         if isinstance(work, DecodeWork):
             return Queued(self._decode(work, units))
         if isinstance(work, PrefillWork):

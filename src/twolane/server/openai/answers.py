@@ -2,7 +2,7 @@
 
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -10,6 +10,8 @@ import msgspec
 
 from twolane.engine.messages import FinishReason, TokenLogprobs
 from twolane.frontend.generation import Delta
+from twolane.frontend.parsers.answer import AnswerReader, ToolCall
+from twolane.frontend.parsers.pieces import CallArguments, CallStart, Content, Piece, Reasoning
 from twolane.server.openai.logprobs import LogprobWriter, TokenPlace, offsets_in
 
 Json = dict[str, Any]
@@ -78,6 +80,16 @@ class AnswerOptions(msgspec.Struct, frozen=True, kw_only=True):
     echo: Echo | None = None
     continuous_usage: bool = False
     include_usage: bool = False
+    parsed: Callable[[], AnswerReader] | None = None
+    """Makes what finds thinking and tool calls in an answer; None: all of it is text."""
+    forced_call: bool = False
+    """Whether the request named the tool to call: then calling it is no reason to finish."""
+
+
+def shown_call(call: ToolCall) -> Json:
+    """Return a tool call as a message has it."""
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id, "type": "function", "function": function}
 
 
 class Answer:
@@ -102,6 +114,8 @@ class Answer:
         self.choices = [Choice(prompt) for prompt in prompts for _ in range(options.n)]
         self._kind: Kind = kind
         self._options = options
+        parsed = options.parsed
+        self._readers = None if parsed is None else [parsed() for _ in self.choices]
         self._writer = writer
         prefix = "chatcmpl" if kind == "chat" else "cmpl"
         self.id = f"{prefix}-{uuid.uuid4().hex}"
@@ -119,13 +133,23 @@ class Answer:
                 body["prompt_token_ids"] = self.choices[0].prompt
         return body
 
+    def add(self, delta: Delta) -> None:
+        """Take a delta of an answer that does not stream."""
+        self.choices[delta.index].add(delta)
+        self._read(delta)
+
     def chunks(self, delta: Delta) -> list[Json]:
         """Take a delta; return the chunks of the stream that it makes."""
         first = self.choices[delta.index].add(delta)
         if self._kind == "completion":
             return [self._completion_chunk(delta, first)]
         opening = [self._chat_opening(delta.index)] if first else []
-        return [*opening, self._chat_chunk(delta)]
+        return [*opening, *self._chat_chunk(delta)]
+
+    def _read(self, delta: Delta) -> list[Piece]:
+        if self._readers is None:
+            return [Content(delta.text)]
+        return self._readers[delta.index].read(delta.text, ended=delta.finish is not None)
 
     def usage_chunk(self) -> Json:
         """Return the chunk with which a stream ends that was asked for its usage."""
@@ -168,7 +192,7 @@ class Answer:
         body = self._choice_head(index, choice.finish, choice.stop_reason)
         if self._kind == "chat":
             body["logprobs"] = self._chat_logprobs(choice.logprobs)
-            body["message"] = {"role": "assistant", "content": choice.text, "refusal": None}
+            body["message"] = self._message(index)
         else:
             body["logprobs"] = self._completion_logprobs(index, choice, first=True)
             body["text"] = self._echo_text(index) + ("" if self._echo_only else choice.text)
@@ -180,12 +204,28 @@ class Answer:
                 body["prompt_token_ids"] = choice.prompt
         return body
 
+    def _message(self, index: int) -> Json:
+        message: Json = {"role": "assistant", "content": self.choices[index].text, "refusal": None}
+        if self._readers is None:
+            return message
+        read = self._readers[index]
+        message["content"] = read.content if read.content or not read.calls else None
+        if read.thinking:
+            message["reasoning_content"] = read.thinking
+        if read.calls:
+            message["tool_calls"] = [shown_call(call) for call in read.calls]
+        return message
+
     def _choice_head(
         self, index: int, finish: FinishReason | None, stop_reason: int | str | None
     ) -> Json:
         if self._echo_only and finish is not None:
             finish, stop_reason = "length", None
-        return {"index": index, "finish_reason": finish, "stop_reason": stop_reason}
+        called = self._readers is not None and self._readers[index].calls
+        shown = "tool_calls" if called and finish == "stop" else finish
+        if self._options.forced_call:
+            shown = finish
+        return {"index": index, "finish_reason": shown, "stop_reason": stop_reason}
 
     def _completion_chunk(self, delta: Delta, first: bool) -> Json:
         body = self._choice_head(delta.index, delta.finish, delta.stop_reason)
@@ -206,13 +246,39 @@ class Answer:
             body["prompt_token_ids"] = self.choices[index].prompt
         return body
 
-    def _chat_chunk(self, delta: Delta) -> Json:
+    def _chat_chunk(self, delta: Delta) -> list[Json]:
+        """The chunk that a delta makes; none while a parser holds its text back."""
+        said = self._said(delta.index, self._read(delta))
+        shown = delta.finish, delta.logprobs, self._options.return_token_ids or None
+        if not said and all(each is None for each in shown):
+            return []
         choice = self._choice_head(delta.index, delta.finish, delta.stop_reason)
-        choice["delta"] = {"content": delta.text}
+        choice["delta"] = said or {"content": ""}
         choice["logprobs"] = self._chat_logprobs(delta.logprobs)
         if self._options.return_token_ids:
             choice["token_ids"] = delta.tokens
-        return self._chunk(choice)
+        return [self._chunk(choice)]
+
+    def _said(self, index: int, pieces: Sequence[Piece]) -> Json:
+        """What pieces of an answer add to its message."""
+        said: Json = {}
+        for piece in pieces:
+            match piece:
+                case Reasoning(text):
+                    said["reasoning_content"] = said.get("reasoning_content", "") + text
+                case Content(text):
+                    said["content"] = said.get("content", "") + text
+                case CallStart() | CallArguments():
+                    said.setdefault("tool_calls", []).append(self._call_delta(index, piece))
+        return said
+
+    def _call_delta(self, index: int, piece: CallStart | CallArguments) -> Json:
+        if isinstance(piece, CallArguments):
+            return {"index": piece.index, "function": {"arguments": piece.text}}
+        assert self._readers is not None
+        call = self._readers[index].calls[piece.index]
+        function = {"name": call.name, "arguments": ""}
+        return {"index": piece.index, "id": call.id, "type": "function", "function": function}
 
     def _echo_text(self, index: int) -> str:
         echo = self._options.echo

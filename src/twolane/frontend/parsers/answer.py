@@ -1,0 +1,81 @@
+"""What an answer consists of: thinking first, then text and tool calls."""
+
+import uuid
+from dataclasses import dataclass, field
+
+from twolane.frontend.parsers.pieces import (
+    CallArguments,
+    CallStart,
+    Content,
+    Parser,
+    Piece,
+    Reasoning,
+)
+
+
+@dataclass
+class ToolCall:
+    """A tool call of an answer, as far as it has come."""
+
+    name: str
+    arguments: str = ""
+    """JSON, once the call is whole."""
+    id: str = field(default_factory=lambda: f"call_{uuid.uuid4().hex[:24]}")
+
+
+class AnswerReader:
+    """Reads an answer's text as it comes, and keeps what it consists of.
+
+    Args:
+        reasoning: tells the thinking apart; None: the model does not think.
+        tools: finds tool calls in what is left; None: there can be none.
+    """
+
+    def __init__(self, reasoning: Parser | None = None, tools: Parser | None = None) -> None:
+        self.calls: list[ToolCall] = []
+        self._reasoning_parser = reasoning
+        self._tools_parser = tools
+        self._thinking: list[str] = []
+        self._content: list[str] = []
+
+    @property
+    def thinking(self) -> str:
+        """The model's thinking so far."""
+        return "".join(self._thinking)
+
+    @property
+    def content(self) -> str:
+        """The text for the user so far."""
+        return "".join(self._content)
+
+    def read(self, text: str, *, ended: bool) -> list[Piece]:
+        """Take some more text; return the pieces that are certain now.
+
+        Args:
+            text: what the model has written since the last call.
+            ended: whether nothing follows it.
+        """
+        pieces = self._split(text, ended=ended)
+        for piece in pieces:
+            match piece:
+                case Reasoning(text):
+                    self._thinking.append(text)
+                case Content(text):
+                    self._content.append(text)
+                case CallStart(_, name):
+                    self.calls.append(ToolCall(name))
+                case CallArguments(index, text):
+                    self.calls[index].arguments += text
+        return pieces
+
+    def _split(self, text: str, *, ended: bool) -> list[Piece]:
+        reasoning, tools = self._reasoning_parser, self._tools_parser
+        pieces: list[Piece] = [Content(text)] if text else []
+        if reasoning is not None:
+            pieces = reasoning.feed(text) + (reasoning.finish() if ended else [])
+        if tools is None:
+            return pieces
+        found: list[Piece] = []
+        for piece in pieces:
+            found += tools.feed(piece.text) if isinstance(piece, Content) else [piece]
+        return found + (tools.finish() if ended else [])
