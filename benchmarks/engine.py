@@ -349,7 +349,7 @@ def both_lanes(
     decode, slices = decode[int(skip * len(decode)) :], slices[int(skip * len(slices)) :]
     per_prompt = -(-layers // slice_layers)
     span = slices[-1].end - slices[0].end
-    tokens = len(row.tokens) * (len(slices) - 1) / per_prompt
+    tokens = row.count * (len(slices) - 1) / per_prompt
     gaps = [b.end - a.end for a, b in itertools.pairwise(decode)]
     launching = [ticket.launching for ticket in decode]
     return Both(tokens / span, gaps, idle_share(decode), idle_share(slices), launching)
