@@ -7,7 +7,7 @@ import pytest
 
 from tests.systems.simulation import LAYERS, LEVELS, UNITS, Simulation, simulate, submit
 from twolane.common.vocabulary import LaneName
-from twolane.engine.launch_costs import ENDS, SLICE_SECONDS, USUAL_OF, LaunchCosts
+from twolane.engine.launch_costs import END_FACTOR, HALF_LIFE_SECONDS, SLICE_SECONDS, LaunchCosts
 from twolane.lanes.base import Ticket
 from twolane.lanes.work import DecodeWork, PrefillWork, Work
 from twolane.sim.lanes import FixedDurations, SimLanes
@@ -75,48 +75,40 @@ def test_what_launching_takes_is_forgotten() -> None:
         part = PrefillSlice(1, min(1 + launching.layers_at_once, LAYERS - 1))
         launching.note(part, 1e-5, sim.seconds)
     assert launching.layers_at_once == LAYERS
-    for _ in range(USUAL_OF):
-        launching.note(PrefillSlice(0, 1), 1e-5, sim.seconds)
-    launching.note(PrefillSlice(1, 2), 1e-5, sim.seconds + 5.0)
+    launching.note(PrefillSlice(1, 2), 1e-5, sim.seconds + 10 * HALF_LIFE_SECONDS)
     assert launching.longest["prefill"] < 1e-3
 
 
-def test_what_a_pass_takes_is_not_forgotten_over_decode_steps() -> None:
-    """The next one may come at once; only what a lane may get counts for it. A second later, no
-    other pass was launched, half of it counts: one stall shall not keep passes out for long."""
+def test_what_a_pass_takes_is_remembered_while_decode_steps_are_launched() -> None:
+    """The next pass may come at once. A lane is told only of kinds of launches that it may get."""
     launching = LaunchCosts(LAYERS)
     launching.note(Hybrid(), 0.005, 0.0)
     launching.note(PrefillSlice(0, 1), 0.002, 0.0)
     for i in range(10):
         launching.note(DecodeSteps(), 0.0005, BETWEEN * i)
-    assert launching.longest["device"] > 0.004
-    assert 0.0005 < launching.longest["prefill"] < 0.002
+    assert launching.longest["device"] == launching.seconds(Hybrid()) > 0.004
+    assert 0.0015 < launching.longest["prefill"] < 0.002
     assert launching.longest["decode"] == 0.0005
-    launching.note(DecodeSteps(), 0.0005, 1.0)
-    assert launching.seconds(Hybrid()) == pytest.approx(0.0025)
 
 
-def test_what_a_pass_usually_takes_is_known_when_there_was_none_for_a_while() -> None:
-    """Though not what it took during stalls, however many of the passes had one; and that the first
-    one takes longer than others."""
+def test_a_stall_is_half_forgotten_after_each_half_life() -> None:
+    """However many launches there were meanwhile, and also of a kind that there were none of."""
     launching = LaunchCosts(LAYERS)
-    for i in range(USUAL_OF):
-        stall = 0.2 if i < USUAL_OF // 2 else 0.0
-        for work, seconds in (Hybrid(), 0.006), (Hybrid(), 0.003), (DecodeSteps(), 0.0005):
-            launching.note(work, seconds + stall, 0.0)
-    launching.note(DecodeSteps(), 0.0005, 10.0)
-    assert 0.005 < launching.seconds(Hybrid()) < 0.0065
-    assert 0.0025 < launching.seconds(Hybrid(), again=True) < 0.0035
-    assert launching.longest["device"] == launching.seconds(Hybrid())
+    launching.note(Hybrid(), 0.05, 0.0)
+    for i in range(1, 11):
+        launching.note(DecodeSteps(), 0.0005, 0.2 * i * HALF_LIFE_SECONDS)
+    assert launching.seconds(Hybrid()) == pytest.approx(0.05 / 4)
+    launching.note(Hybrid(), 0.001, 12 * HALF_LIFE_SECONDS)
+    assert launching.seconds(Hybrid()) == 0.001
 
 
-def test_a_long_stall_does_not_keep_passes_out_for_ever() -> None:
+def test_ends_of_a_batch_are_a_kind_of_their_own() -> None:
     launching = LaunchCosts(LAYERS)
-    for _ in range(USUAL_OF + 1):
-        launching.note(Hybrid(), 0.05, 0.0)
-    for i in range(50):
-        launching.note(DecodeSteps(), 0.0005, 6.0 * i)
-    assert launching.seconds(Hybrid(), again=True) < 0.003
+    launching.note(PrefillSlice(0, 1), 0.004, 0.0)
+    launching.note(PrefillSlice(1, 2), 0.001, 0.0)
+    assert launching.seconds(PrefillSlice(LAYERS - 1, LAYERS)) == 0.004
+    assert launching.seconds(PrefillSlice(2, 3)) == 0.001
+    assert launching.seconds(DecodeSteps()) == 0.0
 
 
 def test_what_slices_cost_beside_their_layers_does_not_make_them_shorter() -> None:
@@ -168,7 +160,7 @@ def test_halves_of_a_batch_become_whole_again(layer: float, layers: int) -> None
     assert launching.layers_at_once == 18
     launched = serve(launching, layer)
     assert launching.layers_at_once == layers
-    assert max(seconds for _, seconds in launched) <= ENDS * SLICE_SECONDS
+    assert max(seconds for _, seconds in launched) <= END_FACTOR * SLICE_SECONDS
 
 
 def test_an_end_that_takes_in_what_is_left_grows_too() -> None:
@@ -189,4 +181,4 @@ def test_what_ends_may_take_does_not_make_the_slices_between_them_longer(layer: 
     assert between
     assert max(between) <= SLICE_SECONDS + layer
     ends = [seconds for work, seconds in launched if not work.first or work.last == 36]
-    assert max(ends) <= ENDS * SLICE_SECONDS
+    assert max(ends) <= END_FACTOR * SLICE_SECONDS

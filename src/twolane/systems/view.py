@@ -128,17 +128,14 @@ class Gaps(Protocol):
 
 
 class LaunchCosts(Protocol):
-    """What launches cost the host."""
+    """What launches cost the host (`engine.launch_costs`)."""
 
     @property
     def layers_at_once(self) -> int:
         """The most layers of a prefill slice that it launches before decode has to wait for it."""
 
-    def seconds(self, work: Work, *, again: bool = False) -> float:
-        """Of the longest launch of late of such work; 0.0: there was none.
-
-        `again`: a hybrid pass behind another one.
-        """
+    def seconds(self, work: Work) -> float:
+        """Return the decayed maximum for such a launch, in seconds; 0.0 if there was none."""
 
 
 class LaneView(msgspec.Struct, frozen=True):

@@ -255,7 +255,7 @@ class Auto(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             step,
             batch.load,
             target,
-            view.launching.seconds(Hybrid(), again=True),
+            view.launching.seconds(Hybrid()),
         )
         found = ways.all(sliced=not batch.chunks, chunk=memory.chunk)
         chunk = max((way.tokens for way in found), default=0) or memory.chunk
@@ -425,7 +425,7 @@ def _steps_first(
     """
     if memory.last == "steps first":
         return 0
-    launching = view.launching.seconds(Hybrid(), again=memory.last == "pass")
+    launching = view.launching.seconds(Hybrid())
     late = view.now + launching - (_queue(view, "device").until or view.now)
     missed = bool(view.decoding) and late > 0.0 and choice.gap + late > tbt
     if not missed or not step or MOST_STEPS * step < launching:
