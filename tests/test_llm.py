@@ -225,12 +225,26 @@ def test_wrong_prompts_are_value_errors(tiny):
         tiny.stream("text")
     with pytest.raises(ValueError, match="stop needs text"):
         tiny.generate([[1]], stop="x")
-    with pytest.raises(ValueError, match="stop must not be empty"):
+    with pytest.raises(ValueError, match="stop: must be a string of 1 to"):
         tiny.generate([[1]], stop=["x", ""])
-    with pytest.raises(ValueError, match="n must be at least 1"):
+    with pytest.raises(ValueError, match="n: Input should be greater than or equal to 1"):
         tiny.generate([[1]], n=0)
     with pytest.raises(TypeError, match="stops"):
         tiny.generate([[1]], stops="x")
+    with pytest.raises(TypeError, match="chat_template_kwargs"):
+        tiny.generate([[1]], chat_template_kwargs={})
+    for wrong in (5, None, [5, "x"], [["x"]], {"prompt": "x"}):
+        with pytest.raises(ValueError, match="prompts must be a string, a list of strings"):
+            tiny.generate(wrong)
+    for wrong, name in (
+        (5, "messages"),
+        ([], "messages"),
+        ([{"role": "x"}], r"messages\[0\].role"),
+    ):
+        with pytest.raises(ValueError, match=name):
+            tiny.chat(wrong)
+    with pytest.raises(ValueError, match=r"messages\[1\]\[0\].nope"):
+        tiny.chat([[{"role": "user", "content": "x"}], [{"role": "user", "nope": 1}]])
     assert tiny.generate([[1]], GREEDY)
 
 

@@ -17,7 +17,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from twolane.engine.config import EngineConfig
 from twolane.engine.messages import FinishReason
+from twolane.frontend.body import Body, read
 from twolane.frontend.engine_client import EngineClient, ignore_progress
+from twolane.frontend.fields import (
+    Rendering,
+    TextFields,
+    read_messages,
+    read_prompt,
+    read_prompts,
+)
 from twolane.frontend.generation import Delta, Generation, TextOptions
 from twolane.frontend.progress import progress_bars
 from twolane.frontend.startup import start_engine
@@ -28,6 +36,7 @@ if TYPE_CHECKING:
     from typing_extensions import TypeIs  # in typing from Python 3.13 on
 
 T = TypeVar("T")
+B = TypeVar("B", bound=Body)
 Conversation = Sequence[Mapping[str, Any]]
 Prompt = str | list[int]
 Params = SamplingParams | Sequence[SamplingParams] | None
@@ -46,6 +55,20 @@ class GenerateOptions(TypedDict, total=False):
     """Show what stopped the answer; False."""
     skip_special_tokens: bool
     """Leave special tokens out of the text; True."""
+    add_special_tokens: bool
+    """Put the tokens around the prompt that the model expects; True, but False for conversations,
+    whose chat template does it."""
+
+
+class ChatOptions(GenerateOptions, total=False):
+    """What may be asked for beside the sampling parameters of a conversation, by keyword."""
+
+    add_generation_prompt: bool
+    """End the prompt where the assistant's answer begins; True."""
+    continue_final_message: bool
+    """End the prompt inside the last message, for the model to go on with it; False."""
+    chat_template_kwargs: Mapping[str, Any]
+    """Variables for the chat template; none."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +132,7 @@ class LLM:
     `close`, with the `with` block, or when nobody holds the LLM any more.
 
     Every method takes `GenerateOptions` by keyword: `n`, `stop`, `include_stop_str_in_output`,
-    `skip_special_tokens`.
+    `skip_special_tokens`, `add_special_tokens`; those for conversations take `ChatOptions`, too.
 
     Example:
         >>> from twolane import LLM, SamplingParams
@@ -169,34 +192,37 @@ class LLM:
                 has the wrong type.
             EngineError, GenerationFailed: the engine died.
         """
-        given: list[Prompt] = [prompts] if is_one(prompts) else list(prompts)
-        tokens = [self._tokens(prompt) for prompt in given]
+        given = read_prompts(prompts)
+        fields = text_fields(wishes)
+        tokens = [self._tokens(prompt, fields) for prompt in given]
         texts = [prompt if isinstance(prompt, str) else None for prompt in given]
-        return self._answer(texts, tokens, params, progress, wishes)
+        return self._answer(texts, tokens, params, progress, fields)
 
     def chat(
         self,
         messages: Conversation | Sequence[Conversation],
         params: Params = None,
         *,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
         progress: bool | None = None,
-        **wishes: Unpack[GenerateOptions],
+        **wishes: Unpack[ChatOptions],
     ) -> list[RequestOutput]:
         """Answer one conversation, or several side by side, through the model's chat template.
 
-        Arguments and errors are those of `generate`, and `chat_template_kwargs`: variables for the
-        template. It is a ValueError, too, if there is no template or it refuses the messages.
+        Messages are those of /v1/chat/completions. Arguments and errors are those of `generate`; it
+        is a ValueError, too, if there is no template, or it refuses the messages or drops a word.
         """
-        conversations = [messages] if is_conversation(messages) else messages
-        tokens = [self._conversation(turns, chat_template_kwargs) for turns in conversations]
-        return self._answer([None] * len(tokens), tokens, params, progress, wishes)
+        fields, rendering = text_fields(wishes, Rendering), chosen(Rendering, wishes)
+        tokens = [
+            self._conversation(turns, name, fields, rendering)
+            for name, turns in conversations(messages)
+        ]
+        return self._answer([None] * len(tokens), tokens, params, progress, fields)
 
     def stream(
         self,
         prompt: Prompt | Conversation,
         params: SamplingParams | None = None,
-        **wishes: Unpack[GenerateOptions],
+        **wishes: Unpack[ChatOptions],
     ) -> Iterator[CompletionOutput]:
         """Answer one prompt or conversation piece by piece, as the tokens come.
 
@@ -211,14 +237,15 @@ class LLM:
             ValueError, EngineError, GenerationFailed: see `generate`; the last two while reading.
         """
         if is_conversation(prompt):
-            tokens = self._conversation(prompt, None)
+            fields, rendering = text_fields(wishes, Rendering), chosen(Rendering, wishes)
+            tokens = self._conversation(prompt, "messages", fields, rendering)
         else:
-            tokens = self._tokens(prompt)
+            fields = text_fields(wishes)
+            tokens = self._tokens(read_prompt(prompt), fields)
         self._check([tokens])
         params = params or self._params
         check_type(params, SamplingParams, "sampling parameters")
-        options = self._options(wishes)
-        return self._pieces(tokens, params, wishes.get("n", 1), options)
+        return self._pieces(tokens, params, fields.choices, self._options(fields))
 
     def close(self) -> None:
         """End the engine process. Closing twice does nothing.
@@ -243,11 +270,18 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _tokens(self, prompt: Prompt) -> list[int]:
-        return prompt if isinstance(prompt, list) else self._codec.encode(prompt)
+    def _tokens(self, prompt: Prompt, fields: TextFields) -> list[int]:
+        if isinstance(prompt, list):
+            return prompt
+        special = fields.add_special_tokens is not False
+        return self._codec.encode(prompt, add_special_tokens=special)
 
-    def _conversation(self, turns: Conversation, variables: Mapping[str, Any] | None) -> list[int]:
-        return self._codec.chat([dict(turn) for turn in turns], variables=variables)
+    def _conversation(
+        self, turns: Conversation, name: str, fields: TextFields, rendering: Rendering
+    ) -> list[int]:
+        special = bool(fields.add_special_tokens)
+        read = read_messages(turns, name)
+        return self._codec.chat(read, add_special_tokens=special, **rendering.rendering)
 
     def _check(self, prompts: Sequence[list[int]]) -> None:
         ready = self._engine.ready
@@ -261,11 +295,9 @@ class LLM:
             if not 0 <= min(prompt) <= max(prompt) < ready.vocab_size:
                 raise ValueError(f"prompt {index} has token ids outside 0..{ready.vocab_size - 1}")
 
-    def _options(self, wishes: GenerateOptions) -> TextOptions:
-        options = text_options(wishes)
-        if options.stop and not self._codec.has_tokenizer:
-            raise ValueError("stop needs text: this model was loaded without a tokenizer")
-        return options
+    def _options(self, fields: TextFields) -> TextOptions:
+        self._codec.check_stop(fields.stop_strings)
+        return fields.text_options
 
     def _answer(
         self,
@@ -273,7 +305,7 @@ class LLM:
         tokens: Sequence[list[int]],
         params: Params,
         progress: bool | None,
-        wishes: GenerateOptions,
+        fields: TextFields,
     ) -> list[RequestOutput]:
         if params is None or isinstance(params, SamplingParams):
             params = [params or self._params] * len(tokens)
@@ -282,7 +314,7 @@ class LLM:
         self._check(tokens)
         for one in params:
             check_type(one, SamplingParams, "sampling parameters")
-        options, n = self._options(wishes), wishes.get("n", 1)
+        options, n = self._options(fields), fields.choices
         shown = self._progress and len(tokens) > 1 if progress is None else progress
         with Bar(len(tokens), shown=shown) as bar:
             work = self._answer_all(list(zip(texts, tokens, params, strict=True)), n, options, bar)
@@ -463,9 +495,45 @@ def is_conversation(
     return bool(given) and not isinstance(given, str) and isinstance(given[0], Mapping)
 
 
-def is_one(prompts: Prompt | Sequence[str] | Sequence[list[int]]) -> "TypeIs[Prompt]":
-    """Whether this is one prompt: a text, or a list of token ids."""
-    return isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], int))
+def conversations(
+    messages: Conversation | Sequence[Conversation],
+) -> Iterator[tuple[str, Conversation]]:
+    """Yield each conversation of one or several, with the name that errors give it."""
+    several = (
+        isinstance(messages, list | tuple) and bool(messages) and not is_conversation(messages)
+    )
+    if not several or not all(isinstance(turns, list | tuple) for turns in messages):
+        yield "messages", messages  # type: ignore[misc]  # one, or none, which is refused
+        return
+    for place, turns in enumerate(messages):
+        yield f"messages[{place}]", turns  # type: ignore[misc]
+
+
+def text_fields(wishes: GenerateOptions, *others: type[Body]) -> TextFields:
+    """Return the wishes about answers and their text.
+
+    Args:
+        wishes: by keyword.
+        others: forms that have the keywords which `TextFields` lacks.
+
+    Raises:
+        ValueError: one of them cannot be.
+        TypeError: there is no such keyword.
+    """
+    forms: tuple[type[Body], ...] = (TextFields, *others)
+    known = {name for form in forms for name in form.model_fields}
+    if unknown := wishes.keys() - known:
+        raise TypeError(f"there is no argument {min(unknown)!r}")
+    return chosen(TextFields, wishes)
+
+
+def chosen(form: type[B], wishes: Mapping[str, Any]) -> B:
+    """Return those of the wishes that a form has.
+
+    Raises:
+        ValueError: one of them cannot be.
+    """
+    return read(form, {name: wishes[name] for name in form.model_fields.keys() & wishes.keys()})
 
 
 def check_type(given: object, form: type, name: str) -> None:
@@ -480,26 +548,3 @@ def check_type(given: object, form: type, name: str) -> None:
         msgspec.convert(msgspec.to_builtins(given), form)
     except (TypeError, msgspec.ValidationError) as error:
         raise ValueError(f"{name}: {error}") from error
-
-
-def text_options(wishes: GenerateOptions) -> TextOptions:
-    """Return the form in which the front knows these wishes.
-
-    Raises:
-        ValueError: one of them cannot be.
-        TypeError: there is no such keyword.
-    """
-    unknown = wishes.keys() - GenerateOptions.__annotations__.keys()
-    if unknown:
-        raise TypeError(f"there is no argument {min(unknown)!r}")
-    if not wishes.get("n", 1) >= 1:
-        raise ValueError(f"n must be at least 1, not {wishes['n']!r}")
-    stop = wishes.get("stop", ())
-    stop = (stop,) if isinstance(stop, str) else tuple(stop)
-    if not all(stop):
-        raise ValueError("stop must not be empty text")
-    return TextOptions(
-        stop=stop,
-        include_stop=wishes.get("include_stop_str_in_output", False),
-        skip_special_tokens=wishes.get("skip_special_tokens", True),
-    )

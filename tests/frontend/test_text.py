@@ -133,8 +133,15 @@ def test_a_template_that_fails_is_a_refusal(tokenizer):
     codec = with_template(tokenizer, "{{ raise_exception('roles must alternate') }}")
     with pytest.raises(TextError, match="roles must alternate"):
         codec.chat([{"role": "user", "content": "Hi"}])
-    with pytest.raises(TextError, match="template is broken"):
-        with_template(tokenizer, "{% if %}")
+
+
+@pytest.mark.parametrize("template", ["{% if %}", None])
+def test_without_a_whole_template_completions_go_on(tokenizer, template):
+    codec = with_template(tokenizer, template)
+    assert not codec.has_chat_template
+    assert codec.encode("Hi") == tokenizer.backend.encode("Hi").ids
+    with pytest.raises(TextError, match=r"template is broken|no chat template"):
+        codec.chat([{"role": "user", "content": "Hi"}])
 
 
 NAMED = """{% for m in messages %}{{ m.name + ': ' if m.name }}{{ m.content }}
@@ -157,13 +164,61 @@ def test_variables_of_the_template(tokenizer):
             codec.chat(turns, variables={reserved: []})
 
 
-def test_names_are_shown_or_refused(tokenizer):
+def test_names_are_given_to_the_template(tokenizer):
     turns = [{"role": "user", "content": "Hi", "name": "Ann"}]
     codec = with_template(tokenizer, NAMED)
     assert codec.decode(codec.chat(turns), skip_special_tokens=False) == "Ann: Hi\n"
-    with pytest.raises(TextError, match="does not show names") as refusal:
-        TextCodec(tokenizer).chat(turns)
-    assert refusal.value.param == "messages[0].name"
+    unnamed = TextCodec(tokenizer)
+    assert unnamed.chat(turns) == unnamed.chat([{"role": "user", "content": "Hi"}])
+
+
+def test_a_switch_that_is_off_asks_for_nothing_where_there_is_none(tokenizer):
+    codec = with_template(tokenizer, "{{ messages[0].content }}")
+    turns = [{"role": "user", "content": "Hi"}]
+    assert codec.chat(turns, variables={"enable_thinking": False}) == codec.chat(turns)
+    for name, value in ("enable_thinking", True), ("enable_thinkign", False):
+        with pytest.raises(TextError, match=f"has no variable '{name}'"):
+            codec.chat(turns, variables={name: value})
+
+
+@pytest.mark.parametrize(
+    ("template", "turns", "param"),
+    [
+        (
+            "{{ messages[-1].content }}",
+            [{"role": "user", "content": "lost words"}, {"role": "user", "content": "Hi"}],
+            "messages[0].content",
+        ),
+        ("{{ messages[0].content[:2] }}", [{"role": "user", "content": "Hi, all"}], "messages[0]"),
+        (
+            "{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}",
+            [{"role": "system", "content": "Be brief"}, {"role": "user", "content": "Hi"}],
+            "messages[0].content",
+        ),
+        (
+            "{% for m in messages %}{{ m.content }}{% endfor %}",
+            [
+                {
+                    "role": "assistant",
+                    "content": None,
+                    "tool_calls": [{"function": {"name": "f", "arguments": {}}}],
+                }
+            ],
+            "messages[0].tool_calls",
+        ),
+    ],
+)
+def test_a_prompt_that_lacks_what_was_said_is_refused(tokenizer, template, turns, param):
+    with pytest.raises(TextError, match="does not show") as refusal:
+        with_template(tokenizer, template).chat(turns)
+    assert refusal.value.param.startswith(param)
+
+
+@pytest.mark.parametrize("shown", ["trim", "tojson", "e", "replace('\n', ' ')"])
+def test_a_template_may_write_words_in_its_own_way(tokenizer, shown):
+    codec = with_template(tokenizer, "{{ messages[0].content | " + shown + " }}")
+    for said in ('  "Grüße" <b>&\n\tan\\alle </b> \n', "\n", "x " * 10_000):
+        assert codec.chat([{"role": "user", "content": said}]) is not None
 
 
 def test_least_tokens_is_a_bound(codec):

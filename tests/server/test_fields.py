@@ -304,9 +304,9 @@ def sees_stream_options(ask):
 
 def sees_messages(ask):
     turns = ask.base()["messages"]
-    with pytest.raises(openai.BadRequestError) as refusal:  # this template shows no names
-        ask.raw(messages=[{**turns[0], "name": "Ann"}])
-    assert refusal.value.param == "messages[0].name"
+    with pytest.raises(openai.BadRequestError) as refusal:
+        ask.raw(messages=[{**turns[0], "nope": "Ann"}])
+    assert refusal.value.param == "messages[0].nope"
     ask.question = "What is the capital of France?"
     return "Paris" in ask.text(max_tokens=20)
 

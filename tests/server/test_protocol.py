@@ -3,6 +3,7 @@ from collections.abc import Iterable
 import pytest
 from pydantic import ValidationError
 
+from twolane.frontend.messages import turns_of
 from twolane.sampling import SamplingParams
 from twolane.server.http import strict_json
 from twolane.server.http.errors import ApiError, from_validation
@@ -15,6 +16,9 @@ from twolane.server.openai.protocol import (
 )
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
+
+
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
 
 
 def refusal(kind, body):
@@ -106,24 +110,85 @@ def test_messages_as_templates_know_them():
             ]
         }
     )
-    assert [m.for_template() for m in body.messages] == [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "a\nb"},
+    assert turns_of(body.messages) == [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": ["a", "b"]},
         {"role": "assistant", "content": "c"},
     ]
+    assert [m.text for m in body.messages] == ["Be brief.", "a\nb", "c"]
 
 
 @pytest.mark.parametrize(
     ("message", "param"),
     [
-        ({"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}, "content"),
-        ({"role": "tool", "content": "x"}, "role"),
+        (
+            {"role": "user", "content": [{"type": "image_url", "image_url": "x"}]},
+            "content[0].image_url",
+        ),
+        ({"role": "user", "content": [{"type": "text"}]}, "content[0].text"),
+        ({"role": "user", "content": [{"type": "text", "text": "x", "y": 1}]}, "content[0].y"),
+        ({"role": "user", "content": ["x"]}, "content[0]"),
+        ({"role": "user", "content": 5}, "content"),
+        ({"role": "function", "content": "x"}, "role"),
         ({"role": "user"}, "content"),
-        ({"role": "assistant", "content": "x", "tool_calls": [{}]}, "tool_calls"),
+        ({"role": "tool", "tool_call_id": "1"}, "content"),
+        ({"role": "user", "content": "x", "tool_calls": [CALL]}, "tool_calls"),
+        ({"role": "user", "content": "x", "reasoning": "y"}, "reasoning"),
+        ({"role": "assistant", "content": "x", "tool_call_id": "1"}, "tool_call_id"),
+        ({"role": "assistant", "content": "x", "tool_calls": [{}]}, "tool_calls[0].function"),
+        (
+            {"role": "assistant", "tool_calls": [{"function": {"name": 5}}]},
+            "tool_calls[0].function.name",
+        ),
+        ({"role": "assistant", "tool_calls": [{**CALL, "type": "custom"}]}, "tool_calls[0].type"),
+        ({"role": "assistant", "content": "x", "audio": {"id": "1"}}, "audio"),
+        ({"role": "assistant", "content": "x", "function_call": {"name": "f"}}, "function_call"),
     ],
 )
 def test_unserved_messages_are_refused(message, param):
-    assert refusal(ChatRequest, {"messages": [message]}).param.endswith(param)
+    assert refusal(ChatRequest, {"messages": [message]}).param == f"messages[0].{param}"
+
+
+def test_what_an_answer_contains_may_be_sent_back():
+    """With the fields that clients keep of it, and those that they set to null."""
+    answer = {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{**CALL, "index": 0}],
+        "reasoning_content": "Hm.",
+        "refusal": None,
+        "annotations": [],
+        "audio": None,
+        "function_call": None,
+        "parsed": None,
+    }
+    parts = [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}]
+    result = {"role": "tool", "tool_call_id": "1", "name": "f", "content": parts}
+    refused = {"role": "assistant", "content": None, "refusal": "No."}
+    called, told, no = turns_of(
+        ChatRequest.model_validate({"messages": [answer, result, refused]}).messages
+    )
+    assert called == {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [
+            {"type": "function", "id": "1", "function": {"name": "f", "arguments": {"a": 1}}}
+        ],
+        "reasoning_content": "Hm.",
+    }
+    assert told == {"role": "tool", "tool_call_id": "1", "name": "f", "content": ["a"]}
+    assert no == {"role": "assistant", "content": "No."}
+
+
+@pytest.mark.parametrize(
+    ("given", "read"),
+    [('{"a": 1}', {"a": 1}), ("", {}), (None, {}), ("[1]", "[1]"), ("{", "{"), ({"a": 1},) * 2],
+)
+def test_arguments_of_calls(given, read):
+    call = {**CALL, "function": {"name": "f", "arguments": given}}
+    body = ChatRequest.model_validate({"messages": [{"role": "assistant", "tool_calls": [call]}]})
+    [turn] = turns_of(body.messages)
+    assert turn["tool_calls"][0]["function"]["arguments"] == read
 
 
 def test_sampling_defaults_are_openais():
@@ -218,8 +283,8 @@ def test_of_many_errors_the_first_is_found(kind, body, param):
         (ChatRequest, {"messages": [5]}, "messages[0]", "messages[0] must be a JSON object"),
         (
             ChatRequest,
-            {"messages": [*MESSAGES, {**MESSAGES[0], "tool_calls": [{}]}]},
-            *("messages[1].tool_calls", "messages[1].tool_calls is not supported"),
+            {"messages": [*MESSAGES, {**MESSAGES[0], "function_call": {}}]},
+            *("messages[1].function_call", "messages[1].function_call is not supported"),
         ),
         (
             ChatRequest,

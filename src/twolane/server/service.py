@@ -11,20 +11,21 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from twolane.common.errors import FieldError
 from twolane.engine.messages import Output, Refused
+from twolane.frontend.body import shortened
 from twolane.frontend.engine_client import EngineClient, EngineError, EngineGone, Event
-from twolane.frontend.generation import Generation, TextOptions
+from twolane.frontend.fields import Rendering
+from twolane.frontend.generation import Generation
+from twolane.frontend.messages import Message, turns_of
 from twolane.frontend.text.codec import TextCodec, TextError
 from twolane.sampling import SamplingParams
 from twolane.server.admission import Admission
 from twolane.server.http.calls import Call
-from twolane.server.http.errors import ApiError, shortened
+from twolane.server.http.errors import ApiError
 from twolane.server.openai.answers import Echo
 from twolane.server.openai.protocol import (
     ChatRequest,
     CompletionRequest,
     GenerationBody,
-    Message,
-    Rendering,
     TokenizeRequest,
 )
 from twolane.server.ops.dashboard.data import Dashboard
@@ -216,15 +217,14 @@ class Service:
             ApiError: 400, 429 or 503.
         """
         params = self.sampling(body, prompts)
+        try:
+            self.codec.check_stop(body.stop_strings)
+        except TextError as error:
+            raise refused_text(error, "prompt") from error
         self.check_available()
         answers = [prompt for prompt in prompts for _ in range(body.choices)]
         self.admission.enter(len(answers), counted_by(body))
         books = RequestAccounting(self, answers, call, self._traces(body, params, answers, call))
-        text = TextOptions(
-            stop=body.stop_strings,
-            include_stop=bool(body.include_stop_str_in_output),
-            skip_special_tokens=body.skip_special_tokens is not False,
-        )
         try:
             return Generation(
                 self.engine,
@@ -232,7 +232,7 @@ class Service:
                 prompts,
                 [params] * len(prompts),
                 n=body.choices,
-                text=text,
+                text=body.text_options,
                 priority=body.priority or 0,
                 slo=call.slo,
                 observer=books,
@@ -266,7 +266,7 @@ class Service:
     def _chat(
         self, messages: Sequence[Message], how: Rendering, *, special: bool
     ) -> Callable[[], list[int]]:
-        turns = [message.for_template() for message in messages]
+        turns = turns_of(messages)
         return partial(self.codec.chat, turns, add_special_tokens=special, **how.rendering)
 
     async def _text(
@@ -281,8 +281,7 @@ class Service:
         try:
             return await loop.run_in_executor(thread or self._tokenizing, in_turn)
         except TextError as error:
-            param = error.param or param
-            raise ApiError(400, str(error), code="invalid_prompt", param=param) from error
+            raise refused_text(error, param) from error
 
     def _check_text(self, text: str, body: GenerationBody, param: str) -> None:
         """Refuse at a glance what would take long to tokenise and cannot fit."""
@@ -384,6 +383,11 @@ class RequestAccounting:
         if self._queued[index]:
             self._queued[index] = False
             self._service.admission.leave(served=served)
+
+
+def refused_text(error: TextError, param: str) -> ApiError:
+    """Return the refusal of a text; `param` is at fault where the error names no field."""
+    return ApiError(400, str(error), code="invalid_prompt", param=error.param or param)
 
 
 def counted_by(body: GenerationBody) -> str:

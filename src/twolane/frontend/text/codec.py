@@ -9,11 +9,13 @@ from jinja2 import TemplateSyntaxError
 from tokenizers import Tokenizer, decoders
 from tokenizers.pre_tokenizers import ByteLevel
 
-from twolane.frontend.text.template import ChatTemplate, Message
+from twolane.frontend.text.template import ChatTemplate, Message, missing_words
 from twolane.frontend.text.tokenizer import ModelTokenizer
 
 REPLACEMENT = "\ufffd"
 BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
+SWITCHES = frozenset({"enable_thinking", "thinking"})
+"""Clients set these variables for all models; false asks for nothing where there is none."""
 MAX_HELD_TOKENS = 8
 """A character has at most four bytes; what is still broken after this many tokens stays broken."""
 
@@ -160,19 +162,17 @@ class TextCodec:
 
     Args:
         tokenizer: None for a model that has none.
-
-    Raises:
-        TextError: the model's chat template is not one.
     """
 
     def __init__(self, tokenizer: ModelTokenizer | None) -> None:
         self._backend = None if tokenizer is None else tokenizer.backend
         self._template: ChatTemplate | None = None
+        self._no_chat = "this model has no chat template: use /v1/completions"
         if tokenizer is not None and tokenizer.chat_template:
             try:
                 self._template = ChatTemplate(tokenizer.chat_template, tokenizer.special_tokens)
             except TemplateSyntaxError as error:
-                raise TextError(f"the model's chat template is broken: {error}") from error
+                self._no_chat = f"the model's chat template is broken: {error}"
         self._shown: ByteVocabulary | None = None
         self._longest: int | None = None
         if self._backend is not None:
@@ -211,43 +211,30 @@ class TextCodec:
         continue_final_message: bool = False,
         add_special_tokens: bool = False,
         variables: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[int]:
         """Return the tokens of a conversation; see `ChatTemplate.render`.
 
         Raises:
-            TextError: the model has no tokenizer or chat template, or the template refuses.
+            TextError: the model has no tokenizer or chat template, the template refuses, or what
+                was said is not in the prompt that it makes.
         """
-        tokenizer = self._tokenizer
-        if self._template is None:
-            raise TextError("this model has no chat template: use /v1/completions")
-        unknown = sorted((variables or {}).keys() - self._template.variables)
-        if unknown:
-            raise TextError(
-                f"the model's chat template has no variable {unknown[0][:200]!r}",
-                param="chat_template_kwargs",
-            )
-
-        def render(turns: Sequence[Message]) -> str:
-            assert self._template is not None
-            return self._template.render(
-                turns,
+        tokenizer, template = self._tokenizer, self._template
+        if template is None:
+            raise TextError(self._no_chat)
+        check_variables(template, variables or {})
+        check_calls(template, messages)
+        try:
+            text = template.render(
+                messages,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 variables=variables,
+                tools=tools,
             )
-
-        try:
-            text = render(messages)
-            for place, message in enumerate(messages):
-                if "name" in message and text == render(without_name(messages, place)):
-                    raise TextError(
-                        "the model's chat template does not show names",
-                        param=f"messages[{place}].name",
-                    )
-        except TextError:
-            raise
         except Exception as error:  # templates are programs that come with the model
             raise TextError(f"the model's chat template refused the messages: {error}") from error
+        check_words(messages, text)
         return encode(tokenizer, text, add_special_tokens=add_special_tokens)
 
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool) -> str:
@@ -278,6 +265,15 @@ class TextCodec:
         if byte := BYTE_TOKEN.fullmatch(name):
             return bytes.fromhex(byte[1])
         return name.replace("\u2581", " ").encode()
+
+    def check_stop(self, stop: Sequence[str]) -> None:
+        """Refuse stop strings where there is no text to find them in.
+
+        Raises:
+            TextError: the model has no tokenizer.
+        """
+        if stop and self._backend is None:
+            raise TextError("stop needs text: this model was loaded without a tokenizer", "stop")
 
     def least_tokens(self, text: str) -> int:
         """Return how many tokens `text` makes at least, at a glance."""
@@ -311,12 +307,62 @@ def encode(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> list
     return ids
 
 
-def without_name(messages: Sequence[Message], place: int) -> list[Message]:
-    """Return the messages, one of them without its name."""
-    return [
-        {key: value for key, value in message.items() if key != "name" or index != place}
-        for index, message in enumerate(messages)
-    ]
+def check_variables(template: ChatTemplate, variables: Mapping[str, Any]) -> None:
+    """Refuse variables that the template does not read, unless they ask for nothing.
+
+    Raises:
+        TextError: there is one.
+    """
+    for name in sorted(variables.keys() - template.variables):
+        if name in SWITCHES and not variables[name]:
+            continue
+        raise TextError(
+            f"the model's chat template has no variable {name[:200]!r}",
+            param="chat_template_kwargs",
+        )
+
+
+def check_calls(template: ChatTemplate, messages: Sequence[Message]) -> None:
+    """Refuse tool calls that the template does not show, or not as they are written.
+
+    Raises:
+        TextError: there is one.
+    """
+    for place, message in enumerate(messages):
+        for number, call in enumerate(message.get("tool_calls", ())):
+            param = f"messages[{place}].tool_calls"
+            if template.form.arguments is None:
+                raise TextError("the model's chat template does not show tool calls", param=param)
+            arguments = call["function"]["arguments"]
+            if template.form.arguments == "object" and isinstance(arguments, str):
+                param = f"{param}[{number}].function.arguments"
+                raise TextError(f"{param} must be a JSON object", param=param)
+
+
+def check_words(messages: Sequence[Message], text: str) -> None:
+    """Refuse a prompt that lacks what was said; of the assistant's words a template may drop some.
+
+    Raises:
+        TextError: it does.
+    """
+    for place, message in enumerate(messages):
+        if message["role"] == "assistant":
+            for call in message.get("tool_calls", ()):
+                if missing_words(call["function"]["name"], text) is not None:
+                    raise lost(f"messages[{place}].tool_calls", call["function"]["name"])
+            continue
+        content = message["content"]
+        for said in [content] if isinstance(content, str) else content or ():
+            word = missing_words(said if isinstance(said, str) else said["text"], text)
+            if word is not None:
+                raise lost(f"messages[{place}].content", word)
+
+
+def lost(param: str, word: str) -> TextError:
+    """Return the refusal of a prompt that lacks a word."""
+    return TextError(
+        f"the model's chat template does not show {param}: the prompt lacks {word[:200]!r}", param
+    )
 
 
 def longest_token(tokenizer: Tokenizer) -> int | None:

@@ -5,18 +5,23 @@ the two against each other.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
-from typing import Any, NoReturn
+from functools import cached_property
+from typing import Any, Literal, NoReturn
 
+import msgspec
 from jinja2 import TemplateError, meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
+from markupsafe import escape
 
 Message = Mapping[str, Any]
 TAG = "CONTINUE-FINAL-MESSAGE-HERE "
+LONGEST_TURN_END = 100
+"""A turn's end is looked for in at most this many characters behind an answer."""
 RESERVED = frozenset({"messages", "add_generation_prompt", "tools", "documents"})
 """Variables that are set by fields of their own."""
 
@@ -87,24 +92,105 @@ def environment() -> ImmutableSandboxedEnvironment:
     return made
 
 
+class TemplateForm(msgspec.Struct, frozen=True):
+    """The form in which a chat template reads messages, found by rendering some.
+
+    Templates differ: some put the content into the text as it is, some walk over its parts, some
+    take both; the arguments of a tool call are an object for most of them and text for a few.
+    """
+
+    text_roles: tuple[str, ...]
+    """The template shows the content of messages of these roles when it is text."""
+    part_roles: tuple[str, ...]
+    """The template shows the content of messages of these roles when it is a list of parts."""
+    arguments: Literal["object", "text"] | None = None
+    """The template shows a tool call whose arguments have this form; None: it shows no calls."""
+    null_content: bool = False
+    """The template takes null as the content of a message with tool calls."""
+    developer: bool = False
+    """The template has a role "developer", which is sent as "system" to all others."""
+    turn_end: str = ""
+    """The text that follows an answer, with which the model ends its turn."""
+
+    def adapted(self, turn: Message) -> dict[str, Any]:
+        """Return a message as the template reads it."""
+        made = dict(turn)
+        if made["role"] == "developer" and not self.developer:
+            made["role"] = "system"
+        made["content"] = self._content(made["role"], made.get("content"), "tool_calls" in made)
+        if "tool_calls" in made:
+            made["tool_calls"] = [self._call(call) for call in made["tool_calls"]]
+        return made
+
+    def _content(self, role: str, content: Any, with_calls: bool) -> Any:
+        if content is None:
+            return None if with_calls and self.null_content else ""
+        if isinstance(content, str):
+            wants_parts = role in self.part_roles and role not in self.text_roles
+            return [part(content)] if wants_parts else content
+        texts = [piece if isinstance(piece, str) else piece["text"] for piece in content]
+        return [part(text) for text in texts] if role in self.part_roles else "\n".join(texts)
+
+    def _call(self, call: Mapping[str, Any]) -> dict[str, Any]:
+        function = dict(call["function"])
+        if self.arguments == "text" and not isinstance(function["arguments"], str):
+            function["arguments"] = to_json(function["arguments"])
+        return {**call, "function": function}
+
+
+def part(text: str) -> dict[str, str]:
+    """Return a part of a message that is text."""
+    return {"type": "text", "text": text}
+
+
+MOST_WORDS = 64
+"""This many words of a message are looked for from each of its ends."""
+SEEN = "SeenWord7"
+"""A word that a template shows if it shows a content at all."""
+HELLO: Message = {"role": "user", "content": "Hello"}
+CALLED: Mapping[str, Any] = {"arguments": {"key": SEEN}, "name": "call_it"}
+RESULT: Message = {
+    "role": "tool",
+    "content": "Result",
+    "name": "call_it",
+    "tool_call_id": "abcDEF123",
+}
+
+
 class ChatTemplate:
     """A model's chat template, compiled.
 
     Args:
         source: the Jinja program.
         special_tokens: by name; the template sees them as variables.
+        form: how the template reads messages; None: it is found out when it is needed.
 
     Raises:
         TemplateSyntaxError: it is not one.
     """
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+    def __init__(
+        self, source: str, special_tokens: Mapping[str, str], form: TemplateForm | None = None
+    ) -> None:
         made = environment()
+        self._source = source
         self._template = made.from_string(source)
         self._special_tokens = dict(special_tokens)
+        if form is not None:
+            self.form = form
         wanted = meta.find_undeclared_variables(made.parse(source))
         self.variables = wanted - RESERVED - self._special_tokens.keys() - made.globals.keys()
         """What `chat_template_kwargs` may set."""
+
+    @cached_property
+    def form(self) -> TemplateForm:
+        """How the template reads messages."""
+        return find_form(self)
+
+    @property
+    def mentions_developer(self) -> bool:
+        """Whether the template knows the role "developer"."""
+        return "developer" in self._source
 
     def render(
         self,
@@ -113,31 +199,163 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
         """Return the conversation as text.
 
         Args:
-            messages: with "role" and "content" at least; the content is text.
+            messages: with "role" and "content" at least; the content is text, a list of texts (the
+                parts of a message), or None beside tool calls.
             add_generation_prompt: end where the assistant's answer begins.
             continue_final_message: end inside the last message, for the model to go on with it.
             variables: further ones.
+            tools: what the model may call, in OpenAI's form.
 
         Raises:
             TemplateError: the template refuses.
             ValueError: the last message cannot be continued: the template drops or changes it.
         """
-        turns = [dict(message) for message in messages]
+        turns = [self.form.adapted(message) for message in messages]
         last = turns[-1]["content"]
         if continue_final_message:
-            turns[-1]["content"] = last + TAG
-        text = self._template.render(
-            **{**self._special_tokens, **(variables or {})},
-            messages=turns,
-            add_generation_prompt=add_generation_prompt,
-            tools=None,
-            documents=None,
+            last, turns[-1]["content"] = continued(last)
+        text = self.raw(
+            turns, add_generation_prompt=add_generation_prompt, variables=variables, tools=tools
         )
         return cut_at_tag(text, last) if continue_final_message else text
+
+    def raw(
+        self,
+        turns: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str:
+        """Return what the template makes of messages as they are."""
+        return self._template.render(
+            **{**self._special_tokens, **(variables or {})},
+            messages=list(turns),
+            add_generation_prompt=add_generation_prompt,
+            tools=tools or None,
+            documents=None,
+        )
+
+
+def continued(content: Any) -> tuple[str, Any]:
+    """Return the text that a content ends with, and the content with the tag behind it."""
+    if isinstance(content, list):
+        last = content[-1]["text"]
+        return last, [*content[:-1], part(last + TAG)]
+    return content or "", (content or "") + TAG
+
+
+def find_form(template: ChatTemplate) -> TemplateForm:
+    """Find out how a template reads messages: render some, and look for their words."""
+    roles: dict[str, Sequence[Message]] = {
+        "system": (HELLO,),
+        "user": (),
+        "assistant": (HELLO,),
+    }
+    text_roles = [role for role in roles if shows(template, role_probe(role, SEEN))]
+    part_roles = [role for role in roles if shows(template, role_probe(role, [part(SEEN)]))]
+    arguments, null_content = find_call_form(template)
+    if arguments is not None:
+        called = call_probe(arguments, null_content)
+        for content, found in ((SEEN, text_roles), ([part(SEEN)], part_roles)):
+            answered = [*called[:2], {**RESULT, "content": content}]
+            # The call shows the word once.
+            if shows(template, answered, times=2):
+                found.append("tool")
+    if not text_roles and not part_roles:  # it refuses all that was tried
+        text_roles = [*roles]
+    return TemplateForm(
+        tuple(text_roles),
+        tuple(part_roles),
+        arguments,
+        null_content,
+        template.mentions_developer,
+        find_turn_end(template, "assistant" in text_roles),
+    )
+
+
+def role_probe(role: str, content: Any) -> list[Message]:
+    """Return a conversation in which a message of this role has this content."""
+    message = {"role": role, "content": content}
+    around: dict[str, list[Message]] = {
+        "system": [message, HELLO],
+        "user": [message],
+        "assistant": [HELLO, message, HELLO],
+    }
+    return around[role]
+
+
+def call_probe(arguments: Literal["object", "text"], null_content: bool) -> list[Message]:
+    """Return a conversation with a tool call in this form."""
+    given = CALLED["arguments"] if arguments == "object" else to_json(CALLED["arguments"])
+    call = {
+        "id": RESULT["tool_call_id"],
+        "type": "function",
+        "function": {**CALLED, "arguments": given},
+    }
+    content = None if null_content else ""
+    return [HELLO, {"role": "assistant", "content": content, "tool_calls": [call]}, RESULT]
+
+
+def find_call_form(template: ChatTemplate) -> tuple[Literal["object", "text"] | None, bool]:
+    """Return how the template reads the arguments of a call and, beside it, null as content."""
+    forms: tuple[Literal["object", "text"], ...] = ("object", "text")
+    for arguments in forms:
+        for null_content in (True, False):
+            if shows(template, call_probe(arguments, null_content), CALLED["name"]):
+                return arguments, null_content
+    return None, False
+
+
+def shows(template: ChatTemplate, turns: Sequence[Message], *words: str, times: int = 1) -> bool:
+    """Whether the template shows `SEEN` and `words`, and shows them as text, not as Python does."""
+    try:
+        text = template.raw(turns)
+    except Exception:  # templates are programs that come with the model
+        return False
+    pythonic = ("None", "{'", '"{\\"', "'type'", '"type": "text"')
+    return (
+        text.count(SEEN) >= times
+        and all(word in text for word in words)
+        and not any(mark in text for mark in pythonic)
+    )
+
+
+def find_turn_end(template: ChatTemplate, as_text: bool) -> str:
+    """Return the text that the template puts behind an answer, or nothing."""
+    content = SEEN if as_text else [part(SEEN)]
+    try:
+        text = template.raw(
+            [HELLO, {"role": "assistant", "content": content}], add_generation_prompt=False
+        )
+    except Exception:  # templates are programs that come with the model
+        return ""
+    return text.rpartition(SEEN)[2].strip()[:LONGEST_TURN_END]
+
+
+def missing_words(said: str, text: str) -> str | None:
+    """Return the first word of a message that its prompt lacks, or None.
+
+    A template may strip a message, or write it as JSON or HTML does. If it changes more, its first
+    and last words are looked for, one by one.
+    """
+    if any(form in text for form in spellings(said.strip())):
+        return None
+    words = said.split()
+    if len(words) > 2 * MOST_WORDS:
+        words = words[:MOST_WORDS] + words[-MOST_WORDS:]
+    return next((w for w in words if not any(form in text for form in spellings(w))), None)
+
+
+def spellings(words: str) -> Iterable[str]:
+    """Return the ways in which a template may write a text."""
+    as_json = to_json(words)[1:-1], json.dumps(words)[1:-1]
+    return dict.fromkeys((words, *as_json, str(escape(words))))
 
 
 def cut_at_tag(text: str, last: str) -> str:

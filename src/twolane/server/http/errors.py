@@ -5,10 +5,8 @@ from typing import Any
 
 from fastapi import HTTPException
 
-MOST_REPEATED = 200
-"""Characters of a client's own text that an error repeats."""
-NO_OBJECT = ("model_attributes_type", "model_type")
-"""What pydantic calls it when something else stands where an object should."""
+from twolane.frontend.body import NO_OBJECT, first_finding
+
 WHOLE_BODY = {
     "missing": "the request needs a JSON body",
     **dict.fromkeys(
@@ -63,38 +61,9 @@ def error_body(status: int, message: str, code: str, param: str | None = None) -
 
 def from_validation(errors: Sequence[Any]) -> ApiError:
     """Turn pydantic's findings into one error that names the first field at fault."""
-    error = errors[0]
-    context = error.get("ctx", {})
-    location = (*error["loc"], context["param"]) if "param" in context else error["loc"]
-    param = field_name(location)
-    if "problem" in context:
-        message = f"{param} {context['problem']}"
-    elif param is None:
-        message = WHOLE_BODY.get(error["type"], error["msg"])
-    else:
-        message = {
-            "unknown_field": f"unknown field {param!r}",
-            "missing": f"{param} is required",
-            **dict.fromkeys(NO_OBJECT, f"{param} must be a JSON object"),
-        }.get(error["type"], f"{param}: {error['msg']}")
+    found = first_finding(errors)
+    message = found.message
+    if found.param is None:
+        message = WHOLE_BODY.get(found.kind, message)
     code = {"unsupported_field": "unsupported_parameter", "unknown_field": "unknown_parameter"}
-    return ApiError(400, message, code=code.get(error["type"], "invalid_value"), param=param)
-
-
-def field_name(location: Sequence[str | int]) -> str | None:
-    """Write pydantic's location as in JSON: ("body", "messages", 0, "role") → messages[0].role.
-
-    None: it is the body itself. Names are those of the client, and shortened.
-    """
-    parts = location[1:] if location[:1] in (("body",), ("header",)) else location
-    if not parts:
-        return None
-    name = shortened(str(parts[0]))
-    for part in parts[1:]:
-        name += f"[{part}]" if isinstance(part, int) else f".{shortened(part)}"
-    return name
-
-
-def shortened(text: str) -> str:
-    """Cut what a client sent to what an error repeats."""
-    return text if len(text) <= MOST_REPEATED else text[:MOST_REPEATED] + "…"
+    return ApiError(400, message, code=code.get(found.kind, "invalid_value"), param=found.param)

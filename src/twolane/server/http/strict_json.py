@@ -5,7 +5,8 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from twolane.server.http.errors import ApiError, shortened
+from twolane.frontend.body import shortened
+from twolane.server.http.errors import ApiError
 
 
 def parse(data: bytes) -> Any:

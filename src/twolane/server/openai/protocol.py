@@ -8,21 +8,21 @@ Every other field is unknown and refused. docs/guides/api.md has the table of al
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Annotated, Any, ClassVar, Literal, LiteralString
+from typing import Annotated, Any, ClassVar
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationError,
-    ValidatorFunctionWrapHandler,
-    WrapValidator,
-    model_validator,
-)
-from pydantic_core import PydanticCustomError
+from pydantic import ConfigDict, Field, model_validator
 
 from twolane.common.errors import FieldError
-from twolane.frontend.text.stops import LONGEST_STRING, MOST_STRINGS
+from twolane.frontend.body import Body, one_message, wrong
+from twolane.frontend.fields import (
+    INT32_MAX,
+    Prompts,
+    Rendering,
+    TextFields,
+    TokenIds,
+    prompt_list,
+)
+from twolane.frontend.messages import Messages
 from twolane.sampling import SamplingParams
 
 INERT = frozenset(
@@ -80,51 +80,18 @@ UNSUPPORTED_COMPLETION: Mapping[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "prompt_embeds": (),
 }
-UNSUPPORTED_MESSAGE: Mapping[str, tuple[Any, ...]] = {
-    "tool_calls": ([],),
-    "tool_call_id": (),
-    "function_call": (),
-    "refusal": (),
-    "audio": (),
-    "annotations": ([],),
-}
 WHY_UNSUPPORTED: Mapping[str, str] = {
     "chat_template": "is not supported: the model's own is the only one that is rendered",
 }
 
-INT32_MAX = 2**31 - 1
-TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
 Count = Annotated[int, Field(ge=0, le=INT32_MAX)]
-MOST_CHOICES = 128
-"""Of one prompt, as in OpenAI's API."""
 MOST_LOGPROBS = 20
 LogprobCount = Annotated[int, Field(ge=0, le=MOST_LOGPROBS)]
-TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
-"""All lists fail fast: only the first error is told, and millions could be sent."""
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 RepetitionPenalty = Annotated[float, Field(ge=0.01)]
 """Logits are divided by it, and what is almost 0 in float64 is 0 in float32."""
 
 
-def one_message(text: str) -> WrapValidator:
-    """Say `text` when a value fits none of a union's members, instead of one error for each."""
-
-    def validate(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
-        try:
-            return handler(value)
-        except ValidationError as error:
-            raise PydanticCustomError("invalid_value", "{text}", {"text": text}) from error
-
-    return WrapValidator(validate)
-
-
-StopString = Annotated[str, Field(min_length=1, max_length=LONGEST_STRING)]
-Stop = Annotated[
-    StopString | Annotated[list[StopString], Field(max_length=MOST_STRINGS, fail_fast=True)],
-    one_message(
-        f"must be a string of 1 to {LONGEST_STRING} characters, or up to {MOST_STRINGS} of them"
-    ),
-]
 LogitBias = Annotated[
     dict[
         Annotated[str, Field(pattern="^(0|[1-9][0-9]{0,8})$")],
@@ -134,61 +101,22 @@ LogitBias = Annotated[
 ]
 
 
-def wrong(param: str, problem: str, kind: LiteralString = "invalid_value") -> PydanticCustomError:
-    """Return an error that names the field at fault, which is one of the object's."""
-    return PydanticCustomError(kind, "{param} {problem}", {"param": param, "problem": problem})
-
-
-class Body(BaseModel):
-    """A JSON object of which every field is honoured or refused by name."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
-    inert: ClassVar[frozenset[str]] = frozenset()
-
-    @model_validator(mode="before")
-    @classmethod
-    def drop_neutral(cls, body: Any) -> Any:
-        """Drop fields that say nothing; refuse the first that is unknown or not served."""
-        if not isinstance(body, dict):
-            return body
-        fields = cls.model_fields
-        for name, value in body.items():
-            if name in fields or name in cls.inert:
-                continue
-            if name not in cls.unsupported:  # pydantic would collect them all
-                raise PydanticCustomError("unknown_field", "unknown field", {"param": name})
-            if not is_neutral(value, cls.unsupported[name]):
-                raise wrong(
-                    name, WHY_UNSUPPORTED.get(name, "is not supported"), "unsupported_field"
-                )
-        return {name: value for name, value in body.items() if name in fields}
-
-
-def is_neutral(value: object, neutral: tuple[Any, ...]) -> bool:
-    """Whether an unsupported field holds a value that changes nothing (1 is not True here)."""
-    return value is None or any(
-        value == allowed and isinstance(value, bool) == isinstance(allowed, bool)
-        for allowed in neutral
-    )
-
-
 class StreamOptions(Body):
     """What to add to a stream."""
 
-    unsupported = {"include_obfuscation": (False,)}
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {"include_obfuscation": (False,)}
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
-class GenerationBody(Body):
+class GenerationBody(TextFields):
     """What both endpoints share."""
 
     inert = INERT
+    why_unsupported = WHY_UNSUPPORTED
 
     model: str | None = None
-    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
     best_of: int | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -201,11 +129,8 @@ class GenerationBody(Body):
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     max_tokens: Count | None = None
     min_tokens: Count | None = None
-    stop: Stop | None = None
     stop_token_ids: TokenIds | None = None
-    include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
-    skip_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
     prompt_logprobs: LogprobCount | None = None
@@ -219,16 +144,6 @@ class GenerationBody(Body):
     def limit(self) -> tuple[str, int | None]:
         """The field that limits the output, and its value; None: up to the context length."""
         return "max_tokens", self.max_tokens
-
-    @property
-    def choices(self) -> int:
-        """How many answers to give to each prompt."""
-        return self.n or 1
-
-    @property
-    def stop_strings(self) -> tuple[str, ...]:
-        """The stop strings."""
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @property
     def logprob_count(self) -> int | None:
@@ -288,19 +203,10 @@ class GenerationBody(Body):
 class CompletionRequest(GenerationBody):
     """The body of POST /v1/completions."""
 
-    unsupported = {**UNSUPPORTED, **UNSUPPORTED_COMPLETION}
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {**UNSUPPORTED, **UNSUPPORTED_COMPLETION}
     default_max_tokens: ClassVar[int] = 16
 
-    prompt: Annotated[
-        str
-        | TokenIds
-        | Annotated[list[str], Field(fail_fast=True)]
-        | Annotated[list[TokenIds], Field(fail_fast=True)],
-        one_message(
-            "must be a string, a list of strings, a list of token ids "
-            "or a list of lists of token ids"
-        ),
-    ]
+    prompt: Prompts
     echo: bool | None = None
     logprobs: LogprobCount | None = None
 
@@ -332,79 +238,13 @@ class CompletionRequest(GenerationBody):
     @property
     def prompts(self) -> list[str | list[int]]:
         """The prompts, one for each choice of the answer."""
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        if self.prompt and isinstance(self.prompt[0], int):  # so are all
-            return [self.prompt]
-        return [*self.prompt]
-
-
-class TextPart(Body):
-    """A piece of a message."""
-
-    type: Literal["text"]
-    text: str
-
-
-class Message(Body):
-    """One turn of a conversation."""
-
-    unsupported = UNSUPPORTED_MESSAGE
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[
-        str | Annotated[list[TextPart], Field(fail_fast=True)],
-        one_message('must be a string or a list of parts {"type": "text", "text": …}'),
-    ]
-    name: str | None = None
-
-    @property
-    def text(self) -> str:
-        """The content; parts are joined by new lines."""
-        if isinstance(self.content, str):
-            return self.content
-        return "\n".join(part.text for part in self.content)
-
-    def for_template(self) -> dict[str, str]:
-        """Return the message as chat templates know it."""
-        role = "system" if self.role == "developer" else self.role
-        named = {} if self.name is None else {"name": self.name}
-        return {"role": role, "content": self.text, **named}
-
-
-Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True)]
-
-
-class Rendering(Body):
-    """How the chat template renders a conversation."""
-
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-
-    @property
-    def rendering(self) -> dict[str, Any]:
-        """The arguments of `TextCodec.chat`."""
-        continued = bool(self.continue_final_message)
-        prompted = self.add_generation_prompt
-        return {
-            "add_generation_prompt": not continued if prompted is None else prompted,
-            "continue_final_message": continued,
-            "variables": self.chat_template_kwargs,
-        }
-
-    @model_validator(mode="after")
-    def one_ending(self) -> "Rendering":
-        """Refuse a conversation that would end in two ways."""
-        if self.continue_final_message and self.add_generation_prompt:
-            raise wrong("continue_final_message", "excludes add_generation_prompt")
-        return self
+        return prompt_list(self.prompt)
 
 
 class ChatRequest(GenerationBody, Rendering):
     """The body of POST /v1/chat/completions."""
 
-    unsupported = {**UNSUPPORTED, **UNSUPPORTED_CHAT}
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {**UNSUPPORTED, **UNSUPPORTED_CHAT}
 
     messages: Messages
     max_completion_tokens: Count | None = None

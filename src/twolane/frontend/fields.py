@@ -1,0 +1,142 @@
+"""The request fields that `LLM` and the HTTP endpoints share: prompts, rendering, text."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, cast
+
+from pydantic import Field, TypeAdapter, ValidationError, model_validator
+
+from twolane.frontend.body import Body, first_finding, one_message, wrong
+from twolane.frontend.generation import TextOptions
+from twolane.frontend.messages import Messages, Turn, turns_of
+from twolane.frontend.text.stops import LONGEST_STRING, MOST_STRINGS
+
+INT32_MAX = 2**31 - 1
+TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
+"""All lists fail fast: only the first error is told, and millions could be sent."""
+MOST_CHOICES = 128
+"""A prompt may be answered at most this many times, as in OpenAI's API."""
+StopString = Annotated[str, Field(min_length=1, max_length=LONGEST_STRING)]
+Stop = Annotated[
+    StopString | Annotated[list[StopString], Field(max_length=MOST_STRINGS, fail_fast=True)],
+    one_message(
+        f"must be a string of 1 to {LONGEST_STRING} characters, or up to {MOST_STRINGS} of them"
+    ),
+]
+Prompts = Annotated[
+    str
+    | TokenIds
+    | Annotated[list[str], Field(fail_fast=True)]
+    | Annotated[list[TokenIds], Field(fail_fast=True)],
+    one_message(
+        "must be a string, a list of strings, a list of token ids or a list of lists of token ids"
+    ),
+]
+_MESSAGES = TypeAdapter(Messages)
+_PROMPTS = TypeAdapter(Prompts)
+
+
+class Rendering(Body):
+    """How the chat template renders a conversation."""
+
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def rendering(self) -> dict[str, Any]:
+        """The arguments of `TextCodec.chat`."""
+        continued = bool(self.continue_final_message)
+        prompted = self.add_generation_prompt
+        return {
+            "add_generation_prompt": not continued if prompted is None else prompted,
+            "continue_final_message": continued,
+            "variables": self.chat_template_kwargs,
+        }
+
+    @model_validator(mode="after")
+    def one_ending(self) -> "Rendering":
+        """Refuse a conversation that would end in two ways."""
+        if self.continue_final_message and self.add_generation_prompt:
+            raise wrong("continue_final_message", "excludes add_generation_prompt")
+        return self
+
+
+class TextFields(Body):
+    """How many answers a prompt gets, and how their tokens become text."""
+
+    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
+    stop: Stop | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    add_special_tokens: bool | None = None
+
+    @property
+    def choices(self) -> int:
+        """How many answers to give to each prompt."""
+        return self.n or 1
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """The stop strings."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def text_options(self) -> TextOptions:
+        """The fields as `Generation` takes them."""
+        return TextOptions(
+            stop=self.stop_strings,
+            include_stop=bool(self.include_stop_str_in_output),
+            skip_special_tokens=self.skip_special_tokens is not False,
+        )
+
+
+def read_messages(messages: object, name: str) -> list[Turn]:
+    """Read one conversation that a program gives, for `TextCodec.chat`.
+
+    Raises:
+        ValueError: a message is refused; the text names its field, below `name`.
+    """
+    given = [as_list(turn) for turn in messages] if isinstance(messages, list | tuple) else messages
+    try:
+        return turns_of(_MESSAGES.validate_python(given))
+    except ValidationError as error:
+        raise ValueError(first_finding(error.errors(), name).message) from error
+
+
+def read_prompts(prompts: object) -> list[str | list[int]]:
+    """Read the prompts that a program gives.
+
+    Raises:
+        ValueError: they are no prompts.
+    """
+    given = [as_list(one) for one in prompts] if isinstance(prompts, list | tuple) else prompts
+    try:
+        return prompt_list(_PROMPTS.validate_python(given))
+    except ValidationError as error:
+        raise ValueError(first_finding(error.errors(), "prompts").message) from error
+
+
+def read_prompt(prompt: object) -> str | list[int]:
+    """Read the one prompt that a program gives.
+
+    Raises:
+        ValueError: it is no prompt, or several.
+    """
+    return read_prompts([prompt])[0]
+
+
+def as_list(given: object) -> object:
+    """Return a tuple as a list and a mapping as a dict, which alone are read; all else as it is."""
+    if isinstance(given, tuple):
+        return [*given]
+    return dict(given) if isinstance(given, Mapping) else given
+
+
+def prompt_list(prompts: str | list[int] | list[str] | list[list[int]]) -> list[str | list[int]]:
+    """Return prompts as a list of them, whether one was given or several."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if prompts and isinstance(prompts[0], int):  # so are all
+        return [prompts]
+    return [*cast("list[str] | list[list[int]]", prompts)]

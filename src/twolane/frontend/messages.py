@@ -1,0 +1,169 @@
+"""The messages of a conversation, as OpenAI's API has them, read for the chat template.
+
+What an answer's message contains may be sent back in the history: its tool calls, its reasoning,
+and the fields that are null.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import (
+    Field,
+    TypeAdapter,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+
+from twolane.frontend.body import Body, wrong
+
+Turn = dict[str, Any]
+"""A message in one form for all templates: `content` is text, a list of texts, or None."""
+
+
+class Part(Body):
+    """A piece of a message: text, or the text of a refusal."""
+
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "image_url": (),
+        "input_audio": (),
+        "video_url": (),
+        "audio_url": (),
+        "file": (),
+    }
+    inert = frozenset({"cache_control", "annotations"})
+    null_says_nothing = True
+
+    type: Literal["text", "refusal"]
+    text: str | None = None
+    refusal: str | None = None
+
+    @model_validator(mode="after")
+    def has_its_text(self) -> "Part":
+        """Refuse a part without the field that its type names."""
+        if getattr(self, self.type) is None:
+            raise wrong(self.type, "is required")
+        return self
+
+    @property
+    def shown(self) -> str:
+        """What the part says."""
+        return self.text if self.text is not None else self.refusal or ""
+
+
+Parts = Annotated[list[Part], Field(fail_fast=True)]
+_PARTS = TypeAdapter(Parts)
+
+
+def _content(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+    """Read a list as parts, so that an error names the part's field; all else as text."""
+    if isinstance(value, list):
+        return _PARTS.validate_python(value)
+    if value is None or isinstance(value, str):
+        return handler(value)
+    text = 'must be a string or a list of parts {"type": "text", "text": …}'
+    raise PydanticCustomError("invalid_value", "{text}", {"text": text})
+
+
+class FunctionCall(Body):
+    """The function that a tool call names, and its arguments."""
+
+    null_says_nothing = True
+
+    name: str
+    arguments: str | dict[str, Any] | None = None
+
+
+class ToolCall(Body):
+    """A call of a tool that the assistant made."""
+
+    inert = frozenset({"index"})
+    null_says_nothing = True
+
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: FunctionCall
+
+    def for_template(self) -> dict[str, Any]:
+        """Return the call with its arguments as an object, if they are one, else as they are."""
+        call: dict[str, Any] = {"type": "function"}
+        if self.id is not None:
+            call["id"] = self.id
+        arguments = self.function.arguments
+        call["function"] = {"name": self.function.name, "arguments": as_object(arguments)}
+        return call
+
+
+def as_object(arguments: str | dict[str, Any] | None) -> Any:
+    """Return the object that a text of JSON is; what is none stays text."""
+    if not isinstance(arguments, str):
+        return arguments or {}
+    try:
+        value = json.loads(arguments) if arguments.strip() else {}
+    except ValueError:
+        return arguments
+    return value if isinstance(value, dict) else arguments
+
+
+class Message(Body):
+    """One turn of a conversation."""
+
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {"audio": (), "function_call": ()}
+    inert = frozenset({"annotations", "cache_control"})
+    null_says_nothing = True
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[str | Parts | None, WrapValidator(_content)] = None
+    name: str | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    refusal: str | None = None
+
+    @model_validator(mode="after")
+    def fields_fit_the_role(self) -> "Message":
+        """Refuse a message that says nothing, and what only other roles say."""
+        if self.role != "assistant":
+            if self.content is None:
+                raise wrong("content", "is required")
+            for name in ("tool_calls", "reasoning_content", "reasoning", "refusal"):
+                if getattr(self, name):
+                    raise wrong(name, "belongs to messages of the assistant only")
+        if self.tool_call_id is not None and self.role != "tool":
+            raise wrong("tool_call_id", "belongs to messages of a tool only")
+        return self
+
+    @property
+    def text(self) -> str:
+        """What the message says; its parts are joined by new lines."""
+        content = self._content()
+        return content if isinstance(content, str) else "\n".join(content or ())
+
+    def for_template(self) -> Turn:
+        """Return the message in the form of `ChatTemplate.render`."""
+        turn: Turn = {"role": self.role, "content": self._content()}
+        reasoning = self.reasoning_content or self.reasoning
+        calls = [call.for_template() for call in self.tool_calls or ()]
+        others = {
+            "name": self.name,
+            "tool_calls": calls or None,
+            "tool_call_id": self.tool_call_id,
+            "reasoning_content": reasoning or None,
+        }
+        return turn | {name: value for name, value in others.items() if value is not None}
+
+    def _content(self) -> str | list[str] | None:
+        if isinstance(self.content, list):
+            return [part.shown for part in self.content]
+        return self.refusal if not self.content and self.refusal else self.content
+
+
+Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+
+
+def turns_of(messages: Sequence[Message]) -> list[Turn]:
+    """Return the messages in the form of `ChatTemplate.render`."""
+    return [message.for_template() for message in messages]
