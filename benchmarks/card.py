@@ -26,9 +26,16 @@ import goodput
 from origin import origin, save
 
 from twolane.common.resources import usable_cores
-from twolane.estimate.base import Beside, Load
 from twolane.estimate.calibrated.estimator import Calibrated
 from twolane.estimate.profile import Profile
+from twolane.estimate.query import (
+    Corunner,
+    LaunchShape,
+    Load,
+    decode_step,
+    hybrid_pass,
+    prefill_slice,
+)
 from twolane.lanes.work import DecodeWork, PrefillWork, Work
 from twolane.sim import machine as simulated
 from twolane.sim import run as simulate
@@ -42,28 +49,25 @@ EVERY, MOMENT = 7.0, 0.08
 """Seconds between two moments, and of one."""
 
 
-class Launch(NamedTuple):
+class Ran(NamedTuple):
     """What a simulated lane runs, beside its demand."""
 
-    kind: str
-    load: Load
+    shape: LaunchShape
     units: int
-    layers: int
-    finishes: bool
     scale: float
     """Of its time, by its own noise."""
 
     @property
     def like(self) -> tuple[object, ...]:
         """What configurations are told apart by."""
-        size = self.load.requests // 8 if self.kind == "decode" else self.load.new // 128
-        return self.kind, size, self.units
+        kind, load = self.shape.kind, self.shape.load
+        return kind, load.requests // 8 if kind == "decode" else load.new // 128, self.units
 
 
 class CardDemand(Demand):
     """A demand that knows its launch."""
 
-    launch: Launch
+    launch: Ran
 
 
 class CardModel(DeviceModel):
@@ -89,35 +93,31 @@ class CardModel(DeviceModel):
         times = (1.0 + slow) * self.uneven.slower
         return [times * self._takes(one, [o for o in launches if o is not one]) for one in launches]
 
-    def _launch(self, work: Work, units: int, step: int) -> Launch:
+    def _launch(self, work: Work, units: int, step: int) -> Ran:
         noise, rng = self.uneven.noise, self._rng
         if isinstance(work, DecodeWork):
             rows = [row.position + step for row in work.rows if not step or step < row.steps]
             scale = math.exp(rng.normal(0.0, noise))
             scale *= OUTLIER if rng.random() < self.uneven.outliers else 1.0
-            return Launch("decode", Load.decode(rows), units, 0, True, scale)
+            return Ran(decode_step(Load.decode(rows)), units, scale)
         prompts = work.rows if isinstance(work, PrefillWork) else work.prompts
         n, r = [row.count for row in prompts], [row.start for row in prompts]
         if isinstance(work, PrefillWork):
             scale = math.exp(rng.normal(0.0, noise))
             layers = work.last - work.first
-            return Launch("prefill", Load(n, r), units, layers, work.finishes, scale)
+            return Ran(prefill_slice(Load(n, r), layers, finishes=work.finishes), units, scale)
         contexts = [row.position for row in work.decode]
         load = Load([*[1] * len(contexts), *n], [*contexts, *r])
-        return Launch("hybrid", load, units, 0, True, math.exp(rng.normal(0.0, noise / 2)))
+        return Ran(hybrid_pass(load), units, math.exp(rng.normal(0.0, noise / 2)))
 
-    def _takes(self, one: Launch, others: Sequence[Launch]) -> float:
+    def _takes(self, one: Ran, others: Sequence[Ran]) -> float:
         """Seconds of a launch beside the others, of which there is one at most."""
-        truth, load, units = self.truth, one.load, one.units
-        other = next((o for o in others if "hybrid" not in (o.kind, one.kind)), None)
-        beside = Beside(other.load, other.units) if other and other.kind != one.kind else None
-        if one.kind == "hybrid":
-            seconds = truth.hybrid(load, units)
-        elif one.kind == "decode":
-            seconds = truth.decode_step(load, units, beside)
-        else:
-            finishes = one.finishes
-            seconds = truth.prefill_slice(load, one.layers, units, beside, finishes=finishes)
+        shape, unlike = one.shape, {"hybrid", one.shape.kind}
+        other = next((o for o in others if o.shape.kind not in unlike), None)
+        if shape.kind == "hybrid":
+            other = None
+        corunner = Corunner(other.shape.load, other.units) if other else None
+        seconds = self.truth.predict(shape, one.units, corunner)
         assert seconds is not None
         digest = hashlib.sha1(repr((one.like, other and other.like)).encode()).digest()
         off = math.sqrt(12) * (int.from_bytes(digest[:4], "big") / 2**32 - 0.5)

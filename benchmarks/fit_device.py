@@ -18,8 +18,8 @@ import numpy as np
 from origin import origin, save
 from scipy.optimize import least_squares
 
-from twolane.estimate.base import Floats
 from twolane.estimate.profile import Neighbour, Profile, Sample
+from twolane.estimate.query import Floats
 from twolane.lanes.work import (
     DecodeRow,
     DecodeWork,

@@ -7,6 +7,7 @@ import pytest
 from tests.systems.simulation import simulate, submit
 from twolane.engine.engine import Engine
 from twolane.estimate.online import OnlineEstimator
+from twolane.estimate.query import LaunchShape
 from twolane.systems.plan import Plan
 from twolane.systems.registry import make_system
 
@@ -35,9 +36,10 @@ def test_tokens_are_sent_before_the_estimator_learns(monkeypatch: pytest.MonkeyP
         return reap(engine)
 
     class Learner(OnlineEstimator):
-        def observe_decode(self, *launch: Any) -> None:
-            kept.append(len(engines[0].state.outputs))
-            super().observe_decode(*launch)
+        def observe(self, launch: LaunchShape, *took: Any) -> None:
+            if launch.kind == "decode":
+                kept.append(len(engines[0].state.outputs))
+            super().observe(launch, *took)
 
     monkeypatch.setattr(Engine, "reap", watched)
     simulate(make_system("static-split", {}), [(0.0, submit("a", 20, 8))], estimator=Learner())

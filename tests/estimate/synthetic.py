@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from twolane.estimate.base import Load
 from twolane.estimate.profile import Key, Neighbour, Profile, Sample, load_of, model_digest
+from twolane.estimate.query import Load
 from twolane.model.shapes import SHAPES
 from twolane.profile.grid import Limits, Point, plan
 

@@ -7,8 +7,8 @@ import pytest
 
 from tests.estimate import synthetic
 from twolane.common.sizes import EMPTY_KEYS, FILLED, WHOLE
-from twolane.estimate.base import Load
 from twolane.estimate.computed import BUCKETS, SLOPES, SMALL_ROWS, STEPS, Computed
+from twolane.estimate.query import Load
 
 
 @pytest.fixture(scope="module")

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from tests.systems.simulation import LAYERS, UNITS, Ran, simulate, submit
-from twolane.estimate.base import Beside, Load
 from twolane.estimate.online import OnlineEstimator
+from twolane.estimate.query import Corunner, Load, decode_step, hybrid_pass, prefill_slice
 from twolane.lanes.work import DecodeWork, Work
 from twolane.sim.lanes import FixedDurations
 from twolane.systems.registry import make_system
@@ -16,9 +16,9 @@ LOAD = Load((512, 1), (0, 640))
 def taught() -> OnlineEstimator:
     estimator = OnlineEstimator()
     for units in (16, 32, 132):
-        estimator.observe_prefill(LOAD, 4, units, 0.04 / units)
-        estimator.observe_decode(Load.decode([100] * 8), units, 0.5 / units)
-        estimator.observe_hybrid(LOAD, units, 0.9 / units)
+        estimator.observe(prefill_slice(LOAD, 4), units, 0.04 / units)
+        estimator.observe(decode_step(Load.decode([100] * 8)), units, 0.5 / units)
+        estimator.observe(hybrid_pass(LOAD), units, 0.9 / units)
     return estimator
 
 
@@ -32,18 +32,18 @@ def test_sums_of_a_load():
 
 def test_nothing_known_is_none():
     fresh = OnlineEstimator()
-    assert fresh.prefill_slice(LOAD, 1, 16) is None
-    assert fresh.decode_step(LOAD, np.array([16, 32])) is None
-    assert fresh.hybrid(LOAD, 132) is None
+    assert fresh.predict(prefill_slice(LOAD, 1), 16) is None
+    assert fresh.predict(decode_step(LOAD), np.array([16, 32])) is None
+    assert fresh.predict(hybrid_pass(LOAD), 132) is None
 
 
 def test_an_array_of_units_is_answered_element_by_element():
     estimator = taught()
     units = np.array([16, 32, 132])
     for predict in (
-        lambda u: estimator.prefill_slice(LOAD, 2, u),
-        lambda u: estimator.decode_step(Load.decode([100] * 8), u),
-        lambda u: estimator.hybrid(LOAD, u),
+        lambda u: estimator.predict(prefill_slice(LOAD, 2), u),
+        lambda u: estimator.predict(decode_step(Load.decode([100] * 8)), u),
+        lambda u: estimator.predict(hybrid_pass(LOAD), u),
     ):
         together = predict(units)
         assert together.tolist() == pytest.approx([predict(u) for u in units.tolist()])
@@ -53,8 +53,8 @@ def test_an_array_of_units_is_answered_element_by_element():
 def test_the_online_estimator_takes_fewer_units_than_it_saw_to_be_slower():
     """And more to be no faster: what was never measured is not hoped for."""
     estimator = OnlineEstimator()
-    estimator.observe_prefill(LOAD, 4, 100, 0.04)
-    seconds = estimator.prefill_slice(LOAD, 4, np.array([25, 100, 132]))
+    estimator.observe(prefill_slice(LOAD, 4), 100, 0.04)
+    seconds = estimator.predict(prefill_slice(LOAD, 4), np.array([25, 100, 132]))
     assert seconds.tolist() == pytest.approx([0.16, 0.04, 0.04])
 
 
@@ -63,16 +63,16 @@ class Noting(OnlineEstimator):
 
     def __init__(self) -> None:
         super().__init__()
-        self.slices: list[tuple[Load, int, float, Beside | None, bool]] = []
-        self.steps: list[tuple[Load, int, float, Beside | None]] = []
+        self.slices: list[tuple[Load, int, float, Corunner | None, bool]] = []
+        self.steps: list[tuple[Load, int, float, Corunner | None]] = []
 
-    def observe_prefill(self, load, layers, units, seconds, beside=None, *, finishes=False):
-        super().observe_prefill(load, layers, units, seconds, beside, finishes=finishes)
-        self.slices.append((load, layers, seconds, beside, finishes))
-
-    def observe_decode(self, load, units, seconds, beside=None):
-        super().observe_decode(load, units, seconds, beside)
-        self.steps.append((load, units, seconds, beside))
+    def observe(self, launch, units, seconds, corunner=None):
+        super().observe(launch, units, seconds, corunner)
+        kind, load, layers, finishes = launch
+        if kind == "prefill":
+            self.slices.append((load, layers, seconds, corunner, finishes))
+        elif kind == "decode":
+            self.steps.append((load, units, seconds, corunner))
 
 
 def test_the_engine_says_what_ran_beside():

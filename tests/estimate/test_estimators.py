@@ -7,7 +7,6 @@ import pytest
 
 from tests.estimate import synthetic
 from twolane.engine.config import EstimatorName
-from twolane.estimate.base import Beside, Load
 from twolane.estimate.calibrated.estimator import MOST_SLOW, USUAL, Calibrated, _Asked
 from twolane.estimate.catalog import ESTIMATORS
 from twolane.estimate.errors import prediction_seconds, table
@@ -18,6 +17,7 @@ from twolane.estimate.papers.sm_roofline import SmRoofline, inflection
 from twolane.estimate.papers.solo_run import SoloRun
 from twolane.estimate.papers.sweep import Curve
 from twolane.estimate.profile import ProfileError
+from twolane.estimate.query import Corunner, Load, decode_step, hybrid_pass, prefill_slice
 
 NAMES = get_args(EstimatorName)
 PROMPTS = Load([2000, 500], [0, 4000])
@@ -43,14 +43,16 @@ def test_names_are_those_of_the_catalogue():
 def test_solo_run_finds_the_coefficients(exact):
     estimator = SoloRun(exact)
     for units in (52, 84, 100, 116, 132):
-        seconds = estimator.prefill_slice(PROMPTS, 5, units)
+        seconds = estimator.predict(prefill_slice(PROMPTS, 5), units)
         assert seconds == pytest.approx(5 * synthetic.prefill_layer(PROMPTS, units), rel=1e-3)
     for units in (16, 48, 80, 132):
-        seconds = estimator.decode_step(STEP, units)
+        seconds = estimator.predict(decode_step(STEP), units)
         assert seconds == pytest.approx(synthetic.decode_step(STEP, units), rel=1e-3)
-    beside = Beside(PROMPTS, 84)
-    assert estimator.decode_step(STEP, 48, beside) == estimator.decode_step(STEP, 48)
-    between = estimator.prefill_slice(PROMPTS, 1, 92)  # no level has as many
+    beside = Corunner(PROMPTS, 84)
+    assert estimator.predict(decode_step(STEP), 48, beside) == estimator.predict(
+        decode_step(STEP), 48
+    )
+    between = estimator.predict(prefill_slice(PROMPTS, 1), 92)  # no level has as many
     assert between == pytest.approx(synthetic.prefill_layer(PROMPTS, 92), rel=0.02)
 
 
@@ -58,17 +60,27 @@ def test_solo_run_finds_the_coefficients(exact):
 def test_all_levels_at_once_are_answered_as_one_by_one(profile, name):
     estimator = ESTIMATORS[name](profile)
     for bound in (False, True):
-        together = estimator.decode_step(STEP, LEVELS, Beside(PROMPTS, OTHERS), bound=bound)
+        together = estimator.predict(
+            decode_step(STEP), LEVELS, Corunner(PROMPTS, OTHERS), bound=bound
+        )
         pairs = zip(LEVELS.tolist(), OTHERS.tolist(), strict=True)
-        single = [estimator.decode_step(STEP, d, Beside(PROMPTS, p), bound=bound) for d, p in pairs]
-        assert together.tolist() == pytest.approx(single)
-        pairs = zip(LEVELS.tolist(), OTHERS.tolist(), strict=True)
-        together = estimator.prefill_slice(PROMPTS, 3, OTHERS, Beside(STEP, LEVELS), bound=bound)
         single = [
-            estimator.prefill_slice(PROMPTS, 3, p, Beside(STEP, d), bound=bound) for d, p in pairs
+            estimator.predict(decode_step(STEP), d, Corunner(PROMPTS, p), bound=bound)
+            for d, p in pairs
         ]
         assert together.tolist() == pytest.approx(single)
-        assert estimator.hybrid(Load([1, 1, 900], [500, 800, 0]), 132, bound=bound) > 0
+        pairs = zip(LEVELS.tolist(), OTHERS.tolist(), strict=True)
+        together = estimator.predict(
+            prefill_slice(PROMPTS, 3), OTHERS, Corunner(STEP, LEVELS), bound=bound
+        )
+        single = [
+            estimator.predict(prefill_slice(PROMPTS, 3), p, Corunner(STEP, d), bound=bound)
+            for d, p in pairs
+        ]
+        assert together.tolist() == pytest.approx(single)
+        assert (
+            estimator.predict(hybrid_pass(Load([1, 1, 900], [500, 800, 0])), 132, bound=bound) > 0
+        )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -87,7 +99,7 @@ def test_a_profile_that_was_cut_off_is_refused_or_good_for_every_launch(name, ki
     cut_off = synthetic.profile(rounds=1)
     cut_off.samples = [sample for sample in cut_off.samples if sample.kind != kind]
     if (name, kind) == ("attention-roofline", "hybrid"):
-        assert ESTIMATORS[name](cut_off).hybrid(Load([1, 900], [500, 0]), 132) > 0
+        assert ESTIMATORS[name](cut_off).predict(hybrid_pass(Load([1, 900], [500, 0])), 132) > 0
     else:
         with pytest.raises(ProfileError, match="measure for longer"):
             ESTIMATORS[name](cut_off)
@@ -119,24 +131,24 @@ def test_calibrated_answers_for_similar_steps_from_memory(profile):
     answer."""
     asked = Calibrated(profile)
     for context in range(60_000, 62_000, 40):
-        step, beside = Load.decode([context, *[0] * 39]), Beside(PROMPTS, 84)
-        seconds = asked.decode_step(step, 48, beside)
-        anew = _Asked("decode", step, [48], beside)
+        step, beside = Load.decode([context, *[0] * 39]), Corunner(PROMPTS, 84)
+        seconds = asked.predict(decode_step(step), 48, beside)
+        anew = _Asked(decode_step(step), [48], beside)
         base, missed = asked._base.seconds(anew)[0], asked._missed(anew)[0]
         assert seconds == pytest.approx(base * np.exp(missed), rel=1e-12)
     assert len(asked._known) < 5
-    assert seconds == Calibrated(profile).decode_step(step, 48, beside)
+    assert seconds == Calibrated(profile).predict(decode_step(step), 48, beside)
 
 
 def test_calibrated_follows_what_it_sees_slowly(profile):
     estimator = Calibrated(profile)
-    before = estimator.decode_step(STEP, 48)
+    before = estimator.predict(decode_step(STEP), 48)
     for _ in range(100):
-        estimator.observe_decode(STEP, 48, before * 1.1)
-    assert estimator.decode_step(STEP, 48) == pytest.approx(before * 1.1, rel=0.02)
+        estimator.observe(decode_step(STEP), 48, before * 1.1)
+    assert estimator.predict(decode_step(STEP), 48) == pytest.approx(before * 1.1, rel=0.02)
     for _ in range(1000):
-        estimator.observe_decode(STEP, 48, before * 10)
-    assert estimator.decode_step(STEP, 48) <= before * np.exp(0.21)
+        estimator.observe(decode_step(STEP), 48, before * 10)
+    assert estimator.predict(decode_step(STEP), 48) <= before * np.exp(0.21)
 
 
 def test_calibrated_promises_a_p99_of_what_it_sees(profile):
@@ -144,19 +156,19 @@ def test_calibrated_promises_a_p99_of_what_it_sees(profile):
     estimator = Calibrated(profile)
 
     def predicted():
-        return [estimator.decode_step(STEP, 48, bound=bound) for bound in (False, True)]
+        return [estimator.predict(decode_step(STEP), 48, bound=bound) for bound in (False, True)]
 
     mean, before = predicted()
     above = []
     for seconds in mean * np.exp(np.random.default_rng(0).normal(0, 0.005, 20_000)):
         above.append(seconds > predicted()[1])
-        estimator.observe_decode(STEP, 48, seconds)
+        estimator.observe(decode_step(STEP), 48, seconds)
     _, after = predicted()
     assert np.mean(above[2000:]) == pytest.approx(0.01, abs=0.003)
     assert mean < after < (mean + before) / 2
     for _ in range(1000):
-        estimator.observe_decode(STEP, 48, 10 * mean)
-    estimator.observe_decode(STEP, 48, predicted()[0])
+        estimator.observe(decode_step(STEP), 48, 10 * mean)
+    estimator.observe(decode_step(STEP), 48, predicted()[0])
     slow, most = predicted()
     assert most / slow == pytest.approx(before / mean), "not above the profile's"
 
@@ -167,34 +179,39 @@ def test_bounds_are_longer_while_the_device_is_slow(profile):
     estimator = Calibrated(profile)
 
     def bounds():
-        step = estimator.decode_step(STEP, 48, Beside(PROMPTS, 84), bound=True)
-        return step, estimator.hybrid(STEP, 132, bound=True)
+        step = estimator.predict(decode_step(STEP), 48, Corunner(PROMPTS, 84), bound=True)
+        return step, estimator.predict(hybrid_pass(STEP), 132, bound=True)
 
-    usual, mean = bounds(), estimator.decode_step(STEP, 48)
+    usual, mean = bounds(), estimator.predict(decode_step(STEP), 48)
     slow, stalled = 1.25 * np.exp(-USUAL), np.exp(MOST_SLOW - USUAL)
     for times, longer in (
         *((1.25, 1.0), (1.25, slow), (2.0, stalled), (1.09, 1.0)),
         *((2.0, 1.0), (1.25, slow), (40.0, 1.0), (1.25, 1.0), (1.25, slow)),
     ):
-        estimator.observe_decode(STEP, 48, times * mean)
+        estimator.observe(decode_step(STEP), 48, times * mean)
         assert bounds() == pytest.approx([longer * bound for bound in usual]), times
         estimator._seen = 0  # nothing of it is learnt
-        assert estimator.decode_step(STEP, 48) == mean
-    estimator.observe_prefill(PROMPTS, 4, 84, 0.001)
+        assert estimator.predict(decode_step(STEP), 48) == mean
+    estimator.observe(prefill_slice(PROMPTS, 4), 84, 0.001)
     assert bounds() == pytest.approx([slow * bound for bound in usual]), "slices say nothing"
 
 
 def test_the_guard_covers_what_was_seen_and_is_raised_by_more(profile):
     guard = ContentionGuard(profile)
     for sample in profile.training("decode", beside=True):
-        bound = guard.decode_step(sample.load, sample.units, sample.beside.beside, bound=True)
+        bound = guard.predict(decode_step(sample.load), sample.units, sample.corunner, bound=True)
         assert bound >= max(sample.seconds) * (1 - 1e-9)
-    beside = Beside(PROMPTS, 84)
-    solo, before = guard.decode_step(STEP, 48), guard.decode_step(STEP, 48, beside, bound=True)
-    guard.observe_decode(STEP, 48, 3 * solo, beside)
-    assert guard.decode_step(STEP, 48, beside, bound=True) == pytest.approx(3 * solo)
+    beside = Corunner(PROMPTS, 84)
+    solo, before = (
+        guard.predict(decode_step(STEP), 48),
+        guard.predict(decode_step(STEP), 48, beside, bound=True),
+    )
+    guard.observe(decode_step(STEP), 48, 3 * solo, beside)
+    assert guard.predict(decode_step(STEP), 48, beside, bound=True) == pytest.approx(3 * solo)
     assert before < 3 * solo
-    assert guard.decode_step(STEP, 48, bound=True) == solo  # nothing beside: nothing to guard
+    assert (
+        guard.predict(decode_step(STEP), 48, bound=True) == solo
+    )  # nothing beside: nothing to guard
 
 
 def test_a_borrowed_cell_covers_what_it_did_not_see(profile):
@@ -207,24 +224,27 @@ def test_a_borrowed_cell_covers_what_it_did_not_see(profile):
 def test_a_borrowed_cell_falls_when_it_has_enough_of_its_own(profile):
     guard = ContentionGuard(profile)
     far = Load.decode([60_000] * 3)  # further than anything measured
-    beside = Beside(Load([200_000], [0]), 84)
-    solo, borrowed = guard.decode_step(far, 48), guard.decode_step(far, 48, beside, bound=True)
+    beside = Corunner(Load([200_000], [0]), 84)
+    solo, borrowed = (
+        guard.predict(decode_step(far), 48),
+        guard.predict(decode_step(far), 48, beside, bound=True),
+    )
     assert borrowed > solo
     for _ in range(OWN - 1):
-        guard.observe_decode(far, 48, 1.01 * solo, beside)
-    assert guard.decode_step(far, 48, beside, bound=True) == borrowed
-    guard.observe_decode(far, 48, 1.01 * solo, beside)
-    assert guard.decode_step(far, 48, beside, bound=True) == pytest.approx(1.01 * solo)
+        guard.observe(decode_step(far), 48, 1.01 * solo, beside)
+    assert guard.predict(decode_step(far), 48, beside, bound=True) == borrowed
+    guard.observe(decode_step(far), 48, 1.01 * solo, beside)
+    assert guard.predict(decode_step(far), 48, beside, bound=True) == pytest.approx(1.01 * solo)
 
 
 def test_a_cell_that_was_profiled_does_not_fall(profile):
     guard = ContentionGuard(profile)
     sample = profile.training("decode", beside=True)[0]
-    beside = sample.beside.beside
-    before = guard.decode_step(sample.load, sample.units, beside, bound=True)
+    beside = sample.corunner
+    before = guard.predict(decode_step(sample.load), sample.units, beside, bound=True)
     for _ in range(2 * OWN):
-        guard.observe_decode(sample.load, sample.units, 0.5 * before, beside)
-    assert guard.decode_step(sample.load, sample.units, beside, bound=True) == before
+        guard.observe(decode_step(sample.load), sample.units, 0.5 * before, beside)
+    assert guard.predict(decode_step(sample.load), sample.units, beside, bound=True) == before
 
 
 def test_inflection_of_a_curve_of_that_form():
@@ -237,15 +257,15 @@ def test_inflection_of_a_curve_of_that_form():
 def test_sm_roofline_meets_its_samples_and_learns_from_launches(profile):
     estimator = SmRoofline(profile)
     sample = profile.training("decode", beside=True)[3]
-    predicted = estimator.decode_step(sample.load, sample.units, sample.beside.beside)
+    predicted = estimator.predict(decode_step(sample.load), sample.units, sample.corunner)
     assert predicted == pytest.approx(sample.median, rel=0.03)
-    before = estimator.decode_step(STEP, 40)
+    before = estimator.predict(decode_step(STEP), 40)
     for _ in range(3):
-        estimator.observe_decode(STEP, 40, 2 * before)
-    assert estimator.decode_step(STEP, 40) == pytest.approx(2 * before, rel=0.02)
+        estimator.observe(decode_step(STEP), 40, 2 * before)
+    assert estimator.predict(decode_step(STEP), 40) == pytest.approx(2 * before, rel=0.02)
     for _ in range(200):  # older launches leave
-        estimator.observe_decode(STEP, 40, before)
-    assert estimator.decode_step(STEP, 40) == pytest.approx(before, rel=0.02)
+        estimator.observe(decode_step(STEP), 40, before)
+    assert estimator.predict(decode_step(STEP), 40) == pytest.approx(before, rel=0.02)
 
 
 def test_attention_roofline_is_its_formula(profile):
@@ -255,7 +275,7 @@ def test_attention_roofline_is_its_formula(profile):
     d, m, q = 4096, 12_288, 4096
     linears = 2 * 8192 * (d * (q + 2 * 1024) + q * d + 2 * d * m + m * d)
     attention = 4 * 32 * 8192**2 * 128 + 2 * 32 * 8192**2
-    seconds = estimator.prefill_slice(Load([8192], [0]), 1, 132)
+    seconds = estimator.predict(prefill_slice(Load([8192], [0]), 1), 132)
     assert seconds == pytest.approx((linears + attention) / rate, rel=0.05)
 
 
@@ -270,7 +290,7 @@ def test_tensor_parallelism_shares_the_work_and_adds_the_ring():
     slow = AttentionRoofline(made, Interconnect(bytes_per_second=1e9))
     fast = AttentionRoofline(made, Interconnect(bytes_per_second=1e15, startup_seconds=0.0))
     transfer = 2 * 2 * (2 - 1) * 1000 * 4096 * 2 / (2 * 1e9) + 2 * 2 * 3e-6
-    difference = slow.prefill_slice(Load([1000], [0]), 1, 132) - fast.prefill_slice(
-        Load([1000], [0]), 1, 132
+    difference = slow.predict(prefill_slice(Load([1000], [0]), 1), 132) - fast.predict(
+        prefill_slice(Load([1000], [0]), 1), 132
     )
     assert difference == pytest.approx(transfer, rel=1e-3)

@@ -40,7 +40,7 @@ def test_what_is_saved_is_read(tmp_path: Path):
     assert again.training("decode", beside=True) == []
     assert again.samples[0].median == 0.021
     assert again.samples[1].beside is not None
-    assert again.samples[1].beside.beside.load.new == 512
+    assert again.samples[1].corunner.load.new == 512
 
 
 def test_runs_stand_for_every_request():

@@ -8,10 +8,10 @@ from tests.model.checkpoints import make_checkpoint
 from twolane.common.errors import FieldError
 from twolane.engine.build import build
 from twolane.engine.config import EngineConfig
-from twolane.estimate.base import Load
 from twolane.estimate.calibrated.estimator import Calibrated
 from twolane.estimate.online import OnlineEstimator
 from twolane.estimate.profile import Profile, ProfileError
+from twolane.estimate.query import Load, decode_step
 from twolane.profile import measure
 from twolane.profile.run import Outcome, take_profile
 
@@ -82,7 +82,7 @@ def check_served(config: EngineConfig, path: Path) -> None:
     try:
         estimator = built.engine.state.estimator
         assert isinstance(estimator, Calibrated)
-        step = estimator.decode_step(Load.decode([100] * 4), 1)
+        step = estimator.predict(decode_step(Load.decode([100] * 4)), 1)
         assert step is not None
         assert 1e-5 < step < 1.0
     finally:

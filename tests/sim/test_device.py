@@ -9,7 +9,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from twolane.estimate.profile import Kind, Neighbour, Profile, Sample
+from twolane.estimate.profile import Neighbour, Profile, Sample
+from twolane.estimate.query import Kind
 from twolane.lanes.work import (
     DecodeRow,
     DecodeWork,

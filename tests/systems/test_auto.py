@@ -26,9 +26,9 @@ from twolane.common.sizes import SIZES
 from twolane.engine.config import EngineConfig
 from twolane.engine.launch_costs import LaunchCosts
 from twolane.engine.pacing import PACE_FRACTION, Gaps
-from twolane.estimate.base import Beside, Load
 from twolane.estimate.calibrated.estimator import Calibrated
 from twolane.estimate.online import OnlineEstimator
+from twolane.estimate.query import Corunner, Load, decode_step, hybrid_pass, prefill_slice
 from twolane.results.result import BenchConfig
 from twolane.sim.run import SimulateConfig, simulate
 from twolane.slo import Slo
@@ -67,7 +67,7 @@ def rows(count, context, tbt):
 
 def ways(count, context, new, target):
     decode = Load.decode([context] * count)
-    step = KNOWN.decode_step(decode, UNITS, bound=True)
+    step = KNOWN.predict(decode_step(decode), UNITS, bound=True)
     return Candidates(KNOWN, LAYERS, UNITS, BOTH, decode, step, Load([new], [0]), target)
 
 
@@ -94,21 +94,25 @@ CASES = {
 @given(**CASES)
 def test_no_bound_exceeds_the_tbt_slo_when_some_way_keeps_it(count, context, new, tbt):
     made, _ = plan(decoding=rows(count, context, tbt), waiting=[waiting("a", new)])
-    step = KNOWN.decode_step(Load.decode([context] * count), UNITS, bound=True)
+    step = KNOWN.predict(decode_step(Load.decode([context] * count)), UNITS, bound=True)
     gap = 0.0
     for launch in made.launches:
         n, r = [chunk.n for chunk in made.admit], [0] * len(made.admit)
         if isinstance(launch.work, Hybrid):
-            gap += KNOWN.hybrid(Load([1] * count + n, [context] * count + r), UNITS, bound=True)
+            gap += KNOWN.predict(
+                hybrid_pass(Load([1] * count + n, [context] * count + r)), UNITS, bound=True
+            )
         elif launch.lane == "device" and isinstance(launch.work, PrefillSlice):
             part = launch.work.last - launch.work.first
-            gap += KNOWN.prefill_slice(Load(n, r), LAYERS, UNITS, bound=True) * part / LAYERS
+            gap += (
+                KNOWN.predict(prefill_slice(Load(n, r), LAYERS), UNITS, bound=True) * part / LAYERS
+            )
         elif launch.lane == "device":
             gap += step
         elif isinstance(launch.work, DecodeSteps):
-            beside = Beside(Load(n, r), UNITS - launch.units)
+            beside = Corunner(Load(n, r), UNITS - launch.units)
             decode = Load.decode([context] * count)
-            gap += KNOWN.decode_step(decode, launch.units, beside, bound=True)
+            gap += KNOWN.predict(decode_step(decode), launch.units, beside, bound=True)
     if step > tbt:
         return
     others = [way for way in ways(count, context, new, tbt).all(sliced=False) if way.gap <= tbt]
@@ -132,21 +136,21 @@ def test_the_choice_is_the_best_of_all_candidates(count, context, new, tbt, star
 
 def _brute_force(here):
     """(score, bound on the gap) of every candidate."""
-    alone = KNOWN.prefill_slice(here.batch, LAYERS, UNITS)
+    alone = KNOWN.predict(prefill_slice(here.batch, LAYERS), UNITS)
     found = []
     for p, d in here.levels:
-        gap = KNOWN.decode_step(here.decode, d, Beside(here.batch, p), bound=True)
-        whole = KNOWN.prefill_slice(here.batch, LAYERS, p, Beside(here.decode, d))
+        gap = KNOWN.predict(decode_step(here.decode), d, Corunner(here.batch, p), bound=True)
+        whole = KNOWN.predict(prefill_slice(here.batch, LAYERS), p, Corunner(here.decode, d))
         found.append((alone / max(whole, gap), gap))  # idle until the step ends
-    whole = KNOWN.prefill_slice(here.batch, LAYERS, UNITS, bound=True)
+    whole = KNOWN.predict(prefill_slice(here.batch, LAYERS), UNITS, bound=True)
     for layers in range(1, LAYERS + 1):
         done = alone * layers / LAYERS
         found.append((done / (done + here.step), here.step + whole * layers / LAYERS))
     rows, most = here.decode.requests, here.batch.new
     for tokens in {*(size - rows for size in PASSES if rows < size < rows + most), most}:
         load = Load([*here.decode.n, tokens], [*here.decode.r, 0])
-        pace = alone * tokens / here.batch.new / KNOWN.hybrid(load, UNITS)
-        found.append((pace, KNOWN.hybrid(load, UNITS, bound=True)))
+        pace = alone * tokens / here.batch.new / KNOWN.predict(hybrid_pass(load), UNITS)
+        found.append((pace, KNOWN.predict(hybrid_pass(load), UNITS, bound=True)))
     return [(pace + 0.1 * here.step / gap, gap) for pace, gap in found]
 
 
@@ -198,7 +202,7 @@ def test_a_device_that_gets_slow_makes_for_another_choice_at_once():
 
 def test_nobody_joins_whom_the_bound_has_no_room_for():
     decode = rows(40, 1000, 0.01)
-    step = KNOWN.decode_step(Load.decode([1000] * 41), UNITS, bound=True)
+    step = KNOWN.predict(decode_step(Load.decode([1000] * 41)), UNITS, bound=True)
     tight = [replace(row, slo=Slo(tbt=step * 0.999)) for row in decode]
     made, _ = plan(decoding=tight, waiting=[waiting("a", 1000)])
     assert not made.admit
@@ -209,8 +213,8 @@ def test_what_is_chosen_is_for_those_who_decode():
     """Who joins them when the batch is done is reckoned with when the next one is chosen."""
     _, memory = plan(decoding=rows(64, 2000, 0.012), waiting=[waiting("a", 2000)])
     prefill, decode = memory.choice.level
-    beside = Beside(Load([2000], [0]), prefill)
-    step = KNOWN.decode_step(Load.decode([2000] * 64), decode, beside, bound=True)
+    beside = Corunner(Load([2000], [0]), prefill)
+    step = KNOWN.predict(decode_step(Load.decode([2000] * 64)), decode, beside, bound=True)
     assert memory.choice.mode == "spatial"
     assert memory.choice.gap == pytest.approx(step)
 
@@ -235,7 +239,7 @@ def test_both_lanes_are_fed_side_by_side_and_decode_first():
 def test_prompts_that_end_before_the_step_beside_them_have_its_pace():
     for new in (30, 4000):
         here = ways(64, 2000, new, 0.05)
-        alone = KNOWN.prefill_slice(here.batch, LAYERS, UNITS)
+        alone = KNOWN.predict(prefill_slice(here.batch, LAYERS), UNITS)
         for each in here.all(sliced=True):
             if each.mode == "spatial":
                 lasts = LAYERS * each.layer
@@ -370,7 +374,7 @@ def test_steps_come_first_where_a_pass_would_come_late():
     made, memory = plan(**asked)
     assert [launch.work for launch in made.launches] == [Hybrid()]
     spare = 0.019 - memory.choice.gap
-    step = KNOWN.decode_step(Load.decode([1000] * 8), UNITS, bound=True)
+    step = KNOWN.predict(decode_step(Load.decode([1000] * 8)), UNITS, bound=True)
     assert spare + 0.0011 < 0.99 * step
     for until, launching, steps in (
         (0.001, spare + 0.0009, 0),
@@ -412,7 +416,7 @@ def test_no_pass_is_a_little_larger_than_the_graphs():
     """Launched kernel by kernel, it would take the host many times as long."""
     largest_graphs = SIZES[-1]
     decode = Load.decode([1000] * 12)
-    step = KNOWN.decode_step(decode, UNITS, bound=True)
+    step = KNOWN.predict(decode_step(decode), UNITS, bound=True)
     for new, tokens in ((2048, largest_graphs - 12), (2036, 2036), (500, 500)):
         here = Candidates(KNOWN, LAYERS, UNITS, BOTH, decode, step, Load([new], [0]), 1.0)
         (pass_,) = [way for way in here.all(sliced=False) if way.mode == "hybrid"]
@@ -525,7 +529,7 @@ def test_a_wide_bound_on_a_launch_gives_up_nobody_in_line():
     """A profile of a slow host has one: a launch may take that long, but not all of a line."""
     wide = deepcopy(KNOWN)
     wide._promises["prefill", False].quantile = math.log(3.0)
-    seconds = wide.prefill_slice(Load([8000], [0]), LAYERS, UNITS)
+    seconds = wide.predict(prefill_slice(Load([8000], [0]), LAYERS), UNITS)
     long, short = due("long", 8000, 1.5 * seconds), due("short", 500, 2.0 * seconds)
     made, _ = plan(wide, waiting=[long, short])
     assert made.admit[0].request == "long"

@@ -7,8 +7,8 @@ import pytest
 from tests.estimate import synthetic
 from tests.systems.handmade import LAYERS, UNITS, batch, decoding, view, waiting
 from tests.systems.simulation import simulate, submit
-from twolane.estimate.base import Load
 from twolane.estimate.papers.solo_run import SoloRun
+from twolane.estimate.query import Load, decode_step, prefill_slice
 from twolane.slo import Slo
 from twolane.systems.baselines.temporal import Temporal
 from twolane.systems.plan import DecodeSteps, Launch, PrefillSlice
@@ -41,8 +41,8 @@ def planned(solo, tbt, memory=False, **more):
 
 def test_a_slice_fills_the_slack_between_two_steps(solo):
     """Layers fit small slacks: a layer more would break the TBT SLO."""
-    step = solo.decode_step(STEP, UNITS)
-    whole = solo.prefill_slice(PROMPT, LAYERS, UNITS, finishes=True)
+    step = solo.predict(decode_step(STEP), UNITS)
+    whole = solo.predict(prefill_slice(PROMPT, LAYERS, finishes=True), UNITS)
     tbt = step + 0.4 * whole
     plan, memory = planned(solo, tbt)
     (launch,) = plan.launches

@@ -18,9 +18,9 @@ from tests.systems.handmade import (
 )
 from tests.systems.simulation import UNITS as SIM_UNITS
 from tests.systems.simulation import simulate, submit
-from twolane.estimate.base import Beside, Load
 from twolane.estimate.online import OnlineEstimator
 from twolane.estimate.papers.sm_roofline import SmRoofline
+from twolane.estimate.query import Corunner, Load, decode_step, prefill_slice
 from twolane.slo import Slo
 from twolane.systems.papers.bullet import QUEUE, Bullet, Memory, percentile, provision, reorder
 from twolane.systems.plan import Chunk, DecodeSteps, Launch, PrefillSlice
@@ -105,7 +105,7 @@ def test_the_shortest_prompts_go_first(roofline):
 
 def test_the_normalised_ttft_slo_goes_with_the_prompt(roofline):
     """Table 4: 3 ms for each prompt token, unless the request has a TTFT SLO."""
-    alone = roofline.prefill_slice(Load([2000], [0]), LAYERS, UNITS, finishes=True)
+    alone = roofline.predict(prefill_slice(Load([2000], [0]), LAYERS, finishes=True), UNITS)
     quick, just = waiting("quick", 64), alone + 0.001
     for slow, first in (
         (waiting("slow", 2000), "quick"),
@@ -164,12 +164,14 @@ def test_decode_gets_the_fewest_units_that_keep_its_slo(roofline, tpot):
     """§3.3.1, with the SM-scaling roofline and the contention of §3.2.3."""
     prompts, step = Load([4000], [0]), Load.decode([2000] * 64)
     wanted = next(
-        (p, d) for p, d in SPLITS if roofline.decode_step(step, d, Beside(prompts, p)) <= tpot
+        (p, d)
+        for p, d in SPLITS
+        if roofline.predict(decode_step(step), d, Corunner(prompts, p)) <= tpot
     )
     asked = view(roofline, decoding=running(slo=Slo(tpot=tpot)), batch=batch(waiting("p", 4000)))
     plan, memory = Bullet().plan(asked, Memory(level=(52, 80)))
     assert units(plan) == {"prefill": wanted[0], "decode": wanted[1]}
-    predicted = roofline.decode_step(step, wanted[1], Beside(prompts, wanted[0]))
+    predicted = roofline.predict(decode_step(step), wanted[1], Corunner(prompts, wanted[0]))
     assert f"step {predicted * 1e3:.1f} ms" in plan.reason
     assert memory.level == wanted
 

@@ -10,9 +10,9 @@ from msgspec import structs
 from tests.estimate import synthetic
 from tests.systems.handmade import LAYERS, UNITS, batch, decoding, view, waiting
 from tests.systems.simulation import simulate, submit
-from twolane.estimate.base import Load
 from twolane.estimate.papers.guard import ContentionGuard
 from twolane.estimate.papers.solo_run import SoloRun
+from twolane.estimate.query import Load, decode_step, prefill_slice
 from twolane.sim.lanes import FixedDurations
 from twolane.slo import Slo
 from twolane.systems.common.multiplex import deadline
@@ -64,7 +64,7 @@ def test_there_are_three_to_five_groups():
 @pytest.mark.parametrize(("factor", "decode_units"), [(0.8, 48), (1.01, 48), (1.51, 32), (9, 32)])
 def test_decode_gets_the_fewest_units_that_keep_its_slo(solo, factor, decode_units):
     """§3.5: just enough for decode, the rest for prefill; where no group is enough, the largest."""
-    tbt = factor * solo.decode_step(STEP, 48)
+    tbt = factor * solo.predict(decode_step(STEP), 48)
     asked = view(solo, decoding=running(tbt), waiting=[waiting("p", 2000)])
     plan, _ = Drift().plan(asked, frozenset())
     assert [launch.units for launch in plan.launches] == [decode_units, UNITS - decode_units]
@@ -76,8 +76,8 @@ def test_the_decode_graph_is_launched_first_and_blocks_last_as_long(solo):
     """§3.3: enough blocks to occupy prefill's units until the step ends."""
     asked = view(solo, decoding=running(0.05), waiting=[waiting("p", 2000)])
     plan, _ = Drift().plan(asked, frozenset())
-    whole = solo.prefill_slice(Load([2000], [0]), LAYERS, 100, finishes=True)
-    blocks = math.ceil(solo.decode_step(STEP, 32) * LAYERS / whole)
+    whole = solo.predict(prefill_slice(Load([2000], [0]), LAYERS, finishes=True), 100)
+    blocks = math.ceil(solo.predict(decode_step(STEP), 32) * LAYERS / whole)
     assert 1 < blocks < LAYERS
     assert plan.admit == (Chunk("p", 2000),)
     assert plan.launches == (
@@ -89,7 +89,7 @@ def test_the_decode_graph_is_launched_first_and_blocks_last_as_long(solo):
 def test_contention_is_left_out_of_account(solo):
     """§3.4: predictors trained on solo runs, whatever the estimator knows of the other lane."""
     guard = ContentionGuard(synthetic.profile())
-    tbt = 1.01 * solo.decode_step(STEP, 32)
+    tbt = 1.01 * solo.predict(decode_step(STEP), 32)
     asked = view(guard, decoding=running(tbt), waiting=[waiting("p", 8000)])
     plan, _ = Drift().plan(asked, frozenset())
     assert plan.launches[0].units == 32
@@ -102,7 +102,7 @@ def test_blocks_go_to_all_units_when_decode_has_ended(solo):
     (launch,) = plan.launches
     assert launch.units == UNITS
     assert launch.work.first == 5
-    seconds = solo.prefill_slice(Load([8000], [0]), launch.work.last - 5, UNITS)
+    seconds = solo.predict(prefill_slice(Load([8000], [0]), launch.work.last - 5), UNITS)
     assert seconds == pytest.approx(Drift().slice_seconds, rel=0.2)  # it may still be preempted
 
 
@@ -115,8 +115,8 @@ def test_one_second_for_1k_new_tokens(solo):
 
 def preempting(solo, system, *, slack, new_deadline=1e9, parked=None, spent=frozenset()):
     """A long batch is open, its deadline `slack` seconds after both would be done by prediction."""
-    rest = solo.prefill_slice(Load([8000], [0]), LAYERS - 10, UNITS, finishes=True)
-    first = solo.prefill_slice(Load([500], [0]), LAYERS, UNITS, finishes=True)
+    rest = solo.predict(prefill_slice(Load([8000], [0]), LAYERS - 10, finishes=True), UNITS)
+    first = solo.predict(prefill_slice(Load([500], [0]), LAYERS, finishes=True), UNITS)
     long = waiting("long", 8000, deadline=rest + first + slack)
     short = waiting("short", 500, deadline=new_deadline)
     asked = view(solo, batch=batch(long, layers=10), waiting=[short], parked=parked)

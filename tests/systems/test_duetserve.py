@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from tests.estimate import synthetic
 from tests.systems.handmade import LAYERS, LEVELS, UNITS, decoding, view, waiting
 from tests.systems.simulation import simulate, submit
-from twolane.estimate.base import Beside, Load
 from twolane.estimate.online import OnlineEstimator
 from twolane.estimate.papers.attention_roofline import AttentionRoofline
 from twolane.estimate.papers.sm_roofline import SmRoofline
+from twolane.estimate.query import Corunner, Load, decode_step, hybrid_pass, prefill_slice
 from twolane.slo import Slo
 from twolane.systems.papers.duetserve import DuetServe, Side, best_split
 from twolane.systems.plan import Chunk, DecodeSteps, Hybrid, Launch, Plan, PrefillSlice
@@ -65,7 +65,7 @@ def passes(roofline, tbt, **more):
     running = [decoding("a", 2000, slo=slo), decoding("b", 5000, slo=slo)]
     asked = view(roofline, decoding=running, waiting=[waiting("c", 4000), waiting("d", 2000)])
     plan, _ = DuetServe(**more).plan(asked, None)
-    together = roofline.hybrid(Load([1, 1, 4000, 2000], [2000, 5000, 0, 0]), UNITS)
+    together = roofline.predict(hybrid_pass(Load([1, 1, 4000, 2000], [2000, 5000, 0, 0])), UNITS)
     return plan, together
 
 
@@ -87,8 +87,8 @@ def test_it_splits_as_algorithm_1_says_when_the_bound_would_be_missed(roofline):
         Side(
             p,
             d,
-            roofline.prefill_slice(prompts, LAYERS, p, finishes=True),
-            roofline.decode_step(step, d),
+            roofline.predict(prefill_slice(prompts, LAYERS, finishes=True), p),
+            roofline.predict(decode_step(step), d),
         )
         for p, d in LEVELS
         if p and d
@@ -108,9 +108,9 @@ def test_an_estimator_that_knows_contention_is_asked_with_it():
     plan, together = passes(knows, 0.030)
     assert together > 0.030
     decode, prefill = plan.launches
-    beside = Beside(Load([4000, 2000], [0, 0]), prefill.units)
-    step = knows.decode_step(Load.decode([2000, 5000]), decode.units, beside)
-    assert step > knows.decode_step(Load.decode([2000, 5000]), decode.units)
+    beside = Corunner(Load([4000, 2000], [0, 0]), prefill.units)
+    step = knows.predict(decode_step(Load.decode([2000, 5000])), decode.units, beside)
+    assert step > knows.predict(decode_step(Load.decode([2000, 5000])), decode.units)
     assert f"in {step * 1e3:.1f} ms;" in plan.reason
 
 
@@ -124,7 +124,7 @@ def test_the_tightest_bound_of_the_running_requests_counts(roofline):
 def test_without_an_slo_the_bound_is_100_ms(roofline):
     """§3: a typical TBT SLO."""
     running, late = [decoding("a", 2000)], [waiting("c", 8000)]
-    assert 0.1 < roofline.hybrid(Load([1, 8000], [2000, 0]), UNITS) < 1.0
+    assert 0.1 < roofline.predict(hybrid_pass(Load([1, 8000], [2000, 0])), UNITS) < 1.0
     plan, _ = DuetServe().plan(view(roofline, decoding=running, waiting=late), None)
     assert plan.launches[0].lane == "decode"
     plan, _ = DuetServe(tbt_seconds=1.0).plan(view(roofline, decoding=running, waiting=late), None)
@@ -219,8 +219,8 @@ def test_it_predicts_with_the_attention_aware_roofline():
 def test_without_predictions_of_a_side_few_units_are_not_thought_enough():
     """Or prefill would get the fewest units for as long as nothing was measured on them."""
     online = OnlineEstimator()
-    online.observe_hybrid(Load([4000], [0]), UNITS, 0.2)
-    online.observe_decode(Load.decode([2000]), UNITS, 0.010)
+    online.observe(hybrid_pass(Load([4000], [0])), UNITS, 0.2)
+    online.observe(decode_step(Load.decode([2000])), UNITS, 0.010)
     asked = view(online, decoding=[decoding("a", 2000)], waiting=[waiting("c", 4000)])
     plan, _ = DuetServe().plan(asked, None)
     assert [(one.lane, one.units) for one in plan.launches] == [("decode", 16), ("prefill", 116)]

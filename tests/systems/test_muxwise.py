@@ -11,8 +11,8 @@ from tests.systems.handmade import LAYERS, LEVELS, UNITS, batch, decoding, view,
 from tests.systems.simulation import simulate, submit
 from tests.systems.test_drift import preempting
 from twolane.engine.launch_costs import LaunchCosts
-from twolane.estimate.base import Beside, Load
 from twolane.estimate.papers.guard import ContentionGuard
+from twolane.estimate.query import Corunner, Load, decode_step, prefill_slice
 from twolane.sim.lanes import FixedDurations
 from twolane.slo import Slo
 from twolane.systems.papers.muxwise import MuxWise
@@ -41,7 +41,7 @@ def decode_units(estimator, tbt, **more):
 
 
 def worst_case(guard, p, d):
-    return guard.decode_step(STEP, d, Beside(PROMPT, p), bound=True)
+    return guard.predict(decode_step(STEP), d, Corunner(PROMPT, p), bound=True)
 
 
 def test_decode_gets_the_best_fit_by_its_worst_case(guard):
@@ -61,7 +61,7 @@ def test_the_number_of_layers_is_that_of_the_formula(guard):
     (decode, prefill) = plan.launches
     d, p = decode.units, prefill.units
     assert (p, d) in SHARED
-    whole = guard.prefill_slice(PROMPT, LAYERS, p, finishes=True)
+    whole = guard.predict(prefill_slice(PROMPT, LAYERS, finishes=True), p)
     layers = math.ceil(worst_case(guard, p, d) * LAYERS / whole)
     assert 1 < layers < LAYERS
     assert decode == Launch("decode", d, DecodeSteps())
@@ -73,14 +73,14 @@ def test_the_guard_is_raised_by_larger_evidence(guard):
     p, d = SHARED[1]
     tbt = 1.001 * worst_case(guard, p, d)
     assert decode_units(guard, tbt) == d
-    guard.observe_decode(STEP, d, 1.01 * tbt, Beside(PROMPT, p))
+    guard.observe(decode_step(STEP), d, 1.01 * tbt, Corunner(PROMPT, p))
     assert decode_units(guard, tbt) > d
 
 
 def test_without_the_guard_decode_is_planned_as_if_alone(guard):
     """§3.3.2: the solo-run predictor is short of what contention costs."""
     d = SHARED[1][1]
-    tbt = 1.001 * guard.decode_step(STEP, d)
+    tbt = 1.001 * guard.predict(decode_step(STEP), d)
     assert decode_units(guard, tbt, guard=False) == d
     assert decode_units(guard, tbt) > d
 

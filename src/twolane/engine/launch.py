@@ -11,7 +11,7 @@ from twolane.engine.messages import Refused
 from twolane.engine.overlap import corunner_now
 from twolane.engine.request import BatchChunk, Flight, Phase, PrefillBatch, Request
 from twolane.engine.state import State
-from twolane.estimate.base import Load
+from twolane.estimate.query import Load, decode_step, hybrid_pass, prefill_slice
 from twolane.lanes.base import Ticket
 from twolane.lanes.work import (
     DecodeRow,
@@ -158,16 +158,11 @@ def _launch_slice(state: State, launch: Launch, part: PrefillSlice, reason: str)
         slots=() if part.first else _chunk_updates(chunks),
         masks=_chunk_masks(chunks) if part.last == state.layers else (),
     )
-    load = _load(chunks)
-    predicted = state.estimator.prefill_slice(
-        load,
-        part.last - part.first,
-        launch.units,
-        corunner_now(state, launch.lane),
-        finishes=work.finishes,
-    )
+    shape = prefill_slice(_load(chunks), part.last - part.first, finishes=work.finishes)
+    corunner = corunner_now(state, launch.lane)
+    predicted = state.estimator.predict(shape, launch.units, corunner)
     rows = [(chunk.request, chunk.allocation) for chunk in chunks]
-    _take_off(state, work, Flight(launch, rows, load, predicted, reason, batch))
+    _take_off(state, work, Flight(launch, rows, shape, predicted, reason, batch))
     _advance(state, batch, chunks, launch.lane, part.last)
     return True
 
@@ -203,11 +198,12 @@ def _launch_decode(state: State, launch: Launch, steps: DecodeSteps, reason: str
         return False
     rows = reserved.rows
     work = DecodeWork(_decode_rows(rows), reserved.k, _updates(rows), _masks(rows))
-    load = Load.decode([row.position for row in work.rows])
-    step = state.estimator.decode_step(load, launch.units, corunner_now(state, launch.lane))
+    shape = decode_step(Load.decode([row.position for row in work.rows]))
+    corunner = corunner_now(state, launch.lane)
+    step = state.estimator.predict(shape, launch.units, corunner)
     predicted = step * reserved.k if step is not None else None
     named = [(request, allocation) for request, allocation, _ in rows]
-    _take_off(state, work, Flight(launch, named, load, predicted, reason + reserved.note))
+    _take_off(state, work, Flight(launch, named, shape, predicted, reason + reserved.note))
     _advance_decode(reserved.rows)
     return True
 
@@ -225,11 +221,11 @@ def _launch_hybrid(state: State, launch: Launch, reason: str) -> bool:
         slots=(*_updates(reserved.rows), *_chunk_updates(chunks)),
         masks=(*_masks(reserved.rows), *_chunk_masks(chunks)),
     )
-    load = _load(chunks, [row.position for row in work.decode])
+    shape = hybrid_pass(_load(chunks, [row.position for row in work.decode]))
     rows = [(request, allocation) for request, allocation, _ in reserved.rows]
     rows += [(chunk.request, chunk.allocation) for chunk in chunks]
-    predicted = state.estimator.hybrid(load, launch.units)
-    flight = Flight(launch, rows, load, predicted, reason + reserved.note, batch)
+    predicted = state.estimator.predict(shape, launch.units)
+    flight = Flight(launch, rows, shape, predicted, reason + reserved.note, batch)
     _take_off(state, work, flight)
     _advance_decode(reserved.rows)
     _advance(state, batch, chunks, launch.lane, state.layers)

@@ -3,7 +3,7 @@
 from twolane.common.vocabulary import LaneName
 from twolane.engine.request import Flight
 from twolane.engine.state import State
-from twolane.estimate.base import Beside
+from twolane.estimate.query import Corunner
 
 OTHER: dict[LaneName, LaneName] = {"prefill": "decode", "decode": "prefill"}
 """The lane beside a lane; nothing runs beside the whole device."""
@@ -17,16 +17,16 @@ class Mixed(Exception):
     """The other lane worked for a part of the time only: neither alone nor beside it."""
 
 
-def corunner_now(state: State, lane: LaneName) -> Beside | None:
+def corunner_now(state: State, lane: LaneName) -> Corunner | None:
     """What is running, or queued first, in the other lane."""
     other = OTHER.get(lane)
     for flight in state.flights:
         if flight.launch.lane == other and not flight.ticket.done:
-            return Beside(flight.load, flight.launch.units)
+            return Corunner(flight.shape.load, flight.launch.units)
     return None
 
 
-def corunner_then(state: State, flight: Flight) -> Beside | None:
+def corunner_then(state: State, flight: Flight) -> Corunner | None:
     """What ran beside a launch that has ended; the one that did so longest.
 
     Raises:
@@ -49,7 +49,7 @@ def corunner_then(state: State, flight: Flight) -> Beside | None:
     if covered < COVERED:
         raise Mixed
     longest = candidates[max(range(len(shares)), key=shares.__getitem__)]
-    return Beside(longest.load, longest.launch.units)
+    return Corunner(longest.shape.load, longest.launch.units)
 
 
 def _overlap(other: Flight, flight: Flight) -> float:

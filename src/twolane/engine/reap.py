@@ -166,23 +166,16 @@ def _observe(state: State, flight: Flight) -> None:
     Bounds are promised of what the device takes, by profiles that leave out launches that may have
     waited for the host: to learn from these would make all predictions longer.
     """
-    work, units, seconds = flight.launch.work, flight.launch.units, flight.ticket.seconds
+    shape, seconds = flight.shape, flight.ticket.seconds
     if flight.ticket.waited and state.estimator.promises:
         return
     try:
-        beside = corunner_then(state, flight)
+        corunner = corunner_then(state, flight)
     except Mixed:
         return
-    if isinstance(work, PrefillSlice):
-        layers, finishes = work.last - work.first, work.last == state.layers
-        state.estimator.observe_prefill(
-            flight.load, layers, units, seconds, beside, finishes=finishes
-        )
-    elif isinstance(work, DecodeSteps):
-        steps = len(flight.ticket.steps)
-        state.estimator.observe_decode(flight.load, units, seconds / steps, beside)
-    else:
-        state.estimator.observe_hybrid(flight.load, units, seconds)
+    if shape.kind == "decode":
+        seconds /= len(flight.ticket.steps)
+    state.estimator.observe(shape, flight.launch.units, seconds, corunner)
 
 
 def _trace(state: State, flight: Flight) -> None:
@@ -197,8 +190,8 @@ def _trace(state: State, flight: Flight) -> None:
         units=ticket.units,
         work=type(work).__name__,
         requests=[request.id for request, _ in flight.rows],
-        tokens=flight.load.new,
-        context=flight.load.reused,
+        tokens=flight.shape.load.new,
+        context=flight.shape.load.reused,
         predicted=flight.predicted,
         waited=ticket.start - flight.launched_at,
         launching=ticket.launching,
@@ -231,8 +224,8 @@ def _launched(state: State, flight: Flight) -> Launched:
         end=ticket.end,
         layers=layers,
         prompts=prompts,
-        new=flight.load.new,
-        reused=flight.load.reused,
+        new=flight.shape.load.new,
+        reused=flight.shape.load.reused,
         decoding=len(flight.rows) - len(prompts),
         steps=0 if isinstance(work, PrefillSlice) else len(ticket.steps),
         predicted=flight.predicted,

@@ -9,7 +9,7 @@ from twolane.common.vocabulary import LaneName
 from twolane.engine.constraints import Constraint
 from twolane.engine.kv import Allocation, Lookup
 from twolane.engine.messages import Submit, Times
-from twolane.estimate.base import Load
+from twolane.estimate.query import LaunchShape
 from twolane.lanes.base import Ticket
 from twolane.lanes.work import PromptRow, Sampling
 from twolane.sampling import TokenLogprobs
@@ -212,7 +212,7 @@ class Flight:
     launch: Launch
     rows: Sequence[tuple[Request, Allocation]]
     """By the row numbers of the ticket's step tokens."""
-    load: Load
+    shape: LaunchShape
     predicted: float | None
     """Seconds."""
     reason: str

@@ -18,8 +18,8 @@ from twolane.common.sizes import (
     padded,
     tile_tokens,
 )
-from twolane.estimate.base import Load
 from twolane.estimate.profile import Profile
+from twolane.estimate.query import Load
 
 STEPS = (16, 24, 32, 40, 48, 64, 96)
 """Rows beyond which products of decode go another way, while their weights bind them."""

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from twolane.estimate.base import Beside, Estimator
+from twolane.estimate.base import Estimator
 from twolane.estimate.catalog import ESTIMATORS
 from twolane.estimate.profile import Profile, Sample, load_of
+from twolane.estimate.query import Corunner, decode_step
 
 CASES: dict[str, tuple[str, bool]] = {
     "solo prefill": ("prefill", False),
@@ -61,15 +62,7 @@ def held_out(profile: Profile) -> dict[str, list[Sample]]:
 
 def predicted(estimator: Estimator, sample: Sample, *, bound: bool = False) -> float:
     """Seconds that an estimator predicts for a sample."""
-    load, units, beside = sample.load, sample.units, sample.other
-    if sample.kind == "prefill":
-        seconds = estimator.prefill_slice(
-            load, sample.layers, units, beside, finishes=sample.finishes, bound=bound
-        )
-    elif sample.kind == "decode":
-        seconds = estimator.decode_step(load, units, beside, bound=bound)
-    else:
-        seconds = estimator.hybrid(load, units, bound=bound)
+    seconds = estimator.predict(sample.launch, sample.units, sample.corunner, bound=bound)
     assert seconds is not None, "a fitted estimator always has a prediction"
     return seconds
 
@@ -93,12 +86,12 @@ def prediction_seconds(profile: Profile) -> dict[str, tuple[float, float]]:
             assert sample.beside is not None
             prefill = load_of(sample.beside.runs)
             begun = time.perf_counter()
-            beside = Beside(prefill, sample.beside.units)
-            estimator.decode_step(load_of(sample.runs), sample.units, beside, bound=True)
+            corunner = Corunner(prefill, sample.beside.units)
+            step = decode_step(load_of(sample.runs))
+            estimator.predict(step, sample.units, corunner, bound=True)
             between = time.perf_counter()
-            estimator.decode_step(
-                load_of(sample.runs), levels[:, 1], Beside(prefill, levels[:, 0]), bound=True
-            )
+            step = decode_step(load_of(sample.runs))
+            estimator.predict(step, levels[:, 1], Corunner(prefill, levels[:, 0]), bound=True)
             one.append(between - begun)
             every.append(time.perf_counter() - between)
         costs[name] = float(np.median(one)), float(np.median(every))

@@ -6,7 +6,8 @@ profiled has, and good enough to size layer slices and to know when a lane will 
 
 from collections.abc import Sequence
 
-from twolane.estimate.base import Beside, Estimator, Load
+from twolane.estimate.base import Estimator
+from twolane.estimate.query import Corunner, LaunchShape
 
 WEIGHT = 0.3
 """Of the newest observation in the moving average."""
@@ -52,49 +53,30 @@ class OnlineEstimator(Estimator):
     """
 
     def __init__(self) -> None:
-        self._layers = _Averages(linear=True)
-        self._passes = _Averages(linear=True)
-        self._steps = _Averages(linear=False)
+        self._averages = {
+            "prefill": _Averages(linear=True),
+            "decode": _Averages(linear=False),
+            "hybrid": _Averages(linear=True),
+        }
 
-    def observe_prefill(
-        self,
-        load: Load,
-        layers: int,
-        units: int,
-        seconds: float,
-        beside: Beside | None = None,
-        *,
-        finishes: bool = False,
+    def observe(
+        self, launch: LaunchShape, units: int, seconds: float, corunner: Corunner | None = None
     ) -> None:
-        """See `Estimator.observe_prefill`."""
-        self._layers.observe(units, load.new, seconds / layers)
+        """See `Estimator.observe`."""
+        self._averages[launch.kind].observe(units, _size(launch), seconds / _parts(launch))
 
-    def observe_decode(
-        self, load: Load, units: int, seconds: float, beside: Beside | None = None
-    ) -> None:
-        """See `Estimator.observe_decode`."""
-        self._steps.observe(units, load.requests, seconds)
-
-    def observe_hybrid(self, load: Load, units: int, seconds: float) -> None:
-        """See `Estimator.observe_hybrid`."""
-        self._passes.observe(units, load.new, seconds)
-
-    def _prefill(
-        self,
-        load: Load,
-        layers: int,
-        units: Sequence[int],
-        beside: Beside | None,
-        finishes: bool,
-        bound: bool,
+    def _seconds(
+        self, launch: LaunchShape, units: Sequence[int], corunner: Corunner | None, bound: bool
     ) -> Sequence[float] | None:
-        seconds = self._layers.predict(units, load.new)
-        return None if seconds is None else [layer * layers for layer in seconds]
+        seconds = self._averages[launch.kind].predict(units, _size(launch))
+        return None if seconds is None else [each * _parts(launch) for each in seconds]
 
-    def _decode(
-        self, load: Load, units: Sequence[int], beside: Beside | None, bound: bool
-    ) -> Sequence[float] | None:
-        return self._steps.predict(units, load.requests)
 
-    def _hybrid(self, load: Load, units: Sequence[int], bound: bool) -> Sequence[float] | None:
-        return self._passes.predict(units, load.new)
+def _size(launch: LaunchShape) -> int:
+    """Rows of a decode step, tokens of all else."""
+    return launch.load.requests if launch.kind == "decode" else launch.load.new
+
+
+def _parts(launch: LaunchShape) -> int:
+    """The averages of slices are of one layer."""
+    return launch.layers if launch.kind == "prefill" else 1

@@ -10,13 +10,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 import numpy as np
 
 from twolane.common.files import write_whole
-from twolane.estimate.base import Beside, Load
+from twolane.estimate.query import Corunner, Kind, LaunchShape, Load
 from twolane.model.spec import ModelSpec, RopeSpec
 
 FORMAT = 1
@@ -25,7 +24,6 @@ FORMAT = 1
 ANCHOR = "anchor"
 """What the names of points begin with that are corners of the plan."""
 
-Kind = Literal["prefill", "decode", "hybrid"]
 Run = tuple[int, int, int]
 
 
@@ -64,9 +62,9 @@ class Neighbour(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     units: int
 
     @property
-    def beside(self) -> Beside:
+    def corunner(self) -> Corunner:
         """As estimators take it."""
-        return Beside(load_of(self.runs), self.units)
+        return Corunner(load_of(self.runs), self.units)
 
 
 class Sample(
@@ -112,9 +110,15 @@ class Sample(
         return load_of(self.runs)
 
     @property
-    def other(self) -> Beside | None:
+    def launch(self) -> LaunchShape:
+        """The launch, as estimators take it."""
+        layers = self.layers if self.kind == "prefill" else 0
+        return LaunchShape(self.kind, self.load, layers, self.finishes)
+
+    @property
+    def corunner(self) -> Corunner | None:
         """What ran in the other lane, as estimators take it."""
-        return None if self.beside is None else self.beside.beside
+        return None if self.beside is None else self.beside.corunner
 
     @cached_property
     def median(self) -> float:

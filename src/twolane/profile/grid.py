@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import exp, log
 
-from twolane.estimate.profile import ANCHOR, Kind, Run, runs_of
+from twolane.estimate.profile import ANCHOR, Run, runs_of
+from twolane.estimate.query import Kind
 
 HELD_OUT = 0.2
 """Share of the points beside the anchors that estimators are not fitted on."""

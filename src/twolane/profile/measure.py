@@ -7,7 +7,8 @@ from itertools import cycle, pairwise
 from msgspec.structs import replace
 
 from twolane.common.vocabulary import LaneName
-from twolane.estimate.profile import Kind, Neighbour, Run, Sample
+from twolane.estimate.profile import Neighbour, Run, Sample
+from twolane.estimate.query import Kind
 from twolane.lanes.base import Ticket
 from twolane.lanes.work import DecodeWork, HybridWork, PrefillWork, Work
 from twolane.profile.clocks import Clocks

@@ -25,12 +25,13 @@ from typing import NamedTuple
 import numpy as np
 from scipy.special import stdtrit
 
-from twolane.estimate.base import Beside, Estimator, Floats, Load
+from twolane.estimate.base import Estimator
 from twolane.estimate.calibrated.residual import Means, Residual
 from twolane.estimate.computed import BENDS, SLOPES, Computed
 from twolane.estimate.papers.operators import Shape
 from twolane.estimate.papers.solo_run import LevelModel, Rows, pass_features, slice_features
-from twolane.estimate.profile import Kind, Profile, Sample
+from twolane.estimate.profile import Profile, Sample
+from twolane.estimate.query import Corunner, Floats, Kind, LaunchShape, Load
 
 COVERED = 0.99
 """Share of launches that the bound is for."""
@@ -72,19 +73,15 @@ and units of a slice, the units of a step."""
 
 
 class _Asked(NamedTuple):
-    """A launch whose time is asked for, on each of these units."""
+    """A launch whose seconds are asked for on each of these units."""
 
-    kind: Kind
-    load: Load
+    launch: LaunchShape
     units: Sequence[int]
-    beside: Beside | None = None
-    layers: int = 0
-    finishes: bool = False
+    corunner: Corunner | None = None
 
     @classmethod
     def of(cls, sample: Sample) -> "_Asked":
-        units = (sample.units,)
-        return cls(sample.kind, sample.load, units, sample.other, sample.layers, sample.finishes)
+        return cls(sample.launch, (sample.units,), sample.corunner)
 
 
 class _Linear:
@@ -105,17 +102,18 @@ class _Linear:
 
     def seconds(self, asked: _Asked) -> list[float]:
         """At each of the units."""
-        return self._models[asked.kind].predict(self._features(asked), asked.units)
+        return self._models[asked.launch.kind].predict(self._features(asked), asked.units)
 
     def states(self, asked: _Asked) -> list[list[float]]:
         """What is asked for at each of the units; beside the other lane, what contends, too."""
-        kind, load, units, beside, layers, _ = asked
-        sizes = self._sizes(kind, load, layers, units)
+        launch, units, corunner = asked
+        kind = launch.kind
+        sizes = self._sizes(launch, units)
         own = [[*size, log2(each)] for size, each in zip(sizes, units, strict=True)]
-        if beside is None:
+        if corunner is None:
             return own
-        mine = self._rates(kind, load, units)
-        its = self._rates(OTHER[kind], beside.load, beside.each(len(units)))
+        mine = self._rates(kind, launch.load, units)
+        its = self._rates(OTHER[kind], corunner.load, corunner.each(len(units)))
         return [[*state, *a, *b] for state, a, b in zip(own, mine, its, strict=True)]
 
     def _rates(self, kind: Kind, load: Load, units: Sequence[int]) -> list[tuple[float, float]]:
@@ -135,7 +133,7 @@ class _Linear:
 
     def _features(self, asked: _Asked) -> Rows:
         """What the base is linear in, at each of the units."""
-        kind, load, units, _, layers, finishes = asked
+        (kind, load, layers, finishes), units, _ = asked
         if kind == "decode":
             return self._steps(load, load.reused, units)
         if kind == "prefill":
@@ -155,10 +153,9 @@ class _Linear:
         """Equation 2 of so much context, and what products of more rows take."""
         return [[context, *_ways(self._computed.rows(load), self._computed.steps)]] * len(units)
 
-    def _sizes(
-        self, kind: Kind, load: Load, layers: int, units: Sequence[int]
-    ) -> list[list[float]]:
+    def _sizes(self, launch: LaunchShape, units: Sequence[int]) -> list[list[float]]:
         """Tokens, and layers of a slice, as logarithms."""
+        kind, load, layers, _ = launch
         if kind == "decode":
             rows, context = self._computed.rows(load), _rounded(load.reused)
             return [[log2(max(1, rows)), _reused(context)]] * len(units)
@@ -297,30 +294,13 @@ class Calibrated(Estimator):
             if both := profile.training(kind, beside=True):
                 self._fit((kind, True), both, self._fit_beside(kind))
 
-    def observe_prefill(
-        self,
-        load: Load,
-        layers: int,
-        units: int,
-        seconds: float,
-        beside: Beside | None = None,
-        *,
-        finishes: bool = False,
+    def observe(
+        self, launch: LaunchShape, units: int, seconds: float, corunner: Corunner | None = None
     ) -> None:
-        """See `Estimator.observe_prefill`."""
-        if self._looks():
-            predicted = self.prefill_slice(load, layers, units, beside, finishes=finishes)
-            self._learn("prefill", seconds, predicted, beside)
-
-    def observe_decode(
-        self, load: Load, units: int, seconds: float, beside: Beside | None = None
-    ) -> None:
-        """See `Estimator.observe_decode`."""
-        self._learn("decode", seconds, self.decode_step(load, units, beside), beside)
-
-    def observe_hybrid(self, load: Load, units: int, seconds: float) -> None:
-        """See `Estimator.observe_hybrid`."""
-        self._learn("hybrid", seconds, self.hybrid(load, units), None)
+        """See `Estimator.observe`."""
+        if launch.kind != "prefill" or self._looks():
+            predicted = self.predict(launch, units, corunner)
+            self._learn(launch.kind, seconds, predicted, corunner)
 
     def _fit_alone(self, kind: Kind) -> Fit:
         return lambda samples, like: _Model(self._base.fitted(kind, samples)).taught(
@@ -341,31 +321,15 @@ class Calibrated(Estimator):
         self._seen = (self._seen + 1) % EVERY
         return self._seen == 0
 
-    def _prefill(
-        self,
-        load: Load,
-        layers: int,
-        units: Sequence[int],
-        beside: Beside | None,
-        finishes: bool,
-        bound: bool,
-    ) -> Sequence[float] | None:
-        return self._predict(_Asked("prefill", load, units, beside, layers, finishes), bound)
-
-    def _decode(
-        self, load: Load, units: Sequence[int], beside: Beside | None, bound: bool
-    ) -> Sequence[float] | None:
-        return self._predict(_Asked("decode", load, units, beside), bound)
-
-    def _hybrid(self, load: Load, units: Sequence[int], bound: bool) -> Sequence[float] | None:
-        return self._predict(_Asked("hybrid", load, units), bound)
-
-    def _predict(self, asked: _Asked, bound: bool) -> Sequence[float]:
-        kind, log = asked.kind, 0.0
-        if asked.beside is not None and (kind, True) not in self._models:
-            asked = asked._replace(beside=None)
-        promise = self._promises[kind, asked.beside is not None]
-        if asked.beside is not None:
+    def _seconds(
+        self, launch: LaunchShape, units: Sequence[int], corunner: Corunner | None, bound: bool
+    ) -> Sequence[float]:
+        kind, log = launch.kind, 0.0
+        if corunner is not None and (kind, True) not in self._models:
+            corunner = None
+        asked = _Asked(launch, units, corunner)
+        promise = self._promises[kind, corunner is not None]
+        if corunner is not None:
             log = self._promises[kind, False].correction
         log += promise.correction + (promise.quantile + self.lately if bound else 0.0)
         means = self._missed(asked) if kind == "hybrid" else self._remembered(asked)
@@ -375,10 +339,10 @@ class Calibrated(Estimator):
     def _remembered(self, asked: _Asked) -> Sequence[float]:
         """What is missed: decode steps of about so much context are asked about again and again, a
         token further each time."""
-        kind, load, units, beside, layers, _ = asked
+        (kind, load, layers, _), units, corunner = asked
         others: tuple[object, ...] = ()
-        if beside is not None:
-            others = (*beside.each(len(units)), *_sums(beside.load, OTHER[kind]))
+        if corunner is not None:
+            others = (*corunner.each(len(units)), *_sums(corunner.load, OTHER[kind]))
         key = (kind, layers, *units, *_sums(load, kind), others)
         means = self._known.get(key)
         if means is None:
@@ -389,14 +353,14 @@ class Calibrated(Estimator):
 
     def _missed(self, asked: _Asked) -> Sequence[float]:
         """Of log(truth / base), by the processes, at each of the units."""
-        return self._models[asked.kind, asked.beside is not None].missed(asked)
+        return self._models[asked.launch.kind, asked.corunner is not None].missed(asked)
 
     def _learn(
-        self, kind: Kind, seconds: float, predicted: float | None, beside: Beside | None
+        self, kind: Kind, seconds: float, predicted: float | None, corunner: Corunner | None
     ) -> None:
         """From two launches in a row that make tokens, whether the device is slow; from one in
         `EVERY`, how far predictions are off."""
-        promise = self._promises.get((kind, beside is not None))
+        promise = self._promises.get((kind, corunner is not None))
         if predicted is None or promise is None:
             return
         missed = log(seconds / predicted)

@@ -6,7 +6,7 @@ import numpy as np
 from scipy.linalg import cho_factor, cho_solve
 from scipy.optimize import minimize
 
-from twolane.estimate.base import Floats
+from twolane.estimate.query import Floats
 
 MOST = 400
 """Samples that are kept; more would make predictions slow, and add little."""

@@ -12,10 +12,11 @@ fitted beyond them, and the other lane is ignored.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from twolane.estimate.base import Beside, Estimator, Floats, Load
+from twolane.estimate.base import Estimator
 from twolane.estimate.papers.operators import Operators, Shape
 from twolane.estimate.papers.sweep import Sweep
 from twolane.estimate.profile import Profile
+from twolane.estimate.query import Corunner, Floats, LaunchShape, Load
 
 
 @dataclass(frozen=True)
@@ -42,24 +43,12 @@ class AttentionRoofline(Estimator):
         self._sweep = Sweep.of(profile, self._shape)
         self._interconnect = interconnect or Interconnect()
 
-    def _prefill(
-        self,
-        load: Load,
-        layers: int,
-        units: Sequence[int],
-        beside: Beside | None,
-        finishes: bool,
-        bound: bool,
-    ) -> Sequence[float] | None:
-        return self._pass(load, layers, load.requests if finishes else 0, units)
-
-    def _decode(
-        self, load: Load, units: Sequence[int], beside: Beside | None, bound: bool
-    ) -> Sequence[float] | None:
-        return self._pass(load, self._shape.spec.layers, load.requests, units)
-
-    def _hybrid(self, load: Load, units: Sequence[int], bound: bool) -> Sequence[float] | None:
-        return self._pass(load, self._shape.spec.layers, load.requests, units)
+    def _seconds(
+        self, launch: LaunchShape, units: Sequence[int], corunner: Corunner | None, bound: bool
+    ) -> Sequence[float]:
+        load = launch.load
+        layers = launch.layers if launch.kind == "prefill" else self._shape.spec.layers
+        return self._pass(load, layers, load.requests if launch.finishes else 0, units)
 
     def _pass(self, load: Load, layers: int, sampled: int, units: Sequence[int]) -> Sequence[float]:
         """L · t_block + t_classifier."""

@@ -18,9 +18,10 @@ from math import exp, log, log2
 
 import numpy as np
 
-from twolane.estimate.base import Beside, Estimator, Floats, Load
+from twolane.estimate.base import Estimator
 from twolane.estimate.papers.solo_run import SoloRun
 from twolane.estimate.profile import Profile
+from twolane.estimate.query import Corunner, Floats, LaunchShape, Load, decode_step
 
 OWN = 20
 """Samples after which a borrowed cell stands on its own."""
@@ -56,24 +57,23 @@ class ContentionGuard(Estimator):
         self._solo = SoloRun(profile)
         self._cells: dict[Cell, _Known] = {}
         for sample in profile.training("decode", beside=True):
-            assert sample.beside is not None
+            corunner = sample.corunner
+            assert corunner is not None
             for seconds in sample.seconds:
-                cell, slowdown = self._seen(
-                    sample.load, sample.units, seconds, sample.beside.beside
-                )
+                cell, slowdown = self._seen(sample.load, sample.units, seconds, corunner)
                 known = self._cells.setdefault(cell, _Known(slowdown))
                 known.slowdown = max(known.slowdown, slowdown)
         self._places = np.array([_place(cell) for cell in self._cells])
         self._logs = np.array([log(known.slowdown) for known in self._cells.values()])
         self._margin = self._left_out()
 
-    def observe_decode(
-        self, load: Load, units: int, seconds: float, beside: Beside | None = None
+    def observe(
+        self, launch: LaunchShape, units: int, seconds: float, corunner: Corunner | None = None
     ) -> None:
-        """See `Estimator.observe_decode`."""
-        if beside is None:
+        """See `Estimator.observe`; only decode beside prefill is learnt from."""
+        if launch.kind != "decode" or corunner is None:
             return
-        cell, slowdown = self._seen(load, units, seconds, beside)
+        cell, slowdown = self._seen(launch.load, units, seconds, corunner)
         (known,) = self._known([cell])
         known.own = max(known.own, slowdown)
         known.count += 1
@@ -81,35 +81,23 @@ class ContentionGuard(Estimator):
             known.borrowed, known.slowdown = False, known.own
         known.slowdown = max(known.slowdown, known.own)
 
-    def _seen(self, load: Load, units: int, seconds: float, beside: Beside) -> tuple[Cell, float]:
+    def _seen(
+        self, load: Load, units: int, seconds: float, corunner: Corunner
+    ) -> tuple[Cell, float]:
         """The cell of a step, and its slowdown."""
-        solo = self._solo.decode_step(load, units)
+        solo = self._solo.predict(decode_step(load), units)
         assert solo is not None
-        (cell,) = _cells(load, (units,), beside)
+        (cell,) = _cells(load, (units,), corunner)
         return cell, seconds / solo
 
-    def _prefill(
-        self,
-        load: Load,
-        layers: int,
-        units: Sequence[int],
-        beside: Beside | None,
-        finishes: bool,
-        bound: bool,
-    ) -> Sequence[float] | None:
-        return self._solo._prefill(load, layers, units, beside, finishes, bound)
-
-    def _decode(
-        self, load: Load, units: Sequence[int], beside: Beside | None, bound: bool
-    ) -> Sequence[float] | None:
-        solo = self._solo._decode(load, units, beside, bound)
-        if not bound or beside is None or solo is None:
+    def _seconds(
+        self, launch: LaunchShape, units: Sequence[int], corunner: Corunner | None, bound: bool
+    ) -> Sequence[float]:
+        solo = self._solo._seconds(launch, units, corunner, bound)
+        if launch.kind != "decode" or not bound or corunner is None:
             return solo
-        known = self._known(list(_cells(load, units, beside)))
+        known = self._known(list(_cells(launch.load, units, corunner)))
         return [each * cell.slowdown for each, cell in zip(solo, known, strict=True)]
-
-    def _hybrid(self, load: Load, units: Sequence[int], bound: bool) -> Sequence[float] | None:
-        return self._solo._hybrid(load, units, bound)
 
     def _known(self, cells: Sequence[Cell]) -> list[_Known]:
         """What is known of cells; those without samples borrow."""
@@ -140,9 +128,9 @@ class ContentionGuard(Estimator):
         return np.asarray(weights.dot(self._logs) / weights.sum(axis=1))
 
 
-def _cells(load: Load, units: Sequence[int], beside: Beside) -> Iterator[Cell]:
+def _cells(load: Load, units: Sequence[int], corunner: Corunner) -> Iterator[Cell]:
     """The cell at each of the units."""
-    prefill = beside.load
+    prefill = corunner.load
     four = (
         _power_of_four(prefill.new),
         _power_of_four(prefill.reused),

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from twolane.estimate.base import Floats, Load
+from twolane.estimate.query import Floats, Load
 from twolane.model.spec import ModelSpec
 
 

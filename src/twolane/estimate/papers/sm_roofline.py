@@ -15,10 +15,11 @@ from math import inf, log, log2
 
 import numpy as np
 
-from twolane.estimate.base import Beside, Estimator, Floats, Load
+from twolane.estimate.base import Estimator
 from twolane.estimate.papers.operators import Operators, Shape
 from twolane.estimate.papers.sweep import Curve, Sweep, step_bytes
 from twolane.estimate.profile import Profile, ProfileError, Sample
+from twolane.estimate.query import Corunner, Floats, LaunchShape, Load
 
 ONLINE = 128
 """Launches that are remembered, of each kind."""
@@ -89,76 +90,45 @@ class SmRoofline(Estimator):
                 elif not beside:
                     raise ProfileError(f"the profile has no {kind} samples yet: measure for longer")
 
-    def observe_prefill(
-        self,
-        load: Load,
-        layers: int,
-        units: int,
-        seconds: float,
-        beside: Beside | None = None,
-        *,
-        finishes: bool = False,
+    def observe(
+        self, launch: LaunchShape, units: int, seconds: float, corunner: Corunner | None = None
     ) -> None:
-        """See `Estimator.observe_prefill`."""
-        ideal = self._slice(load, layers, (units,), finishes)
-        self._learn("prefill", load, units, beside, seconds / ideal[0])
+        """See `Estimator.observe`."""
+        scaling = self._scaling.get((launch.kind, corunner is not None))
+        if scaling is not None:
+            (ideal,) = self._ideal(launch, (units,), corunner)
+            (state,) = execution_states(launch.load, (units,), corunner)
+            scaling.add(state, seconds / ideal)
 
-    def observe_decode(
-        self, load: Load, units: int, seconds: float, beside: Beside | None = None
-    ) -> None:
-        """See `Estimator.observe_decode`."""
-        ideal = self._step(load, (units,), beside)
-        self._learn("decode", load, units, beside, seconds / ideal[0])
-
-    def observe_hybrid(self, load: Load, units: int, seconds: float) -> None:
-        """See `Estimator.observe_hybrid`."""
-        ideal = self._hybrid_pass(load, (units,))
-        self._learn("hybrid", load, units, None, seconds / ideal[0])
-
-    def _prefill(
-        self,
-        load: Load,
-        layers: int,
-        units: Sequence[int],
-        beside: Beside | None,
-        finishes: bool,
-        bound: bool,
-    ) -> Sequence[float] | None:
-        return self._scaled(
-            self._slice(load, layers, units, finishes), "prefill", load, units, beside
-        )
-
-    def _decode(
-        self, load: Load, units: Sequence[int], beside: Beside | None, bound: bool
-    ) -> Sequence[float] | None:
-        return self._scaled(self._step(load, units, beside), "decode", load, units, beside)
-
-    def _hybrid(self, load: Load, units: Sequence[int], bound: bool) -> Sequence[float] | None:
-        return self._scaled(self._hybrid_pass(load, units), "hybrid", load, units, None)
-
-    def _slice(
-        self, load: Load, layers: int, units: Sequence[int], finishes: bool
+    def _seconds(
+        self, launch: LaunchShape, units: Sequence[int], corunner: Corunner | None, bound: bool
     ) -> Sequence[float]:
-        """Equation 1 over a prefill slice."""
-        block = self._shape.linears(load.new) + self._shape.together(load)
-        classifier = self._shape.classifier(load.requests) if finishes else Operators((), ())
-        return _summed(layers, block, classifier, self._rates(units))
+        """Equation 2."""
+        kind, ideal = launch.kind, self._ideal(launch, units, corunner)
+        if (kind, True) not in self._scaling:
+            corunner = None
+        scaling = self._scaling[kind, corunner is not None]
+        alphas = scaling.at(execution_states(launch.load, units, corunner)).tolist()
+        return [alpha * each for alpha, each in zip(alphas, ideal, strict=True)]
 
-    def _step(self, load: Load, units: Sequence[int], beside: Beside | None) -> Sequence[float]:
-        """Equation 1 over a decode step."""
-        rates = self._rates(units)
-        if beside is not None:
-            most = self._contended.bandwidth(units, beside.load.new)
+    def _ideal(
+        self, launch: LaunchShape, units: Sequence[int], corunner: Corunner | None
+    ) -> Sequence[float]:
+        """Equation 1; the two attentions of a hybrid pass are kernels of their own."""
+        shape, load = self._shape, launch.load
+        layers, rates = self._layers, self._rates(units)
+        block = shape.linears(load.new)
+        if launch.kind == "hybrid":
+            block = block + shape.together(load.chunks) + shape.together(load.decoding)
+        else:
+            block = block + shape.together(load)
+        if launch.kind == "prefill":
+            layers = launch.layers
+        elif launch.kind == "decode" and corunner is not None:
+            most = self._contended.bandwidth(units, corunner.load.new)
             rates = [(c, min(d, each)) for (c, d), each in zip(rates, most, strict=True)]
-        block = self._shape.linears(load.requests) + self._shape.together(load)
-        return _summed(self._layers, block, self._shape.classifier(load.requests), rates)
-
-    def _hybrid_pass(self, load: Load, units: Sequence[int]) -> Sequence[float]:
-        """Equation 1 over a hybrid pass; the two attentions are kernels of their own."""
-        shape = self._shape
-        block = shape.linears(load.new) + shape.together(load.chunks)
-        block += shape.together(load.decoding)
-        return _summed(self._layers, block, shape.classifier(load.requests), self._rates(units))
+        classifier = shape.classifier(load.requests) if launch.finishes else Operators((), ())
+        return _summed(layers, block, classifier, rates)
 
     def _rates(self, units: Sequence[int]) -> list[tuple[float, float]]:
         """C_p and D_p."""
@@ -166,41 +136,13 @@ class SmRoofline(Estimator):
             (self._flops_a_unit * p, self._peak * min(1.0, p / self._inflection)) for p in units
         ]
 
-    def _scaled(
-        self,
-        ideal: Sequence[float],
-        kind: str,
-        load: Load,
-        units: Sequence[int],
-        beside: Beside | None,
-    ) -> Sequence[float]:
-        """Equation 2."""
-        scaling = self._scaling.get((kind, beside is not None)) or self._scaling[kind, False]
-        if (kind, True) not in self._scaling:
-            beside = None
-        alphas = scaling.at(execution_states(load, units, beside)).tolist()
-        return [alpha * each for alpha, each in zip(alphas, ideal, strict=True)]
-
-    def _learn(
-        self, kind: str, load: Load, units: int, beside: Beside | None, alpha: float
-    ) -> None:
-        scaling = self._scaling.get((kind, beside is not None))
-        if scaling is not None:
-            (state,) = execution_states(load, (units,), beside)
-            scaling.add(state, alpha)
-
     def _fitted(self, samples: Sequence[Sample]) -> Scaling:
         states, alphas = [], []
         for sample in samples:
-            units, load = (sample.units,), sample.load
-            if sample.kind == "prefill":
-                ideal = self._slice(load, sample.layers, units, sample.finishes)
-            elif sample.kind == "decode":
-                ideal = self._step(load, units, sample.other)
-            else:
-                ideal = self._hybrid_pass(load, units)
-            states.append(execution_states(load, units, sample.other)[0])
-            alphas.append(sample.median / ideal[0])
+            units, corunner = (sample.units,), sample.corunner
+            (ideal,) = self._ideal(sample.launch, units, corunner)
+            states.append(execution_states(sample.load, units, corunner)[0])
+            alphas.append(sample.median / ideal)
         return Scaling(states, alphas)
 
 
@@ -253,15 +195,15 @@ def inflection(curve: Curve) -> tuple[float, float]:
     return peak, float(candidates[errors.argmin()])
 
 
-def execution_states(load: Load, units: Sequence[int], beside: Beside | None) -> list[State]:
+def execution_states(load: Load, units: Sequence[int], corunner: Corunner | None) -> list[State]:
     """Bullet's ES (§3.2.1), each number as a logarithm: [len(units), 4], or 8 beside the other."""
     own, powers = _sizes(load), [UNITS_WEIGHT * log2(each) for each in units]
-    if beside is None:
+    if corunner is None:
         return [(*own, power) for power in powers]
-    its = _sizes(beside.load)
+    its = _sizes(corunner.load)
     return [
         (*own, power, *its, UNITS_WEIGHT * log2(other))
-        for power, other in zip(powers, beside.each(len(powers)), strict=True)
+        for power, other in zip(powers, corunner.each(len(powers)), strict=True)
     ]
 
 

@@ -18,9 +18,10 @@ from operator import mul
 import numpy as np
 from scipy.optimize import nnls
 
-from twolane.estimate.base import Beside, Estimator, Floats, Ints, Load
+from twolane.estimate.base import Estimator
 from twolane.estimate.computed import Computed
 from twolane.estimate.profile import Profile, ProfileError, Sample
+from twolane.estimate.query import Corunner, Floats, Ints, Kind, LaunchShape, Load
 
 LEAST_TOKENS = 1024
 """New and reused tokens from which on Equation 1 is fitted, as in the papers; smaller batches are
@@ -101,29 +102,26 @@ class SoloRun(Estimator):
         computed = self._computed = Computed.on(profile)
         alone = profile.training("prefill", beside=False)
         long = [s for s in alone if s.load.new + s.load.reused >= LEAST_TOKENS]
-        self._slices = _fitted(long or alone, computed)
-        self._steps = _fitted(profile.training("decode", beside=False), computed)
-        self._passes = _fitted(profile.training("hybrid"), computed)
+        self._models: dict[Kind, LevelModel] = {
+            "prefill": _fitted(long or alone, computed),
+            "decode": _fitted(profile.training("decode", beside=False), computed),
+            "hybrid": _fitted(profile.training("hybrid"), computed),
+        }
 
-    def _prefill(
-        self,
-        load: Load,
-        layers: int,
-        units: Sequence[int],
-        beside: Beside | None,
-        finishes: bool,
-        bound: bool,
-    ) -> Sequence[float] | None:
-        features = slice_features(self._computed, load, layers, finishes)
-        return self._slices.predict([features] * len(units), units)
+    def _seconds(
+        self, launch: LaunchShape, units: Sequence[int], corunner: Corunner | None, bound: bool
+    ) -> Sequence[float]:
+        features = launch_features(self._computed, launch)
+        return self._models[launch.kind].predict([features] * len(units), units)
 
-    def _decode(
-        self, load: Load, units: Sequence[int], beside: Beside | None, bound: bool
-    ) -> Sequence[float] | None:
-        return self._steps.predict([step_features(load)] * len(units), units)
 
-    def _hybrid(self, load: Load, units: Sequence[int], bound: bool) -> Sequence[float] | None:
-        return self._passes.predict([pass_features(self._computed, load)] * len(units), units)
+def launch_features(computed: Computed, launch: LaunchShape) -> list[float]:
+    """What the seconds of a launch are linear in."""
+    if launch.kind == "prefill":
+        return slice_features(computed, launch.load, launch.layers, launch.finishes)
+    if launch.kind == "decode":
+        return step_features(launch.load)
+    return pass_features(computed, launch.load)
 
 
 def slice_features(computed: Computed, load: Load, layers: int, finishes: bool) -> list[float]:
@@ -147,13 +145,4 @@ def pass_features(computed: Computed, load: Load) -> list[float]:
 
 
 def _fitted(samples: Sequence[Sample], computed: Computed) -> LevelModel:
-    return LevelModel.fit([_features(sample, computed) for sample in samples], samples)
-
-
-def _features(sample: Sample, computed: Computed) -> list[float]:
-    load = sample.load
-    if sample.kind == "prefill":
-        return slice_features(computed, load, sample.layers, sample.finishes)
-    if sample.kind == "decode":
-        return step_features(load)
-    return pass_features(computed, load)
+    return LevelModel.fit([launch_features(computed, s.launch) for s in samples], samples)

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from twolane.estimate.base import Floats, Load
 from twolane.estimate.papers.operators import Shape
 from twolane.estimate.profile import Profile, ProfileError, Sample
+from twolane.estimate.query import Floats, Load
 
 
 @dataclass(frozen=True)

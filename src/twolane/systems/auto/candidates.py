@@ -12,7 +12,8 @@ from typing import Literal
 import numpy as np
 
 from twolane.common.sizes import SIZES
-from twolane.estimate.base import Beside, Estimator, Load
+from twolane.estimate.base import Estimator
+from twolane.estimate.query import Corunner, Load, decode_step, hybrid_pass, prefill_slice
 from twolane.systems.common.multiplex import Level
 
 Mode = Literal["hybrid", "temporal", "spatial"]
@@ -86,7 +87,7 @@ class Candidates:
             sliced: the batch has begun in layer slices, which rules hybrid passes out.
             chunk: tokens at which the search for the largest pass begins.
         """
-        alone = self.estimator.prefill_slice(self.batch, self.layers, self.units)
+        alone = self.estimator.predict(prefill_slice(self.batch, self.layers), self.units)
         if not alone:
             return []
         found = [*self._spatial(alone), self._temporal(alone)]
@@ -101,8 +102,9 @@ class Candidates:
         if not self.levels:
             return []
         p, d = np.array(self.levels).T
-        gaps = self.estimator.decode_step(self.decode, d, Beside(self.batch, p), bound=True)
-        whole = self.estimator.prefill_slice(self.batch, self.layers, p, Beside(self.decode, d))
+        predict, step = self.estimator.predict, decode_step(self.decode)
+        gaps = predict(step, d, Corunner(self.batch, p), bound=True)
+        whole = predict(prefill_slice(self.batch, self.layers), p, Corunner(self.decode, d))
         if gaps is None or whole is None:
             return []
         found = []
@@ -114,7 +116,8 @@ class Candidates:
 
     def _temporal(self, alone: float) -> Candidate:
         """As many layers between two steps as the bound leaves time for, one at least."""
-        whole = self.estimator.prefill_slice(self.batch, self.layers, self.units, bound=True)
+        batch = prefill_slice(self.batch, self.layers)
+        whole = self.estimator.predict(batch, self.units, bound=True)
         layer = (whole or alone) / self.layers
         layers = min(self.layers, max(1, int((self.target - self.step) / layer)))
         gap = self.step + layers * layer
@@ -153,7 +156,7 @@ class Candidates:
     def _pass_seconds(self, tokens: int, alone: float, *, bound: bool) -> float:
         chunks = cut(self.batch, tokens)
         load = Load([*self.decode.n, *chunks.n], [*self.decode.r, *chunks.r])
-        seconds = self.estimator.hybrid(load, self.units, bound=bound)
+        seconds = self.estimator.predict(hybrid_pass(load), self.units, bound=bound)
         if seconds is None or not self.estimator.promises:
             parts = UNSEEN * (self.step + alone * tokens / self.batch.new)
             seconds = parts if seconds is None else min(seconds, parts)

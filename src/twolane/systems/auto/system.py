@@ -19,7 +19,7 @@ from typing import ClassVar, Literal
 import msgspec
 
 from twolane.common.vocabulary import EXCLUSIVE, LANES, EstimatorName, LaneName
-from twolane.estimate.base import Load
+from twolane.estimate.query import Load, decode_step, prefill_slice
 from twolane.systems.auto.candidates import Candidate, Candidates, choose
 from twolane.systems.auto.order import Line, make_line
 from twolane.systems.common.admission import next_chunks
@@ -216,7 +216,7 @@ class Auto(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if not rows:
             return self._prefill_alone(view, batch), memory
         decode = Load.decode([request.context for request in rows])
-        step = view.estimator.decode_step(decode, view.units, bound=True)
+        step = view.estimator.predict(decode_step(decode), view.units, bound=True)
         tbt = _tbt(view, memory, _bound(view, rows, step))
         if batch is None:
             return self._decode_alone(view, memory, step, tbt)
@@ -472,7 +472,7 @@ def _bound(view: View, rows: Sequence[RequestView], step: float | None) -> float
     kept = [bound for bound in bounds if not step or bound >= step]
     if bounds and not kept:
         one = Load.decode([min(r.context for r in rows)])
-        least = view.estimator.decode_step(one, view.units, bound=True)
+        least = view.estimator.predict(decode_step(one), view.units, bound=True)
         kept = [bound for bound in bounds if not least or bound >= least]
     return min(kept, default=max(UNBOUND_TBT, UNBOUND_STEPS * (step or 0.0)))
 
@@ -480,7 +480,7 @@ def _bound(view: View, rows: Sequence[RequestView], step: float | None) -> float
 def _leave_no_room(view: View, decode: Load, joiners: Sequence[int], tbt: float) -> bool:
     """Whether decode, with those who would join it, could not even alone keep the bound."""
     joined = Load.decode([*decode.r, *joiners])
-    then = view.estimator.decode_step(joined, view.units, bound=True)
+    then = view.estimator.predict(decode_step(joined), view.units, bound=True)
     return then is not None and then > tbt
 
 
@@ -539,7 +539,7 @@ def _costs(view: View, memory: Memory) -> Memory:
 
 def _in_line(view: View, load: Load) -> float | None:
     """Seconds that are reckoned with for that prefill on the whole device."""
-    predicted = view.estimator.prefill_slice(load, view.layers, view.units)
+    predicted = view.estimator.predict(prefill_slice(load, view.layers), view.units)
     return None if predicted is None else IN_LINE * predicted
 
 

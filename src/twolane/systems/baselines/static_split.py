@@ -9,6 +9,7 @@ from typing import ClassVar
 import msgspec
 
 from twolane.common.vocabulary import EstimatorName
+from twolane.estimate.query import prefill_slice
 from twolane.systems.common.admission import next_chunks
 from twolane.systems.common.multiplex import (
     Level,
@@ -78,7 +79,7 @@ class StaticSplit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             return None
         alone = not view.decoding and view.lanes["decode"].queued == 0
         units = view.units if alone else self._level(view)[0]
-        whole = view.estimator.prefill_slice(prompts.load, view.layers, units)
+        whole = view.estimator.predict(prefill_slice(prompts.load, view.layers), units)
         if alone and whole is None:
             return prompts.slice(view, view.layers, units)
         seconds = ALONE_SECONDS if alone else self.slice_seconds

@@ -11,6 +11,7 @@ from typing import ClassVar
 import msgspec
 
 from twolane.common.vocabulary import EstimatorName
+from twolane.estimate.query import decode_step, prefill_slice
 from twolane.systems.common.admission import next_chunks
 from twolane.systems.common.multiplex import Prompts, decode_load, tbt_slo
 from twolane.systems.common.settings import at_least
@@ -63,8 +64,9 @@ def _slice(view: View, prompts: Prompts, rows: Sequence[RequestView]) -> tuple[i
     if math.isinf(slo):
         return view.layers, "no TBT bound"
     ask = view.estimator
-    step = ask.decode_step(decode_load(rows), view.units, bound=True)
-    whole = ask.prefill_slice(prompts.load, view.layers, view.units, finishes=True, bound=True)
+    step = ask.predict(decode_step(decode_load(rows)), view.units, bound=True)
+    batch = prefill_slice(prompts.load, view.layers, finishes=True)
+    whole = ask.predict(batch, view.units, bound=True)
     if step is None or not whole:
         return 1, "no prediction"
     layers = int((slo - step) / whole * view.layers)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from twolane.estimate.base import Beside, Load
+from twolane.estimate.query import Corunner, Load, decode_step
 from twolane.systems.plan import Chunk, Launch, PrefillSlice
 from twolane.systems.view import BatchView, RequestView, View
 
@@ -123,8 +123,8 @@ def decode_seconds(
         bound: whether to ask for what the estimator promises will not be exceeded.
     """
     p, d = np.array(levels).T
-    other = None if beside is None else Beside(beside, p)
-    seconds = view.estimator.decode_step(load, d, other, bound=bound)
+    other = None if beside is None else Corunner(beside, p)
+    seconds = view.estimator.predict(decode_step(load), d, other, bound=bound)
     return None if seconds is None else [float(s) for s in seconds]
 
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from twolane.common.vocabulary import LaneName
+from twolane.estimate.query import prefill_slice
 from twolane.systems.common.admission import next_chunks
 from twolane.systems.common.multiplex import (
     Level,
@@ -113,9 +114,9 @@ class BestFit:
         """Whether the open batch keeps its deadline although the new one goes first."""
         split = self._split(view, current)
         units = split.level[0] if split else view.units
-        ask, layers = view.estimator.prefill_slice, view.layers
-        rest = ask(current.load, layers - current.first, units, finishes=True)
-        first = ask(new.load, layers, units, finishes=True)
+        predict, layers = view.estimator.predict, view.layers
+        rest = predict(prefill_slice(current.load, layers - current.first, finishes=True), units)
+        first = predict(prefill_slice(new.load, layers, finishes=True), units)
         if rest is None or first is None:
             return False
         both = max(view.now, view.lanes["prefill"].until or 0.0) + rest + first
@@ -162,7 +163,7 @@ class BestFit:
         layers = view.layers
         if not self.layer_wise:  # whatever that costs the host
             return Launch("prefill", units, PrefillSlice(prompts.first, layers))
-        whole = view.estimator.prefill_slice(prompts.load, layers, units, finishes=True)
+        whole = view.estimator.predict(prefill_slice(prompts.load, layers, finishes=True), units)
         layers = layers_for(split.seconds if split else self.slice_seconds, whole, layers)
         return prompts.slice(view, layers, units)
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from twolane.common.errors import FieldError
 from twolane.common.vocabulary import EstimatorName
-from twolane.estimate.base import Beside, Floats, Load
+from twolane.estimate.query import Corunner, Floats, Load, decode_step, prefill_slice
 from twolane.slo import Slo
 from twolane.systems.common.admission import next_chunks
 from twolane.systems.common.multiplex import (
@@ -227,7 +227,8 @@ class Bullet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             entry, new = memory.latencies.get(request.id), request.new
             if entry is None or entry[0] != new:
                 load = Load([new], [request.reused])
-                seconds = view.estimator.prefill_slice(load, view.layers, view.units, finishes=True)
+                whole = prefill_slice(load, view.layers, finishes=True)
+                seconds = view.estimator.predict(whole, view.units)
                 if seconds is None:
                     return {}
                 entry = new, seconds
@@ -268,10 +269,9 @@ class Bullet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         held = memory.level if memory.level in levels else nearest_level(levels, view.units / 2)
         p, d = np.array(levels).T
         left = view.layers - work.prompts.first
-        seconds = view.estimator.prefill_slice(
-            work.prompts.load, left, p, Beside(decode, d), finishes=True
-        )
-        steps = view.estimator.decode_step(decode, d, Beside(work.prompts.load, p))
+        rest = prefill_slice(work.prompts.load, left, finishes=True)
+        seconds = view.estimator.predict(rest, p, Corunner(decode, d))
+        steps = view.estimator.predict(decode_step(decode), d, Corunner(work.prompts.load, p))
         if seconds is None or steps is None:
             note = f"prefill {held[0]}, decode {held[1]}: nothing to predict from"
             return held[0], replace(memory, level=held, paused=False, note=note)
@@ -324,7 +324,7 @@ class Bullet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Whether the TPOT SLO holds if decode, which is `ready`, waits for a step of prefill on
         the whole device, and then takes its `step`."""
         layers = min(self.step_layers, view.layers - work.prompts.first)
-        seconds = view.estimator.prefill_slice(work.prompts.load, layers, view.units)
+        seconds = view.estimator.predict(prefill_slice(work.prompts.load, layers), view.units)
         if seconds is None:
             return False
         resumes = max(ready, work.start + seconds)

@@ -17,7 +17,7 @@ import numpy as np
 
 from twolane.common.errors import FieldError
 from twolane.common.vocabulary import EstimatorName
-from twolane.estimate.base import Beside, Load
+from twolane.estimate.query import Corunner, Load, decode_step, hybrid_pass, prefill_slice
 from twolane.systems.common.admission import next_chunks
 from twolane.systems.common.multiplex import Prompts, decode_load, nearest_level
 from twolane.systems.common.settings import at_least
@@ -116,7 +116,7 @@ class DuetServe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Algorithm 1."""
         decode = decode_load(decoding)
         mixed = Load([*decode.n, *prefill.n], [*decode.r, *prefill.r])
-        together = view.estimator.hybrid(mixed, view.units)
+        together = view.estimator.predict(hybrid_pass(mixed), view.units)
         if together is None:
             chunks = next_chunks(view, min(UNSEEN_TOKENS, prefill.new), split=True)
         bound = min((r.slo.tbt or self.tbt_seconds for r in decoding), default=inf)
@@ -151,9 +151,9 @@ class DuetServe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if not levels:
             return []
         p, d = np.array(levels).T
-        beside = Beside(decode, d), Beside(prefill, p)
-        t_p = view.estimator.prefill_slice(prefill, view.layers, p, beside[0], finishes=True)
-        t_d = view.estimator.decode_step(decode, d, beside[1])
+        whole = prefill_slice(prefill, view.layers, finishes=True)
+        t_p = view.estimator.predict(whole, p, Corunner(decode, d))
+        t_d = view.estimator.predict(decode_step(decode), d, Corunner(prefill, p))
         if t_p is None:
             t_p = together * view.units / p
         if t_d is None:
