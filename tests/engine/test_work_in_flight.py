@@ -177,6 +177,7 @@ GUARDS: dict[str, tuple[Any, str, Any]] = {
         "chunks",
         property(lambda batch: batch.members),
     ),
+    "the lanes forget a batch that is given up": (State, "_drop", lambda state, batch: None),
     "whether a launch has ended is read before its steps": (reap, "_poll", _steps_before_done),
     "the launch that others wait for is polled after them": (
         launch,  # patched where the engine looks it up, see below

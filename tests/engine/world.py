@@ -132,7 +132,8 @@ class World:
     """How often the schedule did what it is meant to exercise."""
 
     def __post_init__(self) -> None:
-        lanes = self.make_lanes(make_runner(self.pages, self.slots))
+        self.runner = make_runner(self.pages, self.slots)
+        lanes = self.make_lanes(self.runner)
         books = KVBooks(self.pages, PAGE, self.slots, prefix_cache=self.prefix_cache)
         spec = tiny_decoder().spec
         self.lanes = lanes
@@ -368,6 +369,7 @@ class World:
         kv = self.engine.state.kv
         assert kv.free_pages + kv.reclaimable_pages == self.pages, "pages did not come back"
         assert kv.free_slots == self.slots, "slots did not come back"
+        assert not self.runner._paused, "hidden states were kept"
         assert set(self.finished) == {submit.id for submit in self.submits}
         for submit in self.submits:
             self._check_output(submit)

@@ -86,6 +86,7 @@ class ThreadedWorld(World):
     def drain(self) -> None:
         while self.run_lanes():
             self.turn([])
+        self.lanes.close(PATIENCE)
 
     def run(self) -> None:
         try:
