@@ -1,5 +1,6 @@
 """Tiny random checkpoints of every family, as `transformers` writes them."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +48,10 @@ _YARN_ROPE = {
 }
 
 
-def _configs(layers: int = LAYERS) -> dict[str, PreTrainedConfig]:
-    tiny = {**_TINY, "num_hidden_layers": layers}
+def _configs(
+    layers: int = LAYERS, sizes: Mapping[str, int] | None = None
+) -> dict[str, PreTrainedConfig]:
+    tiny = {**_TINY, "num_hidden_layers": layers, **(sizes or {})}
     mha = {**tiny, "num_key_value_heads": 4}
     linear = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 2.0}
     return {
@@ -72,7 +75,13 @@ FAMILIES = tuple(_configs())
 
 
 def make_checkpoint(
-    family: str, path: Path, seed: int = 0, *, shards: int = 1, layers: int = LAYERS
+    family: str,
+    path: Path,
+    seed: int = 0,
+    *,
+    shards: int = 1,
+    layers: int = LAYERS,
+    sizes: Mapping[str, int] | None = None,
 ) -> Path:
     """Write a random checkpoint of one of `FAMILIES` to `path` and return it.
 
@@ -85,8 +94,9 @@ def make_checkpoint(
         seed: of the weights.
         shards: files to spread the weights over.
         layers: how many the model has.
+        sizes: values of its config that are not the usual ones.
     """
-    model = random_model(_configs(layers)[family], seed)
+    model = random_model(_configs(layers, sizes)[family], seed)
     size = sum(p.numel() * 4 for p in model.parameters())
     model.save_pretrained(path, max_shard_size=size // shards + 1)
     return path

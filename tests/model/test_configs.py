@@ -231,7 +231,7 @@ def test_what_a_config_leaves_out_is_as_in_transformers(architecture, said, rope
     ("wrong", "message"),
     [
         ({"architectures": ["MambaNextForCausalLM"]}, "'MambaNextForCausalLM'"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantisation 'gptq'"),
+        ({"quantization_config": {"quant_method": "exl2"}}, "quantisation 'exl2'"),
         ({"model_type": "mistral"}, "model_type of LlamaForCausalLM 'mistral'"),
         ({"hidden_size": "64"}, r"hidden_size"),
         ({"hidden_size": 63, "num_attention_heads": 4}, "hidden_size 63 is no multiple"),

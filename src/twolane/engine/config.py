@@ -10,6 +10,7 @@ from twolane.slo import Slo
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "dummy"]
 Device = Literal["auto", "cpu", "cuda"]
+Quantization = Literal["fp8", "fp8_block128", "int4"]
 
 DEFAULT_SYSTEM = "static-split"
 TRANSPORT_SECONDS = 0.002
@@ -25,6 +26,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """"dummy": random weights, no files needed."""
     dtype: DType = "auto"
     """Of weights and KV; "auto" is float32 on a CPU and bfloat16 on a GPU."""
+    quantization: Quantization | None = None
+    """Weights in 16 bits are rounded to this while they are loaded: "fp8" has a scale for each row,
+    "fp8_block128" one for each 128 x 128, "int4" (dummy weights alone) one for 128 columns. None
+    serves a checkpoint as it is stored."""
     max_positions: int | None = None
     """Raises (or lowers) the positions the model is built for."""
     max_model_len: int | None = None

@@ -144,6 +144,7 @@ def _weights(config: EngineConfig, device: str, progress: Progress) -> tuple[Mod
         resolve(config.model, config.load_format),
         dtype=config.dtype,
         load_format=config.load_format,
+        quantization=config.quantization,
         max_positions=config.max_positions,
         seed=config.seed,
         device=device,

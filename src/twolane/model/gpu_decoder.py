@@ -209,7 +209,7 @@ class GpuDecoder:
         """The matrices of all layers for each case, in the order of a layer's products."""
         uses: dict[Case, list[Matrix]] = {}
         for layer in self.weights.layers:
-            for operation, matrix in _matrices(layer):
+            for operation, matrix in layer_matrices(layer):
                 uses.setdefault(Case.of(operation, matrix), []).append(matrix)
         return uses
 
@@ -219,7 +219,7 @@ class GpuDecoder:
         workspace.reserve(count)
         workspace.get("attended", count).normal_()
         residual = torch.randn_like(workspace.get("norm", count))
-        each = sum(matrix.nbytes for _, matrix in _matrices(self.weights.layers[0]))
+        each = sum(matrix.nbytes for _, matrix in layer_matrices(self.weights.layers[0]))
         last = min(self.spec.layers, max(TUNED_LAYERS, COLD_BYTES // each))
         return lambda: self.multiply(last, residual, workspace, products)
 
@@ -242,7 +242,7 @@ class GpuDecoder:
         products.logits(norm, self.weights.head, logits)
 
 
-def _matrices(layer: LayerWeights) -> Iterator[tuple[Operation, Matrix]]:
+def layer_matrices(layer: LayerWeights) -> Iterator[tuple[Operation, Matrix]]:
     """The matrices of a layer and what multiplies with them, in their order."""
     yield "linear", layer.qkv
     yield "add_linear", layer.o

@@ -1,35 +1,56 @@
 """Weight matrices as they are stored."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
+from torch import Tensor
 
-Scheme = Literal["float32", "bf16", "float16", "float64"]
-"""How the values of a matrix are stored."""
+from twolane.model import fp8, int4
 
-PLAIN: dict[torch.dtype, Scheme] = {
+PlainScheme = Literal["float32", "bf16", "float16", "float64"]
+Fp8Scheme = Literal["fp8_channel", "fp8_block128", "fp8_row128"]
+Int4Scheme = Literal["int4_g32", "int4_g64", "int4_g128"]
+Scheme = PlainScheme | Fp8Scheme | Int4Scheme
+"""How the values of a matrix [rows, columns] are stored.
+
+- Plain schemes: numbers without scales.
+- `fp8_channel`: e4m3 with a float32 scale for each row; scales are [rows].
+- `fp8_block128`: e4m3 with one for each 128 x 128; scales are [ceil(rows / 128), ceil(columns /
+  128)]. What lies beyond the last whole block has a block of its own.
+- `fp8_row128`: e4m3 with one for each 1 x 128, which `fp8_block128` becomes where rows of different
+  blocks are mixed; scales are [rows, ceil(columns / 128)].
+- `int4_g32`, `int4_g64`, `int4_g128`: numbers of four bits, packed as in `int4.pack`, with a scale
+  and at will a zero point for that many columns of a row; scales and zeros are [rows, groups].
+"""
+
+PLAIN: dict[torch.dtype, PlainScheme] = {
     torch.float32: "float32",
     torch.bfloat16: "bf16",
     torch.float16: "float16",
     torch.float64: "float64",
 }
 """The schemes without scales, by the type of their values."""
+GROUPS: dict[int, Int4Scheme] = {32: "int4_g32", 64: "int4_g64", 128: "int4_g128"}
+"""The schemes of four bits, by the columns of a group."""
 
 
 @dataclass(frozen=True, eq=False)
 class Matrix:
     """A weight matrix [rows, columns]; a product multiplies activations with its transpose."""
 
-    values: torch.Tensor
-    """The stored values; [rows, columns] in every scheme that does not pack them."""
+    values: Tensor
+    """The stored values: [rows, columns], or [rows, columns / 2] in schemes of four bits."""
     scheme: Scheme
-    """How values and scales make the matrix."""
-    scales: torch.Tensor | None = None
-    """The scales that the scheme multiplies values with, or None for a scheme without scales."""
+    """How values, scales and zeros make the matrix."""
+    scales: Tensor | None = None
+    """The scales that values are multiplied with, or None in plain schemes."""
+    zeros: Tensor | None = None
+    """uint8 zero points of asymmetric schemes of four bits, shaped like the scales, or None."""
 
     @classmethod
-    def plain(cls, values: torch.Tensor) -> "Matrix":
+    def plain(cls, values: Tensor) -> "Matrix":
         """A matrix without scales, of the scheme that belongs to the type of its values.
 
         Raises:
@@ -41,9 +62,89 @@ class Matrix:
     def shape(self) -> tuple[int, int]:
         """Rows and columns of the matrix that is meant, however its values are packed."""
         rows, columns = self.values.shape
-        return rows, columns
+        return rows, columns * (2 if self.scheme.startswith("int4") else 1)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of values and scales together."""
-        return self.values.nbytes + (0 if self.scales is None else self.scales.nbytes)
+        """Bytes of values, scales and zeros together."""
+        parts = (self.values, self.scales, self.zeros)
+        return sum(part.nbytes for part in parts if part is not None)
+
+    def to(self, device: torch.device) -> "Matrix":
+        """The same matrix on a device."""
+        moved = [None if t is None else t.to(device) for t in (self.scales, self.zeros)]
+        return Matrix(self.values.to(device), self.scheme, *moved)
+
+    def dequantised(self) -> Tensor:
+        """The matrix [rows, columns] that is meant: float32, or the values of a plain scheme."""
+        if self.scales is None:
+            return self.values
+        if self.scheme.startswith("int4"):
+            return int4.dequantise(self.values, self.scales, self.zeros)
+        if self.scheme == "fp8_channel":
+            return fp8.widen(self.values) * self.scales[:, None]
+        return fp8.scaled_blocks(fp8.widen(self.values), _each_row(self))
+
+    def reordered(self, order: Tensor) -> "Matrix":
+        """The rows in another order, int64 [rows]."""
+        if self.scheme == "fp8_block128":
+            blocks = order // fp8.BLOCK
+            if bool((blocks == torch.arange(len(order), device=order.device) // fp8.BLOCK).all()):
+                return replace(self, values=self.values[order])  # no row leaves its block
+            return _by_rows(self).reordered(order)
+        chosen = [None if t is None else t[order] for t in (self.scales, self.zeros)]
+        return Matrix(self.values[order], self.scheme, *chosen)
+
+
+def concatenated(matrices: Sequence[Matrix]) -> Matrix:
+    """The rows of several matrices of one scheme and equal columns, behind one another.
+
+    Raises:
+        ValueError: they have different schemes.
+    """
+    schemes = {each.scheme for each in matrices}
+    whole = all(len(each.values) % fp8.BLOCK == 0 for each in matrices[:-1])
+    if schemes == {"fp8_block128", "fp8_row128"} or (schemes == {"fp8_block128"} and not whole):
+        matrices, schemes = [_by_rows(each) for each in matrices], {"fp8_row128"}
+    if len(schemes) > 1:
+        raise ValueError(f"matrices of {', '.join(sorted(schemes))} cannot be one matrix")
+
+    def joined(parts: Sequence[Tensor | None]) -> Tensor | None:
+        given = [part for part in parts if part is not None]
+        return torch.cat(given) if given else None
+
+    values = torch.cat([each.values for each in matrices])
+    scales, zeros = joined([m.scales for m in matrices]), joined([m.zeros for m in matrices])
+    return Matrix(values, matrices[0].scheme, scales, zeros)
+
+
+def quantised(values: Tensor, scheme: Scheme) -> Matrix:
+    """`values` [rows, columns], rounded to the nearest numbers of a scheme with scales.
+
+    Raises:
+        ValueError: the scheme has no scales, or its groups do not divide the columns.
+    """
+    if scheme == "fp8_channel":
+        rounded, scales = fp8.quantise_rows(values)
+        return Matrix(rounded, scheme, scales.flatten())
+    if scheme == "fp8_block128":
+        rounded, scales = fp8.quantise_blocks(values)
+        return Matrix(rounded, scheme, scales)
+    group = next((size for size, name in GROUPS.items() if name == scheme), 0)
+    if not group or values.shape[1] % group:
+        raise ValueError(f"{values.shape[1]} columns cannot be stored as {scheme}")
+    rounded, scales = int4.quantise(values, group)
+    return Matrix(rounded, scheme, scales)
+
+
+def _each_row(matrix: Matrix) -> Tensor:
+    """The scales of a block scheme for each row, [rows, blocks of columns]."""
+    assert matrix.scales is not None
+    if matrix.scheme == "fp8_row128":
+        return matrix.scales
+    return matrix.scales.repeat_interleave(fp8.BLOCK, dim=0)[: len(matrix.values)]
+
+
+def _by_rows(matrix: Matrix) -> Matrix:
+    """A matrix of a block scheme as `fp8_row128`."""
+    return Matrix(matrix.values, "fp8_row128", _each_row(matrix).contiguous())

@@ -29,6 +29,10 @@ from twolane.kernels.runtime import nvrtc
 Operation = Literal["linear", "add_linear", "gate_up_silu", "logits"]
 
 
+SERVED_SCHEMES = ("float32", "bf16", "float16")
+"""The schemes of matrices that products are computed with on a GPU."""
+
+
 class Stored(Protocol):
     """A weight matrix as it is stored; `twolane.model.matrix.Matrix` is one."""
 

@@ -10,6 +10,7 @@ from twolane.common.sizes import GRAPH_BYTES, SIZES
 from twolane.common.vocabulary import LaneName
 from twolane.kernels.decode_attention.dispatch import MAX_GROUP
 from twolane.kernels.prefill_attention.dispatch import choose
+from twolane.kernels.products.dispatch import SERVED_SCHEMES
 from twolane.lanes.cuda.decode_graphs import DecodeGraphs, LevelGraphs
 from twolane.lanes.cuda.green_contexts import GreenContexts, NoGreenContexts
 from twolane.lanes.cuda.lanes import CudaLanes
@@ -28,7 +29,7 @@ from twolane.lanes.work import (
     pack,
 )
 from twolane.model.decoder import Weights
-from twolane.model.gpu_decoder import GpuDecoder, GpuKVCache, Workspace
+from twolane.model.gpu_decoder import GpuDecoder, GpuKVCache, Workspace, layer_matrices
 from twolane.model.spec import ModelSpec
 from twolane.sampling import SamplingParams
 
@@ -68,6 +69,7 @@ class CudaMachine:
         utilization: float = 0.9,
     ) -> None:
         _check_heads(spec)
+        _check_schemes(weights)
         self.spec = spec
         self._utilization = utilization
         self.decoder = GpuDecoder(spec, weights)
@@ -219,6 +221,17 @@ def warm_up_prompts(spec: ModelSpec, most: int) -> list[tuple[int, int]]:
     new = sorted({min(count, most) for count in (1, some, some + 1, 192)})
     prompts = [(reused, count) for count in new for reused in {0, most - count}]
     return [*prompts, (0, min(most, WARM_TOKENS))]
+
+
+def _check_schemes(weights: Weights) -> None:
+    """Refuse matrices that the products on a GPU are not made for."""
+    layers = (m.scheme for layer in weights.layers for _, m in layer_matrices(layer))
+    for scheme in {weights.head.scheme, *layers}:
+        if scheme not in SERVED_SCHEMES:
+            raise ValueError(
+                f"quantization: matrices stored as {scheme} are not served on a GPU yet; "
+                f"these are: {', '.join(SERVED_SCHEMES)}"
+            )
 
 
 def _check_heads(spec: ModelSpec) -> None:

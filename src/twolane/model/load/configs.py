@@ -1,17 +1,16 @@
 """Hugging Face configs as a `ModelSpec`, without `transformers`."""
 
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
+from twolane.common.checked_json import converted, read_json
+from twolane.model.load.quantization import Quantization, read_quantization
 from twolane.model.spec import Family, ModelSpec, RopeSpec, UnsupportedModel, merge_eos
 from twolane.sampling import SamplingParams
-
-T = TypeVar("T")
 
 ARCHITECTURES: dict[str, Family] = {
     "LlamaForCausalLM": "llama",
@@ -115,30 +114,6 @@ _CONFIGS: dict[Family, type[HFConfig]] = {
 }
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON file that holds an object.
-
-    Raises:
-        ValueError: it does not; the message names the file.
-    """
-    try:
-        return msgspec.convert(json.loads(path.read_text(encoding="utf-8")), dict[str, Any])
-    except ValueError as error:  # of JSON, of UTF-8, or msgspec's
-        raise ValueError(f"{path} is not a JSON object: {error}") from error
-
-
-def converted(raw: object, form: type[T], file: str = "config.json") -> T:
-    """What was read from a file, in a form.
-
-    Raises:
-        ValueError: something has the wrong type; the message begins with the file.
-    """
-    try:
-        return msgspec.convert(raw, form)
-    except msgspec.ValidationError as error:
-        raise ValueError(f"{file}: {error}") from error
-
-
 def spec_from_directory(path: Path) -> ModelSpec:
     """Read `config.json` (and the end tokens of `generation_config.json`) of a model directory.
 
@@ -188,12 +163,18 @@ def check_architecture(config: Mapping[str, Any]) -> Family:
     family = ARCHITECTURES[name]
     if kind.model_type not in (None, family):
         raise UnsupportedModel.because(f"model_type of {name}", kind.model_type, (family,))
-    if kind.quantization_config:
-        method = kind.quantization_config.get("quant_method", "unknown")
-        raise UnsupportedModel.because(
-            "quantisation", method, ("unquantised safetensors", "GGUF files")
-        )
+    read_quantization(kind.quantization_config)
     return family
+
+
+def quantization_from_directory(path: Path) -> Quantization | None:
+    """How the matrices of a model directory are stored, or None where nothing is quantised.
+
+    Raises:
+        UnsupportedModel: the quantisation is not built.
+        ValueError: a value of `quantization_config` has the wrong type.
+    """
+    return read_quantization(converted(read_json(path / "config.json"), _Kind).quantization_config)
 
 
 def spec_from_config(

@@ -32,6 +32,10 @@ class Dummy:
         """See `TensorSource.shape`."""
         return self._shapes[name]
 
+    def type(self, name: str) -> str:
+        """See `TensorSource.type`."""
+        return "F32"
+
     def get(self, name: str) -> torch.Tensor:
         """See `TensorSource.get`."""
         if name.endswith("norm.weight"):

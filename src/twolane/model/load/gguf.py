@@ -96,6 +96,10 @@ class GGUFModel:
         """The shape of a tensor, [out, in]."""
         return tuple(int(n) for n in reversed(self._tensors[self._names[name]].shape))
 
+    def type(self, name: str) -> str:
+        """The type of what `get` gives, as safetensors names it."""
+        return "F32"
+
     def get(self, name: str) -> npt.NDArray[np.float32]:
         """A tensor, dequantised to float32, in the Hugging Face order of rows.
 

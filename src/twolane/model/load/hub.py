@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from twolane.common.checked_json import read_json
 from twolane.model.load.configs import (
     check_architecture,
-    read_json,
     sampling_from_directory,
     spec_from_directory,
 )

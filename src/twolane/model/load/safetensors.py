@@ -8,7 +8,7 @@ import msgspec
 import torch
 from safetensors import safe_open
 
-from twolane.model.load.configs import converted, read_json
+from twolane.common.checked_json import converted, read_json
 
 
 class Safetensors:
@@ -54,6 +54,10 @@ class Safetensors:
     def shape(self, name: str) -> tuple[int, ...]:
         """See `TensorSource.shape`."""
         return tuple(self._files[name].get_slice(name).get_shape())
+
+    def type(self, name: str) -> str:
+        """See `TensorSource.type`."""
+        return str(self._files[name].get_slice(name).get_dtype())
 
     def get(self, name: str) -> torch.Tensor:
         """See `TensorSource.get`."""

@@ -1,23 +1,33 @@
 """Weights into a `Decoder`: safetensors, GGUF or random numbers."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from twolane.model.decoder import Decoder, LayerWeights, Weights, pair_rows
+from twolane.model.load.configs import quantization_from_directory
 from twolane.model.load.dummy import Dummy
 from twolane.model.load.gguf import GGUFModel
 from twolane.model.load.hub import ModelSource, Progress
+from twolane.model.load.quantization import Format, Quantization, Stored
+from twolane.model.load.quantized import read_module
 from twolane.model.load.safetensors import Safetensors
-from twolane.model.matrix import Matrix
+from twolane.model.matrix import Matrix, Scheme, concatenated, quantised
 from twolane.model.mlp import DenseMlp
 from twolane.model.spec import ModelSpec
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
+QUANTIZATIONS: dict[str, Scheme] = {
+    "fp8": "fp8_channel",
+    "fp8_block128": "fp8_block128",
+    "int4": "int4_g128",
+}
+"""What `quantization` may ask for, and the scheme that matrices get."""
 _NAMED_AT_MOST = 5
 _IGNORED_SUFFIX = "rotary_emb.inv_freq"
 """Old Llama checkpoints store what follows from the config."""
@@ -38,6 +48,10 @@ class TensorSource(Protocol):
         """Shape, without reading the tensor."""
         ...
 
+    def type(self, name: str) -> str:
+        """Type of the tensor's numbers, as safetensors names it."""
+        ...
+
     def get(self, name: str) -> Any:
         """The tensor: torch or numpy, of any dtype."""
         ...
@@ -53,6 +67,7 @@ def load_weights(
     *,
     dtype: str = "auto",
     load_format: str = "auto",
+    quantization: str | None = None,
     max_positions: int | None = None,
     seed: int = 0,
     device: torch.device | str = "cpu",
@@ -65,6 +80,8 @@ def load_weights(
         dtype: of the weights: "float32", "bfloat16", "float16", or "auto", which is float32 on a
             CPU and bfloat16 on a GPU.
         load_format: "dummy" takes random normal weights, the same for the same seed and device.
+        quantization: one of `QUANTIZATIONS`, which the matrices of all layers are rounded to while
+            they are loaded, if they are not stored so already. "int4" is for dummy weights alone.
         max_positions: overrides the positions of the config.
         seed: of dummy weights.
         device: where the weights go, layer by layer.
@@ -80,20 +97,53 @@ def load_weights(
     device = torch.device(device)
     if dtype == "auto":
         dtype = "float32" if device.type == "cpu" else "bfloat16"
+    dummy = load_format == "dummy"
+    stored = quantization_of(source)
+    scheme = asked_scheme(quantization, stored, dummy)
     with ExitStack() as stack:
-        spec, tensors = _open(source, load_format, seed, device, stack)
+        spec, tensors = _open(source, dummy, seed, device, stack)
         if max_positions is not None:
             spec = replace(spec, max_positions=max_positions)
-        _check(spec, tensors, source.name)
-        progress = progress or (lambda *_: None)
-        weights = _assemble(spec, tensors, DTYPES[dtype], device, progress)
+        modules = None if dummy else stored
+        _check(spec, tensors, modules, source.name)
+        loader = _Loader(spec, tensors, modules, scheme, DTYPES[dtype], device)
+        weights = loader.weights(progress or (lambda *_: None))
     return spec, weights
 
 
+def quantization_of(source: ModelSource) -> Quantization | None:
+    """How the matrices of a model are stored, or None where its files are not quantised so."""
+    if source.kind != "dir" or source.path is None:
+        return None
+    return quantization_from_directory(source.path)
+
+
+def asked_scheme(name: str | None, stored: Quantization | None, dummy: bool) -> Scheme | None:
+    """The scheme that matrices are rounded to while they are loaded; None: they stay as they are.
+
+    Dummy weights get the scheme of the config where nothing else is asked for.
+
+    Raises:
+        ValueError: there is no such quantization, or it does not go with the checkpoint.
+    """
+    if name is None:
+        return stored.scheme if dummy and stored is not None else None
+    if name not in QUANTIZATIONS:
+        raise ValueError(f"quantization must be one of {', '.join(QUANTIZATIONS)}, not {name!r}")
+    if not dummy and stored is not None:
+        raise ValueError(
+            f"quantization {name} is for weights in 16 or 32 bits; "
+            f"the checkpoint is stored as {stored.name} and is served so without it"
+        )
+    if name == "int4" and not dummy:
+        raise ValueError("quantization int4 is for dummy weights; use an AWQ or GPTQ checkpoint")
+    return QUANTIZATIONS[name]
+
+
 def _open(
-    source: ModelSource, load_format: str, seed: int, device: torch.device, stack: ExitStack
+    source: ModelSource, dummy: bool, seed: int, device: torch.device, stack: ExitStack
 ) -> tuple[ModelSpec, TensorSource]:
-    if load_format == "dummy":
+    if dummy:
         spec = source.spec()
         return spec, Dummy(dict(_expected(spec)), seed, device)
     if source.kind == "gguf" and source.path is not None:
@@ -104,110 +154,216 @@ def _open(
     raise ValueError(f"{source.name} is a built-in shape without weights; load it as dummy")
 
 
-def _expected(spec: ModelSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Name and shape of every tensor of a model, as Hugging Face checkpoints store them."""
+@dataclass(frozen=True)
+class _Linear:
+    """A linear module of a layer."""
+
+    rows: int
+    columns: int
+    bias: bool
+
+
+def _linears(spec: ModelSpec) -> dict[str, _Linear]:
+    """The linear modules of a layer."""
     hidden, mlp = spec.hidden_size, spec.intermediate_size
-    yield "model.embed_tokens.weight", (spec.vocab_size, hidden)
-    yield "model.norm.weight", (hidden,)
-    if not spec.tie_embeddings:
-        yield "lm_head.weight", (spec.vocab_size, hidden)
-    matrices = {
-        "self_attn.q_proj": (spec.q_size, hidden, spec.qkv_bias),
-        "self_attn.k_proj": (spec.kv_size, hidden, spec.qkv_bias),
-        "self_attn.v_proj": (spec.kv_size, hidden, spec.qkv_bias),
-        "self_attn.o_proj": (hidden, spec.q_size, spec.o_bias),
-        "mlp.gate_proj": (mlp, hidden, spec.mlp_bias),
-        "mlp.up_proj": (mlp, hidden, spec.mlp_bias),
-        "mlp.down_proj": (hidden, mlp, spec.mlp_bias),
+    return {
+        "self_attn.q_proj": _Linear(spec.q_size, hidden, spec.qkv_bias),
+        "self_attn.k_proj": _Linear(spec.kv_size, hidden, spec.qkv_bias),
+        "self_attn.v_proj": _Linear(spec.kv_size, hidden, spec.qkv_bias),
+        "self_attn.o_proj": _Linear(hidden, spec.q_size, spec.o_bias),
+        "mlp.gate_proj": _Linear(mlp, hidden, spec.mlp_bias),
+        "mlp.up_proj": _Linear(mlp, hidden, spec.mlp_bias),
+        "mlp.down_proj": _Linear(hidden, mlp, spec.mlp_bias),
     }
+
+
+def _expected(spec: ModelSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Name and shape of every tensor of a model that is not quantised."""
+    for name, stored in _stored(spec, None).items():
+        yield name, stored.shapes[0]
+
+
+def _stored(spec: ModelSpec, quantization: Quantization | None) -> dict[str, Stored]:
+    """Every tensor of a model, as Hugging Face checkpoints store them.
+
+    Raises:
+        ValueError: a module cannot be stored as the quantisation says.
+    """
+    hidden, stored = spec.hidden_size, dict[str, Stored]()
+
+    def linear(name: str, module: _Linear) -> None:
+        form = None if quantization is None else quantization.format(name)
+        stored.update(_module(name, module, form))
+
+    stored["model.embed_tokens.weight"] = Stored(((spec.vocab_size, hidden),))
+    stored["model.norm.weight"] = Stored(((hidden,),))
+    if not spec.tie_embeddings:
+        linear("lm_head", _Linear(spec.vocab_size, hidden, bias=False))
     for i in range(spec.layers):
         prefix = f"model.layers.{i}"
-        yield f"{prefix}.input_layernorm.weight", (hidden,)
-        yield f"{prefix}.post_attention_layernorm.weight", (hidden,)
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            stored[f"{prefix}.{name}.weight"] = Stored(((hidden,),))
         if spec.qk_norm:
-            yield f"{prefix}.self_attn.q_norm.weight", (spec.head_dim,)
-            yield f"{prefix}.self_attn.k_norm.weight", (spec.head_dim,)
-        for name, (rows, columns, bias) in matrices.items():
-            yield f"{prefix}.{name}.weight", (rows, columns)
-            if bias:
-                yield f"{prefix}.{name}.bias", (rows,)
+            for name in ("q_norm", "k_norm"):
+                stored[f"{prefix}.self_attn.{name}.weight"] = Stored(((spec.head_dim,),))
+        for name, module in _linears(spec).items():
+            linear(f"{prefix}.{name}", module)
+    return stored
 
 
-def _check(spec: ModelSpec, tensors: TensorSource, name: str) -> None:
+def _module(name: str, module: _Linear, form: Format | None) -> dict[str, Stored]:
+    """The tensors of a linear module."""
+    if form is None:
+        tensors: Mapping[str, Stored] = {"weight": Stored(((module.rows, module.columns),))}
+    else:
+        try:
+            tensors = form.tensors(module.rows, module.columns)
+        except ValueError as error:
+            raise WeightsError(f"{name} cannot be stored as {form.name}: {error}") from error
+    bias = {"bias": Stored(((module.rows,),))} if module.bias else {}
+    return {f"{name}.{end}": stored for end, stored in (*tensors.items(), *bias.items())}
+
+
+def _check(
+    spec: ModelSpec, tensors: TensorSource, quantization: Quantization | None, name: str
+) -> None:
     """Refuse a checkpoint whose tensors are not exactly those of its config."""
-    expected = dict(_expected(spec))
+    expected = _stored(spec, quantization)
     found = {t for t in tensors.names() if not t.endswith(_IGNORED_SUFFIX)}
     if spec.tie_embeddings and "lm_head.weight" in found:
         found.remove("lm_head.weight")
         head, embedding = (tensors.get(t) for t in ("lm_head.weight", "model.embed_tokens.weight"))
         if head.shape != embedding.shape or not bool((head == embedding).all()):
             raise WeightsError(f"{name}: embeddings are tied, but lm_head.weight differs from them")
-    misshapen = [
-        f"{t} {list(tensors.shape(t))} instead of {list(shape)}"
-        for t, shape in expected.items()
-        if t in found and tensors.shape(t) != shape
-    ]
-    missing = [t for t in expected if t not in found]
+    there = {t: stored for t, stored in expected.items() if t in found}
     surplus = sorted(found - expected.keys())
-    faults = (("missing", missing), ("surplus", surplus), ("misshapen", misshapen))
-    for what, which in faults:
-        if which:
-            more = len(which) - _NAMED_AT_MOST
-            listed = ", ".join(which[:_NAMED_AT_MOST]) + (f" and {more} more" if more > 0 else "")
-            raise WeightsError(f"{name}: {what} tensors: {listed}")
+    if quantization is not None:  # the writers of AWQ and GPTQ files add biases of zeros
+        surplus = [t for t in surplus if not (t.endswith(".bias") and not tensors.get(t).any())]
+    _refuse(name, "missing", [t for t in expected if t not in found])
+    _refuse(name, "surplus", surplus)
+    misshapen = [
+        f"{t} {list(tensors.shape(t))} instead of {list(stored.shapes[0])}"
+        for t, stored in there.items()
+        if tensors.shape(t) not in stored.shapes
+    ]
+    _refuse(name, "misshapen", misshapen)
+    mistyped = [
+        f"{t} {tensors.type(t)} instead of {' or '.join(stored.types)}"
+        for t, stored in there.items()
+        if tensors.type(t) not in stored.types
+    ]
+    _refuse(name, "mistyped", mistyped)
 
 
-def _assemble(
-    spec: ModelSpec,
-    tensors: TensorSource,
-    dtype: torch.dtype,
-    device: torch.device,
-    progress: Progress,
-) -> Weights:
-    def get(name: str) -> torch.Tensor:
-        return torch.as_tensor(tensors.get(name)).to(device, dtype)
-
-    embedding = get("model.embed_tokens.weight")
-    layers = []
-    for i in range(spec.layers):
-        progress("weights", i / spec.layers)
-        layers.append(_layer(spec, get, f"model.layers.{i}"))
-    head = embedding if spec.tie_embeddings else get("lm_head.weight")
-    weights = Weights(embedding, tuple(layers), get("model.norm.weight"), Matrix.plain(head))
-    progress("weights", 1.0)
-    return weights
+def _refuse(name: str, what: str, which: Sequence[str]) -> None:
+    """Raise if there are any, with the first of them."""
+    if not which:
+        return
+    more = len(which) - _NAMED_AT_MOST
+    listed = ", ".join(which[:_NAMED_AT_MOST]) + (f" and {more} more" if more > 0 else "")
+    raise WeightsError(f"{name}: {what} tensors: {listed}")
 
 
-def _layer(spec: ModelSpec, get: Callable[[str], torch.Tensor], prefix: str) -> LayerWeights:
-    def one(name: str, present: bool = True) -> torch.Tensor | None:
-        return get(f"{prefix}.{name}") if present else None
+@dataclass(frozen=True)
+class _Loader:
+    """Puts the tensors of a source together as weights."""
 
-    def rotary(name: str) -> torch.Tensor:
-        return pair_rows(get(f"{prefix}.{name}"), spec.head_dim)
+    spec: ModelSpec
+    tensors: TensorSource
+    quantization: Quantization | None
+    """How the source stores linear modules; None: in floats."""
+    scheme: Scheme | None
+    """What matrices of layers that are stored in floats are rounded to; None: `dtype`."""
+    dtype: torch.dtype
+    device: torch.device
 
-    def qkv(suffix: str) -> torch.Tensor:
-        q, k = (rotary(f"self_attn.{n}_proj.{suffix}") for n in "qk")
-        return torch.cat([q, k, get(f"{prefix}.self_attn.v_proj.{suffix}")])
+    def weights(self, progress: Progress) -> Weights:
+        """All weights, layer by layer."""
+        embedding = self._get("model.embed_tokens.weight")
+        layers = []
+        for i in range(self.spec.layers):
+            progress("weights", i / self.spec.layers)
+            layers.append(self._layer(f"model.layers.{i}"))
+        tied = self.spec.tie_embeddings
+        head = Matrix.plain(embedding) if tied else self._module("lm_head", None)
+        weights = Weights(embedding, tuple(layers), self._get("model.norm.weight"), head)
+        progress("weights", 1.0)
+        return weights
 
-    def gate_up(suffix: str) -> torch.Tensor:
-        return torch.cat([get(f"{prefix}.mlp.{n}_proj.{suffix}") for n in ("gate", "up")])
+    def _get(self, name: str) -> Tensor:
+        return torch.as_tensor(self.tensors.get(name)).to(self.device, self.dtype)
 
-    def qk_norm() -> torch.Tensor:
-        q, k = (rotary(f"self_attn.{n}_norm.weight") for n in "qk")
+    def _bias(self, present: bool, *modules: str) -> Tensor | None:
+        """The biases of modules that are one matrix."""
+        return torch.cat([self._get(f"{name}.bias") for name in modules]) if present else None
+
+    def _module(self, name: str, scheme: Scheme | None) -> Matrix:
+        """A linear module, rounded to a scheme if it is stored in floats and there is one.
+
+        Raises:
+            WeightsError: its numbers cannot be.
+        """
+        form = None if self.quantization is None else self.quantization.format(name)
+        if form is None:
+            if scheme is None:
+                return Matrix.plain(self._get(f"{name}.weight"))
+            wide = torch.as_tensor(self.tensors.get(f"{name}.weight")).to(self.device)
+            return quantised(wide, scheme)
+        linear = self._shape(name)
+        parts = {end: self.tensors.get(f"{name}.{end}") for end in form.tensors(*linear)}
+        try:
+            return read_module(form, parts).to(self.device)
+        except ValueError as error:
+            raise WeightsError(f"{name}.{error}") from error
+
+    def _shape(self, name: str) -> tuple[int, int]:
+        if name == "lm_head":
+            return self.spec.vocab_size, self.spec.hidden_size
+        linear = _linears(self.spec)[name.split(".", 3)[3]]
+        return linear.rows, linear.columns
+
+    def _fused(self, prefix: str, *names: str) -> Matrix:
+        """Modules that are one matrix.
+
+        Raises:
+            WeightsError: they are not stored alike.
+        """
+        matrices = [self._module(f"{prefix}.{name}", self.scheme) for name in names]
+        if names[0] == "self_attn.q_proj":
+            matrices[:2] = [each.reordered(self._pairs(each.shape[0])) for each in matrices[:2]]
+        try:
+            return concatenated(matrices)
+        except ValueError as error:
+            raise WeightsError(f"{prefix}: {', '.join(names)}: {error}") from error
+
+    def _pairs(self, rows: int) -> Tensor:
+        """The order of `pair_rows`."""
+        return pair_rows(torch.arange(rows, device=self.device), self.spec.head_dim)
+
+    def _layer(self, prefix: str) -> LayerWeights:
+        spec, attention, mlp = self.spec, f"{prefix}.self_attn", f"{prefix}.mlp"
+        return LayerWeights(
+            input_norm=self._get(f"{prefix}.input_layernorm.weight"),
+            qkv=self._fused(prefix, *(f"self_attn.{n}_proj" for n in "qkv")),
+            qkv_bias=self._qkv_bias(attention) if spec.qkv_bias else None,
+            qk_norm=self._qk_norm(attention) if spec.qk_norm else None,
+            o=self._fused(prefix, "self_attn.o_proj"),
+            o_bias=self._bias(spec.o_bias, f"{attention}.o_proj"),
+            post_norm=self._get(f"{prefix}.post_attention_layernorm.weight"),
+            mlp=DenseMlp(
+                gate_up=self._fused(prefix, "mlp.gate_proj", "mlp.up_proj"),
+                gate_up_bias=self._bias(spec.mlp_bias, f"{mlp}.gate_proj", f"{mlp}.up_proj"),
+                down=self._fused(prefix, "mlp.down_proj"),
+                down_bias=self._bias(spec.mlp_bias, f"{mlp}.down_proj"),
+            ),
+        )
+
+    def _qkv_bias(self, attention: str) -> Tensor:
+        q, k, v = (self._get(f"{attention}.{n}_proj.bias") for n in "qkv")
+        dim = self.spec.head_dim
+        return torch.cat([pair_rows(q, dim), pair_rows(k, dim), v])
+
+    def _qk_norm(self, attention: str) -> Tensor:
+        spec = self.spec
+        q, k = (pair_rows(self._get(f"{attention}.{n}_norm.weight"), spec.head_dim) for n in "qk")
         return torch.cat([q.expand(spec.heads, -1), k.expand(spec.kv_heads, -1)])
-
-    return LayerWeights(
-        input_norm=get(f"{prefix}.input_layernorm.weight"),
-        qkv=Matrix.plain(qkv("weight")),
-        qkv_bias=qkv("bias") if spec.qkv_bias else None,
-        qk_norm=qk_norm() if spec.qk_norm else None,
-        o=Matrix.plain(get(f"{prefix}.self_attn.o_proj.weight")),
-        o_bias=one("self_attn.o_proj.bias", spec.o_bias),
-        post_norm=get(f"{prefix}.post_attention_layernorm.weight"),
-        mlp=DenseMlp(
-            gate_up=Matrix.plain(gate_up("weight")),
-            gate_up_bias=gate_up("bias") if spec.mlp_bias else None,
-            down=Matrix.plain(get(f"{prefix}.mlp.down_proj.weight")),
-            down_bias=one("mlp.down_proj.bias", spec.mlp_bias),
-        ),
-    )

@@ -1,0 +1,299 @@
+"""Quantised checkpoints: each public format against the floats that it means."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from tests.model.checkpoints import reference
+from tests.model.passes import close, expected, in_chunks, prompt
+from tests.model.quantised_checkpoints import FORMATS, edit_config, write
+from twolane.model import fp8
+from twolane.model.load.hub import resolve
+from twolane.model.load.weights import WeightsError, load_decoder
+from twolane.model.matrix import Matrix, Scheme, concatenated, quantised
+from twolane.model.products import Products
+from twolane.model.spec import UnsupportedModel
+
+SIZES = {"hidden_size": 192, "intermediate_size": 320}
+"""Blocks of 128 end short in rows and in columns, and q, k and v end within blocks."""
+EIGHT_BITS = [name for name in FORMATS if name.startswith(("fp8", "float"))]
+FOUR_BITS = [name for name in FORMATS if name not in EIGHT_BITS]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory):
+    """form → (quantised checkpoint, the same in floats)."""
+    made: dict[str, tuple[Path, Path]] = {}
+
+    def folder(form: str) -> tuple[Path, Path]:
+        if form not in made:
+            parent = tmp_path_factory.mktemp(form)
+            made[form] = parent / "quantised", parent / "floats"
+            write(*made[form], form, **SIZES)
+        return made[form]
+
+    return folder
+
+
+@pytest.fixture
+def checkpoint(folders, tmp_path):
+    """form → a copy that a test may break."""
+
+    def copy(form: str) -> Path:
+        return Path(shutil.copytree(folders(form)[0], tmp_path / form))
+
+    return copy
+
+
+def _rounded(x: Tensor) -> Tensor:
+    """What e4m3 with one scale for each row holds of `x`."""
+    scales = x.abs().amax(-1, keepdim=True).clamp(min=1e-12) / 448
+    return (x / scales).to(torch.float8_e4m3fn).float() * scales
+
+
+def round_activations(model: nn.Module, blocks: bool) -> None:
+    """Let every linear module of the layers see activations as e4m3 holds them."""
+
+    def rounded(_: nn.Module, inputs: tuple[Tensor]) -> Tensor:
+        parts = inputs[0].split(128 if blocks else inputs[0].shape[-1], dim=-1)
+        return torch.cat([_rounded(part) for part in parts], dim=-1)
+
+    for module in model.model.layers.modules():
+        if isinstance(module, nn.Linear):
+            module.register_forward_pre_hook(rounded)
+
+
+@pytest.mark.parametrize("form", FOUR_BITS)
+def test_four_bits_are_what_they_mean(folders, form):
+    quantised, floats = folders(form)
+    tokens = prompt(60)
+    decoder = load_decoder(resolve(str(quantised)))
+    assert decoder.weights.layers[0].qkv.scheme == "int4_g32"
+    close(in_chunks(decoder, tokens, [50, *[1] * 10]), expected(reference(floats), tokens))
+
+
+@pytest.mark.parametrize("form", EIGHT_BITS)
+def test_eight_bits_are_what_they_mean(folders, form):
+    """The same rounding in `transformers` gives the same logits, but where two activations that
+    differ in their last bit are rounded apart; without it, they differ by many times as much."""
+    quantised, floats = folders(form)
+    tokens, model = prompt(60), reference(floats)
+    decoder = load_decoder(resolve(str(quantised)))
+    ours = in_chunks(decoder, tokens, [50, *[1] * 10])
+    plain = expected(model, tokens)
+    round_activations(model, blocks=form == "fp8")
+    same = expected(model, tokens)
+    apart = (ours - same).abs().mean() / (ours - plain).abs().mean()
+    assert apart < 0.2
+    assert (ours - plain).abs().mean() < 0.15 * plain.abs().mean()
+
+
+@pytest.mark.parametrize("scheme", ["fp8_channel", "fp8_block128", "int4_g32", "int4_g128"])
+def test_products_are_those_of_what_is_meant(scheme: Scheme) -> None:
+    """Also where rows change places and matrices with cut blocks are joined."""
+    draw = torch.Generator().manual_seed(0)
+    matrices = [quantised(torch.randn(n, 384, generator=draw), scheme) for n in (128, 200, 72)]
+    order = torch.randperm(200, generator=draw)
+    matrix = concatenated([matrices[0], matrices[1].reordered(order), matrices[2]])
+    meant = [each.dequantised() for each in matrices]
+    wide = torch.cat([meant[0], meant[1][order], meant[2]])
+    assert torch.equal(matrix.dequantised(), wide) and matrix.shape == wide.shape
+    x, bias = torch.randn(5, 384, generator=draw), torch.randn(400, generator=draw)
+    residual = torch.randn(5, 400, generator=draw)
+    seen = x
+    if scheme == "fp8_channel":
+        seen = _rounded(x)
+    elif scheme == "fp8_block128":
+        seen = torch.cat([_rounded(part) for part in x.split(128, dim=1)], dim=1)
+    products, before = Products(), residual.clone()
+    exact = {"atol": 2e-4, "rtol": 1e-5}
+    torch.testing.assert_close(products.linear(x, matrix, bias), seen @ wide.T + bias, **exact)
+    added = products.add_linear(residual, x, matrix, None)
+    torch.testing.assert_close(added, before + seen @ wide.T, **exact)
+    assert torch.equal(residual, before)
+    half = products.linear(x.bfloat16(), matrix)
+    assert half.dtype == torch.bfloat16
+
+
+def test_blocks_stay_blocks_where_rows_stay_in_them() -> None:
+    draw = torch.Generator().manual_seed(0)
+    one, other = (quantised(torch.randn(256, 256, generator=draw), "fp8_block128") for _ in "ab")
+    turned = one.reordered(torch.arange(256).view(-1, 2, 32).transpose(1, 2).flatten())
+    assert concatenated([turned, other]).scheme == "fp8_block128"
+    assert one.reordered(torch.arange(256).flip(0)).scheme == "fp8_row128"
+    assert quantised(torch.zeros(4, 32), "fp8_channel").dequantised().eq(0).all()
+    with pytest.raises(ValueError, match="cannot be one matrix"):
+        concatenated([one, Matrix.plain(one.dequantised())])
+
+
+def test_every_number_of_eight_bits_widens() -> None:
+    every = torch.arange(256).to(torch.uint8).view(fp8.E4M3)
+    numbers = every[~every.isnan()][None]
+    assert torch.equal(fp8.widen(numbers), numbers.float())
+
+
+def test_modules_may_stay_in_floats(tmp_path):
+    """`o_proj` of one layer, and all of another layer, are named as left out."""
+    left = ("model.layers.1.self_attn.o_proj", "model.layers.2")
+
+    def stays(name: str) -> bool:
+        return any(f".{each}." in f".{name}." for each in left)
+
+    paths = tmp_path / "quantised", tmp_path / "floats"
+    write(*paths, "awq", left=stays, **SIZES)
+    config = {**FORMATS["awq"][1], "modules_to_not_convert": list(left)}
+    edit_config(paths[0], quantization_config=config)
+    decoder, tokens = load_decoder(resolve(str(paths[0]))), prompt(40)
+    layers = decoder.weights.layers
+    assert [layer.o.scheme for layer in layers] == ["int4_g32", "float32", "float32", "int4_g32"]
+    close(in_chunks(decoder, tokens, [40]), expected(reference(paths[1]), tokens))
+
+
+def test_a_tied_head_stays_in_floats(tmp_path):
+    paths = tmp_path / "quantised", tmp_path / "floats"
+    write(*paths, "pack-quantized", family="llama31", **SIZES)
+    decoder, tokens = load_decoder(resolve(str(paths[0]))), prompt(40)
+    assert decoder.weights.head.values is decoder.weights.embedding
+    close(in_chunks(decoder, tokens, [40]), expected(reference(paths[1]), tokens))
+
+
+def edited(path: Path, name: str, tensor: Any) -> None:
+    """Replace a tensor of the checkpoint; None removes it."""
+    file = path / "model.safetensors"
+    tensors = load_file(file)
+    old = tensors.pop(name)
+    if tensor is not None:
+        tensors[name] = tensor(old)
+    save_file(tensors, file, {"format": "pt"})
+
+
+def _with(place: tuple[int, ...], value: float):
+    def change(tensor: Tensor) -> Tensor:
+        tensor = tensor.clone()
+        tensor[place] = value
+        return tensor
+
+    return change
+
+
+O = "model.layers.1.self_attn.o_proj"  # noqa: E741
+REFUSED = {
+    "floats where numbers of eight bits belong": (
+        "fp8", "weight", lambda t: t.float(), r"mistyped tensors: .*weight F32 instead of F8_E4M3"
+    ),
+    "numbers of another eight bits": (
+        "fp8", "weight", lambda t: t.float().to(torch.float8_e5m2), "F8_E5M2 instead of F8_E4M3"
+    ),
+    "no scales": ("fp8", "weight_scale_inv", None, "missing tensors: .*weight_scale_inv"),
+    "too few scales": ("fp8", "weight_scale_inv", lambda t: t[:1].clone(), "misshapen tensors"),
+    "a scale of 0": (
+        "fp8", "weight_scale_inv", _with((0, 1), 0.0), r"1\.self_attn\.o_proj\.weight_scale_inv has"
+    ),
+    "a scale that is no number": (
+        "float-quantized-channel", "weight_scale", _with((3, 0), float("nan")), "weight_scale has"
+    ),
+    "an endless scale": ("awq", "scales", _with((0, 3), float("inf")), "o_proj.scales has scales"),
+    "a scale below 0": ("gptq", "scales", _with((0, 3), -1.0), "o_proj.scales has scales"),
+    "a value that is no number": (
+        "fp8", "weight", lambda t: _with((0, 0), 127)(t.view(torch.uint8)).view(t.dtype),
+        "o_proj.weight has values that are not numbers",
+    ),
+    "act-order": ("gptq", "g_idx", lambda t: t.flip(0).contiguous(), "act-order"),
+    "another shape": ("pack-quantized", "weight_shape", lambda t: t + 1, "o_proj.weight_shape is"),
+    "a bias from nowhere": ("gptq", "bias", lambda t: t + 1, "surplus tensors: .*o_proj.bias"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_is_refused_by_name(checkpoint, what):
+    form, end, change, message = REFUSED[what]
+    path = checkpoint(form)
+    edited(path, f"{O}.{end}", change)
+    with pytest.raises(WeightsError, match=message):
+        load_decoder(resolve(str(path)))
+
+
+def test_config_and_tensors_must_agree(checkpoint, folders):
+    path = checkpoint("fp8")
+    edit_config(path, quantization_config=None)
+    with pytest.raises(WeightsError, match=r"surplus tensors: .*weight_scale_inv"):
+        load_decoder(resolve(str(path)))
+    floats = Path(shutil.copytree(folders("fp8")[1], path.parent / "floats"))
+    edit_config(floats, quantization_config=FORMATS["fp8"][1])
+    with pytest.raises(WeightsError, match=r"missing tensors: .*weight_scale_inv"):
+        load_decoder(resolve(str(floats)))
+    unlike = checkpoint("gptq")
+    edit_config(unlike, quantization_config={**FORMATS["gptq"][1], "group_size": 128})
+    with pytest.raises(WeightsError, match="q_proj cannot be stored as gptq: a matrix of 192"):
+        load_decoder(resolve(str(unlike)))
+
+
+def test_modules_of_one_matrix_must_be_stored_alike(tmp_path):
+    left = "model.layers.1.mlp.up_proj"
+    write(tmp_path / "a", tmp_path / "b", "awq", left=lambda name: name == left, **SIZES)
+    config = {**FORMATS["awq"][1], "modules_to_not_convert": [left]}
+    edit_config(tmp_path / "a", quantization_config=config)
+    with pytest.raises(WeightsError, match=r"gate_proj, mlp\.up_proj: matrices of float32, int4"):
+        load_decoder(resolve(str(tmp_path / "a")))
+
+
+@pytest.mark.parametrize(
+    ("form", "change", "message"),
+    [
+        ("fp8", {"activation_scheme": "static"}, "activation_scheme of fp8 'static'"),
+        ("fp8", {"weight_block_size": [64, 64]}, r"weight_block_size of fp8 \[64, 64\]"),
+        ("awq", {"version": "gemv"}, "version of awq 'gemv'"),
+        ("awq", {"bits": 8}, "bits of awq 8"),
+        ("gptq", {"desc_act": True}, "desc_act of gptq True"),
+        ("gptq", {"group_size": 16}, "group_size of gptq 16"),
+        ("pack-quantized", {"format": "marlin-24"}, "format of compressed-tensors 'marlin-24'"),
+        ("pack-quantized", {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
+        ("gptq", {"quant_method": "bitsandbytes"}, "quantisation 'bitsandbytes'"),
+    ],
+)
+def test_other_quantisations_are_refused_by_name(checkpoint, form, change, message):
+    path = checkpoint(form)
+    edit_config(path, quantization_config={**FORMATS[form][1], **change})
+    with pytest.raises(UnsupportedModel, match=message):
+        load_decoder(resolve(str(path)))
+
+
+@pytest.mark.parametrize(("asked", "scheme"), [("fp8", "fp8_channel"), ("int4", "int4_g128")])
+def test_dummy_weights_of_every_scheme(asked, scheme, checkpoint):
+    source = resolve("smollm2-135m-instruct", "dummy")
+    if asked == "int4":  # its sizes are no multiples of 128
+        path = checkpoint("fp8")
+        edit_config(path, hidden_size=256, intermediate_size=384)
+        source = resolve(str(path), "dummy")
+    decoder = load_decoder(source, load_format="dummy", quantization=asked)
+    layer = decoder.weights.layers[0]
+    assert {m.scheme for m in (layer.qkv, layer.o, layer.mlp.gate_up, layer.mlp.down)} == {scheme}
+    assert (
+        len(layer.qkv.scales.unique()) > 9 and len(layer.qkv.values.view(torch.uint8).unique()) > 9
+    )
+    assert 0.015 < float(layer.o.dequantised().std()) < 0.025
+    assert in_chunks(decoder, prompt(5), [5]).isfinite().all()
+
+
+def test_dummy_weights_follow_the_config(checkpoint):
+    decoder = load_decoder(resolve(str(checkpoint("fp8")), "dummy"), load_format="dummy")
+    assert decoder.weights.layers[0].o.scheme == "fp8_block128"
+
+
+def test_floats_are_rounded_while_they_are_loaded(folders):
+    source, tokens = resolve(str(folders("fp8")[1])), prompt(60)
+    plain = in_chunks(load_decoder(source), tokens, [60])
+    for asked in ("fp8", "fp8_block128"):
+        ours = in_chunks(load_decoder(source, quantization=asked), tokens, [60])
+        assert 0 < (ours - plain).abs().mean() < 0.15 * plain.abs().mean()
+    with pytest.raises(ValueError, match="quantization must be one of"):
+        load_decoder(source, quantization="fp4")
+    with pytest.raises(ValueError, match="int4 is for dummy weights"):
+        load_decoder(source, quantization="int4")
+    with pytest.raises(ValueError, match="the checkpoint is stored as awq"):
+        load_decoder(resolve(str(folders("awq")[0])), quantization="fp8")
