@@ -22,7 +22,7 @@ from twolane.cli.bench import app as bench_app
 from twolane.cli.configfile import config_option
 from twolane.common.errors import FieldError
 from twolane.common.vocabulary import EstimatorName
-from twolane.engine.config import Device, DType, EngineConfig, LoadFormat
+from twolane.engine.config import Device, DType, EngineConfig, LoadFormat, Quantization
 from twolane.sampling import SamplingParams
 from twolane.slo import Slo
 
@@ -90,6 +90,13 @@ ENGINE_OPTIONS: dict[str, Any] = {
     "load_format": Annotated[
         LoadFormat,
         typer.Option(rich_help_panel=MODEL, help='"dummy": random weights, no files needed.'),
+    ],
+    "quantization": Annotated[
+        Quantization | None,
+        typer.Option(
+            rich_help_panel=MODEL,
+            help="Round weights in 16 bits to this while loading; int4: dummy weights alone.",
+        ),
     ],
     "dtype": Annotated[
         DType,

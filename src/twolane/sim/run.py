@@ -74,6 +74,8 @@ class SimulateConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise FieldError("gpu", f"{self.gpu!r} is unknown; there are: {', '.join(GPUS)}")
         if self.engine.dtype not in ("auto", "bfloat16"):
             raise FieldError("dtype", f"is bfloat16 in a simulation, not {self.engine.dtype}")
+        if self.engine.quantization is not None:
+            raise FieldError("quantization", "is not simulated: weights count as bfloat16")
         if self.engine.cores is not None or self.engine.device != "auto":
             name = "device" if self.engine.cores is None else "cores"
             raise FieldError(name, "has no meaning in a simulation")
