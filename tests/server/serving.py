@@ -8,7 +8,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -106,13 +106,14 @@ def alive(pid: int) -> bool:
 
 
 @contextmanager
-def serving(*args: str, stderr: Path | None = None) -> Iterator[Served]:
-    """Run `twolane serve` on a free port; on leaving it is killed, its engine too.
+def serving(*args: str, stderr: Path | None = None, before: Sequence[str] = ()) -> Iterator[Served]:
+    """Run `twolane serve` on a free port, by the command `before`; on leaving it is killed, its
+    engine too.
 
     It serves on the CPU, unless TWOLANE_TEST_SERVE has other arguments.
     """
     device = os.environ.get("TWOLANE_TEST_SERVE", "--device cpu").split()
-    command = [sys.executable, "-m", "twolane", "serve", *args, *device, "--port", "0"]
+    command = [*before, sys.executable, "-m", "twolane", "serve", *args, *device, "--port", "0"]
     with (stderr or Path(os.devnull)).open("wb") as log:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
     try:

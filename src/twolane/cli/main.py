@@ -539,6 +539,27 @@ def serve(
             help="How long a request may take to arrive; slower ones get a 408.",
         ),
     ] = 60.0,
+    stall_seconds: Annotated[
+        float,
+        typer.Option(
+            envvar="TWOLANE_STALL_SECONDS",
+            rich_help_panel=SERVER,
+            metavar="SECONDS",
+            min=0.1,
+            callback=bench_options.finite,
+            help="How long a client may take nothing of its answer before it is disconnected.",
+        ),
+    ] = 60.0,
+    max_connections: Annotated[
+        int | None,
+        typer.Option(
+            envvar="TWOLANE_MAX_CONNECTIONS",
+            rich_help_panel=SERVER,
+            min=1,
+            help="Connections that may be open; beyond, idle ones are closed and requests get a "
+            "503. Default: as many as the limit on open files allows, up to 8,192.",
+        ),
+    ] = None,
     api_key: Annotated[
         list[str] | None,
         typer.Option(
@@ -596,6 +617,8 @@ def serve(
         sampling_defaults=sampling_defaults,
         drain_seconds=drain_seconds,
         arrival_seconds=arrival_seconds,
+        stall_seconds=stall_seconds,
+        max_connections=max_connections,
         api_keys=tuple(api_key or ()),
         max_body_bytes=max_body_bytes,
         otlp_endpoint=otlp_endpoint,
@@ -606,8 +629,9 @@ def serve(
         code = run.serve(config, options)
     # Everything is closed. Taking the interpreter down in order would take seconds: supervisors
     # wait for the exit code to start the next server.
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):  # a full disk, which the start has told of
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(code)
 
 

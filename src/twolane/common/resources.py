@@ -1,10 +1,13 @@
-"""What of this machine a process may use: cores, and memory."""
+"""What of this machine a process may use: cores, memory and files."""
 
 import os
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 
 PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
+MOST_FILES = 1 << 20
+"""A process asks the system for no more open files than this many."""
 
 
 def usable_cores() -> list[int]:
@@ -12,6 +15,19 @@ def usable_cores() -> list[int]:
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))
+
+
+def raise_file_limit() -> int:
+    """Let this process open as many files as the system allows; return how many that is."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return MOST_FILES if soft == resource.RLIM_INFINITY else soft
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    except (OSError, ValueError):  # a system that bounds it elsewhere, too
+        return soft
+    return wanted
 
 
 def free_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:

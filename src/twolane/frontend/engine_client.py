@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import fcntl
 import os
 import shutil
 import sys
@@ -42,6 +43,8 @@ LAST_WORDS_SECONDS = 0.2
 """How long a message of an engine that has exited may still be under way."""
 CLOSE_SECONDS = 10.0
 """How long an engine may take to exit (it may be writing a trace) before it is killed."""
+FOLDER_PREFIX, OWNER = "twolane-", "owner"
+"""How a folder of sockets is named, and the file in it that its server keeps locked."""
 SOCKET_PATH_MAX = 90
 """Unix socket paths end at 107 bytes."""
 
@@ -93,9 +96,11 @@ class EngineClient:
         self._last_words: str | None = None
         """Why it will have ended, by itself."""
         self._watching: asyncio.Task[None] | None = None
+        remove_dead_folders()
         self._folder = private_folder()
+        held = hold(self._folder)
         # At the latest when the program ends, whoever forgets to close.
-        self._remove_folder = weakref.finalize(self, shutil.rmtree, self._folder, True)
+        self._remove_folder = weakref.finalize(self, remove, self._folder, held)
         self._context = zmq.Context()
         self._push = self._context.socket(zmq.PUSH)
         self._pull = self._context.socket(zmq.PULL)
@@ -288,8 +293,37 @@ class EngineClient:
 
 def private_folder() -> Path:
     """Make a folder for sockets that only this user can enter."""
-    folder = Path(tempfile.mkdtemp(prefix="twolane-"))
+    folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX))
     if len(str(folder)) <= SOCKET_PATH_MAX:
         return folder
     folder.rmdir()
-    return Path(tempfile.mkdtemp(prefix="twolane-", dir="/tmp"))
+    return Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir="/tmp"))
+
+
+def hold(folder: Path) -> int:
+    """Say that a folder is in use, as long as this process lives; return the open file of it."""
+    making = folder / "making"
+    file = os.open(making, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    fcntl.flock(file, fcntl.LOCK_EX)
+    making.rename(folder / OWNER)  # with the lock on it: nobody takes it for a dead one's
+    return file
+
+
+def remove(folder: Path, held: int) -> None:
+    """Remove a folder that this process holds."""
+    shutil.rmtree(folder, ignore_errors=True)
+    os.close(held)
+
+
+def remove_dead_folders() -> None:
+    """Remove the socket folders that killed servers of this user have left."""
+    for place in {tempfile.gettempdir(), "/tmp"}:
+        for owner in Path(place).glob(f"{FOLDER_PREFIX}*/{OWNER}"):
+            with contextlib.suppress(OSError):  # it is not ours, or in use, or gone meanwhile
+                file = os.open(owner, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+                try:
+                    if os.fstat(file).st_uid == os.getuid():
+                        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                        shutil.rmtree(owner.parent, ignore_errors=True)
+                finally:
+                    os.close(file)

@@ -66,6 +66,8 @@ def create_app(
         version=twolane.__version__,
         description="OpenAI's API, in two lanes.",
         redirect_slashes=False,
+        docs_url=None,
+        redoc_url=None,
     )
     app.router.route_class = Route
     app.add_middleware(Gate, api_keys=api_keys, max_body_bytes=max_body_bytes)

@@ -2,19 +2,23 @@
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Awaitable, Iterator
-from typing import TYPE_CHECKING, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 import uvicorn
 
 import twolane
 from twolane.common import garbage
+from twolane.common.resources import raise_file_limit
 from twolane.engine.config import TRANSPORT_SECONDS, EngineConfig
 from twolane.engine.messages import Ready
 from twolane.frontend.engine_client import CLOSE_SECONDS, EngineClient
@@ -22,7 +26,8 @@ from twolane.frontend.progress import progress_bars
 from twolane.frontend.startup import FETCHING, start_engine
 from twolane.model.load.configs import GENERATION_FILE
 from twolane.server.app import create_app
-from twolane.server.http.connection import connection_class
+from twolane.server.http.connection import CROWD, Connection, ConnectionLimits, connection_class
+from twolane.server.http.entry import Entry
 from twolane.server.service import Service
 
 if TYPE_CHECKING:  # needs an extra
@@ -37,6 +42,16 @@ KEEP_ALIVE_SECONDS = 75
 aiohttp 15): what is sent on a connection that the server is just closing is lost."""
 ENDING_SECONDS = 2
 """How long connections may take to end once their streams have."""
+BACKLOG = 2048
+"""Connections that the system keeps until they are accepted."""
+ACCEPTED_AT_ONCE = 32
+"""Connections that are accepted in one turn of the loop, before those closed are gone."""
+FILES_BESIDE = 64
+"""Files that the server may need beside those open at its start and its connections."""
+MOST_CONNECTIONS = 8192
+"""Connections that may be open where the limit on files allows more and nobody says otherwise."""
+ACCEPT_LOG_SECONDS = 60.0
+"""That no connection can be accepted is logged once in this many seconds."""
 
 
 class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,6 +70,10 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How long requests may go on after the first signal to stop."""
     arrival_seconds: float = 60.0
     """How long a request, headers and body, may take to arrive."""
+    stall_seconds: float = 60.0
+    """How long a client may take nothing of its answer before it is disconnected."""
+    max_connections: int | None = None
+    """Connections that may be open; None: as many as the limit on files allows, up to 8,192."""
     api_keys: tuple[str, ...] = ()
     """One of these is needed to ask; none: everybody may."""
     max_body_bytes: int = 32 << 20
@@ -109,15 +128,27 @@ async def run(config: EngineConfig, options: ServerOptions) -> int:
     config = msgspec.structs.replace(config, transport=TRANSPORT_SECONDS)
     provider = None if options.otlp_endpoint is None else span_provider(options.otlp_endpoint)
     stop = Stop()
+    asyncio.get_running_loop().set_exception_handler(AcceptErrors())
     with bind(options.host, options.port) as listener:
+        entry = Entry()
+        server = Server(uvicorn_config(entry, options))
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        while not server.started and not serving.done():
+            await asyncio.sleep(0.001)
+        listener.listen(BACKLOG)  # which uvicorn has cut to what it accepts at once
         with progress_bars() as show:
             starting = asyncio.create_task(start_engine(config, show, options.log_level))
             await first_of(starting, stop.asked.wait())
-        if not starting.done():
+        if not starting.done() or starting.exception() is not None:
             starting.cancel()
             await asyncio.wait({starting})
+            if not starting.cancelled() and starting.exception() is None:
+                await starting.result().engine.close(patience=0.0)
             if any(thread.name == FETCHING for thread in threading.enumerate()):
                 os._exit(0)  # threads of the hub's library go on until all is downloaded
+            await end(server, serving)
+            if not starting.cancelled():
+                starting.result()
             return 0
         engine, codec, sampling = starting.result()
         name = options.served_model_name or config.model
@@ -132,7 +163,12 @@ async def run(config: EngineConfig, options: ServerOptions) -> int:
             service.tracing = Tracing(provider, engine, name)
         ticking = asyncio.create_task(service.dashboard.keep())
         try:
-            return await serve_until_stopped(service, listener, stop, options)
+            entry.app = create_app(
+                service, api_keys=options.api_keys, max_body_bytes=options.max_body_bytes
+            )
+            garbage.leave_out()
+            announce(announcement(service, listener))
+            return await serve_until_stopped(service, server, serving, stop, options)
         finally:
             ticking.cancel()
             if service.tracing is not None:
@@ -155,15 +191,19 @@ def span_provider(endpoint: str) -> "TracerProvider":
     return make_provider(endpoint)
 
 
-async def serve_until_stopped(
-    service: Service, listener: socket.socket, stop: Stop, options: ServerOptions
-) -> int:
-    """Serve HTTP; return the exit code."""
-    app = create_app(service, api_keys=options.api_keys, max_body_bytes=options.max_body_bytes)
-    settings = uvicorn.Config(
+def uvicorn_config(app: Entry, options: ServerOptions) -> uvicorn.Config:
+    """Return uvicorn's settings; the limit on open files is raised first."""
+    most = raise_file_limit() - len(list(Path("/dev/fd").iterdir())) - FILES_BESIDE
+    most = max(1, most - CROWD - ACCEPTED_AT_ONCE)
+    wanted = options.max_connections or MOST_CONNECTIONS
+    if options.max_connections is not None and wanted > most:
+        log.warning("--max-connections is %d: the limit on open files allows no more", most)
+    limits = ConnectionLimits(min(wanted, most), options.arrival_seconds, options.stall_seconds)
+    return uvicorn.Config(
         app,
-        http=connection_class(options.arrival_seconds),
+        http=connection_class(limits),
         ws="none",
+        backlog=ACCEPTED_AT_ONCE,
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
         lifespan="off",
         log_config=None,
@@ -171,12 +211,40 @@ async def serve_until_stopped(
         server_header=False,
         timeout_graceful_shutdown=ENDING_SECONDS,
     )
-    server = Server(settings)
-    garbage.leave_out()
-    serving = asyncio.create_task(server.serve(sockets=[listener]))
-    while not server.started and not serving.done():
-        await asyncio.sleep(0.01)
-    print(announcement(service, listener), flush=True)
+
+
+class AcceptErrors:
+    """The loop's handler of errors: that there are no more files for connections is one line."""
+
+    def __init__(self) -> None:
+        self._told_at = -ACCEPT_LOG_SECONDS
+
+    def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """See `asyncio.loop.set_exception_handler`."""
+        error = context.get("exception")
+        if not isinstance(error, OSError) or error.errno not in (errno.EMFILE, errno.ENFILE):
+            loop.default_exception_handler(context)
+        elif time.monotonic() - self._told_at > ACCEPT_LOG_SECONDS:
+            self._told_at = time.monotonic()
+            log.error("no connection can be accepted: %s", error)
+
+
+def announce(line: str) -> None:
+    """Print what is served; a standard output that takes nothing is no reason not to serve."""
+    try:
+        print(line, flush=True)
+    except OSError as error:
+        log.warning("%s (standard output: %s)", line, error)
+
+
+async def serve_until_stopped(
+    service: Service,
+    server: Server,
+    serving: asyncio.Task[None],
+    stop: Stop,
+    options: ServerOptions,
+) -> int:
+    """Serve HTTP; return the exit code."""
     engine = service.engine
     await first_of(serving, stop.asked.wait(), engine.failed.wait())
     if engine.failed.is_set():
@@ -185,11 +253,22 @@ async def serve_until_stopped(
     service.draining = True
     if not engine.failed.is_set():
         await drain(server, serving, engine, stop, options.drain_seconds)
+    await end(server, serving)
+    return 1 if engine.failed.is_set() else 0
+
+
+async def end(server: Server, serving: asyncio.Task[None]) -> None:
+    """Close the listener and the connections: those at once whose client does not read."""
+    tasks = set(server.server_state.tasks)
+    if tasks:
+        await asyncio.wait(tasks, timeout=ENDING_SECONDS / 2)
+    for connection in list(server.server_state.connections):
+        if isinstance(connection, Connection) and connection.is_stalled:
+            connection.transport.abort()
     server.should_exit = True
     await asyncio.wait({serving}, timeout=ENDING_SECONDS)
     server.force_exit = True
     await serving
-    return 1 if engine.failed.is_set() else 0
 
 
 async def drain(
@@ -216,7 +295,7 @@ async def first_of(*waits: Awaitable[object]) -> None:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Take the address before the model is loaded; nobody can connect until uvicorn listens.
+    """Take the address before the model is loaded, and listen: two servers cannot both do that.
 
     Raises:
         OSError: it cannot be had.
@@ -233,6 +312,7 @@ def bind(host: str, port: int) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
+        listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
         raise OSError(error.errno, f"cannot listen on {host}:{port}: {error.strerror}") from error

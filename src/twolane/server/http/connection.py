@@ -1,37 +1,141 @@
-"""HTTP/1.1 connections: uvicorn's, with a bound on how long a request may take to arrive."""
+"""HTTP/1.1 connections: uvicorn's, strict about heads, and bounded in number and in time."""
 
 import asyncio
+import fcntl
+import logging
+import sys
+import termios
+import time
 from typing import ClassVar
 
 import h11
 import msgspec
+from h11._receivebuffer import ReceiveBuffer, blank_line_regex
 from uvicorn.protocols.http.flow_control import CLOSE_HEADER
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
 from twolane.server.http.calls import set_refusal
 from twolane.server.http.errors import error_body
 
+log = logging.getLogger("twolane.server")
+
 CONNECTION = "connection"
 """Of the state in a request's ASGI scope: the `Connection` that it came on."""
+GRACE_SECONDS = 1.0
+"""A connection that has waited for a request for longer than this makes room for a new one."""
+CROWD = 64
+"""Connections beyond the bound that are still read, so that probes are served and others told."""
+LOG_SECONDS = 60.0
+"""A full server writes one line about it into the log in this many seconds."""
+
+
+class ConnectionLimits(msgspec.Struct, frozen=True):
+    """What the connections of all clients may take together, and each of them by itself."""
+
+    max_connections: int
+    """Connections beyond this many replace the longest idle ones or are refused."""
+    arrival_seconds: float
+    """A request must arrive, headers and body, within this many seconds."""
+    stall_seconds: float
+    """A client that takes nothing of its answer for this many seconds is disconnected."""
+
+
+class StrictBuffer(ReceiveBuffer):
+    """Received bytes whose heads are refused where proxies and servers read them differently.
+
+    RFC 9112: lines end with CRLF (2.2), are not folded (5.2), and a request has one kind of length
+    (6.1); whoever reads these otherwise than the proxy before it lets requests be smuggled.
+    """
+
+    def maybe_extract_lines(self) -> list[bytearray] | None:
+        """Return the lines of a head or of trailers once they are whole.
+
+        Raises:
+            h11.RemoteProtocolError: the head is ambiguous.
+        """
+        if self._data[:2] != b"\r\n":
+            found = blank_line_regex.search(self._data, self._multiple_lines_search)
+            if self._data[:1] == b"\n" or found is not None:
+                check_head(bytes(self._data[: found.end() if found else 1]))
+        return super().maybe_extract_lines()
+
+
+def check_head(head: bytes) -> None:
+    """Refuse a head that can be read in two ways.
+
+    Raises:
+        h11.RemoteProtocolError: it can.
+    """
+    *lines, rest = head.split(b"\r\n")
+    if rest or any(b"\n" in line for line in lines):
+        raise h11.RemoteProtocolError("a line of the head does not end with CRLF")
+    names = {line.partition(b":")[0].lower() for line in lines[1:]}
+    if any(name[:1] in (b" ", b"\t") for name in names):
+        raise h11.RemoteProtocolError("a header is folded over two lines")
+    if b"transfer-encoding" in names:
+        if b"content-length" in names:
+            raise h11.RemoteProtocolError("both Content-Length and Transfer-Encoding are given")
+        if lines[0].endswith(b"HTTP/1.0"):
+            raise h11.RemoteProtocolError("HTTP/1.0 has no Transfer-Encoding")
 
 
 class Connection(H11Protocol):
     """One client's connection. What it sends that is no HTTP is refused in OpenAI's form."""
 
-    arrival_seconds: ClassVar[float]
-    """How long a request may take to arrive, from its first byte (of a new connection: from its
-    beginning) to its last. Without a bound, clients that fall silent are kept for ever."""
+    limits: ClassVar[ConnectionLimits]
+    waiting: ClassVar[dict["Connection", float]]
+    """Since when each connection waits for the whole head of its next request, the longest first,
+    in seconds of the loop's clock."""
+    told_at: ClassVar[float]
+    """When the log was last told that there are too many connections."""
 
+    crowded = False
+    """Whether there were too many connections when this one came: only probes are served on it."""
     _arrival: asyncio.TimerHandle | None = None
+    _progress: asyncio.TimerHandle | None = None
+    _unsent = 0
+    """Bytes that waited to be sent at the last look, if nothing was sent since; or else 0."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """See `asyncio.Protocol`."""
         self.app_state = {**self.app_state, CONNECTION: self}
         super().connection_made(transport)
+        self.conn._receive_buffer = StrictBuffer()
+        if len(self.connections) > self.limits.max_connections:
+            self._make_room()
         self._watch_arrival()
+        self._progress = self.loop.call_later(self.limits.stall_seconds, self._check_progress)
+
+    def _make_room(self) -> None:
+        """Close the connection that has waited longest for its next request, or serve only probes.
+
+        Whoever opens many connections and asks nothing keeps nobody else out.
+        """
+        excess = len(self.connections) - self.limits.max_connections
+        longest = next(iter(self.waiting), None)
+        if longest is not None:
+            waited = self.loop.time() - self.waiting[longest]
+            if waited > GRACE_SECONDS or excess > CROWD:
+                longest.close_now()
+                return
+        self.crowded = True
+        if excess > CROWD:
+            self.close_now()
+        if time.monotonic() - type(self).told_at > LOG_SECONDS:
+            type(self).told_at = time.monotonic()
+            most = self.limits.max_connections
+            log.warning("%d connections are busy, the most there may be: others get a 503", most)
+
+    def close_now(self) -> None:
+        """Close the connection without an answer; it counts no more."""
+        self.waiting.pop(self, None)
+        self.connections.discard(self)
+        self.transport.close()
 
     def data_received(self, data: bytes) -> None:
         """See `asyncio.Protocol`."""
+        if self.transport.is_closing():
+            return
         super().data_received(data)
         self._watch_arrival()
 
@@ -43,11 +147,35 @@ class Connection(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """See `asyncio.Protocol`."""
         self._stop_watch()
+        self.waiting.pop(self, None)
+        if self._progress is not None:
+            self._progress.cancel()
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
         """Refuse what is no HTTP."""
         self._refuse(400, msg, "invalid_http")
+
+    @property
+    def is_stalled(self) -> bool:
+        """Whether the client does not read what is written to it."""
+        return self.flow.write_paused or self.transport.get_write_buffer_size() > 0
+
+    def _check_progress(self) -> None:
+        """Disconnect a client that has taken nothing between two looks, of what waits for it."""
+        unsent = self.transport.get_write_buffer_size() + unacknowledged(self.transport)
+        full = self.flow.write_paused or self.transport.is_closing()
+        if full and 0 < self._unsent <= unsent:
+            log.debug("a client that did not read its answer was disconnected")
+            self.transport.abort()
+            return
+        self._unsent = unsent if full else 0
+        self._progress = self.loop.call_later(self.limits.stall_seconds, self._check_progress)
+
+    def resume_writing(self) -> None:
+        """See `asyncio.Protocol`: the client has read."""
+        self._unsent = 0
+        super().resume_writing()
 
     @property
     def takes_parts(self) -> bool:
@@ -68,11 +196,15 @@ class Connection(H11Protocol):
     def _watch_arrival(self) -> None:
         state = self.conn.their_state
         asked = self.cycle is not None
+        if state is h11.IDLE and not self.transport.is_closing():
+            self.waiting.setdefault(self, self.loop.time())
+        else:
+            self.waiting.pop(self, None)
         idle = state is h11.IDLE and asked and not self.conn.trailing_data[0]
         if idle or state not in (h11.IDLE, h11.SEND_BODY):
             self._stop_watch()
         elif self._arrival is None:
-            self._arrival = self.loop.call_later(self.arrival_seconds, self._too_slow)
+            self._arrival = self.loop.call_later(self.limits.arrival_seconds, self._too_slow)
 
     def _stop_watch(self) -> None:
         if self._arrival is not None:
@@ -83,7 +215,7 @@ class Connection(H11Protocol):
         if self.conn.their_state is h11.IDLE and not self.conn.trailing_data[0]:
             self.transport.close()  # nothing was asked
             return
-        message = f"the request did not arrive within {self.arrival_seconds:g} s"
+        message = f"the request did not arrive within {self.limits.arrival_seconds:g} s"
         self._refuse(408, message, "request_timeout")
 
     def _refuse(self, status: int, message: str, code: str) -> None:
@@ -104,6 +236,18 @@ class Connection(H11Protocol):
         self.transport.close()
 
 
-def connection_class(arrival_seconds: float) -> type[Connection]:
+def unacknowledged(transport: asyncio.Transport) -> int:
+    """Return how many bytes the system holds that the client has not taken; 0: it does not say."""
+    try:
+        answer = fcntl.ioctl(
+            transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4)
+        )
+    except OSError:
+        return 0
+    return int.from_bytes(answer, sys.byteorder)
+
+
+def connection_class(limits: ConnectionLimits) -> type[Connection]:
     """Return the protocol that uvicorn makes one of for each connection."""
-    return type("BoundConnection", (Connection,), {"arrival_seconds": arrival_seconds})
+    shared = {"limits": limits, "waiting": {}, "told_at": -LOG_SECONDS}
+    return type("BoundConnection", (Connection,), shared)

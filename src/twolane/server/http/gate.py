@@ -19,8 +19,12 @@ ID_LONGEST = 128
 NOT_IN_IDS = re.compile(r"[^!-~]")
 """All but visible ASCII."""
 MAX_BODY_BYTES = 32 << 20
-GUARDED = ("/v1/", "/tokenize", "/detokenize", "/dashboard/data")
+GUARDED = ("/v1/", "/tokenize", "/detokenize", "/dashboard/data", "/docs", "/openapi.json")
 """Paths that need a key, where there are keys. The others are for probes and scrapers."""
+LIVE_PATHS = ("/livez", "/health/live")
+"""Paths that say that this process answers at all."""
+PROBES = frozenset({*LIVE_PATHS, "/health", "/health/ready", "/ping", "/metrics"})
+"""Paths that are served even where there are too many connections."""
 
 
 class Gate:
@@ -50,6 +54,7 @@ class Gate:
         headers = Headers(scope=scope)
         send = with_request_id(send, request_id(headers))
         try:
+            check_room(scope)
             self._check_key(scope["path"], headers)
             self._check_length(headers.get("content-length", "0"))
         except ApiError as error:
@@ -94,6 +99,19 @@ class Gate:
             return message
 
         return bounded
+
+
+def check_room(scope: Scope) -> None:
+    """Refuse what comes on a connection beyond the bound, unless it is a probe.
+
+    Raises:
+        ApiError: 503.
+    """
+    connection = scope.get("state", {}).get("connection")
+    if connection is not None and connection.crowded and scope["path"] not in PROBES:
+        headers = {"Retry-After": "1", "Connection": "close"}
+        message = "there are too many connections: all that there may be are busy"
+        raise ApiError(503, message, code="too_many_connections", headers=headers)
 
 
 def digest(key: bytes) -> bytes:

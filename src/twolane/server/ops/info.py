@@ -20,6 +20,7 @@ from twolane.server.openai.schemas import (
     Tokens,
     Version,
 )
+from twolane.server.ops.docs import DOCS_HEADERS, described
 from twolane.server.service import Service
 
 
@@ -62,6 +63,7 @@ def add_info_routes(app: FastAPI, service: Service) -> None:
         service.check_available()
         return json_response({"status": "ok"})
 
+    @app.get("/livez", response_class=Response, responses={200: {"model": Health}})
     @app.get("/health/live", response_class=Response, responses={200: {"model": Health}})
     async def live() -> Response:
         """Say that the server answers at all."""
@@ -71,6 +73,11 @@ def add_info_routes(app: FastAPI, service: Service) -> None:
     async def version() -> Response:
         """Say which version serves."""
         return json_response({"version": twolane.__version__})
+
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> Response:
+        """Describe the API for people."""
+        return Response(described(app.openapi()), headers=DOCS_HEADERS)
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:

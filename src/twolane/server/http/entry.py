@@ -1,0 +1,31 @@
+"""What answers from the moment the address is taken: the model's API, once it is loaded."""
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from twolane.server.http.errors import ApiError
+from twolane.server.http.gate import LIVE_PATHS, refuse
+
+RETRY_SECONDS = 5
+"""A client that comes while the model is loaded is told to come again in this many seconds."""
+
+
+class Entry:
+    """ASGI application that says that the model is being loaded until it is given the real one."""
+
+    def __init__(self) -> None:
+        self.app: ASGIApp = loading
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        await self.app(scope, receive, send)
+
+
+async def loading(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer probes of liveness with 200, and everything else with 503."""
+    if scope["path"] in LIVE_PATHS:
+        headers = [(b"content-type", b"application/json"), (b"content-length", b"15")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": b'{"status":"ok"}'})
+        return
+    headers_out = {"Retry-After": str(RETRY_SECONDS), "Connection": "close"}
+    await refuse(ApiError(503, "the model is loading", code="loading", headers=headers_out), send)

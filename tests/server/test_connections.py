@@ -1,0 +1,254 @@
+"""What clients can do with connections alone: open many, be silent, not read, write odd heads."""
+
+import http.client
+import json
+import socket
+import subprocess
+import sys
+import time
+import urllib.parse
+from pathlib import Path
+
+import pytest
+
+from .conftest import TINY
+from .serving import serving, wait_for
+
+FILES = 240
+"""The limit on open files under which a server is tested."""
+
+
+def address(served):
+    parts = urllib.parse.urlsplit(served.base)
+    return parts.hostname, parts.port
+
+
+def sent(served, data):
+    """Send bytes; return all that comes until the server closes, or None if it does not."""
+    with socket.create_connection(address(served), timeout=5) as client:
+        client.sendall(data)
+        try:
+            return b"".join(iter(lambda: client.recv(65536), b""))
+        except TimeoutError:
+            return None
+
+
+BODY = b'{"prompt":[5],"max_tokens":1}'
+CHUNKED = b"%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY)
+JSON = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        pytest.param(
+            JSON + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n" + CHUNKED,
+            id="both lengths",
+        ),
+        pytest.param(
+            JSON + b"Transfer-Encoding: chunked\r\nContent-Length: 0\r\n\r\n" + CHUNKED,
+            id="both lengths, the other way round",
+        ),
+        pytest.param(
+            JSON.replace(b"1.1", b"1.0") + b"Transfer-Encoding: chunked\r\n\r\n" + CHUNKED,
+            id="chunks in HTTP/1.0",
+        ),
+        pytest.param(b"GET /health HTTP/1.1\nHost: x\n\n", id="bare LF"),
+        pytest.param(b"GET /health HTTP/1.1\r\nHost: x\nA: b\r\n\r\n", id="one bare LF"),
+        pytest.param(b"GET /health HTTP/1.1\r\nHost: x\r\nA: b\r\n\n", id="bare LF at the end"),
+        pytest.param(b"\nGET /health HTTP/1.1\r\nHost: x\r\n\r\n", id="bare LF before"),
+        pytest.param(b"GET /health HTTP/1.1\r\nHost: x\r\nA: b\r\n c\r\n\r\n", id="folded"),
+        pytest.param(b"GET /health HTTP/1.1\r\nHost: x\r\nA: b\r\n\tc\r\n\r\n", id="folded, tab"),
+    ],
+)
+def test_a_head_that_can_be_read_in_two_ways_is_refused_and_the_connection_closed(tiny, head):
+    answer = sent(tiny, head)
+    assert answer is not None, "the connection was kept open"
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert answer.count(b"HTTP/1.1 ") == 1
+
+
+def test_a_plain_head_is_taken_however_it_is_cut(tiny):
+    head = JSON + b"Transfer-Encoding: chunked\r\nConnection: close\r\n\r\n" + CHUNKED
+    for cut in range(1, len(head), 7):
+        with socket.create_connection(address(tiny), timeout=5) as client:
+            client.sendall(head[:cut])
+            time.sleep(0.002)
+            client.sendall(head[cut:])
+            assert client.recv(12) == b"HTTP/1.1 200"
+
+
+@pytest.fixture(scope="module")
+def narrow(tiny_model, tmp_path_factory):
+    """A server that may open few files, with its log."""
+    log = tmp_path_factory.mktemp("narrow") / "log"
+    limited = ["prlimit", f"--nofile={FILES // 2}:{FILES}"]
+    with serving(str(tiny_model), *TINY, stderr=log, before=limited) as served:
+        yield served, log
+
+
+def test_the_limit_on_files_is_raised(narrow):
+    limits = Path(f"/proc/{narrow[0].process.pid}/limits").read_text()
+    [line] = [line for line in limits.splitlines() if line.startswith("Max open files")]
+    assert line.split()[3:5] == [str(FILES)] * 2
+
+
+def test_many_idle_connections_keep_nobody_out(narrow):
+    served, log = narrow
+    idle = [socket.create_connection(address(served)) for _ in range(2 * FILES)]
+    try:
+        assert served.request("/health")[0] == 200
+        time.sleep(1.5)  # by when they have had their chance
+        assert served.request("/v1/models")[0] == 200
+    finally:
+        for client in idle:
+            client.close()
+    assert log.stat().st_size < 2000
+
+
+def test_when_all_connections_are_busy_probes_are_served_and_others_told(narrow):
+    served, log = narrow
+    head = JSON + b"Content-Length: 100\r\n\r\n"
+    busy = []
+    for _ in range(FILES):
+        client = socket.create_connection(address(served))
+        client.sendall(head)
+        busy.append(client)
+    try:
+        wait_for(lambda: served.request("/v1/models")[0] == 503, seconds=10)
+        status, headers, body = served.request("/v1/models")
+        assert (status, body["error"]["code"]) == (503, "too_many_connections")
+        assert headers["Connection"] == "close"
+        assert served.request("/health")[0] == 200
+    finally:
+        for client in busy:
+            client.close()
+    wait_for(lambda: served.request("/v1/models")[0] == 200)
+    assert log.read_text().count("connections are busy") == 1
+
+
+def test_a_client_that_does_not_read_is_disconnected_and_holds_no_end(tiny_model, tmp_path):
+    log = tmp_path / "log"
+    many = {"prompt": [5], "max_tokens": 900, "n": 32, "logprobs": 20, "stream": True}
+    body = json.dumps({**many, "ignore_eos": True}).encode()
+    with serving(str(tiny_model), *TINY, "--stall-seconds", "1", stderr=log) as served:
+
+        def stall():
+            client = socket.socket()
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.connect(address(served))
+            client.sendall(JSON + b"Content-Length: %d\r\n\r\n%b" % (len(body), body))
+            return client
+
+        def files():
+            return len(list(Path(f"/proc/{served.process.pid}/fd").iterdir()))
+
+        before = files()
+        with stall():
+            wait_for(lambda: files() == before + 1)
+            wait_for(lambda: files() == before, seconds=60)
+        made = served.metrics()["generation_tokens_total"]
+        with stall():
+            wait_for(lambda: served.metrics()["generation_tokens_total"] > made + 3000)
+            began = time.monotonic()
+            served.process.terminate()
+            served.process.terminate()
+            assert served.process.wait(20) == 0
+            assert time.monotonic() - began < 5
+    assert "Traceback" not in log.read_text()
+
+
+def test_a_slow_reader_gets_all_of_its_answer(tiny_model):
+    many = {"prompt": [5], "max_tokens": 300, "n": 16, "logprobs": 20, "stream": True}
+    body = json.dumps({**many, "ignore_eos": True}).encode()
+    with (
+        serving(str(tiny_model), *TINY, "--stall-seconds", "0.5") as served,
+        socket.socket() as client,
+    ):
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(address(served))
+        head = JSON + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(body)
+        client.sendall(head + body)
+        end, answer = time.monotonic() + 4, b""
+        while data := client.recv(65536):
+            answer += data
+            if time.monotonic() < end:
+                time.sleep(0.1)
+    assert answer.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+
+
+def test_the_second_server_on_a_port_ends_before_it_loads(tiny_model):
+    with serving(str(tiny_model), *TINY) as served:
+        command = [sys.executable, "-m", "twolane", "serve", "no-such-model-anywhere"]
+        port = str(address(served)[1])
+        run = subprocess.run([*command, "--port", port], capture_output=True, text=True)
+    assert run.returncode == 1
+    assert f"cannot listen on 127.0.0.1:{port}" in run.stderr
+    assert len(run.stderr.splitlines()) == 1
+
+
+def test_while_the_model_loads_probes_are_told(tiny_model):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "twolane", "serve", str(tiny_model), *TINY]
+    process = subprocess.Popen([*command, "--port", str(port)], stdout=subprocess.PIPE)
+    seen = []
+
+    def ready():
+        client = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+        try:
+            for path in ("/livez", "/health"):
+                client.request("GET", path)
+                answer = client.getresponse()
+                seen.append((path, answer.status, json.loads(answer.read())))
+        except OSError:
+            return False
+        finally:
+            client.close()
+        return seen[-1][:2] == ("/health", 200)
+
+    try:
+        wait_for(ready, 60)
+    finally:
+        process.terminate()
+        process.wait()
+    assert all(status == 200 for path, status, _ in seen if path == "/livez")
+    early = [body for path, status, body in seen if status == 503]
+    assert early
+    assert {body["error"]["code"] for body in early} == {"loading"}
+
+
+def test_a_full_disk_behind_standard_output_is_no_reason_not_to_serve(tiny_model, tmp_path):
+    log, port = tmp_path / "log", None
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "twolane", "serve", str(tiny_model), *TINY]
+    with Path("/dev/full").open("w") as full, log.open("w") as errors:
+        process = subprocess.Popen([*command, "--port", str(port)], stdout=full, stderr=errors)
+    try:
+        wait_for(lambda: "No space left" in log.read_text())
+        client = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+        client.request("GET", "/health")
+        assert client.getresponse().status == 200
+    finally:
+        process.terminate()
+        assert process.wait(20) == 0
+
+
+def test_the_folder_of_a_killed_server_is_removed_by_the_next(tiny_model, tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+
+    def folders():
+        return set(tmp_path.glob("twolane-*/owner"))
+
+    with serving(str(tiny_model), *TINY) as first:
+        [kept] = folders()
+        with serving(str(tiny_model), *TINY) as other:
+            [dead] = folders() - {kept}
+            other.process.kill()
+            other.process.wait()
+            assert dead in folders()
+            with serving(str(tiny_model), *TINY):
+                assert dead not in folders()
+                assert kept in folders()
+        assert first.request("/health")[0] == 200
