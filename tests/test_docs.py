@@ -1,6 +1,8 @@
 """What README and docs promise about the repository: links lead somewhere, named files exist."""
 
 import re
+import runpy
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -39,3 +41,12 @@ def test_every_source_file_that_a_page_names_exists(page: Path) -> None:
     for path in FILE.findall(page.read_text()):
         if "/" in path:
             assert any((root / path).exists() for root in roots), f"{name(page)} names {path}"
+
+
+def test_the_tables_of_the_results_page_are_those_of_the_files() -> None:
+    tables = runpy.run_path(str(ROOT / "benchmarks/tables.py"))
+    try:
+        made = tables["page"](tables["PAGE"].read_text())
+    except (subprocess.CalledProcessError, FileNotFoundError):
+        pytest.skip("the dates of the rows need the repository's history")
+    assert tables["PAGE"].read_text() == made, "run `python benchmarks/tables.py`"

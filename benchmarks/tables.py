@@ -1,0 +1,183 @@
+"""The tables of docs/results.md, made from the files under benchmarks/results.
+
+    python benchmarks/tables.py
+
+It replaces what stands between `<!-- NAME -->` and `<!-- end -->` in the page by the table of that
+name. The dates of measured rows are those of their commits, so it needs the history of the
+repository.
+"""
+
+import json
+import re
+import subprocess
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import mean, median
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks/results"
+PAGE = ROOT / "docs/results.md"
+MODELS = {"qwen3-8b": "8B", "codellama-34b": "34B"}
+DATASETS = {"azure-conv": "conversations", "azure-code": "code", "conversation": "Mooncake"}
+"""Names of the workloads in the tables."""
+
+
+class Search(NamedTuple):
+    """One measured search for goodput: a system at one bound on one workload."""
+
+    system: str
+    goodput: list[float]
+    """Requests/s that held, one for each pattern of arrivals."""
+    commit: str
+    cards: str
+
+    @property
+    def median(self) -> float:
+        return median(self.goodput)
+
+
+def measured(flat: bool) -> Iterator[list[str]]:
+    """Rows of the searches on H200s; `flat`: those whose TTFT bound ignores the prompt's length."""
+    data = read("goodput-h200.json")
+    searches = defaultdict(list)
+    for found in data["found"]:
+        searches[found["panel"]].append(_search(found))
+    for panel in sorted(data["panels"], key=_place):
+        name = _panel_name(panel)
+        if name not in searches or flat != name.endswith("-flat"):
+            continue
+        auto = next(each for each in searches[name] if each.system == "auto")
+        others = [each for each in searches[name] if each.system != "auto"]
+        best = max(others, key=lambda each: each.median)
+        yield [
+            f"{MODELS[panel['model']]} {DATASETS[panel['dataset']]}",
+            str(panel["tbt_ms"]),
+            _spread(auto),
+            f"{auto.cards}, {auto.commit}, {date(auto.commit)}",
+            f"`{best.system}`",
+            _spread(best),
+            f"{best.cards}, {best.commit}, {date(best.commit)}",
+            f"**{auto.median / best.median:.2f}**",
+        ]
+
+
+def _place(panel: dict[str, Any]) -> tuple[int, int, int]:
+    """Order of the rows: by model, workload and bound."""
+    model, dataset = list(MODELS), list(DATASETS)
+    return model.index(panel["model"]), dataset.index(panel["dataset"]), panel["tbt_ms"]
+
+
+def _panel_name(panel: dict[str, Any]) -> str:
+    flat = "" if panel["per_1k_ms"] else "-flat"
+    return f"{panel['model']}-{panel['dataset']}-{panel['tbt_ms']}ms{flat}"
+
+
+def _search(found: dict[str, Any]) -> Search:
+    text = found["measured"]
+    commit = re.match(r"[0-9a-f]{7}", text)
+    cards = re.search(r"cards? ([A-Z]{1,2}(?:(?:, | and )[A-Z]{1,2})*)", text)
+    assert commit, text
+    names = sorted(set(re.split(r", | and ", cards.group(1)))) if cards else ["not named"]
+    return Search(found["system"], found["goodput"], commit.group(), " ".join(names))
+
+
+def _spread(search: Search) -> str:
+    low, high = min(search.goodput), max(search.goodput)
+    return f"{search.median:.1f} ({low:.1f} to {high:.1f})"
+
+
+def simulated() -> Iterator[list[str]]:
+    """Rows of the simulated panels: `auto` beside one setting and beside the best at each bound."""
+    for panel, points in _panels().items():
+        auto, others = points.pop("auto"), points
+        single = max(others, key=lambda system: mean(others[system].values()))
+        for tbt, goodput in sorted(auto.items()):
+            tuned = max(others, key=lambda system: others[system][tbt])
+            yield [
+                panel,
+                f"{tbt * 1e3:.0f}",
+                f"{goodput:.1f}",
+                f"`{single}` {others[single][tbt]:.1f}",
+                f"{goodput / others[single][tbt]:.2f}" if others[single][tbt] else "none held",
+                f"`{tuned}` {others[tuned][tbt]:.1f}",
+                f"**{goodput / others[tuned][tbt]:.2f}**",
+            ]
+
+
+def means() -> Iterator[list[str]]:
+    """Rows of the simulated panels' means over their bounds."""
+    for panel, points in _panels().items():
+        auto, others = points.pop("auto"), points
+        single = max(others, key=lambda system: mean(others[system].values()))
+        tuned = [max(each[tbt] for each in others.values()) for tbt in auto]
+        yield [
+            panel,
+            f"{mean(auto.values()):.1f}",
+            f"`{single}`",
+            f"{mean(auto.values()) / mean(others[single].values()):.2f}",
+            f"**{mean(auto.values()) / mean(tuned):.2f}**",
+        ]
+
+
+def _panels() -> dict[str, dict[str, dict[float, float]]]:
+    """Goodput of the simulated panels by panel, system and TBT bound."""
+    panels: dict[str, dict[str, dict[float, float]]] = defaultdict(lambda: defaultdict(dict))
+    for point in read("panels.json")["points"]:
+        panels[point["panel"]][point["system"]][point["tbt"]] = point["goodput"]
+    return panels
+
+
+TABLES = {
+    "measured": (
+        "workload|TBT bound, ms|`auto`|card, commit, date|best competitor|it holds|"
+        "card, commit, date|ratio",
+        lambda: measured(flat=False),
+    ),
+    "measured-flat": (
+        "workload|TBT bound, ms|`auto`|card, commit, date|best competitor|it holds|"
+        "card, commit, date|ratio",
+        lambda: measured(flat=True),
+    ),
+    "simulated": (
+        "workload|TBT bound, ms|`auto`|best single setting|ratio|best tuned for this bound|ratio",
+        simulated,
+    ),
+    "means": (
+        "workload|`auto`, mean|best single setting|ratio to it|ratio to the best at each bound",
+        means,
+    ),
+}
+"""Header and rows of each table of the page, by its name there."""
+
+
+def read(name: str) -> Any:
+    return json.loads((RESULTS / name).read_text())
+
+
+def date(commit: str) -> str:
+    """The day of a commit, YYYY-MM-DD."""
+    command = ["git", "-C", str(ROOT), "log", "-1", "--format=%cs", commit, "--"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def table(name: str) -> str:
+    """One table as Markdown; columns of figures are aligned to the right."""
+    header, rows = TABLES[name]
+    body = list(rows())
+    rule = ["---", *("---:" if re.match(r"[*\d]", cell) else "---" for cell in body[0][1:])]
+    return "\n".join(f"| {' | '.join(row)} |" for row in [header.split("|"), rule, *body])
+
+
+def page(text: str) -> str:
+    """The page with every table made anew."""
+
+    def made(match: re.Match[str]) -> str:
+        return f"<!-- {match[1]} -->\n{table(match[1])}\n<!-- end -->"
+
+    return re.sub(r"<!-- ([a-z-]+) -->\n.*?<!-- end -->", made, text, flags=re.DOTALL)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(PAGE.read_text()))
