@@ -5,6 +5,7 @@ a line in `ROOMS`.
 """
 
 import ast
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,7 @@ ROOMS: Mapping[str, tuple[str, ...]] = {
     "kernels": (),
     "model": ("kernels",),
     "lanes": ("model", "kernels"),
-    "estimate": FACTS,
+    "estimate": (*FACTS, "kernels.sizes"),
     "systems": ("estimate",),
     "engine": ("systems", "estimate", "lanes", *FACTS),
     "frontend": (*MESSAGES, *FACTS),
@@ -37,7 +38,7 @@ ROOMS: Mapping[str, tuple[str, ...]] = {
     "profile": ("engine", "estimate", "lanes", *FACTS),
     "sim": (
         *("engine", "systems", "estimate", "lanes", "profile", "results", "workload"),
-        *FACTS,
+        *(*FACTS, "kernels.sizes"),
     ),
     "bench": ("sim", "results", "workload", "engine.config", "systems", "estimate"),
     "cli": (
@@ -50,8 +51,6 @@ ROOMS: Mapping[str, tuple[str, ...]] = {
 UPWARD: Mapping[tuple[str, str], str] = {
     ("lanes.machine", "engine.config"): "to go: `load` takes an engine's settings",
     ("llm", "server.openai.answers"): "to go: the OpenAI object of a choice is used as a result",
-    ("profile.rig", "sim.lanes"): "to go: the rig asks whether lanes are simulated",
-    ("profile.run", "sim.lanes"): "to go: the run asks whether lanes are simulated",
 }
 """(importer, imported) that break a wall today, with what is to be done about it."""
 CYCLES: Mapping[tuple[str, str], str] = {}
@@ -80,11 +79,17 @@ class Import:
     """Whether it is inside a function or for type checking only."""
 
 
+@functools.cache
+def _named(source: str) -> tuple[tuple[str, bool], ...]:
+    """The full names that a module imports, and whether each import is deferred."""
+    return tuple(_targets(ast.parse(source), deferred=False))
+
+
 def imports(sources: Mapping[str, str]) -> list[Import]:
     """Every import of these modules, by name without `twolane.`."""
     found = []
     for name, source in sources.items():
-        for target, deferred in _targets(ast.parse(source), deferred=False):
+        for target, deferred in _named(source):
             found.append(_resolved(name, target, deferred, sources))
     return [one for one in found if (one.importer, one.target) not in LAZY]
 

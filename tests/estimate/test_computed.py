@@ -6,9 +6,9 @@ import msgspec
 import pytest
 
 from tests.estimate import synthetic
-from twolane.common.sizes import EMPTY_KEYS, FILLED, WHOLE
 from twolane.estimate.computed import BUCKETS, SLOPES, SMALL_ROWS, STEPS, Computed
 from twolane.estimate.query import Load
+from twolane.kernels.sizes import EMPTY_KEYS, FILLED, WHOLE
 
 
 @pytest.fixture(scope="module")

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from twolane.common.sizes import SIZES
 from twolane.kernels.products.dispatch import CUBLAS, CUBLASLT, Case, Operation, Products
 from twolane.kernels.products.skinny_gemm import ROWS
 from twolane.kernels.runtime import nvrtc
+from twolane.kernels.sizes import SIZES
 from twolane.lanes.cuda.green_contexts import GreenContexts
 from twolane.model.matrix import Matrix
 

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from twolane.common.sizes import SIZES
 from twolane.kernels.products import dispatch as linear
 from twolane.kernels.products import skinny_gemm
 from twolane.kernels.products.dispatch import (
@@ -22,6 +21,7 @@ from twolane.kernels.products.dispatch import (
     write_ways,
 )
 from twolane.kernels.runtime import nvrtc
+from twolane.kernels.sizes import SIZES
 from twolane.model.matrix import Matrix
 
 LT = linear.CUBLASLT

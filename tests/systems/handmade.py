@@ -10,6 +10,7 @@ from twolane.common.vocabulary import LANES
 from twolane.engine.launch_costs import LaunchCosts
 from twolane.engine.pacing import Gaps
 from twolane.estimate.base import Estimator
+from twolane.kernels.sizes import SIZES
 from twolane.slo import Slo
 from twolane.systems.view import LaneView, View
 
@@ -82,6 +83,7 @@ def view(estimator: Estimator, **more: Any) -> View:
         layers=LAYERS,
         units=UNITS,
         levels=LEVELS,
+        pass_sizes=SIZES,
         waiting=(),
         batch=None,
         launched_batches=(),

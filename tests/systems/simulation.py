@@ -13,6 +13,7 @@ from twolane.engine.pacing import Pacer
 from twolane.engine.trace import Trace
 from twolane.estimate.base import Estimator
 from twolane.estimate.online import OnlineEstimator
+from twolane.kernels.sizes import SIZES
 from twolane.sampling import SamplingParams
 from twolane.sim.lanes import FixedDurations, SimLanes
 from twolane.sim.machine import SimPort
@@ -136,6 +137,7 @@ def simulate(
         lanes,
         KVBooks(pages, 16, slots, prefix_cache=True),
         layers=LAYERS,
+        pass_sizes=SIZES,
         vocab_size=1000,
         eos_token_ids=(),
         max_model_len=8192,

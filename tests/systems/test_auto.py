@@ -22,17 +22,17 @@ from tests.systems.handmade import (
 )
 from tests.systems.simulation import simulate as on_lanes
 from tests.systems.simulation import submit
-from twolane.common.sizes import SIZES
 from twolane.engine.config import EngineConfig
 from twolane.engine.launch_costs import LaunchCosts
 from twolane.engine.pacing import PACE_FRACTION, Gaps
 from twolane.estimate.calibrated.estimator import Calibrated
 from twolane.estimate.online import OnlineEstimator
 from twolane.estimate.query import Corunner, Load, decode_step, hybrid_pass, prefill_slice
+from twolane.kernels.sizes import SIZES
 from twolane.results.result import BenchConfig
 from twolane.sim.run import SimulateConfig, simulate
 from twolane.slo import Slo
-from twolane.systems.auto.candidates import PASSES, Candidate, Candidates, choose, largest
+from twolane.systems.auto.candidates import Candidate, Candidates, choose, largest, passes
 from twolane.systems.auto.order import PATIENCE, make_line
 from twolane.systems.auto.system import (
     AHEAD_STEPS,
@@ -68,7 +68,9 @@ def rows(count, context, tbt):
 def ways(count, context, new, target):
     decode = Load.decode([context] * count)
     step = KNOWN.predict(decode_step(decode), UNITS, bound=True)
-    return Candidates(KNOWN, LAYERS, UNITS, BOTH, decode, step, Load([new], [0]), target)
+    return Candidates(
+        KNOWN, LAYERS, UNITS, BOTH, decode, step, Load([new], [0]), target, 0.0, SIZES
+    )
 
 
 def test_decode_has_the_whole_device_while_no_prompt_waits():
@@ -147,7 +149,7 @@ def _brute_force(here):
         done = alone * layers / LAYERS
         found.append((done / (done + here.step), here.step + whole * layers / LAYERS))
     rows, most = here.decode.requests, here.batch.new
-    for tokens in {*(size - rows for size in PASSES if rows < size < rows + most), most}:
+    for tokens in {*(size - rows for size in passes(SIZES) if rows < size < rows + most), most}:
         load = Load([*here.decode.n, tokens], [*here.decode.r, 0])
         pace = alone * tokens / here.batch.new / KNOWN.predict(hybrid_pass(load), UNITS)
         found.append((pace, KNOWN.predict(hybrid_pass(load), UNITS, bound=True)))
@@ -418,7 +420,9 @@ def test_no_pass_is_a_little_larger_than_the_graphs():
     decode = Load.decode([1000] * 12)
     step = KNOWN.predict(decode_step(decode), UNITS, bound=True)
     for new, tokens in ((2048, largest_graphs - 12), (2036, 2036), (500, 500)):
-        here = Candidates(KNOWN, LAYERS, UNITS, BOTH, decode, step, Load([new], [0]), 1.0)
+        here = Candidates(
+            KNOWN, LAYERS, UNITS, BOTH, decode, step, Load([new], [0]), 1.0, 0.0, SIZES
+        )
         (pass_,) = [way for way in here.all(sliced=False) if way.mode == "hybrid"]
         assert pass_.tokens == tokens
 

@@ -15,3 +15,6 @@ EXCLUSIVE: dict[LaneName, tuple[LaneName, ...]] = {
 
 EstimatorName = Literal["calibrated", "solo-run", "guard", "sm-roofline", "attention-roofline"]
 """Those that are fitted on a profile; `estimate/catalog.py` has them."""
+
+MachineKind = Literal["cpu", "cuda", "simulated"]
+"""The kind of device that an engine runs on."""

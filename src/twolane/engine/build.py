@@ -73,6 +73,7 @@ def assemble(
         lanes,
         books,
         layers=spec.layers,
+        pass_sizes=machine.pass_sizes,
         vocab_size=spec.vocab_size,
         eos_token_ids=spec.eos_token_ids,
         max_model_len=max_model_len,

@@ -50,6 +50,7 @@ class Engine:
         kv: slots and pages.
         layers: of the model.
         vocab_size: of the model.
+        pass_sizes: tokens that the device pads passes to; empty: to none.
         eos_token_ids: end a request that does not ignore them.
         max_model_len: the most tokens of one request.
         estimator: predicts.
@@ -70,6 +71,7 @@ class Engine:
         vocab_size: int,
         eos_token_ids: Sequence[int],
         max_model_len: int,
+        pass_sizes: Sequence[int] = (),
         estimator: Estimator,
         seed: int = 0,
         slo: Slo | None = None,
@@ -84,6 +86,7 @@ class Engine:
         self._system = system
         self._memory: Any = system.start()
         self._vocab_size = vocab_size
+        self._pass_sizes = pass_sizes
         self._eos_token_ids = tuple(eos_token_ids)
         self._seeds = random.Random(seed)
         self._notify = notify
@@ -180,6 +183,7 @@ class Engine:
             layers=state.layers,
             units=state.lanes.units,
             levels=state.lanes.levels,
+            pass_sizes=self._pass_sizes,
             waiting=[*state.started, *state.queue] if state.started else state.queue,
             batch=state.open,
             launched_batches=tuple(state.launched),

@@ -74,19 +74,14 @@ def _fitted(path: Path, changed: int, name: EstimatorName) -> Estimator:
 def machine_key(machine: Machine, units: int) -> Key:
     """What a profile taken here is of."""
     return Key(
-        device=_cpu_name() if machine.name == "cpu" else machine.name,
-        driver=_driver_version() if on_gpu(machine) else machine.revision,
+        device=_cpu_name() if machine.kind == "cpu" else machine.name,
+        driver=_driver_version() if machine.kind == "cuda" else machine.revision,
         version=twolane.__version__,
         model=model_digest(machine.spec),
         itemsize=machine.page_token_bytes * machine.tp // machine.spec.kv_bytes_per_token(1),
         units=units,
         tensor_parallel=machine.tp,
     )
-
-
-def on_gpu(machine: Machine) -> bool:
-    """Whether it is one."""
-    return machine.name.startswith("cuda")
 
 
 def _driver_version() -> str:

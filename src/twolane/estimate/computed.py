@@ -8,7 +8,9 @@ graphs. Up to some rows, products of decode go one way, and beyond another (`lan
 
 from dataclasses import dataclass
 
-from twolane.common.sizes import (
+from twolane.estimate.profile import Profile
+from twolane.estimate.query import Load
+from twolane.kernels.sizes import (
     BUCKET_STEP,
     BUCKETS,
     EMPTY_KEYS,
@@ -18,8 +20,6 @@ from twolane.common.sizes import (
     padded,
     tile_tokens,
 )
-from twolane.estimate.profile import Profile
-from twolane.estimate.query import Load
 
 STEPS = (16, 24, 32, 40, 48, 64, 96)
 """Rows beyond which products of decode go another way, while their weights bind them."""

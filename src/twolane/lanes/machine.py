@@ -7,6 +7,7 @@ import torch
 
 from twolane.common.errors import FieldError
 from twolane.common.resources import free_memory, usable_cores
+from twolane.common.vocabulary import MachineKind
 from twolane.engine.config import EngineConfig
 from twolane.lanes.base import Lanes
 from twolane.lanes.cpu.lanes import CpuLanes
@@ -26,7 +27,14 @@ Progress = Callable[[str, float], None]
 
 
 class MachineLanes(Lanes, Protocol):
-    """Lanes that end."""
+    """Lanes that a machine has started, and that end."""
+
+    def rest(self, seconds: float) -> None:
+        """Let the lanes work: for this many seconds, or to the next event of a virtual clock."""
+
+    def fill_kv(self) -> None:
+        """Fill the KV pool with random keys and values where zeros would be read faster: a GPU
+        that reads zeros takes less power, and its clocks stay high."""
 
     def close(self) -> None:
         """Finish what is queued, within bounds, and end the threads."""
@@ -36,8 +44,14 @@ class Machine(Protocol):
     """A loaded model on a device, before there is a KV pool."""
 
     spec: ModelSpec
+    kind: MachineKind
     name: str
-    """Of the device."""
+    """The device's name, as its driver gives it."""
+    settles: bool
+    """Whether the device's speed follows its load with some delay."""
+    pass_sizes: Sequence[int]
+    """Tokens that hybrid passes and prefill batches are padded to, ascending; empty: they are
+    computed as they are."""
     page_sizes: Sequence[int]
     """Tokens of a KV page that are served, the default first; empty: any, 16 being the default."""
     page_token_bytes: int
@@ -109,7 +123,10 @@ def chosen_device(config: EngineConfig) -> str:
 class CpuMachine:
     """This machine's cores."""
 
+    kind: MachineKind = "cpu"
     name = "cpu"
+    settles = True
+    pass_sizes: Sequence[int] = ()
     page_sizes: Sequence[int] = ()
     tp = 1
     revision = ""

@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 from twolane.common.vocabulary import LaneName
 from twolane.estimate.profile import Run
-from twolane.lanes.base import Lanes, Ticket
+from twolane.lanes.base import Ticket
+from twolane.lanes.machine import MachineLanes
 from twolane.lanes.slot_table import UntoldSlots
 from twolane.lanes.work import (
     DecodeRow,
@@ -21,7 +22,6 @@ from twolane.lanes.work import (
 )
 from twolane.profile.grid import Limits
 from twolane.sampling import SamplingParams
-from twolane.sim.lanes import SimLanes
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
 POLL_SECONDS = 5e-5
@@ -40,7 +40,7 @@ class Prompts(NamedTuple):
 class Rig:
     """Lanes, with pages and slots for whoever measures."""
 
-    lanes: Lanes
+    lanes: MachineLanes
     layers: int
     vocab_size: int
     pages: int
@@ -89,14 +89,9 @@ class Rig:
         while not until():
             for ticket in tickets:
                 ticket.check()
-            if isinstance(self.lanes, SimLanes):
-                event = self.lanes.next_event()
-                assert event is not None, "waits for simulated lanes that have nothing to do"
-                self.lanes.advance(event)
-                continue
             if time.monotonic() - begun > HANGS_SECONDS:
                 raise TimeoutError("a launch does not end")
-            time.sleep(POLL_SECONDS)
+            self.lanes.rest(POLL_SECONDS)
 
     def decode_rows(self, runs: Sequence[Run]) -> tuple[DecodeRow, ...]:
         """A step for requests whose caches hold so many tokens before it."""

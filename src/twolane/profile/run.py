@@ -9,7 +9,7 @@ from pathlib import Path
 
 from twolane.engine.build import context_length, make_books
 from twolane.engine.config import EngineConfig
-from twolane.engine.predict import machine_key, on_gpu
+from twolane.engine.predict import machine_key
 from twolane.engine.settings import check_settings
 from twolane.estimate.profile import (
     Key,
@@ -17,15 +17,12 @@ from twolane.estimate.profile import (
     ProfileError,
     cached_profile,
 )
-from twolane.lanes.base import Lanes
-from twolane.lanes.cpu.lanes import CpuLanes
 from twolane.lanes.machine import Machine, load
 from twolane.model.load.hub import cache_dir
 from twolane.profile.clocks import Clocks
 from twolane.profile.grid import ROUNDS, Point, plan
 from twolane.profile.measure import measure
 from twolane.profile.rig import Rig
-from twolane.sim.lanes import SimLanes
 
 log = logging.getLogger("twolane.profile")
 
@@ -116,7 +113,7 @@ def work_through(
 
 def _gpu(machine: Machine) -> str | None:
     """The UUID of the GPU that the machine is, if it is one."""
-    if not on_gpu(machine):
+    if machine.kind != "cuda":
         return None
     import torch
 
@@ -148,7 +145,7 @@ def rig_on(config: EngineConfig, machine: Machine, progress: Progress) -> Iterat
         books.total_pages, books.page_size, config.max_running, most, lambda: None, progress
     )
     try:
-        _fill_cache(lanes)
+        lanes.fill_kv()
         yield Rig(
             lanes,
             layers=machine.spec.layers,
@@ -159,17 +156,7 @@ def rig_on(config: EngineConfig, machine: Machine, progress: Progress) -> Iterat
             max_model_len=most,
             batch_tokens=LONGEST_BATCH,
             seed=config.seed,
-            clocks_settle=not isinstance(lanes, SimLanes),
+            clocks_settle=machine.settles,
         )
     finally:
         lanes.close()
-
-
-def _fill_cache(lanes: Lanes) -> None:
-    """Random keys and values: a GPU that reads zeros takes less power, and its clocks stay high."""
-    if not isinstance(lanes, CpuLanes | SimLanes):
-        from twolane.lanes.cuda.lanes import CudaLanes
-
-        assert isinstance(lanes, CudaLanes)
-        for layer in lanes.runner.kv.layers:
-            layer.normal_()

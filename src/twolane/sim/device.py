@@ -27,7 +27,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from twolane.common.sizes import (
+from twolane.kernels.sizes import (
     BUCKET_STEP,
     BUCKETS,
     EMPTY_KEYS,

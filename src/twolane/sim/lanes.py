@@ -174,6 +174,18 @@ class SimLanes:
         """See `Lanes.drop`."""
         self._results.drop(batch)
 
+    def close(self) -> None:
+        """See `MachineLanes.close`: there are no threads to end."""
+
+    def rest(self, seconds: float) -> None:
+        """See `MachineLanes.rest`: move the clock to the next event."""
+        event = self.next_event()
+        assert event is not None, "waits for simulated lanes that have nothing to do"
+        self.advance(event)
+
+    def fill_kv(self) -> None:
+        """See `MachineLanes.fill_kv`: there is no pool."""
+
     def next_event(self) -> float | None:
         """When the next step begins or ends, in virtual seconds; None when nothing is to come."""
         if self._changed:

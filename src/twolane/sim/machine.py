@@ -3,9 +3,10 @@
 from collections.abc import Callable, Iterable, Sequence
 
 from twolane.common.errors import FieldError
-from twolane.common.sizes import GRAPH_BYTES
+from twolane.common.vocabulary import MachineKind
 from twolane.engine.config import EngineConfig
 from twolane.engine.messages import Outputs, ToEngine
+from twolane.kernels.sizes import GRAPH_BYTES, SIZES, WORKSPACE_TOKENS
 from twolane.lanes.machine import Progress
 from twolane.model.spec import ModelSpec
 from twolane.sim.device import ITEM, DeviceModel, Gpu, revision
@@ -13,8 +14,8 @@ from twolane.sim.lanes import SimLanes
 
 LEVEL_STEP = 16
 """Units between two of the levels that are offered when none are asked for, as on a GPU."""
-WORKSPACE_TOKENS, MLP_TOKENS = 16_384, 8192
-"""Tokens that a lane's activations are made for, as in `lanes/cuda/machine.py`."""
+MLP_TOKENS = 8192
+"""The most tokens for which a lane's MLP activations exist at once."""
 CONTEXT_BYTES = 2.6e9
 """What driver, libraries and loading take of the memory; from the pool sizes on an H200."""
 
@@ -63,13 +64,6 @@ class SimPort:
         self._lanes.advance(min([at for at in (arrival, event, wake_at) if at is not None]))
 
 
-class _ClosedLanes(SimLanes):
-    """Simulated lanes that an engine can own."""
-
-    def close(self) -> None:
-        """There are no threads to end."""
-
-
 class SimulatedMachine:
     """A model on simulated GPUs, as `engine.build` wants a machine.
 
@@ -85,6 +79,9 @@ class SimulatedMachine:
         ValueError: the model's heads cannot be shared by so many GPUs.
     """
 
+    kind: MachineKind = "simulated"
+    settles = False
+    pass_sizes: Sequence[int] = SIZES
     page_sizes: Sequence[int] = (32, 16, 64)
 
     def __init__(
@@ -117,9 +114,9 @@ class SimulatedMachine:
         max_model_len: int,
         notify: Callable[[], None],
         progress: Progress,
-    ) -> _ClosedLanes:
+    ) -> SimLanes:
         """See `Machine.start`."""
-        return _ClosedLanes(self.device.gpu.units, self._levels, self.device)
+        return SimLanes(self.device.gpu.units, self._levels, self.device)
 
 
 def _levels(gpu: Gpu, asked: Sequence[int] | None) -> list[tuple[int, int]]:

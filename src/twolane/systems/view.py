@@ -175,6 +175,8 @@ class View(msgspec.Struct, frozen=True):
     units: int
     levels: Sequence[tuple[int, int]]
     """Partitions (prefill units, decode units) on offer, the solo ones too."""
+    pass_sizes: Sequence[int]
+    """Tokens that the device pads passes to, ascending; empty: they are computed as they are."""
     waiting: Sequence[RequestView]
     """Requests with new tokens and no open batch: started ones first, then by priority and age."""
     batch: BatchView | None

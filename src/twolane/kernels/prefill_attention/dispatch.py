@@ -18,10 +18,10 @@ from typing import Literal, Protocol
 
 import torch
 
-from twolane.common.sizes import FILLED
 from twolane.kernels.prefill_attention import flashinfer_kernels as fa3
 from twolane.kernels.prefill_attention.batch import NewKV, PrefillBatch, PrefillWorkspace
 from twolane.kernels.prefill_attention.triton_kernels import TritonProgram
+from twolane.kernels.sizes import FILLED
 
 __all__ = ["Backend", "PrefillPlan", "PrefillWorkspace", "choose", "prefill_attention"]
 

@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from twolane.common.sizes import EMPTY_KEYS, FILLED, tile_tokens
 from twolane.kernels.prefill_attention.batch import NewKV, PrefillBatch, upload
 from twolane.kernels.prefill_attention.schedule import (
     COLUMNS,
@@ -42,6 +41,7 @@ from twolane.kernels.prefill_attention.schedule import (
 )
 from twolane.kernels.prefill_attention.triton_kernels import Merge, gather_kernel
 from twolane.kernels.runtime.launch import launch
+from twolane.kernels.sizes import EMPTY_KEYS, FILLED, tile_tokens
 
 _PAGED = Costs(block=96, item=288, split=1200)
 _DENSE = Costs(block=128, item=288, split=0)

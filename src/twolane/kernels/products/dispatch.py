@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from twolane.common.files import keep
-from twolane.common.sizes import SIZES
 from twolane.kernels import fused
 from twolane.kernels.products import skinny_gemm
 from twolane.kernels.runtime import nvrtc
+from twolane.kernels.sizes import SIZES
 
 Operation = Literal["linear", "add_linear", "gate_up_silu", "logits"]
 

@@ -85,6 +85,13 @@ class CpuLanes:
                 del self._slices[work.batch]
         return ticket
 
+    def rest(self, seconds: float) -> None:
+        """See `MachineLanes.rest`."""
+        time.sleep(seconds)
+
+    def fill_kv(self) -> None:
+        """See `MachineLanes.fill_kv`: a core reads zeros no faster."""
+
     def drop(self, batch: int) -> None:
         """See `Lanes.drop`."""
         if (worker := self._slices.pop(batch, None)) is not None:

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from twolane.common.garbage import uncollected
-from twolane.common.sizes import BUCKET_STEP, BUCKETS
 from twolane.kernels import fused
 from twolane.kernels.decode_attention.dispatch import decode_scratch
 from twolane.kernels.products.dispatch import Products
 from twolane.kernels.sampling import Sampler
+from twolane.kernels.sizes import BUCKET_STEP, BUCKETS
 from twolane.lanes.cuda.forward_batch import DecodeRows
 from twolane.lanes.cuda.green_contexts import GreenContexts
 from twolane.lanes.cuda.slots import Slots, upload

@@ -18,12 +18,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from twolane.common.sizes import SIZES, WHOLE, padded
 from twolane.kernels import fused
 from twolane.kernels.prefill_attention.batch import Block, PrefillBatch, laid_out
 from twolane.kernels.prefill_attention.dispatch import choose
 from twolane.kernels.prefill_attention.flashinfer_kernels import Replayed
 from twolane.kernels.sampling import Sampler
+from twolane.kernels.sizes import SIZES, WHOLE, padded
 from twolane.lanes.cuda.decode_graphs import DecodeGraphs, captured
 from twolane.lanes.cuda.forward_batch import DecodeRows, places_of, token_ids
 from twolane.lanes.cuda.layer_graphs import LayerGraphs

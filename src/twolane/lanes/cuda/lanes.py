@@ -87,6 +87,15 @@ class CudaLanes:
         self._launcher.submit(launch, _turn(lane, work, before))
         return ticket
 
+    def rest(self, seconds: float) -> None:
+        """See `MachineLanes.rest`."""
+        time.sleep(seconds)
+
+    def fill_kv(self) -> None:
+        """See `MachineLanes.fill_kv`."""
+        for layer in self.runner.kv.layers:
+            layer.normal_()
+
     def drop(self, batch: int) -> None:
         """See `Lanes.drop`; launches that are queued on the device hold what they read."""
         self._launcher.submit(partial(self.runner.drop, batch), "slice")

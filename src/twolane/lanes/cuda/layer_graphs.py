@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from twolane.common.garbage import uncollected
-from twolane.common.sizes import SIZES, padded
 from twolane.kernels.prefill_attention.batch import PrefillWorkspace
+from twolane.kernels.sizes import SIZES, padded
 from twolane.lanes.cuda.decode_graphs import DecodeGraphs, captured
 from twolane.lanes.cuda.forward_batch import DecodeRows, MixedRows, PromptRows
 from twolane.lanes.cuda.green_contexts import GreenContexts

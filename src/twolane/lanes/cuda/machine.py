@@ -6,11 +6,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from twolane.common.sizes import GRAPH_BYTES, SIZES
-from twolane.common.vocabulary import LaneName
+from twolane.common.vocabulary import LaneName, MachineKind
 from twolane.kernels.decode_attention.dispatch import MAX_GROUP
 from twolane.kernels.prefill_attention.dispatch import choose
 from twolane.kernels.products.dispatch import SERVED_SCHEMES
+from twolane.kernels.sizes import GRAPH_BYTES, SIZES, WORKSPACE_TOKENS
 from twolane.lanes.cuda.decode_graphs import DecodeGraphs, LevelGraphs
 from twolane.lanes.cuda.green_contexts import GreenContexts, NoGreenContexts
 from twolane.lanes.cuda.lanes import CudaLanes
@@ -35,8 +35,6 @@ from twolane.sampling import SamplingParams
 
 log = logging.getLogger("twolane.cuda")
 
-WORKSPACE_TOKENS = 16_384
-"""Prefill batches that the workspace is made for; a longer prompt makes it grow."""
 WARM_TOKENS = 8192
 """Of the longest prompt that is tried at the start."""
 PINNED_BLOCKS, PINNED_POWERS = 32, range(2, 19)
@@ -57,6 +55,9 @@ class CudaMachine:
         ValueError: a level cannot be had, or the kernels do not serve the model's heads.
     """
 
+    kind: MachineKind = "cuda"
+    settles = True
+    pass_sizes: Sequence[int] = SIZES
     page_sizes: Sequence[int] = (32, 16, 64)
     tp = 1
     revision = ""

@@ -11,16 +11,15 @@ from typing import Literal
 
 import numpy as np
 
-from twolane.common.sizes import SIZES
 from twolane.estimate.base import Estimator
 from twolane.estimate.query import Corunner, Load, decode_step, hybrid_pass, prefill_slice
 from twolane.systems.common.multiplex import Level
 
 Mode = Literal["hybrid", "temporal", "spatial"]
 
-PASSES: Sequence[int] = (16, 32, *SIZES, *range(SIZES[-1] + 512, 8192 + 1, 512))
-"""Rows that a hybrid pass may have, those that decode included. Products compute whole tiles (tile
-quantisation, Sarathi-Serve §4.3), so a row more may cost as much as 64 or 128."""
+TILES: Sequence[int] = range(64, 2048 + 1, 64)
+"""Sizes of passes that are tried where the device pads them to none: products compute whole tiles
+(tile quantisation, Sarathi-Serve §4.3), so a row more may cost as much as 64."""
 UNSEEN = 0.95
 """Of the sum of its parts, what a hybrid pass is taken to last, at most: by an estimator that
 promises nothing, and may have seen no such pass."""
@@ -68,6 +67,7 @@ class Candidates:
         target: TBT that is planned for, in seconds.
         launching: seconds that a launch of a pass takes the host: passes that follow one another
             are no faster.
+        pass_sizes: tokens that the device pads passes to; empty: to none.
     """
 
     estimator: Estimator
@@ -79,6 +79,7 @@ class Candidates:
     batch: Load
     target: float
     launching: float = 0.0
+    pass_sizes: Sequence[int] = ()
 
     def all(self, *, sliced: bool, chunk: int = 0) -> list[Candidate]:
         """Every candidate; empty while nothing is known.
@@ -132,8 +133,8 @@ class Candidates:
         A few tokens more than the graphs hold would be a launch many times as long.
         """
         most, rows = self.batch.new, self.decode.requests
-        sizes = [size - rows for size in PASSES if rows < size < rows + most]
-        if rows + most <= SIZES[-1] or not sizes:
+        sizes = [size - rows for size in passes(self.pass_sizes) if rows < size < rows + most]
+        if rows + most <= (self.pass_sizes or TILES)[-1] or not sizes:
             sizes.append(most)
         gaps: dict[int, float] = {}
 
@@ -161,6 +162,12 @@ class Candidates:
             parts = UNSEEN * (self.step + alone * tokens / self.batch.new)
             seconds = parts if seconds is None else min(seconds, parts)
         return max(seconds, self.launching)
+
+
+def passes(padded: Sequence[int]) -> Sequence[int]:
+    """Rows that a hybrid pass may have, the decode rows included."""
+    padded = padded or TILES
+    return (16, 32, *padded, *range(padded[-1] + 512, 8192 + 1, 512))
 
 
 def largest(fits: Callable[[int], bool], count: int, start: int) -> int:

@@ -256,6 +256,7 @@ class Auto(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             batch.load,
             target,
             view.launching.seconds(Hybrid()),
+            view.pass_sizes,
         )
         found = ways.all(sliced=not batch.chunks, chunk=memory.chunk)
         chunk = max((way.tokens for way in found), default=0) or memory.chunk

@@ -1,4 +1,4 @@
-"""Sizes that CUDA graphs are made for: what the lanes pad to, and those who predict it count."""
+"""The sizes that kernels and CUDA graphs are made for; this module does not import torch."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -21,6 +21,9 @@ BUCKETS = (1, 2, 4, 8, 16, 24, 32, 40, 48, 64, 80, 96, 112, 128, 160, 192, 224, 
 BUCKET_STEP = 64
 GRAPH_BYTES = 3 * 2**30
 """Kept free for the graphs of all levels, which are captured when the KV pool exists."""
+WORKSPACE_TOKENS = 16_384
+"""Tokens of the prefill batch that a lane's activations are made for; a longer prompt makes them
+grow."""
 
 
 def tile_tokens(head_dim: int) -> int:
