@@ -24,7 +24,7 @@ from tests.systems.simulation import simulate as on_lanes
 from tests.systems.simulation import submit
 from twolane.engine.config import EngineConfig
 from twolane.engine.launch_costs import LaunchCosts
-from twolane.engine.pacing import PACE_FRACTION, Gaps
+from twolane.engine.pacing import PACE_FRACTION
 from twolane.estimate.calibrated.estimator import Calibrated
 from twolane.estimate.online import OnlineEstimator
 from twolane.estimate.query import Corunner, Load, decode_step, hybrid_pass, prefill_slice
@@ -33,20 +33,15 @@ from twolane.results.result import BenchConfig
 from twolane.sim.run import SimulateConfig, simulate
 from twolane.slo import Slo
 from twolane.systems.auto.candidates import Candidate, Candidates, choose, largest, passes
+from twolane.systems.auto.margin import UNHURRIED_FRACTION
 from twolane.systems.auto.order import PATIENCE, make_line
-from twolane.systems.auto.system import (
-    AHEAD_STEPS,
-    GUARD,
-    LEAST_MARGIN,
-    LEAST_PROMISED,
-    SLOWER,
-    STEP,
-    UNHURRIED,
-    UNPROMISED,
-    Auto,
-    Memory,
-    _steps_first,
-    _watch,
+from twolane.systems.auto.system import SLACK_PARTS, Auto, Memory, Standing
+from twolane.systems.auto.target import Target
+from twolane.systems.auto.turns import (
+    LAUNCH_SAFETY_FACTOR,
+    RELAUNCH_GAP_SECONDS,
+    Situation,
+    Turn,
 )
 from twolane.systems.plan import DecodeSteps, Hybrid, Launch, PrefillSlice
 from twolane.systems.view import LaneView
@@ -186,20 +181,20 @@ def test_less_than_the_tbt_bound_is_planned_for_while_no_prompt_is_in_a_hurry():
     for ttft in (0.1, 10.0):
         prompt = waiting("a", 2000, slo=Slo(ttft=ttft), deadline=ttft)
         _, memory = plan(decoding=rows(16, 1000, 0.02), waiting=[prompt])
-        gaps[ttft] = memory.choice.gap
-    assert gaps[10.0] <= UNHURRIED * 0.02 < gaps[0.1] <= 0.02
+        gaps[ttft] = memory.standing.choice.gap
+    assert gaps[10.0] <= UNHURRIED_FRACTION * 0.02 < gaps[0.1] <= 0.02
 
 
 def test_a_device_that_gets_slow_makes_for_another_choice_at_once():
     estimator, begun = deepcopy(KNOWN), batch(waiting("a", 2000), layers=1)
     asked = {"decoding": rows(16, 1000, 0.02), "batch": begun}
     _, before = plan(estimator, **asked)
-    assert plan(estimator, before, **asked)[1].choice is before.choice
+    assert plan(estimator, before, **asked)[1].standing.choice is before.standing.choice
     estimator.lately = 0.2
     _, after = plan(estimator, before, **asked)
-    assert after.choice != before.choice
-    assert after.choice.gap <= 0.02
-    assert after.choice.pace < before.choice.pace
+    assert after.standing.choice != before.standing.choice
+    assert after.standing.choice.gap <= 0.02
+    assert after.standing.choice.pace < before.standing.choice.pace
 
 
 def test_nobody_joins_whom_the_bound_has_no_room_for():
@@ -214,25 +209,25 @@ def test_nobody_joins_whom_the_bound_has_no_room_for():
 def test_what_is_chosen_is_for_those_who_decode():
     """Who joins them when the batch is done is reckoned with when the next one is chosen."""
     _, memory = plan(decoding=rows(64, 2000, 0.012), waiting=[waiting("a", 2000)])
-    prefill, decode = memory.choice.level
+    prefill, decode = memory.standing.choice.level
     beside = Corunner(Load([2000], [0]), prefill)
     step = KNOWN.predict(decode_step(Load.decode([2000] * 64)), decode, beside, bound=True)
-    assert memory.choice.mode == "spatial"
-    assert memory.choice.gap == pytest.approx(step)
+    assert memory.standing.choice.mode == "spatial"
+    assert memory.standing.choice.gap == pytest.approx(step)
 
 
 def test_a_bound_that_decode_alone_cannot_keep_binds_nobody():
     hopeless = decoding("x", 1000, slo=Slo(tbt=1e-4))
     _, alone = plan(decoding=rows(20, 1000, 0.03), waiting=[waiting("a", 2000)])
     _, beside = plan(decoding=[*rows(19, 1000, 0.03), hopeless], waiting=[waiting("a", 2000)])
-    assert beside.choice == alone.choice
+    assert beside.standing.choice == alone.standing.choice
 
 
 def test_both_lanes_are_fed_side_by_side_and_decode_first():
     """A bound little above a step leaves no room for a pass, but for a lane."""
     decode = rows(64, 2000, 0.012)
     made, memory = plan(decoding=decode, waiting=[waiting("a", 2000)])
-    assert memory.choice.mode == "spatial"
+    assert memory.standing.choice.mode == "spatial"
     assert [launch.lane for launch in made.launches] == ["decode", "prefill"]
     assert "prefill at" in made.reason
     assert "of 12.0 ms" in made.reason
@@ -255,11 +250,15 @@ def test_a_step_waits_for_prompts_that_end_before_it_could_begin():
     done = batch(waiting("a", 1000), layers=LAYERS)
     decode = rows(64, 2000, 0.013)
     _, memory = plan(decoding=decode, batch=open_batch)
-    assert memory.choice.mode == "spatial"
+    assert memory.standing.choice.mode == "spatial"
     lanes = {"prefill": LaneView(2, 84, 0.020), "decode": LaneView(1, 48, 0.001)}
     under_way = {"batch": open_batch, "launched_batches": [done], "lanes": lanes}
     for ends, waits in ((0.0005, True), (0.0011, False)):
-        made, _ = plan(memory=replace(memory, ends=ends), decoding=decode, **under_way)
+        made, _ = plan(
+            memory=replace(memory, turn=replace(memory.turn, prompts_end=ends)),
+            decoding=decode,
+            **under_way,
+        )
         (launch,) = made.launches
         assert (launch.lane, launch.work) == ("decode", DecodeSteps(waits=waits))
 
@@ -269,7 +268,7 @@ def test_a_step_is_launched_ahead_for_the_first_who_decode():
     joining = {"prefill": rows(64, 2000, 0.013), "decode": (), "device": ()}
     under_way = {"batch": batch(waiting("next", 2000), layers=4), "joining": joining}
     made, memory = plan(lanes={"prefill": LaneView(2, 84, 0.020)}, **under_way)
-    assert memory.choice.mode == "spatial"
+    assert memory.standing.choice.mode == "spatial"
     (launch,) = made.launches
     assert (launch.lane, launch.work) == ("decode", DecodeSteps(waits=True))
 
@@ -280,13 +279,12 @@ TEMPORAL = Candidate("temporal", (UNITS, UNITS), 10, 0.001, 0, 0.015, 0.5, 0.5)
 
 def between_steps(spent, first, choice=TEMPORAL, tbt=0.0155, waits=True, prompt=2000):
     open_batch = Batch([Part(waiting("a", prompt), 0, 2000)], first, first)
-    memory = Memory(
-        choice=choice, about=(4, (2000,), (0,), 0.0, AHEAD_STEPS), chosen=0.0, spent=spent
-    )
+    standing = Standing(choice, made_for=(4, (2000,), (0,), 0.0, SLACK_PARTS), made_at=0.0)
+    memory = Memory(standing=standing, turn=Turn(spent=spent))
     decode = rows(4, 1000, tbt)
     line = [waiting("next", 2000)] if waits else []
     made, memory = plan(memory=memory, decoding=decode, batch=open_batch, waiting=line)
-    return [launch.work for launch in made.launches], memory.spent
+    return [launch.work for launch in made.launches], memory.turn.spent
 
 
 def test_layers_of_two_batches_share_the_time_between_two_steps():
@@ -309,7 +307,7 @@ def test_a_step_follows_the_only_prompt_at_once():
     """It has just been admitted: the view has it in line still."""
     asked = {"decoding": rows(8, 1000, 0.019), "levels": (), "launching": host(Hybrid(), 1.0)}
     made, memory = plan(waiting=[waiting("a", 50)], **asked)
-    assert memory.choice.mode == "temporal"
+    assert memory.standing.choice.mode == "temporal"
     assert [launch.work for launch in made.launches] == [PrefillSlice(0, LAYERS), DecodeSteps()]
 
 
@@ -328,8 +326,8 @@ def test_decode_goes_on_beside_the_last_slices_if_a_pass_behind_them_came_too_la
     than decode can wait."""
     asked = {"waiting": [waiting("a", 4000)], "decoding": rows(8, 1000, 0.019)}
     _, memory = plan(**asked)
-    assert memory.choice.mode == "hybrid"
-    latest = 0.001 + 0.019 - memory.choice.gap - GUARD
+    assert memory.standing.choice.mode == "hybrid"
+    latest = 0.001 + 0.019 - memory.standing.choice.gap - RELAUNCH_GAP_SECONDS
     until = latest + (1e-4 if late else -1e-4)
     lanes = {"prefill": LaneView(1, 84, until), "decode": LaneView(1, 48, 0.001)}
     made, _ = plan(memory=memory, lanes=lanes, **asked)
@@ -343,7 +341,7 @@ def test_a_step_behind_a_hybrid_pass_serves_those_whose_prompt_it_ends():
     decode = rows(64, 2000, 0.013)
     _, memory = plan(decoding=decode, batch=open_batch)
     made, _ = plan(
-        memory=replace(memory, ends=1.0),
+        memory=replace(memory, turn=replace(memory.turn, prompts_end=1.0)),
         decoding=decode,
         batch=open_batch,
         joining={"prefill": (), "decode": (), "device": rows(1, 1000, 0.013)},
@@ -375,7 +373,7 @@ def test_steps_come_first_where_a_pass_would_come_late():
     asked = {"waiting": [waiting("a", 4000)], "decoding": rows(8, 1000, 0.019)}
     made, memory = plan(**asked)
     assert [launch.work for launch in made.launches] == [Hybrid()]
-    spare = 0.019 - memory.choice.gap
+    spare = 0.019 - memory.standing.choice.gap
     step = KNOWN.predict(decode_step(Load.decode([1000] * 8)), UNITS, bound=True)
     assert spare + 0.0011 < 0.99 * step
     for until, launching, steps in (
@@ -389,8 +387,10 @@ def test_steps_come_first_where_a_pass_would_come_late():
     ):
         under_way = {"lanes": {"device": LaneView(1, UNITS, until)}, **asked}
         here = view(KNOWN, launching=host(Hybrid(), launching), **under_way)
-        assert _steps_first(here, memory, memory.choice, step, 0.019) == steps
-        if launching < memory.choice.gap:
+        choice, target = memory.standing.choice, Target(0.019, 0.019, 0.019)
+        situation = Situation(here, LEAD, (), None, step, target, choice, memory.turn)
+        assert situation.steps_before(choice) == steps
+        if launching < memory.standing.choice.gap:
             made, after = Auto().plan(here, Memory())
             works = [launch.work for launch in made.launches]
             assert works == [DecodeSteps(steps) if steps else Hybrid()]
@@ -404,14 +404,16 @@ def test_passes_are_no_faster_than_the_host_launches_them():
     """One behind the other; where that takes longer than the bound, it is another way's turn."""
     asked = {"waiting": [waiting("a", 4000)], "decoding": rows(8, 1000, 0.019)}
     _, memory = plan(**asked)
-    assert memory.choice.mode == "hybrid"
-    for launching in (0.5 * memory.choice.gap, 1.1 * memory.choice.gap, 0.0191):
+    assert memory.standing.choice.mode == "hybrid"
+    for launching in (0.5 * memory.standing.choice.gap, 1.1 * memory.standing.choice.gap, 0.0191):
         _, slow = plan(launching=host(Hybrid(), launching), **asked)
-        if slow.choice.mode == "hybrid":
-            assert launching <= slow.choice.gap <= 0.019
-            assert slow.choice.layer * LAYERS >= launching
-        assert (slow.choice == memory.choice) == (launching < memory.choice.gap)
-        assert (slow.choice.mode == "hybrid") == (launching < 0.019)
+        if slow.standing.choice.mode == "hybrid":
+            assert launching <= slow.standing.choice.gap <= 0.019
+            assert slow.standing.choice.layer * LAYERS >= launching
+        assert (slow.standing.choice == memory.standing.choice) == (
+            launching < memory.standing.choice.gap
+        )
+        assert (slow.standing.choice.mode == "hybrid") == (launching < 0.019)
 
 
 def test_no_pass_is_a_little_larger_than_the_graphs():
@@ -433,7 +435,7 @@ def test_a_step_goes_before_a_slice_whose_launch_would_hold_it_up():
     lanes = {"decode": LaneView(1, 48, LEAD + 0.001)}
     asked = {"decoding": rows(64, 2000, 0.013), "batch": open_batch, "lanes": lanes}
     for slow, first in ((LEAD + 0.0009, []), (LEAD + 0.0011, ["decode"])):
-        launching = slow / SLOWER
+        launching = slow / LAUNCH_SAFETY_FACTOR
         made, _ = plan(launching=host(PrefillSlice(4, 6), launching), **asked)
         assert [launch.lane for launch in made.launches] == [*first, "prefill"]
 
@@ -442,7 +444,7 @@ def test_prompts_end_no_earlier_than_their_launch_lets_them_begin():
     asked = {"decoding": rows(64, 2000, 0.013), "batch": batch(waiting("a", 50), layers=LAYERS - 2)}
     _, now = plan(**asked)
     _, later = plan(launching=host(PrefillSlice(LAYERS - 2, LAYERS), 0.004), **asked)
-    assert later.ends == pytest.approx(now.ends + 0.002)
+    assert later.turn.prompts_end == pytest.approx(now.turn.prompts_end + 0.002)
 
 
 def test_a_pass_is_launched_while_the_last_launch_of_either_lane_runs():
@@ -593,7 +595,7 @@ def test_what_is_ahead_is_planned_with():
         ahead = [{"slo": Slo(tbt=0.02), "slack": 0.01}] * count
         each = [*ahead, *[{"slo": Slo(tbt=tbt), **last}] * (8 - count)]
         decode = [decoding(f"{i}", 1000, **more) for i, more in enumerate(each)]
-        return plan(waiting=[waiting("a", 4000)], decoding=decode)[1].choice.gap
+        return plan(waiting=[waiting("a", 4000)], decoding=decode)[1].standing.choice.gap
 
     level = gap({}, count=0)
     assert level <= 0.02
@@ -601,70 +603,3 @@ def test_what_is_ahead_is_planned_with():
     assert gap({"last_token_at": None}) > 0.02
     assert gap({}) == level
     assert gap({}, tbt=0.05) > 0.02
-
-
-def add(gaps, *runs):
-    for seconds, count in runs:
-        for _ in range(count):
-            gaps.add(seconds)
-
-
-def watched(memory, gaps, now, requests=10, estimator=None):
-    decode = rows(requests, 1000, 0.01)
-    asked = view(estimator or OnlineEstimator(), decoding=decode, gaps=gaps, now=now)
-    return _watch(asked, memory)
-
-
-def test_the_margin_rests_where_one_gap_in_a_hundred_is_above_the_slo():
-    """Stalls of all ten requests, every 4,000 gaps: 0.25 % are above, there is room; 2 % are too
-    many. Without a bound nothing is learned."""
-    rare, often, gaps = Memory(), Memory(), Gaps()
-    for i in range(200):
-        add(gaps, (0.009, 99), (0.02, 10 * (i % 40 == 0)))
-        rare = watched(rare, gaps, float(i))
-    assert 1.0 < rare.margin <= 1.0 / UNPROMISED
-    unbound = view(OnlineEstimator(), decoding=rows(10, 1000, None), gaps=gaps, now=200.0)
-    assert _watch(unbound, Memory()).margin == 1.0
-    for i in range(200):
-        add(gaps, (0.009, 98), (0.02, 2))
-        often = watched(often, gaps, float(i))
-    assert LEAST_MARGIN < often.margin < 0.9
-    for i in range(200, 900):
-        add(gaps, (0.009, 100))
-        often = watched(often, gaps, float(i))
-    assert often.margin > 0.95
-
-
-def test_the_margin_is_forgotten_while_nobody_decodes():
-    """An overload that is over does not keep prefill on few units when the next requests come."""
-    gaps = Gaps()
-    add(gaps, (0.02, 300))
-    late = watched(Memory(), gaps, 1.0)
-    assert late.margin < LEAST_PROMISED == watched(Memory(), gaps, 1.0, estimator=KNOWN).margin
-    assert watched(late, gaps, 1.5).margin == late.margin
-    again = watched(late, gaps, 2.5)
-    assert again.margin == 1.0
-    add(gaps, (0.02, 10))
-    assert watched(again, gaps, 3.0).margin == pytest.approx(math.exp(-STEP * 0.01), rel=1e-3)
-
-
-def test_the_gaps_of_a_late_step_count_as_one():
-    """Three late steps move the margin by as much with a hundred requests as with five."""
-    margins = []
-    for requests in (5, 100):
-        gaps = Gaps()
-        add(gaps, (0.02, 3 * requests))
-        margins.append(watched(Memory(), gaps, 1.0, requests).margin)
-    assert margins[0] == pytest.approx(margins[1])
-    assert 0.96 < margins[0] < 0.98
-
-
-def test_the_margin_moves_as_fast_under_all_bounds():
-    """With five times as long steps there are a fifth as many."""
-    gaps = Gaps()
-    add(gaps, (0.06, 20))
-    short, long = (
-        _watch(view(OnlineEstimator(), decoding=rows(10, 1000, tbt), gaps=gaps, now=1.0), Memory())
-        for tbt in (0.01, 0.05)
-    )
-    assert math.log(long.margin) == pytest.approx(5 * math.log(short.margin))

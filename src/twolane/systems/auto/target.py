@@ -1,0 +1,66 @@
+"""The time between two tokens that is planned for."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from twolane.estimate.query import Load, decode_step
+from twolane.systems.view import RequestView, View
+
+DEFAULT_TBT_SECONDS = 0.05
+"""The TBT in seconds that is planned for where no SLO bounds it."""
+DEFAULT_TBT_STEPS = 4
+"""The TBT that is planned for without an SLO is at least this many decode steps on the whole
+device."""
+USABLE_SLACK_FRACTION = 0.33
+"""This fraction of the time for which tokens are held back is added to the TBT SLO. The rest is for
+launches that take longer than predicted; once it is used up, every request is late."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Seconds between two tokens."""
+
+    bound: float
+    """The tightest SLO that can be kept."""
+    planned: float
+    """What is planned for."""
+    latest: float
+    """When the next token is late: the bound, and what tokens are held back."""
+
+
+def target_tbt(
+    view: View, rows: Sequence[RequestView], step: float | None, fraction: float
+) -> Target:
+    """Return what to plan for.
+
+    Args:
+        view: of the engine.
+        rows: the requests that decode or will after their prompt.
+        step: a bound on the seconds of their decode step on the whole device, if known.
+        fraction: the margin's.
+    """
+    bound = _tightest_bound(view, rows, step)
+    slack = ((_slo(r), r.slack) for r in view.decoding if r.last_token_at is not None)
+    latest = min((slo + held for slo, held in slack if slo and slo >= bound), default=bound)
+    planned = fraction * (bound + USABLE_SLACK_FRACTION * (latest - bound))
+    return Target(bound, planned, latest)
+
+
+def _tightest_bound(view: View, rows: Sequence[RequestView], step: float | None) -> float:
+    """Return the tightest bound among the rows that decode alone can keep, in seconds.
+
+    A bound that even one of them alone on the whole device could not keep binds nobody. One that
+    they could keep if they were fewer does, so that nobody joins them.
+    """
+    bounds = [bound for bound in {_slo(r) for r in rows} if bound is not None]
+    kept = [bound for bound in bounds if not step or bound >= step]
+    if bounds and not kept:
+        one = Load.decode([min(r.context for r in rows)])
+        least = view.estimator.predict(decode_step(one), view.units, bound=True)
+        kept = [bound for bound in bounds if not least or bound >= least]
+    return min(kept, default=max(DEFAULT_TBT_SECONDS, DEFAULT_TBT_STEPS * (step or 0.0)))
+
+
+def _slo(request: RequestView) -> float | None:
+    """Return the request's TBT bound in seconds, or its TPOT bound if it has none."""
+    return request.slo.tpot if request.slo.tbt is None else request.slo.tbt
