@@ -40,7 +40,7 @@ from twolane.lanes.work import DecodeWork, PrefillWork, Work
 from twolane.sim import machine as simulated
 from twolane.sim import run as simulate
 from twolane.sim.device import DeviceModel
-from twolane.sim.lanes import Demand
+from twolane.sim.lanes import Demand, SimLanes
 
 RESULTS = Path(__file__).parent / "results"
 OUTLIER = 1.3
@@ -124,7 +124,7 @@ class CardModel(DeviceModel):
         return seconds * one.scale * math.exp(self.uneven.configurations * off)
 
 
-class CardLanes(simulated._ClosedLanes):
+class CardLanes(SimLanes):
     """Lanes whose device knows the time."""
 
     def _rate(self) -> None:
@@ -152,7 +152,7 @@ def searched(task: tuple[goodput.Panel, str, Namespace]) -> dict[str, object]:
     with (
         patch.object(simulate, "SimulatedMachine", machine),
         patch.object(simulate, "simulated_profile", lambda *_: path),
-        patch.object(simulated, "_ClosedLanes", CardLanes),
+        patch.object(simulated, "SimLanes", CardLanes),
         patch.object(sys, "argv", ["twolane", *words]),
         redirect_stdout(io.StringIO()),
         suppress(SystemExit),

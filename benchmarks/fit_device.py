@@ -29,7 +29,8 @@ from twolane.lanes.work import (
     Work,
 )
 from twolane.model.shapes import SHAPES
-from twolane.sim.device import H200, DeviceModel, Gpu
+from twolane.sim.device import DeviceModel
+from twolane.sim.gpus import H200, Gpu
 
 RESULTS = Path(__file__).parent / "results"
 MODELS = "qwen3-8b", "codellama-34b"

@@ -13,7 +13,7 @@ from twolane.profile.clocks import Clocks
 from twolane.profile.grid import Point, plan
 from twolane.profile.rig import Rig
 from twolane.profile.run import rig_on
-from twolane.sim.device import GPUS
+from twolane.sim.gpus import GPUS
 from twolane.sim.machine import SimulatedMachine
 
 SPEC = SHAPES["qwen3-8b"]

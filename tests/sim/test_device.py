@@ -20,7 +20,8 @@ from twolane.lanes.work import (
     Work,
 )
 from twolane.model.shapes import SHAPES
-from twolane.sim.device import GPUS, H200, DeviceModel, Gpu
+from twolane.sim.device import DeviceModel
+from twolane.sim.gpus import GPUS, H200, Gpu
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 MEASURED = json.loads((RESULTS / "engine-h200.json").read_text())["details"]

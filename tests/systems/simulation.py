@@ -16,7 +16,7 @@ from twolane.estimate.online import OnlineEstimator
 from twolane.kernels.sizes import SIZES
 from twolane.sampling import SamplingParams
 from twolane.sim.lanes import FixedDurations, SimLanes
-from twolane.sim.machine import SimPort
+from twolane.sim.port import SimPort
 from twolane.slo import Slo
 from twolane.systems.registry import System
 

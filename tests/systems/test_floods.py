@@ -8,7 +8,8 @@ import pytest
 
 from tests.systems.simulation import LAYERS, LEVELS, UNITS, Simulation, simulate, submit
 from twolane.model.shapes import SHAPES
-from twolane.sim.device import H200, DeviceModel
+from twolane.sim.device import DeviceModel
+from twolane.sim.gpus import H200
 from twolane.sim.lanes import SimLanes
 from twolane.slo import Slo
 from twolane.systems.registry import SYSTEMS, make_system

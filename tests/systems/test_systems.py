@@ -19,7 +19,7 @@ from twolane.estimate.catalog import ESTIMATORS
 from twolane.estimate.papers.guard import ContentionGuard
 from twolane.estimate.papers.solo_run import SoloRun
 from twolane.model.shapes import SHAPES
-from twolane.sim.device import GPUS
+from twolane.sim.gpus import GPUS
 from twolane.sim.lanes import FixedDurations
 from twolane.sim.machine import SimulatedMachine
 from twolane.slo import Slo

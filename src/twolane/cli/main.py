@@ -57,7 +57,7 @@ def models(incomplete: str) -> list[str]:
 
 def gpus(incomplete: str) -> list[str]:
     """Return the simulated GPUs, for shell completion."""
-    from twolane.sim.device import GPUS
+    from twolane.sim.gpus import GPUS
 
     return [name for name in GPUS if name.startswith(incomplete)]
 

@@ -1,16 +1,17 @@
-"""The engine on a virtual clock: the loop's port, and the machine it believes to run on."""
+"""The machine that an engine in simulation runs on."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from twolane.common.errors import FieldError
 from twolane.common.vocabulary import MachineKind
 from twolane.engine.config import EngineConfig
-from twolane.engine.messages import Outputs, ToEngine
 from twolane.kernels.sizes import GRAPH_BYTES, SIZES, WORKSPACE_TOKENS
 from twolane.lanes.machine import Progress
 from twolane.model.spec import ModelSpec
-from twolane.sim.device import ITEM, DeviceModel, Gpu, revision
+from twolane.sim.device import DeviceModel
+from twolane.sim.gpus import Gpu, revision
 from twolane.sim.lanes import SimLanes
+from twolane.sim.operators import ITEM
 
 LEVEL_STEP = 16
 """Units between two of the levels that are offered when none are asked for, as on a GPU."""
@@ -18,50 +19,6 @@ MLP_TOKENS = 8192
 """The most tokens for which a lane's MLP activations exist at once."""
 CONTEXT_BYTES = 2.6e9
 """What driver, libraries and loading take of the memory; from the pool sizes on an H200."""
-
-
-class SimPort:
-    """Delivers messages at their virtual times and moves the clock when the engine waits.
-
-    Args:
-        lanes: whose clock it is.
-        arrivals: (seconds, message), in order of time; read one message ahead.
-        hear: called with (seconds, news) as news come.
-    """
-
-    def __init__(
-        self,
-        lanes: SimLanes,
-        arrivals: Iterable[tuple[float, ToEngine]],
-        hear: Callable[[float, Outputs], None],
-    ) -> None:
-        self._lanes = lanes
-        self._arrivals = iter(arrivals)
-        self._next = next(self._arrivals, None)
-        self._hear = hear
-        self.stopped = False
-
-    def receive(self) -> Sequence[ToEngine] | None:
-        """See `Port.receive`; stops when nothing can happen any more."""
-        if self.stopped:
-            return None
-        due = []
-        while self._next is not None and self._next[0] <= self._lanes.clock():
-            due.append(self._next[1])
-            self._next = next(self._arrivals, None)
-        return due
-
-    def send(self, news: Outputs) -> None:
-        """See `Port.send`."""
-        self._hear(self._lanes.clock(), news)
-
-    def wait(self, wake_at: float | None) -> None:
-        """See `Port.wait`: jump to the next event."""
-        arrival, event = self._next[0] if self._next else None, self._lanes.next_event()
-        if arrival is None and event is None:
-            self.stopped = True  # a wake-up alone changes nothing that a system can see
-            return
-        self._lanes.advance(min([at for at in (arrival, event, wake_at) if at is not None]))
 
 
 class SimulatedMachine:

@@ -12,7 +12,7 @@ from twolane.model.spec import ModelSpec
 from twolane.profile.clocks import Clocks
 from twolane.profile.grid import REVISION, plan
 from twolane.profile.run import rig_on, work_through
-from twolane.sim.device import Gpu
+from twolane.sim.gpus import Gpu
 from twolane.sim.machine import SimulatedMachine
 
 ROUNDS = 15

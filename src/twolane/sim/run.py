@@ -31,9 +31,10 @@ from twolane.results.record import INTERRUPTED, OK, Record, status_outcome
 from twolane.results.result import BenchConfig, Result
 from twolane.results.summary import result_json, summary
 from twolane.sampling import SamplingParams
-from twolane.sim.device import GPUS
+from twolane.sim.gpus import GPUS
 from twolane.sim.lanes import SimLanes
-from twolane.sim.machine import SimPort, SimulatedMachine
+from twolane.sim.machine import SimulatedMachine
+from twolane.sim.port import SimPort
 from twolane.sim.profile import simulated_profile
 from twolane.systems.registry import SYSTEMS
 from twolane.workload.prompts import PromptMaker
@@ -56,7 +57,7 @@ class SimulateConfig(msgspec.Struct, frozen=True, kw_only=True):
     engine: EngineConfig
     """Its device, dtype and load format do not apply."""
     gpu: str
-    """A name in `lanes.device.GPUS`."""
+    """A name in `sim.gpus.GPUS`."""
     tp: int = 1
     """GPUs that share each layer."""
     bench: BenchConfig

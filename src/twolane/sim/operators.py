@@ -1,0 +1,237 @@
+"""Seconds, FLOPs and bytes of a model's operators on one GPU, at the top clock and alone."""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from twolane.kernels.sizes import EMPTY_KEYS, FILLED, tile_tokens
+from twolane.lanes.work import PromptRow
+from twolane.model.spec import ModelSpec
+from twolane.sim.gpus import Gpu
+
+ITEM = 2
+"""Bytes of an element: weights, activations and KV are bfloat16."""
+KERNELS = 10
+"""Small kernels of a layer."""
+TILE = 64
+"""Rows that products are counted in."""
+TILE_KEYS, SPLIT_KEYS = 288, 1900
+"""A large tile of attention beside its keys, and that some are split, in the time of a key."""
+SPLIT_GAIN = 0.97
+"""Tiles are split if that takes less than so much of what whole ones take."""
+
+
+class LayerShapes(NamedTuple):
+    """Of one GPU's part of the model: parameters, and elements of one token, in a layer."""
+
+    layers: int
+    products: Sequence[tuple[float, float]]
+    """(inputs, outputs) of the matrix products."""
+    weights: float
+    product_width: float
+    """Elements that the products read and write for a token."""
+    small_bytes: float
+    """Bytes that the small kernels move for a token."""
+    q_size: float
+    kv_bytes: float
+    """Of a token, keys and values."""
+    head: float
+    """Parameters of the classifier."""
+    hidden: int
+
+
+def shapes_of(spec: ModelSpec, tp: int) -> LayerShapes:
+    """One GPU's part of a model."""
+    h, q, kv, mlp = spec.hidden_size, spec.q_size, spec.kv_size, spec.intermediate_size
+    wide = (q + 2 * kv + 2 * mlp) / tp
+    products = ((h, (q + 2 * kv) / tp), (q / tp, h), (h, 2 * mlp / tp), (mlp / tp, h))
+    return LayerShapes(
+        layers=spec.layers,
+        products=products,
+        weights=sum(inputs * outputs for inputs, outputs in products),
+        product_width=4 * h + wide + (q + mlp) / tp,
+        small_bytes=ITEM * (8 * h + (2 * (q + 2 * kv) + 3 * mlp) / tp),
+        q_size=q / tp,
+        kv_bytes=2 * kv * ITEM / tp,
+        head=h * spec.vocab_size / tp,
+        hidden=h,
+    )
+
+
+class Cost(NamedTuple):
+    """Seconds of some operators at the top clock and alone, FLOPs (by power) and bytes."""
+
+    fixed: float = 0.0
+    clocked: float = 0.0
+    streamed: float = 0.0
+    memory: float = 0.0
+    """Of the seconds clocked and streamed, those that wait for memory."""
+    arithmetic: float = 0.0
+    """FLOPs, weighted by the power that they draw."""
+    bytes: float = 0.0
+
+    @property
+    def alone(self) -> float:
+        """Seconds at the top clock, with nothing beside it."""
+        return self.fixed + self.clocked + self.streamed
+
+    def times(self, count: float) -> "Cost":
+        """The cost of doing this `count` times."""
+        a, b, c, d, e, f = self
+        return Cost(count * a, count * b, count * c, count * d, count * e, count * f)
+
+    def plus(self, other: "Cost") -> "Cost":
+        """The cost of both, one after the other."""
+        a, b, c, d, e, f = self
+        g, h, i, j, k, m = other
+        return Cost(a + g, b + h, c + i, d + j, e + k, f + m)
+
+
+ATTENTION_POWER = 0.6
+"""Power of a FLOP of attention, of one of a matrix product: on all SMs the clock falls less."""
+
+
+class OperatorCosts:
+    """What each operator of a forward pass costs.
+
+    Args:
+        gpu: the data sheet.
+        spec: the model's shape.
+        tp: GPUs that share each layer (tensor parallelism).
+    """
+
+    def __init__(self, gpu: Gpu, spec: ModelSpec, tp: int) -> None:
+        self._gpu, self._spec, self._tp = gpu, spec, tp
+        self._shapes = shapes_of(spec, tp)
+        self._layers: dict[tuple[int, int, bool], Cost] = {}
+        self._heads: dict[tuple[int, int], Cost] = {}
+
+    def layer(self, tokens: int, units: int, *, decode: bool) -> Cost:
+        """The matrix products, small kernels and all-reduces of a layer."""
+        key = (tokens, units, decode)
+        cost = self._layers.get(key)
+        if cost is None:
+            shapes = self._shapes
+            fixed = KERNELS * self._gpu.kernel_seconds
+            if self._tp > 1:
+                fixed += 2 * self._all_reduce(tokens)
+            small = self._stream(tokens * shapes.small_bytes, units)._replace(fixed=fixed)
+            moved = ITEM * (shapes.weights + tokens * shapes.product_width)
+            cost = small.plus(self._product(tokens, shapes.products, moved, units, decode=decode))
+            self._layers[key] = cost
+        return cost
+
+    def head(self, rows: int, units: int) -> Cost:
+        """The classifier for so many rows, and choosing their tokens."""
+        if not rows:
+            return Cost()
+        key = (rows, units)
+        cost = self._heads.get(key)
+        if cost is None:
+            hidden, head = self._shapes.hidden, self._shapes.head
+            product = self._product(
+                rows, ((hidden, head / hidden),), ITEM * head, units, decode=True
+            )
+            cost = product._replace(fixed=self._gpu.sampling_seconds)
+            self._heads[key] = cost
+        return cost
+
+    def _product(
+        self,
+        tokens: int,
+        products: Sequence[tuple[float, float]],
+        moved: float,
+        units: int,
+        *,
+        decode: bool,
+    ) -> Cost:
+        """Matrix products of so many rows with weights of those shapes; they move so many bytes."""
+        gpu = self._gpu
+        rows = -(-tokens // TILE) * TILE if tokens > TILE else tokens
+        flops = [2.0 * rows * inputs * outputs for inputs, outputs in products]
+        work = sum(flops)
+        if tokens >= 2 * TILE and not decode:
+            # A kernel with 132 blocks takes as long on 116 SMs as on 66: twice as long as on 132.
+            turns = math.ceil(gpu.units / units) * units / gpu.units
+            sizes = [tokens * outputs for _, outputs in products]
+            parts = [gpu.one_grid / (gpu.one_grid + size) for size in sizes]
+            work += (turns - 1.0) * sum(f * part for f, part in zip(flops, parts, strict=True))
+        c = work / (units * gpu.unit_flops * gpu.product_share)
+        share = 1.0 - math.exp(-units / gpu.product_units)
+        saturated = moved / gpu.bandwidth
+        corner = gpu.whole_corner if units == gpu.units else gpu.corner
+        corner = gpu.step_corner if decode else corner
+        cost = self._round(c, saturated / share, saturated, corner)
+        total = sum(flops)
+        return cost._replace(arithmetic=total, bytes=moved + gpu.spill * total)
+
+    def attend(self, rows: Sequence[PromptRow], units: int, tiled: float | None = None) -> Cost:
+        """Attention of the chunks of a prefill batch, in one layer; `tiled`: see `_tiles`."""
+        gpu, shapes = self._gpu, self._shapes
+        pairs = seen = 0.0
+        for row in rows:
+            n = row.count
+            # Tiles on the diagonal are whole.
+            pairs += (n + gpu.attention_rows) * (row.start + 0.5 * n + 64)
+            seen += row.start + n
+        pairs = pairs if tiled is None else tiled
+        flops = 4.0 * shapes.q_size * pairs
+        moved = seen * shapes.kv_bytes
+        c = flops / (units * gpu.unit_flops * gpu.prompt_attention_share)
+        saturated = moved / gpu.bandwidth
+        m = moved / min(units * gpu.unit_bandwidth, gpu.bandwidth)
+        cost = self._round(c, m, saturated, gpu.corner)
+        return cost._replace(arithmetic=ATTENTION_POWER * flops, bytes=moved)
+
+    def tiles(self, rows: Sequence[PromptRow], units: int) -> tuple[float, bool] | None:
+        """Pairs of rows and keys that all SMs would compute for a head while the busiest is, in
+        large tiles, as in the graph of a pass, and whether some are split; None: there are small
+        ones, for these were nearly empty.
+
+        `kernels/prefill_attention_schedule.py` deals tiles, and splits the longest if that is
+        faster; `kernels/prefill_attention_flashinfer.py` (`Replayed`) says what is nearly empty.
+        """
+        tile, heads = tile_tokens(self._spec.head_dim), self._spec.heads / self._tp
+        keys = [
+            row.start + min(row.count, first + tile)
+            for row in rows
+            for first in range(0, row.count, tile)
+        ]
+        new = sum([row.count * (row.start + row.count) for row in rows])
+        if heads * sum(keys) > EMPTY_KEYS * units and new < FILLED * tile * sum(keys):
+            return None
+        count, longest = heads * len(keys), max(keys) + TILE_KEYS
+        mean = (heads * sum(keys) + count * TILE_KEYS) / units
+        rounds = math.ceil(count / units)
+        busiest = max(mean, longest) if rounds == 1 else mean * rounds * units / count
+        split = mean + SPLIT_KEYS < SPLIT_GAIN * busiest
+        return (mean + SPLIT_KEYS if split else busiest) * tile * units / heads, split
+
+    def read(self, contexts: int, units: int) -> Cost:
+        """Attention of a decode step: all layers read the keys and values of these tokens."""
+        gpu, shapes = self._gpu, self._shapes
+        reach = min(units * gpu.unit_bandwidth, gpu.bandwidth * gpu.decode_attention_share)
+        return self._by_reach(contexts * shapes.kv_bytes * shapes.layers, reach)
+
+    def _stream(self, moved: float, units: int) -> Cost:
+        """Small kernels that read and write so many bytes."""
+        reach = self._gpu.bandwidth * (1.0 - math.exp(-units / self._gpu.product_units))
+        return self._by_reach(moved, reach)
+
+    def _by_reach(self, moved: float, reach: float) -> Cost:
+        """Pure memory traffic: what the memory does not bound goes with the clock."""
+        seconds = moved / reach
+        streamed = moved / self._gpu.bandwidth
+        return Cost(clocked=seconds - streamed, streamed=streamed, memory=seconds, bytes=moved)
+
+    def _round(self, c: float, m: float, saturated: float, p: float) -> Cost:
+        """Seconds of arithmetic c and memory m together; the latter `saturated` with all SMs."""
+        seconds = (c**p + m**p) ** (1 / p)
+        memory = seconds * m**p / (c**p + m**p) if m else 0.0
+        streamed = memory * saturated / m if m else 0.0
+        return Cost(clocked=seconds - streamed, streamed=streamed, memory=memory)
+
+    def _all_reduce(self, tokens: int) -> float:
+        """A ring: each GPU sends and receives 2 (tp − 1) / tp of the bytes (DuetServe §4.1)."""
+        moved = 2 * (self._tp - 1) / self._tp * tokens * self._shapes.hidden * ITEM
+        return self._gpu.link_seconds + moved / self._gpu.link_bandwidth
