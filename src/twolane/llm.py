@@ -76,7 +76,7 @@ class CompletionOutput:
     """One answer, or a piece of one: the pieces put together are the answer."""
 
     index: int
-    """Of the answer among the `n` to its prompt."""
+    """Index of the answer among the `n` to its prompt."""
     text: str
     """Without special tokens, and without what stopped it."""
     token_ids: list[int]

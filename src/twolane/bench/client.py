@@ -32,7 +32,7 @@ class _Usage(msgspec.Struct, gc=False):
 
     @property
     def cached_tokens(self) -> int | None:
-        """Of the prompt, in the prefix cache."""
+        """Prompt tokens that the server found in its prefix cache."""
         return self.prompt_tokens_details.cached_tokens if self.prompt_tokens_details else None
 
 
@@ -378,7 +378,7 @@ class LoadRun:
         self._tally = Tally(len(jobs))
         self._tasks: list[asyncio.Task[None]] = []
         self.records: list[Record] = []
-        """Of the requests sent, in the order in which they ended."""
+        """One record for each request sent, in the order in which they ended."""
         self.duration = 0.0
         self.loop_lag = LoopLag()
 

@@ -31,7 +31,7 @@ OWN_FLAGS = (
     *("--system", "--option", "--port", "--trace", "--config"),
     *("--slo-ttft-ms", "--slo-ttft-per-1k-ms", "--slo-tbt-ms", "--slo-tpot-ms"),
 )
-"""Of `twolane serve`, that a search sets itself."""
+"""Options of `twolane serve` that a search sets itself."""
 
 
 def target(

@@ -35,8 +35,8 @@ LISTS = ("itls", "ttfts", "latencies", "start_times")
 LOWEST, HIGHEST = 1e-3, 1e5
 """Requests a second between which is searched."""
 SHORT = 4.0
-"""Times what a first token may take, on average, shorter runs are short: they may serve a quarter
-more than arrives in the time, when the arrivals have ended."""
+"""A run is called short if it lasts less than this multiple of the mean TTFT bound: it may serve a
+quarter of its requests after the arrivals have ended."""
 
 
 class Search(msgspec.Struct, frozen=True, kw_only=True):
@@ -410,8 +410,8 @@ def _search_dict(search: Search) -> dict[str, object]:
 
 
 def _trial(points: Sequence[Point], system: str, seed: int, rate: float, run: Run) -> Trial:
-    """Of the run at that rate, which the first point's folder may have already. The others, which
-    it answers as well, get theirs."""
+    """Return the trial at that rate, from the first point's folder if it has one already. The other
+    points that the run answers get a copy."""
     name = f"{file_name(system)}-seed{seed}-rate{rate:.5f}.json"
     path = points[0].folder / name
     if path.exists():

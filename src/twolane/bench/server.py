@@ -20,7 +20,7 @@ CLIENT_CPUS, ENOUGH_CPUS = 2, 8
 """CPUs that the client keeps to itself where there are so many: it stands for one on a machine of
 its own. Where the kernel wakes it on the server's CPU, it delays the tokens that it is to time."""
 LOG_LINES = 5
-"""Of the end of a dead server's log, that are shown."""
+"""Number of lines shown from the end of a dead server's log."""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ EXCLUSIVE: dict[LaneName, tuple[LaneName, ...]] = {
     "decode": ("decode", "device"),
     "device": LANES,
 }
-"""Whose launches run before or after those of a lane, never beside them."""
+"""For each lane, the lanes whose launches run before or after its own and never beside them."""
 
 EstimatorName = Literal["calibrated", "solo-run", "guard", "sm-roofline", "attention-roofline"]
 """Those that are fitted on a profile; `estimate/catalog.py` has them."""

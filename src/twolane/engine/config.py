@@ -25,7 +25,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     load_format: LoadFormat = "auto"
     """"dummy": random weights, no files needed."""
     dtype: DType = "auto"
-    """Of weights and KV; "auto" is float32 on a CPU and bfloat16 on a GPU."""
+    """Type of weights and KV cache; "auto" is float32 on a CPU and bfloat16 on a GPU."""
     quantization: Quantization | None = None
     """Weights in 16 bits are rounded to this while they are loaded: "fp8" has a scale for each row,
     "fp8_block128" one for each 128 x 128, "int4" (dummy weights alone) one for 128 columns. None
@@ -35,12 +35,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_model_len: int | None = None
     """The most tokens of one request; None: the model's positions, if the KV pool holds them."""
     seed: int = 0
-    """Of dummy weights and of requests without a seed of their own."""
+    """Seed of dummy weights and of requests that bring none."""
     system: str = DEFAULT_SYSTEM
     options: dict[str, str] = {}
     """The system's own settings by name, as text (`twolane.systems.registry`)."""
     slo: Slo = Slo()
-    """Of requests that bring none of their own."""
+    """Bounds of requests that bring none."""
     tbt_buffer: float = 0.020
     """The most seconds for which a token of a request with a TBT bound is held back, so that gaps
     are even and a late token is in time; at most the bound itself. 0 delivers tokens at once."""

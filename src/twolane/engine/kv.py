@@ -154,7 +154,7 @@ class Lookup:
     cost: int
     """Free or reclaimable pages that allocating takes."""
     version: int
-    """Of the tree: the answer holds as long as that does."""
+    """Version of the tree: the answer holds until it changes."""
     path: Sequence[Node] = ()
     """Where the tokens are found; a later lookup begins there."""
 
@@ -180,7 +180,7 @@ class Allocation:
     in_flight: int = 0
     """Launches that name this allocation and have not been reaped."""
     last_ticket: Ticket | None = None
-    """Of the launch that names it last; a launch in another lane waits for it."""
+    """Ticket of the last launch that names it; a launch in another lane waits for it."""
     given_up: bool = False
     """The request is through with it."""
 

@@ -315,7 +315,7 @@ def _chunk_masks(chunks: Sequence[BatchChunk]) -> tuple[TokenMask, ...]:
 
 
 def _load(chunks: Sequence[BatchChunk], contexts: Sequence[int] = ()) -> Load:
-    """Of a prefill batch, behind decode rows if there are any."""
+    """Load of a prefill batch, behind decode rows if there are any."""
     new = [*(1 for _ in contexts), *(chunk.n for chunk in chunks)]
     return Load(new, [*contexts, *(chunk.start for chunk in chunks)])
 

@@ -69,7 +69,7 @@ class Progress(msgspec.Struct, frozen=True, tag=True):
 
     stage: str
     fraction: float
-    """Of this stage, in [0, 1]."""
+    """Share of this stage that is done, in [0, 1]."""
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
@@ -87,7 +87,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     vocab_size: int
     eos_token_ids: list[int]
     slo: Slo = Slo()
-    """Of requests that bring none of their own."""
+    """Bounds of requests that bring none."""
 
 
 class Times(msgspec.Struct, frozen=True):
@@ -112,9 +112,10 @@ class Output(msgspec.Struct, frozen=True):
     cached: int | None = None
     """Prompt tokens found in the prefix cache; with the first tokens only."""
     logprobs: list[TokenLogprobs] | None = None
-    """Of each of `tokens`, if asked for."""
+    """Log-probabilities of each of `tokens`, if asked for."""
     prompt_logprobs: list[TokenLogprobs] | None = None
-    """Of each prompt token but the first, if asked for; with the first tokens only."""
+    """Log-probabilities of each prompt token but the first, if asked for; they come with the first
+    tokens only."""
     times: Times | None = None
     """With `finish`."""
     due: float | None = None
@@ -161,7 +162,7 @@ class Launched(msgspec.Struct, frozen=True):
     """In seconds on the lanes' clock, as `end`."""
     end: float
     layers: tuple[int, int]
-    """Of the prompts: from the first to before the second. (0, 0): there were none."""
+    """Layers of the prompts, first to end (exclusive); (0, 0) without prompts."""
     prompts: list[str]
     """Ids of the requests whose prompts were computed."""
     new: int

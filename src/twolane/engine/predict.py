@@ -85,7 +85,7 @@ def machine_key(machine: Machine, units: int) -> Key:
 
 
 def _driver_version() -> str:
-    """Of the GPU; empty where `nvidia-smi` does not tell."""
+    """Driver version of the GPU; empty where `nvidia-smi` does not tell."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return ""

@@ -42,7 +42,7 @@ class Request:
     """Output tokens it may still be launched for: `limit` less those known or in flight."""
     priority: int
     order: int
-    """Of arrival, unique."""
+    """Place in the order of arrival, unique."""
     arrival: float
     slo: Slo
     sampling: Sampling
@@ -59,14 +59,14 @@ class Request:
     """Its last answer."""
     phase: Phase = Phase.WAITING
     leader: str | None = None
-    """Whose prompt it waits for, unseen by systems, while it is held back."""
+    """Id of the request whose prompt it waits for; systems do not see it meanwhile."""
     allocation: Allocation | None = None
     context: int = 0
     """Tokens in the KV cache at the launched frontier."""
     cached: int | None = None
     """Prompt tokens found in the prefix cache when first admitted."""
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """Of the prompt so far, if asked for; delivered with the first token."""
+    """Log-probabilities of the prompt so far, if asked for; delivered with the first token."""
     admitted_at: float | None = None
     last_token_at: float | None = None
     first_token_at: float | None = None

@@ -30,7 +30,7 @@ class Counters:
     prefix_hits: int = 0
     preemptions: int = 0
     seconds: dict[tuple[LaneName, int], float] = field(default_factory=lambda: defaultdict(float))
-    """Of device work, by lane and units."""
+    """Seconds of device work, by lane and units."""
 
 
 @dataclass(slots=True)

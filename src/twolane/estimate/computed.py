@@ -28,8 +28,8 @@ SLOPES = (64, 128)
 BENDS = (128, 384)
 """New tokens of a pass from which on arithmetic binds some of its products, and all."""
 SMALL_ROWS = (16, 64, 128)
-"""Of the small tiles: new tokens times the query heads that share a KV head. As few as hold the
-longest prompt's."""
+"""Rows of the small tiles: new tokens times the query heads that share a KV head. The smallest
+tile that holds the longest prompt's rows is used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class Computed:
         return padded(load.new, SIZES) if self.graphs else load.new
 
     def rows(self, load: Load) -> int:
-        """Of a decode step, with its padding."""
+        """Rows of a decode step, with its padding."""
         return padded(load.requests, self.buckets, BUCKET_STEP if self.buckets else 1)
 
     def pairs(self, load: Load, *, rows: int = 0) -> tuple[float, float]:

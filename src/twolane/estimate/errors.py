@@ -25,7 +25,7 @@ LEAST_TOKENS = 1024
 
 @dataclass(frozen=True)
 class Errors:
-    """Of one estimator on one case: |prediction / truth - 1| of the held-out samples' medians."""
+    """Errors of one estimator on one case: |prediction / truth - 1| of held-out medians."""
 
     estimator: str
     case: str

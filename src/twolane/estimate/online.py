@@ -10,7 +10,7 @@ from twolane.estimate.base import Estimator
 from twolane.estimate.query import Corunner, LaunchShape
 
 WEIGHT = 0.3
-"""Of the newest observation in the moving average."""
+"""Weight of the newest observation in the moving average."""
 
 
 class _Averages:

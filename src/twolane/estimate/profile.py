@@ -19,7 +19,7 @@ from twolane.estimate.query import Corunner, Kind, LaunchShape, Load
 from twolane.model.spec import ModelSpec, RopeSpec
 
 FORMAT = 1
-"""Of the file; raised when a reader of the old one would misread it."""
+"""Version of the file's format; raised when a reader of the old one would misread it."""
 
 ANCHOR = "anchor"
 """What the names of points begin with that are corners of the plan."""
@@ -38,13 +38,13 @@ class Key(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """As the driver names it; of a CPU its name."""
     driver: str
     version: str
-    """Of Twolane."""
+    """Version of Twolane."""
     model: str
     """`model_digest` of the shape."""
     itemsize: int
     """Bytes of an element of weights and KV cache."""
     units: int
-    """Of the device."""
+    """Units of the device."""
     tensor_parallel: int = 1
 
     @property
@@ -79,11 +79,11 @@ class Sample(
     """[n, r, how many requests] in order: n new tokens over r reused ones each."""
     units: int
     layers: int
-    """Of the slice; all layers for decode steps and hybrid passes."""
+    """Layers of the slice; all layers for decode steps and hybrid passes."""
     finishes: bool
     """Whether the model's last layer and the sampling are in it."""
     seconds: list[float]
-    """Of each launch (each step, for decode), in the order measured."""
+    """Seconds of each launch (each step, for decode), in the order measured."""
     beside: Neighbour | None = None
     """None: nothing ran in the other lane."""
     sm_hz: float | None = None
@@ -122,7 +122,7 @@ class Sample(
 
     @cached_property
     def median(self) -> float:
-        """Of the seconds."""
+        """Median of the seconds."""
         return float(np.median(self.seconds))
 
 
@@ -131,12 +131,12 @@ class Profile(msgspec.Struct, forbid_unknown_fields=True):
 
     key: Key
     shape: ModelSpec
-    """Of the model."""
+    """Shape of the model."""
     levels: list[tuple[int, int]]
     """(prefill units, decode units) on offer, the solo ones too."""
     page_size: int
     seed: int
-    """Of the order of measurement, and of what is held out."""
+    """Seed of the order of measurement and of what is held out."""
     samples: list[Sample] = []
     seconds: float = 0.0
     """Spent on measuring, over all runs."""

@@ -33,7 +33,7 @@ class Delta(msgspec.Struct, frozen=True):
     """What one engine event adds to one answer."""
 
     index: int
-    """Of the answer within its request."""
+    """Index of the answer within its request."""
     text: str
     tokens: list[int]
     offsets: list[int]

@@ -45,7 +45,7 @@ def _early(device: torch.device) -> bool:
 
 
 def _launch_options(device: torch.device) -> dict[str, bool]:
-    """Of a kernel that takes `EARLY`."""
+    """Launch options of a kernel that takes `EARLY`."""
     return {"EARLY": True, "launch_pdl": True} if _early(device) else {"EARLY": False}
 
 

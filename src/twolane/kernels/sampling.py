@@ -245,7 +245,7 @@ def _masses(
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
 ) -> None:
-    """Of the rows with a filter: mass of each chunk, and the first pivots."""
+    """For the rows with a filter, the mass of each chunk and the first pivots."""
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     chunks = tl.num_programs(1)
@@ -502,7 +502,7 @@ def _cut(
     CANDIDATES: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Of each row with a filter: the bits of the least weight kept, and the last id of those."""
+    """For each row with a filter, the bits of the least weight kept and the last id that has it."""
     r = tl.program_id(0).to(tl.int64)
     if tl.load(lengths + r) <= 0:
         return

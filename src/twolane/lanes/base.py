@@ -18,7 +18,7 @@ class Sampled(NamedTuple):
     """A token that a step has sampled."""
 
     row: int
-    """Of the work."""
+    """Row of the work."""
     token: int
     logprobs: TokenLogprobs | None = None
     """If the row asks for them."""
@@ -28,7 +28,7 @@ class PromptLogprobs(NamedTuple):
     """What a step thought of a chunk's targets."""
 
     row: int
-    """Of the work."""
+    """Row of the work."""
     logprobs: Sequence[TokenLogprobs]
     """One for each of the row's targets."""
 
@@ -131,7 +131,7 @@ class Lanes(Protocol):
     """The prefill lane, the decode lane and the whole device."""
 
     units: int
-    """Of the device."""
+    """Units of the device."""
     levels: Sequence[tuple[int, int]]
     """Partitions (prefill units, decode units) on offer, the solo ones (all, 0), (0, all) too."""
 

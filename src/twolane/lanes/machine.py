@@ -19,9 +19,9 @@ from twolane.model.load.weights import load_weights
 from twolane.model.spec import ModelSpec
 
 KV_SHARE = 0.25
-"""Of the free memory, for the KV pool on a CPU, unless its size is given."""
+"""Share of the free memory that the KV pool takes on a CPU, unless its size is given."""
 KV_MOST_BYTES = 4 * 2**30
-"""Of a KV pool whose size is not given, on a CPU."""
+"""Most bytes of a KV pool on a CPU whose size is not given."""
 
 Progress = Callable[[str, float], None]
 
@@ -59,7 +59,7 @@ class Machine(Protocol):
     tp: int
     """GPUs that share each layer (tensor parallelism)."""
     revision: str
-    """Of what the name stands for, where that is not a piece of hardware; else empty."""
+    """Version of what the name stands for if that is no hardware (a device model); else empty."""
 
     def kv_bytes(self, max_model_len: int) -> int:
         """Bytes for the KV pool where its size is not given."""

@@ -19,13 +19,13 @@ from twolane.estimate.query import Kind
 HELD_OUT = 0.2
 """Share of the points beside the anchors that estimators are not fitted on."""
 ROUNDS = 100
-"""Of the whole plan."""
+"""Rounds of the whole plan."""
 REVISION = 3
 """Raised when other points are planned, or they are measured in another way."""
 HYBRIDS = 4
 """Hybrid passes of a round."""
 DRAWS = 20
-"""Of batches, until some fit."""
+"""Draws of a batch before the planner gives up finding one that fits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class Point:
     contexts: tuple[Run, ...]
     """Decode rows, (1, context, count)."""
     prefill_units: int
-    """Of the whole pass if it is hybrid."""
+    """Units of the prefill lane, or of the whole pass if it is hybrid."""
     decode_units: int
     held_out: bool
 
@@ -101,7 +101,7 @@ CONTEXT_ANCHORS: tuple[Run, ...] = (
     (1, 2048, 200), (1, 128, 32), (1, 16_000, 24), (1, 1024, 128),
 )  # fmt: skip
 SMALLEST, LARGEST = 16, 32_000
-"""Of new tokens of a batch, of contexts and of prefixes that are drawn."""
+"""Bounds on the new tokens, contexts and prefixes that are drawn."""
 
 
 def plan(limits: Limits, seed: int, rounds: int = ROUNDS) -> list[Point]:

@@ -16,21 +16,21 @@ from twolane.profile.grid import Point
 from twolane.profile.rig import Prompts, Rig
 
 WARM_SECONDS = 0.15
-"""Of each point, not counted: clocks follow the load with some delay."""
+"""Seconds of each point that are not counted, because clocks follow the load with a delay."""
 ALONE_SECONDS = 0.1
-"""Of each solo point, at least, and at least `REPEATS` launches."""
+"""Least seconds of a solo point, which also has at least `REPEATS` launches."""
 BOTH_SECONDS = 0.25
 """The same with both lanes at work; and at least `REPEATS` in each lane."""
 REPEATS = 3
 MOST_SECONDS = 2.0
-"""Of a point, when that many launches were counted at all."""
+"""Most seconds of a point once that many launches were counted."""
 SLICE_SECONDS = 0.012
 """Layers are measured in slices of about this, as they are served."""
 AHEAD = 2
 """Launches queued in a lane, at least."""
 AHEAD_SECONDS = 0.01
-"""Of work behind the launch that runs, at least, as when serving, lest the device waits for the
-host: to lay out a batch takes it longer than the last slices of the one before take the device."""
+"""Least seconds of work queued behind the launch that runs, as when serving, so that the device
+does not wait for the host."""
 
 
 @dataclass

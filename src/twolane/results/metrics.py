@@ -31,7 +31,7 @@ TTFT_PER_1K = "ttft_per_1k"
 did not have in its prefix cache (Drift §5.1: 1 s)."""
 DEFAULT_PERCENTILES = (90.0, 95.0, 99.0)
 LAG_PERCENTILES = (99.0,)
-"""Of the client's own lags, whatever percentiles are asked of the server."""
+"""Percentiles of the client's own lags, whatever is asked for the server."""
 
 
 class Distribution(msgspec.Struct, frozen=True):
@@ -82,9 +82,9 @@ class Metrics(msgspec.Struct, frozen=True):
     outcomes: dict[str, int]
     """Requests sent by their outcome."""
     input_tokens: int
-    """Of the completed requests, as the output tokens are."""
+    """Prompt tokens of the completed requests."""
     cached_tokens: int
-    """Of the input tokens, found in the server's prefix cache, by its count."""
+    """Input tokens that the server says it found in its prefix cache."""
     output_tokens: int
     uncounted: int
     """Completed requests whose server gave no count of output tokens: theirs are the chunks."""

@@ -47,8 +47,8 @@ class BenchConfig(msgspec.Struct, frozen=True, kw_only=True):
     api_key: str | None = None
     headers: dict[str, str] = {}
     prompt_seed: int | None = None
-    """Of the prompts' content; None: the workload's seed. Another one keeps lengths and arrivals
-    and finds nothing in a prefix cache."""
+    """Seed of the prompts' content; None is the workload's seed. Another one keeps lengths and
+    arrivals and finds nothing in a prefix cache."""
     timeout: float = 600.0
     """Seconds for one request."""
     goodput: dict[str, float] = {}
@@ -67,7 +67,7 @@ class BenchConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def content_seed(self) -> int:
-        """Of the prompts' content."""
+        """Seed of the prompts' content."""
         return self.workload.seed if self.prompt_seed is None else self.prompt_seed
 
     @property

@@ -182,12 +182,12 @@ class DeviceModel:
         return cost
 
     def _step(self, cost: Cost, units: int) -> Demand:
-        """Of a decode step: its kernels keep as much in flight as the SMs hold."""
+        """Demand of a decode step, whose kernels keep as much in flight as the SMs hold."""
         reads = units * self.gpu.unit_bandwidth / self.gpu.bandwidth
         return self._demand(cost, units, reads, cost.memory)
 
     def _pass(self, cost: Cost, units: int) -> Demand:
-        """Of a prefill slice or a hybrid pass."""
+        """Demand of a prefill slice or a hybrid pass."""
         gpu = self.gpu
         reads = gpu.in_flight * cost.bytes / (cost.alone * gpu.bandwidth)
         busy = cost.clocked + cost.streamed - cost.memory

@@ -108,7 +108,7 @@ class _SimTicket(Ticket):
 
     @property
     def demand(self) -> Demand:
-        """Of the step under way."""
+        """Demand of the step under way."""
         return self.demands[len(self.steps)]
 
 

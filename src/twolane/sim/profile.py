@@ -16,9 +16,9 @@ from twolane.sim.gpus import Gpu
 from twolane.sim.machine import SimulatedMachine
 
 ROUNDS = 15
-"""Of the plan: about what four minutes measure on a card."""
+"""Rounds of the plan: about what four minutes measure on a card."""
 PROFILE_SEED = 0x50524F46
-"""Of the device's noise while it is measured."""
+"""Seed of the device's noise while it is measured."""
 
 
 def simulated_profile(gpu: Gpu, spec: ModelSpec, tp: int, *, rounds: int = ROUNDS) -> Path:

@@ -88,7 +88,7 @@ class ChunkView(Protocol):
 
     @property
     def request(self) -> RequestView:
-        """Whose prompt it is."""
+        """The request whose prompt it is."""
 
     @property
     def start(self) -> int:
@@ -144,7 +144,7 @@ class LaneView(msgspec.Struct, frozen=True):
     queued: int = 0
     """Launches that are not done; the first of them is running."""
     units: int = 0
-    """Of the launch queued last; 0 when idle."""
+    """Units of the launch queued last; 0 when idle."""
     until: float | None = None
     """When the queue will be empty by prediction, in seconds; None: no prediction."""
     launching: float = 0.0

@@ -35,7 +35,7 @@ class PromptMaker:
             raise ValueError(f"no token ids in the range {tokens.low}:{tokens.high}")
         self._tokens = tokens
         self._starts = np.random.SeedSequence(seed).generate_state(2, np.uint64).astype(np.uint64)
-        """Of each kind of prompt."""
+        """First state of each kind of prompt."""
 
     def token_ids(self, index: int, request: TraceRequest) -> list[int]:
         """Exactly `request.prompt_tokens` ids; `index` is the request's place in its workload."""
@@ -47,7 +47,7 @@ class PromptMaker:
         return ids
 
     def _draw(self, kind: int, keys: Sequence[int], count: int) -> _Numbers:
-        """So many tokens for each key, one key after the other.
+        """Return `count` tokens for each key, one key after the other.
 
         Hashes of (seed, kind, key, place): to seed a generator for each of a prompt's blocks takes
         longer than to serve the prompt in simulation.

@@ -12,7 +12,7 @@ TOLERANCE = 0.03
 
 
 class Statistics(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Of one length over all requests, in tokens; None: not published."""
+    """Statistics of one length over all requests, in tokens; None is not published."""
 
     minimum: float | None = None
     mean: float | None = None
@@ -96,7 +96,7 @@ def reused_tokens(requests: Sequence[TraceRequest]) -> list[int]:
 
 
 def statistics(requests: Sequence[TraceRequest]) -> dict[str, Statistics]:
-    """Of the input, output and reused lengths of these requests, in order of arrival."""
+    """Statistics of the input, output and reused lengths of these requests, in order of arrival."""
     return {
         "input": Statistics.of([request.prompt_tokens for request in requests]),
         "output": Statistics.of([request.output_tokens for request in requests]),

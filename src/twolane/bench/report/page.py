@@ -132,7 +132,7 @@ def markdown(report: Report, saved: Saved) -> str:
 
 
 def tables(saved: Saved) -> list[timelines.Table]:
-    """Of what the searches found, and of single runs."""
+    """Tables of what the searches found and of single runs."""
     percentile = f"p{100 * saved.attainment:g}"
     columns = [f"{percentile.upper()} TTFT (ms)", f"{percentile.upper()} TBT (ms)"]
     made = []

@@ -41,7 +41,7 @@ LABEL_GAP = 0.07
 
 @dataclass(frozen=True)
 class Look:
-    """Of one system, told apart without colour too."""
+    """How one system is drawn: colour, marker, line and hatch, so that colour is not needed."""
 
     color: str
     marker: str

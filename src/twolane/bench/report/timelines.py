@@ -18,7 +18,7 @@ Table = tuple[list[str], list[list[str]]]
 WINDOW_LAUNCHES = 60
 """In the timeline's window, unless it is asked for."""
 BINS = 200
-"""Of time, in the figure of the whole run."""
+"""Number of time bins in the figure of the whole run."""
 SHORTEST = 1e-6
 """Seconds between two launches that count as idle: traces tell tenths of a microsecond."""
 MOST_POINTS = 4000
@@ -152,7 +152,7 @@ def split(trace: TraceFile) -> Figure:
 
 
 def _mean_units(trace: TraceFile, phase: str, edges: Array) -> Array:
-    """Of one phase in each bin: Σ units x seconds within the bin / width of the bin."""
+    """Mean units of one phase in each bin: Σ units x seconds within the bin / width of the bin."""
     launches = trace.launches
     mine = launches.phase == phase
     rises = _integral(launches.start[mine], launches.units[mine], edges)

@@ -83,7 +83,7 @@ class TraceFile:
 
     @property
     def units(self) -> int:
-        """Of the device; without the engine's word, the most that were used."""
+        """Units of the device; if the trace does not say, the most that were used."""
         return int(self.about.get("units") or self.launches.units.max())
 
     @property

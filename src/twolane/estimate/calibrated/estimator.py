@@ -40,22 +40,22 @@ ENOUGH = 100
 FOLDS = 6
 """Parts of the configurations that are left out in turn."""
 WEIGHT = 0.08
-"""Of the newest launch that is learnt from in the online correction of the mean."""
+"""Weight of the newest launch in the online correction of the mean."""
 EVERY = 4
 """One launch in so many corrects the mean and the bound."""
 LEAST = 1e-6
 """Seconds; less is not told apart."""
 MOST_CORRECTED = 0.2
-"""Of the online correction, as a logarithm: beyond that something else is wrong."""
+"""Largest online correction, as a logarithm: beyond it something else is wrong."""
 STEP = 0.01
-"""By which share a launch above its bound raises the next ones' bound."""
+"""Share by which a launch above its bound raises the next bounds."""
 SLOW = 0.1
 """Launches above their bounds and as far above their predictions, as a logarithm, say that the
 device is slow: an H200 is, for 60 to 100 ms every few seconds, by 0.08 to 0.26
 (docs/notes/host-h200.md). A single one says nothing of the next: of steps beside slices one in a
 hundred takes a quarter longer there."""
 USUAL = 0.05
-"""Of that, what such a launch was above on its own account."""
+"""Share of that excess which is put down to the launch itself, as a logarithm."""
 MOST_SLOW = 0.3
 """What was above by more stood still."""
 MOMENT = 0.02
@@ -277,7 +277,7 @@ class Calibrated(Estimator):
     def __init__(self, profile: Profile) -> None:
         self._base = _Linear(profile)
         self._models: dict[tuple[Kind, bool], _Model] = {}
-        """Of launches alone, and beside the other lane."""
+        """Models of launches alone and beside the other lane, by kind."""
         self._promises: dict[tuple[Kind, bool], _Promise] = {}
         self._seen = 0
         """Launches since one was looked at."""
@@ -352,7 +352,7 @@ class Calibrated(Estimator):
         return means
 
     def _missed(self, asked: _Asked) -> Sequence[float]:
-        """Of log(truth / base), by the processes, at each of the units."""
+        """What the processes say of log(truth / base), at each of the units."""
         return self._models[asked.launch.kind, asked.corunner is not None].missed(asked)
 
     def _learn(

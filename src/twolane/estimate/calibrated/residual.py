@@ -13,7 +13,7 @@ MOST = 400
 SEARCHED = 200
 """Samples that the parameters are chosen on."""
 STEPS = 30
-"""Of the search for them."""
+"""Steps of the search for the length scales."""
 SMOOTH = 0.7
 """Standard deviation of the length scales' logarithms, before there are samples."""
 NOISE = 0.01

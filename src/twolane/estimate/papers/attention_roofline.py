@@ -24,9 +24,9 @@ class Interconnect:
     """Between the GPUs of one server; the defaults are NVLink of an H100 or H200."""
 
     startup_seconds: float = 3e-6
-    """Of one hop."""
+    """Seconds that one hop of the ring takes to start."""
     bytes_per_second: float = 450e9
-    """Of one GPU's links together, one way."""
+    """Bytes per second of one GPU's links together, one way."""
 
 
 class AttentionRoofline(Estimator):

@@ -43,7 +43,7 @@ class _Known:
     own: float = 0.0
     """The largest seen online in the cell itself."""
     count: int = 0
-    """Of samples seen online in the cell itself."""
+    """Number of samples seen online in the cell itself."""
     borrowed: bool = False
 
 
@@ -123,7 +123,7 @@ class ContentionGuard(Estimator):
         return float(np.quantile(above, COVERED, method="higher"))
 
     def _means(self, distances: Floats) -> Floats:
-        """Of the measured cells' logarithms, weighted for distances [L, measured]: [L]."""
+        """Means of the measured cells' logarithms, weighted by distances [L, measured]: [L]."""
         weights = 1.0 / np.square(np.square(distances + OFFSET))
         return np.asarray(weights.dot(self._logs) / weights.sum(axis=1))
 

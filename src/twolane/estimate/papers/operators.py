@@ -43,7 +43,7 @@ class Shape:
         inputs = d, q * share, d, m * share
         outputs = (q + 2 * spec.kv_size) * share, d, 2 * m * share, d
         self._products = tuple((i * o, i + o) for i, o in zip(inputs, outputs, strict=True))
-        """Of each linear operator: its weights, and what it reads and writes for a token."""
+        """Weights of each linear operator, and the elements it reads and writes for a token."""
         self._small = 4.0 * d, 4.0 * d, 3.0 * m * share
         heads, kv_heads, dim = spec.heads * share, spec.kv_heads * share, spec.head_dim
         self._pair_flops = (4.0 * dim + 2.0) * heads

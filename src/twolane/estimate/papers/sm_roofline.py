@@ -168,7 +168,7 @@ class Contention:
             for power, row in best.items()
         }
         self._rates: dict[tuple[int, int], float] = {}
-        """Of powers and units that were asked for."""
+        """Rates by the powers and units that were asked for."""
 
     def bandwidth(self, units: Sequence[int], tokens: int) -> Sequence[float]:
         """D(p, sl); infinite where it was never measured."""
@@ -214,5 +214,5 @@ def _sizes(load: Load) -> State:
 def _summed(
     layers: int, block: Operators, classifier: Operators, rates: Sequence[tuple[float, float]]
 ) -> Sequence[float]:
-    """So many layers and the classifier at each pair of C and D."""
+    """Seconds of `layers` layers and the classifier at each pair of C and D."""
     return [layers * block.seconds(*pair) + classifier.seconds(*pair) for pair in rates]

@@ -45,7 +45,7 @@ class LevelModel:
         self._coefficients = coefficients[::-1]
         self._rows: dict[int, list[float]] = {}
         self._tables: dict[Sequence[int], Floats] = {}
-        """Of units that were asked for, one by one and together."""
+        """Coefficients by the units that were asked for, one by one and together."""
 
     @classmethod
     def fit(cls, features: Sequence[Sequence[float]], samples: Sequence[Sample]) -> "LevelModel":

@@ -16,7 +16,7 @@ from twolane.common.files import keep
 from twolane.model.load.hub import ModelSource, cache_dir
 
 _FORMAT = 3
-"""Of `TokenizerFile` and of how it is made; files of other formats are made anew."""
+"""Version of `TokenizerFile` and of how it is made; files of another version are made anew."""
 _READ_BY = ("*.json", "*.model", "*.jinja", "*.txt", "*.py")
 """The files of a model directory that a tokenizer may be made of."""
 

@@ -60,7 +60,7 @@ def tuning(units: int) -> Tuning:
 
 
 def options(dtype: torch.dtype, dim: int, page: int, group: int, tuned: Tuning) -> tuple[str, ...]:
-    """Of the compiler."""
+    """Options of the compiler."""
     values = {
         "T_BF16": int(dtype == torch.bfloat16),
         "DIM": dim,

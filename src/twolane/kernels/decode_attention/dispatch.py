@@ -44,7 +44,7 @@ class DecodeScratch:
     sums: torch.Tensor
     """Their maxima (base 2) and sums of weights, float32."""
     cuts: torch.Tensor
-    """Of each worker the run that it began and that goes on, and its last worker, int32."""
+    """For each worker, the unfinished run that it began and the last worker of that run, int32."""
 
 
 def decode_scratch(

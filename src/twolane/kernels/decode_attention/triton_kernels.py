@@ -24,9 +24,9 @@ class Tuning:
     workers: int
     """Programs an SM, all resident at once."""
     warps: int
-    """Of a program."""
+    """Warps of a program."""
     stages: int
-    """Of its pipeline; the page numbers take about half of them, the pages the rest."""
+    """Stages of its pipeline; page numbers take about half of them, pages the rest."""
 
 
 def tuning(tile_bytes: int) -> Tuning:
@@ -46,7 +46,7 @@ def tuning(tile_bytes: int) -> Tuning:
 def _tiles(
     lengths: tl.tensor, row: tl.tensor, rows: tl.tensor, window: tl.tensor, PAGE: tl.constexpr
 ) -> tl.tuple:
-    """Of each row: tokens, first page that is seen, pages that are seen."""
+    """Return for each row its tokens, the first page that is seen, and the pages that are seen."""
     length = tl.load(lengths + row, mask=row < rows, other=0)
     first = tl.maximum(length - window, 0) // PAGE
     return length, first, (length + PAGE - 1) // PAGE - first

@@ -80,7 +80,7 @@ class PrefillBatch:
 
     @property
     def scale(self) -> float:
-        """Of the scores."""
+        """Factor of the scores."""
         return float(self.dim**-0.5)
 
 

@@ -252,7 +252,7 @@ class Replayed:
         self._pieces = self._merges + units
         fronts = [*_list_sizes(self._pieces), COLUMNS * self._pieces, MERGE_COLUMNS * self._merges]
         self.sizes = [*_list_sizes(items), *fronts]
-        """Of the lists that `parts` makes, at most."""
+        """Largest sizes of the lists that `parts` makes."""
         self._batch = replace(batch, tokens=rows)
         self._memory = self._pages = batch.pages
         self._lists: Sequence[torch.Tensor] = ()
@@ -349,7 +349,7 @@ def _keys(plan: Schedule) -> int:
 
 
 def _list_sizes(items: int) -> list[int]:
-    """Of `_lists`."""
+    """Sizes of the lists that `_lists` makes."""
     return [items, items, items, items, items, _MAX_BLOCKS + 1, items]
 
 

@@ -24,7 +24,7 @@ sequence, where the sequence's pages begin in the list of all, the keys [LOW, HI
 head, and where it goes: a slot, or `WHOLE` or `TAIL`."""
 COLUMNS = 8
 MERGE_COLUMNS = 5
-"""Of `Schedule.merges`."""
+"""Columns of `Schedule.merges`."""
 WHOLE = -1
 """To the output."""
 TAIL = -2

@@ -304,10 +304,10 @@ class Merge:
     """Combines the slots of split tiles with their tails; see `merge_kernel` for the layout."""
 
     merges: torch.Tensor
-    """Of `Schedule`, flat, on the device."""
+    """The merges of `Schedule`, flat, on the device."""
     count: int
     rows: int
-    """Of a tile."""
+    """Rows of a tile."""
     group: int
     """Query heads of a tile."""
     lse: torch.Tensor

@@ -121,7 +121,7 @@ class Products:
     ways: dict[Case, dict[int, Way]] = field(default_factory=dict)
     """What was chosen, by rows, fewest first."""
     _scratch: dict[int, skinny_gemm.Scratch] = field(default_factory=dict)
-    """Of each stream: launches on several may overlap."""
+    """Scratch memory of each stream, since launches on several may overlap."""
 
     def linear(self, x: Tensor, weight: Stored, bias: Tensor | None, out: Tensor) -> None:
         """`out` [T, out] = x [T, in] @ weight.T + bias."""
@@ -249,7 +249,7 @@ class Products:
         return improve(chosen, {case: shortlist(each) for case, each in times.items()}, seconds)
 
     def _scratch_here(self, device: torch.device) -> skinny_gemm.Scratch:
-        """Of torch's current stream. It is kept for the graphs that know its address."""
+        """Scratch memory of torch's current stream, kept because graphs know its address."""
         stream = torch.cuda.current_stream(device).cuda_stream
         if stream not in self._scratch:
             self._scratch[stream] = skinny_gemm.Scratch.of(self.units, device)
@@ -282,7 +282,7 @@ class Products:
             out.add_(bias)
 
     def _seconds(self, way: Way, case: Case, rows: int, weights: Sequence[Stored]) -> float:
-        """Of one product behind a norm, as layers have them."""
+        """Seconds of one product behind a norm, as layers have them."""
         like, operation = weights[0], case.operation
         enough = -(-COLD_BYTES // like.nbytes)
         several = [weights[i % len(weights)] for i in range(enough)]

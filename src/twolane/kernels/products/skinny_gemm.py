@@ -26,7 +26,7 @@ _SHARED = 216 * 1024
 """Bytes of shared memory of a block. The small kernel in front must fit beside it on the SM, or the
 block could not start early."""
 _RESERVED = 2048
-"""Of them, for barriers and to align them."""
+"""Bytes of shared memory reserved for barriers and alignment."""
 _MOST_STAGES = 16
 _PARTIAL_FLOATS = 2 * 256 * 96
 """A block leaves at most two partial tiles, none larger than this."""

@@ -101,7 +101,7 @@ def compile_cubin(source: str, options: Sequence[str] = ()) -> bytes:
 
 
 def driver_version() -> int:
-    """Of CUDA, as the driver counts it."""
+    """CUDA version that the driver supports, as the driver counts it."""
     from cuda.bindings import driver
 
     return int(cuda_checked(driver.cuDriverGetVersion()))

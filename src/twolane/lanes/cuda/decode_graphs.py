@@ -103,7 +103,7 @@ class Inputs:
 
 
 def _aligned(count: int) -> int:
-    """So many int32, up to a multiple of 16 bytes."""
+    """Return `count` int32 rounded up to a multiple of 16 bytes."""
     return -(-count // 4) * 4
 
 

@@ -51,7 +51,7 @@ class MixedRows(PromptRows):
     """
 
     plans: Mapping[int | None, PrefillPlan]
-    """Of the prompts, by window."""
+    """Attention plans of the prompts, by window."""
     steps: "DecodeRows | None" = None
     """The decode rows, for hybrid batches."""
 
@@ -101,7 +101,7 @@ class DecodeRows:
     slots: Tensor
     """int32 [R]"""
     positions: Tensor
-    """Of the token that each row computes, int32 [R]."""
+    """Position of the token that each row computes, int32 [R]."""
     lengths: Tensor
     """Tokens each row sees, itself included; 0: the row is padding or done. int32 [R]"""
     scratch: DecodeScratch

@@ -85,11 +85,11 @@ class LayerGraphs:
         )
         """The residual stream of a pass, [T, hidden]."""
         self.positions = torch.zeros(SIZES[-1], dtype=torch.int32, device=device)
-        """Of its tokens in their sequences, [T]."""
+        """Positions of its tokens in their sequences, [T]."""
         self.write_slots = torch.full_like(self.positions, -1)
         """Where their keys go; see `PromptRows`."""
         self.scratch = PrefillWorkspace(device)
-        """Of attention in graphs."""
+        """Workspace of the attention in graphs."""
         self._pool = torch.cuda.graph_pool_handle()
         self.levels: dict[int, PassGraphs] = {}
         self._whole = 0

@@ -36,10 +36,10 @@ from twolane.sampling import SamplingParams
 log = logging.getLogger("twolane.cuda")
 
 WARM_TOKENS = 8192
-"""Of the longest prompt that is tried at the start."""
+"""Tokens of the longest prompt that is tried at the start."""
 PINNED_BLOCKS, PINNED_POWERS = 32, range(2, 19)
-"""Of pinned memory, of each size that PyTorch rounds to, powers of two from 4 bytes to 256 KiB: a
-launch takes fewer than ten, and few are queued at a time."""
+"""Blocks of pinned memory allocated for each size that PyTorch rounds to (powers of two from 4
+bytes to 256 KiB): a launch takes fewer than ten, and few are queued at a time."""
 
 
 class CudaMachine:

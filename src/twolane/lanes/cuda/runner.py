@@ -85,8 +85,8 @@ class _LaneMemory:
 
     @cached_property
     def logits(self) -> Tensor:
-        """Of passes that are not decode graphs, float32 [max_rows, vocab]. Made once: more rows
-        than ever before would have to be had from the driver, with the device standing still."""
+        """Logits of passes that are not decode graphs, float32 [max_rows, vocab]. They are
+        allocated once, because the device stands still while the driver allocates more."""
         return torch.empty(self._shape, dtype=torch.float32, device=self.attention.device)
 
 

@@ -155,7 +155,7 @@ class _Method(msgspec.Struct):
 
 
 class _Fp8(msgspec.Struct):
-    """Of `quant_method` "fp8"."""
+    """Configuration of `quant_method` "fp8"."""
 
     activation_scheme: str = "dynamic"
     fmt: str = "e4m3"
@@ -165,7 +165,7 @@ class _Fp8(msgspec.Struct):
 
 
 class _Awq(msgspec.Struct):
-    """Of `quant_method` "awq"."""
+    """Configuration of `quant_method` "awq"."""
 
     bits: int = 4
     group_size: int = 128
@@ -175,7 +175,7 @@ class _Awq(msgspec.Struct):
 
 
 class _Gptq(msgspec.Struct):
-    """Of `quant_method` "gptq"."""
+    """Configuration of `quant_method` "gptq"."""
 
     bits: int = 4
     group_size: int = 128
@@ -210,7 +210,7 @@ class _ConfigGroup(msgspec.Struct):
 
 
 class _CompressedTensors(msgspec.Struct):
-    """Of `quant_method` "compressed-tensors"."""
+    """Configuration of `quant_method` "compressed-tensors"."""
 
     config_groups: dict[str, _ConfigGroup]
     format: str = "float-quantized"

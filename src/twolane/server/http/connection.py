@@ -20,7 +20,7 @@ from twolane.server.http.errors import error_body
 log = logging.getLogger("twolane.server")
 
 CONNECTION = "connection"
-"""Of the state in a request's ASGI scope: the `Connection` that it came on."""
+"""Key of the `Connection` that a request came on, in the state of its ASGI scope."""
 GRACE_SECONDS = 1.0
 """A connection that has waited for a request for longer than this makes room for a new one."""
 CROWD = 64

@@ -63,7 +63,7 @@ class Echo(msgspec.Struct, frozen=True):
     """What of the prompts is shown before the answers."""
 
     texts: list[str]
-    """Of each prompt."""
+    """Text of each prompt."""
     only: bool
     """Show nothing of the answers."""
 

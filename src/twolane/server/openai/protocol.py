@@ -54,7 +54,7 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "request_id": (),
     "service_tier": ("auto", "default"),
 }
-"""Of both endpoints. null is always neutral."""
+"""Fields of both endpoints that are refused, with their neutral values; null is always neutral."""
 
 UNSUPPORTED_CHAT: Mapping[str, tuple[Any, ...]] = {
     "tools": ([],),

@@ -29,7 +29,7 @@ class ErrorBody(Shown):
 
 
 class PromptTokensDetails(Shown):
-    """Of the prompt tokens."""
+    """Details of the prompt tokens."""
 
     cached_tokens: int
 
@@ -195,7 +195,7 @@ ERRORS: dict[int | str, dict[str, Any]] = {
     503: {"model": ErrorBody, "description": "The server is stopping, or its engine is gone."},
     "default": {"model": ErrorBody, "description": "Any other error."},
 }
-"""Of endpoints that take a body."""
+"""Errors of endpoints that take a body."""
 QUEUE_FULL: dict[int | str, dict[str, Any]] = {
     429: {
         "model": ErrorBody,

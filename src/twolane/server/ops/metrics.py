@@ -26,18 +26,18 @@ START_BUCKETS = (
     *(0.0175, 0.02, 0.025, 0.03, 0.04, 0.05, 0.06, 0.08, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5),
     *(0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0),
 )
-"""Of TTFT and its parts."""
+"""Buckets of TTFT and its parts, in seconds."""
 GAP_BUCKETS = (
     *(round(ms * MS, 3) for ms in range(2, 16)),
     *(0.0175, 0.02, 0.0225, 0.025, 0.03, 0.035, 0.04, 0.05, 0.06, 0.075, 0.1, 0.15, 0.2, 0.3),
     *(0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0),
 )
-"""Of the time between tokens."""
+"""Buckets of the time between tokens, in seconds."""
 WHOLE_BUCKETS = (
     *(0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0),
     *(30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
-"""Of whole requests."""
+"""Buckets of the time of whole requests, in seconds."""
 REFUSALS_KEPT = 20
 MESSAGE_LONGEST = 200
 TOKEN_BUCKETS = tuple(step * 10**power for power in range(6) for step in (1, 2, 5))
@@ -48,7 +48,7 @@ class Refusal(msgspec.Struct):
 
     reason: str
     message: str
-    """Of the last one."""
+    """Message of the last refusal of this kind."""
     at: float
     """When that was; seconds since the epoch."""
     count: int = 1

@@ -33,7 +33,7 @@ class Prompts:
 
     @classmethod
     def of(cls, batch: BatchView) -> "Prompts":
-        """Of a batch that was admitted."""
+        """Prompts of a batch that was admitted."""
         chunks = batch.chunks
         return cls(
             batch_load(batch),
@@ -44,7 +44,7 @@ class Prompts:
 
     @classmethod
     def coming(cls, view: View, chunks: Sequence[Chunk]) -> "Prompts | None":
-        """Of the batch that these chunks will be; None without chunks."""
+        """Prompts of the batch that these chunks will be; None without chunks."""
         if not chunks:
             return None
         requests = requests_of(view, chunks)
@@ -80,13 +80,13 @@ def tbt_slo(requests: Iterable[RequestView]) -> float:
 
 
 def batch_load(batch: BatchView) -> Load:
-    """Of an admitted batch."""
+    """Load of an admitted batch."""
     chunks = batch.chunks
     return Load([c.n for c in chunks], [c.start for c in chunks])
 
 
 def decode_load(requests: Iterable[RequestView]) -> Load:
-    """Of a decode step that serves them, launched now."""
+    """Load of a decode step that serves these requests, launched now."""
     return Load.decode([request.context for request in requests])
 
 

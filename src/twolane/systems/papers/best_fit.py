@@ -65,7 +65,7 @@ class BestFit:
     query_sync: bool = True
     max_batch_tokens: int
     slice_seconds: float
-    """Of a slice while nothing decodes."""
+    """Seconds of a slice while nothing decodes."""
     lead_seconds: float
 
     def plan(self, view: View, spent: Spent) -> tuple[Plan, Spent]:

@@ -38,7 +38,7 @@ QUEUE = 64
 """Waiting requests whose latency is predicted, and which may be reordered; the others come after
 them as they are."""
 PERCENTILE = 90.0
-"""Of TTFT and of TPOT, over requests (Algorithm 1, lines 10 to 18)."""
+"""Percentile of TTFT and of TPOT over requests (Algorithm 1, lines 10 to 18)."""
 
 
 def reorder(
@@ -102,7 +102,7 @@ class Memory:
     """Whether decode stands still until that step has ended."""
     note: str = "nothing provisioned"
     latencies: Mapping[str, tuple[int, float]] = field(default_factory=dict)
-    """Of waiting requests: new tokens, and predicted seconds of prefill alone on the device."""
+    """For each waiting request, its new tokens and the predicted seconds of its prefill alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +119,7 @@ class Work:
     shares: Sequence[float]
     """When each has its first token: so many times what is left of the batch after the start."""
     percentile: float
-    """Of TTFT over those requests."""
+    """Percentile of TTFT over those requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +221,7 @@ class Bullet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return Work(prompts, chunks, start, requests, shares, PERCENTILE), memory
 
     def _latencies(self, view: View, memory: Memory) -> dict[str, tuple[int, float]]:
-        """Of the first waiting requests, each predicted once; empty if nothing is known."""
+        """Latencies of the first waiting requests, predicted once; empty if nothing is known."""
         known: dict[str, tuple[int, float]] = {}
         for request in view.waiting[:QUEUE]:
             entry, new = memory.latencies.get(request.id), request.new
@@ -304,7 +304,7 @@ class Bullet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return percentile(latency / (due - arrivals), work.percentile)
 
     def _pace(self, view: View, ready: float) -> Pace:
-        """Of those that the next step serves; the decode lane gets to it when it is `ready`."""
+        """Pace of those that the next step serves, which begins when the decode lane is `ready`."""
         queued, slos = view.lanes["decode"].queued, [request.slo for request in view.decoding]
         last = [request.last_token_at for request in view.decoding]
         tokens = [request.generated + queued for request in view.decoding]

@@ -36,7 +36,7 @@ class MuxWise(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_batch_tokens: int = 4096
     """New tokens in one prefill batch; a longer prompt is a batch of its own."""
     slice_seconds: float = 0.05
-    """Of a slice while nothing decodes, so that the batch can be preempted."""
+    """Seconds of a slice while nothing decodes, so that the batch can be preempted."""
     lead_seconds: float = 0.005
     """The next launch is queued this long before its lane would run dry."""
 
