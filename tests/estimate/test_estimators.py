@@ -279,6 +279,15 @@ def test_attention_roofline_is_its_formula(profile):
     assert seconds == pytest.approx((linears + attention) / rate, rel=0.05)
 
 
+def test_narrow_weights_are_fewer_bytes_to_read() -> None:
+    plain, narrow = Shape(synthetic.SHAPE, 2), Shape(synthetic.SHAPE, 2, weight_itemsize=1.0)
+    saved = plain.layer(7, 7, 90, 700)[0] - narrow.layer(7, 7, 90, 700)[0]
+    assert saved == sum(plain.linears(7).bytes) - sum(narrow.linears(7).bytes)
+    assert saved == sum(plain.linears(1).flops) / 2  # a byte for each weight, whatever the rows
+    assert plain.layer(7, 7, 90, 700)[1] == narrow.layer(7, 7, 90, 700)[1]
+    assert plain.classifier(7) == narrow.classifier(7)
+
+
 def test_tensor_parallelism_shares_the_work_and_adds_the_ring():
     whole, half = Shape(synthetic.SHAPE, 2), Shape(synthetic.SHAPE, 2, 2)
     assert sum(half.linears(512).flops) == pytest.approx(sum(whole.linears(512).flops) / 2)

@@ -273,9 +273,10 @@ def test_dummy_weights_of_every_scheme(asked, scheme, checkpoint):
     decoder = load_decoder(source, load_format="dummy", quantization=asked)
     layer = decoder.weights.layers[0]
     assert {m.scheme for m in (layer.qkv, layer.o, layer.mlp.gate_up, layer.mlp.down)} == {scheme}
-    assert (
-        len(layer.qkv.scales.unique()) > 9 and len(layer.qkv.values.view(torch.uint8).unique()) > 9
-    )
+    fewest = {"fp8": 1.0, "int4": 0.5}[asked]
+    assert fewest < decoder.weights.matrix_itemsize < 1.07 * fewest
+    assert len(layer.qkv.scales.unique()) > 9
+    assert len(layer.qkv.values.view(torch.uint8).unique()) > 9
     assert 0.015 < float(layer.o.dequantised().std()) < 0.025
     assert in_chunks(decoder, prompt(5), [5]).isfinite().all()
 

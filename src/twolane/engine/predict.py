@@ -39,7 +39,7 @@ def make_estimator(config: EngineConfig, machine: Machine, units: int) -> Estima
     try:
         changed = path.stat().st_mtime_ns
         profile = _read(path, changed)
-        for part in ("device", "model", "itemsize", "units", "tensor_parallel"):
+        for part in ("device", "model", "itemsize", "weight_itemsize", "units", "tensor_parallel"):
             there, here = getattr(profile.key, part), getattr(key, part)
             if there != here:
                 raise ProfileError(f"{path} is of {part} {there!r}; this is {here!r}")
@@ -73,14 +73,17 @@ def _fitted(path: Path, changed: int, name: EstimatorName) -> Estimator:
 
 def machine_key(machine: Machine, units: int) -> Key:
     """What a profile taken here is of."""
+    itemsize = machine.page_token_bytes * machine.tp // machine.spec.kv_bytes_per_token(1)
+    weights = machine.weight_itemsize
     return Key(
         device=_cpu_name() if machine.kind == "cpu" else machine.name,
         driver=_driver_version() if machine.kind == "cuda" else machine.revision,
         version=twolane.__version__,
         model=model_digest(machine.spec),
-        itemsize=machine.page_token_bytes * machine.tp // machine.spec.kv_bytes_per_token(1),
+        itemsize=itemsize,
         units=units,
         tensor_parallel=machine.tp,
+        weight_itemsize=None if weights == itemsize else weights,
     )
 
 

@@ -56,6 +56,8 @@ class Machine(Protocol):
     """Tokens of a KV page that are served, the default first; empty: any, 16 being the default."""
     page_token_bytes: int
     """Bytes of one token's keys and values in all layers, on one GPU."""
+    weight_itemsize: float
+    """Bytes of an element of the layers' matrices, scales included."""
     tp: int
     """GPUs that share each layer (tensor parallelism)."""
     revision: str
@@ -137,6 +139,7 @@ class CpuMachine:
         self._decoder = Decoder(*_weights(config, "cpu", progress))
         self.spec = self._decoder.spec
         self.page_token_bytes = self.spec.kv_bytes_per_token(self._decoder.dtype.itemsize)
+        self.weight_itemsize = self._decoder.weights.matrix_itemsize
 
     def kv_bytes(self, max_model_len: int) -> int:
         """See `Machine.kv_bytes`: a share of the free memory."""

@@ -5,6 +5,7 @@ later. Queries and keys are rotated as complex numbers: at load, each head's dim
 d + head_dim / 2 become neighbours (`pair_rows`), which leaves every score as it was.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -51,6 +52,14 @@ class Weights:
     """[hidden]"""
     head: Matrix
     """[vocab, hidden]; its values are the embedding itself where the two are tied."""
+
+    @property
+    def matrix_itemsize(self) -> float:
+        """Bytes of an element of the layers' matrices, scales included."""
+        matrices = [
+            m for layer in self.layers for m in (layer.qkv, layer.o, *layer.mlp.matrices().values())
+        ]
+        return sum(m.nbytes for m in matrices) / sum(math.prod(m.shape) for m in matrices)
 
 
 def pair_rows(tensor: torch.Tensor, head_dim: int) -> torch.Tensor:

@@ -89,7 +89,8 @@ class _Linear:
 
     def __init__(self, profile: Profile) -> None:
         self._computed = Computed.on(profile)
-        self._shape = Shape(profile.shape, profile.key.itemsize, profile.key.tensor_parallel)
+        key = profile.key
+        self._shape = Shape(profile.shape, key.itemsize, key.tensor_parallel, key.weight_itemsize)
         self._layers = profile.shape.layers
         self._models: dict[Kind, LevelModel] = {}
 

@@ -32,12 +32,20 @@ class Shape:
 
     Args:
         spec: the model.
-        itemsize: bytes of an element.
+        itemsize: bytes of an element of activations, KV cache and classifier.
         tensor_parallel: GPUs that share every layer.
+        weight_itemsize: bytes of an element of the layers' matrices; None: `itemsize`.
     """
 
-    def __init__(self, spec: ModelSpec, itemsize: int, tensor_parallel: int = 1) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        itemsize: int,
+        tensor_parallel: int = 1,
+        weight_itemsize: float | None = None,
+    ) -> None:
         self.spec, self.itemsize, self.tensor_parallel = spec, itemsize, tensor_parallel
+        self._weight_itemsize = itemsize if weight_itemsize is None else weight_itemsize
         d, q, m = spec.hidden_size, spec.q_size, spec.intermediate_size
         share = 1.0 / tensor_parallel
         inputs = d, q * share, d, m * share
@@ -57,8 +65,12 @@ class Shape:
         F = 2·n·di·do, B = (n·di + di·do + n·do)·b."""
         return Operators(
             tuple([2.0 * tokens * weights for weights, _ in self._products]),
-            tuple([(tokens * wide + weights) * self.itemsize for weights, wide in self._products]),
+            tuple([self._moved(tokens, wide, weights) for weights, wide in self._products]),
         )
+
+    def _moved(self, rows: int, wide: float, weights: float) -> float:
+        """Bytes of a product of so many rows."""
+        return rows * wide * self.itemsize + weights * self._weight_itemsize
 
     def elementwise(self, tokens: int) -> Operators:
         """Norms with their residuals and the activation of one layer: what they move."""
@@ -93,6 +105,6 @@ class Shape:
         """Bytes and FLOPs of one layer's products of so many rows and of the attention of so many
         new and reused tokens, with Σ n·(n + r) pairs."""
         tokens = new + reused
-        moved = (rows * self._wide + self._weights) * self.itemsize + self._context_bytes * tokens
+        moved = self._moved(rows, self._wide, self._weights) + self._context_bytes * tokens
         flops = 2.0 * rows * self._weights + self._pair_flops * pairs
         return moved + self._query_bytes * new, flops

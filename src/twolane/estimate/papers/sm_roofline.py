@@ -75,7 +75,7 @@ class SmRoofline(Estimator):
 
     def __init__(self, profile: Profile) -> None:
         key = profile.key
-        self._shape = Shape(profile.shape, key.itemsize, key.tensor_parallel)
+        self._shape = Shape(profile.shape, key.itemsize, key.tensor_parallel, key.weight_itemsize)
         self._layers = profile.shape.layers
         sweep = Sweep.of(profile, self._shape)
         self._flops_a_unit = float(sweep.flop_rate.at(key.units)) / key.units

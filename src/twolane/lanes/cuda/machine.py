@@ -78,6 +78,7 @@ class CudaMachine:
         torch.cuda.set_device(self.device)
         self.name = f"cuda ({torch.cuda.get_device_name(self.device)})"
         self.page_token_bytes = spec.kv_bytes_per_token(self.decoder.dtype.itemsize)
+        self.weight_itemsize = weights.matrix_itemsize
         self.partitions = self._partitions(decode_units)
 
     def kv_bytes(self, max_model_len: int) -> int:
