@@ -10,10 +10,12 @@ from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 VOCAB = 256
@@ -30,6 +32,13 @@ _TINY: dict[str, Any] = {
     "max_position_embeddings": POSITIONS,
     "eos_token_id": 2,
     "bos_token_id": 1,
+}
+
+_MOE: dict[str, Any] = {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 64,
+    "norm_topk_prob": True,
 }
 
 _LLAMA31_ROPE = {
@@ -67,11 +76,15 @@ def _configs(
         ),
         "qwen3": Qwen3Config(**tiny, head_dim=32, tie_word_embeddings=True),
         "qwen3-yarn": Qwen3Config(**tiny, head_dim=32, rope_parameters=_YARN_ROPE),
+        "qwen3-moe": Qwen3MoeConfig(**tiny, **_MOE, mlp_only_layers=[1]),
+        "mixtral": MixtralConfig(**tiny, num_local_experts=4, num_experts_per_tok=2),
     }
 
 
 FAMILIES = tuple(_configs())
 """Every family, and the options that change what is computed."""
+DENSE = tuple(name for name in FAMILIES if name not in ("qwen3-moe", "mixtral"))
+"""Those that a GPU serves."""
 
 
 def make_checkpoint(
@@ -127,7 +140,7 @@ def _initialise(name: str, parameter: torch.Tensor, tied: bool) -> None:
         parameter.normal_(0.0, 0.15 if tied else 1.0)
     else:
         gain = 1.5 if ".self_attn." in name else 1.0
-        parameter.normal_(0.0, gain * parameter.shape[1] ** -0.5)
+        parameter.normal_(0.0, gain * parameter.shape[-1] ** -0.5)
 
 
 def reference(path: Path) -> PreTrainedModel:

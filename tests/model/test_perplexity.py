@@ -39,8 +39,8 @@ def round_products(model: nn.Module) -> None:
 def test_fp8_costs_what_its_rounding_costs() -> None:
     """The same rounding in `transformers`, in float32, costs the same to 1 %.
 
-    A last bit that differs rounds some activation the other way, and after some layers most of them:
-    what is compared are two draws of the same noise, on a short text.
+    A last bit that differs rounds some activation the other way, and after some layers most of
+    them: what is compared are two draws of the same noise, on a short text.
     """
     path = pull(DEFAULT_MODEL, lambda *_: None)
     source = resolve(DEFAULT_MODEL)

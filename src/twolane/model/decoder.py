@@ -57,7 +57,9 @@ class Weights:
     def matrix_itemsize(self) -> float:
         """Bytes of an element of the layers' matrices, scales included."""
         matrices = [
-            m for layer in self.layers for m in (layer.qkv, layer.o, *layer.mlp.matrices().values())
+            matrix
+            for layer in self.layers
+            for matrix in (layer.qkv, layer.o, *(m for _, m in layer.mlp.matrices()))
         ]
         return sum(m.nbytes for m in matrices) / sum(math.prod(m.shape) for m in matrices)
 

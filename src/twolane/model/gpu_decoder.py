@@ -246,4 +246,4 @@ def layer_matrices(layer: LayerWeights) -> Iterator[tuple[Operation, Matrix]]:
     """The matrices of a layer and what multiplies with them, in their order."""
     yield "linear", layer.qkv
     yield "add_linear", layer.o
-    yield from layer.mlp.matrices().items()
+    yield from layer.mlp.matrices()

@@ -1,6 +1,6 @@
 """The part of a layer behind its attention. A layer does not know which kind of MLP it has."""
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -9,6 +9,7 @@ from torch.nn import functional
 
 from twolane.model.matrix import Matrix
 from twolane.model.products import Products
+from twolane.model.routing import route
 
 if TYPE_CHECKING:  # it imports Triton, which only a GPU needs
     from twolane.kernels.products.dispatch import Operation
@@ -42,8 +43,8 @@ class Mlp(Protocol):
         """Add the MLP of `x` [T, hidden] to `residual` [T, hidden] in place, on a GPU."""
         ...
 
-    def matrices(self) -> "Mapping[Operation, Matrix]":
-        """The matrices by the operation that multiplies with them, in their order."""
+    def matrices(self) -> "Sequence[tuple[Operation, Matrix]]":
+        """The matrices and the operations that multiply with them, in their order."""
         ...
 
 
@@ -77,6 +78,54 @@ class DenseMlp:
             products.gate_up_silu(x[rows], self.gate_up, self.gate_up_bias, gate_up, act)
             products.add_linear(act, self.down, self.down_bias, residual[rows])
 
-    def matrices(self) -> "Mapping[Operation, Matrix]":
+    def matrices(self) -> "Sequence[tuple[Operation, Matrix]]":
         """See `Mlp.matrices`."""
-        return {"gate_up_silu": self.gate_up, "add_linear": self.down}
+        return ("gate_up_silu", self.gate_up), ("add_linear", self.down)
+
+
+@dataclass(frozen=True, eq=False)
+class Expert:
+    """One expert: a dense MLP without biases."""
+
+    gate_up: Matrix
+    """[2 * intermediate, hidden], the rows of the gate first."""
+    down: Matrix
+    """[hidden, intermediate]"""
+
+
+@dataclass(frozen=True, eq=False)
+class Experts:
+    """A mixture of experts: each token goes to the few that a router chooses."""
+
+    router: Matrix
+    """[experts, hidden]"""
+    experts: Sequence[Expert]
+    per_token: int
+    """Experts of each token."""
+    normalised: bool
+    """Whether the chosen experts' probabilities are divided by their sum."""
+
+    def add(self, residual: Tensor, x: Tensor, products: Products) -> Tensor:
+        """See `Mlp.add`. A row's experts are summed by rank, whatever other rows there are."""
+        logits = products.linear(x, self.router)
+        weights, chosen = route(logits, self.per_token, self.normalised)
+        outs = x.new_empty(len(x), self.per_token, x.shape[1])
+        for number in sorted(set(chosen.flatten().tolist())):
+            expert = self.experts[number]
+            rows, ranks = (chosen == number).nonzero(as_tuple=True)
+            gate, up = products.linear(x[rows], expert.gate_up).chunk(2, dim=1)
+            outs[rows, ranks] = products.linear(functional.silu(gate).mul_(up), expert.down)
+        return residual + (outs * weights[..., None]).sum(dim=1).to(residual.dtype)
+
+    def add_into(
+        self, residual: Tensor, x: Tensor, buffers: Buffers, products: "GpuProducts"
+    ) -> None:
+        """See `Mlp.add_into`; there is no kernel for experts on a GPU, which refuses the model."""
+        raise NotImplementedError("experts are not served on a GPU yet")
+
+    def matrices(self) -> "Sequence[tuple[Operation, Matrix]]":
+        """See `Mlp.matrices`."""
+        found: list[tuple[Operation, Matrix]] = [("linear", self.router)]
+        for expert in self.experts:
+            found += ("gate_up_silu", expert.gate_up), ("add_linear", expert.down)
+        return found

@@ -3,7 +3,9 @@
 The values are those of each model's published `config.json` and `generation_config.json`.
 """
 
-from twolane.model.spec import ModelSpec, RopeSpec
+from dataclasses import replace
+
+from twolane.model.spec import ModelSpec, MoeSpec, RopeSpec
 
 _LLAMA_31_ROPE = RopeSpec(
     theta=500_000.0,
@@ -50,6 +52,15 @@ def _qwen3(layers: int, hidden: int, heads: int, intermediate: int) -> ModelSpec
     )
 
 
+def _qwen3_moe(layers: int, hidden: int, heads: int, dense: int, expert: int) -> ModelSpec:
+    return replace(
+        _qwen3(layers, hidden, heads, dense),
+        family="qwen3_moe",
+        kv_heads=4,
+        moe=MoeSpec(experts=128, per_token=8, intermediate_size=expert),
+    )
+
+
 SHAPES: dict[str, ModelSpec] = {
     "smollm2-135m-instruct": ModelSpec(
         family="llama",
@@ -85,5 +96,7 @@ SHAPES: dict[str, ModelSpec] = {
     "qwen3-8b": _qwen3(36, 4096, 32, 12_288),
     "qwen3-14b": _qwen3(40, 5120, 40, 17_408),
     "qwen3-32b": _qwen3(64, 5120, 64, 25_600),
+    "qwen3-30b-a3b": _qwen3_moe(48, 2048, 32, 6144, 768),
+    "qwen3-235b-a22b": _qwen3_moe(94, 4096, 64, 12_288, 1536),
 }
 """Built-in shapes by name."""

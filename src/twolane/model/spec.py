@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-Family = Literal["llama", "mistral", "qwen2", "qwen3"]
+Family = Literal["llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral"]
 RopeType = Literal["default", "linear", "llama3", "yarn", "factors"]
 
 
@@ -43,6 +43,22 @@ class RopeSpec:
 
 
 @dataclass(frozen=True)
+class MoeSpec:
+    """The experts of a mixture-of-experts model."""
+
+    experts: int
+    """Experts in each layer that has any."""
+    per_token: int
+    """Experts that each token goes to."""
+    intermediate_size: int
+    """Width of one expert."""
+    normalised: bool = True
+    """Whether the chosen experts' probabilities are divided by their sum."""
+    dense_layers: tuple[int, ...] = ()
+    """The layers that have a dense MLP instead."""
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     """The shape of a decoder-only transformer of one of the supported families."""
 
@@ -68,12 +84,22 @@ class ModelSpec:
     sliding_layers: tuple[int, ...] = ()
     """The layers that `sliding_window` holds for."""
     eos_token_ids: tuple[int, ...] = ()
+    moe: MoeSpec | None = None
+    """The experts, or None where every layer has a dense MLP."""
 
     def __post_init__(self) -> None:
         if self.heads % self.kv_heads:
             raise ValueError(f"{self.heads} heads cannot share {self.kv_heads} key-value heads")
         if self.head_dim % 2:
             raise ValueError(f"rotary embedding needs an even head_dim, not {self.head_dim}")
+        if self.moe is not None and not 0 < self.moe.per_token <= self.moe.experts:
+            raise ValueError(
+                f"a token cannot go to {self.moe.per_token} of {self.moe.experts} experts"
+            )
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether the MLP of a layer is a mixture of experts."""
+        return self.moe is not None and layer not in self.moe.dense_layers
 
     def window(self, layer: int) -> int | None:
         """The sliding window of a layer in tokens, or None where all tokens are seen."""
@@ -91,7 +117,7 @@ class ModelSpec:
 
     @property
     def layer_parameters(self) -> int:
-        """Weights in one layer."""
+        """Weights in one layer with a dense MLP."""
         qkv = self.q_size + 2 * self.kv_size
         attention = (qkv + self.q_size) * self.hidden_size
         mlp = 3 * self.hidden_size * self.intermediate_size
@@ -107,7 +133,12 @@ class ModelSpec:
     def parameters(self) -> int:
         """Weights in the whole model; tied embeddings count once."""
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
-        return embeddings + self.layers * self.layer_parameters + self.hidden_size
+        dense = embeddings + self.layers * self.layer_parameters + self.hidden_size
+        if self.moe is None:
+            return dense
+        experts = self.moe.experts * (3 * self.moe.intermediate_size + 1)  # and the router's row
+        more = self.hidden_size * (experts - 3 * self.intermediate_size)
+        return dense + more * sum(map(self.has_experts, range(self.layers)))
 
     def kv_bytes_per_token(self, itemsize: int) -> int:
         """Bytes of keys and values of one token in all layers, at `itemsize` bytes an element."""

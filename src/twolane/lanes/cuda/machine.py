@@ -69,6 +69,8 @@ class CudaMachine:
         decode_units: Sequence[int] | None = None,
         utilization: float = 0.9,
     ) -> None:
+        if spec.moe is not None:
+            raise ValueError("model: mixtures of experts are not served on a GPU yet, only on CPUs")
         _check_heads(spec)
         _check_schemes(weights)
         self.spec = spec

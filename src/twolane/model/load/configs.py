@@ -9,7 +9,7 @@ import msgspec
 
 from twolane.common.checked_json import converted, read_json
 from twolane.model.load.quantization import Quantization, read_quantization
-from twolane.model.spec import Family, ModelSpec, RopeSpec, UnsupportedModel, merge_eos
+from twolane.model.spec import Family, ModelSpec, MoeSpec, RopeSpec, UnsupportedModel, merge_eos
 from twolane.sampling import SamplingParams
 
 ARCHITECTURES: dict[str, Family] = {
@@ -17,6 +17,8 @@ ARCHITECTURES: dict[str, Family] = {
     "MistralForCausalLM": "mistral",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+    "MixtralForCausalLM": "mixtral",
 }
 """The architectures that work, as `config.json` names them."""
 
@@ -106,11 +108,41 @@ class _Qwen3(_Qwen2, kw_only=True):
     head_dim: int | None = 128
 
 
+class _Qwen3Moe(HFConfig, kw_only=True):
+    vocab_size: int = 151_936
+    hidden_size: int = 2048
+    intermediate_size: int = 6144
+    num_hidden_layers: int = 24
+    num_key_value_heads: int | None = 4
+    max_position_embeddings: int = 32_768
+    eos_token_id: int | list[int] | None = None
+    num_experts: int | None = None
+    num_local_experts: int = 128
+    num_experts_per_tok: int = 8
+    moe_intermediate_size: int = 768
+    norm_topk_prob: bool = False
+    decoder_sparse_step: int = 1
+    mlp_only_layers: list[int] = []
+
+
+class _Mixtral(HFConfig, kw_only=True):
+    intermediate_size: int = 14_336
+    num_key_value_heads: int | None = 8
+    max_position_embeddings: int = 131_072
+    rms_norm_eps: float = 1e-5
+    rope_theta: float | None = 1_000_000.0
+    sliding_window: int | None = None
+    num_local_experts: int = 8
+    num_experts_per_tok: int = 2
+
+
 _CONFIGS: dict[Family, type[HFConfig]] = {
     "llama": HFConfig,
     "mistral": _Mistral,
     "qwen2": _Qwen2,
     "qwen3": _Qwen3,
+    "qwen3_moe": _Qwen3Moe,
+    "mixtral": _Mixtral,
 }
 
 
@@ -214,10 +246,30 @@ def spec_from_config(
         qkv_bias=family == "qwen2" or config.attention_bias,
         o_bias=family != "qwen2" and config.attention_bias,
         mlp_bias=config.mlp_bias,
-        qk_norm=family == "qwen3",
+        qk_norm=family in ("qwen3", "qwen3_moe"),
         sliding_window=window,
         sliding_layers=sliding_layers,
+        moe=_experts(config),
         eos_token_ids=merge_eos(config.vocab_size, config.eos_token_id, generation_eos),
+    )
+
+
+def _experts(config: HFConfig) -> MoeSpec | None:
+    """The experts, if the family has any."""
+    if isinstance(config, _Mixtral):
+        experts, each = config.num_local_experts, config.num_experts_per_tok
+        return MoeSpec(experts, each, config.intermediate_size)
+    if not isinstance(config, _Qwen3Moe):
+        return None
+    dense = {i for i in config.mlp_only_layers if 0 <= i < config.num_hidden_layers}
+    step = config.decoder_sparse_step
+    dense |= {i for i in range(config.num_hidden_layers) if (i + 1) % step}
+    return MoeSpec(
+        config.num_experts or config.num_local_experts,
+        config.num_experts_per_tok,
+        config.moe_intermediate_size,
+        config.norm_topk_prob,
+        tuple(sorted(dense)),
     )
 
 
@@ -238,7 +290,7 @@ def _sliding(config: HFConfig, family: Family) -> tuple[int | None, tuple[int, .
     window = config.sliding_window
     if family == "llama" or window is None:
         return None, ()
-    if family == "mistral":
+    if family in ("mistral", "mixtral"):
         return window, tuple(range(config.num_hidden_layers))
     if not config.use_sliding_window:
         return None, ()

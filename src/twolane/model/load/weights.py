@@ -17,7 +17,7 @@ from twolane.model.load.quantization import Format, Quantization, Stored
 from twolane.model.load.quantized import read_module
 from twolane.model.load.safetensors import Safetensors
 from twolane.model.matrix import Matrix, Scheme, concatenated, quantised
-from twolane.model.mlp import DenseMlp
+from twolane.model.mlp import DenseMlp, Expert, Experts
 from twolane.model.spec import ModelSpec
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -163,17 +163,56 @@ class _Linear:
     bias: bool
 
 
-def _linears(spec: ModelSpec) -> dict[str, _Linear]:
-    """The linear modules of a layer."""
+@dataclass(frozen=True)
+class _ExpertNames:
+    """How a family's checkpoints name the parts of a mixture of experts."""
+
+    router: str
+    expert: str
+    """Of one, with its number to be filled in."""
+    gate: str
+    up: str
+    down: str
+
+
+_MIXTRAL = _ExpertNames("block_sparse_moe.gate", "block_sparse_moe.experts.{}", "w1", "w3", "w2")
+_QWEN3_MOE = _ExpertNames("mlp.gate", "mlp.experts.{}", "gate_proj", "up_proj", "down_proj")
+
+
+def _expert_names(spec: ModelSpec) -> _ExpertNames:
+    return _MIXTRAL if spec.family == "mixtral" else _QWEN3_MOE
+
+
+def _linears(spec: ModelSpec, layer: int) -> dict[str, _Linear]:
+    """The linear modules of a layer; a router is none, for it is never quantised."""
+    return _attention_linears(spec) | _mlp_linears(spec, layer)
+
+
+def _mlp_linears(spec: ModelSpec, layer: int) -> dict[str, _Linear]:
     hidden, mlp = spec.hidden_size, spec.intermediate_size
+    if not spec.has_experts(layer):
+        return {
+            "mlp.gate_proj": _Linear(mlp, hidden, spec.mlp_bias),
+            "mlp.up_proj": _Linear(mlp, hidden, spec.mlp_bias),
+            "mlp.down_proj": _Linear(hidden, mlp, spec.mlp_bias),
+        }
+    assert spec.moe is not None
+    names, width = _expert_names(spec), spec.moe.intermediate_size
+    linears = {}
+    for prefix in map(names.expert.format, range(spec.moe.experts)):
+        linears[f"{prefix}.{names.gate}"] = _Linear(width, hidden, bias=False)
+        linears[f"{prefix}.{names.up}"] = _Linear(width, hidden, bias=False)
+        linears[f"{prefix}.{names.down}"] = _Linear(hidden, width, bias=False)
+    return linears
+
+
+def _attention_linears(spec: ModelSpec) -> dict[str, _Linear]:
+    hidden = spec.hidden_size
     return {
         "self_attn.q_proj": _Linear(spec.q_size, hidden, spec.qkv_bias),
         "self_attn.k_proj": _Linear(spec.kv_size, hidden, spec.qkv_bias),
         "self_attn.v_proj": _Linear(spec.kv_size, hidden, spec.qkv_bias),
         "self_attn.o_proj": _Linear(hidden, spec.q_size, spec.o_bias),
-        "mlp.gate_proj": _Linear(mlp, hidden, spec.mlp_bias),
-        "mlp.up_proj": _Linear(mlp, hidden, spec.mlp_bias),
-        "mlp.down_proj": _Linear(hidden, mlp, spec.mlp_bias),
     }
 
 
@@ -206,7 +245,10 @@ def _stored(spec: ModelSpec, quantization: Quantization | None) -> dict[str, Sto
         if spec.qk_norm:
             for name in ("q_norm", "k_norm"):
                 stored[f"{prefix}.self_attn.{name}.weight"] = Stored(((spec.head_dim,),))
-        for name, module in _linears(spec).items():
+        if spec.has_experts(i) and spec.moe is not None:
+            shape = spec.moe.experts, hidden
+            stored[f"{prefix}.{_expert_names(spec).router}.weight"] = Stored((shape,))
+        for name, module in _linears(spec, i).items():
             linear(f"{prefix}.{name}", module)
     return stored
 
@@ -283,7 +325,7 @@ class _Loader:
         layers = []
         for i in range(self.spec.layers):
             progress("weights", i / self.spec.layers)
-            layers.append(self._layer(f"model.layers.{i}"))
+            layers.append(self._layer(i))
         tied = self.spec.tie_embeddings
         head = Matrix.plain(embedding) if tied else self._module("lm_head", None)
         weights = Weights(embedding, tuple(layers), self._get("model.norm.weight"), head)
@@ -319,7 +361,8 @@ class _Loader:
     def _shape(self, name: str) -> tuple[int, int]:
         if name == "lm_head":
             return self.spec.vocab_size, self.spec.hidden_size
-        linear = _linears(self.spec)[name.split(".", 3)[3]]
+        _, _, layer, rest = name.split(".", 3)
+        linear = _linears(self.spec, int(layer))[rest]
         return linear.rows, linear.columns
 
     def _fused(self, prefix: str, *names: str) -> Matrix:
@@ -340,8 +383,9 @@ class _Loader:
         """The order of `pair_rows`."""
         return pair_rows(torch.arange(rows, device=self.device), self.spec.head_dim)
 
-    def _layer(self, prefix: str) -> LayerWeights:
-        spec, attention, mlp = self.spec, f"{prefix}.self_attn", f"{prefix}.mlp"
+    def _layer(self, i: int) -> LayerWeights:
+        spec, prefix = self.spec, f"model.layers.{i}"
+        attention = f"{prefix}.self_attn"
         return LayerWeights(
             input_norm=self._get(f"{prefix}.input_layernorm.weight"),
             qkv=self._fused(prefix, *(f"self_attn.{n}_proj" for n in "qkv")),
@@ -350,13 +394,31 @@ class _Loader:
             o=self._fused(prefix, "self_attn.o_proj"),
             o_bias=self._bias(spec.o_bias, f"{attention}.o_proj"),
             post_norm=self._get(f"{prefix}.post_attention_layernorm.weight"),
-            mlp=DenseMlp(
-                gate_up=self._fused(prefix, "mlp.gate_proj", "mlp.up_proj"),
-                gate_up_bias=self._bias(spec.mlp_bias, f"{mlp}.gate_proj", f"{mlp}.up_proj"),
-                down=self._fused(prefix, "mlp.down_proj"),
-                down_bias=self._bias(spec.mlp_bias, f"{mlp}.down_proj"),
-            ),
+            mlp=self._experts(prefix) if spec.has_experts(i) else self._dense(prefix),
         )
+
+    def _dense(self, prefix: str) -> DenseMlp:
+        biased, mlp = self.spec.mlp_bias, f"{prefix}.mlp"
+        return DenseMlp(
+            gate_up=self._fused(prefix, "mlp.gate_proj", "mlp.up_proj"),
+            gate_up_bias=self._bias(biased, f"{mlp}.gate_proj", f"{mlp}.up_proj"),
+            down=self._fused(prefix, "mlp.down_proj"),
+            down_bias=self._bias(biased, f"{mlp}.down_proj"),
+        )
+
+    def _experts(self, prefix: str) -> Experts:
+        moe, names = self.spec.moe, _expert_names(self.spec)
+        assert moe is not None
+        each = [names.expert.format(number) for number in range(moe.experts)]
+        experts = [
+            Expert(
+                self._fused(prefix, f"{name}.{names.gate}", f"{name}.{names.up}"),
+                self._fused(prefix, f"{name}.{names.down}"),
+            )
+            for name in each
+        ]
+        router = Matrix.plain(self._get(f"{prefix}.{names.router}.weight"))
+        return Experts(router, experts, moe.per_token, moe.normalised)
 
     def _qkv_bias(self, attention: str) -> Tensor:
         q, k, v = (self._get(f"{attention}.{n}_proj.bias") for n in "qkv")

@@ -1,0 +1,92 @@
+"""Mixtures of experts: routing, names, shapes, and what is refused."""
+
+import dataclasses
+
+import pytest
+import torch
+from transformers import MixtralConfig, Qwen3MoeConfig
+
+from tests.model.checkpoints import make_checkpoint
+from tests.model.passes import in_chunks, prompt
+from twolane.common.errors import FieldError
+from twolane.engine.config import EngineConfig
+from twolane.model.load.configs import spec_from_config
+from twolane.model.load.hub import resolve
+from twolane.model.load.weights import load_decoder
+from twolane.model.mlp import Experts
+from twolane.model.routing import route
+from twolane.model.spec import MoeSpec, UnsupportedModel
+from twolane.sim.run import shapes_of
+
+
+@pytest.mark.parametrize("normalised", [True, False])
+def test_routing_against_a_sort(normalised: bool) -> None:
+    logits = torch.randn(50, 16, generator=torch.Generator().manual_seed(0)).round(decimals=1)
+    weights, experts = route(logits, 4, normalised)
+    ties = 0
+    for row, w, e in zip(logits.tolist(), weights.tolist(), experts.tolist(), strict=True):
+        order = sorted(range(16), key=lambda i: (-row[i], i))[:4]
+        assert e == order
+        ties += len({row[i] for i in order}) < 4
+        exact = torch.tensor(row, dtype=torch.float64).softmax(0)[order]
+        exact = exact / exact.sum() if normalised else exact
+        torch.testing.assert_close(torch.tensor(w).double(), exact, atol=1e-6, rtol=1e-5)
+    assert ties > 5
+
+
+def test_routing_is_in_float32_and_by_rows() -> None:
+    logits = torch.randn(40, 8, generator=torch.Generator().manual_seed(1)).bfloat16()
+    weights, experts = route(logits, 2, normalised=True)
+    assert weights.dtype == torch.float32
+    for i in range(40):
+        alone = route(logits[i : i + 1], 2, normalised=True)
+        assert torch.equal(alone[0][0], weights[i]) and torch.equal(alone[1][0], experts[i])
+
+
+def test_a_step_of_the_same_rows_repeats_bit_for_bit(tiny) -> None:
+    decoder, _ = tiny("qwen3-moe")
+    tokens = prompt(40)
+    assert torch.equal(in_chunks(decoder, tokens, [40]), in_chunks(decoder, tokens, [40]))
+
+
+def test_layers_may_be_dense(tiny) -> None:
+    decoder, model = tiny("qwen3-moe")
+    kinds = [isinstance(layer.mlp, Experts) for layer in decoder.weights.layers]
+    assert kinds == [True, False, True, True]
+    assert decoder.spec.parameters == model.num_parameters()
+    mixtral, model = tiny("mixtral")
+    assert mixtral.spec.parameters == model.num_parameters()
+
+
+def test_dummy_and_rounded_experts(tmp_path) -> None:
+    path = make_checkpoint("qwen3-moe", tmp_path / "model")
+    for options in ({"load_format": "dummy"}, {}):
+        source = resolve(str(path), options.get("load_format", "auto"))
+        decoder = load_decoder(source, quantization="fp8", **options)
+        mlp = decoder.weights.layers[0].mlp
+        assert mlp.router.scheme == "float32" and mlp.experts[3].down.scheme == "fp8_channel"
+        assert in_chunks(decoder, prompt(9), [9]).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("config", "family"), [(Qwen3MoeConfig, "Qwen3Moe"), (MixtralConfig, "Mixtral")]
+)
+def test_defaults_are_those_of_transformers(config, family) -> None:
+    bare = spec_from_config({"architectures": [f"{family}ForCausalLM"]})
+    whole = config().to_dict() | {"architectures": [f"{family}ForCausalLM"]}
+    assert bare == spec_from_config(whole)
+
+
+def test_a_simulation_refuses_experts() -> None:
+    with pytest.raises(FieldError, match="has experts"):
+        shapes_of(EngineConfig(model="qwen3-30b-a3b"))
+
+
+def test_which_layers_have_experts_follows_from_the_config() -> None:
+    raw = {"architectures": ["Qwen3MoeForCausalLM"], "num_hidden_layers": 6}
+    spec = spec_from_config({**raw, "decoder_sparse_step": 2, "mlp_only_layers": [1, 77]})
+    assert [spec.has_experts(i) for i in range(6)] == [False, False, False, True, False, True]
+    with pytest.raises(ValueError, match="a token cannot go to 9 of 8 experts"):
+        dataclasses.replace(spec, moe=MoeSpec(8, 9, 16))
+    with pytest.raises(UnsupportedModel, match="architecture 'GptOssForCausalLM'"):
+        spec_from_config({"architectures": ["GptOssForCausalLM"]})
