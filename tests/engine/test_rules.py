@@ -144,11 +144,14 @@ def test_a_request_that_cannot_be_served_is_refused_by_name() -> None:
         "stop_token_ids leave no token to choose": Submit(
             "x", [1], SamplingParams(stop_token_ids=tuple(range(1000)), min_tokens=1)
         ),
-        "context length is 64": Submit("x", [1] * 64, tokens),
+        "prompt has 64 tokens": Submit("x", [1] * 64, tokens),
     }
     for message, request in bad.items():
         news = news_of(request)
-        assert message in news.refused[0].message
+        refused = news.refused[0]
+        assert message in refused.message
+        assert refused.field is not None
+        assert refused.message.startswith(refused.field)
         assert not news.outputs
 
 
