@@ -23,7 +23,8 @@ from rich.table import Table
 from twolane.bench.contenders import parse_system
 from twolane.engine.config import EngineConfig
 from twolane.results.result import BenchConfig, Result
-from twolane.sim.run import SimulateConfig, simulate
+from twolane.sim.config import SimulateConfig
+from twolane.sim.run import simulate
 from twolane.slo import Slo
 from twolane.workload.spec import WorkloadSpec
 from twolane.workload.traces import TraceRequest

@@ -43,7 +43,7 @@ ROOMS: Mapping[str, tuple[str, ...]] = {
     "bench": ("sim", "results", "workload", "engine.config", "systems", "estimate"),
     "cli": (
         *("server", "frontend", "engine", "systems", "lanes", "profile", "sim", "bench"),
-        *("results", "workload", *FACTS),
+        *("estimate", "results", "workload", *FACTS),
     ),
     "__main__": ("cli",),
 }

@@ -1,10 +1,15 @@
 """What a request asks of the sampler, with the names that vLLM and SGLang use."""
 
 import math
+from typing import Annotated
 
 import msgspec
 
 from twolane.common.errors import FieldError
+from twolane.common.options import Option
+
+ANSWER = "Answer"
+"""Panel of options in the help."""
 
 GREEDY_TEMPERATURE = 1e-5
 """Temperatures below this are greedy: the scaled logits would leave the float range."""
@@ -20,19 +25,19 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         FieldError: a field is out of range.
     """
 
-    temperature: float = 1.0
+    temperature: Annotated[float, Option(ANSWER)] = 1.0
     """Divides the logits; 0 is greedy."""
-    top_p: float = 1.0
+    top_p: Annotated[float, Option(ANSWER)] = 1.0
     """Keep the smallest set of most likely tokens whose probabilities add up to this, in (0, 1]."""
-    top_k: int = 0
+    top_k: Annotated[int, Option(ANSWER)] = 0
     """Keep the k most likely tokens; 0 and -1 keep all."""
-    min_p: float = 0.0
+    min_p: Annotated[float, Option(ANSWER)] = 0.0
     """Keep tokens at least this fraction as likely as the most likely one, in [0, 1]."""
     seed: int | None = None
     """Fixes the random numbers of this request, whatever runs beside it."""
-    max_tokens: int | None = 16
-    """The most tokens to generate; None is up to the model's context length."""
-    min_tokens: int = 0
+    max_tokens: Annotated[int | None, Option(ANSWER)] = 16
+    """Largest number of tokens to generate; None is up to the model's context length."""
+    min_tokens: Annotated[int, Option(ANSWER)] = 0
     """End-of-sequence and stop tokens are not chosen before this many tokens."""
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end the request; the one that did is the last token of the output."""

@@ -1,10 +1,23 @@
 """Latency bounds."""
 
 import math
+from typing import Annotated
 
 import msgspec
 
 from twolane.common.errors import FieldError
+from twolane.common.options import Option, milliseconds
+
+PANEL = "Scheduling"
+PER_1K = Option(
+    PANEL,
+    "MS",
+    least=0,
+    name="ttft_per_1k_ms",
+    factor=1e3 * 1024,
+    help="Milliseconds added to --slo-ttft-ms for each 1,024 prompt tokens that the prefix cache "
+    "does not have.",
+)
 
 
 class Slo(msgspec.Struct, frozen=True, kw_only=True):
@@ -14,11 +27,17 @@ class Slo(msgspec.Struct, frozen=True, kw_only=True):
         FieldError: a field is out of range.
     """
 
-    ttft: float | None = None
-    ttft_per_token: float = 0.0
-    """Added to `ttft` for each new prompt token (Drift §5.1 gives 1 s per 1,024)."""
-    tbt: float | None = None
-    tpot: float | None = None
+    ttft: Annotated[float | None, milliseconds(PANEL, "ttft", least=0, none=0)] = None
+    """Bound in seconds on the time to the first token of requests without an x-slo-ttft-ms header;
+    0 is no bound, the default."""
+    ttft_per_token: Annotated[float, PER_1K] = 0.0
+    """Seconds added to `ttft` for each new prompt token (Drift §5.1 gives 1 s per 1,024)."""
+    tbt: Annotated[float | None, milliseconds(PANEL, "tbt", least=0, none=0)] = None
+    """Bound in seconds on each time between two tokens of requests without an x-slo-tbt-ms header;
+    0 is no bound, the default."""
+    tpot: Annotated[float | None, milliseconds(PANEL, "tpot", least=0, none=0)] = None
+    """Bound in seconds on the mean time between tokens of requests without an x-slo-tpot-ms header;
+    0 is no bound, the default."""
 
     def __post_init__(self) -> None:
         for name in self.bounds:

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from twolane.bench.contenders import measure, simulation
 from twolane.bench.goodput import Hopeless, Search, find, highest, short_runs, tuned, variants
-from twolane.cli.bench import app
+from twolane.cli.bench.main import app
 from twolane.results.metrics import attain
 from twolane.results.record import Record
 from twolane.results.result import BenchConfig

@@ -177,7 +177,7 @@ def test_no_server_is_no_goodput_of_zero(tmp_path):
 def test_contradictions_are_refused(words, complaint, tmp_path):
     from typer.testing import CliRunner
 
-    from twolane.cli.bench import app
+    from twolane.cli.bench.main import app
 
     done = CliRunner().invoke(app, ["goodput", "--out", str(tmp_path), *LOOSE[:3], *words])
     assert done.exit_code == 2

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from twolane.cli.bench import app
+from twolane.cli.bench.main import app
 from twolane.results.metrics import LAG_PERCENTILES, Distribution
 from twolane.results.summary import default_name, result_dict, result_json, summary
 from twolane.workload.lengths import TABLES
@@ -234,7 +234,7 @@ def test_ctrl_c_still_writes_what_was_measured(thirdparty, tmp_path):
     rows = "TIMESTAMP,ContextTokens,GeneratedTokens\n,5,2\n,5,2\n,5,999\n,5,2\n"
     trace.write_text(rows)
     path = tmp_path / "run.json"
-    program = "from twolane.cli.bench import app; app()"
+    program = "from twolane.cli.bench.main import app; app()"
     words = ["serve", "--base-url", thirdparty.url, "--dataset", str(trace)]
     words += ["--max-concurrency", "1", "--result-file", str(path)]
     process = subprocess.Popen([sys.executable, "-c", program, *words], stdout=subprocess.PIPE)
@@ -252,7 +252,7 @@ def test_ctrl_c_still_writes_what_was_measured(thirdparty, tmp_path):
 def test_importing_the_command_line_is_light_and_httptools_is_optional():
     program = """
 import sys
-import twolane.cli.bench as cli
+import twolane.cli.bench.main as cli
 assert not {"httptools", "numpy", "torch"} & set(sys.modules)
 sys.modules["httptools"] = None
 from typer.testing import CliRunner

@@ -4,12 +4,12 @@ import os
 
 import pytest
 import typer
-from typer.main import get_command
 
-from twolane.cli.main import app
+from twolane.cli.bench.main import BenchCommands
+from twolane.cli.main import Commands
 
-SERVE = get_command(app).commands["serve"]
-BENCH = get_command(app).commands["bench"].commands["serve"]
+SERVE = Commands.load("serve")
+BENCH = BenchCommands.load("serve")
 
 
 @pytest.fixture(autouse=True)
@@ -61,14 +61,14 @@ def test_values_are_read_as_those_of_flags_are(parse):
     )
     assert (got["model"], got["served_model_name"], got["port"]) == ("no", "1e3", 80)
     assert (got["drain_seconds"], got["prefix_cache"], got["trace"]) == (2.0, False, None)
-    assert (got["options"], got["host"]) == (["token_budget=512", "x=y z"], "::1")
+    assert (got["option"], got["host"]) == (["token_budget=512", "x=y z"], "::1")
 
 
 @pytest.mark.parametrize(
     "text", ["option: a=1", "option: [a=1]", "option:\n- a=1", "option: {a: 1}"]
 )
 def test_what_may_repeat_takes_every_form(parse, text):
-    assert parse(f"model: m\n{text}")["options"] == ["a=1"]
+    assert parse(f"model: m\n{text}")["option"] == ["a=1"]
 
 
 @pytest.mark.parametrize("text", ["", "# nothing", "---", "{}"])

@@ -1,21 +1,21 @@
-import inspect
 import os
 import re
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import get_args
 
 import pytest
 from msgspec.structs import fields
-from typer.main import get_command
 from typer.testing import CliRunner
 
 from twolane.cli import doctor
-from twolane.cli.bench import app as bench
-from twolane.cli.main import ENGINE_OPTIONS, app
+from twolane.cli.bench.main import BenchCommands
+from twolane.cli.foreign import UNSERVED
+from twolane.cli.main import Commands, app, main
+from twolane.common.options import settings_of
 from twolane.engine.config import EngineConfig
+from twolane.server.options import ServerOptions
 
 from ..server.serving import write_tiny_model
 
@@ -53,21 +53,35 @@ def test_nothing_heavy_is_imported_for_help(args):
 
 
 def test_every_engine_setting_has_an_option():
-    bounds = {f"slo_{name}_ms" for name in ("ttft", "ttft_per_1k", "tbt", "tpot")}
     settings = {field.name for field in fields(EngineConfig)}
-    others = {"model", "slo", "tbt_buffer", "transport"}
-    assert set(ENGINE_OPTIONS) == settings - others | bounds | {"tbt_buffer_ms"}
+    assert {one.path[0] for one in settings_of(EngineConfig)} == settings - {"model", "transport"}
     text = run("serve", "--help").stdout
-    for name in ENGINE_OPTIONS:
-        flag = "--option" if name == "options" else "--" + name.replace("_", "-")
-        assert flag in text
+    for setting in (*settings_of(EngineConfig), *settings_of(ServerOptions)):
+        assert setting.flag in text
+
+
+@pytest.mark.parametrize("group", [Commands, BenchCommands])
+def test_a_group_says_of_a_command_what_the_command_says_of_itself(group):
+    for name, line in group.lines.items():
+        assert " ".join(group.load(name).help.split()).startswith(line)
+
+
+def test_an_option_of_another_server_is_answered_by_what_to_use_instead(capsys, monkeypatch):
+    """A row whose option is served by now must go: the parser takes it."""
+    for option, hint in UNSERVED.items():
+        monkeypatch.setattr(sys, "argv", ["twolane", "serve", MODEL, option, "1"])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert ended.value.code == 2
+        line = f"twolane: {option} is not an option here: {hint} (see twolane serve --help)"
+        assert capsys.readouterr().err == line + "\n"
 
 
 def test_every_serve_option_has_a_variable_and_a_line_in_the_docs():
     page = (Path(__file__).parents[2] / "docs" / "guides" / "cli.md").read_text()
     rows = dict(re.findall(r"^\| `(TWOLANE_\w+)` \| `(.+?)` \|", page, re.MULTILINE))
     expected = {"TWOLANE_MODEL": "MODEL"}
-    for param in get_command(app).commands["serve"].params:
+    for param in Commands.load("serve").params:
         if param.name not in ("help", "model"):
             flag = param.opts[0]
             expected["TWOLANE_" + flag[2:].replace("-", "_").upper()] = flag
@@ -80,7 +94,7 @@ def test_what_is_wrong_in_a_file_or_a_variable_is_one_line(tmp_path):
     for text, words in (
         ("model: x\nprot: 3", (str(file), "line 2", "did you mean 'port'?")),
         ("model: x\nport: -1", (f"{file}: Invalid value for '--port'",)),
-        ("model: x\npage-size: 0", ("--page-size must be at least 1",)),
+        ("model: x\npage-size: 0", ("--page-size", "or equal to 1")),
     ):
         file.write_text(text)
         result = run("serve", "--config", str(file))
@@ -124,8 +138,8 @@ def test_version():
             ("--max-positions", "100", "--max-model-len", "200"),
             ("--max-model-len 200", "--max-positions 100"),
         ),
-        (("--page-size", "0"), ("--page-size", "at least 1")),
-        (("--max-model-len", "1"), ("--max-model-len", "at least 2")),
+        (("--page-size", "0"), ("--page-size", "or equal to 1")),
+        (("--max-model-len", "1"), ("--max-model-len", "or equal to 2")),
         (("--cores", "0"), ("--cores", "between 1 and")),
         (("--system", "nope"), ("--system 'nope'", "static-split", "chunked")),
         (("--option", "nope=1"), ("--option 'nope'", "decode_units")),
@@ -140,10 +154,13 @@ def test_version():
         (("--trace", "/nowhere/t.json"), ("--trace", "/nowhere/t.json")),
         (("--trace", "/"), ("--trace / cannot be written",)),
         (("--profile", "/"), ("--profile / cannot be read",)),
-        (("--slo-tbt-ms", "-1"), ("--slo-tbt-ms", "-1")),
-        (("--slo-ttft-ms", "nan"), ("--slo-ttft-ms", "nan")),
-        (("--slo-ttft-per-1k-ms", "9"), ("--slo-ttft-per-1k-ms", "--slo-ttft-ms")),
-        (("--slo-ttft-ms", "9", "--slo-ttft-per-1k-ms", "-1"), ("--slo-ttft-per-1k-ms", "-1")),
+        (("--slo-tbt-ms", "-1"), ("--slo-tbt-ms", "or equal to 0")),
+        (("--slo-ttft-ms", "nan"), ("--slo-ttft-ms", "or equal to 0")),
+        (("--slo-ttft-per-1k-ms", "9"), ("--slo-ttft-per-1k-ms", "added to --slo-ttft-ms")),
+        (
+            ("--slo-ttft-ms", "9", "--slo-ttft-per-1k-ms", "-1"),
+            ("--slo-ttft-per-1k-ms", "or equal to 0"),
+        ),
         (("--dtype", "int4"), ("--dtype", "bfloat16")),
         (("--port", "99999"), ("--port", "65535")),
         (("--max-queue", "0"), ("--max-queue",)),
@@ -181,15 +198,13 @@ ASKED = {
 
 def fractions():
     """Return every command with each of its options that take fractions."""
-    commands = [(one.callback.__name__, one.callback) for one in app.registered_commands]
-    commands += [
-        (f"bench {one.callback.__name__}", one.callback) for one in bench.registered_commands
-    ]
+    commands = [(name, Commands.load(name)) for name in Commands.lines if name != "bench"]
+    commands += [(f"bench {name}", BenchCommands.load(name)) for name in BenchCommands.lines]
     return [
-        (name, "--" + option.replace("_", "-"))
+        (name, param.opts[0])
         for name, command in commands
-        for option, parameter in inspect.signature(command).parameters.items()
-        if "float" in str(get_args(parameter.annotation)[:1])
+        for param in command.params
+        if "float" in str(param.type_descriptor.annotation)
     ]
 
 
@@ -207,8 +222,8 @@ def test_what_is_no_number_is_refused_by_name(command, option, tmp_path, monkeyp
 @pytest.mark.parametrize(
     ("args", "word"),
     [
-        (("serve", "nope"), "no model 'nope'"),
-        (("serve", "qwen3-8b"), "--load-format dummy"),
+        (("serve", "nope", "--port", "0"), "no model 'nope'"),
+        (("serve", "qwen3-8b", "--port", "0"), "--load-format dummy"),
         (("pull", "nope"), "no model 'nope' to pull"),
         (("generate", "nope", "Hi"), "no model 'nope'"),
     ],
@@ -224,7 +239,7 @@ def test_an_unsupported_architecture_is_one_line_that_lists_those_that_work(tmp_
     model = write_tiny_model(tmp_path)
     config = (model / "config.json").read_text().replace("LlamaFor", "GPT9For")
     (model / "config.json").write_text(config)
-    result = run("serve", str(model), "--load-format", "dummy")
+    result = run("serve", str(model), "--load-format", "dummy", "--port", "0")
     assert result.returncode == 1
     assert "GPT9ForCausalLM" in result.stderr
     assert "LlamaForCausalLM" in result.stderr
@@ -233,7 +248,9 @@ def test_an_unsupported_architecture_is_one_line_that_lists_those_that_work(tmp_
 
 def test_settings_that_the_model_cannot_keep_are_one_line(tmp_path):
     model = str(write_tiny_model(tmp_path))
-    result = run("serve", model, "--load-format", "dummy", "--max-model-len", "100000")
+    result = run(
+        "serve", model, "--load-format", "dummy", "--max-model-len", "100000", "--port", "0"
+    )
     assert result.returncode == 1
     *progress, last = result.stderr.splitlines()
     assert "--max-model-len 100000 exceeds the model's 65536 positions; --max-positions" in last

@@ -10,9 +10,10 @@ from twolane.estimate.profile import Profile
 from twolane.model.shapes import SHAPES
 from twolane.profile import run
 from twolane.results.result import BenchConfig
+from twolane.sim.config import SimulateConfig
 from twolane.sim.gpus import GPUS
 from twolane.sim.profile import simulated_profile
-from twolane.sim.run import SimulateConfig, simulate
+from twolane.sim.run import simulate
 from twolane.workload.spec import WorkloadSpec
 
 SPEC = SHAPES["qwen3-8b"]

@@ -30,7 +30,8 @@ from twolane.estimate.online import OnlineEstimator
 from twolane.estimate.query import Corunner, Load, decode_step, hybrid_pass, prefill_slice
 from twolane.kernels.sizes import SIZES
 from twolane.results.result import BenchConfig
-from twolane.sim.run import SimulateConfig, simulate
+from twolane.sim.config import SimulateConfig
+from twolane.sim.run import simulate
 from twolane.slo import Slo
 from twolane.systems.auto.candidates import Candidate, Candidates, choose, largest, passes
 from twolane.systems.auto.margin import UNHURRIED_FRACTION

@@ -27,45 +27,6 @@ from twolane.workload.spec import OptionError, WorkloadSpec
 SERVER = "server"
 """What the one system of a running server is called."""
 DEFAULT_SYSTEM = "static-split"
-OWN_FLAGS = (
-    *("--system", "--option", "--port", "--trace", "--config"),
-    *("--slo-ttft-ms", "--slo-ttft-per-1k-ms", "--slo-tbt-ms", "--slo-tpot-ms"),
-)
-"""Options of `twolane serve` that a search sets itself."""
-
-
-def target(
-    simulate: str | None,
-    own: str | None,
-    model: str | None,
-    tp: int,
-    estimator: str | None,
-    base_url: str,
-) -> dict[str, object]:
-    """Who serves, in words: `own` are the words behind `twolane serve`.
-
-    Raises:
-        OptionError: a simulation lacks its model, or options contradict each other.
-    """
-    if simulate is None and tp != 1:
-        raise OptionError("--tp", "needs --simulate")
-    if simulate is None and estimator is not None:
-        raise OptionError("--estimator", "needs --simulate")
-    if simulate is not None and own is not None:
-        raise OptionError("--serve", "and --simulate exclude each other")
-    if own is not None:
-        if model is not None:
-            raise OptionError("--model", "is the first word of --serve")
-        for word in shlex.split(own):
-            if (flag := word.partition("=")[0]) in OWN_FLAGS:
-                raise OptionError("--serve", f"{flag} is set by the search")
-        return {"serve": own}
-    if simulate is None:
-        return {"base_url": base_url, "model": model}
-    if model is None:
-        raise OptionError("--model", "is needed to simulate")
-    named = {} if estimator is None else {"estimator": estimator}
-    return {"simulate": simulate, "model": model, "tp": tp, **named}
 
 
 def find(
@@ -235,7 +196,8 @@ def measure(
 def simulation(search: Search) -> Run:
     """Runs on simulated GPUs; the systems know the SLOs."""
     from twolane.engine.config import EngineConfig
-    from twolane.sim.run import SimulateConfig, simulate
+    from twolane.sim.config import SimulateConfig
+    from twolane.sim.run import simulate
 
     where = msgspec.convert(search.target, _Simulated)
 

@@ -17,13 +17,14 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 
+from twolane.common.options import Option
 from twolane.results.metrics import DEFAULT_PERCENTILES, Metrics, bound_for, bounded, keeps
 from twolane.results.record import Record
-from twolane.results.result import Result
+from twolane.results.result import MEASURE, Result
 from twolane.results.summary import result_dict, workload_dict
 from twolane.workload.spec import OptionError, WorkloadSpec
 from twolane.workload.traces import TraceRequest
@@ -51,17 +52,21 @@ class Search(msgspec.Struct, frozen=True, kw_only=True):
     tbts: tuple[float, ...] = ()
     """Bounds on TBT in seconds, each searched in a folder of its own; with several, `slos` has
     none."""
-    attainment: float = 0.99
-    seeds: int = 1
-    seed: int = 0
-    """The first of them."""
-    start_rate: float = 1.0
-    first_step: float = 2.0
-    """The factor from there to the second rate; the next ones are longer."""
-    least_rate: float = LOWEST
-    """What holds only below that is not looked for: goodput is 0."""
-    tolerance: float = 0.02
-    """The search ends when the rate that fails is at most this share above the one that holds."""
+    attainment: Annotated[float, Option(MEASURE)] = 0.99
+    """Share that must keep each SLO, 0.9 for P90: of requests, for tbt of gaps."""
+    seeds: Annotated[int, Option(MEASURE)] = 1
+    """Number of searches, each with arrivals of its own."""
+    seed: Annotated[int, Option(MEASURE)] = 0
+    """Seed of the first search."""
+    start_rate: Annotated[float, Option(MEASURE)] = 1.0
+    """Requests per second of the first run."""
+    first_step: Annotated[float, Option(MEASURE)] = 2.0
+    """Factor from the first rate to the second, up or down; 1.2 saves runs where the first is a
+    good guess."""
+    least_rate: Annotated[float, Option(MEASURE)] = LOWEST
+    """Requests per second below which a system counts as 0."""
+    tolerance: Annotated[float, Option(MEASURE)] = 0.02
+    """Share by which the rate that fails may be above the one that holds when the search ends."""
 
     @property
     def octave(self) -> int:

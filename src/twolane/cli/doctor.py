@@ -5,14 +5,24 @@ import platform
 from collections.abc import Iterator
 from importlib.metadata import version
 
+import typer
 from rich.console import Console, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 
 import twolane
+from twolane.cli.lazy import command_app
 from twolane.common.resources import free_memory, usable_cores
 from twolane.model.load import hub
 from twolane.systems.registry import SYSTEMS, defaults, describe
+
+app = command_app()
+
+
+@app.command()
+def doctor() -> None:
+    """Say what this machine offers, and whether serving is possible (exit code 0)."""
+    raise typer.Exit(0 if report() else 1)
 
 
 def report() -> bool:

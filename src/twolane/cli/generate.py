@@ -3,20 +3,67 @@
 import asyncio
 import signal
 import sys
+from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
+
+from twolane.cli.errors import one_line_errors, wrong_setting
+from twolane.cli.lazy import command_app
+from twolane.cli.options import ModelArgument, takes, takes_engine_settings
+from twolane.common.errors import FieldError
 from twolane.engine.config import EngineConfig
-from twolane.frontend.engine_client import EngineClient
-from twolane.frontend.generation import Generation
-from twolane.frontend.progress import progress_bars
-from twolane.frontend.startup import start_engine
-from twolane.frontend.text.codec import TextCodec
 from twolane.sampling import SamplingParams
 
+if TYPE_CHECKING:
+    from twolane.frontend.engine_client import EngineClient
+    from twolane.frontend.text.codec import TextCodec
+
 TERMINATED = 128 + signal.SIGTERM
-"""The exit code after SIGTERM, as shells have it."""
+"""Exit code after SIGTERM, as shells have it."""
+EPILOG = """**Examples**
+
+- `twolane generate smollm2-135m-instruct "What is the capital of France?"`
+
+- `twolane generate smollm2-135m-instruct --raw "The capital of France is" --max-tokens 8`
+
+- `cat question.txt | twolane generate smollm2-135m-instruct -`
+"""
+
+app = command_app()
 
 
+@app.command(epilog=EPILOG)
+@takes_engine_settings()
+@takes(SamplingParams, "sampling", defaults={"max_tokens": None, "temperature": 0.0})
 def generate(
+    model: ModelArgument,
+    prompt: Annotated[str, typer.Argument(help='The prompt; "-" reads it from standard input.')],
+    config: EngineConfig,
+    sampling: dict[str, Any],
+    chat: Annotated[
+        bool | None,
+        typer.Option(
+            "--chat/--raw",
+            help="Ask through the model's chat template, or continue the text as it is. "
+            "Default: --chat if the model has a template.",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Answer one prompt here in the terminal, without a server."""
+    text = sys.stdin.read() if prompt == "-" else prompt
+    try:
+        params = SamplingParams(**sampling)
+    except FieldError as error:
+        raise wrong_setting(error) from error
+    with one_line_errors():
+        try:
+            asyncio.run(run(config, text, params, chat=chat))
+        except asyncio.CancelledError:  # Ctrl-C is a KeyboardInterrupt
+            raise SystemExit(TERMINATED) from None
+
+
+async def run(
     config: EngineConfig, prompt: str, params: SamplingParams, *, chat: bool | None
 ) -> None:
     """Print the model's answer as it comes.
@@ -31,18 +78,10 @@ def generate(
         ValueError: see `start_engine`, as for PullError and EngineError; or the prompt is empty,
             too long, or not to be had as tokens.
         GenerationFailed: the engine died.
-        SystemExit: SIGTERM came; the engine has ended.
     """
-    try:
-        asyncio.run(run(config, prompt, params, chat=chat))
-    except asyncio.CancelledError:  # Ctrl-C is a KeyboardInterrupt
-        raise SystemExit(TERMINATED) from None
+    from twolane.frontend.progress import progress_bars
+    from twolane.frontend.startup import start_engine
 
-
-async def run(
-    config: EngineConfig, prompt: str, params: SamplingParams, *, chat: bool | None
-) -> None:
-    """See `generate`."""
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
@@ -55,14 +94,16 @@ async def run(
 
 
 async def answer(
-    engine: EngineClient,
-    codec: TextCodec,
+    engine: "EngineClient",
+    codec: "TextCodec",
     prompt: str,
     params: SamplingParams,
     *,
     chat: bool | None,
 ) -> None:
     """Write one answer to standard output."""
+    from twolane.frontend.generation import Generation
+
     if codec.has_chat_template if chat is None else chat:
         tokens = codec.chat([{"role": "user", "content": prompt}])
     else:

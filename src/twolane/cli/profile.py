@@ -1,16 +1,59 @@
-"""What `twolane profile` shows in the terminal."""
+"""`twolane profile`: what launches take on this machine."""
 
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
-from rich.console import Console
-from rich.progress import BarColumn, TaskID, TextColumn, TimeRemainingColumn
-from rich.progress import Progress as Bar
+import typer
 
+from twolane.cli.errors import one_line_errors
+from twolane.cli.lazy import command_app
+from twolane.cli.options import ModelArgument, finite, takes_engine_settings
 from twolane.engine.config import EngineConfig
-from twolane.profile.run import Progress, take_profile
+
+if TYPE_CHECKING:
+    from twolane.profile.run import Progress
+
+UNPROFILED = (
+    "system", "option", "slo_ttft_ms", "slo_ttft_per_1k_ms", "slo_tbt_ms", "slo_tpot_ms",
+    "tbt_buffer_ms", "prefix_cache", "profile", "estimator", "trace",
+)  # fmt: skip
+"""Options of the engine that do not change how long launches take."""
+EPILOG = """**Examples**
+
+- `twolane profile qwen3-8b --load-format dummy` — 8 minutes, into the cache
+
+- `twolane profile qwen3-8b --load-format dummy --seconds 720` — go on where the last run ended
+
+- `twolane bench estimators PROFILE.json` — how well it predicts
+"""
+
+app = command_app()
+
+
+@app.command(epilog=EPILOG)
+@takes_engine_settings(*UNPROFILED)
+def profile(
+    model: ModelArgument,
+    config: EngineConfig,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Default: in the cache, where `serve` finds it."),
+    ] = None,
+    seconds: Annotated[
+        float,
+        typer.Option(
+            min=0.0,
+            callback=finite,
+            help="How long to measure, beside the start; the next run goes on from there.",
+        ),
+    ] = 480.0,
+) -> None:
+    """Measure this machine with a model, so that systems can predict what launches take."""
+    with one_line_errors():
+        run(config, out=out, seconds=seconds)
 
 
 def run(config: EngineConfig, *, out: Path | None, seconds: float) -> None:
@@ -19,6 +62,10 @@ def run(config: EngineConfig, *, out: Path | None, seconds: float) -> None:
     Raises:
         ValueError: a setting is wrong, or the file is something else's.
     """
+    from rich.console import Console
+
+    from twolane.profile.run import take_profile
+
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     with _bars() as progress:
         outcome = take_profile(config, out=out, seconds=seconds, progress=progress)
@@ -33,8 +80,12 @@ def run(config: EngineConfig, *, out: Path | None, seconds: float) -> None:
 
 
 @contextmanager
-def _bars() -> Iterator[Progress]:
+def _bars() -> Iterator["Progress"]:
     """A bar for each stage on standard error, or nothing where that is no terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, TaskID, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
+
     console = Console(stderr=True)
     columns = (
         TextColumn("{task.description}"),

@@ -1,11 +1,15 @@
 """The engine's settings, as the front hands them to the engine process."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
+from twolane.common.options import Nested, Option, milliseconds
 from twolane.common.vocabulary import EstimatorName
 from twolane.slo import Slo
+
+MODEL, SCHEDULING, MEMORY, DEVICE = "Model", "Scheduling", "Memory", "Device"
+"""Panels of options in the help."""
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "dummy"]
@@ -21,54 +25,60 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """One engine: a model, a device, a system and their limits."""
 
     model: str
-    """An alias, a local directory, a GGUF file, a built-in shape or a Hugging Face id."""
-    load_format: LoadFormat = "auto"
-    """"dummy": random weights, no files needed."""
-    dtype: DType = "auto"
-    """Type of weights and KV cache; "auto" is float32 on a CPU and bfloat16 on a GPU."""
-    quantization: Quantization | None = None
-    """Weights in 16 bits are rounded to this while they are loaded: "fp8" has a scale for each row,
-    "fp8_block128" one for each 128 x 128, "int4" (dummy weights alone) one for 128 columns. None
-    serves a checkpoint as it is stored."""
-    max_positions: int | None = None
-    """Raises (or lowers) the positions the model is built for."""
-    max_model_len: int | None = None
-    """The most tokens of one request; None: the model's positions, if the KV pool holds them."""
-    seed: int = 0
-    """Seed of dummy weights and of requests that bring none."""
-    system: str = DEFAULT_SYSTEM
-    options: dict[str, str] = {}
-    """The system's own settings by name, as text (`twolane.systems.registry`)."""
-    slo: Slo = Slo()
-    """Bounds of requests that bring none."""
-    tbt_buffer: float = 0.020
-    """The most seconds for which a token of a request with a TBT bound is held back, so that gaps
-    are even and a late token is in time; at most the bound itself. 0 delivers tokens at once."""
+    """Alias, local directory, GGUF file, built-in shape or Hugging Face id of the model."""
+    load_format: Annotated[LoadFormat, Option(MODEL)] = "auto"
+    """Where weights come from: `dummy` makes random ones, for which no files are needed."""
+    dtype: Annotated[DType, Option(MODEL)] = "auto"
+    """Number format of weights and KV cache; `auto` is float32 on a CPU and bfloat16 on a GPU."""
+    quantization: Annotated[Quantization | None, Option(MODEL)] = None
+    """Scheme to which weights in 16 bits are rounded while they are loaded: fp8 has a scale for
+    each row, fp8_block128 one for each 128 x 128, int4 (dummy weights alone) one for 128 columns;
+    by default a checkpoint is served as it is stored."""
+    max_positions: Annotated[int | None, Option(MODEL, "TOKENS", least=1)] = None
+    """Number of positions that replaces the one the model is built for."""
+    max_model_len: Annotated[int | None, Option(MODEL, "TOKENS", least=2)] = None
+    """Largest number of tokens of one request, prompt and answer; by default the model's positions,
+    if the KV pool holds them."""
+    seed: Annotated[int, Option(MODEL)] = 0
+    """Seed of dummy weights, and of sampling where a request has no seed of its own."""
+    system: Annotated[str, Option(SCHEDULING)] = DEFAULT_SYSTEM
+    """Policy that shares the device between prefill and decode; `twolane doctor` lists them."""
+    options: Annotated[dict[str, str], Option(SCHEDULING, "KEY=VALUE", name="option")] = {}
+    """Setting of the system; may be repeated. `twolane doctor` lists them."""
+    slo: Annotated[Slo, Nested("slo_")] = Slo()
+    """Latency bounds of requests that bring none of their own."""
+    tbt_buffer: Annotated[float, milliseconds(SCHEDULING, "tbt_buffer", least=0)] = 0.020
+    """Longest time in seconds for which a token of a request with a TBT bound is held back, so that
+    gaps are even and a late token is in time; at most the bound itself. 0 sends tokens at once."""
     transport: float = 0.0
     """Seconds that the way from the engine to a client may take: a part of each TBT bound is left
     for it. A server sets it to `TRANSPORT_SECONDS`; it is no option."""
-    page_size: int | None = None
-    """Tokens in a KV page; None: 16 on a CPU, 32 on a GPU, which serves 16, 32 and 64."""
-    kv_tokens: int | None = None
-    """Tokens in the KV pool; None: a share of the free memory."""
-    max_running: int = 256
-    """The most requests in prefill and decode together."""
-    prefix_cache: bool = True
-    device: Device = "auto"
-    """"auto": a GPU if there is one, unless `cores` asks for the CPU."""
-    cores: int | None = None
-    """CPU cores for both lanes; None: all that this process may use."""
-    levels: tuple[int, ...] | None = None
-    """On a GPU, SMs for the decode lane, one level each; None: every 16, (): none."""
-    gpu_memory_utilization: float = 0.9
-    """Share of a GPU's memory that this process may take, above 0 and at most 1."""
-    profile: str | None = None
-    """File of `twolane profile`; None: the cache's for this device and model, if there is one."""
-    estimator: EstimatorName | None = None
-    """Fitted on the profile; None: the system's own. Without a profile there is only what launches
-    are seen to take."""
-    trace: str | None = None
-    """File for a Chrome / Perfetto trace of the run."""
+    page_size: Annotated[int | None, Option(MEMORY, "TOKENS", least=1)] = None
+    """Number of tokens in a KV page; by default 16 on a CPU and 32 on a GPU (16, 32 or 64)."""
+    kv_tokens: Annotated[int | None, Option(MEMORY, "TOKENS", least=1)] = None
+    """Number of tokens in the KV pool; by default as many as a share of the free memory holds."""
+    max_running: Annotated[int, Option(SCHEDULING, least=1)] = 256
+    """Largest number of requests in prefill and decode together."""
+    prefix_cache: Annotated[bool, Option(MEMORY)] = True
+    """Whether the KV of prompts that begin alike is computed once and reused."""
+    device: Annotated[Device, Option(DEVICE)] = "auto"
+    """Device to serve on; `auto` is an NVIDIA GPU if there is one, unless --cores asks for the
+    CPU."""
+    cores: Annotated[int | None, Option(DEVICE)] = None
+    """Number of CPU cores for both lanes; by default all that this process may use."""
+    levels: Annotated[tuple[int, ...] | None, Option(DEVICE, "SMS,…")] = None
+    """Numbers of SMs that decode may have beside prefill on a GPU, such as 32,48,64; by default
+    every 16."""
+    gpu_memory_utilization: Annotated[float, Option(MEMORY, "SHARE")] = 0.9
+    """Share of a GPU's memory for weights, workspaces and the KV pool, above 0 and at most 1."""
+    profile: Annotated[str | None, Option(SCHEDULING, "FILE")] = None
+    """Measurements of `twolane profile` to predict with; by default the cache's profile of this
+    device and model, if there is one."""
+    estimator: Annotated[EstimatorName | None, Option(SCHEDULING)] = None
+    """Model that predicts from the profile; by default the one that the system was published with.
+    `twolane bench estimators` compares them."""
+    trace: Annotated[str | None, Option(DEVICE, "FILE")] = None
+    """File for a Chrome / Perfetto trace of the run (open it in ui.perfetto.dev)."""
 
 
 class EngineStart(msgspec.Struct, frozen=True):

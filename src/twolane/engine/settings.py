@@ -1,24 +1,14 @@
 """Checks of the engine's settings that need no model: the front makes them before it starts an
 engine, the engine when it is built."""
 
-import math
 import os
 from pathlib import Path
 
 from twolane.common.errors import FieldError
+from twolane.common.options import check_ranges
 from twolane.common.resources import usable_cores
 from twolane.engine.config import EngineConfig
 from twolane.systems.registry import make_system
-
-_LEAST = {
-    "max_positions": 1,
-    "max_model_len": 2,
-    "page_size": 1,
-    "kv_tokens": 1,
-    "max_running": 1,
-    "tbt_buffer": 0,
-    "transport": 0,
-}
 
 
 def check_settings(config: EngineConfig) -> None:
@@ -27,12 +17,9 @@ def check_settings(config: EngineConfig) -> None:
     Raises:
         FieldError: the first that is.
     """
-    for field, bound in _LEAST.items():
-        value = getattr(config, field)
-        if value is not None and not value >= bound:  # which nan is not, either
-            raise FieldError(field, f"must be at least {bound}, not {value}")
-        if value == math.inf:
-            raise FieldError(field, f"must be finite, not {value}")
+    check_ranges(config)
+    if config.slo.ttft_per_token and config.slo.ttft is None:
+        raise FieldError("slo_ttft_per_token", "is added to slo_ttft: give that, too")
     usable = len(usable_cores())
     if config.cores is not None and not 1 <= config.cores <= usable:
         raise FieldError("cores", f"must be between 1 and {usable} here, not {config.cores}")

@@ -3,11 +3,12 @@
 import math
 from datetime import datetime
 from functools import cached_property
-from typing import Literal
+from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
 import msgspec
 
+from twolane.common.options import Nested, Option
 from twolane.results.metrics import (
     DEFAULT_PERCENTILES,
     SLO_NAMES,
@@ -18,9 +19,11 @@ from twolane.results.metrics import (
 )
 from twolane.results.record import Record
 from twolane.workload.prompts import TokenRange
-from twolane.workload.spec import OptionError, WorkloadSpec
+from twolane.workload.spec import WHAT, WHEN, OptionError, WorkloadSpec
 from twolane.workload.traces import TraceRequest
 
+WHERE, MEASURE = "Server", "Measurement"
+"""Panels of options in the help."""
 CHAT = "/chat/completions"
 COMPLETIONS = "/completions"
 _OWN_FIELDS = frozenset(
@@ -31,29 +34,43 @@ _OWN_FIELDS = frozenset(
 class BenchConfig(msgspec.Struct, frozen=True, kw_only=True):
     """One run of `twolane bench serve`. Fields are named as its options."""
 
-    base_url: str = "http://127.0.0.1:8000"
-    endpoint: str = "/v1/completions"
-    model: str | None = None
-    """None: the first that the server lists."""
-    workload: WorkloadSpec = WorkloadSpec()
-    prompt_format: Literal["auto", "ids", "text"] = "auto"
-    """`auto`: token ids for completions, text for chat."""
-    vocab_range: TokenRange = TokenRange()
-    max_concurrency: int | None = None
-    num_warmups: int = 0
-    ignore_eos: bool = True
-    extra_body: dict[str, object] = {}
-    """Merged into each request."""
-    api_key: str | None = None
-    headers: dict[str, str] = {}
+    base_url: Annotated[str, Option(WHERE)] = "http://127.0.0.1:8000"
+    """Address at which the server listens."""
+    endpoint: Annotated[str, Option(WHERE)] = "/v1/completions"
+    """Path of the API: /v1/completions or /v1/chat/completions."""
+    model: Annotated[str | None, Option(WHERE)] = None
+    """Name of the model in requests; by default the first that the server lists."""
+    workload: Annotated[WorkloadSpec, Nested()] = WorkloadSpec()
+    """What is asked, and when."""
+    prompt_format: Annotated[Literal["auto", "ids", "text"], Option(WHAT)] = "auto"
+    """Form of prompts: token ids (exact length) or words (about one token each); auto takes ids for
+    completions and text for chat."""
+    vocab_range: Annotated[TokenRange, Option(WHAT, "LOW:HIGH")] = TokenRange()
+    """Token ids to draw prompts from, HIGH excluded."""
+    max_concurrency: Annotated[int | None, Option(WHEN)] = None
+    """Largest number of requests in flight; later ones wait in the client."""
+    num_warmups: Annotated[int, Option(MEASURE)] = 0
+    """Number of requests that are sent before, and not measured; `bench goodput --serve` sends them
+    before a server's first run alone."""
+    ignore_eos: Annotated[bool, Option(WHAT)] = True
+    """Whether replies have exactly the length of the workload, or at most that."""
+    extra_body: Annotated[dict[str, object], Option(WHAT, "JSON")] = {}
+    """Fields for each request, as '{"temperature": 0}'."""
+    api_key: Annotated[str | None, Option(WHERE, variable="OPENAI_API_KEY")] = None
+    """Key that is sent as a bearer token."""
+    headers: Annotated[dict[str, str], Option(WHERE, "KEY=VALUE", name="header")] = {}
+    """Header for each request; may be repeated."""
     prompt_seed: int | None = None
-    """Seed of the prompts' content; None is the workload's seed. Another one keeps lengths and
-    arrivals and finds nothing in a prefix cache."""
-    timeout: float = 600.0
-    """Seconds for one request."""
+    """Seed of the prompts' content; None is the workload's. Another one keeps lengths and arrivals
+    and finds nothing in a prefix cache."""
+    timeout: Annotated[float, Option(WHERE, "SECONDS")] = 600.0
+    """Seconds that one request may take."""
     goodput: dict[str, float] = {}
     """SLOs: bounds in seconds by name (`metrics.SLO_NAMES`; `TTFT_PER_1K` beside `ttft`)."""
-    percentiles: tuple[float, ...] = DEFAULT_PERCENTILES
+    percentiles: Annotated[
+        tuple[float, ...], Option(MEASURE, name="metric_percentiles", alias="percentiles")
+    ] = DEFAULT_PERCENTILES
+    """Percentiles to report, separated by commas."""
 
     @property
     def chat(self) -> bool:

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Awaitable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import uvicorn
@@ -28,6 +28,7 @@ from twolane.model.load.configs import GENERATION_FILE
 from twolane.server.app import create_app
 from twolane.server.http.connection import CROWD, Connection, ConnectionLimits, connection_class
 from twolane.server.http.entry import Entry
+from twolane.server.options import ServerOptions
 from twolane.server.service import Service
 
 if TYPE_CHECKING:  # needs an extra
@@ -52,35 +53,6 @@ MOST_CONNECTIONS = 8192
 """Connections that may be open where the limit on files allows more and nobody says otherwise."""
 ACCEPT_LOG_SECONDS = 60.0
 """That no connection can be accepted is logged once in this many seconds."""
-
-
-class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What the front needs to know beside the engine's settings."""
-
-    host: str = "127.0.0.1"
-    port: int = 8000
-    """0 takes any free port."""
-    served_model_name: str | None = None
-    """What clients call the model; None: as the command line does."""
-    max_queue: int = 1024
-    """Requests that may wait for their first token."""
-    sampling_defaults: Literal["model", "openai"] = "model"
-    """Where a request says nothing: what the model's `generation_config.json` has, or OpenAI's."""
-    drain_seconds: float = 10.0
-    """How long requests may go on after the first signal to stop."""
-    arrival_seconds: float = 60.0
-    """How long a request, headers and body, may take to arrive."""
-    stall_seconds: float = 60.0
-    """How long a client may take nothing of its answer before it is disconnected."""
-    max_connections: int | None = None
-    """Connections that may be open; None: as many as the limit on files allows, up to 8,192."""
-    api_keys: tuple[str, ...] = ()
-    """One of these is needed to ask; none: everybody may."""
-    max_body_bytes: int = 32 << 20
-    """Longer request bodies are refused."""
-    otlp_endpoint: str | None = None
-    """URL of an OpenTelemetry collector for traces of requests, over HTTP."""
-    log_level: str = "info"
 
 
 class Server(uvicorn.Server):

@@ -22,7 +22,6 @@ from twolane.engine.config import EngineConfig
 from twolane.engine.engine import Engine
 from twolane.engine.loop import run
 from twolane.engine.messages import Output, Outputs, Refused, Submit, Times
-from twolane.engine.settings import check_settings
 from twolane.model.load.hub import resolve
 from twolane.model.shapes import SHAPES
 from twolane.model.spec import ModelSpec
@@ -31,6 +30,7 @@ from twolane.results.record import INTERRUPTED, OK, Record, status_outcome
 from twolane.results.result import BenchConfig, Result
 from twolane.results.summary import result_json, summary
 from twolane.sampling import SamplingParams
+from twolane.sim.config import SimulateConfig
 from twolane.sim.gpus import GPUS
 from twolane.sim.lanes import SimLanes
 from twolane.sim.machine import SimulatedMachine
@@ -49,38 +49,6 @@ class Served(msgspec.Struct, frozen=True):
     """Prompt tokens found in the prefix cache."""
     times: Times
     """In the engine."""
-
-
-class SimulateConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """One run of `twolane simulate`."""
-
-    engine: EngineConfig
-    """Its device, dtype and load format do not apply."""
-    gpu: str
-    """A name in `sim.gpus.GPUS`."""
-    tp: int = 1
-    """GPUs that share each layer."""
-    bench: BenchConfig
-    """Workload, SLOs and percentiles; what concerns HTTP does not apply."""
-
-    def check(self) -> None:
-        """Refuse what is wrong, or has no meaning in a simulation.
-
-        Raises:
-            FieldError: naming the engine's setting, or `gpu`.
-            OptionError: naming the option of the workload.
-        """
-        check_settings(self.engine)
-        if self.gpu not in GPUS:
-            raise FieldError("gpu", f"{self.gpu!r} is unknown; there are: {', '.join(GPUS)}")
-        if self.engine.dtype not in ("auto", "bfloat16"):
-            raise FieldError("dtype", f"is bfloat16 in a simulation, not {self.engine.dtype}")
-        if self.engine.quantization is not None:
-            raise FieldError("quantization", "is not simulated: weights count as bfloat16")
-        if self.engine.cores is not None or self.engine.device != "auto":
-            name = "device" if self.engine.cores is None else "cores"
-            raise FieldError(name, "has no meaning in a simulation")
-        self.bench.check()
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ import math
 import msgspec
 import numpy as np
 import numpy.typing as npt
-from scipy import optimize, special
 
 Floats = npt.NDArray[np.float64]
 STRATA = 1024
@@ -47,6 +46,8 @@ class Lengths(msgspec.Struct, frozen=True):
 
 
 def _quantiles(shares: Floats, low: float, high: float, location: float, sigma: float) -> Floats:
+    from scipy import special
+
     first, last = (special.ndtr((math.log(end) - location) / sigma) for end in (low, high))
     lengths: Floats = np.exp(location + sigma * special.ndtri(first + shares * (last - first)))
     return np.clip(lengths, low, high)
@@ -60,6 +61,8 @@ def _location(lengths: Lengths) -> float:
 
     def excess(location: float) -> float:
         return float(_quantiles(shares, low, high, location, sigma).mean()) - lengths.mean
+
+    from scipy import optimize
 
     root: float = optimize.brentq(excess, math.log(low) - 2 * sigma, math.log(high) + 2 * sigma)
     return root

@@ -21,6 +21,21 @@ class TokenRange(msgspec.Struct, frozen=True):
     low: int = 1000
     high: int = 30000
 
+    @classmethod
+    def parse(cls, text: str) -> "TokenRange":
+        """Return the range that is written LOW:HIGH.
+
+        Raises:
+            ValueError: the text has another form.
+        """
+        low, _, high = text.partition(":")
+        if not (low.isdecimal() and high.isdecimal()):
+            raise ValueError(f"{text!r} is not LOW:HIGH")
+        return cls(int(low), int(high))
+
+    def __str__(self) -> str:
+        return f"{self.low}:{self.high}"
+
 
 class PromptMaker:
     """Makes the prompts of a workload; the same seed makes the same prompts.

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 
 import msgspec
 import numpy as np
-from scipy.stats import qmc
 
 from twolane.workload.draws import Floats, Lengths, spread
 from twolane.workload.traces import BLOCK_TOKENS, TraceRequest
@@ -44,6 +43,8 @@ class Sessions(msgspec.Struct, frozen=True):
         Sessions begin evenly over `count / request_rate` seconds and last as long as they last: a
         short draw has the statistics of a long one, but is not its beginning.
         """
+        from scipy.stats import qmc
+
         rng = np.random.default_rng([seed, _SESSIONS])
         # A few long sessions with long openings hold much of what is reused: evenly spread in all
         # dimensions at once, any number of sessions has about its share of them.

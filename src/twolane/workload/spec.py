@@ -5,9 +5,11 @@ Used alike by whatever sends them over HTTP and by whatever simulates them.
 
 import math
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
+from twolane.common.options import Option
 from twolane.workload import traces
 from twolane.workload.arrivals import arrivals
 from twolane.workload.lengths import TABLES, LengthTable
@@ -15,6 +17,8 @@ from twolane.workload.papers import WORKLOADS, Single
 from twolane.workload.sessions import Sessions
 from twolane.workload.traces import TraceRequest
 
+WHAT, WHEN = "Requests", "Arrivals"
+"""Panels of options in the help."""
 RANDOM = "random"
 DRAWN: dict[str, LengthTable | Single | Sessions] = {**TABLES, **WORKLOADS}
 """The workloads that come with Twolane."""
@@ -33,26 +37,35 @@ class OptionError(ValueError):
 class WorkloadSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A workload in words. Fields are named as the options of `twolane bench serve`."""
 
-    dataset: str = RANDOM
-    """`random` (fixed lengths), a name in `DRAWN`, or the path of a trace file."""
-    num_prompts: int | None = None
-    """How many requests; None: all of a trace, else 1,000."""
-    request_rate: float | None = None
-    """Requests a second; inf: all at once; None: the trace's own times if it has any, else inf."""
-    burstiness: float = 1.0
-    seed: int = 0
-    random_input_len: int | None = None
-    random_output_len: int | None = None
-    trace_offset: float | None = None
+    dataset: Annotated[str, Option(WHAT)] = RANDOM
+    """Workload: random (fixed lengths); azure-code, azure-conv, sharegpt, sharegpt-1k, loogle,
+    openthoughts, conversation, toolagent or arxiv-sum (drawn; see `twolane bench workloads`); or a
+    trace file: Azure CSV, Mooncake JSONL, either gzipped."""
+    num_prompts: Annotated[int | None, Option(WHAT)] = None
+    """Number of requests; by default all of a trace, else 1000."""
+    request_rate: Annotated[float | None, Option(WHEN, infinite=True)] = None
+    """Requests per second; inf sends all at once. By default the trace's own times, else inf."""
+    burstiness: Annotated[float, Option(WHEN, infinite=True)] = 1.0
+    """Shape of the gaps between arrivals: 1 is Poisson, less is burstier, more is smoother, inf is
+    evenly spaced."""
+    seed: Annotated[int, Option(WHAT)] = 0
+    """Seed of lengths, arrivals and prompts."""
+    random_input_len: Annotated[int | None, Option(WHAT, "TOKENS")] = None
+    """Prompt tokens of each request of random; by default 1024."""
+    random_output_len: Annotated[int | None, Option(WHAT, "TOKENS")] = None
+    """Output tokens of each request of random; by default 128."""
+    trace_offset: Annotated[float | None, Option(WHEN, "SECONDS")] = None
     """Seconds of the trace to skip."""
-    trace_duration: float | None = None
+    trace_duration: Annotated[float | None, Option(WHEN, "SECONDS")] = None
     """Seconds of the trace to replay."""
-    scale_rate: float | None = None
-    """How many times as fast a trace's own times are replayed."""
-    scale_lengths: float | None = None
-    """Factor on the prompt and reply lengths."""
-    max_input_len: int | None = None
-    max_output_len: int | None = None
+    scale_rate: Annotated[float | None, Option(WHEN)] = None
+    """Factor on the speed at which the trace's own times are replayed."""
+    scale_lengths: Annotated[float | None, Option(WHAT)] = None
+    """Factor on all lengths; shared prefixes scale along."""
+    max_input_len: Annotated[int | None, Option(WHAT, "TOKENS")] = None
+    """Number of tokens to which longer prompts are cut."""
+    max_output_len: Annotated[int | None, Option(WHAT, "TOKENS")] = None
+    """Number of tokens to which longer replies are cut."""
 
     def build(self) -> list[TraceRequest]:
         """The requests, each with an arrival time, in order of arrival.

@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from twolane.cli.lazy import command_app
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -12,6 +14,10 @@ if TYPE_CHECKING:
     from twolane.estimate.profile import Profile
 
 
+app = command_app()
+
+
+@app.command()
 def estimators(
     profiles: Annotated[list[Path], typer.Argument(help="Files of `twolane profile`.")],
 ) -> None:

@@ -4,10 +4,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from twolane.cli.lazy import command_app
+
 if TYPE_CHECKING:
     from twolane.workload.published import Statistics
 
 
+app = command_app()
+
+
+@app.command()
 def workloads(
     num_prompts: Annotated[int, typer.Option(min=1, help="Requests to draw of each.")] = 20_000,
     seed: Annotated[int, typer.Option(min=0, help="Of the draws.")] = 0,

@@ -1,0 +1,71 @@
+"""Who serves in `bench goodput`: a server that runs, servers of its own, or a simulation."""
+
+import shlex
+from typing import Annotated
+
+import msgspec
+
+from twolane.common.options import Option
+from twolane.common.vocabulary import EstimatorName
+from twolane.results.result import WHERE
+from twolane.workload.spec import OptionError
+
+OWN_FLAGS = (
+    *("--system", "--option", "--port", "--trace", "--config"),
+    *("--slo-ttft-ms", "--slo-ttft-per-1k-ms", "--slo-tbt-ms", "--slo-tpot-ms"),
+)
+"""Options of `twolane serve` that a search sets itself."""
+
+
+class Target(msgspec.Struct, frozen=True, kw_only=True):
+    """Options of `twolane bench goodput` that say who serves."""
+
+    simulate: Annotated[str | None, Option(WHERE, "GPU")] = None
+    """GPU to simulate (a100-80gb, h100, h200) instead of asking a server."""
+    serve: Annotated[str | None, Option(WHERE, "ARGUMENTS")] = None
+    """Model and options of `twolane serve`, as "smollm2-135m-instruct --cores 2": a server is
+    started for each system in turn."""
+    model: Annotated[str | None, Option(WHERE)] = None
+    """Model to simulate, or to name in requests; by default the server's first."""
+    systems: Annotated[tuple[str, ...], Option(WHERE, "NAME[:KEY=VALUE,…]", name="system")] = ()
+    """System to serve or simulate, with its settings; may be repeated: each is searched in turn."""
+    tp: Annotated[int, Option(WHERE)] = 1
+    """Number of simulated GPUs that share each layer."""
+    estimator: Annotated[EstimatorName | None, Option(WHERE)] = None
+    """Model by which simulated systems predict; by default each as it was published."""
+    base_url: Annotated[str, Option(WHERE)] = "http://127.0.0.1:8000"
+    """Address at which the server listens."""
+
+    def words(self) -> dict[str, object]:
+        """Return what the answer of a search depends on, as it is saved beside the runs.
+
+        Raises:
+            OptionError: a simulation lacks its model, or options contradict each other.
+        """
+        if self.simulate is not None:
+            return self._simulation()
+        if self.tp != 1:
+            raise OptionError("--tp", "needs --simulate")
+        if self.estimator is not None:
+            raise OptionError("--estimator", "needs --simulate")
+        if self.serve is not None:
+            return self._own_servers(self.serve)
+        if self.systems:
+            raise OptionError("--system", "needs --serve or --simulate: a server has its own")
+        return {"base_url": self.base_url, "model": self.model}
+
+    def _simulation(self) -> dict[str, object]:
+        if self.serve is not None:
+            raise OptionError("--serve", "and --simulate exclude each other")
+        if self.model is None:
+            raise OptionError("--model", "is needed to simulate")
+        named = {} if self.estimator is None else {"estimator": self.estimator}
+        return {"simulate": self.simulate, "model": self.model, "tp": self.tp, **named}
+
+    def _own_servers(self, serve: str) -> dict[str, object]:
+        if self.model is not None:
+            raise OptionError("--model", "is the first word of --serve")
+        for word in shlex.split(serve):
+            if (flag := word.partition("=")[0]) in OWN_FLAGS:
+                raise OptionError("--serve", f"{flag} is set by the search")
+        return {"serve": serve}

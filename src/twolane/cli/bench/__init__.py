@@ -1,0 +1,1 @@
+"""The commands of `twolane bench`, one file each."""

@@ -1,0 +1,112 @@
+"""What several commands of `twolane bench`, and `twolane simulate`, share."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+import typer
+
+from twolane.cli.options import number
+from twolane.common.options import settings_of
+from twolane.results.result import MEASURE
+from twolane.workload.spec import WorkloadSpec
+
+WORKLOAD = frozenset(one.name for one in settings_of(WorkloadSpec))
+"""Names of the options of a workload."""
+
+Goodput = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME:MS",
+        help="SLOs in milliseconds: ttft, tbt (every gap), tpot, e2el. Several as "
+        "--goodput ttft:500 tbt:50. ttft-per-1k is added to ttft for each 1,024 new prompt tokens.",
+        rich_help_panel=MEASURE,
+    ),
+]
+MoreSlos = Annotated[list[str] | None, typer.Argument(metavar="NAME:MS", hidden=True)]
+"""What follows the first SLO on the command line."""
+
+
+def need_httptools() -> None:
+    """End with a hint if the client's library is missing."""
+    try:
+        import httptools  # noqa: F401
+    except ModuleNotFoundError:
+        typer.echo("twolane bench needs httptools: pip install 'twolane[bench]'", err=True)
+        raise typer.Exit(1) from None
+
+
+@contextlib.contextmanager
+def workload_errors() -> Iterator[None]:
+    """Turn what is wrong with a workload into wrong usage."""
+    from twolane.workload.spec import OptionError
+    from twolane.workload.traces import TraceError
+
+    try:
+        yield
+    except (OptionError, TraceError) as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+@contextlib.contextmanager
+def errors_as_lines() -> Iterator[None]:
+    """Turn the errors that a user can mend into one line each: 2 wrong usage, 1 no run."""
+    from twolane.bench.serve import BenchError
+
+    try:
+        with workload_errors():
+            yield
+    except (BenchError, MemoryError) as error:
+        typer.echo(f"Error: {error}", err=True)
+        raise typer.Exit(1) from error
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, found, value = text.partition(":")
+    if not found or not name.strip():
+        raise typer.BadParameter(f"--goodput: {text!r} is not NAME:MS")
+    return name.strip(), value.strip()
+
+
+def _milliseconds(text: str) -> float:
+    try:
+        return number(text)
+    except ValueError as error:
+        raise typer.BadParameter(f"--goodput: {error}") from None
+
+
+def slos(texts: list[str] | None, more: list[str] | None) -> dict[str, float]:
+    """`name:ms` texts, each possibly several separated by spaces or commas, as seconds."""
+    given = [_pair(one) for one in _words(texts, more)]
+    pairs = [(name.replace("-", "_"), value) for name, value in given]
+    names = [name for name, _ in pairs]
+    if len(set(names)) < len(names):
+        raise typer.BadParameter(f"--goodput: given twice: {', '.join(sorted(names))}")
+    return {name: _milliseconds(value) / 1e3 for name, value in pairs}
+
+
+def _words(texts: list[str] | None, more: list[str] | None) -> list[str]:
+    if more and not texts:
+        raise typer.BadParameter(f"unexpected: {' '.join(more)}")
+    return " ".join([*(texts or []), *(more or [])]).replace(",", " ").split()
+
+
+def slos_and_tbts(
+    texts: list[str] | None, more: list[str] | None
+) -> tuple[dict[str, float], tuple[float, ...]]:
+    """As `slos`, where `tbt:9/12/21` lists several bounds: they are the second value."""
+    words = _words(texts, more)
+    several = [word for word in words if word.startswith("tbt:") and "/" in word]
+    rest = slos([word for word in words if word not in several], None)
+    if several and ("tbt" in rest or len(several) > 1):
+        raise typer.BadParameter("--goodput: given twice: tbt")
+    listed = several[0].removeprefix("tbt:").split("/") if several else []
+    return rest, tuple(_milliseconds(one) / 1e3 for one in listed)
+
+
+def need_folder(option: str, path: Any) -> None:
+    """Refuse a file whose folder is not there, or that is a folder itself."""
+    if path is not None and path.is_dir():
+        raise typer.BadParameter(f"{option}: {path} is a folder")
+    if path is not None and not path.absolute().parent.is_dir():
+        raise typer.BadParameter(f"{option}: no folder {path.absolute().parent}")

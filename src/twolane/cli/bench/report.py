@@ -1,0 +1,70 @@
+"""`twolane bench report`: figures of what came out."""
+
+import importlib.util
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from twolane.cli.bench import common
+from twolane.cli.lazy import command_app
+from twolane.cli.options import finite
+
+EPILOG = """**Examples**
+
+- `twolane bench report found` — what `twolane bench goodput --out found` found
+
+- `twolane bench report chunked=a.json ours=b.json --trace-file ours=trace.json --out report` — two
+  runs side by side, and the lanes of one
+"""
+
+app = command_app()
+
+
+@app.command(epilog=EPILOG)
+def report(
+    runs: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[RUN]...",
+            help="Result files of `bench serve` and `simulate`, folders of `bench goodput`. "
+            "NAME=FILE names what served; files of one name are one line of a figure.",
+            show_default=False,
+        ),
+    ] = None,
+    out: Annotated[
+        Path, typer.Option(help="Folder for index.html, the PNGs and report.md.")
+    ] = Path("report"),
+    trace_file: Annotated[
+        list[str] | None,
+        typer.Option(help="A trace (`--trace` of serve or simulate), or NAME=FILE; may repeat."),
+    ] = None,
+    trace_from: Annotated[
+        float | None,
+        typer.Option(
+            callback=finite,
+            help="Seconds into the trace where the timeline begins. (default: where most happens)",
+        ),
+    ] = None,
+    trace_seconds: Annotated[
+        float | None,
+        typer.Option(min=0.001, callback=finite, help="Seconds that the timeline shows."),
+    ] = None,
+) -> None:
+    """Draw what came out: one page, its figures as PNG, and a table for a README."""
+    if importlib.util.find_spec("matplotlib") is None:
+        typer.echo("twolane bench report needs matplotlib: pip install 'twolane[bench]'", err=True)
+        raise typer.Exit(1)
+    if not runs and not trace_file:
+        raise typer.BadParameter("give a RUN or a --trace-file")
+    from twolane.bench.report import page as report
+    from twolane.results import saved
+
+    with common.errors_as_lines():
+        given = saved.read(runs or [], trace_file or [])
+        made = report.make(given, trace_from, trace_seconds)
+    report.write(made, given, out)
+    typer.echo(report.markdown(made, given))
+    for title, why in made.lacking:
+        typer.echo(f"Not drawn: {title} {why}")
+    typer.echo(f"{out / 'index.html'}: {len(made.figures)} figures")

@@ -1,0 +1,138 @@
+"""`twolane bench serve`: a workload sent to a server over HTTP."""
+
+import asyncio
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from twolane.cli.bench import common
+from twolane.cli.configfile import config_option
+from twolane.cli.lazy import command_app
+from twolane.cli.options import takes
+from twolane.common import garbage
+from twolane.results.result import MEASURE, BenchConfig
+
+if TYPE_CHECKING:
+    from twolane.bench.client import Tally
+    from twolane.results.result import Result
+
+HELP = """\
+Send a workload to an OpenAI-compatible server and measure latency and goodput.
+
+Requests leave when they are due, whether or not earlier ones were answered, and every request \
+sent counts: one that was refused or broke off attains no SLO. Results carry the keys of \
+`vllm bench serve`. Ctrl-C ends the run and reports what was measured until then.
+"""
+EPILOG = """**Examples**
+
+- `twolane bench serve --request-rate 4 --num-prompts 200` — random prompts of 1,024 tokens, 4
+  requests a second, against a local server
+
+- `twolane bench serve --dataset azure-conv --request-rate 2 --goodput ttft:1000 tbt:50` — lengths
+  like those of Azure's chat service, with promises to keep (ms)
+
+- `twolane bench serve --dataset mooncake_trace.jsonl.gz --trace-duration 600` — ten minutes of a
+  recorded trace, at its own times, prefixes shared as recorded
+
+- `twolane bench serve --config bench.yaml` — options from a file
+"""
+
+app = command_app()
+
+
+@app.command(help=HELP, epilog=EPILOG)
+@takes(BenchConfig, "load")
+def serve(
+    load: dict[str, Any],
+    more_slos: common.MoreSlos = None,
+    config_file: Annotated[Path | None, config_option()] = None,
+    goodput: common.Goodput = None,
+    save_result: Annotated[
+        bool,
+        typer.Option(
+            "--save-result",
+            help="Write the result as JSON into this folder.",
+            rich_help_panel=MEASURE,
+        ),
+    ] = False,
+    result_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--result-file",
+            "--result-filename",
+            help="Write the result as JSON to this file.",
+            rich_help_panel=MEASURE,
+        ),
+    ] = None,
+) -> None:
+    """Run the benchmark; show and save the result."""
+    common.need_httptools()
+    with common.errors_as_lines():
+        config = BenchConfig(**load, goodput=common.slos(goodput, more_slos))
+        common.need_folder("--result-file", result_file)
+        result = _run(config)
+    _finish(result, save_result, result_file)
+
+
+def _run(config: BenchConfig) -> "Result":
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from twolane.bench.serve import run
+
+    columns = (
+        TextColumn("[progress.description]{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    console = Console(stderr=True)
+    with Progress(
+        *columns,
+        console=console,
+        refresh_per_second=4,
+        transient=True,
+        disable=not console.is_terminal,
+    ) as progress:
+        task = progress.add_task("preparing", total=None)
+
+        def show(tally: "Tally") -> None:
+            text = f"{tally.running} running, {tally.failed} failed"
+            done = tally.ok + tally.failed
+            progress.update(task, description=text, completed=done, total=tally.total)
+
+        async def main() -> "Result":
+            stop = asyncio.Event()
+            loop = asyncio.get_running_loop()
+            loop.add_signal_handler(signal.SIGINT, _stop_once, loop, stop)
+            return await run(config, stop=stop, on_change=show)
+
+        garbage.leave_out()  # it would show up as latency
+        return asyncio.run(main())
+
+
+def _stop_once(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
+    """First Ctrl-C: end the run in order. The next one kills."""
+    stop.set()
+    loop.remove_signal_handler(signal.SIGINT)
+
+
+def _finish(result: "Result", save_result: bool, result_file: Path | None) -> None:
+    """Save, then show; exit with 130 after Ctrl-C and with 1 if nothing was answered."""
+    from rich.console import Console
+
+    from twolane.results.summary import default_name, result_json, summary
+
+    path = result_file or (Path(default_name(result)) if save_result else None)
+    if path is not None:
+        path.write_bytes(result_json(result))
+    Console().print(summary(result))
+    if path is not None:
+        typer.echo(f"Result written to {path}")
+    if result.interrupted:
+        raise typer.Exit(130)
+    if not result.metrics.completed:
+        typer.echo("No request was answered.", err=True)
+        raise typer.Exit(1)

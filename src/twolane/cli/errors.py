@@ -1,0 +1,57 @@
+"""What a user can do wrong, in one line: exit code 2 for options, 1 for what cannot be had."""
+
+import contextlib
+import re
+from collections.abc import Iterator
+
+import typer
+
+from twolane.common.errors import FieldError
+from twolane.common.options import settings_of
+from twolane.engine.config import EngineConfig
+
+USAGE_ERROR = 2
+INTERRUPTED = 130
+
+
+def fail(message: str, code: int = 1) -> typer.Exit:
+    """Print one line on standard error; raise the result."""
+    typer.echo(f"twolane: {message}", err=True)
+    return typer.Exit(code)
+
+
+def flag(field: str) -> str:
+    """Return the flag of an engine setting, or of another one whose name it has."""
+    return _flags().get(field, "--" + field.replace("_", "-"))
+
+
+def with_flags(text: str) -> str:
+    """Return an error of the engine with its settings named as their flags are."""
+    names = "|".join(field for field in _flags() if "_" in field)
+    alone = rf"(?<![\w./'\"-])({names})(?![\w./'\"-])"
+    return re.sub(alone, lambda found: flag(found[0]), text)
+
+
+def _flags() -> dict[str, str]:
+    """Flags of the engine's settings by the names of their fields; `slo_tbt` is `slo.tbt`."""
+    return {"_".join(one.path): one.flag for one in settings_of(EngineConfig)}
+
+
+def wrong_setting(error: FieldError) -> typer.Exit:
+    """Print what is wrong with an option; raise the result."""
+    return fail(with_flags(f"{flag(error.field)} {error.problem}"), USAGE_ERROR)
+
+
+@contextlib.contextmanager
+def one_line_errors() -> Iterator[None]:
+    """Turn the errors that a user can mend into one line and an exit code."""
+    from twolane.frontend.engine_client import EngineError
+    from twolane.frontend.generation import GenerationFailed
+    from twolane.model.load.hub import PullError
+
+    try:
+        yield
+    except FieldError as error:
+        raise wrong_setting(error) from error
+    except (PullError, EngineError, GenerationFailed, ValueError, OSError, MemoryError) as error:
+        raise fail(with_flags(str(error)) or type(error).__name__) from error

@@ -1,0 +1,55 @@
+"""Options of other servers that users try here, and what to use instead."""
+
+from typing import Any
+
+UNSERVED = {
+    "--tensor-parallel-size": "the model runs on one GPU",
+    "--pipeline-parallel-size": "the model runs on one GPU; larger ones need a larger GPU",
+    "--data-parallel-size": "run a server for each GPU, behind a load balancer",
+    "--kv-cache-dtype": "the KV cache has the format of --dtype",
+    "--enable-auto-tool-choice": "requests cannot define tools",
+    "--tool-call-parser": "requests cannot define tools",
+    "--reasoning-parser": "an answer's thinking is part of its text",
+    "--guided-decoding-backend": "answers are not held to a grammar",
+    "--enable-chunked-prefill": "every system divides prefill itself; --system chunked mixes "
+    "chunks with decode",
+    "--max-num-batched-tokens": "use --system chunked --option token_budget=TOKENS",
+    "--max-num-seqs": "use --max-running",
+    "--scheduling-policy": "use --system; requests may carry a `priority`",
+    "--num-scheduler-steps": "use --option look_ahead=STEPS",
+    "--enable-prefix-caching": "use --prefix-cache, which is the default",
+    "--no-enable-prefix-caching": "use --no-prefix-cache",
+    "--block-size": "use --page-size",
+    "--swap-space": "requests that lose their KV pages are computed again; nothing is swapped",
+    "--cpu-offload-gb": "weights and KV cache stay on the device; --gpu-memory-utilization and "
+    "--kv-tokens set its share",
+    "--enforce-eager": "CUDA graphs are always used on a GPU",
+    "--trust-remote-code": "code of a checkpoint never runs; families that are built in do not "
+    "need it",
+    "--tokenizer": "the tokenizer is the one beside the weights",
+    "--tokenizer-mode": "the tokenizer is the one beside the weights",
+    "--chat-template": "the template is the one beside the weights",
+    "--model": "the model is the first argument: twolane serve MODEL",
+    "--download-dir": "set HF_HOME for Hugging Face's cache and TWOLANE_CACHE for aliases",
+    "--revision": "pull the revision with Hugging Face's tools and serve its folder",
+    "--speculative-config": "every token is computed by the model itself",
+    "--enable-lora": "merge the adapter into the weights",
+    "--disable-log-requests": "requests are logged only with --log-level debug",
+    "--uvicorn-log-level": "use --log-level",
+    "--ssl-keyfile": "put a proxy that ends TLS in front of the server",
+    "--root-path": "put a proxy that rewrites the path in front of the server",
+    "--context-length": "use --max-model-len",
+    "--mem-fraction-static": "use --gpu-memory-utilization",
+    "--tp-size": "the model runs on one GPU",
+    "--chunked-prefill-size": "use --system chunked --option token_budget=TOKENS",
+    "--ctx-size": "use --max-model-len",
+    "--n-gpu-layers": "all layers run on one device: see --device",
+}
+"""Options of vLLM, SGLang and llama.cpp that have another name or no counterpart here."""
+
+
+def unserved(error: Any) -> str | None:
+    """Return what to use instead of the option that the parser does not know, if it is listed."""
+    option = str(getattr(error, "option_name", "")).replace("_", "-")
+    hint = UNSERVED.get(option)
+    return None if hint is None else f"{option} is not an option here: {hint}"

@@ -1,0 +1,262 @@
+"""Command-line options made from settings structs (`twolane.common.options`)."""
+
+import functools
+import inspect
+import json
+import math
+import typing
+from collections.abc import Callable, Collection, Mapping
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
+import typer
+
+from twolane.cli.complete import COMPLETIONS, models
+from twolane.cli.errors import wrong_setting
+from twolane.common.errors import FieldError
+from twolane.common.options import Setting, settings_of
+from twolane.engine.config import EngineConfig
+
+Command = Callable[..., None]
+
+MODEL_HELP = (
+    "An alias (smollm2-135m-instruct), a local directory, a .gguf file, a built-in shape "
+    "(with --load-format dummy) or a Hugging Face id."
+)
+ModelArgument = Annotated[
+    str, typer.Argument(autocompletion=models, help=MODEL_HELP, show_default=False)
+]
+
+
+class Form(NamedTuple):
+    """How a value is written on the command line."""
+
+    kind: Any
+    """Type that the parser gives: a text, or a list of texts for what may be repeated."""
+    read: Callable[[Any], Any]
+    """Makes the field's value of it.
+
+    Raises:
+        ValueError: the text has another form; the message continues "--flag …".
+    """
+    write: Callable[[Any], Any]
+    """Makes the default of the field's default."""
+
+
+def takes(
+    struct: type[msgspec.Struct],
+    parameter: str,
+    *,
+    only: Collection[str] | None = None,
+    without: Collection[str] = (),
+    defaults: Mapping[str, Any] | None = None,
+    variables: bool = False,
+) -> Callable[[Command], Command]:
+    """Replace a command's parameter by an option for every setting of a struct.
+
+    Args:
+        struct: whose settings these are.
+        parameter: of the command; it gets those fields that the command line sets, by name.
+        only: names of the options that the command has; None: all.
+        without: names of options that the command does not have.
+        defaults: by names of options, where this command's differ from the struct's.
+        variables: whether environment variables `TWOLANE_…` may stand in for options.
+    """
+    offered = [
+        one
+        for one in settings_of(struct)
+        if one.name not in without and (only is None or one.name in only)
+    ]
+
+    def decorate(command: Command) -> Command:
+        signature = inspect.signature(command)
+        parameters = [one for one in signature.parameters.values() if one.name != parameter]
+        parameters += [_parameter(one, defaults or {}, variables) for one in offered]
+
+        @functools.wraps(command)
+        def run(**given: Any) -> None:
+            values = [(one, given.pop(one.name)) for one in offered]
+            try:
+                fields = _fields(struct, values)
+            except FieldError as error:
+                raise wrong_setting(error) from error
+            command(**given, **{parameter: fields})
+
+        run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {one.name: one.annotation for one in parameters}
+        return run
+
+    return decorate
+
+
+def takes_engine_settings(*without: str) -> Callable[[Command], Command]:
+    """Replace a command's `config` by the options of `EngineConfig` but those named.
+
+    The command must also have a `model`.
+    """
+
+    def decorate(command: Command) -> Command:
+        @functools.wraps(command)
+        def run(**given: Any) -> None:
+            from twolane.engine.settings import check_settings
+
+            config = EngineConfig(model=given["model"], **given.pop("config"))
+            try:
+                check_settings(config)
+            except FieldError as error:
+                raise wrong_setting(error) from error
+            command(**given, config=config)
+
+        return takes(EngineConfig, "config", without=without, variables=True)(run)
+
+    return decorate
+
+
+def finite(value: float | None) -> float | None:
+    """Check an option as its callback: refuse what is infinite or no number."""
+    if value is not None and not math.isfinite(value):
+        raise typer.BadParameter(f"must be finite, not {value}")
+    return value
+
+
+def _parameter(setting: Setting, defaults: Mapping[str, Any], variables: bool) -> inspect.Parameter:
+    option, form = setting.option, _form(setting)
+    default = defaults.get(setting.name, setting.default)
+    environment = option.variable or ("TWOLANE_" + setting.name.upper() if variables else None)
+    more = [] if option.alias is None else ["--" + option.alias.replace("_", "-")]
+    info = typer.Option(
+        *([setting.flag, *more] if more else []),
+        rich_help_panel=option.panel,
+        metavar=option.metavar,
+        help=setting.help,
+        envvar=environment,
+        min=_scaled(option.least, option.factor, form.kind),
+        max=_scaled(option.most, option.factor, form.kind),
+        callback=_callback(setting, form),
+        autocompletion=COMPLETIONS.get(setting.name),
+        show_default=default not in (None, {}, ()),
+    )
+    return inspect.Parameter(
+        setting.name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=form.write(default),
+        annotation=Annotated[form.kind, info],
+    )
+
+
+def _scaled(bound: float | None, factor: float, kind: Any) -> float | None:
+    if bound is None:
+        return None
+    return int(bound) if _holds(kind, int) else bound * factor
+
+
+def _holds(kind: Any, number: type) -> bool:
+    """Whether the values of a type are numbers of this type, or None."""
+    return number in (kind, *typing.get_args(kind))
+
+
+def _callback(setting: Setting, form: Form) -> Callable[..., Any] | None:
+    if form.kind == list[str]:
+        return _no_blank
+    return finite if _holds(form.kind, float) and not setting.option.infinite else None
+
+
+def _no_blank(ctx: typer.Context, param: typer.CallbackParam, given: list[str] | None) -> Any:
+    """Refuse an option that is given and holds no text: a key of none would let everybody in."""
+    source = ctx.get_parameter_source(str(param.name))
+    if (source is not None and source.name != "DEFAULT" and not given) or any(
+        not text.strip() for text in given or ()
+    ):
+        raise typer.BadParameter("must not be empty")
+    return given
+
+
+def _fields(struct: type[msgspec.Struct], values: list[tuple[Setting, Any]]) -> dict[str, Any]:
+    """Return the struct's fields by name; those of nested structs as such a struct.
+
+    Raises:
+        FieldError: a text has another form, or the nested struct refuses a value.
+    """
+    fields: dict[str, Any] = {}
+    nested: dict[str, dict[str, Any]] = {}
+    for setting, given in values:
+        first, *rest = setting.path
+        try:
+            value = _form(setting).read(given)
+        except ValueError as error:
+            raise FieldError(setting.flag.removeprefix("--"), str(error)) from error
+        (nested.setdefault(first, {}) if rest else fields)[setting.path[-1]] = value
+    kinds = typing.get_type_hints(struct)
+    return fields | {name: kinds[name](**inner) for name, inner in nested.items()}
+
+
+def _form(setting: Setting) -> Form:
+    """Return how the values of a setting are written."""
+    kind, option = setting.kind, setting.option
+    if option.factor != 1.0 or option.none is not None:
+        return Form(
+            kind,
+            lambda given: None if given in (None, option.none) else given / option.factor,
+            lambda value: None if value is None else round(value * option.factor, 9),
+        )
+    if kind == dict[str, str]:
+        return Form(list[str], pairs, list)
+    if kind == dict[str, object]:
+        return Form(str | None, json_object, lambda value: None)
+    if kind == tuple[str, ...]:
+        return Form(list[str], lambda given: tuple(given or ()), list)
+    if kind == tuple[float, ...]:
+        return Form(str, lambda given: tuple(map(number, given.split(","))), commas)
+    if kind == tuple[int, ...] | None:
+        return Form(str | None, whole_numbers, lambda value: None)
+    if hasattr(kind, "parse"):
+        return Form(str, kind.parse, str)
+    return Form(kind, lambda given: given, lambda value: value)
+
+
+def pairs(texts: list[str] | None) -> dict[str, str]:
+    """Read KEY=VALUE texts; dashes of keys are underscores."""
+    read: dict[str, str] = {}
+    for text in texts or ():
+        key, equals, value = text.partition("=")
+        if not equals or not key.strip():
+            raise ValueError(f"{text}: write KEY=VALUE")
+        key = key.strip().replace("-", "_")
+        if key in read:
+            raise ValueError(f"{key} is given twice")
+        read[key] = value
+    return read
+
+
+def json_object(text: str | None) -> dict[str, object]:
+    """Read a JSON object, which is empty for no text."""
+    try:
+        value = json.loads(text or "{}")
+    except ValueError as error:
+        raise ValueError(f"is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError("is not a JSON object")
+    return value
+
+
+def whole_numbers(text: str | None) -> tuple[int, ...] | None:
+    """Read whole numbers with commas between them."""
+    if text is None:
+        return None
+    try:
+        return tuple(int(one) for one in text.split(",") if one.strip())
+    except ValueError:
+        raise ValueError(f"{text}: write numbers, such as 32,48,64") from None
+
+
+def number(text: str) -> float:
+    """Read a number."""
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is not a number") from None
+
+
+def commas(numbers: tuple[float, ...]) -> str:
+    """Write numbers with commas between them."""
+    return ",".join(f"{one:g}" for one in numbers)

@@ -1,0 +1,26 @@
+"""`twolane pull`: a model into the cache."""
+
+from typing import Annotated
+
+import typer
+
+from twolane.cli.complete import aliases
+from twolane.cli.errors import one_line_errors
+from twolane.cli.lazy import command_app
+
+DEFAULT_MODEL = "smollm2-135m-instruct"
+
+app = command_app()
+
+
+@app.command(epilog="**Example:** `twolane pull smollm2-135m-instruct`")
+def pull(
+    model: Annotated[str, typer.Argument(help="An alias.", autocompletion=aliases)] = (
+        DEFAULT_MODEL
+    ),
+) -> None:
+    """Fetch a model into the cache, so that it can be served without a network."""
+    from twolane.model.load import hub
+
+    with one_line_errors():
+        typer.echo(hub.pull(model))

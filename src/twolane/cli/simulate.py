@@ -1,0 +1,65 @@
+"""`twolane simulate`: the real engine on simulated GPUs."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+
+from twolane.cli.bench import common
+from twolane.cli.configfile import config_option
+from twolane.cli.errors import one_line_errors
+from twolane.cli.lazy import command_app
+from twolane.cli.options import ModelArgument, takes, takes_engine_settings
+from twolane.engine.config import EngineConfig
+from twolane.results.result import MEASURE, BenchConfig
+from twolane.sim.config import SimulateConfig
+
+EPILOG = """**Examples**
+
+- `twolane simulate llama-3.1-8b --gpu h200 --dataset azure-conv --request-rate 10` — a built-in
+  shape on an H200, 1,000 requests with lengths like those of Azure's chat service
+
+- `twolane simulate llama-3.1-70b --gpu a100-80gb --tp 8 --dataset mooncake_trace.jsonl.gz
+  --system chunked --option token_budget=256 --goodput ttft:2000 tbt:100` — a recorded trace at its
+  own times, prefixes shared as recorded, on eight GPUs
+"""
+
+app = command_app()
+
+MEANT = (*common.WORKLOAD - {"seed"}, "vocab_range", "metric_percentiles")
+"""Options of `bench serve` that have a meaning without HTTP; the seed is the engine's."""
+
+
+@app.command(epilog=EPILOG)
+@takes_engine_settings("load_format", "dtype", "quantization", "device", "cores", "profile")
+@takes(SimulateConfig, "where")
+@takes(BenchConfig, "load", only=MEANT)
+def simulate(
+    model: ModelArgument,
+    config: EngineConfig,
+    where: dict[str, Any],
+    load: dict[str, Any],
+    more_slos: common.MoreSlos = None,
+    config_file: Annotated[Path | None, config_option()] = None,
+    goodput: common.Goodput = None,
+    result_file: Annotated[
+        Path | None,
+        typer.Option(rich_help_panel=MEASURE, help="Write the result as JSON to this file."),
+    ] = None,
+    requests_file: Annotated[
+        Path | None,
+        typer.Option(rich_help_panel=MEASURE, help="Write a line of CSV for each request."),
+    ] = None,
+) -> None:
+    """Serve a workload with the real engine on simulated GPUs, on a virtual clock."""
+    from twolane.sim import run as simulation
+
+    with one_line_errors(), common.workload_errors():
+        for option, path in (("--result-file", result_file), ("--requests-file", requests_file)):
+            common.need_folder(option, path)
+        bench = BenchConfig(**load, goodput=common.slos(goodput, more_slos))
+        workload = msgspec.structs.replace(bench.workload, seed=config.seed)
+        bench = msgspec.structs.replace(bench, workload=workload)
+        asked = SimulateConfig(engine=config, bench=bench, **where)
+        simulation.show(asked, result_file, requests_file)

@@ -1,0 +1,44 @@
+"""Settings of the API process, beside those of the engine."""
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from twolane.common.options import Option
+
+PANEL = "Server"
+
+
+class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What a server needs to know beside the engine's settings."""
+
+    host: Annotated[str, Option(PANEL)] = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 is all."""
+    port: Annotated[int, Option(PANEL, least=0, most=65535)] = 8000
+    """Port to listen on; 0 takes any free port."""
+    served_model_name: Annotated[str | None, Option(PANEL, "NAME")] = None
+    """Name that clients call the model by; by default the MODEL of the command line."""
+    max_queue: Annotated[int, Option(PANEL, least=1)] = 1024
+    """Number of requests that may wait for their first token; more get a 429."""
+    sampling_defaults: Annotated[Literal["model", "openai"], Option(PANEL)] = "model"
+    """Where a request says nothing of temperature, top_p, top_k, min_p or repetition_penalty, it
+    gets the values of the model's generation_config.json, or OpenAI's."""
+    drain_seconds: Annotated[float, Option(PANEL, "SECONDS", least=0.0)] = 10.0
+    """Seconds that requests may go on after Ctrl-C or SIGTERM; a second signal stops at once."""
+    arrival_seconds: Annotated[float, Option(PANEL, "SECONDS", least=0.1)] = 60.0
+    """Seconds that a request may take to arrive; slower ones get a 408."""
+    stall_seconds: Annotated[float, Option(PANEL, "SECONDS", least=0.1)] = 60.0
+    """Seconds that a client may take nothing of its answer before it is disconnected."""
+    max_connections: Annotated[int | None, Option(PANEL, least=1)] = None
+    """Number of connections that may be open; beyond, idle ones are closed and requests get a 503.
+    By default as many as the limit on open files allows, up to 8,192."""
+    api_keys: Annotated[tuple[str, ...], Option(PANEL, "KEY", name="api_key")] = ()
+    """A key that requests must bring; may be repeated. The environment variable (keys apart by
+    spaces) or the file keeps keys out of the process list."""
+    max_body_bytes: Annotated[int, Option(PANEL, "BYTES", least=1)] = 32 << 20
+    """Number of bytes that a request body may have; larger ones get a 413."""
+    otlp_endpoint: Annotated[str | None, Option(PANEL, "URL")] = None
+    """OpenTelemetry collector that gets a trace of every request over HTTP, such as
+    http://localhost:4318. Needs twolane[otel]."""
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], Option(PANEL)] = "info"
+    """Least level of messages that the log has; debug is a line for every request."""

@@ -1,0 +1,44 @@
+"""What a simulation is asked."""
+
+from typing import Annotated
+
+import msgspec
+
+from twolane.common.errors import FieldError
+from twolane.common.options import Option
+from twolane.engine.config import DEVICE, EngineConfig
+from twolane.engine.settings import check_settings
+from twolane.results.result import BenchConfig
+from twolane.sim.gpus import GPUS
+
+
+class SimulateConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """One run of `twolane simulate`."""
+
+    engine: EngineConfig
+    """Its device, dtype and load format do not apply."""
+    gpu: Annotated[str, Option(DEVICE)] = "h200"
+    """GPU to simulate: a100-80gb, h100 or h200."""
+    tp: Annotated[int, Option(DEVICE, least=1)] = 1
+    """Number of GPUs that share each layer (tensor parallelism)."""
+    bench: BenchConfig
+    """Workload, SLOs and percentiles; what concerns HTTP does not apply."""
+
+    def check(self) -> None:
+        """Refuse what is wrong, or has no meaning in a simulation.
+
+        Raises:
+            FieldError: naming the engine's setting, or `gpu`.
+            OptionError: naming the option of the workload.
+        """
+        check_settings(self.engine)
+        if self.gpu not in GPUS:
+            raise FieldError("gpu", f"{self.gpu!r} is unknown; there are: {', '.join(GPUS)}")
+        if self.engine.dtype not in ("auto", "bfloat16"):
+            raise FieldError("dtype", f"is bfloat16 in a simulation, not {self.engine.dtype}")
+        if self.engine.quantization is not None:
+            raise FieldError("quantization", "is not simulated: weights count as bfloat16")
+        if self.engine.cores is not None or self.engine.device != "auto":
+            name = "device" if self.engine.cores is None else "cores"
+            raise FieldError(name, "has no meaning in a simulation")
+        self.bench.check()
