@@ -5,10 +5,17 @@ BIN := $(VENV)/bin
 INSTALL := $(VENV)/bin/python -m pip install --quiet -c constraints.txt
 MODEL := smollm2-135m-instruct
 
+# Two files at a time: much of a server's test is waiting. Threads that wait for their team in a busy
+# loop would keep the other file's from the cores, and so would BLAS with a thread for each core in
+# both. Files go in the order of folders, which ends with short ones.
+PYTEST := OMP_WAIT_POLICY=passive OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# What `make check` runs: the folders without a server, a real model or compiled kernels.
+FAST := $(addprefix tests/,common engine estimate frontend lanes results sim systems workload test_docs.py test_house.py)
+
 # Tests start hundreds of processes: what they import is compiled once, whatever the caller prefers.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo serve test unit test-all test-gpu lint clean
+.PHONY: demo serve check fast test unit test-all test-gpu lint clean
 
 demo: $(VENV)/.ready
 	$(BIN)/python examples/demo.py
@@ -20,12 +27,14 @@ serve: $(VENV)/.ready
 test: $(VENV)/.ready-dev
 	$(MAKE) --jobs=2 lint unit
 
-# Two files at a time: much of a server's test is waiting. Threads that wait for their team in a busy
-# loop would keep the other file's from the cores: a fifth of the time on a shared pair; so would
-# BLAS with a thread for each core in both. In the order of folders, which ends with short files; by
-# numbers of tests the longest are among the last.
+check: $(VENV)/.ready-dev
+	$(MAKE) --jobs=2 lint fast
+
 unit: $(VENV)/.ready-dev
-	OMP_WAIT_POLICY=passive OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(PYTEST)
+
+fast: $(VENV)/.ready-dev
+	$(PYTEST) $(FAST)
 
 test-all: lint
 	$(BIN)/python -m pytest --full
