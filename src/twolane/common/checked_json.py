@@ -17,7 +17,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     try:
         return msgspec.convert(json.loads(path.read_text(encoding="utf-8")), dict[str, Any])
-    except ValueError as error:  # of JSON, of UTF-8, or msgspec's
+    except (ValueError, RecursionError) as error:  # of JSON, of UTF-8, or msgspec's
         raise ValueError(f"{path} is not a JSON object: {error}") from error
 
 

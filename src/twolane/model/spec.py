@@ -7,6 +7,9 @@ from typing import Literal
 Family = Literal["llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral"]
 RopeType = Literal["default", "linear", "llama3", "yarn", "factors"]
 
+MOST_LAYERS, MOST_HEADS = 4096, 65536
+"""Numbers of layers and of heads beyond these are a damaged file, not a model."""
+
 
 class UnsupportedModel(ValueError):
     """The model asks for something that is not built; the message names it and what works."""

@@ -43,6 +43,8 @@ KEEP_ALIVE_SECONDS = 75
 aiohttp 15): what is sent on a connection that the server is just closing is lost."""
 ENDING_SECONDS = 2
 """How long connections may take to end once their streams have."""
+INSISTED_SECONDS = 3.0
+"""How long the second signal leaves for an orderly end."""
 BACKLOG = 2048
 """Connections that the system keeps until they are accepted."""
 ACCEPTED_AT_ONCE = 32
@@ -75,7 +77,14 @@ class Stop:
             loop.add_signal_handler(number, self._on_signal)
 
     def _on_signal(self) -> None:
-        (self.insisted if self.asked.is_set() else self.asked).set()
+        if not self.asked.is_set():
+            self.asked.set()
+        elif not self.insisted.is_set():
+            self.insisted.set()
+            # Whatever does not end, such as a program that came with the model.
+            last = threading.Timer(INSISTED_SECONDS, os._exit, (1,))
+            last.daemon = True
+            last.start()
 
 
 def serve(config: EngineConfig, options: ServerOptions) -> int:

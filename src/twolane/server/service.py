@@ -39,6 +39,14 @@ log = logging.getLogger("twolane.server")
 
 T = TypeVar("T")
 
+LONG_TEXT = 1 << 16
+"""Texts of this many characters and more wait for each other, and no shorter one for them."""
+LEAST_TEXT, TEXT_FACTOR = 1 << 20, 64
+"""This many characters are always tokenised, and this many for each token of the context."""
+MOST_PROMPT_LOGPROBS, MOST_LOGPROBS = 1 << 20, 1 << 22
+"""One answer, which is in memory as a whole, holds at most this many log-probabilities of prompt
+tokens, and this many of its own tokens; each takes about 70 bytes of it and 450 on the way."""
+
 
 class Prompt(NamedTuple):
     """A prompt to answer."""
@@ -88,7 +96,7 @@ class Service:
         self.tracing: Tracing | None = None
         """Where requests are traced, if they are."""
         self.draining = False
-        # Long texts must not hold the loop, nor those of /tokenize, which have no bound, prompts.
+        # Texts must not hold the loop, nor long ones and those of /tokenize the short prompts.
         self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
         self._counting = ThreadPoolExecutor(1, thread_name_prefix="count")
 
@@ -133,9 +141,9 @@ class Service:
         self.admission.check_count(len(all_given) * body.choices, counted_by(body))
         for given in all_given:
             if isinstance(given, str):
-                self._check_text(given, body, "prompt")
+                self._check_text(len(given), body, "prompt")
                 encode = partial(self.codec.encode, given, add_special_tokens=special)
-                prompts.append(Prompt(await self._text(encode, "prompt"), given))
+                prompts.append(Prompt(await self._text(encode, "prompt", len(given)), given))
             else:
                 prompts.append(Prompt(given))
         return self._fitted(prompts, body, "prompt")
@@ -146,24 +154,26 @@ class Service:
         Raises:
             ApiError: 400, the conversation cannot be served; 503.
         """
-        for message in body.messages:
-            self._check_text(message.text, body, "messages")
+        length = sum(len(message.text) for message in body.messages)
+        self._check_text(length, body, "messages")
         chat = self._chat(body.messages, body, special=bool(body.add_special_tokens))
-        tokens = await self._text(chat, "messages")
+        tokens = await self._text(chat, "messages", length)
         return self._fitted([Prompt(tokens)], body, "messages")[0]
 
     async def tokenize(self, body: TokenizeRequest) -> list[int]:
-        """Return the tokens of a text or a conversation, of any length.
+        """Return the tokens of a text or a conversation, which may be longer than the context.
 
         Raises:
             ApiError: 400, there is no tokenizer or template, or the template refuses; 503.
         """
         if body.prompt is not None:
+            self._check_length(len(body.prompt), "prompt")
             special = body.add_special_tokens is not False
             encode = partial(self.codec.encode, body.prompt, add_special_tokens=special)
-            return await self._text(encode, "prompt", self._counting)
+            return await self._text(encode, "prompt", LONG_TEXT)
+        self._check_length(sum(len(message.text) for message in body.messages or []), "messages")
         chat = self._chat(body.messages or [], body, special=bool(body.add_special_tokens))
-        return await self._text(chat, "messages", self._counting)
+        return await self._text(chat, "messages", LONG_TEXT)
 
     async def detokenize(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens, special ones too.
@@ -173,7 +183,7 @@ class Service:
         """
         self.check_ids("tokens", tokens)
         decode = partial(self.codec.decode, tokens, skip_special_tokens=False)
-        return await self._text(decode, "tokens", self._counting)
+        return await self._text(decode, "tokens", LONG_TEXT)
 
     def echo(self, body: CompletionRequest, prompts: Sequence[Prompt]) -> Echo | None:
         """Return what of the prompts is shown before the answers."""
@@ -221,6 +231,7 @@ class Service:
             self.codec.check_stop(body.stop_strings)
         except TextError as error:
             raise refused_text(error, "prompt") from error
+        self._check_logprobs(body, params, prompts)
         self.check_available()
         answers = [prompt for prompt in prompts for _ in range(body.choices)]
         self.admission.enter(len(answers), counted_by(body))
@@ -239,6 +250,28 @@ class Service:
             )
         except EngineError as error:
             raise ApiError(503, str(error), code="unavailable") from error
+
+    def _check_logprobs(
+        self, body: GenerationBody, params: SamplingParams, prompts: Sequence[list[int]]
+    ) -> None:
+        """Refuse an answer that would take too much memory.
+
+        Raises:
+            ApiError: 400; its message says which field to lower.
+        """
+        asked = 0
+        if params.prompt_logprobs is not None:
+            asked = sum(map(len, prompts)) * (params.prompt_logprobs + 1)
+        self._check_amount(asked, MOST_PROMPT_LOGPROBS, "prompt_logprobs")
+        if body.logprob_count is not None and not body.stream:
+            room = self.engine.ready.max_model_len - min(map(len, prompts))
+            tokens = min(params.max_tokens or room, room) * len(prompts) * body.choices
+            self._check_amount(tokens * (body.logprob_count + 1), MOST_LOGPROBS, body.limit[0])
+
+    def _check_amount(self, asked: int, most: int, param: str) -> None:
+        if asked > most:
+            message = f"{param}: the answer could have {asked} log-probabilities, and {most} may be"
+            raise ApiError(400, f"{message}: lower it", code="invalid_value", param=param)
 
     def _traces(
         self,
@@ -261,7 +294,7 @@ class Service:
         """Free the threads; what is in line for them is refused."""
         self.draining = True
         for threads in (self._tokenizing, self._counting):
-            threads.shutdown()
+            threads.shutdown(wait=False)  # what they are at may have no end
 
     def _chat(
         self, messages: Sequence[Message], how: Rendering, *, special: bool
@@ -269,23 +302,37 @@ class Service:
         turns = turns_of(messages)
         return partial(self.codec.chat, turns, add_special_tokens=special, **how.rendering)
 
-    async def _text(
-        self, work: Callable[[], T], param: str, thread: ThreadPoolExecutor | None = None
-    ) -> T:
+    async def _text(self, work: Callable[[], T], param: str, length: int) -> T:
         def in_turn() -> T:
             self.check_available()
-            return work()
+            try:
+                return work()
+            except Exception:
+                raise
+            except BaseException as error:  # a panic of the tokenizers library
+                raise TextError(f"the model's tokenizer failed: {error}") from error
+
+        thread = self._counting if length >= LONG_TEXT else self._tokenizing
 
         self.check_available()  # or the thread may be gone
         loop = asyncio.get_running_loop()
         try:
-            return await loop.run_in_executor(thread or self._tokenizing, in_turn)
+            return await loop.run_in_executor(thread, in_turn)
         except TextError as error:
             raise refused_text(error, param) from error
 
-    def _check_text(self, text: str, body: GenerationBody, param: str) -> None:
+    def _check_length(self, length: int, param: str) -> None:
+        """Refuse a text so long that tokenising it would hold others up."""
+        most = max(LEAST_TEXT, TEXT_FACTOR * self.engine.ready.max_model_len)
+        if length > most:
+            message = f"{param} has {length} characters, and {most} are the most that are tokenised"
+            raise ApiError(400, message, code="invalid_value", param=param)
+
+    def _check_text(self, length: int, body: GenerationBody, param: str) -> None:
         """Refuse at a glance what would take long to tokenise and cannot fit."""
-        least = self.codec.least_tokens(text)
+        least = self.codec.least_tokens(length)
+        if body.truncate_prompt_tokens is not None or least == 0:
+            self._check_length(length, param)
         if least >= self.engine.ready.max_model_len and body.truncate_prompt_tokens is None:
             raise self._too_long(f"at least {least}", param)
 

@@ -9,6 +9,7 @@ from jinja2 import TemplateSyntaxError
 from tokenizers import Tokenizer, decoders
 from tokenizers.pre_tokenizers import ByteLevel
 
+from twolane.frontend.text.fence import TookTooLong, within
 from twolane.frontend.text.template import ChatTemplate, Message, missing_words
 from twolane.frontend.text.tokenizer import ModelTokenizer
 
@@ -16,6 +17,8 @@ REPLACEMENT = "\ufffd"
 BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
 SWITCHES = frozenset({"enable_thinking", "thinking"})
 """Clients set these variables for all models; false asks for nothing where there is none."""
+TEMPLATE_SECONDS = 5.0
+"""A chat template may run for this many seconds."""
 MAX_HELD_TOKENS = 8
 """A character has at most four bytes; what is still broken after this many tokens stays broken."""
 
@@ -170,7 +173,10 @@ class TextCodec:
         self._no_chat = "this model has no chat template: use /v1/completions"
         if tokenizer is not None and tokenizer.chat_template:
             try:
-                self._template = ChatTemplate(tokenizer.chat_template, tokenizer.special_tokens)
+                source, special = tokenizer.chat_template, tokenizer.special_tokens
+                self._template = within(TEMPLATE_SECONDS, lambda: ChatTemplate(source, special))
+            except (TookTooLong, RecursionError) as error:
+                self._no_chat = f"the model's chat template cannot be run: {type(error).__name__}"
             except TemplateSyntaxError as error:
                 self._no_chat = f"the model's chat template is broken: {error}"
         self._shown: ByteVocabulary | None = None
@@ -225,13 +231,19 @@ class TextCodec:
         check_variables(template, variables or {})
         check_calls(template, messages)
         try:
-            text = template.render(
-                messages,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                variables=variables,
-                tools=tools,
+            text = within(
+                TEMPLATE_SECONDS,
+                lambda: template.render(
+                    messages,
+                    add_generation_prompt=add_generation_prompt,
+                    continue_final_message=continue_final_message,
+                    variables=variables,
+                    tools=tools,
+                ),
             )
+        except TookTooLong as error:
+            message = f"the model's chat template did not end within {TEMPLATE_SECONDS:g} s"
+            raise TextError(message) from error
         except Exception as error:  # templates are programs that come with the model
             raise TextError(f"the model's chat template refused the messages: {error}") from error
         check_words(messages, text)
@@ -275,9 +287,9 @@ class TextCodec:
         if stop and self._backend is None:
             raise TextError("stop needs text: this model was loaded without a tokenizer", "stop")
 
-    def least_tokens(self, text: str) -> int:
-        """Return how many tokens `text` makes at least, at a glance."""
-        return 0 if self._longest is None else len(text) // self._longest
+    def least_tokens(self, length: int) -> int:
+        """Return how many tokens a text of so many characters makes at least; 0: not known."""
+        return 0 if self._longest is None else length // self._longest
 
     def detokenizer(
         self, prompt: Sequence[int] = (), *, skip_special_tokens: bool = True

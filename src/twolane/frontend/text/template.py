@@ -80,9 +80,32 @@ def to_json(
     )
 
 
+MOST_REPEATED = 1 << 24
+"""A template multiplies texts, lists and powers up to this many characters, entries or bits."""
+
+
+class BoundEnvironment(ImmutableSandboxedEnvironment):
+    """A sandbox in which products are bounded: one of them may take all memory at once."""
+
+    intercepted_binops = frozenset({"*", "**"})
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        """See Jinja's sandbox."""
+        size = 0
+        if operator == "*":
+            for repeated, times in ((left, right), (right, left)):
+                if isinstance(times, int) and hasattr(repeated, "__len__"):
+                    size = len(repeated) * times
+        elif isinstance(left, int) and isinstance(right, int):
+            size = left.bit_length() * right
+        if size > MOST_REPEATED:
+            raise TemplateError(f"{operator} makes too much: {size}")
+        return super().call_binop(context, operator, left, right)
+
+
 def environment() -> ImmutableSandboxedEnvironment:
     """Return what chat templates run in."""
-    made = ImmutableSandboxedEnvironment(
+    made = BoundEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
     )
     made.filters["tojson"] = to_json

@@ -1,6 +1,7 @@
 """Tokenizers and chat templates, in the form that serving needs. No torch, no `transformers`."""
 
 import hashlib
+import logging
 import subprocess
 import sys
 import tempfile
@@ -14,6 +15,8 @@ from tokenizers import Tokenizer
 
 from twolane.common.files import keep
 from twolane.model.load.hub import ModelSource, cache_dir
+
+log = logging.getLogger("twolane.frontend")
 
 _FORMAT = 3
 """Version of `TokenizerFile` and of how it is made; files of another version are made anew."""
@@ -53,10 +56,26 @@ def load_tokenizer(source: ModelSource) -> ModelTokenizer:
         raise ValueError(f"{source.name} has no tokenizer")
     kept = cache_dir() / "tokenizers" / f"{_fingerprint(source.tokenizer)}.json"
     try:
-        file = msgspec.json.decode(kept.read_bytes(), type=TokenizerFile)
-    except (OSError, msgspec.MsgspecError):
-        file = _convert(source.name, source.tokenizer, kept)
-    return ModelTokenizer(Tokenizer.from_str(file.backend), file.chat_template, file.special_tokens)
+        return _read(kept.read_bytes())
+    except OSError:
+        pass
+    except ValueError as error:
+        log.warning("%s is damaged and is made anew: %s", kept, error)
+    return _read(_convert(source.name, source.tokenizer, kept))
+
+
+def _read(data: bytes) -> ModelTokenizer:
+    """Make a tokenizer of what `convert` wrote.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    file = msgspec.json.decode(data, type=TokenizerFile)
+    try:
+        backend = Tokenizer.from_str(file.backend)
+    except Exception as error:  # the library has no type of its own for it
+        raise ValueError(f"no tokenizer: {error}") from error
+    return ModelTokenizer(backend, file.chat_template, file.special_tokens)
 
 
 def _fingerprint(path: Path) -> str:
@@ -69,7 +88,7 @@ def _fingerprint(path: Path) -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
 
 
-def _convert(name: str, path: Path, kept: Path) -> TokenizerFile:
+def _convert(name: str, path: Path, kept: Path) -> bytes:
     with tempfile.TemporaryDirectory(prefix="twolane-") as scratch:
         made = Path(scratch) / "tokenizer.json"
         command = [sys.executable, "-m", "twolane.frontend.text.convert", str(path), str(made)]
@@ -81,4 +100,4 @@ def _convert(name: str, path: Path, kept: Path) -> TokenizerFile:
             raise ValueError(f"{name}: no tokenizer: {said[-1] if said else 'unknown reason'}")
         data = made.read_bytes()
     keep(kept, data)
-    return msgspec.json.decode(data, type=TokenizerFile)
+    return data

@@ -9,7 +9,16 @@ import msgspec
 
 from twolane.common.checked_json import converted, read_json
 from twolane.model.load.quantization import Quantization, read_quantization
-from twolane.model.spec import Family, ModelSpec, MoeSpec, RopeSpec, UnsupportedModel, merge_eos
+from twolane.model.spec import (
+    MOST_HEADS,
+    MOST_LAYERS,
+    Family,
+    ModelSpec,
+    MoeSpec,
+    RopeSpec,
+    UnsupportedModel,
+    merge_eos,
+)
 from twolane.sampling import SamplingParams
 
 ARCHITECTURES: dict[str, Family] = {
@@ -209,6 +218,18 @@ def quantization_from_directory(path: Path) -> Quantization | None:
     return read_quantization(converted(read_json(path / "config.json"), _Kind).quantization_config)
 
 
+def check_counts(layers: int, heads: int) -> None:
+    """Compare numbers of parts before anything is made for each of them.
+
+    Raises:
+        ValueError: one is not that of a model.
+    """
+    if not 1 <= layers <= MOST_LAYERS:
+        raise ValueError(f"num_hidden_layers must be 1 to {MOST_LAYERS}, not {layers}")
+    if not 1 <= heads <= MOST_HEADS:
+        raise ValueError(f"num_attention_heads must be 1 to {MOST_HEADS}, not {heads}")
+
+
 def spec_from_config(
     raw: Mapping[str, Any], generation_eos: int | list[int] | None = None
 ) -> ModelSpec:
@@ -224,6 +245,7 @@ def spec_from_config(
     """
     family = check_architecture(raw)
     config = converted(raw, _CONFIGS[family])
+    check_counts(config.num_hidden_layers, config.num_attention_heads)
     if config.hidden_act != "silu":
         raise UnsupportedModel.because("activation", config.hidden_act, ("silu",))
     window, sliding_layers = _sliding(config, family)

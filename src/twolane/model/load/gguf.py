@@ -9,7 +9,15 @@ import numpy.typing as npt
 from gguf import GGUFEndian, GGUFReader, GGUFValueType
 from gguf.quants import dequantize
 
-from twolane.model.spec import Family, ModelSpec, RopeSpec, UnsupportedModel, merge_eos
+from twolane.model.spec import (
+    MOST_HEADS,
+    MOST_LAYERS,
+    Family,
+    ModelSpec,
+    RopeSpec,
+    UnsupportedModel,
+    merge_eos,
+)
 
 ARCHITECTURES: dict[str, Family] = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 """GGUF architectures that work; "llama" covers Mistral too."""
@@ -128,10 +136,10 @@ class GGUFModel:
             raise UnsupportedModel.because("GGUF architecture", self._architecture, ARCHITECTURES)
         if experts := self._key("expert_count", 0):
             raise UnsupportedModel.because("number of experts", experts, ("0 (dense models)",))
-        heads = int(self._key("attention.head_count"))
+        heads = self._count("attention.head_count", MOST_HEADS)
         hidden = int(self._key("embedding_length"))
         head_dim = int(self._key("attention.key_length", hidden // heads))
-        layers = int(self._key("block_count"))
+        layers = self._count("block_count", MOST_LAYERS)
         window = self._key("attention.sliding_window", 0) or None
         vocab_size = int(self._tensor("token_embd.weight").shape[1])
         return ModelSpec(
@@ -159,6 +167,13 @@ class GGUFModel:
                 self._field("tokenizer.ggml.eot_token_id"),
             ),
         )
+
+    def _count(self, name: str, most: int) -> int:
+        """Return a number of parts, which is compared before anything is made for each of them."""
+        count = int(self._key(name))
+        if not 1 <= count <= most:
+            raise ValueError(f"{self._architecture}.{name} must be 1 to {most}, not {count}")
+        return count
 
     def _rope(self, head_dim: int) -> RopeSpec:
         theta = float(self._key("rope.freq_base", 10_000.0))

