@@ -10,6 +10,7 @@ from msgspec.structs import fields
 from typer.testing import CliRunner
 
 from twolane.cli import doctor
+from twolane.cli.bench.common import slos
 from twolane.cli.bench.main import BenchCommands
 from twolane.cli.foreign import UNSERVED
 from twolane.cli.main import Commands, app, main
@@ -344,6 +345,11 @@ def test_doctor_counts_the_memory_that_an_engine_finds(monkeypatch):
     """Not that which no file's cache takes: after a download there is next to none of it."""
     monkeypatch.setattr(doctor, "free_memory", lambda: 3 * 2**29)
     assert doctor.memory().endswith(" GiB, 1.5 GiB free")
+
+
+def test_slos_may_stand_alone():
+    assert slos(None, ["ttft:4000", "tbt:200"]) == {"ttft": 4.0, "tbt": 0.2}
+    assert slos(["ttft:4000"], ["tbt:200"]) == {"ttft": 4.0, "tbt": 0.2}
 
 
 def test_bench_is_mounted():

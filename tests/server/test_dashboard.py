@@ -58,6 +58,7 @@ def test_the_page_needs_no_key_and_its_data_does(guarded):
     assert linked == FILES.keys() - {"dashboard.html"}
     for name in linked:
         assert get(guarded, f"/dashboard/{name}")[0] == 200
+    assert get(guarded, "/")[2] == page
     assert get(guarded, "/dashboard/dashboard.py")[0] == 404
     assert get(guarded, "/dashboard/data")[0] == 401
     assert get(guarded, "/dashboard/data", "wrong")[0] == 401

@@ -15,9 +15,10 @@ app = command_app()
 
 @app.command(epilog="**Example:** `twolane pull smollm2-135m-instruct`")
 def pull(
-    model: Annotated[str, typer.Argument(help="An alias.", autocompletion=aliases)] = (
-        DEFAULT_MODEL
-    ),
+    model: Annotated[
+        str,
+        typer.Argument(help="An alias or a Hugging Face id (owner/name).", autocompletion=aliases),
+    ] = DEFAULT_MODEL,
 ) -> None:
     """Fetch a model into the cache, so that it can be served without a network."""
     from twolane.model.load import hub

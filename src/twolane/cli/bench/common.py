@@ -86,8 +86,6 @@ def slos(texts: list[str] | None, more: list[str] | None) -> dict[str, float]:
 
 
 def _words(texts: list[str] | None, more: list[str] | None) -> list[str]:
-    if more and not texts:
-        raise typer.BadParameter(f"unexpected: {' '.join(more)}")
     return " ".join([*(texts or []), *(more or [])]).replace(",", " ").split()
 
 

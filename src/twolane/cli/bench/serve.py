@@ -23,7 +23,7 @@ Send a workload to an OpenAI-compatible server and measure latency and goodput.
 
 Requests leave when they are due, whether or not earlier ones were answered, and every request \
 sent counts: one that was refused or broke off attains no SLO. Results carry the keys of \
-`vllm bench serve`. Ctrl-C ends the run and reports what was measured until then.
+`vllm bench serve`. Ctrl-C or SIGTERM ends the run and reports what was measured until then.
 """
 EPILOG = """**Examples**
 
@@ -40,6 +40,9 @@ EPILOG = """**Examples**
 """
 
 app = command_app()
+
+STOPPING = (signal.SIGINT, signal.SIGTERM)
+"""Signals that end a run in order: its results until then are reported."""
 
 
 @app.command(help=HELP, epilog=EPILOG)
@@ -106,7 +109,8 @@ def _run(config: BenchConfig) -> "Result":
         async def main() -> "Result":
             stop = asyncio.Event()
             loop = asyncio.get_running_loop()
-            loop.add_signal_handler(signal.SIGINT, _stop_once, loop, stop)
+            for number in STOPPING:
+                loop.add_signal_handler(number, _stop_once, loop, stop)
             return await run(config, stop=stop, on_change=show)
 
         garbage.leave_out()  # it would show up as latency
@@ -114,9 +118,10 @@ def _run(config: BenchConfig) -> "Result":
 
 
 def _stop_once(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
-    """First Ctrl-C: end the run in order. The next one kills."""
+    """End the run in order at the first signal; the next one kills."""
     stop.set()
-    loop.remove_signal_handler(signal.SIGINT)
+    for number in STOPPING:
+        loop.remove_signal_handler(number)
 
 
 def _finish(result: "Result", save_result: bool, result_file: Path | None) -> None:

