@@ -7,7 +7,7 @@ import pytest
 
 from tests.estimate import synthetic
 from twolane.engine.config import EstimatorName
-from twolane.estimate.calibrated.estimator import MOST_SLOW, USUAL, Calibrated, _Asked
+from twolane.estimate.calibrated.estimator import MOST_SLOW, USUAL, Calibrated, _Question
 from twolane.estimate.catalog import ESTIMATORS
 from twolane.estimate.errors import prediction_seconds, table
 from twolane.estimate.papers.attention_roofline import AttentionRoofline, Interconnect
@@ -133,7 +133,7 @@ def test_calibrated_answers_for_similar_steps_from_memory(profile):
     for context in range(60_000, 62_000, 40):
         step, beside = Load.decode([context, *[0] * 39]), Corunner(PROMPTS, 84)
         seconds = asked.predict(decode_step(step), 48, beside)
-        anew = _Asked(decode_step(step), [48], beside)
+        anew = _Question(decode_step(step), [48], beside)
         base, missed = asked._base.seconds(anew)[0], asked._missed(anew)[0]
         assert seconds == pytest.approx(base * np.exp(missed), rel=1e-12)
     assert len(asked._known) < 5

@@ -17,6 +17,7 @@ from twolane.bench import goodput, serve
 from twolane.bench.goodput import Hopeless, Run, Search, Trial
 from twolane.bench.server import serving
 from twolane.common.vocabulary import EstimatorName
+from twolane.engine.config import DEFAULT_SYSTEM
 from twolane.results.metrics import TTFT_PER_1K, bounds_words
 from twolane.results.record import CONNECT, DISCONNECT, INTERRUPTED, Record
 from twolane.results.result import BenchConfig, Result
@@ -26,7 +27,6 @@ from twolane.workload.spec import OptionError, WorkloadSpec
 
 SERVER = "server"
 """What the one system of a running server is called."""
-DEFAULT_SYSTEM = "static-split"
 
 
 def find(

@@ -115,7 +115,7 @@ class BatchView(Protocol):
         """Layers whose tickets were reaped."""
 
 
-class Gaps(Protocol):
+class GapsView(Protocol):
     """Seconds between two tokens of a request, as they are handed on if nothing is late on its
     way."""
 
@@ -127,7 +127,7 @@ class Gaps(Protocol):
         """How many of the latest `count`, or of those that are kept, are above a bound."""
 
 
-class LaunchCosts(Protocol):
+class LaunchCostsView(Protocol):
     """What launches cost the host (`engine.launch_costs`)."""
 
     @property
@@ -199,6 +199,6 @@ class View(msgspec.Struct, frozen=True):
     """Requests that can be admitted beside those in prefill and decode."""
     slo: Slo
     """The server's; each request has its own."""
-    gaps: Gaps
+    gaps: GapsView
     estimator: Estimator
-    launching: LaunchCosts
+    launching: LaunchCostsView

@@ -72,7 +72,7 @@ CONTENDS: dict[Kind, int] = {"prefill": 2, "decode": 2}
 and units of a slice, the units of a step."""
 
 
-class _Asked(NamedTuple):
+class _Question(NamedTuple):
     """A launch whose seconds are asked for on each of these units."""
 
     launch: LaunchShape
@@ -80,11 +80,11 @@ class _Asked(NamedTuple):
     corunner: Corunner | None = None
 
     @classmethod
-    def of(cls, sample: Sample) -> "_Asked":
+    def of(cls, sample: Sample) -> "_Question":
         return cls(sample.launch, (sample.units,), sample.corunner)
 
 
-class _Linear:
+class _LinearBase:
     """The base, and what the processes see of a launch."""
 
     def __init__(self, profile: Profile) -> None:
@@ -94,18 +94,18 @@ class _Linear:
         self._layers = profile.shape.layers
         self._models: dict[Kind, LevelModel] = {}
 
-    def fitted(self, kind: Kind, samples: Sequence[Sample]) -> "_Linear":
+    def fitted(self, kind: Kind, samples: Sequence[Sample]) -> "_LinearBase":
         """Another one, of which one kind's model is fitted on these."""
         other = copy(self)
-        features = [self._features(_Asked.of(sample))[0] for sample in samples]
+        features = [self._features(_Question.of(sample))[0] for sample in samples]
         other._models = {**self._models, kind: LevelModel.fit(features, samples)}
         return other
 
-    def seconds(self, asked: _Asked) -> list[float]:
+    def seconds(self, asked: _Question) -> list[float]:
         """At each of the units."""
         return self._models[asked.launch.kind].predict(self._features(asked), asked.units)
 
-    def states(self, asked: _Asked) -> list[list[float]]:
+    def states(self, asked: _Question) -> list[list[float]]:
         """What is asked for at each of the units; beside the other lane, what contends, too."""
         launch, units, corunner = asked
         kind = launch.kind
@@ -132,7 +132,7 @@ class _Linear:
         every = self._models[kind].predict(features, units)
         return [(moved / (each + LEAST), flops / (each + LEAST)) for each in every]
 
-    def _features(self, asked: _Asked) -> Rows:
+    def _features(self, asked: _Question) -> Rows:
         """What the base is linear in, at each of the units."""
         (kind, load, layers, finishes), units, _ = asked
         if kind == "decode":
@@ -186,11 +186,11 @@ class _Model:
         parts: the processes, each with the place of its first feature in the state.
     """
 
-    def __init__(self, base: _Linear, *parts: tuple[int, Residual]) -> None:
+    def __init__(self, base: _LinearBase, *parts: tuple[int, Residual]) -> None:
         self.base, self.parts = base, parts
         self._means = Means(*parts) if parts else None
 
-    def missed(self, asked: _Asked) -> list[float]:
+    def missed(self, asked: _Question) -> list[float]:
         """By the base, as the processes have it: a logarithm at each of the units."""
         if self._means is None:
             return [0.0] * len(asked.units)
@@ -199,12 +199,12 @@ class _Model:
 
     def predicted(self, sample: Sample) -> float:
         """log(seconds)"""
-        asked = _Asked.of(sample)
+        asked = _Question.of(sample)
         return log(self.base.seconds(asked)[0] + LEAST) + self.missed(asked)[0]
 
     def taught(self, samples: Sequence[Sample], first: int, like: "_Model | None") -> "_Model":
         """With one more process, over what is left of these."""
-        states = np.array([self.base.states(_Asked.of(sample))[0][first:] for sample in samples])
+        states = np.array([self.base.states(_Question.of(sample))[0][first:] for sample in samples])
         logs = np.array([log(sample.median) - self.predicted(sample) for sample in samples])
         groups = [sample.configuration for sample in samples]
         residual = Residual(states, logs, groups, like.parts[-1][1] if like is not None else None)
@@ -276,7 +276,7 @@ class Calibrated(Estimator):
     promises = True
 
     def __init__(self, profile: Profile) -> None:
-        self._base = _Linear(profile)
+        self._base = _LinearBase(profile)
         self._models: dict[tuple[Kind, bool], _Model] = {}
         """Models of launches alone and beside the other lane, by kind."""
         self._promises: dict[tuple[Kind, bool], _Promise] = {}
@@ -328,7 +328,7 @@ class Calibrated(Estimator):
         kind, log = launch.kind, 0.0
         if corunner is not None and (kind, True) not in self._models:
             corunner = None
-        asked = _Asked(launch, units, corunner)
+        asked = _Question(launch, units, corunner)
         promise = self._promises[kind, corunner is not None]
         if corunner is not None:
             log = self._promises[kind, False].correction
@@ -337,7 +337,7 @@ class Calibrated(Estimator):
         bases = self._base.seconds(asked)
         return [base * exp(mean + log) for base, mean in zip(bases, means, strict=True)]
 
-    def _remembered(self, asked: _Asked) -> Sequence[float]:
+    def _remembered(self, asked: _Question) -> Sequence[float]:
         """What is missed: decode steps of about so much context are asked about again and again, a
         token further each time."""
         (kind, load, layers, _), units, corunner = asked
@@ -352,7 +352,7 @@ class Calibrated(Estimator):
             means = self._known[key] = self._missed(asked)
         return means
 
-    def _missed(self, asked: _Asked) -> Sequence[float]:
+    def _missed(self, asked: _Question) -> Sequence[float]:
         """What the processes say of log(truth / base), at each of the units."""
         return self._models[asked.launch.kind, asked.corunner is not None].missed(asked)
 

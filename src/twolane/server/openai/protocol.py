@@ -23,7 +23,7 @@ from twolane.frontend.fields import (
     prompt_list,
 )
 from twolane.frontend.messages import Messages
-from twolane.sampling import SamplingParams
+from twolane.sampling import MOST_LOGPROBS, SamplingParams
 
 INERT = frozenset(
     {
@@ -85,7 +85,6 @@ WHY_UNSUPPORTED: Mapping[str, str] = {
 }
 
 Count = Annotated[int, Field(ge=0, le=INT32_MAX)]
-MOST_LOGPROBS = 20
 LogprobCount = Annotated[int, Field(ge=0, le=MOST_LOGPROBS)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 RepetitionPenalty = Annotated[float, Field(ge=0.01)]

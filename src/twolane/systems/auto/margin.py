@@ -8,7 +8,7 @@ while fewer do: a stochastic approximation of a quantile (Robbins and Monro 1951
 import math
 from dataclasses import dataclass, replace
 
-from twolane.systems.view import Gaps
+from twolane.systems.view import GapsView
 
 CHECK_SECONDS = 0.1
 """The controller looks at the latest gaps once in this many seconds."""
@@ -43,7 +43,7 @@ class Margin:
     """The number of gaps that there had been by then."""
 
     def watch(
-        self, now: float, gaps: Gaps, *, bound: float, decoding: int, promises: bool
+        self, now: float, gaps: GapsView, *, bound: float, decoding: int, promises: bool
     ) -> "Margin":
         """Return the margin after a look at the gaps since the last one.
 
