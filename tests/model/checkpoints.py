@@ -11,6 +11,7 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
+    Phi3Config,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
@@ -77,6 +78,7 @@ def _configs(
         "qwen3": Qwen3Config(**tiny, head_dim=32, tie_word_embeddings=True),
         "qwen3-yarn": Qwen3Config(**tiny, head_dim=32, rope_parameters=_YARN_ROPE),
         "qwen3-moe": Qwen3MoeConfig(**tiny, **_MOE, mlp_only_layers=[1]),
+        "phi3": Phi3Config(**tiny, pad_token_id=0),
         "mixtral": MixtralConfig(**tiny, num_local_experts=4, num_experts_per_tok=2),
     }
 

@@ -3,7 +3,7 @@ import json
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from transformers import (
     AutoConfig,
@@ -224,6 +224,9 @@ MAY_BE_LEFT_OUT = {
 def test_what_a_config_leaves_out_is_as_in_transformers(architecture, said, rope):
     said = said - {"layer_types"} if "num_hidden_layers" not in said else said
     raw = {name: MAY_BE_LEFT_OUT[name] for name in said} | copy.deepcopy(rope)
+    # `transformers` gives Phi-3 no other stretching than its own, which is refused here.
+    assume(architecture != "Phi3ForCausalLM" or "yarn" not in str(rope))
+    assume(architecture != "Phi3ForCausalLM" or "rope_scaling" not in rope)
     read = AutoConfig.for_model(ARCHITECTURES[architecture], **copy.deepcopy(raw)).to_dict()
     named = {"architectures": [architecture]}
     assert spec_from_config(raw | named) == spec_from_config(read | named)

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from transformers import MixtralConfig, Qwen3MoeConfig
+from transformers import MixtralConfig, Phi3Config, Qwen3MoeConfig
 
 from tests.model.checkpoints import make_checkpoint
 from tests.model.passes import in_chunks, prompt
@@ -69,12 +69,24 @@ def test_dummy_and_rounded_experts(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "family"), [(Qwen3MoeConfig, "Qwen3Moe"), (MixtralConfig, "Mixtral")]
+    ("config", "family"),
+    [(Qwen3MoeConfig, "Qwen3Moe"), (MixtralConfig, "Mixtral"), (Phi3Config, "Phi3")],
 )
 def test_defaults_are_those_of_transformers(config, family) -> None:
     bare = spec_from_config({"architectures": [f"{family}ForCausalLM"]})
     whole = config().to_dict() | {"architectures": [f"{family}ForCausalLM"]}
     assert bare == spec_from_config(whole)
+
+
+def test_phi3_is_refused_where_it_differs() -> None:
+    raw = {"architectures": ["Phi3ForCausalLM"]}
+    yarn = {"rope_type": "yarn", "factor": 4.0}
+    with pytest.raises(UnsupportedModel, match="rope type of Phi3ForCausalLM 'yarn'"):
+        spec_from_config({**raw, "rope_scaling": yarn})
+    with pytest.raises(UnsupportedModel, match="rope type 'longrope'"):
+        spec_from_config({**raw, "rope_scaling": {"rope_type": "longrope"}})
+    with pytest.raises(UnsupportedModel, match="quantisation of Phi3ForCausalLM"):
+        spec_from_config({**raw, "quantization_config": {"quant_method": "awq"}})
 
 
 def test_a_simulation_refuses_experts() -> None:

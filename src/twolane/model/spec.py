@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-Family = Literal["llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral"]
+Family = Literal["llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "phi3"]
 RopeType = Literal["default", "linear", "llama3", "yarn", "factors"]
 
 MOST_LAYERS, MOST_HEADS = 4096, 65536

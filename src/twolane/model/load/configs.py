@@ -28,6 +28,7 @@ ARCHITECTURES: dict[str, Family] = {
     "Qwen3ForCausalLM": "qwen3",
     "Qwen3MoeForCausalLM": "qwen3_moe",
     "MixtralForCausalLM": "mixtral",
+    "Phi3ForCausalLM": "phi3",
 }
 """The architectures that work, as `config.json` names them."""
 
@@ -145,6 +146,16 @@ class _Mixtral(HFConfig, kw_only=True):
     num_experts_per_tok: int = 2
 
 
+class _Phi3(HFConfig, kw_only=True):
+    vocab_size: int = 32_064
+    hidden_size: int = 3072
+    intermediate_size: int = 8192
+    max_position_embeddings: int = 4096
+    rms_norm_eps: float = 1e-5
+    sliding_window: int | None = None
+    eos_token_id: int | list[int] | None = 32_000
+
+
 _CONFIGS: dict[Family, type[HFConfig]] = {
     "llama": HFConfig,
     "mistral": _Mistral,
@@ -152,6 +163,7 @@ _CONFIGS: dict[Family, type[HFConfig]] = {
     "qwen3": _Qwen3,
     "qwen3_moe": _Qwen3Moe,
     "mixtral": _Mixtral,
+    "phi3": _Phi3,
 }
 
 
@@ -204,7 +216,8 @@ def check_architecture(config: Mapping[str, Any]) -> Family:
     family = ARCHITECTURES[name]
     if kind.model_type not in (None, family):
         raise UnsupportedModel.because(f"model_type of {name}", kind.model_type, (family,))
-    read_quantization(kind.quantization_config)
+    if read_quantization(kind.quantization_config) is not None and family == "phi3":
+        raise UnsupportedModel.because(f"quantisation of {name}", "any", ("--quantization fp8",))
     return family
 
 
@@ -250,6 +263,9 @@ def spec_from_config(
         raise UnsupportedModel.because("activation", config.hidden_act, ("silu",))
     window, sliding_layers = _sliding(config, family)
     rope, positions = _rope(config), config.max_position_embeddings
+    if family == "phi3" and rope.type != "default":
+        raise UnsupportedModel.because("rope type of Phi3ForCausalLM", rope.type, ("default",))
+    biased = config.attention_bias and family not in ("mixtral", "phi3")  # these have none at all
     if rope.type == "yarn":  # those of the config may be the ones before stretching
         positions = round(rope.original_positions * rope.factor)
     return ModelSpec(
@@ -265,8 +281,8 @@ def spec_from_config(
         norm_eps=config.rms_norm_eps,
         rope=rope,
         tie_embeddings=config.tie_word_embeddings,
-        qkv_bias=family == "qwen2" or config.attention_bias,
-        o_bias=family != "qwen2" and config.attention_bias,
+        qkv_bias=family == "qwen2" or biased,
+        o_bias=family != "qwen2" and biased,
         mlp_bias=config.mlp_bias,
         qk_norm=family in ("qwen3", "qwen3_moe"),
         sliding_window=window,
@@ -312,7 +328,7 @@ def _sliding(config: HFConfig, family: Family) -> tuple[int | None, tuple[int, .
     window = config.sliding_window
     if family == "llama" or window is None:
         return None, ()
-    if family in ("mistral", "mixtral"):
+    if family in ("mistral", "mixtral", "phi3"):
         return window, tuple(range(config.num_hidden_layers))
     if not config.use_sliding_window:
         return None, ()

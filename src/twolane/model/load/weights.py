@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,9 +13,11 @@ from twolane.model.load.configs import quantization_from_directory
 from twolane.model.load.dummy import Dummy
 from twolane.model.load.gguf import GGUFModel
 from twolane.model.load.hub import ModelSource, Progress
+from twolane.model.load.joined import Joined
 from twolane.model.load.quantization import Format, Quantization, Stored
 from twolane.model.load.quantized import read_module
 from twolane.model.load.safetensors import Safetensors
+from twolane.model.load.source import TensorSource
 from twolane.model.matrix import Matrix, Scheme, concatenated, quantised
 from twolane.model.mlp import DenseMlp, Expert, Experts
 from twolane.model.spec import ModelSpec
@@ -35,26 +37,6 @@ _IGNORED_SUFFIX = "rotary_emb.inv_freq"
 
 class WeightsError(ValueError):
     """The checkpoint's tensors are not those of its config; the message names them."""
-
-
-class TensorSource(Protocol):
-    """Tensors by their Hugging Face names."""
-
-    def names(self) -> list[str]:
-        """All tensors."""
-        ...
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Shape, without reading the tensor."""
-        ...
-
-    def type(self, name: str) -> str:
-        """Type of the tensor's numbers, as safetensors names it."""
-        ...
-
-    def get(self, name: str) -> Any:
-        """The tensor: torch or numpy, of any dtype."""
-        ...
 
 
 def load_decoder(source: ModelSource, **options: Any) -> Decoder:
@@ -150,7 +132,8 @@ def _open(
         model = GGUFModel(source.path)
         return model.spec, model
     if source.kind == "dir" and source.path is not None:
-        return source.spec(), Safetensors(source.path, stack)
+        spec, tensors = source.spec(), Safetensors(source.path, stack)
+        return spec, Joined(tensors, spec) if spec.family == "phi3" else tensors
     raise ValueError(f"{source.name} is a built-in shape without weights; load it as dummy")
 
 

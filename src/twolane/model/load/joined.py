@@ -1,0 +1,64 @@
+"""Checkpoints that join modules which others store apart (Phi-3)."""
+
+import torch
+
+from twolane.model.load.source import TensorSource
+from twolane.model.spec import ModelSpec
+
+
+class Joined:
+    """A source whose `qkv_proj` and `gate_up_proj` are seen as the modules that they join.
+
+    Args:
+        source: of the tensors.
+        spec: of the model, which says where to cut.
+    """
+
+    def __init__(self, source: TensorSource, spec: ModelSpec) -> None:
+        self._source = source
+        parts = {
+            "self_attn.qkv_proj": {
+                "self_attn.q_proj": spec.q_size,
+                "self_attn.k_proj": spec.kv_size,
+                "self_attn.v_proj": spec.kv_size,
+            },
+            "mlp.gate_up_proj": {
+                "mlp.gate_proj": spec.intermediate_size,
+                "mlp.up_proj": spec.intermediate_size,
+            },
+        }
+        self._rows: dict[str, tuple[str, int, int]] = {}
+        """Where a tensor is: in which one, its first row there and its number of rows."""
+        for name in source.names():
+            stem, _, end = name.rpartition(".")
+            joined = next((j for j in parts if stem.endswith(f".{j}")), None)
+            first = 0
+            for part, rows in parts.get(joined or "", {}).items():
+                own = f"{stem.removesuffix(joined or '')}{part}.{end}"
+                self._rows[own] = name, first, rows
+                first += rows
+            if joined is not None and source.shape(name)[0] != first:
+                raise ValueError(f"{name} has {source.shape(name)[0]} rows instead of {first}")
+
+    def names(self) -> list[str]:
+        """See `TensorSource.names`."""
+        joined = {name for name, _, _ in self._rows.values()}
+        return [*(name for name in self._source.names() if name not in joined), *self._rows]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """See `TensorSource.shape`."""
+        if name not in self._rows:
+            return self._source.shape(name)
+        whole, _, rows = self._rows[name]
+        return rows, *self._source.shape(whole)[1:]
+
+    def type(self, name: str) -> str:
+        """See `TensorSource.type`."""
+        return self._source.type(self._rows[name][0] if name in self._rows else name)
+
+    def get(self, name: str) -> torch.Tensor:
+        """See `TensorSource.get`."""
+        if name not in self._rows:
+            return torch.as_tensor(self._source.get(name))
+        whole, first, rows = self._rows[name]
+        return torch.as_tensor(self._source.get(whole))[first : first + rows]

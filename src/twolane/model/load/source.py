@@ -1,0 +1,23 @@
+"""Where tensors come from while weights are loaded."""
+
+from typing import Any, Protocol
+
+
+class TensorSource(Protocol):
+    """Tensors by their Hugging Face names."""
+
+    def names(self) -> list[str]:
+        """All tensors."""
+        ...
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape, without reading the tensor."""
+        ...
+
+    def type(self, name: str) -> str:
+        """Type of the tensor's numbers, as safetensors names it."""
+        ...
+
+    def get(self, name: str) -> Any:
+        """The tensor: torch or numpy, of any dtype."""
+        ...
