@@ -53,7 +53,7 @@ class Slo(msgspec.Struct, frozen=True, kw_only=True):
         return [name for name in ("ttft", "tbt", "tpot") if getattr(self, name) is not None]
 
     def first_token(self, new: int) -> float | None:
-        """Seconds from arrival within which the first token is wanted, of so many new tokens."""
+        """Seconds from arrival within which the first token is wanted, of this many new tokens."""
         return None if self.ttft is None else self.ttft + self.ttft_per_token * new
 
     def sooner(self, seconds: float) -> "Slo":

@@ -177,7 +177,7 @@ class Hopeless:
         """Misses that each SLO can still bear."""
 
     def tokens(self, index: int, times: Sequence[float], new: int) -> bool:
-        """Whether it is hopeless now that so many new tokens of a request came; `times` has those
+        """Whether it is hopeless now that this many new tokens of a request came; `times` has those
         of all its tokens. Gaps are counted at once, and a first token that is late even if all of
         its prompt was new; everything else when the request has ended."""
         if len(times) == new:
@@ -190,7 +190,7 @@ class Hopeless:
         return self._now
 
     def begun(self, index: int, ttft: float) -> bool:
-        """Whether it is hopeless now that a request had its first token after so many seconds."""
+        """Whether it is hopeless now that a request had its first token after this many seconds."""
         slos, asked = self._points[0], self._workload[index]
         if "ttft" in slos and ttft > bound_for(asked.prompt_tokens, "ttft", slos):
             self._late.add(index)

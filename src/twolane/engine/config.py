@@ -1,4 +1,4 @@
-"""The engine's settings, as the front hands them to the engine process."""
+"""The engine's settings, as the API process hands them to the engine process."""
 
 from typing import Annotated, Literal
 
@@ -84,13 +84,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 class EngineStart(msgspec.Struct, frozen=True):
     """The first line on the engine process's standard input, as JSON.
 
-    The front keeps that pipe open; its end means that the front is gone, and the engine exits.
+    The API process keeps that pipe open; when it ends, that process is gone, and the engine exits.
     """
 
     config: EngineConfig
     to_engine: str
-    """ZeroMQ address to pull `messages.ToEngine` from; the front binds it."""
+    """ZeroMQ address to pull `messages.ToEngine` from; the API process binds it."""
     from_engine: str
-    """ZeroMQ address to push `messages.FromEngine` to; the front binds it."""
+    """ZeroMQ address to push `messages.FromEngine` to; the API process binds it."""
     log_level: str = "warning"
     """The least that the engine writes to standard error."""

@@ -91,13 +91,13 @@ class Engine:
         self._seeds = random.Random(seed)
         self._notify = notify
         self._grammars: Grammars | None = None
-        """None until the front has sent the vocabulary."""
+        """None until the API process has sent the vocabulary."""
         self._compiling: dict[str, Future[Constraint]] = {}
         """Grammars of requests that are held back until they are compiled, by the requests' ids."""
         self._arrivals = 0
         self._told = self.stats()
         self._moved = False
-        """Since the front was last told."""
+        """Since the API process was last told."""
 
     def take(self, messages: Iterable[ToEngine]) -> bool:
         """New requests, aborts, stops and watchers; whether there were any."""
@@ -138,7 +138,7 @@ class Engine:
         return moved
 
     def news(self) -> Outputs | None:
-        """What the front should hear since the last call, gauges too; None: nothing."""
+        """What the API process should hear since the last call, gauges too; None: nothing."""
         if not self._moved:
             return None
         self._moved = False

@@ -326,7 +326,7 @@ def _held(request: Request) -> Allocation:
 
 
 Rows = Sequence[tuple[Request, Allocation, int]]
-"""Requests of a decode launch, with pages for so many steps."""
+"""Requests of a decode launch, with pages for this many steps."""
 
 
 def _decode_rows(rows: Rows) -> tuple[DecodeRow, ...]:

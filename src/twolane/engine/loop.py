@@ -14,7 +14,7 @@ class Port(Protocol):
         """What has arrived since the last call, without blocking; None: stop."""
 
     def send(self, news: Outputs) -> None:
-        """Hand news to the front."""
+        """Hand news to the API process."""
 
     def wait(self, wake_at: float | None) -> None:
         """Sleep until a message or a lane has news, or until `wake_at` on the lanes' clock.

@@ -1,10 +1,10 @@
 """What the API process and the engine process say to each other: msgspec structs over ZeroMQ.
 
-A message is one msgpack-encoded struct, tagged with its type. The front sends `Submit`, `Abort`,
-`Finish` and `Watch`; the engine sends `Progress` while it starts, `Ready` once, then one `Outputs`
-for every turn of its loop that has news. For every `Submit` the engine sends exactly one ending: an
-`Output` with a `finish` reason, or a `Refused`; after an `Abort` it sends nothing more for that
-request except the `Output` with finish "abort".
+A message is one msgpack-encoded struct, tagged with its type. The API process sends `Submit`,
+`Abort`, `Finish` and `Watch`; the engine sends `Progress` while it starts, `Ready` once, then one
+`Outputs` for every turn of its loop that has news. For every `Submit` the engine sends exactly one
+ending: an `Output` with a `finish` reason, or a `Refused`; after an `Abort` it sends nothing more
+for that request except the `Output` with finish "abort".
 """
 
 from typing import Literal
@@ -119,7 +119,7 @@ class Output(msgspec.Struct, frozen=True):
     times: Times | None = None
     """With `finish`."""
     due: float | None = None
-    """When the front is to hand it on, in seconds on the machine's monotonic clock; None: now."""
+    """When the API process delivers it, in seconds on the machine's monotonic clock; None: now."""
 
 
 class Refused(msgspec.Struct, frozen=True):

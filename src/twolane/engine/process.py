@@ -59,7 +59,7 @@ class Waker:
 
 
 class ZmqPort:
-    """The loop's port to the front: messages, the front's pipe, and the lanes' wake-ups.
+    """The loop's port to the API process: messages, its pipe, and the lanes' wake-ups.
 
     The clock of lanes that run on a real device is `time.monotonic`.
     """
@@ -95,7 +95,7 @@ class ZmqPort:
         self.tell(news)
 
     def tell(self, message: FromEngine) -> None:
-        """Send any message to the front."""
+        """Send any message to the API process."""
         self._outbox.send(encode(message))
 
     def wait(self, wake_at: float | None) -> None:
@@ -129,8 +129,8 @@ def main() -> int:
     logging.basicConfig(
         level=start.log_level.upper(), format="engine: %(message)s", stream=sys.stderr
     )
-    # For the front, which drains first: a terminal's Ctrl-C, and what a supervisor such as systemd
-    # sends to all processes of a server.
+    # For the API process, which drains first: a terminal's Ctrl-C, and what a supervisor such as
+    # systemd sends to all processes of a server.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     waker = Waker()

@@ -1,5 +1,5 @@
-"""Checks of the engine's settings that need no model: the front makes them before it starts an
-engine, the engine when it is built."""
+"""Checks of the engine's settings that need no model: the API process makes them before it
+starts an engine, the engine when it is built."""
 
 import os
 from pathlib import Path

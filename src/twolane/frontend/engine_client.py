@@ -1,4 +1,4 @@
-"""The front's end of the engine process: starts it, talks to it, notices when it dies."""
+"""The API process's end of the engine process: starts it, talks to it, notices when it dies."""
 
 import asyncio
 import contextlib
@@ -203,8 +203,8 @@ class EngineClient:
         to_engine, from_engine = (f"ipc://{self._folder}/{name}" for name in ("in", "out"))
         self._push.bind(to_engine)
         self._pull.bind(from_engine)
-        # A session of its own keeps a terminal's Ctrl-C away from the engine: the front drains
-        # first. The pipe's end, however the front dies, tells the engine to exit.
+        # A session of its own keeps a terminal's Ctrl-C away from the engine: the API process
+        # drains first. The pipe's end, however the API process dies, tells the engine to exit.
         self.process = await asyncio.create_subprocess_exec(
             *(sys.executable, *self.arguments),
             stdin=asyncio.subprocess.PIPE,

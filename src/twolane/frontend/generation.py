@@ -1,4 +1,4 @@
-"""The life of a request on the front's side: from tokens to the engine, and back to text."""
+"""The life of a request on the API process's side: from tokens to the engine, and back to text."""
 
 import asyncio
 import time

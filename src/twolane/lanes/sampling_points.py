@@ -32,7 +32,7 @@ class ScoredRow(NamedTuple):
     """Number of alternatives that are reported for each target."""
 
     def parts(self, most: int) -> Iterator[tuple[slice, Sequence[int]]]:
-        """Rows of the pass and the targets that follow them, at most so many at a time."""
+        """Rows of the pass and the targets that follow them, at most this many at a time."""
         for done in range(0, len(self.targets), most):
             targets = self.targets[done : done + most]
             first = self.first + done

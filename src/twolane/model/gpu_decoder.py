@@ -69,7 +69,7 @@ class _Blind:
 
 
 class Workspace:
-    """The activations of one lane, made for up to so many tokens and grown when more come.
+    """The activations of one lane, made for up to this many tokens and grown when more come.
 
     Launches of a lane run in order, so one set of buffers serves them all; two lanes never share.
     """
@@ -96,7 +96,7 @@ class Workspace:
         return buffer[:rows]
 
     def reserve(self, rows: int) -> None:
-        """Make all buffers now, for passes of up to so many tokens."""
+        """Make all buffers now, for passes of up to this many tokens."""
         for name in self._sizes:
             self.get(name, rows)
         for name in self._mlp_sizes:
@@ -196,7 +196,7 @@ class GpuDecoder:
         w.mlp.add_into(residual, norm, workspace, products)
 
     def tune(self, products: Products, rows: int) -> None:
-        """Choose how steps of up to so many rows multiply, on torch's current stream."""
+        """Choose how steps of up to this many rows multiply, on torch's current stream."""
         head = self.weights.head
         products.tune(self._uses(), rows, lambda count: self._without_attention(products, count))
         products.tune({Case.of("logits", head): [head]}, rows)
@@ -214,7 +214,7 @@ class GpuDecoder:
         return uses
 
     def _without_attention(self, products: Products, count: int) -> Callable[[], None]:
-        """What queues norms and products of the first layers, for so many random rows."""
+        """What queues norms and products of the first layers, for this many random rows."""
         workspace = Workspace(self.spec, self.dtype, self.device)
         workspace.reserve(count)
         workspace.get("attended", count).normal_()

@@ -94,7 +94,7 @@ class Rig:
             self.lanes.rest(POLL_SECONDS)
 
     def decode_rows(self, runs: Sequence[Run]) -> tuple[DecodeRow, ...]:
-        """A step for requests whose caches hold so many tokens before it."""
+        """A step for requests whose caches hold this many tokens before it."""
         rows: list[DecodeRow] = []
         for _, context, count in runs:
             for _ in range(count):
@@ -120,7 +120,7 @@ class Rig:
             self._free += self._held.pop(row.slot)
 
     def _take(self, slot: int, tokens: int, prompt_tokens: int) -> None:
-        """Pages for so many tokens, told with the first launch that names the slot."""
+        """Pages for this many tokens, told with the first launch that names the slot."""
         pages = [self._free.pop() for _ in range(-(-tokens // self.page_size))]
         self._held[slot] = pages
         sampling = Sampling(GREEDY, 0, prompt_tokens, ())

@@ -53,7 +53,7 @@ def take_profile(
     rounds: int = ROUNDS,
     progress: Progress,
 ) -> Outcome:
-    """Measure for so many seconds, going on with the profile that is there.
+    """Measure for this many seconds, going on with the profile that is there.
 
     Args:
         config: the model, the device and its limits; what concerns requests does not matter.

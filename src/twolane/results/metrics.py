@@ -173,7 +173,7 @@ def bounded(slos: Mapping[str, float]) -> list[str]:
 
 
 def bound_for(new_tokens: int, name: str, slos: Mapping[str, float]) -> float:
-    """The bound on one latency of a request with so many new prompt tokens, in seconds."""
+    """The bound on one latency of a request with this many new prompt tokens, in seconds."""
     more = slos.get(TTFT_PER_1K, 0.0) * new_tokens / 1024 if name == "ttft" else 0.0
     return slos[name] + more
 

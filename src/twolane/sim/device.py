@@ -54,7 +54,7 @@ class DeviceModel:
         seed: of the noise.
 
     Raises:
-        ValueError: the model's heads cannot be shared by so many GPUs.
+        ValueError: the model's heads cannot be shared by this many GPUs.
     """
 
     def __init__(self, gpu: Gpu, spec: ModelSpec, tp: int = 1, seed: int = 0) -> None:
@@ -217,12 +217,12 @@ class DeviceModel:
 
 
 def _host_layer(tokens: int) -> float:
-    """Seconds of the host for a layer of so many tokens: by graphs, or kernel by kernel."""
+    """Seconds of the host for a layer of this many tokens: by graphs, or kernel by kernel."""
     return 4.0e-5 if tokens <= SIZES[-1] else 2.8e-4
 
 
 def _least_layer(tokens: int) -> float:
-    """Seconds of a layer of so many tokens that nothing was queued ahead of, at least."""
+    """Seconds of a layer of this many tokens that nothing was queued ahead of, at least."""
     return 6.0e-5 + 3.5e-8 * tokens if tokens <= SIZES[-1] else 3.9e-4
 
 

@@ -33,7 +33,7 @@ class SimulatedMachine:
 
     Raises:
         FieldError: a level leaves a lane without units.
-        ValueError: the model's heads cannot be shared by so many GPUs.
+        ValueError: the model's heads cannot be shared by this many GPUs.
     """
 
     kind: MachineKind = "simulated"

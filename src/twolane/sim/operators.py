@@ -122,7 +122,7 @@ class OperatorCosts:
         return cost
 
     def head(self, rows: int, units: int) -> Cost:
-        """The classifier for so many rows, and choosing their tokens."""
+        """The classifier for this many rows, and choosing their tokens."""
         if not rows:
             return Cost()
         key = (rows, units)
@@ -145,7 +145,7 @@ class OperatorCosts:
         *,
         decode: bool,
     ) -> Cost:
-        """Matrix products of so many rows with weights of those shapes; they move so many bytes."""
+        """Products of `tokens` rows with weights of these shapes, which move `moved` bytes."""
         gpu = self._gpu
         rows = -(-tokens // TILE) * TILE if tokens > TILE else tokens
         flops = [2.0 * rows * inputs * outputs for inputs, outputs in products]
@@ -214,7 +214,7 @@ class OperatorCosts:
         return self._by_reach(contexts * shapes.kv_bytes * shapes.layers, reach)
 
     def _stream(self, moved: float, units: int) -> Cost:
-        """Small kernels that read and write so many bytes."""
+        """Small kernels that read and write this many bytes."""
         reach = self._gpu.bandwidth * (1.0 - math.exp(-units / self._gpu.product_units))
         return self._by_reach(moved, reach)
 

@@ -93,7 +93,7 @@ def scale_lengths(requests: Sequence[TraceRequest], factor: float) -> list[Trace
 def clip_lengths(
     requests: Sequence[TraceRequest], max_prompt: int | None = None, max_output: int | None = None
 ) -> list[TraceRequest]:
-    """Cut prompts and replies down to at most so many tokens; the start of a prompt is kept."""
+    """Cut prompts and replies down to at most this many tokens; the start of a prompt is kept."""
     clipped = []
     for request in requests:
         prompt = min(request.prompt_tokens, max_prompt or request.prompt_tokens)

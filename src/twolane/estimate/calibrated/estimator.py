@@ -42,7 +42,7 @@ FOLDS = 6
 WEIGHT = 0.08
 """Weight of the newest launch in the online correction of the mean."""
 EVERY = 4
-"""One launch in so many corrects the mean and the bound."""
+"""One launch in this many corrects the mean and the bound."""
 LEAST = 1e-6
 """Seconds; less is not told apart."""
 MOST_CORRECTED = 0.2

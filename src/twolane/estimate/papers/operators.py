@@ -16,7 +16,7 @@ class Operators:
     bytes: tuple[float, ...]
 
     def seconds(self, flop_rate: float, byte_rate: float) -> float:
-        """The roofline of each, summed, at so many FLOP/s and bytes/s."""
+        """The roofline of each, summed, at this many FLOP/s and bytes/s."""
         total = 0.0
         for flops, moved in zip(self.flops, self.bytes, strict=True):
             compute, memory = flops / flop_rate, moved / byte_rate
@@ -28,7 +28,7 @@ class Operators:
 
 
 class Shape:
-    """A model's shape on one of so many GPUs, as the formulas need it.
+    """A model's shape on one of this many GPUs, as the formulas need it.
 
     Args:
         spec: the model.
@@ -69,7 +69,7 @@ class Shape:
         )
 
     def _moved(self, rows: int, wide: float, weights: float) -> float:
-        """Bytes of a product of so many rows."""
+        """Bytes of a product of this many rows."""
         return rows * wide * self.itemsize + weights * self._weight_itemsize
 
     def elementwise(self, tokens: int) -> Operators:
@@ -102,8 +102,8 @@ class Shape:
         return Operators((self._pair_flops * (load.squares + load.products),), (moved,))
 
     def layer(self, rows: int, new: int, reused: int, pairs: int) -> tuple[float, float]:
-        """Bytes and FLOPs of one layer's products of so many rows and of the attention of so many
-        new and reused tokens, with Σ n·(n + r) pairs."""
+        """Bytes and FLOPs of one layer's products of `rows` rows and of the attention over
+        `new` and `reused` tokens, with Σ n·(n + r) `pairs`."""
         tokens = new + reused
         moved = self._moved(rows, self._wide, self._weights) + self._context_bytes * tokens
         flops = 2.0 * rows * self._weights + self._pair_flops * pairs

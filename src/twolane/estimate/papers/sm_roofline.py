@@ -24,7 +24,7 @@ from twolane.estimate.query import Corunner, Floats, LaunchShape, Load
 ONLINE = 128
 """Launches that are remembered, of each kind."""
 UNITS_WEIGHT = 4.0
-"""A doubling of the units is as far as so many doublings of the tokens."""
+"""A doubling of the units is as far as this many doublings of the tokens."""
 
 State = tuple[float, ...]
 

@@ -74,7 +74,7 @@ class LevelModel:
         return seconds
 
     def seconds(self, features: Sequence[float], units: int) -> float:
-        """Seconds on so many units."""
+        """Seconds on this many units."""
         seconds: float = sum(map(mul, self._row(units), features))
         return seconds
 
@@ -125,7 +125,7 @@ def launch_features(computed: Computed, launch: LaunchShape) -> list[float]:
 
 
 def slice_features(computed: Computed, load: Load, layers: int, finishes: bool) -> list[float]:
-    """Equation 1 for so many layers, and what ends the pass."""
+    """Equation 1 for this many layers, and what ends the pass."""
     squares, products = computed.pairs(load)
     end = (1.0, float(load.requests)) if finishes else (0.0, 0.0)
     attention = layers * squares, layers * products

@@ -1,4 +1,4 @@
-"""What the device reaches on so many units: FLOP/s of prefill and bytes/s of decode, as measured.
+"""What the device reaches on this many units: FLOP/s of prefill and bytes/s of decode, as measured.
 
 The probes are the launches that serve: the prefill slice and the decode step of the profile that
 reach most on those units. A copy kernel or a bare product would tell of another kernel than the one
@@ -38,7 +38,7 @@ class Curve:
         return cls(np.array([0, *units], dtype=float), np.array([0.0, *(best[u] for u in units)]))
 
     def at(self, units: Sequence[int] | float) -> Floats:
-        """The rate on so many units."""
+        """The rate on this many units."""
         return np.asarray(np.interp(units, self.units, self.rates))
 
 

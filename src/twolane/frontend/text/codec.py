@@ -161,7 +161,7 @@ class NoText:
 
 
 class TextCodec:
-    """The tokenizer of the served model, as the front uses it.
+    """The tokenizer of the served model, as the API process uses it.
 
     Args:
         tokenizer: None for a model that has none.
@@ -288,7 +288,7 @@ class TextCodec:
             raise TextError("stop needs text: this model was loaded without a tokenizer", "stop")
 
     def least_tokens(self, length: int) -> int:
-        """Return how many tokens a text of so many characters makes at least; 0: not known."""
+        """Return how many tokens a text of this many characters makes at least; 0: not known."""
         return 0 if self._longest is None else length // self._longest
 
     def detokenizer(

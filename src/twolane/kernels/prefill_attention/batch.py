@@ -134,7 +134,7 @@ def upload(parts: Sequence[Ints], device: torch.device) -> tuple[torch.Tensor, l
 
 
 def places(sizes: Sequence[int]) -> list[int]:
-    """Where parts of so many int32 begin, each at a multiple of 16 bytes, and where all end."""
+    """Where parts of this many int32 begin, each at a multiple of 16 bytes, and where all end."""
     starts: list[int] = np.cumsum([0, *(-(-size // 4) * 4 for size in sizes)]).tolist()
     return starts
 

@@ -117,7 +117,7 @@ def schedule(
     """Deal items, longest first, to `units` blocks; split some where that is faster.
 
     Args:
-        granule: fronts are cut at multiples of so many keys.
+        granule: fronts are cut at multiples of this many keys.
         own_launch: pieces of fronts cannot run beside other items.
         split: whether splitting is allowed.
     """

@@ -164,8 +164,8 @@ class Products:
         Args:
             uses: the weights of all layers for each case.
             rows: the most that will be asked for.
-            layers: gives, for so many rows, what queues some layers' products in their order. None:
-                the products do not follow one another.
+            layers: gives, for this many rows, what queues some layers' products in their order.
+                None: the products do not follow one another.
         """
         asked = [count for i, count in enumerate(ROWS) if i == 0 or ROWS[i - 1] < rows]
         self._tune("steps", _served(uses), asked, self._candidates, layers)
@@ -215,7 +215,7 @@ class Products:
             self.ways[case] = dict(sorted(found.items()))
 
     def way(self, operation: Operation, rows: int, weight: Stored) -> Way:
-        """How so many rows are multiplied with such a weight: as the next more that were timed,
+        """How this many rows are multiplied with such a weight: as the next more that were timed,
         or by the library that was best for the most."""
         ways = self.ways.get(Case.of(operation, weight), {})
         most = next(reversed(ways.values()), CUBLAS)

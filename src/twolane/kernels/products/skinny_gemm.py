@@ -128,7 +128,7 @@ class Scratch:
 
     @classmethod
     def of(cls, blocks: int, device: torch.device) -> "Scratch":
-        """For launches of up to so many blocks."""
+        """For launches of up to this many blocks."""
         floats = blocks * _PARTIAL_FLOATS
         return cls(
             torch.empty(floats, dtype=torch.float32, device=device),

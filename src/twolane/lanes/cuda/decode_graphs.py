@@ -176,11 +176,11 @@ class DecodeGraphs:
         return LevelGraphs(forward, finish, taken, time.monotonic() - begun, tuning)
 
     def products(self, units: int) -> Products:
-        """The matrix products on so many SMs: those of a level, and of what prefills on as many."""
+        """Matrix products on this many SMs: a level's, and those of prefill on as many."""
         return self._products.setdefault(units, Products(units))
 
     def bucket(self, rows: int) -> int:
-        """The smallest bucket that holds so many rows."""
+        """The smallest bucket that holds this many rows."""
         return self.buckets[bisect.bisect_left(self.buckets, rows)]
 
     def forward(self, units: int, bucket: int) -> None:
@@ -204,7 +204,7 @@ class DecodeGraphs:
         return self.ring[step * bucket : (step + 1) * bucket]
 
     def rows(self, bucket: int, count: int, units: int) -> DecodeRows:
-        """The first rows of the inputs, laid out for so many, as they are at each replay."""
+        """The first rows of the inputs, laid out for this many, as they are at each replay."""
         slots, positions, lengths = (view[:count] for view in self.inputs.views(bucket)[:3])
         tables = self._slots.tables
         return DecodeRows(self._decoder, tables, slots, positions, lengths, self.scratch, units)

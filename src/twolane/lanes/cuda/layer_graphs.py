@@ -130,7 +130,7 @@ class LayerGraphs:
         progress(1.0)
 
     def serves(self, placed: MixedRows, units: int) -> bool:
-        """Whether there are graphs for such a pass on so many SMs."""
+        """Whether there are graphs for such a pass on this many SMs."""
         if placed.steps is not None and units != self._whole:
             return False
         return units in self.levels and len(placed.positions) <= SIZES[-1]

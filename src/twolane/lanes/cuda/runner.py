@@ -148,7 +148,7 @@ class CudaRunner:
         units: int,
         between: Callable[[], None] | None = None,
     ) -> Queued:
-        """Queue the work on the current stream, which has so many SMs.
+        """Queue the work on the current stream, which has this many SMs.
 
         `between` is called between two layers of it that are graphs, and may run what uses nothing
         of the same (`used_by`).

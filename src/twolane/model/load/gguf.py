@@ -63,7 +63,7 @@ class _Reader(GGUFReader):
         return super()._get_field_parts(orig_offs, raw_type)
 
     def _behind(self, offset: int, kind: GGUFValueType, count: int) -> int:
-        """Where so many values of a kind end that begin at an offset."""
+        """Where this many values of a kind end that begin at an offset."""
         if kind != GGUFValueType.STRING:
             return offset + count * np.dtype(self.gguf_scalar_to_np[kind]).itemsize
         length = struct.Struct("<Q" if self.endianess == GGUFEndian.LITTLE else ">Q")

@@ -27,7 +27,7 @@ def from_engine(error: GenerationRefused, retry_after: int = 0) -> ApiError:
     """Return what the client is told of an engine's refusal.
 
     A system refuses a good request that could not meet its deadline any more: 429, to be sent again
-    in so many seconds. Everything else is the request's fault.
+    in this many seconds. Everything else is the request's fault.
     """
     if error.refused.code == "refused":
         headers = {"Retry-After": str(retry_after)}

@@ -94,7 +94,7 @@ class EngineCollector(Collector):
     def _lanes(self, stats: Stats) -> Metric:
         family = CounterMetricFamily(
             f"{PREFIX}lane_busy_seconds",
-            "Seconds in which a lane worked on so many units",
+            "Seconds in which a lane worked on this many units",
             labels=["model_name", "lane", "units"],
         )
         for lane, units, seconds in stats.seconds:

@@ -53,7 +53,7 @@ class Prompts:
         return cls(load, 0, first, frozenset(r.id for r in requests))
 
     def slice(self, view: View, layers: int, units: int) -> Launch:
-        """The next so many layers, or those that are left, in the prefill lane.
+        """The next this many layers, or those that are left, in the prefill lane.
 
         They are fewer where the host would take so long to launch them that decode ran dry.
         """
@@ -66,7 +66,7 @@ class Prompts:
 def deadline(request: RequestView, new: int) -> float:
     """When the first token is wanted, in seconds; infinite if it was delivered already.
 
-    Of a request without a TTFT SLO, with so many tokens to compute, by the rule of 1 s per 1K.
+    Of a request without a TTFT SLO, with this many tokens to compute, by the rule of 1 s per 1K.
     """
     if request.generated:
         return math.inf
@@ -100,7 +100,7 @@ def shared_levels(view: View) -> list[Level]:
 
 
 def nearest_level(levels: Sequence[Level], decode_units: float) -> Level:
-    """The one with about so many units for decode; of two as near, the one with more."""
+    """The one with about this many units for decode; of two as near, the one with more."""
     return min(levels, key=lambda level: (abs(level[1] - decode_units), -level[1]))
 
 

@@ -117,7 +117,7 @@ class Work:
     requests: Sequence[RequestView]
     """In the batch, and if it is a new one, behind it."""
     shares: Sequence[float]
-    """When each has its first token: so many times what is left of the batch after the start."""
+    """When each has its first token: this many times what is left of the batch after the start."""
     percentile: float
     """Percentile of TTFT over those requests."""
 
@@ -167,7 +167,7 @@ class Bullet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """False: no reordering, and decode never stands still (Figure 23: with partitions only; if
     `partition` is false, too: naive)."""
     prefill_units: int = 0
-    """Above 0: prefill always on about so many units, decode on all (Figure 22)."""
+    """Above 0: prefill always on about this many units, decode on all (Figure 22)."""
     lead_seconds: float = 0.005
     """The next launch is queued this long before its lane would run dry."""
 

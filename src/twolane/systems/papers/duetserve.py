@@ -74,8 +74,8 @@ class DuetServe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tbt_seconds: float = 0.1
     """τ for requests without a TBT SLO (§3)."""
     decode_units: int = 0
-    """Above 0, the static split of Figure 9: always the level nearest to so many decode units when
-    both phases have work, never a hybrid batch."""
+    """Above 0, the static split of Figure 9: always the level nearest to this many decode units
+    when both phases have work, never a hybrid batch."""
     lead_seconds: float = 0.005
     """The next pass is queued this long before the device would run dry."""
 

@@ -151,7 +151,7 @@ class Span:
         return (last.prefix_hits - first.prefix_hits) / asked if asked else None
 
     def lanes(self) -> list[tuple[str, int, float]]:
-        """(lane, units, share of the time that it worked on so many)."""
+        """(lane, units, share of the time that it worked on this many)."""
         before = {(lane, units): spent for lane, units, spent in self._first.stats.seconds}
         shares = (
             (lane, units, (spent - before.get((lane, units), 0.0)) / self.seconds)
