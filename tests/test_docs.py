@@ -50,3 +50,15 @@ def test_the_tables_of_the_results_page_are_those_of_the_files() -> None:
     except (subprocess.CalledProcessError, FileNotFoundError):
         pytest.skip("the dates of the rows need the repository's history")
     assert tables["PAGE"].read_text() == made, "run `python benchmarks/tables.py`"
+
+
+def test_the_index_lists_every_page() -> None:
+    index = (ROOT / "docs/README.md").read_text()
+    pages = [
+        *ROOT.glob("docs/*.md"),
+        *ROOT.glob("docs/guides/*.md"),
+        *ROOT.glob("docs/design/*.md"),
+    ]
+    for page in pages:
+        path = str(page.relative_to(ROOT / "docs"))
+        assert path == "README.md" or f"]({path})" in index, path
