@@ -9,6 +9,7 @@ from typing import Annotated, TypeVar
 
 from fastapi import Depends, FastAPI, Header, Request, Response
 from fastapi.responses import StreamingResponse
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import Receive, Scope, Send
 
 import twolane
@@ -16,8 +17,9 @@ from twolane.frontend.generation import Delta, Generation, GenerationFailed, Gen
 from twolane.server.http.calls import Call, Calls, call_of
 from twolane.server.http.connection import CONNECTION, Connection
 from twolane.server.http.errors import error_body
-from twolane.server.http.gate import MAX_BODY_BYTES, Gate
+from twolane.server.http.gate import MAX_BODY_BYTES, REQUEST_ID, Gate
 from twolane.server.http.handlers import ClientGone, add_error_handlers, from_engine
+from twolane.server.http.head import Head
 from twolane.server.http.route import Route, json_response
 from twolane.server.openai.answers import DONE, Answer, AnswerOptions, Echo, event
 from twolane.server.openai.logprobs import LogprobWriter
@@ -59,8 +61,12 @@ def create_app(
     *,
     api_keys: Sequence[str] = (),
     max_body_bytes: int = MAX_BODY_BYTES,
+    cors_origins: Sequence[str] = (),
 ) -> FastAPI:
-    """Return the application that serves `service`; for keys and bound see `Gate`."""
+    """Return the application that serves `service`; for keys and bound see `Gate`.
+
+    Pages of `cors_origins` may ask it from a browser; "*" is every page.
+    """
     app = FastAPI(
         title="Twolane",
         version=twolane.__version__,
@@ -70,7 +76,16 @@ def create_app(
         redoc_url=None,
     )
     app.router.route_class = Route
+    app.add_middleware(Head)
     app.add_middleware(Gate, api_keys=api_keys, max_body_bytes=max_body_bytes)
+    if cors_origins:  # around the gate: a browser asks whether it may without the key
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(cors_origins),
+            allow_methods=["GET", "HEAD", "POST"],
+            allow_headers=["*"],
+            expose_headers=[REQUEST_ID, "Retry-After"],
+        )
     app.add_middleware(  # the outermost
         Calls, metrics=service.metrics, paths=GENERATION_PATHS, quiet=service.engine.wait_for_gap
     )

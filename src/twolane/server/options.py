@@ -35,6 +35,9 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     api_keys: Annotated[tuple[str, ...], Option(PANEL, "KEY", name="api_key")] = ()
     """A key that requests must bring; may be repeated. The environment variable (keys apart by
     spaces) or the file keeps keys out of the process list."""
+    cors_origins: Annotated[tuple[str, ...], Option(PANEL, "ORIGIN")] = ()
+    """Origin whose pages may ask from a browser; may be repeated, and * is every page. By default
+    no page of another origin may."""
     max_body_bytes: Annotated[int, Option(PANEL, "BYTES", least=1)] = 32 << 20
     """Number of bytes that a request body may have; larger ones get a 413."""
     otlp_endpoint: Annotated[str | None, Option(PANEL, "URL")] = None

@@ -145,7 +145,10 @@ async def run(config: EngineConfig, options: ServerOptions) -> int:
         ticking = asyncio.create_task(service.dashboard.keep())
         try:
             entry.app = create_app(
-                service, api_keys=options.api_keys, max_body_bytes=options.max_body_bytes
+                service,
+                api_keys=options.api_keys,
+                max_body_bytes=options.max_body_bytes,
+                cors_origins=options.cors_origins,
             )
             garbage.leave_out()
             announce(announcement(service, listener))

@@ -91,4 +91,5 @@ def allowed_methods(app: FastAPI, request: Request) -> str:
     """Return the methods that the request's path has, as the Allow header lists them."""
     routes = [route for route in app.routes if isinstance(route, APIRoute)]
     fitting = [r for r in routes if r.matches(request.scope)[0] is not Match.NONE]
-    return ", ".join(sorted({method for route in fitting for method in route.methods or ()}))
+    methods = {method for route in fitting for method in route.methods or ()}
+    return ", ".join(sorted(methods | ({"HEAD"} if "GET" in methods else set())))
