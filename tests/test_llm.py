@@ -234,7 +234,7 @@ def test_wrong_prompts_are_value_errors(tiny):
     with pytest.raises(TypeError, match="chat_template_kwargs"):
         tiny.generate([[1]], chat_template_kwargs={})
     for wrong in (5, None, [5, "x"], [["x"]], {"prompt": "x"}):
-        with pytest.raises(ValueError, match="prompts must be a string, a list of strings"):
+        with pytest.raises(ValueError, match="prompts: must be a string, a list of strings"):
             tiny.generate(wrong)
     for wrong, name in (
         (5, "messages"),
@@ -243,8 +243,8 @@ def test_wrong_prompts_are_value_errors(tiny):
     ):
         with pytest.raises(ValueError, match=name):
             tiny.chat(wrong)
-    with pytest.raises(ValueError, match=r"messages\[1\]\[0\].nope"):
-        tiny.chat([[{"role": "user", "content": "x"}], [{"role": "user", "nope": 1}]])
+    with pytest.raises(ValueError, match=r"messages\[0\]\[0\].nope"):
+        tiny.chat([[{"role": "user", "nope": 1}], [{"role": "user", "content": "x"}]])
     assert tiny.generate([[1]], GREEDY)
 
 

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from twolane.common.files import keep
-from twolane.frontend.text import convert
-from twolane.frontend.text.tokenizer import load_tokenizer
+from twolane.frontend.text.tokenizer import load_file, load_tokenizer
 from twolane.model.load.hub import resolve
 
+EOS_KEY = "tokenizer.ggml.eos_token_id"
 TEXTS = [
     "What is the capital of France?",
     "In 2024 there were  12345 cats, 3.14 of them\n\n\n 7\t8  9 ",
@@ -74,13 +74,14 @@ def spelled(character: str) -> str:
     return "".join(piece for piece, _ in split.pre_tokenize_str(character))
 
 
-def test_the_kept_form_is_what_transformers_reads(tokenizer, smollm2):
-    read = convert.read(smollm2.tokenizer)
-    assert json.loads(tokenizer.backend.to_str()) == json.loads(read.backend_tokenizer.to_str())
-    assert tokenizer.chat_template == read.get_chat_template()
-    assert tokenizer.special_tokens == read.special_tokens_map
-    for text in TEXTS:
-        assert tokenizer.backend.encode(text).ids == read(text).input_ids
+def test_the_kept_form_has_the_template_and_the_special_tokens(tokenizer, smollm2):
+    file = load_file(smollm2)
+    assert file.backend == tokenizer.backend.to_str()
+    assert "<|im_start|>" in tokenizer.chat_template
+    assert tokenizer.special_tokens["eos_token"] == "<|im_end|>"
+    assert file.bos is None
+    assert {(end.token, end.source) for end in file.ends} >= {("<|im_end|>", EOS_KEY)}
+    assert file.form.text_roles == ("system", "user", "assistant")
 
 
 def test_a_tokenizer_is_converted_once_and_again_when_its_files_change(tmp_path, monkeypatch):

@@ -213,16 +213,18 @@ class Generation:
         """Somebody iterates, and has had all that was in the queue."""
         self._readers: list[Reader] = []
         base = uuid.uuid4().hex
+        eos = engine.ready.eos_token_ids
+        # Those that only the tokenizer's files declare; the engine does not read them.
+        more = [t for t in codec.ends if t not in eos and t < engine.ready.vocab_size]
         self._open = {index: f"{base}-{index}" for index in range(len(prompts) * n)}
         try:
             for index, id in list(self._open.items()):
                 prompt, place = divmod(index, n)
                 leader = self._open.get(index - place) if place else None
                 chosen = of_answer(params[prompt], place)
-                eos = engine.ready.eos_token_ids
                 tokens = prompts[prompt]
-                self._readers.append(Reader(index, codec, tokens, chosen, text, eos))
-                submit = Submit(id, tokens, chosen, priority, slo, leader)
+                self._readers.append(Reader(index, codec, tokens, chosen, text, [*eos, *more]))
+                submit = Submit(id, tokens, ended_by(chosen, more), priority, slo, leader)
                 self._submit(index, submit)
         except BaseException:
             self.close()
@@ -312,6 +314,14 @@ class Generation:
     def _end(self, index: int, event: Event | None, now: float) -> None:
         del self._open[index]
         self._observer.ended(index, event, now)
+
+
+def ended_by(params: SamplingParams, tokens: Sequence[int]) -> SamplingParams:
+    """Return the parameters with further end tokens, unless the request ignores those."""
+    if not tokens or params.ignore_eos:
+        return params
+    stops = dict.fromkeys((*params.stop_token_ids, *tokens))
+    return msgspec.structs.replace(params, stop_token_ids=tuple(stops))
 
 
 def of_answer(params: SamplingParams, place: int) -> SamplingParams:

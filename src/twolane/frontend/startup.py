@@ -11,7 +11,7 @@ from twolane.engine.messages import Progress
 from twolane.engine.settings import check_settings
 from twolane.frontend.engine_client import EngineClient, ignore_progress
 from twolane.frontend.text.codec import TextCodec
-from twolane.frontend.text.tokenizer import load_tokenizer
+from twolane.frontend.text.tokenizer import load_if_any
 from twolane.model.load.hub import ModelSource, resolve
 
 FETCHING = "twolane-fetch"
@@ -87,4 +87,4 @@ async def fetch(config: EngineConfig) -> ModelSource:
 
 def load_codec(source: ModelSource) -> TextCodec:
     """Load a model's tokenizer; a model may have none."""
-    return TextCodec(None if source.tokenizer is None else load_tokenizer(source))
+    return TextCodec(load_if_any(source))

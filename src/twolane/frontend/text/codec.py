@@ -3,6 +3,7 @@
 import codecs
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 from jinja2 import TemplateSyntaxError
@@ -63,6 +64,7 @@ class ByteVocabulary:
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
         self._hidden = special_tokens(tokenizer) if skip_special_tokens else frozenset()
+        self._added = tokenizer.get_added_tokens_decoder().keys()
         self._byte_of = byte_alphabet()
         self._known: dict[int, bytes] = {}
 
@@ -77,26 +79,44 @@ class ByteVocabulary:
         name = None if token in self._hidden else self._tokenizer.id_to_token(token)
         if name is None:
             return b""
+        if token in self._added:  # which is plain text, whatever its characters are
+            return name.encode()
         try:
             return bytes(self._byte_of[char] for char in name)
-        except KeyError:  # an added token, which is plain text
+        except KeyError:
             return name.encode()
 
 
 class ByteDetokenizer:
-    """For byte-level tokenizers (GPT-2's kind): exact, whatever the tokens are."""
+    """For byte-level tokenizers (GPT-2's kind): exact, whatever the tokens are.
 
-    def __init__(self, vocabulary: ByteVocabulary) -> None:
+    Args:
+        vocabulary: of the tokenizer.
+        prompt: the tokens before those that will come. The rest of a character that the prompt
+            breaks off is shown as the whole character.
+    """
+
+    def __init__(self, vocabulary: ByteVocabulary, prompt: Sequence[int] = ()) -> None:
         self._vocabulary = vocabulary
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        for token in prompt[-MAX_HELD_TOKENS:]:
+            self._decoder.decode(vocabulary.bytes_of(token))
+        self._broken_off = bool(self._decoder.getstate()[0])
 
     def step(self, token: int) -> str:
         """See `Detokenizer.step`."""
-        return self._decoder.decode(self._vocabulary.bytes_of(token))
+        return self._own(self._decoder.decode(self._vocabulary.bytes_of(token)))
 
     def flush(self) -> str:
         """See `Detokenizer.flush`."""
-        return self._decoder.decode(b"", final=True)
+        return self._own(self._decoder.decode(b"", final=True))
+
+    def _own(self, text: str) -> str:
+        """Drop the mark of a character that the prompt breaks off and nothing completes."""
+        if not text or not self._broken_off:
+            return text
+        self._broken_off = False
+        return text.removeprefix(REPLACEMENT)
 
 
 class WindowDetokenizer:
@@ -170,11 +190,13 @@ class TextCodec:
     def __init__(self, tokenizer: ModelTokenizer | None) -> None:
         self._backend = None if tokenizer is None else tokenizer.backend
         self._template: ChatTemplate | None = None
+        self.ends: tuple[int, ...] = () if tokenizer is None else tokenizer.ends
+        """The tokens that end an answer, beside those of the model's config."""
         self._no_chat = "this model has no chat template: use /v1/completions"
         if tokenizer is not None and tokenizer.chat_template:
             try:
-                source, special = tokenizer.chat_template, tokenizer.special_tokens
-                self._template = within(TEMPLATE_SECONDS, lambda: ChatTemplate(source, special))
+                made = partial(ChatTemplate, tokenizer.chat_template, tokenizer.special_tokens)
+                self._template = within(TEMPLATE_SECONDS, partial(made, tokenizer.form))
             except (TookTooLong, RecursionError) as error:
                 self._no_chat = f"the model's chat template cannot be run: {type(error).__name__}"
             except TemplateSyntaxError as error:
@@ -255,6 +277,9 @@ class TextCodec:
         Raises:
             TextError: the model has no tokenizer.
         """
+        if self._shown is not None:
+            vocabulary = self._text if skip_special_tokens else self._shown
+            return b"".join(map(vocabulary.bytes_of, tokens)).decode(errors="replace")
         # `Tokenizer.decode` would keep the interpreter's lock; see `encode`.
         [text] = self._tokenizer.decode_batch([tokens], skip_special_tokens=skip_special_tokens)
         return text
@@ -298,7 +323,7 @@ class TextCodec:
         if self._backend is None:
             return NoText()
         if self._shown is not None:
-            return ByteDetokenizer(self._text if skip_special_tokens else self._shown)
+            return ByteDetokenizer(self._text if skip_special_tokens else self._shown, prompt)
         return WindowDetokenizer(self._backend, prompt, skip_special_tokens=skip_special_tokens)
 
     @property

@@ -1,0 +1,244 @@
+"""Tokenizers of GGUF files, with what llama.cpp assumes where a key is absent.
+
+The keys and defaults are those of llama.cpp's `llama_vocab::load` (src/llama-vocab.cpp at commit
+00ad355): `tokenizer.ggml.model` names the algorithm, `tokenizer.ggml.pre` how texts are split.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from gguf import GGUFReader
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+from twolane.frontend.text.convert import Parts
+from twolane.frontend.text.sentencepiece import CONTROL, NORMAL, add_pieces, build
+from twolane.frontend.text.tokenizer import Declared
+
+KEY = "tokenizer.ggml."
+SUFFIXES = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
+"""English contractions in either case, which GPT-4's kind of splitting keeps together."""
+SPACES = r"\s+(?!\S)|\s+"
+
+
+def gpt4(
+    numbers: str,
+    words: str = r"[^\r\n\p{L}\p{N}]?\p{L}+",
+    marks: str = r" ?[^\s\p{L}\p{N}]+[\r\n]*",
+    suffixes: str = SUFFIXES,
+    lines: str = r"\s*[\r\n]+",
+) -> str:
+    """Return the expression of GPT-4's kind of splitting, which models vary in its parts."""
+    return "|".join((suffixes, words, numbers, marks, lines, SPACES))
+
+
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
+LLAMA3 = gpt4(r"\p{N}{1,3}")
+QWEN2 = gpt4(r"\p{N}")
+UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+HEAD = r"[^\r\n\p{L}\p{N}]?"
+CASED_MARKS = r" ?[^\s\p{L}\p{N}]+[\r\n/]*"
+
+
+def cased(suffixes: str) -> str:
+    """Return the words of newer splittings: capitals begin one, small letters end it."""
+    return f"{HEAD}{UPPER}*{LOWER}+{suffixes}|{HEAD}{UPPER}+{LOWER}*{suffixes}"
+
+
+TEKKEN = "|".join((cased(""), r"\p{N}", CASED_MARKS, r"\s*[\r\n]+", SPACES))
+GPT4O = "|".join((cased(f"{SUFFIXES}?"), r"\p{N}{1,3}", CASED_MARKS, r"\s*[\r\n]+", SPACES))
+DEEPSEEK3 = (
+    r"\p{N}{1,3}",
+    "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|" + SPACES,
+)
+BLOOM = " ?[^(\\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+"
+
+
+class Splitting(NamedTuple):
+    """How the texts of one `tokenizer.ggml.pre` are split, and what goes with it."""
+
+    expressions: tuple[str, ...]
+    """Each splits what the ones before it have left, into its matches and what is between."""
+    add_bos: bool = False
+    ignore_merges: bool = False
+    """A word that is a token is that token, whatever the merges would make of it."""
+
+
+_DIGITS = Splitting((r"\p{N}", GPT2))
+_KINDS: Mapping[Splitting, str] = {
+    Splitting((r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", "[0-9][0-9][0-9]")): "default",
+    Splitting((LLAMA3,), add_bos=True, ignore_merges=True): (
+        "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano"
+    ),
+    Splitting((LLAMA3,)): "dbrx smaug-bpe glm4 chatglm-bpe",
+    Splitting((GPT2,)): (
+        "gpt-2 phi-2 jina-es jina-de gigachat jina-v2-es jina-v2-de a.x-4.0 mellum modern-bert "
+        "mpt olmo jais trillion granite-docling exaone4"
+    ),
+    _DIGITS: "starcoder refact command-r smollm codeshell exaone minerva-7b mellum2",
+    Splitting((QWEN2,)): (
+        "qwen2 deepseek-r1-qwen kormo f2llmv2 stablelm2 megrez hunyuan solar-open grok-2"
+    ),
+    Splitting(
+        (gpt4(r"\p{N}", r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+", r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"),)
+    ): "qwen35",
+    Splitting(DEEPSEEK3): "deepseek-v3 hunyuan-dense joyai-llm hy_v4",
+    Splitting(
+        (
+            r"[\r\n]",
+            r"\s?\p{L}+",
+            r"\s?\p{P}+",
+            "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+",
+            r"\p{N}",
+        )
+    ): "deepseek-coder",
+    Splitting((r"[\p{P}\$\+<=>\^~\|`]+", GPT2, "[0-9][0-9][0-9]")): "falcon",
+    Splitting((BLOOM,)): "poro-chat bloom gpt3-finnish",
+    Splitting((BLOOM, r"\p{N}")): "viking",
+    Splitting((TEKKEN,), add_bos=True, ignore_merges=True): "tekken",
+    Splitting((GPT4O,)): "gpt-4o llama4 kanana2 talkie minimax-m2",
+    Splitting((gpt4(r"\p{N}", lines=r"\s*[\r\n]"),)): "bailingmoe bailingmoe2 llada-moe",
+    Splitting((gpt4(r"\p{N}", marks=r" ?[^\s\p{L}\p{N}\r\n]+"),)): "seed-coder",
+    Splitting((r"\p{N}{1,3}", gpt4(r"\p{N}+")), ignore_merges=True): "minicpm5",
+}
+SPLITTINGS = {name: kind for kind, names in _KINDS.items() for name in names.split()}
+"""By the value of `tokenizer.ggml.pre`; llama.cpp has some more, of models that are not served."""
+END_TOKENS = frozenset(
+    (
+        *("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>"),
+        *("<|calls|>", "<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>"),
+        *("[EOT]", "[EOS]", "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>"),
+        *("<|tool_response>", "<\uff5cend\u2581of\u2581sentence\uff5c>", "[e~["),
+    )
+)
+"""Tokens with one of these names end an answer, whatever else the file says."""
+
+
+def from_gguf(path: Path) -> Parts | None:
+    """Read the tokenizer of a GGUF file; None: the file says that it has none.
+
+    Raises:
+        ValueError: a key is missing, or has a value that is not built.
+    """
+    reader = GGUFReader(path)
+
+    def key(name: str) -> Any:
+        field = reader.get_field(KEY + name)
+        return None if field is None else field.contents()
+
+    kind = key("model")
+    if kind in (None, "no_vocab", "none"):
+        return None
+    if kind not in ("llama", "gpt2"):
+        raise ValueError(f"{KEY}model {kind!r} is not built; these work: llama, gpt2, none")
+    tokens: list[str] = list(needed(key, "tokens"))
+    kinds: list[int] = list(key("token_type") or [NORMAL] * len(tokens))
+    if len(kinds) != len(tokens):
+        raise ValueError(f"{KEY}token_type has {len(kinds)} entries for {len(tokens)} tokens")
+    add_bos = True
+    if kind == "llama":
+        scores = list(needed(key, "scores"))
+        if len(scores) != len(tokens):
+            raise ValueError(f"{KEY}scores has {len(scores)} entries for {len(tokens)} tokens")
+        backend = build(tokens, scores, kinds, prefix=key("add_space_prefix") is not False)
+    else:
+        name = key("pre") or "default"
+        if name not in SPLITTINGS:
+            known = ", ".join(sorted(SPLITTINGS))
+            raise ValueError(f"{KEY}pre {name!r} is not built; these work: {known}")
+        splitting = SPLITTINGS[name]
+        add_bos = splitting.add_bos
+        backend = byte_level(tokens, kinds, needed(key, "merges"), splitting)
+    given = key("add_bos_token")
+    special_tokens = special_names(key, tokens, kinds, kind)
+    parts = Parts(backend, path.name, special_tokens, add_bos if given is None else bool(given))
+    parts.add_eos = bool(key("add_eos_token"))
+    parts.config_name = path.name
+    parts.ends = declared_ends(key, tokens)
+    parts.templates = templates_of(reader)
+    return parts
+
+
+def needed(key: Any, name: str) -> Sequence[Any]:
+    """Return a list that a tokenizer cannot do without.
+
+    Raises:
+        ValueError: the file lacks it.
+    """
+    value: Sequence[Any] | None = key(name)
+    if value is None:
+        raise ValueError(f"the GGUF file has no {KEY}{name}")
+    return value
+
+
+def byte_level(
+    tokens: Sequence[str], kinds: Sequence[int], merges: Sequence[str], splitting: Splitting
+) -> Tokenizer:
+    """Return byte-level BPE that splits texts as one value of `tokenizer.ggml.pre` says."""
+    vocabulary = {token: place for place, token in enumerate(tokens)}
+    pairs = []
+    for merge in merges:
+        cut = merge.find(" ", 1)  # a token may be a space
+        pairs.append((merge[:cut], merge[cut + 1 :]))
+    made = Tokenizer(models.BPE(vocabulary, pairs, ignore_merges=splitting.ignore_merges))
+    splits = [pre_tokenizers.Split(Regex(e), "isolated") for e in splitting.expressions]
+    bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.pre_tokenizer = pre_tokenizers.Sequence([*splits, bytes_only])
+    made.decoder = decoders.ByteLevel()
+    add_pieces(made, tokens, kinds)
+    return made
+
+
+def special_names(
+    key: Any, tokens: Sequence[str], kinds: Sequence[int], kind: str
+) -> dict[str, str]:
+    """Return the special tokens by name: those of the keys, and llama.cpp's defaults.
+
+    The defaults of byte-level BPE are Falcon's (11); elsewhere that is an ordinary word.
+    """
+    defaults = {"bos": 1, "eos": 2, "unknown": 0} if kind == "llama" else {"bos": 11, "eos": 11}
+    named = {"unknown": "unk_token", "seperator": "sep_token", "padding": "pad_token"}
+    found = {}
+    for name in ("bos", "eos", "unknown", "seperator", "padding"):
+        place = key(f"{name}_token_id")
+        if place is None:
+            place = defaults.get(name)
+            if (
+                place is None
+                or place >= len(tokens)
+                or (kind == "gpt2" and kinds[place] != CONTROL)
+            ):
+                continue
+        if place < len(tokens):
+            found[named.get(name, f"{name}_token")] = tokens[place]
+    return found
+
+
+def declared_ends(key: Any, tokens: Sequence[str]) -> list[Declared]:
+    """Return the end tokens of the keys, and those that are known by their names."""
+    ends = []
+    for name in ("eos", "eot", "eom"):
+        place = key(f"{name}_token_id")
+        if place is not None and place < len(tokens):
+            ends.append(Declared(place, tokens[place], f"{KEY}{name}_token_id"))
+    names = END_TOKENS
+    if {"<|return|>", "<|call|>"} <= set(tokens):  # gpt-oss goes on after a message's end
+        names = names - {"<|end|>"}
+    ends += [
+        Declared(place, token, "its name") for place, token in enumerate(tokens) if token in names
+    ]
+    return ends
+
+
+def templates_of(reader: GGUFReader) -> dict[str, str]:
+    """Return the chat templates of a file, by name."""
+    key = "tokenizer.chat_template"
+    fields = {name: field for name, field in reader.fields.items() if name.startswith(key)}
+    templates = {}
+    for name, field in fields.items():
+        value = field.contents()
+        if isinstance(value, str) and value:
+            templates["default" if name == key else name.removeprefix(f"{key}.")] = value
+    return templates

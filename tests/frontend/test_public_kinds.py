@@ -1,0 +1,241 @@
+"""Tokenizers as public checkpoints have them: which tokens, which BOS, which ends."""
+
+import json
+
+import msgspec
+import pytest
+from tokenizers import processors
+
+from twolane.frontend.text import convert
+from twolane.frontend.text.codec import TextCodec
+from twolane.frontend.text.gguf_tokenizer import SPLITTINGS
+from twolane.frontend.text.tokenizer import load_file, load_if_any, load_tokenizer
+from twolane.model.load.hub import resolve
+
+from .checkpoints import (
+    PIECES,
+    byte_level,
+    byte_level_keys,
+    codec,
+    llama2,
+    sentencepiece_keys,
+    write,
+    write_gguf,
+)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    """A cache of its own, and conversions in this process: the program does the same."""
+    monkeypatch.setenv("TWOLANE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(convert, "disagreements", lambda *_: [])
+
+    def in_process(name, path, kept):
+        try:
+            return msgspec.json.encode(convert.convert(path))
+        except Exception as error:
+            raise ValueError(f"{name}: no tokenizer: {error}") from error
+
+    monkeypatch.setattr("twolane.frontend.text.tokenizer._convert", in_process)
+
+
+NAMED = {"bos_token": "<|start|>", "eos_token": "<|stop|>"}
+LLAMA = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>"}
+
+
+def test_tokenizer_json_is_not_rebuilt_by_the_name_of_a_class(tmp_path):
+    """After transformers#45488: Llama 2's file under `legacy: false`."""
+    template = "{% for m in messages %}{{ bos_token + '[' + m['content'] + ']' }}{% endfor %}"
+    write(tmp_path / "m", llama2(), **LLAMA, legacy=False, chat_template=template)
+    made, file = codec(tmp_path / "m"), llama2()
+    for text in ("one", " one", "  two", "  ", "<s>one</s> two", "日本"):
+        assert made.encode(text) == file.encode(text).ids
+    prompt = file.encode("<s>[hi]", add_special_tokens=False).ids
+    assert made.chat([{"role": "user", "content": "hi"}]) == prompt
+
+
+@pytest.mark.parametrize("kind", ["LlamaTokenizerFast", "PreTrainedTokenizerFast", None])
+@pytest.mark.parametrize(
+    ("bos", "eos", "begins", "ends"),
+    [
+        (True, False, [1], []),
+        (True, True, [1], [2]),
+        (False, None, [], []),
+        (None, True, [], [2]),
+        (None, None, [], []),
+    ],
+)
+def test_the_config_says_whether_texts_begin_with_the_bos(tmp_path, kind, bos, eos, begins, ends):
+    """After swift-transformers#161: DeepSeek's distilled models name it there alone."""
+    said = {"add_bos_token": bos, "add_eos_token": eos}
+    given = {name: value for name, value in said.items() if value is not None}
+    plain = processors.ByteLevel(trim_offsets=False)
+    write(tmp_path / "m", byte_level(post=plain), tokenizer_class=kind, **NAMED, **given)
+    assert codec(tmp_path / "m").encode("b") == [*begins, 3 + ord("b"), *ends]
+    file = load_file(resolve(str(tmp_path / "m")))
+    assert (file.bos is not None) == bool(begins)
+
+
+@pytest.mark.parametrize(("said", "begins"), [(None, [1]), (True, [1]), (False, [])])
+def test_a_bos_of_the_tokenizer_stays_unless_the_config_says_no(tmp_path, said, begins):
+    given = {} if said is None else {"add_bos_token": said}
+    write(tmp_path / "m", llama2(), **LLAMA, **given)
+    assert codec(tmp_path / "m").encode("hi")[:1] == (begins or [PIECES.index("\u2581hi")])
+
+
+CHATML = """{% for m in messages %}<|start|>{{ m.role }}
+{{ m.content }}<|end|>
+{% endfor %}"""
+
+
+@pytest.mark.parametrize(
+    ("config", "ends"),
+    [
+        ({"eos_token": "<|stop|>"}, {2}),
+        ({"eos_token": {"content": "<|stop|>", "lstrip": False}}, {2}),
+        ({"eos_token": "<|stop|>", "chat_template": CHATML}, {2, 0}),
+        ({"chat_template": CHATML}, {0}),
+        ({"chat_template": "{{ messages[-1].content }}"}, set()),
+    ],
+)
+def test_ends_are_those_of_the_tokenizer_and_of_its_template(tmp_path, config, ends):
+    """After Qwen3#927 and open-r1 PR #663: the end of a turn is named in one place alone."""
+    write(tmp_path / "m", byte_level(), **config)
+    assert set(codec(tmp_path / "m").ends) == ends
+
+
+def test_special_tokens_may_be_in_a_file_of_their_own(tmp_path):
+    write(tmp_path / "m", byte_level())
+    named = {"eos_token": {"content": "<|stop|>"}}
+    (tmp_path / "m" / "special_tokens_map.json").write_text(json.dumps(named))
+    assert codec(tmp_path / "m").ends == (2,)
+
+
+def test_templates_without_a_default_stop_chat_alone(tmp_path):
+    templates = [{"name": "tool_use", "template": "{{ messages[0].content }}"}]
+    write(tmp_path / "m", byte_level(), chat_template=templates)
+    file = load_file(resolve(str(tmp_path / "m")))
+    assert any("no default" in note and "tool_use" in note for note in file.notes)
+    made = codec(tmp_path / "m")
+    assert not made.has_chat_template
+    assert made.encode("a")
+
+
+def test_a_template_in_a_file_is_found(tmp_path):
+    write(tmp_path / "m", byte_level(), chat_template="{{ 'old' }}")
+    (tmp_path / "m" / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    assert load_tokenizer(resolve(str(tmp_path / "m"))).chat_template == "{{ messages[0].content }}"
+
+
+def test_added_tokens_are_text_whatever_their_characters_are(tmp_path):
+    """ "é" is also the name of a byte; the text is what was written."""
+    write(tmp_path / "m", byte_level(added=["é", "  ", "Ġword"]))
+    made = codec(tmp_path / "m")
+    tokens = made.encode("aé  Ġwordb")
+    assert len(tokens) == 5
+    assert made.decode(tokens, skip_special_tokens=False) == "aé  Ġwordb"
+    shown = made.detokenizer()
+    assert "".join(map(shown.step, tokens)) == "aé  Ġwordb"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "answer", "shown"),
+    [
+        ([5, 3 + 0xC3], [3 + 0xA9], "é"),
+        ([3 + b for b in "👍".encode()[:3]], [3 + "👍".encode()[3], 3 + ord("b")], "👍b"),
+        ([3 + 0xC3], [3 + ord("b")], "b"),
+        ([3 + 0xC3], [], ""),
+        ([3 + 0xA9], [3 + 0xA9], "\ufffd"),
+    ],
+)
+def test_a_prompt_of_ids_may_end_inside_a_character(tmp_path, prompt, answer, shown):
+    """After vllm#48853."""
+    write(tmp_path / "m", byte_level())
+    detokenizer = codec(tmp_path / "m").detokenizer(prompt)
+    assert "".join(map(detokenizer.step, answer)) + detokenizer.flush() == shown
+
+
+def test_sentencepiece_alone_is_read_or_its_package_is_named(tmp_path):
+    """After transformers#36291."""
+    write(tmp_path / "m", None)
+    (tmp_path / "m" / "tokenizer.model").write_bytes(
+        b"\n\x0e\n\x05<unk>\x15\x00\x00\x00\x00\x18\x02"
+    )
+    with pytest.raises(ValueError, match=r"sentencepiece|SentencePiece|model with"):
+        codec(tmp_path / "m")
+
+
+class TestGGUF:
+    """The keys of llama.cpp, and its defaults where one is absent."""
+
+    @pytest.mark.parametrize("text", ["one", " one", "  two", "<s>one</s>two", "日本"])
+    def test_spaces_are_those_of_sentencepiece(self, tmp_path, text):
+        """After llama.cpp#8584: a space before the text and after each special token."""
+        made = codec(write_gguf(tmp_path / "m.gguf", **sentencepiece_keys()))
+        assert made.encode(text) == llama2().encode(text).ids
+
+    def test_the_space_may_be_left_out(self, tmp_path):
+        keys = sentencepiece_keys(ggml__add_space_prefix=False)
+        made = codec(write_gguf(tmp_path / "m.gguf", **keys))
+        assert made.encode("one") == [1, PIECES.index("one")]
+        assert made.decode([PIECES.index("\u2581one")], skip_special_tokens=True) == " one"
+
+    @pytest.mark.parametrize(("said", "begins"), [(None, [1]), (True, [1]), (False, [])])
+    def test_sentencepiece_begins_with_token_1_unless_told(self, tmp_path, said, begins):
+        more = {} if said is None else {"ggml__add_bos_token": said}
+        made = codec(write_gguf(tmp_path / "m.gguf", **sentencepiece_keys(**more)))
+        assert made.encode("hi") == [*begins, PIECES.index("\u2581hi")]
+        assert 2 in made.ends
+
+    @pytest.mark.parametrize("name", sorted(SPLITTINGS))
+    def test_bos_of_each_splitting(self, tmp_path, name):
+        keys = byte_level_keys(ggml__pre=name, ggml__bos_token_id=1)
+        made = codec(write_gguf(tmp_path / "m.gguf", **keys))
+        begins = made.encode("a")[:-1]
+        known = (
+            "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano tekken"
+        )
+        assert begins == ([1] if name in known.split() else [])
+        for text in ("a b  c\n\n 12 345", "naïve 日本 😀 x\u0301 مرحبا \r\n\t "):
+            tokens = made.encode(text)
+            assert made.decode(tokens, skip_special_tokens=True) == text
+
+    @pytest.mark.parametrize(
+        ("name", "text", "joined"),
+        [("qwen2", "12", False), ("llama-bpe", "12", True), ("smollm", "12", False)],
+    )
+    def test_digits_are_split_as_the_key_says(self, tmp_path, name, text, joined):
+        made = codec(write_gguf(tmp_path / "m.gguf", **byte_level_keys(ggml__pre=name)))
+        assert len(made.encode(text, add_special_tokens=False)) == (1 if joined else 2)
+
+    def test_ends_are_those_of_the_keys_and_of_known_names(self, tmp_path):
+        keys = byte_level_keys(ggml__eos_token_id=2, ggml__eot_token_id=1)
+        made = codec(write_gguf(tmp_path / "m.gguf", **keys))
+        assert set(made.ends) == {0, 1, 2}  # <|end|> by its name
+
+    @pytest.mark.parametrize(
+        ("keys", "message"),
+        [
+            (byte_level_keys(ggml__pre="nope"), "pre 'nope' is not built; these work: "),
+            (byte_level_keys(ggml__model="nope"), "model 'nope' is not built"),
+            ({**byte_level_keys(), "ggml__merges": None}, "no tokenizer.ggml.merges"),
+            ({**sentencepiece_keys(), "ggml__scores": None}, "no tokenizer.ggml.scores"),
+            ({**sentencepiece_keys(), "ggml__tokens": None}, "no tokenizer.ggml.tokens"),
+        ],
+    )
+    def test_what_is_missing_or_unknown_is_named(self, tmp_path, keys, message):
+        given = {name: value for name, value in keys.items() if value is not None}
+        write_gguf(tmp_path / "m.gguf", **given)
+        with pytest.raises(ValueError, match=message):
+            codec(tmp_path / "m.gguf")
+
+    @pytest.mark.parametrize("keys", [{}, {"ggml__model": "none"}, {"ggml__model": "no_vocab"}])
+    def test_a_file_without_a_tokenizer_is_served_by_ids(self, tmp_path, keys):
+        file = write_gguf(tmp_path / "m.gguf", general=1, **keys)
+        assert not TextCodec(load_if_any(resolve(str(file)))).has_tokenizer
+
+    def test_the_template_of_the_file(self, tmp_path):
+        keys = byte_level_keys(chat_template=CHATML)
+        made = codec(write_gguf(tmp_path / "m.gguf", **keys))
+        assert made.has_chat_template
+        assert 0 in made.ends
