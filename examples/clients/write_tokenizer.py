@@ -5,11 +5,13 @@ python examples/clients/write_tokenizer.py smollm2-135m-instruct tokenizer
 
 import sys
 
-from twolane.frontend.text.convert import read
+from transformers import PreTrainedTokenizerFast
+
+from twolane.frontend.text.tokenizer import load_tokenizer
 from twolane.model.load.hub import resolve
 
 name, folder = sys.argv[1:]
-source = resolve(name)
-if source.tokenizer is None:
-    sys.exit(f"{name} has no tokenizer")
-read(source.tokenizer).save_pretrained(folder)
+made = load_tokenizer(resolve(name))
+clients = PreTrainedTokenizerFast(tokenizer_object=made.backend, **made.special_tokens)
+clients.chat_template = made.chat_template
+clients.save_pretrained(folder)

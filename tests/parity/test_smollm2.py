@@ -17,7 +17,8 @@ from tests.parity.prompts import CHATS, MAX_TOKENS, TEXTS
 from tests.parity.schedules import SYSTEMS, schedules
 from tests.parity.serving import OneThread, serve
 from twolane.engine.messages import Submit
-from twolane.frontend.text.convert import read
+from twolane.frontend.text.codec import TextCodec
+from twolane.frontend.text.tokenizer import load_tokenizer
 from twolane.lanes.cpu.runner import Runner
 from twolane.model.decoder import Decoder
 from twolane.model.load.hub import DEFAULT_MODEL, ModelSource, pull, resolve
@@ -61,16 +62,14 @@ def judge(source: ModelSource) -> Judge:
 @pytest.fixture(scope="module")
 def requests(source: ModelSource) -> list[Submit]:
     """Chats and texts in turn; all are greedy and end as real ones do."""
-    tokenizer = read(source.tokenizer)
+    codec = TextCodec(load_tokenizer(source))
     prompts: list[list[int]] = []
     for system, question in CHATS:
         messages = [{"role": "system", "content": system}] if system else []
         messages.append({"role": "user", "content": question})
-        prompts.append(
-            tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-        )
+        prompts.append(codec.chat(messages))
     for i, text in enumerate(TEXTS):
-        prompts.insert(2 * i, tokenizer(text).input_ids)
+        prompts.insert(2 * i, codec.encode(text))
     params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
     return [Submit(f"r{i}", prompt, params) for i, prompt in enumerate(prompts)]
 
