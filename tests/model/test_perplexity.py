@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from tests.model.passes import in_chunks
-from twolane.frontend.text.convert import read
+from twolane.frontend.text.tokenizer import load_tokenizer
 from twolane.model.load.hub import DEFAULT_MODEL, pull, resolve
 from twolane.model.load.weights import load_decoder
 
@@ -44,7 +44,9 @@ def test_fp8_costs_what_its_rounding_costs() -> None:
     """
     path = pull(DEFAULT_MODEL, lambda *_: None)
     source = resolve(DEFAULT_MODEL)
-    tokens = torch.tensor(read(path)(TEXT.read_text()).input_ids[:TOKENS])
+    tokens = torch.tensor(
+        load_tokenizer(resolve(str(path))).backend.encode(TEXT.read_text()).ids[:TOKENS]
+    )
     assert len(tokens) == TOKENS
     ours, plain = (
         perplexity(in_chunks(load_decoder(source, quantization=q), tokens, [TOKENS]), tokens)
