@@ -17,6 +17,7 @@ from tokenizers import AddedToken, Tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from twolane.common.checked_json import read_json
+from twolane.frontend.text.parts import Parts
 from twolane.frontend.text.template import ChatTemplate
 from twolane.frontend.text.tokenizer import Declared, TokenizerFile
 
@@ -39,21 +40,6 @@ PROBES = (
     ),
 )
 """Texts whose tokens are compared with those of `transformers`."""
-
-
-class Parts(msgspec.Struct):
-    """What is read of a model's files, before it is put together."""
-
-    backend: Tokenizer
-    origin: str
-    special_tokens: dict[str, str]
-    add_bos: bool | None = None
-    """Whether a file says that texts begin with the BOS; None: the tokenizer itself tells."""
-    add_eos: bool | None = None
-    templates: dict[str, str] = {}
-    ends: list[Declared] = []
-    notes: list[str] = []
-    config_name: str = "tokenizer_config.json"
 
 
 def convert(source: Path) -> TokenizerFile:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from gguf import GGUFReader
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
-from twolane.frontend.text.convert import Parts
+from twolane.frontend.text.parts import Parts
 from twolane.frontend.text.sentencepiece import CONTROL, NORMAL, add_pieces, build
 from twolane.frontend.text.tokenizer import Declared
 

@@ -1,0 +1,21 @@
+"""A tokenizer as its files have it, on the way to one file."""
+
+import msgspec
+from tokenizers import Tokenizer
+
+from twolane.frontend.text.tokenizer import Declared
+
+
+class Parts(msgspec.Struct):
+    """What is read of a model's files, before it is put together."""
+
+    backend: Tokenizer
+    origin: str
+    special_tokens: dict[str, str]
+    add_bos: bool | None = None
+    """Whether a file says that texts begin with the BOS; None: the tokenizer itself tells."""
+    add_eos: bool | None = None
+    templates: dict[str, str] = {}
+    ends: list[Declared] = []
+    notes: list[str] = []
+    config_name: str = "tokenizer_config.json"
