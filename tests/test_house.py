@@ -25,8 +25,9 @@ ROOMS: Mapping[str, tuple[str, ...]] = {
     "sampling": ("common",),
     "slo": ("common",),
     "kernels": (),
-    "model": ("kernels",),
-    "lanes": ("model", "kernels"),
+    "parallel": ("model.spec",),
+    "model": ("kernels", "parallel"),
+    "lanes": ("model", "kernels", "parallel"),
     "estimate": (*FACTS, "kernels.sizes"),
     "systems": ("estimate",),
     "engine": ("systems", "estimate", "lanes", *FACTS),
@@ -49,7 +50,6 @@ ROOMS: Mapping[str, tuple[str, ...]] = {
 }
 """Rooms and modules that each room may import, besides itself and `SHARED`."""
 UPWARD: Mapping[tuple[str, str], str] = {
-    ("lanes.machine", "engine.config"): "to go: `load` takes an engine's settings",
     ("llm", "server.openai.answers"): "to go: the OpenAI object of a choice is used as a result",
 }
 """(importer, imported) that break a wall today, with what is to be done about it."""

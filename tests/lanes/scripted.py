@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from twolane.common.vocabulary import LaneName
 from twolane.lanes.base import Sampled, Step, Ticket
 from twolane.lanes.cpu.lanes import CpuLanes
 
@@ -41,6 +42,9 @@ class ScriptRunner:
 
     def run(self, work: Callable[[], Iterator[Step]]) -> Iterator[Step]:
         return work()
+
+    def bind(self, lane: LaneName) -> None:
+        """There is one rank."""
 
 
 def sampled(i: int) -> Step:

@@ -18,6 +18,7 @@ import torch
 from tests.engine.random_plans import RandomPlans
 from tests.engine.world import World
 from twolane.common.resources import usable_cores
+from twolane.common.vocabulary import LaneName
 from twolane.engine import launch
 from twolane.lanes.base import Step
 from twolane.lanes.cpu.lanes import CpuLanes
@@ -66,6 +67,9 @@ class Watched:
 
     def drop(self, batch: int) -> None:
         self._runner.drop(batch)
+
+    def bind(self, lane: LaneName) -> None:
+        self._runner.bind(lane)
 
 
 @dataclass

@@ -3,7 +3,6 @@
 from typing import Any
 
 UNSERVED = {
-    "--tensor-parallel-size": "the model runs on one GPU",
     "--pipeline-parallel-size": "the model runs on one GPU; larger ones need a larger GPU",
     "--data-parallel-size": "run a server for each GPU, behind a load balancer",
     "--kv-cache-dtype": "the KV cache has the format of --dtype",

@@ -32,7 +32,10 @@ MEANT = (*common.WORKLOAD - {"seed"}, "vocab_range", "metric_percentiles")
 
 
 @app.command(epilog=EPILOG)
-@takes_engine_settings("load_format", "dtype", "quantization", "device", "cores", "profile")
+@takes_engine_settings(
+    *("load_format", "dtype", "quantization", "profile"),
+    *("device", "cores", "tensor_parallel_size"),  # where it runs is `SimulateConfig`'s
+)
 @takes(SimulateConfig, "where")
 @takes(BenchConfig, "load", only=MEANT)
 def simulate(

@@ -13,6 +13,7 @@ from twolane.engine.predict import make_estimator
 from twolane.engine.settings import check_settings
 from twolane.engine.trace import FileTrace, Trace
 from twolane.lanes.machine import Machine, MachineLanes, load
+from twolane.lanes.settings import DeviceSettings
 from twolane.model.spec import ModelSpec
 from twolane.systems.registry import make_system
 
@@ -45,7 +46,7 @@ def build(
         OSError: a file cannot be read or written.
     """
     check_settings(config)
-    return assemble(config, load(config, progress), notify, progress)
+    return assemble(config, load(DeviceSettings.of(config), progress), notify, progress)
 
 
 def assemble(

@@ -64,6 +64,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     device: Annotated[Device, Option(DEVICE)] = "auto"
     """Device to serve on; `auto` is an NVIDIA GPU if there is one, unless --cores asks for the
     CPU."""
+    tensor_parallel_size: Annotated[int, Option(DEVICE, "RANKS", least=1)] = 1
+    """Number of ranks that share each layer of the model: processes on the same cores. On a GPU
+    only one is served so far."""
     cores: Annotated[int | None, Option(DEVICE)] = None
     """Number of CPU cores for both lanes; by default all that this process may use."""
     levels: Annotated[tuple[int, ...] | None, Option(DEVICE, "SMS,…")] = None

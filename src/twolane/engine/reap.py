@@ -16,6 +16,7 @@ def reap(state: State) -> bool:
     Raises:
         BaseException: what a lane ran into.
     """
+    state.lanes.check()
     # The lanes run on while they are polled. A launch that another one waits for was launched
     # before it; polled after it, it is seen to have ended whenever the other is seen to have
     # begun. So: poll the latest launch first, deliver the earliest first.

@@ -147,5 +147,12 @@ class Lanes(Protocol):
         """Forget the hidden states of a batch of which no further slice is launched, when the
         slices that were are done."""
 
+    def check(self) -> None:
+        """See that the lanes can go on.
+
+        Raises:
+            ConnectionError: a part of them is gone; the message says which.
+        """
+
     def clock(self) -> float:
         """Seconds, monotonic; the clock of the tickets."""

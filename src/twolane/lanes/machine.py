@@ -6,22 +6,11 @@ from typing import Protocol
 import torch
 
 from twolane.common.errors import FieldError
-from twolane.common.resources import free_memory, usable_cores
 from twolane.common.vocabulary import MachineKind
-from twolane.engine.config import EngineConfig
 from twolane.lanes.base import Lanes
-from twolane.lanes.cpu.lanes import CpuLanes
-from twolane.lanes.cpu.runner import Runner
-from twolane.model.attention import KVCache
-from twolane.model.decoder import Decoder, Weights
-from twolane.model.load.hub import resolve
-from twolane.model.load.weights import load_weights
+from twolane.lanes.cpu.machine import CpuMachine
+from twolane.lanes.settings import DeviceSettings, load_shard
 from twolane.model.spec import ModelSpec
-
-KV_SHARE = 0.25
-"""Share of the free memory that the KV pool takes on a CPU, unless its size is given."""
-KV_MOST_BYTES = 4 * 2**30
-"""Most bytes of a KV pool on a CPU whose size is not given."""
 
 Progress = Callable[[str, float], None]
 
@@ -59,7 +48,7 @@ class Machine(Protocol):
     weight_itemsize: float
     """Bytes of an element of the layers' matrices, scales included."""
     tp: int
-    """GPUs that share each layer (tensor parallelism)."""
+    """Ranks that share each layer (tensor parallelism)."""
     revision: str
     """Version of what the name stands for if that is no hardware (a device model); else empty."""
 
@@ -89,84 +78,36 @@ class Machine(Protocol):
         ...
 
 
-def load(config: EngineConfig, progress: Progress) -> Machine:
+def load(settings: DeviceSettings, progress: Progress) -> Machine:
     """Load the model onto the device that the settings name.
 
     Raises:
-        FieldError: the device is not there.
+        FieldError: the device is not there, or does not serve what is asked for.
         ValueError: a setting is wrong, or the model.
     """
-    if chosen_device(config) == "cpu":
-        return CpuMachine(config, progress)
+    if chosen_device(settings) == "cpu":
+        return CpuMachine(settings, progress)
+    if settings.tensor_parallel_size > 1:
+        raise FieldError("tensor_parallel_size", "above 1 is served on CPUs alone so far")
     from twolane.lanes.cuda.machine import CudaMachine
 
-    spec, weights = _weights(config, "cuda", progress)
-    return CudaMachine(spec, weights, config.levels, config.gpu_memory_utilization)
+    spec, weights = load_shard(settings, "cuda", progress)
+    return CudaMachine(spec, weights, settings.levels, settings.gpu_memory_utilization)
 
 
-def chosen_device(config: EngineConfig) -> str:
+def chosen_device(settings: DeviceSettings) -> str:
     """The device: what is asked for, else a GPU if there is one and no cores are asked for.
 
     Raises:
         FieldError: it is not there.
     """
     there = torch.cuda.is_available()
-    if config.device == "cuda" and not there:
+    if settings.device == "cuda" and not there:
         raise FieldError("device", "is cuda, but PyTorch finds no NVIDIA GPU")
-    if config.device != "auto":
-        return config.device
-    if there and config.cores is None:
+    if settings.device != "auto":
+        return settings.device
+    if there and settings.cores is None:
         return "cuda"
-    if config.levels is not None:
+    if settings.levels is not None:
         raise FieldError("levels", "are shares of a GPU's SMs, and PyTorch finds no NVIDIA GPU")
     return "cpu"
-
-
-class CpuMachine:
-    """This machine's cores."""
-
-    kind: MachineKind = "cpu"
-    name = "cpu"
-    settles = True
-    pass_sizes: Sequence[int] = ()
-    page_sizes: Sequence[int] = ()
-    tp = 1
-    revision = ""
-
-    def __init__(self, config: EngineConfig, progress: Progress) -> None:
-        self._cores = usable_cores()[: config.cores]
-        torch.set_num_threads(len(self._cores))  # for loading; each lane sets its own
-        self._decoder = Decoder(*_weights(config, "cpu", progress))
-        self.spec = self._decoder.spec
-        self.page_token_bytes = self.spec.kv_bytes_per_token(self._decoder.dtype.itemsize)
-        self.weight_itemsize = self._decoder.weights.matrix_itemsize
-
-    def kv_bytes(self, max_model_len: int) -> int:
-        """See `Machine.kv_bytes`: a share of the free memory."""
-        return int(min(free_memory() * KV_SHARE, KV_MOST_BYTES))
-
-    def start(
-        self,
-        pages: int,
-        page_size: int,
-        slots: int,
-        max_model_len: int,
-        notify: Callable[[], None],
-        progress: Progress,
-    ) -> CpuLanes:
-        """See `Machine.start`."""
-        kv = KVCache(self.spec, pages, page_size, self._decoder.dtype)
-        return CpuLanes(Runner(self._decoder, kv, page_size, slots), self._cores, notify)
-
-
-def _weights(config: EngineConfig, device: str, progress: Progress) -> tuple[ModelSpec, Weights]:
-    return load_weights(
-        resolve(config.model, config.load_format),
-        dtype=config.dtype,
-        load_format=config.load_format,
-        quantization=config.quantization,
-        max_positions=config.max_positions,
-        seed=config.seed,
-        device=device,
-        progress=progress,
-    )

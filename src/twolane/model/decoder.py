@@ -18,6 +18,8 @@ from twolane.model.mlp import Mlp
 from twolane.model.products import Products
 from twolane.model.rope import frequencies
 from twolane.model.spec import ModelSpec
+from twolane.parallel.group import Alone, Group
+from twolane.parallel.sharding import Shard
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,10 +76,19 @@ class Decoder:
     """The transformer. It keeps no state between calls, so that several threads can share it.
 
     Call it under `torch.inference_mode()`, which makes a decode step a few percent shorter.
+
+    Args:
+        spec: the whole model's.
+        weights: this rank's part.
+        group: the ranks that share the model.
     """
 
-    def __init__(self, spec: ModelSpec, weights: Weights) -> None:
-        self.spec = spec
+    def __init__(self, spec: ModelSpec, weights: Weights, group: Group | None = None) -> None:
+        self.group: Group = group or Alone()
+        """The ranks that share the model."""
+        self._shard = Shard(spec, self.group.rank, self.group.size)
+        self.spec = self._shard.local
+        """The shape of this rank's part."""
         self.weights = weights
         self.dtype = weights.embedding.dtype
         self.device = weights.embedding.device
@@ -86,7 +97,12 @@ class Decoder:
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """Hidden states [T, hidden] of token ids, int64 [T]."""
-        return functional.embedding(tokens, self.weights.embedding)
+        if self.group.size == 1:
+            return functional.embedding(tokens, self.weights.embedding)
+        vocab = self._shard.vocab
+        ours = (tokens >= vocab.start) & (tokens < vocab.stop)
+        rows = functional.embedding((tokens - vocab.start) * ours, self.weights.embedding)
+        return self.group.all_reduce(rows * ours[:, None])
 
     def layer(self, i: int, hidden: torch.Tensor, batch: Batch, kv: KVCache) -> torch.Tensor:
         """Run layer `i`: write the batch's keys and values, attend over the pages, then the MLP.
@@ -108,13 +124,20 @@ class Decoder:
         pool = kv.layers[i]
         pool.index_copy_(0, batch.write_slots, new)
         attended = batch.attend(q, new, pool, spec.window(i))
-        hidden = self._products.add_linear(hidden, attended, w.o, w.o_bias)
-        return w.mlp.add(hidden, self._norm(hidden, w.post_norm), self._products)
+        if self.group.size == 1:
+            hidden = self._products.add_linear(hidden, attended, w.o, w.o_bias)
+            return w.mlp.add(hidden, self._norm(hidden, w.post_norm), self._products)
+        hidden = hidden + self.group.all_reduce(self._products.linear(attended, w.o, w.o_bias))
+        x, nothing = self._norm(hidden, w.post_norm), torch.zeros_like(hidden)
+        return hidden + self.group.all_reduce(w.mlp.add(nothing, x, self._products))
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits, float32 [R, vocab], of hidden states [R, hidden] after the last layer."""
+        """Logits, float32 [R, vocab], of hidden states [R, hidden] after the last layer.
+
+        On a rank other than 0 those of its part of the vocabulary.
+        """
         x = self._norm(hidden, self.weights.norm)
-        return self._products.linear(x, self.weights.head).float()
+        return self.group.gather_columns(self._products.linear(x, self.weights.head).float())
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return functional.rms_norm(x, weight.shape, weight, self.spec.norm_eps)

@@ -18,6 +18,7 @@ from twolane.estimate.profile import (
     cached_profile,
 )
 from twolane.lanes.machine import Machine, load
+from twolane.lanes.settings import DeviceSettings
 from twolane.model.load.hub import cache_dir
 from twolane.profile.clocks import Clocks
 from twolane.profile.grid import ROUNDS, Point, plan
@@ -66,7 +67,7 @@ def take_profile(
         ValueError: a setting is wrong, or the file is the profile of something else.
     """
     check_settings(config)
-    machine = load(config, progress)
+    machine = load(DeviceSettings.of(config), progress)
     with rig_on(config, machine, progress) as rig:
         key = machine_key(machine, rig.lanes.units)
         path = out or cached_profile(cache_dir(), key)

@@ -186,6 +186,9 @@ class SimLanes:
     def fill_kv(self) -> None:
         """See `MachineLanes.fill_kv`: there is no pool."""
 
+    def check(self) -> None:
+        """See `Lanes.check`."""
+
     def next_event(self) -> float | None:
         """When the next step begins or ends, in virtual seconds; None when nothing is to come."""
         if self._changed:

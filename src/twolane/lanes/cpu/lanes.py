@@ -76,7 +76,7 @@ class CpuLanes:
         self._last[lane] = ticket
         worker = self._workers.get((lane, units))
         if worker is None:
-            worker = _Worker(f"{lane}-{units}", self._share(lane, units), self._execute)
+            worker = _Worker(lane, self._share(lane, units), self._execute, self._runner.bind)
             self._workers[lane, units] = worker
         worker.jobs.put(_Job(ticket, work, tuple(t for t in before if not t.done)))
         if isinstance(work, PrefillWork):
@@ -96,6 +96,9 @@ class CpuLanes:
         """See `Lanes.drop`."""
         if (worker := self._slices.pop(batch, None)) is not None:
             worker.jobs.put(_Drop(batch))
+
+    def check(self) -> None:
+        """See `Lanes.check`: errors are their tickets'."""
 
     def close(self, timeout: float = 1.0) -> None:
         """End the threads when they are through with what is queued; wait for each so long."""
@@ -131,12 +134,18 @@ class _Worker:
     """A thread on its cores, with as many intra-op threads."""
 
     def __init__(
-        self, name: str, cores: tuple[int, ...], execute: Callable[[_Job | _Drop], None]
+        self,
+        lane: LaneName,
+        cores: tuple[int, ...],
+        execute: Callable[[_Job | _Drop], None],
+        bind: Callable[[LaneName], None],
     ) -> None:
         self.jobs: SimpleQueue[_Job | _Drop | None] = SimpleQueue()
         self._cores = cores
         self._execute = execute
-        self.thread = threading.Thread(target=self._work, name=f"lane-{name}", daemon=True)
+        self._lane, self._bind = lane, bind
+        name = f"lane-{lane}-{len(cores)}"
+        self.thread = threading.Thread(target=self._work, name=name, daemon=True)
         self.thread.start()
 
     def _work(self) -> None:
@@ -144,6 +153,7 @@ class _Worker:
             with contextlib.suppress(OSError):  # a core was taken away: unpinned is still served
                 os.sched_setaffinity(0, self._cores)  # 0 is the calling thread
         torch.set_num_threads(len(self._cores))  # of the calling thread's OpenMP team
+        self._bind(self._lane)
         with torch.inference_mode():
             while (job := self.jobs.get()) is not None:
                 self._execute(job)

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from twolane.common.vocabulary import LaneName
 from twolane.lanes.base import PromptLogprobs, Sampled, Step
 from twolane.lanes.sampling_points import BatchRows, SamplingPoint, SamplingPoints, next_point
 from twolane.lanes.slot_table import SlotTable
@@ -50,6 +51,8 @@ class Runner:
         self._kv = kv
         self._page_size = page_size
         self._slots = SlotTable(slots)
+        self._follows = decoder.group.rank > 0
+        """Whether another rank has the logits, and samples."""
         self._last_token = [0] * slots
         self._adjustments: list[Adjustment | None] = [None] * slots
         self._allowed: list[bytes | None] = [None] * slots
@@ -69,6 +72,10 @@ class Runner:
             yield self._prefill(work)
         else:
             yield self._hybrid(work)
+
+    def bind(self, lane: LaneName) -> None:
+        """Have this thread run that lane's work from now on."""
+        self._decoder.group.bind(lane)
 
     def drop(self, batch: int) -> None:
         """Forget a batch that is not gone on with."""
@@ -122,6 +129,8 @@ class Runner:
             scores: list[TokenLogprobs] = []
             for where, targets in row.parts(most):
                 logits = self._decoder.head(hidden[where])
+                if self._follows:
+                    continue
                 scores += score(logits, torch.tensor(targets), [row.top] * len(targets))
             scored.append(PromptLogprobs(row.row, scores))
         return Step(self._sample(hidden[ends.where], ends.places, ends.rows), scored)
@@ -133,6 +142,8 @@ class Runner:
         if not points:
             return []
         logits = self._decoder.head(hidden)
+        if self._follows:
+            return []
         samplings = [self._slots.sampling_of(point.slot) for point in points]
         chosen = sample(logits, list(map(self._sample_row, points, samplings)))
         scores = _scores(logits, chosen, samplings)
@@ -154,7 +165,8 @@ class Runner:
 
     def _last_tokens(self, slots: Sequence[int]) -> Tensor:
         """The tokens sampled last in these slots, int64 [R]."""
-        return torch.tensor([self._last_token[slot] for slot in slots], dtype=torch.long)
+        tokens = torch.tensor([self._last_token[slot] for slot in slots], dtype=torch.long)
+        return self._decoder.group.broadcast(tokens) if slots else tokens
 
     def _layers(self, hidden: Tensor, batch: Batch, first: int, last: int) -> Tensor:
         for i in range(first, last):

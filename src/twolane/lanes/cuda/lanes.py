@@ -100,6 +100,9 @@ class CudaLanes:
         """See `Lanes.drop`; launches that are queued on the device hold what they read."""
         self._launcher.submit(partial(self.runner.drop, batch), "slice")
 
+    def check(self) -> None:
+        """See `Lanes.check`."""
+
     def synchronize(self) -> None:
         """Wait until the device is through with all that was launched."""
         self._launcher.thread.submit(torch.cuda.synchronize).result()

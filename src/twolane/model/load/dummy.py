@@ -4,6 +4,8 @@ from collections.abc import Mapping
 
 import torch
 
+from twolane.parallel.sharding import Cut
+
 _STD = 0.02
 """The standard deviation of random matrices."""
 
@@ -36,9 +38,10 @@ class Dummy:
         """See `TensorSource.type`."""
         return "F32"
 
-    def get(self, name: str) -> torch.Tensor:
-        """See `TensorSource.get`."""
+    def get(self, name: str, cut: Cut | None = None) -> torch.Tensor:
+        """See `TensorSource.get`; the whole tensor is drawn, so that parts fit together."""
         if name.endswith("norm.weight"):
             return torch.ones(self._shapes[name], device=self._device)
         tensor = torch.empty(self._shapes[name], device=self._device)
-        return tensor.normal_(0.0, _STD, generator=self._generator)
+        tensor.normal_(0.0, _STD, generator=self._generator)
+        return tensor if cut is None else tensor.narrow(cut.dim, cut.start, cut.stop - cut.start)

@@ -18,6 +18,7 @@ from twolane.model.spec import (
     UnsupportedModel,
     merge_eos,
 )
+from twolane.parallel.sharding import Cut
 
 ARCHITECTURES: dict[str, Family] = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 """GGUF architectures that work; "llama" covers Mistral too."""
@@ -108,8 +109,8 @@ class GGUFModel:
         """The type of what `get` gives, as safetensors names it."""
         return "F32"
 
-    def get(self, name: str) -> npt.NDArray[np.float32]:
-        """A tensor, dequantised to float32, in the Hugging Face order of rows.
+    def get(self, name: str, cut: Cut | None = None) -> npt.NDArray[np.float32]:
+        """A tensor or a part of it, dequantised to float32, in the Hugging Face order of rows.
 
         Raises:
             UnsupportedModel: the `gguf` package cannot dequantise the tensor's type.
@@ -122,11 +123,13 @@ class GGUFModel:
                 f"unsupported GGUF tensor type {tensor.tensor_type.name!r} of {name}; "
                 "these work: Q4_1, Q8_0, F16, F32 and all others that the gguf package dequantises"
             ) from None
-        if self._architecture == "llama":
-            if ".q_proj." in name:
-                return _separate_halves(values, self.spec.heads)
-            if ".k_proj." in name:
-                return _separate_halves(values, self.spec.kv_heads)
+        if self._architecture == "llama" and ".q_proj." in name:
+            values = _separate_halves(values, self.spec.heads)
+        elif self._architecture == "llama" and ".k_proj." in name:
+            values = _separate_halves(values, self.spec.kv_heads)
+        if cut is not None:
+            part = slice(cut.start, cut.stop)
+            values = values[part] if cut.dim == 0 else values[:, part]
         # Unquantised tensors are views of the file.
         return values if values.flags.writeable else values.copy()
 

@@ -4,6 +4,7 @@ import torch
 
 from twolane.model.load.source import TensorSource
 from twolane.model.spec import ModelSpec
+from twolane.parallel.sharding import Cut
 
 
 class Joined:
@@ -56,9 +57,10 @@ class Joined:
         """See `TensorSource.type`."""
         return self._source.type(self._rows[name][0] if name in self._rows else name)
 
-    def get(self, name: str) -> torch.Tensor:
-        """See `TensorSource.get`."""
+    def get(self, name: str, cut: Cut | None = None) -> torch.Tensor:
+        """See `TensorSource.get`; the joined modules are cut by rows alone."""
         if name not in self._rows:
-            return torch.as_tensor(self._source.get(name))
+            return torch.as_tensor(self._source.get(name, cut))
         whole, first, rows = self._rows[name]
-        return torch.as_tensor(self._source.get(whole))[first : first + rows]
+        start, stop = (0, rows) if cut is None else (cut.start, cut.stop)
+        return torch.as_tensor(self._source.get(whole, Cut(0, first + start, first + stop)))

@@ -9,6 +9,7 @@ import torch
 from safetensors import safe_open
 
 from twolane.common.checked_json import converted, read_json
+from twolane.parallel.sharding import Cut
 
 
 class Safetensors:
@@ -59,9 +60,16 @@ class Safetensors:
         """See `TensorSource.type`."""
         return str(self._files[name].get_slice(name).get_dtype())
 
-    def get(self, name: str) -> torch.Tensor:
-        """See `TensorSource.get`."""
-        tensor: torch.Tensor = self._files[name].get_tensor(name)
+    def get(self, name: str, cut: Cut | None = None) -> torch.Tensor:
+        """See `TensorSource.get`; of a part no more is read."""
+        file = self._files[name]
+        tensor: torch.Tensor
+        if cut is None:
+            tensor = file.get_tensor(name)
+        elif cut.dim == 0:
+            tensor = file.get_slice(name)[cut.start : cut.stop]
+        else:
+            tensor = file.get_slice(name)[:, cut.start : cut.stop]
         return tensor
 
 

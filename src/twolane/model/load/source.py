@@ -2,6 +2,8 @@
 
 from typing import Any, Protocol
 
+from twolane.parallel.sharding import Cut
+
 
 class TensorSource(Protocol):
     """Tensors by their Hugging Face names."""
@@ -18,6 +20,6 @@ class TensorSource(Protocol):
         """Type of the tensor's numbers, as safetensors names it."""
         ...
 
-    def get(self, name: str) -> Any:
-        """The tensor: torch or numpy, of any dtype."""
+    def get(self, name: str, cut: Cut | None = None) -> Any:
+        """The tensor or a part of it: torch or numpy, of any dtype."""
         ...

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from twolane.common.errors import FieldError
 from twolane.model.decoder import Decoder, LayerWeights, Weights, pair_rows
 from twolane.model.load.configs import quantization_from_directory
 from twolane.model.load.dummy import Dummy
@@ -21,6 +22,7 @@ from twolane.model.load.source import TensorSource
 from twolane.model.matrix import Matrix, Scheme, concatenated, quantised
 from twolane.model.mlp import DenseMlp, Expert, Experts
 from twolane.model.spec import ModelSpec
+from twolane.parallel.sharding import Shard
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -54,6 +56,8 @@ def load_weights(
     seed: int = 0,
     device: torch.device | str = "cpu",
     progress: Progress | None = None,
+    rank: int = 0,
+    ranks: int = 1,
 ) -> tuple[ModelSpec, Weights]:
     """Load a model's weights onto a device.
 
@@ -68,6 +72,11 @@ def load_weights(
         seed: of dummy weights.
         device: where the weights go, layer by layer.
         progress: told ("weights", fraction) as layers are loaded.
+        rank: whose part is read.
+        ranks: number of ranks that share the model.
+
+    Returns:
+        The shape of the whole model, and the rank's part of its weights.
 
     Raises:
         UnsupportedModel: the model asks for something that is not built.
@@ -88,7 +97,10 @@ def load_weights(
             spec = replace(spec, max_positions=max_positions)
         modules = None if dummy else stored
         _check(spec, tensors, modules, source.name)
-        loader = _Loader(spec, tensors, modules, scheme, DTYPES[dtype], device)
+        shard = Shard(spec, rank, ranks)
+        if ranks > 1 and (modules is not None or scheme is not None):
+            raise FieldError("tensor_parallel_size", "above 1 does not serve quantised models yet")
+        loader = _Loader(shard, tensors, modules, scheme, DTYPES[dtype], device)
         weights = loader.weights(progress or (lambda *_: None))
     return spec, weights
 
@@ -293,7 +305,7 @@ def _refuse(name: str, what: str, which: Sequence[str]) -> None:
 class _Loader:
     """Puts the tensors of a source together as weights."""
 
-    spec: ModelSpec
+    shard: Shard
     tensors: TensorSource
     quantization: Quantization | None
     """How the source stores linear modules; None: in floats."""
@@ -302,8 +314,13 @@ class _Loader:
     dtype: torch.dtype
     device: torch.device
 
+    @property
+    def spec(self) -> ModelSpec:
+        """The shape of the rank's part."""
+        return self.shard.local
+
     def weights(self, progress: Progress) -> Weights:
-        """All weights, layer by layer."""
+        """The rank's part of all weights, layer by layer."""
         embedding = self._get("model.embed_tokens.weight")
         layers = []
         for i in range(self.spec.layers):
@@ -316,7 +333,9 @@ class _Loader:
         return weights
 
     def _get(self, name: str) -> Tensor:
-        return torch.as_tensor(self.tensors.get(name)).to(self.device, self.dtype)
+        part = self.tensors.get(name, self.shard.cut(name))
+        tensor = torch.as_tensor(part).to(self.device, self.dtype)
+        return torch.zeros_like(tensor) if self.shard.left_out(name) else tensor
 
     def _bias(self, present: bool, *modules: str) -> Tensor | None:
         """The biases of modules that are one matrix."""

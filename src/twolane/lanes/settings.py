@@ -1,0 +1,53 @@
+"""What lanes need of an engine's settings: the model and the device."""
+
+from collections.abc import Callable
+
+import msgspec
+
+from twolane.model.decoder import Weights
+from twolane.model.load.hub import resolve
+from twolane.model.load.weights import load_weights
+from twolane.model.spec import ModelSpec
+
+
+class DeviceSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """A part of `EngineConfig`, by the same names; see there."""
+
+    model: str
+    load_format: str = "auto"
+    dtype: str = "auto"
+    quantization: str | None = None
+    max_positions: int | None = None
+    seed: int = 0
+    device: str = "auto"
+    tensor_parallel_size: int = 1
+    cores: int | None = None
+    levels: tuple[int, ...] | None = None
+    gpu_memory_utilization: float = 0.9
+
+    @classmethod
+    def of(cls, config: object) -> "DeviceSettings":
+        """The part of an `EngineConfig`."""
+        return msgspec.convert(config, cls, from_attributes=True)
+
+
+def load_shard(
+    settings: DeviceSettings, device: str, progress: Callable[[str, float], None], rank: int = 0
+) -> tuple[ModelSpec, Weights]:
+    """The whole model's shape and one rank's part of its weights.
+
+    Raises:
+        ValueError: a setting is wrong, or the model.
+    """
+    return load_weights(
+        resolve(settings.model, settings.load_format),
+        dtype=settings.dtype,
+        load_format=settings.load_format,
+        quantization=settings.quantization,
+        max_positions=settings.max_positions,
+        seed=settings.seed,
+        device=device,
+        progress=progress,
+        rank=rank,
+        ranks=settings.tensor_parallel_size,
+    )

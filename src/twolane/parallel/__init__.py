@@ -1,0 +1,1 @@
+"""Ranks: processes that share each layer of a model. Groups, collectives, sharding."""

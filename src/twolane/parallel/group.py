@@ -1,0 +1,150 @@
+"""What ranks do together. Every lane has a channel of its own."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from twolane.common.vocabulary import LaneName
+
+PATIENCE_SECONDS = 8.0
+"""A collective fails when another rank has not come to it after this many seconds."""
+MEETING_SECONDS = 0.02
+"""Seconds between two looks whether all ranks have loaded."""
+CHANNELS: Mapping[LaneName, str] = {"prefill": "prefill", "decode": "decode", "device": "prefill"}
+"""The channel of each lane; the whole device excludes both lanes and uses the prefill lane's."""
+
+
+class RankLost(ConnectionError):
+    """A rank has died or stands still; the message says which, or who waited for it."""
+
+
+class Group(Protocol):
+    """The ranks that share a model.
+
+    All ranks call the same collectives of a channel in the same order; a thread uses the channel
+    that it was bound to.
+    """
+
+    rank: int
+    size: int
+
+    def bind(self, lane: LaneName) -> None:
+        """Have this thread use that lane's channel from now on."""
+
+    def all_reduce(self, partial: Tensor) -> Tensor:
+        """The sum over all ranks, added in rank order, so that its bits depend on nothing else."""
+
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        """Rank 0's tensor; the others' give its shape and type."""
+
+    def gather_columns(self, part: Tensor) -> Tensor:
+        """On rank 0 all ranks' columns [R, size * columns]; on the others what they gave."""
+
+
+class Alone:
+    """One rank."""
+
+    rank = 0
+    size = 1
+
+    def bind(self, lane: LaneName) -> None:
+        """See `Group.bind`."""
+
+    def all_reduce(self, partial: Tensor) -> Tensor:
+        """See `Group.all_reduce`."""
+        return partial
+
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        """See `Group.broadcast`."""
+        return tensor
+
+    def gather_columns(self, part: Tensor) -> Tensor:
+        """See `Group.gather_columns`."""
+        return part
+
+
+class CpuGroup:
+    """Ranks that are processes of one host, by gloo; a rank that waits sleeps.
+
+    Args:
+        rank: this process's, from 0.
+        size: number of ranks.
+        store: where they meet.
+        check: called while others have not come; raises if they will not.
+
+    Raises:
+        RankLost: a collective: a rank has died, or has not come within `PATIENCE_SECONDS`.
+    """
+
+    def __init__(
+        self, rank: int, size: int, store: dist.Store, check: Callable[[], None] = lambda: None
+    ) -> None:
+        self.rank, self.size = rank, size
+        store.set(f"rank-{rank}", "here")
+        while not store.check([f"rank-{other}" for other in range(size)]):
+            check()
+            time.sleep(MEETING_SECONDS)
+        self._channels = {
+            name: _channel(rank, size, dist.PrefixStore(name, store))
+            for name in sorted(set(CHANNELS.values()))
+        }
+        self._bound = threading.local()
+
+    def bind(self, lane: LaneName) -> None:
+        """See `Group.bind`."""
+        self._bound.name = CHANNELS[lane]
+        self._bound.channel = self._channels[CHANNELS[lane]]
+
+    def all_reduce(self, partial: Tensor) -> Tensor:
+        """See `Group.all_reduce`."""
+        first, *others = self._gathered(partial)
+        for part in others:
+            first += part
+        return first
+
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        """See `Group.broadcast`."""
+        with self._waiting():
+            self._bound.channel.broadcast([tensor]).wait()
+        return tensor
+
+    def gather_columns(self, part: Tensor) -> Tensor:
+        """See `Group.gather_columns`."""
+        part = part.contiguous()
+        options = dist.GatherOptions()
+        options.rootRank = 0
+        parts = [torch.empty_like(part) for _ in range(self.size)] if self.rank == 0 else []
+        with self._waiting():
+            self._bound.channel.gather([parts] if parts else [], [part], options).wait()
+        return torch.cat(parts, dim=1) if parts else part
+
+    def _gathered(self, tensor: Tensor) -> list[Tensor]:
+        tensor = tensor.contiguous()
+        parts = [torch.empty_like(tensor) for _ in range(self.size)]
+        with self._waiting():
+            self._bound.channel.allgather([parts], [tensor]).wait()
+        return parts
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise RankLost(
+                f"rank {self.rank} of {self.size} waited in vain for the others in the "
+                f"{self._bound.name} channel: {str(error).splitlines()[0]}"
+            ) from error
+
+
+def _channel(rank: int, size: int, store: dist.Store) -> dist.ProcessGroupGloo:
+    options = dist.ProcessGroupGloo._Options()
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    options._timeout = timedelta(seconds=PATIENCE_SECONDS)
+    return dist.ProcessGroupGloo(store, rank, size, options)

@@ -1,0 +1,95 @@
+"""Which part of each tensor a rank has (Shoeybi et al. 2019, Megatron-LM, section 3).
+
+Queries, keys, values, gate and up are cut by rows, the projections back to the hidden size by
+columns, embedding and classifier by vocabulary. A KV head is on several ranks where there are more
+ranks than KV heads.
+"""
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from twolane.common.errors import FieldError
+from twolane.model.spec import ModelSpec
+
+
+class Cut(NamedTuple):
+    """The part `start:stop` of one dimension."""
+
+    dim: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One rank's part of a model.
+
+    Raises:
+        FieldError: so many ranks cannot share the model.
+    """
+
+    spec: ModelSpec
+    """The whole model."""
+    rank: int
+    size: int
+
+    def __post_init__(self) -> None:
+        spec, size = self.spec, self.size
+        counts = {
+            "attention heads": spec.heads,
+            "MLP columns": spec.intermediate_size,
+            "tokens of the vocabulary": spec.vocab_size,
+        }
+        for what, count in counts.items():
+            if count % size:
+                raise _refusal(f"{size} does not divide the model's {count} {what}")
+        if spec.kv_heads % size and size % spec.kv_heads:
+            raise _refusal(f"{size} ranks cannot share {spec.kv_heads} KV heads evenly")
+
+    @property
+    def local(self) -> ModelSpec:
+        """The shape of what this rank computes; vocabulary and hidden size are the model's."""
+        spec = self.spec
+        return replace(
+            spec,
+            heads=spec.heads // self.size,
+            kv_heads=max(1, spec.kv_heads // self.size),
+            intermediate_size=spec.intermediate_size // self.size,
+        )
+
+    @property
+    def vocab(self) -> range:
+        """Token ids whose embeddings and logits this rank has."""
+        rows = self.spec.vocab_size // self.size
+        return range(self.rank * rows, (self.rank + 1) * rows)
+
+    def cut(self, name: str) -> Cut | None:
+        """The part of the tensor of that Hugging Face name; None: all of it."""
+        spec, local = self.spec, self.local
+        if name in ("model.embed_tokens.weight", "lm_head.weight"):
+            return Cut(0, self.vocab.start, self.vocab.stop)
+        kind = name.split(".")[-2]
+        if kind in ("k_proj", "v_proj"):
+            first = self.rank * spec.kv_heads // self.size * spec.head_dim
+            return Cut(0, first, first + local.kv_size)
+        parts = {
+            "q_proj": (0, local.q_size),
+            "o_proj": (1, local.q_size),
+            "gate_proj": (0, local.intermediate_size),
+            "up_proj": (0, local.intermediate_size),
+            "down_proj": (1, local.intermediate_size),
+        }
+        if kind not in parts:
+            return None
+        dim, width = parts[kind]
+        if dim and name.endswith("bias"):
+            return None
+        return Cut(dim, self.rank * width, (self.rank + 1) * width)
+
+    def left_out(self, name: str) -> bool:
+        """Whether another rank adds this tensor: a bias is added to a sum once, by rank 0."""
+        return self.rank > 0 and name.endswith(("o_proj.bias", "down_proj.bias"))
+
+
+def _refusal(problem: str) -> FieldError:
+    return FieldError("tensor_parallel_size", f"does not fit: {problem}")

@@ -1,0 +1,172 @@
+"""Ranks have the parts of a model, and together they compute what one rank computes."""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from tests.model.checkpoints import FAMILIES, make_checkpoint
+from twolane.common.errors import FieldError
+from twolane.model.attention import Batch, KVCache, Segment
+from twolane.model.decoder import Decoder
+from twolane.model.load.dummy import Dummy
+from twolane.model.load.hub import resolve
+from twolane.model.load.safetensors import Safetensors
+from twolane.model.load.weights import _expected, _Loader, load_weights
+from twolane.model.spec import ModelSpec
+from twolane.parallel import group as group_module
+from twolane.parallel.group import CpuGroup, RankLost
+from twolane.parallel.sharding import Shard
+
+TOKENS = [5, 17, 3, 250, 99, 128, 8, 64, 201, 31]
+EIGHT = ModelSpec("llama", 3, 64, 8, 2, 8, 96, 256, 128, qkv_bias=True, o_bias=True, mlp_bias=True)
+
+
+def groups(size: int) -> list[CpuGroup]:
+    """Ranks that are threads here."""
+    meeting = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def rank(number: int) -> CpuGroup:
+        return CpuGroup(number, size, dist.TCPStore("127.0.0.1", meeting.port, is_master=False))
+
+    with ThreadPoolExecutor(size) as threads:
+        return list(threads.map(rank, range(size)))
+
+
+def together(size: int, run: Callable[[CpuGroup], Tensor]) -> list[Tensor]:
+    """What each rank comes to; each is a thread."""
+
+    def rank(group: CpuGroup) -> Tensor:
+        group.bind("prefill")
+        with torch.inference_mode():
+            return run(group)
+
+    with ThreadPoolExecutor(size) as threads:
+        return list(threads.map(rank, groups(size)))
+
+
+def logits(decoder: Decoder) -> Tensor:
+    """Logits after each of the tokens; on a rank other than 0 its part of them."""
+    pages = list(range(-(-len(TOKENS) // 4)))
+    kv = KVCache(decoder.spec, len(pages), 4, decoder.dtype)
+    batch = Batch.build([Segment(0, len(TOKENS), pages)], 4)
+    hidden = decoder.embed(torch.tensor(TOKENS))
+    for i in range(decoder.spec.layers):
+        hidden = decoder.layer(i, hidden, batch, kv)
+    return decoder.head(hidden)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_ranks_compute_what_one_computes(family: str, tmp_path: Path) -> None:
+    """Four ranks of models of two KV heads: each head is on two ranks."""
+    source = resolve(str(make_checkpoint(family, tmp_path / "model", seed=2)))
+    with torch.inference_mode():
+        alone = logits(Decoder(*load_weights(source)))
+    for size in (2, 4):
+
+        def ranked(group: CpuGroup, size: int = size) -> Tensor:
+            spec, weights = load_weights(source, rank=group.rank, ranks=size)
+            return logits(Decoder(spec, weights, group))
+
+        torch.testing.assert_close(together(size, ranked)[0], alone, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_biases_are_added_once(size: int) -> None:
+    def decoder(rank: int, ranks: int, group: CpuGroup | None = None) -> Decoder:
+        tensors = Dummy(dict(_expected(EIGHT)), 0, torch.device("cpu"))
+        shard = Shard(EIGHT, rank, ranks)
+        device, dtype = torch.device("cpu"), torch.float32
+        weights = _Loader(shard, tensors, None, None, dtype, device).weights(lambda *_: None)
+        return Decoder(EIGHT, weights, group)
+
+    with torch.inference_mode():
+        alone = logits(decoder(0, 1))
+    ranks = together(size, lambda group: logits(decoder(group.rank, size, group)))
+    torch.testing.assert_close(ranks[0], alone, rtol=1e-4, atol=1e-5)
+
+
+def test_only_a_rank_s_part_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = resolve(str(make_checkpoint("qwen2", tmp_path / "model")))
+    read: list[int] = []
+    get = Safetensors.get
+
+    def counted(files: Safetensors, name: str, cut: object = None) -> Tensor:
+        tensor = get(files, name, cut)  # type: ignore[arg-type]
+        read.append(tensor.numel())
+        return tensor
+
+    monkeypatch.setattr(Safetensors, "get", counted)
+    spec, _ = load_weights(source, rank=1, ranks=2)
+    norms = (2 * spec.layers + 1) * spec.hidden_size
+    whole = spec.parameters - norms
+    assert sum(read) - norms == whole // 2
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ({"heads": 6, "kv_heads": 2}, "6 attention heads"),
+        ({"intermediate_size": 90}, "90 MLP columns"),
+        ({"vocab_size": 250}, "250 tokens"),
+        ({"heads": 12, "kv_heads": 6}, "6 KV heads"),
+    ],
+)
+def test_what_does_not_divide_is_refused_by_name(change: dict[str, int], what: str) -> None:
+    with pytest.raises(FieldError, match=what) as refused:
+        Shard(replace(EIGHT, **change), 0, 4)
+    assert refused.value.field == "tensor_parallel_size"
+
+
+def crossing() -> list[list[float]]:
+    """Both lanes reduce on both ranks; rank 1's decode lane comes first, rank 0's comes last."""
+    sums: dict[tuple[int, str], list[float]] = {}
+    turns = {(0, "decode"): threading.Event(), (1, "prefill"): threading.Event()}
+
+    def lane(group: CpuGroup, name: str) -> None:
+        if (wait := turns.get((group.rank, name))) is not None:
+            wait.wait(0.5)
+        group.bind(name)  # type: ignore[arg-type]
+        value = 1.0 if name == "prefill" else 100.0
+        sums[group.rank, name] = group.all_reduce(torch.full((4,), value)).tolist()
+
+    jobs = [(group, name) for group in groups(2) for name in ("prefill", "decode")]
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(lambda job: lane(*job), jobs))
+    return [sums[rank, name] for rank in range(2) for name in ("prefill", "decode")]
+
+
+def test_each_lane_has_a_channel_of_its_own() -> None:
+    assert crossing() == [[2.0] * 4, [200.0] * 4] * 2
+
+
+def test_lanes_that_share_a_channel_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        group_module, "CHANNELS", dict.fromkeys(("prefill", "decode", "device"), "one")
+    )
+    assert crossing() != [[2.0] * 4, [200.0] * 4] * 2
+
+
+def test_a_rank_that_does_not_come_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group_module, "PATIENCE_SECONDS", 1.0)
+    first, _second = groups(2)
+    first.bind("decode")
+    with pytest.raises(RankLost, match=r"rank 0 of 2 waited in vain .* decode channel"):
+        first.all_reduce(torch.ones(4))
+
+
+def test_sums_are_added_in_rank_order() -> None:
+    """The bits of a row do not depend on its place in the batch: 1e8 - 1e8 + 1 is not 1 - 1e8."""
+    parts = [1e8, 1.0, -1e8]
+
+    def reduce(group: CpuGroup) -> Tensor:
+        return group.all_reduce(torch.full((97, 5), parts[group.rank]))
+
+    want = torch.full((97, 5), parts[0]) + parts[1] + parts[2]
+    assert all(torch.equal(got, want) for got in together(3, reduce))
