@@ -5,13 +5,14 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from tests.model.checkpoints import FAMILIES, make_checkpoint
+from tests.model.checkpoints import DENSE, make_checkpoint
 from twolane.common.errors import FieldError
 from twolane.model.attention import Batch, KVCache, Segment
 from twolane.model.decoder import Decoder
@@ -19,7 +20,7 @@ from twolane.model.load.dummy import Dummy
 from twolane.model.load.hub import resolve
 from twolane.model.load.safetensors import Safetensors
 from twolane.model.load.weights import _expected, _Loader, load_weights
-from twolane.model.spec import ModelSpec
+from twolane.model.spec import ModelSpec, MoeSpec
 from twolane.parallel import group as group_module
 from twolane.parallel.group import CpuGroup, RankLost
 from twolane.parallel.sharding import Shard
@@ -62,7 +63,7 @@ def logits(decoder: Decoder) -> Tensor:
     return decoder.head(hidden)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", DENSE)
 def test_ranks_compute_what_one_computes(family: str, tmp_path: Path) -> None:
     """Four ranks of models of two KV heads: each head is on two ranks."""
     source = resolve(str(make_checkpoint(family, tmp_path / "model", seed=2)))
@@ -116,9 +117,10 @@ def test_only_a_rank_s_part_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ({"intermediate_size": 90}, "90 MLP columns"),
         ({"vocab_size": 250}, "250 tokens"),
         ({"heads": 12, "kv_heads": 6}, "6 KV heads"),
+        ({"moe": MoeSpec(4, 2, 32)}, "experts"),
     ],
 )
-def test_what_does_not_divide_is_refused_by_name(change: dict[str, int], what: str) -> None:
+def test_what_does_not_divide_is_refused_by_name(change: dict[str, Any], what: str) -> None:
     with pytest.raises(FieldError, match=what) as refused:
         Shard(replace(EIGHT, **change), 0, 4)
     assert refused.value.field == "tensor_parallel_size"

@@ -35,6 +35,8 @@ class Shard:
 
     def __post_init__(self) -> None:
         spec, size = self.spec, self.size
+        if size > 1 and spec.moe is not None:
+            raise _refusal("ranks do not share experts yet")
         counts = {
             "attention heads": spec.heads,
             "MLP columns": spec.intermediate_size,
