@@ -4,8 +4,9 @@ Three questions, on the embedded model in float32 on all cores of this machine, 
 doing nothing else:
 
 1. Do lanes help? Four requests decode while a 600-token prompt comes every 3 seconds, under
-   `static-split` and under `prefill-first`, in turn. Time between tokens is taken where
-   the front receives them; throughput is prompt tokens of prompts answered plus output tokens.
+   `static-split`, `auto` and `prefill-first`, in turn. Time between tokens is taken where
+   the API process receives them; throughput is prompt tokens of prompts answered plus
+   output tokens.
 2. Is the base slow? One stream against `transformers.generate`, 16 streams against one, and a
    prompt whose prefix is cached against the same prompt for the first time.
 3. What does an idle engine cost?
@@ -26,7 +27,7 @@ from origin import origin, output
 
 from twolane import SamplingParams
 from twolane.engine.config import EngineConfig
-from twolane.engine.messages import Output
+from twolane.engine.messages import Output, Submit
 from twolane.frontend.engine_client import EngineClient, Event
 
 MODEL = "smollm2-135m-instruct"
@@ -37,6 +38,7 @@ ROUNDS = 4
 """Of each system, in turn. The longest gap is a round's, the median of the rounds: on a shared
 machine one hiccup of the host in two minutes says nothing about lanes. The worst is shown, too."""
 ANSWER = 8
+LANE_SYSTEMS = ("prefill-first", "static-split", "auto")
 
 
 Measured = dict[str, float]
@@ -64,7 +66,7 @@ class Stream:
         self._left = output
         self._id = f"s{id(self)}-{self.sent}"
         params = SamplingParams(temperature=0, max_tokens=output, ignore_eos=True)
-        client.submit(self._id, prompt, params, 0, self._sink)
+        client.submit(Submit(self._id, prompt, params), self._sink)
 
     def _sink(self, event: Event) -> None:
         if isinstance(event, Output):
@@ -115,7 +117,7 @@ async def lanes(seconds: float) -> tuple[Measured, list[Figure]]:
     rates: dict[str, list[float]] = {}
     longest: dict[str, list[float]] = {}
     for seed in range(ROUNDS):
-        for system in ("prefill-first", "static-split"):
+        for system in LANE_SYSTEMS:
             some, rate = await load(system, seconds, seed)
             gaps.setdefault(system, []).extend(some)
             longest.setdefault(system, []).append(max(some))
@@ -131,15 +133,18 @@ async def lanes(seconds: float) -> tuple[Measured, list[Figure]]:
         measured[f"{system}, longest gap of all rounds (ms)"] = max(longest[system]) * 1e3
         measured[f"{system}, tokens/s"] = statistics.mean(rates[system])
 
-    def ratio(what: str) -> float:
-        return measured[f"prefill-first, {what}"] / measured[f"static-split, {what}"]
+    def ratio(what: str, system: str = "prefill-first") -> float:
+        return measured[f"{system}, {what}"] / measured[f"static-split, {what}"]
 
     p99, rate = ratio("P99 TBT (ms)"), 1 / ratio("tokens/s")
     gap = ratio("longest gap of a round (ms)")
+    auto_p99, auto_rate = ratio("P99 TBT (ms)", "auto"), ratio("tokens/s", "auto")
     return measured, [
         Figure("P99 TBT, prefill-first / static-split", p99, ">= 3", p99 >= 3),
         Figure("longest gap of a round, prefill-first / static-split", gap, ">= 5", gap >= 5),
         Figure("throughput, static-split / prefill-first", rate, ">= 0.85", rate >= 0.85),
+        Figure("P99 TBT, auto / static-split", auto_p99, "<= 1", auto_p99 <= 1),
+        Figure("throughput, auto / static-split", auto_rate, ">= 1", auto_rate >= 1),
     ]
 
 

@@ -143,7 +143,7 @@ def test_version():
         (("--max-model-len", "1"), ("--max-model-len", "or equal to 2")),
         (("--cores", "0"), ("--cores", "between 1 and")),
         (("--system", "nope"), ("--system 'nope'", "static-split", "chunked")),
-        (("--option", "nope=1"), ("--option 'nope'", "decode_units")),
+        (("--system", "static-split", "--option", "nope=1"), ("--option 'nope'", "decode_units")),
         (("--option", "nope"), ("--option nope", "KEY=VALUE")),
         (
             ("--option", "look-ahead=1", "--option", "look_ahead=2"),
@@ -151,7 +151,8 @@ def test_version():
         ),
         (("--otlp-endpoint", "foo"), ("--otlp-endpoint", "'foo'")),
         (("--host", ""), ("--host must not be empty",)),
-        (("--option", "decode_units=x"), ("--option", "decode_units")),
+        (("--option", "decode_units=1"), ("--option 'decode_units'", "no system")),
+        (("--system", "static-split", "--option", "decode_units=x"), ("--option", "decode_units")),
         (("--trace", "/nowhere/t.json"), ("--trace", "/nowhere/t.json")),
         (("--trace", "/"), ("--trace / cannot be written",)),
         (("--profile", "/"), ("--profile / cannot be read",)),

@@ -150,7 +150,7 @@ def test_tokens_under_a_tbt_bound_wait_until_they_are_due_or_the_engine_dies(mod
         ({"max_model_len": 5000}, "max_model_len 5000 exceeds the model's 1024 positions"),
         ({"cores": 1000}, "cores must be between 1 and"),
         ({"system": "none"}, "system 'none' is unknown"),
-        ({"options": {"k": "1"}}, "options 'k' is not one of system static-split"),
+        ({"system": "chunked", "options": {"k": "1"}}, "options 'k' is not one of system chunked"),
         ({"trace": "/nowhere/trace.json"}, "/nowhere/trace.json"),
     ],
 )

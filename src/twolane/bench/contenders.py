@@ -17,7 +17,6 @@ from twolane.bench import goodput, serve
 from twolane.bench.goodput import Hopeless, Run, Search, Trial
 from twolane.bench.server import serving
 from twolane.common.vocabulary import EstimatorName
-from twolane.engine.config import DEFAULT_SYSTEM
 from twolane.results.metrics import TTFT_PER_1K, bounds_words
 from twolane.results.record import CONNECT, DISCONNECT, INTERRUPTED, Record
 from twolane.results.result import BenchConfig, Result
@@ -48,13 +47,15 @@ def find(
         guesses: see `goodput.find`.
         traces: whether servers that are started write a trace into the folder.
     """
+    from twolane.systems.registry import default_system
+
     console = Console()
 
     def tell(trial: Trial, slos: dict[str, float]) -> None:
         typer.echo(_line(trial, slos))
 
     with contextlib.ExitStack() as stack:
-        names = list(systems) or [DEFAULT_SYSTEM]
+        names = list(systems) or [default_system("simulated")]
         if "simulate" in search.target:
             run = simulation(search)
         elif "serve" in search.target:

@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import msgspec
+
 from twolane.common.errors import FieldError
 from twolane.engine.config import EngineConfig
 from twolane.engine.engine import Engine
@@ -15,7 +17,7 @@ from twolane.engine.trace import FileTrace, Trace
 from twolane.lanes.machine import Machine, MachineLanes, load
 from twolane.lanes.settings import DeviceSettings
 from twolane.model.spec import ModelSpec
-from twolane.systems.registry import make_system
+from twolane.systems.registry import default_system, make_system
 
 DEFAULT_PAGE_SIZE = 16
 """Tokens, where the device does not ask for another."""
@@ -61,7 +63,9 @@ def assemble(
         ValueError: a setting does not go with the machine or its model.
         OSError: the trace cannot be written.
     """
-    system = make_system(config.system, config.options)
+    name = config.system or default_system(machine.kind)
+    config = msgspec.structs.replace(config, system=name)
+    system = make_system(name, config.options)
     spec = machine.spec
     max_model_len = context_length(config, spec)
     books = make_books(config, machine, max_model_len)
@@ -85,7 +89,7 @@ def assemble(
         slo=config.slo,
         pacer=Pacer(config.tbt_buffer, config.transport),
     )
-    ready = _ready(config, engine, machine)
+    ready = _ready(config, name, engine, machine)
     trace.about(
         model=config.model,
         system=ready.system,
@@ -99,10 +103,10 @@ def assemble(
     return Built(engine, lanes, trace, ready)
 
 
-def _ready(config: EngineConfig, engine: Engine, machine: Machine) -> Ready:
+def _ready(config: EngineConfig, name: str, engine: Engine, machine: Machine) -> Ready:
     lanes, kv, spec = engine.state.lanes, engine.state.kv, machine.spec
     return Ready(
-        system=config.system,
+        system=name,
         device=machine.name,
         units=lanes.units,
         levels=list(lanes.levels),

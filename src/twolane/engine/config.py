@@ -16,7 +16,6 @@ LoadFormat = Literal["auto", "dummy"]
 Device = Literal["auto", "cpu", "cuda"]
 Quantization = Literal["fp8", "fp8_block128", "int4"]
 
-DEFAULT_SYSTEM = "static-split"
 TRANSPORT_SECONDS = 0.002
 """Seconds that a token may take from the device to an HTTP client on a busy host."""
 
@@ -41,8 +40,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     if the KV pool holds them."""
     seed: Annotated[int, Option(MODEL)] = 0
     """Seed of dummy weights, and of sampling where a request has no seed of its own."""
-    system: Annotated[str, Option(SCHEDULING)] = DEFAULT_SYSTEM
-    """Policy that shares the device between prefill and decode; `twolane doctor` lists them."""
+    system: Annotated[str | None, Option(SCHEDULING)] = None
+    """Policy that shares the device between prefill and decode; `twolane doctor` lists them; by
+    default `auto` on a GPU and in simulation, `static-split` on a CPU."""
     options: Annotated[dict[str, str], Option(SCHEDULING, "KEY=VALUE", name="option")] = {}
     """Setting of the system; may be repeated. `twolane doctor` lists them."""
     slo: Annotated[Slo, Nested("slo_")] = Slo()

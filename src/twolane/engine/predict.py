@@ -19,7 +19,7 @@ from twolane.estimate.online import OnlineEstimator
 from twolane.estimate.profile import Key, Profile, ProfileError, cached_profile, model_digest
 from twolane.lanes.machine import Machine
 from twolane.model.load.hub import cache_dir
-from twolane.systems.registry import SYSTEMS
+from twolane.systems.registry import SYSTEMS, default_system
 
 log = logging.getLogger("twolane.predict")
 
@@ -35,7 +35,7 @@ def make_estimator(config: EngineConfig, machine: Machine, units: int) -> Estima
     if config.profile is None and not path.exists():
         log.info("no profile of this device and model: predictions come from what is seen")
         return OnlineEstimator()
-    name = config.estimator or SYSTEMS[config.system].estimator
+    name = config.estimator or SYSTEMS[config.system or default_system(machine.kind)].estimator
     try:
         changed = path.stat().st_mtime_ns
         profile = _read(path, changed)

@@ -35,7 +35,11 @@ def check_settings(config: EngineConfig) -> None:
         raise FieldError("trace", f"{config.trace} cannot be written")
     if config.profile is not None and not _is_readable(Path(config.profile)):
         raise FieldError("profile", f"{config.profile} cannot be read")
-    make_system(config.system, config.options)
+    if config.system is not None:
+        make_system(config.system, config.options)
+    elif config.options:
+        first = next(iter(config.options))
+        raise FieldError("options", f"{first!r} is a setting of a system, and no system is named")
 
 
 def _is_readable(file: Path) -> bool:

@@ -296,9 +296,9 @@ def _engine_figures(config: SimulateConfig, built: Built) -> dict[str, object]:
     return {
         "device": built.ready.device,
         "tp": config.tp,
-        "system": config.engine.system,
+        "system": built.ready.system,
         "options": config.engine.options,
-        "estimator": config.engine.estimator or SYSTEMS[config.engine.system].estimator,
+        "estimator": config.engine.estimator or SYSTEMS[built.ready.system].estimator,
         "levels": built.ready.levels,
         "kv_tokens": built.ready.kv_tokens,
         "max_model_len": built.ready.max_model_len,

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Protocol, cast
 import msgspec
 
 from twolane.common.errors import FieldError
-from twolane.common.vocabulary import EstimatorName
+from twolane.common.vocabulary import EstimatorName, MachineKind
 from twolane.systems.auto.system import Auto
 from twolane.systems.baselines.chunked import Chunked
 from twolane.systems.baselines.prefill_first import PrefillFirst
@@ -56,6 +56,15 @@ SYSTEMS: dict[str, type[System]] = {
     "duetserve": DuetServe,
     "auto": Auto,
 }
+
+
+def default_system(kind: MachineKind) -> str:
+    """Return the name of the system that serves on such a device if none is named.
+
+    On CPU cores `auto` has no profile to plan by, and its hybrid passes take several decode steps'
+    time: gaps between tokens are shorter under `static-split` (docs/design/systems.md).
+    """
+    return "static-split" if kind == "cpu" else "auto"
 
 
 def describe(name: str) -> str:
