@@ -89,13 +89,15 @@ def test_what_cannot_be_served_is_refused_with_the_field(make):
 def test_an_answer_may_follow_thinking(takes, opened):
     plain = json_schema_grammar({"type": "integer"})
     begin = "" if opened else "<think>\n"
-    grammar = behind_thinking(plain, opened=opened)
+    grammar = behind_thinking(plain, lambda _: None, opened=opened)
     assert takes(grammar, begin + "So 1 and {2}\nit is.\n</think>\n\n12")
     assert not takes(grammar, begin + "So 1 and 2\n</think>\n\nx")
     assert takes(grammar, "12") is not opened
     calls = calls_grammar("hermes", [NOTHING], lambda _: None, several=False)
     called = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
-    assert takes(behind_thinking(calls, opened=opened), begin + "hm</think>\n\n" + called)
+    assert takes(
+        behind_thinking(calls, lambda _: None, opened=opened), begin + "hm</think>\n\n" + called
+    )
 
 
 def nested(depth):

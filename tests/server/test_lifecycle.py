@@ -18,6 +18,7 @@ import aiohttp
 import pytest
 
 from twolane.engine.messages import Stats
+from twolane.frontend.forms import Forms
 from twolane.server.app import create_app
 from twolane.server.service import Service
 from twolane.slo import Slo
@@ -179,7 +180,7 @@ def service_of(codec):
     engine = SimpleNamespace(
         ready=ready, failure=None, stats=Stats(), watchers=[], wait_for_gap=no_wait
     )
-    return Service(engine, codec, "slow", max_queue=9)
+    return Service(engine, codec, "slow", max_queue=9, forms=Forms(None, lambda _: None))
 
 
 async def ask(service, path, body, leaves=None):

@@ -13,6 +13,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import Receive, Scope, Send
 
 import twolane
+from twolane.frontend.forms import AnswerForm
 from twolane.frontend.generation import Delta, Generation, GenerationFailed, GenerationRefused
 from twolane.server.http.calls import Call, Calls, call_of
 from twolane.server.http.connection import CONNECTION, Connection
@@ -136,10 +137,11 @@ def add_generation_routes(app: FastAPI, service: Service) -> None:
         service.check_model(body.model)
         prompts = await unless_gone(request, service.completion_prompts(body))
         tokens = [prompt.tokens for prompt in prompts]
-        options = answer_options(body, service.echo(body, prompts))
+        form = await unless_gone(request, service.answer_form(body, tokens[0]))
+        options = answer_options(body, form, service.echo(body, prompts))
         writer = logprob_writer(body, service)
         answer = Answer("completion", service.model_name, tokens, writer, options)
-        generation = service.generate(body, tokens, call)
+        generation = service.generate(body, tokens, call, form)
         return await respond(request, body, generation, answer)
 
     @app.post(
@@ -151,13 +153,16 @@ def add_generation_routes(app: FastAPI, service: Service) -> None:
         """Answer a conversation."""
         service.check_model(body.model)
         tokens = [(await unless_gone(request, service.chat_prompt(body))).tokens]
-        options, writer = answer_options(body), logprob_writer(body, service)
+        form = await unless_gone(request, service.answer_form(body, tokens[0]))
+        options, writer = answer_options(body, form), logprob_writer(body, service)
         answer = Answer("chat", service.model_name, tokens, writer, options)
-        generation = service.generate(body, tokens, call)
+        generation = service.generate(body, tokens, call, form)
         return await respond(request, body, generation, answer)
 
 
-def answer_options(body: GenerationBody, echo: Echo | None = None) -> AnswerOptions:
+def answer_options(
+    body: GenerationBody, form: AnswerForm, echo: Echo | None = None
+) -> AnswerOptions:
     """Return what a request wants to see."""
     return AnswerOptions(
         n=body.choices,
@@ -167,6 +172,8 @@ def answer_options(body: GenerationBody, echo: Echo | None = None) -> AnswerOpti
         echo=echo,
         continuous_usage=body.continuous_usage,
         include_usage=body.include_usage,
+        parsed=form.reader,
+        forced_call=form.forced_call,
     )
 
 

@@ -9,11 +9,14 @@ from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from msgspec.structs import replace
+
 from twolane.common.errors import FieldError
 from twolane.engine.messages import Output, Refused
 from twolane.frontend.body import shortened
 from twolane.frontend.engine_client import EngineClient, EngineError, EngineGone, Event
 from twolane.frontend.fields import Rendering
+from twolane.frontend.forms import FREE, AnswerForm, Forms, grammar_alone
 from twolane.frontend.generation import Generation
 from twolane.frontend.messages import Message, turns_of
 from twolane.frontend.text.codec import TextCodec, TextError
@@ -38,6 +41,8 @@ log = logging.getLogger("twolane.server")
 
 
 T = TypeVar("T")
+SEEN_TOKENS = 32
+"""The end of a prompt in which the marks of thinking are looked for, in tokens."""
 
 LONG_TEXT = 1 << 16
 """Texts of this many characters and more wait for each other, and no shorter one for them."""
@@ -75,6 +80,7 @@ class Service:
         model_name: what clients call it.
         max_queue: how many requests may wait for their first token.
         sampling: fields of `SamplingParams`, for requests that say nothing of them.
+        forms: of the model's answers; None: they are found from its chat template.
     """
 
     def __init__(
@@ -84,11 +90,15 @@ class Service:
         model_name: str,
         max_queue: int,
         sampling: Mapping[str, Any] = MappingProxyType({}),
+        forms: Forms | None = None,
     ) -> None:
         self.engine = engine
         self.codec = codec
         self.model_name = model_name
         self._sampling = sampling
+        self.forms = forms or Forms(codec.template_source, codec.added_token)
+        self._taught = False
+        """Whether the engine has the tokenizer."""
         self.created = int(time.time())
         self.admission = Admission(max_queue)
         self.metrics = Metrics(lambda: engine.stats, model_name, engine.ready.slo)
@@ -157,8 +167,36 @@ class Service:
         length = sum(len(message.text) for message in body.messages)
         self._check_text(length, body, "messages")
         chat = self._chat(body.messages, body, special=bool(body.add_special_tokens))
-        tokens = await self._text(chat, "messages", length)
+        shown = partial(chat, **self._for_template(body))
+        tokens = await self._text(shown, "messages", length)
         return self._fitted([Prompt(tokens)], body, "messages")[0]
+
+    def _for_template(self, body: ChatRequest) -> dict[str, Any]:
+        """What the chat template gets beside the messages and how to render them."""
+        more: dict[str, Any] = {"tools": body.shown_tools}
+        if body.reasoning_effort is not None and self.codec.has_variable("reasoning_effort"):
+            given = body.chat_template_kwargs or {}
+            more["variables"] = {"reasoning_effort": body.reasoning_effort, **given}
+        return more
+
+    async def answer_form(self, body: GenerationBody, tokens: Sequence[int]) -> AnswerForm:
+        """Return the form of the answers to a prompt.
+
+        Raises:
+            ApiError: 400, a field asks for what cannot be served.
+        """
+        asked, chat = body.asked, isinstance(body, ChatRequest)
+        if asked.wanted is None and not (chat and (asked.tools or self.forms.thinks)):
+            return FREE
+        try:
+            if not self.codec.has_tokenizer:
+                raise FieldError((asked.wanted or ("tools",))[0], "needs a model with a tokenizer")
+            if not chat:
+                return await asyncio.to_thread(grammar_alone, asked)
+            end = self.codec.decode(tokens[-SEEN_TOKENS:], skip_special_tokens=False)
+            return await asyncio.to_thread(self.forms.of, asked, end)
+        except FieldError as error:
+            raise ApiError(400, str(error), code="invalid_value", param=error.field) from error
 
     async def tokenize(self, body: TokenizeRequest) -> list[int]:
         """Return the tokens of a text or a conversation, which may be longer than the context.
@@ -219,14 +257,18 @@ class Service:
         return params
 
     def generate(
-        self, body: GenerationBody, prompts: Sequence[list[int]], call: Call
+        self,
+        body: GenerationBody,
+        prompts: Sequence[list[int]],
+        call: Call,
+        form: AnswerForm = FREE,
     ) -> Generation:
         """Admit a request and send it to the engine.
 
         Raises:
             ApiError: 400, 429 or 503.
         """
-        params = self.sampling(body, prompts)
+        params = self._formed(self.sampling(body, prompts), form)
         try:
             self.codec.check_stop(body.stop_strings)
         except TextError as error:
@@ -236,14 +278,20 @@ class Service:
         answers = [prompt for prompt in prompts for _ in range(body.choices)]
         self.admission.enter(len(answers), counted_by(body))
         books = RequestAccounting(self, answers, call, self._traces(body, params, answers, call))
+        text = body.text_options
+        if form.shows_special:
+            text = replace(text, skip_special_tokens=False)
         try:
+            if form.grammar is not None and not self._taught:
+                self.engine.teach(self.codec.tokenizer_json)
+                self._taught = True
             return Generation(
                 self.engine,
                 self.codec,
                 prompts,
                 [params] * len(prompts),
                 n=body.choices,
-                text=body.text_options,
+                text=text,
                 priority=body.priority or 0,
                 slo=call.slo,
                 observer=books,
@@ -272,6 +320,13 @@ class Service:
         if asked > most:
             message = f"{param}: the answer could have {asked} log-probabilities, and {most} may be"
             raise ApiError(400, f"{message}: lower it", code="invalid_value", param=param)
+
+    def _formed(self, params: SamplingParams, form: AnswerForm) -> SamplingParams:
+        """The sampling parameters with the grammar of the form."""
+        try:
+            return params if form.grammar is None else replace(params, grammar=form.grammar)
+        except FieldError as error:
+            raise ApiError(400, str(error), code="invalid_value", param=error.field) from error
 
     def _traces(
         self,

@@ -1,7 +1,7 @@
 """Grammars in the form that the engine matches (llguidance's), made from what requests ask for."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from llguidance import LLMatcher
@@ -11,9 +11,13 @@ from twolane.common.errors import FieldError
 from twolane.common.grammars import MAX_GRAMMAR_BYTES, parser_limits
 from twolane.frontend.parsers.reasoning import END_THINK, THINK
 
-WHITESPACE = r"[\x20\x0A\x0D\x09]{0,64}"
-"""White space that JSON may have between two tokens. It is bounded: a model that writes nothing
-else would never end."""
+WHITESPACE = r"(\n[ \t]{0,32}| ?)"
+"""White space that JSON may have between two tokens: a space, or a line's end and an indentation.
+It is bounded: a model that writes nothing else would never end."""
+TokenOf = Callable[[str], int | None]
+"""Returns the id of an added token by its text, or None if no token has it."""
+Maker = Callable[[], str]
+"""Makes a grammar in llguidance's form; it may raise what `made_grammar` turns into errors."""
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 
 
@@ -46,23 +50,34 @@ def context_free_grammar(text: str) -> str:
     return LLMatcher.grammar_from_lark(any_to_lark(text))
 
 
-def behind_thinking(grammar: str, *, opened: bool) -> str:
+def behind_thinking(grammar: str, token_of: TokenOf, *, opened: bool) -> str:
     """Return the grammar of an answer that follows the model's thinking.
 
     Args:
         grammar: of the answer.
+        token_of: finds the marks of thinking among the added tokens.
         opened: whether the prompt has opened the thinking; if not, the model may think or not.
     """
     [answer, *others] = json.loads(grammar)["grammars"]
-    begin = "" if opened else f'"{THINK}" '
-    lark = (
-        f"start: {'thoughts' if opened else 'thoughts?'} @answer\n"
-        f"thoughts: {begin}thought SPACE\n"
-        f"thought[lazy]: /(.|\\n)*{END_THINK.replace('/', chr(92) + '/')}/\n"
-        "SPACE: /[ \\n]*/\n"
-    )
-    first = {"lark_grammar": lark}
+    end = token_of(END_THINK)
+    if end is None:
+        thought = "thought[lazy]: /(.|\\n)*" + END_THINK.replace("/", "\\/") + "/"
+    else:
+        thought = f"thought: /(.|\\n)*/ <[{end}]>"
+    lark = [
+        f"start: {'thoughts' if opened else 'thoughts?'} @answer",
+        f"thoughts: {'' if opened else terminal(THINK, token_of)} thought SPACE",
+        thought,
+        "SPACE: /[ \\n]*/",
+    ]
+    first = {"lark_grammar": "\n".join(lark)}
     return json.dumps({"grammars": [first, {**answer, "name": "answer"}, *others]})
+
+
+def terminal(mark: str, token_of: TokenOf) -> str:
+    """Return what matches a mark in a Lark grammar: the added token that it is, or its text."""
+    token = token_of(mark)
+    return json.dumps(mark) if token is None else f"<[{token}]>"
 
 
 def check_grammar(grammar: str, field: str) -> str:
@@ -82,3 +97,17 @@ def check_grammar(grammar: str, field: str) -> str:
     if wrong:
         raise FieldError(field, "cannot be served: " + " ".join(messages[0].split())[:500])
     return grammar
+
+
+def made_grammar(maker: Maker, field: str) -> str:
+    """Return the grammar that a field asks for, if it can be made and compiles.
+
+    Raises:
+        FieldError: it cannot.
+    """
+    try:
+        return check_grammar(maker(), field)
+    except FieldError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise FieldError(field, f"cannot be served: {error}"[:500]) from error

@@ -4,10 +4,8 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from twolane.frontend.structured.grammar import WHITESPACE
+from twolane.frontend.structured.grammar import WHITESPACE, TokenOf, terminal
 
-TokenOf = Callable[[str], int | None]
-"""Returns the id of a special token by its text, or None if no token has it."""
 NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
 
 
@@ -64,7 +62,7 @@ class _Marks:
 
     def of(self, *marks: str) -> str:
         """Return the terminals of some marks, one behind the other."""
-        return " ".join(self._one(mark) for mark in marks if mark)
+        return " ".join(terminal(mark, self._token_of) for mark in marks if mark)
 
     def json(self, schema: Mapping[str, Any]) -> str:
         """Return what matches the JSON values of a schema."""
@@ -76,10 +74,6 @@ class _Marks:
         escaped = mark.replace("/", "\\/").replace("\n", "\\n")
         self.rules.append(f"{name}[lazy]: /(.|\\n)*{escaped}/")
         return name
-
-    def _one(self, mark: str) -> str:
-        token = self._token_of(mark)
-        return json.dumps(mark) if token is None else f"<[{token}]>"
 
 
 def _json_call(key: str, begin: str, end: str) -> Callable[[Tool, _Marks], str]:

@@ -219,6 +219,31 @@ class TextCodec:
         """Whether `chat` can work."""
         return self._template is not None
 
+    @property
+    def template_source(self) -> str | None:
+        """The chat template's program; None: there is none."""
+        return None if self._template is None else self._template.source
+
+    @property
+    def tokenizer_json(self) -> str:
+        """The tokenizer in the form of `tokenizer.json`.
+
+        Raises:
+            TextError: the model has no tokenizer.
+        """
+        return self._tokenizer.to_str()
+
+    def added_token(self, text: str) -> int | None:
+        """Return the id of the added token with this text; None: there is no such token."""
+        if self._backend is None:
+            return None
+        token = self._backend.token_to_id(text)
+        return token if token in self._backend.get_added_tokens_decoder() else None
+
+    def has_variable(self, name: str) -> bool:
+        """Return whether `chat_template_kwargs` may set this variable of the chat template."""
+        return self._template is not None and name in self._template.variables
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the tokens of a plain prompt.
 

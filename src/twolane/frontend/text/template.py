@@ -196,7 +196,7 @@ class ChatTemplate:
         self, source: str, special_tokens: Mapping[str, str], form: TemplateForm | None = None
     ) -> None:
         made = environment()
-        self._source = source
+        self.source = source
         self._template = made.from_string(source)
         self._special_tokens = dict(special_tokens)
         if form is not None:
@@ -213,7 +213,7 @@ class ChatTemplate:
     @property
     def mentions_developer(self) -> bool:
         """Whether the template knows the role "developer"."""
-        return "developer" in self._source
+        return "developer" in self.source
 
     def render(
         self,

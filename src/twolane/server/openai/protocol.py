@@ -22,13 +22,17 @@ from twolane.frontend.fields import (
     TokenIds,
     prompt_list,
 )
+from twolane.frontend.forms import Asked
 from twolane.frontend.messages import Messages
+from twolane.frontend.structured.grammar import Maker
 from twolane.sampling import MOST_LOGPROBS, SamplingParams
+from twolane.server.openai.structured import ResponseFormat, StructuredOutputs
+from twolane.server.openai.tools import NamedChoice, ToolChoice, Tools, enforced
 
 INERT = frozenset(
     {
         *("user", "metadata", "store", "safety_identifier"),
-        *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"),
+        *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "service_tier"),
     }
 )
 """Accepted with any value: they are about the sender's own bookkeeping."""
@@ -39,8 +43,6 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "bad_words": ([],),
     "use_beam_search": (False,),
     "spaces_between_special_tokens": (True,),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
     "guided_json": (),
     "guided_regex": (),
     "guided_choice": (),
@@ -52,21 +54,16 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "kv_transfer_params": (),
     "vllm_xargs": ({},),
     "request_id": (),
-    "service_tier": ("auto", "default"),
 }
 """Fields of both endpoints that are refused, with their neutral values; null is always neutral."""
 
 UNSUPPORTED_CHAT: Mapping[str, tuple[Any, ...]] = {
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (True, False),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
     "moderation": (),
     "audio": (),
     "prediction": (),
-    "reasoning_effort": (),
     "include_reasoning": (True,),
     "verbosity": ("medium",),
     "web_search_options": (),
@@ -136,6 +133,8 @@ class GenerationBody(TextFields):
     priority: Annotated[int, Field(ge=-INT32_MAX, le=INT32_MAX)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
 
@@ -171,9 +170,23 @@ class GenerationBody(TextFields):
             raise wrong("stream_options", "needs stream = true")
         if self.best_of not in (None, self.choices):
             raise wrong("best_of", "must equal n: all answers that are made are returned")
+        if self.structured_outputs is not None and self.response_format is not None:
+            raise wrong("structured_outputs", "excludes response_format")
         if self.prompt_logprobs is not None and self.stream:
             raise wrong("prompt_logprobs", "cannot be streamed")
         return self
+
+    @property
+    def asked(self) -> Asked:
+        """What is asked of the form of the answers."""
+        return Asked(wanted=self._wanted)
+
+    @property
+    def _wanted(self) -> tuple[str, Maker] | None:
+        if self.structured_outputs is not None:
+            return "structured_outputs", self.structured_outputs.maker()
+        maker = None if self.response_format is None else self.response_format.maker()
+        return None if maker is None else ("response_format", maker)
 
     def sampling(self, defaults: Mapping[str, Any] = MappingProxyType({})) -> SamplingParams:
         """Return the engine's form of the sampling fields; `defaults`: of those not given.
@@ -249,6 +262,32 @@ class ChatRequest(GenerationBody, Rendering):
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: LogprobCount | None = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    """It reaches the chat template, if that has a variable of this name."""
+
+    @property
+    def shown_tools(self) -> list[dict[str, Any]] | None:
+        """The tools as the chat template shows them; None: it shows none."""
+        if not self.tools or self.tool_choice == "none":
+            return None
+        return [tool.for_template() for tool in self.tools]
+
+    @property
+    def asked(self) -> Asked:
+        """See `GenerationBody.asked`."""
+        if self.shown_tools is None:
+            return Asked(wanted=self._wanted)
+        tools = self.tools or []
+        return Asked(
+            tools=[tool.tool() for tool in tools],
+            enforced=enforced(tools, self.tool_choice),
+            named=isinstance(self.tool_choice, NamedChoice),
+            several=self.parallel_tool_calls is not False,
+            wanted=self._wanted,
+        )
 
     @property
     def limit(self) -> tuple[str, int | None]:
@@ -271,6 +310,12 @@ class ChatRequest(GenerationBody, Rendering):
             raise wrong("max_completion_tokens", "differs from max_tokens")
         if self.top_logprobs and not self.logprobs:
             raise wrong("top_logprobs", "needs logprobs = true")
+        if self.tool_choice not in (None, "none", "auto") and not self.tools:
+            raise wrong("tool_choice", "needs tools")
+        if isinstance(self.tool_choice, NamedChoice):
+            names = [tool.function.name for tool in self.tools or ()]
+            if self.tool_choice.function.name not in names:
+                raise wrong("tool_choice", f"names no tool; there are: {', '.join(names)[:200]}")
         return self
 
 

@@ -108,12 +108,29 @@ class ChatLogprobs(Shown):
     refusal: None
 
 
+class CalledFunction(Shown):
+    """The function of a tool call."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Shown):
+    """A call of a tool."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class AssistantMessage(Shown):
     """What the model says."""
 
     role: Literal["assistant"]
-    content: str
+    content: str | None
     refusal: None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCall] | None = None
 
 
 class ChatChoice(Shown):
@@ -122,7 +139,7 @@ class ChatChoice(Shown):
     index: int
     message: AssistantMessage
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason
+    finish_reason: FinishReason | Literal["tool_calls"]
     stop_reason: int | str | None
     token_ids: list[int] | None = None
 

@@ -1,15 +1,15 @@
 """The fields of structured output: OpenAI's `response_format`, vLLM's `structured_outputs`."""
 
 import json
-from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
-from twolane.common.errors import FieldError
+from twolane.frontend.body import wrong
 from twolane.frontend.structured.grammar import (
     ANY_OBJECT,
-    check_grammar,
+    Maker,
     choice_grammar,
     context_free_grammar,
     json_schema_grammar,
@@ -17,7 +17,6 @@ from twolane.frontend.structured.grammar import (
 )
 
 Schema = dict[str, Any] | bool
-Maker = Callable[[], str]
 
 
 class _Fields(BaseModel):
@@ -44,7 +43,7 @@ class ResponseFormat(_Fields):
     def schema_where_it_belongs(self) -> "ResponseFormat":
         """Refuse a format that lacks its schema, and a schema without its format."""
         if (self.type == "json_schema") != (self.json_schema is not None):
-            raise ValueError('needs json_schema with the type "json_schema", and only then')
+            raise wrong("json_schema", 'goes with the type "json_schema", and only with it')
         return self
 
     def maker(self) -> Maker | None:
@@ -68,7 +67,8 @@ class StructuredOutputs(_Fields):
     def exactly_one(self) -> "StructuredOutputs":
         """Refuse none and several."""
         if len(self.model_fields_set) != 1:
-            raise ValueError("needs exactly one of json, json_object, regex, choice and grammar")
+            known = "json, json_object, regex, choice and grammar"
+            raise PydanticCustomError("invalid_value", f"must have exactly one of {known}")
         return self
 
     def maker(self) -> Maker:
@@ -83,17 +83,3 @@ class StructuredOutputs(_Fields):
         return lambda: json_schema_grammar(
             json.loads(schema) if isinstance(schema, str) else schema
         )
-
-
-def made(maker: Maker, field: str) -> str:
-    """Return the grammar of a field, checked.
-
-    Raises:
-        FieldError: it cannot be made or does not compile.
-    """
-    try:
-        return check_grammar(maker(), field)
-    except FieldError:
-        raise
-    except (ValueError, RecursionError) as error:
-        raise FieldError(field, f"cannot be served: {error}"[:500]) from error

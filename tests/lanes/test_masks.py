@@ -1,0 +1,48 @@
+"""Masks on the device: the tokens that a launch allows are chosen from, and only in that launch."""
+
+import random
+
+import torch
+
+from twolane.lanes.cuda.logit_processors import LogitProcessors
+from twolane.lanes.sampling_points import SamplingPoint
+from twolane.lanes.slot_table import SlotTable
+from twolane.lanes.work import Sampling, SlotUpdate, TokenMask
+from twolane.model.sampler import token_mask
+from twolane.sampling import SamplingParams
+
+VOCAB, SLOTS = 75, 4
+
+
+def processors():
+    slots = SlotTable(SLOTS)
+    sampling = Sampling(SamplingParams(), 0, 1, ())
+    slots.take([SlotUpdate(slot, 0, (slot,), sampling) for slot in range(SLOTS)])
+    return LogitProcessors(slots, VOCAB, torch.device("cpu"))
+
+
+def masks_of(slots, seed):
+    rng = random.Random(seed)
+    return [TokenMask(slot, rng.randbytes(-(-VOCAB // 8))) for slot in slots]
+
+
+def test_masked_rows_keep_what_is_allowed_and_others_everything():
+    made, points = processors(), [SamplingPoint(row, slot, 5) for row, slot in enumerate((3, 0, 1))]
+    masks = masks_of((0, 1), seed=1)
+    made.constrain(masks)
+    logits = torch.randn(3, VOCAB)
+    before = logits.clone()
+    made.adjust(logits, made.asked(points))
+    assert torch.equal(logits[0], before[0])
+    for row, mask in zip((1, 2), masks, strict=True):
+        allowed = token_mask(mask.allowed, VOCAB)
+        assert torch.equal(logits[row][allowed], before[row][allowed])
+        assert (logits[row][~allowed] == -torch.inf).all()
+
+
+def test_a_mask_holds_for_one_launch():
+    """A slot that is freed, or decodes freely next, finds no mask of the launch before."""
+    made, points = processors(), [SamplingPoint(0, 2, 5)]
+    made.constrain(masks_of((2,), seed=2))
+    made.adjust(torch.randn(1, VOCAB), made.asked(points))
+    assert made.asked(points) == []

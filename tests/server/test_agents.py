@@ -1,0 +1,231 @@
+"""Structured output, tools and reasoning through OpenAI's client, with a model that knows answers
+by heart."""
+
+import contextlib
+import json
+
+import openai
+import pytest
+
+from twolane.server.openai.tools import ToolDefinition
+
+from .parrot import TEMPLATE, Learnt, write_parrot
+from .serving import serving
+
+ASK = "What is the weather in Rome?"
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "Weather now",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+            "required": ["city"],
+            "additionalProperties": False,
+        },
+    },
+}
+CLOCK = {"type": "function", "function": {"name": "clock"}}
+FRANCE = "What is the capital of France?"
+TURN = [
+    {"role": "user", "content": ASK},
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"function": {"name": "weather", "arguments": {"city": "Rome"}}}],
+    },
+    {"role": "tool", "content": "21 degrees"},
+]
+
+
+def user(text):
+    return [{"role": "user", "content": text}]
+
+
+def shown(*tools):
+    return [ToolDefinition.model_validate(tool).for_template() for tool in tools]
+
+
+LEARNT = [
+    Learnt(user(ASK), CALL),
+    Learnt(user(ASK), CALL, shown(WEATHER)),
+    Learnt(user(ASK), CALL, shown(WEATHER, CLOCK)),
+    Learnt(TURN, "It is 21 degrees in Rome.", shown(WEATHER, CLOCK)),
+    Learnt(user(FRANCE), "<think>\nEasy.\n</think>\n\nParis."),
+]
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "y"]}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+
+
+@contextlib.contextmanager
+def client_of(path, learnt, template=TEMPLATE):
+    made = str(write_parrot(path / "model", learnt, template))
+    with (
+        serving(made, "--served-model-name", "parrot", "--kv-tokens", "20000") as server,
+        openai.OpenAI(base_url=f"{server.base}/v1", api_key="none", max_retries=0) as client,
+    ):
+        yield client
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory):
+    """Of a server whose weights are random."""
+    unthinking = TEMPLATE.replace("</think>", "")
+    with client_of(tmp_path_factory.mktemp("random"), (), unthinking) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def parrot(tmp_path_factory):
+    """Of a server that knows some answers by heart."""
+    with client_of(tmp_path_factory.mktemp("parrot"), LEARNT) as client:
+        yield client
+
+
+def chat(client, messages, **fields):
+    asked = {"model": "parrot", "temperature": 0, "max_tokens": 200, **fields}
+    if isinstance(messages, str):
+        messages = [{"role": "user", "content": messages}]
+    return client.chat.completions.create(messages=messages, **asked)
+
+
+def streamed(client, messages, **fields):
+    """The message that a stream adds up to, and why it ended."""
+    content, thinking, calls, finish = "", "", {}, None
+    for chunk in chat(client, messages, stream=True, **fields):
+        [choice] = chunk.choices
+        content += choice.delta.content or ""
+        thinking += getattr(choice.delta, "reasoning_content", None) or ""
+        for part in choice.delta.tool_calls or ():
+            call = calls.setdefault(part.index, {"arguments": ""})
+            if part.id:
+                call |= {"id": part.id, "name": part.function.name}
+            call["arguments"] += part.function.arguments or ""
+        finish = choice.finish_reason or finish
+    return content, thinking, [calls[i] for i in sorted(calls)], finish
+
+
+@pytest.mark.full
+def test_a_whole_turn_with_a_tool(parrot):
+    answer = chat(parrot, ASK, tools=[WEATHER, CLOCK]).choices[0]
+    assert answer.finish_reason == "tool_calls"
+    assert answer.message.content is None
+    [call] = answer.message.tool_calls
+    assert call.function.name == "weather"
+    assert json.loads(call.function.arguments) == {"city": "Rome"}
+    history = [
+        {"role": "user", "content": ASK},
+        answer.message.model_dump(exclude_none=True),
+        {"role": "tool", "tool_call_id": call.id, "content": "21 degrees"},
+    ]
+    last = chat(parrot, history, tools=[WEATHER, CLOCK]).choices[0]
+    assert last.finish_reason == "stop"
+    assert last.message.content == "It is 21 degrees in Rome."
+    assert last.message.tool_calls is None
+
+
+@pytest.mark.full
+def test_a_streamed_call_adds_up_to_the_whole_one(parrot):
+    content, _, [call], finish = streamed(parrot, ASK, tools=[WEATHER])
+    assert (content, finish) == ("", "tool_calls")
+    assert call["name"] == "weather"
+    assert call["id"]
+    assert json.loads(call["arguments"]) == {"city": "Rome"}
+
+
+@pytest.mark.full
+def test_without_tools_a_call_is_text(parrot):
+    assert chat(parrot, ASK).choices[0].message.content == CALL
+    none = chat(parrot, ASK, tools=[WEATHER], tool_choice="none").choices[0]
+    assert not none.message.tool_calls
+
+
+@pytest.mark.full
+def test_thinking_is_told_apart(parrot):
+    ask = FRANCE
+    answer = chat(parrot, ask).choices[0].message
+    assert (answer.content, answer.reasoning_content) == ("Paris.", "Easy.")
+    assert streamed(parrot, ask)[:2] == ("Paris.", "Easy.")
+    again = [{"role": "user", "content": ask}, answer.model_dump(exclude_none=True)]
+    assert chat(parrot, [*again, {"role": "user", "content": ASK}], max_tokens=5).choices
+
+
+@pytest.mark.parametrize("temperature", [0, 1.5])
+def test_calls_are_enforced(client, temperature):
+    named = {"type": "function", "function": {"name": "clock"}}
+    fields = {"tools": [WEATHER, CLOCK], "temperature": temperature, "seed": 3}
+    answer = chat(client, "Hello", tool_choice=named, **fields).choices[0]
+    assert [each.function.name for each in answer.message.tool_calls] == ["clock"]
+    answer = chat(
+        client, "Hello", tool_choice="required", parallel_tool_calls=False, **fields
+    ).choices[0]
+    if answer.finish_reason == "tool_calls":  # not cut in the city's name
+        [call] = answer.message.tool_calls
+        assert call.function.name in ("weather", "clock")
+        json.loads(call.function.arguments)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_answers_follow_a_schema(client, n):
+    wanted = {"type": "json_schema", "json_schema": {"name": "ab", "schema": SCHEMA}}
+    answer = chat(client, "Hello", response_format=wanted, n=n, temperature=1.2, seed=1)
+    assert len(answer.choices) == n
+    for choice in answer.choices:
+        value = json.loads(choice.message.content)
+        assert value.keys() == {"a", "b"}
+        assert value["b"] in ("x", "y")
+
+
+@pytest.mark.parametrize(
+    ("asked", "pattern"),
+    [
+        ({"regex": "[ab]{3}[0-9]"}, "aaa0"),
+        ({"choice": ["yes", "no"]}, "yes"),
+        ({"grammar": 'root ::= "(" root ")" | "x"'}, "((x))"),
+        ({"json": {"type": "boolean"}}, "true"),
+    ],
+)
+def test_structured_outputs_hold_completions_too(client, asked, pattern):
+    fields = {"model": "parrot", "prompt": "Hello", "max_tokens": 60, "temperature": 1.0, "seed": 7}
+    got = client.completions.create(extra_body={"structured_outputs": asked}, **fields).choices[0]
+    assert got.finish_reason == "stop"
+    assert set(got.text) <= set(pattern + "abyesnofalse0123456789()x")
+    assert got.text
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        (
+            {"tools": [CLOCK], "tool_choice": {"type": "function", "function": {"name": "none"}}},
+            "tool_choice",
+        ),
+        ({"extra_body": {"structured_outputs": {"regex": "("}}}, "structured_outputs"),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "schema": {"type": "array", "uniqueItems": True}},
+                }
+            },
+            "response_format",
+        ),
+        (
+            {"response_format": {"type": "json_object"}, "extra_body": {"min_tokens": 3}},
+            "min_tokens",
+        ),
+    ],
+)
+def test_what_cannot_be_served_is_refused_by_name(client, fields, param):
+    with pytest.raises(openai.BadRequestError) as refused:
+        chat(client, "Hello", **fields)
+    assert refused.value.param.startswith(param)
