@@ -6,10 +6,8 @@ UNSERVED = {
     "--pipeline-parallel-size": "the model runs on one GPU; larger ones need a larger GPU",
     "--data-parallel-size": "run a server for each GPU, behind a load balancer",
     "--kv-cache-dtype": "the KV cache has the format of --dtype",
-    "--enable-auto-tool-choice": "requests cannot define tools",
-    "--tool-call-parser": "requests cannot define tools",
-    "--reasoning-parser": "an answer's thinking is part of its text",
-    "--guided-decoding-backend": "answers are not held to a grammar",
+    "--enable-auto-tool-choice": "tools are served without it",
+    "--guided-decoding-backend": "llguidance is the only one",
     "--enable-chunked-prefill": "every system divides prefill itself; --system chunked mixes "
     "chunks with decode",
     "--max-num-batched-tokens": "use --system chunked --option token_budget=TOKENS",

@@ -7,6 +7,8 @@ import msgspec
 from twolane.common.options import Option
 
 PANEL = "Server"
+ToolForm = Literal["hermes", "qwen3_coder", "llama3_json", "mistral", "deepseek_v3", "deepseek_v31"]
+"""The names of `frontend.parsers.tool_calls.FORMATS`."""
 
 
 class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,6 +42,11 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     no page of another origin may."""
     max_body_bytes: Annotated[int, Option(PANEL, "BYTES", least=1)] = 32 << 20
     """Number of bytes that a request body may have; larger ones get a 413."""
+    tool_call_parser: Annotated[ToolForm | None, Option(PANEL)] = None
+    """Way in which the model writes tool calls; by default it is found from the chat template."""
+    reasoning_parser: Annotated[Literal["auto", "none"], Option(PANEL)] = "auto"
+    """auto: the thinking of a model whose chat template has <think> marks comes apart from its
+    answer; none: it is part of the answer."""
     otlp_endpoint: Annotated[str | None, Option(PANEL, "URL")] = None
     """OpenTelemetry collector that gets a trace of every request over HTTP, such as
     http://localhost:4318. Needs twolane[otel]."""

@@ -22,6 +22,7 @@ from twolane.common.resources import raise_file_limit
 from twolane.engine.config import TRANSPORT_SECONDS, EngineConfig
 from twolane.engine.messages import Ready
 from twolane.frontend.engine_client import CLOSE_SECONDS, EngineClient
+from twolane.frontend.forms import Forms
 from twolane.frontend.progress import progress_bars
 from twolane.frontend.startup import FETCHING, start_engine
 from twolane.model.load.configs import GENERATION_FILE
@@ -137,7 +138,9 @@ async def run(config: EngineConfig, options: ServerOptions) -> int:
             sampling = {}
         for field, value in sampling.items():
             log.info("%s is %g where a request says nothing, by %s", field, value, GENERATION_FILE)
-        service = Service(engine, codec, name, options.max_queue, sampling)
+        thinks = None if options.reasoning_parser == "auto" else False
+        forms = Forms(codec.template_source, codec.added_token, options.tool_call_parser, thinks)
+        service = Service(engine, codec, name, options.max_queue, sampling, forms)
         if provider is not None:
             from twolane.server.ops.tracing import Tracing
 
