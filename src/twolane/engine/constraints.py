@@ -105,6 +105,14 @@ class Grammars:
         return Constraint(matcher.deep_copy(), self._vocab_size, stops, self._eos)
 
     def _vocabulary_now(self) -> LLTokenizer:
+        """The tokenizer as llguidance has it, made once.
+
+        Raises:
+            GrammarError: it does not go with the model, as one without the model's end tokens.
+        """
         if self._vocabulary is None:
-            self._vocabulary = LLTokenizer(self._tokenizer, eos_token=list(self._eos))
+            try:
+                self._vocabulary = LLTokenizer(self._tokenizer, eos_token=list(self._eos))
+            except ValueError as error:
+                raise GrammarError(f"the model's tokenizer does not serve: {error}") from error
         return self._vocabulary

@@ -112,7 +112,7 @@ def read_prompts(prompts: object) -> list[str | list[int]]:
     """
     given = [as_list(one) for one in prompts] if isinstance(prompts, list | tuple) else prompts
     try:
-        return prompt_list(_PROMPTS.validate_python(given))
+        return prompt_list(_PROMPTS.validate_python(given, strict=True))
     except ValidationError as error:
         raise ValueError(first_finding(error.errors(), "prompts").message) from error
 

@@ -128,14 +128,15 @@ class Forms:
         if not (thinks or asked.tools):
             return None
         types = {tool.name: tool.types for tool in asked.tools}
+        form = FORMATS[self._known_calls()] if asked.tools else None
 
         def reader() -> AnswerReader:
-            calls = ToolCallParser(FORMATS[self._known_calls()], types) if asked.tools else None
+            calls = None if form is None else ToolCallParser(form, types)
             return AnswerReader(ReasoningParser(thinking=opened) if thinks else None, calls)
 
         return reader
 
     def _known_calls(self) -> str:
         if self.calls is None:
-            raise FieldError("tools", "cannot be served: the model's chat template shows no tools")
+            raise FieldError("tools", "is not supported: the model's chat template shows none")
         return self.calls

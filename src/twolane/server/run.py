@@ -122,11 +122,11 @@ async def run(config: EngineConfig, options: ServerOptions) -> int:
             starting = asyncio.create_task(start_engine(config, show, options.log_level))
             await first_of(starting, stop.asked.wait())
         if not starting.done() or starting.exception() is not None:
-            starting.cancel()
+            given_up = starting.cancel()
             await asyncio.wait({starting})
             if not starting.cancelled() and starting.exception() is None:
                 await starting.result().engine.close(patience=0.0)
-            if any(thread.name == FETCHING for thread in threading.enumerate()):
+            if given_up and any(each.name == FETCHING for each in threading.enumerate()):
                 os._exit(0)  # threads of the hub's library go on until all is downloaded
             await end(server, serving)
             if not starting.cancelled():
