@@ -1,6 +1,7 @@
 """Checks of the engine's settings that need no model: the API process makes them before it
 starts an engine, the engine when it is built."""
 
+import math
 import os
 from pathlib import Path
 
@@ -18,6 +19,10 @@ def check_settings(config: EngineConfig) -> None:
         FieldError: the first that is.
     """
     check_ranges(config)
+    if not math.isfinite(config.transport):
+        raise FieldError("transport", f"must be finite, not {config.transport}")
+    if config.transport < 0:
+        raise FieldError("transport", f"must be at least 0, not {config.transport}")
     if config.slo.ttft_per_token and config.slo.ttft is None:
         raise FieldError("slo_ttft_per_token", "is added to slo_ttft: give that, too")
     usable = len(usable_cores())
