@@ -189,11 +189,11 @@ def _advance(
 def _launch_decode(state: State, launch: Launch, steps: DecodeSteps, reason: str) -> bool:
     if steps.k < 1:
         raise PlanError(f"launches {steps.k} decode steps")
-    joined = _joined(launch.lane, steps.waits)
-    constrained = [r for r in _ready(state, joined) if r.constraint is not None]
+    ready = _ready(state, _joined(launch.lane, steps.waits))
+    constrained = [request for request in ready if request.constraint is not None]
     if any(request.awaits_token for request in constrained):
         return False
-    reserved = _reserve(state, joined, 1 if constrained else steps.k)
+    reserved = _reserve(state, ready, 1 if constrained else steps.k)
     if not reserved.rows:
         return False
     rows = reserved.rows
@@ -212,7 +212,8 @@ def _launch_hybrid(state: State, launch: Launch, reason: str) -> bool:
     batch = state.open
     if batch is None or batch.layers_launched:
         raise PlanError("launches a hybrid without an open batch, or one begun in slices")
-    reserved = _reserve(state, _joined(launch.lane), 1)
+    ready = _ready(state, _joined(launch.lane))
+    reserved = _reserve(state, [r for r in ready if not r.awaits_token], 1)
     chunks = batch.chunks
     work = HybridWork(
         decode=_decode_rows(reserved.rows),
@@ -345,15 +346,14 @@ class _Reserved(NamedTuple):
     note: str
 
 
-def _reserve(state: State, lanes: Sequence[LaneName], k: int) -> _Reserved:
-    """Decode rows with pages for up to k steps each, with those who join from these lanes.
+def _reserve(state: State, rows: Sequence[Request], k: int) -> _Reserved:
+    """Decode rows of these requests with pages for up to k steps each.
 
     Pages come before the launch, for all its steps. Where they do not suffice, k is clipped;
     where they do not suffice for one step, the parked prefill gives up its pages, then the
     lowest and youngest decoding requests do, then prompts between two chunks. Their pages return
     when the launches that name them have ended; rows that must wait for that sit out this launch.
     """
-    rows = [request for request in _ready(state, lanes) if not request.awaits_token]
     clipped, note = k, ""
     # Nobody needs more than a page for every page of steps and one for what is left of its last.
     if len(rows) * (state.kv.pages_for(k) + 1) > _available(state):

@@ -1,1 +1,0 @@
-"""Anthropic's endpoint /v1/messages."""
