@@ -23,7 +23,6 @@ from typing import NamedTuple
 from unittest.mock import patch
 
 import goodput
-from origin import origin, save
 
 from twolane.common.resources import usable_cores
 from twolane.estimate.calibrated.estimator import Calibrated
@@ -37,6 +36,7 @@ from twolane.estimate.query import (
     prefill_slice,
 )
 from twolane.lanes.work import DecodeWork, PrefillWork, Work
+from twolane.results.provenance import provenance, save
 from twolane.sim import machine as simulated
 from twolane.sim import run as simulate
 from twolane.sim.device import DeviceModel
@@ -187,7 +187,7 @@ def main() -> None:
         print(one)
     device = {name: getattr(given, name) for name in ("noise", "outliers", "configurations")}
     device |= {"slower": given.slower, "moments": given.moments}
-    save(given.out, {**origin(), "device": device, "found": found})
+    save(given.out, provenance(given.panels), {"device": device, "found": found})
 
 
 if __name__ == "__main__":

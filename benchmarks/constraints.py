@@ -13,8 +13,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from origin import gpu_origin, origin, save
-
 from twolane.engine.config import EngineConfig
 from twolane.engine.constraints import Grammars
 from twolane.engine.messages import Output, Submit
@@ -22,6 +20,7 @@ from twolane.frontend.engine_client import EngineClient
 from twolane.frontend.structured.grammar import json_schema_grammar
 from twolane.frontend.text.tokenizer import load_tokenizer
 from twolane.model.load.hub import resolve
+from twolane.results.provenance import provenance, save
 from twolane.sampling import SamplingParams
 
 SCHEMA = {
@@ -124,7 +123,7 @@ async def measure(given: argparse.Namespace, tokenizer: str) -> dict[str, object
 
 
 def mask_cost(tokenizer: str, vocab_size: int) -> dict[str, float]:
-    """Milliseconds to compute the masks of so many rows, median of 50 steps."""
+    """Milliseconds to compute the masks of 1, 16 and 64 rows, median of 50 steps."""
     grammars = Grammars(tokenizer, vocab_size, (2,), lambda: None)
     grammar, costs = json_schema_grammar(SCHEMA), {}
     for rows in (1, 16, 64):
@@ -170,15 +169,8 @@ def main() -> None:
     for part, values in found.items():
         print(part, values)
     if given.out is not None:
-        where = origin() if given.device == "cpu" else gpu_origin()
-        save(
-            given.out,
-            {
-                **where,
-                "workload": {k: str(v) for k, v in vars(given).items() if k != "out"},
-                **found,
-            },
-        )
+        workload = {k: str(v) for k, v in vars(given).items() if k != "out"}
+        save(given.out, provenance(workload), found)
 
 
 if __name__ == "__main__":

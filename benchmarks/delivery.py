@@ -1,26 +1,26 @@
 """What a token's way from the engine to the client costs: `python benchmarks/delivery.py`.
 
-No model: a stand-in for the engine makes every stream a token at the same moment, each `--step-ms`,
-and finds it when an engine that launches meanwhile does. Whatever the gaps between tokens, as
-`twolane bench serve` sees them, differ from a step is the way's: the engine's, the front's and the
-client's. Needs no GPU, and a machine that does nothing else.
+No model: a stand-in for the engine process makes every stream a token at the same moment, each
+`--step-ms`, and finds it when an engine that launches meanwhile does. The server in front of it is
+the real one. Whatever the gaps between tokens, as `twolane bench serve` sees them, differ from a
+step was added on the way by the API process or the client. Needs no GPU, and a machine that does
+nothing else.
 """
 
 import argparse
-import asyncio
+import contextlib
 import random
-import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import zmq
-from origin import origin, save
+from measured import cpu_seconds
 
 from twolane.engine.config import EngineConfig, EngineStart
 from twolane.engine.messages import (
@@ -35,59 +35,59 @@ from twolane.engine.messages import (
     encode,
 )
 from twolane.frontend.engine_client import EngineClient
-from twolane.frontend.text.codec import TextCodec
-from twolane.server.run import ServerOptions, Stop, bind, serve_until_stopped
-from twolane.server.service import Service
+from twolane.results.provenance import provenance, save
+from twolane.server.options import ServerOptions
+from twolane.server.run import serve
 
-MODEL, CONTEXT = "stand-in", 20_000
+MODEL = "qwen3-8b"
+"""The shape whose name and context the stand-in serves."""
 TTFT = 0.15
 """Seconds until a request's first token, with the next tokens of all."""
 FOUND_SECONDS = 0.00035, 0.0002
-"""After its end a step is found so long later at least, and more by this on average (exponential):
-0.5 ms (median), 1.3 (P99), as beside prefill on an H200."""
-ENGINE, FRONT = "--engine", "--front"
+"""Least and mean further seconds (exponential) after which the end of a step is found: 0.5 ms
+(median), 1.3 (P99), as beside prefill on an H200."""
+ENGINE, SERVER = "--engine", "--server"
+LOAD = ("--dataset", "azure-conv", "--max-input-len", "12000", "--num-warmups", "8")
+"""What is asked, as options of `twolane bench serve`."""
 READY = Ready(
     system="stand-in",
     device="nothing",
     units=1,
     levels=[],
-    max_model_len=CONTEXT,
+    max_model_len=20_000,
     kv_tokens=1_000_000,
     vocab_size=100_000,
     eos_token_ids=[],
 )
 
 
-class StandIn(EngineClient):
-    """Has this file for an engine."""
-
-    arguments = str(Path(__file__).resolve()), ENGINE
-
-
 def main() -> None:
     """Measure, print, write the file if asked for."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rate", type=float, default=14.0, help="requests a second")
-    parser.add_argument("--prompts", type=int, default=400)
-    parser.add_argument("--step-ms", type=float, default=7.5)
+    parser.add_argument("--prompts", type=int, default=400, help="requests of a run")
+    parser.add_argument("--step-ms", type=float, default=7.5, help="between two tokens")
     parser.add_argument("--playout-ms", type=float, nargs="+", default=[0, 2], help="in turns")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each")
+    parser.add_argument("--out", type=Path, help="write the figures here as JSON")
     given = parser.parse_args()
     runs = []
     for _ in range(given.rounds):
         for playout_ms in given.playout_ms:
             runs.append(measure(given.rate, given.prompts, given.step_ms, playout_ms))
-            print(msgspec.json.encode(runs[-1]).decode())
+            print(msgspec.json.encode(runs[-1]).decode(), flush=True)
     if given.out is not None:
-        save(given.out, {**origin(), "runs": runs})
+        workload = {"load": LOAD, "rate": given.rate, "prompts": given.prompts}
+        save(given.out, provenance({**workload, "step_ms": given.step_ms}), {"runs": runs})
 
 
 def measure(rate: float, prompts: int, step_ms: float, playout_ms: float) -> dict[str, object]:
     """The figures of one run."""
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, served(step_ms, playout_ms) as server:
         result = Path(folder) / "result.json"
-        front_seconds = run(rate, prompts, (f"{step_ms:g}", f"{playout_ms:g}"), result)
+        before = cpu_seconds(server.process.pid)
+        load(server.url, rate, prompts, result)
+        seconds = cpu_seconds(server.process.pid) - before
         saved = msgspec.json.decode(result.read_bytes())
     gaps = 1e3 * np.concatenate([each for each in saved["itls"] if each])
     p50, p90, p99 = np.percentile(gaps, (50, 90, 99)).tolist()
@@ -96,51 +96,44 @@ def measure(rate: float, prompts: int, step_ms: float, playout_ms: float) -> dic
         "playout_ms": playout_ms,
         "tokens": saved["total_output_tokens"],
         "most_streams": saved["max_concurrent_requests"],
-        "front_cpu_us_per_token": 1e6 * front_seconds / saved["total_output_tokens"],
+        "api_cpu_us_per_token": 1e6 * seconds / saved["total_output_tokens"],
         "tbt_ms": {"p50": p50, "p90": p90, "p99": p99},
         "percent_too_long_by_ms": too_long,
     }
 
 
-def run(rate: float, prompts: int, stand_in: Sequence[str], result: Path) -> float:
-    """The front's CPU seconds for a run of `twolane bench serve`."""
-    front = subprocess.Popen(
-        [sys.executable, __file__, FRONT, *stand_in], stdout=subprocess.PIPE, text=True
-    )
-    assert front.stdout is not None
-    try:
-        url = front.stdout.readline().split(" | ")[1]
-        subprocess.run(
-            [
-                *(sys.executable, "-m", "twolane", "bench", "serve", "--base-url", url),
-                *("--dataset", "azure-conv", "--max-input-len", "12000"),
-                *("--request-rate", f"{rate:g}", "--num-prompts", f"{prompts}"),
-                *("--num-warmups", "8", "--result-file", str(result)),
-            ],
-            check=True,
-            stdout=subprocess.DEVNULL,
-        )
-    finally:
-        front.send_signal(signal.SIGTERM)
-        seconds = front.communicate()[0]
-    return float(seconds)
+class Served(msgspec.Struct):
+    """A server in front of the stand-in."""
+
+    process: subprocess.Popen[str]
+    url: str
 
 
-async def serve(stand_in: Sequence[str]) -> None:
-    """Be the front; print where, and at the end the CPU seconds since then."""
-    StandIn.arguments = (*StandIn.arguments, *stand_in)
-    engine = await StandIn.start(EngineConfig(model=MODEL))
-    service = Service(engine, TextCodec(None), MODEL, max_queue=10_000)
-    with bind("127.0.0.1", 0) as listener:
-        begun = time.process_time()
-        await serve_until_stopped(service, listener, Stop(), ServerOptions(drain_seconds=0.0))
-    print(time.process_time() - begun)
-    service.close()
-    await engine.close()
+@contextlib.contextmanager
+def served(step_ms: float, playout_ms: float) -> Iterator[Served]:
+    """Run the server while the block lasts."""
+    command = [sys.executable, __file__, SERVER, f"{step_ms:g}", f"{playout_ms:g}"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            announcement = process.stdout.readline()
+            if not announcement:
+                raise SystemExit(f"the server ended with {process.wait()}")
+            yield Served(process, announcement.split(" | ")[1])
+        finally:
+            process.terminate()
+
+
+def load(url: str, rate: float, prompts: int, result: Path) -> None:
+    """Run `twolane bench serve`."""
+    own = ["--request-rate", f"{rate:g}", "--num-prompts", f"{prompts}"]
+    command = [sys.executable, "-m", "twolane", "bench", "serve", "--base-url", url, *LOAD, *own]
+    command += ["--result-file", str(result)]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
 
 class Engine:
-    """A token for everybody, each `step_ms`, handed on `playout_ms` later, or when it is there."""
+    """A token for everybody, each `step_ms`, due `playout_ms` later, or when it is there."""
 
     def __init__(self, start: EngineStart, step_ms: float, playout_ms: float) -> None:
         context = zmq.Context.instance()
@@ -157,7 +150,7 @@ class Engine:
         """Tokens to come, by request."""
 
     def run(self) -> None:
-        """Until the front is gone."""
+        """Run until the API process is gone."""
         self._outbox.send(encode(READY))
         made = time.monotonic()
         least, more = FOUND_SECONDS
@@ -199,10 +192,14 @@ class Engine:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == [ENGINE]:
+    mode, *step_and_playout = sys.argv[1:] or [""]
+    if mode == ENGINE:
         told = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineStart)
-        Engine(told, *map(float, sys.argv[2:])).run()
-    elif sys.argv[1:2] == [FRONT]:
-        asyncio.run(serve(sys.argv[2:]))
+        Engine(told, *map(float, step_and_playout)).run()
+    elif mode == SERVER:
+        EngineClient.arguments = (str(Path(__file__).resolve()), ENGINE, *step_and_playout)
+        config = EngineConfig(model=MODEL, load_format="dummy", max_model_len=READY.max_model_len)
+        options = ServerOptions(port=0, max_queue=10_000, drain_seconds=0.0, log_level="warning")
+        sys.exit(serve(config, options))
     else:
         main()

@@ -16,12 +16,12 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import torch
-from origin import gpu_origin
+from measured import Figure, at_least, at_most, show
 
 from twolane.kernels.decode_attention.dispatch import decode_attention
 from twolane.kernels.prefill_attention.dispatch import (
@@ -45,29 +45,11 @@ from twolane.lanes.work import (
 )
 from twolane.model.load.hub import resolve
 from twolane.model.load.weights import load_weights
+from twolane.results.provenance import provenance, save
 from twolane.sampling import SamplingParams
 
 PAGE = 32
 GREEDY = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
-
-
-@dataclass(frozen=True)
-class Figure:
-    """A measured value, the bar it is held to, and whether it clears it."""
-
-    name: str
-    value: float
-    bar: str
-    holds: bool
-    unit: str = ""
-
-
-def at_most(name: str, value: float, bar: float, unit: str = "") -> Figure:
-    return Figure(name, value, f"<= {bar:g}", value <= bar, unit)
-
-
-def at_least(name: str, value: float, bar: float, unit: str = "") -> Figure:
-    return Figure(name, value, f">= {bar:g}", value >= bar, unit)
 
 
 @dataclass
@@ -488,26 +470,19 @@ def main() -> int:
             except Exception as error:
                 new = [Figure(f"{key}.{name}: {error!r}"[:300], float("nan"), "runs", False)]
             figures += new
-            for f in new:
-                print(f"{'ok  ' if f.holds else 'MISS'} {f.name}: {f.value:.4g} {f.unit} ({f.bar})")
+            show(new)
             print(f"     [{key}.{name} {time.monotonic() - begun:.1f} s]", flush=True)
         print(json.dumps(details[model], default=float), flush=True)
         rig.close()
     if args.out:
-        args.out.write_text(json.dumps(report(figures, details), indent=1, default=float) + "\n")
+        about = provenance(args.only or list(PARTS))
+        details = json.loads(json.dumps(details, default=float))  # NumPy's numbers
+        save(args.out, about, {"figures": figures, "details": details})
     return 0 if all(f.holds for f in figures) else 1
 
 
 def wanted(only: Sequence[str] | None, model: str, part: str) -> bool:
     return not only or model in only or f"{model}.{part}" in only
-
-
-def report(figures: Sequence[Figure], details: dict) -> dict:
-    return {
-        **gpu_origin(),
-        "figures": [asdict(f) for f in figures],
-        "details": details,
-    }
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 import msgspec
 import numpy as np
-from origin import origin, save
 from scipy.optimize import least_squares
 
 from twolane.estimate.profile import Neighbour, Profile, Sample
@@ -29,6 +28,7 @@ from twolane.lanes.work import (
     Work,
 )
 from twolane.model.shapes import SHAPES
+from twolane.results.provenance import provenance, save
 from twolane.sim.device import DeviceModel
 from twolane.sim.gpus import H200, Gpu
 
@@ -191,7 +191,8 @@ def main() -> None:
             for what, (n, bias, mean) in rows.items():
                 print(f"{samples}: {model}, {what}: {n} samples, {bias:+.1f} %, {mean:.1f} %")
     parameters = {name: getattr(gpu, name) for name in FITTED}
-    save(out, {**origin(), "parameters": parameters, "samples_bias_mean_percent": tables})
+    about = provenance([f"profile-{model}-h200.json" for model in MODELS])
+    save(out, about, {"parameters": parameters, "samples_bias_mean_percent": tables})
 
 
 if __name__ == "__main__":

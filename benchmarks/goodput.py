@@ -6,14 +6,13 @@ A panel is a model, a workload and a bound on TBT; its systems are searched as `
 goodput --serve` does it, with three patterns of arrivals, the same for all; simulated with nine.
 Simulated are `auto`, `chunked` with several budgets, and some of the four papers' systems; on a GPU
 `auto` and the best of either. The runs stay in `--work`: the same command goes on where `--seconds`
-ended it. The file has what was found by then.
+ended it. `--out` gets a file for each system in each panel, with what was found by then.
 
 TTFT may take 1 s and a second more for each 1,024 new tokens; in the panels that end in `-flat` 1 s
 (2 s at 34B), whatever the prompt. Bounds are on P99, with `conversation` on P90.
 """
 
 import functools
-import shlex
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatch
@@ -21,12 +20,13 @@ from pathlib import Path
 
 import gpus
 import msgspec
-from origin import gpu_origin, origin, save
 
 from twolane.bench import goodput
 from twolane.bench.goodput import LISTS, Trial
+from twolane.results.provenance import Provenance, provenance, save
 
-MEASURED, SIMULATED = "goodput-h200.json", "goodput-simulated.json"
+MEASURED, SIMULATED = "goodput-h200", "goodput-simulated"
+"""Folders of results: one file for each system in each panel."""
 SEEDS, SIMULATED_SEEDS = 3, 9
 TOLERANCE, FIRST_STEP = 0.06, 1.2
 KEYS = (
@@ -123,9 +123,10 @@ def _guesses(results: Path, panel: str, system: str) -> list[float]:
 def _found(saved: Path) -> Mapping[str, Mapping[str, list[float]]]:
     """Requests a second by panel and system, of `chunked` with its best budget."""
     panels: dict[str, dict[str, list[float]]] = {}
-    if saved.exists():
-        for one in msgspec.json.decode(saved.read_bytes())["found"]:
-            panels.setdefault(one["panel"], {})[one["system"]] = one["goodput"]
+    for panel in PANELS:
+        for path in sorted((saved / panel.name).glob("*.json")):
+            one = msgspec.json.decode(path.read_bytes())
+            panels.setdefault(panel.name, {})[one["system"]] = one["goodput"]
     return panels
 
 
@@ -176,7 +177,7 @@ class Found(msgspec.Struct):
 
     panel: str
     system: str
-    command: str
+    about: Provenance
     goodput: list[float]
     """Requests a second, for each seed that was searched to the end."""
     runs: list[Run]
@@ -198,8 +199,17 @@ def collected(panels: Iterable[Panel], work: Path, profiles: Path | None) -> lis
             runs = [_run(path) for path in sorted(folder.glob("*-seed*.json"))]
             if runs:
                 best, rates = _best(folder / "summary.json", system)
-                found.append(Found(panel.name, best, shlex.join(words), rates, runs))
+                about = _about(folder / "summary.json", provenance(panel, words))
+                found.append(Found(panel.name, best, about, rates, runs))
     return found
+
+
+def _about(summary: Path, now: Provenance) -> Provenance:
+    """The record of a search: date and commit are those of its last run."""
+    if not summary.exists():
+        return now
+    said = msgspec.json.decode(summary.read_bytes())["provenance"]
+    return msgspec.structs.replace(now, date=said["date"], commit=said["commit"])
 
 
 def _run(path: Path) -> Run:
@@ -254,11 +264,12 @@ def main() -> None:
     gpus.run(groups, given.gpus, given.seconds)
     found = collected(PANELS, given.work, profiles)
     print(table(found))
-    if given.simulate:  # whoever wants to see single runs makes them again
-        about, found = origin(), [msgspec.structs.replace(one, runs=[]) for one in found]
-    else:
-        about = gpu_origin()
-    save(given.out, {**about, "panels": PANELS, "found": found})
+    for one in found:
+        figures = {"panel": one.panel, "system": one.system, "goodput": one.goodput}
+        # Whoever wants to see single runs of a simulation makes them again.
+        runs = [] if given.simulate else one.runs
+        path = given.out / one.panel / f"{goodput.file_name(one.system)}.json"
+        save(path, one.about, {**figures, "runs": runs})
 
 
 if __name__ == "__main__":

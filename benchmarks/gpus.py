@@ -24,7 +24,7 @@ WARMUPS = 24
 
 
 def options(description: str, work: str, out: str) -> argparse.ArgumentParser:
-    """The options of a benchmark that goes on where it was ended."""
+    """The options of a benchmark that goes on where it was ended, and has a folder of results."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -38,7 +38,7 @@ def options(description: str, work: str, out: str) -> argparse.ArgumentParser:
         default=Path(__file__).parent / "results",
         help="folder of profile-MODEL-h200.json",
     )
-    add("--out", type=Path, default=Path("benchmarks/results") / out)
+    add("--out", type=Path, default=Path(__file__).parent / "results" / out, help="folder")
     return parser
 
 

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
-from origin import origin, save
 
 from twolane.bench import contenders as goodput_cli
 from twolane.bench import goodput
 from twolane.bench.goodput import Search
+from twolane.results.provenance import provenance, save
 from twolane.workload.spec import WorkloadSpec
 
 SYSTEMS = (
@@ -255,14 +255,9 @@ def main() -> None:
         pool.join()
     spent = resource.getrusage(resource.RUSAGE_CHILDREN)
     print(f"{spent.ru_utime + spent.ru_stime:.0f} s of CPU", flush=True)
-    report = {
-        **origin(),
-        "simulated": True,
-        "searches": {panel.name: panel.search(given.seed, given.quick) for panel in panels},
-        "points": points,
-        "verdict": verdict(points)._asdict(),
-    }
-    save(given.out, report)
+    searches = {panel.name: panel.search(given.seed, given.quick) for panel in panels}
+    figures = {"simulated": True, "points": points, "verdict": verdict(points)._asdict()}
+    save(given.out, provenance(searches), figures)
     print(table(points))
     draw(panels, list(asked), points, given.out.with_suffix(".png"))
 

@@ -16,12 +16,12 @@ from typing import NamedTuple
 
 import msgspec
 import numpy as np
-from origin import origin, save
 from rich.console import Console
 from rich.table import Table
 
 from twolane.bench.contenders import parse_system
 from twolane.engine.config import EngineConfig
+from twolane.results.provenance import provenance, save
 from twolane.results.result import BenchConfig, Result
 from twolane.sim.config import SimulateConfig
 from twolane.sim.run import simulate
@@ -370,7 +370,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--out", type=Path, default=OUT)
     asked = parser.parse_args()
-    about, results = origin(), dict[str, Figures]()
+    about, results = provenance(asked.names), dict[str, Figures]()
     if asked.out.exists():
         saved = msgspec.json.decode(asked.out.read_bytes())["figures"]
         results = msgspec.convert(saved, dict[str, Figures])
@@ -380,7 +380,7 @@ def main() -> None:
             key = f"{name}/{variant}/{seed}"
             if key not in results:
                 results[key] = run(study, variant, seed)
-                save(asked.out, {**about, "figures": results})
+                save(asked.out, about, {"figures": results})
         Console().print(table(name, study, results))
 
 

@@ -2,7 +2,8 @@
 
 Three systems under two workloads, three minutes each, at 0.8 of their goodput or less: measured
 with `twolane bench serve`, simulated with `twolane simulate`, the same requests at the same times.
-What `--work` has is not done again. `--gpus` without a number only simulates, and writes the file.
+What `--work` has is not done again. `--gpus` without a number only simulates. `--out` gets a file
+for each replay.
 """
 
 import shlex
@@ -14,9 +15,9 @@ from pathlib import Path
 
 import gpus
 import msgspec
-from origin import gpu_origin, save
 
 from twolane.bench.server import serving
+from twolane.results.provenance import provenance, save
 
 MODEL, SECONDS, SEED = "qwen3-8b", 180, 7
 LONGEST = 32_768
@@ -163,7 +164,7 @@ def table(rows: Iterable[Compared]) -> str:
 
 def main() -> None:
     """Do what is missing, write the file."""
-    parser = gpus.options(__doc__, "replay-work", "replay-h200.json")
+    parser = gpus.options(__doc__, "replay-work", "replay-h200")
     parser.add_argument("--one", choices=[r.name for r in REPLAYS], help="only measure this one")
     given = parser.parse_args()
     given.work.mkdir(parents=True, exist_ok=True)
@@ -181,7 +182,9 @@ def main() -> None:
     with ThreadPoolExecutor(2) as pool:
         rows = pool.map(lambda each: compared(each, given.profiles, given.work), REPLAYS)
         found = [row for row in rows if row is not None]
-    save(given.out, {**gpu_origin(), "replays": found})
+    for row in found:
+        about = provenance({"model": MODEL, "seconds": SECONDS, "seed": SEED})
+        save(given.out / f"{row.name}.json", about, msgspec.to_builtins(row))
     print(table(found))
 
 

@@ -7,6 +7,7 @@ and at work on the products of passes of 512 tokens. Weights and rows are random
 memory. What is chosen is not kept on disk.
 """
 
+import argparse
 import statistics
 import sys
 from collections import deque
@@ -93,6 +94,7 @@ def layers(
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     report, scale = Report("beside"), torch.ones(HIDDEN, device="cuda", dtype=torch.bfloat16)
     weights = [
         tuple(Matrix.plain((0.02 * torch.randn(c.n, c.k, device="cuda")).bfloat16()) for c in CASES)

@@ -1,9 +1,7 @@
 """What the kernel benchmarks share: partitions of the GPU, timing, checks, tables and JSON."""
 
-import json
 import os
 import statistics
-import subprocess
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -13,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from twolane.results.provenance import provenance, save
 
 LEVELS = (16, 24, 32, 48, 64, 84, 100, 116, 132)
 
@@ -146,27 +146,12 @@ class Report:
             print(text, flush=True)
 
     def write(self) -> None:
-        """Write $OUT/NAME.json (the current folder without OUT) with hardware and versions."""
-        record = {
-            "name": self.name,
-            "hardware": torch.cuda.get_device_name(),
-            "versions": {"torch": torch.__version__, "cuda": torch.version.cuda},
-            "commit": _commit(),
-            "seconds": time.perf_counter() - self._start,
-            "rows": self.rows,
-        }
+        """Write $OUT/NAME.json (the current folder without OUT), with its provenance."""
+        took = time.perf_counter() - self._start
         path = Path(os.environ.get("OUT", ".")) / f"{self.name}.json"
-        path.write_text(json.dumps(record, indent=1))
-        print(f"{path}: {len(self.rows)} rows, {record['seconds']:.0f} s, {self.failures} failures")
+        save(path, provenance(self.name), {"seconds": took, "rows": self.rows})
+        print(f"{path}: {len(self.rows)} rows, {took:.0f} s, {self.failures} failures")
 
 
 def _short(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def _commit() -> str:
-    command = ["git", "rev-parse", "--short", "HEAD"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True).stdout.strip()
-    except OSError:
-        return ""

@@ -7,6 +7,7 @@ for the passes of prefill on the shares that it has, and for decode on its own. 
 random, and come from memory. That every way is right is for `tests/gpu/test_products.py`.
 """
 
+import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -45,6 +46,7 @@ def layer(
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     report = Report("products")
     weights = [
         [Matrix.plain(0.02 * torch.randn(c.n, c.k, **ON_GPU)) for _ in range(LAYERS)] for c in CASES

@@ -21,8 +21,10 @@ from typing import Annotated, NamedTuple
 
 import msgspec
 
+from twolane.common.files import write_whole
 from twolane.common.options import Option
 from twolane.results.metrics import DEFAULT_PERCENTILES, Metrics, bound_for, bounded, keeps
+from twolane.results.provenance import json_bytes, provenance
 from twolane.results.record import Record
 from twolane.results.result import MEASURE, Result
 from twolane.results.summary import result_dict, workload_dict
@@ -396,6 +398,7 @@ def summary(
     """What was found so far: by system the goodput of each seed, their median and range; and which
     is the best of those that were listed as one."""
     return {
+        "provenance": provenance(workload_dict(search.workload)),
         "search": _search_dict(search),
         "goodput": {
             system: {
@@ -473,7 +476,4 @@ def _open_folder(point: Point) -> None:
 
 
 def _save(path: Path, content: object) -> None:
-    """All or nothing: what is killed while it writes leaves no half file."""
-    part = path.with_suffix(".part")
-    part.write_bytes(msgspec.json.format(msgspec.json.encode(content), indent=1))
-    part.replace(path)
+    write_whole(path, json_bytes(content))

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from twolane import __version__
 from twolane.results.metrics import Distribution, Metrics, bound_words, bounded
+from twolane.results.provenance import json_bytes, provenance
 from twolane.results.result import BenchConfig, Result
 from twolane.workload.spec import WorkloadSpec
 
@@ -21,7 +22,7 @@ CHUNK_BOUND = 1.05
 
 def result_json(result: Result) -> bytes:
     """The result as JSON text."""
-    return msgspec.json.format(msgspec.json.encode(result_dict(result)), indent=1)
+    return json_bytes(result_dict(result))
 
 
 def result_dict(result: Result) -> dict[str, object]:
@@ -34,6 +35,7 @@ def result_dict(result: Result) -> dict[str, object]:
     config = result.config
     return {
         "date": result.date.strftime("%Y%m%d-%H%M%S"),
+        "provenance": provenance(workload_dict(config.workload)),
         "backend": _backend(result),
         "label": None,
         "model_id": result.model,

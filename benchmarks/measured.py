@@ -1,0 +1,40 @@
+"""What benchmarks share: figures that are held to a bar, and the CPU time of a process."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A measured value, the bar it is held to, and whether it clears it."""
+
+    name: str
+    value: float
+    bar: str
+    holds: bool
+    unit: str = ""
+
+
+def at_most(name: str, value: float, bar: float, unit: str = "") -> Figure:
+    """Return a figure that should not be above its bar."""
+    return Figure(name, value, f"<= {bar:g}", value <= bar, unit)
+
+
+def at_least(name: str, value: float, bar: float, unit: str = "") -> Figure:
+    """Return a figure that should not be below its bar."""
+    return Figure(name, value, f">= {bar:g}", value >= bar, unit)
+
+
+def show(figures: Sequence[Figure]) -> None:
+    """Print a line for each figure."""
+    for one in figures:
+        mark = "ok  " if one.holds else "MISS"
+        print(f"{mark} {one.name}: {one.value:.4g} {one.unit} ({one.bar})", flush=True)
+
+
+def cpu_seconds(pid: int) -> float:
+    """Return the seconds of CPU time that a process has taken."""
+    fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

@@ -1,0 +1,184 @@
+"""Where a file of results comes from: command, commit, machine, versions and workload."""
+
+import functools
+import os
+import platform
+import re
+import shlex
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+import twolane
+from twolane.common.files import write_whole
+from twolane.common.resources import usable_cores
+
+COMMIT = "TWOLANE_COMMIT"
+"""Environment variable that names the commit where the source is a copy without git's history."""
+KEPT_APART = ":(top,exclude)benchmarks/results"
+"""Path whose changes do not make a checkout dirty: a series of runs writes there."""
+LIBRARIES = ("torch", "transformers", "flashinfer-python", "triton")
+"""Distributions whose versions are recorded if they are installed."""
+SMI_FIELDS = ("name", "power.limit", "clocks.max.sm", "driver_version")
+"""What `nvidia-smi` is asked about each GPU."""
+SECRET = ("--api-key", "--header", "--hf-token")
+"""Options whose values are left out of a recorded command."""
+SECRET_VALUE = re.compile(rf"((?:{'|'.join(SECRET)})[= ])(?:'[^']*'|\"[^\"]*\"|\S+)")
+"""Such an option with its value in one word, or inside a command that is one word."""
+
+
+class Provenance(msgspec.Struct, frozen=True, kw_only=True):
+    """The record at the head of every file of results; null is what is not known."""
+
+    command: str | None
+    """Command line, quoted for a shell."""
+    date: str | None
+    """ISO 8601 time at which the record was made."""
+    commit: str | None
+    """Commit of the source, with `-dirty` behind it where tracked files were changed."""
+    card: str | None
+    """GPUs that the command could use, with power limit and top clock; null on a CPU."""
+    driver: str | None
+    """Version of the NVIDIA driver; null without one."""
+    cpu: str | None
+    """Name of the CPU, and the number of cores that the command could use."""
+    versions: dict[str, str]
+    """Versions by name: python, twolane and the libraries that decide about speed."""
+    workload: Any
+    """What was served or measured: a name, or the options that determine it."""
+    notes: str | None = None
+    """What a reader must know beside it."""
+
+
+def provenance(workload: Any = None, command: Sequence[str] | None = None) -> Provenance:
+    """Return the record of the running command.
+
+    Args:
+        workload: see `Provenance.workload`; anything that msgspec encodes.
+        command: words of the command line; by default this process's own.
+    """
+    card, driver = gpus()
+    return Provenance(
+        command=shlex.join(command or own_command()),
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        commit=commit(),
+        card=card,
+        driver=driver,
+        cpu=f"{cpu_name()}, {len(usable_cores())} cores",
+        versions=versions(),
+        workload=workload,
+    )
+
+
+def save(path: Path, about: Provenance, content: Mapping[str, object]) -> None:
+    """Write a file of results whole or not at all: the record, then the figures.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    write_whole(path, json_bytes({"provenance": about, **content}))
+
+
+def json_bytes(content: object) -> bytes:
+    """Return content as indented JSON."""
+    return msgspec.json.format(msgspec.json.encode(content), indent=1) + b"\n"
+
+
+def own_command() -> list[str]:
+    """Return the words of this process's command, without its program's folder and secrets."""
+    program, words = Path(sys.argv[0]), without_secrets(sys.argv[1:])
+    if program.name == "__main__.py":
+        return ["python", "-m", program.parent.name, *words]
+    if program.suffix == ".py":
+        return ["python", str(_from_checkout(program)), *words]
+    return [program.name, *words]
+
+
+def without_secrets(words: Sequence[str]) -> list[str]:
+    """Return a command's words with the values of `SECRET` options hidden."""
+    shown = [SECRET_VALUE.sub(r"\1HIDDEN", word) for word in words]
+    for place, word in enumerate(words):
+        if word.partition("=")[0] in SECRET and "=" in word:
+            shown[place] = f"{word.partition('=')[0]}=HIDDEN"
+    for place, word in enumerate(words[:-1]):
+        if word in SECRET:
+            shown[place + 1] = "HIDDEN"
+    return shown
+
+
+def _from_checkout(program: Path) -> Path:
+    """Return a script's path within the checkout of this source, if it is there."""
+    root = Path(twolane.__file__).parents[2]
+    resolved = program.resolve()
+    return resolved.relative_to(root) if resolved.is_relative_to(root) else program
+
+
+@functools.cache
+def commit() -> str | None:
+    """Return the commit of the running source, `-dirty` behind it if tracked files differ.
+
+    TWOLANE_COMMIT counts where git does not know the source.
+    """
+    here = Path(twolane.__file__).parent
+    if _said("git", "-C", str(here), "ls-files", "--error-unmatch", "__init__.py") is None:
+        return os.environ.get(COMMIT)
+    head = _said("git", "-C", str(here), "rev-parse", "HEAD")
+    changed = _said(
+        *("git", "-C", str(here), "status", "--porcelain", "--untracked-files=no"),
+        *("--", ":/", KEPT_APART),
+    )
+    return f"{head}-dirty" if changed else head
+
+
+@functools.cache
+def gpus() -> tuple[str | None, str | None]:
+    """Return the names of the visible GPUs and the driver's version, None without a GPU."""
+    query = f"--query-gpu={','.join(SMI_FIELDS)}"
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible == "":
+        return None, None
+    which = [] if visible is None else [f"--id={visible}"]
+    said = _said("nvidia-smi", query, "--format=csv,noheader", *which)
+    rows = [line.rpartition(", ") for line in (said or "").splitlines()]
+    if not rows:
+        return None, None
+    cards = Counter(card for card, _, _ in rows)
+    named = [card if count == 1 else f"{count} of {card}" for card, count in cards.items()]
+    return "; ".join(named), rows[0][2]
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python, Twolane and the libraries that are installed."""
+    found = {"python": platform.python_version(), "twolane": twolane.__version__}
+    for name in LIBRARIES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def cpu_name() -> str:
+    """Return the CPU's name, as Linux tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def _said(*words: str) -> str | None:
+    """Return what a command prints; None if it is not there or fails."""
+    try:
+        ended = subprocess.run(words, capture_output=True, text=True, timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return ended.stdout.strip() if ended.returncode == 0 else None
