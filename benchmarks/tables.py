@@ -3,10 +3,11 @@
     python benchmarks/tables.py
 
 It replaces what stands between `<!-- NAME -->` and `<!-- end -->` in the page by the table of that
-name. The dates of measured rows are those of their commits, so it needs the history of the
+name. Where a file has no date, the row has that of its commit, which needs the history of the
 repository.
 """
 
+import argparse
 import json
 import re
 import subprocess
@@ -30,8 +31,8 @@ class Search(NamedTuple):
     system: str
     goodput: list[float]
     """Requests/s that held, one for each pattern of arrivals."""
-    commit: str
-    cards: str
+    where: str
+    """Card, commit and date."""
 
     @property
     def median(self) -> float:
@@ -40,13 +41,14 @@ class Search(NamedTuple):
 
 def measured(flat: bool) -> Iterator[list[str]]:
     """Rows of the searches on H200s; `flat`: those whose TTFT bound ignores the prompt's length."""
-    data = read("goodput-h200.json")
-    searches = defaultdict(list)
-    for found in data["found"]:
+    searches: dict[str, list[Search]] = defaultdict(list)
+    panels = {}
+    for path in sorted(RESULTS.glob("goodput-h200/*/*.json")):
+        found = json.loads(path.read_text())
+        panels[found["panel"]] = found["provenance"]["workload"]
         searches[found["panel"]].append(_search(found))
-    for panel in sorted(data["panels"], key=_place):
-        name = _panel_name(panel)
-        if name not in searches or flat != name.endswith("-flat"):
+    for name, panel in sorted(panels.items(), key=lambda each: _place(each[1])):
+        if flat != name.endswith("-flat"):
             continue
         auto = next(each for each in searches[name] if each.system == "auto")
         others = [each for each in searches[name] if each.system != "auto"]
@@ -55,10 +57,10 @@ def measured(flat: bool) -> Iterator[list[str]]:
             f"{MODELS[panel['model']]} {DATASETS[panel['dataset']]}",
             str(panel["tbt_ms"]),
             _spread(auto),
-            f"{auto.cards}, {auto.commit}, {date(auto.commit)}",
+            auto.where,
             f"`{best.system}`",
             _spread(best),
-            f"{best.cards}, {best.commit}, {date(best.commit)}",
+            best.where,
             f"**{auto.median / best.median:.2f}**",
         ]
 
@@ -69,18 +71,12 @@ def _place(panel: dict[str, Any]) -> tuple[int, int, int]:
     return model.index(panel["model"]), dataset.index(panel["dataset"]), panel["tbt_ms"]
 
 
-def _panel_name(panel: dict[str, Any]) -> str:
-    flat = "" if panel["per_1k_ms"] else "-flat"
-    return f"{panel['model']}-{panel['dataset']}-{panel['tbt_ms']}ms{flat}"
-
-
 def _search(found: dict[str, Any]) -> Search:
-    text = found["measured"]
-    commit = re.match(r"[0-9a-f]{7}", text)
-    cards = re.search(r"cards? ([A-Z]{1,2}(?:(?:, | and )[A-Z]{1,2})*)", text)
-    assert commit, text
-    names = sorted(set(re.split(r", | and ", cards.group(1)))) if cards else ["not named"]
-    return Search(found["system"], found["goodput"], commit.group(), " ".join(names))
+    about = found["provenance"]
+    commit = about["commit"][:7]
+    day = about["date"][:10] if about["date"] else date(commit)
+    cards = " ".join(found.get("cards") or ["not named"])
+    return Search(found["system"], found["goodput"], f"{cards}, {commit}, {day}")
 
 
 def _spread(search: Search) -> str:
@@ -180,4 +176,5 @@ def page(text: str) -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     PAGE.write_text(page(PAGE.read_text()))
