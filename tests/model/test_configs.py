@@ -1,5 +1,6 @@
 import copy
 import json
+import math
 
 import pytest
 import torch
@@ -238,7 +239,8 @@ def test_what_a_config_leaves_out_is_as_in_transformers(architecture, said, rope
         ({"architectures": ["MambaNextForCausalLM"]}, "'MambaNextForCausalLM'"),
         ({"quantization_config": {"quant_method": "exl2"}}, "quantisation 'exl2'"),
         ({"model_type": "mistral"}, "model_type of LlamaForCausalLM 'mistral'"),
-        ({"hidden_size": "64"}, r"hidden_size"),
+        ({"hidden_size": "64 or so"}, r"hidden_size"),
+        ({"hidden_size": 64.5}, r"hidden_size"),
         ({"hidden_size": 63, "num_attention_heads": 4}, "hidden_size 63 is no multiple"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         ({"architectures": "LlamaForCausalLM"}, r"config\.json: .*architectures"),
@@ -256,6 +258,24 @@ def test_files_that_are_refused(tmp_path, wrong, message):
     (tmp_path / "config.json").write_text(json.dumps(raw))
     with pytest.raises(ValueError, match=message):
         spec_from_directory(tmp_path)
+
+
+@pytest.mark.parametrize("architectures", [None, [], "left out"])
+def test_the_type_of_a_model_names_its_architecture(architectures):
+    """After vllm PR #51665: `transformers` goes by `model_type`, too."""
+    for family, kind in zip(ARCHITECTURES.values(), ARCHITECTURES, strict=True):
+        raw = {"model_type": family}
+        if architectures != "left out":
+            raw["architectures"] = architectures
+        assert spec_from_config(raw) == spec_from_config({"architectures": [kind]})
+    with pytest.raises(UnsupportedModel, match="model_type mamba"):
+        spec_from_config({"model_type": "mamba"})
+
+
+def test_numbers_of_a_config_may_be_in_odd_types():
+    raw = {"architectures": ["LlamaForCausalLM"], "rope_theta": "500000", "hidden_size": 64.0}
+    clear = {**raw, "rope_theta": 500_000.0, "hidden_size": 64}
+    assert spec_from_config(raw) == spec_from_config(clear)
 
 
 def test_a_directory_without_a_config_is_refused(tmp_path):
@@ -284,16 +304,38 @@ def test_how_the_authors_sample_is_read(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("field", "value"),
-    [("temperature", -1), ("temperature", "hot"), ("top_k", 1.5), ("top_p", 0), ("min_p", [1])],
+    ("field", "value", "read"),
+    [("top_k", 50.0, 50), ("top_k", "50", 50), ("temperature", "0.6", 0.6), ("top_p", 1, 1.0)],
 )
-def test_how_the_authors_sample_must_be_possible(tmp_path, field, value):
+def test_clear_values_in_odd_types_are_read(tmp_path, field, value, read):
     (tmp_path / "generation_config.json").write_text(json.dumps({field: value}))
-    with pytest.raises(ValueError, match=rf"generation_config\.json: .*{field}"):
-        sampling_from_directory(tmp_path)
+    assert sampling_from_directory(tmp_path) == {field: read}
 
 
-@pytest.mark.parametrize("ids", ["2", 2.5, [None], {}])
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("temperature", -1), ("temperature", "hot"), ("top_k", 1.5), ("top_p", 0)),
+        *(("min_p", [1]), ("repetition_penalty", 0.0), ("top_p", math.nan)),
+    ],
+)
+def test_what_the_authors_cannot_mean_is_left_out_with_a_warning(tmp_path, caplog, field, value):
+    """After vllm PR #51665: a request may bring its own value, so that the model is served."""
+    file = tmp_path / "generation_config.json"
+    file.write_text(json.dumps({"presence_penalty": 9, "min_p": 0.1, field: value}))
+    assert sampling_from_directory(tmp_path) == ({} if field == "min_p" else {"min_p": 0.1})
+    assert [field in record.getMessage() for record in caplog.records] == [True]
+
+
+@pytest.mark.parametrize(("ids", "read"), [("2", 2), (2.0, 2), ([2.0, "3"], [2, 3])])
+def test_end_tokens_may_be_in_odd_types(tmp_path, ids, read):
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+    found = spec_from_directory(tmp_path).eos_token_ids
+    assert found == (tuple(read) if isinstance(read, list) else (read,))
+
+
+@pytest.mark.parametrize("ids", ["two", 2.5, [None], {}])
 def test_end_tokens_are_numbers(tmp_path, ids):
     (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))

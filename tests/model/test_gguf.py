@@ -1,10 +1,12 @@
 """Tiny GGUF files, written as llama.cpp's converter writes them, load as their checkpoints do."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Type
-from gguf import GGUFWriter, RopeScalingType
+from gguf import GGUFReader, GGUFWriter, RopeScalingType
 from gguf.quants import dequantize, quantize
 from safetensors.torch import load_file, save_file
 
@@ -18,6 +20,8 @@ from twolane.model.spec import UnsupportedModel
 from .checkpoints import make_checkpoint
 from .passes import close, in_chunks, prompt
 
+PER_LAYER = {"attention.head_count": 4, "attention.head_count_kv": 4, "feed_forward_length": 96}
+"""Keys that a file may give as a list, and what they are for the smallest Llama."""
 NAMES = {v: k for k, v in {**_TOP, **_LAYER}.items()}
 
 
@@ -114,6 +118,88 @@ def test_linear_scaling_and_biases(tmp_path):
     same(checkpoint, file)
 
 
+def test_yarn(tmp_path):
+    """After llama.cpp#13322."""
+    checkpoint = make_checkpoint("qwen3-yarn", tmp_path / "model", seed=4)
+    file, spec = tmp_path / "m.gguf", spec_from_directory(checkpoint)
+    fields = [
+        ("add_rope_scaling_type", RopeScalingType.YARN),
+        ("add_rope_scaling_factor", 4.0),
+        ("add_rope_scaling_orig_ctx_len", 256),
+    ]
+    write_gguf(checkpoint, file, "qwen3", Type.F32, fields=fields)
+    found = GGUFModel(file).spec
+    assert found.rope == spec.rope
+    assert found.max_positions == spec.max_positions
+    same(checkpoint, file)
+
+
+def test_yarn_needs_but_its_factor(tmp_path):
+    checkpoint, file = make_checkpoint("qwen2", tmp_path / "model"), tmp_path / "m.gguf"
+    fields = [
+        ("add_rope_scaling_type", RopeScalingType.YARN),
+        ("add_rope_scaling_factor", 2.0),
+        ("add_rope_scaling_attn_factors", 0.5),
+        ("add_rope_scaling_yarn_beta_fast", 16.0),
+    ]
+    write_gguf(checkpoint, file, "qwen2", Type.F32, fields=fields)
+    spec = GGUFModel(file).spec
+    assert spec.rope.original_positions == 1024
+    assert spec.max_positions == 2048
+    assert spec.rope.attention_factor == pytest.approx(0.5 * (0.1 * math.log(2.0) + 1.0))
+    assert (spec.rope.beta_fast, spec.rope.beta_slow) == (16.0, 1.0)
+
+
+def test_lists_that_say_the_same_for_all_layers(tmp_path):
+    checkpoint, file = make_checkpoint("llama2", tmp_path / "model", seed=4), tmp_path / "m.gguf"
+    lists = [("add_array", f"llama.{name}", [n] * 4) for name, n in PER_LAYER.items()]
+    write_gguf(checkpoint, file, "llama", Type.F32, fields=lists)
+    same(checkpoint, file)
+
+
+def test_a_suffix_in_capitals(tmp_path):
+    checkpoint, file = make_checkpoint("llama2", tmp_path / "model", seed=4), tmp_path / "M.GGUF"
+    write_gguf(checkpoint, file, "llama", Type.F32)
+    same(checkpoint, file)
+
+
+def split(file, count):
+    """Write the tensors of a file over several, as llama-gguf-split does; return their names."""
+    whole = GGUFReader(file)
+    parts = [file.with_name(f"m-{number + 1:05}-of-{count:05}.gguf") for number in range(count)]
+    for number, part in enumerate(parts):
+        writer = GGUFWriter(part, "llama")
+        writer.add_uint16("split.count", count)
+        writer.add_uint16("split.no", number)
+        for name, field in whole.fields.items() if number == 0 else ():
+            if name.startswith("llama.") or name == "tokenizer.ggml.eos_token_id":
+                writer.add_key_value(name, field.contents(), field.types[0])
+        for place, tensor in enumerate(whole.tensors):
+            if place * count // len(whole.tensors) == number:
+                writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+        for step in ("header", "kv_data", "tensors"):
+            getattr(writer, f"write_{step}_to_file")()
+        writer.close()
+    file.unlink()
+    return parts
+
+
+def test_a_model_in_several_files_is_named_by_the_first(tmp_path):
+    checkpoint = make_checkpoint("llama2", tmp_path / "model", seed=4)
+    write_gguf(checkpoint, tmp_path / "m.gguf", "llama", Type.Q8_0)
+    parts = split(tmp_path / "m.gguf", 3)
+    same(checkpoint, parts[0])
+    with pytest.raises(ValueError, match="not the first of the model's 3 files"):
+        GGUFModel(parts[1])
+    renamed = parts[0].rename(tmp_path / "other.gguf")
+    with pytest.raises(ValueError, match="one of 3 files of a model, which must be named"):
+        GGUFModel(renamed)
+    renamed.rename(parts[0])
+    parts[2].unlink()
+    with pytest.raises(ValueError, match=r"lacks m-00003-of-00003\.gguf"):
+        GGUFModel(parts[0])
+
+
 def test_sliding_window(tmp_path):
     checkpoint, file = make_checkpoint("mistral", tmp_path / "model", seed=4), tmp_path / "m.gguf"
     write_gguf(checkpoint, file, "llama", Type.F32, fields=[("add_sliding_window", 24)])
@@ -150,8 +236,13 @@ def test_a_vocabulary_is_stepped_over(tmp_path):
         ("llama", [("add_expert_count", 8)], "number of experts 8"),
         (
             "llama",
-            [("add_uint16", "split.count", 3)],
-            r"GGUF model 3; .*gguf-split --merge",
+            [("add_rope_scaling_type", RopeScalingType.LONGROPE)],
+            "GGUF rope scaling 'longrope'; these work: none, linear, yarn",
+        ),
+        (
+            "llama",
+            [("add_array", "llama.attention.head_count_kv", [4, 4, 2, 4])],
+            r"head_count_kv \[4, 4, 2, 4\]; these work: one value for all layers",
         ),
         ("llama", [("add_rope_dimension_count", 8)], "rope.dimension_count 8; these work: 16"),
     ],

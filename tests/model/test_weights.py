@@ -7,8 +7,8 @@ from safetensors.torch import load_file, save_file
 from twolane.model.load.hub import resolve
 from twolane.model.load.weights import WeightsError, load_decoder
 
-from .checkpoints import make_checkpoint, reference
-from .passes import Pool, in_chunks, prompt
+from .checkpoints import VOCAB, make_checkpoint, reference
+from .passes import Pool, close, in_chunks, prompt
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def test_long_lists_are_cut(checkpoint):
         load_decoder(resolve(str(checkpoint)))
 
 
-def test_tied_embeddings_may_be_stored_twice_but_not_differ(checkpoint):
+def test_tied_embeddings_may_be_stored_twice(checkpoint):
     tokens = prompt(10)
     want = in_chunks(load_decoder(resolve(str(checkpoint))), tokens, [10])
     buffers = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
@@ -56,9 +56,28 @@ def test_tied_embeddings_may_be_stored_twice_but_not_differ(checkpoint):
         lambda t: t.update(buffers | {"lm_head.weight": t["model.embed_tokens.weight"].clone()}),
     )
     assert torch.equal(in_chunks(load_decoder(resolve(str(checkpoint))), tokens, [10]), want)
-    edit(checkpoint, lambda t: t["lm_head.weight"].mul_(2))
-    with pytest.raises(WeightsError, match=r"lm_head\.weight differs"):
-        load_decoder(resolve(str(checkpoint)))
+
+
+def tie(checkpoint, tied):
+    config = json.loads((checkpoint / "config.json").read_text())
+    config["tie_word_embeddings"] = tied
+    (checkpoint / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(("tied", "stored"), [(True, True), (False, False)])
+def test_a_head_is_used_as_the_tensors_have_it(checkpoint, caplog, tied, stored):
+    """After vllm PR #51665; the config says otherwise."""
+    tie(checkpoint, tied)
+    if stored:
+        other = {"lm_head.weight": torch.randn(VOCAB, 64)}
+        edit(checkpoint, lambda tensors: tensors.update(other))
+    tokens = prompt(10)
+    model = load_decoder(resolve(str(checkpoint)))
+    assert model.spec.tie_embeddings != tied
+    logits = in_chunks(model, tokens, [10])
+    tie(checkpoint, not tied)
+    close(logits, reference(checkpoint)(tokens[None]).logits[0])
+    assert "lm_head.weight" in caplog.text
 
 
 def test_broken_files(checkpoint):

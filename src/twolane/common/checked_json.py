@@ -21,13 +21,30 @@ def read_json(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is not a JSON object: {error}") from error
 
 
-def converted(raw: object, form: type[T], file: str = "config.json") -> T:
+def converted(raw: object, form: type[T], file: str = "config.json", *, lax: bool = False) -> T:
     """What was read from a file, in a form.
+
+    Args:
+        raw: what was read.
+        form: the type that it should have.
+        file: its name, for the error.
+        lax: whether clear values in odd types are taken: 50.0 and "50" for the number 50.
 
     Raises:
         ValueError: something has the wrong type; the message begins with the file.
     """
     try:
-        return msgspec.convert(raw, form)
+        return msgspec.convert(_whole(raw) if lax else raw, form, strict=not lax)
     except msgspec.ValidationError as error:
         raise ValueError(f"{file}: {error}") from error
+
+
+def _whole(raw: Any) -> Any:
+    """Return a value in which floats that are whole are integers, which serve as both."""
+    if isinstance(raw, float) and raw.is_integer():
+        return int(raw)
+    if isinstance(raw, list):
+        return [_whole(value) for value in raw]
+    if isinstance(raw, dict):
+        return {name: _whole(value) for name, value in raw.items()}
+    return raw

@@ -1,5 +1,6 @@
 """Hugging Face configs as a `ModelSpec`, without `transformers`."""
 
+import logging
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,6 +21,8 @@ from twolane.model.spec import (
     merge_eos,
 )
 from twolane.sampling import SamplingParams
+
+log = logging.getLogger("twolane.model")
 
 ARCHITECTURES: dict[str, Family] = {
     "LlamaForCausalLM": "llama",
@@ -58,9 +61,14 @@ GENERATION_FILE = "generation_config.json"
 
 
 class _Generation(msgspec.Struct):
-    """What is read of a `generation_config.json`."""
+    """What is read of a `generation_config.json` to serve at all."""
 
     eos_token_id: int | list[int] | None = None
+
+
+class _Sampling(msgspec.Struct):
+    """What is read of a `generation_config.json` where a request says nothing."""
+
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -177,29 +185,44 @@ def spec_from_directory(path: Path) -> ModelSpec:
     config_file = path / "config.json"
     if not config_file.is_file():
         raise ValueError(f"{path} has no config.json")
-    return spec_from_config(read_json(config_file), _generation(path).eos_token_id)
+    return spec_from_config(read_json(config_file), _generation_eos(path))
 
 
 def sampling_from_directory(path: Path) -> dict[str, Any]:
-    """How a model's authors would have its tokens drawn, by the names of `SamplingParams`: what its
-    `generation_config.json` has of it.
+    """Read how a model's authors would have its tokens drawn from its `generation_config.json`.
+
+    A value that cannot be used is left out with a warning, for requests may bring their own.
+
+    Returns:
+        Values by the names of `SamplingParams`.
 
     Raises:
-        ValueError: a value there has the wrong type or is out of range.
+        ValueError: the file is broken.
     """
-    given = msgspec.structs.asdict(_generation(path))
-    del given["eos_token_id"]
-    chosen = {name: value for name, value in given.items() if value is not None}
-    try:
-        SamplingParams(**chosen)
-    except ValueError as error:
-        raise ValueError(f"{GENERATION_FILE}: {error}") from error
+    given = _raw_generation(path)
+    chosen: dict[str, Any] = {}
+    for name in (field.name for field in msgspec.structs.fields(_Sampling)):
+        if given.get(name) is None:
+            continue
+        try:
+            sampling = converted({name: given[name]}, _Sampling, GENERATION_FILE, lax=True)
+            value = getattr(sampling, name)
+            SamplingParams(**{name: value})
+        except ValueError as error:
+            said = str(error).removeprefix(f"{GENERATION_FILE}: ")
+            log.warning("%s: %s is not used: %s", path / GENERATION_FILE, name, said)
+        else:
+            chosen[name] = value
     return chosen
 
 
-def _generation(path: Path) -> _Generation:
+def _generation_eos(path: Path) -> int | list[int] | None:
+    return converted(_raw_generation(path), _Generation, GENERATION_FILE, lax=True).eos_token_id
+
+
+def _raw_generation(path: Path) -> dict[str, Any]:
     file = path / GENERATION_FILE
-    return converted(read_json(file) if file.is_file() else {}, _Generation, file.name)
+    return read_json(file) if file.is_file() else {}
 
 
 def check_architecture(config: Mapping[str, Any]) -> Family:
@@ -210,7 +233,7 @@ def check_architecture(config: Mapping[str, Any]) -> Family:
         ValueError: one of these has the wrong type.
     """
     kind = converted(config, _Kind)
-    name = kind.architectures[0] if kind.architectures else f"model_type {kind.model_type}"
+    name = kind.architectures[0] if kind.architectures else _named_by_type(kind.model_type)
     if name not in ARCHITECTURES:
         raise UnsupportedModel.because("architecture", name, ARCHITECTURES)
     family = ARCHITECTURES[name]
@@ -219,6 +242,14 @@ def check_architecture(config: Mapping[str, Any]) -> Family:
     if read_quantization(kind.quantization_config) is not None and family == "phi3":
         raise UnsupportedModel.because(f"quantisation of {name}", "any", ("--quantization fp8",))
     return family
+
+
+def _named_by_type(model_type: str | None) -> str:
+    """Return the architecture of a config that names none; what has no name stays a model type."""
+    return next(
+        (name for name, family in ARCHITECTURES.items() if family == model_type),
+        f"model_type {model_type}",
+    )
 
 
 def quantization_from_directory(path: Path) -> Quantization | None:
@@ -257,7 +288,7 @@ def spec_from_config(
         ValueError: a value has the wrong type, or sizes do not fit each other.
     """
     family = check_architecture(raw)
-    config = converted(raw, _CONFIGS[family])
+    config = converted(raw, _CONFIGS[family], lax=True)
     check_counts(config.num_hidden_layers, config.num_attention_heads)
     if config.hidden_act != "silu":
         raise UnsupportedModel.because("activation", config.hidden_act, ("silu",))
@@ -351,7 +382,7 @@ def _rope(config: HFConfig) -> RopeSpec:
     for name, value in rope.items():
         if isinstance(value, dict):
             raise UnsupportedModel.because("rope_parameters of", name, ("one for all layers",))
-    converted(rope, _RopeNumbers, "config.json: rope_parameters")
+    converted(rope, _RopeNumbers, "config.json: rope_parameters", lax=True)
     theta = float(rope.get("rope_theta") or config.rope_theta or 10_000.0)
     kind = rope.get("rope_type") or rope.get("type") or "default"
     rotated = rope.get("partial_rotary_factor", config.partial_rotary_factor)

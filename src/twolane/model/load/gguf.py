@@ -1,5 +1,7 @@
 """GGUF files: their metadata as a `ModelSpec`, their tensors under Hugging Face names. No torch."""
 
+import math
+import re
 import struct
 from pathlib import Path
 from typing import Any
@@ -46,6 +48,15 @@ _LONG = 1024
 """Entries of a list that only a tokenizer has so many of; a model has one for each layer."""
 
 
+_PART = re.compile(
+    r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})(?P<suffix>\.gguf)", re.IGNORECASE
+)
+_MOST_PARTS = 9999
+"""A model is split into at most this many files."""
+_NEUTRAL = {"yarn_ext_factor": 1.0, "yarn_attn_factor": 1.0, "yarn_log_multiplier": 0.0}
+"""Keys of YaRN that are not built, with the values that change nothing."""
+
+
 class _Reader(GGUFReader):
     """Steps over long lists, which are the tokenizer's (`convert` reads that).
 
@@ -73,29 +84,58 @@ class _Reader(GGUFReader):
         return offset
 
 
+def _opened(path: Path) -> _Reader:
+    try:
+        return _Reader(path)
+    except (ValueError, IndexError, KeyError, OverflowError, struct.error) as error:
+        raise ValueError(f"{path} is not a whole GGUF file: {error}") from error
+
+
 class GGUFModel:
     """An open GGUF file (memory-mapped)."""
 
     def __init__(self, path: Path) -> None:
-        """Open the file.
+        """Open the file, and the others if it is the first of several.
 
         Raises:
             UnsupportedModel: the architecture or one of its options is not built.
-            ValueError: it is not a whole GGUF file.
+            ValueError: it is not a whole GGUF file, another one is missing, or it is not the first.
         """
-        try:
-            self._reader = _Reader(path)
-        except (ValueError, IndexError, KeyError, OverflowError, struct.error) as error:
-            raise ValueError(f"{path} is not a whole GGUF file: {error}") from error
-        if (parts := self._field("split.count") or 1) != 1:
-            whole = "1 (`llama-gguf-split --merge` joins them)"
-            raise UnsupportedModel.because("number of files of a GGUF model", parts, (whole,))
+        self._reader = _opened(path)
         self._tensors = {t.name: t for t in self._reader.tensors}
+        for part in self._other_parts(path):
+            self._tensors |= {t.name: t for t in _opened(part).tensors}
         self._architecture = str(self._field("general.architecture"))
         self.spec = self._read_spec()
         self._names = {
             _hugging_face_name(name): name for name in self._tensors if name != _ROPE_FREQS
         }
+
+    def _other_parts(self, path: Path) -> list[Path]:
+        """Return the files that go with the first one of a model that is split.
+
+        Raises:
+            ValueError: one is missing, or `path` is not the first.
+        """
+        count = int(self._field("split.count") or 1)
+        if count == 1:
+            return []
+        name = _PART.fullmatch(path.name)
+        if name is None or int(name["count"]) != count or count > _MOST_PARTS:
+            raise ValueError(
+                f"{path} is one of {count} files of a model, which must be named "
+                f"NAME-00001-of-{count:05}.gguf and so on"
+            )
+        if int(name["number"]) != 1 or self._field("split.no"):
+            raise ValueError(f"{path} is not the first of the model's {count} files; name that one")
+        parts = [
+            path.with_name(f"{name['stem']}-{number:05}-of-{count:05}{name['suffix']}")
+            for number in range(2, count + 1)
+        ]
+        for part in parts:
+            if not part.is_file():
+                raise ValueError(f"{path.parent} lacks {part.name}, a part of the model")
+        return parts
 
     def names(self) -> list[str]:
         """The tensors, by their Hugging Face names."""
@@ -145,6 +185,10 @@ class GGUFModel:
         layers = self._count("block_count", MOST_LAYERS)
         window = self._key("attention.sliding_window", 0) or None
         vocab_size = int(self._tensor("token_embd.weight").shape[1])
+        positions = int(self._key("context_length"))
+        rope = self._rope(head_dim, positions)
+        if rope.type == "yarn":  # the key may have the positions before stretching
+            positions = round(rope.original_positions * rope.factor)
         return ModelSpec(
             family=family,
             layers=layers,
@@ -154,9 +198,9 @@ class GGUFModel:
             head_dim=head_dim,
             intermediate_size=int(self._key("feed_forward_length")),
             vocab_size=vocab_size,
-            max_positions=int(self._key("context_length")),
+            max_positions=positions,
             norm_eps=float(self._key("attention.layer_norm_rms_epsilon")),
-            rope=self._rope(head_dim),
+            rope=rope,
             tie_embeddings="output.weight" not in self._tensors,
             qkv_bias="blk.0.attn_q.bias" in self._tensors,
             o_bias="blk.0.attn_output.bias" in self._tensors,
@@ -178,7 +222,7 @@ class GGUFModel:
             raise ValueError(f"{self._architecture}.{name} must be 1 to {most}, not {count}")
         return count
 
-    def _rope(self, head_dim: int) -> RopeSpec:
+    def _rope(self, head_dim: int, positions: int) -> RopeSpec:
         theta = float(self._key("rope.freq_base", 10_000.0))
         rotated = self._key("rope.dimension_count", head_dim)
         if rotated != head_dim:
@@ -190,9 +234,30 @@ class GGUFModel:
         factor = float(self._key("rope.scaling.factor", self._key("rope.scale_linear", 1.0)))
         if kind == "linear" or (kind == "none" and factor != 1.0):
             return RopeSpec(theta, "linear", factor)
+        if kind == "yarn":
+            return self._yarn(theta, factor, positions)
         if kind != "none":
-            raise UnsupportedModel.because("GGUF rope scaling", kind, ("none", "linear"))
+            raise UnsupportedModel.because("GGUF rope scaling", kind, ("none", "linear", "yarn"))
         return RopeSpec(theta)
+
+    def _yarn(self, theta: float, factor: float, positions: int) -> RopeSpec:
+        """YaRN as llama.cpp computes it, whose attention grows with the factor in any case."""
+        for key, neutral in _NEUTRAL.items():
+            value = self._key(f"rope.scaling.{key}", neutral)
+            if value != neutral:
+                raise UnsupportedModel.because(f"rope.scaling.{key}", value, (f"{neutral:g}",))
+        if factor < 1.0:
+            raise ValueError(f"{self._architecture}.rope.scaling.factor must be 1 or more")
+        grown = 0.1 * math.log(factor) + 1.0
+        return RopeSpec(
+            theta,
+            "yarn",
+            factor,
+            original_positions=int(self._key("rope.scaling.original_context_length", positions)),
+            beta_fast=float(self._key("rope.scaling.yarn_beta_fast", 32.0)),
+            beta_slow=float(self._key("rope.scaling.yarn_beta_slow", 1.0)),
+            attention_factor=grown * float(self._key("rope.scaling.attn_factor", 1.0)),
+        )
 
     def _key(self, name: str, default: Any = None) -> Any:
         """A value of the model's architecture.
@@ -205,6 +270,8 @@ class GGUFModel:
         value = self._field(key)
         if value is None and default is None:
             raise ValueError(f"the GGUF file has no {key}")
+        if isinstance(value, list) and value and value.count(value[0]) == len(value):
+            return value[0]
         if isinstance(value, list):
             raise UnsupportedModel.because(key, value, ("one value for all layers",))
         return default if value is None else value

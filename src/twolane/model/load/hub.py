@@ -150,7 +150,7 @@ def resolve(
     if path.is_dir():
         return _directory(name, path)
     if path.is_file():
-        if path.suffix != ".gguf":
+        if path.suffix.lower() != ".gguf":
             raise ModelNotFound(f"{name} is a file, but not a .gguf file")
         return ModelSource("gguf", name, path, path)
     if name in SHAPES:

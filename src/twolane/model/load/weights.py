@@ -1,5 +1,6 @@
 """Weights into a `Decoder`: safetensors, GGUF or random numbers."""
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -23,6 +24,8 @@ from twolane.model.matrix import Matrix, Scheme, concatenated, quantised
 from twolane.model.mlp import DenseMlp, Expert, Experts
 from twolane.model.spec import ModelSpec
 from twolane.parallel.sharding import Shard
+
+log = logging.getLogger("twolane.model")
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -144,9 +147,39 @@ def _open(
         model = GGUFModel(source.path)
         return model.spec, model
     if source.kind == "dir" and source.path is not None:
-        spec, tensors = source.spec(), Safetensors(source.path, stack)
+        tensors = Safetensors(source.path, stack)
+        spec = with_stored_head(source.spec(), tensors, source.name)
         return spec, Joined(tensors, spec) if spec.family == "phi3" else tensors
     raise ValueError(f"{source.name} is a built-in shape without weights; load it as dummy")
+
+
+def with_stored_head(spec: ModelSpec, tensors: TensorSource, name: str) -> ModelSpec:
+    """Return the spec with `tie_embeddings` as the tensors have it, which hold against the config.
+
+    A head that differs from the embeddings is used, as `transformers` uses it; where there is none
+    the embeddings serve as one, for nothing else can be meant.
+    """
+    embedding, stored = "model.embed_tokens.weight", set(tensors.names())
+    has_head = any(tensor.startswith("lm_head.") for tensor in stored)
+    if not has_head and not spec.tie_embeddings:
+        log.warning("%s: there is no lm_head.weight, so that the embeddings serve as one", name)
+        return replace(spec, tie_embeddings=True)
+    if not has_head or not spec.tie_embeddings or embedding not in stored:
+        return spec
+    if "lm_head.weight" in stored and same(tensors, "lm_head.weight", embedding):
+        return spec
+    log.warning(
+        "%s: lm_head.weight is used: it differs from the embeddings, despite tie_word_embeddings",
+        name,
+    )
+    return replace(spec, tie_embeddings=False)
+
+
+def same(tensors: TensorSource, one: str, other: str) -> bool:
+    """Return whether two tensors are equal."""
+    if tensors.shape(one) != tensors.shape(other):
+        return False
+    return bool((tensors.get(one) == tensors.get(other)).all())
 
 
 @dataclass(frozen=True)
@@ -268,10 +301,7 @@ def _check(
     expected = _stored(spec, quantization)
     found = {t for t in tensors.names() if not t.endswith(_IGNORED_SUFFIX)}
     if spec.tie_embeddings and "lm_head.weight" in found:
-        found.remove("lm_head.weight")
-        head, embedding = (tensors.get(t) for t in ("lm_head.weight", "model.embed_tokens.weight"))
-        if head.shape != embedding.shape or not bool((head == embedding).all()):
-            raise WeightsError(f"{name}: embeddings are tied, but lm_head.weight differs from them")
+        found.remove("lm_head.weight")  # it equals the embeddings
     there = {t: stored for t, stored in expected.items() if t in found}
     surplus = sorted(found - expected.keys())
     if quantization is not None:  # the writers of AWQ and GPTQ files add biases of zeros
