@@ -39,10 +39,9 @@ def write_tiny_model(path: Path, **changes: object) -> Path:
 class Served:
     """A running `twolane serve`."""
 
-    def __init__(self, process: subprocess.Popen, announcement: str, *more: str) -> None:
+    def __init__(self, process: subprocess.Popen, announcement: str) -> None:
         self.process = process
         self.announcement = announcement
-        self.more = more
         self.base = announcement.split(" | ")[1]
 
     @property
@@ -120,7 +119,7 @@ def serving(*args: str, stderr: Path | None = None, before: Sequence[str] = ()) 
     try:
         line = process.stdout.readline()
         assert line, f"the server ended with {process.wait()}"
-        yield Served(process, line.strip(), *(process.stdout.readline().strip() for _ in range(2)))
+        yield Served(process, line.strip())
     finally:
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)

@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from twolane.engine.messages import Stats
+from twolane.frontend.liveness import Liveness
 from twolane.server.ops.dashboard.history import COARSE_SECONDS, History, Reader, quantile
 from twolane.server.ops.dashboard.page import FILES
 from twolane.server.ops.metrics import GAP_BUCKETS, START_BUCKETS, Metrics, RequestMetrics
@@ -190,7 +191,7 @@ class Clock:
     def __init__(self):
         self.now = 100.0
         self.stats = Stats()
-        self.metrics = Metrics(lambda: self.stats, "model", Slo(ttft=0.5))
+        self.metrics = Metrics(lambda: self.stats, Liveness(), "model", Slo(ttft=0.5))
         self.read = Reader(self.metrics, lambda: self.stats, lambda: self.now)
         self.history = History(self.read)
 

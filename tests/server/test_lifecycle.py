@@ -19,6 +19,7 @@ import pytest
 
 from twolane.engine.messages import Stats
 from twolane.frontend.forms import Forms
+from twolane.frontend.liveness import Liveness
 from twolane.server.app import create_app
 from twolane.server.service import Service
 from twolane.slo import Slo
@@ -178,7 +179,12 @@ def service_of(codec):
 
     ready = SimpleNamespace(max_model_len=100, vocab_size=100, slo=Slo())
     engine = SimpleNamespace(
-        ready=ready, failure=None, stats=Stats(), watchers=[], wait_for_gap=no_wait
+        ready=ready,
+        failure=None,
+        liveness=Liveness(),
+        stats=Stats(),
+        watchers=[],
+        wait_for_gap=no_wait,
     )
     return Service(engine, codec, "slow", max_queue=9, forms=Forms(None, lambda _: None))
 

@@ -55,12 +55,11 @@ def find(
         typer.echo(_line(trial, slos))
 
     with contextlib.ExitStack() as stack:
-        run: Run
+        names = list(systems) or [default_system("simulated")]
         if "simulate" in search.target:
-            names, run = list(systems) or [default_system("simulated")], simulation(search)
+            run = simulation(search)
         elif "serve" in search.target:
-            run = own = stack.enter_context(OwnServers(search, load, out, traces))
-            names = list(systems) or [own.default_system()]
+            run = stack.enter_context(OwnServers(search, load, out, traces))
         else:
             names, run = [SERVER], server(search, load)
         found = goodput.find(search, names, run, out, tell, reads_slos, guesses)
@@ -96,7 +95,6 @@ class OwnServers:
     def __init__(self, search: Search, load: BenchConfig, out: Path, traces: bool) -> None:
         self._search, self._load, self._out, self._traces = search, load, out, traces
         self._serves: tuple[str, list[str]] | None = None
-        self._warm = False
         self._running = contextlib.ExitStack()
 
     def __enter__(self) -> "OwnServers":
@@ -104,16 +102,6 @@ class OwnServers:
 
     def __exit__(self, *failure: object) -> None:
         self._running.close()
-
-    def default_system(self) -> str:
-        """Return the system that `twolane serve` takes by itself: start a server, and see.
-
-        Raises:
-            BenchError: the server does not start.
-        """
-        self._out.mkdir(parents=True, exist_ok=True)
-        self._start(None, slo_flags(self._search.points(self._out)[0].search.slos))
-        return self._server.system
 
     def __call__(
         self, system: str, workload: WorkloadSpec, points: Sequence[dict[str, float]]
@@ -124,10 +112,10 @@ class OwnServers:
             BenchError: the server does not start, or ended in the middle.
         """
         flags = slo_flags(points[0] if reads_slos(system) else self._search.slos)
+        warmups = 0
         if (system, flags) != self._serves:
             self._start(system, flags)
-        warmups = 0 if self._warm else self._load.num_warmups
-        self._warm = True
+            warmups = self._load.num_warmups
         url = self._server.url
         load = msgspec.structs.replace(self._load, base_url=url, num_warmups=warmups)
         try:
@@ -136,22 +124,20 @@ class OwnServers:
             self._server.check()
         return msgspec.structs.replace(result, server=self._server.announcement), hopeless
 
-    def _start(self, system: str | None, flags: list[str]) -> None:
-        """Start a server of this system, or of the one that it takes by itself."""
+    def _start(self, system: str, flags: list[str]) -> None:
         self._running.close()
-        self._serves, self._warm = None, False
-        name = "default" if system is None else goodput.file_name(system)
-        if self._search.tbts and (system is None or reads_slos(system)):
+        self._serves = None
+        name = goodput.file_name(system)
+        if self._search.tbts and reads_slos(system):
             name += flags[-1].removeprefix("--slo")
         log = self._out / f"{name}.log"
-        arguments = [*shlex.split(str(self._search.target["serve"])), *flags]
-        arguments += [] if system is None else system_flags(system)
+        arguments = [*shlex.split(str(self._search.target["serve"])), *system_flags(system), *flags]
         if self._traces:
             arguments += ["--trace", str(self._out / f"{name}.trace.json")]
-        typer.echo(f"{system or 'default system'}: starting a server, log in {log}")
+        typer.echo(f"{system}: starting a server, log in {log}")
         self._server = self._running.enter_context(serving(arguments, log))
         typer.echo(self._server.announcement)
-        self._serves = system or self._server.system, flags
+        self._serves = system, flags
 
 
 def system_flags(system: str) -> list[str]:

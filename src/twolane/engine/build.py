@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import msgspec
 
@@ -12,7 +11,7 @@ from twolane.engine.engine import Engine
 from twolane.engine.kv import KVBooks
 from twolane.engine.messages import Ready
 from twolane.engine.pacing import Pacer
-from twolane.engine.predict import find_profile, machine_key, make_estimator
+from twolane.engine.predict import make_estimator
 from twolane.engine.settings import check_settings
 from twolane.engine.trace import FileTrace, Trace
 from twolane.lanes.machine import Machine, MachineLanes, load
@@ -73,8 +72,6 @@ def assemble(
     lanes = machine.start(
         books.total_pages, books.page_size, config.max_running, max_model_len, notify, progress
     )
-    key = machine_key(machine, lanes.units)
-    profile = find_profile(config, key)
     trace = FileTrace(config.trace, lanes.clock()) if config.trace else Trace()
     engine = Engine(
         system,
@@ -85,14 +82,14 @@ def assemble(
         vocab_size=spec.vocab_size,
         eos_token_ids=spec.eos_token_ids,
         max_model_len=max_model_len,
-        estimator=make_estimator(profile, config.estimator or system.estimator, key),
+        estimator=make_estimator(config, machine, lanes.units),
         seed=config.seed,
         trace=trace,
         notify=notify,
         slo=config.slo,
         pacer=Pacer(config.tbt_buffer, config.transport),
     )
-    ready = _ready(config, name, engine, machine, profile)
+    ready = _ready(config, name, engine, machine)
     trace.about(
         model=config.model,
         system=ready.system,
@@ -106,9 +103,7 @@ def assemble(
     return Built(engine, lanes, trace, ready)
 
 
-def _ready(
-    config: EngineConfig, name: str, engine: Engine, machine: Machine, profile: Path | None
-) -> Ready:
+def _ready(config: EngineConfig, name: str, engine: Engine, machine: Machine) -> Ready:
     lanes, kv, spec = engine.state.lanes, engine.state.kv, machine.spec
     return Ready(
         system=name,
@@ -120,7 +115,6 @@ def _ready(
         vocab_size=spec.vocab_size,
         eos_token_ids=list(spec.eos_token_ids),
         slo=config.slo,
-        profile=None if profile is None else str(profile),
     )
 
 

@@ -13,10 +13,12 @@ from twolane.common.vocabulary import LANES, LaneName
 from twolane.engine.constraints import Constraint, GrammarError, Grammars
 from twolane.engine.kv import KVBooks, Lookup
 from twolane.engine.launch import carry_out, joining
+from twolane.engine.liveness import lane_waits
 from twolane.engine.messages import (
     Abort,
     FinishReason,
     Outputs,
+    Ping,
     Refused,
     Stats,
     Submit,
@@ -98,6 +100,8 @@ class Engine:
         self._told = self.stats()
         self._moved = False
         """Since the API process was last told."""
+        self._pinged = False
+        """Whether the API process waits for an answer to a `Ping`."""
 
     def take(self, messages: Iterable[ToEngine]) -> bool:
         """New requests, aborts, stops and watchers; whether there were any."""
@@ -114,6 +118,8 @@ class Engine:
             elif isinstance(message, Watch):
                 until = self.state.now() + message.seconds
                 self.state.watched_until = max(self.state.watched_until, until)
+            elif isinstance(message, Ping):
+                self._pinged = True
             else:
                 self._end(message.id, "stop", message.tokens)
         return self._take_compiled() or news
@@ -143,9 +149,12 @@ class Engine:
             return None
         self._moved = False
         state, stats = self.state, self.stats()
-        if not state.outputs and not state.refused and stats == self._told:
+        unchanged = not state.outputs and not state.refused and stats == self._told
+        if unchanged and not self._pinged:
             return None
-        news = Outputs(list(state.outputs.values()), state.refused, stats, state.launches)
+        waits = lane_waits(state) if self._pinged else None
+        news = Outputs(list(state.outputs.values()), state.refused, stats, state.launches, waits)
+        self._pinged = False
         state.outputs, state.refused, state.launches, self._told = {}, [], [], stats
         if not state.trace.silent:
             state.trace.counters(

@@ -1,10 +1,10 @@
 """What the API process and the engine process say to each other: msgspec structs over ZeroMQ.
 
 A message is one msgpack-encoded struct, tagged with its type. The API process sends `Submit`,
-`Abort`, `Finish` and `Watch`; the engine sends `Progress` while it starts, `Ready` once, then one
-`Outputs` for every turn of its loop that has news. For every `Submit` the engine sends exactly one
-ending: an `Output` with a `finish` reason, or a `Refused`; after an `Abort` it sends nothing more
-for that request except the `Output` with finish "abort".
+`Vocabulary`, `Abort`, `Finish`, `Watch` and `Ping`; the engine sends `Progress` while it starts,
+`Ready` once, then one `Outputs` for every turn of its loop that has news. For every `Submit` the
+engine sends exactly one ending: an `Output` with a `finish` reason, or a `Refused`; after an
+`Abort` it sends nothing more for that request except the `Output` with finish "abort".
 """
 
 from typing import Literal
@@ -64,6 +64,10 @@ class Watch(msgspec.Struct, frozen=True, tag=True):
     seconds: float
 
 
+class Ping(msgspec.Struct, frozen=True, tag=True):
+    """Asks for `Outputs` with `waits`, which shows that the loop makes turns."""
+
+
 class Progress(msgspec.Struct, frozen=True, tag=True):
     """A step of the engine's start."""
 
@@ -88,8 +92,6 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     eos_token_ids: list[int]
     slo: Slo = Slo()
     """Bounds of requests that bring none."""
-    profile: str | None = None
-    """File of the profile that predictions are fitted on; None: there is none."""
 
 
 class Times(msgspec.Struct, frozen=True):
@@ -180,6 +182,16 @@ class Launched(msgspec.Struct, frozen=True):
     """The plan's."""
 
 
+class LaneWait(msgspec.Struct, frozen=True):
+    """How long the launch that is first in a lane has kept the engine waiting."""
+
+    lane: LaneName
+    seconds: float
+    """Seconds since the lane could begin with the launch, or since its latest finished step."""
+    predicted: float | None
+    """Predicted seconds of the whole launch, if there is a prediction."""
+
+
 class Outputs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """The news of one turn of the loop."""
 
@@ -188,6 +200,8 @@ class Outputs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     stats: Stats
     launches: list[Launched] = []
     """Those that ended while somebody watched."""
+    waits: list[LaneWait] | None = None
+    """The answer to a `Ping`: one entry for each lane that has work; None where nobody asked."""
 
 
 class Fatal(msgspec.Struct, frozen=True, tag=True):
@@ -196,7 +210,7 @@ class Fatal(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
-ToEngine = Submit | Vocabulary | Abort | Finish | Watch
+ToEngine = Submit | Vocabulary | Abort | Finish | Watch | Ping
 FromEngine = Progress | Ready | Outputs | Fatal
 
 encode = msgspec.msgpack.Encoder().encode

@@ -27,7 +27,9 @@ def reap(state: State) -> bool:
             _deliver(state, flight, step, at)
         if done:
             _settle(state, flight)
-        news |= done or bool(steps)
+        if done or steps:
+            state.progressed[flight.launch.lane] = state.now()
+            news = True
     return _deliver_held(state) or news
 
 

@@ -68,6 +68,8 @@ class State:
     """The latest that were, by lane, as far as a launch of the other lane may have overlapped."""
     unlearnt: list[Flight] = field(default_factory=list)
     """Those that were reaped since the estimator last learnt, in the order of their launches."""
+    progressed: dict[LaneName, float] = field(default_factory=dict)
+    """When a step of a launch in each lane was last found finished, on the lanes' clock."""
     counters: Counters = field(default_factory=Counters)
     unmasked: list[Request] = field(default_factory=list)
     """Constrained requests whose mask is to be computed, for a token has been delivered."""

@@ -3,8 +3,10 @@
 import asyncio
 import contextlib
 import fcntl
+import logging
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import weakref
@@ -24,6 +26,7 @@ from twolane.engine.messages import (
     Launched,
     Output,
     Outputs,
+    Ping,
     Progress,
     Ready,
     Refused,
@@ -36,6 +39,9 @@ from twolane.engine.messages import (
     encode,
 )
 from twolane.frontend.delivery import DeliveryQueue
+from twolane.frontend.liveness import HANG_SECONDS, PING_SECONDS, Liveness
+
+log = logging.getLogger("twolane.engine")
 
 SECRETS = frozenset({"TWOLANE_API_KEY", "OTEL_EXPORTER_OTLP_HEADERS"})
 """Environment variables that are none of the engine's business."""
@@ -43,6 +49,8 @@ LAST_WORDS_SECONDS = 0.2
 """How long a message of an engine that has exited may still be under way."""
 CLOSE_SECONDS = 10.0
 """How long an engine may take to exit (it may be writing a trace) before it is killed."""
+KILL_SECONDS = 5.0
+"""Seconds that a killed engine may take to be gone: a device may keep it."""
 FOLDER_PREFIX, OWNER = "twolane-", "owner"
 """How a folder of sockets is named, and the file in it that its server keeps locked."""
 SOCKET_PATH_MAX = 90
@@ -79,8 +87,17 @@ class EngineClient:
     ready: Ready
     process: asyncio.subprocess.Process
 
-    def __init__(self, on_progress: Callable[[Progress], None] = ignore_progress) -> None:
+    def __init__(
+        self,
+        on_progress: Callable[[Progress], None] = ignore_progress,
+        *,
+        hang_seconds: float = HANG_SECONDS,
+        watchdog: bool = False,
+    ) -> None:
         self.stats = Stats()
+        self.liveness = Liveness(hang_seconds)
+        """Whether the engine goes on, once it is ready."""
+        self._watchdog = watchdog
         self.failure: str | None = None
         self.failed = asyncio.Event()
         self.watchers: list[Callable[[list[Launched]], None]] = []
@@ -96,6 +113,7 @@ class EngineClient:
         self._last_words: str | None = None
         """Why it will have ended, by itself."""
         self._watching: asyncio.Task[None] | None = None
+        self._pinging: asyncio.Task[None] | None = None
         remove_dead_folders()
         self._folder = private_folder()
         held = hold(self._folder)
@@ -115,16 +133,30 @@ class EngineClient:
         config: EngineConfig,
         on_progress: Callable[[Progress], None] = ignore_progress,
         log_level: str = "warning",
+        *,
+        hang_seconds: float = HANG_SECONDS,
+        watchdog: bool | None = None,
     ) -> "EngineClient":
-        """Start an engine and wait until it is ready; see `EngineStart` for `log_level`.
+        """Start an engine and wait until it is ready.
+
+        Args:
+            config: of the engine.
+            on_progress: is told the steps of the start.
+            log_level: see `EngineStart`.
+            hang_seconds: without a sign of progress after which the engine counts as hung.
+            watchdog: whether a hung engine is killed; None: if it has several ranks.
 
         Raises:
             EngineError: it could not start.
         """
-        client = cls(on_progress)
+        if watchdog is None:
+            watchdog = config.tensor_parallel_size > 1
+        client = cls(on_progress, hang_seconds=hang_seconds, watchdog=watchdog)
         try:
             await client._spawn(config, log_level)
             client.ready = await client._started
+            client.liveness = Liveness(hang_seconds)  # it counts from now
+            client._pinging = asyncio.create_task(client._ping())
         except BaseException:
             await client.close(patience=0.0)
             raise
@@ -189,11 +221,14 @@ class EngineClient:
             try:
                 await asyncio.wait_for(process.wait(), patience)
             except TimeoutError:
-                with contextlib.suppress(ProcessLookupError):  # it has just ended by itself
-                    process.kill()
-                await process.wait()
+                self._kill()
+        if self._pinging is not None:
+            self._pinging.cancel()
         if self._watching is not None:
-            await self._watching
+            ended, _ = await asyncio.wait({self._watching}, timeout=KILL_SECONDS)
+            if not ended:
+                log.error("the engine process %d was killed and is still there", self.process.pid)
+                self._watching.cancel()
         self._pull.close()
         self._push.close()
         self._context.term()
@@ -259,12 +294,41 @@ class EngineClient:
             self._started.set_exception(EngineError(ended))
         if not self._closing:
             self._last_words = self._last_words or f"the engine process ended {self._exit()}"
-        self.failure = self._last_words or "the engine was closed"
-        self.end_all(self.failure)
-        self.failed.set()
+        self._fail(self._last_words or "the engine was closed")
+
+    async def _ping(self) -> None:
+        """Ask for signs of life; tell the log of a hung engine, and kill it if that is wanted."""
+        hung = False
+        while self.failure is None:
+            with contextlib.suppress(EngineError):  # the watch on the process reports it
+                self._send(Ping())
+            self.liveness.asked()
+            problem = self.liveness.problem
+            if problem is not None and self._watchdog:
+                self._last_words = f"{problem}: the watchdog has killed the engine"
+                self._kill()
+                self._fail(self._last_words)
+                return
+            if (problem is not None) != hung:
+                hung = not hung
+                log.warning("%s", problem or "the engine goes on")
+            await asyncio.sleep(PING_SECONDS)
+
+    def _kill(self) -> None:
+        """Kill the engine and its other ranks, which are in its session."""
+        with contextlib.suppress(ProcessLookupError):  # it has just ended by itself
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    def _fail(self, reason: str) -> None:
+        """End what is open, once; the process may take longer to be gone."""
+        if self.failure is None:
+            self.failure = reason
+            self.end_all(reason)
+            self.failed.set()
 
     def _take_outputs(self, news: Outputs) -> None:
         self.stats = news.stats
+        self.liveness.heard(news.waits)
         if news.launches:
             for watcher in self.watchers:
                 watcher(news.launches)

@@ -10,6 +10,7 @@ from twolane.engine.config import EngineConfig
 from twolane.engine.messages import Progress
 from twolane.engine.settings import check_settings
 from twolane.frontend.engine_client import EngineClient, ignore_progress
+from twolane.frontend.liveness import HANG_SECONDS
 from twolane.frontend.text.codec import TextCodec
 from twolane.frontend.text.tokenizer import load_if_any
 from twolane.model.load.hub import ModelSource, resolve
@@ -34,8 +35,13 @@ async def start_engine(
     config: EngineConfig,
     on_progress: Callable[[Progress], None] = ignore_progress,
     log_level: str = "warning",
+    *,
+    hang_seconds: float = HANG_SECONDS,
+    watchdog: bool | None = None,
 ) -> Started:
     """Fetch the model if need be, start an engine and load the tokenizer beside it.
+
+    See `EngineClient.start` for the arguments.
 
     Raises:
         ValueError: a setting is wrong, or the model is not there, or one of its files is broken.
@@ -47,7 +53,9 @@ async def start_engine(
     defaults = source.sampling_defaults()
     codec = asyncio.create_task(asyncio.to_thread(load_codec, source))
     try:
-        engine = await EngineClient.start(config, on_progress, log_level)
+        engine = await EngineClient.start(
+            config, on_progress, log_level, hang_seconds=hang_seconds, watchdog=watchdog
+        )
     except BaseException:
         codec.cancel()
         raise

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from twolane.common.options import Option
+from twolane.frontend.liveness import HANG_SECONDS
 
 PANEL = "Server"
 ToolForm = Literal["hermes", "qwen3_coder", "llama3_json", "mistral", "deepseek_v3", "deepseek_v31"]
@@ -34,6 +35,13 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_connections: Annotated[int | None, Option(PANEL, least=1)] = None
     """Number of connections that may be open; beyond, idle ones are closed and requests get a 503.
     By default as many as the limit on open files allows, up to 8,192."""
+    hang_seconds: Annotated[float, Option(PANEL, "SECONDS", least=1.0)] = HANG_SECONDS
+    """Seconds without a turn of the engine's loop, or without a finished launch while there is work
+    (5 times the launch's prediction if that is longer), after which the engine counts as hung:
+    /health says 503."""
+    watchdog: Annotated[bool | None, Option(PANEL)] = None
+    """Whether a hung engine is killed, which ends the server with exit status 1 and the reason in
+    the log; by default only with several ranks."""
     api_keys: Annotated[tuple[str, ...], Option(PANEL, "KEY", name="api_key")] = ()
     """A key that requests must bring; may be repeated. The environment variable (keys apart by
     spaces) or the file keeps keys out of the process list."""

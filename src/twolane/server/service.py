@@ -101,7 +101,7 @@ class Service:
         """Whether the engine has the tokenizer."""
         self.created = int(time.time())
         self.admission = Admission(max_queue)
-        self.metrics = Metrics(lambda: engine.stats, model_name, engine.ready.slo)
+        self.metrics = Metrics(lambda: engine.stats, engine.liveness, model_name, engine.ready.slo)
         self.dashboard = Dashboard(engine, self.metrics)
         self.tracing: Tracing | None = None
         """Where requests are traced, if they are."""
@@ -115,6 +115,8 @@ class Service:
         """Why no request can be served, or None."""
         if self.engine.failure is not None:
             return f"the engine is gone: {self.engine.failure}"
+        if self.engine.liveness.problem is not None:
+            return self.engine.liveness.problem
         return "the server is shutting down" if self.draining else None
 
     def check_available(self) -> None:

@@ -16,6 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from twolane.engine.messages import FinishReason, Stats, Times
+from twolane.frontend.liveness import Liveness
 from twolane.slo import Slo
 
 PREFIX = "twolane:"
@@ -57,8 +58,9 @@ class Refusal(msgspec.Struct):
 class EngineCollector(Collector):
     """Gauges and counters that the engine keeps."""
 
-    def __init__(self, stats: Callable[[], Stats], model_name: str) -> None:
+    def __init__(self, stats: Callable[[], Stats], liveness: Liveness, model_name: str) -> None:
         self._stats = stats
+        self._liveness = liveness
         self._model_name = model_name
 
     def collect(self) -> Iterator[Metric]:
@@ -80,6 +82,20 @@ class EngineCollector(Collector):
             "num_preemptions", "Requests recomputed for want of pages", stats.preemptions
         )
         yield self._lanes(stats)
+        alive = self._liveness
+        yield self._gauge(
+            "engine_hung", "Whether the engine counts as hung: 0 or 1", alive.problem is not None
+        )
+        yield self._gauge(
+            "engine_silence_seconds",
+            "Seconds for which the engine's loop has not answered",
+            alive.silence,
+        )
+        yield self._gauge(
+            "launch_wait_seconds",
+            "Seconds for which the slowest lane at work has finished nothing",
+            alive.longest_wait,
+        )
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         family = GaugeMetricFamily(PREFIX + name, text, labels=["model_name"])
@@ -107,17 +123,20 @@ class Metrics:
 
     Args:
         stats: returns the engine's latest.
+        liveness: the engine's signs of life.
         model_name: the label of every figure that is about the model.
         slo: the bounds of requests that bring none.
     """
 
-    def __init__(self, stats: Callable[[], Stats], model_name: str, slo: Slo) -> None:
+    def __init__(
+        self, stats: Callable[[], Stats], liveness: Liveness, model_name: str, slo: Slo
+    ) -> None:
         prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
         self.slo = slo
         self.refusals: deque[Refusal] = deque(maxlen=REFUSALS_KEPT)
         """The last ones."""
         self.registry = CollectorRegistry()
-        self.registry.register(EngineCollector(stats, model_name))
+        self.registry.register(EngineCollector(stats, liveness, model_name))
         ProcessCollector(registry=self.registry)
         self._model_name = model_name
         self.http = Counter(

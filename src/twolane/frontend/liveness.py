@@ -1,0 +1,83 @@
+"""Whether an engine goes on: judged from its answers to pings."""
+
+import time
+from collections.abc import Callable, Sequence
+
+from twolane.engine.messages import LaneWait
+
+PING_SECONDS = 1.0
+"""Seconds between two pings."""
+HANG_SECONDS = 10.0
+"""Seconds without a turn of the loop or a finished launch after which an engine counts as hung,
+unless somebody says otherwise."""
+PREDICTIONS = 5.0
+"""A launch that takes longer than this multiple of its prediction, and longer than the bound in
+seconds, counts as hung."""
+UNPREDICTED = 6.0
+"""A launch without a prediction counts as hung after this multiple of the bound in seconds."""
+
+
+class Liveness:
+    """The signs of life of one engine.
+
+    Args:
+        bound: seconds without any sign after which the engine counts as hung.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self, bound: float = HANG_SECONDS, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._bound = bound
+        self._clock = clock
+        self._asked_at = clock()
+        self._unanswered_since: float | None = None
+        """When the first ping was sent since the engine last spoke; None: it has spoken since."""
+        self._waits: Sequence[LaneWait] = ()
+
+    def asked(self) -> None:
+        """Note that a ping is sent, which should be every `PING_SECONDS`.
+
+        If this process stood still meanwhile, the engine's answers may be unread: silence counts
+        from now on.
+        """
+        now = self._clock()
+        if self._unanswered_since is None or now - self._asked_at > 2 * PING_SECONDS:
+            self._unanswered_since = now
+        self._asked_at = now
+
+    def heard(self, waits: Sequence[LaneWait] | None) -> None:
+        """Note that the engine's loop has made a turn; `waits` is its answer to a ping, if any."""
+        self._unanswered_since = None
+        if waits is not None:
+            self._waits = waits
+
+    @property
+    def silence(self) -> float:
+        """Seconds for which the engine's loop has not answered."""
+        return 0.0 if self._unanswered_since is None else self._clock() - self._unanswered_since
+
+    @property
+    def longest_wait(self) -> float:
+        """Seconds for which the slowest lane had finished no launch when the engine last spoke."""
+        return max([wait.seconds for wait in self._waits], default=0.0)
+
+    @property
+    def problem(self) -> str | None:
+        """Why the engine counts as hung; None if it does not."""
+        if self.silence > self._bound:
+            return f"the engine has made no turn for {self.silence:.0f} s"
+        late = [wait for wait in self._waits if wait.seconds > self._longest(wait)]
+        if not late:
+            return None
+        first = late[0]
+        told = "without a prediction"
+        if first.predicted is not None:
+            told = f"predicted to take {first.predicted:.3g} s"
+        lane = "whole device" if first.lane == "device" else f"{first.lane} lane"
+        return f"the {lane} has finished nothing for {first.seconds:.0f} s (a launch {told})"
+
+    def _longest(self, wait: LaneWait) -> float:
+        if wait.predicted is None:
+            return UNPREDICTED * self._bound
+        return max(self._bound, PREDICTIONS * wait.predicted)

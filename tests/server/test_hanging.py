@@ -1,0 +1,137 @@
+"""An engine that stands still, and a lane whose work never ends."""
+
+import os
+import signal
+import time
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from .conftest import TINY
+from .serving import alive, serving, wait_for, write_tiny_model
+from .test_killing import Client
+from .test_lifecycle import LONG
+
+SECONDS = "1"
+HANG = """
+import sys
+if "twolane.engine" in sys.orig_argv:
+    import time
+    from pathlib import Path
+    from twolane.lanes.cpu import runner
+
+    decode = runner.Runner._decode
+
+    def hanging(self, rows, step):
+        while Path({flag!r}).exists():
+            time.sleep(0.05)
+        return decode(self, rows, step)
+
+    runner.Runner._decode = hanging
+"""
+"""Makes the decode work of an engine process last as long as a file is there."""
+
+
+def health(served):
+    status, _, body = served.request("/health")
+    return status, body.get("error", {}).get("message", "")
+
+
+@contextmanager
+def stopped(pid):
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        with suppress(ProcessLookupError):  # it was killed meanwhile
+            os.kill(pid, signal.SIGCONT)
+
+
+@pytest.fixture
+def hangable(tiny_model, tmp_path):
+    """Start a server whose decode lane hangs while a file is there."""
+    flag = tmp_path / "hang"
+    (tmp_path / "sitecustomize.py").write_text(HANG.format(flag=str(flag)))
+    path = f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"
+
+    def start(*args, log=None):
+        before = ("env", f"PYTHONPATH={path}")
+        args = (str(tiny_model), *TINY, "--hang-seconds", SECONDS, *args)
+        return serving(*args, stderr=log, before=before)
+
+    return start, flag
+
+
+def test_health_tells_that_an_engine_stands_still_and_that_it_goes_on(tiny_model):
+    with serving(str(tiny_model), *TINY, "--hang-seconds", SECONDS) as served:
+        assert health(served) == (200, "")
+        with stopped(served.engine_pid):
+            wait_for(lambda: health(served)[0] == 503)
+            assert "the engine has made no turn for" in health(served)[1]
+            assert served.request("/livez")[0] == 200
+            assert served.request("/v1/completions", {"prompt": [5]})[0] == 503
+            assert served.metrics()["engine_hung"] == 1
+            assert served.metrics()["engine_silence_seconds"] > 1
+        wait_for(lambda: health(served)[0] == 200)
+        assert served.metrics()["engine_hung"] == 0
+        assert served.request("/v1/completions", {"prompt": [5], "max_tokens": 2})[0] == 200
+
+
+def test_health_tells_of_a_lane_that_finishes_nothing(hangable):
+    start, flag = hangable
+    with start() as served:
+        client = Client(served, LONG)
+        assert client.first.wait(30)
+        flag.touch()
+        wait_for(lambda: health(served)[0] == 503)
+        assert "the decode lane has finished nothing for" in health(served)[1]
+        assert served.metrics()["launch_wait_seconds"] > 1
+        assert served.metrics()["engine_silence_seconds"] < 1.5  # the loop itself makes turns
+        flag.unlink()
+        wait_for(lambda: health(served)[0] == 200)
+        assert not client.ended.is_set()
+
+
+@pytest.mark.parametrize("how", ["loop", "lane"])
+def test_the_watchdog_ends_a_hung_engine_with_a_reason(hangable, tmp_path, how):
+    start, flag = hangable
+    log = tmp_path / "log"
+    with start("--watchdog", log=log) as served:
+        engine = served.engine_pid
+        client = Client(served, LONG)
+        assert client.first.wait(30)
+        if how == "loop":
+            os.kill(engine, signal.SIGSTOP)
+        else:
+            flag.touch()
+        assert client.ended.wait(30)
+        assert "the watchdog has killed the engine" in client.last["error"]["message"]
+        assert served.process.wait(10) == 1
+        assert not alive(engine)
+    reason = {"loop": "has made no turn", "lane": "decode lane has finished nothing"}[how]
+    assert f"{reason} for" in log.read_text(), log.read_text()
+    assert "the watchdog has killed the engine" in log.read_text()
+
+
+def test_a_server_that_stood_still_itself_kills_no_engine(tiny_model):
+    with serving(str(tiny_model), *TINY, "--hang-seconds", SECONDS, "--watchdog") as served:
+        assert health(served) == (200, "")
+        with stopped(served.process.pid):
+            time.sleep(3.0)
+        time.sleep(0.5)
+        assert health(served) == (200, "")
+
+
+def test_the_watchdog_is_on_with_several_ranks(tmp_path):
+    model = write_tiny_model(tmp_path / "ranks", num_key_value_heads=2)
+    log = tmp_path / "log"
+    args = ("--tensor-parallel-size", "2", "--hang-seconds", SECONDS)
+    with serving(str(model), *TINY, *args, stderr=log) as served:
+        engine = served.engine_pid
+        (follower,) = Path(f"/proc/{engine}/task/{engine}/children").read_text().split()
+        with stopped(engine):
+            assert served.process.wait(30) == 1
+            assert not alive(engine)
+        wait_for(lambda: not alive(int(follower)))
+    assert "the watchdog has killed the engine" in log.read_text()
