@@ -60,6 +60,7 @@ class Rig:
     decode_units: Sequence[int] | None = None
     slots: int = 256
     pages: int = 0
+    quantization: str | None = None
     machine: CudaMachine = field(init=False)
     held: dict[int, list[int]] = field(default_factory=dict)
     """Pages by slot."""
@@ -68,7 +69,9 @@ class Rig:
     def __post_init__(self) -> None:
         begun = time.monotonic()
         source = resolve(self.name, "dummy")
-        spec, weights = load_weights(source, load_format="dummy", device="cuda")
+        spec, weights = load_weights(
+            source, load_format="dummy", device="cuda", quantization=self.quantization
+        )
         self.machine = CudaMachine(spec, weights, self.decode_units)
         if not self.pages:
             each = PAGE * spec.kv_bytes_per_token(2)

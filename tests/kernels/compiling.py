@@ -25,7 +25,8 @@ from triton.runtime.jit import JITFunction
 
 TYPES = {
     torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16",
-    torch.float64: "*fp64", torch.int32: "*i32", torch.int64: "*i64",
+    torch.float8_e4m3fn: "*fp8e4nv", torch.float64: "*fp64",
+    torch.int32: "*i32", torch.int64: "*i64",
 }  # fmt: skip
 
 
@@ -76,13 +77,15 @@ def compile_instead(
     start = time.perf_counter()
     options = {"num_warps": num_warps, "num_stages": num_stages}
     built = triton.compile(source(kernel, values), GPUTarget("cuda", 90, 32), options)
-    row = {"kernel": kernel.fn.__name__, "seconds": round(time.perf_counter() - start, 2)}
+    name = kernel.fn.__name__ + (" to e4m3" if values.get("QUANTISED") else "")
+    row = {"kernel": name, "seconds": round(time.perf_counter() - start, 2)}
     row |= {**usage(built.asm["cubin"]), "shared": built.metadata.shared}
     print(json.dumps(row), flush=True)
 
 
 def launch_fused(dtype: torch.dtype) -> None:
     from twolane.kernels import fused
+    from twolane.kernels.activations import Quantised
 
     fused._early = lambda device: True  # as on Hopper
 
@@ -98,6 +101,12 @@ def launch_fused(dtype: torch.dtype) -> None:
     fused.qkv_rope_write(qkv, ints, empty(40, 128), 1e-6, table, q, pool, places)
     fused.qkv_rope_write_decode(qkv, ints, None, 1e-6, table, q, pool, pages, ints, ints)
     fused.silu_mul(empty(2, 24_576), empty(2, 12_288))
+    for width, make in ((2560, fused.quantise), (12_288, fused.silu_mul)):
+        values = empty(2, width, dtype=torch.float8_e4m3fn)
+        made_of = empty(2, width if make is fused.quantise else 2 * width)
+        make(made_of, Quantised(values, empty(2, 1, dtype=torch.float32)))
+    values = empty(2, 2560, dtype=torch.float8_e4m3fn)
+    fused.rms_norm(x, weight, 1e-6, Quantised(values, empty(2, 1, dtype=torch.float32)))
     fused.embed(places, ints, ints, empty(99, 2560), x)
     made = {"residual": x, "positions": ints, "write_slots": ints}
     given = {"page_size": 32, "embedding": empty(99, 2560)}

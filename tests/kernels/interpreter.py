@@ -42,10 +42,11 @@ def _mend_loop_bounds() -> None:
     interpreter._patch_lang_tensor = patched
 
 
-def _mend_bfloat16() -> None:
+def _mend_rounding() -> None:
     """Triton 3.6 cuts float32 off where a GPU rounds to the nearest, ties to even.
 
-    Kernels would be off by twice as much as they are, and always towards zero.
+    Kernels would be off by twice as much as they are, and always towards zero: bfloat16 in all
+    numbers, e4m3 in those below its normal range.
     """
     from triton import language
     from triton.runtime import interpreter
@@ -53,6 +54,8 @@ def _mend_bfloat16() -> None:
     original: Callable[..., Any] = interpreter._convert_float
 
     def convert(data: np.ndarray, source: Any, target: Any, rounding: Any) -> np.ndarray:
+        if (source, target) == (language.float32, language.float8e4nv):
+            return torch.from_numpy(data).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
         if (source, target) != (language.float32, language.bfloat16):
             return original(data, source, target, rounding)
         bits = data.view(np.uint32)
@@ -124,7 +127,7 @@ def define() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
         _mend_loop_bounds()
-        _mend_bfloat16()
+        _mend_rounding()
         _mend_bfloat16_products()
         _mend_nested_calls()
         _define_kernels()

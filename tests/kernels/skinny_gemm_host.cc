@@ -18,20 +18,28 @@ static u32 to_pair(float low, float high) { return narrow<!HALF>(low) | narrow<!
 // What a thread has issued and not waited for, by groups.
 static std::map<int, std::vector<std::vector<std::function<void()>>>> issued;
 
+constexpr int BYTES = FP8 ? 1 : 2;  // of an element
+
+static float e4m3(unsigned char bits) {
+    int exponent = bits >> 3 & 15, fraction = bits & 7;
+    float value = exponent ? std::ldexp(8 + fraction, exponent - 10) : std::ldexp(fraction, -9);
+    return bits >> 7 ? -value : value;
+}
 static float element(u32 descriptor, int row, int k) {
     u32 address = (descriptor & 0x3fff) << 4;
-    unsigned short bits;
-    memcpy(&bits, shared_memory + swizzled(address + row / 8 * 1024 + row % 8 * 128 + 2 * k), 2);
-    return to_float(bits);
+    unsigned short bits = 0;
+    u32 place = swizzled(address + row / 8 * 1024 + row % 8 * 128 + BYTES * k);
+    memcpy(&bits, shared_memory + place, BYTES);
+    return FP8 ? e4m3(bits) : to_float(bits);
 }
-// d [64, 2 COUNT] += a [64, 16] b [2 COUNT, 16]^T, by a warpgroup.
+// d [64, 2 COUNT] += a b^T, of 32 bytes of 64 rows and of 2 COUNT rows, by a warpgroup.
 template <int COUNT> static void multiply(float (&d)[COUNT], u32 a, u32 b) {
     int thread = current % 128;
     auto work = [&d, a, b, thread] {
         for (int i = 0; i < COUNT; ++i) {
             int row = thread / 32 * 16 + thread % 32 / 4 + i / 2 % 2 * 8;
             int column = i / 4 * 8 + thread % 4 * 2 + i % 2;
-            for (int k = 0; k < 16; ++k) d[i] += element(a, row, k) * element(b, column, k);
+            for (int k = 0; k < 32 / BYTES; ++k) d[i] += element(a, row, k) * element(b, column, k);
         }
     };
     issued[current].back().push_back(work);
@@ -79,9 +87,9 @@ static void load_tile(u32 target, const TensorMap* map, int k, int row, u32 barr
         for (u64 line = 0; line < m.box_rows; ++line)
             for (u64 i = 0; i < BLOCK_K; ++i) {
                 bool inside = row + line < m.rows && k + i < m.columns;
-                const char* from = m.at + ((row + line) * m.stride + k + i) * 2;
-                char* to = shared_memory + swizzled(target + line * 128 + 2 * i);
-                inside ? memcpy(to, from, 2) : memset(to, 0, 2);
+                const char* from = m.at + ((row + line) * m.stride + k + i) * BYTES;
+                char* to = shared_memory + swizzled(target + line * 128 + BYTES * i);
+                inside ? memcpy(to, from, BYTES) : memset(to, 0, BYTES);
             }
     });
 }

@@ -36,20 +36,20 @@ def ints(*values: int) -> torch.Tensor:
 class OnGpu:
     """One prompt in slot 1, in prefill and then in decode."""
 
-    def __init__(self, decoder: GpuDecoder) -> None:
-        self.decoder, self.spec = decoder, decoder.spec
+    def __init__(self, decoder: GpuDecoder, dtype: torch.dtype = torch.float32) -> None:
+        self.decoder, self.spec, self.dtype = decoder, decoder.spec, dtype
         device = torch.device(DEVICE)
-        self.kv = GpuKVCache(self.spec, 6, PAGE, torch.float32, device)
+        self.kv = GpuKVCache(self.spec, 6, PAGE, dtype, device)
         for layer in self.kv.layers:
             layer.fill_(float("nan"))  # what nobody wrote must not be read: it would show
-        self.workspace = Workspace(self.spec, torch.float32, device)
+        self.workspace = Workspace(self.spec, dtype, device)
 
     def layers(self, first: int, last: int, hidden: torch.Tensor, rows: Rows) -> None:
         products = Products(UNITS)
         self.decoder.layers(first, last, hidden, rows, self.kv, self.workspace, products)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits = hidden.new_empty(len(hidden), self.spec.vocab_size)
+        logits = hidden.new_empty((len(hidden), self.spec.vocab_size), dtype=torch.float32)
         self.decoder.head(hidden, logits, self.workspace, Products(UNITS))
         return logits
 
@@ -65,7 +65,7 @@ class OnGpu:
                 heads=self.spec.heads,
                 kv_heads=self.spec.kv_heads,
                 dim=self.spec.head_dim,
-                dtype=torch.float32,
+                dtype=self.dtype,
                 units=UNITS,
                 workspace=PrefillWorkspace(DEVICE),
                 window=window,
@@ -103,10 +103,25 @@ def test_same_logits(family: str, tmp_path: Path) -> None:
         torch.testing.assert_close(gpu.logits(hidden)[1], expected[-1], atol=2e-3, rtol=0)
 
 
+@pytest.mark.parametrize("family", ["qwen3", "llama-bias"])
+def test_fp8_rounds_as_on_a_cpu(family: str, tmp_path: Path) -> None:
+    """Activations and weights in e4m3; a bit that differs may round a value the other way."""
+    path = make_checkpoint(family, tmp_path / family, seed=1)
+    spec, weights = load_weights(resolve(str(path)), quantization="fp8")
+    tokens = torch.randint(3, 250, (PROMPT,), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        expected = on_cpu(Decoder(spec, weights), tokens).to(DEVICE)
+        gpu, tokens = OnGpu(GpuDecoder(spec, weights)), tokens.to(DEVICE)
+        hidden = weights.embedding[tokens]
+        gpu.layers(0, spec.layers, hidden, gpu.prompt())
+        logits = gpu.logits(hidden)
+    assert (logits - expected).norm() / expected.norm() < 0.01
+
+
 def on_cpu(decoder: Decoder, tokens: torch.Tensor) -> torch.Tensor:
     """Logits of every token."""
     pages = range(-(-len(tokens) // PAGE))
-    kv = KVCache(decoder.spec, len(pages), PAGE, torch.float32)
+    kv = KVCache(decoder.spec, len(pages), PAGE, decoder.dtype)
     batch = Batch.build([Segment(0, len(tokens), pages)], PAGE)
     hidden = decoder.embed(tokens)
     for i in range(decoder.spec.layers):

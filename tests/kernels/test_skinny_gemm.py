@@ -15,7 +15,7 @@ from twolane.kernels.products import skinny_gemm
 from twolane.kernels.products.skinny_gemm import ROWS, Scratch, Variant
 
 pytestmark = on_host.needs_compiler
-BF16, FP16 = torch.bfloat16, torch.float16
+BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 
 
 @pytest.fixture(scope="module")
@@ -47,13 +47,13 @@ def matrix(address: int, rows: int, columns: int, stride: int, box: int, dtype: 
 
 def run(
     build, variant: Variant, blocks: int, x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor,
-    seed: int = 0,
+    seed: int = 0, scales: skinny_gemm.Scales | None = None,
 ) -> None:  # fmt: skip
     """The kernel, adding into `out` if there is a bias."""
     scratch = Scratch.of(blocks, torch.device("cpu"))
     scratch.partials.fill_(torch.nan)
     arguments = skinny_gemm.arguments(
-        variant, x, w, bias, out, scratch, bias is not None, tensor_map=matrix
+        variant, x, w, bias, out, scratch, bias is not None, matrix, scales
     )
     aligned = (ctypes.c_char * (ctypes.sizeof(arguments) + 64))()
     place = ctypes.addressof(aligned) + -ctypes.addressof(aligned) % 64
@@ -70,16 +70,23 @@ class Case:
     def __init__(self, variant: Variant, m: int, n: int, k: int) -> None:
         draw = torch.Generator().manual_seed(m * n + k)
 
-        def random(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=draw).to(variant.dtype)
+        kind = BF16 if variant.dtype == E4M3 else variant.dtype
+
+        def random(*shape: int, dtype: torch.dtype = kind) -> Tensor:
+            return torch.randn(shape, generator=draw).to(dtype)
 
         plain = not (variant.gated or variant.wide)
-        self.x, self.w = random(m, k + 8)[:, :k], random(n * (1 + variant.gated), k)
+        self.x = random(m, k + 16, dtype=variant.dtype)[:, :k]
+        self.w = random(n * (1 + variant.gated), k, dtype=variant.dtype)
         self.bias = random(n) if plain else None
-        self.old = random(m + 1, n) if plain else torch.full((m + 1, n), 7.0, dtype=variant.dtype)
+        self.old = random(m + 1, n) if plain else torch.full((m + 1, n), 7.0, dtype=kind)
         if variant.wide:
             self.old = self.old.float()
         self.expected = self.x.float() @ self.w.float().T
+        self.scales = None
+        if variant.dtype == E4M3:
+            self.scales = (random(m).exp().float(), random(n).exp().float())
+            self.expected *= self.scales[0][:, None] * self.scales[1]
         if variant.gated:
             gate, up = self.expected.tensor_split(2, dim=1)
             self.expected = torch.nn.functional.silu(gate) * up
@@ -102,14 +109,20 @@ VARIANTS = [
     (Variant(256, 40, swap=True), 33),
     (Variant(256, 48, swap=True), 40),
     (Variant(128, 96, swap=True, gated=True), 90),
+    (Variant(128, 16, swap=True, dtype=E4M3), 9),
+    (Variant(256, 40, swap=True, dtype=E4M3), 33),
+    (Variant(128, 128, dtype=E4M3), 101),
+    (Variant(256, 64, dtype=E4M3), 64),
 ]
 ALL = [
     (variant, rows - 3)
     for rows in ROWS
-    for gated, wide in ((False, False), (True, False), (False, True))
+    for gated, wide, dtype in (
+        (False, False, BF16), (True, False, BF16), (False, True, BF16), (False, False, E4M3)
+    )
     for units in (32, 132)
-    for variant in skinny_gemm.variants(rows, BF16, units, gated=gated, wide=wide)
-]
+    for variant in skinny_gemm.variants(rows, dtype, units, gated=gated, wide=wide)
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -117,11 +130,11 @@ ALL = [
 )
 def test_against_a_reference(build, variant: Variant, m: int) -> None:
     """Tiles cut among blocks and not, the last ones partly outside, k not whole; rows strided."""
-    case = Case(variant, m, 2 * variant.columns + 16, 200)
+    case = Case(variant, m, 2 * variant.columns + 16, 200 * (1 + (variant.dtype == E4M3)))
     for blocks in (1, 3, 7):
         out = case.old.clone()
-        run(build, variant, blocks, case.x, case.w, case.bias, out[:-1])
-        assert case.error(out[:-1]) < (4e-3 if variant.dtype == BF16 else 1e-3)
+        run(build, variant, blocks, case.x, case.w, case.bias, out[:-1], scales=case.scales)
+        assert case.error(out[:-1]) < (1e-3 if variant.dtype == FP16 else 4e-3)
         assert torch.equal(out[-1], case.old[-1])
 
 

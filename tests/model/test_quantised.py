@@ -14,6 +14,7 @@ from tests.model.passes import close, expected, in_chunks, prompt
 from tests.model.quantised_checkpoints import FORMATS, edit_config, write
 from twolane.model import fp8
 from twolane.model.load.hub import resolve
+from twolane.model.load.quantized import for_gpu
 from twolane.model.load.weights import WeightsError, load_decoder
 from twolane.model.matrix import Matrix, Scheme, concatenated, quantised
 from twolane.model.products import Products
@@ -297,4 +298,29 @@ def test_floats_are_rounded_while_they_are_loaded(folders):
     with pytest.raises(ValueError, match="int4 is for dummy weights"):
         load_decoder(source, quantization="int4")
     with pytest.raises(ValueError, match="the checkpoint is stored as awq"):
-        load_decoder(resolve(str(folders("awq")[0])), quantization="fp8")
+        load_decoder(resolve(str(folders("awq")[0])), quantization="fp8_block128")
+    with pytest.raises(ValueError, match="the checkpoint is stored as fp8"):
+        load_decoder(resolve(str(folders("fp8")[0])), quantization="fp8")
+
+
+def test_four_bits_may_be_rounded_again(folders):
+    quantised, floats = folders("awq")
+    decoder, tokens = load_decoder(resolve(str(quantised)), quantization="fp8"), prompt(60)
+    assert decoder.weights.layers[0].qkv.scheme == "fp8_channel"
+    ours, plain = in_chunks(decoder, tokens, [60]), expected(reference(floats), tokens)
+    assert 0 < (ours - plain).abs().mean() < 0.15 * plain.abs().mean()
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_what_a_gpu_gets_means_the_same(folders, form):
+    """Four bits exactly, as numbers of 16 bits; e4m3 with a scale for each row, or as it was."""
+    layer = load_decoder(resolve(str(folders(form)[0]))).weights.layers[0]
+    for matrix in (layer.qkv, layer.o, layer.mlp.gate_up, layer.mlp.down):
+        there, meant = for_gpu(matrix, torch.bfloat16), matrix.dequantised().float()
+        apart = (there.dequantised().float() - meant).norm() / meant.norm()
+        if form in FOUR_BITS:
+            assert there.scheme == "bf16" and apart < 0.003
+        else:
+            assert there.scheme == "fp8_channel" and apart < 0.05
+            assert (there is matrix) == (matrix.scheme == "fp8_channel")
+        assert for_gpu(matrix, torch.float16).scheme == "float16"

@@ -2,7 +2,9 @@
 
 All of them run on torch's current stream, read lengths and positions on the device and allocate
 nothing, so that they can be captured in a CUDA graph. Tensors are float32, bfloat16 or float16;
-arithmetic is float32, rounded to the tensors' type where Hugging Face's Llama rounds.
+arithmetic is float32, rounded to the tensors' type where Hugging Face's Llama rounds. Where the
+next product multiplies with e4m3, they round their result to that as well, as
+`twolane.model.fp8.quantise_rows` does.
 
 On Hopper the kernels between a layer's products start before the kernel in front of them has ended
 (programmatic dependent launch), and let the next one start: see `_early`.
@@ -12,14 +14,17 @@ for them, and their slots, positions and pages are not followed.
 """
 
 from functools import cache
+from typing import TypeVar
 
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from twolane.kernels.activations import Activations, Quantised
 from twolane.kernels.runtime.launch import launch, power_of_2
 
+_Out = TypeVar("_Out", bound=torch.Tensor | Quantised)
 _HEADS = 16
 """Heads of one token that one program rotates: 4 KB of bfloat16 at 128 dimensions."""
 _ELEMENTS = 2048
@@ -50,16 +55,26 @@ def _launch_options(device: torch.device) -> dict[str, bool]:
 
 
 @triton.jit
+def _quantised(x: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """e4m3 values of a row `x`, and their scale."""
+    wide = x.to(tl.float32)
+    scale = tl.div_rn(tl.maximum(tl.max(tl.abs(wide)), 1e-12), 448.0)
+    return tl.div_rn(wide, scale).to(tl.float8e4nv), scale
+
+
+@triton.jit
 def _rms_norm(
     x: tl.tensor,
     residual: tl.tensor,
     weight: tl.tensor,
     out: tl.tensor,
+    scales: tl.tensor,
     x_stride: tl.tensor,
     eps: tl.tensor,
     HIDDEN: tl.constexpr,
     BLOCK: tl.constexpr,
     ADD: tl.constexpr,
+    QUANTISED: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
@@ -77,11 +92,14 @@ def _rms_norm(
         tl.store(place, value, mask=inside)
     wide = value.to(tl.float32)
     inverse = tl.rsqrt(tl.sum(wide * wide) / HIDDEN + eps)
-    normal = (wide * inverse).to(value.dtype).to(tl.float32) * scale
-    tl.store(out + row * HIDDEN + column, normal.to(value.dtype), mask=inside)
+    normal = ((wide * inverse).to(value.dtype).to(tl.float32) * scale).to(value.dtype)
+    if QUANTISED:
+        normal, row_scale = _quantised(normal)
+        tl.store(scales + row, row_scale)
+    tl.store(out + row * HIDDEN + column, normal, mask=inside)
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> torch.Tensor:
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: _Out) -> _Out:
     """`out` [T, hidden] = each row of `x` over its root mean square, times `weight` [hidden].
 
     Rows of `x` may lie apart (`x.stride(0)`); `out` may be `x` if they do not.
@@ -106,25 +124,74 @@ def _launch_norm(
     residual: torch.Tensor | None,
     weight: torch.Tensor,
     eps: float,
-    out: torch.Tensor,
+    out: Activations,
 ) -> None:
     rows, hidden = x.shape
     block = power_of_2(hidden)
+    values, scales = _parts(out)
     launch(
         _rms_norm,
         (rows,),
         x,
         x if residual is None else residual,
         weight,
-        out,
+        values,
+        scales,
         x.stride(0),
         eps,
         HIDDEN=hidden,
         BLOCK=block,
         ADD=residual is not None,
+        QUANTISED=isinstance(out, Quantised),
         num_warps=_warps(block),
         **_launch_options(x.device),
     )
+
+
+def _parts(out: Activations) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where a kernel writes values, and scales if there are any."""
+    return (out.values, out.scales) if isinstance(out, Quantised) else (out, out)
+
+
+@triton.jit
+def _quantise(
+    x: tl.tensor,
+    out: tl.tensor,
+    scales: tl.tensor,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
+    values, scale = _quantised(tl.load(x + row * WIDTH + column, mask=inside, other=0.0))
+    tl.store(scales + row, scale)
+    tl.store(out + row * WIDTH + column, values, mask=inside)
+
+
+def quantise(x: torch.Tensor, out: Quantised) -> Quantised:
+    """`out` [T, k] = `x` [T, k], contiguous, with a scale for each row.
+
+    For what attention makes: a row's scale is a matter of all heads, which are computed apart.
+    """
+    rows, width = x.shape
+    block = power_of_2(width)
+    launch(
+        _quantise,
+        (rows,),
+        x,
+        out.values,
+        out.scales,
+        WIDTH=width,
+        BLOCK=block,
+        num_warps=_warps(block),
+        **_launch_options(x.device),
+    )
+    return out
 
 
 def rotary_table(frequencies: torch.Tensor, scale: float, positions: int) -> torch.Tensor:
@@ -317,8 +384,10 @@ def _launch_rope(
 def _silu_mul(
     gate_up: tl.tensor,
     out: tl.tensor,
+    scales: tl.tensor,
     INNER: tl.constexpr,
     BLOCK: tl.constexpr,
+    QUANTISED: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
@@ -332,22 +401,30 @@ def _silu_mul(
     up = tl.load(place + INNER, mask=inside, other=0.0).to(tl.float32)
     wide = gate.to(tl.float32)
     silu = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype).to(tl.float32)
-    tl.store(out + row * INNER + column, (silu * up).to(gate.dtype), mask=inside)
+    product = (silu * up).to(gate.dtype)
+    if QUANTISED:  # the program has the whole row
+        product, row_scale = _quantised(product)
+        tl.store(scales + row, row_scale)
+    tl.store(out + row * INNER + column, product, mask=inside)
 
 
-def silu_mul(gate_up: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+def silu_mul(gate_up: torch.Tensor, out: _Out) -> _Out:
     """`out` [T, inner] = silu(gate) * up of `gate_up` [T, 2 * inner], the gate first."""
-    rows, inner = out.shape
-    block = min(_ELEMENTS, power_of_2(inner))
+    rows, inner = len(gate_up), gate_up.shape[1] // 2
+    quantised = isinstance(out, Quantised)
+    block = power_of_2(inner) if quantised else min(_ELEMENTS, power_of_2(inner))
+    values, scales = _parts(out)
     launch(
         _silu_mul,
         (rows, -(-inner // block)),
         gate_up,
-        out,
+        values,
+        scales,
         INNER=inner,
         BLOCK=block,
+        QUANTISED=quantised,
         num_warps=_warps(block),
-        **_launch_options(out.device),
+        **_launch_options(gate_up.device),
     )
     return out
 

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from twolane.kernels import fused
-from twolane.kernels.products.dispatch import COLD_BYTES, Case, Operation, Products
+from twolane.kernels.activations import Activations, Quantised
+from twolane.kernels.products.dispatch import COLD_BYTES, Case, Operation, Products, input_of
 from twolane.model.decoder import LayerWeights, Weights
 from twolane.model.matrix import Matrix
 from twolane.model.mlp import MLP_ROWS
@@ -80,8 +81,14 @@ class Workspace:
             "qkv": spec.q_size + 2 * spec.kv_size,
             "q": spec.q_size,
             "attended": spec.q_size,
+            "norm_scales": 1,
+            "q_scales": 1,
         }
-        self._mlp_sizes = {"gate_up": 2 * spec.intermediate_size, "act": spec.intermediate_size}
+        self._mlp_sizes = {
+            "gate_up": 2 * spec.intermediate_size,
+            "act": spec.intermediate_size,
+            "act_scales": 1,
+        }
         self._buffers: dict[str, Tensor] = {}
         self._dtype, self._device = dtype, device
 
@@ -90,10 +97,14 @@ class Workspace:
         width = self._sizes.get(name) or self._mlp_sizes[name]
         buffer = self._buffers.get(name)
         if buffer is None or len(buffer) < rows:
-            self._buffers[name] = buffer = torch.empty(
-                (rows, width), dtype=self._dtype, device=self._device
-            )
+            dtype = torch.float32 if name.endswith("_scales") else self._dtype
+            buffer = torch.empty((rows, width), dtype=dtype, device=self._device)
+            self._buffers[name] = buffer
         return buffer[:rows]
+
+    def input(self, name: str, rows: int, scheme: str) -> Activations:
+        """A buffer for what a matrix of this scheme is multiplied with, [rows, its width]."""
+        return input_of(self.get(name, rows), self.get(f"{name}_scales", rows), scheme)
 
     def reserve(self, rows: int) -> None:
         """Make all buffers now, for passes of up to this many tokens."""
@@ -179,7 +190,7 @@ class GpuDecoder:
     ) -> None:
         """Layer i up to its attention: `attended` has what that reads, the pool what is kept."""
         w, count = self.weights.layers[i], len(residual)
-        norm = workspace.get("norm", count)
+        norm = workspace.input("norm", count, w.qkv.scheme)
         q, qkv, _ = self.attended(workspace, count)
         fused.rms_norm(residual, w.input_norm, self.spec.norm_eps, norm)
         products.linear(norm, w.qkv, w.qkv_bias, qkv)
@@ -190,8 +201,11 @@ class GpuDecoder:
     ) -> None:
         """Layer i from its attention on."""
         w, count = self.weights.layers[i], len(residual)
-        norm = workspace.get("norm", count)
-        products.add_linear(workspace.get("attended", count), w.o, w.o_bias, residual)
+        attended = workspace.get("attended", count)
+        room = workspace.input("q", count, w.o.scheme)  # the queries are not needed any more
+        rounded = fused.quantise(attended, room) if isinstance(room, Quantised) else attended
+        products.add_linear(rounded, w.o, w.o_bias, residual)
+        norm = workspace.input("norm", count, w.mlp.scheme)
         fused.rms_norm(residual, w.post_norm, self.spec.norm_eps, norm)
         w.mlp.add_into(residual, norm, workspace, products)
 

@@ -12,6 +12,7 @@ from twolane.model.products import Products
 from twolane.model.routing import route
 
 if TYPE_CHECKING:  # it imports Triton, which only a GPU needs
+    from twolane.kernels.activations import Activations
     from twolane.kernels.products.dispatch import Operation
     from twolane.kernels.products.dispatch import Products as GpuProducts
 
@@ -26,9 +27,18 @@ class Buffers(Protocol):
         """The buffer [rows, its width] of that name."""
         ...
 
+    def input(self, name: str, rows: int, scheme: str) -> "Activations":
+        """The buffer, as a matrix of this scheme wants what it is multiplied with."""
+        ...
+
 
 class Mlp(Protocol):
     """The multilayer perceptron of one layer."""
+
+    @property
+    def scheme(self) -> str:
+        """The scheme of the matrices that the normalised rows are multiplied with."""
+        ...
 
     def add(self, residual: Tensor, x: Tensor, products: Products) -> Tensor:
         """`residual` [T, hidden] plus the MLP of the normalised rows `x` [T, hidden], on a CPU.
@@ -38,9 +48,10 @@ class Mlp(Protocol):
         ...
 
     def add_into(
-        self, residual: Tensor, x: Tensor, buffers: Buffers, products: "GpuProducts"
+        self, residual: Tensor, x: "Activations", buffers: Buffers, products: "GpuProducts"
     ) -> None:
-        """Add the MLP of `x` [T, hidden] to `residual` [T, hidden] in place, on a GPU."""
+        """Add the MLP of `x` [T, hidden], for `scheme`, to `residual` [T, hidden] in place, on a
+        GPU."""
         ...
 
     def matrices(self) -> "Sequence[tuple[Operation, Matrix]]":
@@ -61,6 +72,11 @@ class DenseMlp:
     down_bias: Tensor | None
     """[hidden] or None."""
 
+    @property
+    def scheme(self) -> str:
+        """See `Mlp.scheme`."""
+        return self.gate_up.scheme
+
     def add(self, residual: Tensor, x: Tensor, products: Products) -> Tensor:
         """See `Mlp.add`."""
         gate, up = products.linear(x, self.gate_up, self.gate_up_bias).chunk(2, dim=1)
@@ -68,13 +84,14 @@ class DenseMlp:
         return products.add_linear(residual, act, self.down, self.down_bias)
 
     def add_into(
-        self, residual: Tensor, x: Tensor, buffers: Buffers, products: "GpuProducts"
+        self, residual: Tensor, x: "Activations", buffers: Buffers, products: "GpuProducts"
     ) -> None:
         """See `Mlp.add_into`."""
         for first in range(0, len(x), MLP_ROWS):
             rows = slice(first, min(first + MLP_ROWS, len(x)))
             count = rows.stop - rows.start
-            gate_up, act = buffers.get("gate_up", count), buffers.get("act", count)
+            gate_up = buffers.get("gate_up", count)
+            act = buffers.input("act", count, self.down.scheme)
             products.gate_up_silu(x[rows], self.gate_up, self.gate_up_bias, gate_up, act)
             products.add_linear(act, self.down, self.down_bias, residual[rows])
 
@@ -105,6 +122,11 @@ class Experts:
     normalised: bool
     """Whether the chosen experts' probabilities are divided by their sum."""
 
+    @property
+    def scheme(self) -> str:
+        """See `Mlp.scheme`."""
+        return self.router.scheme
+
     def add(self, residual: Tensor, x: Tensor, products: Products) -> Tensor:
         """See `Mlp.add`. A row's experts are summed by rank, whatever other rows there are."""
         logits = products.linear(x, self.router)
@@ -118,7 +140,7 @@ class Experts:
         return residual + (outs * weights[..., None]).sum(dim=1).to(residual.dtype)
 
     def add_into(
-        self, residual: Tensor, x: Tensor, buffers: Buffers, products: "GpuProducts"
+        self, residual: Tensor, x: "Activations", buffers: Buffers, products: "GpuProducts"
     ) -> None:
         """See `Mlp.add_into`; there is no kernel for experts on a GPU, which refuses the model."""
         raise NotImplementedError("experts are not served on a GPU yet")

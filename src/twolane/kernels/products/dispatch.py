@@ -4,9 +4,9 @@ Libraries choose a GEMM for the whole device. On a share of it their choice is o
 of two, and by another for every shape: one with a block for each of 132 SMs takes two turns on 116.
 So products are timed, on the lane's own stream with the model's own weights, before its graphs are
 captured. The ways: cuBLAS; cuBLASLt told how many SMs are not for it; and, for the few rows of
-decode, skinny_gemm.cu on Hopper. Those of decode are timed alone, and the fastest again in whole
-layers, where what starts before the kernel in front of it has ended is worth more. What was found
-is kept on disk.
+decode, skinny_gemm.cu on Hopper. For e4m3 both libraries are `torch._scaled_mm`, told or not. Those
+of decode are timed alone, and the fastest again in whole layers, where what starts before the
+kernel in front of it has ended is worth more. What was found is kept on disk.
 """
 
 import json
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from twolane.common.files import keep
 from twolane.kernels import fused
+from twolane.kernels.activations import Activations, Quantised
 from twolane.kernels.products import skinny_gemm
 from twolane.kernels.runtime import nvrtc
 from twolane.kernels.sizes import SIZES
@@ -29,7 +30,9 @@ from twolane.kernels.sizes import SIZES
 Operation = Literal["linear", "add_linear", "gate_up_silu", "logits"]
 
 
-SERVED_SCHEMES = ("float32", "bf16", "float16")
+FP8_SCHEMES = ("fp8_channel",)
+"""The schemes whose products take activations in e4m3, with a scale for each row."""
+SERVED_SCHEMES = ("float32", "bf16", "float16", *FP8_SCHEMES)
 """The schemes of matrices that products are computed with on a GPU."""
 
 
@@ -109,9 +112,9 @@ class Case(NamedTuple):
 
 @dataclass
 class Products:
-    """x @ weight.T (+ bias), without allocating; weights are [out, in], rows dense.
+    """x @ weight.T (+ bias); weights are [out, in], rows dense.
 
-    What was not tuned is cuBLAS's.
+    The x of a scheme in `FP8_SCHEMES` is `Quantised`. What was not tuned is cuBLAS's.
 
     Args:
         units: SMs of the lane.
@@ -123,16 +126,21 @@ class Products:
     _scratch: dict[int, skinny_gemm.Scratch] = field(default_factory=dict)
     """Scratch memory of each stream, since launches on several may overlap."""
 
-    def linear(self, x: Tensor, weight: Stored, bias: Tensor | None, out: Tensor) -> None:
+    def linear(self, x: Activations, weight: Stored, bias: Tensor | None, out: Tensor) -> None:
         """`out` [T, out] = x [T, in] @ weight.T + bias."""
         self._run(self.way("linear", len(x), weight), "linear", x, weight, bias, out)
 
-    def add_linear(self, x: Tensor, weight: Stored, bias: Tensor | None, into: Tensor) -> None:
+    def add_linear(self, x: Activations, weight: Stored, bias: Tensor | None, into: Tensor) -> None:
         """`into` [T, out] += x [T, in] @ weight.T + bias."""
         self._run(self.way("add_linear", len(x), weight), "add_linear", x, weight, bias, into)
 
     def gate_up_silu(
-        self, x: Tensor, weight: Stored, bias: Tensor | None, gate_up: Tensor, out: Tensor
+        self,
+        x: Activations,
+        weight: Stored,
+        bias: Tensor | None,
+        gate_up: Tensor,
+        out: Activations,
     ) -> None:
         """`out` [T, inner] = silu(gate) * up of x [T, in] @ weight.T + bias, the gate first.
 
@@ -141,10 +149,29 @@ class Products:
             weight: [2 * inner, in].
             bias: [2 * inner] or None.
             gate_up: [T, 2 * inner] that may be overwritten.
-            out: the result.
+            out: the result, as the next product wants it.
         """
-        way = self.way("gate_up_silu", len(x), weight) if bias is None else CUBLAS
-        self._run(way, "gate_up_silu", x, weight, bias, out, gate_up)
+        apart = bias is not None or isinstance(out, Quantised)  # the kernel that does both cannot
+        way = (
+            CUBLAS if apart and isinstance(x, Tensor) else self.way("gate_up_silu", len(x), weight)
+        )
+        self._gate_up_silu(way, x, weight, bias, gate_up, out)
+
+    def _gate_up_silu(
+        self,
+        way: Way,
+        x: Activations,
+        weight: Stored,
+        bias: Tensor | None,
+        gate_up: Tensor,
+        out: Activations,
+    ) -> None:
+        if way.variant is not None and way.variant.gated:
+            assert isinstance(out, Tensor)
+            self._run(way, "gate_up_silu", x, weight, None, out)
+            return
+        self._run(way, "gate_up_silu", x, weight, bias, gate_up)
+        fused.silu_mul(gate_up, out)
 
     def logits(self, x: Tensor, weight: Stored, out: Tensor) -> None:
         """`out`, float32 [R, vocab] = x @ weight.T, not rounded to x's type on the way."""
@@ -228,7 +255,8 @@ class Products:
         dtype = skinny_gemm.SCHEMES.get(case.scheme)
         if rows > skinny_gemm.MOST_ROWS or dtype is None:
             return
-        gated, wide = case.operation == "gate_up_silu", case.operation == "logits"
+        gated = case.operation == "gate_up_silu" and case.scheme not in FP8_SCHEMES
+        wide = case.operation == "logits"
         for variant in skinny_gemm.variants(rows, dtype, self.units, gated=gated, wide=wide):
             for blocks in variant.grids(case.n // 2 if gated else case.n, self.units):
                 yield Way("cublas", variant, blocks)
@@ -259,26 +287,28 @@ class Products:
         self,
         way: Way,
         operation: Operation,
-        x: Tensor,
+        x: Activations,
         weight: Stored,
         bias: Tensor | None,
         out: Tensor,
-        gate_up: Tensor | None = None,
     ) -> None:
+        """One product by one kernel, with what that does beside."""
+        add = operation == "add_linear"
         if way.variant is not None:
-            scratch, residual = self._scratch_here(x.device), operation == "add_linear"
+            values, scales = _factors(x, weight)
+            rest = bias, out, self._scratch_here(out.device)
             skinny_gemm.launch(
-                way.variant, way.blocks, x, weight.values, bias, out, scratch, residual=residual
+                way.variant, way.blocks, values, weight.values, *rest, residual=add, scales=scales
             )
             return
         with _library(self.units) if way.library == "cublaslt" else _AS_IT_IS:
-            if operation == "add_linear":
+            if isinstance(x, Quantised):
+                _multiply_scaled(x, weight, bias, out, add=add)
+            elif add:
                 out.addmm_(x, weight.values.t())
             else:
-                _multiply(x, weight.values, bias, out if gate_up is None else gate_up)
-        if gate_up is not None:
-            fused.silu_mul(gate_up, out)
-        elif operation == "add_linear" and bias is not None:
+                _multiply(x, weight.values, bias, out)
+        if add and bias is not None and isinstance(x, Tensor):
             out.add_(bias)
 
     def _seconds(self, way: Way, case: Case, rows: int, weights: Sequence[Stored]) -> float:
@@ -286,20 +316,38 @@ class Products:
         like, operation = weights[0], case.operation
         enough = -(-COLD_BYTES // like.nbytes)
         several = [weights[i % len(weights)] for i in range(enough)]
-        dtype, device = like.values.dtype, like.values.device
+        device = like.values.device
+        dtype = torch.bfloat16 if case.scheme in FP8_SCHEMES else like.values.dtype
         x = torch.randn(rows, case.k, dtype=dtype, device=device)
-        normal, scale = torch.empty_like(x), torch.ones_like(x[0])
+        scale, normal = torch.ones_like(x[0]), torch.empty_like(x)
+        seen = input_of(normal, normal.new_empty((rows, 1), dtype=torch.float32), case.scheme)
         kind = torch.float32 if operation == "logits" else dtype
-        out, gate_up = torch.zeros(rows, case.n, dtype=kind, device=device), None
-        if operation == "gate_up_silu":
-            out, gate_up = out.new_zeros(rows, case.n // 2), out
+        out = torch.zeros(rows, case.n, dtype=kind, device=device)
+        act = out.new_zeros(rows, case.n // 2)
 
         def run() -> None:
             for weight in several:
-                fused.rms_norm(x, scale, 1e-6, normal)
-                self._run(way, operation, normal, weight, None, out, gate_up)
+                fused.rms_norm(x, scale, 1e-6, seen)
+                if operation == "gate_up_silu":
+                    self._gate_up_silu(way, seen, weight, None, out, act)
+                else:
+                    self._run(way, operation, seen, weight, None, out)
 
         return _graph_seconds(run, _REPEATS) / enough
+
+
+def input_of(buffer: Tensor, scales: Tensor, scheme: str) -> Activations:
+    """Where to write what a matrix of this scheme is multiplied with.
+
+    Args:
+        buffer: [T, k], contiguous; e4m3 takes a part of its memory.
+        scales: float32 [T, 1], for e4m3.
+        scheme: of the matrix.
+    """
+    if scheme not in FP8_SCHEMES:
+        return buffer
+    values = buffer.view(torch.float8_e4m3fn).flatten()[: buffer.numel()].view(buffer.shape)
+    return Quantised(values, scales)
 
 
 def choose(seconds: Mapping[Way, float]) -> Way:
@@ -387,6 +435,26 @@ def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> No
         torch.mm(x, weight.t(), out=out)
     else:
         torch.mm(x, weight.t(), out_dtype=out.dtype, out=out)
+
+
+def _factors(x: Activations, weight: Stored) -> tuple[Tensor, skinny_gemm.Scales | None]:
+    """The values of x, and the scales of both factors if they have some."""
+    if not isinstance(x, Quantised):
+        return x, None
+    assert weight.scales is not None
+    return x.values, (x.scales, weight.scales)
+
+
+def _multiply_scaled(
+    x: Quantised, weight: Stored, bias: Tensor | None, out: Tensor, *, add: bool
+) -> None:
+    """`out` (+)= x @ weight.T + bias, by `_scaled_mm`, which cannot add by itself."""
+    assert weight.scales is not None
+    factors = x.values, weight.values.t(), x.scales, weight.scales[None]
+    into = torch.empty_like(out) if add else out
+    torch._scaled_mm(*factors, bias=bias, out_dtype=out.dtype, use_fast_accum=out.is_cuda, out=into)
+    if add:
+        out.add_(into)
 
 
 _AS_IT_IS = nullcontext()

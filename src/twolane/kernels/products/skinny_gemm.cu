@@ -1,7 +1,7 @@
 // y[M, N] = x[M, K] w[N, K]^T for few rows M, on a share of the SMs (sm_90a).
 //
-// One block an SM, persistent. The iterations of all tiles (BLOCK_N rows of w, 64 of K each) are laid
-// end to end and cut into equal runs, one a block (stream-K). A producer thread keeps a ring of
+// One block an SM, persistent. The iterations of all tiles (BLOCK_N rows of w, 128 bytes of each) are
+// laid end to end and cut into equal runs, one a block (stream-K). A producer thread keeps a ring of
 // STAGES tiles of w and x in flight through the bulk tensor copy engine; one or two warpgroups
 // multiply them. A tile that is shared by several blocks is summed by the last of them to arrive, in
 // the order of K: the result does not depend on who that is. No block ever waits for another, so the
@@ -12,7 +12,8 @@
 //
 // The compiler is given BLOCK_N, ROWS (M rounded up), STAGES, SWAP (w on the 64-row side of the
 // product, for small batches), GATED (w = gate and up rows, y = silu(gate) * up), WIDE (y is float32,
-// without bias or residual), HALF (fp16, not bf16), and `multiply` (one wgmma).
+// without bias or residual), FP8 (x and w are e4m3, each row of both with a scale), HALF (y, and
+// without FP8 x and w, are fp16, not bf16), and `multiply` (one wgmma).
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -21,9 +22,10 @@ struct alignas(64) TensorMap {
     char bytes[128];
 };
 
-constexpr int BLOCK_K = 64;  // one 128-byte swizzled row
-constexpr int W_BYTES = BLOCK_N * BLOCK_K * 2;
-constexpr int X_BYTES = ROWS * BLOCK_K * 2;
+constexpr int LINE = 128;                       // bytes of a swizzled row
+constexpr int BLOCK_K = FP8 ? LINE : LINE / 2;  // elements of it
+constexpr int W_BYTES = BLOCK_N * LINE;
+constexpr int X_BYTES = ROWS * LINE;
 constexpr int OUT_N = GATED ? BLOCK_N / 2 : BLOCK_N;  // columns of y in a tile
 
 // Two warpgroups share a tile by rows of x where these are on the 64-row side and more, by rows of w
@@ -33,7 +35,7 @@ constexpr int COLUMN_GROUPS = BLOCK_N == 256 ? 2 : 1;
 constexpr int CONSUMERS = ROW_GROUPS * COLUMN_GROUPS * 128;
 constexpr int GROUP_N = BLOCK_N / COLUMN_GROUPS;
 constexpr int GROUP_OUT = OUT_N / COLUMN_GROUPS;
-constexpr int PARTS = SWAP ? GROUP_N / 64 : 1;  // products that one warpgroup does per 16 of K
+constexpr int PARTS = SWAP ? GROUP_N / 64 : 1;  // products that one warpgroup does per 32 bytes of K
 constexpr int WIDTH = SWAP ? ROWS : GROUP_N;    // their N
 constexpr int ACC = WIDTH / 2;                  // accumulators a thread, of one product
 
@@ -48,6 +50,7 @@ struct Arguments {
     TensorMap w, x;
     unsigned short* out;
     const unsigned short* bias;
+    const float *x_scales, *w_scales;  // of each row, with FP8
     float4* scratch;
     int* arrivals;
     Shape shape;
@@ -343,6 +346,53 @@ __device__ __forceinline__ void write_tile(const float (&acc)[PARTS][ACC], unsig
 }
 #endif
 
+#if FP8
+// Multiplies the sums of a tile with the scales of their rows of x and of w.
+__device__ __forceinline__ void scale_tile(float (&acc)[PARTS][ACC], const Arguments& a, int tile) {
+    const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
+    const int base = tile * OUT_N + column_group() * GROUP_OUT;
+    auto x_scale = [&](int row) { return __ldcg(a.x_scales + min(row, a.shape.m - 1)); };
+    auto w_scale = [&](int row) { return __ldcg(a.w_scales + min(row, a.shape.n - 1)); };
+#if SWAP
+#pragma unroll
+    for (int j = 0; j < ACC / 4; ++j)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const float factor = x_scale(8 * j + lane % 4 * 2 + i);
+#pragma unroll
+            for (int p = 0; p < PARTS; ++p) {
+                acc[p][4 * j + i] *= factor;
+                acc[p][4 * j + 2 + i] *= factor;
+            }
+        }
+#pragma unroll
+    for (int p = 0; p < PARTS; ++p)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const float factor = w_scale(base + p * 64 + warp * 16 + 8 * h + lane / 4);
+#pragma unroll
+            for (int j = 0; j < ACC / 4; ++j) {
+                acc[p][4 * j + 2 * h] *= factor;
+                acc[p][4 * j + 2 * h + 1] *= factor;
+            }
+        }
+#else
+    float factors[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+        factors[h] = x_scale(row_group() * 64 + warp * 16 + lane / 4 + 8 * h);
+#pragma unroll
+    for (int j = 0; j < ACC / 4; ++j)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const float factor = w_scale(base + 8 * j + lane % 4 * 2 + i);
+#pragma unroll
+            for (int h = 0; h < 2; ++h) acc[0][4 * j + 2 * h + i] *= factors[h] * factor;
+        }
+#endif
+}
+#endif
+
 // Whether any accumulator of this warp is a row below m.
 __device__ __forceinline__ bool warp_matters(const Shape& shape) {
     return SWAP || row_group() * 64 + int(threadIdx.x % 128 / 32) * 16 < shape.m;
@@ -428,7 +478,7 @@ __device__ __forceinline__ void produce(const TensorMap* w, const TensorMap* x, 
         for (int g = 0; g < COLUMN_GROUPS; ++g)
 #pragma unroll
             for (int up = 0; up < 2; ++up)
-                load_tile(target + (2 * g + up) * GROUP_OUT * BLOCK_K * 2, w, at.k,
+                load_tile(target + (2 * g + up) * GROUP_OUT * LINE, w, at.k,
                           up * shape.n + at.tile + g * GROUP_OUT, barrier, once);
 #else
         load_tile(target, w, at.k, at.tile, barrier, once);
@@ -455,12 +505,11 @@ __device__ __forceinline__ void produce(const TensorMap* w, const TensorMap* x, 
     }
 }
 
-__device__ __forceinline__ void consume(const Shape& shape, u32 ring_w, u32 ring_x, u32 full,
-                                        u32 empty, int start, int end, unsigned short* out,
-                                        const unsigned short* bias, float4* scratch, int* arrivals,
-                                        int* flag) {
+__device__ __forceinline__ void consume(const Arguments& a, u32 ring_w, u32 ring_x, u32 full,
+                                        u32 empty, int start, int end, int* flag) {
+    const Shape& shape = a.shape;
     const bool speaks = threadIdx.x % 32 == 0;
-    const u32 base_w = descriptor(ring_w + column_group() * GROUP_N * BLOCK_K * 2);
+    const u32 base_w = descriptor(ring_w + column_group() * GROUP_N * LINE);
     const u32 base_x = descriptor(ring_x + row_group() * 8192);
     float acc[PARTS][ACC];
     auto pin_all = [&] {
@@ -484,7 +533,7 @@ __device__ __forceinline__ void consume(const Shape& shape, u32 ring_w, u32 ring
             pin_all();
             multiply_begin();
 #pragma unroll
-            for (int kk = 0; kk < BLOCK_K / 16; ++kk)
+            for (int kk = 0; kk < LINE / 32; ++kk)
 #pragma unroll
                 for (int p = 0; p < PARTS; ++p) {
 #if SWAP
@@ -504,8 +553,13 @@ __device__ __forceinline__ void consume(const Shape& shape, u32 ring_w, u32 ring
         pin_all();
         if (speaks) barrier_arrive(empty + 8 * previous);
         const bool whole = from == begin && stop == begin + shape.iterations;
-        if (whole || combine(acc, scratch, arrivals, shape, tile, flag))
-            if (warp_matters(shape)) write_tile(acc, out, bias, shape, tile);
+        if (whole || combine(acc, a.scratch, a.arrivals, shape, tile, flag))
+            if (warp_matters(shape)) {
+#if FP8
+                scale_tile(acc, a, tile);
+#endif
+                write_tile(acc, a.out, a.bias, shape, tile);
+            }
     }
 }
 
@@ -536,7 +590,6 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 1)
             produce(&arguments.w, &arguments.x, shape, ring_w, ring_x, full, empty, start, end);
     } else {
         wait_for_previous();
-        consume(shape, ring_w, ring_x, full, empty, start, end, arguments.out, arguments.bias,
-                arguments.scratch, arguments.arrivals, flag);
+        consume(arguments, ring_w, ring_x, full, empty, start, end, flag);
     }
 }

@@ -1,4 +1,4 @@
-"""Launches of skinny_gemm.cu: products of few rows, bfloat16 and float16, on Hopper."""
+"""Launches of skinny_gemm.cu: products of few rows, bfloat16, float16 and e4m3, on Hopper."""
 
 import ctypes
 from collections.abc import Callable, Iterable, Iterator
@@ -13,9 +13,11 @@ from torch import Tensor
 
 from twolane.kernels.runtime import nvrtc
 
-SCHEMES = {"bf16": torch.bfloat16, "float16": torch.float16}
+E4M3 = torch.float8_e4m3fn
+SCHEMES = {"bf16": torch.bfloat16, "float16": torch.float16, "fp8_channel": E4M3}
 """The schemes of matrices that the kernel multiplies with, and the type of their values."""
-BLOCK_K = 64
+LINE = 128
+"""Bytes of each row of a tile."""
 SWAPPED_ROWS, PLAIN_ROWS = (16, 24, 32, 40, 48, 96), (32, 64, 128)
 """Most rows of x of the tiles that there are: with w, and with x, on the product's 64-row side."""
 ROWS = tuple(sorted({*SWAPPED_ROWS, *PLAIN_ROWS}))
@@ -42,7 +44,8 @@ class Variant:
         swap: w, not x, is on the product's side that counts in 64 rows.
         gated: w is gate rows and up rows, y = silu(gate) * up; `block_n` at least 128.
         wide: y is float32, without bias or residual.
-        dtype: bfloat16 or float16.
+        dtype: of x and w: bfloat16, float16, or e4m3, for which y is bfloat16, neither gated nor
+            wide.
     """
 
     block_n: int
@@ -76,7 +79,12 @@ class Variant:
     @property
     def stage_bytes(self) -> int:
         """Shared memory of a stage of the ring."""
-        return (self.block_n + self.rows) * BLOCK_K * 2
+        return (self.block_n + self.rows) * LINE
+
+    @property
+    def block_k(self) -> int:
+        """Elements of each row of a tile."""
+        return LINE // self.dtype.itemsize
 
     @property
     def stages(self) -> int:
@@ -97,6 +105,7 @@ class Variant:
             "SWAP": int(self.swap),
             "GATED": int(self.gated),
             "WIDE": int(self.wide),
+            "FP8": int(self.dtype == E4M3),
             "HALF": int(self.dtype == torch.float16),
         }
         return tuple(f"-D{name}={value}" for name, value in values.items())
@@ -139,7 +148,8 @@ class Scratch:
 def serves(weight: Tensor, *, gated: bool = False) -> bool:
     """Whether the kernel exists for this weight, with up to `MOST_ROWS` rows as torch has them."""
     n, k = weight.shape
-    sizes = n % (32 if gated else 16) == 0 and k % 8 == 0 and n <= 64 * MOST_TILES
+    whole = k * weight.itemsize % 16 == 0
+    sizes = n % (32 if gated else 16) == 0 and whole and n <= 64 * MOST_TILES
     return (
         sizes
         and weight.dtype in SCHEMES.values()
@@ -184,26 +194,37 @@ def text() -> str:
 def source(variant: Variant) -> str:
     """CUDA C++ of a variant."""
     width = variant.rows if variant.swap else variant.block_n // variant.column_groups
-    kind = "f16" if variant.dtype == torch.float16 else "bf16"
-    return _multiply(width, kind) + text()
+    return _multiply(width, variant.dtype) + text()
 
 
-def _multiply(n: int, kind: str) -> str:
-    """`multiply`: one wgmma, [64, 16] by [n, 16], both in shared memory, onto n / 2 registers."""
+_INSTRUCTIONS = {
+    torch.bfloat16: ("k16.f32.bf16.bf16", "1, 1, 1, 0, 0"),
+    torch.float16: ("k16.f32.f16.f16", "1, 1, 1, 0, 0"),
+    E4M3: ("k32.f32.e4m3.e4m3", "1, 1, 1"),
+}
+"""The end of the instruction's name, and its constants, by the type of the factors."""
+
+
+def _multiply(n: int, dtype: torch.dtype) -> str:
+    """`multiply`: one wgmma, 32 bytes of 64 rows by 32 bytes of n rows, both in shared memory, onto
+    n / 2 registers."""
     count = n // 2
+    name, constants = _INSTRUCTIONS[dtype]
     registers = ", ".join(f"%{i}" for i in range(count))
     outputs = ", ".join(f'"+f"(d[{i}])' for i in range(count))
     return f"""
 __device__ __forceinline__ void multiply(float (&d)[{count}], unsigned a, unsigned b) {{
     const unsigned long long upper = 0x4000004000000000ull;  // of both descriptors
-    asm volatile("wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{kind}.{kind} "
-                 "{{{registers}}}, %{count}, %{count + 1}, 1, 1, 1, 0, 0;"
+    asm volatile("wgmma.mma_async.sync.aligned.m64n{n}{name} "
+                 "{{{registers}}}, %{count}, %{count + 1}, {constants};"
                  : {outputs} : "l"(upper | a), "l"(upper | b));
 }}
 """
 
 
 TensorMap = ctypes.c_ubyte * 128
+Scales = tuple[Tensor, Tensor]
+"""The scales, float32, of the rows of x and of the rows of w."""
 
 
 class _Arguments(ctypes.Structure):
@@ -211,10 +232,11 @@ class _Arguments(ctypes.Structure):
 
     _fields_ = (
         *((name, TensorMap) for name in ("w", "x")),
-        *((name, ctypes.c_void_p) for name in ("out", "bias", "scratch", "arrivals")),
+        *((name, ctypes.c_void_p) for name in ("out", "bias", "x_scales", "w_scales")),
+        *((name, ctypes.c_void_p) for name in ("scratch", "arrivals")),
         *((name, ctypes.c_int) for name in ("m", "n", "iterations", "tiles")),
         *((name, ctypes.c_int) for name in ("out_stride", "residual")),
-        ("padding", ctypes.c_char * 8),
+        ("padding", ctypes.c_char * 56),
     )
 
 
@@ -228,6 +250,7 @@ def launch(
     scratch: Scratch,
     *,
     residual: bool = False,
+    scales: Scales | None = None,
 ) -> None:
     """Compute on torch's current stream.
 
@@ -242,8 +265,9 @@ def launch(
         out: [m, columns], rows contiguous.
         scratch: see there.
         residual: add into `out`.
+        scales: of e4m3.
     """
-    packed = arguments(variant, x, w, bias, out, scratch, residual, _tensor_map)
+    packed = arguments(variant, x, w, bias, out, scratch, residual, _tensor_map, scales)
     kernel = nvrtc.load(
         source(variant), variant.options(), "skinny_gemm", variant.shared, x.device.index
     )
@@ -260,6 +284,7 @@ def arguments(
     scratch: Scratch,
     residual: bool,
     tensor_map: Callable[[int, int, int, int, int, torch.dtype], Any],
+    scales: Scales | None = None,
 ) -> _Arguments:
     """What the kernel is given; `tensor_map` as `_tensor_map`."""
     (m, k), n = x.shape, out.shape[1]
@@ -269,11 +294,12 @@ def arguments(
         tensor_map(x.data_ptr(), m, k, x.stride(0), variant.rows, x.dtype),
         out.data_ptr(),
         bias.data_ptr() if bias is not None else None,
+        *((None, None) if scales is None else (each.data_ptr() for each in scales)),
         scratch.partials.data_ptr(),
         scratch.arrivals.data_ptr(),
         m,
         n,
-        -(-k // BLOCK_K),
+        -(-k // variant.block_k),
         -(-n // variant.columns),
         out.stride(0),
         int(residual),
@@ -291,9 +317,8 @@ def _tensor_map(
     """
     from cuda.bindings import driver
 
-    half = dtype == torch.float16
     kinds, swizzles = driver.CUtensorMapDataType, driver.CUtensorMapSwizzle
-    kind = "FLOAT16" if half else "BFLOAT16"
+    kind = {torch.float16: "FLOAT16", E4M3: "UINT8"}.get(dtype, "BFLOAT16")
     memory = (ctypes.c_char * 192)()
     offset = -ctypes.addressof(memory) % 64
     status = _encoder()(
@@ -302,8 +327,8 @@ def _tensor_map(
         2,
         address,
         (ctypes.c_uint64 * 2)(columns, rows),
-        (ctypes.c_uint64 * 1)(2 * stride),
-        (ctypes.c_uint32 * 2)(BLOCK_K, box_rows),
+        (ctypes.c_uint64 * 1)(dtype.itemsize * stride),
+        (ctypes.c_uint32 * 2)(LINE // dtype.itemsize, box_rows),
         (ctypes.c_uint32 * 2)(1, 1),
         0,  # not interleaved
         int(swizzles.CU_TENSOR_MAP_SWIZZLE_128B),

@@ -131,6 +131,11 @@ class Quantization:
             return "fp8_block128"
         return "fp8_channel" if kind == "fp8_scale" else "int4_g128"
 
+    @property
+    def int4(self) -> bool:
+        """Whether the quantised modules have four bits."""
+        return self.scheme == "int4_g128"
+
     def format(self, module: str) -> Format | None:
         """How a linear module is stored; None: in 16 bits."""
         if (module == "lm_head" and not self.head) or self._matches(module, self.ignored):

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from twolane.model import fp8, int4
 from twolane.model.load.quantization import Format
-from twolane.model.matrix import GROUPS, Matrix
+from twolane.model.matrix import GROUPS, Matrix, quantised
 
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """The column, among eight, of each four bits of a word that AWQ packs, lowest bits first."""
@@ -30,6 +30,23 @@ def read_module(format: Format, tensors: Mapping[str, Tensor]) -> Matrix:
     if matrix.values.dtype == fp8.E4M3 and bool(matrix.values.isnan().any()):
         raise ValueError("weight has values that are not numbers")
     return matrix
+
+
+def for_gpu(matrix: Matrix, dtype: torch.dtype) -> Matrix:
+    """A matrix as products on a GPU take it.
+
+    Four bits become the numbers that they mean, in `dtype`. Blocks of e4m3 get a scale for each
+    row instead; so do no matrices that `torch._scaled_mm` does not multiply with, or for a `dtype`
+    that it does not give.
+    """
+    if matrix.scales is None:
+        return matrix
+    whole = all(size % 16 == 0 for size in matrix.shape)
+    if matrix.scheme.startswith("int4") or not whole or dtype != torch.bfloat16:
+        return Matrix.plain(matrix.dequantised().to(dtype))
+    return (
+        matrix if matrix.scheme == "fp8_channel" else quantised(matrix.dequantised(), "fp8_channel")
+    )
 
 
 _SCALES = {

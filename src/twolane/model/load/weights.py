@@ -1,9 +1,10 @@
 """Weights into a `Decoder`: safetensors, GGUF or random numbers."""
 
 import logging
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from twolane.model.load.gguf import GGUFModel
 from twolane.model.load.hub import ModelSource, Progress
 from twolane.model.load.joined import Joined
 from twolane.model.load.quantization import Format, Quantization, Stored
-from twolane.model.load.quantized import read_module
+from twolane.model.load.quantized import for_gpu, read_module
 from twolane.model.load.safetensors import Safetensors
 from twolane.model.load.source import TensorSource
 from twolane.model.matrix import Matrix, Scheme, concatenated, quantised
@@ -70,7 +71,8 @@ def load_weights(
             CPU and bfloat16 on a GPU.
         load_format: "dummy" takes random normal weights, the same for the same seed and device.
         quantization: one of `QUANTIZATIONS`, which the matrices of all layers are rounded to while
-            they are loaded, if they are not stored so already. "int4" is for dummy weights alone.
+            they are loaded. "int4" is for dummy weights alone; of quantised checkpoints only those
+            of four bits are rounded again, to "fp8".
         max_positions: overrides the positions of the config.
         seed: of dummy weights.
         device: where the weights go, layer by layer.
@@ -105,6 +107,8 @@ def load_weights(
             raise FieldError("tensor_parallel_size", "above 1 does not serve quantised models yet")
         loader = _Loader(shard, tensors, modules, scheme, DTYPES[dtype], device)
         weights = loader.weights(progress or (lambda *_: None))
+    for (before, after), count in loader.converted.items():
+        log.info("%d matrices stored as %s are served as %s on a GPU", count, before, after)
     return spec, weights
 
 
@@ -127,9 +131,9 @@ def asked_scheme(name: str | None, stored: Quantization | None, dummy: bool) -> 
         return stored.scheme if dummy and stored is not None else None
     if name not in QUANTIZATIONS:
         raise ValueError(f"quantization must be one of {', '.join(QUANTIZATIONS)}, not {name!r}")
-    if not dummy and stored is not None:
+    if not dummy and stored is not None and not (name == "fp8" and stored.int4):
         raise ValueError(
-            f"quantization {name} is for weights in 16 or 32 bits; "
+            f"quantization {name} is for weights in 16 or 32 bits, and fp8 also for four; "
             f"the checkpoint is stored as {stored.name} and is served so without it"
         )
     if name == "int4" and not dummy:
@@ -343,6 +347,8 @@ class _Loader:
     """What matrices of layers that are stored in floats are rounded to; None: `dtype`."""
     dtype: torch.dtype
     device: torch.device
+    converted: Counter[tuple[Scheme, Scheme]] = field(default_factory=Counter)
+    """How many matrices got another scheme because the device is a GPU, by both schemes."""
 
     @property
     def spec(self) -> ModelSpec:
@@ -357,10 +363,19 @@ class _Loader:
             progress("weights", i / self.spec.layers)
             layers.append(self._layer(i))
         tied = self.spec.tie_embeddings
-        head = Matrix.plain(embedding) if tied else self._module("lm_head", None)
+        head = Matrix.plain(embedding) if tied else self._head()
         weights = Weights(embedding, tuple(layers), self._get("model.norm.weight"), head)
         progress("weights", 1.0)
         return weights
+
+    def _head(self) -> Matrix:
+        """The classifier, which products on a GPU take without scales alone."""
+        head = self._module("lm_head", None)
+        if self.device.type == "cpu" or head.scales is None:
+            return head
+        plain = Matrix.plain(head.dequantised().to(self.dtype))
+        self.converted[head.scheme, plain.scheme] += 1
+        return plain
 
     def _get(self, name: str) -> Tensor:
         part = self.tensors.get(name, self.shard.cut(name))
@@ -386,9 +401,10 @@ class _Loader:
         linear = self._shape(name)
         parts = {end: self.tensors.get(f"{name}.{end}") for end in form.tensors(*linear)}
         try:
-            return read_module(form, parts).to(self.device)
+            matrix = read_module(form, parts).to(self.device)
         except ValueError as error:
             raise WeightsError(f"{name}.{error}") from error
+        return matrix if scheme is None else quantised(matrix.dequantised(), scheme)
 
     def _shape(self, name: str) -> tuple[int, int]:
         if name == "lm_head":
@@ -407,9 +423,15 @@ class _Loader:
         if names[0] == "self_attn.q_proj":
             matrices[:2] = [each.reordered(self._pairs(each.shape[0])) for each in matrices[:2]]
         try:
-            return concatenated(matrices)
+            joined = concatenated(matrices)
         except ValueError as error:
             raise WeightsError(f"{prefix}: {', '.join(names)}: {error}") from error
+        if self.device.type == "cpu":
+            return joined
+        served = for_gpu(joined, self.dtype)
+        if served is not joined:
+            self.converted[joined.scheme, served.scheme] += 1
+        return served
 
     def _pairs(self, rows: int) -> Tensor:
         """The order of `pair_rows`."""

@@ -1,0 +1,78 @@
+"""Quantised checkpoints on a GPU, in bfloat16, say what the CPU says of the same rounding."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.kernels.test_gpu_decoder import PROMPT, OnGpu, on_cpu
+from tests.model.quantised_checkpoints import FORMATS, write
+from twolane.kernels import fused
+from twolane.kernels.activations import Quantised
+from twolane.kernels.products.dispatch import Case, Products
+from twolane.kernels.products.skinny_gemm import ROWS
+from twolane.kernels.runtime import nvrtc
+from twolane.lanes.cuda.green_contexts import GreenContexts
+from twolane.model import fp8
+from twolane.model.decoder import Decoder
+from twolane.model.gpu_decoder import GpuDecoder
+from twolane.model.load.hub import resolve
+from twolane.model.load.weights import load_weights
+from twolane.model.matrix import quantised
+
+SIZES = {"hidden_size": 256, "intermediate_size": 320}
+
+if torch.cuda.is_available() and not nvrtc.available(torch.device("cuda", 0)):
+    pytest.skip("needs a Hopper GPU", allow_module_level=True)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_logits(form: str, tmp_path: Path) -> None:
+    quantised_path, floats = tmp_path / "quantised", tmp_path / "floats"
+    write(quantised_path, floats, form, **SIZES)
+    spec, weights = load_weights(resolve(str(quantised_path)), dtype="bfloat16")
+    _, there = load_weights(resolve(str(quantised_path)), dtype="bfloat16", device="cuda")
+    _, plain = load_weights(resolve(str(floats)), dtype="float32")
+    tokens = torch.randint(3, 250, (PROMPT,), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        cpu, meant = on_cpu(Decoder(spec, weights), tokens), on_cpu(Decoder(spec, plain), tokens)
+        gpu = OnGpu(GpuDecoder(spec, there), torch.bfloat16)
+        hidden = there.embedding[tokens.cuda()]
+        gpu.layers(0, spec.layers, hidden, gpu.prompt())
+        logits = gpu.logits(hidden).cpu()
+    cost = (cpu - meant).norm() / meant.norm()
+    apart = (logits - meant).norm() / meant.norm()
+    print(f"{form}: {there.layers[0].qkv.scheme}, CPU {cost:.4f}, GPU {apart:.4f} from float32")
+    assert apart < 1.25 * cost + 0.01
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_every_way(rows: int) -> None:
+    """Right, and the same each time, queued behind one another on 32 SMs."""
+    stream = GreenContexts(0, (32,)).stream("decode", 32)
+    for m, n, k in ((rows, 4096, 1024), (rows - 3, 1552, 1104)):
+        torch.manual_seed(m)
+        x = torch.randn(m, k, device="cuda").bfloat16()
+        matrix = quantised(torch.randn(n, k, device="cuda") * k**-0.5, "fp8_channel")
+        values, scales = fp8.quantise_rows(x)
+        rounded = Quantised(torch.empty_like(values), torch.empty_like(scales))
+        fused.quantise(x, rounded)
+        assert torch.equal(rounded.scales, scales)
+        assert torch.equal(rounded.values.float(), values.float())
+        old, bias = (torch.randn(*s, device="cuda").bfloat16() for s in ((m, n), (n,)))
+        seen = (values.float() * scales) @ matrix.dequantised().T + bias.float()
+        products = Products(32)
+        for operation in ("linear", "add_linear"):
+            case = Case.of(operation, matrix)
+            expected = seen + old.float() if operation == "add_linear" else seen
+            torch.cuda.synchronize()
+            for way in products._candidates(case, m):
+                products.ways = {case: {rows: way}}
+                with torch.cuda.stream(stream):
+                    outs = [old.clone() for _ in range(3)]
+                    for out in outs:
+                        getattr(products, operation)(rounded, matrix, bias, out)
+                torch.cuda.synchronize()
+                error = (outs[0].float() - expected).norm() / expected.norm()
+                assert error < 8e-3, (operation, way.name, float(error))
+                assert all(torch.equal(out, outs[0]) for out in outs), way.name
