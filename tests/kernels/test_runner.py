@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -27,6 +28,7 @@ from twolane.lanes.cuda.slots import Slots
 from twolane.lanes.sampling_points import SamplingPoints
 from twolane.lanes.work import (
     DecodeRow,
+    DecodeWork,
     HybridWork,
     PrefillWork,
     PromptChunk,
@@ -39,6 +41,7 @@ from twolane.model.decoder import Decoder
 from twolane.model.gpu_decoder import GpuDecoder, GpuKVCache
 from twolane.model.load.hub import resolve
 from twolane.model.load.weights import load_weights
+from twolane.parallel.channel import Channel
 from twolane.sampling import SamplingParams
 
 PAGE, UNITS, SLOTS = 16, 3, 5
@@ -84,20 +87,24 @@ class Asked:
 
 
 class World:
-    """A model twice: on the CPU, and as it is launched on a GPU."""
+    """A model twice: on the CPU, and as it is launched on a GPU, or on one of several."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, channels: Sequence[Channel] = ()) -> None:
         device = torch.device("cpu")
         self.spec, weights = load_weights(resolve(str(path)))
         self.right = Decoder(self.spec, weights)
-        _, there = load_weights(resolve(str(path)))
-        self.decoder = GpuDecoder(self.spec, there)
-        self.kv = GpuKVCache(self.spec, 40, PAGE, torch.float32, device)
+        rank, ranks = (channels[0].rank, channels[0].size) if channels else (0, 1)
+        _, there = load_weights(resolve(str(path)), rank=rank, ranks=ranks)
+        self.decoder = GpuDecoder(self.spec, there, rank, ranks)
+        self.follows = rank > 0
+        self.kv = GpuKVCache(self.decoder.spec, 40, PAGE, torch.float32, device)
         for layer in self.kv.layers:
             layer.fill_(float("nan"))  # what nobody wrote must not be read: it would show
         self.slots = Slots(SLOTS, 20, device)
-        steps = DecodeGraphs(self.decoder, self.kv, self.slots, SLOTS, UNITS)
-        self.runner = CudaRunner(self.decoder, self.kv, self.slots, steps, LARGEST, UNITS)
+        lanes: dict[LaneName, Channel | None] = dict(zip(("prefill", "decode"), channels))  # noqa: B905
+        common = self.decoder, self.kv, self.slots
+        steps = DecodeGraphs(*common, SLOTS, UNITS, lanes.get("decode"))
+        self.runner = CudaRunner(*common, steps, LARGEST, UNITS, lanes)
         assert self.runner.whole is not None
         self.whole, self.passes = self.runner.whole, self.runner.passes
         self.whole._logits.fill_(float("nan"))
@@ -132,9 +139,9 @@ class World:
         work = PrefillWork(batch, rows, first, last, finishes, opens, slots)
         self.turns = 0
         steps = self.runner.run(work, "prefill", UNITS, self._turn).steps
-        assert len(steps) == finishes
-        for step in steps:
-            self.check(step, [each for each, row in chunks if row.samples])
+        assert len(steps) == (finishes and not self.follows)
+        if finishes:
+            self.check(steps, [each for each, row in chunks if row.samples])
 
     def _turn(self) -> None:
         self.turns += 1
@@ -169,19 +176,33 @@ class World:
             tokens(rows),
             (*updates(rows), *(news for each in decode for news in each.updates())),
         )
-        [step] = self.runner.run(work, lane, UNITS).steps
+        steps = self.runner.run(work, lane, UNITS).steps
         ended = [each for each, _ in chunks if each.written == len(each.tokens)]
-        self.check(step, [*decode, *ended])
+        self.check(steps, [*decode, *ended])
 
-    def check(self, step: PendingStep, sampled: Sequence[Asked]) -> None:
-        """See that the tokens are the CPU's, one for each of these, and go on with them."""
-        tokens = step.collect()
-        assert len(tokens) == len(sampled)
-        for token, sequence in zip(tokens, sampled, strict=True):
-            logits = on_cpu(self.right, torch.tensor(sequence.tokens))
-            assert token == int(logits[-1].argmax())
-            assert int(self.slots.last_token[sequence.slot]) == token
+    def decode(self, sequences: Sequence[Asked], k: int) -> None:
+        """Some steps at once; see `check`."""
+        rows = tuple(msgspec.structs.replace(self.step(each), steps=k) for each in sequences)
+        slots = tuple(news for each in sequences for news in each.updates())
+        steps = self.runner.run(DecodeWork(rows, k, slots), "decode", UNITS).steps
+        for i in range(k):
+            self.check(steps[i : i + 1], sequences, later=i + 1 < k)
+
+    def check(
+        self, steps: Sequence[PendingStep], sampled: Sequence[Asked], *, later: bool = False
+    ) -> None:
+        """See that rank 0's tokens are the CPU's, one for each of these, and go on with them;
+        `later`: more steps have been run since."""
+        right = [on_cpu(self.right, torch.tensor(each.tokens))[-1] for each in sampled]
+        tokens = [int(logits.argmax()) for logits in right]
+        for sequence, token in zip(sampled, tokens, strict=True):
             sequence.tokens.append(token)
+        if self.follows:
+            assert not steps
+            return
+        [step] = steps
+        assert step.collect() == tokens
+        assert self.slots.last_token[[each.slot for each in sampled]].tolist() == tokens or later
 
 
 def tokens(chunks: Sequence[tuple[Asked, PromptRow]]) -> tuple[PromptChunk, ...]:
@@ -198,8 +219,8 @@ def at_once(tokens: torch.Tensor, *_: object) -> PendingStep:
     return PendingStep(SimpleNamespace(), tokens.tolist)
 
 
-@pytest.fixture
-def world(tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch) -> World:
+def fakes(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have a CPU stand for a GPU, with few and small sizes."""
     if device != "cpu":
         pytest.skip("tests/gpu/test_logits.py replays graphs")
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
@@ -209,12 +230,21 @@ def world(tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch) -> World
     monkeypatch.setattr(module, "SIZES", SIZES)
     monkeypatch.setattr(runner_module, "served", lambda decoder: True)
     monkeypatch.setattr(runner_module, "_read", at_once)
+
+
+@pytest.fixture
+def world(tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch) -> World:
+    fakes(device, monkeypatch)
     return World(make_checkpoint("qwen3", tmp_path / "model", seed=1, layers=3))
 
 
 @pytest.mark.parametrize("graphs", [False, True])
 def test_slices_take_up_where_the_last_one_ended(world: World, graphs: bool) -> None:
     """A request leaves between two slices of its batch, and another batch has the lane then."""
+    slices(world, graphs=graphs)
+
+
+def slices(world: World, *, graphs: bool) -> None:
     if graphs:
         world.capture_slices(64)
     stays, leaves = Asked(0, [*range(3, 40)], [7, 2, 11]), Asked(1, [9, 4, 6], [5])
@@ -237,6 +267,10 @@ def test_passes_follow_each_other(
     monkeypatch.setattr(fa3, "_PAGED", replace(fa3._PAGED, **costs))
     monkeypatch.setattr(fa3, "FILLED", 0.0)  # Triton's kernel would be as right, but is no graph
 
+    passes(world, split=split)
+
+
+def passes(world: World, *, split: bool) -> None:
     draw = torch.Generator().manual_seed(0)
     pages = iter(torch.randperm(40, generator=draw).tolist())
 

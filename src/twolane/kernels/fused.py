@@ -109,8 +109,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: _Out) -> _O
 
 
 def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor
-) -> torch.Tensor:
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, out: _Out
+) -> _Out:
     """`residual` += `x`, then `out` = the RMS norm of `residual`; all [T, hidden].
 
     `out` may be `x`.
@@ -436,13 +436,16 @@ def _embed(
     lengths: tl.tensor,
     embedding: tl.tensor,
     out: tl.tensor,
+    vocab_first: tl.tensor,
+    vocab_rows: tl.tensor,
     HIDDEN: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     active = tl.load(lengths + row) > 0
     slot = tl.load(slots + row, mask=active, other=0)
-    token = tl.load(last_token + slot, mask=active, other=0).to(tl.int64)
+    token = tl.load(last_token + slot, mask=active, other=0).to(tl.int64) - vocab_first
+    active &= (token >= 0) & (token < vocab_rows)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < HIDDEN
     value = tl.load(embedding + token * HIDDEN + column, mask=inside & active, other=0.0)
@@ -455,17 +458,20 @@ def embed(
     lengths: torch.Tensor,
     embedding: torch.Tensor,
     out: torch.Tensor,
+    vocab_first: int = 0,
 ) -> torch.Tensor:
     """`out` [R, hidden] = the rows of `embedding` of the tokens last sampled in each row's slot.
 
-    Rows that are not active become zeros, so that what follows computes with finite numbers.
+    Rows that are not active become zeros, so that what follows computes with finite numbers, and
+    so do rows whose token is another rank's.
 
     Args:
         last_token: int [slots].
         slots: the slot that each row belongs to, int [R].
         lengths: above 0 for active rows, int [R].
-        embedding: [vocab, hidden].
+        embedding: [this rank's part of the vocabulary, hidden].
         out: [R, hidden].
+        vocab_first: the first token of that part.
     """
     rows, hidden = out.shape
     block = min(1024, power_of_2(hidden))
@@ -477,6 +483,8 @@ def embed(
         lengths,
         embedding,
         out,
+        vocab_first,
+        len(embedding),
         HIDDEN=hidden,
         BLOCK=block,
         num_warps=_warps(block),
@@ -499,6 +507,8 @@ def _lay_out(
     positions: tl.tensor,
     write_slots: tl.tensor,
     table_stride: tl.tensor,
+    vocab_first: tl.tensor,
+    vocab_rows: tl.tensor,
     HIDDEN: tl.constexpr,
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -521,8 +531,9 @@ def _lay_out(
         tl.store(write_slots + row, place)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < HIDDEN
-    source = embedding + token.to(tl.int64) * HIDDEN + column
-    value = tl.load(source, mask=inside & active, other=0.0)
+    token = token.to(tl.int64) - vocab_first
+    active &= (token >= 0) & (token < vocab_rows)
+    value = tl.load(embedding + token * HIDDEN + column, mask=inside & active, other=0.0)
     tl.store(residual + row.to(tl.int64) * HIDDEN + column, value, mask=inside)
 
 
@@ -541,10 +552,12 @@ def lay_out(
     residual: torch.Tensor,
     positions: torch.Tensor,
     write_slots: torch.Tensor,
+    vocab_first: int = 0,
 ) -> None:
     """Begin a pass: decode rows, whose tokens and pages the device knows, then given tokens.
 
-    Rows that pad it, behind these, become zeros, and are written nowhere.
+    Rows that pad it, behind these, become zeros, and are written nowhere; rows whose token is
+    another rank's become zeros, too.
 
     Args:
         counts: decode rows, and rows that do not pad, int32 [2].
@@ -556,10 +569,11 @@ def lay_out(
         token_places: of each in its sequence, alike.
         token_slots: page * page_size + offset of each, alike.
         page_size: tokens in a page.
-        embedding: [vocab, hidden].
+        embedding: [this rank's part of the vocabulary, hidden].
         residual: of all rows, [R, hidden].
         positions: of all rows, int32 [R].
         write_slots: of all rows, int32 [R]; -1 where they pad.
+        vocab_first: the first token of that part.
     """
     rows, hidden = residual.shape
     block = min(1024, power_of_2(hidden))
@@ -579,6 +593,8 @@ def lay_out(
         positions,
         write_slots,
         tables.stride(0),
+        vocab_first,
+        len(embedding),
         HIDDEN=hidden,
         PAGE=page_size,
         BLOCK=block,

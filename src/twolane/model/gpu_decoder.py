@@ -1,7 +1,9 @@
 """The decoder on an NVIDIA GPU: `Products` for the matrix products, own kernels for all between.
 
-The residual stream is updated in place, by the products that end a block. A forward pass is
-addressable layer by layer, like `model/decoder.py`, whose weights and order of dimensions it has.
+The residual stream is updated in place, by the products that end a block. Where several ranks share
+the model, these products are partial: the lane's channel sums them, and the next norm adds the sum
+to the residual stream, which is the same on all ranks. A forward pass is addressable layer by
+layer, like `model/decoder.py`, whose weights and order of dimensions it has.
 """
 
 import copy
@@ -11,6 +13,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from twolane.kernels import fused
 from twolane.kernels.activations import Activations, Quantised
@@ -20,6 +23,8 @@ from twolane.model.matrix import Matrix
 from twolane.model.mlp import MLP_ROWS
 from twolane.model.rope import frequencies
 from twolane.model.spec import ModelSpec
+from twolane.parallel.channel import Channel, Silent
+from twolane.parallel.sharding import Shard
 
 TUNED_LAYERS = 4
 """Layers that products are timed in, or more where these would stay in the cache."""
@@ -73,9 +78,22 @@ class Workspace:
     """The activations of one lane, made for up to this many tokens and grown when more come.
 
     Launches of a lane run in order, so one set of buffers serves them all; two lanes never share.
+
+    Args:
+        spec: the shape of this rank's part of the model.
+        dtype: of the activations.
+        device: where they are.
+        channel: of the lane, if several ranks share the model.
     """
 
-    def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        dtype: torch.dtype,
+        device: torch.device,
+        channel: Channel | None = None,
+    ) -> None:
+        self.channel = channel
         self._sizes = {
             "norm": spec.hidden_size,
             "qkv": spec.q_size + 2 * spec.kv_size,
@@ -89,8 +107,12 @@ class Workspace:
             "act": spec.intermediate_size,
             "act_scales": 1,
         }
+        if channel is not None:
+            self._sizes["partial"] = spec.hidden_size
         self._buffers: dict[str, Tensor] = {}
         self._dtype, self._device = dtype, device
+        self._vocab = spec.vocab_size
+        self._logits = torch.empty(0, dtype=torch.float32, device=device)
 
     def get(self, name: str, rows: int) -> Tensor:
         """A buffer [rows, its width]; what it held is lost to the next who asks."""
@@ -113,6 +135,21 @@ class Workspace:
         for name in self._mlp_sizes:
             self.get(name, min(rows, MLP_ROWS))
 
+    def reserve_logits(self, rows: int) -> None:
+        """Make the buffer of `logit_parts` now, for up to this many rows."""
+        if self.channel is not None and rows:
+            self.logit_parts(rows)
+
+    def logit_parts(self, rows: int) -> Tensor:
+        """float32 [parts, rows, vocab / ranks]: this rank's logits; on rank 0 then the others'."""
+        assert self.channel is not None
+        width = self._vocab // self.channel.size
+        parts = self.channel.size if self.channel.rank == 0 else 1
+        count = parts * rows * width
+        if len(self._logits) < count:
+            self._logits = self._logits.new_empty(count)
+        return self._logits[:count].view(parts, rows, width)
+
     def fixed(self) -> "Workspace":
         """The buffers of now, to whatever these are grown: for graphs, which know addresses."""
         same = copy.copy(self)
@@ -127,14 +164,26 @@ class Workspace:
     @property
     def bytes(self) -> int:
         """Bytes held."""
-        return sum(buffer.nbytes for buffer in self._buffers.values())
+        return sum(buffer.nbytes for buffer in self._buffers.values()) + self._logits.nbytes
 
 
 class GpuDecoder:
-    """The transformer on one GPU. It keeps no state between calls: buffers come from the caller."""
+    """The transformer on one GPU. It keeps no state between calls: buffers come from the caller.
 
-    def __init__(self, spec: ModelSpec, weights: Weights) -> None:
-        self.spec = spec
+    Args:
+        spec: the whole model's.
+        weights: this rank's part.
+        rank: of this process.
+        ranks: number of ranks that share the model.
+    """
+
+    def __init__(self, spec: ModelSpec, weights: Weights, rank: int = 0, ranks: int = 1) -> None:
+        self.shard = Shard(spec, rank, ranks)
+        """This rank's part of the model."""
+        self.spec = self.shard.local
+        """The shape of that part; vocabulary and hidden size are the whole model's."""
+        self.follows = rank > 0
+        """Whether another rank has the logits, and samples."""
         self.weights = weights
         self.dtype = weights.embedding.dtype
         self.device = weights.embedding.device
@@ -144,6 +193,16 @@ class GpuDecoder:
             spec.max_positions,
         )
         """Cosines and sines, float32 [positions, head_dim / 2, 2]."""
+
+    def embed(self, tokens: Tensor, channel: Channel | None) -> Tensor:
+        """Queue the embeddings [T, hidden] of token ids, int [T], the same on all ranks."""
+        if channel is None:
+            return functional.embedding(tokens, self.weights.embedding)
+        vocab = self.shard.vocab
+        ours = (tokens >= vocab.start) & (tokens < vocab.stop)
+        rows = functional.embedding((tokens - vocab.start) * ours, self.weights.embedding)
+        channel.all_reduce(rows.mul_(ours[:, None]))
+        return rows
 
     def layers(
         self,
@@ -169,9 +228,11 @@ class GpuDecoder:
         pool = kv.layers
         q, qkv, out = self.attended(workspace, len(residual))
         for i in range(first, last):
-            self.before_attention(i, residual, rows, pool[i], workspace, products)
+            sums = workspace.channel is not None and i > first
+            self.before_attention(i, residual, rows, pool[i], workspace, products, sums=sums)
             rows.attend(q, qkv, pool[i], self.spec.window(i), out)
             self.after_attention(i, residual, workspace, products)
+        self.settle(residual, workspace)
 
     def attended(self, workspace: Workspace, count: int) -> tuple[Tensor, Tensor, Tensor]:
         """What attention reads, q and qkv, and what it writes: the same for every layer."""
@@ -187,27 +248,50 @@ class GpuDecoder:
         pool: Tensor,
         workspace: Workspace,
         products: Products,
+        *,
+        sums: bool = False,
     ) -> None:
-        """Layer i up to its attention: `attended` has what that reads, the pool what is kept."""
+        """Layer i up to its attention: `attended` has what that reads, the pool what is kept.
+
+        `sums`: the layer before has left a sum of all ranks that was not settled.
+        """
         w, count = self.weights.layers[i], len(residual)
         norm = workspace.input("norm", count, w.qkv.scheme)
         q, qkv, _ = self.attended(workspace, count)
-        fused.rms_norm(residual, w.input_norm, self.spec.norm_eps, norm)
+        if sums:
+            partial = workspace.get("partial", count)
+            fused.add_rms_norm(partial, residual, w.input_norm, self.spec.norm_eps, norm)
+        else:
+            fused.rms_norm(residual, w.input_norm, self.spec.norm_eps, norm)
         products.linear(norm, w.qkv, w.qkv_bias, qkv)
         rows.write(qkv, q, w, pool)
 
     def after_attention(
         self, i: int, residual: Tensor, workspace: Workspace, products: Products
     ) -> None:
-        """Layer i from its attention on."""
-        w, count = self.weights.layers[i], len(residual)
+        """Layer i from its attention on. With several ranks `settle` comes behind it, or a layer
+        with `sums`."""
+        w, count, eps = self.weights.layers[i], len(residual), self.spec.norm_eps
         attended = workspace.get("attended", count)
         room = workspace.input("q", count, w.o.scheme)  # the queries are not needed any more
         rounded = fused.quantise(attended, room) if isinstance(room, Quantised) else attended
-        products.add_linear(rounded, w.o, w.o_bias, residual)
         norm = workspace.input("norm", count, w.mlp.scheme)
-        fused.rms_norm(residual, w.post_norm, self.spec.norm_eps, norm)
-        w.mlp.add_into(residual, norm, workspace, products)
+        if (channel := workspace.channel) is None:
+            products.add_linear(rounded, w.o, w.o_bias, residual)
+            fused.rms_norm(residual, w.post_norm, eps, norm)
+            w.mlp.add_into(residual, norm, workspace, products)
+            return
+        partial = workspace.get("partial", count)
+        products.linear(rounded, w.o, w.o_bias, partial)
+        channel.all_reduce(partial)
+        fused.add_rms_norm(partial, residual, w.post_norm, eps, norm)
+        w.mlp.write_into(partial, norm, workspace, products)
+        channel.all_reduce(partial)
+
+    def settle(self, residual: Tensor, workspace: Workspace) -> None:
+        """Add what the ranks have summed last, if there are several, to the residual stream."""
+        if workspace.channel is not None:
+            residual.add_(workspace.get("partial", len(residual)))
 
     def tune(self, products: Products, rows: int) -> None:
         """Choose how steps of up to this many rows multiply, on torch's current stream."""
@@ -223,13 +307,20 @@ class GpuDecoder:
         """The matrices of all layers for each case, in the order of a layer's products."""
         uses: dict[Case, list[Matrix]] = {}
         for layer in self.weights.layers:
-            for operation, matrix in layer_matrices(layer):
+            for operation, matrix in self._operations(layer):
                 uses.setdefault(Case.of(operation, matrix), []).append(matrix)
         return uses
 
+    def _operations(self, layer: LayerWeights) -> Iterator[tuple[Operation, Matrix]]:
+        """The matrices of a layer and what multiplies with them, in their order."""
+        for operation, matrix in layer_matrices(layer):
+            partial = self.shard.size > 1 and operation == "add_linear"
+            yield ("linear" if partial else operation), matrix
+
     def _without_attention(self, products: Products, count: int) -> Callable[[], None]:
         """What queues norms and products of the first layers, for this many random rows."""
-        workspace = Workspace(self.spec, self.dtype, self.device)
+        alone = Silent(self.shard) if self.shard.size > 1 else None  # each rank times its own
+        workspace = Workspace(self.spec, self.dtype, self.device, alone)
         workspace.reserve(count)
         workspace.get("attended", count).normal_()
         residual = torch.randn_like(workspace.get("norm", count))
@@ -250,10 +341,21 @@ class GpuDecoder:
     def head(
         self, hidden: Tensor, logits: Tensor, workspace: Workspace, products: Products
     ) -> None:
-        """Write the logits, float32 [R, vocab], of the last layer's hidden states [R, hidden]."""
-        norm = workspace.get("norm", len(hidden))
+        """Write the logits, float32 [R, vocab], of the last layer's hidden states [R, hidden].
+
+        On ranks other than 0 nothing is written.
+        """
+        rows = len(hidden)
+        norm = workspace.get("norm", rows)
         fused.rms_norm(hidden, self.weights.norm, self.spec.norm_eps, norm)
-        products.logits(norm, self.weights.head, logits)
+        if (channel := workspace.channel) is None:
+            products.logits(norm, self.weights.head, logits)
+            return
+        parts = workspace.logit_parts(rows)
+        products.logits(norm, self.weights.head, parts[0])
+        channel.gather(parts)
+        if channel.rank == 0:
+            logits.view(rows, *parts.shape[::2]).copy_(parts.transpose(0, 1))
 
 
 def layer_matrices(layer: LayerWeights) -> Iterator[tuple[Operation, Matrix]]:

@@ -1,6 +1,6 @@
 """The part of a layer behind its attention. A layer does not know which kind of MLP it has."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -54,6 +54,12 @@ class Mlp(Protocol):
         GPU."""
         ...
 
+    def write_into(
+        self, out: Tensor, x: "Activations", buffers: Buffers, products: "GpuProducts"
+    ) -> None:
+        """Write the MLP of `x` [T, hidden], for `scheme`, to `out` [T, hidden] on a GPU."""
+        ...
+
     def matrices(self) -> "Sequence[tuple[Operation, Matrix]]":
         """The matrices and the operations that multiply with them, in their order."""
         ...
@@ -87,13 +93,27 @@ class DenseMlp:
         self, residual: Tensor, x: "Activations", buffers: Buffers, products: "GpuProducts"
     ) -> None:
         """See `Mlp.add_into`."""
+        for rows, act in self._activated(x, buffers, products):
+            products.add_linear(act, self.down, self.down_bias, residual[rows])
+
+    def write_into(
+        self, out: Tensor, x: "Activations", buffers: Buffers, products: "GpuProducts"
+    ) -> None:
+        """See `Mlp.write_into`."""
+        for rows, act in self._activated(x, buffers, products):
+            products.linear(act, self.down, self.down_bias, out[rows])
+
+    def _activated(
+        self, x: "Activations", buffers: Buffers, products: "GpuProducts"
+    ) -> "Iterator[tuple[slice, Activations]]":
+        """silu(gate(x)) * up(x) of some rows after others, in a buffer that all of them share."""
         for first in range(0, len(x), MLP_ROWS):
             rows = slice(first, min(first + MLP_ROWS, len(x)))
             count = rows.stop - rows.start
             gate_up = buffers.get("gate_up", count)
             act = buffers.input("act", count, self.down.scheme)
             products.gate_up_silu(x[rows], self.gate_up, self.gate_up_bias, gate_up, act)
-            products.add_linear(act, self.down, self.down_bias, residual[rows])
+            yield rows, act
 
     def matrices(self) -> "Sequence[tuple[Operation, Matrix]]":
         """See `Mlp.matrices`."""
@@ -144,6 +164,12 @@ class Experts:
     ) -> None:
         """See `Mlp.add_into`; there is no kernel for experts on a GPU, which refuses the model."""
         raise NotImplementedError("experts are not served on a GPU yet")
+
+    def write_into(
+        self, out: Tensor, x: "Activations", buffers: Buffers, products: "GpuProducts"
+    ) -> None:
+        """See `Mlp.write_into`; `Shard` refuses to share experts between ranks."""
+        raise NotImplementedError("ranks do not share experts yet")
 
     def matrices(self) -> "Sequence[tuple[Operation, Matrix]]":
         """See `Mlp.matrices`."""

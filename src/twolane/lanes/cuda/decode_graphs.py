@@ -29,6 +29,7 @@ from twolane.lanes.cuda.green_contexts import GreenContexts
 from twolane.lanes.cuda.slots import Slots, upload
 from twolane.lanes.work import DecodeRow
 from twolane.model.gpu_decoder import GpuDecoder, GpuKVCache, Workspace
+from twolane.parallel.channel import Channel
 
 MAX_STEPS = 64
 """The longest look-ahead."""
@@ -110,27 +111,39 @@ def _aligned(count: int) -> int:
 class DecodeGraphs:
     """The decode graphs of one model and the buffers that they share.
 
+    A rank other than 0 samples nothing: rank 0 has the logits, and each step begins with the tokens
+    that rank 0 has sampled.
+
     Args:
         decoder: the model.
         kv: its pool.
         slots: what the device knows of the requests.
         max_rows: the most rows of a step.
         units: the most SMs of a level.
+        channel: of the decode lane, if several ranks share the model.
     """
 
     def __init__(
-        self, decoder: GpuDecoder, kv: GpuKVCache, slots: Slots, max_rows: int, units: int
+        self,
+        decoder: GpuDecoder,
+        kv: GpuKVCache,
+        slots: Slots,
+        max_rows: int,
+        units: int,
+        channel: Channel | None = None,
     ) -> None:
         spec, device, dtype = decoder.spec, decoder.device, decoder.dtype
         self._decoder, self._kv, self._slots = decoder, kv, slots
         self.buckets = buckets(max_rows)
         self.inputs = Inputs(max_rows, device)
-        self.workspace = Workspace(spec, dtype, device)
+        self.workspace = Workspace(spec, dtype, device, channel)
         self.workspace.reserve(max_rows)
+        self.workspace.reserve_logits(max_rows)
         self.scratch = decode_scratch(max_rows, spec.heads, spec.head_dim, units, device)
         self._sampler = Sampler(max_rows, spec.vocab_size, device)
         self._hidden = torch.empty((max_rows, spec.hidden_size), dtype=dtype, device=device)
-        self.logits = torch.empty((max_rows, spec.vocab_size), dtype=torch.float32, device=device)
+        shape = 0 if decoder.follows else max_rows, spec.vocab_size
+        self.logits = torch.empty(shape, dtype=torch.float32, device=device)
         self.tokens = torch.zeros(max_rows, dtype=torch.int32, device=device)
         self.ring = torch.zeros(MAX_STEPS * max_rows, dtype=torch.int32, device=device)
         """Tokens by step and row of the bucket."""
@@ -214,7 +227,12 @@ class DecodeGraphs:
         rows = self.rows(bucket, bucket, units)
         hidden, products = self._hidden[:bucket], self.products(units)
         last, embedding = self._slots.last_token, decoder.weights.embedding
-        fused.embed(last, rows.slots, rows.lengths, embedding, hidden)
+        if (channel := self.workspace.channel) is not None:
+            channel.broadcast(last)
+        vocab_first = decoder.shard.vocab.start
+        fused.embed(last, rows.slots, rows.lengths, embedding, hidden, vocab_first)
+        if channel is not None:
+            channel.all_reduce(hidden)
         decoder.layers(0, decoder.spec.layers, hidden, rows, self._kv, self.workspace, products)
         decoder.head(hidden, self.logits[:bucket], self.workspace, products)
 
@@ -222,7 +240,8 @@ class DecodeGraphs:
         slots, positions, lengths, steps, step = self.inputs.views(bucket)
         tokens = self.tokens[:bucket]
         params = self._slots.params
-        self._sampler.sample(self.logits[:bucket], slots, positions, lengths, params, tokens)
+        if not self._decoder.follows:
+            self._sampler.sample(self.logits[:bucket], slots, positions, lengths, params, tokens)
         fused.advance(
             tokens, slots, steps, step, positions, lengths, self._slots.last_token, self.ring
         )

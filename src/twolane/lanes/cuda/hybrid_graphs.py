@@ -150,6 +150,8 @@ class HybridGraphs:
         """What the graph of a pass queues."""
         decoder, passes, known = self._decoder, self._passes, self._slots
         slots, places, lengths = self._decode
+        if (channel := passes.workspace.channel) is not None:
+            channel.broadcast(known.last_token)
         fused.lay_out(
             self._counts,
             slots,
@@ -162,7 +164,10 @@ class HybridGraphs:
             residual=passes.residual[:size],
             positions=passes.positions[:size],
             write_slots=passes.write_slots[:size],
+            vocab_first=decoder.shard.vocab.start,
         )
+        if channel is not None:
+            channel.all_reduce(passes.residual[:size])
         n, scratch = min(size, len(slots)), self._steps.scratch
         place = slots[:n], places[:n], lengths[:n]
         rows = DecodeRows(decoder, known.tables, *place, scratch, self._units)
@@ -178,6 +183,8 @@ class HybridGraphs:
         torch.index_select(self._passes.residual, 0, self._where[:bucket], out=chosen)
         products = self._steps.products(self._units)
         self._decoder.head(chosen, logits, self._passes.workspace, products)
+        if self._decoder.follows:
+            return
         slots, positions, lengths, steps = (part[:bucket] for part in self._ends)
         sampled, known = self._sampled[:bucket], self._slots
         self._sampler.sample(logits, slots, positions, lengths, known.params, sampled)

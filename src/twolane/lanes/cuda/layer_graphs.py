@@ -227,6 +227,7 @@ class LayerGraphs:
         """Queue layer i from its attention on, for a graph; see `before_hybrid`."""
         residual, products = self.residual[:size], self._steps.products(units)
         self._decoder.after_attention(i, residual, self.workspace, products)
+        self._decoder.settle(residual, self.workspace)
 
     def _before(self, units: int, size: int, i: int) -> None:
         rows = PromptRows(self._decoder, self.positions[:size], self.write_slots[:size])

@@ -139,6 +139,11 @@ class LogitProcessors:
         wanting = self._wanting | self._allowed.keys()
         return [place for place in places if place.slot in wanting] if wanting else []
 
+    def skip(self, places: Sequence[SamplingPoint]) -> None:
+        """These rows are sampled by another rank."""
+        for place in places:
+            self._allowed.pop(place.slot, None)
+
     def adjust(
         self, logits: Tensor, places: Sequence[SamplingPoint]
     ) -> Callable[[Tensor], dict[int, PendingScores]]:

@@ -8,7 +8,6 @@ from types import MappingProxyType
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from twolane.common.vocabulary import LaneName
 from twolane.kernels.prefill_attention.batch import upload as upload_parts
@@ -32,6 +31,7 @@ from twolane.lanes.work import (
     Work,
 )
 from twolane.model.gpu_decoder import GpuDecoder, GpuKVCache, Workspace
+from twolane.parallel.channel import Channel
 
 SCORED_LOGITS = 2**26
 """The most logits made at a time for a prompt's log-probabilities: 256 MiB."""
@@ -74,19 +74,21 @@ class _Pass:
 class _LaneMemory:
     """What the launches of one lane write to, and no other lane's."""
 
-    def __init__(self, decoder: GpuDecoder, max_rows: int) -> None:
-        self.activations = Workspace(decoder.spec, decoder.dtype, decoder.device)
+    def __init__(self, decoder: GpuDecoder, max_rows: int, channel: Channel | None) -> None:
+        self.activations = Workspace(decoder.spec, decoder.dtype, decoder.device, channel)
+        self.activations.reserve_logits(max_rows)
         self.attention = PrefillWorkspace(decoder.device)
         self.sampler = Sampler(max_rows, decoder.spec.vocab_size, decoder.device)
         self.passes: LayerGraphs | None = None
         self.whole: HybridGraphs | None = None
         """None: hybrid passes are launched layer by layer."""
-        self._shape = max_rows, decoder.spec.vocab_size
+        self._shape = 0 if decoder.follows else max_rows, decoder.spec.vocab_size
 
     @cached_property
     def logits(self) -> Tensor:
-        """Logits of passes that are not decode graphs, float32 [max_rows, vocab]. They are
-        allocated once, because the device stands still while the driver allocates more."""
+        """Logits of passes that are not decode graphs, float32 [max_rows, vocab]; rank 0 has
+        them. They are allocated once, because the device stands still while the driver allocates
+        more."""
         return torch.empty(self._shape, dtype=torch.float32, device=self.attention.device)
 
 
@@ -112,6 +114,8 @@ class CudaRunner:
         steps: the decode graphs.
         max_batch_tokens: of a prefill batch, which the workspace is made for; larger ones grow it.
         units: SMs of the device.
+        channels: of the lanes, if several ranks share the model; a rank other than 0 carries out
+            the same work, but samples nothing and has no steps.
     """
 
     def __init__(
@@ -122,13 +126,17 @@ class CudaRunner:
         steps: DecodeGraphs,
         max_batch_tokens: int,
         units: int,
+        channels: Mapping[LaneName, Channel | None] = MappingProxyType({}),
     ) -> None:
         self._decoder, self.kv, self.slots, self.steps = decoder, kv, slots, steps
         self._extras = LogitProcessors(slots.told, decoder.spec.vocab_size, decoder.device)
         self._paused: dict[int, _Pass] = {}
         """Batches between two slices, by id."""
         rows = steps.buckets[-1]
-        prefill, decode = _LaneMemory(decoder, rows), _LaneMemory(decoder, rows)
+        self._scored_rows = rows if channels else SCORED_LOGITS
+        """Most rows that are scored at a time: the channel's buffers hold no more."""
+        prefill = _LaneMemory(decoder, rows, channels.get("prefill"))
+        decode = _LaneMemory(decoder, rows, channels.get("decode"))
         prefill.activations.reserve(max_batch_tokens)
         prefill.passes = self.passes = LayerGraphs(decoder, kv, steps, prefill.activations)
         if served(decoder):
@@ -160,7 +168,7 @@ class CudaRunner:
             return Queued(self._decode(work, units))
         if isinstance(work, PrefillWork):
             return self._prefill(work, place)
-        return Queued([self._hybrid(work, place)])
+        return Queued(self._hybrid(work, place))
 
     def drop(self, batch: int) -> None:
         """Forget a batch that is not gone on with."""
@@ -177,6 +185,10 @@ class CudaRunner:
             alive = [i for i, row in enumerate(rows) if step < row.steps]
             asked = self._extras.asked(next_point(i, rows[i], step) for i in alive)
             steps.forward(units, bucket)
+            if self._decoder.follows:
+                self._extras.skip(asked)
+                steps.finish(units, bucket)
+                continue
             scored = self._extras.adjust(steps.logits, asked)
             steps.finish(units, bucket)
             tokens = steps.step_tokens(step % MAX_STEPS, bucket)
@@ -188,7 +200,7 @@ class CudaRunner:
         if work.first or work.finishes:  # the first of several has enough to do
             self.slots.upload(row.slot for row in work.rows)
         if work.first == 0:
-            before, batch = None, self._open(BatchRows(work.rows, work.chunks))
+            before, batch = None, self._open(BatchRows(work.rows, work.chunks), place)
         else:
             before = self._paused[work.batch]
             batch = self._resumed(before, work.rows)
@@ -201,9 +213,9 @@ class CudaRunner:
         self.drop(work.batch)
         ends = SamplingPoints.of((), work.rows, batch.batch.chunks)
         self._extras.begin(ends.begun)
-        return Queued([self._sample(batch.hidden, ends, place)], (before, batch))
+        return Queued(self._sample(batch.hidden, ends, place), (before, batch))
 
-    def _hybrid(self, work: HybridWork, place: _Place) -> PendingStep:
+    def _hybrid(self, work: HybridWork, place: _Place) -> Sequence[PendingStep]:
         """One pass of decode rows, which come first, and prompts."""
         ends = SamplingPoints.of(work.decode, work.prompts, work.chunks)
         whole = place.memory.whole
@@ -213,19 +225,23 @@ class CudaRunner:
             return self._sample(self._by_layers(work, place), ends, place)
         if self._extras.asked(ends.places) or ends.scored:
             return self._sample(hidden, ends, place)
-        return _read(whole.finish(len(ends.rows)), range(len(ends.rows)), ends.rows, {})
+        tokens = whole.finish(len(ends.rows))
+        if self._decoder.follows:
+            return ()
+        return [_read(tokens, range(len(ends.rows)), ends.rows, {})]
 
     def _by_layers(self, work: HybridWork, place: _Place) -> Tensor:
         """The last hidden states of a pass that is no graph as a whole, [rows, hidden]."""
         self.slots.upload(update.slot for update in work.slots)
-        batch = self._open(BatchRows(work.prompts, work.chunks))
+        batch = self._open(BatchRows(work.prompts, work.chunks), place)
         layers = self._decoder.spec.layers
         hidden, plans = batch.hidden, self._plans(batch, place, 0, layers)
         placed = MixedRows(self._decoder, batch.positions, batch.write_slots, plans)
         if work.decode:
             decoding = self._steps_of(work.decode, place)
-            tokens = self.slots.last_token[decoding.slots]
-            embedded = functional.embedding(tokens, self._decoder.weights.embedding)
+            if (channel := place.memory.activations.channel) is not None:
+                channel.broadcast(self.slots.last_token)
+            embedded = self._embed(self.slots.last_token[decoding.slots], place)
             hidden = torch.cat([embedded, hidden])
             placed = placed.behind(decoding, self.kv.page_size)
         self._layers(0, layers, hidden, placed, place)
@@ -237,14 +253,17 @@ class CudaRunner:
         self.steps.inputs.send(rows, bucket, self.slots.padding, 0)
         return self.steps.rows(bucket, len(rows), place.units)
 
-    def _open(self, batch: BatchRows) -> _Pass:
+    def _embed(self, tokens: Tensor, place: _Place) -> Tensor:
+        return self._decoder.embed(tokens, place.memory.activations.channel)
+
+    def _open(self, batch: BatchRows, place: _Place) -> _Pass:
         """Lay out a batch and embed its tokens."""
         tokens = np.concatenate([token_ids(chunk) for chunk in batch.chunks])
         pages, size = self.slots.told.pages, self.kv.page_size
         where = [places_of(row, pages[row.slot], size) for row in batch.rows]
         positions, write_slots = (np.concatenate(part) for part in zip(*where, strict=True))
         _, sent = upload_parts([tokens, positions, write_slots], self._decoder.device)
-        hidden = functional.embedding(sent[0], self._decoder.weights.embedding)
+        hidden = self._embed(sent[0], place)
         return _Pass(batch, hidden, sent[1], sent[2])
 
     def _resumed(self, paused: _Pass, rows: Sequence[PromptRow]) -> _Pass:
@@ -297,21 +316,26 @@ class CudaRunner:
             dense=True,
         )
 
-    def _sample(self, hidden: Tensor, ends: SamplingPoints, place: _Place) -> PendingStep:
-        """Sample where a pass ends; score what is asked for."""
+    def _sample(self, hidden: Tensor, ends: SamplingPoints, place: _Place) -> Sequence[PendingStep]:
+        """Sample where a pass ends; score what is asked for. The one step, where it is sampled."""
         scored = {row.row: self._score(hidden, row, place) for row in ends.scored}
         places = ends.places
+        if not places and not self._decoder.follows:
+            return [_read(hidden.new_empty(0, dtype=torch.int32), (), (), {}, scored)]
         if not places:
-            return _read(hidden.new_empty(0, dtype=torch.int32), (), (), {}, scored)
+            return ()
         ints = [(e, p.slot, p.position - 1) for e, p in zip(ends.where, places, strict=True)]
         _, (where, slots, positions) = upload_parts([*np.array(ints).T], self._decoder.device)
         logits = self._head(hidden[where], place.memory.logits[: len(places)], place)
+        if self._decoder.follows:
+            self._extras.skip(places)
+            return ()
         after = self._extras.adjust(logits, self._extras.asked(places))
         tokens, active = torch.empty_like(slots), torch.ones_like(slots)
         params = self.slots.params
         place.memory.sampler.sample(logits, slots, positions, active, params, tokens)
         self.slots.last_token[slots] = tokens
-        return _read(tokens, range(len(places)), ends.rows, after(tokens), scored)
+        return [_read(tokens, range(len(places)), ends.rows, after(tokens), scored)]
 
     def _head(self, hidden: Tensor, logits: Tensor, place: _Place) -> Tensor:
         """The classifier, into these logits."""
@@ -323,10 +347,12 @@ class CudaRunner:
         """Score a prompt's targets, some at a time; `hidden` is the whole pass's."""
         vocab = self._decoder.spec.vocab_size
         scores = []
-        for where, targets in row.parts(max(1, SCORED_LOGITS // vocab)):
+        for where, targets in row.parts(max(1, min(SCORED_LOGITS // vocab, self._scored_rows))):
             tokens = upload(np.array(targets, dtype=np.int32), self._decoder.device)
             room = hidden.new_empty((len(targets), vocab), dtype=torch.float32)
             logits = self._head(hidden[where], room, place)
+            if self._decoder.follows:
+                continue
             scores.append(score(logits, tokens, [row.top] * len(targets)))
         return scores
 

@@ -1,0 +1,47 @@
+"""What the ranks of one lane do together on GPUs."""
+
+from typing import Protocol
+
+from torch import Tensor
+
+from twolane.parallel.sharding import Shard
+
+
+class Channel(Protocol):
+    """The ranks in one lane.
+
+    Every call queues work on the current stream and does not wait. All ranks make the same calls
+    in the same order, and at most one of a channel is under way at a time: launches of its lane
+    run one after the other.
+    """
+
+    rank: int
+    size: int
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Replace the tensor by its sum over all ranks; the bits are the same on all of them."""
+        ...
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """Replace the tensor by rank 0's."""
+        ...
+
+    def gather(self, parts: Tensor) -> None:
+        """Bring all ranks' `parts[0]` to rank 0, whose `parts` is [size, ...]."""
+        ...
+
+
+class Silent:
+    """A channel in which nothing is said: for a rank that times its own kernels."""
+
+    def __init__(self, shard: Shard) -> None:
+        self.rank, self.size = shard.rank, shard.size
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """See `Channel.all_reduce`."""
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """See `Channel.broadcast`."""
+
+    def gather(self, parts: Tensor) -> None:
+        """See `Channel.gather`."""

@@ -1,0 +1,147 @@
+"""Ranks that are launched on as many GPUs say what one says.
+
+Here they are threads that take turns.
+"""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.kernels.test_runner import Asked, World, fakes, passes, slices
+from tests.model.checkpoints import make_checkpoint
+from twolane.kernels.prefill_attention import flashinfer_kernels as fa3
+from twolane.parallel.channel import Channel
+
+PATIENCE = 60.0
+
+
+class Meeting:
+    """Where ranks that are threads meet. One computes at a time: Triton's interpreter is not
+    made for several."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._turn = threading.Lock()
+        self._all = threading.Barrier(size, timeout=PATIENCE)
+        self._offered: list[Tensor | None] = [None] * size
+
+    @contextmanager
+    def computing(self) -> Any:
+        with self._turn:
+            try:
+                yield
+            except BaseException:
+                self._all.abort()
+                raise
+
+    def meet(self, rank: int, tensor: Tensor, act: Callable[[list[Tensor]], None]) -> None:
+        """Have one rank do it with the tensors of all."""
+        self._offered[rank] = tensor
+        self._turn.release()
+        try:
+            if self._all.wait() == 0:
+                act([offered for offered in self._offered if offered is not None])
+            self._all.wait()
+        finally:
+            self._turn.acquire()
+
+
+class Local:
+    """A channel of such ranks."""
+
+    def __init__(self, meeting: Meeting, rank: int) -> None:
+        self.rank, self.size, self._meeting = rank, meeting.size, meeting
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        def act(tensors: list[Tensor]) -> None:
+            total = torch.stack(tensors).sum(0)
+            for each in tensors:
+                each.copy_(total)
+
+        self._meeting.meet(self.rank, tensor, act)
+
+    def broadcast(self, tensor: Tensor) -> None:
+        def act(tensors: list[Tensor]) -> None:
+            for each in tensors[1:]:
+                each.copy_(tensors[0])
+
+        self._meeting.meet(self.rank, tensor, act)
+
+    def gather(self, parts: Tensor) -> None:
+        def act(tensors: list[Tensor]) -> None:
+            for i, each in enumerate(tensors[1:], start=1):
+                tensors[0][i].copy_(each[0])
+
+        self._meeting.meet(self.rank, parts, act)
+
+
+def steps(world: World) -> None:
+    """Requests decode several steps at a time, one of them after the other has come."""
+    first, second = Asked(1, [*range(3, 23)], [7, 2]), Asked(3, [*range(40, 71)], [5, 11, 9])
+    world.prefill(first, 20)
+    world.decode([first], 2)
+    world.prefill(second, 31)
+    world.decode([second, first], 3)
+
+
+def on_ranks(size: int, path: Path, scenario: Callable[[World], None]) -> None:
+    """Have every rank run it; the channels of the two lanes are apart."""
+    meeting = Meeting(size)
+
+    def rank(number: int) -> None:
+        channels: list[Channel] = [Local(meeting, number) for _ in range(2)]
+        with meeting.computing():
+            scenario(World(path, channels))
+
+    with ThreadPoolExecutor(size) as threads:
+        list(threads.map(rank, range(size)))
+
+
+@pytest.fixture
+def path(tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch) -> Path:
+    fakes(device, monkeypatch)
+    return make_checkpoint("qwen3", tmp_path / "model", seed=1, layers=3)
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.full)])
+def test_decode_steps(path: Path, size: int) -> None:
+    on_ranks(size, path, steps)
+
+
+@pytest.mark.parametrize("graphs", [True, pytest.param(False, marks=pytest.mark.full)])
+def test_slices_take_up_where_the_last_one_ended(path: Path, graphs: bool) -> None:
+    on_ranks(2, path, lambda world: slices(world, graphs=graphs))
+
+
+def test_passes_follow_each_other(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fa3, "_PAGED", replace(fa3._PAGED, split=10**9))
+    monkeypatch.setattr(fa3, "FILLED", 0.0)  # Triton's kernel would be as right, but is no graph
+    on_ranks(2, path, lambda world: passes(world, split=False))
+
+
+def test_a_step_needs_the_tokens_of_rank_0(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Local, "broadcast", lambda self, tensor: None)
+    with pytest.raises((AssertionError, threading.BrokenBarrierError)):
+        on_ranks(2, path, steps)
+
+
+def test_a_pass_by_layers_needs_them_too(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def scenario(world: World) -> None:
+        """The other rank has the embeddings of some tokens that rank 0 samples."""
+        for token in range(3, 35, 8):
+            running, other = Asked(4, [token, token + 1], [0]), Asked(1, [7] * 6, [2])
+            world.prefill(running, 2)
+            world.run([running], [(other, 6)], lane="decode")
+
+    on_ranks(2, path, scenario)
+    monkeypatch.setattr(Local, "broadcast", lambda self, tensor: None)
+    with pytest.raises((AssertionError, threading.BrokenBarrierError)):
+        on_ranks(2, path, scenario)
