@@ -120,9 +120,15 @@ def worst_difference(out: torch.Tensor, reference: torch.Tensor) -> tuple[float,
 
 
 class Report:
-    """Rows of a benchmark: printed as they come, written as JSON at the end."""
+    """Rows of a benchmark: printed as they come, written as JSON at the end.
+
+    Raises:
+        SystemExit: on construction, there is no GPU to measure.
+    """
 
     def __init__(self, name: str) -> None:
+        if not torch.cuda.is_available():
+            raise SystemExit(f"{name} needs an NVIDIA GPU, and PyTorch finds none")
         self.name = name
         self.rows: list[dict[str, Any]] = []
         self.failures = 0
