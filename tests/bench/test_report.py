@@ -130,7 +130,7 @@ def test_single_results_stand_beside_a_search_whatever_their_rate_and_name(rate)
     runs = [run("a", 1.0), run("b", 2.0), single]
     runs[0].data["p99_ttft_ms"] = 5.0
     found = {"seeds": [1.0], "median": 1.0, "least": 1.0, "most": 1.0}
-    given = saved.Saved(runs, [saved.Found({"attainment": 0.99}, {"a": found, "b": found})])
+    given = saved.Saved(runs, [saved.SearchResult({"attainment": 0.99}, {"a": found, "b": found})])
     (_, (searched, _)), (_, (alone,)) = report.tables(given)
     assert searched[:4] == ["a", "1.00", "1.00 to 1.00", "5.0"]
     assert alone[0] == "a"

@@ -19,7 +19,7 @@ from twolane.engine.messages import Stats
 from twolane.frontend.liveness import Liveness
 from twolane.server.ops.dashboard.history import COARSE_SECONDS, History, Reader, quantile
 from twolane.server.ops.dashboard.page import FILES
-from twolane.server.ops.metrics import GAP_BUCKETS, START_BUCKETS, Metrics, RequestMetrics
+from twolane.server.ops.metrics import GAP_BUCKETS, START_BUCKETS, RequestMetrics, ServerMetrics
 from twolane.slo import Slo
 
 from .serving import serving, wait_for
@@ -191,7 +191,7 @@ class Clock:
     def __init__(self):
         self.now = 100.0
         self.stats = Stats()
-        self.metrics = Metrics(lambda: self.stats, Liveness(), "model", Slo(ttft=0.5))
+        self.metrics = ServerMetrics(lambda: self.stats, Liveness(), "model", Slo(ttft=0.5))
         self.read = Reader(self.metrics, lambda: self.stats, lambda: self.now)
         self.history = History(self.read)
 

@@ -19,7 +19,7 @@ from twolane.engine.messages import Refused, Stats
 from twolane.frontend.liveness import Liveness
 from twolane.server.admission import Admission
 from twolane.server.http.calls import Call
-from twolane.server.ops.metrics import Metrics
+from twolane.server.ops.metrics import ServerMetrics
 from twolane.server.service import RequestAccounting
 from twolane.slo import Slo
 
@@ -349,7 +349,7 @@ def test_the_page_defines_what_there_is(tiny):
 
 def test_series_that_are_known_begin_at_zero():
     """Otherwise the attainment of a server that is always late would be no data, and not 0."""
-    metrics = Metrics(Stats, Liveness(), "model", Slo(ttft=1.0, tbt=1.0))
+    metrics = ServerMetrics(Stats, Liveness(), "model", Slo(ttft=1.0, tbt=1.0))
     names = ("slo_requests", "slo_gaps", "request_success", "requests_aborted")
     found = {
         (name, *(value for key, value in sorted(sample.labels.items()) if key != "model_name")): (
@@ -425,7 +425,7 @@ class TestSlo:
     @pytest.mark.parametrize(("code", "missed"), [("refused", 1), ("too_long", 0), ("invalid", 0)])
     def test_who_was_refused_by_the_system_was_missed(self, code, missed):
         """A system refuses good requests that would be late; the engine refuses bad ones."""
-        metrics = Metrics(Stats, Liveness(), "model", Slo(ttft=1.0, tbt=1.0))
+        metrics = ServerMetrics(Stats, Liveness(), "model", Slo(ttft=1.0, tbt=1.0))
         service = SimpleNamespace(admission=Admission(1), metrics=metrics, draining=False)
         service.admission.enter(1, "prompt")
         books = RequestAccounting(service, [[5]], Call(metrics))

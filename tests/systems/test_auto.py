@@ -36,13 +36,13 @@ from twolane.slo import Slo
 from twolane.systems.auto.candidates import Candidate, Candidates, choose, largest, passes
 from twolane.systems.auto.margin import UNHURRIED_FRACTION
 from twolane.systems.auto.order import PATIENCE, make_line
-from twolane.systems.auto.system import SLACK_PARTS, Auto, Memory, Standing
-from twolane.systems.auto.target import Target
+from twolane.systems.auto.system import SLACK_PARTS, Auto, AutoMemory, Standing
+from twolane.systems.auto.target import TbtTarget
 from twolane.systems.auto.turns import (
     LAUNCH_SAFETY_FACTOR,
     RELAUNCH_GAP_SECONDS,
+    LastTurns,
     Situation,
-    Turn,
 )
 from twolane.systems.plan import DecodeSteps, Hybrid, Launch, PrefillSlice
 from twolane.systems.view import LaneView
@@ -281,7 +281,7 @@ TEMPORAL = Candidate("temporal", (UNITS, UNITS), 10, 0.001, 0, 0.015, 0.5, 0.5)
 def between_steps(spent, first, choice=TEMPORAL, tbt=0.0155, waits=True, prompt=2000):
     open_batch = Batch([Part(waiting("a", prompt), 0, 2000)], first, first)
     standing = Standing(choice, made_for=(4, (2000,), (0,), 0.0, SLACK_PARTS), made_at=0.0)
-    memory = Memory(standing=standing, turn=Turn(spent=spent))
+    memory = AutoMemory(standing=standing, turn=LastTurns(spent=spent))
     decode = rows(4, 1000, tbt)
     line = [waiting("next", 2000)] if waits else []
     made, memory = plan(memory=memory, decoding=decode, batch=open_batch, waiting=line)
@@ -388,11 +388,11 @@ def test_steps_come_first_where_a_pass_would_come_late():
     ):
         under_way = {"lanes": {"device": LaneView(1, UNITS, until)}, **asked}
         here = view(KNOWN, launching=host(Hybrid(), launching), **under_way)
-        choice, target = memory.standing.choice, Target(0.019, 0.019, 0.019)
+        choice, target = memory.standing.choice, TbtTarget(0.019, 0.019, 0.019)
         situation = Situation(here, LEAD, (), None, step, target, choice, memory.turn)
         assert situation.steps_before(choice) == steps
         if launching < memory.standing.choice.gap:
-            made, after = Auto().plan(here, Memory())
+            made, after = Auto().plan(here, AutoMemory())
             works = [launch.work for launch in made.launches]
             assert works == [DecodeSteps(steps) if steps else Hybrid()]
             assert bool(made.admit) == (not steps)

@@ -22,7 +22,14 @@ from twolane.estimate.online import OnlineEstimator
 from twolane.estimate.papers.sm_roofline import SmRoofline
 from twolane.estimate.query import Corunner, Load, decode_step, prefill_slice
 from twolane.slo import Slo
-from twolane.systems.papers.bullet import QUEUE, Bullet, Memory, percentile, provision, reorder
+from twolane.systems.papers.bullet import (
+    QUEUE,
+    Bullet,
+    BulletMemory,
+    percentile,
+    provision,
+    reorder,
+)
 from twolane.systems.plan import Chunk, DecodeSteps, Launch, PrefillSlice
 from twolane.systems.registry import SYSTEMS, make_system
 from twolane.systems.view import LaneView
@@ -97,9 +104,9 @@ def test_one_suffering_request_keeps_the_order():
 def test_the_shortest_prompts_go_first(roofline):
     """Predicted latency, not tokens: a long prompt that is in the cache is short."""
     line = [waiting("long", 1800), waiting("cached", 40, reused=1500), waiting("mid", 600)]
-    plan, _ = Bullet(max_batch_tokens=1000).plan(view(roofline, waiting=line), Memory())
+    plan, _ = Bullet(max_batch_tokens=1000).plan(view(roofline, waiting=line), BulletMemory())
     assert plan.admit == (Chunk("cached", 40), Chunk("mid", 600))
-    plan, _ = Bullet(schedule=False).plan(view(roofline, waiting=line), Memory())
+    plan, _ = Bullet(schedule=False).plan(view(roofline, waiting=line), BulletMemory())
     assert plan.admit[0] == Chunk("long", 1800)
 
 
@@ -114,13 +121,13 @@ def test_the_normalised_ttft_slo_goes_with_the_prompt(roofline):
         (waiting("slow", 2000, arrival=just - 6.0, deadline=9.0), "quick"),
     ):
         asked = view(roofline, waiting=[slow, quick])
-        plan, _ = Bullet(max_batch_tokens=100).plan(asked, Memory())
+        plan, _ = Bullet(max_batch_tokens=100).plan(asked, BulletMemory())
         assert plan.admit[0].request == first
 
 
 def test_nobody_passes_a_request_that_waits_for_memory(roofline):
     line = [waiting("large", 900, page_cost=50), waiting("small", 30, page_cost=2)]
-    plan, _ = Bullet().plan(view(roofline, waiting=line, free_pages=40), Memory())
+    plan, _ = Bullet().plan(view(roofline, waiting=line, free_pages=40), BulletMemory())
     assert not plan.admit
 
 
@@ -130,7 +137,7 @@ def test_a_batch_may_have_more_requests_than_are_predicted(roofline, count):
     beyond the first ones come as they are."""
     line = [waiting(f"p{i}", 10, deadline=60.0) for i in range(QUEUE + 40)]
     asked = view(roofline, waiting=line, decoding=running())
-    plan, _ = Bullet(max_batch_tokens=10 * count).plan(asked, Memory())
+    plan, _ = Bullet(max_batch_tokens=10 * count).plan(asked, BulletMemory())
     assert plan.admit == tuple(Chunk(request.id, 10) for request in line[:count])
     assert set(units(plan)) == {"decode", "prefill"}
 
@@ -169,7 +176,7 @@ def test_decode_gets_the_fewest_units_that_keep_its_slo(roofline, tpot):
         if roofline.predict(decode_step(step), d, Corunner(prompts, p)) <= tpot
     )
     asked = view(roofline, decoding=running(slo=Slo(tpot=tpot)), batch=batch(waiting("p", 4000)))
-    plan, memory = Bullet().plan(asked, Memory(level=(52, 80)))
+    plan, memory = Bullet().plan(asked, BulletMemory(level=(52, 80)))
     assert units(plan) == {"prefill": wanted[0], "decode": wanted[1]}
     predicted = roofline.predict(decode_step(step), wanted[1], Corunner(prompts, wanted[0]))
     assert f"step {predicted * 1e3:.1f} ms" in plan.reason
@@ -182,17 +189,17 @@ def test_tpot_counts_the_tokens_so_far(roofline):
     for history, expected in ((late, 80), (early, 16)):
         requests = running(generated=50, slo=Slo(tpot=0.020), **history)
         asked = view(roofline, decoding=requests, batch=batch(waiting("p", 4000)))
-        assert units(Bullet().plan(asked, Memory())[0])["decode"] == expected
+        assert units(Bullet().plan(asked, BulletMemory())[0])["decode"] == expected
 
 
 def test_prefill_runs_a_fixed_number_of_layers_a_step(roofline):
     """§3.3.1; the last step has those that are left. Without decode, too."""
     for requests in ([], running()):
         asked = view(roofline, decoding=requests, batch=batch(waiting("p", 4000), layers=8))
-        plan, _ = Bullet(step_layers=5).plan(asked, Memory())
+        plan, _ = Bullet(step_layers=5).plan(asked, BulletMemory())
         assert plan.launches[-1].work == PrefillSlice(8, 13)
     asked = view(roofline, batch=batch(waiting("p", 4000), layers=34))
-    assert Bullet().plan(asked, Memory())[0].launches[-1].work == PrefillSlice(34, LAYERS)
+    assert Bullet().plan(asked, BulletMemory())[0].launches[-1].work == PrefillSlice(34, LAYERS)
 
 
 def test_units_are_given_anew_at_every_step_of_prefill(roofline):
@@ -202,7 +209,7 @@ def test_units_are_given_anew_at_every_step_of_prefill(roofline):
     for tpot, fewest in ((0.050, 16), (0.013, 48), (0.050, 16)):
         requests = running(slo=Slo(tpot=tpot))
         plan, memory = Bullet().plan(
-            view(roofline, decoding=requests, **asked), Memory(level=level)
+            view(roofline, decoding=requests, **asked), BulletMemory(level=level)
         )
         assert units(plan)["decode"] == fewest
         level = memory.level
@@ -216,7 +223,7 @@ def test_decode_stands_still_when_prefill_is_late_and_tpot_has_slack(roofline):
     whole device meanwhile (Figure 20)."""
     late = batch(waiting("p", 4000, arrival=-60.0), layers=8)
     slack = running(generated=50, first_token_at=-0.5)
-    plan, memory = Bullet().plan(view(roofline, decoding=slack, batch=late), Memory())
+    plan, memory = Bullet().plan(view(roofline, decoding=slack, batch=late), BulletMemory())
     assert units(plan) == {"prefill": UNITS}
     assert memory.paused
     lanes = {"prefill": LaneView(1, UNITS, until=0.02)}  # its step runs: decode still waits
@@ -233,9 +240,11 @@ def test_decode_goes_on_when_prefill_is_in_time_or_tpot_has_no_slack(roofline):
     tight = running(generated=50, first_token_at=-7.475)  # of 7.5 s for 50 tokens
     gap = running(generated=50, first_token_at=-0.5, slo=Slo(tbt=0.02))
     for requests, prompts in ((slack, in_time), (tight, late), (gap, late)):
-        plan, _ = Bullet().plan(view(roofline, decoding=requests, batch=prompts), Memory())
+        plan, _ = Bullet().plan(view(roofline, decoding=requests, batch=prompts), BulletMemory())
         assert set(units(plan)) == {"decode", "prefill"}
-    plan, _ = Bullet(schedule=False).plan(view(roofline, decoding=slack, batch=late), Memory())
+    plan, _ = Bullet(schedule=False).plan(
+        view(roofline, decoding=slack, batch=late), BulletMemory()
+    )
     assert set(units(plan)) == {"decode", "prefill"}
 
 
@@ -244,7 +253,7 @@ def test_decode_takes_over_while_the_last_step_of_prefill_runs(roofline):
     ending = {"launched_batches": [batch(waiting("p", 4000), layers=LAYERS)]}
     lanes = {"prefill": LaneView(1, 116, until=0.02)}
     asked = view(roofline, decoding=running(), lanes=lanes, **ending)
-    memory = Memory(level=(116, 16))
+    memory = BulletMemory(level=(116, 16))
     assert Bullet().plan(asked, memory)[0].launches == (Launch("decode", UNITS, DecodeSteps()),)
     more = view(roofline, decoding=running(), lanes=lanes, waiting=[waiting("q", 900)], **ending)
     assert Bullet().plan(more, memory)[0].launches[0].units == 16  # no transition: more comes
@@ -252,9 +261,9 @@ def test_decode_takes_over_while_the_last_step_of_prefill_runs(roofline):
 
 def test_a_phase_that_is_alone_has_the_whole_device(roofline):
     asked = view(roofline, decoding=running())
-    assert units(Bullet().plan(asked, Memory(level=(116, 16)))[0]) == {"decode": UNITS}
+    assert units(Bullet().plan(asked, BulletMemory(level=(116, 16)))[0]) == {"decode": UNITS}
     asked = view(roofline, waiting=[waiting("p", 900)])
-    assert units(Bullet().plan(asked, Memory(level=(116, 16)))[0]) == {"prefill": UNITS}
+    assert units(Bullet().plan(asked, BulletMemory(level=(116, 16)))[0]) == {"prefill": UNITS}
 
 
 # The ablations
@@ -272,7 +281,7 @@ def test_naive_has_neither_partitions_nor_scheduling(roofline):
 def test_fixed_units_for_prefill_leave_decode_all(roofline):
     """§4.4: fixed SM configurations for prefill, decode uses all SMs."""
     asked = view(roofline, decoding=running(), batch=batch(waiting("p", 4000)))
-    plan, _ = Bullet(prefill_units=90).plan(asked, Memory())
+    plan, _ = Bullet(prefill_units=90).plan(asked, BulletMemory())
     assert units(plan) == {"prefill": 84, "decode": UNITS}
 
 
@@ -298,7 +307,7 @@ def test_without_predictions_nothing_is_reordered_or_paused():
     asked = view(
         OnlineEstimator(), decoding=running(2), waiting=[waiting("l", 900), waiting("s", 9)]
     )
-    plan, memory = Bullet(max_batch_tokens=100).plan(asked, Memory())
+    plan, memory = Bullet(max_batch_tokens=100).plan(asked, BulletMemory())
     assert plan.admit == (Chunk("l", 900),)
     assert not memory.paused
     assert units(plan) == {"prefill": 52, "decode": 80}

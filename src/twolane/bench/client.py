@@ -50,13 +50,13 @@ class _Choice(msgspec.Struct, gc=False):
     finish_reason: str | None = None
 
 
-class _Chunk(msgspec.Struct, gc=False):
+class _StreamChunk(msgspec.Struct, gc=False):
     choices: list[_Choice] | None = None
     usage: _Usage | None = None
     error: object = None
 
 
-_decode_chunk = msgspec.json.Decoder(_Chunk).decode
+_decode_chunk = msgspec.json.Decoder(_StreamChunk).decode
 _NO_DELTA = _Delta()
 
 
@@ -68,7 +68,7 @@ class StreamError(Exception):
         self.outcome = outcome
 
 
-class Answer:
+class StreamedAnswer:
     """One streamed answer, as it comes in.
 
     Which chunks carry a token? Those with text (or reasoning, or a tool call). A chunk that
@@ -215,7 +215,7 @@ class Client:
         send returns a record too, with the outcome `interrupted`. `on_first`: see `LoadRun`.
         """
         sent = self.clock()
-        answer = Answer(lambda at: on_first(job.index, at - sent))
+        answer = StreamedAnswer(lambda at: on_first(job.index, at - sent))
         outcome, error = outcomes.OK, ""
         try:
             await self._exchange(job.body, answer)
@@ -248,7 +248,7 @@ class Client:
             text="".join(answer.text),
         )
 
-    async def _exchange(self, body: bytes, answer: Answer) -> None:
+    async def _exchange(self, body: bytes, answer: StreamedAnswer) -> None:
         reply = _Reply(answer)
         try:
             async with asyncio.timeout(self._timeout) as reply.deadline:
@@ -265,7 +265,7 @@ class Client:
 class _Reply:
     """Takes in what the server sends for one request: a `Receiver`."""
 
-    def __init__(self, answer: Answer) -> None:
+    def __init__(self, answer: StreamedAnswer) -> None:
         self.deadline: asyncio.Timeout
         self._answer = answer
         self._parser = SSEParser()

@@ -108,13 +108,13 @@ class Search(msgspec.Struct, frozen=True, kw_only=True):
             raise OptionError("--tolerance", f"must be in (0, 1), not {self.tolerance}")
         self.workload.check()
 
-    def points(self, folder: Path) -> list["Point"]:
+    def points(self, folder: Path) -> list["BoundSearch"]:
         """Each bound on TBT as a search of its own, loosest first; or this one."""
         if not self.tbts:
-            return [Point(self, folder)]
+            return [BoundSearch(self, folder)]
         one = {tbt: {**self.slos, "tbt": tbt} for tbt in sorted(set(self.tbts), reverse=True)}
         return [
-            Point(
+            BoundSearch(
                 msgspec.structs.replace(self, slos=slos, tbts=()),
                 folder / f"tbt{tbt * 1e3:g}ms",
             )
@@ -126,7 +126,7 @@ class Search(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self.workload, request_rate=rate, seed=seed)
 
 
-class Point(NamedTuple):
+class BoundSearch(NamedTuple):
     """A search with one set of SLOs, and the folder of its runs."""
 
     search: Search
@@ -347,7 +347,7 @@ def find(
                     rate: float,
                     system: str = system,
                     seed: int = seed,
-                    points: Sequence[Point] = answered,
+                    points: Sequence[BoundSearch] = answered,
                 ) -> bool | None:
                     trial = _trial(points, system, seed, rate, run)
                     tell(trial, points[0].search.slos)
@@ -417,7 +417,7 @@ def _search_dict(search: Search) -> dict[str, object]:
     return {**msgspec.structs.asdict(search), "workload": workload_dict(search.workload)}
 
 
-def _trial(points: Sequence[Point], system: str, seed: int, rate: float, run: Run) -> Trial:
+def _trial(points: Sequence[BoundSearch], system: str, seed: int, rate: float, run: Run) -> Trial:
     """Return the trial at that rate, from the first point's folder if it has one already. The other
     points that the run answers get a copy."""
     name = f"{file_name(system)}-seed{seed}-rate{rate:.5f}.json"
@@ -432,7 +432,7 @@ def _trial(points: Sequence[Point], system: str, seed: int, rate: float, run: Ru
     return trials[0]
 
 
-def _keep(point: Point, name: str, system: str, result: Result, hopeless: bool) -> Trial:
+def _keep(point: BoundSearch, name: str, system: str, result: Result, hopeless: bool) -> Trial:
     """Save a run as one of this point's."""
     slos, workload = point.search.slos, result.config.workload
     config = msgspec.structs.replace(result.config, goodput=slos)
@@ -465,7 +465,7 @@ class _SavedRun(msgspec.Struct):
     trial: Trial
 
 
-def _open_folder(point: Point) -> None:
+def _open_folder(point: BoundSearch) -> None:
     search, folder = point
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "search.json"

@@ -65,7 +65,7 @@ class Segment:
 
 
 @dataclass(frozen=True)
-class _Chunk:
+class _PromptSegment:
     """Attention of one segment with several new tokens."""
 
     rows: slice
@@ -108,7 +108,7 @@ class _Rows:
         return out.flatten(1, 2)
 
 
-_Part = _Chunk | _Rows
+_Part = _PromptSegment | _Rows
 
 
 @dataclass(eq=False)
@@ -211,14 +211,14 @@ class Batch:
         parts += [self._rows(single[group], lengths[group], dtype) for group in _similar(lengths)]
         return tuple(parts)
 
-    def _chunk(self, index: int, window: int | None, dtype: torch.dtype) -> _Chunk:
+    def _chunk(self, index: int, window: int | None, dtype: torch.dtype) -> _PromptSegment:
         segment = self.segments[index]
         rows = slice(self.offsets[index], self.offsets[index + 1])
         end = segment.start + segment.n
         if window is not None and end <= window:
             window = None
         if segment.start == 0 and window is None:
-            return _Chunk(rows, None, None)
+            return _PromptSegment(rows, None, None)
         first = 0 if window is None else max(0, segment.start - window + 1)
         query = torch.arange(segment.start, end)[:, None]
         key = torch.arange(first, end)[None, :]
@@ -227,7 +227,7 @@ class Batch:
             hidden |= key <= query - window
         mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)
         slots = self._slots(np.array([index]), np.arange(first, end)[None, :])
-        return _Chunk(rows, self._put(slots), mask.to(self.device))
+        return _PromptSegment(rows, self._put(slots), mask.to(self.device))
 
     def _rows(self, indices: _Ints, lengths: _Ints, dtype: torch.dtype) -> _Rows:
         ends = np.array([self.segments[i].start + 1 for i in indices], dtype=np.int64)

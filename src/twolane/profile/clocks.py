@@ -11,7 +11,7 @@ INTERVAL_MS = 50
 QUERY = "clocks.sm,clocks.mem,power.draw.instant"
 
 
-class Reading(NamedTuple):
+class ClockMeans(NamedTuple):
     """Means over an interval."""
 
     sm_hz: float
@@ -29,7 +29,7 @@ class Clocks:
 
     def __init__(self, device: str | None) -> None:
         self._device = device
-        self._readings: list[tuple[float, Reading]] = []
+        self._readings: list[tuple[float, ClockMeans]] = []
         self._process: subprocess.Popen[str] | None = None
 
     def __enter__(self) -> "Clocks":
@@ -53,12 +53,12 @@ class Clocks:
             self._process.terminate()
             self._process.wait()
 
-    def between(self, start: float, end: float) -> Reading | None:
+    def between(self, start: float, end: float) -> ClockMeans | None:
         """Means between two times of `time.monotonic`; None: nothing was read in between."""
         inside = [reading for at, reading in self._readings if start <= at <= end]
         if not inside:
             return None
-        return Reading(*(sum(values) / len(inside) for values in zip(*inside, strict=True)))
+        return ClockMeans(*(sum(values) / len(inside) for values in zip(*inside, strict=True)))
 
     def forget(self, before: float) -> None:
         """Drop what was read before that time."""
@@ -72,5 +72,5 @@ class Clocks:
                 sm, memory, watts = (float(field) for field in line.split(","))
             except ValueError:
                 continue  # "[N/A]" where the driver does not tell
-            reading = Reading(sm * 1e6, memory * 1e6, watts)
+            reading = ClockMeans(sm * 1e6, memory * 1e6, watts)
             self._readings.append((time.monotonic(), reading))

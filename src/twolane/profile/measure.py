@@ -13,7 +13,7 @@ from twolane.lanes.base import Ticket
 from twolane.lanes.work import DecodeWork, HybridWork, PrefillWork, Work
 from twolane.profile.clocks import Clocks
 from twolane.profile.grid import Point
-from twolane.profile.rig import Prompts, Rig
+from twolane.profile.rig import PromptBatch, Rig
 
 WARM_SECONDS = 0.15
 """Seconds of each point that are not counted, because clocks follow the load with a delay."""
@@ -127,7 +127,9 @@ def measure(rig: Rig, point: Point, clocks: Clocks) -> list[Sample]:
     return [s for feed in feeds for s in _samples(point, feed, template, start, end)]
 
 
-def _slices(rig: Rig, point: Point, prompts: Prompts) -> tuple[list[PrefillWork], dict[int, float]]:
+def _slices(
+    rig: Rig, point: Point, prompts: PromptBatch
+) -> tuple[list[PrefillWork], dict[int, float]]:
     """A whole pass in slices of about `SLICE_SECONDS`, by what one layer takes alone; and the
     seconds of each of them, by that.
 
@@ -143,7 +145,7 @@ def _slices(rig: Rig, point: Point, prompts: Prompts) -> tuple[list[PrefillWork]
     return slices, {i: layer * (part.last - part.first) for i, part in enumerate(slices)}
 
 
-def _cut(prompts: Prompts, cuts: Sequence[int], layers: int) -> list[PrefillWork]:
+def _cut(prompts: PromptBatch, cuts: Sequence[int], layers: int) -> list[PrefillWork]:
     """The layers of a pass from each of these to the next."""
     rows, chunks = prompts
     return [

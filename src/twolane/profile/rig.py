@@ -29,7 +29,7 @@ HANGS_SECONDS = 120.0
 """A launch that takes longer than this is taken for one that never ends."""
 
 
-class Prompts(NamedTuple):
+class PromptBatch(NamedTuple):
     """Prompts that are computed together."""
 
     rows: tuple[PromptRow, ...]
@@ -102,7 +102,7 @@ class Rig:
                 rows.append(DecodeRow(len(rows), context, 1))
         return tuple(rows)
 
-    def prompts(self, runs: Sequence[Run]) -> Prompts:
+    def prompts(self, runs: Sequence[Run]) -> PromptBatch:
         """Prompts of n random tokens behind r that are in the cache."""
         draw, rows, chunks = random.Random(self.seed), [], []
         slots = iter(range(self.slots - 1, -1, -1))  # decode rows have the first ones
@@ -112,7 +112,7 @@ class Rig:
                 self._take(row.slot, n + r, n + r)
                 rows.append(row)
                 chunks.append(PromptChunk(pack(draw.choices(range(self.vocab_size), k=n))))
-        return Prompts(tuple(rows), tuple(chunks))
+        return PromptBatch(tuple(rows), tuple(chunks))
 
     def give_back(self, rows: Sequence[DecodeRow | PromptRow]) -> None:
         """The rows' launches have ended: their pages are free again."""

@@ -69,7 +69,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """What a search found."""
 
     search: dict[str, Any]
@@ -82,7 +82,7 @@ class Saved:
     """Everything that was given to a report."""
 
     runs: list[Run] = field(default_factory=list)
-    found: list[Found] = field(default_factory=list)
+    found: list[SearchResult] = field(default_factory=list)
     traces: dict[str, Path] = field(default_factory=dict)
     beside: set[str] = field(default_factory=set)
     """Those of the traces that lay in a search's folder, which nobody asked for by name."""
@@ -160,7 +160,7 @@ def _read_search(saved: Saved, folder: Path, name: str | None) -> None:
     if (folder / "summary.json").is_file():  # the first search may still be on its way
         summary = _decode(folder / "summary.json")
         goodput = {before + system: one for system, one in summary["goodput"].items()}
-        saved.found.append(Found(summary["search"], goodput))
+        saved.found.append(SearchResult(summary["search"], goodput))
         for key in ("slos", "attainment"):
             if saved.found[0].search[key] != summary["search"][key]:
                 raise OptionError("RUN", f"{folder} was searched with other {key}: report it apart")

@@ -58,7 +58,7 @@ ACCEPT_LOG_SECONDS = 60.0
 """That no connection can be accepted is logged once in this many seconds."""
 
 
-class Server(uvicorn.Server):
+class UvicornServer(uvicorn.Server):
     """Uvicorn's server, with signals left to `Stop`."""
 
     @contextlib.contextmanager
@@ -113,7 +113,7 @@ async def run(config: EngineConfig, options: ServerOptions) -> int:
     asyncio.get_running_loop().set_exception_handler(AcceptErrors())
     with bind(options.host, options.port) as listener:
         entry = Entry()
-        server = Server(uvicorn_config(entry, options))
+        server = UvicornServer(uvicorn_config(entry, options))
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         while not server.started and not serving.done():
             await asyncio.sleep(0.001)
@@ -234,7 +234,7 @@ def announce(line: str) -> None:
 
 async def serve_until_stopped(
     service: Service,
-    server: Server,
+    server: UvicornServer,
     serving: asyncio.Task[None],
     stop: Stop,
     options: ServerOptions,
@@ -252,7 +252,7 @@ async def serve_until_stopped(
     return 1 if engine.failed.is_set() else 0
 
 
-async def end(server: Server, serving: asyncio.Task[None]) -> None:
+async def end(server: UvicornServer, serving: asyncio.Task[None]) -> None:
     """Close the listener and the connections: those at once whose client does not read."""
     tasks = set(server.server_state.tasks)
     if tasks:
@@ -267,7 +267,11 @@ async def end(server: Server, serving: asyncio.Task[None]) -> None:
 
 
 async def drain(
-    server: Server, serving: asyncio.Task[None], engine: EngineClient, stop: Stop, seconds: float
+    server: UvicornServer,
+    serving: asyncio.Task[None],
+    engine: EngineClient,
+    stop: Stop,
+    seconds: float,
 ) -> None:
     """Let open requests end, for so long or until the second signal; then break them off.
 

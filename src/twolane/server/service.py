@@ -32,7 +32,7 @@ from twolane.server.openai.protocol import (
     TokenizeRequest,
 )
 from twolane.server.ops.dashboard.data import Dashboard
-from twolane.server.ops.metrics import Metrics
+from twolane.server.ops.metrics import ServerMetrics
 
 if TYPE_CHECKING:  # needs an extra
     from twolane.server.ops.tracing import RequestTrace, Tracing
@@ -101,7 +101,9 @@ class Service:
         """Whether the engine has the tokenizer."""
         self.created = int(time.time())
         self.admission = Admission(max_queue)
-        self.metrics = Metrics(lambda: engine.stats, engine.liveness, model_name, engine.ready.slo)
+        self.metrics = ServerMetrics(
+            lambda: engine.stats, engine.liveness, model_name, engine.ready.slo
+        )
         self.dashboard = Dashboard(engine, self.metrics)
         self.tracing: Tracing | None = None
         """Where requests are traced, if they are."""

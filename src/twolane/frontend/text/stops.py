@@ -9,7 +9,7 @@ LONGEST_STRING = 1024
 """Characters."""
 
 
-class Found(msgspec.Struct, frozen=True):
+class StopResult(msgspec.Struct, frozen=True):
     """What a piece of text did."""
 
     text: str
@@ -35,21 +35,21 @@ class StopStrings:
         self._include = include
         self._held = ""
 
-    def feed(self, piece: str) -> Found:
+    def feed(self, piece: str) -> StopResult:
         """Take the next piece of text."""
         if not self._matchers:
-            return Found(piece)
+            return StopResult(piece)
         for place, character in enumerate(piece):
             hits = [m for m in self._matchers if m.feed(character)]
             if hits:
                 stop = hits[0].string
                 text = self._held + piece[: place + 1]
                 self._held = ""
-                return Found(text if self._include else text[: -len(stop)], stop)
+                return StopResult(text if self._include else text[: -len(stop)], stop)
         text = self._held + piece
         shown = len(text) - max(matcher.matched for matcher in self._matchers)
         self._held = text[shown:]
-        return Found(text[:shown])
+        return StopResult(text[:shown])
 
     def flush(self) -> str:
         """Return what is held back. Call it once, when the text has ended."""

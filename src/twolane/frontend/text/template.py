@@ -26,7 +26,7 @@ RESERVED = frozenset({"messages", "add_generation_prompt", "tools", "documents"}
 """Variables that are set by fields of their own."""
 
 
-class Generation(Extension):
+class GenerationTag(Extension):
     """`{% generation %}`: marks what the assistant said, for training; here it is just shown."""
 
     tags = {"generation"}  # noqa: RUF012
@@ -106,7 +106,7 @@ class BoundEnvironment(ImmutableSandboxedEnvironment):
 def environment() -> ImmutableSandboxedEnvironment:
     """Return what chat templates run in."""
     made = BoundEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols]
     )
     made.filters["tojson"] = to_json
     made.globals["raise_exception"] = fail

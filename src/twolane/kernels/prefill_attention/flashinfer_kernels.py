@@ -31,11 +31,11 @@ from twolane.kernels.prefill_attention.schedule import (
     SLOT,
     TABLE,
     TOKENS,
+    BlockSchedule,
     Costs,
     Ints,
     Schedule,
     Segments,
-    Work,
     schedule,
     tiles,
 )
@@ -337,7 +337,7 @@ def _parts(batch: PrefillBatch, plan: Schedule) -> list[Ints]:
         pieces, rows = plan.fronts.items.copy(), tile_tokens(batch.dim)
         # Their queries are in the slots.
         pieces[:, ROW] = (pieces[:, SLOT] + batch.heads - 1 - pieces[:, HEAD]) * rows
-        parts += _lists(Work(pieces, plan.fronts.bounds), batch.page_size)
+        parts += _lists(BlockSchedule(pieces, plan.fronts.bounds), batch.page_size)
         parts += [plan.fronts.items, plan.merges]
     return parts
 
@@ -353,7 +353,7 @@ def _list_sizes(items: int) -> list[int]:
     return [items, items, items, items, items, _MAX_BLOCKS + 1, items]
 
 
-def _lists(work: Work, page_size: int) -> list[Ints]:
+def _lists(work: BlockSchedule, page_size: int) -> list[Ints]:
     """Rows, pages, tokens, keys and heads of the items, bounds of the blocks' lists, and zeros."""
     items = work.items
     bounds = np.full(_MAX_BLOCKS + 1, work.bounds[-1])

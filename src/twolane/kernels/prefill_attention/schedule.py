@@ -62,7 +62,7 @@ class Segments:
 
 
 @dataclass(frozen=True)
-class Work:
+class BlockSchedule:
     """Items in the order of the blocks that compute them."""
 
     items: Ints
@@ -75,9 +75,9 @@ class Work:
 class Schedule:
     """A batch's attention on `units` blocks."""
 
-    main: Work
+    main: BlockSchedule
     """What writes to the output; where fronts have no launch of their own, the fronts, too."""
-    fronts: Work | None
+    fronts: BlockSchedule | None
     """Pieces of fronts, computed in a launch before; None: there are none, or `main` has them."""
     merges: Ints
     """[split tiles, MERGE_COLUMNS]: row, tokens, head, first slot, slots."""
@@ -172,11 +172,11 @@ def _deal(cost: Ints, units: int) -> tuple[Ints, Ints]:
     return owner, np.array(heap, dtype=np.int64) >> _OWNER_BITS
 
 
-def _work(items: Ints, owner: Ints, units: int) -> Work:
+def _work(items: Ints, owner: Ints, units: int) -> BlockSchedule:
     order = np.argsort(owner, kind="stable")
     bounds = np.zeros(units + 1, dtype=np.int64)
     np.cumsum(np.bincount(owner, minlength=units), out=bounds[1:])
-    return Work(items[order], bounds)
+    return BlockSchedule(items[order], bounds)
 
 
 def _split(

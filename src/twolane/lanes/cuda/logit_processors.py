@@ -22,7 +22,7 @@ from twolane.sampling import TokenLogprobs
 _LARGEST = torch.finfo(torch.float32).max
 
 
-class History:
+class TokenHistory:
     """What bias and penalties need to know of one sequence: `model.sampler.Adjustment` on a device.
 
     Args:
@@ -112,7 +112,7 @@ class LogitProcessors:
         self._slots = slots
         self._vocab, self._device = vocab, device
         self._wanting: set[int] = set()
-        self._histories: dict[int, History] = {}
+        self._histories: dict[int, TokenHistory] = {}
         self._allowed: dict[int, bytes] = {}
         """Masks by slot, until the slot has been sampled."""
 
@@ -129,7 +129,7 @@ class LogitProcessors:
             self._histories.pop(slot, None)
             self._wanting.discard(slot)
             if params.penalises or params.logit_bias:
-                self._histories[slot] = History(sampling, self._vocab, self._device)
+                self._histories[slot] = TokenHistory(sampling, self._vocab, self._device)
             many_banned = len(sampling.banned(sampling.prompt_tokens)) > MAX_BANNED
             if slot in self._histories or many_banned or params.logprobs is not None:
                 self._wanting.add(slot)

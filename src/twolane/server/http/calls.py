@@ -15,7 +15,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from twolane.server.ops.metrics import Metrics, RequestMetrics, miss_all
+from twolane.server.ops.metrics import RequestMetrics, ServerMetrics, miss_all
 
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 CLIENT_GONE = 499
@@ -29,7 +29,7 @@ class Call:
         metrics: where it is counted.
     """
 
-    def __init__(self, metrics: Metrics) -> None:
+    def __init__(self, metrics: ServerMetrics) -> None:
         self.arrival = time.monotonic()
         """When its last byte was read, in seconds."""
         self.slo = metrics.slo
@@ -112,7 +112,7 @@ class Calls:
     def __init__(
         self,
         app: ASGIApp,
-        metrics: Metrics,
+        metrics: ServerMetrics,
         paths: Container[str],
         quiet: Callable[[], Awaitable[None]],
     ) -> None:
@@ -142,7 +142,7 @@ class Calls:
 class Watched:
     """One HTTP request under way. It is counted before its status is sent, or else at its end."""
 
-    def __init__(self, metrics: Metrics, call: Call | None, scope: Scope) -> None:
+    def __init__(self, metrics: ServerMetrics, call: Call | None, scope: Scope) -> None:
         self.gone = False
         self._metrics = metrics
         self._call = call

@@ -44,7 +44,7 @@ MESSAGE_LONGEST = 200
 TOKEN_BUCKETS = tuple(step * 10**power for power in range(6) for step in (1, 2, 5))
 
 
-class Refusal(msgspec.Struct):
+class RefusalGroup(msgspec.Struct):
     """Requests in a row that were refused for one reason."""
 
     reason: str
@@ -118,7 +118,7 @@ class EngineCollector(Collector):
         return family
 
 
-class Metrics:
+class ServerMetrics:
     """The figures of one server, in a registry of their own.
 
     Args:
@@ -133,7 +133,7 @@ class Metrics:
     ) -> None:
         prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
         self.slo = slo
-        self.refusals: deque[Refusal] = deque(maxlen=REFUSALS_KEPT)
+        self.refusals: deque[RefusalGroup] = deque(maxlen=REFUSALS_KEPT)
         """The last ones."""
         self.registry = CollectorRegistry()
         self.registry.register(EngineCollector(stats, liveness, model_name))
@@ -214,7 +214,7 @@ class Metrics:
     def refuse(self, reason: str, message: str) -> None:
         """Count a refused request."""
         self.refused(reason).inc()
-        refusal = Refusal(reason, message[:MESSAGE_LONGEST], time.time())
+        refusal = RefusalGroup(reason, message[:MESSAGE_LONGEST], time.time())
         if self.refusals and self.refusals[-1].reason == reason:
             refusal.count += self.refusals.pop().count
         self.refusals.append(refusal)
@@ -249,7 +249,9 @@ class RequestMetrics:
         slo: its latency bounds, the server's where it has none.
     """
 
-    def __init__(self, metrics: Metrics, arrival: float, prompt_tokens: int, slo: Slo) -> None:
+    def __init__(
+        self, metrics: ServerMetrics, arrival: float, prompt_tokens: int, slo: Slo
+    ) -> None:
         self._metrics = metrics
         self._arrival = arrival
         self._prompt_tokens = self._new_tokens = prompt_tokens
@@ -366,7 +368,7 @@ class RequestMetrics:
         return was_open
 
 
-def miss_all(metrics: Metrics, slo: Slo) -> None:
+def miss_all(metrics: ServerMetrics, slo: Slo) -> None:
     """Count every bound of a request that was not served as missed."""
     for name in slo.bounds:
         metrics.slo_requests(name, "missed").inc()

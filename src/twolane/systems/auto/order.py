@@ -37,7 +37,7 @@ class Line:
 
 
 @dataclass(slots=True, eq=False)
-class _Place:
+class _Queued:
     """A request with what it needs."""
 
     request: RequestView
@@ -76,7 +76,7 @@ def make_line(
         seconds: that a request's prefill will take, at the pace it will have.
         refuse: whether these seconds can be relied on to turn somebody away.
     """
-    places = [_Place(r, _deadline(r), seconds(r)) for r in waiting]
+    places = [_Queued(r, _deadline(r), seconds(r)) for r in waiting]
     places.sort(key=lambda place: (place.request.priority, place.deadline))
     first = _overtaking(places, begin)
     at = begin + sum(place.seconds for place in first)
@@ -105,7 +105,7 @@ def _deadline(request: RequestView) -> float:
     return request.arrival + UNBOUND_SECONDS if wanted is None else wanted
 
 
-def _overtaking(places: Sequence[_Place], begin: float) -> list[_Place]:
+def _overtaking(places: Sequence[_Queued], begin: float) -> list[_Queued]:
     """Short ones that go before the first, which has begun, lest they be late behind it; it is not
     late for their sake."""
     if not places or places[0].yields:
@@ -123,10 +123,10 @@ def _overtaking(places: Sequence[_Place], begin: float) -> list[_Place]:
     return found
 
 
-def _give_up(places: Sequence[_Place], begin: float) -> None:
+def _give_up(places: Sequence[_Queued], begin: float) -> None:
     """Mark the fewest that must be late; of a higher priority none for a lower one's sake."""
     at = begin
-    longest: list[tuple[int, float, int, _Place]] = []
+    longest: list[tuple[int, float, int, _Queued]] = []
     for i, place in enumerate(places):
         at += place.seconds
         if place.yields and place.request.deadline is not None:
@@ -137,7 +137,7 @@ def _give_up(places: Sequence[_Place], begin: float) -> None:
             at -= given_up.seconds
 
 
-def _refusal(place: _Place, begins: float) -> Refusal | None:
+def _refusal(place: _Queued, begins: float) -> Refusal | None:
     """If its turn would come only after it has waited twice as long as its bound."""
     request = place.request
     wait = begins - request.arrival

@@ -25,8 +25,8 @@ from twolane.systems.auto.costs import PrefillCosts
 from twolane.systems.auto.margin import Margin
 from twolane.systems.auto.order import Line, make_line
 from twolane.systems.auto.queues import due, next_due, prefill_free_at
-from twolane.systems.auto.target import Target, target_tbt
-from twolane.systems.auto.turns import Prompts, Situation, Turn, prefill_alone
+from twolane.systems.auto.target import TbtTarget, target_tbt
+from twolane.systems.auto.turns import LastTurns, Prompts, Situation, prefill_alone
 from twolane.systems.common.admission import next_chunks
 from twolane.systems.common.multiplex import batch_load, requests_of, shared_levels, tbt_slo
 from twolane.systems.common.settings import at_least
@@ -60,13 +60,13 @@ class Standing:
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class AutoMemory:
     """What is kept from plan to plan."""
 
     standing: Standing = field(default_factory=Standing)
     margin: Margin = field(default_factory=Margin)
     costs: PrefillCosts = field(default_factory=PrefillCosts)
-    turn: Turn = field(default_factory=Turn)
+    turn: LastTurns = field(default_factory=LastTurns)
     hurried: bool = True
     """Whether a prompt had little time left when the waiting requests were last put in order."""
 
@@ -87,11 +87,11 @@ class Auto(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         at_least(self, max_batch_tokens=1, hysteresis=0, lead_seconds=0)
 
-    def start(self) -> Memory:
+    def start(self) -> AutoMemory:
         """Return the memory of a system that has decided nothing yet."""
-        return Memory()
+        return AutoMemory()
 
-    def plan(self, view: View, memory: Memory) -> tuple[Plan, Memory]:
+    def plan(self, view: View, memory: AutoMemory) -> tuple[Plan, AutoMemory]:
         """Return what the lanes that are due do next."""
         lead = self.lead_seconds
         if not (due(view, "prefill", lead) or due(view, "decode", lead)):
@@ -133,10 +133,10 @@ class Auto(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def _go_on(
         self,
         view: View,
-        memory: Memory,
+        memory: AutoMemory,
         order: Sequence[RequestView],
         prompts: Prompts | None,
-    ) -> tuple[Plan, Memory]:
+    ) -> tuple[Plan, AutoMemory]:
         """Return the next launches, by the choice that stands or by a new one."""
         rows = [*view.decoding, *(r for lane in LANES for r in view.joining[lane])]
         if not rows:
@@ -167,7 +167,7 @@ class Auto(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         prompts: Prompts,
         decode: Load,
         step: float | None,
-        target: Target,
+        target: TbtTarget,
     ) -> Standing:
         """Choose among all ways to run the prompts, a layer between two steps while nothing is
         known.
@@ -197,7 +197,7 @@ class Auto(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def _made_for(
-    view: View, rows: Sequence[RequestView], prompts: Prompts, target: Target
+    view: View, rows: Sequence[RequestView], prompts: Prompts, target: TbtTarget
 ) -> tuple[object, ...]:
     """Return what a choice depends on, roughly."""
     slow, slack = round(view.estimator.lately, 1), round(SLACK_PARTS * target.latest / target.bound)
@@ -208,7 +208,7 @@ def _outdated(standing: Standing, made_for: tuple[object, ...], now: float) -> b
     return made_for != standing.made_for or now > standing.made_at + CHOICE_SECONDS
 
 
-def _no_room(view: View, decode: Load, prompts: Prompts, target: Target) -> bool:
+def _no_room(view: View, decode: Load, prompts: Prompts, target: TbtTarget) -> bool:
     """Tell whether decode, with those who would join it, could not even alone keep the bound."""
     joined = Load.decode([*decode.r, *prompts.joiners])
     then = view.estimator.predict(decode_step(joined), view.units, bound=True)
@@ -226,7 +226,7 @@ def _watched(view: View, margin: Margin) -> Margin:
     )
 
 
-def _line(view: View, memory: Memory) -> Line:
+def _line(view: View, memory: AutoMemory) -> Line:
     """Return the waiting requests in order."""
     rows = view.decoding or any(view.joining.values())
     choice = memory.standing.choice

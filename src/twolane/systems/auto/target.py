@@ -17,7 +17,7 @@ launches that take longer than predicted; once it is used up, every request is l
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class TbtTarget:
     """Seconds between two tokens."""
 
     bound: float
@@ -30,7 +30,7 @@ class Target:
 
 def target_tbt(
     view: View, rows: Sequence[RequestView], step: float | None, fraction: float
-) -> Target:
+) -> TbtTarget:
     """Return what to plan for.
 
     Args:
@@ -43,7 +43,7 @@ def target_tbt(
     slack = ((_slo(r), r.slack) for r in view.decoding if r.last_token_at is not None)
     latest = min((slo + held for slo, held in slack if slo and slo >= bound), default=bound)
     planned = fraction * (bound + USABLE_SLACK_FRACTION * (latest - bound))
-    return Target(bound, planned, latest)
+    return TbtTarget(bound, planned, latest)
 
 
 def _tightest_bound(view: View, rows: Sequence[RequestView], step: float | None) -> float:

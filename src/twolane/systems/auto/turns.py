@@ -8,7 +8,7 @@ from twolane.common.vocabulary import LaneName
 from twolane.estimate.query import Load
 from twolane.systems.auto.candidates import Candidate
 from twolane.systems.auto.queues import due, prefill_free_at, queue, step_boundary
-from twolane.systems.auto.target import Target
+from twolane.systems.auto.target import TbtTarget
 from twolane.systems.common.admission import next_chunks
 from twolane.systems.common.multiplex import shared_levels
 from twolane.systems.plan import Chunk, DecodeSteps, Hybrid, Launch, Plan, PrefillSlice
@@ -43,7 +43,7 @@ class Prompts:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class LastTurns:
     """What the last turns were, kept from plan to plan."""
 
     spent: float = 0.0
@@ -53,7 +53,7 @@ class Turn:
     steps_first: bool = False
     """Whether the last launch was of steps that went before a pass."""
 
-    def after(self, plan: Plan) -> "Turn":
+    def after(self, plan: Plan) -> "LastTurns":
         """Return the turn after a plan's launches."""
         turn = self
         if any(not isinstance(launch.work, PrefillSlice) for launch in plan.launches):
@@ -83,11 +83,11 @@ class Situation:
     order: Sequence[RequestView]
     prompts: Prompts | None
     step: float | None
-    target: Target
+    target: TbtTarget
     choice: Candidate | None
-    turn: Turn
+    turn: LastTurns
 
-    def go_on(self) -> tuple[Plan, Turn]:
+    def go_on(self) -> tuple[Plan, LastTurns]:
         """Return the next launches and the turn that they make."""
         if self.prompts is None or self.choice is None:
             return self._decode_alone()
@@ -108,7 +108,7 @@ class Situation:
 
     # --- one after the other ------------------------------------------------------------------
 
-    def _decode_alone(self) -> tuple[Plan, Turn]:
+    def _decode_alone(self) -> tuple[Plan, LastTurns]:
         """Decode while no prompt goes on; beside the last slices, if there are any."""
         view = self.view
         if view.lanes["prefill"].queued and self.choice:
@@ -121,7 +121,7 @@ class Situation:
         work = DecodeSteps(1 if view.waiting else steps)
         return self._on_device(work, "no prompt to run"), self.turn
 
-    def _temporal(self, choice: Candidate, prompts: Prompts) -> tuple[Plan, Turn] | None:
+    def _temporal(self, choice: Candidate, prompts: Prompts) -> tuple[Plan, LastTurns] | None:
         """Launch as many layers as the bound leaves time for, then a step.
 
         If the batch ends before that and more prompts wait, the next batch's first layers come in
@@ -164,7 +164,7 @@ class Situation:
 
     # --- side by side -------------------------------------------------------------------------
 
-    def _spatial(self, choice: Candidate, prompts: Prompts | None) -> tuple[Plan, Turn]:
+    def _spatial(self, choice: Candidate, prompts: Prompts | None) -> tuple[Plan, LastTurns]:
         """Keep both lanes fed; decode is launched first (MuxWise §3.2.2)."""
         view, turn, meanwhile = self.view, self.turn, 0.0
         admit: tuple[Chunk, ...] = ()

@@ -13,7 +13,7 @@ from twolane.estimate.query import prefill_slice
 from twolane.systems.common.admission import next_chunks
 from twolane.systems.common.multiplex import (
     Level,
-    Prompts,
+    PrefillJob,
     layers_for,
     nearest_level,
     shared_levels,
@@ -57,7 +57,7 @@ class StaticSplit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         chunks: tuple[Chunk, ...] = ()
         if view.batch is None and view.lanes["prefill"].due(view.now, self.lead_seconds):
             chunks = next_chunks(view, self.max_batch_tokens, split=False)
-        prompts = Prompts.of(view.batch) if view.batch else Prompts.coming(view, chunks)
+        prompts = PrefillJob.of(view.batch) if view.batch else PrefillJob.coming(view, chunks)
         decode = self._decode(view, beside_prefill=bool(prompts or view.launched_batches))
         prefill = self._prefill(view, prompts)
         launches = tuple(launch for launch in (decode, prefill) if launch)
@@ -74,7 +74,7 @@ class StaticSplit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         units = self._level(view)[1] if beside_prefill else view.units
         return Launch("decode", units, DecodeSteps(self.look_ahead))
 
-    def _prefill(self, view: View, prompts: Prompts | None) -> Launch | None:
+    def _prefill(self, view: View, prompts: PrefillJob | None) -> Launch | None:
         if prompts is None or not view.lanes["prefill"].due(view.now, self.lead_seconds):
             return None
         alone = not view.decoding and view.lanes["decode"].queued == 0

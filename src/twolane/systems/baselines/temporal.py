@@ -13,7 +13,7 @@ import msgspec
 from twolane.common.vocabulary import EstimatorName
 from twolane.estimate.query import decode_step, prefill_slice
 from twolane.systems.common.admission import next_chunks
-from twolane.systems.common.multiplex import Prompts, decode_load, tbt_slo
+from twolane.systems.common.multiplex import PrefillJob, decode_load, tbt_slo
 from twolane.systems.common.settings import at_least
 from twolane.systems.plan import Chunk, DecodeSteps, Launch, Plan, PrefillSlice
 from twolane.systems.view import RequestView, View
@@ -46,7 +46,7 @@ class Temporal(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         chunks: tuple[Chunk, ...] = ()
         if view.batch is None and not (rows and memory):
             chunks = next_chunks(view, self.max_batch_tokens, split=False)
-        prompts = Prompts.of(view.batch) if view.batch else Prompts.coming(view, chunks)
+        prompts = PrefillJob.of(view.batch) if view.batch else PrefillJob.coming(view, chunks)
         if rows and (memory or prompts is None):
             launch = Launch("device", view.units, DecodeSteps())
             return Plan(launches=(launch,), reason="decode's turn"), False
@@ -58,7 +58,7 @@ class Temporal(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return Plan(admit=chunks, launches=(launch,), reason=reason), bool(rows)
 
 
-def _slice(view: View, prompts: Prompts, rows: Sequence[RequestView]) -> tuple[int, str]:
+def _slice(view: View, prompts: PrefillJob, rows: Sequence[RequestView]) -> tuple[int, str]:
     """Layers that fit between two decode steps, at least one; and why."""
     slo = tbt_slo(rows)
     if math.isinf(slo):

@@ -21,7 +21,7 @@ RULE = 1.0 / 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Prompts:
+class PrefillJob:
     """The prefill batch that a plan works on: an open or parked one, or one that it opens."""
 
     load: Load
@@ -32,7 +32,7 @@ class Prompts:
     ids: frozenset[str]
 
     @classmethod
-    def of(cls, batch: BatchView) -> "Prompts":
+    def of(cls, batch: BatchView) -> "PrefillJob":
         """Prompts of a batch that was admitted."""
         chunks = batch.chunks
         return cls(
@@ -43,7 +43,7 @@ class Prompts:
         )
 
     @classmethod
-    def coming(cls, view: View, chunks: Sequence[Chunk]) -> "Prompts | None":
+    def coming(cls, view: View, chunks: Sequence[Chunk]) -> "PrefillJob | None":
         """Prompts of the batch that these chunks will be; None without chunks."""
         if not chunks:
             return None

@@ -14,7 +14,7 @@ from twolane.estimate.query import prefill_slice
 from twolane.systems.common.admission import next_chunks
 from twolane.systems.common.multiplex import (
     Level,
-    Prompts,
+    PrefillJob,
     decode_load,
     decode_seconds,
     decoding_soon,
@@ -32,10 +32,10 @@ Spent = frozenset[str]
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class PrefillTurn:
     """The batch that prefill goes on with, and how it comes to be the open one."""
 
-    prompts: Prompts | None
+    prompts: PrefillJob | None
     admit: tuple[Chunk, ...] = ()
     preempt: bool = False
     resume: bool = False
@@ -74,13 +74,15 @@ class BestFit:
         wake = wake_at(view, self.lead_seconds)
         if not (prefill_due or decode_due):
             return Plan(wake_at=wake), spent
-        open_batch = Prompts.of(view.batch) if view.batch else None
-        turn = self._turn(view, open_batch, spent) if prefill_due else Turn(open_batch)
+        open_batch = PrefillJob.of(view.batch) if view.batch else None
+        turn = self._turn(view, open_batch, spent) if prefill_due else PrefillTurn(open_batch)
         split = self._split(view, turn.prompts)
         decode = self._decode(view, split)
         prefill = self._prefill(view, turn.prompts, split, decode) if prefill_due else None
         if prefill is None:
-            turn = Turn(open_batch)  # nothing is admitted or parked before it can be launched
+            turn = PrefillTurn(
+                open_batch
+            )  # nothing is admitted or parked before it can be launched
         plan = Plan(
             preempt=turn.preempt,
             admit=turn.admit,
@@ -94,23 +96,23 @@ class BestFit:
     def _due(self, view: View, lane: LaneName) -> bool:
         return view.lanes[lane].due(view.now, self.lead_seconds)
 
-    def _turn(self, view: View, open_batch: Prompts | None, spent: Spent) -> Turn:
+    def _turn(self, view: View, open_batch: PrefillJob | None, spent: Spent) -> PrefillTurn:
         """The next prefill batch (Drift Algorithm 1, GeneratePB)."""
         if open_batch is None and view.parked is not None:
-            return Turn(Prompts.of(view.parked), resume=True)
+            return PrefillTurn(PrefillJob.of(view.parked), resume=True)
         if open_batch is None and view.launched_batches and not self.query_sync:
-            return Turn(None)  # decode merges with what ends first
+            return PrefillTurn(None)  # decode merges with what ends first
         if open_batch and (not self.preemption or view.parked or spent & open_batch.ids):
-            return Turn(open_batch)
+            return PrefillTurn(open_batch)
         chunks = next_chunks(view, self.max_batch_tokens, split=False)
-        new = Prompts.coming(view, chunks)
+        new = PrefillJob.coming(view, chunks)
         if open_batch is None:
-            return Turn(new, chunks)
+            return PrefillTurn(new, chunks)
         if new and self._preempts(view, open_batch, new):
-            return Turn(new, chunks, preempt=True)
-        return Turn(open_batch)
+            return PrefillTurn(new, chunks, preempt=True)
+        return PrefillTurn(open_batch)
 
-    def _preempts(self, view: View, current: Prompts, new: Prompts) -> bool:
+    def _preempts(self, view: View, current: PrefillJob, new: PrefillJob) -> bool:
         """Whether the open batch keeps its deadline although the new one goes first."""
         split = self._split(view, current)
         units = split.level[0] if split else view.units
@@ -122,7 +124,7 @@ class BestFit:
         both = max(view.now, view.lanes["prefill"].until or 0.0) + rest + first
         return both <= current.deadline and (both > new.deadline or not self.only_if_late)
 
-    def _split(self, view: View, prompts: Prompts | None) -> Split | None:
+    def _split(self, view: View, prompts: PrefillJob | None) -> Split | None:
         """The best-fit partition; None while at most one phase has work.
 
         Between two decode steps it is the one that the step in flight runs at, so that the lanes
@@ -151,7 +153,7 @@ class BestFit:
         return Launch("decode", split.level[1] if split else view.units, DecodeSteps())
 
     def _prefill(
-        self, view: View, prompts: Prompts | None, split: Split | None, decode: Launch | None
+        self, view: View, prompts: PrefillJob | None, split: Split | None, decode: Launch | None
     ) -> Launch | None:
         """The next slice, unless a decode step in flight has its units: that ends first."""
         if prompts is None:
@@ -168,7 +170,7 @@ class BestFit:
         return prompts.slice(view, layers, units)
 
 
-def _reason(turn: Turn, split: Split | None) -> str:
+def _reason(turn: PrefillTurn, split: Split | None) -> str:
     how = "preempt, " if turn.preempt else "resume, " if turn.resume else ""
     if split is None:
         return how + "one phase has work"

@@ -24,7 +24,7 @@ from twolane.slo import Slo
 from twolane.systems.common.admission import next_chunks
 from twolane.systems.common.multiplex import (
     Level,
-    Prompts,
+    PrefillJob,
     decode_load,
     nearest_level,
     shared_levels,
@@ -94,7 +94,7 @@ def provision(ttft: Floats, tpot: Floats, current: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class BulletMemory:
     """What was decided at the last step of prefill."""
 
     level: Level | None = None
@@ -106,10 +106,10 @@ class Memory:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class BulletWork:
     """What prefill has to do, the open batch or the one that opens, and whom that concerns."""
 
-    prompts: Prompts
+    prompts: PrefillJob
     chunks: tuple[Chunk, ...]
     """To be admitted; none if the batch is open."""
     start: float
@@ -177,11 +177,11 @@ class Bullet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 raise FieldError(name, f"must be above 0, not {getattr(self, name)}")
         at_least(self, step_layers=1, max_batch_tokens=1, prefill_units=0, lead_seconds=0)
 
-    def start(self) -> Memory:
+    def start(self) -> BulletMemory:
         """Nothing provisioned."""
-        return Memory()
+        return BulletMemory()
 
-    def plan(self, view: View, memory: Memory) -> tuple[Plan, Memory]:
+    def plan(self, view: View, memory: BulletMemory) -> tuple[Plan, BulletMemory]:
         """Feed both lanes; decode is launched first, for its launch is short."""
         step: Launch | None = None
         chunks: tuple[Chunk, ...] = ()
@@ -198,29 +198,29 @@ class Bullet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         reason = memory.note if step or view.lanes["prefill"].queued else "decode alone"
         return Plan(admit=chunks, launches=launches, wake_at=wake, reason=reason), memory
 
-    def _work(self, view: View, memory: Memory) -> tuple[Work | None, Memory]:
+    def _work(self, view: View, memory: BulletMemory) -> tuple[BulletWork | None, BulletMemory]:
         """The batch that goes on, or a new one (Algorithm 1, lines 5 to 13)."""
         start = max(view.now, view.lanes["prefill"].until or 0.0)
         if view.batch is not None:
             requests = [chunk.request for chunk in view.batch.chunks]
             shares = [1.0] * len(requests)
-            return Work(Prompts.of(view.batch), (), start, requests, shares, 100.0), memory
+            return BulletWork(PrefillJob.of(view.batch), (), start, requests, shares, 100.0), memory
         if not next_chunks(view, 1, split=False):
             return None, memory  # nobody waits, or the first one for memory: nobody passes it
         latencies = self._latencies(view, memory)
         memory = replace(memory, latencies=latencies)
         waiting = self._ordered(view, latencies, start)
         chunks = next_chunks(view, self.max_batch_tokens, split=False, waiting=waiting)
-        prompts, count = Prompts.coming(view, chunks), len(chunks)
+        prompts, count = PrefillJob.coming(view, chunks), len(chunks)
         assert prompts is not None
         # The batch may have more requests than are predicted: many short ones.
         requests = waiting[: max(count, len(latencies))]
         seconds = [latencies[r.id][1] for r in requests if r.id in latencies]
         ends = np.cumsum(seconds[count:]) / sum(seconds[:count]) if latencies else np.empty(0)
         shares = [1.0] * count + (1.0 + ends).tolist()
-        return Work(prompts, chunks, start, requests, shares, PERCENTILE), memory
+        return BulletWork(prompts, chunks, start, requests, shares, PERCENTILE), memory
 
-    def _latencies(self, view: View, memory: Memory) -> dict[str, tuple[int, float]]:
+    def _latencies(self, view: View, memory: BulletMemory) -> dict[str, tuple[int, float]]:
         """Latencies of the first waiting requests, predicted once; empty if nothing is known."""
         known: dict[str, tuple[int, float]] = {}
         for request in view.waiting[:QUEUE]:
@@ -261,7 +261,9 @@ class Bullet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             return request.deadline
         return request.arrival + self.ttft_per_token * (request.new + request.reused)
 
-    def _provisioned(self, view: View, memory: Memory, work: Work) -> tuple[int, Memory]:
+    def _provisioned(
+        self, view: View, memory: BulletMemory, work: BulletWork
+    ) -> tuple[int, BulletMemory]:
         """The units of the next step of prefill, and what decode has meanwhile."""
         if not view.decoding:
             return view.units, replace(memory, paused=False, note="prefill alone")
@@ -296,7 +298,7 @@ class Bullet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             return [(min(units, key=lambda u: abs(u - self.prefill_units)), view.units)]
         return shared_levels(view) if self.partition else [(view.units, view.units)]
 
-    def _ttft(self, work: Work, seconds: Floats) -> Floats:
+    def _ttft(self, work: BulletWork, seconds: Floats) -> Floats:
         """Predicted TTFT as a share of its SLO if the batch takes so long; [levels]."""
         arrivals = np.array([request.arrival for request in work.requests])
         due = np.array([self._due(request) for request in work.requests])
@@ -320,7 +322,9 @@ class Bullet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             return slo.tpot
         return self.tpot_seconds if slo.tbt is None else inf
 
-    def _bears_pause(self, view: View, work: Work, pace: Pace, ready: float, step: float) -> bool:
+    def _bears_pause(
+        self, view: View, work: BulletWork, pace: Pace, ready: float, step: float
+    ) -> bool:
         """Whether the TPOT SLO holds if decode, which is `ready`, waits for a step of prefill on
         the whole device, and then takes its `step`."""
         layers = min(self.step_layers, view.layers - work.prompts.first)
@@ -330,7 +334,9 @@ class Bullet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         resumes = max(ready, work.start + seconds)
         return bool(pace.shares(np.array([resumes + step]))[0] <= 1.0)
 
-    def _decode(self, view: View, memory: Memory, step: Launch | None, more: bool) -> Launch | None:
+    def _decode(
+        self, view: View, memory: BulletMemory, step: Launch | None, more: bool
+    ) -> Launch | None:
         """The next decode step: on what decode was given, or on all units where prefill has
         nothing more to launch, though its last step may still run (§3.3.1)."""
         if not view.decoding or not view.lanes["decode"].due(view.now, self.lead_seconds):

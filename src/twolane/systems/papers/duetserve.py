@@ -19,7 +19,7 @@ from twolane.common.errors import FieldError
 from twolane.common.vocabulary import EstimatorName
 from twolane.estimate.query import Corunner, Load, decode_step, hybrid_pass, prefill_slice
 from twolane.systems.common.admission import next_chunks
-from twolane.systems.common.multiplex import Prompts, decode_load, nearest_level
+from twolane.systems.common.multiplex import PrefillJob, decode_load, nearest_level
 from twolane.systems.common.settings import at_least
 from twolane.systems.plan import Chunk, DecodeSteps, Hybrid, Launch, Plan, PrefillSlice
 from twolane.systems.view import RequestView, View
@@ -98,7 +98,7 @@ class DuetServe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         # A budget that decode alone exhausts must not starve prefill for ever.
         budget = max(self.token_budget - len(decoding), 1)
         chunks = next_chunks(view, budget, split=True)
-        prompts = Prompts.coming(view, chunks)
+        prompts = PrefillJob.coming(view, chunks)
         if prompts is not None:
             return self._iteration(view, decoding, chunks, prompts.load), None
         if not decoding:

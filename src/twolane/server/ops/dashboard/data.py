@@ -11,7 +11,7 @@ import msgspec
 from twolane.engine.messages import Launched
 from twolane.frontend.engine_client import EngineClient
 from twolane.server.ops.dashboard.history import FINE_SECONDS, History, Reader, Window
-from twolane.server.ops.metrics import Metrics
+from twolane.server.ops.metrics import ServerMetrics
 
 WATCH_SECONDS = 5.0
 """How long after the last look the engine tells of launches."""
@@ -28,7 +28,7 @@ class Dashboard:
         metrics: where the figures come from.
     """
 
-    def __init__(self, engine: EngineClient, metrics: Metrics) -> None:
+    def __init__(self, engine: EngineClient, metrics: ServerMetrics) -> None:
         self._engine = engine
         self._metrics = metrics
         self._history = History(Reader(metrics, lambda: engine.stats, time.monotonic))

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from twolane.engine.messages import Stats
-from twolane.server.ops.metrics import GAP_BUCKETS, PREFIX, START_BUCKETS, Metrics
+from twolane.server.ops.metrics import GAP_BUCKETS, PREFIX, START_BUCKETS, ServerMetrics
 
 Window = Literal["minute", "quarter"]
 """What a chart spans."""
@@ -65,7 +65,7 @@ class Reader:
     """
 
     def __init__(
-        self, metrics: Metrics, stats: Callable[[], Stats], clock: Callable[[], float]
+        self, metrics: ServerMetrics, stats: Callable[[], Stats], clock: Callable[[], float]
     ) -> None:
         self._metrics = metrics
         self._stats = stats
