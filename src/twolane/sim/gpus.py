@@ -10,68 +10,71 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     units: int
-    """SMs."""
+    """Number of SMs."""
     memory: float
-    """Bytes that a process can have."""
+    """Bytes of memory that a process can have."""
     unit_flops: float
     """Dense bfloat16 FLOP/s of one SM at the top clock."""
     bandwidth: float
-    """Bytes/s that reading reaches at most."""
+    """Highest rate in bytes/s that reading reaches."""
     unit_bandwidth: float
-    """Bytes/s that one SM pulls in attention's read, before the memory saturates."""
+    """Bytes/s that one SM reads in attention before the memory saturates."""
     product_units: float
-    """SMs over which the bandwidth of few-row products saturates: B (1 - exp(-SMs / this))."""
+    """Number of SMs over which products of few rows saturate the memory: their bandwidth is
+    B (1 - exp(-SMs / this))."""
     power_units: float
-    """SMs that can be busy with matrix products at the top clock under the power cap."""
+    """Number of SMs that the power cap lets compute matrix products at the top clock."""
     traffic_units: float
-    """What traffic at full bandwidth draws, in those units."""
+    """Power that traffic at full bandwidth draws, in SMs that compute matrix products."""
     power_exponent: float = 4.1
-    """Of arithmetic's power over the clock."""
+    """Exponent of the clock in the power that arithmetic draws."""
     lowest_clock: float = 0.5
-    """Of the top clock; the power cap does not push it lower."""
+    """Fraction of the top clock below which the power cap does not push the clock."""
     product_share: float = 0.878
-    """Of `unit_flops` that large matrix products reach."""
+    """Fraction of `unit_flops` that large matrix products reach."""
     prompt_attention_share: float = 0.70
-    """Of `unit_flops` that attention over prompts reaches."""
+    """Fraction of `unit_flops` that attention over prompts reaches."""
     decode_attention_share: float = 0.87
-    """Of `bandwidth` that attention of decode steps reaches."""
+    """Fraction of `bandwidth` that attention of decode steps reaches."""
     spill: float = 0.0036
-    """Bytes to and from memory for a FLOP of a large product, beyond operands read once."""
+    """Bytes that a large product moves for each FLOP, beyond operands that are read once."""
     corner: float = 1.2
-    """p: how round the roofline's corner is on a share of the device."""
+    """Exponent p that says how round the roofline's corner is on a share of the device."""
     whole_corner: float = 1.2
-    """p on all of it, which kernels are chosen for."""
+    """The exponent p on the whole device, for which kernels are chosen."""
     step_corner: float = 1.2
-    """p for the products of decode steps."""
+    """The exponent p for the products of decode steps."""
     one_grid: float = 0.0
-    """Elements of a result of which half is computed by kernels with a block for each SM of the
-    device: a share of the SMs runs all of its blocks before the others (`_product`)."""
+    """Elements of a result at which half of the work is done by kernels with a block for each SM of
+    the device: a share of the SMs runs its blocks one after the other (`_product`)."""
     attention_rows: float = 48.0
-    """Rows that attention over a prompt computes beyond those there are: its tiles are whole."""
+    """Rows that attention computes beyond those of a prompt, since its tiles are whole."""
     in_flight: float = 1.9
-    """What a prefill slice or hybrid pass keeps in flight, of what its mean traffic needs."""
+    """Bytes that a prefill slice or hybrid pass keeps in flight, as a multiple of what its mean
+    traffic needs."""
     product_waits: float = 0.75
-    """Of the time that a prefill slice waits for memory, the part that grows with the latency."""
+    """Fraction of a prefill slice's waits for memory that grows with the memory's latency."""
     arithmetic_waits: float = 0.125
-    """Of the time that its arithmetic takes."""
+    """Fraction of a prefill slice's arithmetic time that grows with the memory's latency."""
     kernel_seconds: float = 2.1e-6
-    """Of one small kernel in a CUDA graph, beside its bytes."""
+    """Seconds of one small kernel in a CUDA graph, beside those of its bytes."""
     pass_layer_seconds: float = 1.9e-5
-    """Of a prefill slice's or hybrid pass's layer, for its graphs and attention begin apart."""
+    """Seconds added to each layer of a prefill slice or hybrid pass, whose graphs and attention are
+    launched apart."""
     large_tiles: bool = False
-    """Whether a hybrid pass that is graphs has FlashInfer's attention for Hopper (`_tiles`)."""
+    """Whether a hybrid pass made of graphs has FlashInfer's attention for Hopper (`_tiles`)."""
     whole_layer_seconds: float = 0.0
-    """Of the layer of such a pass."""
+    """Seconds added to each layer of such a pass."""
     split_seconds: float = 0.0
-    """Of the further kernels of its attention if tiles are split."""
+    """Seconds of the further kernels of its attention where tiles are split."""
     sampling_seconds: float = 1.5e-4
-    """Of a step's end."""
+    """Seconds of sampling at the end of a step."""
     link_bandwidth: float = 0.0
-    """Bytes/s and direction between GPUs that all-reduce reaches."""
+    """Bytes/s in each direction that an all-reduce reaches between GPUs."""
     link_seconds: float = 1.0e-5
-    """Of an all-reduce, beside its bytes."""
+    """Seconds of an all-reduce, beside those of its bytes."""
     noise: float = 0.01
-    """Standard deviation of a step's time, of the time (log-normal)."""
+    """Standard deviation of the logarithm of a step's time."""
 
 
 H200 = Gpu(
@@ -106,7 +109,7 @@ H200 = Gpu(
     link_bandwidth=360e9,
 )
 """Fitted by `benchmarks/fit_device.py`; docs/design/simulation.md compares it with measurements."""
-_HBM3 = 3.35 / 4.8  # of the H200's bytes a second, by the data sheets
+_HBM3 = 3.35 / 4.8  # the H100's fraction of the H200's bandwidth, by the data sheets
 H100 = msgspec.structs.replace(
     H200,
     name="h100",
@@ -115,7 +118,7 @@ H100 = msgspec.structs.replace(
     product_units=H200.product_units * _HBM3,
     traffic_units=H200.traffic_units * _HBM3,
 )
-"""The same chip with HBM3: data sheet, with the H200's shares of it."""
+"""The same chip with HBM3: figures of its data sheet, of which it reaches the H200's fractions."""
 A100 = Gpu(
     name="a100-80gb",
     units=108,
@@ -134,14 +137,14 @@ A100 = Gpu(
     kernel_seconds=2.5e-6,
     link_bandwidth=230e9,
 )
-"""Data sheet; products at 77 to 80 % of the peak (Bullet §2.3); decode is slowed by prefill by up
-to 20 % (MuxWise §3.3.2)."""
+"""Figures of the data sheet; products reach 77 to 80 % of the peak (Bullet §2.3), and prefill slows
+decode by up to 20 % (MuxWise §3.3.2)."""
 FORMULAS = 8
-"""Raised when what is computed of a GPU's parameters changes."""
+"""Version of the formulas that times are computed with; it is raised when they change."""
 
 
 def revision(gpu: Gpu) -> str:
-    """Of the parameters and the formulas: what was measured with others is of another device."""
+    """Return a digest of parameters and formulas; it is part of the key of a simulated profile."""
     return hashlib.sha256(msgspec.json.encode((FORMULAS, gpu))).hexdigest()[:10]
 
 

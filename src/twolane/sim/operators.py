@@ -12,31 +12,33 @@ from twolane.sim.gpus import Gpu
 ITEM = 2
 """Bytes of an element: weights, activations and KV are bfloat16."""
 KERNELS = 10
-"""Small kernels of a layer."""
+"""Number of small kernels in a layer."""
 TILE = 64
-"""Rows that products are counted in."""
+"""Number of rows in a tile of a product; rows count in whole tiles."""
 TILE_KEYS, SPLIT_KEYS = 288, 1900
-"""A large tile of attention beside its keys, and that some are split, in the time of a key."""
+"""Cost of a large tile of attention beside that of its keys, and of splitting some tiles, both in
+the time of a key."""
 SPLIT_GAIN = 0.97
-"""Tiles are split if that takes less than so much of what whole ones take."""
+"""Tiles are split if that takes less than this fraction of the time of whole ones."""
 
 
 class LayerShapes(NamedTuple):
-    """Of one GPU's part of the model: parameters, and elements of one token, in a layer."""
+    """One GPU's part of a layer: counts of parameters, and of elements for one token."""
 
     layers: int
     products: Sequence[tuple[float, float]]
     """(inputs, outputs) of the matrix products."""
     weights: float
+    """Number of parameters of those products."""
     product_width: float
-    """Elements that the products read and write for a token."""
+    """Number of elements that the products read and write for a token."""
     small_bytes: float
     """Bytes that the small kernels move for a token."""
     q_size: float
     kv_bytes: float
-    """Of a token, keys and values."""
+    """Bytes of the keys and values of a token."""
     head: float
-    """Parameters of the classifier."""
+    """Number of parameters of the classifier."""
     hidden: int
 
 
@@ -65,9 +67,9 @@ class Cost(NamedTuple):
     clocked: float = 0.0
     streamed: float = 0.0
     memory: float = 0.0
-    """Of the seconds clocked and streamed, those that wait for memory."""
+    """Seconds among `clocked` and `streamed` that wait for memory."""
     arithmetic: float = 0.0
-    """FLOPs, weighted by the power that they draw."""
+    """Number of FLOPs, weighted by the power that they draw."""
     bytes: float = 0.0
 
     @property

@@ -201,7 +201,7 @@ class _ExpertNames:
 
     router: str
     expert: str
-    """Of one, with its number to be filled in."""
+    """Name of one expert, in which its number is filled in."""
     gate: str
     up: str
     down: str

@@ -21,10 +21,10 @@ TILES: Sequence[int] = range(64, 2048 + 1, 64)
 """Sizes of passes that are tried where the device pads them to none: products compute whole tiles
 (tile quantisation, Sarathi-Serve §4.3), so a row more may cost as much as 64."""
 UNSEEN = 0.95
-"""Of the sum of its parts, what a hybrid pass is taken to last, at most: by an estimator that
-promises nothing, and may have seen no such pass."""
+"""A hybrid pass is taken to last at most this fraction of the sum of its parts where the estimator
+promises no bound, since it may have seen no such pass."""
 DECODE_WEIGHT = 0.1
-"""What the pace of decode counts beside that of prefill: it breaks ties, the SLO does the rest."""
+"""Weight of the pace of decode beside that of prefill: it breaks ties, the SLO does the rest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,19 +33,19 @@ class Candidate:
 
     mode: Mode
     level: Level
-    """The whole device for both, unless spatial."""
+    """Units of both lanes; each has the whole device unless the mode is spatial."""
     layers: int
-    """Of a slice; all for hybrid."""
+    """Number of layers in a slice; a hybrid pass has all of them."""
     layer: float
-    """Seconds of one of them."""
+    """Seconds that one layer takes."""
     tokens: int
-    """Of a pass, hybrid only."""
+    """Number of tokens in a hybrid pass; 0 for the other modes."""
     gap: float
     """Bound on the time between two tokens, in seconds."""
     pace: float
-    """Of prefill, in that of the whole device alone."""
+    """Pace of prefill as a fraction of its pace alone on the whole device."""
     score: float
-    """What is maximised: the pace, and a little for decode's."""
+    """The figure that is maximised: the pace of prefill, and a little of decode's."""
 
     def is_like(self, other: "Candidate | None") -> bool:
         """Whether going from one to the other is no change of mode or level."""

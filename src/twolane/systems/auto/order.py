@@ -1,9 +1,9 @@
-"""Who is prefilled next, who will be late, and who is better told at once.
+"""The order of waiting requests: which is prefilled next, which will be late, which is refused.
 
-Within a priority, by deadline. Where not all deadlines can be kept, as few as possible are given
-up (Moore's algorithm: when one would be late, the longest so far steps back), and those are served
-when nobody else waits. Who would wait for longer than its bound allows, twice over, is refused.
-A prompt that has begun goes on; only short ones that would be late behind it go first.
+Requests of one priority go by deadline. Where not all deadlines can be kept, as few as possible are
+given up (Moore's algorithm: when one would be late, the longest so far steps back), and those are
+served when no other request waits. A request that would wait for more than twice its bound is
+refused. A prompt that has begun goes on; only short ones that would be late behind it go first.
 """
 
 import heapq
@@ -15,13 +15,14 @@ from twolane.systems.plan import Refusal
 from twolane.systems.view import RequestView
 
 PATIENCE = 2.0
-"""Times its TTFT bound that a request may have to wait for its prefill to begin."""
+"""A request is refused if its prefill would begin later than this multiple of its TTFT bound."""
 OVERTAKING = 0.1
-"""Of the seconds that are left of a prompt that has begun, the most that others may take first."""
+"""Fraction of the seconds left of a begun prompt that shorter ones may take before it goes on."""
 SAFE = 1.2
-"""Times what is predicted, others may take behind such a prompt and be in time."""
+"""Prompts behind a begun one count as late if this multiple of the predicted seconds exceeds their
+deadline."""
 HURRY = 0.5
-"""Of its TTFT bound: a prompt that is not done by then is in a hurry."""
+"""Fraction of its TTFT bound after which a prompt that is not done is in a hurry."""
 UNBOUND_SECONDS = 1.0
 """Requests without a TTFT bound are ordered as if they had this one."""
 
@@ -38,7 +39,7 @@ class Line:
 
 @dataclass(slots=True, eq=False)
 class _Queued:
-    """A request with what it needs."""
+    """A waiting request, its deadline, and the seconds that its prefill takes."""
 
     request: RequestView
     deadline: float
@@ -73,8 +74,8 @@ def make_line(
     Args:
         waiting: all of them.
         begin: when the first of them can begin, in seconds on their clock.
-        seconds: that a request's prefill will take, at the pace it will have.
-        refuse: whether these seconds can be relied on to turn somebody away.
+        seconds: how many a request's prefill will take, at the pace it will have.
+        refuse: whether these seconds are certain enough to refuse a request.
     """
     places = [_Queued(r, _deadline(r), seconds(r)) for r in waiting]
     places.sort(key=lambda place: (place.request.priority, place.deadline))
@@ -98,7 +99,7 @@ def make_line(
 
 
 def _deadline(request: RequestView) -> float:
-    """In seconds; one that was sent back after its first token goes before all others."""
+    """Return the deadline in seconds; a request that was preempted after a token goes first."""
     if request.generated:
         return -math.inf
     wanted = request.deadline
@@ -106,8 +107,8 @@ def _deadline(request: RequestView) -> float:
 
 
 def _overtaking(places: Sequence[_Queued], begin: float) -> list[_Queued]:
-    """Short ones that go before the first, which has begun, lest they be late behind it; it is not
-    late for their sake."""
+    """Return the short prompts that go before the first, which has begun, since they would be late
+    behind it; they do not make it late."""
     if not places or places[0].yields:
         return []
     begun, found = places[0], []
@@ -124,7 +125,7 @@ def _overtaking(places: Sequence[_Queued], begin: float) -> list[_Queued]:
 
 
 def _give_up(places: Sequence[_Queued], begin: float) -> None:
-    """Mark the fewest that must be late; of a higher priority none for a lower one's sake."""
+    """Mark the fewest that must be late; none of a higher priority is late for one of a lower."""
     at = begin
     longest: list[tuple[int, float, int, _Queued]] = []
     for i, place in enumerate(places):
@@ -138,7 +139,7 @@ def _give_up(places: Sequence[_Queued], begin: float) -> None:
 
 
 def _refusal(place: _Queued, begins: float) -> Refusal | None:
-    """If its turn would come only after it has waited twice as long as its bound."""
+    """Return a refusal if its prefill would begin after more than `PATIENCE` times its bound."""
     request = place.request
     wait = begins - request.arrival
     if not place.yields or wait <= PATIENCE * place.bound:

@@ -1,4 +1,4 @@
-"""Whose turn it is: carries a choice out, launch by launch."""
+"""Carries a choice out launch by launch: which phase has its turn, and with what work."""
 
 import math
 from collections.abc import Sequence
