@@ -39,9 +39,10 @@ def write_tiny_model(path: Path, **changes: object) -> Path:
 class Served:
     """A running `twolane serve`."""
 
-    def __init__(self, process: subprocess.Popen, announcement: str) -> None:
+    def __init__(self, process: subprocess.Popen, announcement: str, *more: str) -> None:
         self.process = process
         self.announcement = announcement
+        self.more = more
         self.base = announcement.split(" | ")[1]
 
     @property
@@ -119,7 +120,7 @@ def serving(*args: str, stderr: Path | None = None, before: Sequence[str] = ()) 
     try:
         line = process.stdout.readline()
         assert line, f"the server ended with {process.wait()}"
-        yield Served(process, line.strip())
+        yield Served(process, line.strip(), *(process.stdout.readline().strip() for _ in range(2)))
     finally:
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)

@@ -22,6 +22,10 @@ def test_the_announcement_says_what_is_served(real):
     level = "(1,1)" if " on cpu" in real.announcement else "levels ("
     for part in (MODEL, "static-split", level, "KV 20,000 tokens", "context 8,192"):
         assert part in real.announcement
+    assert real.announcement.endswith("no SLOs (see --slo-ttft-ms, --slo-tbt-ms)")
+    profile, dashboard = real.more
+    assert profile.startswith("Profile: ")
+    assert dashboard == f"Dashboard: {real.base}/dashboard"
 
 
 class TestChat:

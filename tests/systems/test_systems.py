@@ -11,9 +11,10 @@ from msgspec import structs
 from tests.estimate import synthetic
 from tests.systems.simulation import LAYERS, UNITS, simulate, submit
 from twolane.common.vocabulary import EstimatorName
+from twolane.engine.build import assemble
 from twolane.engine.config import EngineConfig
 from twolane.engine.messages import Abort, ToEngine
-from twolane.engine.predict import machine_key, make_estimator
+from twolane.engine.predict import machine_key
 from twolane.estimate.calibrated.estimator import Calibrated
 from twolane.estimate.catalog import ESTIMATORS
 from twolane.estimate.papers.guard import ContentionGuard
@@ -219,7 +220,12 @@ def test_a_system_predicts_with_its_own_estimator_unless_told_otherwise(
     profile.key = machine_key(machine, UNITS)
     profile.save(tmp_path / "profile.json")
     config = structs.replace(config, profile=str(tmp_path / "profile.json"))
-    assert type(make_estimator(config, machine, UNITS)) is kind
+    built = assemble(config, machine, lambda: None, lambda stage, fraction: None)
+    try:
+        assert type(built.engine.state.estimator) is kind
+        assert built.ready.profile == config.profile
+    finally:
+        built.close()
 
 
 def test_every_system_names_an_estimator_that_there_is() -> None:

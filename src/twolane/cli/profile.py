@@ -11,16 +11,11 @@ import typer
 from twolane.cli.errors import one_line_errors
 from twolane.cli.lazy import command_app
 from twolane.cli.options import ModelArgument, finite, takes_engine_settings
-from twolane.engine.config import EngineConfig
+from twolane.engine.config import UNPROFILED, EngineConfig
 
 if TYPE_CHECKING:
     from twolane.profile.run import Progress
 
-UNPROFILED = (
-    "system", "option", "slo_ttft_ms", "slo_ttft_per_1k_ms", "slo_tbt_ms", "slo_tpot_ms",
-    "tbt_buffer_ms", "prefix_cache", "profile", "estimator", "trace",
-)  # fmt: skip
-"""Options of the engine that do not change how long launches take."""
 EPILOG = """**Examples**
 
 - `twolane profile qwen3-8b --load-format dummy` — 8 minutes, into the cache

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 
@@ -11,7 +12,7 @@ from twolane.engine.engine import Engine
 from twolane.engine.kv import KVBooks
 from twolane.engine.messages import Ready
 from twolane.engine.pacing import Pacer
-from twolane.engine.predict import make_estimator
+from twolane.engine.predict import find_profile, machine_key, make_estimator
 from twolane.engine.settings import check_settings
 from twolane.engine.trace import FileTrace, Trace
 from twolane.lanes.machine import Machine, MachineLanes, load
@@ -72,6 +73,8 @@ def assemble(
     lanes = machine.start(
         books.total_pages, books.page_size, config.max_running, max_model_len, notify, progress
     )
+    key = machine_key(machine, lanes.units)
+    profile = find_profile(config, key)
     trace = FileTrace(config.trace, lanes.clock()) if config.trace else Trace()
     engine = Engine(
         system,
@@ -82,14 +85,14 @@ def assemble(
         vocab_size=spec.vocab_size,
         eos_token_ids=spec.eos_token_ids,
         max_model_len=max_model_len,
-        estimator=make_estimator(config, machine, lanes.units),
+        estimator=make_estimator(profile, config.estimator or system.estimator, key),
         seed=config.seed,
         trace=trace,
         notify=notify,
         slo=config.slo,
         pacer=Pacer(config.tbt_buffer, config.transport),
     )
-    ready = _ready(config, name, engine, machine)
+    ready = _ready(config, name, engine, machine, profile)
     trace.about(
         model=config.model,
         system=ready.system,
@@ -103,7 +106,9 @@ def assemble(
     return Built(engine, lanes, trace, ready)
 
 
-def _ready(config: EngineConfig, name: str, engine: Engine, machine: Machine) -> Ready:
+def _ready(
+    config: EngineConfig, name: str, engine: Engine, machine: Machine, profile: Path | None
+) -> Ready:
     lanes, kv, spec = engine.state.lanes, engine.state.kv, machine.spec
     return Ready(
         system=name,
@@ -115,6 +120,7 @@ def _ready(config: EngineConfig, name: str, engine: Engine, machine: Machine) ->
         vocab_size=spec.vocab_size,
         eos_token_ids=list(spec.eos_token_ids),
         slo=config.slo,
+        profile=None if profile is None else str(profile),
     )
 
 

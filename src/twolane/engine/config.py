@@ -16,6 +16,12 @@ LoadFormat = Literal["auto", "dummy"]
 Device = Literal["auto", "cpu", "cuda"]
 Quantization = Literal["fp8", "fp8_block128", "int4"]
 
+UNPROFILED = (
+    "system", "option", "slo_ttft_ms", "slo_ttft_per_1k_ms", "slo_tbt_ms", "slo_tpot_ms",
+    "tbt_buffer_ms", "prefix_cache", "profile", "estimator", "trace",
+)  # fmt: skip
+"""Names of the options that do not change how long launches take; `twolane profile` has the
+others."""
 TRANSPORT_SECONDS = 0.002
 """Seconds that a token may take from the device to an HTTP client on a busy host."""
 

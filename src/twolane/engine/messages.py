@@ -92,6 +92,8 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     eos_token_ids: list[int]
     slo: Slo = Slo()
     """Bounds of requests that bring none."""
+    profile: str | None = None
+    """File of the profile that predictions are fitted on; None: there is none."""
 
 
 class Times(msgspec.Struct, frozen=True):

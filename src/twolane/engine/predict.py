@@ -19,23 +19,31 @@ from twolane.estimate.online import OnlineEstimator
 from twolane.estimate.profile import Key, Profile, ProfileError, cached_profile, model_digest
 from twolane.lanes.machine import Machine
 from twolane.model.load.hub import cache_dir
-from twolane.systems.registry import SYSTEMS, default_system
 
 log = logging.getLogger("twolane.predict")
 
 
-def make_estimator(config: EngineConfig, machine: Machine, units: int) -> Estimator:
-    """Fitted on the profile that is named, or on the cache's; without one, the online estimator.
+def find_profile(config: EngineConfig, key: Key) -> Path | None:
+    """Return the profile that is named, else the cache's of this device and model, if any."""
+    if config.profile is not None:
+        return Path(config.profile)
+    path = cached_profile(cache_dir(), key)
+    return path if path.exists() else None
+
+
+def make_estimator(path: Path | None, name: EstimatorName, key: Key) -> Estimator:
+    """Return an estimator fitted on a profile; without one, the online estimator.
+
+    Args:
+        path: the profile's file.
+        name: the estimator to fit.
+        key: what a profile taken here would be of.
 
     Raises:
-        FieldError: the profile that is named is of something else, or too small.
+        FieldError: the profile is of something else, or too small.
     """
-    key = machine_key(machine, units)
-    path = cached_profile(cache_dir(), key) if config.profile is None else Path(config.profile)
-    if config.profile is None and not path.exists():
-        log.info("no profile of this device and model: predictions come from what is seen")
+    if path is None:
         return OnlineEstimator()
-    name = config.estimator or SYSTEMS[config.system or default_system(machine.kind)].estimator
     try:
         changed = path.stat().st_mtime_ns
         profile = _read(path, changed)

@@ -16,16 +16,15 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import uvicorn
 
-import twolane
 from twolane.common import garbage
 from twolane.common.resources import raise_file_limit
 from twolane.engine.config import TRANSPORT_SECONDS, EngineConfig
-from twolane.engine.messages import Ready
 from twolane.frontend.engine_client import CLOSE_SECONDS, EngineClient
 from twolane.frontend.forms import Forms
 from twolane.frontend.progress import progress_bars
 from twolane.frontend.startup import FETCHING, start_engine
 from twolane.model.load.configs import GENERATION_FILE
+from twolane.server.announcement import announcement
 from twolane.server.app import create_app
 from twolane.server.http.connection import CROWD, Connection, ConnectionLimits, connection_class
 from twolane.server.http.entry import Entry
@@ -162,7 +161,7 @@ async def run(config: EngineConfig, options: ServerOptions) -> int:
                 cors_origins=options.cors_origins,
             )
             garbage.leave_out()
-            announce(announcement(service, listener))
+            announce(announcement(engine.ready, config, name, address_of(listener)))
             return await serve_until_stopped(service, server, serving, stop, options)
         finally:
             ticking.cancel()
@@ -224,12 +223,12 @@ class AcceptErrors:
             log.error("no connection can be accepted: %s", error)
 
 
-def announce(line: str) -> None:
+def announce(text: str) -> None:
     """Print what is served; a standard output that takes nothing is no reason not to serve."""
     try:
-        print(line, flush=True)
+        print(text, flush=True)
     except OSError as error:
-        log.warning("%s (standard output: %s)", line, error)
+        log.warning("%s (standard output: %s)", text, error)
 
 
 async def serve_until_stopped(
@@ -318,14 +317,7 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-def announcement(service: Service, listener: socket.socket) -> str:
-    """Return the line that says what is served where."""
+def address_of(listener: socket.socket) -> str:
+    """Return the URL at which a socket listens."""
     host, port = listener.getsockname()[:2]
-    address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-    ready: Ready = service.engine.ready
-    levels = " ".join(f"({prefill},{decode})" for prefill, decode in ready.levels)
-    return (
-        f"Twolane {twolane.__version__} | {address} | {service.model_name} | {ready.system} on "
-        f"{ready.device}, {ready.units} units, levels {levels} | "
-        f"KV {ready.kv_tokens:,} tokens, context {ready.max_model_len:,}"
-    )
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -1,0 +1,56 @@
+"""What `twolane serve` prints once it serves: three lines on standard output."""
+
+import functools
+import shlex
+from collections.abc import Iterator
+
+import twolane
+from twolane.common.options import settings_of
+from twolane.engine.config import UNPROFILED, EngineConfig
+from twolane.engine.messages import Ready
+from twolane.slo import Slo
+
+
+def announcement(ready: Ready, config: EngineConfig, model_name: str, address: str) -> str:
+    """Return the three lines: what is served within which bounds, its profile, the dashboard.
+
+    The parts of the first line are separated by " | ", and the second part is the address.
+    """
+    levels = " ".join(f"({prefill},{decode})" for prefill, decode in ready.levels)
+    return "\n".join(
+        (
+            f"Twolane {twolane.__version__} | {address} | {model_name} | {ready.system} on "
+            f"{ready.device}, {ready.units} units, levels {levels} | "
+            f"KV {ready.kv_tokens:,} tokens, context {ready.max_model_len:,} | {bounds(ready.slo)}",
+            profile_line(ready, config),
+            f"Dashboard: {address}/dashboard",
+        )
+    )
+
+
+def bounds(slo: Slo) -> str:
+    """Return the latency bounds of requests that bring none, in milliseconds."""
+    parts = []
+    if slo.ttft is not None:
+        more = f" + {slo.ttft_per_token * 1024e3:g} per 1,024 new tokens"
+        parts.append(f"TTFT {slo.ttft * 1e3:g}{more if slo.ttft_per_token else ''} ms")
+    parts += [f"TBT {slo.tbt * 1e3:g} ms"] if slo.tbt is not None else []
+    parts += [f"TPOT {slo.tpot * 1e3:g} ms"] if slo.tpot is not None else []
+    return "SLOs " + ", ".join(parts) if parts else "no SLOs (see --slo-ttft-ms, --slo-tbt-ms)"
+
+
+def profile_line(ready: Ready, config: EngineConfig) -> str:
+    """Return which profile predictions come from, or the command that makes one."""
+    if ready.profile is not None:
+        return f"Profile: {ready.profile}"
+    command = shlex.join(("twolane", "profile", config.model, *profile_options(config)))
+    return f"Profile: none, so latencies are learnt while serving; to make one: {command}"
+
+
+def profile_options(config: EngineConfig) -> Iterator[str]:
+    """Yield the options under which `twolane profile` measures what this engine runs."""
+    for setting in settings_of(EngineConfig):
+        value = functools.reduce(getattr, setting.path, config)
+        if setting.name not in UNPROFILED and value != setting.default:
+            yield setting.flag
+            yield ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
