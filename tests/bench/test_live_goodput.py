@@ -129,6 +129,14 @@ def check_traces(traces):
         assert not any(one["reused"] for one in admitted)  # each rate has prompts of its own
 
 
+def test_without_a_system_it_searches_the_one_that_a_server_takes_by_itself(model, tmp_path):
+    out = tmp_path / "found"
+    done = run(out, "--serve", model, *LOOSE)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("starting a server") == 1
+    assert list(json.loads((out / "summary.json").read_text())["goodput"]) == ["static-split"]
+
+
 def test_a_server_that_runs_already(thirdparty, tmp_path):
     """Any server: this one is the standard library's."""
     done = run(tmp_path / "found", "--base-url", thirdparty.url, *LOOSE)
@@ -171,7 +179,7 @@ def test_no_server_is_no_goodput_of_zero(tmp_path):
         (["--serve", "m", "--simulate", "h200"], "exclude"),
         (["--serve", "m", "--model", "m"], "--model"),
         (["--trace"], "--trace needs --serve"),
-        (["--tp", "2"], "--tp"),
+        (["--tp", "2"], "--tensor-parallel-size"),
     ],
 )
 def test_contradictions_are_refused(words, complaint, tmp_path):

@@ -55,11 +55,12 @@ def find(
         typer.echo(_line(trial, slos))
 
     with contextlib.ExitStack() as stack:
-        names = list(systems) or [default_system("simulated")]
+        run: Run
         if "simulate" in search.target:
-            run = simulation(search)
+            names, run = list(systems) or [default_system("simulated")], simulation(search)
         elif "serve" in search.target:
-            run = stack.enter_context(OwnServers(search, load, out, traces))
+            run = own = stack.enter_context(OwnServers(search, load, out, traces))
+            names = list(systems) or [own.default_system()]
         else:
             names, run = [SERVER], server(search, load)
         found = goodput.find(search, names, run, out, tell, reads_slos, guesses)
@@ -95,6 +96,7 @@ class OwnServers:
     def __init__(self, search: Search, load: BenchConfig, out: Path, traces: bool) -> None:
         self._search, self._load, self._out, self._traces = search, load, out, traces
         self._serves: tuple[str, list[str]] | None = None
+        self._warm = False
         self._running = contextlib.ExitStack()
 
     def __enter__(self) -> "OwnServers":
@@ -102,6 +104,16 @@ class OwnServers:
 
     def __exit__(self, *failure: object) -> None:
         self._running.close()
+
+    def default_system(self) -> str:
+        """Return the system that `twolane serve` takes by itself: start a server, and see.
+
+        Raises:
+            BenchError: the server does not start.
+        """
+        self._out.mkdir(parents=True, exist_ok=True)
+        self._start(None, slo_flags(self._search.points(self._out)[0].search.slos))
+        return self._server.system
 
     def __call__(
         self, system: str, workload: WorkloadSpec, points: Sequence[dict[str, float]]
@@ -112,10 +124,10 @@ class OwnServers:
             BenchError: the server does not start, or ended in the middle.
         """
         flags = slo_flags(points[0] if reads_slos(system) else self._search.slos)
-        warmups = 0
         if (system, flags) != self._serves:
             self._start(system, flags)
-            warmups = self._load.num_warmups
+        warmups = 0 if self._warm else self._load.num_warmups
+        self._warm = True
         url = self._server.url
         load = msgspec.structs.replace(self._load, base_url=url, num_warmups=warmups)
         try:
@@ -124,20 +136,22 @@ class OwnServers:
             self._server.check()
         return msgspec.structs.replace(result, server=self._server.announcement), hopeless
 
-    def _start(self, system: str, flags: list[str]) -> None:
+    def _start(self, system: str | None, flags: list[str]) -> None:
+        """Start a server of this system, or of the one that it takes by itself."""
         self._running.close()
-        self._serves = None
-        name = goodput.file_name(system)
-        if self._search.tbts and reads_slos(system):
+        self._serves, self._warm = None, False
+        name = "default" if system is None else goodput.file_name(system)
+        if self._search.tbts and (system is None or reads_slos(system)):
             name += flags[-1].removeprefix("--slo")
         log = self._out / f"{name}.log"
-        arguments = [*shlex.split(str(self._search.target["serve"])), *system_flags(system), *flags]
+        arguments = [*shlex.split(str(self._search.target["serve"])), *flags]
+        arguments += [] if system is None else system_flags(system)
         if self._traces:
             arguments += ["--trace", str(self._out / f"{name}.trace.json")]
-        typer.echo(f"{system}: starting a server, log in {log}")
+        typer.echo(f"{system or 'default system'}: starting a server, log in {log}")
         self._server = self._running.enter_context(serving(arguments, log))
         typer.echo(self._server.announcement)
-        self._serves = system, flags
+        self._serves = system or self._server.system, flags
 
 
 def system_flags(system: str) -> list[str]:

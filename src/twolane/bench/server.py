@@ -38,6 +38,11 @@ class Server:
         """Where it listens."""
         return self.announcement.split(" | ")[1]
 
+    @property
+    def system(self) -> str:
+        """Name of the system that it runs."""
+        return self.announcement.split(" | ")[3].split(" on ")[0]
+
     def check(self) -> None:
         """See that it is still there.
 

@@ -28,8 +28,9 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
     model: Annotated[str | None, Option(WHERE)] = None
     """Model to simulate, or to name in requests; by default the server's first."""
     systems: Annotated[tuple[str, ...], Option(WHERE, "NAME[:KEY=VALUE,…]", name="system")] = ()
-    """System to serve or simulate, with its settings; may be repeated: each is searched in turn."""
-    tp: Annotated[int, Option(WHERE)] = 1
+    """System to serve or simulate, with its settings; may be repeated: each is searched in turn. By
+    default the one that `serve` or `simulate` takes."""
+    tp: Annotated[int, Option(WHERE, name="tensor_parallel_size", alias="tp")] = 1
     """Number of simulated GPUs that share each layer."""
     estimator: Annotated[EstimatorName | None, Option(WHERE)] = None
     """Model by which simulated systems predict; by default each as it was published."""
@@ -45,7 +46,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
         if self.simulate is not None:
             return self._simulation()
         if self.tp != 1:
-            raise OptionError("--tp", "needs --simulate")
+            raise OptionError("--tensor-parallel-size", "needs --simulate")
         if self.estimator is not None:
             raise OptionError("--estimator", "needs --simulate")
         if self.serve is not None:

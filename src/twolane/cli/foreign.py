@@ -37,7 +37,7 @@ UNSERVED = {
     "--root-path": "put a proxy that rewrites the path in front of the server",
     "--context-length": "use --max-model-len",
     "--mem-fraction-static": "use --gpu-memory-utilization",
-    "--tp-size": "the model runs on one GPU",
+    "--tp-size": "use --tensor-parallel-size",
     "--chunked-prefill-size": "use --system chunked --option token_budget=TOKENS",
     "--ctx-size": "use --max-model-len",
     "--n-gpu-layers": "all layers run on one device: see --device",

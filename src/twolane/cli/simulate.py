@@ -20,9 +20,10 @@ EPILOG = """**Examples**
 - `twolane simulate llama-3.1-8b --gpu h200 --dataset azure-conv --request-rate 10` — a built-in
   shape on an H200, 1,000 requests with lengths like those of Azure's chat service
 
-- `twolane simulate llama-3.1-70b --gpu a100-80gb --tp 8 --dataset mooncake_trace.jsonl.gz
-  --system chunked --option token_budget=256 --goodput ttft:2000 tbt:100` — a recorded trace at its
-  own times, prefixes shared as recorded, on eight GPUs
+- `twolane simulate llama-3.1-70b --gpu a100-80gb --tensor-parallel-size 8
+  --dataset mooncake_trace.jsonl.gz --system chunked --option token_budget=256
+  --goodput ttft:2000 tbt:100` — a recorded trace at its own times, prefixes shared as recorded, on
+  eight GPUs
 """
 
 app = command_app()

@@ -19,7 +19,7 @@ class SimulateConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Its device, dtype and load format do not apply."""
     gpu: Annotated[str, Option(DEVICE)] = "h200"
     """GPU to simulate: a100-80gb, h100 or h200."""
-    tp: Annotated[int, Option(DEVICE, least=1)] = 1
+    tp: Annotated[int, Option(DEVICE, name="tensor_parallel_size", alias="tp", least=1)] = 1
     """Number of GPUs that share each layer (tensor parallelism)."""
     bench: BenchConfig
     """Workload, SLOs and percentiles; what concerns HTTP does not apply."""
