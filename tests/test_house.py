@@ -18,7 +18,10 @@ SHARED = ("common", "sampling", "slo")
 """Rooms that all others may import."""
 MESSAGES = ("engine.messages", "engine.config", "engine.settings")
 """What the API process knows of the engine: its messages and its settings."""
-FACTS = ("model.spec", "model.shapes", "model.load.hub", "model.load.configs")
+FACTS = (
+    *("model.spec", "model.shapes"),
+    *("model.load.hub", "model.load.configs", "model.load.gguf_file"),
+)
 """What is known of a model without its weights, and without torch."""
 ROOMS: Mapping[str, tuple[str, ...]] = {
     "common": (),

@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gguf import GGUFReader
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from twolane.frontend.text.parts import Parts
 from twolane.frontend.text.sentencepiece import CONTROL, NORMAL, add_pieces, build
 from twolane.frontend.text.tokenizer import Declared
+from twolane.model.load.gguf_file import GGUFFile
 
 KEY = "tokenizer.ggml."
 SUFFIXES = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
@@ -122,11 +122,10 @@ def from_gguf(path: Path) -> Parts | None:
     Raises:
         ValueError: a key is missing, or has a value that is not built.
     """
-    reader = GGUFReader(path)
+    file = GGUFFile(path)
 
     def key(name: str) -> Any:
-        field = reader.get_field(KEY + name)
-        return None if field is None else field.contents()
+        return file.value(KEY + name)
 
     kind = key("model")
     if kind in (None, "no_vocab", "none"):
@@ -157,7 +156,7 @@ def from_gguf(path: Path) -> Parts | None:
     parts.add_eos = bool(key("add_eos_token"))
     parts.config_name = path.name
     parts.ends = declared_ends(key, tokens)
-    parts.templates = templates_of(reader)
+    parts.templates = templates_of(file)
     return parts
 
 
@@ -232,13 +231,12 @@ def declared_ends(key: Any, tokens: Sequence[str]) -> list[Declared]:
     return ends
 
 
-def templates_of(reader: GGUFReader) -> dict[str, str]:
+def templates_of(file: GGUFFile) -> dict[str, str]:
     """Return the chat templates of a file, by name."""
     key = "tokenizer.chat_template"
-    fields = {name: field for name, field in reader.fields.items() if name.startswith(key)}
     templates = {}
-    for name, field in fields.items():
-        value = field.contents()
+    for name in file.fields:
+        value = file.value(name) if name.startswith(key) else None
         if isinstance(value, str) and value:
             templates["default" if name == key else name.removeprefix(f"{key}.")] = value
     return templates

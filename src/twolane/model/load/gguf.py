@@ -2,15 +2,14 @@
 
 import math
 import re
-import struct
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from gguf import GGUFEndian, GGUFReader, GGUFValueType
 from gguf.quants import dequantize
 
+from twolane.model.load.gguf_file import GGUFFile
 from twolane.model.spec import (
     MOST_HEADS,
     MOST_LAYERS,
@@ -44,10 +43,6 @@ _LAYER = {
     "ffn_down": "mlp.down_proj",
 }
 _ROPE_FREQS = "rope_freqs.weight"
-_LONG = 1024
-"""Entries of a list that only a tokenizer has so many of; a model has one for each layer."""
-
-
 _PART = re.compile(
     r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})(?P<suffix>\.gguf)", re.IGNORECASE
 )
@@ -55,40 +50,6 @@ _MOST_PARTS = 9999
 """A model is split into at most this many files."""
 _NEUTRAL = {"yarn_ext_factor": 1.0, "yarn_attn_factor": 1.0, "yarn_log_multiplier": 0.0}
 """Keys of YaRN that are not built, with the values that change nothing."""
-
-
-class _Reader(GGUFReader):
-    """Steps over long lists, which are the tokenizer's (`convert` reads that).
-
-    The package makes several arrays of every entry, which are seconds for a vocabulary.
-    """
-
-    def _get_field_parts(
-        self, orig_offs: int, raw_type: int
-    ) -> tuple[int, list[npt.NDArray[Any]], list[int], list[GGUFValueType]]:
-        if raw_type == GGUFValueType.ARRAY:
-            kind = GGUFValueType(self._get(orig_offs, np.uint32)[0])
-            count = int(self._get(orig_offs + 4, np.uint64)[0])
-            if count > _LONG and kind != GGUFValueType.ARRAY:
-                end = self._behind(orig_offs + 12, kind, count)
-                return end - orig_offs, [], [], [GGUFValueType.ARRAY, kind]
-        return super()._get_field_parts(orig_offs, raw_type)
-
-    def _behind(self, offset: int, kind: GGUFValueType, count: int) -> int:
-        """Where this many values of a kind end that begin at an offset."""
-        if kind != GGUFValueType.STRING:
-            return offset + count * np.dtype(self.gguf_scalar_to_np[kind]).itemsize
-        length = struct.Struct("<Q" if self.endianess == GGUFEndian.LITTLE else ">Q")
-        for _ in range(count):
-            offset += 8 + length.unpack_from(self.data.data, offset)[0]
-        return offset
-
-
-def _opened(path: Path) -> _Reader:
-    try:
-        return _Reader(path)
-    except (ValueError, IndexError, KeyError, OverflowError, struct.error) as error:
-        raise ValueError(f"{path} is not a whole GGUF file: {error}") from error
 
 
 class GGUFModel:
@@ -101,10 +62,10 @@ class GGUFModel:
             UnsupportedModel: the architecture or one of its options is not built.
             ValueError: it is not a whole GGUF file, another one is missing, or it is not the first.
         """
-        self._reader = _opened(path)
+        self._reader = GGUFFile(path)
         self._tensors = {t.name: t for t in self._reader.tensors}
         for part in self._other_parts(path):
-            self._tensors |= {t.name: t for t in _opened(part).tensors}
+            self._tensors |= {t.name: t for t in GGUFFile(part).tensors}
         self._architecture = str(self._field("general.architecture"))
         self.spec = self._read_spec()
         self._names = {
@@ -277,8 +238,7 @@ class GGUFModel:
         return default if value is None else value
 
     def _field(self, key: str) -> Any:
-        field = self._reader.get_field(key)
-        return None if field is None else field.contents()
+        return self._reader.value(key)
 
     def _tensor(self, name: str) -> Any:
         if name not in self._tensors:

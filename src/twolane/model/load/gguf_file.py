@@ -1,0 +1,79 @@
+"""GGUF files: their keys and tensors as the `gguf` package reads them, but for long lists."""
+
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from gguf import GGUFEndian, GGUFReader, GGUFValueType
+
+_LONG = 1024
+"""A list with more entries than this is one of a tokenizer, not one of layers."""
+
+
+class GGUFFile(GGUFReader):
+    """An open GGUF file (memory-mapped) that reads long lists when they are asked for.
+
+    The package makes several arrays of every entry, which takes seconds for a vocabulary.
+
+    Args:
+        path: of the file.
+
+    Raises:
+        ValueError: it is not a whole GGUF file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        try:
+            super().__init__(path)
+        except (ValueError, IndexError, KeyError, OverflowError, struct.error) as error:
+            raise ValueError(f"{path} is not a whole GGUF file: {error}") from error
+
+    def value(self, key: str) -> Any:
+        """Return the value of a key as numbers, texts or a list of these; None: it is absent."""
+        field = self.get_field(key)
+        if field is None:
+            return None
+        if field.types[0] != GGUFValueType.ARRAY or field.data or len(field.parts) > 4:
+            return field.contents()
+        offset, count = field.parts[3].tolist()
+        kind = field.types[-1]
+        if kind == GGUFValueType.STRING:
+            return self._texts(offset, count)
+        return self._get(offset, self.gguf_scalar_to_np[kind], count).tolist()
+
+    def _get_field_parts(
+        self, orig_offs: int, raw_type: int
+    ) -> tuple[int, list[npt.NDArray[Any]], list[int], list[GGUFValueType]]:
+        if raw_type == GGUFValueType.ARRAY:
+            kind = GGUFValueType(self._get(orig_offs, np.uint32)[0])
+            count = int(self._get(orig_offs + 4, np.uint64)[0])
+            if count > _LONG and kind != GGUFValueType.ARRAY:
+                begin = orig_offs + 12
+                end = self._behind(begin, kind, count)
+                place = np.array([begin, count])
+                return end - orig_offs, [place], [], [GGUFValueType.ARRAY, kind]
+        return super()._get_field_parts(orig_offs, raw_type)
+
+    def _behind(self, offset: int, kind: GGUFValueType, count: int) -> int:
+        """Return where this many values of a kind end that begin at an offset."""
+        if kind != GGUFValueType.STRING:
+            return offset + count * np.dtype(self.gguf_scalar_to_np[kind]).itemsize
+        length = self._length
+        for _ in range(count):
+            offset += 8 + length.unpack_from(self.data.data, offset)[0]
+        return offset
+
+    def _texts(self, offset: int, count: int) -> list[str]:
+        """Return this many texts that begin at an offset."""
+        length, data, found = self._length, self.data.data, []
+        for _ in range(count):
+            begin = offset + 8
+            offset = begin + length.unpack_from(data, offset)[0]
+            found.append(str(data[begin:offset], encoding="utf-8"))
+        return found
+
+    @property
+    def _length(self) -> struct.Struct:
+        return struct.Struct("<Q" if self.endianess == GGUFEndian.LITTLE else ">Q")
