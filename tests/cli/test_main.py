@@ -342,6 +342,15 @@ def test_doctor_names_a_broken_pytorch(tmp_path):
     assert not result.stderr
 
 
+def test_doctor_says_what_is_read_of_a_model():
+    result = run("doctor", MODEL)
+    assert result.returncode == 0
+    for word in ("49,152 tokens", "BOS", "<|im_end|>", "tokenizer.chat_template"):
+        assert word in result.stdout
+    assert "--tokens needs MODEL" in run("doctor", "--tokens", "x").stderr
+    assert "no model 'nope'" in run("doctor", "nope").stderr
+
+
 def test_doctor_counts_the_memory_that_an_engine_finds(monkeypatch):
     """Not that which no file's cache takes: after a download there is next to none of it."""
     monkeypatch.setattr(doctor, "free_memory", lambda: 3 * 2**29)

@@ -28,7 +28,6 @@ from .checkpoints import (
 def cache(tmp_path, monkeypatch):
     """A cache of its own, and conversions in this process: the program does the same."""
     monkeypatch.setenv("TWOLANE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(convert, "disagreements", lambda *_: [])
 
     def in_process(name, path, kept):
         try:

@@ -6,6 +6,8 @@ import random
 import openai
 import pytest
 
+from twolane.cli.doctor_model import report
+
 from .conftest import MODEL
 from .serving import wait_for
 
@@ -258,3 +260,14 @@ def test_the_openapi_description_names_the_fields(real):
         schemas["CompletionRequest"]["properties"].keys()
     )
     assert schemas["ChatRequest"]["additionalProperties"] is False
+
+
+def test_tokens_are_those_that_the_doctor_prints(real, capsys):
+    for text in ("Grüße, 12 Welten <|im_end|>\n", "  日本 👍", ""):
+        report(MODEL, text)
+        printed = [line.split(maxsplit=2) for line in capsys.readouterr().out.splitlines()]
+        _, _, told = real.request("/tokenize", {"prompt": text, "return_token_strs": True})
+        shown = [(int(token), name) for token, name, _ in printed]
+        assert shown == list(zip(told["tokens"], told["token_strs"], strict=True))
+        _, _, back = real.request("/detokenize", {"tokens": told["tokens"]})
+        assert back["prompt"] == text

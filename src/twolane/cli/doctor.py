@@ -1,9 +1,10 @@
-"""`twolane doctor`: what this machine offers for serving."""
+"""`twolane doctor`: what this machine offers for serving, or what a model's files say."""
 
 import os
 import platform
 from collections.abc import Iterator
 from importlib.metadata import version
+from typing import Annotated
 
 import typer
 from rich.console import Console, RenderableType
@@ -11,18 +12,42 @@ from rich.padding import Padding
 from rich.table import Table
 
 import twolane
+from twolane.cli.complete import models
+from twolane.cli.errors import one_line_errors, wrong_setting
 from twolane.cli.lazy import command_app
+from twolane.common.errors import FieldError
 from twolane.common.resources import free_memory, usable_cores
 from twolane.model.load import hub
 from twolane.systems.registry import SYSTEMS, defaults, describe
+
+MODEL = "A model as `twolane serve` takes it, to say what is read of its files."
 
 app = command_app()
 
 
 @app.command()
-def doctor() -> None:
-    """Say what this machine offers, and whether serving is possible (exit code 0)."""
-    raise typer.Exit(0 if report() else 1)
+def doctor(
+    model: Annotated[
+        str | None, typer.Argument(autocompletion=models, help=MODEL, show_default=False)
+    ] = None,
+    tokens: Annotated[
+        str | None,
+        typer.Option(help="Print the tokens of this text for MODEL: id, name and text of each."),
+    ] = None,
+) -> None:
+    """Say what this machine offers, and whether serving is possible (exit code 0).
+
+    With MODEL, say what is read of its files: the tokenizer, BOS, each EOS and the chat template,
+    and where each comes from.
+    """
+    if model is None:
+        if tokens is not None:
+            raise wrong_setting(FieldError("tokens", "needs MODEL"))
+        raise typer.Exit(0 if report() else 1)
+    from twolane.cli.doctor_model import report as report_model
+
+    with one_line_errors():
+        report_model(model, tokens)
 
 
 def report() -> bool:

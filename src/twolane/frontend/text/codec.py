@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders
 from tokenizers.pre_tokenizers import ByteLevel
 
 from twolane.frontend.text.fence import TookTooLong, within
-from twolane.frontend.text.template import ChatTemplate, Message, missing_words
+from twolane.frontend.text.template import ChatTemplate, Message, TemplateForm, missing_words
 from twolane.frontend.text.tokenizer import ModelTokenizer
 
 REPLACEMENT = "\ufffd"
@@ -190,17 +190,15 @@ class TextCodec:
     def __init__(self, tokenizer: ModelTokenizer | None) -> None:
         self._backend = None if tokenizer is None else tokenizer.backend
         self._template: ChatTemplate | None = None
+        self._tool_template: ChatTemplate | None = None
         self.ends: tuple[int, ...] = () if tokenizer is None else tokenizer.ends
         """The tokens that end an answer, beside those of the model's config."""
         self._no_chat = "this model has no chat template: use /v1/completions"
-        if tokenizer is not None and tokenizer.chat_template:
-            try:
-                made = partial(ChatTemplate, tokenizer.chat_template, tokenizer.special_tokens)
-                self._template = within(TEMPLATE_SECONDS, partial(made, tokenizer.form))
-            except (TookTooLong, RecursionError) as error:
-                self._no_chat = f"the model's chat template cannot be run: {type(error).__name__}"
-            except TemplateSyntaxError as error:
-                self._no_chat = f"the model's chat template is broken: {error}"
+        if tokenizer is not None:
+            self._template = self._compiled(tokenizer, tokenizer.chat_template, tokenizer.form)
+            self._tool_template = self._compiled(
+                tokenizer, tokenizer.tool_template, tokenizer.tool_form
+            )
         self._shown: ByteVocabulary | None = None
         self._longest: int | None = None
         if self._backend is not None:
@@ -209,6 +207,20 @@ class TextCodec:
                 self._shown = ByteVocabulary(self._backend, skip_special_tokens=False)
                 self._text = ByteVocabulary(self._backend, skip_special_tokens=True)
 
+    def _compiled(
+        self, tokenizer: ModelTokenizer, source: str | None, form: TemplateForm | None
+    ) -> ChatTemplate | None:
+        if not source:
+            return None
+        try:
+            made = partial(ChatTemplate, source, tokenizer.special_tokens, form)
+            return within(TEMPLATE_SECONDS, made)
+        except (TookTooLong, RecursionError) as error:
+            self._no_chat = f"the model's chat template cannot be run: {type(error).__name__}"
+        except TemplateSyntaxError as error:
+            self._no_chat = f"the model's chat template is broken: {error}"
+        return None
+
     @property
     def has_tokenizer(self) -> bool:
         """Whether text can be served at all."""
@@ -216,13 +228,14 @@ class TextCodec:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether `chat` can work."""
+        """Whether `chat` can work without tools."""
         return self._template is not None
 
     @property
     def template_source(self) -> str | None:
-        """The chat template's program; None: there is none."""
-        return None if self._template is None else self._template.source
+        """The program of the chat template for tools; None: there is none."""
+        template = self._tool_template or self._template
+        return None if template is None else template.source
 
     @property
     def tokenizer_json(self) -> str:
@@ -242,7 +255,8 @@ class TextCodec:
 
     def has_variable(self, name: str) -> bool:
         """Return whether `chat_template_kwargs` may set this variable of the chat template."""
-        return self._template is not None and name in self._template.variables
+        template = self._template or self._tool_template
+        return template is not None and name in template.variables
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the tokens of a plain prompt.
@@ -273,6 +287,8 @@ class TextCodec:
                 was said is not in the prompt that it makes.
         """
         tokenizer, template = self._tokenizer, self._template
+        if tools and self._tool_template is not None:
+            template = self._tool_template
         if template is None:
             raise TextError(self._no_chat)
         check_variables(template, variables or {})

@@ -1,9 +1,10 @@
 """Reads the tokenizer of a model and writes it as one file. A program of its own.
 
 `tokenizer.json` is the truth for tokens, normalisation, splitting and decoding. `transformers`
-rebuilds some tokenizers from the name of a class: it is asked for its opinion alone, and for
-formats that only it reads. It takes seconds to import and brings PyTorch with it, so no process
-that serves should. `load_file` runs `python -m twolane.frontend.text.convert SOURCE TARGET`.
+rebuilds some tokenizers from the name of a class: it is asked for formats that only it reads, and
+by `twolane doctor` for its opinion. It takes seconds to import and brings PyTorch with it, so no
+process that serves should: `load_both` runs
+`python -m twolane.frontend.text.convert SOURCE TARGET`.
 """
 
 import sys
@@ -17,8 +18,8 @@ from tokenizers import AddedToken, Tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from twolane.common.checked_json import read_json
-from twolane.frontend.text.parts import Parts
-from twolane.frontend.text.template import ChatTemplate
+from twolane.frontend.text.parts import Parts, Template
+from twolane.frontend.text.template import ChatTemplate, TemplateForm
 from twolane.frontend.text.tokenizer import Declared, TokenizerFile
 
 NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -28,18 +29,6 @@ CLASS_DEFAULTS: Mapping[str, Mapping[str, str]] = {
     "Qwen2Tokenizer": {"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"},
 }
 """Special tokens of classes of `transformers`, for files that name the class and not the tokens."""
-PROBES = (
-    *("one", " one", "  two spaces", "trailing  ", "\n\n\tx = 1\r\n", "3.14 12345", "don't WE'LL"),
-    *(
-        "naïve e\u0301 ﬁ Å",
-        "你好,世界 日本",
-        "مرحبا שלום",
-        "😀🏳️‍🌈 👍🏽",
-        "\x00\x07\u200b",
-        "a" * 99,
-    ),
-)
-"""Texts whose tokens are compared with those of `transformers`."""
 
 
 def convert(source: Path) -> TokenizerFile:
@@ -62,29 +51,40 @@ def convert(source: Path) -> TokenizerFile:
     parts.backend.no_padding()
     add_named_tokens(parts)
     bos = settle_bos(parts)
-    template = parts.templates.get("default")
+    template, tool_template = (parts.templates.get(name) for name in ("default", "tool_use"))
     if template is None and parts.templates:
         named = ", ".join(sorted(parts.templates))
-        parts.notes.append(f"there is no default among the chat templates ({named}): no chat")
-    form, ends = None, ends_by_name(parts)
-    if template is not None:
-        try:
-            form = ChatTemplate(template, parts.special_tokens).form
-            ends += turn_ends(parts.backend, form.turn_end)
-        except TemplateSyntaxError as error:
-            parts.notes.append(f"the chat template is broken: {error}")
-    if source.is_dir() and parts.origin == "tokenizer.json":
-        parts.notes += disagreements(source, parts.backend)
+        chat = "no chat" if tool_template is None else "no chat without tools"
+        parts.notes.append(f"there is no default among the chat templates ({named}): {chat}")
+    form, tool_form = form_of(template, parts), form_of(tool_template, parts)
+    ends = ends_by_name(parts)
+    for each in (form, tool_form):
+        if each is not None:
+            ends += turn_ends(parts.backend, each.turn_end)
     return TokenizerFile(
         backend=parts.backend.to_str(),
         origin=parts.origin,
-        chat_template=template,
+        chat_template=template and template.text,
+        template_source=template and template.source,
         form=form,
+        tool_template=tool_template and tool_template.text,
+        tool_form=tool_form,
         special_tokens=parts.special_tokens,
         bos=bos,
-        ends=list({end.id: end for end in reversed(ends)}.values())[::-1],
+        ends=list(dict.fromkeys(ends)),
         notes=parts.notes,
     )
+
+
+def form_of(template: Template | None, parts: Parts) -> TemplateForm | None:
+    """Find out how a template reads messages; None: there is none, or it is broken."""
+    if template is None:
+        return None
+    try:
+        return ChatTemplate(template.text, parts.special_tokens).form
+    except TemplateSyntaxError as error:
+        parts.notes.append(f"the chat template in {template.source} is broken: {error}")
+        return None
 
 
 def from_directory(source: Path) -> Parts:
@@ -132,23 +132,27 @@ def read_backend(source: Path) -> tuple[Tokenizer, str]:
     return tokenizer.backend_tokenizer, "vocab.json"
 
 
-def read_templates(source: Path, config: Mapping[str, Any]) -> dict[str, str]:
+def read_templates(source: Path, config: Mapping[str, Any]) -> dict[str, Template]:
     """Read the chat templates of a directory, by name; its template files come first."""
     given = config.get("chat_template")
-    templates: dict[str, str] = {}
+    named: dict[str, str] = {}
     if isinstance(given, str):
-        templates["default"] = given
+        named["default"] = given
     elif isinstance(given, list):
-        templates |= {entry["name"]: entry["template"] for entry in given}
+        named |= {entry["name"]: entry["template"] for entry in given}
     elif isinstance(given, dict):
-        templates |= given
+        named |= given
+    templates = {name: Template(t, "tokenizer_config.json") for name, t in named.items()}
     in_json = optional_json(source / "chat_template.json").get("chat_template")
     if isinstance(in_json, str):
-        templates["default"] = in_json
-    if (source / "chat_template.jinja").is_file():
-        templates["default"] = (source / "chat_template.jinja").read_text(encoding="utf-8")
-    for file in sorted((source / "additional_chat_templates").glob("*.jinja")):
-        templates[file.stem] = file.read_text(encoding="utf-8")
+        templates["default"] = Template(in_json, "chat_template.json")
+    files = {"default": source / "chat_template.jinja"}
+    folder = source / "additional_chat_templates"
+    files |= {file.stem: file for file in sorted(folder.glob("*.jinja"))}
+    for name, file in files.items():
+        if file.is_file():
+            where = str(file.relative_to(source))
+            templates[name] = Template(file.read_text(encoding="utf-8"), where)
     return templates
 
 
@@ -226,8 +230,9 @@ def ends_by_name(parts: Parts) -> list[Declared]:
     """Return the end tokens that files name."""
     token = parts.special_tokens.get("eos_token", "")
     named = parts.backend.token_to_id(token)
-    source = f"eos_token of {parts.config_name}"
-    return parts.ends + ([] if named is None else [Declared(named, token, source)])
+    if named is None or any(end.id == named for end in parts.ends):
+        return parts.ends
+    return [*parts.ends, Declared(named, token, f"eos_token of {parts.config_name}")]
 
 
 def turn_ends(backend: Tokenizer, text: str) -> list[Declared]:
@@ -238,24 +243,6 @@ def turn_ends(backend: Tokenizer, text: str) -> list[Declared]:
     if longest is None:
         return []
     return [Declared(longest, str(added[longest].content), "the chat template")]
-
-
-def disagreements(source: Path, backend: Tokenizer) -> list[str]:
-    """Return where `transformers` cuts a text otherwise than the file, if it can tell."""
-    try:
-        from transformers import AutoTokenizer
-
-        theirs = AutoTokenizer.from_pretrained(source)
-        for probe in PROBES:
-            ids, others = backend.encode(probe).ids, theirs(probe).input_ids
-            if ids != others:
-                return [
-                    f"{probe!r} is {ids} by tokenizer.json, which holds, and {others} "
-                    f"by {type(theirs).__name__} of transformers"
-                ]
-    except Exception:  # its opinion is not needed
-        return []
-    return []
 
 
 def main() -> int:

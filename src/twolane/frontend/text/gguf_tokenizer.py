@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
-from twolane.frontend.text.parts import Parts
+from twolane.frontend.text.parts import Parts, Template
 from twolane.frontend.text.sentencepiece import CONTROL, NORMAL, add_pieces, build
 from twolane.frontend.text.tokenizer import Declared
 from twolane.model.load.gguf_file import GGUFFile
@@ -231,12 +231,13 @@ def declared_ends(key: Any, tokens: Sequence[str]) -> list[Declared]:
     return ends
 
 
-def templates_of(file: GGUFFile) -> dict[str, str]:
+def templates_of(file: GGUFFile) -> dict[str, Template]:
     """Return the chat templates of a file, by name."""
     key = "tokenizer.chat_template"
     templates = {}
     for name in file.fields:
         value = file.value(name) if name.startswith(key) else None
         if isinstance(value, str) and value:
-            templates["default" if name == key else name.removeprefix(f"{key}.")] = value
+            short = "default" if name == key else name.removeprefix(f"{key}.")
+            templates[short] = Template(value, name)
     return templates

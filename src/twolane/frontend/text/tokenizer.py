@@ -19,7 +19,7 @@ from twolane.model.load.hub import ModelSource, cache_dir
 
 log = logging.getLogger("twolane.frontend")
 
-_FORMAT = 4
+_FORMAT = 5
 """The version of `TokenizerFile` and of how it is made; files of others are made anew."""
 _READ_BY = ("*.json", "*.model", "*.jinja", "*.txt", "*.py")
 """The files of a model directory that a tokenizer may be made of."""
@@ -41,14 +41,20 @@ class TokenizerFile(msgspec.Struct, frozen=True, kw_only=True):
     origin: str
     """The file that the tokens come from."""
     chat_template: str | None = None
+    template_source: str | None = None
+    """Where the template was found."""
     form: TemplateForm | None = None
     """How the template reads messages, if there is a template that works."""
+    tool_template: str | None = None
+    """The template of conversations with tools, where the model has one for these alone."""
+    tool_form: TemplateForm | None = None
     special_tokens: dict[str, str] = {}
     """By name ("bos_token", ...), as chat templates know them."""
     bos: Declared | None = None
     """The token that is put before every text."""
     ends: list[Declared] = []
-    """The tokens that end an answer, beside those of the model's config."""
+    """The tokens that end an answer, beside those of the model's config; each may be declared in
+    several places."""
     notes: list[str] = []
     """What disagrees among the model's files, one sentence each."""
 
@@ -61,6 +67,8 @@ class ModelTokenizer:
     chat_template: str | None
     special_tokens: Mapping[str, str]
     form: TemplateForm | None = None
+    tool_template: str | None = None
+    tool_form: TemplateForm | None = None
     ends: tuple[int, ...] = ()
     """The tokens that end an answer, beside those of the model's config."""
 
@@ -71,7 +79,7 @@ def load_tokenizer(source: ModelSource) -> ModelTokenizer:
     Raises:
         ValueError: the model has no tokenizer, or not one that can be read.
     """
-    made = _load(source)[1]
+    made = load_both(source)[1]
     if made is None:
         raise ValueError(f"{source.name} has no tokenizer")
     return made
@@ -85,7 +93,7 @@ def load_if_any(source: ModelSource) -> ModelTokenizer | None:
     """
     if source.tokenizer is None:
         return None
-    file, made = _load(source)
+    file, made = load_both(source)
     for note in file.notes:
         log.warning("%s: %s", source.name, note)
     return made
@@ -97,18 +105,29 @@ def load_file(source: ModelSource) -> TokenizerFile:
     Raises:
         ValueError: the model has no tokenizer, or not one that can be read.
     """
-    return _load(source)[0]
+    return load_both(source)[0]
 
 
-def _load(source: ModelSource) -> tuple[TokenizerFile, ModelTokenizer | None]:
-    """Load a tokenizer from the cache, or convert it.
+def add_note(source: ModelSource, note: str) -> None:
+    """Keep a note about a model's tokenizer, which every server that loads it logs."""
+    file = load_file(source)
+    if source.tokenizer is not None and note not in file.notes:
+        noted = msgspec.structs.replace(file, notes=[*file.notes, note])
+        keep(_kept(source.tokenizer), msgspec.json.encode(noted))
+
+
+def load_both(source: ModelSource) -> tuple[TokenizerFile, ModelTokenizer | None]:
+    """Load a tokenizer from the cache, or convert it; None: the model's file says it has none.
 
     It is converted by a short-lived process the first time: reading it needs libraries that no
     process that serves should import.
+
+    Raises:
+        ValueError: the model has no tokenizer, or not one that can be read.
     """
     if source.tokenizer is None:
         raise ValueError(f"{source.name} has no tokenizer")
-    kept = cache_dir() / "tokenizers" / f"{_fingerprint(source.tokenizer)}.json"
+    kept = _kept(source.tokenizer)
     try:
         return _read(kept.read_bytes())
     except OSError:
@@ -131,9 +150,14 @@ def _read(data: bytes) -> tuple[TokenizerFile, ModelTokenizer | None]:
         backend = Tokenizer.from_str(file.backend)
     except Exception as error:  # the library has no type of its own for it
         raise ValueError(f"no tokenizer: {error}") from error
-    ends = tuple(end.id for end in file.ends)
-    made = ModelTokenizer(backend, file.chat_template, file.special_tokens, file.form, ends)
+    ends = tuple(dict.fromkeys(end.id for end in file.ends))
+    templates = file.form, file.tool_template, file.tool_form
+    made = ModelTokenizer(backend, file.chat_template, file.special_tokens, *templates, ends)
     return file, made
+
+
+def _kept(path: Path) -> Path:
+    return cache_dir() / "tokenizers" / f"{_fingerprint(path)}.json"
 
 
 def _fingerprint(path: Path) -> str:

@@ -188,6 +188,22 @@ def spec_from_directory(path: Path) -> ModelSpec:
     return spec_from_config(read_json(config_file), _generation_eos(path))
 
 
+def declared_eos(path: Path) -> dict[str, tuple[int, ...]]:
+    """Return the end tokens that a model directory's configs declare, by the place that does.
+
+    Raises:
+        UnsupportedModel: the architecture is not built.
+        ValueError: a file is missing or broken.
+    """
+    raw = read_json(path / "config.json")
+    family = check_architecture(raw)
+    config = converted(raw, _CONFIGS[family], lax=True)
+    place = "config.json" if "eos_token_id" in raw else f"the default of {family}"
+    found = {GENERATION_FILE: _generation_eos(path), place: config.eos_token_id}
+    merged = {name: merge_eos(config.vocab_size, ids, None) for name, ids in found.items()}
+    return {name: ids for name, ids in merged.items() if ids}
+
+
 def sampling_from_directory(path: Path) -> dict[str, Any]:
     """Read how a model's authors would have its tokens drawn from its `generation_config.json`.
 

@@ -1,0 +1,119 @@
+"""`twolane doctor MODEL`: what is read of a model's files, and where each thing comes from."""
+
+from collections.abc import Iterator, Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from twolane.frontend.text.codec import TextCodec
+from twolane.frontend.text.crosscheck import PROBES, disagreement
+from twolane.frontend.text.template import ChatTemplate, TemplateForm
+from twolane.frontend.text.tokenizer import (
+    Declared,
+    ModelTokenizer,
+    TokenizerFile,
+    add_note,
+    load_both,
+)
+from twolane.model.load.configs import declared_eos
+from twolane.model.load.hub import ModelSource, resolve
+
+
+def report(name: str, tokens: str | None) -> None:
+    """Print what is read of a model, or the tokens of a text.
+
+    Raises:
+        ValueError: there is no such model, or its tokenizer cannot be read.
+        PullError: it could not be fetched.
+    """
+    source = resolve(name)
+    if source.tokenizer is None:
+        raise ValueError(f"{name} has no tokenizer")
+    file, made = load_both(source)
+    rows = describe(source, file, made) if tokens is None else pieces(TextCodec(made), tokens)
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    for row in rows:
+        table.add_row(*(Text(cell, overflow="fold") for cell in row))
+    if table.row_count:
+        Console().print(table)
+
+
+def pieces(codec: TextCodec, text: str) -> Iterator[Sequence[str]]:
+    """Yield id, name and text of each token of a text, as /tokenize has them."""
+    ids = codec.encode(text)
+    for token, name in zip(ids, codec.token_names(ids), strict=True):
+        yield str(token), name, repr(codec.token_bytes(token).decode(errors="replace"))
+
+
+def describe(
+    source: ModelSource, file: TokenizerFile, made: ModelTokenizer | None
+) -> Iterator[Sequence[str]]:
+    """Yield the rows of the report: what, its value, where it comes from."""
+    yield "model", source.name, str(source.path)
+    if made is None:
+        yield "tokenizer", "none: prompts are token ids", file.origin
+        return
+    size = made.backend.get_vocab_size()
+    yield "tokenizer", f"{type(made.backend.model).__name__}, {size:,} tokens", file.origin
+    yield "BOS", "none", file.origin
+    if file.bos is not None:
+        yield "BOS", shown(file.bos), file.bos.source
+    for end in ends(source, file, made):
+        yield "EOS", shown(end), end.source
+    yield from templates(file, made)
+    for note in file.notes:
+        yield "note", note, ""
+    if source.kind == "dir" and file.origin == "tokenizer.json" and source.tokenizer is not None:
+        try:
+            said = disagreement(source.tokenizer, made.backend)
+        except ValueError as error:
+            yield "transformers", "has no opinion", str(error)
+            return
+        if said is not None:
+            add_note(source, said)
+        yield "transformers", said or f"cuts {len(PROBES)} texts alike", ""
+
+
+def shown(token: Declared) -> str:
+    """Return a token as text."""
+    return f"{token.id} {token.token!r}"
+
+
+def ends(source: ModelSource, file: TokenizerFile, made: ModelTokenizer) -> list[Declared]:
+    """Return every token that ends an answer, once for each place that declares it."""
+    found = []
+    if source.kind == "dir" and source.path is not None:
+        for place, ids in declared_eos(source.path).items():
+            found += [Declared(i, made.backend.id_to_token(i) or "", place) for i in ids]
+    return found + file.ends
+
+
+def templates(file: TokenizerFile, made: ModelTokenizer) -> Iterator[Sequence[str]]:
+    """Yield the rows about the chat templates."""
+    if made.chat_template is None:
+        yield "template", "none: no chat", ""
+    else:
+        yield "template", "", file.template_source or ""
+        yield from form_rows(made, made.chat_template, file.form)
+    if made.tool_template is not None:
+        yield "tool template", "for conversations with tools", "tool_use"
+        yield from form_rows(made, made.tool_template, file.tool_form)
+
+
+def form_rows(
+    made: ModelTokenizer, source: str, form: TemplateForm | None
+) -> Iterator[Sequence[str]]:
+    """Yield the rows about one chat template."""
+    if form is None:
+        yield "", "broken: no chat", ""
+        return
+    yield "  text", ", ".join(form.text_roles) or "of no role", "roles whose content is text"
+    yield "  parts", ", ".join(form.part_roles) or "of no role", "roles whose content is parts"
+    calls = "not shown" if form.arguments is None else f"arguments as {form.arguments}"
+    null = ", null as content" if form.null_content else ""
+    yield "  tool calls", calls + null, ""
+    yield "  developer", "a role of its own" if form.developer else "read as system", ""
+    yield "  turn ends", repr(form.turn_end), ""
+    variables = ChatTemplate(source, made.special_tokens, form).variables
+    yield "  variables", ", ".join(sorted(variables)) or "none", "chat_template_kwargs"
