@@ -40,7 +40,7 @@ SCHEMA = {
 """An answer to it never ends by itself within the tokens that are asked for."""
 
 
-def request(place: int, prompt: int, tokens: int, grammar: str | None) -> Submit:
+def request(place: int, prompt: int, tokens: int, vocab_size: int, grammar: str | None) -> Submit:
     params = SamplingParams(
         temperature=1.0,
         seed=place,
@@ -48,7 +48,7 @@ def request(place: int, prompt: int, tokens: int, grammar: str | None) -> Submit
         grammar=grammar,
         logit_bias={} if grammar else {2: -100.0},
     )
-    ids = [100 + (31 * place + i) % 20_000 for i in range(prompt)]
+    ids = [100 + (31 * place + i) % min(20_000, vocab_size - 100) for i in range(prompt)]
     return Submit(f"{time.monotonic_ns()}-{place}", ids, params)
 
 
@@ -91,7 +91,7 @@ async def measure(given: argparse.Namespace, tokenizer: str) -> dict[str, object
         load_format=given.load_format,
         device=given.device,
         system=given.system,
-        max_model_len=4096,
+        max_model_len=given.prompt + given.tokens + 16,
         prefix_cache=False,
     )
     client = await EngineClient.start(config)
@@ -99,11 +99,12 @@ async def measure(given: argparse.Namespace, tokenizer: str) -> dict[str, object
         client.teach(tokenizer)
         grammar, rows = json_schema_grammar(SCHEMA), given.rows
         loads = {"none": 0, "half": rows // 2, "all": rows}
-        await gaps(client, [request(0, 16, 8, grammar), request(1, 16, 8, None)])
+        size = given.vocab_size
+        await gaps(client, [request(0, 16, 8, size, grammar), request(1, 16, 8, size, None)])
         runs: dict[str, list[dict[str, float]]] = {}
         for name, tied in itertools.chain(*[loads.items()] * given.rounds):
             asked = [
-                request(i, given.prompt, given.tokens, grammar if i < tied else None)
+                request(i, given.prompt, given.tokens, size, grammar if i < tied else None)
                 for i in range(rows)
             ]
             found = await gaps(client, asked)

@@ -60,6 +60,8 @@ class Load(msgspec.Struct, frozen=True):
     """Seconds between two such prompts."""
     output: int
     """Output tokens of each stream in the second question."""
+    idle: float
+    """Seconds in which an idle engine is watched."""
 
     def tokens(self, rng: random.Random, n: int) -> list[int]:
         """Return a random prompt of n tokens."""
@@ -200,7 +202,7 @@ async def base(asked: Load) -> tuple[Measured, list[Figure]]:
     sixteen = statistics.median([await streams(client, asked, 16, seed) for seed in range(3, 6)])
     new = min(1024, client.ready.max_model_len - 2)
     cold, warm = await prefix(client, asked, new)
-    idle = await idle_share(client)
+    idle = await idle_share(client, asked.idle)
     await client.close()
     reference = generate_speed(asked, 0)
     measured = {
@@ -231,7 +233,7 @@ async def prefix(client: EngineClient, asked: Load, new: int) -> tuple[float, fl
     return statistics.median(cold), statistics.median(warm)
 
 
-async def idle_share(client: EngineClient, seconds: float = 5.0) -> float:
+async def idle_share(client: EngineClient, seconds: float) -> float:
     """CPU time of the engine process over wall time, with nothing to do."""
     await asyncio.sleep(1.0)
     before = cpu_seconds(client.process.pid)
@@ -251,6 +253,7 @@ def main() -> None:
     add("--prompt", type=int, default=600, help="tokens of the prompts that come meanwhile")
     add("--every", type=float, default=3.0, help="seconds between two of them")
     add("--output", type=int, default=96, help="output tokens of each stream alone")
+    add("--idle", type=float, default=5.0, help="seconds in which an idle engine is watched")
     add("--out", type=Path, help="write the figures here as JSON")
     given = vars(parser.parse_args())
     out, asked = given.pop("out"), Load(**given)

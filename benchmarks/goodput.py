@@ -55,6 +55,8 @@ class Panel(msgspec.Struct, frozen=True):
     attainment: float = 0.99
     longest: int = 12_000
     """Prompt tokens."""
+    seeds: int | None = None
+    """Patterns of arrivals; by default `SEEDS`, simulated `SIMULATED_SEEDS`."""
 
     @property
     def name(self) -> str:
@@ -82,7 +84,7 @@ class Panel(msgspec.Struct, frozen=True):
         begins at what was found on a GPU before, or on a simulated one."""
         folder = work / self.name / goodput.file_name(system)
         where = ["--simulate", "h200", "--model", self.model]
-        guesses, seeds = [], SIMULATED_SEEDS
+        guesses, seeds = [], self.seeds or SIMULATED_SEEDS
         if profiles is not None:
             serve = (
                 f"{self.model} --load-format dummy --device cuda"
@@ -90,7 +92,8 @@ class Panel(msgspec.Struct, frozen=True):
                 f" --profile {gpus.profile(profiles, self.model)}"
             )
             where = ["--serve", serve, "--num-warmups", f"{gpus.WARMUPS}"]
-            guesses, seeds = _guesses(profiles, self.name, system), SEEDS
+            seeds = self.seeds or SEEDS
+            guesses = _guesses(profiles, self.name, system, seeds)
         slos = [f"ttft:{self.ttft_ms:g}", f"tbt:{self.tbt_ms:g}"]
         if self.per_1k_ms:
             slos.append(f"ttft-per-1k:{self.per_1k_ms:g}")
@@ -107,12 +110,12 @@ class Panel(msgspec.Struct, frozen=True):
         return gpus.Command(arguments, folder / "search.txt")
 
 
-def _guesses(results: Path, panel: str, system: str) -> list[float]:
+def _guesses(results: Path, panel: str, system: str, seeds: int) -> list[float]:
     """What was measured before, seed by seed; where nothing was, what was simulated, in proportion;
     none if that kept no rate."""
-    simulated = _found(results / SIMULATED)[panel][system][:SEEDS]
-    measured = _found(results / MEASURED).get(panel, {}).get(system, [])[:SEEDS]
-    if not all(simulated) or not all(measured):
+    simulated = _found(results / SIMULATED)[panel][system][:seeds]
+    measured = _found(results / MEASURED).get(panel, {}).get(system, [])[:seeds]
+    if len(simulated) < seeds or not all(simulated) or not all(measured):
         return []
     pairs = [*zip(measured, simulated, strict=False)]
     off = statistics.fmean(m / s for m, s in pairs) if pairs else 1.0
@@ -246,23 +249,29 @@ def main() -> None:
     parser.add_argument("--panels", nargs="+", help="only these, by name, or patterns of such")
     parser.add_argument("--systems", nargs="+", help="only these, by the beginnings of their names")
     parser.add_argument("--simulate", action="store_true", help="simulated GPUs instead")
+    parser.add_argument("--prompts", type=int, help="requests in a run; by default the panel's")
+    parser.add_argument("--seeds", type=int, help="patterns of arrivals; by default 3, or 9")
     given = parser.parse_args()
     if given.simulate:
         out = parser.get_default("out").with_name(SIMULATED)
         parser.set_defaults(work=Path("goodput-simulated-work"), out=out)
         given = parser.parse_args()
     profiles = None if given.simulate else given.profiles
+    panels = [
+        msgspec.structs.replace(p, prompts=given.prompts or p.prompts, seeds=given.seeds)
+        for p in PANELS
+    ]
     groups = [
         [
             panel.command(system, given.work, profiles)
             for system in panel.systems(profiles)
             if given.systems is None or system.startswith(tuple(given.systems))
         ]
-        for panel in PANELS
+        for panel in panels
         if given.panels is None or any(fnmatch(panel.name, name) for name in given.panels)
     ]
     gpus.run(groups, given.gpus, given.seconds)
-    found = collected(PANELS, given.work, profiles)
+    found = collected(panels, given.work, profiles)
     print(table(found))
     for one in found:
         figures = {"panel": one.panel, "system": one.system, "goodput": one.goodput}

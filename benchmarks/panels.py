@@ -228,6 +228,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--work", type=Path, default=Path("panels-work"), help="folder of the runs")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/panels.json"))
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--prompts", type=int, help="requests in a run; by default the panel's")
     given = parser.parse_args()
     if {*given.systems} == {"auto"}:
         parser.error("--systems: one at least to compare auto with")
@@ -239,6 +240,8 @@ def main() -> None:
     given = _options()
     names = given.panels or (QUICK if given.quick else [p.name for p in PANELS])
     panels = [panel for name in names for panel in PANELS if panel.name == name]
+    if given.prompts:
+        panels = [msgspec.structs.replace(panel, prompts=given.prompts) for panel in panels]
     asked = dict.fromkeys((*given.systems, "auto"))
     systems = [variant for one in asked for variant in goodput.variants(one)]
     systems.sort(key=goodput_cli.reads_slos, reverse=True)  # these take longest

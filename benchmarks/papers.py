@@ -9,7 +9,7 @@ a stopped run goes on with the same command. docs/results.md has what came out.
 import argparse
 import itertools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -368,14 +368,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", default=list(STUDIES), metavar="NAME")
     parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--requests", type=int, help="of each run; by default the study's number")
     parser.add_argument("--out", type=Path, default=OUT)
     asked = parser.parse_args()
-    about, results = provenance(asked.names), dict[str, Figures]()
+    about = provenance({"studies": asked.names, "requests": asked.requests})
+    results: dict[str, Figures] = {}
     if asked.out.exists():
         saved = msgspec.json.decode(asked.out.read_bytes())["figures"]
         results = msgspec.convert(saved, dict[str, Figures])
     for name in asked.names:
         study = STUDIES[name]
+        study = replace(study, requests=asked.requests or study.requests)
         for seed, variant in itertools.product(range(asked.seeds), study.variants):
             key = f"{name}/{variant}/{seed}"
             if key not in results:

@@ -49,11 +49,13 @@ class Replay(msgspec.Struct, frozen=True):
         """Of its files."""
         return f"{self.system}-{self.dataset}"
 
+    seconds: int = SECONDS
+
     @property
     def requests(self) -> list[str]:
         """Words for what is asked."""
         return [
-            *("--dataset", self.dataset, "--num-prompts", f"{round(self.rate * SECONDS)}"),
+            *("--dataset", self.dataset, "--num-prompts", f"{round(self.rate * self.seconds)}"),
             *("--request-rate", f"{self.rate:g}", "--seed", f"{SEED}"),
             *("--max-input-len", f"{LONGEST}"),
         ]
@@ -165,25 +167,33 @@ def table(rows: Iterable[Compared]) -> str:
 def main() -> None:
     """Do what is missing, write the file."""
     parser = gpus.options(__doc__, "replay-work", "replay-h200")
+    parser.add_argument("--length", type=int, default=SECONDS, help="seconds of a replay")
+    parser.add_argument("--only", nargs="+", help="only these replays")
     parser.add_argument("--one", choices=[r.name for r in REPLAYS], help="only measure this one")
     given = parser.parse_args()
     given.work.mkdir(parents=True, exist_ok=True)
+    replays = [
+        msgspec.structs.replace(each, seconds=given.length)
+        for each in REPLAYS
+        if given.only is None or each.name in given.only
+    ]
     if given.one:
-        [replay] = [each for each in REPLAYS if each.name == given.one]
+        [replay] = [each for each in replays if each.name == given.one]
         measured(replay, given.profiles, given.work)
         return
     here = ["--work", str(given.work), "--profiles", str(given.profiles)]
+    here += ["--length", str(given.length)]
     groups = [
         [gpus.Command([__file__, "--one", replay.name, *here], given.work / f"{replay.name}.txt")]
-        for replay in REPLAYS
+        for replay in replays
         if not (given.work / f"{replay.name}-measured.json").exists()
     ]
     gpus.run(groups, given.gpus, given.seconds)
     with ThreadPoolExecutor(2) as pool:
-        rows = pool.map(lambda each: compared(each, given.profiles, given.work), REPLAYS)
+        rows = pool.map(lambda each: compared(each, given.profiles, given.work), replays)
         found = [row for row in rows if row is not None]
     for row in found:
-        about = provenance({"model": MODEL, "seconds": SECONDS, "seed": SEED})
+        about = provenance({"model": MODEL, "seconds": given.length, "seed": SEED})
         save(given.out / f"{row.name}.json", about, msgspec.to_builtins(row))
     print(table(found))
 

@@ -8,19 +8,34 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from tests.engine.test_constraints import tokenizer
+from tests.model.checkpoints import make_checkpoint
 from twolane.results.provenance import Provenance
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "benchmarks"
 MODULES = {"measured", "gpus", "common"}
 """Files that only others import."""
-HELPS = [p for p in sorted(SCRIPTS.rglob("*.py")) if p.stem not in MODULES]
+HELPS = """
+import contextlib, io, pathlib, runpy, sys
+for script in sys.argv[1:]:
+    said, sys.argv = io.StringIO(), [script, "--help"]
+    sys.path[0] = str(pathlib.Path(script).parent)
+    with contextlib.redirect_stdout(said):
+        try:
+            runpy.run_path(script, run_name="__main__")
+        except SystemExit as end:
+            assert not end.code, script
+    assert "usage" in said.getvalue(), script
+    print(script)
+"""
+"""Asks all scripts for their help in one process, for most of them import the same libraries."""
 
 
-def run(script, *words, cwd, timeout=240):
-    """Run a script as its docstring says; return what it prints."""
-    env = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "TWOLANE_CACHE": str(cwd / "cache")}
-    command = [sys.executable, str(SCRIPTS / script), *map(str, words)]
+def python(*words, cwd, timeout=240):
+    """Run Python; return what it prints."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    command = [sys.executable, *map(str, words)]
     ended = subprocess.run(
         command, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout, check=False
     )
@@ -28,19 +43,31 @@ def run(script, *words, cwd, timeout=240):
     return ended.stdout
 
 
+def run(script, *words, cwd):
+    """Run a script as its docstring says; return what it prints."""
+    return python(SCRIPTS / script, *words, cwd=cwd)
+
+
 def saved(path):
     """A file of results; it has a record."""
     content = msgspec.json.decode(path.read_bytes())
     about = msgspec.convert(content["provenance"], Provenance)
     assert about.command.startswith("python ") and about.versions["twolane"]
+    assert about.workload is not None
     return content
 
 
-@pytest.mark.parametrize("script", HELPS, ids=lambda path: str(path.relative_to(SCRIPTS)))
-def test_every_benchmark_says_how_it_is_used(script, tmp_path):
-    if script.parent.name == "kernels":
-        pytest.importorskip("triton")
-    assert "usage" in run(script, "--help", cwd=tmp_path)
+def test_every_benchmark_says_how_it_is_used(tmp_path):
+    pytest.importorskip("triton")  # the kernels' scripts import it
+    scripts = [p for p in sorted(SCRIPTS.rglob("*.py")) if p.stem not in MODULES]
+    assert python("-c", HELPS, *scripts, cwd=tmp_path).split() == [str(p) for p in scripts]
+
+
+def test_every_file_of_results_has_a_record():
+    files = [p for p in SCRIPTS.rglob("results/**/*.json") if not p.name.startswith("profile-")]
+    assert len(files) > 100
+    for path in files:
+        msgspec.convert(msgspec.json.decode(path.read_bytes())["provenance"], Provenance)
 
 
 def test_the_way_of_a_token_is_measured_without_an_engine(tmp_path):
@@ -50,3 +77,87 @@ def test_the_way_of_a_token_is_measured_without_an_engine(tmp_path):
     [found] = saved(out)["runs"]
     assert found["tokens"] > 6
     assert found["tbt_ms"]["p50"] == pytest.approx(2.0, rel=0.5)
+
+
+def test_the_lanes_of_a_cpu_are_measured(tmp_path):
+    model, out = tmp_path / "tiny", tmp_path / "cpu.json"
+    make_checkpoint("llama2", model)
+    few = (
+        "--seconds",
+        0.5,
+        "--rounds",
+        1,
+        "--prompt",
+        100,
+        "--every",
+        0.2,
+        "--output",
+        6,
+        "--idle",
+        1,
+    )
+    run("cpu.py", "--model", model, *few, "--out", out, cwd=tmp_path)
+    found = saved(out)
+    assert len(found["figures"]) == 9
+    assert all(value > 0 for value in found["measured"].values())
+
+
+def test_a_card_is_emulated_by_its_profile(tmp_path):
+    """So slow a card holds no rate, which a search finds in a few short runs."""
+    few = ("--prompts", 10, "--seeds", 1, "--slower", 20, "--work", "work", "--out", tmp_path)
+    panel = "codellama-34b-azure-conv-80ms"
+    run("card.py", "--panels", panel, *few, cwd=tmp_path)
+    assert saved(tmp_path / panel / "auto.json")["goodput"] == [0.0]
+
+
+def test_what_grammars_cost_is_measured(tmp_path):
+    model, out = tmp_path / "tiny", tmp_path / "constraints.json"
+    make_checkpoint("llama2", model)
+    tokenizer().save(str(tmp_path / "tokenizer.json"))
+    where = ("--model", model, "--load-format", "auto", "--device", "cpu", "--vocab-size", 256)
+    few = ("--rows", 4, "--prompt", 20, "--tokens", 12, "--rounds", 1)
+    name = ("--tokenizer", tmp_path / "tokenizer.json")
+    run("constraints.py", *where, *few, *name, "--out", out, cwd=tmp_path)
+    found = saved(out)
+    assert found["over none"]["none: free"] == 1.0
+    assert found["masks_ms"].keys() == {"1", "16", "64"}
+
+
+def test_goodput_is_searched_on_simulated_gpus(tmp_path):
+    panel = "codellama-34b-azure-code-40ms"
+    few = ("--panels", panel, "--systems", "auto", "--prompts", 6, "--seeds", 1, "--gpus", 0)
+    run("goodput.py", "--simulate", *few, "--work", "work", "--out", tmp_path, cwd=tmp_path)
+    found = saved(tmp_path / panel / "auto.json")
+    assert found["goodput"][0] > 0
+    assert "bench goodput --simulate h200" in found["provenance"]["command"]
+
+
+def test_panels_compare_the_systems_in_simulation(tmp_path):
+    few = ("--quick", "--panels", "8b-azure-code", "--prompts", 6, "--systems", "chunked")
+    run("panels.py", *few, "--work", "work", "--out", tmp_path / "panels.json", cwd=tmp_path)
+    found = saved(tmp_path / "panels.json")
+    assert {point["system"] for point in found["points"]} == {"chunked", "auto"}
+    assert (tmp_path / "panels.png").stat().st_size > 10_000
+
+
+def test_the_papers_comparisons_run(tmp_path):
+    out = tmp_path / "papers.json"
+    said = run("papers.py", "drift-fig13", "--requests", 6, "--out", out, cwd=tmp_path)
+    assert len(saved(out)["figures"]) == 3
+    assert "Drift Fig. 13" in said
+
+
+def test_replays_are_simulated_where_there_is_no_gpu(tmp_path):
+    few = ("--length", 2, "--only", "auto-azure-conv", "muxwise-azure-conv")
+    run("replay.py", "--gpus", *few, "--work", "work", "--out", "out", cwd=tmp_path)
+    assert len(list(tmp_path.glob("work/*-simulated.json"))) == 2
+
+
+@pytest.mark.full
+def test_the_device_model_is_fitted_to_profiles(tmp_path):
+    run("fit_device.py", "--out", tmp_path / "device.json", cwd=tmp_path)
+    assert len(saved(tmp_path / "device.json")["parameters"]) > 20
+
+
+def test_the_house_is_counted(tmp_path):
+    assert "lines of src" in run("house.py", cwd=tmp_path)

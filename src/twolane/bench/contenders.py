@@ -21,6 +21,7 @@ from twolane.results.metrics import TTFT_PER_1K, bounds_words
 from twolane.results.record import CONNECT, DISCONNECT, INTERRUPTED, Record
 from twolane.results.result import BenchConfig, Result
 from twolane.results.summary import first_errors
+from twolane.sim.config import Unevenness
 from twolane.slo import Slo
 from twolane.workload.spec import OptionError, WorkloadSpec
 
@@ -227,9 +228,11 @@ def simulation(search: Search) -> Run:
                 options=settings,
                 slo=slo_of(points[0]),
                 estimator=where.estimator,
+                profile=where.profile,
             ),
             gpu=where.simulate,
             tp=where.tp,
+            uneven=where.uneven,
             bench=BenchConfig(workload=workload, goodput=points[0], percentiles=search.percentiles),
         )
         requests = workload.build()
@@ -252,8 +255,12 @@ class _Simulated(msgspec.Struct):
 
     simulate: str
     model: str
-    tp: int
+    tp: int = 1
     estimator: EstimatorName | None = None
+    profile: str | None = None
+    """Path of the profile of an emulated card."""
+    uneven: Unevenness | None = None
+    """How far the emulated card is off its profile; None simulates a smooth GPU."""
 
 
 def parse_system(text: str) -> tuple[str, dict[str, str]]:

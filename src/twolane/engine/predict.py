@@ -45,8 +45,7 @@ def make_estimator(path: Path | None, name: EstimatorName, key: Key) -> Estimato
     if path is None:
         return OnlineEstimator()
     try:
-        changed = path.stat().st_mtime_ns
-        profile = _read(path, changed)
+        profile = read_profile(path)
         for part in ("device", "model", "itemsize", "weight_itemsize", "units", "tensor_parallel"):
             there, here = getattr(profile.key, part), getattr(key, part)
             if there != here:
@@ -55,14 +54,34 @@ def make_estimator(path: Path | None, name: EstimatorName, key: Key) -> Estimato
             there, here = getattr(profile.key, part), getattr(key, part)
             if there != here:
                 log.warning("the profile was taken with %s %s; this is %s", part, there, here)
-        fitted = _fitted(path, changed, name)
+        estimator = fitted(path, name)
     except (ProfileError, OSError) as error:
         raise FieldError("profile", str(error)) from error
     log.info("predictions: %s on %d samples of %s", name, len(profile.samples), path)
-    return copy.deepcopy(fitted)  # it learns
+    return copy.deepcopy(estimator)  # it learns
 
 
 # A search runs many simulations on one profile, and fitting takes a second.
+
+
+def read_profile(path: Path) -> Profile:
+    """Read a profile, once for as long as the file does not change.
+
+    Raises:
+        OSError, ProfileError: it cannot be read.
+    """
+    return _read(path, path.stat().st_mtime_ns)
+
+
+def fitted(path: Path, name: EstimatorName) -> Estimator:
+    """Fit an estimator on a profile, once for as long as the file does not change.
+
+    It is shared: copy it before it learns.
+
+    Raises:
+        OSError, ProfileError: the profile cannot be read, or is too small.
+    """
+    return _fitted(path, path.stat().st_mtime_ns, name)
 
 
 @functools.lru_cache(maxsize=8)

@@ -21,6 +21,9 @@ from twolane.model.spec import ModelSpec, RopeSpec
 FORMAT = 1
 """Version of the file's format; raised when a reader of the old one would misread it."""
 
+ADDED = ("moe",)
+"""Fields of a shape that are newer than profiles in use: without a value they do not count."""
+
 ANCHOR = "anchor"
 """What the names of points begin with that are corners of the plan."""
 
@@ -205,7 +208,11 @@ def runs_of(pairs: Iterable[tuple[int, int]]) -> list[Run]:
 def model_digest(shape: ModelSpec) -> str:
     """A few letters that tell shapes apart; end tokens and positions do not matter to time."""
     same = replace(shape, eos_token_ids=(), max_positions=0, rope=RopeSpec(), norm_eps=0.0)
-    return hashlib.sha256(msgspec.json.encode(same)).hexdigest()[:10]
+    fields = msgspec.to_builtins(same)
+    for name in ADDED:
+        if getattr(same, name) is None:
+            del fields[name]
+    return hashlib.sha256(msgspec.json.encode(fields)).hexdigest()[:10]
 
 
 def cached_profile(directory: Path, key: Key) -> Path:

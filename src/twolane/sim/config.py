@@ -12,6 +12,22 @@ from twolane.results.result import BenchConfig
 from twolane.sim.gpus import GPUS
 
 
+class Unevenness(msgspec.Struct, frozen=True, kw_only=True):
+    """How far an emulated card is off its profile; by default as H200s were
+    (docs/notes/device-model.md)."""
+
+    noise: float = 0.045
+    """Standard deviation of a step's or slice's time, as a logarithm; a hybrid pass has half."""
+    outliers: float = 0.015
+    """Share of the decode steps that are outliers."""
+    configurations: float = 0.03
+    """Standard deviation of the factor that each configuration has, as a logarithm."""
+    slower: float = 1.03
+    """Factor by which all launches take longer than in the profile."""
+    moments: float = 0.25
+    """Share by which launches take longer still in slow moments."""
+
+
 class SimulateConfig(msgspec.Struct, frozen=True, kw_only=True):
     """One run of `twolane simulate`."""
 
@@ -23,6 +39,8 @@ class SimulateConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Number of GPUs that share each layer (tensor parallelism)."""
     bench: BenchConfig
     """Workload, SLOs and percentiles; what concerns HTTP does not apply."""
+    uneven: Unevenness | None = None
+    """How far an emulated card is off the engine's profile; None simulates a smooth GPU."""
 
     def check(self) -> None:
         """Refuse what is wrong, or has no meaning in a simulation.
@@ -34,6 +52,8 @@ class SimulateConfig(msgspec.Struct, frozen=True, kw_only=True):
         check_settings(self.engine)
         if self.gpu not in GPUS:
             raise FieldError("gpu", f"{self.gpu!r} is unknown; there are: {', '.join(GPUS)}")
+        if self.uneven is not None and self.tp != 1:
+            raise FieldError("tp", f"is 1 for an emulated card, not {self.tp}")
         if self.engine.dtype not in ("auto", "bfloat16"):
             raise FieldError("dtype", f"is bfloat16 in a simulation, not {self.engine.dtype}")
         if self.engine.quantization is not None:

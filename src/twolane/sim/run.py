@@ -31,6 +31,7 @@ from twolane.results.result import BenchConfig, Result
 from twolane.results.summary import result_json, summary
 from twolane.sampling import SamplingParams
 from twolane.sim.config import SimulateConfig
+from twolane.sim.emulated import EmulatedMachine
 from twolane.sim.gpus import GPUS
 from twolane.sim.lanes import SimLanes
 from twolane.sim.machine import SimulatedMachine
@@ -99,6 +100,8 @@ def simulate(
     if spec.kv_heads % config.tp:
         raise FieldError("tp", f"{config.tp} does not divide the model's {spec.kv_heads} KV heads")
     machine = SimulatedMachine(gpu, spec, config.engine, tp=config.tp, seed=seed)
+    if config.uneven is not None:
+        machine = EmulatedMachine(gpu, spec, config.engine, config.uneven, seed=seed)
     profile = config.engine.profile or str(simulated_profile(gpu, spec, config.tp))
     engine = msgspec.structs.replace(config.engine, profile=profile)
     built = assemble(engine, machine, lambda: None, lambda stage, fraction: None)

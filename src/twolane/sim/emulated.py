@@ -1,0 +1,180 @@
+"""An emulated card: launches take as long as its profile says, and are as uneven as it was seen.
+
+The simulated GPU of `sim/device.py` is a smooth law. An emulated one answers by `calibrated` on
+the card's own profile, which systems predict by, too. So that predictions are not the truth, every
+launch is off by noise, some steps are outliers, each configuration is off by something of its own,
+all take a little longer than in the profile, for cards differ, and there are moments in which
+everything takes longer still.
+"""
+
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from twolane.common.errors import FieldError
+from twolane.engine.config import EngineConfig
+from twolane.engine.predict import fitted, read_profile
+from twolane.estimate.base import Estimator
+from twolane.estimate.query import (
+    Corunner,
+    LaunchShape,
+    Load,
+    decode_step,
+    hybrid_pass,
+    prefill_slice,
+)
+from twolane.lanes.machine import Progress
+from twolane.lanes.work import DecodeWork, PrefillWork, Work
+from twolane.model.spec import ModelSpec
+from twolane.sim.config import Unevenness
+from twolane.sim.device import DeviceModel
+from twolane.sim.gpus import Gpu
+from twolane.sim.lanes import Demand, SimLanes
+from twolane.sim.machine import SimulatedMachine
+
+OUTLIER = 1.3
+"""Factor by which an outlier takes longer than other decode steps."""
+EVERY, MOMENT = 7.0, 0.08
+"""Seconds from one slow moment to the next, and seconds that one lasts."""
+ROWS, TOKENS = 8, 128
+"""Decode rows and new tokens that count as one configuration."""
+
+
+class Launch(NamedTuple):
+    """A step of work, as the estimator is asked for it."""
+
+    shape: LaunchShape
+    units: int
+    scale: float
+    """Factor of its time that its own noise is."""
+
+    @property
+    def configuration(self) -> tuple[object, ...]:
+        """What it has in common with launches that are off by the same."""
+        kind, load = self.shape.kind, self.shape.load
+        size = load.requests // ROWS if kind == "decode" else load.new // TOKENS
+        return kind, size, self.units
+
+
+class LaunchDemand(Demand):
+    """A demand that knows its launch."""
+
+    launch: Launch
+
+
+class EmulatedDevice(DeviceModel):
+    """The device of an emulated card.
+
+    Args:
+        gpu: its kind, for its units and the host's time.
+        spec: the model's shape.
+        truth: says how long launches take.
+        uneven: how far off that is.
+        seed: of the noise.
+    """
+
+    def __init__(
+        self, gpu: Gpu, spec: ModelSpec, truth: Estimator, uneven: Unevenness, seed: int = 0
+    ) -> None:
+        super().__init__(gpu, spec, 1, seed)
+        self._truth = truth
+        self._uneven = uneven
+        self.clock: Callable[[], float] = lambda: 0.0
+        """Virtual time in seconds, which slow moments come by."""
+
+    def steps(self, work: Work, units: int) -> Sequence[Demand]:
+        """See `Device.steps`."""
+        demands = []
+        for step, demand in enumerate(super().steps(work, units)):
+            known = LaunchDemand(*demand)
+            known.launch = self._launch(work, units, step)
+            demands.append(known)
+        return demands
+
+    def seconds(self, running: Sequence[Demand]) -> Sequence[float]:
+        """See `Device.seconds`."""
+        launches = [demand.launch for demand in running if isinstance(demand, LaunchDemand)]
+        slow = self._uneven.moments if self.clock() % EVERY < MOMENT else 0.0
+        factor = (1.0 + slow) * self._uneven.slower
+        return [
+            factor * self._takes(one, [o for o in launches if o is not one]) for one in launches
+        ]
+
+    def _launch(self, work: Work, units: int, step: int) -> Launch:
+        if isinstance(work, DecodeWork):
+            rows = [row.position + step for row in work.rows if not step or step < row.steps]
+            scale = self._off(self._uneven.noise)
+            scale *= OUTLIER if self._rng.random() < self._uneven.outliers else 1.0
+            return Launch(decode_step(Load.decode(rows)), units, scale)
+        prompts = work.rows if isinstance(work, PrefillWork) else work.prompts
+        new, reused = [row.count for row in prompts], [row.start for row in prompts]
+        if isinstance(work, PrefillWork):
+            layers = work.last - work.first
+            shape = prefill_slice(Load(new, reused), layers, finishes=work.finishes)
+            return Launch(shape, units, self._off(self._uneven.noise))
+        contexts = [row.position for row in work.decode]
+        load = Load([*[1] * len(contexts), *new], [*contexts, *reused])
+        return Launch(hybrid_pass(load), units, self._off(self._uneven.noise / 2))
+
+    def _off(self, deviation: float) -> float:
+        return math.exp(self._rng.normal(0.0, deviation))
+
+    def _takes(self, one: Launch, others: Sequence[Launch]) -> float:
+        """Seconds of a launch beside the others, of which one at most is of the other lane."""
+        shape, unlike = one.shape, {"hybrid", one.shape.kind}
+        other = next((o for o in others if o.shape.kind not in unlike), None)
+        if shape.kind == "hybrid":
+            other = None
+        corunner = Corunner(other.shape.load, other.units) if other else None
+        seconds = self._truth.predict(shape, one.units, corunner)
+        assert seconds is not None, "a fitted estimator answers"
+        state = (one.configuration, other and other.configuration)
+        digest = hashlib.sha1(repr(state).encode()).digest()
+        uniform = math.sqrt(12) * (int.from_bytes(digest[:4], "big") / 2**32 - 0.5)
+        return seconds * one.scale * math.exp(self._uneven.configurations * uniform)
+
+
+class EmulatedMachine(SimulatedMachine):
+    """A model on an emulated card.
+
+    Args:
+        gpu: the card's kind.
+        spec: the model's shape.
+        config: the engine's settings; its profile is the card's.
+        uneven: see `EmulatedDevice`.
+        seed: of the noise.
+
+    Raises:
+        FieldError: the profile is missing, or is of another kind or number of GPUs.
+        OSError, ProfileError: it cannot be read.
+    """
+
+    def __init__(
+        self, gpu: Gpu, spec: ModelSpec, config: EngineConfig, uneven: Unevenness, *, seed: int = 0
+    ) -> None:
+        super().__init__(gpu, spec, config, seed=seed)
+        if config.profile is None:
+            raise FieldError("profile", "is needed to emulate its card")
+        path = Path(config.profile)
+        profile = read_profile(path)
+        if profile.key.tensor_parallel != 1 or profile.key.units != gpu.units:
+            raise FieldError("profile", f"is not of one {gpu.name}: {profile.key.device}")
+        self._device = EmulatedDevice(gpu, spec, fitted(path, "calibrated"), uneven, seed)
+        self.device = self._device
+        self.name, self.revision = profile.key.device, profile.key.driver
+
+    def start(
+        self,
+        pages: int,
+        page_size: int,
+        slots: int,
+        max_model_len: int,
+        notify: Callable[[], None],
+        progress: Progress,
+    ) -> SimLanes:
+        """See `Machine.start`."""
+        lanes = super().start(pages, page_size, slots, max_model_len, notify, progress)
+        self._device.clock = lanes.clock
+        return lanes

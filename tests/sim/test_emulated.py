@@ -1,0 +1,91 @@
+"""A card that takes as long as its own profile says."""
+
+import statistics
+from pathlib import Path
+
+import pytest
+
+from twolane.common.errors import FieldError
+from twolane.engine.config import EngineConfig
+from twolane.engine.predict import fitted
+from twolane.estimate.profile import Profile, model_digest
+from twolane.estimate.query import Load, decode_step
+from twolane.lanes.work import DecodeRow, DecodeWork
+from twolane.model.shapes import SHAPES
+from twolane.results.result import BenchConfig
+from twolane.sim.config import SimulateConfig, Unevenness
+from twolane.sim.emulated import EVERY, MOMENT, EmulatedDevice
+from twolane.sim.gpus import H200
+from twolane.sim.run import simulate
+from twolane.slo import Slo
+from twolane.workload.spec import WorkloadSpec
+
+RESULTS = Path(__file__).parents[2] / "benchmarks/results"
+MODEL = "codellama-34b"
+PROFILE = RESULTS / f"profile-{MODEL}-h200.json"
+EVEN = Unevenness(noise=0.0, outliers=0.0, configurations=0.0, slower=1.0, moments=0.0)
+STEPS = DecodeWork(tuple(DecodeRow(i, 1000, 1) for i in range(16)), 1)
+
+
+def device(**uneven):
+    from msgspec.structs import replace
+
+    truth = fitted(PROFILE, "calibrated")
+    return EmulatedDevice(H200, SHAPES[MODEL], truth, replace(EVEN, **uneven))
+
+
+def seconds(of):
+    """Of a decode step on 48 SMs."""
+    return of.seconds(of.steps(STEPS, 48))[0]
+
+
+def asked(profile=PROFILE, **more):
+    engine = EngineConfig(
+        model=MODEL, system="auto", profile=profile and str(profile), slo=Slo(ttft=2.0, tbt=0.08)
+    )
+    workload = WorkloadSpec(
+        dataset="azure-conv", num_prompts=8, request_rate=4.0, max_input_len=2000, seed=3
+    )
+    bench = BenchConfig(workload=workload, goodput={"tbt": 0.08})
+    return SimulateConfig(engine=engine, bench=bench, uneven=Unevenness(), **more)
+
+
+@pytest.mark.parametrize("model", ["qwen3-8b", MODEL])
+def test_the_profiles_of_the_repository_are_of_the_shapes_that_are_built_in(model):
+    profile = Profile.read(RESULTS / f"profile-{model}-h200.json")
+    assert profile.key.model == model_digest(SHAPES[model])
+
+
+def test_an_even_card_takes_as_long_as_predicted():
+    predicted = fitted(PROFILE, "calibrated").predict(decode_step(Load.decode([1000] * 16)), 48)
+    assert seconds(device()) == pytest.approx(predicted)
+
+
+def test_noise_configurations_and_moments_are_as_large_as_asked():
+    plain = seconds(device())
+    noisy = device(noise=0.05)
+    times = [seconds(noisy) / plain for _ in range(400)]
+    assert statistics.stdev(times) == pytest.approx(0.05, rel=0.2)
+    own = device(configurations=0.1)
+    assert seconds(own) == seconds(own) != plain
+    slow = device(moments=0.25, slower=1.1)
+    slow.clock = lambda: EVERY + MOMENT / 2
+    assert seconds(slow) == pytest.approx(1.1 * 1.25 * plain)
+    slow.clock = lambda: EVERY + 2 * MOMENT
+    assert seconds(slow) == pytest.approx(1.1 * plain)
+
+
+def test_the_engine_serves_on_it_the_same_every_time():
+    first, second = (simulate(asked()).result for _ in range(2))
+    assert first.metrics.completed == 8
+    assert first.records == second.records
+    assert first.simulated["device"] == "cuda (NVIDIA H200)"
+
+
+def test_it_needs_a_profile_of_one_such_card():
+    with pytest.raises(FieldError, match="profile is needed"):
+        simulate(asked(profile=None))
+    with pytest.raises(FieldError, match="tp"):
+        simulate(asked(tp=2))
+    with pytest.raises(FieldError, match="is not of one a100-80gb"):
+        simulate(asked(gpu="a100-80gb"))
