@@ -8,14 +8,13 @@ import pytest
 from tests.estimate import synthetic
 from twolane.estimate.computed import BUCKETS, SLOPES, SMALL_ROWS, STEPS, Computed
 from twolane.estimate.query import Load
-from twolane.kernels.sizes import EMPTY_KEYS, FILLED, WHOLE
+from twolane.kernels.sizes import EMPTY_KEYS, FILLED, SIZES, WHOLE
 
 
 @pytest.fixture(scope="module")
 def gpu() -> Computed:
     profile = synthetic.profile(rounds=1)
-    key = msgspec.structs.replace(profile.key, device="cuda (NVIDIA H200)")
-    return Computed.on(msgspec.structs.replace(profile, key=key))
+    return Computed.on(msgspec.structs.replace(profile, machine="cuda", pass_sizes=SIZES))
 
 
 def test_sizes_are_those_of_the_lanes(gpu: Computed):
@@ -58,8 +57,8 @@ def test_a_gpu_pads(gpu: Computed):
 
 def test_a_simulated_one_pads_too_but_multiplies_one_way(gpu: Computed):
     profile = synthetic.profile(rounds=1)
-    key = msgspec.structs.replace(profile.key, device="simulated h200")
-    simulated = Computed.on(msgspec.structs.replace(profile, key=key))
+    profile = msgspec.structs.replace(profile, machine="simulated", pass_sizes=SIZES)
+    simulated = Computed.on(profile)
     assert simulated == dataclasses.replace(gpu, group=0, steps=())
 
 

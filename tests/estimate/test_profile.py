@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from twolane.estimate.profile import (
     Key,
@@ -15,6 +16,7 @@ from twolane.estimate.profile import (
     model_digest,
     runs_of,
 )
+from twolane.kernels.sizes import SIZES
 from twolane.model.shapes import SHAPES
 
 SHAPE = SHAPES["qwen3-8b"]
@@ -43,6 +45,24 @@ def test_what_is_saved_is_read(tmp_path: Path):
     assert again.samples[1].corunner.load.new == 512
 
 
+@pytest.mark.parametrize(
+    ("device", "machine", "sizes"),
+    [
+        ("cuda (NVIDIA H200)", "cuda", SIZES),
+        ("simulated h200", "simulated", SIZES),
+        ("AMD EPYC", "cpu", ()),
+    ],
+)
+def test_format_1_has_the_machine_in_the_name_of_its_device(
+    tmp_path: Path, device: str, machine: str, sizes: tuple[int, ...]
+):
+    path, old = tmp_path / "profile.json", profile()
+    old.key, old.format = structs.replace(KEY, device=device), 1
+    old.save(path)
+    again = Profile.read(path)
+    assert (again.machine, again.pass_sizes, again.samples) == (machine, sizes, old.samples)
+
+
 def test_runs_stand_for_every_request():
     pairs = [(1, 5), (1, 5), (7, 0), (1, 5)]
     assert runs_of(pairs) == [(1, 5, 2), (7, 0, 1), (1, 5, 1)]
@@ -56,7 +76,7 @@ def test_keys_have_files_of_their_own(tmp_path: Path):
     assert model_digest(SHAPE) != model_digest(SHAPES["llama-3.1-8b"])
 
 
-@pytest.mark.parametrize("text", ["", "{}", '{"format": 2}', "[1]"])
+@pytest.mark.parametrize("text", ["", "{}", '{"format": 3}', "[1]"])
 def test_what_is_no_profile_is_refused_by_name(tmp_path: Path, text: str):
     path = tmp_path / "p.json"
     path.write_text(text)

@@ -15,7 +15,6 @@ from twolane.kernels.sizes import (
     BUCKETS,
     EMPTY_KEYS,
     FILLED,
-    SIZES,
     WHOLE,
     padded,
     tile_tokens,
@@ -40,9 +39,10 @@ class Computed:
     """New tokens of a request that attention computes together."""
     group: int = 0
     """Query heads that share a KV head; 0: there are no small tiles."""
-    graphs: bool = False
-    """Whether passes are padded to sizes that have graphs."""
+    passes: tuple[int, ...] = ()
+    """Token counts that passes are padded to; empty if they are not padded."""
     buckets: tuple[int, ...] = ()
+    """Row counts that decode steps are padded to; empty if they are not padded."""
     empty: float = 0.0
     """Pairs of rows and keys that large tiles may have in the graph of a pass, however empty."""
     steps: tuple[int, ...] = ()
@@ -50,20 +50,20 @@ class Computed:
 
     @classmethod
     def on(cls, profile: Profile) -> "Computed":
-        """The device of a profile."""
-        device, shape = profile.key.device, profile.shape
-        if not device.startswith(("cuda", "simulated")):
+        """Return how the device of a profile counts."""
+        shape, passes = profile.shape, profile.pass_sizes
+        if not passes:
             return cls()
-        kernels = device.startswith("cuda")  # ours: the simulated ones have no small tiles or ways
+        kernels = profile.machine == "cuda"  # simulated ones have no small tiles or several ways
         group = shape.heads // shape.kv_heads if kernels else 0
         tile = tile_tokens(shape.head_dim)
         heads = shape.heads / profile.key.tensor_parallel
         empty = EMPTY_KEYS * profile.key.units * tile / heads
-        return cls(tile, group, True, BUCKETS, empty, STEPS if kernels else ())
+        return cls(tile, group, passes, BUCKETS, empty, STEPS if kernels else ())
 
     def tokens(self, load: Load) -> int:
         """Σ n of a pass, with its padding."""
-        return padded(load.new, SIZES) if self.graphs else load.new
+        return padded(load.new, self.passes) if self.passes else load.new
 
     def rows(self, load: Load) -> int:
         """Rows of a decode step, with its padding."""

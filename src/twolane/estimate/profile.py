@@ -10,16 +10,19 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
+from typing import get_args
 
 import msgspec
 import numpy as np
 
 from twolane.common.files import write_whole
+from twolane.common.vocabulary import MachineKind
 from twolane.estimate.query import Corunner, Kind, LaunchShape, Load
+from twolane.kernels.sizes import SIZES
 from twolane.model.spec import ModelSpec, RopeSpec
 
-FORMAT = 1
-"""Version of the file's format; raised when a reader of the old one would misread it."""
+FORMAT = 2
+"""Version of the file's format; it is raised when a reader of the old one would misread it."""
 
 ADDED = ("moe",)
 """Fields of a shape that are newer than profiles in use: without a value they do not count."""
@@ -149,6 +152,10 @@ class Profile(msgspec.Struct, forbid_unknown_fields=True):
     """Points of the plan that the last run worked on; fewer were measured if it was cut off."""
     notes: list[str] = []
     """Points that were left out, and why."""
+    machine: MachineKind = "cpu"
+    """Kind of the device, which says what kernels it computes with."""
+    pass_sizes: tuple[int, ...] = ()
+    """Token counts that passes were padded to, ascending; empty if they were not padded."""
     format: int = FORMAT
 
     def training(self, kind: Kind, *, beside: bool | None = None) -> list[Sample]:
@@ -181,9 +188,20 @@ class Profile(msgspec.Struct, forbid_unknown_fields=True):
             raise ProfileError(f"{path}: {error.strerror}") from error
         except msgspec.MsgspecError as error:
             raise ProfileError(f"{path} is not a profile: {error}") from error
+        if profile.format == 1:
+            _name_machine(profile)
         if profile.format != FORMAT:
             raise ProfileError(f"{path} has format {profile.format}; this version reads {FORMAT}")
         return profile
+
+
+def _name_machine(profile: Profile) -> None:
+    """Complete a profile of format 1, which has kind and pass sizes in the device's name alone."""
+    for kind in get_args(MachineKind):
+        if profile.key.device.startswith(kind):
+            profile.machine = kind
+    profile.pass_sizes = () if profile.machine == "cpu" else SIZES
+    profile.format = FORMAT
 
 
 def load_of(runs: Sequence[Run]) -> Load:

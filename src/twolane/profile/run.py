@@ -71,14 +71,20 @@ def take_profile(
     with rig_on(config, machine, progress) as rig:
         key = machine_key(machine, rig.lanes.units)
         path = out or cached_profile(cache_dir(), key)
-        profile = resumed(
-            path, Profile(key, machine.spec, list(rig.lanes.levels), rig.page_size, config.seed)
-        )
+        profile = resumed(path, empty_profile(key, machine, rig, config.seed))
         points = plan(rig.limits, profile.seed, rounds)
         with Clocks(_gpu(machine)) as clocks:
             measured = work_through(profile, path, rig, points, clocks, seconds, progress)
     done = profile.done()
     return Outcome(path, profile, measured, sum(point.name not in done for point in points))
+
+
+def empty_profile(key: Key, machine: Machine, rig: Rig, seed: int) -> Profile:
+    """Return the profile of a machine before anything is measured."""
+    levels, sizes = list(rig.lanes.levels), tuple(machine.pass_sizes)
+    return Profile(
+        key, machine.spec, levels, rig.page_size, seed, machine=machine.kind, pass_sizes=sizes
+    )
 
 
 def work_through(

@@ -6,12 +6,12 @@ from pathlib import Path
 
 from twolane.engine.config import EngineConfig
 from twolane.engine.predict import machine_key
-from twolane.estimate.profile import Profile, cached_profile
+from twolane.estimate.profile import cached_profile
 from twolane.model.load.hub import cache_dir
 from twolane.model.spec import ModelSpec
 from twolane.profile.clocks import Clocks
 from twolane.profile.grid import REVISION, plan
-from twolane.profile.run import rig_on, work_through
+from twolane.profile.run import empty_profile, rig_on, work_through
 from twolane.sim.gpus import Gpu
 from twolane.sim.machine import SimulatedMachine
 
@@ -40,7 +40,7 @@ def simulated_profile(gpu: Gpu, spec: ModelSpec, tp: int, *, rounds: int = ROUND
         Clocks(None) as clocks,
     ):
         part = Path(scratch, path.name)
-        profile = Profile(key, spec, list(rig.lanes.levels), rig.page_size, config.seed)
+        profile = empty_profile(key, machine, rig, config.seed)
         points = plan(rig.limits, profile.seed, rounds)
         work_through(profile, part, rig, points, clocks, math.inf, lambda stage, share: None)
         part.replace(path)
