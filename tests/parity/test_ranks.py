@@ -8,21 +8,19 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.model.checkpoints import VOCAB, make_checkpoint, reference
 from tests.parity.judge import Judge, Tally
 from tests.parity.prompts import random_requests
-from tests.parity.serving import Served, serve, serve_on
+from tests.parity.ranks import Ranks
+from tests.parity.serving import serve
 from twolane.common.errors import FieldError
 from twolane.engine.config import EngineConfig
-from twolane.engine.kv import KVBooks
 from twolane.engine.messages import Submit
 from twolane.engine.settings import check_settings
 from twolane.lanes.cpu.machine import CpuMachine
-from twolane.lanes.cpu.ranks import RankedLanes
 from twolane.lanes.settings import DeviceSettings
 from twolane.model.load.hub import resolve
 from twolane.model.load.weights import load_decoder
@@ -35,45 +33,9 @@ ENDS_WITHIN = 10.0
 """Seconds until a server whose rank is lost must have said so."""
 
 
-class Ranks:
-    """A machine of several ranks, whose lanes are kept from one engine to the next."""
-
-    def __init__(self, path: Path, size: int) -> None:
-        self.path = path
-        settings = DeviceSettings(model=str(path), device="cpu", tensor_parallel_size=size)
-        self.machine = CpuMachine(settings, lambda *_: None)
-        self.wake: Callable[[], None] = lambda: None
-        lanes = self.machine.start(PAGES, PAGE, RUNNING, 1024, self._news, lambda *_: None)
-        assert isinstance(lanes, RankedLanes)
-        self.lanes = lanes
-
-    @property
-    def processes(self) -> list[Any]:
-        return self.lanes._followers.processes
-
-    def _news(self) -> None:
-        self.wake()
-
-    def launch_lanes(self, wake: Callable[[], None]) -> "Lent":
-        self.wake = wake
-        return Lent(self.lanes)
-
-    def serve(self, system: Any, submits: list[Submit]) -> Served:
-        books = KVBooks(PAGES, PAGE, RUNNING, prefix_cache=True)
-        return serve_on(self.launch_lanes, self.machine.spec, books, system, submits)
-
-
-class Lent:
-    """Lanes that an engine does not end."""
-
-    def __init__(self, lanes: RankedLanes) -> None:
-        self._lanes = lanes
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._lanes, name)
-
-    def close(self) -> None:
-        """Others go on with them."""
+def on_cpu(path: Path, size: int) -> Ranks:
+    settings = DeviceSettings(model=str(path), device="cpu", tensor_parallel_size=size)
+    return Ranks(CpuMachine(settings, lambda *_: None), PAGES, PAGE, RUNNING)
 
 
 @pytest.fixture(scope="module")
@@ -88,20 +50,20 @@ def judge(checkpoint: Path) -> Judge:
 
 @pytest.fixture(scope="module")
 def two(checkpoint: Path) -> Iterator[Ranks]:
-    ranks = Ranks(checkpoint, 2)
+    ranks = on_cpu(checkpoint, 2)
     yield ranks
-    ranks.lanes.close(5.0)
+    ranks.close()
     assert [process.returncode for process in ranks.processes] == [0]
 
 
 @pytest.fixture
 def lost(checkpoint: Path) -> Iterator[Ranks]:
     """Ranks of which a test takes one away."""
-    ranks = Ranks(checkpoint, 2)
+    ranks = on_cpu(checkpoint, 2)
     yield ranks
     for process in ranks.processes:
         process.send_signal(signal.SIGCONT)
-    ranks.lanes.close(1.0)
+    ranks.close(1.0)
     assert all(process.poll() is not None for process in ranks.processes)
 
 
@@ -195,7 +157,7 @@ def test_no_rank_outlives_rank_0(checkpoint: Path) -> None:
         "from twolane.lanes.settings import DeviceSettings\n"
         "settings = DeviceSettings(model=sys.argv[1], device='cpu', tensor_parallel_size=2)\n"
         "machine = CpuMachine(settings, lambda *_: None)\n"
-        "print(machine._followers.processes[0].pid, flush=True)\n"
+        "print(machine.followers.processes[0].pid, flush=True)\n"
         "time.sleep(60)\n"
     )
     command = [sys.executable, "-c", script, str(checkpoint)]

@@ -12,7 +12,7 @@ from twolane.engine.overlap import corunner_now
 from twolane.engine.request import BatchChunk, Flight, Phase, PrefillBatch, Request
 from twolane.engine.state import State
 from twolane.estimate.query import Load, decode_step, hybrid_pass, prefill_slice
-from twolane.lanes.base import Ticket
+from twolane.lanes.base import Ticket, patience
 from twolane.lanes.work import (
     DecodeRow,
     DecodeWork,
@@ -245,6 +245,7 @@ def _take_off(state: State, work: Work, flight: Flight) -> None:
     flight.launched_at = state.now()
     after = tuple([ticket.number for ticket in flight.after])
     flight.ticket = state.lanes.launch(launch.lane, launch.units, work, after)
+    flight.ticket.patience = patience(flight.predicted)
     state.kv.launched(allocations, flight.ticket)
     state.flights.append(flight)
 

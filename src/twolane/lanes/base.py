@@ -40,6 +40,18 @@ class Step(NamedTuple):
     prompt_logprobs: Sequence[PromptLogprobs] = ()
 
 
+PATIENCE_SECONDS = 9.0
+"""Seconds that a launch may take at least before a rank is held for lost; the server is to say so
+within ten."""
+PATIENCE_FACTOR = 5.0
+"""How many times its prediction a launch may take, if that is longer."""
+
+
+def patience(predicted: float | None) -> float:
+    """Seconds that a launch may take before a rank is held for lost."""
+    return max(PATIENCE_SECONDS, PATIENCE_FACTOR * (predicted or 0.0))
+
+
 @dataclass(slots=True, eq=False)
 class Ticket:
     """A launch under way. Written by its lane, read by the engine, which polls it.
@@ -63,6 +75,8 @@ class Ticket:
     """Seconds, the lanes' clock, when the host was through with that."""
     number: int = 0
     """Sequence number of the launch, over all lanes of the device."""
+    patience: float = PATIENCE_SECONDS
+    """Seconds without any step's end, over all lanes, after which a rank is held for lost."""
 
     @property
     def waited(self) -> bool:
@@ -120,6 +134,14 @@ class OpenTickets(Generic[T]):
         ticket.number = self._first + len(self._tickets)
         self._tickets.append(ticket)
         return ticket
+
+    def waiting(self) -> list[T]:
+        """Those that are not done; also for other threads than the one that adds."""
+        while True:
+            try:
+                return [ticket for ticket in self._tickets if not ticket.done]
+            except RuntimeError:  # one was added meanwhile
+                continue
 
     def pending(self, numbers: Iterable[int]) -> list[T]:
         """Those with these numbers that are not done."""

@@ -162,6 +162,8 @@ class LaunchRecord(msgspec.Struct, frozen=True, array_like=True, tag="launch"):
     work: Work
     after: tuple[int, ...] = ()
     """Numbers of the launches that it waits for."""
+    number: int = 0
+    """Its own number: a lane may be launched in before another that was asked for earlier."""
 
 
 class DropRecord(msgspec.Struct, frozen=True, array_like=True, tag="drop"):
@@ -170,7 +172,17 @@ class DropRecord(msgspec.Struct, frozen=True, array_like=True, tag="drop"):
     batch: int
 
 
-Record = LaunchRecord | DropRecord
+class PieceRecord(msgspec.Struct, frozen=True, array_like=True, tag="piece"):
+    """Layers of the slice that is being launched, which go behind what was logged before."""
+
+    layers: int
+
+
+class FillRecord(msgspec.Struct, frozen=True, array_like=True, tag="fill"):
+    """`MachineLanes.fill_kv`."""
+
+
+Record = LaunchRecord | DropRecord | PieceRecord | FillRecord
 """What lanes are told, in the order in which they are told it."""
 
 encode = msgspec.msgpack.Encoder().encode

@@ -13,8 +13,9 @@ from torch import distributed as dist
 
 from twolane.common.vocabulary import LaneName
 
-PATIENCE_SECONDS = 8.0
-"""A collective fails when another rank has not come to it after this many seconds."""
+PATIENCE_SECONDS = 600.0
+"""A collective fails when another rank has not come to it after this many seconds. Rank 0 holds a
+rank for lost long before: it knows how long a launch should take."""
 MEETING_SECONDS = 0.02
 """Seconds between two looks whether all ranks have loaded."""
 CHANNELS: Mapping[LaneName, str] = {"prefill": "prefill", "decode": "decode", "device": "prefill"}
@@ -87,10 +88,7 @@ class CpuGroup:
         self, rank: int, size: int, store: dist.Store, check: Callable[[], None] = lambda: None
     ) -> None:
         self.rank, self.size = rank, size
-        store.set(f"rank-{rank}", "here")
-        while not store.check([f"rank-{other}" for other in range(size)]):
-            check()
-            time.sleep(MEETING_SECONDS)
+        meet(rank, size, store, check)
         self._channels = {
             name: _channel(rank, size, dist.PrefixStore(name, store))
             for name in sorted(set(CHANNELS.values()))
@@ -141,6 +139,29 @@ class CpuGroup:
                 f"rank {self.rank} of {self.size} waited in vain for the others in the "
                 f"{self._bound.name} channel: {str(error).splitlines()[0]}"
             ) from error
+
+
+def meet(
+    rank: int, size: int, store: dist.Store, check: Callable[[], None], note: str = ""
+) -> list[str]:
+    """Wait until all ranks are here.
+
+    Args:
+        rank: this process's, from 0.
+        size: number of ranks.
+        store: where they meet.
+        check: called while others have not come; raises if they will not.
+        note: what the others are to know.
+
+    Returns:
+        The notes of all ranks, by rank.
+    """
+    store.set(f"rank-{rank}", note)
+    names = [f"rank-{other}" for other in range(size)]
+    while not store.check(names):
+        check()
+        time.sleep(MEETING_SECONDS)
+    return [store.get(name).decode() for name in names]
 
 
 def _channel(rank: int, size: int, store: dist.Store) -> dist.ProcessGroupGloo:

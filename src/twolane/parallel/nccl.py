@@ -6,6 +6,7 @@ captured, and they launch on streams of their own, outside a lane's share of the
 
 import ctypes
 import os
+import threading
 from functools import lru_cache
 from typing import Any
 
@@ -94,6 +95,7 @@ class Communicator:
         self.rank, self.size = rank, size
         self._nccl = _library()
         self._handle = ctypes.c_void_p()
+        self._calls, self._aborted = threading.Lock(), False
         made = _UniqueId.from_buffer_copy(unique)
         code = self._nccl.ncclCommInitRank(ctypes.byref(self._handle), size, made, rank)
         _check(code, "ncclCommInitRank")
@@ -101,31 +103,38 @@ class Communicator:
     def all_reduce(self, tensor: Tensor) -> None:
         """Replace the tensor by its sum over all ranks; the bits are the same on all of them."""
         pointer, kind = tensor.data_ptr(), _TYPES[tensor.dtype]
-        args = pointer, pointer, tensor.numel(), kind, _SUM, self._handle, _stream()
-        _check(self._nccl.ncclAllReduce(*args), "ncclAllReduce")
+        self._call("ncclAllReduce", pointer, pointer, tensor.numel(), kind, _SUM)
 
     def broadcast(self, tensor: Tensor) -> None:
         """Replace the tensor by rank 0's."""
         pointer, kind, root = tensor.data_ptr(), _TYPES[tensor.dtype], 0
-        args = pointer, pointer, tensor.numel(), kind, root, self._handle, _stream()
-        _check(self._nccl.ncclBroadcast(*args), "ncclBroadcast")
+        self._call("ncclBroadcast", pointer, pointer, tensor.numel(), kind, root)
 
     def gather(self, parts: Tensor) -> None:
         """Bring all ranks' `parts[0]` to rank 0, whose `parts` is [size, ...]."""
-        count, kind, stream = parts[0].numel(), _TYPES[parts.dtype], _stream()
+        count, kind = parts[0].numel(), _TYPES[parts.dtype]
         _check(self._nccl.ncclGroupStart(), "ncclGroupStart")
         if self.rank > 0:
-            sent = self._nccl.ncclSend(parts.data_ptr(), count, kind, 0, self._handle, stream)
-            _check(sent, "ncclSend")
+            self._call("ncclSend", parts.data_ptr(), count, kind, 0)
         else:
             for other in range(1, self.size):
-                args = parts[other].data_ptr(), count, kind, other, self._handle, stream
-                _check(self._nccl.ncclRecv(*args), "ncclRecv")
+                self._call("ncclRecv", parts[other].data_ptr(), count, kind, other)
         _check(self._nccl.ncclGroupEnd(), "ncclGroupEnd")
 
     def abort(self) -> None:
-        """End its kernels wherever they wait, for a rank is lost; nothing may be called after."""
+        """End its kernels wherever they wait, for a rank is lost; no call is made from then on.
+
+        It may take seconds to return; the kernels end at once.
+        """
+        with self._calls:
+            self._aborted = True
         self._nccl.ncclCommAbort(self._handle)
+
+    def _call(self, name: str, *args: object) -> None:
+        with self._calls:
+            if self._aborted:
+                raise NcclError(f"{name} was called after another rank was lost")
+            _check(getattr(self._nccl, name)(*args, self._handle, _stream()), name)
 
 
 def version() -> str:

@@ -85,6 +85,10 @@ class CpuLanes:
                 del self._slices[work.batch]
         return ticket
 
+    def waiting(self) -> Sequence[Ticket]:
+        """See `OpenLaunches.waiting`."""
+        return self._open.waiting()
+
     def rest(self, seconds: float) -> None:
         """See `MachineLanes.rest`."""
         time.sleep(seconds)

@@ -7,12 +7,16 @@ import torch
 from twolane.common.resources import free_memory, usable_cores
 from twolane.common.vocabulary import MachineKind
 from twolane.lanes.cpu.lanes import CpuLanes
-from twolane.lanes.cpu.ranks import Followers, RankedLanes
+from twolane.lanes.cpu.ranks import RankedLanes
 from twolane.lanes.cpu.runner import Runner
+from twolane.lanes.followers import FollowerPool, Followers
 from twolane.lanes.settings import DeviceSettings, load_shard
 from twolane.model.attention import KVCache
 from twolane.model.decoder import Decoder
+from twolane.parallel.group import CpuGroup
 
+FOLLOWER = "twolane.lanes.cpu.follower"
+"""The module that the other ranks run."""
 KV_SHARE = 0.25
 """Share of the free memory that all ranks' KV pools take, unless their size is given."""
 KV_MOST_BYTES = 4 * 2**30
@@ -40,8 +44,9 @@ class CpuMachine:
         self.tp = settings.tensor_parallel_size
         torch.set_num_threads(len(self._cores))  # for loading; each lane sets its own
         self.spec, weights = load_shard(settings, "cpu", progress)
-        self._followers = Followers(settings, self._cores) if self.tp > 1 else None
-        group = self._followers.join() if self._followers else None
+        followers = Followers(settings, FOLLOWER, self._cores) if self.tp > 1 else None
+        self.followers = followers
+        group = CpuGroup(0, self.tp, followers.store, followers.check) if followers else None
         self._decoder = Decoder(self.spec, weights, group)
         self.weight_itemsize = weights.matrix_itemsize
         self.page_token_bytes = self._decoder.spec.kv_bytes_per_token(self._decoder.dtype.itemsize)
@@ -62,6 +67,8 @@ class CpuMachine:
         """See `Machine.start`."""
         kv = KVCache(self._decoder.spec, pages, page_size, self._decoder.dtype)
         lanes = CpuLanes(Runner(self._decoder, kv, page_size, slots), self._cores, notify)
-        if self._followers is None:
+        if self.followers is None:
             return lanes
-        return RankedLanes(lanes, self._followers.start(pages, page_size, slots, notify))
+        self.followers.on_lost = notify
+        self.followers.start(FollowerPool(pages, page_size, slots, max_model_len))
+        return RankedLanes(lanes, self.followers)

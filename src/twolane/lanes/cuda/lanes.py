@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 from queue import SimpleQueue
 
 import torch
@@ -16,7 +17,19 @@ from twolane.lanes.cuda.events import new_event
 from twolane.lanes.cuda.green_contexts import GreenContexts
 from twolane.lanes.cuda.launch_thread import Launcher, Turn
 from twolane.lanes.cuda.runner import CudaRunner, Queued
-from twolane.lanes.work import Work, used_by
+from twolane.lanes.followers import Followers
+from twolane.lanes.work import (
+    DropRecord,
+    FillRecord,
+    LaunchRecord,
+    PieceRecord,
+    Record,
+    Work,
+    used_by,
+)
+
+PIECE_LAYERS = 4
+"""Layers of a slice between two places where steps may go, if there are several ranks."""
 
 
 @dataclass(slots=True, eq=False)
@@ -57,6 +70,7 @@ class CudaLanes:
         partitions: the levels and their streams.
         launcher: of the thread that captured the runner's graphs.
         notify: called from a lane's thread whenever a ticket has news.
+        followers: the other ranks, which launch the same in the same order.
     """
 
     def __init__(
@@ -65,9 +79,13 @@ class CudaLanes:
         partitions: GreenContexts,
         launcher: Launcher,
         notify: Callable[[], None],
+        followers: Followers | None = None,
     ) -> None:
         self.runner = runner
         self._partitions, self._launcher, self._notify = partitions, launcher, notify
+        self._followers = followers
+        if followers is not None:
+            followers.watch(self)
         self._spent = 0.0
         """Seconds that launches have taken."""
         self._last: dict[str, CudaTicket] = {}
@@ -93,15 +111,21 @@ class CudaLanes:
 
     def fill_kv(self) -> None:
         """See `MachineLanes.fill_kv`."""
-        for layer in self.runner.kv.layers:
-            layer.normal_()
+        self._log(FillRecord())
+        self.runner.kv.fill()
 
     def drop(self, batch: int) -> None:
         """See `Lanes.drop`; launches that are queued on the device hold what they read."""
-        self._launcher.submit(partial(self.runner.drop, batch), "slice")
+        self._launcher.submit(partial(self._drop, batch), "slice")
 
     def check(self) -> None:
         """See `Lanes.check`."""
+        if self._followers is not None:
+            self._followers.check()
+
+    def waiting(self) -> Sequence[Ticket]:
+        """See `OpenLaunches.waiting`."""
+        return self._open.waiting()
 
     def synchronize(self) -> None:
         """Wait until the device is through with all that was launched."""
@@ -129,19 +153,47 @@ class CudaLanes:
                 stream.wait_event(other.ended)
             begun = new_event(timing=True)
             begun.record(stream)
-            between = self._launcher.between if _is_slice(ticket.lane, work) else None
+            between = self._between() if is_slice(ticket.lane, work) else None
+            numbers = tuple([other.number for other in after])
+            self._log(LaunchRecord(ticket.lane, ticket.units, work, numbers, ticket.number))
             queued = self.runner.run(work, ticket.lane, ticket.units, between)
             ticket.ended.record(stream)
         self._last.update(dict.fromkeys(used, ticket))
         return _Watched(ticket, begun, queued, before)
 
+    def _drop(self, batch: int) -> None:
+        self._log(DropRecord(batch))
+        self.runner.drop(batch)
+
+    def _log(self, record: Record) -> None:
+        """Have the other ranks do it, too."""
+        if self._followers is not None:
+            self._followers.log(record)
+
+    def _between(self) -> Callable[[], None]:
+        """What a slice calls before each of its layers. Where there are other ranks, steps go
+        between pieces of some layers, and each piece is logged behind them."""
+        if self._followers is None:
+            return self._launcher.between
+        calls = count()
+
+        def between() -> None:
+            if next(calls) % PIECE_LAYERS == 0:
+                self._launcher.between()
+                self._log(PieceRecord(PIECE_LAYERS))
+
+        return between
+
     def close(self, timeout: float = 1.0) -> None:
-        """End the threads when they are through with what is queued; wait for each so long."""
+        """End the threads when they are through with what is queued; wait for each so long. Ends
+        the other ranks, too."""
         self._launcher.thread.shutdown()
         for watcher in self._watchers.values():
             watcher.queue.put(None)
         for watcher in self._watchers.values():
             watcher.thread.join(timeout)
+        if self._followers is not None:
+            self._followers.close(timeout)
 
     def _before(
         self, used: Sequence[str], stream: torch.cuda.Stream, after: Sequence[CudaTicket]
@@ -151,14 +203,14 @@ class CudaLanes:
         return [t for t in (*last, *after) if not t.done and t.stream is not stream]
 
 
-def _is_slice(lane: LaneName, work: Work) -> bool:
+def is_slice(lane: LaneName, work: Work) -> bool:
     """Whether it uses nothing that the decode lane does."""
     return used_by(lane, work) == ("prefill",)
 
 
 def _turn(lane: LaneName, work: Work, after: Sequence[Ticket]) -> Turn:
     """A launch that waits on the device for another one must be launched behind it."""
-    if _is_slice(lane, work):
+    if is_slice(lane, work):
         return "slice"
     return "step" if lane == "decode" and all(other.launched for other in after) else "in order"
 

@@ -31,6 +31,7 @@ from twolane.lanes.work import (
 from twolane.model.decoder import Weights
 from twolane.model.gpu_decoder import GpuDecoder, GpuKVCache, Workspace, layer_matrices
 from twolane.model.spec import ModelSpec
+from twolane.parallel.channel import Channel, Silent
 from twolane.sampling import SamplingParams
 
 log = logging.getLogger("twolane.cuda")
@@ -50,6 +51,8 @@ class CudaMachine:
         weights: on the device.
         decode_units: SMs of the decode lane, one level each; None: every 16.
         utilization: share of the device's memory that this process may take.
+        rank: of this process, if several share the model.
+        ranks: their number.
 
     Raises:
         ValueError: a level cannot be had, or the kernels do not serve the model's heads.
@@ -59,7 +62,6 @@ class CudaMachine:
     settles = True
     pass_sizes: Sequence[int] = SIZES
     page_sizes: Sequence[int] = (32, 16, 64)
-    tp = 1
     revision = ""
 
     def __init__(
@@ -68,30 +70,40 @@ class CudaMachine:
         weights: Weights,
         decode_units: Sequence[int] | None = None,
         utilization: float = 0.9,
+        rank: int = 0,
+        ranks: int = 1,
     ) -> None:
         if spec.moe is not None:
             raise ValueError("model: mixtures of experts are not served on a GPU yet, only on CPUs")
-        _check_heads(spec)
+        self.tp = ranks
+        self.channels: Mapping[LaneName, Channel] = {}
+        """Those of the lanes, if several ranks share the model."""
+        self.decoder = GpuDecoder(spec, weights, rank, ranks)
+        _check_heads(self.decoder.spec)
         _check_schemes(weights)
         self.spec = spec
         self._utilization = utilization
-        self.decoder = GpuDecoder(spec, weights)
         self.device = weights.embedding.device
         torch.cuda.set_device(self.device)
         self.name = f"cuda ({torch.cuda.get_device_name(self.device)})"
-        self.page_token_bytes = spec.kv_bytes_per_token(self.decoder.dtype.itemsize)
+        self.page_token_bytes = self.decoder.spec.kv_bytes_per_token(self.decoder.dtype.itemsize)
         self.weight_itemsize = weights.matrix_itemsize
         self.partitions = self._partitions(decode_units)
 
     def kv_bytes(self, max_model_len: int) -> int:
         """Bytes for the KV pool: what is left of this process's share of the memory."""
-        free, total = torch.cuda.mem_get_info(self.device)
         tokens = max(min(max_model_len, WORKSPACE_TOKENS), SIZES[-1])
-        workspace = Workspace(self.spec, self.decoder.dtype, torch.device("meta"))
+        shard, meta = self.decoder.shard, torch.device("meta")
+        channel = Silent(shard) if shard.size > 1 else None
+        workspace = Workspace(shard.local, self.decoder.dtype, meta, channel)
         workspace.reserve(tokens)
         hidden = 3 * tokens * self.spec.hidden_size * self.decoder.dtype.itemsize
-        left = int(free - (1 - self._utilization) * total)
-        return max(0, left - workspace.bytes - hidden - GRAPH_BYTES)
+        return max(0, self.free_bytes() - workspace.bytes - hidden - GRAPH_BYTES)
+
+    def free_bytes(self) -> int:
+        """What is left of this process's share of the device's memory."""
+        free, total = torch.cuda.mem_get_info(self.device)
+        return int(free - (1 - self._utilization) * total)
 
     def start(
         self,
@@ -115,15 +127,19 @@ class CudaMachine:
         # cuBLAS keeps a handle and workspaces for each thread: one thread does all of it.
         thread = ThreadPoolExecutor(1, "launch", torch.cuda.set_device, (self.device,))
         runner = thread.submit(
-            self._runner, pages, page_size, slots, max_model_len, progress
+            self.runner, pages, page_size, slots, max_model_len, progress
         ).result()
-        lanes = CudaLanes(runner, self.partitions, Launcher(thread), notify)
+        lanes = self._lanes(runner, Launcher(thread), notify)
         progress("kernels", 0.0)
-        thread.submit(_reserve_pinned).result()
         self._warm_up(lanes, min(pages * page_size, max_model_len))
         return lanes
 
-    def _runner(
+    def _lanes(
+        self, runner: CudaRunner, launcher: Launcher, notify: Callable[[], None]
+    ) -> CudaLanes:
+        return CudaLanes(runner, self.partitions, launcher, notify)
+
+    def runner(
         self,
         pages: int,
         page_size: int,
@@ -131,15 +147,20 @@ class CudaMachine:
         max_model_len: int,
         progress: Callable[[str, float], None],
     ) -> CudaRunner:
-        """See `start`."""
-        decoder, spec = self.decoder, self.spec
+        """Allocate the KV pool and capture the graphs, on the thread that is to launch; see
+        `start`."""
+        decoder, spec = self.decoder, self.decoder.spec
         kernel, why = choose(decoder.dtype, spec.head_dim, self.device)  # may compile it
         log.info("prefill attention: %s (%s)", kernel, why)
         kv = GpuKVCache(spec, pages, page_size, decoder.dtype, self.device)
         known = Slots(slots, -(-max_model_len // page_size), self.device)
-        steps = DecodeGraphs(decoder, kv, known, slots, self.partitions.units)
-        most, units = min(max_model_len, WORKSPACE_TOKENS), self.partitions.units
-        runner = CudaRunner(decoder, kv, known, steps, most, units)
+        most, units, channels = (
+            min(max_model_len, WORKSPACE_TOKENS),
+            self.partitions.units,
+            self.channels,
+        )
+        steps = DecodeGraphs(decoder, kv, known, slots, units, channels.get("decode"))
+        runner = CudaRunner(decoder, kv, known, steps, most, units, channels)
         with torch.inference_mode():
             steps.capture(self.partitions, lambda done: progress("graphs", done / 2))
             whole = None if runner.whole is None else runner.whole.capture
@@ -148,6 +169,7 @@ class CudaMachine:
             )
         _log_graphs("decode", steps.levels)
         _log_graphs("prefill", runner.passes.levels)
+        _reserve_pinned()
         return runner
 
     def _warm_up(self, lanes: CudaLanes, most: int) -> None:
@@ -160,7 +182,7 @@ class CudaMachine:
         pages = tuple(range(-(-most // lanes.runner.kv.page_size)))
         greedy = SamplingParams(temperature=0.0)
         tickets = []
-        for reused, new in warm_up_prompts(self.spec, most):
+        for reused, new in warm_up_prompts(self.decoder.spec, most):
             slots = (SlotUpdate(0, 0, pages, Sampling(greedy, 0, reused + new, ())),)
             row, chunks = PromptRow(0, reused, new, samples=True), (PromptChunk(pack([0] * new)),)
             step = DecodeRow(0, most - 1, 1)

@@ -1,0 +1,121 @@
+"""A rank other than 0 on a GPU: `python -m twolane.lanes.cuda.follower`.
+
+It queues on its GPU what rank 0 has queued on its own, in the same order over both lanes, and waits
+for nothing: the device orders launches by events, as rank 0's does.
+"""
+
+import os
+import sys
+import traceback
+from collections import deque
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import distributed as dist
+
+from twolane.common import garbage
+from twolane.lanes.cuda.events import new_event
+from twolane.lanes.cuda.green_contexts import GreenContexts
+from twolane.lanes.cuda.lanes import is_slice
+from twolane.lanes.cuda.machine import CudaMachine
+from twolane.lanes.cuda.ranks import connect, load_rank
+from twolane.lanes.cuda.runner import CudaRunner
+from twolane.lanes.following import read_log, read_pool, read_start
+from twolane.lanes.work import DropRecord, FillRecord, LaunchRecord, PieceRecord, Record, used_by
+
+
+class _Open(NamedTuple):
+    """A launch that may be under way."""
+
+    number: int
+    ended: torch.cuda.Event
+    kept: object
+
+
+class FollowerLanes:
+    """The lanes of a rank other than 0.
+
+    Args:
+        runner: queues the work.
+        partitions: the levels and their streams.
+        log: what to do.
+    """
+
+    def __init__(
+        self, runner: CudaRunner, partitions: GreenContexts, log: Iterator[Record]
+    ) -> None:
+        self._runner, self._partitions, self._log = runner, partitions, log
+        self._open: deque[_Open] = deque()
+        self._last: dict[str, int] = {}
+        """Number of the last launch that used each of what launches share."""
+        self._layers = 0
+        """Layers of the slice that is being launched that go before the next record."""
+
+    def follow(self) -> None:
+        """Carry out the log to its end."""
+        for record in self._log:
+            self._carry_out(record)
+
+    def _carry_out(self, record: Record) -> None:
+        if isinstance(record, LaunchRecord):
+            self._launch(record)
+        elif isinstance(record, DropRecord):
+            self._runner.drop(record.batch)
+        elif isinstance(record, FillRecord):
+            self._runner.kv.fill()
+        else:
+            raise ValueError(f"the log has {record}, and no slice is being launched")
+
+    def _launch(self, record: LaunchRecord) -> None:
+        while self._open and self._open[0].ended.query():  # type: ignore[no-untyped-call]
+            self._open.popleft()
+        stream = self._partitions.stream(record.lane, record.units)
+        used = used_by(record.lane, record.work)
+        before = {self._last[name] for name in used if name in self._last} | set(record.after)
+        ended = new_event()
+        with torch.cuda.stream(stream), torch.inference_mode():
+            for launch in self._open:
+                if launch.number in before:
+                    stream.wait_event(launch.ended)
+            between = self._between if is_slice(record.lane, record.work) else None
+            if between is not None:
+                self._layers = 0
+            queued = self._runner.run(record.work, record.lane, record.units, between)
+            ended.record(stream)
+        self._open.append(_Open(record.number, ended, queued.kept))
+        self._last.update(dict.fromkeys(used, record.number))
+
+    def _between(self) -> None:
+        """Before a layer of a slice: what rank 0 has launched before it."""
+        while self._layers == 0:
+            record = next(self._log)
+            if isinstance(record, PieceRecord):
+                self._layers = record.layers
+            else:
+                self._carry_out(record)
+        self._layers -= 1
+
+
+def main() -> int:
+    """Follow until the log ends; the exit code."""
+    if (start := read_start()) is None:
+        return 0
+    machine = CudaMachine(*load_rank(start.settings, start.rank, lambda *_: None))  # type: ignore[arg-type]
+    store = dist.TCPStore("127.0.0.1", start.port, is_master=False, wait_for_workers=False)
+    connect(machine, store, lambda: None)
+    if (pool := read_pool()) is None:
+        return 0
+    args = pool.pages, pool.page_size, pool.slots, pool.max_model_len
+    runner = machine.runner(*args, lambda *_: None)
+    garbage.leave_out()
+    try:
+        FollowerLanes(runner, machine.partitions, read_log()).follow()
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)  # whatever is queued waits for other ranks
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,186 @@
+"""Rank 0's side of several ranks: it starts the others, watches them and writes the log."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Protocol
+
+import msgspec
+from torch import distributed as dist
+
+from twolane.lanes.base import Ticket
+from twolane.lanes.settings import DeviceSettings
+from twolane.lanes.work import Record, encode
+from twolane.parallel.group import RankLost
+
+LENGTH_BYTES = 4
+"""Bytes, little-endian, of the length before each record of the log."""
+LOOK_SECONDS = 0.25
+"""Seconds between two looks whether launches go on."""
+
+
+class FollowerStart(msgspec.Struct, frozen=True):
+    """The first line on a follower's standard input, as JSON."""
+
+    settings: DeviceSettings
+    rank: int
+    cores: tuple[int, ...]
+    """The cores that all ranks run on; those of GPUs run where they like."""
+    port: int
+    """TCP port of the store where the ranks meet."""
+    parent: int
+    """Process id of rank 0."""
+
+
+class FollowerPool(msgspec.Struct, frozen=True):
+    """The second line; the launch log follows it."""
+
+    pages: int
+    page_size: int
+    slots: int
+    max_model_len: int
+
+
+class OpenLaunches(Protocol):
+    """Where a watcher sees the launches under way."""
+
+    def waiting(self) -> Sequence[Ticket]:
+        """Those that are not done, in the order of their numbers."""
+        ...
+
+
+class Followers:
+    """The processes of ranks 1 and up, which load their parts of the model.
+
+    They end with the pipe that carries their log, and with the process that started them.
+
+    Args:
+        settings: the model and the number of ranks.
+        module: what a follower runs.
+        cores: all ranks run on them.
+    """
+
+    def __init__(self, settings: DeviceSettings, module: str, cores: Sequence[int] = ()) -> None:
+        self.size = settings.tensor_parallel_size
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        """Where the ranks meet."""
+        self.on_lost: Callable[[], None] = lambda: None
+        """Called from a thread of its own when a rank is lost."""
+        self._lost: RankLost | None = None
+        self._closing = threading.Event()
+        self._queues: list[SimpleQueue[bytes | None]] = []
+        self.processes: list[subprocess.Popen[bytes]] = []
+        for rank in range(1, self.size):
+            start = FollowerStart(settings, rank, tuple(cores), self.store.port, os.getpid())
+            self._spawn(module, msgspec.json.encode(start) + b"\n")
+        for rank, process in enumerate(self.processes, start=1):
+            self._thread(self._await_end, rank, process)
+
+    def check(self) -> None:
+        """See that all are alive and go on.
+
+        Raises:
+            RankLost: one is not, or does not.
+        """
+        if self._lost is not None:
+            raise self._lost
+
+    def start(self, pool: FollowerPool) -> None:
+        """Have them make their KV pools and be ready for the log."""
+        self._send(msgspec.json.encode(pool) + b"\n")
+
+    def watch(self, launches: OpenLaunches) -> None:
+        """Hold a rank for lost, from now on, when launches do not go on within their patience."""
+        self._thread(self._watch, launches)
+
+    def log(self, record: Record) -> None:
+        """Have all of them carry it out behind what was logged before; does not wait."""
+        encoded = encode(record)
+        self._send(len(encoded).to_bytes(LENGTH_BYTES, "little") + encoded)
+
+    def close(self, timeout: float) -> None:
+        """End them: by the end of their log, or else by force."""
+        self._closing.set()
+        for queue in self._queues:
+            queue.put(None)
+        for process in self.processes:
+            try:
+                process.wait(0.0 if self._lost is not None else timeout)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+    def _spawn(self, module: str, start: bytes) -> None:
+        command = [sys.executable, "-m", module]
+        environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}  # ranks share the cores
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
+        self.processes.append(process)
+        queue: SimpleQueue[bytes | None] = SimpleQueue()
+        self._queues.append(queue)
+        self._thread(_write, process, queue)
+        queue.put(start)
+
+    def _thread(self, run: Callable[..., None], *args: object) -> None:
+        name = f"ranks-{run.__name__.strip('_')}"
+        threading.Thread(target=run, args=args, name=name, daemon=True).start()
+
+    def _send(self, message: bytes) -> None:
+        for queue in self._queues:
+            queue.put(message)
+
+    def _await_end(self, rank: int, process: "subprocess.Popen[bytes]") -> None:
+        code = process.wait()
+        self._lose(f"rank {rank} of {self.size} has died (exit code {code})")
+
+    def _watch(self, launches: OpenLaunches) -> None:
+        went_on = time.monotonic()
+        before: dict[Ticket, int] = {}
+        while not self._closing.wait(LOOK_SECONDS) and self._lost is None:
+            now, waiting = time.monotonic(), launches.waiting()
+            steps = {ticket: len(ticket.steps) for ticket in waiting}
+            if not before or any(steps.get(ticket) != count for ticket, count in before.items()):
+                went_on = now
+            elif now - went_on > max(ticket.patience for ticket in before):
+                self._lose(self._overdue(next(iter(before)), now - went_on))
+            before = steps
+
+    def _overdue(self, ticket: Ticket, seconds: float) -> str:
+        stopped = [
+            f"rank {rank} is stopped"
+            for rank, process in enumerate(self.processes, start=1)
+            if _is_stopped(process.pid)
+        ]
+        return (
+            f"rank 0 of {self.size} has waited {seconds:.1f} s for the others in launch "
+            f"{ticket.number}, in the {ticket.lane} lane{', and '.join(['', *stopped])}"
+        )
+
+    def _lose(self, why: str) -> None:
+        if not self._closing.is_set() and self._lost is None:
+            self._lost = RankLost(why)
+            self.on_lost()
+
+
+def _is_stopped(process: int) -> bool:
+    """Whether a process was stopped by a signal."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rsplit(")")[-1].split()[0] in ("T", "t")
+    except OSError:
+        return False
+
+
+def _write(process: "subprocess.Popen[bytes]", queue: "SimpleQueue[bytes | None]") -> None:
+    """Write to one follower what is queued for it; whoever queues never waits for it."""
+    assert process.stdin is not None
+    try:
+        while (message := queue.get()) is not None:
+            process.stdin.write(message)
+            process.stdin.flush()
+        process.stdin.close()
+    except OSError:  # it has died, which `Followers.check` tells
+        return

@@ -1,0 +1,78 @@
+"""Ranks on as many GPUs say what transformers says, whatever the schedule; as `test_parity`."""
+
+from collections.abc import Callable, Iterator
+from functools import cache
+
+import pytest
+import torch
+
+from tests.gpu.serving import LEVELS, PAGE
+from tests.model.checkpoints import LAYERS, make_checkpoint, reference
+from tests.parity.judge import Judge, Tally
+from tests.parity.ranks import Ranks
+from tests.parity.schedules import schedules
+from tests.parity.test_tiny import REQUESTS, compare
+from twolane.engine.messages import Submit
+from twolane.lanes.cuda.ranks import RankedMachine
+from twolane.lanes.settings import DeviceSettings
+from twolane.sampling import SamplingParams
+from twolane.systems.registry import make_system
+
+PAGES, RUNNING = 2048, 16
+SEEDED = [
+    Submit(
+        f"s{i}",
+        [3 + i, 9, 27, 81],
+        SamplingParams(temperature=1.0, seed=i, max_tokens=16, repetition_penalty=1.2, logprobs=2),
+    )
+    for i in range(8)
+]
+Load = Callable[[int], tuple[Ranks, Judge]]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Load]:
+    """size → (so many GPUs with a model, the same checkpoint in transformers)."""
+    open_ranks: list[Ranks] = []
+
+    @cache
+    def load(size: int) -> tuple[Ranks, Judge]:
+        path = make_checkpoint("qwen3", tmp_path_factory.mktemp("gpu") / "model", seed=1)
+        settings = DeviceSettings(
+            model=str(path),
+            dtype="float32",
+            device="cuda",
+            levels=LEVELS,
+            tensor_parallel_size=size,
+            gpu_memory_utilization=0.5,
+        )
+        machine = RankedMachine(settings, lambda *_: None)
+        open_ranks.append(Ranks(machine, PAGES, PAGE, RUNNING))
+        return open_ranks[-1], Judge(reference(path))
+
+    yield load
+    for each in open_ranks:
+        each.close()
+        assert {process.returncode for process in each.processes} == {0}
+
+
+def needs(size: int) -> None:
+    if torch.cuda.device_count() < size:
+        pytest.skip(f"needs {size} GPUs")
+
+
+@pytest.mark.parametrize("schedule", tuple(schedules(LAYERS)))
+@pytest.mark.parametrize("size", [2, 4])
+def test_tokens(size: int, schedule: str, ranks: Load, tally: Tally) -> None:
+    needs(size)
+    served, judge = ranks(size)
+    compare(REQUESTS, served.serve(schedules(LAYERS)[schedule](), REQUESTS), judge, tally)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_every_system_lets_them_sample_the_same(size: int, ranks: Load) -> None:
+    needs(size)
+    served, _ = ranks(size)
+    names = ("static-split", "chunked", "temporal")
+    said = [served.serve(make_system(name, {}), SEEDED).outputs for name in names]
+    assert said[0] == said[1] == said[2]

@@ -1,0 +1,49 @@
+"""Several ranks that serve one engine after the other."""
+
+from collections.abc import Callable
+from typing import Any
+
+from tests.parity.serving import Served, serve_on
+from twolane.engine.kv import KVBooks
+from twolane.engine.messages import Submit
+
+
+class Ranks:
+    """A machine of several ranks, whose lanes are kept from one engine to the next."""
+
+    def __init__(self, machine: Any, pages: int, page: int, running: int) -> None:
+        self.machine, self._pool = machine, (pages, page, running)
+        self.wake: Callable[[], None] = lambda: None
+        longest = min(1024, machine.spec.max_positions)
+        self.lanes = machine.start(*self._pool, longest, self._news, lambda *_: None)
+
+    @property
+    def processes(self) -> list[Any]:
+        return self.machine.followers.processes
+
+    def _news(self) -> None:
+        self.wake()
+
+    def launch_lanes(self, wake: Callable[[], None]) -> "Lent":
+        self.wake = wake
+        return Lent(self.lanes)
+
+    def close(self, timeout: float = 5.0) -> None:
+        self.lanes.close(timeout)
+
+    def serve(self, system: Any, submits: list[Submit]) -> Served:
+        books = KVBooks(*self._pool, prefix_cache=True)
+        return serve_on(self.launch_lanes, self.machine.spec, books, system, submits)
+
+
+class Lent:
+    """Lanes that an engine does not end."""
+
+    def __init__(self, lanes: Any) -> None:
+        self._lanes = lanes
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._lanes, name)
+
+    def close(self) -> None:
+        """Others go on with them."""
