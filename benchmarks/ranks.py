@@ -1,0 +1,235 @@
+"""What several GPUs do with one model: `python benchmarks/ranks.py qwen3-14b 2 [--out FILE]`.
+
+On GPUs of one host that do nothing else, with dummy weights in the true shapes and a KV pool of
+random numbers. First one process a GPU times all-reduces alone; then the lanes are driven without
+the engine, as in `engine.py`. Values are medians but where a percentile is named; every ratio is of
+two things measured in this run.
+"""
+
+import argparse
+import itertools
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from engine import Rig, both_lanes, decode_seconds, finished, repeat
+from measured import cpu_seconds
+
+from twolane.lanes.cuda.decode_graphs import captured
+from twolane.lanes.cuda.green_contexts import GreenContexts
+from twolane.lanes.cuda.ranks import RankedMachine
+from twolane.lanes.settings import DeviceSettings
+from twolane.lanes.slot_table import UntoldSlots
+from twolane.lanes.work import DecodeWork
+from twolane.model.load.hub import resolve
+from twolane.parallel import nccl
+from twolane.results.provenance import provenance, save
+
+PAGE = 32
+POOL_TOKENS = 262_144
+"""Tokens of the KV pool: 64 requests of 2K and a prompt of 8K have room."""
+SHARE = 48
+"""SMs of the decode lane beside prefill."""
+ROWS = (16, 64, 512, 2048, 8192)
+"""Rows of the all-reduces that are timed alone."""
+PATIENCE = 60.0
+
+
+class RankedRig(Rig):
+    """A model on several GPUs with its lanes, driven without the engine."""
+
+    def __init__(self, name: str, ranks: int) -> None:
+        begun = time.monotonic()
+        self.name, self.slots, self.pages = name, 256, POOL_TOKENS // PAGE
+        settings = DeviceSettings(
+            model=name,
+            load_format="dummy",
+            device="cuda",
+            levels=(SHARE,),
+            tensor_parallel_size=ranks,
+        )
+        self.machine = RankedMachine(settings, lambda *_: None)
+        self.load_seconds = time.monotonic() - begun
+        self.lanes = self.machine.start(
+            self.pages, PAGE, self.slots, 40_960, lambda: None, lambda *_: None
+        )
+        self.lanes.fill_kv()
+        self.held, self.untold, self.free = {}, UntoldSlots(), list(range(self.pages))
+        self.start_seconds = time.monotonic() - begun
+
+
+def time_all_reduces(rank: int, ranks: int, folder: Path, hidden: int) -> dict[str, float]:
+    """Microseconds of an all-reduce by rows and SMs, as graphs of forty; one process a GPU."""
+    torch.cuda.set_device(rank)
+    torch.zeros(1, device="cuda")
+    place = folder / "id"
+    if rank == 0:
+        place.with_suffix(".new").write_bytes(nccl.unique_id())
+        place.with_suffix(".new").rename(place)
+    while not place.exists():
+        time.sleep(0.01)
+    channel = nccl.Communicator(rank, ranks, place.read_bytes())
+    parts, times = GreenContexts(rank, (SHARE,)), {}
+    for rows, units in itertools.product(ROWS, (parts.units, SHARE)):
+        x = torch.randn(rows, hidden, device="cuda", dtype=torch.bfloat16)
+        each = 40 if rows <= 512 else 8
+
+        def run(x: torch.Tensor = x, each: int = each) -> None:
+            for _ in range(each):
+                channel.all_reduce(x)
+
+        stream = parts.stream("decode", units)
+        with torch.cuda.stream(stream):
+            run()
+        graph = captured(stream, None, run)
+        samples = []
+        for _ in range(9):
+            a, b = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            with torch.cuda.stream(stream):
+                a.record()
+                graph.replay()
+                b.record()
+            b.synchronize()
+            samples.append(a.elapsed_time(b) * 1e3 / each)
+            x.normal_()
+        times[f"{rows} rows on {units} SMs"] = statistics.median(samples[2:])
+    return times
+
+
+def all_reduces(ranks: int, hidden: int) -> dict[str, float]:
+    """What rank 0 of `time_all_reduces` has measured."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, __file__, "--alone", str(ranks), folder, str(hidden)]
+        others = [subprocess.Popen([*command, str(rank)]) for rank in range(1, ranks)]
+        ran = subprocess.run([*command, "0"], stdout=subprocess.PIPE, text=True, timeout=PATIENCE)
+        for other in others:
+            other.wait(PATIENCE)
+    pairs = (line.rsplit(": ", 1) for line in ran.stdout.splitlines() if ": " in line)
+    return {name: float(value) for name, value in pairs}
+
+
+def read_rate() -> float:
+    """Bytes a second that a kernel reads which only reads, on all SMs."""
+    x = torch.randn(1 << 31, device="cuda", dtype=torch.bfloat16).view(-1, 1 << 14)
+    times = []
+    for _ in range(7):
+        a, b = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        a.record()
+        x.view(torch.int32).amax()
+        b.record()
+        b.synchronize()
+        times.append(a.elapsed_time(b) * 1e-3)
+    return x.nbytes / statistics.median(times[2:])
+
+
+def measure(rig: RankedRig, sums: dict[str, float]) -> dict[str, object]:
+    """The figures of issue and notes; prints each as it comes."""
+    spec, tp, whole = rig.spec, rig.machine.tp, rig.machine.partitions.units
+    found: dict[str, object] = {}
+
+    def note(**values: object) -> None:
+        found.update(values)
+        print(*(f"{name} {value}" for name, value in values.items()), flush=True)
+
+    note(start_s=round(rig.start_seconds, 1), load_s=round(rig.load_seconds, 1))
+    rows = rig.decode_rows(64, 2048)
+    steps = {u: decode_seconds(rig, rows, u) * 1e3 for u in rig.machine.partitions.decode_units}
+    note(decode_step_ms={u: round(ms, 3) for u, ms in steps.items()})
+    one = decode_seconds(rig, rows[:1], whole) * 1e3
+    note(decode_step_of_1_ms=round(one, 3))
+    weights = 2 * (spec.parameters - spec.vocab_size * spec.hidden_size) / tp
+    kv = 64 * 2048 * rig.machine.page_token_bytes
+    count, rate = 2 * spec.layers, read_rate()
+    alone = sums.get(f"64 rows on {whole} SMs", 0.0)
+    floor = (weights + kv) / rate * 1e3 / 0.82 + count * alone * 1e-3
+    note(
+        read_tb_s=round(rate / 1e12, 3),
+        all_reduces=count,
+        all_reduce_share=round(count * alone * 1e-3 / steps[whole], 3),
+        bar_ms=round(1.05 * floor, 3),
+        over_bar=round(steps[whole] / (1.05 * floor), 3),
+    )
+    note(follower_cpu=follower_use(rig, rows, whole))
+    alone_gaps = gaps(rig, rows, SHARE)
+    row = rig.prompt(8192)
+    for units in [*(p for p, _ in rig.machine.partitions.levels), whole]:
+        seconds = repeat(2, lambda u=units: rig.launch("prefill", u, rig.prefill(row)))
+        note(**{f"prefill_tokens_s_{units}": round(8192 / seconds)})
+    level = next(level for level in rig.machine.partitions.levels if level[1] == SHARE)
+    both_lanes(rig, level, rows, row, 4, 1.0)
+    both = both_lanes(rig, level, rows, row, 4, 5.0)
+    beside = np.array(both.gaps) * 1e3
+    note(
+        level=level,
+        beside_tokens_s=round(both.tokens_s),
+        gap_ms_alone=quantiles(alone_gaps),
+        gap_ms_beside=quantiles(beside),
+        p99_beside_over_alone=round(
+            float(np.percentile(beside, 99) / np.percentile(alone_gaps, 99)), 3
+        ),
+        decode_idle=round(both.decode_idle, 3),
+        prefill_idle=round(both.prefill_idle, 3),
+    )
+    rig.give_back([*rows, row])
+    return found
+
+
+def quantiles(values: np.ndarray) -> dict[int, float]:
+    return {q: round(float(np.percentile(values, q)), 3) for q in (50, 90, 99, 100)}
+
+
+def gaps(rig: RankedRig, rows, units: int, count: int = 300) -> np.ndarray:
+    """Milliseconds between the ends of steps of the decode lane alone."""
+    work = DecodeWork(tuple(rows), 1)
+    tickets = []
+    for _ in range(count):
+        tickets.append(rig.launch("decode", units, work))
+        if len(tickets) > 2:
+            finished(tickets[-3])
+    finished(tickets[-1])
+    return np.array([b.end - a.end for a, b in itertools.pairwise(tickets[10:])]) * 1e3
+
+
+def follower_use(rig: RankedRig, rows, units: int) -> dict[str, float]:
+    """Share of a core that rank 1 uses, with steps as fast as they go and at rest."""
+    pid = rig.machine.followers.processes[0].pid
+    begun, used = time.monotonic(), cpu_seconds(pid)
+    gaps(rig, rows, units, 200)
+    took = time.monotonic() - begun
+    busy = (cpu_seconds(pid) - used) / took
+    time.sleep(0.2)
+    used = cpu_seconds(pid)
+    time.sleep(1.0)
+    return {"busy": round(busy, 3), "steps_s": round(200 / took), "rest": cpu_seconds(pid) - used}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model")
+    parser.add_argument("ranks", type=int)
+    parser.add_argument("--out", type=Path)
+    if sys.argv[1:2] == ["--alone"]:
+        ranks, folder, hidden, rank = sys.argv[2:]
+        for name, us in time_all_reduces(int(rank), int(ranks), Path(folder), int(hidden)).items():
+            print(f"{name}: {us:.1f}", flush=True)
+        os._exit(0)
+    args = parser.parse_args()
+    sums = all_reduces(args.ranks, resolve(args.model, "dummy").spec().hidden_size)
+    print("all-reduce us", sums, flush=True)
+    rig = RankedRig(args.model, args.ranks)
+    found = {"all_reduce_us": sums, **measure(rig, sums)}
+    rig.close()
+    if args.out:
+        workload = {"model": args.model, "ranks": args.ranks}
+        save(args.out, provenance(workload), {"figures": found})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
