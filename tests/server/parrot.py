@@ -1,20 +1,22 @@
-"""Tiny checkpoints that answer a few conversations by heart, for tests of what models say."""
+"""Tiny checkpoints that know a few answers by heart, for tests of what models say."""
 
 import json
 import string
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from twolane.frontend.text.template import ChatTemplate
-
-SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+END = "<|im_end|>"
+SPECIAL = ("<|endoftext|>", "<|im_start|>", END)
 MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
-END = 2
+HIDDEN = 256
+PROMPT = """<|im_start|>assistant
+"""
 TEMPLATE = """{%- if tools %}<|im_start|>system
 Tools: {{ tools | tojson }}
 Call them as <tool_call>{"name": ..., "arguments": ...}</tool_call>, behind </think>.<|im_end|>
@@ -29,7 +31,6 @@ Call them as <tool_call>{"name": ..., "arguments": ...}</tool_call>, behind </th
 {% endfor %}
 {%- if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
-STEPS, LEAST_LOSS = 400, 0.003
 
 
 def tokenizer() -> Tokenizer:
@@ -50,59 +51,105 @@ def tokenizer() -> Tokenizer:
 
 
 class Learnt(NamedTuple):
-    """A conversation and the answer to it."""
+    """What to answer to a conversation whose last message contains some text."""
 
-    messages: Sequence[dict[str, Any]]
+    said: str
     answer: str
-    tools: Sequence[dict[str, Any]] = ()
+    pieces: int = 3
+    """The answer has this many tokens."""
+
+    @property
+    def tokens(self) -> list[str]:
+        """The texts of the answer's tokens."""
+        size = -(-len(self.answer) // self.pieces)
+        return [self.answer[i : i + size] for i in range(0, len(self.answer), size)]
 
 
-def write_parrot(path: Path, learnt: Sequence[Learnt], template: str = TEMPLATE) -> Path:
-    """Write a checkpoint that gives these answers to these conversations, and ends there.
+def write_parrot(
+    path: Path,
+    learnt: Sequence[Learnt],
+    template: str = TEMPLATE,
+    words: Tokenizer | None = None,
+) -> Path:
+    """Write a checkpoint that gives these answers, and ends there.
 
-    Without any its weights are random, and it is there at once.
+    The chat template puts a mark at the end of the prompt that says which answer is due; each
+    token of the model calls for the next one. Its context is long: nothing else in the prompt
+    counts. Without any answer its weights are random.
+
+    Args:
+        path: of the checkpoint.
+        learnt: the answers; no two of their tokens may have the same text.
+        template: of conversations.
+        words: a tokenizer to add to; None: one token a character.
     """
-    words, rendered = tokenizer(), ChatTemplate(template, {})
-    config = LlamaConfig(
-        vocab_size=words.get_vocab_size(),
-        hidden_size=96,
-        intermediate_size=192,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        max_position_embeddings=4096,
-        bos_token_id=None,
-        eos_token_id=END,
-        tie_word_embeddings=False,
-    )
-    torch.manual_seed(0)
-    torch.set_num_threads(1)  # a team of threads crawls where other programs want the cores
-    model = LlamaForCausalLM(config)
-    prompts = [rendered.render(each.messages, tools=each.tools) for each in learnt]
-    answers = [words.encode(each.answer).ids for each in learnt]
+    words = words or tokenizer()
+    marks = [f"<|say {i}|>" for i in range(len(learnt))]
+    chains = [[mark, *each.tokens] for mark, each in zip(marks, learnt, strict=True)]
+    texts = [text for chain in chains for text in chain]
+    assert len(set(texts)) == len(texts), "two tokens have the same text"
+    words.add_special_tokens([END])
+    words.add_tokens([AddedToken(text, special=False, normalized=False) for text in texts])
+    model = random_model(words.get_vocab_size(), words.token_to_id(END))
     if learnt:
-        train(model, [(words.encode(p).ids, a) for p, a in zip(prompts, answers, strict=True)])
+        ids = [[words.token_to_id(text) for text in (*chain, END)] for chain in chains]
+        teach(model, ids, words.token_to_id(END))
     model.save_pretrained(path)
     words.save(str(path / "tokenizer.json"))
-    kept = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"}
-    (path / "tokenizer_config.json").write_text(json.dumps({**kept, "chat_template": template}))
+    shown = template.replace(PROMPT, PROMPT + saying(marks, learnt))
+    kept = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END}
+    (path / "tokenizer_config.json").write_text(json.dumps({**kept, "chat_template": shown}))
     return path
 
 
-def train(model: LlamaForCausalLM, pairs: Sequence[tuple[list[int], list[int]]]) -> None:
-    """Learn the answers by heart."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    for _ in range(STEPS):
-        losses = []
-        for prompt, answer in pairs:
-            ids = torch.tensor([[*prompt, *answer, END]])
-            labels = ids.clone()
-            labels[:, : len(prompt)] = -100
-            losses.append(model(input_ids=ids, labels=labels).loss)
-        loss = torch.stack(losses).mean()
-        if loss < LEAST_LOSS:
-            return
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    raise AssertionError(f"not learnt: {float(loss)}")
+def saying(marks: Sequence[str], learnt: Sequence[Learnt]) -> str:
+    """Return the part of a chat template that writes the mark of the answer that is due."""
+    if not learnt:
+        return ""
+    last = "{%- set last = messages[-1].content or '' %}"
+    cases = [
+        f"{{%- {'elif' if i else 'if'} {json.dumps(each.said)} in last %}}{mark}"
+        for i, (mark, each) in enumerate(zip(marks, learnt, strict=True))
+    ]
+    return last + "".join(cases) + "{%- endif %}"
+
+
+def random_model(vocabulary: int, end: int) -> LlamaForCausalLM:
+    """Return a tiny model with random weights."""
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=HIDDEN,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=65536,
+        bos_token_id=None,
+        eos_token_id=end,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(0)
+    return LlamaForCausalLM(config)
+
+
+def teach(model: LlamaForCausalLM, chains: Sequence[Sequence[int]], end: int) -> None:
+    """Let each token of a chain call for the next one, and every other token for the end.
+
+    The layer adds nothing: what is predicted depends on the last token alone.
+    """
+    links = [(a, b) for chain in chains for a, b in pairwise(chain)]
+    assert len(links) < HIDDEN, "too many tokens for this many dimensions"
+    with torch.no_grad():
+        layer = model.model.layers[0]
+        layer.self_attn.o_proj.weight.zero_()
+        layer.mlp.down_proj.weight.zero_()
+        embedded, head = model.model.embed_tokens.weight, model.lm_head.weight
+        embedded.zero_()
+        head.zero_()
+        embedded[:, -1] = 1.0
+        head[end, -1] = 1.0
+        for place, (token, following) in enumerate(links):
+            embedded[token, -1] = 0.0
+            embedded[token, place] = 1.0
+            head[following, place] = 1.0

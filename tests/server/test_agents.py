@@ -7,8 +7,6 @@ import json
 import openai
 import pytest
 
-from twolane.server.openai.tools import ToolDefinition
-
 from .parrot import TEMPLATE, Learnt, write_parrot
 from .serving import serving
 
@@ -29,31 +27,10 @@ WEATHER = {
 }
 CLOCK = {"type": "function", "function": {"name": "clock"}}
 FRANCE = "What is the capital of France?"
-TURN = [
-    {"role": "user", "content": ASK},
-    {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [{"function": {"name": "weather", "arguments": {"city": "Rome"}}}],
-    },
-    {"role": "tool", "content": "21 degrees"},
-]
-
-
-def user(text):
-    return [{"role": "user", "content": text}]
-
-
-def shown(*tools):
-    return [ToolDefinition.model_validate(tool).for_template() for tool in tools]
-
-
 LEARNT = [
-    Learnt(user(ASK), CALL),
-    Learnt(user(ASK), CALL, shown(WEATHER)),
-    Learnt(user(ASK), CALL, shown(WEATHER, CLOCK)),
-    Learnt(TURN, "It is 21 degrees in Rome.", shown(WEATHER, CLOCK)),
-    Learnt(user(FRANCE), "<think>\nEasy.\n</think>\n\nParis."),
+    Learnt(ASK, CALL),
+    Learnt("21 degrees", "It is 21 degrees in Rome."),
+    Learnt(FRANCE, "<think>\nEasy.\n</think>\n\nParis."),
 ]
 SCHEMA = {
     "type": "object",
@@ -111,7 +88,6 @@ def streamed(client, messages, **fields):
     return content, thinking, [calls[i] for i in sorted(calls)], finish
 
 
-@pytest.mark.full
 def test_a_whole_turn_with_a_tool(parrot):
     answer = chat(parrot, ASK, tools=[WEATHER, CLOCK]).choices[0]
     assert answer.finish_reason == "tool_calls"
@@ -130,7 +106,6 @@ def test_a_whole_turn_with_a_tool(parrot):
     assert last.message.tool_calls is None
 
 
-@pytest.mark.full
 def test_a_streamed_call_adds_up_to_the_whole_one(parrot):
     content, _, [call], finish = streamed(parrot, ASK, tools=[WEATHER])
     assert (content, finish) == ("", "tool_calls")
@@ -139,14 +114,12 @@ def test_a_streamed_call_adds_up_to_the_whole_one(parrot):
     assert json.loads(call["arguments"]) == {"city": "Rome"}
 
 
-@pytest.mark.full
 def test_without_tools_a_call_is_text(parrot):
     assert chat(parrot, ASK).choices[0].message.content == CALL
     none = chat(parrot, ASK, tools=[WEATHER], tool_choice="none").choices[0]
     assert not none.message.tool_calls
 
 
-@pytest.mark.full
 def test_thinking_is_told_apart(parrot):
     ask = FRANCE
     answer = chat(parrot, ask).choices[0].message

@@ -50,6 +50,9 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     no page of another origin may."""
     max_body_bytes: Annotated[int, Option(PANEL, "BYTES", least=1)] = 32 << 20
     """Number of bytes that a request body may have; larger ones get a 413."""
+    stored_response_bytes: Annotated[int, Option(PANEL, "BYTES", least=0)] = 64 << 20
+    """Number of bytes that the latest answers of /v1/responses may take in memory, for requests
+    with previous_response_id; 0 stores none."""
     tool_call_parser: Annotated[ToolForm | None, Option(PANEL)] = None
     """Way in which the model writes tool calls; by default it is found from the chat template."""
     reasoning_parser: Annotated[Literal["auto", "none"], Option(PANEL)] = "auto"

@@ -159,6 +159,7 @@ async def run(config: EngineConfig, options: ServerOptions) -> int:
                 api_keys=options.api_keys,
                 max_body_bytes=options.max_body_bytes,
                 cors_origins=options.cors_origins,
+                stored_response_bytes=options.stored_response_bytes,
             )
             garbage.leave_out()
             announce(announcement(engine.ready, config, name, address_of(listener)))

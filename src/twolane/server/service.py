@@ -178,9 +178,12 @@ class Service:
     def _for_template(self, body: ChatRequest) -> dict[str, Any]:
         """What the chat template gets beside the messages and how to render them."""
         more: dict[str, Any] = {"tools": body.shown_tools}
-        if body.reasoning_effort is not None and self.codec.has_variable("reasoning_effort"):
-            given = body.chat_template_kwargs or {}
-            more["variables"] = {"reasoning_effort": body.reasoning_effort, **given}
+        given = body.chat_template_kwargs or {}
+        effort = body.reasoning_effort
+        if effort is not None and self.codec.has_variable("reasoning_effort"):
+            more["variables"] = {"reasoning_effort": effort, **given}
+        elif effort == "none":
+            more["variables"] = {"enable_thinking": False, **given}
         return more
 
     async def answer_form(self, body: GenerationBody, tokens: Sequence[int]) -> AnswerForm:

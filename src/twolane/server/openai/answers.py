@@ -146,6 +146,19 @@ class Answer:
         opening = [self._chat_opening(delta.index)] if first else []
         return [*opening, *self._chat_chunk(delta)]
 
+    def events(self, delta: Delta) -> bytes:
+        """See `Answering.events`."""
+        return b"".join([event(chunk) for chunk in self.chunks(delta)])
+
+    def closing(self) -> bytes:
+        """See `Answering.closing`."""
+        usage = event(self.usage_chunk()) if self._options.include_usage else b""
+        return usage + DONE
+
+    def failing(self, error: Json) -> bytes:
+        """See `Answering.failing`."""
+        return event(error)
+
     def _read(self, delta: Delta) -> list[Piece]:
         if self._readers is None:
             return [Content(delta.text)]

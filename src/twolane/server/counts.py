@@ -1,0 +1,38 @@
+"""The token counts of one answer under way, and why it ended."""
+
+from collections.abc import Sequence
+
+from twolane.engine.messages import FinishReason
+from twolane.frontend.generation import Delta
+from twolane.frontend.parsers.answer import AnswerReader
+from twolane.frontend.parsers.pieces import Piece
+
+
+class AnswerCounts:
+    """What an answer has cost so far, in tokens.
+
+    Args:
+        prompt: number of the prompt's tokens.
+    """
+
+    def __init__(self, prompt: int) -> None:
+        self.prompt = prompt
+        self.cached = 0
+        """Number of prompt tokens that the prefix cache had."""
+        self.output = 0
+        """Number of the answer's tokens."""
+        self.thinking = 0
+        """Number of tokens that were made before the answer itself began."""
+        self.finish: FinishReason | None = None
+        self.stop: int | str | None = None
+        """The stop token or string that ended the answer."""
+
+    def read(self, delta: Delta, reader: AnswerReader) -> Sequence[Piece]:
+        """Count a delta; return the pieces of the answer that it brings."""
+        self.cached = self.cached if delta.cached is None else delta.cached
+        self.output += len(delta.tokens)
+        self.finish, self.stop = delta.finish, delta.stop_reason
+        pieces = reader.read(delta.text, ended=delta.finish is not None)
+        if reader.thinking and not reader.content and not reader.calls:
+            self.thinking = self.output
+        return pieces

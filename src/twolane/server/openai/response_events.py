@@ -1,0 +1,264 @@
+"""The answers of /v1/responses: the response object, and the events of its stream.
+
+A response is a list of items: thinking, a message, function calls. Each is opened, grows, and is
+closed before the next one is opened.
+"""
+
+import copy
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from twolane.frontend.generation import Delta
+from twolane.frontend.parsers.answer import AnswerReader
+from twolane.frontend.parsers.pieces import (
+    CallArguments,
+    CallStart,
+    Content,
+    Piece,
+    Reasoning,
+)
+from twolane.server.counts import AnswerCounts
+from twolane.server.openai.response_tools import CUSTOM_INPUT, CalledTool
+
+Json = dict[str, Any]
+
+
+def named_event(body: Json) -> bytes:
+    """Write a server-sent event that is named after its type."""
+    kind: str = body["type"]
+    return b"event: " + kind.encode() + b"\ndata: " + msgspec.json.encode(body) + b"\n\n"
+
+
+class ResponseAnswer:
+    """One response under way (`Answering`).
+
+    Args:
+        model: the served model's name.
+        prompt_tokens: number of the prompt's tokens.
+        repeated: fields of the request that the response repeats.
+        reader: tells thinking and calls apart; None: all of the answer is text.
+        tools: what calls are shown as, by the names that the model knows.
+        keep: is given the response and the answer's message when it is whole.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        prompt_tokens: int,
+        repeated: Mapping[str, Any],
+        reader: AnswerReader | None,
+        tools: Mapping[str, CalledTool],
+        keep: Callable[[Json, Json], None],
+    ) -> None:
+        self.id = f"resp_{uuid.uuid4().hex}"
+        self._head = {"id": self.id, "object": "response", "created_at": int(time.time())}
+        self._repeated = {"model": model, **repeated}
+        self._reader = reader or AnswerReader()
+        self._tools = tools
+        self._keep = keep
+        self._counts = AnswerCounts(prompt_tokens)
+        self._items: list[Json] = []
+        self._open = False
+        """Whether the last item still grows."""
+        self._free_text = ""
+        """The arguments of the open call of a tool that takes free text."""
+        self._events: list[Json] = []
+        self._sequence = 0
+
+    def add(self, delta: Delta) -> None:
+        """See `Answering.add`."""
+        for piece in self._counts.read(delta, self._reader):
+            self._take(piece)
+
+    def whole(self) -> Json:
+        """See `Answering.whole`."""
+        self._end()
+        return self._ended
+
+    def events(self, delta: Delta) -> bytes:
+        """See `Answering.events`."""
+        if self._sequence == 0:
+            for kind in ("response.created", "response.in_progress"):
+                self._emit(kind, response=self.shown("in_progress"))
+        self.add(delta)
+        return self._emitted()
+
+    def closing(self) -> bytes:
+        """See `Answering.closing`."""
+        self._end()
+        self._emit(f"response.{self._ended['status']}", response=self._ended)
+        return self._emitted()
+
+    def failing(self, error: Json) -> bytes:
+        """See `Answering.failing`."""
+        failed = self.shown("failed")
+        failed["error"] = {"code": "server_error", "message": error["error"]["message"]}
+        self._emit("response.failed", response=failed)
+        return self._emitted()
+
+    def shown(self, status: str) -> Json:
+        """Return the response object as it is now."""
+        why = {"reason": "max_output_tokens"} if status == "incomplete" else None
+        ended = status in ("completed", "incomplete")
+        return {
+            **self._head,
+            "status": status,
+            "error": None,
+            "incomplete_details": why,
+            "output": copy.deepcopy(self._items),  # events keep what they show
+            "usage": self._usage() if ended else None,
+            **self._repeated,
+        }
+
+    def _take(self, piece: Piece) -> None:
+        match piece:
+            case Reasoning(text):
+                self._grow("reasoning", text)
+            case Content(text):
+                self._grow("message", text)
+            case CallStart(index, name):
+                self._close()
+                called = self._tools.get(name, CalledTool(name))
+                self._open_call(self._reader.calls[index].id, called)
+            case CallArguments(_, text):
+                self._grow_call(text)
+
+    def _end(self) -> None:
+        cut = self._counts.finish == "length"
+        self._close("incomplete" if cut else "completed")
+        self._ended = self.shown("incomplete" if cut else "completed")
+        self._keep(self._ended, message_of(self._reader))
+
+    def _usage(self) -> Json:
+        counts = self._counts
+        return {
+            "input_tokens": counts.prompt,
+            "input_tokens_details": {"cached_tokens": counts.cached, "cache_write_tokens": 0},
+            "output_tokens": counts.output,
+            "output_tokens_details": {"reasoning_tokens": counts.thinking},
+            "total_tokens": counts.prompt + counts.output,
+        }
+
+    def _grow(self, kind: str, text: str) -> None:
+        """Add text to an item of that kind, which is opened if need be."""
+        if not self._open or self._items[-1]["type"] != kind:
+            self._close()
+            self._open_text(kind)
+        self._items[-1]["content"][0]["text"] += text
+        self._emit_part(f"response.{TEXT_OF[kind]}.delta", delta=text, **LOGPROBS[kind])
+
+    def _open_text(self, kind: str) -> None:
+        item: Json = {"id": f"{PREFIX[kind]}_{uuid.uuid4().hex}", "type": kind}
+        if kind == "reasoning":
+            item |= {"summary": [], "content": [], "status": "in_progress"}
+        else:
+            item |= {"role": "assistant", "status": "in_progress", "content": []}
+        self._add_item(item)
+        part: Json = {"type": TEXT_OF[kind], "text": ""}
+        if kind == "message":
+            part |= {"annotations": [], "logprobs": []}
+        item["content"].append(part)
+        if kind == "message":
+            self._emit_part("response.content_part.added", part=dict(part))
+
+    def _open_call(self, call_id: str, called: CalledTool) -> None:
+        kind = "custom_tool_call" if called.custom else "function_call"
+        item = {"id": f"{PREFIX[kind]}_{uuid.uuid4().hex}", "type": kind, "call_id": call_id}
+        item |= {"name": called.name, TEXT_OF[kind]: "", "status": "in_progress"}
+        if called.namespace is not None:
+            item["namespace"] = called.namespace
+        self._free_text = ""
+        self._add_item(item)
+
+    def _grow_call(self, text: str) -> None:
+        if self._items[-1]["type"] == "custom_tool_call":
+            self._free_text += text  # free text only once it is no JSON any more
+            return
+        self._items[-1]["arguments"] += text
+        self._emit_item("response.function_call_arguments.delta", delta=text)
+
+    def _add_item(self, item: Json) -> None:
+        self._items.append(item)
+        self._open = True
+        shown = copy.deepcopy(item)
+        self._emit("response.output_item.added", output_index=len(self._items) - 1, item=shown)
+
+    def _close(self, status: str = "completed") -> None:
+        """Say that the last item is whole, if it still grows."""
+        if not self._open:
+            return
+        self._open, item = False, self._items[-1]
+        item["status"] = status
+        kind = item["type"]
+        if kind == "function_call":
+            said = {"name": item["name"], "arguments": item["arguments"]}
+            self._emit_item("response.function_call_arguments.done", **said)
+        elif kind == "custom_tool_call":
+            item["input"] = free_text(self._free_text)
+            self._emit_item("response.custom_tool_call_input.delta", delta=item["input"])
+            self._emit_item("response.custom_tool_call_input.done", input=item["input"])
+        else:
+            part = item["content"][0]
+            text = part["text"]
+            self._emit_part(f"response.{TEXT_OF[kind]}.done", text=text, **LOGPROBS[kind])
+            if kind == "message":
+                self._emit_part("response.content_part.done", part=dict(part))
+        shown = copy.deepcopy(item)
+        self._emit("response.output_item.done", output_index=len(self._items) - 1, item=shown)
+
+    def _emit_part(self, kind: str, **fields: Any) -> None:
+        self._emit_item(kind, content_index=0, **fields)
+
+    def _emit_item(self, kind: str, **fields: Any) -> None:
+        index = len(self._items) - 1
+        self._emit(kind, item_id=self._items[-1]["id"], output_index=index, **fields)
+
+    def _emit(self, kind: str, **fields: Any) -> None:
+        self._events.append({"type": kind, "sequence_number": self._sequence, **fields})
+        self._sequence += 1
+
+    def _emitted(self) -> bytes:
+        events, self._events = self._events, []
+        return b"".join(map(named_event, events))
+
+
+PREFIX = {"reasoning": "rs", "message": "msg", "function_call": "fc", "custom_tool_call": "ctc"}
+TEXT_OF = {
+    "reasoning": "reasoning_text",
+    "message": "output_text",
+    "function_call": "arguments",
+    "custom_tool_call": "input",
+}
+"""Types of the parts of text of an item, or the field of its text."""
+LOGPROBS: Mapping[str, Json] = {"reasoning": {}, "message": {"logprobs": []}}
+
+
+def message_of(reader: AnswerReader) -> Json:
+    """Return an answer as a message of /v1/chat/completions, for the history."""
+    calls = [
+        {
+            "id": call.id,
+            "type": "function",
+            "function": {"name": call.name, "arguments": call.arguments},
+        }
+        for call in reader.calls
+    ]
+    said = {
+        "content": reader.content or None,
+        "reasoning_content": reader.thinking or None,
+        "tool_calls": calls or None,
+    }
+    return {"role": "assistant", **{name: value for name, value in said.items() if value}}
+
+
+def free_text(arguments: str) -> str:
+    """Return the text that the arguments of a call hold; what is no such JSON is shown raw."""
+    try:
+        value = msgspec.json.decode(arguments, type=dict[str, str])
+    except msgspec.DecodeError:
+        return arguments
+    return value.get(CUSTOM_INPUT, arguments)

@@ -1,0 +1,241 @@
+"""The body of POST /v1/responses, and as which chat request it is served."""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+
+from twolane.frontend.body import Body, wrong
+from twolane.frontend.fields import INT32_MAX
+from twolane.server.http.errors import ApiError, from_validation
+from twolane.server.openai.protocol import INERT, ChatRequest
+from twolane.server.openai.response_items import Items, Turn, joined
+from twolane.server.openai.response_tools import (
+    AllowedTools,
+    NamedTool,
+    ResponseToolChoice,
+    ResponseTools,
+    chat_tools,
+    qualified,
+)
+from twolane.server.openai.structured import Schema
+
+SAME = ("model", "temperature", "top_p", "top_k", "seed", "priority", "stream")
+"""Fields that /v1/chat/completions has, too."""
+RENAMED: Mapping[str, str] = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+}
+"""Fields of /v1/chat/completions by which they are set here."""
+
+
+_ITEMS = TypeAdapter(Items)
+
+
+def _input(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+    """Read a list as items, so that an error names the item's field; all else as text."""
+    if isinstance(value, list):
+        return _ITEMS.validate_python(value)
+    if isinstance(value, str):
+        return value
+    text = "must be a string or a list of items"
+    raise PydanticCustomError("invalid_value", "{text}", {"text": text})
+
+
+Input = Annotated[str | Items, WrapValidator(_input)]
+
+
+class Reasoning(Body):
+    """How the model thinks."""
+
+    inert = frozenset({"summary", "generate_summary", "context"})
+    """Without effect: the thinking is shown as it is."""
+
+    effort: str | None = None
+
+
+class TextFormat(BaseModel):
+    """What form the answer has."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    schema_: Schema | None = Field(default=None, alias="schema")
+    description: str | None = None
+    strict: bool | None = None
+    """Without effect: answers follow the schema in any case."""
+
+    @model_validator(mode="after")
+    def schema_where_it_belongs(self) -> "TextFormat":
+        """Refuse a format that lacks its schema, and a schema without its format."""
+        if (self.type == "json_schema") != (self.schema_ is not None):
+            raise wrong("schema", 'goes with the type "json_schema", and only with it')
+        return self
+
+    def response_format(self) -> dict[str, Any]:
+        """Return the form as /v1/chat/completions has it."""
+        if self.type != "json_schema":
+            return {"type": self.type}
+        return {
+            "type": self.type,
+            "json_schema": {"name": self.name or "answer", "schema": self.schema_},
+        }
+
+
+class TextConfig(Body):
+    """What the answer's text is like."""
+
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {"verbosity": ("medium",)}
+
+    format: TextFormat | None = None
+
+
+class ResponseStreamOptions(Body):
+    """What to add to a stream: nothing can be."""
+
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {"include_obfuscation": (False,)}
+
+
+class ResponsesRequest(Body):
+    """The body of POST /v1/responses."""
+
+    inert = (INERT - {"metadata"}) | {"client_metadata", "max_tool_calls"}
+    """`max_tool_calls` is about tools that OpenAI runs."""
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "access_programs": (),
+        "background": (False,),
+        "background_options": (),
+        "context_management": ([],),
+        "conversation": (),
+        "image": (),
+        "moderation": (),
+        "prompt": (),
+        "top_logprobs": (0,),
+        "truncation": ("disabled",),
+    }
+
+    model: str | None = None
+    input: Input
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    max_output_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    priority: Annotated[int, Field(ge=-INT32_MAX, le=INT32_MAX)] | None = None
+    tools: ResponseTools | None = None
+    tool_choice: ResponseToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: Reasoning | None = None
+    text: TextConfig | None = None
+    include: list[Literal["reasoning.encrypted_content"]] | None = None
+    """Without effect: the thinking comes as text."""
+    stream: bool | None = None
+    stream_options: ResponseStreamOptions | None = None
+    store: bool | None = None
+    metadata: dict[str, Any] | None = None
+    """It is repeated in the response."""
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def choice_fits_tools(self) -> "ResponsesRequest":
+        """Refuse the choice of a tool that there is not."""
+        choice = self.tool_choice
+        chosen = [choice] if isinstance(choice, NamedTool) else []
+        if isinstance(choice, AllowedTools):
+            chosen = choice.tools
+        shown = {one["function"]["name"] for tool in self.tools or () for one in tool.shown()}
+        for one in chosen:
+            if qualified(one.namespace, one.name) not in shown:
+                names = ", ".join(sorted(shown))[:200]
+                raise wrong("tool_choice", f"names no tool; there are: {names}")
+        return self
+
+    @property
+    def turns(self) -> list[Turn]:
+        """The new messages, as /v1/chat/completions has them."""
+        if isinstance(self.input, str):
+            return [{"role": "user", "content": self.input}]
+        return [item.turn() for item in self.input]
+
+    def as_chat(self, history: Sequence[Turn]) -> ChatRequest:
+        """Return the request as one of /v1/chat/completions.
+
+        Args:
+            history: the messages before the new ones.
+
+        Raises:
+            ApiError: 400, it cannot be served; the field is named as it is here.
+        """
+        first = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        tools, choice = chat_tools(self.tools or (), self.tool_choice)
+        form = None if self.text is None else self.text.format
+        body = {name: getattr(self, name) for name in SAME} | {
+            "messages": joined([*first, *history, *self.turns]),
+            "max_completion_tokens": self.max_output_tokens,
+            "tools": tools or None,
+            "tool_choice": choice if tools else None,
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "response_format": None if form is None else form.response_format(),
+            "reasoning_effort": None if self.reasoning is None else self.reasoning.effort,
+            "chat_template_kwargs": self.chat_template_kwargs,
+        }
+        try:
+            return ChatRequest.model_validate(body)
+        except ValidationError as error:
+            raise renamed(from_validation(error.errors())) from error
+
+    @property
+    def repeated(self) -> dict[str, Any]:
+        """The fields that the response repeats."""
+        choice = self.tool_choice
+        return {
+            "instructions": self.instructions,
+            "previous_response_id": self.previous_response_id,
+            "max_output_tokens": self.max_output_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "parallel_tool_calls": self.parallel_tool_calls is not False,
+            "tool_choice": choice.model_dump() if isinstance(choice, Body) else choice or "auto",
+            "tools": [tool.repeated for tool in self.tools or ()],
+            "text": {"format": self._format},
+            "reasoning": {
+                "effort": None if self.reasoning is None else self.reasoning.effort,
+                "summary": None,
+            },
+            "metadata": self.metadata,
+            "store": self.store is not False,
+            "truncation": "disabled",
+            "background": False,
+        }
+
+    @property
+    def _format(self) -> dict[str, Any]:
+        if self.text is None or self.text.format is None:
+            return {"type": "text"}
+        return self.text.format.model_dump(exclude_none=True, by_alias=True)
+
+
+def renamed(error: ApiError) -> ApiError:
+    """Return an error of the chat request with the field named as it is here."""
+    old = re.split(r"[.\[]", error.param or "")[0]
+    if old not in RENAMED and old != "tools":
+        return error
+    new = RENAMED.get(old) or str(error.param).replace(".function.", ".")
+    message = error.message.replace(str(error.param), new)
+    return ApiError(error.status_code, message, code=error.code, param=new, headers=error.headers)

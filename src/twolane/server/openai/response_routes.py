@@ -1,0 +1,103 @@
+"""The endpoints of OpenAI's Responses API."""
+
+from functools import partial
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+
+from twolane.server.http.bounds import BoundedCall
+from twolane.server.http.errors import ApiError
+from twolane.server.http.route import json_response
+from twolane.server.openai.response_events import ResponseAnswer
+from twolane.server.openai.response_items import Turn
+from twolane.server.openai.response_request import ResponsesRequest, renamed
+from twolane.server.openai.response_store import Json, ResponseStore
+from twolane.server.openai.response_tools import called_tools
+from twolane.server.openai.schemas import ERRORS, NO_KEY, QUEUE_FULL, STREAM
+from twolane.server.respond import respond, unless_gone
+from twolane.server.service import Service
+
+OBJECT: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
+STORED: dict[int | str, dict[str, Any]] = {
+    200: {"description": "The response.", "content": OBJECT},
+    404: {**ERRORS[404], "description": "There is no such response."},
+    "default": ERRORS["default"],
+    **NO_KEY,
+}
+
+
+def add_response_routes(app: FastAPI, service: Service, store: ResponseStore) -> None:
+    """Add /v1/responses, which keeps its answers in `store`."""
+
+    @app.post(
+        "/v1/responses",
+        response_class=Response,
+        responses={
+            200: {"description": "The response.", "content": {**OBJECT, **STREAM}},
+            **ERRORS,
+            **QUEUE_FULL,
+            **NO_KEY,
+        },
+    )
+    async def responses(body: ResponsesRequest, request: Request, call: BoundedCall) -> Response:
+        """Answer a conversation of items."""
+        service.check_model(body.model)
+        history = earlier(store, body.previous_response_id)
+        chat = body.as_chat(history)
+        try:
+            tokens = (await unless_gone(request, service.chat_prompt(chat))).tokens
+            form = await unless_gone(request, service.answer_form(chat, tokens))
+            generation = service.generate(chat, [tokens], call, form)
+        except ApiError as error:
+            raise renamed(error) from error
+        answer = ResponseAnswer(
+            service.model_name,
+            len(tokens),
+            body.repeated,
+            form.reader and form.reader(),
+            called_tools(body.tools or ()),
+            partial(keep, store, [*history, *body.turns] if body.store is not False else None),
+        )
+        return await respond(request, generation, answer, streams=bool(body.stream))
+
+    @app.get("/v1/responses/{id}", response_class=Response, responses=STORED)
+    async def stored(id: str) -> Response:
+        """Return a response that is still in memory."""
+        found = store.response(id)
+        if found is None:
+            raise not_stored(store, id, 404, "id")
+        return Response(found, media_type="application/json")
+
+    @app.delete("/v1/responses/{id}", response_class=Response, responses=STORED)
+    async def forget(id: str) -> Response:
+        """Forget a response."""
+        if not store.remove(id):
+            raise not_stored(store, id, 404, "id")
+        return json_response({"id": id, "object": "response", "deleted": True})
+
+
+def earlier(store: ResponseStore, id: str | None) -> list[Turn]:
+    """Return the messages up to the end of an earlier response.
+
+    Raises:
+        ApiError: 400, it is not in memory.
+    """
+    turns = [] if id is None else store.turns(id)
+    if turns is None:
+        raise not_stored(store, str(id), 400, "previous_response_id")
+    return turns
+
+
+def keep(store: ResponseStore, turns: list[Turn] | None, response: Json, answer: Json) -> None:
+    """Store a response that is whole, unless the request has said not to."""
+    if turns is not None:
+        store.add(response, [*turns, answer])
+
+
+def not_stored(store: ResponseStore, id: str, status: int, param: str) -> ApiError:
+    """Return the refusal of a response that is not in memory."""
+    why = f"of the latest ones, {store.max_bytes} bytes are kept in memory"
+    if store.max_bytes == 0:
+        why = "this server stores none (--stored-response-bytes)"
+    message = f"{param}: there is no response {id[:100]!r}; {why}"
+    return ApiError(status, message, code="response_not_found", param=param)

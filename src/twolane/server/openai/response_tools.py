@@ -1,0 +1,215 @@
+"""The tools of /v1/responses, and how they are shown to models, which know functions only."""
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import Field, PlainValidator, WithJsonSchema
+
+from twolane.frontend.body import Body, one_message, wrong
+from twolane.server.openai.tools import MOST_TOOLS
+
+CUSTOM_INPUT = "input"
+"""The one argument of the function as which a tool that takes free text is shown."""
+HOSTED = ("web_search", "web_search_preview")
+"""Tools that OpenAI runs and that clients offer by default; the model is not told of them."""
+Json = dict[str, Any]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")]
+TOOL_INERT = frozenset({"allowed_callers", "defer_loading", "output_schema", "async"})
+
+
+class CalledTool(NamedTuple):
+    """A tool as an answer names it."""
+
+    name: str
+    namespace: str | None = None
+    custom: bool = False
+    """Whether it takes free text."""
+
+
+class FunctionTool(Body):
+    """A function that the client runs."""
+
+    inert = TOOL_INERT
+    null_says_nothing = True
+
+    type: Literal["function"]
+    name: Name
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    @property
+    def repeated(self) -> Json:
+        """The tool as the response repeats it."""
+        return self.model_dump()
+
+    def shown(self, namespace: str | None = None) -> list[Json]:
+        """Return the tool as /v1/chat/completions has it."""
+        return [_function(qualified(namespace, self.name), self.description, self.parameters)]
+
+    def called(self, namespace: str | None = None) -> dict[str, CalledTool]:
+        """Return the tool by the name that the model knows."""
+        return {qualified(namespace, self.name): CalledTool(self.name, namespace)}
+
+
+class TextFormat(Body):
+    """The form of a custom tool's input."""
+
+    type: Literal["text"]
+
+
+class CustomTool(Body):
+    """A tool that takes free text."""
+
+    inert = TOOL_INERT
+    null_says_nothing = True
+
+    type: Literal["custom"]
+    name: Name
+    description: str | None = None
+    format: TextFormat | None = None
+
+    @property
+    def repeated(self) -> Json:
+        """See `FunctionTool.repeated`."""
+        return self.model_dump(exclude_none=True)
+
+    def shown(self, namespace: str | None = None) -> list[Json]:
+        """See `FunctionTool.shown`."""
+        properties = {CUSTOM_INPUT: {"type": "string"}}
+        parameters = {"type": "object", "properties": properties, "required": [CUSTOM_INPUT]}
+        return [_function(qualified(namespace, self.name), self.description, parameters)]
+
+    def called(self, namespace: str | None = None) -> dict[str, CalledTool]:
+        """See `FunctionTool.called`."""
+        return {qualified(namespace, self.name): CalledTool(self.name, namespace, custom=True)}
+
+
+class HostedTool(Body):
+    """A tool that this server does not run; the model is not told of it."""
+
+    type: str
+
+    @classmethod
+    def read(cls, value: Any) -> "HostedTool":
+        """Read the tool, whose settings say nothing here."""
+        return cls(type=value["type"])
+
+    @property
+    def repeated(self) -> Json:
+        """See `FunctionTool.repeated`."""
+        return self.model_dump()
+
+    def shown(self) -> list[Json]:
+        """See `FunctionTool.shown`."""
+        return []
+
+    def called(self) -> dict[str, CalledTool]:
+        """See `FunctionTool.called`."""
+        return {}
+
+
+Named = Annotated[FunctionTool | CustomTool, Field(discriminator="type")]
+
+
+class NamespaceTool(Body):
+    """Tools under a common name."""
+
+    type: Literal["namespace"]
+    name: Name
+    description: str | None = None
+    tools: Annotated[list[Named], Field(max_length=MOST_TOOLS, fail_fast=True)]
+
+    @property
+    def repeated(self) -> Json:
+        """See `FunctionTool.repeated`."""
+        tools = [tool.repeated for tool in self.tools]
+        return {**self.model_dump(exclude={"tools"}, exclude_none=True), "tools": tools}
+
+    def shown(self) -> list[Json]:
+        """See `FunctionTool.shown`."""
+        return [shown for tool in self.tools for shown in tool.shown(self.name)]
+
+    def called(self) -> dict[str, CalledTool]:
+        """See `FunctionTool.called`."""
+        return {name: one for tool in self.tools for name, one in tool.called(self.name).items()}
+
+
+ResponseTool = FunctionTool | CustomTool | NamespaceTool | HostedTool
+
+
+def _tool(value: Any) -> ResponseTool:
+    kind = value.get("type") if isinstance(value, dict) else None
+    match kind:
+        case "function":
+            return FunctionTool.model_validate(value)
+        case "custom":
+            return CustomTool.model_validate(value)
+        case "namespace":
+            return NamespaceTool.model_validate(value)
+        case str() if kind in HOSTED:
+            return HostedTool.read(value)
+    known = ", ".join(("function", "custom", "namespace", *HOSTED))
+    raise wrong("type", f"must be one of {known}: others are run by OpenAI", "unsupported_field")
+
+
+ResponseTools = Annotated[
+    list[Annotated[ResponseTool, PlainValidator(_tool), WithJsonSchema({"type": "object"})]],
+    Field(max_length=MOST_TOOLS, fail_fast=True),
+]
+
+
+class NamedTool(Body):
+    """The choice of one tool."""
+
+    type: Literal["function", "custom"]
+    name: str
+    namespace: str | None = None
+
+
+class AllowedTools(Body):
+    """The choice of some tools."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=MOST_TOOLS, fail_fast=True)]
+
+
+ResponseToolChoice = Annotated[
+    Literal["none", "auto", "required"] | NamedTool | AllowedTools,
+    one_message(
+        'must be "none", "auto", "required", {"type": "function", "name": …} or '
+        '{"type": "allowed_tools", "mode": …, "tools": […]}'
+    ),
+]
+
+
+def qualified(namespace: str | None, name: str) -> str:
+    """Return the name by which the model knows a tool."""
+    return name if namespace is None else f"{namespace}.{name}"
+
+
+def chat_tools(
+    tools: Sequence[ResponseTool], choice: "ResponseToolChoice | None"
+) -> tuple[list[Json], Any]:
+    """Return the tools and the choice as /v1/chat/completions has them."""
+    shown = [one for tool in tools for one in tool.shown()]
+    if isinstance(choice, NamedTool):
+        name = qualified(choice.namespace, choice.name)
+        return shown, {"type": "function", "function": {"name": name}}
+    if isinstance(choice, AllowedTools):
+        allowed = {qualified(one.namespace, one.name) for one in choice.tools}
+        kept = [one for one in shown if one["function"]["name"] in allowed]
+        return kept, choice.mode
+    return shown, choice
+
+
+def called_tools(tools: Sequence[ResponseTool]) -> Mapping[str, CalledTool]:
+    """Return what answers call the tools, by the names that the model knows."""
+    return {name: called for tool in tools for name, called in tool.called().items()}
+
+
+def _function(name: str, description: str | None, parameters: Json | None) -> Json:
+    function = {"name": name, "description": description, "parameters": parameters}
+    said = {key: value for key, value in function.items() if value is not None}
+    return {"type": "function", "function": said}

@@ -1,0 +1,79 @@
+"""The endpoints of OpenAI's API that generate: completions and chat."""
+
+from fastapi import FastAPI, Request, Response
+
+from twolane.frontend.forms import AnswerForm
+from twolane.server.http.bounds import BoundedCall
+from twolane.server.openai.answers import Answer, AnswerOptions, Echo
+from twolane.server.openai.logprobs import LogprobWriter
+from twolane.server.openai.protocol import ChatRequest, CompletionRequest, GenerationBody
+from twolane.server.openai.schemas import (
+    ERRORS,
+    NO_KEY,
+    QUEUE_FULL,
+    STREAM,
+    ChatCompletion,
+    Completion,
+)
+from twolane.server.respond import respond, unless_gone
+from twolane.server.service import Service
+
+
+def add_generation_routes(app: FastAPI, service: Service) -> None:
+    """Add what asks the model."""
+    described = {**ERRORS, **QUEUE_FULL, **NO_KEY}
+
+    @app.post(
+        "/v1/completions",
+        response_class=Response,
+        responses={200: {"model": Completion, "content": STREAM}, **described},
+    )
+    async def completions(body: CompletionRequest, request: Request, call: BoundedCall) -> Response:
+        """Continue one or more prompts."""
+        service.check_model(body.model)
+        prompts = await unless_gone(request, service.completion_prompts(body))
+        tokens = [prompt.tokens for prompt in prompts]
+        form = await unless_gone(request, service.answer_form(body, tokens[0]))
+        options = answer_options(body, form, service.echo(body, prompts))
+        writer = logprob_writer(body, service)
+        answer = Answer("completion", service.model_name, tokens, writer, options)
+        generation = service.generate(body, tokens, call, form)
+        return await respond(request, generation, answer, streams=bool(body.stream))
+
+    @app.post(
+        "/v1/chat/completions",
+        response_class=Response,
+        responses={200: {"model": ChatCompletion, "content": STREAM}, **described},
+    )
+    async def chat_completions(body: ChatRequest, request: Request, call: BoundedCall) -> Response:
+        """Answer a conversation."""
+        service.check_model(body.model)
+        tokens = [(await unless_gone(request, service.chat_prompt(body))).tokens]
+        form = await unless_gone(request, service.answer_form(body, tokens[0]))
+        options, writer = answer_options(body, form), logprob_writer(body, service)
+        answer = Answer("chat", service.model_name, tokens, writer, options)
+        generation = service.generate(body, tokens, call, form)
+        return await respond(request, generation, answer, streams=bool(body.stream))
+
+
+def answer_options(
+    body: GenerationBody, form: AnswerForm, echo: Echo | None = None
+) -> AnswerOptions:
+    """Return what a request wants to see."""
+    return AnswerOptions(
+        n=body.choices,
+        return_token_ids=bool(body.return_token_ids),
+        logprobs=body.logprob_count is not None,
+        prompt_logprobs=body.prompt_logprobs is not None,
+        echo=echo,
+        continuous_usage=body.continuous_usage,
+        include_usage=body.include_usage,
+        parsed=form.reader,
+        forced_call=form.forced_call,
+    )
+
+
+def logprob_writer(body: GenerationBody, service: Service) -> LogprobWriter:
+    """Return what writes the log-probabilities that a request wants to see."""
+    as_ids = bool(body.return_tokens_as_token_ids)
+    return LogprobWriter(service.codec, body.logprob_count or 0, as_ids=as_ids)

@@ -1,0 +1,156 @@
+"""From the deltas of a generation to the HTTP answer: whole, or as a stream of events."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+from fastapi import Request, Response
+from fastapi.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from twolane.frontend.generation import Delta, Generation, GenerationFailed, GenerationRefused
+from twolane.server.http.connection import CONNECTION, Connection
+from twolane.server.http.errors import error_body
+from twolane.server.http.handlers import ClientGone, from_engine
+from twolane.server.http.route import json_response
+
+T = TypeVar("T")
+
+
+class Answering(Protocol):
+    """The answer to one request under way, in the form of one API."""
+
+    def add(self, delta: Delta) -> None:
+        """Take a delta of an answer that does not stream."""
+        ...
+
+    def whole(self) -> dict[str, Any]:
+        """Return the answer that does not stream, when all deltas have been added."""
+        ...
+
+    def events(self, delta: Delta) -> bytes:
+        """Take a delta of a stream; return the events that it makes, which may be none."""
+        ...
+
+    def closing(self) -> bytes:
+        """Return the events with which a stream ends."""
+        ...
+
+    def failing(self, error: dict[str, Any]) -> bytes:
+        """Return the events with which a stream ends that cannot go on.
+
+        Args:
+            error: of `error_body`.
+        """
+        ...
+
+
+class EventStream(StreamingResponse):
+    """A stream of server-sent events that closes its generation, however it ends."""
+
+    def __init__(self, events: AsyncIterator[bytes], generation: Generation) -> None:
+        super().__init__(
+            events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
+        )
+        self._generation = generation
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events."""
+        with self._generation:
+            await super().__call__(scope, receive, send)
+
+
+async def respond(
+    request: Request, generation: Generation, answer: Answering, *, streams: bool
+) -> Response:
+    """Answer a request that the engine has: whole or as a stream.
+
+    A stream begins only when the engine has spoken, so that refusals have a status of their own.
+    """
+    deltas = aiter(generation)
+    if not streams:
+        with generation:
+            await unless_gone(request, collect(deltas, answer))
+        return json_response(answer.whole())
+    try:
+        first = await unless_gone(request, anext(deltas))
+    except BaseException:
+        generation.close()
+        raise
+    begun = partial(write_at_once, request.scope["state"].get(CONNECTION), generation, answer)
+    events = stream(first, deltas, answer, begun)
+    return EventStream(events, generation)
+
+
+async def collect(deltas: AsyncIterator[Delta], answer: Answering) -> None:
+    """Read an answer to its end."""
+    async for delta in deltas:
+        answer.add(delta)
+
+
+async def stream(
+    first: Delta,
+    deltas: AsyncIterator[Delta],
+    answer: Answering,
+    begun: Callable[[], None],
+) -> AsyncIterator[bytes]:
+    """Yield the events of a streamed answer; an error is an event of its own, and the last.
+
+    `begun` is called when the first of them has been sent.
+    """
+    try:
+        yield answer.events(first)
+        begun()
+        async for delta in deltas:
+            if events := answer.events(delta):
+                yield events
+    except GenerationFailed as error:
+        yield answer.failing(error_body(503, str(error), "unavailable"))
+        return
+    except GenerationRefused as error:
+        yield answer.failing(from_engine(error).body)
+        return
+    yield answer.closing()
+
+
+def write_at_once(connection: Connection | None, generation: Generation, answer: Answering) -> None:
+    """Write what an answer gets from now on when it comes, wherever the connection takes it."""
+
+    if connection is None:  # another server's
+        return
+
+    def write(delta: Delta) -> bool:
+        if not connection.takes_parts:
+            return False
+        if events := answer.events(delta):
+            connection.write_part(events)
+        return True
+
+    generation.offer(write)
+
+
+async def unless_gone(request: Request, work: Awaitable[T]) -> T:
+    """Wait for `work`, but give it up when the client closes the connection.
+
+    Raises:
+        ClientGone: it did.
+    """
+
+    async def gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    working = asyncio.ensure_future(work)
+    watching = asyncio.create_task(gone())
+    try:
+        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientGone
+        return working.result()
+    finally:
+        for task in (watching, working):  # working may raise
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task

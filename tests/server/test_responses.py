@@ -1,0 +1,227 @@
+"""/v1/responses through OpenAI's client, with a model that knows answers by heart."""
+
+import json
+
+import openai
+import pytest
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
+
+from .parrot import Learnt, write_parrot
+from .serving import serving
+from .test_agents import ASK, CALL, FRANCE, SCHEMA
+
+EVENTS = TypeAdapter(ResponseStreamEvent)
+PATCH = "*** Begin Patch"
+LEARNT = [
+    Learnt(ASK, CALL),
+    Learnt("21 degrees", "It is 21 degrees in Rome."),
+    Learnt(FRANCE, "<think>\nEasy.\n</think>\n\nParis."),
+    Learnt("And Spain?", "Madrid."),
+    Learnt("Mend it", '<tool_call>{"name": "patch", "arguments": {"input": "' + PATCH + '"}}'),
+    Learnt("Make an ab", '{"a": 12, "b": "x"}'),
+    Learnt("Close it", '<tool_call>\n{"name": "agents.close", "arguments": {}}'),
+]
+WEATHER = {
+    "type": "function",
+    "name": "weather",
+    "description": "Weather now",
+    "parameters": {
+        "type": "object",
+        "properties": {"city": {"type": "string"}},
+        "required": ["city"],
+    },
+}
+PLAIN = {"type": "function", "name": "close", "parameters": None}
+CUSTOM = {"type": "custom", "name": "patch", "format": {"type": "text"}}
+SPACE = {"type": "namespace", "name": "agents", "description": "Others", "tools": [PLAIN]}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    made = str(write_parrot(tmp_path_factory.mktemp("parrot") / "model", LEARNT))
+    arguments = ("--kv-tokens", "20000", "--stored-response-bytes", "6000")
+    with serving(made, "--served-model-name", "parrot", *arguments) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with openai.OpenAI(base_url=f"{server.base}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def ask(client, said, **fields):
+    asked = {"model": "parrot", "temperature": 0, "max_output_tokens": 50, **fields}
+    return client.responses.create(input=said, **asked)
+
+
+def last_of(client, said, **fields):
+    """The response that a stream ends with, whose events are as the client's types say."""
+    events = list(ask(client, said, stream=True, **fields))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    for event in events:
+        EVENTS.validate_python(event.model_dump(warnings=False))
+    assert [event.type for event in events[:2]] == ["response.created", "response.in_progress"]
+    return events[-1].response, events
+
+
+def same(first, second):
+    """Whether two responses say the same, apart from their ids."""
+
+    def said(response):
+        items = [item.model_dump(exclude={"id", "call_id"}) for item in response.output]
+        return items, response.status, response.output_text
+
+    return said(first) == said(second)
+
+
+def test_a_text_is_answered(client):
+    response = ask(client, "And Spain?", instructions="Be brief.", metadata={"a": "b"})
+    Response.model_validate(response.model_dump(warnings=False), strict=False)
+    assert (response.output_text, response.status) == ("Madrid.", "completed")
+    assert response.instructions == "Be brief."
+    assert response.metadata == {"a": "b"}
+    usage = response.usage
+    assert usage.output_tokens == 4
+    assert usage.total_tokens == usage.input_tokens + 4
+    assert usage.output_tokens_details.reasoning_tokens == 0
+
+
+def test_a_stream_ends_with_the_whole_response(client):
+    streamed, events = last_of(client, "And Spain?")
+    assert same(streamed, ask(client, "And Spain?"))
+    deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
+    assert "".join(deltas) == "Madrid."
+    assert len(deltas) == 3
+
+
+def test_thinking_is_an_item_of_its_own(client):
+    for response in (ask(client, FRANCE), last_of(client, FRANCE)[0]):
+        thinking, message = response.output
+        assert (thinking.type, thinking.content[0].text) == ("reasoning", "Easy.")
+        assert message.content[0].text == "Paris."
+        assert response.usage.output_tokens_details.reasoning_tokens > 0
+
+
+def test_a_whole_turn_with_a_tool(client):
+    streamed, events = last_of(client, ASK, tools=[WEATHER])
+    response = ask(client, ASK, tools=[WEATHER], store=False)
+    assert same(streamed, response)
+    [call] = response.output
+    assert (call.type, call.name) == ("function_call", "weather")
+    assert json.loads(call.arguments) == {"city": "Rome"}
+    deltas = [e.delta for e in events if e.type == "response.function_call_arguments.delta"]
+    assert "".join(deltas) == call.arguments
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "21 degrees"}
+    history = [{"role": "user", "content": ASK}, call.to_dict(), result]
+    assert ask(client, history, tools=[WEATHER]).output_text == "It is 21 degrees in Rome."
+
+
+def test_a_tool_that_takes_free_text(client):
+    for response in (
+        ask(client, "Mend it", tools=[CUSTOM]),
+        last_of(client, "Mend it", tools=[CUSTOM])[0],
+    ):
+        [call] = response.output
+        assert (call.type, call.name, call.input) == ("custom_tool_call", "patch", PATCH)
+    result = {"type": "custom_tool_call_output", "call_id": call.call_id, "output": "21 degrees"}
+    history = [{"role": "user", "content": "Mend it"}, call.to_dict(), result]
+    assert ask(client, history, tools=[CUSTOM]).output_text == "It is 21 degrees in Rome."
+
+
+def test_tools_of_a_namespace_and_tools_that_openai_runs(client):
+    tools = [SPACE, {"type": "web_search", "external_web_access": False}]
+    response = ask(client, "Close it", tools=tools)
+    [call] = response.output
+    assert (call.name, call.namespace, call.arguments) == ("close", "agents", "{}")
+    with pytest.raises(openai.BadRequestError) as refused:
+        ask(client, "Close it", tools=[{"type": "file_search"}])
+    assert refused.value.param == "tools[0].type"
+
+
+def test_calls_are_enforced(client):
+    named = {"type": "function", "name": "weather"}
+    [call] = ask(client, "Hello", tools=[WEATHER, CUSTOM], tool_choice=named).output
+    assert call.name == "weather"
+    allowed = {"type": "allowed_tools", "mode": "required", "tools": [named]}
+    [call] = ask(client, "Hello", tools=[WEATHER, CUSTOM], tool_choice=allowed).output
+    assert call.name == "weather"
+
+
+def test_answers_follow_a_schema(client):
+    form = {"type": "json_schema", "name": "ab", "schema": SCHEMA, "strict": True}
+    response = ask(client, "Make an ab", text={"format": form})
+    assert json.loads(response.output_text) == {"a": 12, "b": "x"}
+    assert response.text.format.schema_ == SCHEMA
+
+
+def test_an_answer_that_is_cut_is_incomplete(client):
+    for response in (
+        ask(client, FRANCE, max_output_tokens=1),
+        last_of(client, FRANCE, max_output_tokens=1)[0],
+    ):
+        assert response.status == "incomplete"
+        assert response.incomplete_details.reason == "max_output_tokens"
+
+
+def test_a_conversation_goes_on_with_its_id(client):
+    first = ask(client, FRANCE)
+    second = last_of(client, "And Spain?", previous_response_id=first.id)[0]
+    assert second.output_text == "Madrid."
+    assert second.previous_response_id == first.id
+    alone = ask(client, "And Spain?").usage.input_tokens
+    assert second.usage.input_tokens > alone + len(FRANCE)
+    call = ask(client, ASK, tools=[WEATHER], previous_response_id=second.id).output[0]
+    assert call.name == "weather"
+    assert same(client.responses.retrieve(first.id), first)
+    client.responses.delete(first.id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(first.id)
+
+
+def test_responses_are_kept_within_a_bound(client):
+    first = ask(client, FRANCE)
+    for _ in range(6):
+        ask(client, "And Spain?")
+    unstored = ask(client, FRANCE, store=False)
+    for response in (first, unstored):
+        with pytest.raises(openai.BadRequestError) as refused:
+            ask(client, "And Spain?", previous_response_id=response.id)
+        assert refused.value.param == "previous_response_id"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"background": True}, "background"),
+        ({"text": {"verbosity": "low"}}, "text.verbosity"),
+        ({"include": ["file_search_call.results"]}, "include[0]"),
+        ({"extra_body": {"nope": 1}}, "nope"),
+        ({"max_output_tokens": 10**6}, "max_output_tokens"),
+        ({"tool_choice": {"type": "function", "name": "none"}}, "tool_choice"),
+        ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
+        (
+            {"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "no"}}}},
+            "text.format",
+        ),
+    ],
+)
+def test_what_cannot_be_served_is_refused_by_name(client, fields, param):
+    with pytest.raises(openai.BadRequestError) as refused:
+        ask(client, "Hello", **fields)
+    assert refused.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("item", "param"),
+    [
+        ({"type": "item_reference", "id": "x"}, "input[0].type"),
+        ({"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}, "input[0]"),
+        ({"role": "nobody", "content": "x"}, "input[0].role"),
+    ],
+)
+def test_items_that_cannot_be_served_are_refused_by_name(client, item, param):
+    with pytest.raises(openai.BadRequestError) as refused:
+        ask(client, [item])
+    assert refused.value.param.startswith(param)
