@@ -15,7 +15,7 @@ from twolane.frontend.engine_client import EngineClient, EngineGone, Event
 from twolane.sampling import SamplingParams
 
 CONFIG = EngineConfig(
-    model="qwen3-0.6b",
+    model="smollm2-135m-instruct",
     load_format="dummy",
     kv_tokens=16384,
     max_model_len=4096,

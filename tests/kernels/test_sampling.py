@@ -142,7 +142,35 @@ def test_a_broken_row_still_gives_an_id(value: float, device: str) -> None:
     logits = torch.full((3, 300), value).to(device)
     kinds = [{"temperature": 0.0}, {}, {"top_p": 0.9}]
     tokens = draw(logits, [SamplingParams(**kind) for kind in kinds])
-    assert all(0 <= token < 300 for token in tokens)
+    assert all((token if value < 0 else ~token) in range(300) for token in tokens)
+
+
+KINDS = [{"temperature": 0.0}, {}, {"top_p": 0.9}, {"top_k": 5}]
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype"), [(float("nan"), torch.float32), (float("inf"), torch.bfloat16)]
+)
+def test_a_row_with_one_broken_logit_is_told_and_the_others_are_as_ever(
+    value: float, dtype: torch.dtype, device: str
+) -> None:
+    """Wherever it lies, in a chunk that nothing is drawn from and at a token that is banned."""
+    for place in (256, VOCAB - 1):
+        params = [SamplingParams(**kind) for kind in KINDS * 2]
+        logits = noise(8, 3.0).to(device, dtype)
+        whole = draw(logits, params, banned=(place,))
+        logits[::2, place] = value
+        tokens = draw(logits, params, banned=(place,))
+        assert all(token < 0 for token in tokens[::2])
+        assert tokens[1::2] == whole[1::2]
+        valid = sampling.chosen(torch.tensor(tokens)).tolist()
+        assert all(token in range(VOCAB) for token in valid)
+
+
+def test_minus_infinity_is_no_fault(device: str) -> None:
+    logits = noise(1).to(device)
+    logits[0, ::2] = -torch.inf
+    assert draw(logits, [SamplingParams(temperature=0.0)])[0] == int(logits[0].argmax())
 
 
 def test_the_numbers_are_those_of_the_cpu(device: str) -> None:

@@ -46,3 +46,13 @@ def test_a_mask_holds_for_one_launch():
     made.constrain(masks_of((2,), seed=2))
     made.adjust(torch.randn(1, VOCAB), made.asked(points))
     assert made.asked(points) == []
+
+
+def test_what_a_mask_would_hide_is_still_broken():
+    """NaN and plus infinity reach the sampler as the model gives them; minus infinity is none."""
+    made, points = processors(), [SamplingPoint(row, row, 5) for row in range(4)]
+    made.constrain([TokenMask(slot, bytes([1])) for slot in range(4)])
+    logits = torch.randn(4, VOCAB)
+    logits[1, 30], logits[2, 74], logits[3, 9] = torch.nan, torch.inf, -torch.inf
+    made.adjust(logits, made.asked(points))
+    assert logits.isnan().any(dim=1).tolist() == [False, True, True, False]

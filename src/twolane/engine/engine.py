@@ -180,6 +180,7 @@ class Engine:
             prefix_queries=state.counters.prefix_queries,
             prefix_hits=state.counters.prefix_hits,
             preemptions=state.counters.preemptions,
+            broken=state.counters.broken,
             seconds=[(*level, spent) for level, spent in state.counters.seconds.items()],
         )
 

@@ -17,7 +17,7 @@ from twolane.sampling import TokenLogprobs as TokenLogprobs
 from twolane.slo import Slo
 
 FinishReason = Literal["stop", "length", "abort"]
-RefusedCode = Literal["invalid", "too_long", "refused"]
+RefusedCode = Literal["invalid", "too_long", "refused", "broken"]
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
@@ -155,6 +155,8 @@ class Stats(msgspec.Struct, frozen=True):
     """Prompt tokens found in the prefix cache."""
     preemptions: int = 0
     """Requests that lost their pages to others and were recomputed."""
+    broken: int = 0
+    """Requests that ended because the model gave NaN or infinity."""
     seconds: list[tuple[str, int, float]] = []
     """(lane, units, seconds of device work done on them)."""
 

@@ -1,5 +1,7 @@
 """From tickets to tokens: poll the lanes, deliver what is finished, settle what has landed."""
 
+from math import isfinite
+
 from twolane.engine.constraints import GrammarError
 from twolane.engine.kv import Allocation
 from twolane.engine.messages import Launched
@@ -8,6 +10,11 @@ from twolane.engine.request import Flight, Phase, Request
 from twolane.engine.state import State
 from twolane.lanes.base import Sampled, Step
 from twolane.systems.plan import DecodeSteps, PrefillSlice
+
+BROKEN = (
+    "the model's logits are NaN or infinite: its weights or number format do not serve this prompt"
+)
+"""What a client is told whose request the model has no distribution for."""
 
 
 def reap(state: State) -> bool:
@@ -51,13 +58,28 @@ def _deliver(state: State, flight: Flight, step: Step, at: float) -> None:
     """Tokens are delivered per step, not per launch; they are as old as the device made them."""
     for row, logprobs in step.prompt_logprobs:
         request, allocation = flight.rows[row]
-        if _expected(request, allocation):
+        if not _expected(request, allocation):
+            continue
+        if all(isfinite(each.logprob) for each in logprobs):
             request.prompt_logprobs += logprobs
+        else:
+            _break(state, request)
     rows, sliced = flight.rows, isinstance(flight.launch.work, PrefillSlice)
+    for row in step.broken:
+        request, allocation = rows[row]
+        if _expected(request, allocation):
+            _break(state, request)
     for sampled in step.sampled:
         request, allocation = rows[sampled.row]
         if _expected(request, allocation):
             _receive(state, request, sampled, at, sliced=sliced)
+
+
+def _break(state: State, request: Request) -> None:
+    """End a request for which the model has no distribution; the others of its batch go on."""
+    state.fail(request, BROKEN, "broken")
+    state.counters.broken += 1
+    state.drop_empty_batches()
 
 
 def _expected(request: Request, allocation: Allocation) -> bool:

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from twolane.common.vocabulary import EXCLUSIVE, LaneName
 from twolane.engine.kv import KVBooks
 from twolane.engine.launch_costs import LaunchCosts
-from twolane.engine.messages import FinishReason, Launched, Output, Refused
+from twolane.engine.messages import FinishReason, Launched, Output, Refused, RefusedCode
 from twolane.engine.pacing import Pacer
 from twolane.engine.request import Flight, Phase, PrefillBatch, Request
 from twolane.engine.trace import Trace
@@ -29,6 +29,8 @@ class Counters:
     prefix_queries: int = 0
     prefix_hits: int = 0
     preemptions: int = 0
+    broken: int = 0
+    """Requests that ended because the model gave NaN or infinity."""
     seconds: dict[tuple[LaneName, int], float] = field(default_factory=lambda: defaultdict(float))
     """Seconds of device work, by lane and units."""
 
@@ -151,10 +153,10 @@ class State:
         tokens = request.generated if kept is None else kept
         self.trace.request_end(request.id, self.now(), reason, tokens)
 
-    def fail(self, request: Request, message: str) -> None:
+    def fail(self, request: Request, message: str, code: RefusedCode = "invalid") -> None:
         """End a request that was accepted and cannot go on; the client is told why."""
         self._leave(request)
-        self.refused.append(Refused(request.id, "invalid", message))
+        self.refused.append(Refused(request.id, code, message))
         self.trace.request_end(request.id, self.now(), "abort", request.generated)
 
     def _leave(self, request: Request) -> None:

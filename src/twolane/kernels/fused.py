@@ -626,7 +626,7 @@ def _advance(
         token = tl.load(sampled + row, mask=active, other=0)
         slot = tl.load(slots + row, mask=active, other=0)
         position = tl.load(positions + row, mask=active, other=0)
-        tl.store(last_token + slot, token, mask=active)
+        tl.store(last_token + slot, tl.where(token < 0, -1 - token, token), mask=active)
         tl.store(ring + now * rows + row, token, mask=active)
         tl.store(positions + row, position + 1, mask=active)
         left = tl.where(active & (now + 1 < limit), length + 1, 0)
@@ -650,7 +650,8 @@ def advance(
     if this was its last step its length becomes 0: it pads the batch from then on.
 
     Args:
-        sampled: the token of each row, int [R].
+        sampled: the token of each row, int [R]; its complement, for a row with broken logits,
+            goes to `ring` as it is.
         slots: the slot that each row belongs to, int [R], different for active rows.
         steps: how many steps of the launch each row takes part in, int [R].
         step: the number of this step in its launch, from 0, int [1]; grows by one.

@@ -14,6 +14,9 @@ partition as well as many do. The logits are read
 A weight is the float32 exponential of a scaled logit, at most 1. Sums of weights are integers, in
 units of 2**-44: adding them is associative, so that a cut depends neither on the order of the
 programs nor on the size of the chunks. Weights order as their bits do.
+
+Logits that are NaN or plus infinity are found on the way (`_peaks`), before anything is banned:
+the token of such a row is reported as its complement, which is negative.
 """
 
 from collections.abc import Sequence
@@ -130,7 +133,14 @@ def _logits(
     logits: tl.tensor, ids: tl.tensor, position: tl.tensor, ints: tl.tensor, VOCAB: tl.constexpr
 ) -> tl.tensor:
     """Logits of a row at `ids`, float32; minus infinity where banned or beyond the vocabulary."""
-    x = tl.load(logits + ids, mask=ids < VOCAB, other=-float("inf")).to(tl.float32)
+    given = tl.load(logits + ids, mask=ids < VOCAB, other=-float("inf"))
+    return _unbanned(given, ids, position, ints)
+
+
+@triton.jit
+def _unbanned(given: tl.tensor, ids: tl.tensor, position: tl.tensor, ints: tl.tensor) -> tl.tensor:
+    """Logits, float32, with minus infinity where banned."""
+    x = given.to(tl.float32)
     if position < tl.load(ints + _LIMIT):
         for i in tl.static_range(_BANS):
             x = tl.where(ids == tl.load(ints + _BANNED + i), -float("inf"), x)
@@ -178,21 +188,23 @@ def _peaks(
     best: tl.tensor,
     floors: tl.tensor,
     counts: tl.tensor,
+    broken: tl.tensor,
     VOCAB: tl.constexpr,
     CHUNK: tl.constexpr,
 ) -> None:
-    """Largest logit of each chunk, its id, and for random rows the smallest that is finite."""
+    """Largest logit of each chunk, its id, how many are NaN or plus infinity, and for random rows
+    the smallest that is finite."""
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     if tl.load(lengths + row) <= 0:
         return
     slot = tl.load(slots + row).to(tl.int64)
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
-    x = _logits(
-        logits + row * stride, ids, tl.load(positions + row) + 1, ints + slot * _INTS, VOCAB
-    )
+    given = tl.load(logits + row * stride + ids, mask=ids < VOCAB, other=-float("inf"))
+    x = _unbanned(given, ids, tl.load(positions + row) + 1, ints + slot * _INTS)
     peak = tl.max(x)
     place = row * tl.num_programs(1) + chunk
+    tl.store(broken + place, tl.sum(1 - (given < float("inf")).to(tl.int32)))
     tl.store(peaks + place, peak)
     tl.store(best + place, tl.min(tl.where(x == peak, ids, VOCAB)))
     if tl.load(floats + slot * _INTS + _TEMPERATURE) > 0.0:
@@ -607,12 +619,14 @@ def _winner(
     lengths: tl.tensor,
     speeds: tl.tensor,
     best: tl.tensor,
+    broken: tl.tensor,
     out: tl.tensor,
     VOCAB: tl.constexpr,
     N_CHUNKS: tl.constexpr,
     CHUNKS: tl.constexpr,
 ) -> None:
-    """The token of each row: the best of its chunks, of the lowest id where several are."""
+    """The token of each row: the best of its chunks, of the lowest id where several are; its
+    complement where logits are broken."""
     row = tl.program_id(0).to(tl.int64)
     if tl.load(lengths + row) <= 0:
         return
@@ -621,7 +635,14 @@ def _winner(
     speed = tl.load(speeds + row * N_CHUNKS + each, mask=known, other=-float("inf"))
     token = tl.load(best + row * N_CHUNKS + each, mask=known, other=VOCAB)
     token = tl.min(tl.where(speed == tl.max(speed), token, VOCAB))
-    tl.store(out + row, tl.minimum(token, VOCAB - 1))
+    token = tl.minimum(token, VOCAB - 1)
+    count = tl.sum(tl.load(broken + row * N_CHUNKS + each, mask=known, other=0))
+    tl.store(out + row, tl.where(count > 0, -1 - token, token))
+
+
+def chosen(tokens: torch.Tensor) -> torch.Tensor:
+    """The tokens that `Sampler.sample` has chosen, of rows with broken logits too."""
+    return torch.where(tokens < 0, ~tokens, tokens)
 
 
 class Sampler:
@@ -651,7 +672,7 @@ class Sampler:
             return torch.empty(size, dtype=dtype, device=device)
 
         self._peaks, self._floors, self._speeds = (buffer(each, torch.float32) for _ in range(3))
-        self._best = buffer(each, torch.int32)
+        self._best, self._broken = (buffer(each, torch.int32) for _ in range(2))
         self._masses, self._above = (buffer(each, torch.int64) for _ in range(2))
         self._cells, self._cuts = buffer(6 * rows, torch.int32), buffer(2 * rows, torch.int32)
         self._parts = buffer(2 * each * _PIVOTS.value, torch.float32)
@@ -677,7 +698,8 @@ class Sampler:
                 one chosen has the next.
             lengths: above 0 for active rows, int [R]; others are skipped.
             params: of each slot, from `new_params`.
-            out: int [R].
+            out: int [R]; the complement (`~token`) where logits of the row are NaN or plus
+                infinity.
         """
         rows = len(logits)
         ints, floats = params.view(torch.int32), params.view(torch.float32)
@@ -688,8 +710,8 @@ class Sampler:
         chunks = power_of_2(self._chunks)
         warps = {"num_warps": _WARPS}
         launch(
-            _peaks, grid, *row, self._peaks, self._best, self._floors, self._counts, **sizes,
-            **warps,
+            _peaks, grid, *row, self._peaks, self._best, self._floors, self._counts,
+            self._broken, **sizes, **warps,
         )  # fmt: skip
         launch(
             _masses, grid, *row, doubles, self._peaks, self._floors, self._masses, self._cells,
@@ -712,7 +734,7 @@ class Sampler:
             **sizes, CHUNKS=chunks, **warps,
         )  # fmt: skip
         launch(
-            _winner, (rows,), lengths, self._speeds, self._best, out, VOCAB=self.vocab,
-            N_CHUNKS=self._chunks, CHUNKS=chunks, num_warps=1,
+            _winner, (rows,), lengths, self._speeds, self._best, self._broken, out,
+            VOCAB=self.vocab, N_CHUNKS=self._chunks, CHUNKS=chunks, num_warps=1,
         )  # fmt: skip
         return out

@@ -38,6 +38,8 @@ class Step(NamedTuple):
 
     sampled: Sequence[Sampled] = ()
     prompt_logprobs: Sequence[PromptLogprobs] = ()
+    broken: Sequence[int] = ()
+    """Rows of the work for which nothing is sampled: the model gave NaN or plus infinity."""
 
 
 PATIENCE_SECONDS = 9.0

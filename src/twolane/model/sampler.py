@@ -102,6 +102,11 @@ class SampleRow:
     """A bit for each token of the vocabulary, the lowest first, that may be chosen; None: all."""
 
 
+def broken_rows(logits: torch.Tensor) -> list[int]:
+    """Rows of logits [R, vocab] that hold NaN or plus infinity: there is no distribution."""
+    return torch.nonzero(~(logits.amax(dim=-1) < torch.inf)).flatten().tolist()
+
+
 def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
     """One token a row, int64 [R], from logits, float32 [R, vocab], which are left as they are.
 

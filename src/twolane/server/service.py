@@ -474,6 +474,9 @@ class RequestAccounting:
         match event:
             case Output(finish="stop" | "length" as outcome):
                 metrics.finish(outcome, now, event.times)
+            case Refused(code="broken"):
+                outcome = "model"
+                metrics.fail(outcome)
             case Refused(code=outcome, message=message):
                 metrics.refuse(outcome, message, overload=outcome == "refused")
             case Output() | EngineGone():

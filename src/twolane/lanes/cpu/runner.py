@@ -23,7 +23,7 @@ from twolane.lanes.work import (
 )
 from twolane.model.attention import Batch, KVCache, Segment
 from twolane.model.decoder import Decoder
-from twolane.model.sampler import Adjustment, SampleRow, sample, score
+from twolane.model.sampler import Adjustment, SampleRow, broken_rows, sample, score
 from twolane.sampling import TokenLogprobs
 
 SCORED_LOGITS = 2**22
@@ -87,7 +87,7 @@ class Runner:
         batch = self._batch([self._segment(p.slot, p.position - 1, 1) for p in points])
         hidden = self._decoder.embed(self._last_tokens([point.slot for point in points]))
         hidden = self._layers(hidden, batch, 0, self._decoder.spec.layers)
-        return Step(self._sample(hidden, points, alive))
+        return self._sample(hidden, points, alive)
 
     def _prefill(self, work: PrefillWork) -> Step:
         paused = self._resume(work)
@@ -133,17 +133,22 @@ class Runner:
                     continue
                 scores += score(logits, torch.tensor(targets), [row.top] * len(targets))
             scored.append(PromptLogprobs(row.row, scores))
-        return Step(self._sample(hidden[ends.where], ends.places, ends.rows), scored)
+        return self._sample(hidden[ends.where], ends.places, ends.rows, scored)
 
     def _sample(
-        self, hidden: Tensor, points: Sequence[SamplingPoint], rows: Sequence[int]
-    ) -> list[Sampled]:
+        self,
+        hidden: Tensor,
+        points: Sequence[SamplingPoint],
+        rows: Sequence[int],
+        scored: Sequence[PromptLogprobs] = (),
+    ) -> Step:
         """Sample after each of the hidden states [R, hidden]; `rows` are those of the work."""
         if not points:
-            return []
+            return Step((), scored)
         logits = self._decoder.head(hidden)
         if self._follows:
-            return []
+            return Step()
+        broken = {rows[i] for i in broken_rows(logits)}
         samplings = [self._slots.sampling_of(point.slot) for point in points]
         chosen = sample(logits, list(map(self._sample_row, points, samplings)))
         scores = _scores(logits, chosen, samplings)
@@ -152,10 +157,12 @@ class Runner:
             self._last_token[point.slot] = token
             if (adjustment := self._adjustments[point.slot]) is not None:
                 adjustment.add(token)
-        return [
+        sampled = [
             Sampled(row, token, scores.get(i))
             for i, (row, token) in enumerate(zip(rows, tokens, strict=True))
+            if row not in broken
         ]
+        return Step(sampled, scored, sorted(broken))
 
     def _sample_row(self, point: SamplingPoint, sampling: Sampling) -> SampleRow:
         position = point.position

@@ -157,6 +157,7 @@ class LogitProcessors:
         tops = {row: sampling.params.logprobs for row, sampling in samplings.items()}
         scored = {row: top for row, top in tops.items() if top is not None}
         raw = {row: logits[row : row + 1].clone() for row in scored}
+        broken = self._broken(logits, places)
         for place in places:
             row = logits[place.row]
             if (history := self._histories.get(place.slot)) is not None:
@@ -165,6 +166,9 @@ class LogitProcessors:
                 ids = upload(np.array(banned, dtype=np.int32), self._device)
                 row[ids.long()] = -torch.inf
         self._mask(logits, places)
+        if broken is not None:
+            rows, flags = broken
+            logits[rows, 0] = torch.where(flags, torch.nan, logits[rows, 0])
 
         def after(tokens: Tensor) -> dict[int, PendingScores]:
             for place in places:
@@ -175,6 +179,16 @@ class LogitProcessors:
             }
 
         return after
+
+    def _broken(
+        self, logits: Tensor, places: Sequence[SamplingPoint]
+    ) -> tuple[Tensor, Tensor] | None:
+        """Rows whose logits are about to change, int [P], and whether the model gave any of them
+        NaN or plus infinity, bool [P]: a mask would hide it from the sampler."""
+        if not places:
+            return None
+        rows = upload(np.array([p.row for p in places], np.int32), self._device).long()
+        return rows, ~(logits[rows].amax(dim=1) < torch.inf)
 
     def _mask(self, logits: Tensor, places: Sequence[SamplingPoint]) -> None:
         """Take the tokens that may not be chosen out of the rows that are constrained."""

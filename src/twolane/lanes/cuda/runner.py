@@ -12,7 +12,7 @@ from torch import Tensor
 from twolane.common.vocabulary import LaneName
 from twolane.kernels.prefill_attention.batch import upload as upload_parts
 from twolane.kernels.prefill_attention.dispatch import PrefillPlan, PrefillWorkspace
-from twolane.kernels.sampling import Sampler
+from twolane.kernels.sampling import Sampler, chosen
 from twolane.lanes.base import PromptLogprobs, Sampled, Step
 from twolane.lanes.cuda.decode_graphs import MAX_STEPS, DecodeGraphs
 from twolane.lanes.cuda.events import new_event
@@ -192,7 +192,7 @@ class CudaRunner:
             scored = self._extras.adjust(steps.logits, asked)
             steps.finish(units, bucket)
             tokens = steps.step_tokens(step % MAX_STEPS, bucket)
-            scores = scored(tokens)
+            scores = scored(chosen(tokens)) if asked else {}
             pending.append(_read(tokens[: len(rows)], alive, alive, scores))
         return pending
 
@@ -334,8 +334,9 @@ class CudaRunner:
         tokens, active = torch.empty_like(slots), torch.ones_like(slots)
         params = self.slots.params
         place.memory.sampler.sample(logits, slots, positions, active, params, tokens)
-        self.slots.last_token[slots] = tokens
-        return [_read(tokens, range(len(places)), ends.rows, after(tokens), scored)]
+        valid = chosen(tokens)
+        self.slots.last_token[slots] = valid
+        return [_read(tokens, range(len(places)), ends.rows, after(valid), scored)]
 
     def _head(self, hidden: Tensor, logits: Tensor, place: _Place) -> Tensor:
         """The classifier, into these logits."""
@@ -367,7 +368,7 @@ def _read(
     """Bring what a step came to to the host.
 
     Args:
-        tokens: int32, on the device.
+        tokens: int32, on the device; complements are of rows with broken logits.
         which: `tokens[which[i]]` is that of row `rows[i]` of the work.
         rows: those that were sampled.
         scores: log-probabilities by place in `tokens`.
@@ -381,10 +382,13 @@ def _read(
     def collect() -> Step:
         values = pinned.tolist()
         logprobs = {i: score.collect()[0] for i, score in scores.items()}
-        sampled = [
-            Sampled(row, values[i], logprobs.get(i)) for i, row in zip(which, rows, strict=True)
-        ]
-        return Step(sampled, [_joined(row, parts) for row, parts in scored.items()])
+        sampled, broken = [], []
+        for i, row in zip(which, rows, strict=True):
+            if values[i] < 0:
+                broken.append(row)
+            else:
+                sampled.append(Sampled(row, values[i], logprobs.get(i)))
+        return Step(sampled, [_joined(row, parts) for row, parts in scored.items()], broken)
 
     return PendingStep(done, collect)
 

@@ -27,8 +27,11 @@ def from_engine(error: GenerationRefused, retry_after: int = 0) -> ApiError:
     """Return what the client is told of an engine's refusal.
 
     A system refuses a good request that could not meet its deadline any more: 429, to be sent again
-    in this many seconds. Everything else is the request's fault.
+    in this many seconds. A model that gives NaN is the server's fault: 500. Everything else is the
+    request's.
     """
+    if error.refused.code == "broken":
+        return ApiError(500, str(error), code="model_error")
     if error.refused.code == "refused":
         headers = {"Retry-After": str(retry_after)}
         return ApiError(429, str(error), code="overloaded", headers=headers)

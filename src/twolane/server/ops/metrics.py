@@ -81,6 +81,9 @@ class EngineCollector(Collector):
         yield self._counter(
             "num_preemptions", "Requests recomputed for want of pages", stats.preemptions
         )
+        yield self._counter(
+            "broken_logits", "Requests ended because the model gave NaN or infinity", stats.broken
+        )
         yield self._lanes(stats)
         alive = self._liveness
         yield self._gauge(
@@ -180,7 +183,7 @@ class ServerMetrics:
         """
         for reason in ("stop", "length"):
             self.success(reason)
-        for reason in ("disconnect", "engine", "shutdown"):
+        for reason in ("disconnect", "engine", "model", "shutdown"):
             self.aborted(reason)
         for outcome in ("met", "missed"):
             for name in self.slo.bounds:
