@@ -15,7 +15,7 @@ FAST := $(addprefix tests/,common engine estimate frontend lanes results sim sys
 # Tests start hundreds of processes: what they import is compiled once, whatever the caller prefers.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo serve check fast test unit test-all test-gpu lint clean
+.PHONY: demo serve check fast test unit test-all test-gpu lint package clean
 
 demo: $(VENV)/.ready
 	$(BIN)/python examples/demo.py
@@ -46,6 +46,12 @@ lint: $(VENV)/.ready-dev
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+
+# Builds what would be published, from the files of this checkout, and checks its metadata.
+package: $(VENV)/.ready-dev
+	rm -rf dist
+	$(BIN)/python -m build
+	$(BIN)/python -m twine check --strict dist/*
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)

@@ -4,7 +4,8 @@
 
 It reads the files of CHECKOUT (default: this one) without importing them, so that it counts any
 commit: `git worktree add ../before COMMIT && python benchmarks/house.py ../before`. `--names` also
-lists what was counted.
+lists what was counted. Figures with a bound are held by CI: `--check` ends with 1 where one is
+above its bound, and lists what is.
 """
 
 import argparse
@@ -46,6 +47,17 @@ FORMER = {
 
 SETTINGS = ("Settings", "Options", "Config", "Search")
 """Endings of the names of classes whose fields are settings."""
+
+HELD = {
+    "functions over 60 lines": 0,
+    "docstrings that begin in mid-sentence": 0,
+    "upward imports": 0,
+    "cycles of modules": 0,
+    "prose lines over 100 columns": 0,
+    "README, words": 900,
+    "files in the fullest package": 20,
+}
+"""Largest value that CI lets each of these figures have."""
 
 Modules = dict[str, ast.Module]
 """Syntax trees by dotted name without the leading `twolane`."""
@@ -235,7 +247,8 @@ def figures(checkout: Path) -> Iterator[tuple[str, object, list[str]]]:
     )
     yield "longest prose line, columns", f"{longest[0]} ({longest[1]})", []
     yield "README, words", len((checkout / "README.md").read_text().split()), []
-    yield "files in the fullest package", "{} ({})".format(*largest_package(source)), []
+    files, fullest = largest_package(source)
+    yield "files in the fullest package", files, [fullest]
     yield "lines of src", sum(p.read_text().count("\n") for p in source.rglob("*.py")), []
 
 
@@ -243,11 +256,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("checkout", nargs="?", type=Path, default=Path(__file__).parents[1])
     parser.add_argument("--names", action="store_true", help="also list what was counted")
+    parser.add_argument("--check", action="store_true", help="end with 1 above a bound")
     args = parser.parse_args()
+    broken = False
     for what, count, names in figures(args.checkout):
-        print(f"{what:42} {count}")
-        if args.names:
+        bound = HELD.get(what)
+        above = isinstance(count, int) and bound is not None and count > bound
+        broken |= above
+        said = "" if bound is None else f"  at most {bound}{', BROKEN' if above else ''}"
+        print(f"{what:42} {count}{said}")
+        if args.names or (args.check and above):
             print(*(f"    {name}" for name in names), sep="\n")
+    if args.check and broken:
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":

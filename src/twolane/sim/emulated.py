@@ -42,7 +42,7 @@ ROWS, TOKENS = 8, 128
 """Decode rows and new tokens that count as one configuration."""
 
 
-class Launch(NamedTuple):
+class EmulatedLaunch(NamedTuple):
     """A step of work, as the estimator is asked for it."""
 
     shape: LaunchShape
@@ -61,7 +61,7 @@ class Launch(NamedTuple):
 class LaunchDemand(Demand):
     """A demand that knows its launch."""
 
-    launch: Launch
+    launch: EmulatedLaunch
 
 
 class EmulatedDevice(DeviceModel):
@@ -102,26 +102,26 @@ class EmulatedDevice(DeviceModel):
             factor * self._takes(one, [o for o in launches if o is not one]) for one in launches
         ]
 
-    def _launch(self, work: Work, units: int, step: int) -> Launch:
+    def _launch(self, work: Work, units: int, step: int) -> EmulatedLaunch:
         if isinstance(work, DecodeWork):
             rows = [row.position + step for row in work.rows if not step or step < row.steps]
             scale = self._off(self._uneven.noise)
             scale *= OUTLIER if self._rng.random() < self._uneven.outliers else 1.0
-            return Launch(decode_step(Load.decode(rows)), units, scale)
+            return EmulatedLaunch(decode_step(Load.decode(rows)), units, scale)
         prompts = work.rows if isinstance(work, PrefillWork) else work.prompts
         new, reused = [row.count for row in prompts], [row.start for row in prompts]
         if isinstance(work, PrefillWork):
             layers = work.last - work.first
             shape = prefill_slice(Load(new, reused), layers, finishes=work.finishes)
-            return Launch(shape, units, self._off(self._uneven.noise))
+            return EmulatedLaunch(shape, units, self._off(self._uneven.noise))
         contexts = [row.position for row in work.decode]
         load = Load([*[1] * len(contexts), *new], [*contexts, *reused])
-        return Launch(hybrid_pass(load), units, self._off(self._uneven.noise / 2))
+        return EmulatedLaunch(hybrid_pass(load), units, self._off(self._uneven.noise / 2))
 
     def _off(self, deviation: float) -> float:
         return math.exp(self._rng.normal(0.0, deviation))
 
-    def _takes(self, one: Launch, others: Sequence[Launch]) -> float:
+    def _takes(self, one: EmulatedLaunch, others: Sequence[EmulatedLaunch]) -> float:
         """Seconds of a launch beside the others, of which one at most is of the other lane."""
         shape, unlike = one.shape, {"hybrid", one.shape.kind}
         other = next((o for o in others if o.shape.kind not in unlike), None)
