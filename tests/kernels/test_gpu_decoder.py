@@ -26,6 +26,7 @@ FAMILIES = (
     pytest.param("mistral", marks=pytest.mark.full),
     "qwen2-sliding",
     "qwen3",
+    "qwen3-moe",
 )
 
 

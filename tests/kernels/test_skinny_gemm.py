@@ -47,18 +47,18 @@ def matrix(address: int, rows: int, columns: int, stride: int, box: int, dtype: 
 
 def run(
     build, variant: Variant, blocks: int, x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor,
-    seed: int = 0, scales: skinny_gemm.Scales | None = None,
+    seed: int = 0, scales: skinny_gemm.Scales | None = None, groups: Tensor | None = None,
 ) -> None:  # fmt: skip
     """The kernel, adding into `out` if there is a bias."""
     scratch = Scratch.of(blocks, torch.device("cpu"))
     scratch.partials.fill_(torch.nan)
     arguments = skinny_gemm.arguments(
-        variant, x, w, bias, out, scratch, bias is not None, matrix, scales
+        variant, x, w, bias, out, scratch, bias is not None, matrix, scales, groups
     )
     aligned = (ctypes.c_char * (ctypes.sizeof(arguments) + 64))()
     place = ctypes.addressof(aligned) + -ctypes.addressof(aligned) % 64
     ctypes.memmove(place, ctypes.addressof(arguments), ctypes.sizeof(arguments))
-    grid = min(blocks, arguments.tiles * arguments.iterations)
+    grid = blocks if variant.grouped else min(blocks, arguments.tiles * arguments.iterations)
     fault = build(variant.options()).run(ctypes.c_void_p(place), grid, seed)
     assert fault is None, fault
     assert not scratch.arrivals.any()
@@ -168,3 +168,31 @@ def test_a_missing_wait_is_seen(build, what: str) -> None:
     with pytest.raises(AssertionError):
         run(lambda options: build(options, broken), variant, 2, case.x, case.w, case.bias, out[:-1])
         assert case.error(out[:-1]) < 4e-3
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("counts", [[0, 3, 0, 16, 1], [0, 0, 2, 0, 0], [16] * 5])
+def test_rows_grouped_by_expert(build, counts: list[int], gated: bool) -> None:
+    """Experts without rows are never read: their weights are not numbers."""
+    n, k, variant = 96, 200, Variant(128, 16, swap=True, gated=gated, grouped=True)
+    draw = torch.Generator().manual_seed(sum(counts))
+    rows, width = sum(counts), n * (1 + gated)
+    x = torch.randn(rows, k, generator=draw).to(BF16)
+    w = torch.randn(len(counts), width, k, generator=draw).to(BF16)
+    lists, expected, first = [], [], 0
+    for expert, count in enumerate(counts):
+        if count == 0:
+            w[expert] = torch.nan
+            continue
+        lists += [expert, first, count, 0]
+        wide = x[first : first + count].float() @ w[expert].float().T
+        gate, up = wide.chunk(2, dim=1)
+        expected.append(torch.nn.functional.silu(gate) * up if gated else wide)
+        first += count
+    groups = torch.tensor([len(lists) // 4, 0, 0, 0, *lists], dtype=torch.int32)
+    for blocks in (1, 5, 13):
+        out = torch.full((rows + 1, n), 7.0, dtype=BF16)
+        run(build, variant, blocks, x, w.flatten(0, 1), None, out[:-1], groups=groups)
+        reference = torch.cat(expected)
+        assert (out[:-1].float() - reference).norm() < 4e-3 * reference.norm()
+        assert bool((out[-1] == 7).all())

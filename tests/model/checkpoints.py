@@ -85,8 +85,6 @@ def _configs(
 
 FAMILIES = tuple(_configs())
 """Every family, and the options that change what is computed."""
-DENSE = tuple(name for name in FAMILIES if name not in ("qwen3-moe", "mixtral"))
-"""Those that a GPU serves."""
 
 
 def make_checkpoint(

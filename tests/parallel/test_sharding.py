@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from tests.model.checkpoints import DENSE, make_checkpoint
+from tests.model.checkpoints import FAMILIES, make_checkpoint
 from twolane.common.errors import FieldError
 from twolane.model.attention import Batch, KVCache, Segment
 from twolane.model.decoder import Decoder
@@ -63,7 +63,7 @@ def logits(decoder: Decoder) -> Tensor:
     return decoder.head(hidden)
 
 
-@pytest.mark.parametrize("family", DENSE)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_ranks_compute_what_one_computes(family: str, tmp_path: Path) -> None:
     """Four ranks of models of two KV heads: each head is on two ranks."""
     source = resolve(str(make_checkpoint(family, tmp_path / "model", seed=2)))
@@ -117,7 +117,7 @@ def test_only_a_rank_s_part_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ({"intermediate_size": 90}, "90 MLP columns"),
         ({"vocab_size": 250}, "250 tokens"),
         ({"heads": 12, "kv_heads": 6}, "6 KV heads"),
-        ({"moe": MoeSpec(4, 2, 32)}, "experts"),
+        ({"moe": MoeSpec(4, 2, 30)}, "30 columns of an expert"),
     ],
 )
 def test_what_does_not_divide_is_refused_by_name(change: dict[str, Any], what: str) -> None:

@@ -49,7 +49,7 @@ def _early(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def _launch_options(device: torch.device) -> dict[str, bool]:
+def launch_options(device: torch.device) -> dict[str, bool]:
     """Launch options of a kernel that takes `EARLY`."""
     return {"EARLY": True, "launch_pdl": True} if _early(device) else {"EARLY": False}
 
@@ -144,7 +144,7 @@ def _launch_norm(
         ADD=residual is not None,
         QUANTISED=isinstance(out, Quantised),
         num_warps=_warps(block),
-        **_launch_options(x.device),
+        **launch_options(x.device),
     )
 
 
@@ -189,7 +189,7 @@ def quantise(x: torch.Tensor, out: Quantised) -> Quantised:
         WIDTH=width,
         BLOCK=block,
         num_warps=_warps(block),
-        **_launch_options(x.device),
+        **launch_options(x.device),
     )
     return out
 
@@ -376,7 +376,7 @@ def _launch_rope(
         HEADS=_HEADS,
         BLOCK=block,
         num_warps=_warps(_HEADS * block),
-        **_launch_options(qkv.device),
+        **launch_options(qkv.device),
     )
 
 
@@ -424,7 +424,7 @@ def silu_mul(gate_up: torch.Tensor, out: _Out) -> _Out:
         BLOCK=block,
         QUANTISED=quantised,
         num_warps=_warps(block),
-        **_launch_options(gate_up.device),
+        **launch_options(gate_up.device),
     )
     return out
 

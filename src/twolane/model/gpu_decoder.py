@@ -8,6 +8,7 @@ layer, like `model/decoder.py`, whose weights and order of dimensions it has.
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
 
@@ -17,12 +18,14 @@ from torch.nn import functional
 
 from twolane.kernels import fused
 from twolane.kernels.activations import Activations, Quantised
+from twolane.kernels.experts.products import Buffers as ExpertBuffers
+from twolane.kernels.experts.routing import ActiveRows, Routing
 from twolane.kernels.products.dispatch import COLD_BYTES, Case, Operation, Products, input_of
 from twolane.model.decoder import LayerWeights, Weights
 from twolane.model.matrix import Matrix
 from twolane.model.mlp import MLP_ROWS
 from twolane.model.rope import frequencies
-from twolane.model.spec import ModelSpec
+from twolane.model.spec import ModelSpec, MoeSpec
 from twolane.parallel.channel import Channel, Silent
 from twolane.parallel.sharding import Shard
 
@@ -64,13 +67,21 @@ class Writes(Protocol):
 class Rows(Writes, Protocol):
     """And what they see."""
 
+    @property
+    def active(self) -> ActiveRows:
+        """Which of them are neither padding nor done."""
+        ...
+
     def attend(self, q: Tensor, qkv: Tensor, pool: Tensor, window: int | None, out: Tensor) -> None:
         """Causal attention of every token over its own sequence; q and out [T, heads, head_dim]."""
         ...
 
 
+@dataclass(frozen=True)
 class _Blind:
     """Rows that neither write nor see anything: products alone are left of a pass."""
+
+    active: ActiveRows
 
     def write(self, qkv: Tensor, q: Tensor, weights: LayerWeights, pool: Tensor) -> None:
         """See `Rows.write`."""
@@ -118,6 +129,10 @@ class Workspace:
         self._dtype, self._device = dtype, device
         self._vocab = spec.vocab_size
         self._logits = torch.empty(0, dtype=torch.float32, device=device)
+        self._moe = spec.moe
+        self._routing: Routing | None = None
+        if spec.moe is not None:
+            self._mlp_sizes |= _expert_sizes(spec.hidden_size, spec.moe)
 
     def get(self, name: str, rows: int) -> Tensor:
         """A buffer [rows, its width]; what it held is lost to the next who asks."""
@@ -133,8 +148,20 @@ class Workspace:
         """A buffer for what a matrix of this scheme is multiplied with, [rows, its width]."""
         return input_of(self.get(name, rows), self.get(f"{name}_scales", rows), scheme)
 
+    def experts(self, rows: int) -> ExpertBuffers:
+        """Room for the experts of this many tokens."""
+        moe = self._moe
+        assert moe is not None, "the model has no experts"
+        if self._routing is None or len(self._routing.chosen) < rows:
+            self._routing = Routing.of(moe.experts, moe.per_token, rows, self._device)
+        wide = (self.get(f"expert_{name}", rows) for name in ("x", "gate_up", "act", "outs"))
+        entries = (t.view(rows * moe.per_token, -1) for t in wide)
+        return ExpertBuffers(self._routing.first(rows), self.get("router", rows), *entries)
+
     def reserve(self, rows: int) -> None:
         """Make all buffers now, for passes of up to this many tokens."""
+        if self._moe is not None:
+            self.experts(min(rows, MLP_ROWS))
         for name in self._sizes:
             self.get(name, rows)
         for name in self._mlp_sizes:
@@ -169,7 +196,22 @@ class Workspace:
     @property
     def bytes(self) -> int:
         """Bytes held."""
-        return sum(buffer.nbytes for buffer in self._buffers.values()) + self._logits.nbytes
+        routing = 0 if self._routing is None else self._routing.nbytes
+        return (
+            routing + sum(buffer.nbytes for buffer in self._buffers.values()) + self._logits.nbytes
+        )
+
+
+def _expert_sizes(hidden: int, moe: MoeSpec) -> dict[str, int]:
+    """The widths of a token's buffers for its experts."""
+    inner = moe.per_token * moe.intermediate_size
+    return {
+        "router": moe.experts,
+        "expert_x": moe.per_token * hidden,
+        "expert_gate_up": 2 * inner,
+        "expert_act": inner,
+        "expert_outs": moe.per_token * hidden,
+    }
 
 
 class GpuDecoder:
@@ -236,7 +278,7 @@ class GpuDecoder:
             sums = workspace.channel is not None and i > first
             self.before_attention(i, residual, rows, pool[i], workspace, products, sums=sums)
             rows.attend(q, qkv, pool[i], self.spec.window(i), out)
-            self.after_attention(i, residual, workspace, products)
+            self.after_attention(i, residual, rows.active, workspace, products)
         self.settle(residual, workspace)
 
     def attended(self, workspace: Workspace, count: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -272,7 +314,12 @@ class GpuDecoder:
         rows.write(qkv, q, w, pool)
 
     def after_attention(
-        self, i: int, residual: Tensor, workspace: Workspace, products: Products
+        self,
+        i: int,
+        residual: Tensor,
+        active: ActiveRows,
+        workspace: Workspace,
+        products: Products,
     ) -> None:
         """Layer i from its attention on. With several ranks `settle` comes behind it, or a layer
         with `sums`."""
@@ -284,13 +331,13 @@ class GpuDecoder:
         if (channel := workspace.channel) is None:
             products.add_linear(rounded, w.o, w.o_bias, residual)
             fused.rms_norm(residual, w.post_norm, eps, norm)
-            w.mlp.add_into(residual, norm, workspace, products)
+            w.mlp.add_into(residual, norm, active, workspace, products)
             return
         partial = workspace.get("partial", count)
         products.linear(rounded, w.o, w.o_bias, partial)
         channel.all_reduce(partial)
         fused.add_rms_norm(partial, residual, w.post_norm, eps, norm)
-        w.mlp.write_into(partial, norm, workspace, products)
+        w.mlp.write_into(partial, norm, active, workspace, products)
         channel.all_reduce(partial)
 
     def settle(self, residual: Tensor, workspace: Workspace) -> None:
@@ -337,7 +384,9 @@ class GpuDecoder:
         self, last: int, residual: Tensor, workspace: Workspace, products: Products
     ) -> None:
         """Run layers `:last` without attention on the current stream; see `layers`."""
-        self.layers(0, last, residual, _Blind(), self._no_kv, workspace, products)
+        marks = torch.zeros(len(residual), dtype=torch.int32, device=self.device)
+        rows = _Blind(ActiveRows(marks, 0))
+        self.layers(0, last, residual, rows, self._no_kv, workspace, products)
 
     @cached_property
     def _no_kv(self) -> GpuKVCache:

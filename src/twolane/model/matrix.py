@@ -85,6 +85,23 @@ class Matrix:
             return fp8.widen(self.values) * self.scales[:, None]
         return fp8.scaled_blocks(fp8.widen(self.values), _each_row(self))
 
+    def part(self, first: int, last: int) -> "Matrix":
+        """Rows `first:last`, which share this matrix's memory.
+
+        Raises:
+            ValueError: they would cut a block of scales.
+        """
+        rows = slice(first, last)
+        if self.scheme == "fp8_block128":
+            if first % fp8.BLOCK or (last % fp8.BLOCK and last != len(self.values)):
+                raise ValueError(f"rows {first} to {last} cut blocks of {fp8.BLOCK}")
+            blocks = slice(first // fp8.BLOCK, -(-last // fp8.BLOCK))
+        else:
+            blocks = rows
+        scales = None if self.scales is None else self.scales[blocks]
+        zeros = None if self.zeros is None else self.zeros[rows]
+        return Matrix(self.values[rows], self.scheme, scales, zeros)
+
     def reordered(self, order: Tensor) -> "Matrix":
         """The rows in another order, int64 [rows]."""
         if self.scheme == "fp8_block128":

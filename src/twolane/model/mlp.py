@@ -11,8 +11,10 @@ from twolane.model.matrix import Matrix
 from twolane.model.products import Products
 from twolane.model.routing import route
 
-if TYPE_CHECKING:  # it imports Triton, which only a GPU needs
+if TYPE_CHECKING:  # these import Triton, which only a GPU needs
     from twolane.kernels.activations import Activations
+    from twolane.kernels.experts.products import Buffers as ExpertBuffers
+    from twolane.kernels.experts.routing import ActiveRows
     from twolane.kernels.products.dispatch import Operation
     from twolane.kernels.products.dispatch import Products as GpuProducts
 
@@ -29,6 +31,10 @@ class Buffers(Protocol):
 
     def input(self, name: str, rows: int, scheme: str) -> "Activations":
         """The buffer, as a matrix of this scheme wants what it is multiplied with."""
+        ...
+
+    def experts(self, rows: int) -> "ExpertBuffers":
+        """Room for the experts of this many tokens."""
         ...
 
 
@@ -48,16 +54,29 @@ class Mlp(Protocol):
         ...
 
     def add_into(
-        self, residual: Tensor, x: "Activations", buffers: Buffers, products: "GpuProducts"
+        self,
+        residual: Tensor,
+        x: "Activations",
+        active: "ActiveRows",
+        buffers: Buffers,
+        products: "GpuProducts",
     ) -> None:
-        """Add the MLP of `x` [T, hidden], for `scheme`, to `residual` [T, hidden] in place, on a
-        GPU."""
+        """Add the MLP of the active rows of `x` [T, hidden], for `scheme`, to `residual` [T,
+        hidden] in place, on a GPU.
+
+        What becomes of the other rows does not matter.
+        """
         ...
 
     def write_into(
-        self, out: Tensor, x: "Activations", buffers: Buffers, products: "GpuProducts"
+        self,
+        out: Tensor,
+        x: "Activations",
+        active: "ActiveRows",
+        buffers: Buffers,
+        products: "GpuProducts",
     ) -> None:
-        """Write the MLP of `x` [T, hidden], for `scheme`, to `out` [T, hidden] on a GPU."""
+        """Write the MLP of `x` [T, hidden], for `scheme`, to `out` [T, hidden]; see `add_into`."""
         ...
 
     def matrices(self) -> "Sequence[tuple[Operation, Matrix]]":
@@ -90,14 +109,24 @@ class DenseMlp:
         return products.add_linear(residual, act, self.down, self.down_bias)
 
     def add_into(
-        self, residual: Tensor, x: "Activations", buffers: Buffers, products: "GpuProducts"
+        self,
+        residual: Tensor,
+        x: "Activations",
+        active: "ActiveRows",
+        buffers: Buffers,
+        products: "GpuProducts",
     ) -> None:
         """See `Mlp.add_into`."""
         for rows, act in self._activated(x, buffers, products):
             products.add_linear(act, self.down, self.down_bias, residual[rows])
 
     def write_into(
-        self, out: Tensor, x: "Activations", buffers: Buffers, products: "GpuProducts"
+        self,
+        out: Tensor,
+        x: "Activations",
+        active: "ActiveRows",
+        buffers: Buffers,
+        products: "GpuProducts",
     ) -> None:
         """See `Mlp.write_into`."""
         for rows, act in self._activated(x, buffers, products):
@@ -121,22 +150,15 @@ class DenseMlp:
 
 
 @dataclass(frozen=True, eq=False)
-class Expert:
-    """One expert: a dense MLP without biases."""
-
-    gate_up: Matrix
-    """[2 * intermediate, hidden], the rows of the gate first."""
-    down: Matrix
-    """[hidden, intermediate]"""
-
-
-@dataclass(frozen=True, eq=False)
 class Experts:
     """A mixture of experts: each token goes to the few that a router chooses."""
 
     router: Matrix
     """[experts, hidden]"""
-    experts: Sequence[Expert]
+    gate_up: Matrix
+    """[experts * 2 * intermediate, hidden]; of each expert, the rows of the gate first."""
+    down: Matrix
+    """[experts * hidden, intermediate]"""
     per_token: int
     """Experts of each token."""
     normalised: bool
@@ -153,27 +175,55 @@ class Experts:
         weights, chosen = route(logits, self.per_token, self.normalised)
         outs = x.new_empty(len(x), self.per_token, x.shape[1])
         for number in sorted(set(chosen.flatten().tolist())):
-            expert = self.experts[number]
+            gate_up, down = (self._of_expert(m, number) for m in (self.gate_up, self.down))
             rows, ranks = (chosen == number).nonzero(as_tuple=True)
-            gate, up = products.linear(x[rows], expert.gate_up).chunk(2, dim=1)
-            outs[rows, ranks] = products.linear(functional.silu(gate).mul_(up), expert.down)
+            gate, up = products.linear(x[rows], gate_up).chunk(2, dim=1)
+            outs[rows, ranks] = products.linear(functional.silu(gate).mul_(up), down)
         return residual + (outs * weights[..., None]).sum(dim=1).to(residual.dtype)
 
     def add_into(
-        self, residual: Tensor, x: "Activations", buffers: Buffers, products: "GpuProducts"
+        self,
+        residual: Tensor,
+        x: "Activations",
+        active: "ActiveRows",
+        buffers: Buffers,
+        products: "GpuProducts",
     ) -> None:
-        """See `Mlp.add_into`; there is no kernel for experts on a GPU, which refuses the model."""
-        raise NotImplementedError("experts are not served on a GPU yet")
+        """See `Mlp.add_into`."""
+        from twolane.kernels.experts.products import add_experts
+
+        assert isinstance(x, Tensor), "the router's scheme is plain"
+        for first in range(0, len(x), MLP_ROWS):
+            rows = slice(first, min(first + MLP_ROWS, len(x)))
+            room = buffers.experts(rows.stop - rows.start)
+            products.linear(x[rows], self.router, None, room.logits)
+            add_experts(
+                residual[rows],
+                x[rows],
+                active.part(rows),
+                self.gate_up,
+                self.down,
+                room,
+                products,
+                normalised=self.normalised,
+            )
 
     def write_into(
-        self, out: Tensor, x: "Activations", buffers: Buffers, products: "GpuProducts"
+        self,
+        out: Tensor,
+        x: "Activations",
+        active: "ActiveRows",
+        buffers: Buffers,
+        products: "GpuProducts",
     ) -> None:
-        """See `Mlp.write_into`; `Shard` refuses to share experts between ranks."""
-        raise NotImplementedError("ranks do not share experts yet")
+        """See `Mlp.write_into`."""
+        self.add_into(out.zero_(), x, active, buffers, products)
 
     def matrices(self) -> "Sequence[tuple[Operation, Matrix]]":
         """See `Mlp.matrices`."""
-        found: list[tuple[Operation, Matrix]] = [("linear", self.router)]
-        for expert in self.experts:
-            found += ("gate_up_silu", expert.gate_up), ("add_linear", expert.down)
-        return found
+        return ("linear", self.router), ("experts", self.gate_up), ("experts", self.down)
+
+    def _of_expert(self, matrix: Matrix, number: int) -> Matrix:
+        """The rows of one expert."""
+        rows = matrix.shape[0] // self.router.shape[0]
+        return matrix.part(number * rows, (number + 1) * rows)

@@ -1,8 +1,9 @@
 """Which part of each tensor a rank has (Shoeybi et al. 2019, Megatron-LM, section 3).
 
 Queries, keys, values, gate and up are cut by rows, the projections back to the hidden size by
-columns, embedding and classifier by vocabulary. A KV head is on several ranks where there are more
-ranks than KV heads.
+columns, embedding and classifier by vocabulary. Experts are cut inside, as other MLPs are, so that
+every rank has an equal part of whatever experts tokens go to. A KV head is on several ranks where
+there are more ranks than KV heads.
 """
 
 from dataclasses import dataclass, replace
@@ -35,13 +36,11 @@ class Shard:
 
     def __post_init__(self) -> None:
         spec, size = self.spec, self.size
-        if size > 1 and spec.moe is not None:
-            raise _refusal("ranks do not share experts yet")
-        counts = {
-            "attention heads": spec.heads,
-            "MLP columns": spec.intermediate_size,
-            "tokens of the vocabulary": spec.vocab_size,
-        }
+        counts = {"attention heads": spec.heads, "tokens of the vocabulary": spec.vocab_size}
+        if not all(map(spec.has_experts, range(spec.layers))):
+            counts["MLP columns"] = spec.intermediate_size
+        if spec.moe is not None:
+            counts["columns of an expert"] = spec.moe.intermediate_size
         for what, count in counts.items():
             if count % size:
                 raise _refusal(f"{size} does not divide the model's {count} {what}")
@@ -51,9 +50,12 @@ class Shard:
     @property
     def local(self) -> ModelSpec:
         """The shape of what this rank computes; vocabulary and hidden size are the model's."""
-        spec = self.spec
+        spec, moe = self.spec, self.spec.moe
+        if moe is not None:
+            moe = replace(moe, intermediate_size=moe.intermediate_size // self.size)
         return replace(
             spec,
+            moe=moe,
             heads=spec.heads // self.size,
             kv_heads=max(1, spec.kv_heads // self.size),
             intermediate_size=spec.intermediate_size // self.size,
@@ -74,12 +76,13 @@ class Shard:
         if kind in ("k_proj", "v_proj"):
             first = self.rank * spec.kv_heads // self.size * spec.head_dim
             return Cut(0, first, first + local.kv_size)
+        moe = local.moe if ".experts." in name else None
+        inner = local.intermediate_size if moe is None else moe.intermediate_size
         parts = {
             "q_proj": (0, local.q_size),
             "o_proj": (1, local.q_size),
-            "gate_proj": (0, local.intermediate_size),
-            "up_proj": (0, local.intermediate_size),
-            "down_proj": (1, local.intermediate_size),
+            **dict.fromkeys(("gate_proj", "up_proj", "w1", "w3"), (0, inner)),
+            **dict.fromkeys(("down_proj", "w2"), (1, inner)),
         }
         if kind not in parts:
             return None

@@ -27,12 +27,14 @@ from twolane.kernels.products import skinny_gemm
 from twolane.kernels.runtime import nvrtc
 from twolane.kernels.sizes import SIZES
 
-Operation = Literal["linear", "add_linear", "gate_up_silu", "logits"]
-
+Operation = Literal["linear", "add_linear", "gate_up_silu", "logits", "experts"]
+"""What a product does; `kernels.experts` does those with the matrices of "experts"."""
 
 FP8_SCHEMES = ("fp8_channel",)
 """The schemes whose products take activations in e4m3, with a scale for each row."""
-SERVED_SCHEMES = ("float32", "bf16", "float16", *FP8_SCHEMES)
+PLAIN_SCHEMES = ("float32", "bf16", "float16")
+"""The schemes without scales."""
+SERVED_SCHEMES = (*PLAIN_SCHEMES, *FP8_SCHEMES)
 """The schemes of matrices that products are computed with on a GPU."""
 
 
@@ -276,7 +278,7 @@ class Products:
 
         return improve(chosen, {case: shortlist(each) for case, each in times.items()}, seconds)
 
-    def _scratch_here(self, device: torch.device) -> skinny_gemm.Scratch:
+    def scratch(self, device: torch.device) -> skinny_gemm.Scratch:
         """Scratch memory of torch's current stream, kept because graphs know its address."""
         stream = torch.cuda.current_stream(device).cuda_stream
         if stream not in self._scratch:
@@ -296,12 +298,12 @@ class Products:
         add = operation == "add_linear"
         if way.variant is not None:
             values, scales = _factors(x, weight)
-            rest = bias, out, self._scratch_here(out.device)
+            rest = bias, out, self.scratch(out.device)
             skinny_gemm.launch(
                 way.variant, way.blocks, values, weight.values, *rest, residual=add, scales=scales
             )
             return
-        with _library(self.units) if way.library == "cublaslt" else _AS_IT_IS:
+        with _cublaslt(self.units) if way.library == "cublaslt" else _AS_IT_IS:
             if isinstance(x, Quantised):
                 _multiply_scaled(x, weight, bias, out, add=add)
             elif add:
@@ -418,7 +420,8 @@ def _served(uses: Mapping[Case, Sequence[Stored]]) -> Mapping[Case, Sequence[Sto
     return {
         case: weights
         for case, weights in uses.items()
-        if skinny_gemm.serves(weights[0].values, gated=case.operation == "gate_up_silu")
+        if case.operation != "experts"
+        and skinny_gemm.serves(weights[0].values, gated=case.operation == "gate_up_silu")
     }
 
 
@@ -461,19 +464,28 @@ _AS_IT_IS = nullcontext()
 
 
 @contextmanager
-def _library(units: int) -> Iterator[None]:
-    """torch calls cuBLASLt, which believes all SMs but `units` to be somebody else's.
+def sm_carveout(units: int) -> Iterator[None]:
+    """torch's libraries believe all SMs but `units` to be somebody else's.
 
-    Both are the process's and are put back at once: only one thread may launch.
+    This is the process's and is put back at once: only one thread may launch.
     """
     total = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
-    before = torch.backends.cuda.preferred_blas_library()
-    torch.backends.cuda.preferred_blas_library("cublaslt")
     torch._C._set_sm_carveout_experimental(total - units or None)
     try:
         yield
     finally:
         torch._C._set_sm_carveout_experimental(None)
+
+
+@contextmanager
+def _cublaslt(units: int) -> Iterator[None]:
+    """torch calls cuBLASLt, with `sm_carveout`; see there."""
+    before = torch.backends.cuda.preferred_blas_library()
+    torch.backends.cuda.preferred_blas_library("cublaslt")
+    try:
+        with sm_carveout(units):
+            yield
+    finally:
         torch.backends.cuda.preferred_blas_library(before)
 
 

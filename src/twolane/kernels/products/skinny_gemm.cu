@@ -10,10 +10,15 @@
 // The kernel may start before the one in front of it has ended (programmatic dependent launch): it
 // reads w at once, and x and everything else when that one is complete.
 //
+// Grouped by expert, w holds the rows of all experts one behind the other, and x and y have the rows
+// that go to an expert next to one another. The list of groups (an expert and up to ROWS rows) is
+// read on the device; its tiles are laid end to end as those of one product are.
+//
 // The compiler is given BLOCK_N, ROWS (M rounded up), STAGES, SWAP (w on the 64-row side of the
 // product, for small batches), GATED (w = gate and up rows, y = silu(gate) * up), WIDE (y is float32,
 // without bias or residual), FP8 (x and w are e4m3, each row of both with a scale), HALF (y, and
-// without FP8 x and w, are fp16, not bf16), and `multiply` (one wgmma).
+// without FP8 x and w, are fp16, not bf16), GROUPED (with SWAP, without FP8), and `multiply` (one
+// wgmma).
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -41,7 +46,7 @@ constexpr int ACC = WIDTH / 2;                  // accumulators a thread, of one
 
 struct Shape {
     int m, n;              // n: columns of y
-    int iterations, tiles; // of K in one tile; tiles of y
+    int iterations, tiles; // of K in one tile; tiles of y, or of one group
     int out_stride;
     int residual;
 };
@@ -54,6 +59,12 @@ struct Arguments {
     float4* scratch;
     int* arrivals;
     Shape shape;
+    const int* groups;  // their number, three other numbers, then expert, first row, rows, 0 of each
+};
+
+// Where a tile lies: rows of w and of y from here on, and the first column of y in its expert's w.
+struct Tile {
+    int w_row, first, rows, column;
 };
 
 #ifndef ON_HOST  // tests run the rest with these instructions acted out by threads of the CPU
@@ -195,6 +206,25 @@ __device__ __forceinline__ u32 descriptor(u32 address) {
 
 __device__ __forceinline__ float silu(float value) { return value / (1.0f + __expf(-value)); }
 
+__device__ __forceinline__ int groups_of(const Arguments& arguments) {
+#if GROUPED
+    return *static_cast<const volatile int*>(arguments.groups);
+#else
+    return 1;
+#endif
+}
+
+__device__ __forceinline__ Tile tile_of(const Arguments& arguments, int tile) {
+    const Shape& shape = arguments.shape;
+#if GROUPED
+    const int* group = arguments.groups + 4 + tile / shape.tiles * 4;
+    const int column = tile % shape.tiles * OUT_N;
+    return {group[0] * shape.n * (GATED ? 2 : 1) + column, group[1], group[2], column};
+#else
+    return {tile * OUT_N, 0, shape.m, tile * OUT_N};
+#endif
+}
+
 // The first iteration of block b, and the block whose run holds an iteration.
 __device__ __forceinline__ int run_start(u32 block, u32 blocks, u32 total) {
     return block * total / blocks;
@@ -290,9 +320,9 @@ __device__ __forceinline__ float result(const float (&acc)[PARTS][ACC], int part
 // so that it has pairs to write.
 __device__ __forceinline__ void write_tile(const float (&acc)[PARTS][ACC], unsigned short* out,
                                            const unsigned short* bias, const Shape& shape,
-                                           int tile) {
+                                           int first_column) {
     const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
-    const int base = tile * OUT_N + column_group() * GROUP_OUT;
+    const int base = first_column + column_group() * GROUP_OUT;
     const bool odd = (lane / 4) % 2;
     const int row = (lane % 4) * 2 + odd;
 #pragma unroll
@@ -317,11 +347,11 @@ __device__ __forceinline__ void write_tile(const float (&acc)[PARTS][ACC], unsig
 // the other of the odd ones.
 __device__ __forceinline__ void write_tile(const float (&acc)[PARTS][ACC], unsigned short* out,
                                            const unsigned short* bias, const Shape& shape,
-                                           int tile) {
+                                           int first_column) {
     constexpr int BATCH = GROUP_OUT < 64 ? GROUP_OUT / 16 : 4;  // reads of the residual in flight
     const int lane = threadIdx.x % 32;
     const bool odd = lane % 2;
-    const int column = tile * OUT_N + column_group() * GROUP_OUT + (odd ? 8 : 0) + (lane % 4 / 2) * 4;
+    const int column = first_column + column_group() * GROUP_OUT + (odd ? 8 : 0) + (lane % 4 / 2) * 4;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
         const int row = row_group() * 64 + threadIdx.x % 128 / 32 * 16 + lane / 4 + 8 * h;
@@ -405,8 +435,8 @@ __device__ __forceinline__ float4* slot_of(float4* scratch, int block, int secon
 // Leaves this block's share of a tile in scratch; true for the last block to do so, with the sum in
 // `acc`.
 __device__ __forceinline__ bool combine(float (&acc)[PARTS][ACC], float4* scratch, int* arrivals,
-                                        const Shape& shape, int tile, int* flag) {
-    const int blocks = gridDim.x, total = shape.tiles * shape.iterations;
+                                        const Shape& shape, int tile, u32 blocks, u32 total,
+                                        int* flag) {
     const int begin = tile * shape.iterations;
     const int first = block_of(begin, blocks, total);
     const int last = block_of(begin + shape.iterations - 1, blocks, total);
@@ -458,17 +488,26 @@ __device__ __forceinline__ bool combine(float (&acc)[PARTS][ACC], float4* scratc
     return true;
 }
 
-__device__ __forceinline__ void produce(const TensorMap* w, const TensorMap* x, const Shape& shape,
-                                        u32 ring_w, u32 ring_x, u32 full, u32 empty, int start,
-                                        int end) {
+__device__ __forceinline__ void produce(const Arguments& arguments, u32 ring_w, u32 ring_x, u32 full,
+                                        u32 empty, int start, int end) {
+    const TensorMap *w = &arguments.w, *x = &arguments.x;
+    const Shape& shape = arguments.shape;
     const u64 once = evict_first(), kept = evict_last();
     // Iterations are counted, not divided: the loop must not take longer than its loads.
     struct Cursor {
         int tile, k;
+        Tile place;
     };
     const int deep = shape.iterations * BLOCK_K;
     auto advance = [&](Cursor& at) {
-        if ((at.k += BLOCK_K) == deep) at.k = 0, at.tile += OUT_N;
+        if ((at.k += BLOCK_K) < deep) return;
+        at.k = 0;
+#if GROUPED
+        ++at.tile;
+        if (at.tile * shape.iterations < end) at.place = tile_of(arguments, at.tile);
+#else
+        at.place.w_row += OUT_N;
+#endif
     };
     auto load_w = [&](const Cursor& at, int s) {
         const u32 barrier = full + 8 * s, target = ring_w + s * W_BYTES;
@@ -479,15 +518,16 @@ __device__ __forceinline__ void produce(const TensorMap* w, const TensorMap* x, 
 #pragma unroll
             for (int up = 0; up < 2; ++up)
                 load_tile(target + (2 * g + up) * GROUP_OUT * LINE, w, at.k,
-                          up * shape.n + at.tile + g * GROUP_OUT, barrier, once);
+                          up * shape.n + at.place.w_row + g * GROUP_OUT, barrier, once);
 #else
-        load_tile(target, w, at.k, at.tile, barrier, once);
+        load_tile(target, w, at.k, at.place.w_row, barrier, once);
 #endif
     };
     auto load_x = [&](const Cursor& at, int s) {
-        load_tile(ring_x + s * X_BYTES, x, at.k, 0, full + 8 * s, kept);
+        load_tile(ring_x + s * X_BYTES, x, at.k, at.place.first, full + 8 * s, kept);
     };
-    const Cursor begin = {start / shape.iterations * OUT_N, start % shape.iterations * BLOCK_K};
+    const int tile = start / shape.iterations;
+    const Cursor begin = {tile, start % shape.iterations * BLOCK_K, tile_of(arguments, tile)};
     const int ahead = min(end - start, STAGES);
     // The weights do not depend on the kernel before this one; x does.
     Cursor at = begin;
@@ -506,7 +546,8 @@ __device__ __forceinline__ void produce(const TensorMap* w, const TensorMap* x, 
 }
 
 __device__ __forceinline__ void consume(const Arguments& a, u32 ring_w, u32 ring_x, u32 full,
-                                        u32 empty, int start, int end, int* flag) {
+                                        u32 empty, int start, int end, u32 blocks, u32 total,
+                                        int* flag) {
     const Shape& shape = a.shape;
     const bool speaks = threadIdx.x % 32 == 0;
     const u32 base_w = descriptor(ring_w + column_group() * GROUP_N * LINE);
@@ -553,13 +594,18 @@ __device__ __forceinline__ void consume(const Arguments& a, u32 ring_w, u32 ring
         pin_all();
         if (speaks) barrier_arrive(empty + 8 * previous);
         const bool whole = from == begin && stop == begin + shape.iterations;
-        if (whole || combine(acc, a.scratch, a.arrivals, shape, tile, flag))
+        if (whole || combine(acc, a.scratch, a.arrivals, shape, tile, blocks, total, flag)) {
+            const Tile place = tile_of(a, tile);
+            Shape rows = shape;
+            rows.m = place.rows;
             if (warp_matters(shape)) {
 #if FP8
                 scale_tile(acc, a, tile);
 #endif
-                write_tile(acc, a.out, a.bias, shape, tile);
+                write_tile(acc, a.out + u64(place.first) * shape.out_stride, a.bias, rows,
+                           place.column);
             }
+        }
     }
 }
 
@@ -582,14 +628,21 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 1)
     }
     __syncthreads();
     let_next_start();
-    const int total = shape.tiles * shape.iterations;
-    const int start = run_start(blockIdx.x, gridDim.x, total);
-    const int end = run_start(blockIdx.x + 1, gridDim.x, total);
+#if GROUPED
+    wait_for_previous();  // which made the list
+#endif
+    const u32 total = groups_of(arguments) * shape.tiles * shape.iterations;
+    const u32 blocks = min(gridDim.x, total);  // every run has an iteration
+    if (blockIdx.x >= blocks) {
+        wait_for_previous();
+        return;
+    }
+    const int start = run_start(blockIdx.x, blocks, total);
+    const int end = run_start(blockIdx.x + 1, blocks, total);
     if (threadIdx.x >= CONSUMERS) {
-        if (elected())
-            produce(&arguments.w, &arguments.x, shape, ring_w, ring_x, full, empty, start, end);
+        if (elected()) produce(arguments, ring_w, ring_x, full, empty, start, end);
     } else {
         wait_for_previous();
-        consume(arguments, ring_w, ring_x, full, empty, start, end, flag);
+        consume(arguments, ring_w, ring_x, full, empty, start, end, blocks, total, flag);
     }
 }

@@ -45,7 +45,8 @@ class Variant:
         gated: w is gate rows and up rows, y = silu(gate) * up; `block_n` at least 128.
         wide: y is float32, without bias or residual.
         dtype: of x and w: bfloat16, float16, or e4m3, for which y is bfloat16, neither gated nor
-            wide.
+            wide nor grouped.
+        grouped: w has the rows of all experts, each group of rows of x goes to one; with `swap`.
     """
 
     block_n: int
@@ -54,6 +55,7 @@ class Variant:
     gated: bool = False
     wide: bool = False
     dtype: torch.dtype = torch.bfloat16
+    grouped: bool = False
 
     @property
     def name(self) -> str:
@@ -107,6 +109,7 @@ class Variant:
             "WIDE": int(self.wide),
             "FP8": int(self.dtype == E4M3),
             "HALF": int(self.dtype == torch.float16),
+            "GROUPED": int(self.grouped),
         }
         return tuple(f"-D{name}={value}" for name, value in values.items())
 
@@ -236,7 +239,8 @@ class _Arguments(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("scratch", "arrivals")),
         *((name, ctypes.c_int) for name in ("m", "n", "iterations", "tiles")),
         *((name, ctypes.c_int) for name in ("out_stride", "residual")),
-        ("padding", ctypes.c_char * 56),
+        ("groups", ctypes.c_void_p),
+        ("padding", ctypes.c_char * 48),
     )
 
 
@@ -251,27 +255,29 @@ def launch(
     *,
     residual: bool = False,
     scales: Scales | None = None,
+    groups: Tensor | None = None,
 ) -> None:
     """Compute on torch's current stream.
 
     It may begin to read w before the kernel in front of it has ended, which must not write w.
 
     Args:
-        variant: with `rows` at least x's.
+        variant: with `rows` at least x's, or those of a group.
         blocks: one for each SM of the stream, or fewer.
         x: [m, k], rows contiguous.
-        w: [n, k], contiguous; n is twice out's columns if gated.
+        w: [n, k], contiguous; n is twice out's columns if gated, and times the experts if grouped.
         bias: [n] or None; None if gated or wide.
         out: [m, columns], rows contiguous.
         scratch: see there.
         residual: add into `out`.
         scales: of e4m3.
+        groups: for a grouped variant, as in `experts.routing.Routing`.
     """
-    packed = arguments(variant, x, w, bias, out, scratch, residual, _tensor_map, scales)
+    packed = arguments(variant, x, w, bias, out, scratch, residual, _tensor_map, scales, groups)
     kernel = nvrtc.load(
         source(variant), variant.options(), "skinny_gemm", variant.shared, x.device.index
     )
-    grid = min(blocks, packed.tiles * packed.iterations)
+    grid = blocks if variant.grouped else min(blocks, packed.tiles * packed.iterations)
     kernel.launch(grid, variant.threads, variant.shared, packed, early=True)
 
 
@@ -285,6 +291,7 @@ def arguments(
     residual: bool,
     tensor_map: Callable[[int, int, int, int, int, torch.dtype], Any],
     scales: Scales | None = None,
+    groups: Tensor | None = None,
 ) -> _Arguments:
     """What the kernel is given; `tensor_map` as `_tensor_map`."""
     (m, k), n = x.shape, out.shape[1]
@@ -303,6 +310,7 @@ def arguments(
         -(-n // variant.columns),
         out.stride(0),
         int(residual),
+        None if groups is None else groups.data_ptr(),
     )
 
 

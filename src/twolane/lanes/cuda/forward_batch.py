@@ -9,6 +9,7 @@ from torch import Tensor
 
 from twolane.kernels import fused
 from twolane.kernels.decode_attention.dispatch import DecodeScratch, decode_attention
+from twolane.kernels.experts.routing import ActiveRows
 from twolane.kernels.prefill_attention.batch import NewKV
 from twolane.kernels.prefill_attention.dispatch import PrefillPlan, prefill_attention
 from twolane.lanes.cuda.slots import Ints
@@ -27,6 +28,11 @@ class PromptRows:
     write_slots: Tensor
     """Where in the pool each token's key goes, page * page_size + offset, int32 [T]; -1: nowhere,
     it is padding."""
+
+    @property
+    def active(self) -> ActiveRows:
+        """See `Rows.active`."""
+        return ActiveRows(self.write_slots, 0)
 
     def write(self, qkv: Tensor, q: Tensor, weights: LayerWeights, pool: Tensor) -> None:
         """See `Writes.write`."""
@@ -106,6 +112,11 @@ class DecodeRows:
     """Tokens each row sees, itself included; 0: the row is padding or done. int32 [R]"""
     scratch: DecodeScratch
     units: int
+
+    @property
+    def active(self) -> ActiveRows:
+        """See `Rows.active`."""
+        return ActiveRows(self.lengths, 1)
 
     def write(self, qkv: Tensor, q: Tensor, weights: LayerWeights, pool: Tensor) -> None:
         """See `Rows.write`."""

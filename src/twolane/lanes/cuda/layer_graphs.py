@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from twolane.common.garbage import uncollected
+from twolane.kernels.experts.routing import ActiveRows
 from twolane.kernels.prefill_attention.batch import PrefillWorkspace
 from twolane.kernels.sizes import SIZES, padded
 from twolane.lanes.cuda.decode_graphs import DecodeGraphs, captured
@@ -226,7 +227,8 @@ class LayerGraphs:
     def after(self, units: int, size: int, i: int) -> None:
         """Queue layer i from its attention on, for a graph; see `before_hybrid`."""
         residual, products = self.residual[:size], self._steps.products(units)
-        self._decoder.after_attention(i, residual, self.workspace, products)
+        active = ActiveRows(self.write_slots[:size], 0)
+        self._decoder.after_attention(i, residual, active, self.workspace, products)
         self._decoder.settle(residual, self.workspace)
 
     def _before(self, units: int, size: int, i: int) -> None:

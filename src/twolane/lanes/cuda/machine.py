@@ -9,7 +9,7 @@ import torch
 from twolane.common.vocabulary import LaneName, MachineKind
 from twolane.kernels.decode_attention.dispatch import MAX_GROUP
 from twolane.kernels.prefill_attention.dispatch import choose
-from twolane.kernels.products.dispatch import SERVED_SCHEMES
+from twolane.kernels.products.dispatch import PLAIN_SCHEMES, SERVED_SCHEMES
 from twolane.kernels.sizes import GRAPH_BYTES, SIZES, WORKSPACE_TOKENS
 from twolane.lanes.cuda.decode_graphs import DecodeGraphs, LevelGraphs
 from twolane.lanes.cuda.green_contexts import GreenContexts, NoGreenContexts
@@ -73,8 +73,6 @@ class CudaMachine:
         rank: int = 0,
         ranks: int = 1,
     ) -> None:
-        if spec.moe is not None:
-            raise ValueError("model: mixtures of experts are not served on a GPU yet, only on CPUs")
         self.tp = ranks
         self.channels: Mapping[LaneName, Channel] = {}
         """Those of the lanes, if several ranks share the model."""
@@ -251,12 +249,15 @@ def warm_up_prompts(spec: ModelSpec, most: int) -> list[tuple[int, int]]:
 
 def _check_schemes(weights: Weights) -> None:
     """Refuse matrices that the products on a GPU are not made for."""
-    layers = (m.scheme for layer in weights.layers for _, m in layer_matrices(layer))
-    for scheme in {weights.head.scheme, *layers}:
-        if scheme not in SERVED_SCHEMES:
+    layers = weights.layers
+    products = {(op, m.scheme) for layer in layers for op, m in layer_matrices(layer)}
+    for operation, scheme in sorted({("logits", weights.head.scheme), *products}):
+        served = PLAIN_SCHEMES if operation == "experts" else SERVED_SCHEMES
+        if scheme not in served:
+            what = "experts" if operation == "experts" else "matrices"
             raise ValueError(
-                f"quantization: matrices stored as {scheme} are not served on a GPU yet; "
-                f"these are: {', '.join(SERVED_SCHEMES)}"
+                f"quantization: {what} stored as {scheme} are not served on a GPU yet; "
+                f"these are: {', '.join(served)}"
             )
 
 

@@ -22,7 +22,7 @@ from twolane.model.load.quantized import for_gpu, read_module
 from twolane.model.load.safetensors import Safetensors
 from twolane.model.load.source import TensorSource
 from twolane.model.matrix import Matrix, Scheme, concatenated, quantised
-from twolane.model.mlp import DenseMlp, Expert, Experts
+from twolane.model.mlp import DenseMlp, Experts
 from twolane.model.spec import ModelSpec
 from twolane.parallel.sharding import Shard
 
@@ -464,15 +464,14 @@ class _Loader:
         moe, names = self.spec.moe, _expert_names(self.spec)
         assert moe is not None
         each = [names.expert.format(number) for number in range(moe.experts)]
-        experts = [
-            Expert(
-                self._fused(prefix, f"{name}.{names.gate}", f"{name}.{names.up}"),
-                self._fused(prefix, f"{name}.{names.down}"),
-            )
-            for name in each
-        ]
-        router = Matrix.plain(self._get(f"{prefix}.{names.router}.weight"))
-        return Experts(router, experts, moe.per_token, moe.normalised)
+        gate_up = [f"{name}.{part}" for name in each for part in (names.gate, names.up)]
+        return Experts(
+            router=Matrix.plain(self._get(f"{prefix}.{names.router}.weight")),
+            gate_up=self._fused(prefix, *gate_up),
+            down=self._fused(prefix, *(f"{name}.{names.down}" for name in each)),
+            per_token=moe.per_token,
+            normalised=moe.normalised,
+        )
 
     def _qkv_bias(self, attention: str) -> Tensor:
         q, k, v = (self._get(f"{attention}.{n}_proj.bias") for n in "qkv")

@@ -1,0 +1,150 @@
+"""Experts of one layer by rows, share of the SMs and way: time beside a kernel that reads.
+
+`python benchmarks/kernels/experts.py [--model qwen3-30b-a3b] [--skew 0.0] [--out FILE]`, on one GPU
+that does nothing else. Several layers' random weights take turns, so that the L2 cache serves none.
+"""
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from common import partition
+from torch import Tensor
+
+from twolane.kernels.experts import products as experts
+from twolane.kernels.experts.products import Buffers, Way, add_experts
+from twolane.kernels.experts.routing import ActiveRows, Routing
+from twolane.kernels.products.dispatch import Products
+from twolane.model.matrix import Matrix
+from twolane.model.shapes import SHAPES
+from twolane.model.spec import ModelSpec
+
+LAYERS, REPEATS = 4, 7
+SHARES = {
+    1: (132, 32), 8: (132, 32), 16: (132,), 32: (132, 32), 64: (132, 48, 32, 24), 128: (132, 32),
+    256: (132,), 512: (132, 100), 2048: (132, 100), 8192: (132, 100),
+}  # fmt: skip
+"""SMs that each number of rows is measured on."""
+WAYS = (
+    Way("own", 16), Way("own", 24), Way("own", 32), Way("own", 48), Way("own", 96),
+    Way("torch", 64), Way("triton", 64), Way("triton", 128),
+)  # fmt: skip
+
+
+class Layers:
+    """Random experts of a few layers, and rows for them."""
+
+    def __init__(self, spec: ModelSpec, skew: float) -> None:
+        assert spec.moe is not None
+        self.moe, self.hidden = spec.moe, spec.hidden_size
+        n, inner = self.moe.experts, self.moe.intermediate_size
+        self.weights = [
+            (self._matrix(n * 2 * inner, self.hidden), self._matrix(n * self.hidden, inner))
+            for _ in range(LAYERS)
+        ]
+        popularity = torch.rand(n, device="cuda").log() * -skew
+        self.favour = popularity - popularity.mean()
+
+    def _matrix(self, rows: int, columns: int) -> Matrix:
+        values = torch.empty(rows, columns, dtype=torch.bfloat16, device="cuda")
+        return Matrix.plain(values.normal_(0.0, columns**-0.5))
+
+    def calls(self, rows: int, units: int) -> list[Callable[[], None]]:
+        """One call a layer on random rows."""
+        moe, hidden, inner = self.moe, self.hidden, self.moe.intermediate_size
+        x, residual = (self._rows(rows, hidden) for _ in range(2))
+        active = ActiveRows(torch.zeros(rows, dtype=torch.int32, device="cuda"), 0)
+        lane, calls = Products(units), []
+        for gate_up, down in self.weights:
+            wide = (self._rows(rows * moe.per_token, w) for w in (hidden, 2 * inner, inner, hidden))
+            logits = (self._rows(rows, moe.experts).float() + self.favour).bfloat16()
+            routing = Routing.of(moe.experts, moe.per_token, rows, torch.device("cuda"))
+            room = Buffers(routing, logits, *wide)
+
+            def call(gate_up: Matrix = gate_up, down: Matrix = down, room: Buffers = room) -> None:
+                given = residual, x, active, gate_up, down, room, lane
+                add_experts(*given, normalised=moe.normalised)
+
+            self.room = room
+            calls.append(call)
+        return calls
+
+    @staticmethod
+    def _rows(rows: int, width: int) -> Tensor:
+        return torch.randn(rows, width, device="cuda").bfloat16()
+
+    def active_bytes(self) -> int:
+        """Bytes of the last call's experts."""
+        ends = self.room.routing.ends
+        counts = torch.diff(ends, prepend=ends.new_zeros(1))
+        each = 3 * self.moe.intermediate_size * self.hidden * 2
+        return int((counts > 0).sum()) * each
+
+
+def seconds(calls: list[Callable[[], None]], stream: torch.cuda.Stream) -> float:
+    """Median seconds of one call, in a graph of all."""
+    with torch.cuda.stream(stream):
+        for call in calls:
+            call()
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for call in calls:
+                call()
+        times = []
+        for _ in range(REPEATS + 1):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record(stream)
+            graph.replay()
+            end.record(stream)
+            end.synchronize()
+            times.append(start.elapsed_time(end))
+    return statistics.median(times[1:]) / len(calls) * 1e-3
+
+
+def reading(stream: torch.cuda.Stream) -> float:
+    """Bytes per second of a kernel that reads."""
+    data = torch.empty(2**29, dtype=torch.float32, device="cuda").normal_()
+    total = torch.empty((), device="cuda")
+    took = seconds([lambda: torch.sum(data, dim=0, out=total)], stream)
+    return data.nbytes / took
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="qwen3-30b-a3b")
+    parser.add_argument("--skew", type=float, default=0.0)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    layers, chosen = Layers(SHAPES[options.model], options.skew), experts.way
+    streams = {u: partition(u).stream for u in (132, 100, 48, 32, 24)}
+    rates = {units: reading(stream) for units, stream in streams.items()}
+    print("reading TB/s:", {units: round(rate / 1e12, 2) for units, rate in rates.items()})
+    results = []
+    for rows, shares in SHARES.items():
+        for units in shares:
+            calls = layers.calls(rows, units)
+            found = {}
+            for way in WAYS:
+                if way.kernel == "own" and rows > 512:
+                    continue
+                experts.way = lambda *_, way=way: way
+                try:
+                    found[f"{way.kernel}-{way.rows}"] = seconds(calls, streams[units])
+                except Exception as error:
+                    print(f"{way}: {error!r}"[:200])
+            experts.way = chosen
+            found["chosen"] = seconds(calls, streams[units])
+            floor = layers.active_bytes() / rates[units]
+            results.append({"rows": rows, "units": units, "floor": floor, "seconds": found})
+            times = "  ".join(f"{name} {took * 1e6:.0f}" for name, took in found.items())
+            print(f"{rows:5} rows, {units:3} SMs: floor {floor * 1e6:.0f} us; {times}", flush=True)
+    if options.out:
+        options.out.write_text(json.dumps({"rates": rates, "results": results}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

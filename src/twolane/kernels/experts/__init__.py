@@ -1,0 +1,1 @@
+"""Mixtures of experts on a GPU: who goes where, and products grouped by expert."""

@@ -1,0 +1,355 @@
+"""Which experts each token goes to, and the rows of every expert, worked out on the device.
+
+Rows of a batch that are padding or done go nowhere, so that they wake no expert. The rows of an
+expert lie in the order of the batch: a result never depends on which program was first. Nothing
+comes back to the host, so that all of this can be in a CUDA graph.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from twolane.kernels.fused import launch_options
+from twolane.kernels.runtime.launch import launch, power_of_2
+
+_SORTED = 1024
+"""Entries that a program of `_sort` looks at a time."""
+_ELEMENTS = 2048
+"""Elements that one program copies or sums."""
+_HEAD = 4
+"""Numbers in front of the list of groups."""
+LEAST_GROUP = 16
+"""The fewest rows that a group is made for, which bounds the length of the list."""
+
+
+@dataclass(frozen=True, slots=True)
+class ActiveRows:
+    """Tells the rows of a batch that count from those that are padding or done."""
+
+    marks: Tensor
+    """int32 [T]"""
+    least: int
+    """A row is active where its mark is at least this."""
+
+    def part(self, rows: slice) -> "ActiveRows":
+        """The same of some rows."""
+        return ActiveRows(self.marks[rows], self.least)
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """Buffers for the routing of up to `rows` tokens. An entry is one expert of one token."""
+
+    experts: int
+    weights: Tensor
+    """What each entry counts, float32 [rows, per_token], the likeliest expert first."""
+    chosen: Tensor
+    """The expert of each entry, int32 [rows, per_token]; `experts` where a row is not active."""
+    positions: Tensor
+    """Where each entry lies among those sorted by expert, int32 [rows, per_token]; -1: nowhere."""
+    tokens: Tensor
+    """The row of each sorted entry, int32 [rows * per_token]."""
+    ends: Tensor
+    """Where the sorted entries of each expert end, int32 [experts]."""
+    groups: Tensor
+    """How many groups there are, a counter of programs, two numbers of padding, and for each group
+    its expert, its first sorted entry, how many there are, and padding: int32."""
+
+    @classmethod
+    def of(cls, experts: int, per_token: int, rows: int, device: torch.device) -> "Routing":
+        """Buffers for up to this many tokens."""
+
+        def ints(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=device)
+
+        entries = (rows, per_token)
+        groups = experts + rows * per_token // LEAST_GROUP
+        weights = torch.zeros(entries, dtype=torch.float32, device=device)
+        return cls(
+            experts,
+            weights,
+            ints(*entries),
+            ints(*entries),
+            ints(rows * per_token),
+            ints(experts),
+            ints(_HEAD + 4 * groups),
+        )
+
+    def first(self, rows: int) -> "Routing":
+        """The same buffers for so few tokens."""
+        return Routing(
+            self.experts,
+            self.weights[:rows],
+            self.chosen[:rows],
+            self.positions[:rows],
+            self.tokens[: rows * self.per_token],
+            self.ends,
+            self.groups,
+        )
+
+    @property
+    def per_token(self) -> int:
+        """Experts of each token."""
+        return self.chosen.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers."""
+        parts = self.weights, self.chosen, self.positions, self.tokens, self.ends, self.groups
+        return sum(part.nbytes for part in parts)
+
+
+@triton.jit
+def _choose(
+    logits: tl.tensor,
+    marks: tl.tensor,
+    chosen: tl.tensor,
+    weights: tl.tensor,
+    positions: tl.tensor,
+    groups: tl.tensor,
+    least: tl.tensor,
+    EXPERTS: tl.constexpr,
+    PER_TOKEN: tl.constexpr,
+    NORMALISED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    RANKS: tl.constexpr,
+    EARLY: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    expert = tl.arange(0, BLOCK)
+    rank = tl.arange(0, RANKS)
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
+    active = tl.load(marks + row) >= least
+    value = tl.load(logits + row * EXPERTS + expert, mask=expert < EXPERTS, other=float("-inf"))
+    wide = value.to(tl.float32)
+    wide = tl.exp(wide - tl.max(wide, axis=0))
+    left = tl.where(expert < EXPERTS, wide / tl.sum(wide, axis=0), -1.0)
+    picks = tl.full((RANKS,), EXPERTS, tl.int32)
+    shares = tl.zeros((RANKS,), tl.float32)
+    for i in tl.static_range(PER_TOKEN):
+        best = tl.max(left, axis=0)
+        pick = tl.min(tl.where(left == best, expert, EXPERTS), axis=0)
+        picks = tl.where(rank == i, pick, picks)
+        shares = tl.where(rank == i, best, shares)
+        left = tl.where(expert == pick, -2.0, left)
+    if NORMALISED:
+        shares = shares / tl.sum(shares, axis=0)
+    entry = row * PER_TOKEN + rank
+    inside = rank < PER_TOKEN
+    tl.store(chosen + entry, tl.where(active, picks, EXPERTS), mask=inside)
+    tl.store(weights + entry, shares, mask=inside)
+    tl.store(positions + entry, -1, mask=inside)
+    if row == 0:
+        tl.store(groups + 1, 0)
+
+
+@triton.jit
+def _sort(
+    chosen: tl.tensor,
+    positions: tl.tensor,
+    tokens: tl.tensor,
+    ends: tl.tensor,
+    groups: tl.tensor,
+    count: tl.tensor,
+    EXPERTS: tl.constexpr,
+    PER_TOKEN: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ALL: tl.constexpr,
+    EARLY: tl.constexpr,
+) -> None:
+    own = tl.program_id(0)
+    step = tl.arange(0, BLOCK)
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
+    before = 0
+    mine = 0
+    for start in range(0, count, BLOCK):
+        at = start + step
+        expert = tl.load(chosen + at, mask=at < count, other=EXPERTS)
+        before += tl.sum((expert < own).to(tl.int32), axis=0)
+        mine += tl.sum((expert == own).to(tl.int32), axis=0)
+    tl.store(ends + own, before + mine)
+    for start in range(0, count, BLOCK):
+        at = start + step
+        expert = tl.load(chosen + at, mask=at < count, other=EXPERTS)
+        ours = (expert == own).to(tl.int32)
+        place = before + tl.cumsum(ours, axis=0) - ours
+        tl.store(positions + at, place, mask=ours > 0)
+        tl.store(tokens + place, at // PER_TOKEN, mask=ours > 0)
+        before += tl.sum(ours, axis=0)
+    # The last program to come here knows where the entries of all experts end.
+    tl.debug_barrier()
+    arrived = tl.atomic_add(groups + 1, 1, sem="acq_rel")
+    if arrived == EXPERTS - 1:
+        expert = tl.arange(0, ALL)
+        known = expert < EXPERTS
+        end = tl.load(ends + expert, mask=known, other=0, cache_modifier=".cg")
+        first = tl.load(ends + expert - 1, mask=known & (expert > 0), other=0, cache_modifier=".cg")
+        rows = tl.where(known, end - first, 0)
+        parts = (rows + ROWS - 1) // ROWS
+        slot = tl.cumsum(parts, axis=0) - parts
+        tl.store(groups, tl.sum(parts, axis=0))
+        for i in range(0, tl.max(parts, axis=0)):
+            place = groups + 4 + 4 * (slot + i)
+            tl.store(place, expert, mask=i < parts)
+            tl.store(place + 1, first + i * ROWS, mask=i < parts)
+            tl.store(place + 2, tl.minimum(rows - i * ROWS, ROWS), mask=i < parts)
+
+
+@triton.jit
+def _gather(
+    x: tl.tensor,
+    tokens: tl.tensor,
+    ends: tl.tensor,
+    out: tl.tensor,
+    EXPERTS: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+) -> None:
+    entry = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
+    there = entry < tl.load(ends + EXPERTS - 1)
+    row = tl.load(tokens + entry, mask=there, other=0).to(tl.int64)
+    inside = there & (column < HIDDEN)
+    value = tl.load(x + row * HIDDEN + column, mask=inside, other=0.0)
+    tl.store(out + entry * HIDDEN + column, value, mask=inside)
+
+
+@triton.jit
+def _combine(
+    outs: tl.tensor,
+    positions: tl.tensor,
+    weights: tl.tensor,
+    residual: tl.tensor,
+    PER_TOKEN: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < HIDDEN
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
+    total = tl.zeros((BLOCK,), tl.float32)
+    for rank in tl.static_range(PER_TOKEN):
+        place = tl.load(positions + row * PER_TOKEN + rank).to(tl.int64)
+        weight = tl.load(weights + row * PER_TOKEN + rank)
+        value = tl.load(outs + place * HIDDEN + column, mask=inside & (place >= 0), other=0.0)
+        total += weight * value.to(tl.float32)
+    at = residual + row * HIDDEN + column
+    old = tl.load(at, mask=inside, other=0.0)
+    total = total.to(old.dtype).to(tl.float32) + old.to(tl.float32)
+    tl.store(at, total.to(old.dtype), mask=inside)
+
+
+def route(
+    logits: Tensor, active: ActiveRows, routing: Routing, group_rows: int, *, normalised: bool
+) -> None:
+    """Choose each token's experts as `model.routing.route` does, and sort the rows by expert.
+
+    Args:
+        logits: [T, experts], of the router.
+        active: the T rows.
+        routing: buffers of T tokens, which are filled.
+        group_rows: the most rows of a group, at least `LEAST_GROUP`; an expert with more gets
+            several groups.
+        normalised: whether the chosen experts' probabilities are divided by their sum.
+    """
+    rows, experts = logits.shape
+    per_token, block = routing.per_token, power_of_2(experts)
+    launch(
+        _choose,
+        (rows,),
+        logits,
+        active.marks,
+        routing.chosen,
+        routing.weights,
+        routing.positions,
+        routing.groups,
+        active.least,
+        EXPERTS=experts,
+        PER_TOKEN=per_token,
+        NORMALISED=normalised,
+        BLOCK=block,
+        RANKS=power_of_2(per_token),
+        num_warps=1,
+        **launch_options(logits.device),
+    )
+    count = rows * per_token
+    launch(
+        _sort,
+        (experts,),
+        routing.chosen,
+        routing.positions,
+        routing.tokens,
+        routing.ends,
+        routing.groups,
+        count,
+        EXPERTS=experts,
+        PER_TOKEN=per_token,
+        ROWS=group_rows,
+        BLOCK=_SORTED,
+        ALL=block,
+        num_warps=4,
+        **launch_options(logits.device),
+    )
+
+
+def gather(x: Tensor, routing: Routing, out: Tensor) -> None:
+    """`out` [T * per_token, hidden] = the row of `x` [T, hidden] of each sorted entry."""
+    hidden = x.shape[1]
+    block = min(_ELEMENTS, power_of_2(hidden))
+    launch(
+        _gather,
+        (len(out), -(-hidden // block)),
+        x,
+        routing.tokens,
+        routing.ends,
+        out,
+        EXPERTS=routing.experts,
+        HIDDEN=hidden,
+        BLOCK=block,
+        num_warps=4,
+        **launch_options(x.device),
+    )
+
+
+def combine(outs: Tensor, routing: Routing, residual: Tensor) -> None:
+    """Add each token's outputs of its experts, times their weights, to `residual` [T, hidden].
+
+    They are summed in float32 in the order of rank, whatever other tokens there are.
+
+    Args:
+        outs: [T * per_token, hidden], sorted by expert.
+        routing: of the T tokens.
+        residual: changed in place.
+    """
+    rows, hidden = residual.shape
+    block = min(_ELEMENTS, power_of_2(hidden))
+    launch(
+        _combine,
+        (rows, -(-hidden // block)),
+        outs,
+        routing.positions,
+        routing.weights,
+        residual,
+        PER_TOKEN=routing.per_token,
+        HIDDEN=hidden,
+        BLOCK=block,
+        num_warps=4,
+        **launch_options(residual.device),
+    )

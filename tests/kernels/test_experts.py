@@ -1,0 +1,123 @@
+"""Mixtures of experts on a GPU: routing against the CPU's, and products grouped by expert."""
+
+import pytest
+import torch
+
+from tests.kernels.interpreter import DEVICE
+from twolane.kernels.experts import grouped_gemm
+from twolane.kernels.experts.products import Buffers, add_experts
+from twolane.kernels.experts.routing import ActiveRows, Routing, combine, gather, route
+from twolane.kernels.products.dispatch import Products
+from twolane.model.matrix import Matrix
+from twolane.model.mlp import Experts
+from twolane.model.products import Products as CpuProducts
+from twolane.model.routing import route as on_cpu
+
+EXPERTS, PER_TOKEN, UNITS = 12, 3, 4
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def some_active(rows: int) -> ActiveRows:
+    """Every third row does not count."""
+    marks = torch.ones(rows, dtype=torch.int32, device=DEVICE)
+    marks[1::3] = 0
+    return ActiveRows(marks, 1)
+
+
+@pytest.mark.parametrize("normalised", [False, True])
+@pytest.mark.parametrize("rows", [1, 29, 700])
+def test_routing_is_that_of_the_cpu(rows: int, normalised: bool) -> None:
+    """Logits are rounded, so that many are alike."""
+    logits, active = (random(rows, EXPERTS) * 4).round() / 4, some_active(rows)
+    routing = Routing.of(EXPERTS, PER_TOKEN, rows, torch.device(DEVICE))
+    weights, chosen = on_cpu(logits.cpu(), PER_TOKEN, normalised)
+    for _ in range(2):  # the second finds what the first left
+        route(logits, active, routing, 16, normalised=normalised)
+        there = active.marks.cpu() > 0
+        assert torch.equal(routing.chosen.cpu()[there].long(), chosen[there])
+        torch.testing.assert_close(routing.weights.cpu()[there], weights[there])
+        assert bool((routing.chosen[~there.to(DEVICE)] == EXPERTS).all())
+        flat = torch.where(there[:, None], chosen, EXPERTS).flatten()
+        order = flat.sort(stable=True).indices[: int((flat < EXPERTS).sum())]
+        assert torch.equal(routing.tokens.cpu()[: len(order)].long(), order // PER_TOKEN)
+        positions = torch.full_like(flat, -1)
+        positions[order] = torch.arange(len(order))
+        assert torch.equal(routing.positions.cpu().flatten().long(), positions)
+        counts = flat.bincount(minlength=EXPERTS + 1)[:EXPERTS]
+        assert torch.equal(routing.ends.cpu().long(), counts.cumsum(0))
+        assert groups(routing) == listed(counts.tolist(), 16)
+
+
+def groups(routing: Routing) -> list[tuple[int, ...]]:
+    """Expert, first entry and rows of each group."""
+    numbers = routing.groups.tolist()
+    return [tuple(numbers[4 + 4 * i : 7 + 4 * i]) for i in range(numbers[0])]
+
+
+def listed(counts: list[int], most: int) -> list[tuple[int, ...]]:
+    found, begin = [], 0
+    for expert, count in enumerate(counts):
+        found += [(expert, begin + i, min(most, count - i)) for i in range(0, count, most)]
+        begin += count
+    return found
+
+
+@pytest.mark.parametrize("rows", [5, 200])
+def test_experts_are_those_of_the_cpu(rows: int) -> None:
+    """Rows that are not active stay as they are, and what they are does not matter."""
+    hidden, inner = 40, 24
+    router = Matrix.plain(random(EXPERTS, hidden))
+    gate_up = Matrix.plain(random(EXPERTS * 2 * inner, hidden, seed=1) / 6)
+    down = Matrix.plain(random(EXPERTS * hidden, inner, seed=2) / 5)
+    mlp = Experts(router, gate_up, down, PER_TOKEN, normalised=True)
+    x, residual, active = random(rows, hidden, seed=3), random(rows, hidden), some_active(rows)
+    expected, there = mlp.add(residual, x, CpuProducts()), active.marks > 0
+    room = buffers(rows, hidden, inner)
+    for _ in range(2):
+        x[~there] = x[~there] * -7
+        out = residual.clone()
+        torch.mm(x, router.values.t(), out=room.logits)
+        add_experts(out, x, active, gate_up, down, room, Products(UNITS), normalised=True)
+        torch.testing.assert_close(out[there], expected[there], atol=1e-5, rtol=1e-5)
+        assert torch.equal(out[~there], residual[~there])
+
+
+def buffers(rows: int, hidden: int, inner: int) -> Buffers:
+    routing, entries = (
+        Routing.of(EXPERTS, PER_TOKEN, rows, torch.device(DEVICE)),
+        rows * PER_TOKEN,
+    )
+
+    def room(count: int, width: int) -> torch.Tensor:
+        return torch.full((count, width), torch.nan, device=DEVICE)
+
+    wide = (room(entries, width) for width in (hidden, 2 * inner, inner, hidden))
+    return Buffers(routing, room(rows, EXPERTS), *wide)
+
+
+def test_rows_of_an_expert_with_several_groups() -> None:
+    """All tokens go to the same experts; each has more rows than a tile."""
+    rows, n, k = 150, 70, 33
+    logits = random(1, EXPERTS).expand(rows, -1).contiguous()
+    everything = ActiveRows(torch.zeros(rows, dtype=torch.int32, device=DEVICE), 0)
+    routing = Routing.of(EXPERTS, PER_TOKEN, rows, torch.device(DEVICE))
+    route(logits, everything, routing, grouped_gemm.ROWS[0], normalised=False)
+    x, w = random(rows, k), random(EXPERTS * n, k)
+    sorted_x, out = random(rows * PER_TOKEN, k), random(rows * PER_TOKEN, n)
+    gather(x, routing, sorted_x)
+    grouped_gemm.grouped_gemm(sorted_x, w, routing, out, grouped_gemm.ROWS[0], UNITS)
+    for rank in range(PER_TOKEN):
+        expert = int(routing.chosen[0, rank])
+        at = routing.positions[:, rank].long()
+        expected = x @ w[expert * n : (expert + 1) * n].t()
+        torch.testing.assert_close(out[at], expected, atol=1e-5, rtol=1e-5)
+    residual = torch.zeros(rows, n, device=DEVICE)
+    combine(out, routing, residual)
+    summed = sum(
+        routing.weights[:, rank, None] * out[routing.positions[:, rank].long()]
+        for rank in range(PER_TOKEN)
+    )
+    torch.testing.assert_close(residual, summed)
