@@ -5,7 +5,6 @@ that does nothing else. Several layers' random weights take turns, so that the L
 """
 
 import argparse
-import json
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +20,7 @@ from twolane.kernels.products.dispatch import Products
 from twolane.model.matrix import Matrix
 from twolane.model.shapes import SHAPES
 from twolane.model.spec import ModelSpec
+from twolane.results.provenance import provenance, save
 
 LAYERS, REPEATS = 4, 7
 SHARES = {
@@ -143,7 +143,8 @@ def main() -> None:
             times = "  ".join(f"{name} {took * 1e6:.0f}" for name, took in found.items())
             print(f"{rows:5} rows, {units:3} SMs: floor {floor * 1e6:.0f} us; {times}", flush=True)
     if options.out:
-        options.out.write_text(json.dumps({"rates": rates, "results": results}, indent=1))
+        about = provenance({"model": options.model, "skew": options.skew})
+        save(options.out, about, {"bytes_per_second": rates, "results": results})
 
 
 if __name__ == "__main__":

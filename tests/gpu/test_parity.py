@@ -6,7 +6,7 @@ from functools import cache
 import pytest
 
 from tests.gpu.serving import LEVELS, PAGE, serve
-from tests.model.checkpoints import DENSE, LAYERS, make_checkpoint, reference
+from tests.model.checkpoints import FAMILIES, LAYERS, make_checkpoint, reference
 from tests.parity.judge import Judge, Tally
 from tests.parity.prompts import LENGTHS, MAX_TOKENS
 from tests.parity.schedules import schedules
@@ -33,10 +33,10 @@ def machines(tmp_path_factory: pytest.TempPathFactory) -> Machines:
 
 
 @pytest.mark.parametrize("schedule", tuple(schedules(LAYERS)))
-@pytest.mark.parametrize("family", DENSE)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_tokens(family: str, schedule: str, machines: Machines, tally: Tally) -> None:
     machine, judge = machines(family)
-    turn = DENSE.index(family) + list(schedules(LAYERS)).index(schedule)
+    turn = FAMILIES.index(family) + list(schedules(LAYERS)).index(schedule)
     pages = (2048, SMALL)[turn % 2]
     served = serve(
         machine,
