@@ -12,10 +12,11 @@ from typer.testing import CliRunner
 from twolane.bench.contenders import measure, simulation
 from twolane.bench.goodput import Hopeless, Search, find, highest, short_runs, tuned, variants
 from twolane.cli.bench.main import app
+from twolane.common.errors import FieldError
 from twolane.results.metrics import attain
 from twolane.results.record import Record
 from twolane.results.result import BenchConfig
-from twolane.workload.spec import OptionError, WorkloadSpec
+from twolane.workload.spec import WorkloadSpec
 from twolane.workload.traces import TraceRequest
 
 from .scripted import STALL, ScriptedServer, text
@@ -258,7 +259,7 @@ def test_a_search_goes_on_where_it_was_ended(tmp_path):
     assert saved["seeds"] == found[0][system]
     assert saved["least"] <= saved["median"] <= saved["most"]
     assert len(list(tmp_path.glob("chunked-*.json"))) == len(runs)
-    with pytest.raises(OptionError, match="another search"):
+    with pytest.raises(FieldError, match="another search"):
         find(search_of({"ttft": 2.0}), [system], run, tmp_path)
 
 
@@ -269,7 +270,7 @@ def test_an_infinite_burstiness_is_the_same_when_a_search_goes_on(tmp_path):
     for _ in range(2):
         find(search, ["chunked"], simulation(search), tmp_path)
     assert json.loads((tmp_path / "search.json").read_text())["workload"]["burstiness"] == "inf"
-    with pytest.raises(OptionError, match="another search"):
+    with pytest.raises(FieldError, match="another search"):
         find(replace(search, workload=replace(workload, burstiness=1.0)), [], None, tmp_path)
 
 
@@ -277,10 +278,10 @@ def test_a_search_that_never_ran_leaves_its_folder_to_the_next(tmp_path):
     """Such as one with a model that does not exist."""
 
     def wrong(system, workload, points):
-        raise OptionError("--model", "there is none")
+        raise FieldError("model", "there is none")
 
     search = search_of({"ttft": 60.0}, requests=4, start_rate=5e4, tolerance=0.9)
-    with pytest.raises(OptionError, match="there is none"):
+    with pytest.raises(FieldError, match="there is none"):
         find(replace(search, target={"model": "lama"}), ["chunked"], wrong, tmp_path)
     find(search, ["chunked"], simulation(search), tmp_path)
     assert json.loads((tmp_path / "search.json").read_text())["target"] == search.target
@@ -392,10 +393,10 @@ def test_guesses_spare_runs_and_correct_each_other(tmp_path):
 def test_a_folder_of_several_bounds_is_checked_too(tmp_path):
     search = replace(search_of({"ttft": 1.0}, requests=5), tbts=(0.1,))
     find(search, ["chunked"], simulation(search), tmp_path)
-    with pytest.raises(OptionError, match="another search"):
+    with pytest.raises(FieldError, match="another search"):
         find(replace(search, tolerance=0.3), ["chunked"], simulation(search), tmp_path)
     for wrong in ({"tbts": (0.0,)}, {"slos": {"tbt": 1.0}}):
-        with pytest.raises(OptionError, match="tbt"):
+        with pytest.raises(FieldError, match="tbt"):
             replace(search, **wrong).check()
 
 

@@ -16,8 +16,8 @@ from twolane.bench.report import figures, timelines, tracefile
 from twolane.bench.report import page as report
 from twolane.bench.report.style import LABEL_GAP, _apart
 from twolane.cli.main import app
+from twolane.common.errors import FieldError
 from twolane.results import saved
-from twolane.workload.spec import OptionError
 
 MODEL, SYSTEMS = "llama-3.1-8b", ("chunked", "static-split")
 
@@ -223,7 +223,7 @@ def test_a_trace_without_launches_is_refused_only_if_it_is_asked_for(made, tmp_p
     drawn = report.make(saved.read([f"mine={folder}"], []), None, None)
     assert ("Lanes: mine: idle", "nothing was launched") in drawn.lacking
     assert "Lanes: mine: busy" in [title for _, title, _, _ in drawn.figures]
-    with pytest.raises(OptionError, match=r"--trace-file: .*idle\.trace\.json has no launches"):
+    with pytest.raises(FieldError, match=r"trace_file .*idle\.trace\.json has no launches"):
         report.make(saved.read([], [str(idle)]), None, None)
 
 
@@ -247,9 +247,9 @@ def test_what_is_no_result_is_refused_by_name(tmp_path, content, complaint):
     path = tmp_path / "x.json"
     if content is not None:
         path.write_text(content)
-    with pytest.raises(OptionError, match=complaint):
+    with pytest.raises(FieldError, match=complaint):
         saved.read([str(path)], [])
-    with pytest.raises(OptionError, match="--trace-file"):
+    with pytest.raises(FieldError, match="trace_file"):
         tracefile.read(path, "x") if content else saved.read([], [str(path)])
 
 
@@ -258,14 +258,14 @@ def test_searches_side_by_side_have_names_and_the_same_slos(made, tmp_path):
     given = saved.read([found, f"again={found}"], [trace, f"again={trace}"])
     assert set(given.labels) == {*SYSTEMS, *(f"again: {system}" for system in SYSTEMS)}
     assert [list(one.goodput) for one in given.found] == [given.labels[:2], given.labels[2:]]
-    with pytest.raises(OptionError, match=f"name it: NAME={found}"):
+    with pytest.raises(FieldError, match=f"name it: NAME={found}"):
         saved.read([found, found], [])
-    with pytest.raises(OptionError, match="two are called trace"):
+    with pytest.raises(FieldError, match="two that are called trace"):
         saved.read([], [trace, trace])
     other = shutil.copytree(found, tmp_path / "other")
     summary = (other / "summary.json").read_text()
     (other / "summary.json").write_text(summary.replace('"attainment": 0.99', '"attainment": 0.9'))
-    with pytest.raises(OptionError, match="other attainment"):
+    with pytest.raises(FieldError, match="other attainment"):
         saved.read([found, f"other={other}"], [])
 
 
@@ -277,10 +277,10 @@ def test_an_slo_is_shown_where_all_runs_have_it():
 
 
 def test_a_time_at_which_nothing_ran_is_refused(made):
-    with pytest.raises(OptionError, match="--trace-from: nothing ran in t then"):
+    with pytest.raises(FieldError, match="trace_from is a time when nothing ran in t"):
         report.make(saved.Saved(traces={"t": made / "trace.json"}), 1e6, 1.0)
 
 
 def test_a_folder_must_be_a_search(tmp_path):
-    with pytest.raises(OptionError, match="not a folder of `twolane bench goodput`"):
+    with pytest.raises(FieldError, match="not a folder of `twolane bench goodput`"):
         saved.read([str(tmp_path)], [])

@@ -130,8 +130,8 @@ def test_the_command(tmp_path):
     ("arguments", "complaint"),
     [
         (["--gpu", "b200"], "there are: a100-80gb, h100, h200"),
-        (["--tp", "3"], "--tp 3 does not divide"),
-        (["--tensor-parallel-size", "3"], "--tp 3 does not divide"),
+        (["--tp", "3"], "--tensor-parallel-size 3 does not divide"),
+        (["--tensor-parallel-size", "3"], "--tensor-parallel-size 3 does not divide"),
         (["--levels", "132"], "--levels 132 leave none"),
         (["--page-size", "7"], "--page-size must be one of 16, 32, 64"),
         (["--result-file", "/"], "--result-file: / is a folder"),

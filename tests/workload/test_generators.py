@@ -7,10 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from twolane.common.errors import FieldError
 from twolane.workload.arrivals import arrivals
 from twolane.workload.lengths import PERCENT, TABLES
 from twolane.workload.prompts import PromptMaker, TokenRange, as_text
-from twolane.workload.spec import OptionError, WorkloadSpec
+from twolane.workload.spec import WorkloadSpec
 from twolane.workload.traces import TraceRequest, read_trace, scale_lengths
 
 PUBLIC = Path(__file__).parents[3] / "shared" / "traces"
@@ -169,36 +170,36 @@ def test_spec_of_fixed_and_drawn_lengths():
 
 
 @pytest.mark.parametrize(
-    ("option", "settings"),
+    ("field", "settings"),
     [
-        ("--dataset", {"dataset": "no-such-thing"}),
-        ("--num-prompts", {"num_prompts": 0}),
-        ("--num-prompts", {"dataset": "TRACE", "num_prompts": 11}),
-        ("--request-rate", {"request_rate": 0.0}),
-        ("--request-rate", {"request_rate": math.nan}),
-        ("--burstiness", {"burstiness": 2.0}),
-        ("--burstiness", {"burstiness": -1.0, "request_rate": 1.0}),
-        ("--burstiness", {"dataset": "TRACE", "burstiness": 2.0}),
-        ("--seed", {"seed": -1}),
-        ("--random-input-len", {"dataset": "sharegpt", "random_input_len": 5}),
-        ("--random-output-len", {"dataset": "TRACE", "random_output_len": 5}),
-        ("--trace-offset", {"trace_offset": 1.0}),
-        ("--trace-offset", {"dataset": "TRACE", "trace_offset": 1e6}),
-        ("--trace-duration", {"dataset": "sharegpt", "trace_duration": 1.0}),
-        ("--trace-duration", {"dataset": "TRACE", "trace_duration": math.inf}),
-        ("--trace-offset", {"dataset": "UNTIMED", "trace_offset": 1.0}),
-        ("--scale-rate", {"scale_rate": 2.0}),
-        ("--scale-rate", {"dataset": "TRACE", "scale_rate": 2.0, "request_rate": 1.0}),
-        ("--scale-rate", {"dataset": "UNTIMED", "scale_rate": 2.0}),
-        ("--scale-lengths", {"scale_lengths": 0.0}),
-        ("--max-input-len", {"max_input_len": 0}),
+        ("dataset", {"dataset": "no-such-thing"}),
+        ("num_prompts", {"num_prompts": 0}),
+        ("num_prompts", {"dataset": "TRACE", "num_prompts": 11}),
+        ("request_rate", {"request_rate": 0.0}),
+        ("request_rate", {"request_rate": math.nan}),
+        ("burstiness", {"burstiness": 2.0}),
+        ("burstiness", {"burstiness": -1.0, "request_rate": 1.0}),
+        ("burstiness", {"dataset": "TRACE", "burstiness": 2.0}),
+        ("seed", {"seed": -1}),
+        ("random_input_len", {"dataset": "sharegpt", "random_input_len": 5}),
+        ("random_output_len", {"dataset": "TRACE", "random_output_len": 5}),
+        ("trace_offset", {"trace_offset": 1.0}),
+        ("trace_offset", {"dataset": "TRACE", "trace_offset": 1e6}),
+        ("trace_duration", {"dataset": "sharegpt", "trace_duration": 1.0}),
+        ("trace_duration", {"dataset": "TRACE", "trace_duration": math.inf}),
+        ("trace_offset", {"dataset": "UNTIMED", "trace_offset": 1.0}),
+        ("scale_rate", {"scale_rate": 2.0}),
+        ("scale_rate", {"dataset": "TRACE", "scale_rate": 2.0, "request_rate": 1.0}),
+        ("scale_rate", {"dataset": "UNTIMED", "scale_rate": 2.0}),
+        ("scale_lengths", {"scale_lengths": 0.0}),
+        ("max_input_len", {"max_input_len": 0}),
     ],
 )
-def test_contradictions_are_refused_by_name(option, settings, trace, tmp_path):
+def test_contradictions_are_refused_by_name(field, settings, trace, tmp_path):
     untimed = tmp_path / "untimed"
     untimed.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n,5,5\n")
     names = {"TRACE": trace, "UNTIMED": str(untimed)}
     if "dataset" in settings:
         settings = {**settings, "dataset": names.get(settings["dataset"], settings["dataset"])}
-    with pytest.raises(OptionError, match=f"^{option}: "):
+    with pytest.raises(FieldError, match=f"^{field} "):
         WorkloadSpec(**settings).build()

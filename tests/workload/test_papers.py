@@ -7,11 +7,12 @@ import pytest
 from typer.testing import CliRunner
 
 from twolane.cli.main import app
+from twolane.common.errors import FieldError
 from twolane.workload.draws import STRATA, Lengths, spread
 from twolane.workload.papers import WORKLOADS, Single
 from twolane.workload.prompts import PromptMaker, TokenRange
 from twolane.workload.published import PUBLISHED, Statistics, reused_tokens, statistics
-from twolane.workload.spec import OptionError, WorkloadSpec
+from twolane.workload.spec import WorkloadSpec
 from twolane.workload.traces import TraceRequest
 
 
@@ -107,7 +108,7 @@ class TestSessions:
         assert rated[-1].arrival == pytest.approx(60)
 
     def test_windows_of_a_trace_are_refused(self, name):
-        with pytest.raises(OptionError, match="--trace-offset"):
+        with pytest.raises(FieldError, match="trace_offset"):
             WorkloadSpec(dataset=name, trace_offset=1.0).build()
 
 

@@ -16,6 +16,7 @@ from rich.table import Table
 from twolane.bench import goodput, serve
 from twolane.bench.goodput import Hopeless, Run, Search, Trial
 from twolane.bench.server import serving
+from twolane.common.errors import FieldError
 from twolane.common.vocabulary import EstimatorName
 from twolane.results.metrics import TTFT_PER_1K, bounds_words
 from twolane.results.record import CONNECT, DISCONNECT, INTERRUPTED, Record
@@ -23,7 +24,7 @@ from twolane.results.result import BenchConfig, Result
 from twolane.results.summary import first_errors
 from twolane.sim.config import Unevenness
 from twolane.slo import Slo
-from twolane.workload.spec import OptionError, WorkloadSpec
+from twolane.workload.spec import WorkloadSpec
 
 SERVER = "server"
 """What the one system of a running server is called."""
@@ -267,17 +268,17 @@ def parse_system(text: str) -> tuple[str, dict[str, str]]:
     """`name:key=value,key=value` as a name and its settings.
 
     Raises:
-        OptionError: a setting has no value, or two.
+        FieldError: a setting has no value, or two.
     """
     name, _, rest = text.partition(":")
     settings = {}
     for one in filter(None, rest.split(",")):
         key, equals, value = one.partition("=")
         if not equals:
-            raise OptionError("--system", f"{text!r}: write NAME:KEY=VALUE,…")
+            raise FieldError("system", f"{text!r} is not NAME:KEY=VALUE,…")
         key = key.replace("-", "_")
         if key in settings:
-            raise OptionError("--system", f"{text!r} has {key} twice")
+            raise FieldError("system", f"{text!r} has {key} twice")
         settings[key] = value
     return name, settings
 

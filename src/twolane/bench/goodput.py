@@ -21,6 +21,7 @@ from typing import Annotated, NamedTuple
 
 import msgspec
 
+from twolane.common.errors import FieldError
 from twolane.common.files import write_whole
 from twolane.common.options import Option
 from twolane.results.metrics import DEFAULT_PERCENTILES, Metrics, bound_for, bounded, keeps
@@ -28,7 +29,7 @@ from twolane.results.provenance import json_bytes, provenance
 from twolane.results.record import Record
 from twolane.results.result import MEASURE, Result
 from twolane.results.summary import result_dict, workload_dict
-from twolane.workload.spec import OptionError, WorkloadSpec
+from twolane.workload.spec import WorkloadSpec
 from twolane.workload.traces import TraceRequest
 
 GIVEN = ("generated_texts", "workload", "queue_times")
@@ -89,23 +90,25 @@ class Search(msgspec.Struct, frozen=True, kw_only=True):
         """Refuse what is out of range.
 
         Raises:
-            OptionError: naming the option.
+            FieldError: naming the first wrong field.
         """
         if not bounded(self.slos) and not self.tbts:
-            raise OptionError("--goodput", "name the SLOs, such as ttft:1000 tbt:50")
+            raise FieldError("goodput", "is needed: name the SLOs, such as ttft:1000 tbt:50")
         if not 0 < self.attainment <= 1:
-            raise OptionError("--attainment", f"must be in (0, 1], not {self.attainment}")
+            raise FieldError("attainment", f"must be in (0, 1], not {self.attainment}")
         if self.tbts and ("tbt" in self.slos or not all(0 < tbt < math.inf for tbt in self.tbts)):
-            raise OptionError("--goodput", "several bounds of tbt: each once, above 0 and finite")
+            raise FieldError(
+                "goodput", "may have several bounds of tbt, each once, above 0, finite"
+            )
         if self.seeds < 1:
-            raise OptionError("--seeds", f"must be positive, not {self.seeds}")
+            raise FieldError("seeds", f"must be positive, not {self.seeds}")
         if not LOWEST <= self.least_rate <= self.start_rate <= HIGHEST:
             problem = f"must be in [{LOWEST}, {HIGHEST:g}], and --least-rate not above it"
-            raise OptionError("--start-rate", problem)
+            raise FieldError("start_rate", problem)
         if not 1 < self.first_step <= 1024:
-            raise OptionError("--first-step", f"must be in (1, 1024], not {self.first_step}")
+            raise FieldError("first_step", f"must be in (1, 1024], not {self.first_step}")
         if not 0 < self.tolerance < 1:
-            raise OptionError("--tolerance", f"must be in (0, 1), not {self.tolerance}")
+            raise FieldError("tolerance", f"must be in (0, 1), not {self.tolerance}")
         self.workload.check()
 
     def points(self, folder: Path) -> list["BoundSearch"]:
@@ -327,13 +330,13 @@ def find(
         For each of `search.points`: goodput in requests a second, by system, seed by seed.
 
     Raises:
-        OptionError: an option is wrong, or the folder holds another search.
+        FieldError: an option is wrong, or the folder holds another search.
     """
     search.check()
     if not all(0 < guess < math.inf for guess in guesses):
-        raise OptionError("--guess", "must be above 0 and finite")
+        raise FieldError("guess", "must be above 0 and finite")
     if guesses and (len(guesses) != search.seeds or search.tbts):
-        raise OptionError("--guess", "one for each seed, and one bound on TBT at most")
+        raise FieldError("guess", "must be given once for each seed, with one bound on TBT at most")
     points = search.points(folder)
     for point in points:
         _open_folder(point)
@@ -472,7 +475,7 @@ def _open_folder(point: BoundSearch) -> None:
     if not any(folder.glob("*-rate*.json")):
         _save(path, _search_dict(search))  # also over that of a search that never ran
     elif msgspec.json.decode(path.read_bytes(), type=Search, strict=False) != search:
-        raise OptionError("--out", f"{folder} holds runs of another search; take another folder")
+        raise FieldError("out", f"{folder} holds runs of another search; take another folder")
 
 
 def _save(path: Path, content: object) -> None:

@@ -45,7 +45,7 @@ async def run(
         clock: where timestamps come from, in seconds.
 
     Raises:
-        OptionError: an option is wrong or contradicts another.
+        FieldError: an option is wrong or contradicts another.
         TraceError: the trace file is bad.
         BenchError: the server does not tell its model, or a warm-up request fails.
     """

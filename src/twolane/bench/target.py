@@ -5,10 +5,10 @@ from typing import Annotated
 
 import msgspec
 
+from twolane.common.errors import FieldError
 from twolane.common.options import Option
 from twolane.common.vocabulary import EstimatorName
 from twolane.results.result import WHERE
-from twolane.workload.spec import OptionError
 
 OWN_FLAGS = (
     *("--system", "--option", "--port", "--trace", "--config"),
@@ -41,32 +41,32 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
         """Return what the answer of a search depends on, as it is saved beside the runs.
 
         Raises:
-            OptionError: a simulation lacks its model, or options contradict each other.
+            FieldError: a simulation lacks its model, or options contradict each other.
         """
         if self.simulate is not None:
             return self._simulation()
         if self.tp != 1:
-            raise OptionError("--tensor-parallel-size", "needs --simulate")
+            raise FieldError("tp", "needs --simulate")
         if self.estimator is not None:
-            raise OptionError("--estimator", "needs --simulate")
+            raise FieldError("estimator", "needs --simulate")
         if self.serve is not None:
             return self._own_servers(self.serve)
         if self.systems:
-            raise OptionError("--system", "needs --serve or --simulate: a server has its own")
+            raise FieldError("system", "needs --serve or --simulate: a server has its own")
         return {"base_url": self.base_url, "model": self.model}
 
     def _simulation(self) -> dict[str, object]:
         if self.serve is not None:
-            raise OptionError("--serve", "and --simulate exclude each other")
+            raise FieldError("serve", "and --simulate exclude each other")
         if self.model is None:
-            raise OptionError("--model", "is needed to simulate")
+            raise FieldError("model", "is needed to simulate")
         named = {} if self.estimator is None else {"estimator": self.estimator}
         return {"simulate": self.simulate, "model": self.model, "tp": self.tp, **named}
 
     def _own_servers(self, serve: str) -> dict[str, object]:
         if self.model is not None:
-            raise OptionError("--model", "is the first word of --serve")
+            raise FieldError("model", "is the first word of --serve")
         for word in shlex.split(serve):
             if (flag := word.partition("=")[0]) in OWN_FLAGS:
-                raise OptionError("--serve", f"{flag} is set by the search")
+                raise FieldError("serve", f"may not have {flag}, which the search sets")
         return {"serve": serve}

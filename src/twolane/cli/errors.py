@@ -21,8 +21,10 @@ def fail(message: str, code: int = 1) -> typer.Exit:
 
 
 def flag(field: str) -> str:
-    """Return the flag of an engine setting, or of another one whose name it has."""
-    return _flags().get(field, "--" + field.replace("_", "-"))
+    """Return how the command line calls a field: its option, or an argument in capitals."""
+    if field.isupper():
+        return field
+    return _flags().get(field) or _bench_flags().get(field, "--" + field.replace("_", "-"))
 
 
 def with_flags(text: str) -> str:
@@ -35,6 +37,18 @@ def with_flags(text: str) -> str:
 def _flags() -> dict[str, str]:
     """Flags of the engine's settings by the names of their fields; `slo_tbt` is `slo.tbt`."""
     return {"_".join(one.path): one.flag for one in settings_of(EngineConfig)}
+
+
+def _bench_flags() -> dict[str, str]:
+    """Flags of the settings of benchmarks and simulations, by the names of their fields."""
+    from twolane.bench.goodput import Search
+    from twolane.bench.target import Target
+    from twolane.results.result import BenchConfig
+    from twolane.sim.config import SimulateConfig
+    from twolane.workload.spec import WorkloadSpec
+
+    structs = (Search, Target, BenchConfig, SimulateConfig, WorkloadSpec)
+    return {one.path[-1]: one.flag for struct in structs for one in settings_of(struct)}
 
 
 def wrong_setting(error: FieldError) -> typer.Exit:

@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from twolane.common.errors import FieldError
 from twolane.common.options import Nested, Option
 from twolane.results.metrics import (
     DEFAULT_PERCENTILES,
@@ -19,7 +20,7 @@ from twolane.results.metrics import (
 )
 from twolane.results.record import Record
 from twolane.workload.prompts import TokenRange
-from twolane.workload.spec import WHAT, WHEN, OptionError, WorkloadSpec
+from twolane.workload.spec import WHAT, WHEN, WorkloadSpec
 from twolane.workload.traces import TraceRequest
 
 WHERE, MEASURE = "Server", "Measurement"
@@ -102,45 +103,45 @@ class BenchConfig(msgspec.Struct, frozen=True, kw_only=True):
         """Refuse what is wrong or contradictory.
 
         Raises:
-            OptionError: naming the option.
+            FieldError: naming the first wrong field.
         """
         if not _is_address(self.base_url):
-            raise OptionError("--base-url", f"{self.base_url!r} is not an http(s) address")
+            raise FieldError("base_url", f"{self.base_url!r} is not an http(s) address")
         for name, value in self.request_headers.items():
             if set(name + value) & set("\r\n\0"):
-                raise OptionError("--header", f"{name!r} has more than one line")
+                raise FieldError("headers", f"{name!r} has more than one line")
         if not self.endpoint.startswith("/") or not self.endpoint.endswith(COMPLETIONS):
-            raise OptionError(
-                "--endpoint", f"{self.endpoint!r} ends neither in {CHAT} nor in {COMPLETIONS}"
+            raise FieldError(
+                "endpoint", f"{self.endpoint!r} ends neither in {CHAT} nor in {COMPLETIONS}"
             )
         if self.chat and self.prompt_format == "ids":
-            raise OptionError("--prompt-format", "chat completions take no token ids")
+            raise FieldError("prompt_format", "cannot be ids: chat completions take no token ids")
         if not 0 <= self.vocab_range.low < self.vocab_range.high:
             low, high = self.vocab_range.low, self.vocab_range.high
-            raise OptionError("--vocab-range", f"{low}:{high} holds no token ids")
+            raise FieldError("vocab_range", f"{low}:{high} holds no token ids")
         if self.max_concurrency is not None and self.max_concurrency < 1:
-            raise OptionError("--max-concurrency", f"must be positive, not {self.max_concurrency}")
+            raise FieldError("max_concurrency", f"must be positive, not {self.max_concurrency}")
         if self.num_warmups < 0:
-            raise OptionError("--num-warmups", f"must not be negative: {self.num_warmups}")
+            raise FieldError("num_warmups", f"must not be negative, but is {self.num_warmups}")
         if not self.timeout > 0:
-            raise OptionError("--timeout", f"must be positive, not {self.timeout}")
+            raise FieldError("timeout", f"must be positive, not {self.timeout}")
         self._check_measures()
 
     def _check_measures(self) -> None:
         clash = sorted(_OWN_FIELDS & self.extra_body.keys())
         if clash:
-            raise OptionError("--extra-body", f"{', '.join(clash)}: set by other options")
+            raise FieldError("extra_body", f"has what other options set: {', '.join(clash)}")
         if TTFT_PER_1K in self.goodput and "ttft" not in self.goodput:
-            raise OptionError("--goodput", "ttft-per-1k is added to ttft: give that, too")
+            raise FieldError("goodput", "has ttft-per-1k, which is added to ttft: give that, too")
         for name, bound in self.goodput.items():
             if name not in (*SLO_NAMES, TTFT_PER_1K):
                 known = ", ".join((*SLO_NAMES, "ttft-per-1k"))
-                raise OptionError("--goodput", f"{name!r} is not one of {known}")
+                raise FieldError("goodput", f"has {name!r}, which is not one of {known}")
             if not 0 < bound < math.inf:
-                raise OptionError("--goodput", f"the bound of {name} must be positive and finite")
+                raise FieldError("goodput", f"needs a positive, finite bound of {name}")
         for percentile in self.percentiles:
             if not 0 < percentile <= 100:
-                raise OptionError("--metric-percentiles", f"{percentile:g} is not in (0, 100]")
+                raise FieldError("percentiles", f"has {percentile:g}, which is not in (0, 100]")
 
 
 def _is_address(url: str) -> bool:

@@ -6,8 +6,8 @@ from typing import Any
 
 import msgspec
 
+from twolane.common.errors import FieldError
 from twolane.results.metrics import TTFT_PER_1K, bounded
-from twolane.workload.spec import OptionError
 
 TRACE = "a trace: give it with --trace-file"
 """What a file is that is a list, or the beginning of one: that of an engine that was killed."""
@@ -118,7 +118,7 @@ def read(inputs: list[str], traces: list[str]) -> Saved:
     """Read files and folders, each `PATH` or `NAME=PATH`.
 
     Raises:
-        OptionError: one is not there or is something else.
+        FieldError: one is not there or is something else.
     """
     saved = Saved()
     for text in inputs:
@@ -130,7 +130,7 @@ def read(inputs: list[str], traces: list[str]) -> Saved:
     for text in traces:
         name, path = _named(text)
         if not path.is_file():
-            raise OptionError("--trace-file", f"no file {path}")
+            raise FieldError("trace_file", f"{path} is no file")
         _add_trace(saved, name or _stem(path), path)
     return saved
 
@@ -150,12 +150,12 @@ def _stem(path: Path) -> str:
 def _read_search(saved: Saved, folder: Path, name: str | None) -> None:
     """Its systems are called NAME: SYSTEM if it has a name."""
     if not (folder / "search.json").is_file():
-        raise OptionError("RUN", f"{folder} is not a folder of `twolane bench goodput`")
+        raise FieldError("RUN", f"{folder} is not a folder of `twolane bench goodput`")
     before = "" if name is None else f"{name}: "
     runs = [_read_run(path, None) for path in sorted(folder.glob("*-rate*.json"))]
     runs = [Run(before + run.label, run.data) for run in runs]
     if both := {run.label for run in runs} & set(saved.labels):
-        raise OptionError("RUN", f"{min(both)} was there before {folder}; name it: NAME={folder}")
+        raise FieldError("RUN", f"{min(both)} was there before {folder}; name it: NAME={folder}")
     saved.runs += runs
     if (folder / "summary.json").is_file():  # the first search may still be on its way
         summary = _decode(folder / "summary.json")
@@ -163,7 +163,7 @@ def _read_search(saved: Saved, folder: Path, name: str | None) -> None:
         saved.found.append(SearchResult(summary["search"], goodput))
         for key in ("slos", "attainment"):
             if saved.found[0].search[key] != summary["search"][key]:
-                raise OptionError("RUN", f"{folder} was searched with other {key}: report it apart")
+                raise FieldError("RUN", f"{folder} was searched with other {key}: report it apart")
     for path in sorted(folder.glob("*.trace.json")):
         _add_trace(saved, before + _stem(path), path)
         saved.beside.add(before + _stem(path))
@@ -171,14 +171,14 @@ def _read_search(saved: Saved, folder: Path, name: str | None) -> None:
 
 def _add_trace(saved: Saved, name: str, path: Path) -> None:
     if name in saved.traces:
-        raise OptionError("--trace-file", f"two are called {name}; name them: NAME={path}")
+        raise FieldError("trace_file", f"has two that are called {name}; name them: NAME={path}")
     saved.traces[name] = path
 
 
 def _read_run(path: Path, name: str | None) -> Run:
     data = _decode(path)
     if not isinstance(data, dict) or "request_rate" not in data or "duration" not in data:
-        raise OptionError("RUN", f"{path} is {TRACE if isinstance(data, list) else 'no result'}")
+        raise FieldError("RUN", f"{path} is {TRACE if isinstance(data, list) else 'no result'}")
     if "trial" in data:
         name = name or data["trial"]["system"]
     return Run(name or path.stem, data)
@@ -191,4 +191,4 @@ def _decode(path: Path) -> Any:
         return msgspec.json.decode(data)
     except (OSError, msgspec.DecodeError) as error:
         what = f" is {TRACE}" if data.startswith(b"[") else f": {error}"
-        raise OptionError("RUN", f"{path}{what}") from error
+        raise FieldError("RUN", f"{path}{what}") from error

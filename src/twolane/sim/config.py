@@ -47,7 +47,7 @@ class SimulateConfig(msgspec.Struct, frozen=True, kw_only=True):
 
         Raises:
             FieldError: naming the engine's setting, or `gpu`.
-            OptionError: naming the option of the workload.
+            FieldError: naming the option of the workload.
         """
         check_settings(self.engine)
         if self.gpu not in GPUS:

@@ -92,7 +92,7 @@ def simulate(
 
     Raises:
         FieldError, ValueError: a setting is wrong.
-        OptionError, TraceError: the workload is.
+        FieldError, TraceError: the workload is.
     """
     config.check()
     requests = config.bench.workload.build() if workload is None else workload

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import msgspec
 
+from twolane.common.errors import FieldError
 from twolane.common.options import Option
 from twolane.workload import traces
 from twolane.workload.arrivals import arrivals
@@ -25,13 +26,6 @@ DRAWN: dict[str, LengthTable | Single | Sessions] = {**TABLES, **WORKLOADS}
 DEFAULT_COUNT = 1000
 DEFAULT_INPUT = 1024
 DEFAULT_OUTPUT = 128
-
-
-class OptionError(ValueError):
-    """An option that is wrong or contradicts another; the message starts with its name."""
-
-    def __init__(self, option: str, problem: str) -> None:
-        super().__init__(f"{option}: {problem}")
 
 
 class WorkloadSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,7 +65,7 @@ class WorkloadSpec(msgspec.Struct, frozen=True, kw_only=True):
         """The requests, each with an arrival time, in order of arrival.
 
         Raises:
-            OptionError: an option is out of range or contradicts another.
+            FieldError: an option is out of range or contradicts another.
             TraceError: the trace file is bad.
         """
         self.check()
@@ -81,7 +75,7 @@ class WorkloadSpec(msgspec.Struct, frozen=True, kw_only=True):
         self._check_untimed()
         rate = math.inf if self.request_rate is None else self.request_rate
         if math.isinf(rate) and self.burstiness != 1:
-            raise OptionError("--burstiness", "has no meaning when everything is sent at once")
+            raise FieldError("burstiness", "has no meaning when everything is sent at once")
         times = arrivals(len(requests), rate, burstiness=self.burstiness, seed=self.seed)
         return [
             msgspec.structs.replace(request, arrival=time)
@@ -92,7 +86,7 @@ class WorkloadSpec(msgspec.Struct, frozen=True, kw_only=True):
         """Refuse what can be seen to be wrong before a trace is read.
 
         Raises:
-            OptionError: naming the option.
+            FieldError: naming the first wrong field.
         """
         self._check_ranges()
         self._check_dataset()
@@ -107,26 +101,26 @@ class WorkloadSpec(msgspec.Struct, frozen=True, kw_only=True):
             return DRAWN[self.dataset].draw(count, self.seed)
         requests = self._cut(self._read())
         if self.num_prompts is not None and self.num_prompts > len(requests):
-            raise OptionError(
-                "--num-prompts", f"{self.num_prompts} asked, but there are {len(requests)}"
-            )
+            raise FieldError("num_prompts", f"is {self.num_prompts}, but there are {len(requests)}")
         return requests[: self.num_prompts]
 
     def _read(self) -> list[TraceRequest]:
         if not Path(self.dataset).is_file():
             known = ", ".join([RANDOM, *DRAWN])
-            raise OptionError("--dataset", f"{self.dataset!r} is neither a file nor one of {known}")
+            raise FieldError("dataset", f"{self.dataset!r} is neither a file nor one of {known}")
         return traces.read_trace(self.dataset)
 
     def _cut(self, requests: list[TraceRequest]) -> list[TraceRequest]:
         if self.trace_offset is None and self.trace_duration is None:
             return requests
         if not traces.has_arrivals(requests):
-            option = "--trace-duration" if self.trace_offset is None else "--trace-offset"
-            raise OptionError(option, f"{self.dataset} has no arrival times")
+            field = "trace_duration" if self.trace_offset is None else "trace_offset"
+            raise FieldError(field, f"has no meaning: {self.dataset} has no arrival times")
         cut = traces.window(requests, self.trace_offset or 0.0, self.trace_duration)
         if not cut:
-            raise OptionError("--trace-offset", "no request of the trace arrives in that window")
+            raise FieldError(
+                "trace_offset", "leaves a window in which no request of the trace arrives"
+            )
         return cut
 
     def _adapt(self, requests: list[TraceRequest]) -> list[TraceRequest]:
@@ -138,31 +132,23 @@ class WorkloadSpec(msgspec.Struct, frozen=True, kw_only=True):
         if not traces.has_arrivals(requests) or self.request_rate is not None:
             return False
         if self.burstiness != 1:
-            raise OptionError("--burstiness", "needs --request-rate: the trace has its own times")
+            raise FieldError("burstiness", "needs --request-rate: the trace has its own times")
         return True
 
     def _check_untimed(self) -> None:
         """Refuse what only makes sense for a trace that is replayed at its own times."""
         if self.scale_rate is not None:
             why = "has no arrival times" if self.request_rate is None else "is sent at a given rate"
-            raise OptionError(
-                "--scale-rate", f"scales a trace's own times, but {self.dataset} {why}"
-            )
+            raise FieldError("scale_rate", f"scales a trace's own times, but {self.dataset} {why}")
 
     def _check_dataset(self) -> None:
         """Refuse what this data set has no use for."""
-        for option, value in (
-            ("--random-input-len", self.random_input_len),
-            ("--random-output-len", self.random_output_len),
-        ):
-            if value is not None and self.dataset != RANDOM:
-                raise OptionError(option, f"needs --dataset random, not {self.dataset}")
-        for option, seconds in (
-            ("--trace-offset", self.trace_offset),
-            ("--trace-duration", self.trace_duration),
-        ):
-            if seconds is not None and self.dataset in (RANDOM, *DRAWN):
-                raise OptionError(option, f"{self.dataset} is not a trace file")
+        for field in ("random_input_len", "random_output_len"):
+            if getattr(self, field) is not None and self.dataset != RANDOM:
+                raise FieldError(field, f"needs --dataset random, not {self.dataset}")
+        for field in ("trace_offset", "trace_duration"):
+            if getattr(self, field) is not None and self.dataset in (RANDOM, *DRAWN):
+                raise FieldError(field, f"has no meaning: {self.dataset} is not a trace file")
 
     def _check_ranges(self) -> None:
         positive = (
@@ -172,12 +158,12 @@ class WorkloadSpec(msgspec.Struct, frozen=True, kw_only=True):
         for field in positive.split():
             value = getattr(self, field)
             if value is not None and not value > 0:
-                raise OptionError("--" + field.replace("_", "-"), f"must be positive, not {value}")
+                raise FieldError(field, f"must be positive, not {value}")
         for field in ("seed", "trace_offset"):
             value = getattr(self, field)
             if value is not None and value < 0:
-                raise OptionError("--" + field.replace("_", "-"), f"must not be negative: {value}")
+                raise FieldError(field, f"must not be negative, but is {value}")
         for field in ("trace_offset", "trace_duration", "scale_rate", "scale_lengths"):
             value = getattr(self, field)
             if value is not None and not math.isfinite(value):
-                raise OptionError("--" + field.replace("_", "-"), f"must be finite, not {value}")
+                raise FieldError(field, f"must be finite, not {value}")

@@ -13,9 +13,9 @@ import twolane
 from twolane.bench.goodput import file_name
 from twolane.bench.report import style, timelines, tracefile
 from twolane.bench.report.figures import RESULTS, Lacking
+from twolane.common.errors import FieldError
 from twolane.results.metrics import bounds_words
 from twolane.results.saved import Run, Saved
-from twolane.workload.spec import OptionError
 
 PAGE = """<!doctype html>
 <html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
@@ -65,7 +65,7 @@ def make(saved: Saved, begin: float | None, seconds: float | None) -> Report:
         begin, seconds: of the traces' timeline; None: where most happens.
 
     Raises:
-        OptionError: a trace cannot be read, or has nothing in that time; one beside a search that
+        FieldError: a trace cannot be read, or has nothing in that time; one beside a search that
             has nothing at all is only said to lack it.
     """
     report = Report()
@@ -95,7 +95,7 @@ def _draw_trace(
 ) -> None:
     begin, end = timelines.window(trace, begin, seconds)
     if not trace.launches.between(begin, end):
-        raise OptionError("--trace-from", f"nothing ran in {trace.name} then")
+        raise FieldError("trace_from", f"is a time when nothing ran in {trace.name}")
     caption = (
         f"{trace.title}. Each rectangle is a launch, as long as it ran and as high as its share of "
         "the units: prefill's from the top, decode's and the whole device's from the bottom. "

@@ -8,14 +8,14 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from twolane.workload.spec import OptionError
+from twolane.common.errors import FieldError
 
 PHASES = {"PrefillSlice": "prefill", "DecodeSteps": "decode", "Hybrid": "hybrid"}
 """What a launch's work is called in figures."""
 Array = NDArray[np.float64]
 
 
-class NoLaunches(OptionError):
+class NoLaunches(FieldError):
     """The trace of an engine that launched nothing."""
 
 
@@ -98,7 +98,7 @@ def read(path: Path, name: str) -> TraceFile:
     """Read a trace, also that of a run that was killed.
 
     Raises:
-        OptionError: it is something else.
+        FieldError: it is something else.
         NoLaunches: it has no launch.
     """
     text = path.read_text(encoding="utf-8").rstrip()
@@ -109,9 +109,9 @@ def read(path: Path, name: str) -> TraceFile:
         ran = sorted((e for e in events if e.ph == "X"), key=lambda event: event.ts)
         launches = _launches(ran, threads)
     except (msgspec.DecodeError, KeyError) as error:
-        raise OptionError("--trace-file", f"{path} is no trace of an engine: {error}") from error
+        raise FieldError("trace_file", f"{path} is no trace of an engine: {error}") from error
     if not ran:
-        raise NoLaunches("--trace-file", f"{path} has no launches")
+        raise NoLaunches("trace_file", f"{path} has no launches")
     gauges: dict[str, list[tuple[float, float]]] = {}
     for event in events:
         if event.ph == "C":

@@ -6,7 +6,9 @@ from typing import Annotated, Any
 
 import typer
 
+from twolane.cli.errors import wrong_setting
 from twolane.cli.options import number
+from twolane.common.errors import FieldError
 from twolane.common.options import settings_of
 from twolane.results.result import MEASURE
 from twolane.workload.spec import WorkloadSpec
@@ -39,12 +41,13 @@ def need_httptools() -> None:
 @contextlib.contextmanager
 def workload_errors() -> Iterator[None]:
     """Turn what is wrong with a workload into wrong usage."""
-    from twolane.workload.spec import OptionError
     from twolane.workload.traces import TraceError
 
     try:
         yield
-    except (OptionError, TraceError) as error:
+    except FieldError as error:
+        raise wrong_setting(error) from error
+    except TraceError as error:
         raise typer.BadParameter(str(error)) from error
 
 

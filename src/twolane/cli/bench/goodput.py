@@ -11,6 +11,7 @@ from twolane.cli.bench import common
 from twolane.cli.errors import INTERRUPTED
 from twolane.cli.lazy import command_app
 from twolane.cli.options import takes
+from twolane.common.errors import FieldError
 from twolane.results.result import MEASURE, BenchConfig
 from twolane.workload.spec import WorkloadSpec
 
@@ -95,6 +96,8 @@ def _find(
 
     try:
         contenders.find(search, who.systems, out, load, guesses=guesses, traces=traces)
+    except FieldError:
+        raise
     except ValueError as error:  # what the simulated engine refuses
         raise typer.BadParameter(str(error)) from error
     except KeyboardInterrupt:
