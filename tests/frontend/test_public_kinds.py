@@ -164,6 +164,30 @@ def test_sentencepiece_alone_is_read_or_its_package_is_named(tmp_path):
         codec(tmp_path / "m")
 
 
+WITH_BOS = "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano tekken"
+IGNORING_MERGES = WITH_BOS + " minicpm5"
+BUILT = (
+    "default minicpm5 llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 "
+    "jina-v5-nano deepseek-llm deepseek-coder deepseek-v3 falcon mpt starcoder gpt-2 phi-2 jina-es "
+    "jina-de gigachat jina-v2-es jina-v2-de a.x-4.0 mellum modern-bert refact command-r qwen2 "
+    "deepseek-r1-qwen kormo f2llmv2 qwen35 stablelm2 olmo dbrx smaug-bpe poro-chat glm4 "
+    "chatglm-bpe viking jais tekken smollm codeshell bloom gpt3-finnish exaone exaone4 minerva-7b "
+    "megrez gpt-4o llama4 kanana2 talkie trillion granite-docling bailingmoe bailingmoe2 llada-moe "
+    "seed-coder hunyuan hunyuan-dense hy_v4 joyai-llm ufakzeka grok-2 minimax-m2 solar-open mellum2"
+)
+NOT_BUILT = (
+    "spark2_5 youtu jais-2 gemma4 granite-embed-multi-311m granite-embed-multi-97m sarvam-moe "
+    "jina-v1-en jina-v2-code roberta-bpe whitespace exaone-moe chameleon tiny_aya cohere2moe "
+    "superbpe kimi-k2 afmoe laguna"
+)
+KNOWN = (BUILT + " " + NOT_BUILT).split()
+"""Every value of `tokenizer.ggml.pre` in llama.cpp's `llama_vocab::impl::load` (00ad355)."""
+
+
+def test_every_splitting_is_one_that_llama_cpp_knows():
+    assert sorted(SPLITTINGS) == sorted(BUILT.split())
+
+
 class TestGGUF:
     """The keys of llama.cpp, and its defaults where one is absent."""
 
@@ -186,15 +210,20 @@ class TestGGUF:
         assert made.encode("hi") == [*begins, PIECES.index("\u2581hi")]
         assert 2 in made.ends
 
-    @pytest.mark.parametrize("name", sorted(SPLITTINGS))
-    def test_bos_of_each_splitting(self, tmp_path, name):
+    @pytest.mark.parametrize("name", KNOWN)
+    def test_each_splitting_that_llama_cpp_knows(self, tmp_path, name):
         keys = byte_level_keys(ggml__pre=name, ggml__bos_token_id=1)
-        made = codec(write_gguf(tmp_path / "m.gguf", **keys))
-        begins = made.encode("a")[:-1]
-        known = (
-            "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano tekken"
-        )
-        assert begins == ([1] if name in known.split() else [])
+        file = write_gguf(tmp_path / "m.gguf", **keys)
+        if name in NOT_BUILT.split():
+            with pytest.raises(ValueError, match=f"pre '{name}' is not built; these work: "):
+                codec(file)
+            return
+        made = codec(file)
+        assert made.encode("a")[:-1] == ([1] if name in WITH_BOS.split() else [])
+        # "12" is a token without a merge: whole only if merges do not matter.
+        together = "12" in made.token_names(made.encode("12"))
+        assert SPLITTINGS[name].ignore_merges == (name in IGNORING_MERGES.split())
+        assert together or name not in IGNORING_MERGES.replace("tekken", "").split()
         for text in ("a b  c\n\n 12 345", "naïve 日本 😀 x\u0301 مرحبا \r\n\t "):
             tokens = made.encode(text)
             assert made.decode(tokens, skip_special_tokens=True) == text
@@ -212,13 +241,32 @@ class TestGGUF:
         made = codec(write_gguf(tmp_path / "m.gguf", **keys))
         assert set(made.ends) == {0, 1, 2}  # <|end|> by its name
 
+    def test_ends_of_models_that_go_on_behind_some_of_them(self, tmp_path):
+        """`<|end|>` ends a message of gpt-oss, which goes on until a call or its return."""
+        for added, others in (
+            (["<|call|>", "<|return|>"], {2}),
+            (["<|calls|>", "<|flush|>"], {2}),
+            (["<|call|>"], {0, 2}),
+        ):
+            tokens = [*byte_level_keys()["ggml__tokens"], *added]
+            kinds = [3] * 3 + [1] * (len(tokens) - 3)
+            keys = {"ggml__tokens": tokens, "ggml__token_type": kinds, "ggml__eos_token_id": 2}
+            made = codec(write_gguf(tmp_path / "m.gguf", **byte_level_keys(**keys)))
+            new = set(range(len(tokens) - len(added), len(tokens)))
+            assert set(made.ends) == others | new
+            assert made.encode(added[0]) == [min(new)]  # special, though its type is another
+
     @pytest.mark.parametrize(
         ("keys", "message"),
         [
             (byte_level_keys(ggml__pre="nope"), "pre 'nope' is not built; these work: "),
-            (byte_level_keys(ggml__model="nope"), "model 'nope' is not built"),
+            *(
+                (byte_level_keys(ggml__model=name), f"model '{name}' is not built")
+                for name in ("nope", "bert", "t5", "rwkv", "plamo2", "gemma4", "hybriddna")
+            ),
             ({**byte_level_keys(), "ggml__merges": None}, "no tokenizer.ggml.merges"),
             ({**sentencepiece_keys(), "ggml__scores": None}, "no tokenizer.ggml.scores"),
+            (byte_level_keys(ggml__tokens=["a"] * 261), "tokens has 'a' more than once"),
             ({**sentencepiece_keys(), "ggml__tokens": None}, "no tokenizer.ggml.tokens"),
         ],
     )

@@ -1,6 +1,7 @@
 """Text to tokens and back: prompts, chat templates and incremental detokenising."""
 
 import codecs
+import json
 import re
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -203,7 +204,7 @@ class TextCodec:
         self._longest: int | None = None
         if self._backend is not None:
             self._longest = longest_token(self._backend)
-            if isinstance(self._backend.decoder, decoders.ByteLevel):
+            if is_byte_level(self._backend.decoder):
                 self._shown = ByteVocabulary(self._backend, skip_special_tokens=False)
                 self._text = ByteVocabulary(self._backend, skip_special_tokens=True)
 
@@ -372,6 +373,15 @@ class TextCodec:
         if self._backend is None:
             raise no_tokenizer()
         return self._backend
+
+
+def is_byte_level(decoder: decoders.Decoder | None) -> bool:
+    """Return whether a decoder puts bytes together and does nothing else."""
+    if decoder is None:
+        return False
+    steps = json.loads(decoder.__getstate__())
+    names = [step["type"] for step in steps.get("decoders", [steps])]
+    return [name for name in names if name != "Fuse"] == ["ByteLevel"]
 
 
 def encode(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:

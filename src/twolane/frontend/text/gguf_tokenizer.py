@@ -4,6 +4,7 @@ The keys and defaults are those of llama.cpp's `llama_vocab::load` (src/llama-vo
 00ad355): `tokenizer.ggml.model` names the algorithm, `tokenizer.ggml.pre` how texts are split.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,7 +30,7 @@ def gpt4(
     lines: str = r"\s*[\r\n]+",
 ) -> str:
     """Return the expression of GPT-4's kind of splitting, which models vary in its parts."""
-    return "|".join((suffixes, words, numbers, marks, lines, SPACES))
+    return "|".join(filter(None, (suffixes, words, numbers, marks, lines, SPACES)))
 
 
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
@@ -52,6 +53,16 @@ DEEPSEEK3 = (
     "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
     r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
     r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|" + SPACES,
+)
+CASED = r"[\p{Lu}\p{Ll}\p{Lt}&&[^\u10d0-\u10ff]]"
+"""Letters that have a case; Georgian's ordinary ones have none yet in DeepSeek's table."""
+DEEPSEEK = (
+    r"[\r\n]",
+    rf"\s?{CASED}+",
+    r"\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
+    r"\s+$",
+    "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+",
+    r"\p{N}+",
 )
 BLOOM = " ?[^(\\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+"
 
@@ -84,6 +95,8 @@ _KINDS: Mapping[Splitting, str] = {
     Splitting(
         (gpt4(r"\p{N}", r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+", r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"),)
     ): "qwen35",
+    Splitting((gpt4(r"\p{N}", suffixes=""),)): "ufakzeka",
+    Splitting(DEEPSEEK): "deepseek-llm",
     Splitting(DEEPSEEK3): "deepseek-v3 hunyuan-dense joyai-llm hy_v4",
     Splitting(
         (
@@ -111,9 +124,12 @@ END_TOKENS = frozenset(
         *("<|calls|>", "<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>"),
         *("[EOT]", "[EOS]", "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>"),
         *("<|tool_response>", "<\uff5cend\u2581of\u2581sentence\uff5c>", "[e~["),
+        # Of models that fill in the middle: padding, and the begin of another file or repository.
+        *("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]", "<|file_sep|>"),
+        *("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
     )
 )
-"""Tokens with one of these names end an answer, whatever else the file says."""
+"""Tokens with one of these names end an answer and are special, whatever else the file says."""
 
 
 def from_gguf(path: Path) -> Parts | None:
@@ -132,11 +148,15 @@ def from_gguf(path: Path) -> Parts | None:
         return None
     if kind not in ("llama", "gpt2"):
         raise ValueError(f"{KEY}model {kind!r} is not built; these work: llama, gpt2, none")
-    tokens: list[str] = list(needed(key, "tokens"))
+    tokens = [t or f"[EMPTY_{place}]" for place, t in enumerate(needed(key, "tokens"))]
+    if len(set(tokens)) != len(tokens):
+        twice = next(token for token, count in Counter(tokens).items() if count > 1)
+        raise ValueError(f"{KEY}tokens has {twice!r} more than once")
     kinds: list[int] = list(key("token_type") or [NORMAL] * len(tokens))
     if len(kinds) != len(tokens):
         raise ValueError(f"{KEY}token_type has {len(kinds)} entries for {len(tokens)} tokens")
     add_bos = True
+    kinds = [CONTROL if t in END_TOKENS else k for t, k in zip(tokens, kinds, strict=True)]
     if kind == "llama":
         scores = list(needed(key, "scores"))
         if len(scores) != len(tokens):
@@ -218,13 +238,16 @@ def special_names(
 def declared_ends(key: Any, tokens: Sequence[str]) -> list[Declared]:
     """Return the end tokens of the keys, and those that are known by their names."""
     ends = []
-    for name in ("eos", "eot", "eom"):
+    for name in ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep"):
         place = key(f"{name}_token_id")
         if place is not None and place < len(tokens):
             ends.append(Declared(place, tokens[place], f"{KEY}{name}_token_id"))
-    names = END_TOKENS
-    if {"<|return|>", "<|call|>"} <= set(tokens):  # gpt-oss goes on after a message's end
+    names, there = END_TOKENS, END_TOKENS.intersection(tokens)
+    calls = bool(there & {"<|call|>", "<|calls|>"})
+    if calls and there & {"<|return|>", "<|flush|>"}:  # gpt-oss goes on after a message's end
         names = names - {"<|end|>"}
+    if "<|tool_response>" in there:  # Gemma 4 uses it as text
+        names = names - {"</s>"}
     ends += [
         Declared(place, token, "its name") for place, token in enumerate(tokens) if token in names
     ]

@@ -1,0 +1,62 @@
+"""Tokens, pieces and streamed texts of public styles of tokenizers, against the library's."""
+
+import msgspec
+import pytest
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer
+
+from twolane.frontend.text import convert
+
+from .checkpoints import codec, write
+from .styles import STYLES, texts
+
+SHORT = list(texts(2000, longest=4))
+
+
+@pytest.fixture(autouse=True)
+def in_process(tmp_path, monkeypatch):
+    """Converts in this process, for the program does the same."""
+    monkeypatch.setenv("TWOLANE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(
+        "twolane.frontend.text.tokenizer._convert",
+        lambda _name, path, _kept: msgspec.json.encode(convert.convert(path)),
+    )
+
+
+def check(folder, style, given):
+    """Compare all texts with the file and, if it agrees, with `transformers`."""
+    made, file = codec(folder), Tokenizer.from_file(str(folder / "tokenizer.json"))
+    theirs = AutoTokenizer.from_pretrained(folder) if style.transformers else None
+    batch = theirs(given).input_ids if theirs is not None else [None] * len(given)
+    for text, encoding, others in zip(given, file.encode_batch(given), batch, strict=True):
+        ids = made.encode(text)
+        assert ids == encoding.ids, text
+        assert made.token_names(ids) == [file.id_to_token(token) for token in ids]
+        assert others in (None, ids), text
+        for skip in (True, False):
+            whole = file.decode(ids, skip_special_tokens=skip)
+            assert made.decode(ids, skip_special_tokens=skip) == whole, text
+            stream = made.detokenizer(skip_special_tokens=skip)
+            assert "".join(map(stream.step, ids)) + stream.flush() == whole, text
+
+
+@pytest.mark.parametrize("name", STYLES)
+def test_tokens_and_texts_are_those_of_the_file(tmp_path, name):
+    style = STYLES[name]
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", **style.config}
+    check(write(tmp_path / "m", style.make(), **config), style, SHORT)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", STYLES)
+def test_long_texts_of_each_style(tmp_path, name):
+    style = STYLES[name]
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", **style.config}
+    given = list(texts(5_000, longest=24, seed=1))
+    check(write(tmp_path / "m", style.make(), **config), style, given)
+
+
+def test_there_are_thirty_styles():
+    assert len(STYLES) >= 30
+    files = {style.make().to_str() for style in STYLES.values()}
+    assert len(files) == len(STYLES) - 1  # Llama 2's is there with two configs
