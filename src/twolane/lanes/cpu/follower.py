@@ -13,7 +13,7 @@ from twolane.lanes.cpu.lanes import CpuLanes
 from twolane.lanes.cpu.runner import Runner
 from twolane.lanes.following import read_log, read_pool, read_start
 from twolane.lanes.settings import load_shard
-from twolane.lanes.work import DropRecord, LaunchRecord, Work
+from twolane.lanes.work import DropRecord, LaunchRecord, Record, Work
 from twolane.model.attention import KVCache
 from twolane.model.decoder import Decoder
 from twolane.parallel.group import CpuGroup
@@ -28,6 +28,20 @@ class _OrDie(Runner):
         except BaseException:
             traceback.print_exc()
             os._exit(1)
+
+
+def carry_out(lanes: CpuLanes, record: Record) -> None:
+    """Do what the log says.
+
+    Raises:
+        ValueError: it is not what comes next.
+    """
+    if isinstance(record, LaunchRecord):
+        ticket = lanes.launch(record.lane, record.units, record.work, record.after)
+        if ticket.number != record.number:
+            raise ValueError(f"the log has launch {record.number} where {ticket.number} is due")
+    elif isinstance(record, DropRecord):
+        lanes.drop(record.batch)
 
 
 def main() -> int:
@@ -45,10 +59,7 @@ def main() -> int:
     runner = _OrDie(decoder, kv, pool.page_size, pool.slots)
     lanes = CpuLanes(runner, start.cores, lambda: None)
     for record in read_log():
-        if isinstance(record, LaunchRecord):
-            lanes.launch(record.lane, record.units, record.work, record.after)
-        elif isinstance(record, DropRecord):
-            lanes.drop(record.batch)
+        carry_out(lanes, record)
     os._exit(0)  # without what is queued: nobody waits for it
 
 

@@ -1,0 +1,248 @@
+"""Two ranks under random schedules: every output as when alone, and the rules that keep it so.
+
+The other rank is threads of this process, with the real lanes, runner and group, so that the model
+can be in float64, and delays can be put where a test wants them.
+"""
+
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+from queue import SimpleQueue
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from tests.engine.random_plans import RandomPlans
+from tests.engine.world import PAGE, make_checkpoint
+from tests.lanes.test_real_threads import PATIENCE, ThreadedWorld
+from tests.model.doubled import _double
+from twolane.common.resources import usable_cores
+from twolane.lanes.base import Step
+from twolane.lanes.cpu.follower import carry_out
+from twolane.lanes.cpu.lanes import CpuLanes
+from twolane.lanes.cpu.ranks import RankedLanes
+from twolane.lanes.cpu.runner import Runner
+from twolane.lanes.work import (
+    DecodeRow,
+    DecodeWork,
+    HybridWork,
+    LaunchRecord,
+    PrefillWork,
+    PromptChunk,
+    PromptRow,
+    Record,
+    Sampling,
+    SlotUpdate,
+    Work,
+    decode,
+    encode,
+    pack,
+)
+from twolane.model.attention import KVCache
+from twolane.model.decoder import Decoder
+from twolane.model.load.hub import ModelSource, resolve
+from twolane.model.load.weights import load_weights
+from twolane.parallel.group import CpuGroup
+from twolane.sampling import SamplingParams
+from twolane.systems.registry import make_system
+
+WORLDS, FULL_WORLDS = 4, 100
+DELAY = 0.004
+"""Most seconds that a rank is held up before a step."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@cache
+def source() -> ModelSource:
+    """The checkpoint of `tests.engine.world`."""
+    folder = TemporaryDirectory()
+    found = resolve(str(make_checkpoint("qwen2", Path(folder.name) / "model", seed=1)))
+    found.__dict__["kept"] = folder
+    return found
+
+
+class Late(Runner):
+    """A runner that is held up now and then."""
+
+    rng = random.Random(0)
+
+    def run(self, work: Work) -> Iterator[Step]:
+        torch.set_num_threads(1)
+        for step in super().run(work):
+            if self.rng.random() < 0.3:
+                time.sleep(self.rng.random() * DELAY)
+            yield step
+
+
+def ranks(pages: int, slots: int) -> list[Runner]:
+    """A runner for each of two ranks."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    model = source()
+
+    def rank(number: int) -> Runner:
+        here = dist.TCPStore("127.0.0.1", store.port, is_master=False)
+        spec, weights = load_weights(model, rank=number, ranks=2)
+        decoder = Decoder(spec, _double(weights), CpuGroup(number, 2, here))
+        kv = KVCache(decoder.spec, pages, PAGE, torch.float64)
+        for layer in (*kv.k, *kv.v):
+            layer.fill_(1e3)  # what nobody wrote must not be read: it would show
+        return Late(decoder, kv, PAGE, slots)
+
+    with ThreadPoolExecutor(2) as threads:
+        return list(threads.map(rank, range(2)))
+
+
+class Nearby:
+    """Followers that are threads of this process."""
+
+    def __init__(self, runner: Runner) -> None:
+        self.lanes = CpuLanes(runner, usable_cores(), lambda: None)
+        self._records: SimpleQueue[bytes | None] = SimpleQueue()
+        self.error: BaseException | None = None
+        self._thread = threading.Thread(target=self._follow, daemon=True)
+        self._thread.start()
+
+    def log(self, record: Record) -> None:
+        self._records.put(encode(record))
+
+    def watch(self, launches: object) -> None:
+        """Nobody is taken away here."""
+
+    def check(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+    def close(self, timeout: float) -> None:
+        self._records.put(None)
+        self._thread.join(timeout)
+        self.lanes.close(timeout)
+
+    def _follow(self) -> None:
+        try:
+            while (encoded := self._records.get()) is not None:
+                carry_out(self.lanes, decode(encoded))
+        except BaseException as error:
+            self.error = error
+
+
+class RankedWorld(ThreadedWorld):
+    """A world whose lanes are those of two ranks."""
+
+    def make_lanes(self, runner: Runner) -> Any:
+        first, second = ranks(self.pages, self.slots)
+        lanes = CpuLanes(first, usable_cores(), self.news.set)
+        return RankedLanes(lanes, Nearby(second))  # type: ignore[arg-type]
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("system", ["random plans", "static-split"])
+def test_outputs_are_those_of_requests_alone(system: str, request: pytest.FixtureRequest) -> None:
+    """Under random plans, aborts and delays on both ranks."""
+    seen: Counter[str] = Counter()
+    for seed in range(FULL_WORLDS if request.config.getoption("--full") else WORLDS):
+        plans = make_system("static-split", {"slice_seconds": "0"})
+        world = RankedWorld(
+            RandomPlans(seed) if system == "random plans" else plans, random.Random(seed)
+        )
+        world.run()
+        seen += world.seen
+    for what in ("memory preemptions", "prefix hits", "aborted in flight"):
+        assert seen[what] >= 1, f"{what}: {seen[what]}"
+
+
+class Idle:
+    """A runner that does nothing."""
+
+    def bind(self, lane: str) -> None: ...
+
+    def run(self, work: Work) -> Iterator[Step]:
+        yield Step()
+
+
+def some_work(layers: int) -> list[Work]:
+    """A launch of each kind: slices of a prompt, decode steps, a hybrid pass."""
+    greedy = Sampling(SamplingParams(temperature=0.0), 0, 6, ())
+    first, second = (SlotUpdate(slot, 0, (2 * slot, 2 * slot + 1), greedy) for slot in range(2))
+    row, chunk = PromptRow(0, 0, 6, samples=True), PromptChunk(pack([5, 9, 3, 7, 1, 8]))
+    other = PromptChunk(pack([4, 4, 4, 2, 6]))
+    return [
+        PrefillWork(0, (row,), 0, 1, False, (chunk,), (first,)),
+        PrefillWork(0, (row,), 1, layers, True),
+        DecodeWork((DecodeRow(0, 6, 1),), 1),
+        HybridWork((DecodeRow(0, 7, 1),), (PromptRow(1, 0, 5),), (other,), (second,)),
+    ]
+
+
+def last_accesses(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, float]]:
+    """For each launch: when rank 0 was through with it, and when rank 1 last touched its pool.
+
+    Rank 1 is slow at its pool.
+    """
+    touched: list[float] = []
+    index_copy = Tensor.index_copy_
+
+    def slow(pool: Tensor, *args: Any) -> Tensor:
+        if pool.data_ptr() in theirs:
+            time.sleep(0.03)
+            touched.append(time.monotonic())
+        return index_copy(pool, *args)
+
+    first, second = ranks(8, 4)
+    theirs = {layer.data_ptr() for layer in second._kv.layers}
+    monkeypatch.setattr(Tensor, "index_copy_", slow)
+    ended: list[float] = []
+
+    def run(runner: Runner) -> None:
+        runner.bind("prefill")
+        with torch.inference_mode():
+            for work in some_work(first._decoder.spec.layers):
+                for _ in runner.run(work):
+                    pass
+                if runner is first:
+                    ended.append(time.monotonic())
+                else:
+                    seen.append(touched[-1])
+
+    seen: list[float] = []
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(run, (first, second)))
+    return list(zip(ended, seen, strict=True))
+
+
+def test_rank_0_ends_a_launch_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 gives pages back when its own part of a launch has ended: no other rank may touch
+    them from then on."""
+    assert all(ended >= touched for ended, touched in last_accesses(monkeypatch))
+
+
+def test_a_launch_that_ends_without_a_sum_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 would not know when the others are through."""
+    monkeypatch.setattr(CpuGroup, "all_reduce", lambda self, partial: partial)
+    monkeypatch.setattr(CpuGroup, "gather_columns", lambda self, part: torch.cat([part, part], 1))
+    assert not all(ended >= touched for ended, touched in last_accesses(monkeypatch))
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (0, 2)])
+def test_a_log_out_of_order_is_refused(order: Sequence[int]) -> None:
+    """The ranks would wait for each other in different launches."""
+    followers = Nearby(Idle())  # type: ignore[arg-type]
+    for number in order:
+        followers.log(LaunchRecord("prefill", 1, some_work(2)[number], (), number))
+    followers.close(PATIENCE)
+    assert (followers.error is None) == (order == (0, 1, 2))
