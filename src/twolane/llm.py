@@ -29,6 +29,7 @@ from twolane.frontend.fields import (
 from twolane.frontend.generation import Delta, Generation, TextOptions
 from twolane.frontend.progress import progress_bars
 from twolane.frontend.startup import start_engine
+from twolane.frontend.text.texts import Texts
 from twolane.sampling import SamplingParams, TokenLogprobs
 from twolane.server.openai.answers import Choice
 
@@ -163,12 +164,12 @@ class LLM:
         bars = progress_bars() if self._progress else contextlib.nullcontext(ignore_progress)
         try:
             with bars as show:
-                self._engine, self._codec, sampling = self._run(start_engine(config, show))
+                self._engine, self._texts, sampling = self._run(start_engine(config, show))
                 self._params = SamplingParams(**sampling)
         except BaseException:
             self._stop_loop()
             raise
-        self._dropped = weakref.finalize(self, end_dropped, self._engine, self._loop)
+        self._dropped = weakref.finalize(self, end_dropped, self._engine, self._texts, self._loop)
 
     def generate(
         self,
@@ -274,14 +275,15 @@ class LLM:
         if isinstance(prompt, list):
             return prompt
         special = fields.add_special_tokens is not False
-        return self._codec.encode(prompt, add_special_tokens=special)
+        return self._run(self._texts.encode(prompt, add_special_tokens=special))
 
     def _conversation(
         self, turns: Conversation, name: str, fields: TextFields, rendering: Rendering
     ) -> list[int]:
         special = bool(fields.add_special_tokens)
         read = read_messages(turns, name)
-        return self._codec.chat(read, add_special_tokens=special, **rendering.rendering)
+        how = {"add_special_tokens": special, **rendering.rendering}
+        return self._run(self._texts.chat(read, **how))
 
     def _check(self, prompts: Sequence[list[int]]) -> None:
         ready = self._engine.ready
@@ -296,7 +298,7 @@ class LLM:
                 raise ValueError(f"prompt {index} has token ids outside 0..{ready.vocab_size - 1}")
 
     def _options(self, fields: TextFields) -> TextOptions:
-        self._codec.check_stop(fields.stop_strings)
+        self._texts.codec.check_stop(fields.stop_strings)
         return fields.text_options
 
     def _answer(
@@ -399,10 +401,11 @@ class LLM:
     def _generation(
         self, tokens: list[int], params: SamplingParams, n: int, options: TextOptions
     ) -> Generation:
-        return Generation(self._engine, self._codec, [tokens], [params], n=n, text=options)
+        return Generation(self._engine, self._texts.codec, [tokens], [params], n=n, text=options)
 
     async def _end(self) -> None:
         """End the engine, and let all fail that waited for it, before the loop stops."""
+        await self._texts.close()
         await self._engine.close()
         others = asyncio.all_tasks() - {asyncio.current_task()}
         if others:
@@ -432,13 +435,14 @@ def run_loop(loop: asyncio.AbstractEventLoop) -> None:
     loop.close()
 
 
-def end_dropped(engine: EngineClient, loop: asyncio.AbstractEventLoop) -> None:
+def end_dropped(engine: EngineClient, texts: Texts, loop: asyncio.AbstractEventLoop) -> None:
     """End the engine of an LLM that nobody holds any more, or whose program ends.
 
     Nobody waits for it: whoever drops the last reference may be the loop's own thread.
     """
 
     async def end() -> None:
+        await texts.close()
         await engine.close()
         loop.stop()
 

@@ -1,15 +1,37 @@
-"""Programs that come with a model are bounded."""
+"""Foreign programs are bounded in time and memory, and their workers are replaced."""
 
+import asyncio
+import os
 import time
+from contextlib import asynccontextmanager
 
 import pytest
 
-from twolane.frontend.text import codec as codecs
+from twolane.frontend import fence as fences
+from twolane.frontend.fence import Crowded, Fence, FenceError, Limits, Turns
+from twolane.frontend.fenced import TookTooLong, within
 from twolane.frontend.text.codec import TextCodec, TextError
-from twolane.frontend.text.fence import TookTooLong, within
-from twolane.frontend.text.tokenizer import ModelTokenizer
+from twolane.frontend.text.jobs import Loaded
+from twolane.frontend.text.texts import Texts
+
+from ..server.serving import alive, wait_for
 
 HELLO = [{"role": "user", "content": "Hello"}]
+TIGHT = Limits(seconds=1.0, memory=256 << 20)
+
+
+@asynccontextmanager
+async def fenced(setup="", limits=TIGHT):
+    fence = Fence("tests.frontend.fenced_programs", setup.encode(), limits)
+    try:
+        await fence.start()
+        yield fence
+    finally:
+        await fence.close()
+
+
+def run(work):
+    return asyncio.run(asyncio.wait_for(work, 60))
 
 
 def loop_for_ever():
@@ -24,34 +46,168 @@ def test_what_does_not_end_is_broken_off():
     assert time.monotonic() - began < 5
 
 
-def test_what_ends_in_time_is_left_alone():
-    for _ in range(50):
-        assert within(0.5, lambda: "ended") == "ended"
-    time.sleep(0.6)  # an alarm that came too late would go off here
-
-
 @pytest.mark.parametrize(
-    "bomb",
+    ("job", "why"),
     [
-        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-        "{{ 'a' * 10**10 }}",
-        "{{ 10**10 * 'a' }}",
-        "{{ [0] * 10**10 }}",
-        "{{ 9**(9**9) }}",
+        ("loop", "did not end within 1 s"),
+        ("take_memory", "took too much memory"),
+        ("exit_at_once", "crashed"),
+        ("nest", "RecursionError"),
+        ("panic", "as a native library does"),
     ],
 )
-def test_a_template_that_takes_too_much_is_refused(bomb, tokenizer, monkeypatch):
-    monkeypatch.setattr(codecs, "TEMPLATE_SECONDS", 0.5)
-    source = bomb + "{{ messages[0].content }}"
-    codec = TextCodec(ModelTokenizer(tokenizer.backend, source, {}))
-    began = time.monotonic()
-    with pytest.raises(TextError):
-        codec.chat(HELLO)
-    assert time.monotonic() - began < 5
+def test_a_job_that_fails_says_why_and_the_next_one_is_done(job, why):
+    async def work():
+        async with fenced() as fence:
+            lane = fence.lane()
+            with pytest.raises(FenceError, match=why):
+                await lane.run(job.encode())
+            assert await lane.run(b"next") == b"next"
+
+    run(work())
 
 
-def test_a_template_of_very_many_brackets_is_no_crash(tokenizer):
-    source = "{{ " + "(" * 20_000 + "1" + ")" * 20_000 + " }}"
-    codec = TextCodec(ModelTokenizer(tokenizer.backend, source, {}))
-    with pytest.raises(TextError):
-        codec.chat(HELLO)
+def test_a_job_whose_client_leaves_is_broken_off():
+    async def work():
+        async with fenced(limits=Limits(seconds=60.0)) as fence:
+            lane = fence.lane()
+            pid = int(await lane.run(b"pid"))
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(lane.run(b"loop"), 0.2)
+            began = time.monotonic()
+            assert await lane.run(b"next") == b"next"
+            assert time.monotonic() - began < 10
+            assert int(await lane.run(b"pid")) != pid
+            await asyncio.to_thread(wait_for, lambda: not alive(pid))
+
+    run(work())
+
+
+def test_a_killed_nursery_and_a_killed_worker_are_replaced():
+    async def work():
+        async with fenced() as fence:
+            lane = fence.lane()
+            for victim in (fence._nursery.pid, int(await lane.run(b"pid"))):
+                os.kill(victim, 9)
+                await asyncio.sleep(0.3)
+                assert await lane.run(b"next") == b"next"
+            lane.close()
+            assert await lane.run(b"next") == b"next"
+
+    run(work())
+
+
+def test_nothing_is_left_of_a_closed_fence():
+    async def work():
+        async with fenced(limits=Limits(seconds=60.0)) as fence:
+            lane, other = fence.lane(), fence.lane()
+            pids = [fence._nursery.pid, int(await lane.run(b"pid")), int(await other.run(b"pid"))]
+            stuck = asyncio.create_task(other.run(b"loop"))
+            await asyncio.sleep(0.2)
+        with pytest.raises(FenceError):
+            await stuck
+        return pids
+
+    for pid in run(work()):
+        wait_for(lambda pid=pid: not alive(pid))
+
+
+def test_a_program_that_cannot_be_set_up_says_why():
+    async def work(setup):
+        async with fenced(setup):
+            pass
+
+    with pytest.raises(FenceError, match="RecursionError"):
+        run(work("nest"))
+    with pytest.raises(FenceError, match="ended while it was set up"):
+        run(work("exit_at_once"))
+
+
+def test_setting_up_has_an_end(monkeypatch):
+    monkeypatch.setattr(fences, "SETUP_SECONDS", 2.0)
+
+    async def work():
+        async with fenced("loop"):
+            pass
+
+    with pytest.raises(FenceError, match="not set up within 2 s"):
+        run(work())
+
+
+def test_clients_have_their_turns_however_many_jobs_one_has():
+    async def work():
+        turns, served = Turns(), []
+
+        async def job(client):
+            async with turns.turn(client):
+                served.append(client)
+                await asyncio.sleep(0)
+
+        given_up = asyncio.create_task(job("flood"))
+        tasks = [asyncio.create_task(job("flood")) for _ in range(50)]
+        tasks += [asyncio.create_task(job("other")), asyncio.create_task(job("third"))]
+        await asyncio.sleep(0)
+        tasks[3].cancel()
+        await asyncio.gather(given_up, *tasks, return_exceptions=True)
+        return served
+
+    served = run(work())
+    assert {"other", "third"} <= set(served[:6])
+    assert served.count("flood") == 50
+
+
+def test_what_waits_is_bounded():
+    async def work():
+        async with fenced(limits=Limits(seconds=60.0, waiting=1000)) as fence:
+            lane = fence.lane()
+            busy = asyncio.create_task(lane.run(b"loop"))
+            await asyncio.sleep(0.3)
+            waiting = asyncio.create_task(lane.run(b"x" * 900))
+            await asyncio.sleep(0)
+            with pytest.raises(Crowded):
+                await lane.run(b"y" * 200)
+            busy.cancel()
+            assert await waiting == b"x" * 900
+            assert await lane.run(b"z" * 2000) == b"z" * 2000
+
+    run(work())
+
+
+def test_large_jobs_and_results_arrive_whole():
+    async def work():
+        async with fenced() as fence:
+            job = os.urandom(1 << 23).hex().encode()
+            assert await fence.lane().run(job) == job
+
+    run(work())
+
+
+BOMBS = {
+    "loops": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "text": "{{ 'a' * 10**10 }}",
+    "text, the other way round": "{{ 10**10 * 'a' }}",
+    "list": "{{ [0] * 10**10 }}",
+    "power": "{{ 9**(9**9) }}",
+    "padding": "{{ '%9999999999d' % 1 }}",
+    "centre": "{{ 'a' | center(9999999999) }}",
+    "doubling": "{% set ns = namespace(a='aaaaaaaa') %}{% for i in range(60) %}"
+    "{% set ns.a = ns.a ~ ns.a %}{% endfor %}",
+    "lists in lists": "{% set ns = namespace(a=[1]) %}{% for i in range(60) %}"
+    "{% set ns.a = ns.a + ns.a %}{% endfor %}",
+    "one call that holds the lock": "{{ range(99999999) | sum }}" * 9,
+    "brackets": "{{ " + "(" * 20_000 + "1" + ")" * 20_000 + " }}",
+}
+
+
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_a_template_that_takes_too_much_is_refused(bomb):
+    async def work():
+        async with fenced(BOMBS[bomb] + "{{ messages[0].content }}") as fence:
+            texts = Texts(TextCodec(None), fence, Loaded(b"", "", True, frozenset()))
+            began = time.monotonic()
+            with pytest.raises(TextError):
+                await texts.chat(HELLO)
+            assert time.monotonic() - began < 10
+            assert await texts.encode("Hello")
+
+    run(work())

@@ -7,9 +7,8 @@ import pytest
 from tokenizers import processors
 
 from twolane.frontend.text import convert
-from twolane.frontend.text.codec import TextCodec
 from twolane.frontend.text.gguf_tokenizer import SPLITTINGS
-from twolane.frontend.text.tokenizer import load_file, load_if_any, load_tokenizer
+from twolane.frontend.text.tokenizer import load_both, load_file, load_tokenizer
 from twolane.model.load.hub import resolve
 
 from .checkpoints import (
@@ -279,7 +278,7 @@ class TestGGUF:
     @pytest.mark.parametrize("keys", [{}, {"ggml__model": "none"}, {"ggml__model": "no_vocab"}])
     def test_a_file_without_a_tokenizer_is_served_by_ids(self, tmp_path, keys):
         file = write_gguf(tmp_path / "m.gguf", general=1, **keys)
-        assert not TextCodec(load_if_any(resolve(str(file)))).has_tokenizer
+        assert load_both(resolve(str(file)))[1] is None
 
     def test_the_template_of_the_file(self, tmp_path):
         keys = byte_level_keys(chat_template=CHATML)

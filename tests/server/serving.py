@@ -46,9 +46,8 @@ class Served:
         self.base = announcement.split(" | ")[1]
 
     @property
-    def engine_pid(self) -> int:
-        (pid,) = children(self.process.pid)
-        return pid
+    def engine_pid(self) -> int | None:
+        return engine_of(self.process.pid)
 
     def request(self, path: str, body: object | None = None, data: bytes | None = None):
         """Return status, headers and parsed body."""
@@ -96,6 +95,15 @@ def children(pid: int) -> set[int]:
         with suppress(OSError):  # a thread that has just ended
             found.update(map(int, file.read_text().split()))
     return found
+
+
+def engine_of(pid: int) -> int | None:
+    """Return the engine process of a server, if it has one."""
+    for child in children(pid):
+        with suppress(OSError):  # it has just ended
+            if b"twolane.engine" in Path(f"/proc/{child}/cmdline").read_bytes():
+                return child
+    return None
 
 
 def alive(pid: int) -> bool:

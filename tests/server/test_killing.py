@@ -87,8 +87,8 @@ def test_a_front_whose_engine_is_dead_says_so(tiny_model):
         config = EngineConfig(
             model=str(tiny_model), load_format="dummy", kv_tokens=2000, device="cpu"
         )
-        engine, codec, _ = await start_engine(config)
-        service = Service(engine, codec, "tiny", max_queue=9)
+        engine, texts, _ = await start_engine(config)
+        service = Service(engine, texts, "tiny", max_queue=9)
         try:
             engine.process.kill()
             await engine.failed.wait()
@@ -102,7 +102,7 @@ def test_a_front_whose_engine_is_dead_says_so(tiny_model):
                 )
             ]
         finally:
-            service.close()
+            await service.close()
             await engine.close()
 
     assert asyncio.run(statuses()) == [503, 200, 503]

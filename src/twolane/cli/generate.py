@@ -16,7 +16,7 @@ from twolane.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from twolane.frontend.engine_client import EngineClient
-    from twolane.frontend.text.codec import TextCodec
+    from twolane.frontend.text.texts import Texts
 
 TERMINATED = 128 + signal.SIGTERM
 """Exit code after SIGTERM, as shells have it."""
@@ -86,16 +86,17 @@ async def run(
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     with progress_bars() as show:
-        engine, codec, _ = await start_engine(config, show)
+        engine, texts, _ = await start_engine(config, show)
     try:
-        await answer(engine, codec, prompt, params, chat=chat)
+        await answer(engine, texts, prompt, params, chat=chat)
     finally:
+        await texts.close()
         await engine.close()
 
 
 async def answer(
     engine: "EngineClient",
-    codec: "TextCodec",
+    texts: "Texts",
     prompt: str,
     params: SamplingParams,
     *,
@@ -104,16 +105,16 @@ async def answer(
     """Write one answer to standard output."""
     from twolane.frontend.generation import Generation
 
-    if codec.has_chat_template if chat is None else chat:
-        tokens = codec.chat([{"role": "user", "content": prompt}])
+    if texts.has_chat_template if chat is None else chat:
+        tokens = await texts.chat([{"role": "user", "content": prompt}])
     else:
-        tokens = codec.encode(prompt)
+        tokens = await texts.encode(prompt)
     if not 0 < len(tokens) < engine.ready.max_model_len:
         raise ValueError(
             f"the prompt has {len(tokens)} tokens; it must have at least 1 and at most "
             f"{engine.ready.max_model_len - 1}"
         )
-    with Generation(engine, codec, [tokens], [params]) as generation:
+    with Generation(engine, texts.codec, [tokens], [params]) as generation:
         async for delta in generation:
             sys.stdout.write(delta.text)
             sys.stdout.flush()

@@ -1,6 +1,7 @@
 """From settings to a running engine with its tokenizer."""
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -11,8 +12,7 @@ from twolane.engine.messages import Progress
 from twolane.engine.settings import check_settings
 from twolane.frontend.engine_client import EngineClient, ignore_progress
 from twolane.frontend.liveness import HANG_SECONDS
-from twolane.frontend.text.codec import TextCodec
-from twolane.frontend.text.tokenizer import load_if_any
+from twolane.frontend.text.texts import Texts
 from twolane.model.load.hub import ModelSource, resolve
 
 FETCHING = "twolane-fetch"
@@ -26,7 +26,7 @@ class Started(NamedTuple):
     """A running engine, and what its front knows of the model."""
 
     engine: EngineClient
-    codec: TextCodec
+    texts: Texts
     sampling: Mapping[str, Any]
     """`SamplingParams` where a request says nothing, as the model's authors would have it."""
 
@@ -51,19 +51,27 @@ async def start_engine(
     check_settings(config)
     source = await fetch(config)
     defaults = source.sampling_defaults()
-    codec = asyncio.create_task(asyncio.to_thread(load_codec, source))
+    texts = asyncio.create_task(Texts.load(source))
     try:
         engine = await EngineClient.start(
             config, on_progress, log_level, hang_seconds=hang_seconds, watchdog=watchdog
         )
     except BaseException:
-        codec.cancel()
+        await ended(texts)
         raise
     try:
-        return Started(engine, await codec, defaults)
+        return Started(engine, await texts, defaults)
     except BaseException:
+        await ended(texts)
         await engine.close(patience=0.0)
         raise
+
+
+async def ended(texts: asyncio.Task[Texts]) -> None:
+    """End programs that are started, or being started, for nothing."""
+    texts.cancel()
+    with contextlib.suppress(asyncio.CancelledError, Exception):
+        await (await texts).close()
 
 
 async def fetch(config: EngineConfig) -> ModelSource:
@@ -91,8 +99,3 @@ async def fetch(config: EngineConfig) -> ModelSource:
             fetching.exception()  # nobody asks for it
         raise
     return fetching.result()
-
-
-def load_codec(source: ModelSource) -> TextCodec:
-    """Load a model's tokenizer; a model may have none."""
-    return TextCodec(load_if_any(source))

@@ -132,6 +132,7 @@ async def run(config: EngineConfig, options: ServerOptions) -> int:
             given_up = starting.cancel()
             await asyncio.wait({starting})
             if not starting.cancelled() and starting.exception() is None:
+                await starting.result().texts.close()
                 await starting.result().engine.close(patience=0.0)
             if given_up and any(each.name == FETCHING for each in threading.enumerate()):
                 os._exit(0)  # threads of the hub's library go on until all is downloaded
@@ -139,15 +140,16 @@ async def run(config: EngineConfig, options: ServerOptions) -> int:
             if not starting.cancelled():
                 starting.result()
             return 0
-        engine, codec, sampling = starting.result()
+        engine, texts, sampling = starting.result()
         name = options.served_model_name or config.model
         if options.sampling_defaults == "openai":
             sampling = {}
         for field, value in sampling.items():
             log.info("%s is %g where a request says nothing, by %s", field, value, GENERATION_FILE)
         thinks = None if options.reasoning_parser == "auto" else False
-        forms = Forms(codec.template_source, codec.added_token, options.tool_call_parser, thinks)
-        service = Service(engine, codec, name, options.max_queue, sampling, forms)
+        added = texts.codec.added_token
+        forms = Forms(texts.template_source, added, options.tool_call_parser, thinks)
+        service = Service(engine, texts, name, options.max_queue, sampling, forms)
         if provider is not None:
             from twolane.server.ops.tracing import Tracing
 
@@ -168,7 +170,7 @@ async def run(config: EngineConfig, options: ServerOptions) -> int:
             ticking.cancel()
             if service.tracing is not None:
                 await service.tracing.close()
-            service.close()
+            await service.close()
             await engine.close(patience=0.0 if stop.insisted.is_set() else CLOSE_SECONDS)
 
 

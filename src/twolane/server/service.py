@@ -3,9 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -15,15 +13,18 @@ from twolane.common.errors import FieldError
 from twolane.engine.messages import Output, Refused
 from twolane.frontend.body import shortened
 from twolane.frontend.engine_client import EngineClient, EngineError, EngineGone, Event
-from twolane.frontend.fields import Rendering
+from twolane.frontend.fence import Crowded
 from twolane.frontend.forms import FREE, AnswerForm, Forms, grammar_alone
 from twolane.frontend.generation import Generation
-from twolane.frontend.messages import Message, turns_of
+from twolane.frontend.messages import turns_of
 from twolane.frontend.text.codec import TextCodec, TextError
+from twolane.frontend.text.jobs import Chat, Encode
+from twolane.frontend.text.texts import Named, Texts
 from twolane.sampling import SamplingParams
 from twolane.server.admission import Admission
 from twolane.server.http.calls import Call
 from twolane.server.http.errors import ApiError
+from twolane.server.http.gate import CLIENT
 from twolane.server.openai.answers import Echo
 from twolane.server.openai.protocol import (
     ChatRequest,
@@ -44,8 +45,6 @@ T = TypeVar("T")
 SEEN_TOKENS = 32
 """The end of a prompt in which the marks of thinking are looked for, in tokens."""
 
-LONG_TEXT = 1 << 16
-"""Texts of this many characters and more wait for each other, and no shorter one for them."""
 LEAST_TEXT, TEXT_FACTOR = 1 << 20, 64
 """This many characters are always tokenised, and this many for each token of the context."""
 MOST_PROMPT_LOGPROBS, MOST_LOGPROBS = 1 << 20, 1 << 22
@@ -76,7 +75,7 @@ class Service:
 
     Args:
         engine: a running engine.
-        codec: its tokenizer.
+        texts: its tokenizer and chat template.
         model_name: what clients call it.
         max_queue: how many requests may wait for their first token.
         sampling: fields of `SamplingParams`, for requests that say nothing of them.
@@ -86,17 +85,18 @@ class Service:
     def __init__(
         self,
         engine: EngineClient,
-        codec: TextCodec,
+        texts: Texts,
         model_name: str,
         max_queue: int,
         sampling: Mapping[str, Any] = MappingProxyType({}),
         forms: Forms | None = None,
     ) -> None:
         self.engine = engine
-        self.codec = codec
+        self.texts = texts
+        self.codec = texts.codec
         self.model_name = model_name
         self._sampling = sampling
-        self.forms = forms or Forms(codec.template_source, codec.added_token)
+        self.forms = forms or Forms(texts.template_source, self.codec.added_token)
         self._taught = False
         """Whether the engine has the tokenizer."""
         self.created = int(time.time())
@@ -108,9 +108,6 @@ class Service:
         self.tracing: Tracing | None = None
         """Where requests are traced, if they are."""
         self.draining = False
-        # Texts must not hold the loop, nor long ones and those of /tokenize the short prompts.
-        self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
-        self._counting = ThreadPoolExecutor(1, thread_name_prefix="count")
 
     @property
     def unavailable(self) -> str | None:
@@ -156,8 +153,8 @@ class Service:
         for given in all_given:
             if isinstance(given, str):
                 self._check_text(len(given), body, "prompt")
-                encode = partial(self.codec.encode, given, add_special_tokens=special)
-                prompts.append(Prompt(await self._text(encode, "prompt", len(given)), given))
+                encode = self.texts.encode(given, add_special_tokens=special, client=CLIENT.get())
+                prompts.append(Prompt(await self._text(encode, "prompt"), given))
             else:
                 prompts.append(Prompt(given))
         return self._fitted(prompts, body, "prompt")
@@ -170,9 +167,9 @@ class Service:
         """
         length = sum(len(message.text) for message in body.messages)
         self._check_text(length, body, "messages")
-        chat = self._chat(body.messages, body, special=bool(body.add_special_tokens))
-        shown = partial(chat, **self._for_template(body))
-        tokens = await self._text(shown, "messages", length)
+        how = {**self._how(body), **self._for_template(body)}
+        chat = self.texts.chat(turns_of(body.messages), client=CLIENT.get(), **how)
+        tokens = await self._text(chat, "messages")
         return self._fitted([Prompt(tokens)], body, "messages")[0]
 
     def _for_template(self, body: ChatRequest) -> dict[str, Any]:
@@ -180,7 +177,7 @@ class Service:
         more: dict[str, Any] = {"tools": body.shown_tools}
         given = body.chat_template_kwargs or {}
         effort = body.reasoning_effort
-        if effort is not None and self.codec.has_variable("reasoning_effort"):
+        if effort is not None and self.texts.has_variable("reasoning_effort"):
             more["variables"] = {"reasoning_effort": effort, **given}
         elif effort == "none":
             more["variables"] = {"enable_thinking": False, **given}
@@ -205,20 +202,24 @@ class Service:
         except FieldError as error:
             raise ApiError(400, str(error), code="invalid_value", param=error.field) from error
 
-    async def tokenize(self, body: TokenizeRequest) -> list[int]:
-        """Return the tokens of a text or a conversation, which may be longer than the context.
+    async def tokenize(self, body: TokenizeRequest) -> Named:
+        """Return the tokens of a text or a conversation, which may be longer than the context, and
+        their names if they are wanted.
 
         Raises:
             ApiError: 400, there is no tokenizer or template, or the template refuses; 503.
         """
+        names = bool(body.return_token_strs)
         if body.prompt is not None:
             self._check_length(len(body.prompt), "prompt")
             special = body.add_special_tokens is not False
-            encode = partial(self.codec.encode, body.prompt, add_special_tokens=special)
-            return await self._text(encode, "prompt", LONG_TEXT)
-        self._check_length(sum(len(message.text) for message in body.messages or []), "messages")
-        chat = self._chat(body.messages or [], body, special=bool(body.add_special_tokens))
-        return await self._text(chat, "messages", LONG_TEXT)
+            job: Encode | Chat = Encode(body.prompt, special, names)
+            return await self._text(self.texts.named(job, CLIENT.get()), "prompt")
+        messages = body.messages or []
+        self._check_length(sum(len(message.text) for message in messages), "messages")
+        turns = [dict(turn) for turn in turns_of(messages)]
+        job = Chat(turns, self._how(body), names)
+        return await self._text(self.texts.named(job, CLIENT.get()), "messages")
 
     async def detokenize(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens, special ones too.
@@ -227,8 +228,7 @@ class Service:
             ApiError: 400, there is no tokenizer; 503.
         """
         self.check_ids("tokens", tokens)
-        decode = partial(self.codec.decode, tokens, skip_special_tokens=False)
-        return await self._text(decode, "tokens", LONG_TEXT)
+        return await self._text(self.texts.decode(tokens, CLIENT.get()), "tokens")
 
     def echo(self, body: CompletionRequest, prompts: Sequence[Prompt]) -> Echo | None:
         """Return what of the prompts is shown before the answers."""
@@ -352,36 +352,29 @@ class Service:
             for prompt in answers
         ]
 
-    def close(self) -> None:
-        """Free the threads; what is in line for them is refused."""
+    async def close(self) -> None:
+        """End the checkpoint's programs."""
         self.draining = True
-        for threads in (self._tokenizing, self._counting):
-            threads.shutdown(wait=False)  # what they are at may have no end
+        await self.texts.close()
 
-    def _chat(
-        self, messages: Sequence[Message], how: Rendering, *, special: bool
-    ) -> Callable[[], list[int]]:
-        turns = turns_of(messages)
-        return partial(self.codec.chat, turns, add_special_tokens=special, **how.rendering)
+    def _how(self, body: ChatRequest | TokenizeRequest) -> dict[str, Any]:
+        """How a conversation is rendered, without what only answers need."""
+        return {"add_special_tokens": bool(body.add_special_tokens), **body.rendering}
 
-    async def _text(self, work: Callable[[], T], param: str, length: int) -> T:
-        def in_turn() -> T:
-            self.check_available()
-            try:
-                return work()
-            except Exception:
-                raise
-            except BaseException as error:  # a panic of the tokenizers library
-                raise TextError(f"the model's tokenizer failed: {error}") from error
-
-        thread = self._counting if length >= LONG_TEXT else self._tokenizing
-
-        self.check_available()  # or the thread may be gone
-        loop = asyncio.get_running_loop()
+    async def _text(self, work: Coroutine[Any, Any, T], param: str) -> T:
+        """Wait for the checkpoint's programs, unless nothing is served any more."""
+        if self.unavailable is not None:
+            work.close()
+        self.check_available()
         try:
-            return await loop.run_in_executor(thread, in_turn)
+            return await work
         except TextError as error:
+            self.check_available()  # it may have been given up for that
             raise refused_text(error, param) from error
+        except Crowded as error:
+            message = "too many long texts wait to be tokenised"
+            again = {"Retry-After": "1"}
+            raise ApiError(429, message, code="queue_full", headers=again) from error
 
     def _check_length(self, length: int, param: str) -> None:
         """Refuse a text so long that tokenising it would hold others up."""

@@ -4,14 +4,13 @@ import codecs
 import json
 import re
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any, Protocol
 
 from jinja2 import TemplateSyntaxError
 from tokenizers import Tokenizer, decoders
 from tokenizers.pre_tokenizers import ByteLevel
 
-from twolane.frontend.text.fence import TookTooLong, within
+from twolane.frontend.fenced import TookTooLong, within
 from twolane.frontend.text.template import ChatTemplate, Message, TemplateForm, missing_words
 from twolane.frontend.text.tokenizer import ModelTokenizer
 
@@ -19,8 +18,8 @@ REPLACEMENT = "\ufffd"
 BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
 SWITCHES = frozenset({"enable_thinking", "thinking"})
 """Clients set these variables for all models; false asks for nothing where there is none."""
-TEMPLATE_SECONDS = 5.0
-"""A chat template may run for this many seconds."""
+COMPILING_SECONDS = 5.0
+"""Compiling a chat template may take this many seconds."""
 MAX_HELD_TOKENS = 8
 """A character has at most four bytes; what is still broken after this many tokens stays broken."""
 
@@ -185,7 +184,8 @@ class TextCodec:
     """The tokenizer of the served model, as the API process uses it.
 
     Args:
-        tokenizer: None for a model that has none.
+        tokenizer: None for a model that has none. Its chat template is compiled in the main thread,
+            and neither that nor running it is safe but behind a fence: see `Texts`.
     """
 
     def __init__(self, tokenizer: ModelTokenizer | None) -> None:
@@ -214,9 +214,9 @@ class TextCodec:
         if not source:
             return None
         try:
-            made = partial(ChatTemplate, source, tokenizer.special_tokens, form)
-            return within(TEMPLATE_SECONDS, made)
-        except (TookTooLong, RecursionError) as error:
+            special = tokenizer.special_tokens
+            return within(COMPILING_SECONDS, lambda: ChatTemplate(source, special, form))
+        except (TookTooLong, RecursionError, MemoryError) as error:
             self._no_chat = f"the model's chat template cannot be run: {type(error).__name__}"
         except TemplateSyntaxError as error:
             self._no_chat = f"the model's chat template is broken: {error}"
@@ -239,6 +239,12 @@ class TextCodec:
         return None if template is None else template.source
 
     @property
+    def template_variables(self) -> frozenset[str]:
+        """The variables of the chat template that `chat_template_kwargs` may set."""
+        template = self._template or self._tool_template
+        return frozenset() if template is None else frozenset(template.variables)
+
+    @property
     def tokenizer_json(self) -> str:
         """The tokenizer in the form of `tokenizer.json`.
 
@@ -253,11 +259,6 @@ class TextCodec:
             return None
         token = self._backend.token_to_id(text)
         return token if token in self._backend.get_added_tokens_decoder() else None
-
-    def has_variable(self, name: str) -> bool:
-        """Return whether `chat_template_kwargs` may set this variable of the chat template."""
-        template = self._template or self._tool_template
-        return template is not None and name in template.variables
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the tokens of a plain prompt.
@@ -295,19 +296,13 @@ class TextCodec:
         check_variables(template, variables or {})
         check_calls(template, messages)
         try:
-            text = within(
-                TEMPLATE_SECONDS,
-                lambda: template.render(
-                    messages,
-                    add_generation_prompt=add_generation_prompt,
-                    continue_final_message=continue_final_message,
-                    variables=variables,
-                    tools=tools,
-                ),
+            text = template.render(
+                messages,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                variables=variables,
+                tools=tools,
             )
-        except TookTooLong as error:
-            message = f"the model's chat template did not end within {TEMPLATE_SECONDS:g} s"
-            raise TextError(message) from error
         except Exception as error:  # templates are programs that come with the model
             raise TextError(f"the model's chat template refused the messages: {error}") from error
         check_words(messages, text)

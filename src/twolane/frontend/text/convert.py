@@ -18,6 +18,7 @@ from tokenizers import AddedToken, Tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from twolane.common.checked_json import read_json
+from twolane.frontend.fenced import SETUP_MEMORY, TookTooLong, limit_memory, within
 from twolane.frontend.text.parts import Parts, Template
 from twolane.frontend.text.template import ChatTemplate, TemplateForm
 from twolane.frontend.text.tokenizer import Declared, TokenizerFile
@@ -29,6 +30,8 @@ CLASS_DEFAULTS: Mapping[str, Mapping[str, str]] = {
     "Qwen2Tokenizer": {"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"},
 }
 """Special tokens of classes of `transformers`, for files that name the class and not the tokens."""
+FORM_SECONDS = 10.0
+"""Finding out how a chat template reads messages may take this many seconds."""
 
 
 def convert(source: Path) -> TokenizerFile:
@@ -81,10 +84,13 @@ def form_of(template: Template | None, parts: Parts) -> TemplateForm | None:
     if template is None:
         return None
     try:
-        return ChatTemplate(template.text, parts.special_tokens).form
+        return within(FORM_SECONDS, lambda: ChatTemplate(template.text, parts.special_tokens).form)
     except TemplateSyntaxError as error:
         parts.notes.append(f"the chat template in {template.source} is broken: {error}")
-        return None
+    except (TookTooLong, RecursionError, MemoryError) as error:
+        said = f"the chat template in {template.source} cannot be run: {type(error).__name__}"
+        parts.notes.append(said)
+    return None
 
 
 def from_directory(source: Path) -> Parts:
@@ -248,6 +254,7 @@ def turn_ends(backend: Tokenizer, text: str) -> list[Declared]:
 def main() -> int:
     """Convert; the exit code. What went wrong is the last line on standard error."""
     source, target = map(Path, sys.argv[1:])
+    limit_memory(SETUP_MEMORY)
     try:
         target.write_bytes(msgspec.json.encode(convert(source)))
     except Exception as error:  # whatever a broken tokenizer leads to

@@ -85,20 +85,6 @@ def load_tokenizer(source: ModelSource) -> ModelTokenizer:
     return made
 
 
-def load_if_any(source: ModelSource) -> ModelTokenizer | None:
-    """Load the tokenizer of a model, and log what disagrees among its files.
-
-    Raises:
-        ValueError: it cannot be read.
-    """
-    if source.tokenizer is None:
-        return None
-    file, made = load_both(source)
-    for note in file.notes:
-        log.warning("%s: %s", source.name, note)
-    return made
-
-
 def load_file(source: ModelSource) -> TokenizerFile:
     """Return the converted tokenizer of a model.
 
@@ -129,15 +115,15 @@ def load_both(source: ModelSource) -> tuple[TokenizerFile, ModelTokenizer | None
         raise ValueError(f"{source.name} has no tokenizer")
     kept = _kept(source.tokenizer)
     try:
-        return _read(kept.read_bytes())
+        return read_file(kept.read_bytes())
     except OSError:
         pass
     except ValueError as error:
         log.warning("%s is damaged and is made anew: %s", kept, error)
-    return _read(_convert(source.name, source.tokenizer, kept))
+    return read_file(_convert(source.name, source.tokenizer, kept))
 
 
-def _read(data: bytes) -> tuple[TokenizerFile, ModelTokenizer | None]:
+def read_file(data: bytes) -> tuple[TokenizerFile, ModelTokenizer | None]:
     """Make a tokenizer of what `convert` wrote.
 
     Raises:

@@ -5,6 +5,7 @@ import hmac
 import re
 import uuid
 from collections.abc import Iterable, Sequence
+from contextvars import ContextVar
 
 import msgspec
 from starlette.datastructures import Headers, MutableHeaders
@@ -25,6 +26,10 @@ LIVE_PATHS = ("/livez", "/health/live")
 """Paths that say that this process answers at all."""
 PROBES = frozenset({*LIVE_PATHS, "/health", "/health/ready", "/ping", "/metrics"})
 """Paths that are served even where there are too many connections."""
+
+
+CLIENT: ContextVar[str] = ContextVar("client", default="")
+"""Who sends the request that is served: the digest of its key or, without keys, its address."""
 
 
 class Gate:
@@ -53,6 +58,7 @@ class Gate:
             return
         headers = Headers(scope=scope)
         send = with_request_id(send, request_id(headers))
+        CLIENT.set(self._client(scope, headers))
         try:
             check_room(scope)
             self._check_key(scope["path"], headers)
@@ -77,6 +83,11 @@ class Gate:
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
+
+    def _client(self, scope: Scope, headers: Headers) -> str:
+        if self._keys and "authorization" in headers:
+            return digest(headers["authorization"].encode("latin-1")).hex()
+        return (scope.get("client") or ("", 0))[0]
 
     def _check_length(self, length: str) -> None:
         if length.isascii() and length.isdigit() and int(length[:20]) > self._max_body_bytes:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import msgspec
 from fastapi import FastAPI, Response
 from fastapi.responses import PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -96,14 +97,13 @@ def add_token_routes(app: FastAPI, service: Service) -> None:
     async def tokenize(body: TokenizeRequest) -> Response:
         """Return the tokens of a text, or of a conversation."""
         service.check_model(body.model)
-        tokens = await service.tokenize(body)
-        names = service.codec.token_names(tokens) if body.return_token_strs else None
+        tokens, names = await service.tokenize(body)
         return json_response(
             {
                 "count": len(tokens),
                 "max_model_len": service.engine.ready.max_model_len,
                 "tokens": tokens,
-                "token_strs": names,
+                "token_strs": None if names is None else msgspec.Raw(names),
             }
         )
 

@@ -1,0 +1,313 @@
+"""Foreign programs, such as those of a checkpoint, in processes of their own.
+
+A *nursery* sets a program up once and forks *workers*, which do jobs. A worker that takes too long
+or too much memory, or whose job nobody waits for any more, is ended; the next one is there a few
+milliseconds later.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import struct
+import sys
+import time
+from collections import OrderedDict, deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import msgspec
+
+from twolane.frontend.fenced import BROKEN, HEAD, JOB, LIMITS, SETUP
+
+SETUP_SECONDS = 300.0
+"""Setting a program up may take this many seconds, the conversion of its files included."""
+PART = 1 << 18
+"""A job is sent in parts of this many bytes, between which others have their turn."""
+
+
+class FenceError(Exception):
+    """A foreign program gave no result; the message says why, as a clause about "it"."""
+
+
+class Crowded(Exception):
+    """Too many jobs wait."""
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """What a foreign program may take."""
+
+    seconds: float = 5.0
+    """A job that takes longer than this many seconds is ended."""
+    memory: int = 2 << 30
+    """A worker may allocate this many bytes."""
+    waiting: int = 256 << 20
+    """The jobs that wait for a worker may have this many bytes together."""
+
+
+class Turns:
+    """A lock whose holders come from all clients in rotation, however many of one client wait."""
+
+    def __init__(self) -> None:
+        self._held = False
+        self._lines: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
+
+    @asynccontextmanager
+    async def turn(self, client: str) -> AsyncIterator[None]:
+        """Wait for the lock and hold it."""
+        if self._held:
+            await self._wait(client)
+        self._held = True
+        try:
+            yield
+        finally:
+            self._pass_on()
+
+    async def _wait(self, client: str) -> None:
+        place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._lines.setdefault(client, deque()).append(place)
+        try:
+            await place
+        except asyncio.CancelledError:
+            if place.done() and not place.cancelled():
+                self._pass_on()
+            raise
+
+    def _pass_on(self) -> None:
+        """Give the lock to the client that has waited longest for a turn, if any waits."""
+        while self._lines:
+            client, line = self._lines.popitem(last=False)
+            place = line.popleft()
+            if line:
+                self._lines[client] = line
+            if not place.done():
+                place.set_result(None)
+                return
+        self._held = False
+
+
+class Worker:
+    """One process that does jobs.
+
+    Args:
+        reader: what it answers.
+        writer: what it is asked.
+    """
+
+    pid: int
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+
+    async def greet(self) -> None:
+        """Wait until it works."""
+        _, said = await read(self._reader)
+        [self.pid] = struct.unpack("<q", said)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the process is gone."""
+        return self._reader.at_eof()
+
+    async def do(self, job: bytes) -> bytes:
+        """Return the result of a job.
+
+        Raises:
+            FenceError: the program itself failed.
+            EOFError, OSError: the process has ended.
+        """
+        self._writer.write(HEAD.pack(JOB, len(job)))
+        for begin in range(0, len(job), PART):
+            self._writer.write(job[begin : begin + PART])
+            await self._writer.drain()
+        kind, said = await read(self._reader)
+        if kind == BROKEN:
+            raise FenceError(said.decode(errors="replace"))
+        return said
+
+    def end(self) -> None:
+        """End the process at once."""
+        if not self.ended:  # or its number may be another's by now
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+        self._writer.close()
+
+
+class Fence:
+    """A nursery and its workers. All methods belong to one event loop.
+
+    Args:
+        module: what runs in it; its `main` calls `twolane.frontend.fenced.run`.
+        setup: what that module sets up.
+        limits: of each job and worker.
+    """
+
+    said: bytes
+    """What the nursery said of the program that it has set up."""
+
+    def __init__(self, module: str, setup: bytes, limits: Limits) -> None:
+        self.limits = limits
+        self._module = module
+        self._setup = LIMITS.pack(limits.seconds, limits.memory) + setup
+        self._nursery: asyncio.subprocess.Process | None = None
+        self._control: socket.socket | None = None
+        self._lanes: list[Lane] = []
+        self._starting = asyncio.Lock()
+
+    async def start(self) -> None:
+        """Start the nursery, unless it is there.
+
+        Raises:
+            FenceError: the program cannot be set up.
+        """
+        async with self._starting:
+            if self._nursery is None or self._nursery.returncode is not None:
+                await self._start()
+
+    async def _start(self) -> None:
+        self._end_nursery()
+        own, its = socket.socketpair()
+        with its:
+            self._control = own
+            self._nursery = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", self._module, str(its.fileno())),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.DEVNULL,
+                pass_fds=[its.fileno()],
+                start_new_session=True,  # which is ended with all that the conversion starts
+            )
+        try:
+            async with asyncio.timeout(SETUP_SECONDS):
+                kind, said = await self._set_up(own)
+        except TimeoutError as error:
+            self._end_nursery()
+            raise FenceError(f"it was not set up within {SETUP_SECONDS:g} s") from error
+        except (EOFError, OSError) as error:
+            raise FenceError("it ended while it was set up") from error
+        except asyncio.CancelledError:
+            self._end_nursery()
+            raise
+        if kind == BROKEN:
+            raise FenceError(said.decode(errors="replace"))
+        self.said = said
+
+    async def _set_up(self, own: socket.socket) -> tuple[bytes, bytes]:
+        # The socket itself stays with the fence, which sends descriptors over it.
+        reader, writer = await asyncio.open_connection(sock=own.dup())
+        try:
+            writer.write(HEAD.pack(SETUP, len(self._setup)) + self._setup)
+            await writer.drain()
+            return await read(reader)
+        finally:
+            writer.close()
+
+    async def worker(self) -> Worker:
+        """Return a new worker."""
+        for tried in range(2):
+            await self.start()
+            own, its = socket.socketpair()
+            assert self._control is not None
+            try:
+                with its:
+                    self._control.setblocking(True)
+                    socket.send_fds(self._control, [b"+"], [its.fileno()])
+                made = Worker(*await asyncio.open_connection(sock=own))
+                await made.greet()
+                return made
+            except (EOFError, OSError):
+                own.close()
+                if tried:
+                    raise
+                self._end_nursery()
+        raise AssertionError
+
+    def lane(self) -> "Lane":
+        """Return a new line of jobs with a worker of its own."""
+        lane = Lane(self)
+        self._lanes.append(lane)
+        return lane
+
+    async def close(self) -> None:
+        """End all of it at once."""
+        for lane in self._lanes:
+            lane.close()
+        nursery = self._nursery
+        self._end_nursery()
+        if nursery is not None:
+            await nursery.wait()
+
+    def _end_nursery(self) -> None:
+        if self._control is not None:
+            self._control.close()
+            self._control = None
+        if self._nursery is not None and self._nursery.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._nursery.pid, signal.SIGKILL)
+        self._nursery = None
+
+
+class Lane:
+    """Jobs that one worker does, one at a time, and those of each client in turn with the others'.
+
+    Args:
+        fence: where its workers come from.
+    """
+
+    def __init__(self, fence: Fence) -> None:
+        self._fence = fence
+        self._turns = Turns()
+        self._waiting = 0
+        self._worker: Worker | None = None
+
+    async def run(self, job: bytes, client: str = "") -> bytes:
+        """Return the result of a job; a job whose caller is cancelled is broken off.
+
+        Raises:
+            Crowded: too many jobs wait.
+            FenceError: the program failed, or took too long or too much memory.
+        """
+        if self._waiting and self._waiting + len(job) > self._fence.limits.waiting:
+            raise Crowded
+        self._waiting += len(job)
+        try:
+            async with self._turns.turn(client):
+                return await self._run(job)
+        finally:
+            self._waiting -= len(job)
+
+    async def _run(self, job: bytes) -> bytes:
+        began = time.monotonic()
+        try:
+            if self._worker is not None and self._worker.ended:
+                self.close()
+            if self._worker is None:
+                self._worker = await self._fence.worker()
+                began = time.monotonic()
+            return await self._worker.do(job)
+        except (EOFError, OSError) as error:
+            self.close()
+            if time.monotonic() - began < self._fence.limits.seconds:
+                raise FenceError("it took too much memory or crashed") from error
+            message = f"it did not end within {self._fence.limits.seconds:g} s"
+            raise FenceError(message) from error
+        except asyncio.CancelledError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End the worker; the next job gets another one."""
+        if self._worker is not None:
+            self._worker.end()
+            self._worker = None
+
+
+async def read(reader: asyncio.StreamReader) -> tuple[bytes, bytes]:
+    """Return the kind and the content of the next message.
+
+    Raises:
+        EOFError, OSError: there is none.
+    """
+    kind, size = HEAD.unpack(await reader.readexactly(HEAD.size))
+    return kind, await reader.readexactly(size)

@@ -1,0 +1,168 @@
+"""The side of a fence on which foreign programs run: see `twolane.frontend.fence`."""
+
+import array
+import gc
+import os
+import resource
+import signal
+import socket
+import struct
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import TypeVar
+
+T = TypeVar("T")
+HEAD = struct.Struct("<cQ")
+"""What comes before each message: its kind, and how many bytes it has."""
+SETUP, JOB, DONE, BROKEN = b"s", b"j", b"d", b"b"
+"""Kinds of messages: what a nursery sets up, a job, its result, and why there is none."""
+LIMITS = struct.Struct("<dQ")
+"""What the setup begins with: seconds that a job may take, and bytes of memory."""
+SETUP_MEMORY = 4 << 30
+"""Setting a foreign program up may take this many bytes of memory."""
+Handler = Callable[[bytes], bytes]
+"""Does one job."""
+SetUp = Callable[[bytes], tuple[bytes, Handler]]
+"""Sets a foreign program up; returns what is to be told of it, and what does its jobs."""
+
+
+def run(set_up: SetUp) -> None:
+    """Set a foreign program up, and fork a worker for each socket that comes; the whole process.
+
+    It lives as long as the socket whose descriptor is its first argument.
+    """
+    # They are for the API process, which drains first and closes its end of the socket.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    control = socket.socket(fileno=int(sys.argv[1]))
+    setup = receive(control)
+    if setup is None:
+        return
+    seconds, memory = LIMITS.unpack_from(setup)
+    limit_memory(SETUP_MEMORY)
+    kind, said, handler = attempt(lambda: set_up(setup[LIMITS.size :]))
+    send(control, kind, said)
+    if handler is None:
+        return
+    gc.collect()
+    gc.freeze()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # workers leave no zombies
+    while given := receive_descriptor(control):
+        if os.fork() == 0:
+            control.close()
+            with socket.socket(fileno=given) as own:
+                work(own, handler, seconds, memory)
+            os._exit(0)
+        os.close(given)
+
+
+def work(own: socket.socket, handler: Handler, seconds: float, memory: int) -> None:
+    """Do jobs, one after the other. A job that takes too long ends the process."""
+    limit_memory(memory)
+    # What a native library writes about its panics is nothing that a client may fill a log with.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    send(own, DONE, struct.pack("<q", os.getpid()))
+    while (job := receive(own)) is not None:
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        try:
+            kind, said = DONE, handler(job)
+        except BaseException as error:
+            kind, said = BROKEN, reason(error).encode(errors="replace")
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        send(own, kind, said)
+
+
+class TookTooLong(BaseException):
+    """A foreign program did not end within its time.
+
+    No `Exception`: whoever tries several things after each other shall not go on.
+    """
+
+
+def within(seconds: float, work: Callable[[], T]) -> T:
+    """Run Python code in a process's main thread, and break it off after so many seconds.
+
+    Raises:
+        TookTooLong: it was broken off.
+    """
+
+    def break_off(number: int, frame: FrameType | None) -> None:
+        raise TookTooLong(f"it did not end within {seconds:g} s")
+
+    before = signal.signal(signal.SIGALRM, break_off)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        return work()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def attempt(set_up: Callable[[], tuple[bytes, Handler]]) -> tuple[bytes, bytes, Handler | None]:
+    """Set a program up; return the kind of message that says how that went, the message, and what
+    does its jobs."""
+    try:
+        said, handler = set_up()
+    except BaseException as error:
+        return BROKEN, reason(error).encode(errors="replace"), None
+    return DONE, said, handler
+
+
+def reason(error: BaseException) -> str:
+    """Return why there is no result, for a person; a panic is no `Exception`."""
+    if isinstance(error, MemoryError):
+        return "it took too much memory"
+    if isinstance(error, ValueError):
+        return str(error)
+    return f"{type(error).__name__}: {error}"
+
+
+def limit_memory(memory: int) -> None:
+    """Let this process take so many bytes of memory beyond those that it has."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[5])
+    except OSError:  # this system tells of no such figure, nor keeps such a limit
+        return
+    most = pages * resource.getpagesize() + memory
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    if hard != resource.RLIM_INFINITY:
+        most = min(most, hard)
+    # The soft one alone, since a process raises it for a program that it starts or forks.
+    resource.setrlimit(resource.RLIMIT_DATA, (most, hard))
+
+
+def send(to: socket.socket, kind: bytes, message: bytes) -> None:
+    """Send a message."""
+    to.sendall(HEAD.pack(kind, len(message)))
+    to.sendall(message)
+
+
+def receive(by: socket.socket) -> bytes | None:
+    """Return the next message, of whichever kind; None: there will be no more."""
+    head = receive_exactly(by, HEAD.size)
+    return None if head is None else receive_exactly(by, HEAD.unpack(head)[1])
+
+
+def receive_exactly(by: socket.socket, size: int) -> bytes | None:
+    """Return so many bytes; None: they will not come."""
+    into, done = memoryview(bytearray(size)), 0
+    while done < size:
+        got = by.recv_into(into[done:])
+        if got == 0:
+            return None
+        done += got
+    return bytes(into)
+
+
+def receive_descriptor(control: socket.socket) -> int | None:
+    """Return the descriptor of a new worker's socket; None: there will be no more."""
+    size = socket.CMSG_SPACE(array.array("i").itemsize)
+    _, [*ancillary], _, _ = control.recvmsg(1, size)
+    if not ancillary:
+        return None
+    found = array.array("i")
+    found.frombytes(ancillary[0][2])
+    return found[0]

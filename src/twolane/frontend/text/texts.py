@@ -1,0 +1,179 @@
+"""Text to tokens by the programs of a checkpoint, which run behind a fence."""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import msgspec
+
+from twolane.frontend.fence import Fence, FenceError, Lane, Limits
+from twolane.frontend.text.codec import TextCodec, TextError, no_tokenizer
+from twolane.frontend.text.jobs import (
+    Chat,
+    Decode,
+    Decoded,
+    Encode,
+    Encoded,
+    Job,
+    Loaded,
+    Result,
+    Setup,
+    Wrong,
+    packed,
+    read_result,
+    unpacked,
+)
+from twolane.frontend.text.template import Message
+from twolane.frontend.text.tokenizer import read_file
+from twolane.model.load.hub import ModelSource
+
+log = logging.getLogger("twolane.frontend")
+
+LONG_TEXT = 1 << 16
+"""Texts of this many bytes and more wait for each other, and no shorter one for them."""
+TEMPLATE, TOKENIZER = "chat template or tokenizer", "tokenizer"
+"""What is at fault when a conversation or a text is given up."""
+
+
+class Named(NamedTuple):
+    """Tokens and their names."""
+
+    tokens: list[int]
+    names: bytes | None
+    """A JSON list of the tokens as the vocabulary spells them, if they are wanted."""
+
+
+class Texts:
+    """The texts of the served model. All methods belong to one event loop.
+
+    Args:
+        codec: turns tokens into text, here.
+        fence: the checkpoint's programs; None: it has none.
+        loaded: what they are.
+    """
+
+    def __init__(
+        self, codec: TextCodec, fence: Fence | None = None, loaded: Loaded | None = None
+    ) -> None:
+        self.codec = codec
+        self.template_source = None if loaded is None else loaded.template
+        """The program of the chat template for tools; None: there is none that works."""
+        self.has_chat_template = loaded is not None and loaded.has_chat
+        """Whether `chat` can work without tools."""
+        self._variables = frozenset() if loaded is None else loaded.variables
+        self._fence = fence
+        self._lanes: tuple[Lane, Lane] | None = None
+        if fence is not None:
+            self._lanes = fence.lane(), fence.lane()
+
+    @classmethod
+    async def load(cls, source: ModelSource, limits: Limits = Limits()) -> "Texts":  # noqa: B008
+        """Load a model's tokenizer; a model may have none.
+
+        Raises:
+            ValueError: it cannot be read.
+        """
+        if source.tokenizer is None:
+            return cls(TextCodec(None))
+        setup = msgspec.msgpack.encode(Setup(source.name, str(source.tokenizer)))
+        fence = Fence("twolane.frontend.text.worker", setup, limits)
+        try:
+            await fence.start()
+            loaded = msgspec.msgpack.decode(fence.said, type=Loaded)
+            file, tokenizer = await asyncio.to_thread(read_file, loaded.file)
+        except FenceError as error:
+            raise ValueError(f"{source.name}: the tokenizer cannot be loaded: {error}") from error
+        except BaseException:
+            await fence.close()
+            raise
+        for note in file.notes:
+            log.warning("%s: %s", source.name, note)
+        if tokenizer is None:
+            await fence.close()
+            return cls(TextCodec(None))
+        # Decoding takes microseconds a token and is done here; the template runs there alone.
+        return cls(
+            TextCodec(replace(tokenizer, chat_template=None, tool_template=None)), fence, loaded
+        )
+
+    def has_variable(self, name: str) -> bool:
+        """Return whether `chat_template_kwargs` may set this variable of the chat template."""
+        return name in self._variables
+
+    async def encode(
+        self, text: str, *, add_special_tokens: bool = True, client: str = "", long: bool = False
+    ) -> list[int]:
+        """Return the tokens of a plain prompt.
+
+        Args:
+            text: the prompt.
+            add_special_tokens: whether to put those around it that the model expects.
+            client: who asks; all clients have their turns.
+            long: whether it waits with long texts, however long it is.
+
+        Raises:
+            TextError: the model has no tokenizer, or the tokenizer failed or took too much.
+            Crowded: too many texts wait.
+        """
+        job = Encode(text, add_special_tokens)
+        return unpacked((await self._encoded(job, TOKENIZER, client, long)).tokens)
+
+    async def chat(
+        self, messages: Sequence[Message], *, client: str = "", long: bool = False, **how: Any
+    ) -> list[int]:
+        """Return the tokens of a conversation; `how` are arguments of `TextCodec.chat`.
+
+        Raises:
+            TextError: see `TextCodec.chat`; or the template failed or took too much.
+            Crowded: too many texts wait.
+        """
+        job = Chat([dict(message) for message in messages], how)
+        return unpacked((await self._encoded(job, TEMPLATE, client, long)).tokens)
+
+    async def named(self, job: Encode | Chat, client: str = "") -> Named:
+        """Return the tokens of a text or conversation, and their names; it waits with long texts.
+
+        Raises:
+            TextError, Crowded: see `chat`.
+        """
+        encoded = await self._encoded(job, TEMPLATE, client, True)
+        return Named(unpacked(encoded.tokens), encoded.names)
+
+    async def decode(self, tokens: Sequence[int], client: str = "") -> str:
+        """Return the text of tokens, special ones too, however many they are.
+
+        Raises:
+            TextError: the model has no tokenizer, or the tokenizer failed or took too much.
+            Crowded: too many texts wait.
+        """
+        decoded = await self._ask(Decode(packed(tokens)), TOKENIZER, client, True)
+        assert isinstance(decoded, Decoded)
+        return decoded.text
+
+    async def close(self) -> None:
+        """End the checkpoint's programs."""
+        if self._fence is not None:
+            await self._fence.close()
+
+    async def _encoded(self, job: Encode | Chat, what: str, client: str, long: bool) -> Encoded:
+        encoded = await self._ask(job, what, client, long)
+        assert isinstance(encoded, Encoded)
+        return encoded
+
+    async def _ask(self, job: Job, what: str, client: str, long: bool) -> Result:
+        if self._lanes is None:
+            raise no_tokenizer()
+        try:
+            data = msgspec.msgpack.encode(job)
+        except (ValueError, OverflowError, TypeError) as error:
+            raise TextError(f"the text cannot be tokenised: {error}") from error
+        try:
+            said = await self._lanes[long or len(data) >= LONG_TEXT].run(data, client)
+        except FenceError as error:
+            raise TextError(f"the model's {what} failed: {error}") from error
+        result: Result = read_result(said)
+        if isinstance(result, Wrong):
+            raise TextError(result.message, result.param)
+        return result

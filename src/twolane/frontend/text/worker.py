@@ -1,0 +1,81 @@
+"""The tokenizer and chat template of a checkpoint, behind a fence. A program of its own."""
+
+import os
+from pathlib import Path
+
+import msgspec
+
+from twolane.frontend import fenced
+from twolane.frontend.text.codec import TextCodec, TextError
+from twolane.frontend.text.jobs import (
+    Chat,
+    Decode,
+    Decoded,
+    Encoded,
+    Loaded,
+    Result,
+    Setup,
+    Wrong,
+    packed,
+    read_job,
+    unpacked,
+)
+from twolane.frontend.text.tokenizer import load_both
+from twolane.model.load.hub import ModelSource
+
+# The threads of the tokenizers library would not be there in a forked process.
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
+def set_up(given: bytes) -> tuple[bytes, fenced.Handler]:
+    """Load the programs of a checkpoint.
+
+    Raises:
+        ValueError: they cannot be read.
+    """
+    setup = msgspec.msgpack.decode(given, type=Setup)
+    source = ModelSource("dir", setup.name, None, Path(setup.tokenizer))
+    file, tokenizer = load_both(source)
+    codec = TextCodec(tokenizer)
+    loaded = Loaded(
+        msgspec.json.encode(file),
+        codec.template_source,
+        codec.has_chat_template,
+        codec.template_variables,
+    )
+
+    def handle(job: bytes) -> bytes:
+        return msgspec.msgpack.encode(answer(codec, job))
+
+    return msgspec.msgpack.encode(loaded), handle
+
+
+def answer(codec: TextCodec, job: bytes) -> Result:
+    """Do a job."""
+    asked = read_job(job)
+    try:
+        if isinstance(asked, Decode):
+            return Decoded(codec.decode(unpacked(asked.tokens), skip_special_tokens=False))
+        if isinstance(asked, Chat):
+            tokens = codec.chat(asked.messages, **asked.how)
+        else:
+            tokens = codec.encode(asked.text, add_special_tokens=asked.add_special_tokens)
+        return encoded(codec, tokens, asked.names)
+    except TextError as error:
+        return Wrong(str(error), error.param)
+
+
+def encoded(codec: TextCodec, tokens: list[int], names: bool) -> Encoded:
+    """Return tokens, with their names if they are wanted."""
+    return Encoded(
+        packed(tokens), msgspec.json.encode(codec.token_names(tokens)) if names else None
+    )
+
+
+def main() -> None:
+    """Run behind a fence."""
+    fenced.run(set_up)
+
+
+if __name__ == "__main__":
+    main()

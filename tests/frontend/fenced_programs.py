@@ -1,0 +1,72 @@
+"""Programs that misbehave, behind a fence: those of this file, and chat templates."""
+
+import itertools
+import os
+import time
+
+import msgspec
+
+from twolane.frontend import fenced
+from twolane.frontend.text.codec import TextCodec
+from twolane.frontend.text.jobs import Encoded, packed
+from twolane.frontend.text.tokenizer import ModelTokenizer, load_tokenizer
+from twolane.frontend.text.worker import answer
+from twolane.model.load.hub import DEFAULT_MODEL, resolve
+
+
+def loop():
+    while True:
+        pass
+
+
+def take_memory():
+    taken = []
+    while True:
+        taken.append(b"x" * (1 << 24))
+
+
+def exit_at_once():
+    os._exit(3)
+
+
+def nest():
+    return nest()
+
+
+def panic():
+    raise BaseException("as a native library does")
+
+
+BAD = {work.__name__: work for work in (loop, take_memory, exit_at_once, nest, panic)}
+
+
+def handle(job: bytes) -> bytes:
+    if job.decode() in BAD:
+        BAD[job.decode()]()
+    return str(os.getpid()).encode() if job == b"pid" else job
+
+
+counted = itertools.count(1)
+
+
+def count_slowly(job: bytes) -> bytes:
+    """Half a second later, answer with one token: how many jobs this worker has had."""
+    time.sleep(0.5)
+    return msgspec.msgpack.encode(Encoded(packed([next(counted)])))
+
+
+def set_up(given: bytes) -> tuple[bytes, fenced.Handler]:
+    """Serve the jobs of this file or, if one is given, conversations with a chat template."""
+    if not given:
+        return b"", handle
+    if given.decode() in BAD:
+        BAD[given.decode()]()
+    if given == b"slow":
+        return b"", count_slowly
+    backend = load_tokenizer(resolve(DEFAULT_MODEL)).backend
+    codec = TextCodec(ModelTokenizer(backend, given.decode(), {}))
+    return b"", lambda job: msgspec.msgpack.encode(answer(codec, job))
+
+
+if __name__ == "__main__":
+    fenced.run(set_up)
