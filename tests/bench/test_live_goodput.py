@@ -62,7 +62,7 @@ def test_two_systems_on_servers_of_its_own(model, tmp_path):
         first = wait_for(lambda: children(p.pid), 200)
         wait_for(lambda: list(out.glob("*-rate100000*.json")), 200)
         servers = children(p.pid)
-        p.send_signal(signal.SIGINT)
+        p.send_signal(signal.SIGTERM)
         assert p.wait(60) == 130
         assert "the same command goes on" in p.stderr.read()
     assert not any(map(alive, first))

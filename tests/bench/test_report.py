@@ -64,6 +64,9 @@ def test_the_command(made, tmp_path):
         assert re.search(rf"^\| {system} \| {found[system]['median']:.2f} \|", table, re.M)
     assert re.search(r"^\| mine \| 90 \| 25 of 25 \|", table, re.M)
     assert f"simulation: {MODEL} on simulated h200" in table
+    about = json.loads((made / "run.json").read_text())["provenance"]
+    assert f"Measured: {about['date']} from a client on {about['cpu']}" in table
+    assert f"Command: {about['command']}" in table
     assert "Where the time went: lanes\n\n| work |" in table
     assert "<h2>Where the time went: lanes</h2>" in page
 

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from datetime import UTC, datetime
 
 import msgspec
 import pytest
@@ -13,8 +14,11 @@ from typer.testing import CliRunner
 
 from twolane.cli.bench.main import app
 from twolane.results.metrics import LAG_PERCENTILES, Distribution
-from twolane.results.summary import default_name, result_dict, result_json, summary
+from twolane.results.record import Record
+from twolane.results.result import BenchConfig, Result
+from twolane.results.summary import default_name, result_dict, result_json, summary, warnings
 from twolane.workload.lengths import TABLES
+from twolane.workload.traces import TraceRequest
 
 from .scripted import DONE, bench, text, usage
 
@@ -229,7 +233,8 @@ def test_help_names_every_table():
         assert name in page
 
 
-def test_ctrl_c_still_writes_what_was_measured(thirdparty, tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_run_that_is_ended_still_writes_what_was_measured(thirdparty, tmp_path, number):
     trace = tmp_path / "trace.csv"
     rows = "TIMESTAMP,ContextTokens,GeneratedTokens\n,5,2\n,5,2\n,5,999\n,5,2\n"
     trace.write_text(rows)
@@ -239,7 +244,7 @@ def test_ctrl_c_still_writes_what_was_measured(thirdparty, tmp_path):
     words += ["--max-concurrency", "1", "--result-file", str(path)]
     process = subprocess.Popen([sys.executable, "-c", program, *words], stdout=subprocess.PIPE)
     assert thirdparty.stalled.wait(60)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 130
     assert b"Interrupted" in output
@@ -247,6 +252,50 @@ def test_ctrl_c_still_writes_what_was_measured(thirdparty, tmp_path):
     assert saved["interrupted"] is True
     assert saved["outcomes"] == {"ok": 2, "interrupted": 1}
     assert saved["num_prompts"] == 4
+
+
+def cached(known, hash_ids=()):
+    """A run of four requests whose server knew a part of their prompts of 100 tokens."""
+    rows = [TraceRequest(None, 100, 2, hash_ids=hash_ids, block_tokens=16) for _ in range(4)]
+    records = [
+        Record(
+            index=i, asked_prompt=100, asked_output=2, scheduled=0.0, waited=0.0, sent=0.0,
+            ended=1.0, outcome="ok", token_times=(0.5, 1.0), usage_prompt=100, usage_output=2,
+            usage_cached=known,
+        )
+        for i in range(4)
+    ]  # fmt: skip
+    return Result(
+        config=BenchConfig(), model="m", date=datetime.now(UTC), workload=tuple(rows),
+        records=tuple(records), duration=1.0, interrupted=False,
+        loop_lag=Distribution.of((), LAG_PERCENTILES),
+    )  # fmt: skip
+
+
+def test_a_run_that_measures_the_prefix_cache_says_so():
+    [warning] = warnings(cached(96))
+    assert warning.startswith("96% of the input tokens were in the server's prefix cache")
+    assert "--seed" in warning
+    assert not warnings(cached(10)), "a chat template is shared by all prompts"
+    assert not warnings(cached(96, (1, 2))), "prompts of this workload share prefixes"
+
+
+def test_latencies_fit_their_columns_in_a_narrow_terminal():
+    console = Console(width=80)
+    with console.capture() as shown:
+        console.print(summary(slow()))
+    assert "…" not in shown.get()
+    assert "123457" in shown.get()
+
+
+def slow():
+    """A run whose latencies are minutes long."""
+    result = cached(0)
+    records = [
+        msgspec.structs.replace(one, token_times=(123.4567, 345.6), ended=350.0)
+        for one in result.records
+    ]
+    return msgspec.structs.replace(result, records=tuple(records))
 
 
 def test_importing_the_command_line_is_light_and_httptools_is_optional():

@@ -333,6 +333,15 @@ def test_doctor_says_what_there_is():
         assert word in result.stdout
 
 
+def test_doctor_says_what_the_settings_of_a_system_mean():
+    result = run("doctor", "--system", "chunked")
+    assert result.returncode == 0
+    assert "token_budget=256" in result.stdout
+    assert "Tokens in a forward pass" in result.stdout
+    wrong = run("doctor", "--system", "x")
+    assert (wrong.returncode, "there are: prefill-first" in wrong.stderr) == (2, True)
+
+
 def test_doctor_names_a_broken_pytorch(tmp_path):
     (tmp_path / "torch.py").write_text("raise OSError('libtorch_cpu.so: no such file')")
     path = os.pathsep.join([str(tmp_path), *sys.path])

@@ -68,6 +68,24 @@ def test_offline_hub_ids_fail_in_one_line(monkeypatch):
         resolve("a/b")
 
 
+def test_the_tries_of_the_hubs_library_are_not_printed(monkeypatch, caplog):
+    import huggingface_hub
+    from huggingface_hub.utils import logging as library
+
+    said = library.get_logger("huggingface_hub.utils._http")
+
+    def fail(*_, **__):
+        said.warning("Retrying in 1s [Retry 1/5].")
+        raise OSError("cannot connect")
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", fail)
+    with pytest.raises(PullError, match="cannot connect"):
+        resolve("a/b")
+    assert "Retrying" not in caplog.text
+    said.warning("after it")
+    assert "after it" in caplog.text
+
+
 def test_unsupported_hub_ids_are_refused_before_the_download(monkeypatch, tmp_path):
     import huggingface_hub
 

@@ -8,14 +8,14 @@ from typing import Annotated
 
 import typer
 from rich.console import Console, RenderableType
-from rich.padding import Padding
 from rich.table import Table
 
 import twolane
-from twolane.cli.complete import models
+from twolane.cli.complete import models, systems
 from twolane.cli.errors import one_line_errors, wrong_setting
 from twolane.cli.lazy import command_app
 from twolane.common.errors import FieldError
+from twolane.common.options import docstrings
 from twolane.common.resources import free_memory, usable_cores
 from twolane.model.load import hub
 from twolane.systems.registry import SYSTEMS, defaults, describe
@@ -34,12 +34,23 @@ def doctor(
         str | None,
         typer.Option(help="Print the tokens of this text for MODEL: id, name and text of each."),
     ] = None,
+    system: Annotated[
+        str | None, typer.Option(help="Print the settings of this system.", autocompletion=systems)
+    ] = None,
 ) -> None:
     """Say what this machine offers, and whether serving is possible (exit code 0).
+
+    With --system, say what its settings mean.
 
     With MODEL, say what is read of its files: the tokenizer, BOS, each EOS and the chat template,
     and where each comes from.
     """
+    if system is not None:
+        if system not in SYSTEMS:
+            problem = f"{system!r} is unknown; there are: {', '.join(SYSTEMS)}"
+            raise wrong_setting(FieldError("system", problem))
+        show_system(system)
+        raise typer.Exit
     if model is None:
         if tokens is not None:
             raise wrong_setting(FieldError("tokens", "needs MODEL"))
@@ -62,6 +73,16 @@ def report() -> bool:
     return problem is None
 
 
+def show_system(name: str) -> None:
+    """Print what a system does, and the default and the meaning of each of its settings."""
+    console, table = Console(), Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    meanings = docstrings(SYSTEMS[name])
+    for key, value in defaults(name).items():
+        table.add_row(f"{key}={value}", meanings.get(key, ""))
+    console.print(f"{name}: {describe(name)} Its settings, as --option KEY=VALUE:")
+    console.print(table)
+
+
 def findings() -> Iterator[tuple[str, RenderableType]]:
     """Yield the rows of the report."""
     yield "twolane", twolane.__version__
@@ -74,8 +95,7 @@ def findings() -> Iterator[tuple[str, RenderableType]]:
     yield "cuda lanes", "none: see the CPU lanes" if problem else cuda_lanes()
     for place, name in enumerate(SYSTEMS):
         yield "systems" if place == 0 else "", f"{name}: {describe(name)}"
-        settings = " ".join(f"{key}={value}" for key, value in defaults(name).items())
-        yield "", Padding(settings, (0, 0, 0, 2))
+    yield "", "twolane doctor --system NAME says what each --option of a system means"
     yield "cache", str(hub.cache_dir())
     yield "pulled", ", ".join(pulled()) or "nothing yet: twolane pull"
 

@@ -23,5 +23,7 @@ def pull(
     """Fetch a model into the cache, so that it can be served without a network."""
     from twolane.model.load import hub
 
+    if model not in hub.ALIASES and "/" in model:
+        typer.echo(f"Fetching {model} from the Hugging Face hub", err=True)
     with one_line_errors():
         typer.echo(hub.pull(model))

@@ -29,6 +29,12 @@ class Run:
         return float(rate) if isinstance(rate, int | float) else None
 
     @property
+    def about(self) -> dict[str, Any]:
+        """The record of its provenance; empty in a file that has none."""
+        about: dict[str, Any] = self.data.get("provenance") or {}
+        return about
+
+    @property
     def whole(self) -> bool:
         """Whether it ran to its end: not stopped by hand, nor by a search as hopeless."""
         return not self.data.get("interrupted", False)
@@ -75,6 +81,8 @@ class SearchResult:
     search: dict[str, Any]
     goodput: dict[str, dict[str, Any]]
     """By system: `seeds`, `median`, `least`, `most`, in requests a second."""
+    about: dict[str, Any] = field(default_factory=dict)
+    """The record of its provenance; empty in a file that has none."""
 
 
 @dataclass
@@ -160,7 +168,8 @@ def _read_search(saved: Saved, folder: Path, name: str | None) -> None:
     if (folder / "summary.json").is_file():  # the first search may still be on its way
         summary = _decode(folder / "summary.json")
         goodput = {before + system: one for system, one in summary["goodput"].items()}
-        saved.found.append(SearchResult(summary["search"], goodput))
+        about = summary.get("provenance") or {}
+        saved.found.append(SearchResult(summary["search"], goodput, about))
         for key in ("slos", "attainment"):
             if saved.found[0].search[key] != summary["search"][key]:
                 raise FieldError("RUN", f"{folder} was searched with other {key}: report it apart")

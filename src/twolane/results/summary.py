@@ -16,6 +16,8 @@ from twolane.workload.spec import WorkloadSpec
 
 LAG_BOUND = 0.01
 """Seconds of client lag at the 99th percentile from which a run is called doubtful."""
+CACHED_BOUND = 0.2
+"""Share of input tokens in the prefix cache from which a run of unrelated prompts is called out."""
 CHUNK_BOUND = 1.05
 """Tokens a chunk from which the gaps between chunks are called out."""
 
@@ -104,6 +106,12 @@ def warnings(result: Result) -> list[str]:
         found.append(
             f"the server sends {metrics.tokens_per_chunk:.2f} tokens a chunk: TBT is the time "
             "between chunks"
+        )
+    cached = metrics.cached_tokens / metrics.input_tokens if metrics.input_tokens else 0.0
+    if cached > CACHED_BOUND and not any(request.hash_ids for request in result.workload):
+        found.append(
+            f"{cached:.0%} of the input tokens were in the server's prefix cache, so prompts were "
+            "hardly computed: it has seen them before. Another --seed draws new ones"
         )
     if metrics.uncounted:
         found.append(
@@ -302,7 +310,10 @@ def _in_ms(seconds: float | None) -> float | None:
 
 
 def _ms(seconds: float | None) -> str:
-    return "-" if seconds is None else f"{seconds * 1e3:.2f}"
+    """Return milliseconds with five digits at least, short enough for a terminal of 80 columns."""
+    if seconds is None:
+        return "-"
+    return f"{seconds * 1e3:.{2 if seconds < 1 else 1 if seconds < 10 else 0}f}"
 
 
 def _number(value: float | None) -> str:

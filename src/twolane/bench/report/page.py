@@ -5,6 +5,7 @@ import html
 import io
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
@@ -185,8 +186,21 @@ def setting(saved: Saved) -> list[str]:
         share = f"{found.search['attainment']:.1%} keep each of {slos}"
         lines.append(f"Workload: {asked}; {found.search['seeds']} seeds; {share}")
     runs = [run for run in saved.runs if "trial" not in run.data]
+    abouts = [*(found.about for found in saved.found), *(run.about for run in runs)]
+    lines += dict.fromkeys(line for about in abouts if about for line in _made(about))
     sent = {f"{run.data.get('num_prompts')} requests of {run.data.get('dataset')}" for run in runs}
     return lines + [f"Workload: {one}" for one in sorted(sent)]
+
+
+def _made(about: dict[str, Any]) -> list[str]:
+    """When, where and with which flags something was measured."""
+    card = f"{about['card']}, driver {about['driver']}, " if about.get("card") else ""
+    versions = ", ".join(f"{name} {value}" for name, value in about["versions"].items())
+    commit = f" at {about['commit'][:7]}" if about.get("commit") else ""
+    return [
+        f"Measured: {about['date']} from a client on {card}{about['cpu']}; {versions}{commit}",
+        f"Command: {about['command']}",
+    ]
 
 
 def _markdown_table(heads: list[str], rows: list[list[str]]) -> str:

@@ -1,5 +1,6 @@
 """`twolane bench goodput`: the highest request rate at which the SLOs hold."""
 
+import signal
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -76,8 +77,12 @@ def goodput(
         ),
     ] = None,
 ) -> None:
-    """Find the highest request rate at which the SLOs hold, on servers or in simulation."""
+    """Find the highest request rate at which the SLOs hold, on servers or in simulation.
+
+    Ctrl-C or SIGTERM ends the search and its servers; the same command goes on from there.
+    """
     common.need_httptools()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with common.errors_as_lines():
         who = Target(**target)
         if who.serve is None and trace:

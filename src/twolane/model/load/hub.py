@@ -177,19 +177,34 @@ def _download(repo: str, config_only: bool) -> Path:
     """A snapshot of a Hugging Face repository: config, safetensors, tokenizer, nothing else."""
     from huggingface_hub import hf_hub_download, snapshot_download
 
+    log.info("fetching %s from the Hugging Face hub", repo)
     try:
-        config = Path(hf_hub_download(repo, "config.json"))
-        # Refuse before the gigabytes, not after.
-        check_architecture(read_json(config))
-        files = ("*.json",) if config_only else _HUB_FILES
-        return Path(
-            snapshot_download(repo, allow_patterns=list(files), ignore_patterns=list(_HUB_NOT))
-        )
+        with _without_warnings_of_retries():
+            config = Path(hf_hub_download(repo, "config.json"))
+            # Refuse before the gigabytes, not after.
+            check_architecture(read_json(config))
+            files = ("*.json",) if config_only else _HUB_FILES
+            return Path(
+                snapshot_download(repo, allow_patterns=list(files), ignore_patterns=list(_HUB_NOT))
+            )
     except (OSError, ValueError) as error:
         if isinstance(error, UnsupportedModel):
             raise
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise PullError(f"cannot fetch {repo} from the Hugging Face hub: {reason}") from error
+
+
+@contextmanager
+def _without_warnings_of_retries() -> Iterator[None]:
+    """Keep the hub's library from printing each of its tries: the last one's error says it all."""
+    from huggingface_hub.utils import logging as library
+
+    before = library.get_verbosity()
+    library.set_verbosity(logging.ERROR)
+    try:
+        yield
+    finally:
+        library.set_verbosity(before)
 
 
 def pull(
