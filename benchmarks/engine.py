@@ -79,8 +79,7 @@ class Rig:
         self.lanes = self.machine.start(
             self.pages, PAGE, self.slots, 40_960, lambda: None, lambda *_: None
         )
-        for layer in self.lanes.runner.kv.layers:
-            layer.normal_()
+        self.lanes.fill_kv()
         torch.cuda.synchronize()
         self.free = list(range(self.pages))
         random.Random(0).shuffle(self.free)

@@ -43,7 +43,7 @@ def test_logits(form: str, tmp_path: Path) -> None:
     cost = (cpu - meant).norm() / meant.norm()
     apart = (logits - meant).norm() / meant.norm()
     print(f"{form}: {there.layers[0].qkv.scheme}, CPU {cost:.4f}, GPU {apart:.4f} from float32")
-    assert apart < 1.25 * cost + 0.01
+    assert apart < (1.6 if form == "fp8" else 1.25) * cost + 0.01  # blocks are rounded twice
 
 
 @pytest.mark.parametrize("rows", ROWS)

@@ -1,6 +1,6 @@
 """Decode attention against a float32 reference, over shapes, lengths, windows and levels."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -10,6 +10,8 @@ from twolane.kernels.decode_attention.dispatch import (
     decode_attention,
     decode_scratch,
 )
+from twolane.kernels.pool import Pool, RoundedPool
+from twolane.model import fp8
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 
@@ -19,7 +21,7 @@ class Case:
     """Random queries and a random paged cache; what no sequence has written is NaN."""
 
     q: torch.Tensor
-    pool: torch.Tensor
+    pool: Pool
     tables: torch.Tensor
     slots: torch.Tensor
     lengths: torch.Tensor
@@ -62,6 +64,11 @@ class Case:
             torch.tensor(lengths, dtype=torch.int32, device=device),
         )
 
+    def rounded(self) -> "Case":
+        """The same in a rounded pool; what no sequence has written is NaN, with any exponent."""
+        values, exponents = fp8.quantise_heads(self.pool)
+        return replace(self, pool=RoundedPool(values, exponents))
+
     def run(
         self,
         units: int,
@@ -77,9 +84,12 @@ class Case:
 
     def reference(self, window: int | None = None, scale: float | None = None) -> torch.Tensor:
         """float32 on the CPU; padding rows keep what `run` filled in."""
-        (_, heads, dim), (_, kv_heads, _, page, _) = self.q.shape, self.pool.shape
+        pool = self.pool
+        if isinstance(pool, RoundedPool):
+            pool = torch.ldexp(pool.values.float(), pool.exponents[..., None].int())
+        (_, heads, dim), (_, kv_heads, _, page, _) = self.q.shape, pool.shape
         out = torch.full(self.q.shape, 7.0)
-        pool, q = self.pool.float().cpu(), self.q.float().cpu()
+        pool, q = pool.float().cpu(), self.q.float().cpu()
         for row, n in enumerate(self.lengths.tolist()):
             if not n:
                 continue
@@ -105,6 +115,14 @@ RAGGED = [37, 0, 1, 64, 16, 129, 17]
 @pytest.mark.parametrize("group", [1, 2, 3, 5, 7, 8, 16])
 def test_group_sizes(group: int, device: str) -> None:
     Case.make(RAGGED, group=group, device=device).check(units=1)
+
+
+@pytest.mark.parametrize(("group", "dim", "page"), [(4, 64, 16), (1, 128, 32), (7, 80, 64)])
+@pytest.mark.parametrize("units", [1, 3])
+def test_rounded_pools(group: int, dim: int, page: int, units: int, device: str) -> None:
+    case = Case.make(RAGGED, group=group, dim=dim, page=page, device=device).rounded()
+    case.check(units)
+    case.check(units, window=40)
 
 
 @pytest.mark.parametrize("dim", [16, 32, 64, 80, 96, 128, 256])

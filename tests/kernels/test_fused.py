@@ -5,6 +5,8 @@ import torch
 from torch.nn import functional
 
 from twolane.kernels import fused
+from twolane.kernels.pool import RoundedPool
+from twolane.model import fp8
 
 TYPES = [torch.float32, torch.bfloat16, torch.float16]
 EPS = 1e-5
@@ -116,6 +118,47 @@ def test_rotates_and_writes(
     assert (out[1] == 3.0).all()
     assert_close(case.pool, expected)
     assert torch.equal(case.pool == 7.0, expected == 7.0)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "norm"), SHAPES)
+def test_writes_to_a_rounded_pool(
+    heads: int, kv_heads: int, dim: int, norm: bool, dtype: torch.dtype, device: str
+) -> None:
+    """The pool holds what the CPU's holds of the same numbers, and rows get what the pool holds."""
+    case, twin = (Heads(heads, kv_heads, dim, dtype, norm, device) for _ in range(2))
+    twin.qkv.copy_(case.qkv)
+    norms, before = case.norm, case.qkv.clone()
+    places = torch.tensor([0, -1, 4 * 16 + 15], device=device)
+    out, same = torch.empty_like(case.q), torch.empty_like(case.q)
+    rest = case.positions, norms, EPS, case.table
+    fused.qkv_rope_write(twin.qkv, *rest, same, twin.pool, places)
+    shape = case.pool.shape
+    pool = RoundedPool(
+        torch.zeros(shape, dtype=fp8.E4M3, device=device),
+        torch.full(shape[:-1], 77, dtype=torch.int8, device=device),
+    )
+    fused.qkv_rope_write(case.qkv, *rest, out, pool, places)
+    assert torch.equal(out[::2], same[::2])
+    for row, page, offset in ((0, 0, 0), (2, 4, 15)):
+        values, exponents = fp8.quantise_heads(twin.pool[page, :, :, offset])
+        assert torch.equal(pool.values[page, :, :, offset].float(), values.float())
+        assert torch.equal(pool.exponents[page, :, :, offset], exponents)
+        seen = case.qkv[row, heads * dim :].view(2, kv_heads, dim).transpose(0, 1)
+        assert torch.equal(seen, fp8.dequantise_heads(values, exponents, dtype))
+    written = pool.exponents != 77
+    assert int(written.sum()) == 2 * 2 * kv_heads
+    tables = torch.zeros(1, 70, dtype=torch.int32, device=device)
+    tables[0, 62] = 3
+    ints = torch.tensor([0, 0, 0], dtype=torch.int32, device=device)
+    lengths = torch.tensor([0, 0, 1], dtype=torch.int32, device=device)
+    decoded = RoundedPool(torch.zeros_like(pool.values), torch.zeros_like(pool.exponents))
+    fresh = Heads(heads, kv_heads, dim, dtype, norm, device)
+    fresh.qkv.copy_(before)
+    fused.qkv_rope_write_decode(fresh.qkv, *rest, same, decoded, tables, ints, lengths)
+    values, exponents = (part[4, :, :, 15] for part in (pool.values, pool.exponents))
+    assert torch.equal(decoded.values[3, :, :, 8].float(), values.float())
+    assert torch.equal(decoded.exponents[3, :, :, 8], exponents)
 
 
 def test_rotates_in_place_and_finds_pages(device: str) -> None:

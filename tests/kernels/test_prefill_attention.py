@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from twolane.kernels.pool import RoundedPool
 from twolane.kernels.prefill_attention import flashinfer_kernels as fa3
 from twolane.kernels.prefill_attention.batch import Block, PrefillBatch
 from twolane.kernels.prefill_attention.dispatch import (
@@ -31,6 +32,7 @@ from twolane.kernels.prefill_attention.schedule import (
     tiles,
 )
 from twolane.kernels.prefill_attention.triton_kernels import TritonProgram, tiling
+from twolane.model import fp8
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1.5e-3}
 
@@ -117,6 +119,47 @@ def test_the_triton_kernel_equals_float32_attention(
         backend="triton",
     )
     check(plan, q, pool, segments, tables, window)
+
+
+@pytest.mark.parametrize("window", [None, 24])
+@pytest.mark.parametrize(("dim", "dtype"), [(64, torch.float32), (80, torch.bfloat16)])
+def test_a_rounded_pool_means_what_it_holds(dim, dtype, window, device):
+    """To the bit what a pool of the same numbers in the queries' type gives."""
+    segments, heads, kv_heads = [(37, 1), (0, 70), (100, 33)], 4, 2
+    q, pool, tables = make(segments, heads, kv_heads, dim, 16, dtype, device)
+    values, exponents = fp8.quantise_heads(pool)
+    meant = torch.ldexp(values.float(), exponents[..., None].int()).to(dtype)
+    shape = {"page_size": 16, "heads": heads, "kv_heads": kv_heads, "dim": dim, "dtype": dtype}
+    lane = {"units": 2, "workspace": PrefillWorkspace(device), "window": window}
+    outs = []
+    for seen in (meant, RoundedPool(values, exponents)):
+        rounded = isinstance(seen, RoundedPool)
+        plan = PrefillPlan.build(
+            segments, tables, **shape, **lane, backend="triton", rounded=rounded
+        )
+        outs.append(torch.empty_like(q))
+        prefill_attention(plan, q, seen, outs[-1])
+        with pytest.raises(ValueError, match="pool is"):
+            prefill_attention(plan, q, meant if rounded else RoundedPool(values, exponents), q)
+    assert torch.equal(*outs) and outs[0].isfinite().all()
+
+
+def test_pages_are_widened_in_their_order(device):
+    """As FA3 is given them; and no more than are counted."""
+    draw = torch.Generator().manual_seed(0)
+    pool = torch.randn(6, 2, 2, 16, 64, generator=draw).to(device)
+    values, exponents = fp8.quantise_heads(pool)
+    shape = (16, 4, 2, 64, torch.bfloat16, None, PrefillWorkspace(device))
+    batch = PrefillBatch.build([(40, 5)], [[4, 1, 5]], *shape)
+    assert fa3.unpackable(batch)
+    unpacked = fa3.Unpacked.of(batch, 3)
+    unpacked.fill(RoundedPool(values, exponents), batch.pages, unpacked.count)
+    meant = torch.ldexp(values.float(), exponents[..., None].int()).bfloat16()
+    assert torch.equal(unpacked.room, meant[[4, 1, 5]])
+    unpacked.room.fill_(9.0)
+    unpacked.fill(RoundedPool(values, exponents), batch.pages, unpacked.count - 1)
+    assert torch.equal(unpacked.room[:2], meant[[4, 1]]) and (unpacked.room[2] == 9).all()
+    assert unpacked.pages[:3].tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 64), (3, 1, 80)])

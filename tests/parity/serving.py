@@ -146,11 +146,12 @@ def serve(
     running: int,
     prefix_cache: bool,
     runner: type[Runner] = OneThread,
+    rounded: bool = False,
 ) -> Served:
     """Serve these requests to their ends on all cores; nothing may be left over."""
-    kv = KVCache(decoder.spec, pages, page_size, decoder.dtype)
-    for layer in kv.layers:
-        layer.fill_(float("nan"))  # what nobody wrote must not be read: it would show
+    kv = KVCache(decoder.spec, pages, page_size, decoder.dtype, rounded=rounded)
+    for layer in (*kv.k, *kv.v):
+        layer.copy_(torch.tensor(torch.nan))  # what nobody wrote must not be read: it would show
     books = KVBooks(pages, page_size, running, prefix_cache=prefix_cache)
 
     def lanes(wake: Callable[[], None]) -> CpuLanes:

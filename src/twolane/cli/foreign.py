@@ -5,7 +5,6 @@ from typing import Any
 UNSERVED = {
     "--pipeline-parallel-size": "the model runs on one GPU; larger ones need a larger GPU",
     "--data-parallel-size": "run a server for each GPU, behind a load balancer",
-    "--kv-cache-dtype": "the KV cache has the format of --dtype",
     "--enable-auto-tool-choice": "tools are served without it",
     "--guided-decoding-backend": "llguidance is the only one",
     "--enable-chunked-prefill": "every system divides prefill itself; --system chunked mixes "

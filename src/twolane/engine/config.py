@@ -15,6 +15,7 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "dummy"]
 Device = Literal["auto", "cpu", "cuda"]
 Quantization = Literal["fp8", "fp8_block128", "int4"]
+KVCacheDType = Literal["auto", "fp8"]
 
 UNPROFILED = (
     "system", "option", "slo_ttft_ms", "slo_ttft_per_1k_ms", "slo_tbt_ms", "slo_tpot_ms",
@@ -34,7 +35,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     load_format: Annotated[LoadFormat, Option(MODEL)] = "auto"
     """Where weights come from: `dummy` makes random ones, for which no files are needed."""
     dtype: Annotated[DType, Option(MODEL)] = "auto"
-    """Number format of weights and KV cache; `auto` is float32 on a CPU and bfloat16 on a GPU."""
+    """Number format of weights, activations and KV cache; `auto` is float32 on a CPU and bfloat16
+    on a GPU."""
     quantization: Annotated[Quantization | None, Option(MODEL)] = None
     """Scheme to which weights in 16 bits are rounded while they are loaded: fp8 has a scale for
     each row, fp8_block128 one for each 128 x 128, int4 (dummy weights alone) one for 128 columns;
@@ -65,6 +67,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Number of tokens in the KV pool; by default as many as a share of the free memory holds."""
     max_running: Annotated[int, Option(SCHEDULING, least=1)] = 256
     """Largest number of requests in prefill and decode together."""
+    kv_cache_dtype: Annotated[KVCacheDType, Option(MEMORY)] = "auto"
+    """Number format of the KV cache: fp8 is e4m3 with a scale for each token and head, and holds
+    about twice as many tokens; `auto` is that of --dtype."""
     prefix_cache: Annotated[bool, Option(MEMORY)] = True
     """Whether the KV of prompts that begin alike is computed once and reused."""
     device: Annotated[Device, Option(DEVICE)] = "auto"

@@ -46,7 +46,8 @@ def make_estimator(path: Path | None, name: EstimatorName, key: Key) -> Estimato
         return OnlineEstimator()
     try:
         profile = read_profile(path)
-        for part in ("device", "model", "itemsize", "weight_itemsize", "units", "tensor_parallel"):
+        sizes = "itemsize", "weight_itemsize", "kv_itemsize"
+        for part in ("device", "model", *sizes, "units", "tensor_parallel"):
             there, here = getattr(profile.key, part), getattr(key, part)
             if there != here:
                 raise ProfileError(f"{path} is of {part} {there!r}; this is {here!r}")
@@ -100,8 +101,7 @@ def _fitted(path: Path, changed: int, name: EstimatorName) -> Estimator:
 
 def machine_key(machine: Machine, units: int) -> Key:
     """What a profile taken here is of."""
-    itemsize = machine.page_token_bytes * machine.tp // machine.spec.kv_bytes_per_token(1)
-    weights = machine.weight_itemsize
+    itemsize, weights, kv = machine.itemsize, machine.weight_itemsize, machine.kv_itemsize
     return Key(
         device=_cpu_name() if machine.kind == "cpu" else machine.name,
         driver=_driver_version() if machine.kind == "cuda" else machine.revision,
@@ -111,6 +111,7 @@ def machine_key(machine: Machine, units: int) -> Key:
         units=units,
         tensor_parallel=machine.tp,
         weight_itemsize=None if weights == itemsize else weights,
+        kv_itemsize=None if kv == itemsize else kv,
     )
 
 

@@ -48,12 +48,14 @@ class Key(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     model: str
     """`model_digest` of the shape."""
     itemsize: int
-    """Bytes of an element of activations and KV cache."""
+    """Bytes of an element of activations and of the classifier."""
     units: int
     """Units of the device."""
     tensor_parallel: int = 1
     weight_itemsize: float | None = None
     """Bytes of an element of the layers' matrices, scales included; None: `itemsize`."""
+    kv_itemsize: float | None = None
+    """Bytes of an element of the KV cache, scales included; None: `itemsize`."""
 
     @property
     def file_name(self) -> str:

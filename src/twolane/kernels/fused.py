@@ -22,6 +22,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from twolane.kernels.activations import Activations, Quantised
+from twolane.kernels.pool import Pool, RoundedPool, exponents_of, values_of
 from twolane.kernels.runtime.launch import launch, power_of_2
 
 _Out = TypeVar("_Out", bound=torch.Tensor | Quantised)
@@ -215,6 +216,7 @@ def _qkv_rope_write(
     table: tl.tensor,
     q_out: tl.tensor,
     pool: tl.tensor,
+    exponents: tl.tensor,
     slots: tl.tensor,
     pages: tl.tensor,
     lengths: tl.tensor,
@@ -228,6 +230,7 @@ def _qkv_rope_write(
     PAGE: tl.constexpr,
     NORM: tl.constexpr,
     PAGED: tl.constexpr,
+    ROUNDED: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
@@ -276,10 +279,24 @@ def _qkv_rope_write(
     part = (head >= Q_HEADS + KV_HEADS).to(tl.int32)  # 0: keys, 1: values
     kv_head = head - Q_HEADS - part * KV_HEADS
     line = ((page * KV_HEADS + kv_head) * 2 + part) * PAGE + offset
-    tl.store(pool + line * DIM + dim, value, mask=inside & (head >= Q_HEADS))
+    kept = inside & (head >= Q_HEADS)
+    if ROUNDED:
+        wide = value.to(tl.float32)
+        bits = tl.max(tl.abs(wide), axis=1, keep_dims=True).to(tl.int32, bitcast=True)
+        # The least power of two with which 448 is not less than the largest number.
+        exponent = tl.maximum(((bits + 0x1FFFFF) >> 23) - 135, -100)
+        small = wide * ((127 - exponent) << 23).to(tl.float32, bitcast=True)
+        small = small.to(tl.float8e4nv)
+        tl.store(pool + line * DIM + dim, small, mask=kept)
+        real = (head >= Q_HEADS) & (head < Q_HEADS + 2 * KV_HEADS)
+        tl.store(exponents + line, exponent.to(tl.int8), mask=real)
+        factor = ((127 + exponent) << 23).to(tl.float32, bitcast=True)
+        value = (small.to(tl.float32) * factor).to(x.dtype)
+    else:
+        tl.store(pool + line * DIM + dim, value, mask=kept)
     if not PAGED:  # for attention to prompts alone, which reads neighbours faster than pages
-        keys = inside & rotated & (head >= Q_HEADS)
-        tl.store(qkv + row * qkv_stride + head * DIM + dim, value, mask=keys)
+        changed = kept & (rotated | ROUNDED)
+        tl.store(qkv + row * qkv_stride + head * DIM + dim, value, mask=changed)
 
 
 def qkv_rope_write(
@@ -289,12 +306,13 @@ def qkv_rope_write(
     eps: float,
     table: torch.Tensor,
     q_out: torch.Tensor,
-    pool: torch.Tensor,
+    pool: Pool,
     write_slots: torch.Tensor,
 ) -> None:
     """Normalise (Qwen3) and rotate queries and keys; write keys and values into the KV pool.
 
-    The keys also go back to their place in `qkv`, where the values are.
+    The keys also go back to their place in `qkv`, where the values are: attention sees the same
+    there as in the pool, so values, too, go back from a pool that is rounded.
 
     Args:
         qkv: [T, (heads + 2 * kv_heads) * head_dim], the product with its bias; pairs of dimensions
@@ -304,7 +322,8 @@ def qkv_rope_write(
         eps: of `qk_norm`.
         table: from `rotary_table`.
         q_out: [T, heads, head_dim], each token's dense; may be that part of `qkv` itself.
-        pool: [pages, kv_heads, 2, page_size, head_dim].
+        pool: [pages, kv_heads, 2, page_size, head_dim], of the type of `qkv` or rounded, which
+            `twolane.model.fp8.quantise_heads` does alike.
         write_slots: page * page_size + offset of each token, int [T]; negative: the row is not
             active.
     """
@@ -319,7 +338,7 @@ def qkv_rope_write_decode(
     eps: float,
     table: torch.Tensor,
     q_out: torch.Tensor,
-    pool: torch.Tensor,
+    pool: Pool,
     tables: torch.Tensor,
     slots: torch.Tensor,
     lengths: torch.Tensor,
@@ -343,13 +362,14 @@ def _launch_rope(
     eps: float,
     table: torch.Tensor,
     q_out: torch.Tensor,
-    pool: torch.Tensor,
+    pool: Pool,
     slots: torch.Tensor,
     tables: torch.Tensor | None,
     lengths: torch.Tensor | None,
 ) -> None:
     rows, heads, dim = q_out.shape
-    kv_heads, page_size = pool.shape[1], pool.shape[3]
+    values = values_of(pool)
+    kv_heads, page_size = values.shape[1], values.shape[3]
     block = power_of_2(dim)
     launch(
         _qkv_rope_write,
@@ -359,7 +379,8 @@ def _launch_rope(
         qkv if qk_norm is None else qk_norm,
         table,
         q_out,
-        pool,
+        values,
+        exponents_of(pool),
         slots,
         slots if tables is None else tables,
         slots if lengths is None else lengths,
@@ -373,6 +394,7 @@ def _launch_rope(
         PAGE=page_size,
         NORM=qk_norm is not None,
         PAGED=tables is not None,
+        ROUNDED=isinstance(pool, RoundedPool),
         HEADS=_HEADS,
         BLOCK=block,
         num_warps=_warps(_HEADS * block),

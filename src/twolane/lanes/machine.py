@@ -45,6 +45,10 @@ class Machine(Protocol):
     """Tokens of a KV page that are served, the default first; empty: any, 16 being the default."""
     page_token_bytes: int
     """Bytes of one token's keys and values in all layers, on one GPU."""
+    itemsize: int
+    """Bytes of an element of activations and of the classifier."""
+    kv_itemsize: float
+    """Bytes of an element of the KV cache, scales included."""
     weight_itemsize: float
     """Bytes of an element of the layers' matrices, scales included."""
     tp: int
@@ -92,7 +96,8 @@ def load(settings: DeviceSettings, progress: Progress) -> Machine:
     from twolane.lanes.cuda.machine import CudaMachine
 
     spec, weights = load_shard(settings, "cuda", progress)
-    return CudaMachine(spec, weights, settings.levels, settings.gpu_memory_utilization)
+    share, cache = settings.gpu_memory_utilization, settings.kv_cache_dtype
+    return CudaMachine(spec, weights, settings.levels, share, kv_cache_dtype=cache)
 
 
 def chosen_device(settings: DeviceSettings) -> str:

@@ -17,6 +17,7 @@ class DeviceSettings(msgspec.Struct, frozen=True, kw_only=True):
     load_format: str = "auto"
     dtype: str = "auto"
     quantization: str | None = None
+    kv_cache_dtype: str = "auto"
     max_positions: int | None = None
     seed: int = 0
     device: str = "auto"

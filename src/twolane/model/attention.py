@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 from torch.nn import functional
 
+from twolane.model import fp8
 from twolane.model.spec import ModelSpec
 
 _Ints = npt.NDArray[np.int64]
@@ -24,12 +25,41 @@ _GROUP_SHARE = 0.75
 tokens, or lacks at most `_GROUP_SLACK` of them: padding costs less than another call."""
 
 
+@dataclass(frozen=True, eq=False)
+class RoundedPool:
+    """A layer's keys and values in e4m3, with a power of two for each token and head."""
+
+    values: torch.Tensor
+    """e4m3 [slots, 2 * kv_heads, head_dim]"""
+    exponents: torch.Tensor
+    """Base-2 logarithms of the factors of the values, int8 [slots, 2 * kv_heads]."""
+    dtype: torch.dtype
+    """The type in which attention sees them."""
+
+    def index_select(self, dim: int, slots: torch.Tensor) -> torch.Tensor:
+        """Keys and values of some slots, in the type that attention wants."""
+        values = self.values.view(torch.int8).index_select(dim, slots).view(fp8.E4M3)
+        return fp8.dequantise_heads(values, self.exponents.index_select(dim, slots), self.dtype)
+
+
+Pool = torch.Tensor | RoundedPool
+"""A layer's keys and values, [slots, 2 * kv_heads, head_dim]."""
+
+
 class KVCache:
     """Keys and values of all layers, in pages that the engine hands out.
 
     `k[i]` and `v[i]` are [pages * page_size, kv_heads, head_dim]: the two halves of `layers[i]`,
     which is [pages * page_size, 2 * kv_heads, head_dim] so that one call writes or gathers both.
     The pool starts uninitialised; nothing reads a slot before it was written.
+
+    Args:
+        spec: of the model.
+        pages: of each layer.
+        page_size: tokens in a page.
+        dtype: in which attention computes.
+        device: where.
+        rounded: keep numbers in e4m3.
     """
 
     def __init__(
@@ -39,16 +69,43 @@ class KVCache:
         page_size: int,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
+        *,
+        rounded: bool = False,
     ) -> None:
         self.page_size = page_size
         shape = (pages * page_size, 2 * spec.kv_heads, spec.head_dim)
-        self.layers = [torch.empty(shape, dtype=dtype, device=device) for _ in range(spec.layers)]
-        self.k = [layer[:, : spec.kv_heads] for layer in self.layers]
-        self.v = [layer[:, spec.kv_heads :] for layer in self.layers]
+
+        def layer() -> Pool:
+            values = torch.empty(shape, dtype=fp8.E4M3 if rounded else dtype, device=device)
+            if not rounded:
+                return values
+            exponents = torch.empty(shape[:2], dtype=torch.int8, device=device)
+            return RoundedPool(values, exponents, dtype)
+
+        self.layers = [layer() for _ in range(spec.layers)]
+        stored = [pool if isinstance(pool, torch.Tensor) else pool.values for pool in self.layers]
+        self.k = [values[:, : spec.kv_heads] for values in stored]
+        self.v = [values[:, spec.kv_heads :] for values in stored]
+
+    def write(self, layer: int, slots: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+        """Put keys, then values, [T, 2 * kv_heads, head_dim], of tokens into their slots, [T].
+
+        Returns:
+            What the pool holds of them, which attention is to see, so that it makes no difference
+            whether a token is new or reused.
+        """
+        pool = self.layers[layer]
+        if isinstance(pool, torch.Tensor):
+            pool.index_copy_(0, slots, new)
+            return new
+        values, exponents = fp8.quantise_heads(new)
+        pool.values.view(torch.int8).index_copy_(0, slots, values.view(torch.int8))
+        pool.exponents.index_copy_(0, slots, exponents)
+        return fp8.dequantise_heads(values, exponents, new.dtype)
 
     @staticmethod
     def bytes_per_page(spec: ModelSpec, page_size: int, dtype: torch.dtype) -> int:
-        """Bytes of one page in all layers."""
+        """Bytes of one page in all layers, if it is not rounded."""
         return page_size * spec.kv_bytes_per_token(dtype.itemsize)
 
 
@@ -74,7 +131,7 @@ class _PromptSegment:
     mask: torch.Tensor | None
     """Added to the scores, [n, L]; None: causal."""
 
-    def attend(self, q: torch.Tensor, new: torch.Tensor, pool: torch.Tensor) -> torch.Tensor:
+    def attend(self, q: torch.Tensor, new: torch.Tensor, pool: Pool) -> torch.Tensor:
         """[n, heads, head_dim]; arguments as in `Batch.attend`."""
         kv = new[self.rows] if self.slots is None else pool.index_select(0, self.slots)
         k, v = kv.transpose(0, 1).unsqueeze(0).chunk(2, dim=1)
@@ -96,7 +153,7 @@ class _Rows:
     mask: torch.Tensor | None
     """Added to the scores, [R, 1, 1, L]; None: no padding."""
 
-    def attend(self, q: torch.Tensor, new: torch.Tensor, pool: torch.Tensor) -> torch.Tensor:
+    def attend(self, q: torch.Tensor, new: torch.Tensor, pool: Pool) -> torch.Tensor:
         """[R, heads, head_dim]; arguments as in `Batch.attend`."""
         count, (_, heads, dim), kv_heads = len(self.rows), q.shape, new.shape[1] // 2
         query = q if count == len(q) else q.index_select(0, self.rows)
@@ -176,7 +233,7 @@ class Batch:
         return self._rotation
 
     def attend(
-        self, q: torch.Tensor, new: torch.Tensor, pool: torch.Tensor, window: int | None
+        self, q: torch.Tensor, new: torch.Tensor, pool: Pool, window: int | None
     ) -> torch.Tensor:
         """Causal attention of every token over its own sequence.
 

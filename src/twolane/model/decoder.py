@@ -121,9 +121,8 @@ class Decoder:
         heads = x.view(len(x), -1, spec.head_dim)
         self._rotate(heads[:, : spec.heads + spec.kv_heads], w, batch)
         q, new = heads[:, : spec.heads], heads[:, spec.heads :]
-        pool = kv.layers[i]
-        pool.index_copy_(0, batch.write_slots, new)
-        attended = batch.attend(q, new, pool, spec.window(i))
+        new = kv.write(i, batch.write_slots, new)
+        attended = batch.attend(q, new, kv.layers[i], spec.window(i))
         if self.group.size == 1:
             hidden = self._products.add_linear(hidden, attended, w.o, w.o_bias)
             return w.mlp.add(hidden, self._norm(hidden, w.post_norm), self._products)

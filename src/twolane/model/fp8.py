@@ -52,6 +52,23 @@ def quantise_blocks(x: Tensor) -> tuple[Tensor, Tensor]:
     return values.to(E4M3), scales
 
 
+def quantise_heads(x: Tensor) -> tuple[Tensor, Tensor]:
+    """e4m3 values [..., k] and exponents, int8 [...], of heads [..., k]: numbers are value times 2
+    to the exponent.
+
+    The exponent is the least with which 448 is not less than the largest number, but at least -100.
+    """
+    wide = x.float()
+    bits = wide.abs().amax(dim=-1).view(torch.int32)
+    exponents = (((bits + 0x1FFFFF) >> 23) - 135).clamp(min=-100)
+    return torch.ldexp(wide, -exponents[..., None]).to(E4M3), exponents.to(torch.int8)
+
+
+def dequantise_heads(values: Tensor, exponents: Tensor, dtype: torch.dtype) -> Tensor:
+    """What `quantise_heads` made means, [..., k], exact in bfloat16 and everything wider."""
+    return torch.ldexp(widen(values), exponents[..., None].int()).to(dtype)
+
+
 def scaled_blocks(wide: Tensor, scales: Tensor) -> Tensor:
     """`wide` [T, k] times the scales [T, ceil(k / 128)] of its 1 x 128 blocks, float32."""
     return wide * scales.repeat_interleave(BLOCK, dim=1)[:, : wide.shape[1]]

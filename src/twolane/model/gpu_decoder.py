@@ -20,6 +20,7 @@ from twolane.kernels import fused
 from twolane.kernels.activations import Activations, Quantised
 from twolane.kernels.experts.products import Buffers as ExpertBuffers
 from twolane.kernels.experts.routing import ActiveRows, Routing
+from twolane.kernels.pool import E4M3, Pool, RoundedPool
 from twolane.kernels.products.dispatch import COLD_BYTES, Case, Operation, Products, input_of
 from twolane.model.decoder import LayerWeights, Weights
 from twolane.model.matrix import Matrix
@@ -38,25 +39,49 @@ class GpuKVCache:
 
     K and V of one head's page are one run of memory, so that decode attention pulls them as one
     tile. The pool starts uninitialised; nothing reads a place before it was written.
+
+    Args:
+        spec: of the model.
+        pages: of each layer.
+        page_size: tokens in a page.
+        dtype: of the numbers; e4m3 has an exponent for each token and head.
+        device: where.
     """
 
     def __init__(
         self, spec: ModelSpec, pages: int, page_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self.page_size = page_size
+        self.page_size, self.pages = page_size, pages
         shape = (pages, spec.kv_heads, 2, page_size, spec.head_dim)
-        self.layers = [torch.empty(shape, dtype=dtype, device=device) for _ in range(spec.layers)]
+
+        def layer() -> Pool:
+            values = torch.empty(shape, dtype=dtype, device=device)
+            if dtype != E4M3:
+                return values
+            return RoundedPool(values, torch.empty(shape[:-1], dtype=torch.int8, device=device))
+
+        self.layers: list[Pool] = [layer() for _ in range(spec.layers)]
+
+    @property
+    def rounded(self) -> bool:
+        """Whether numbers are in e4m3."""
+        return any(isinstance(layer, RoundedPool) for layer in self.layers)
 
     def fill(self) -> None:
-        """Fill the pool with random numbers: zeros are read faster."""
+        """Fill the pool with random numbers, in e4m3 the same in every page: zeros are read faster."""
         for layer in self.layers:
-            layer.normal_()
+            if isinstance(layer, RoundedPool):
+                noise = torch.randn(layer.values.shape[1:], device=layer.values.device)
+                layer.values.copy_((100 * noise).to(E4M3).expand_as(layer.values))
+                layer.exponents.random_(-9, -5)
+            else:
+                layer.normal_()
 
 
 class Writes(Protocol):
     """The tokens of one forward pass: where their keys go."""
 
-    def write(self, qkv: Tensor, q: Tensor, weights: LayerWeights, pool: Tensor) -> None:
+    def write(self, qkv: Tensor, q: Tensor, weights: LayerWeights, pool: Pool) -> None:
         """Normalise and rotate queries and keys; keys and values go to the pool, queries to `q`.
 
         What attention wants of `qkv` may stay there.
@@ -72,7 +97,7 @@ class Rows(Writes, Protocol):
         """Which of them are neither padding nor done."""
         ...
 
-    def attend(self, q: Tensor, qkv: Tensor, pool: Tensor, window: int | None, out: Tensor) -> None:
+    def attend(self, q: Tensor, qkv: Tensor, pool: Pool, window: int | None, out: Tensor) -> None:
         """Causal attention of every token over its own sequence; q and out [T, heads, head_dim]."""
         ...
 
@@ -83,10 +108,10 @@ class _Blind:
 
     active: ActiveRows
 
-    def write(self, qkv: Tensor, q: Tensor, weights: LayerWeights, pool: Tensor) -> None:
+    def write(self, qkv: Tensor, q: Tensor, weights: LayerWeights, pool: Pool) -> None:
         """See `Rows.write`."""
 
-    def attend(self, q: Tensor, qkv: Tensor, pool: Tensor, window: int | None, out: Tensor) -> None:
+    def attend(self, q: Tensor, qkv: Tensor, pool: Pool, window: int | None, out: Tensor) -> None:
         """See `Rows.attend`."""
 
 
@@ -292,7 +317,7 @@ class GpuDecoder:
         i: int,
         residual: Tensor,
         rows: Writes,
-        pool: Tensor,
+        pool: Pool,
         workspace: Workspace,
         products: Products,
         *,

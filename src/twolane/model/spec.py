@@ -143,9 +143,19 @@ class ModelSpec:
         more = self.hidden_size * (experts - 3 * self.intermediate_size)
         return dense + more * sum(map(self.has_experts, range(self.layers)))
 
-    def kv_bytes_per_token(self, itemsize: int) -> int:
+    def kv_bytes_per_token(self, itemsize: float) -> int:
         """Bytes of keys and values of one token in all layers, at `itemsize` bytes an element."""
-        return 2 * self.layers * self.kv_size * itemsize
+        return round(2 * self.layers * self.kv_size * itemsize)
+
+    def kv_itemsize(self, cache: str, itemsize: int) -> float:
+        """Bytes of an element of the KV cache.
+
+        Args:
+            cache: "fp8", which has a byte for each token and head beside, or "auto", which is as
+                wide as activations.
+            itemsize: bytes of an element of activations.
+        """
+        return 1 + 1 / self.head_dim if cache == "fp8" else itemsize
 
 
 def merge_eos(vocab_size: int, *ids: int | Iterable[int] | None) -> tuple[int, ...]:

@@ -58,6 +58,8 @@ class SimulateConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise FieldError("dtype", f"is bfloat16 in a simulation, not {self.engine.dtype}")
         if self.engine.quantization is not None:
             raise FieldError("quantization", "is not simulated: weights count as bfloat16")
+        if self.engine.kv_cache_dtype != "auto":
+            raise FieldError("kv_cache_dtype", "is not simulated: the KV cache counts as bfloat16")
         if self.engine.cores is not None or self.engine.device != "auto":
             name = "device" if self.engine.cores is None else "cores"
             raise FieldError(name, "has no meaning in a simulation")

@@ -47,7 +47,8 @@ class SimulatedMachine:
         self.spec = spec
         self.device = DeviceModel(gpu, spec, tp, seed)
         self.name = f"simulated {gpu.name}" + (f" x{tp}" if tp > 1 else "")
-        self.weight_itemsize = float(ITEM)
+        self.itemsize = ITEM
+        self.weight_itemsize = self.kv_itemsize = float(ITEM)
         self.page_token_bytes = spec.kv_bytes_per_token(ITEM) // tp
         self.tp = tp
         self.revision = revision(gpu)

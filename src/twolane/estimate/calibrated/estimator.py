@@ -90,7 +90,8 @@ class _LinearBase:
     def __init__(self, profile: Profile) -> None:
         self._computed = Computed.on(profile)
         key = profile.key
-        self._shape = Shape(profile.shape, key.itemsize, key.tensor_parallel, key.weight_itemsize)
+        sizes = key.weight_itemsize, key.kv_itemsize
+        self._shape = Shape(profile.shape, key.itemsize, key.tensor_parallel, *sizes)
         self._layers = profile.shape.layers
         self._models: dict[Kind, LevelModel] = {}
 

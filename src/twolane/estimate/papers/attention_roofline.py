@@ -39,7 +39,8 @@ class AttentionRoofline(Estimator):
 
     def __init__(self, profile: Profile, interconnect: Interconnect | None = None) -> None:
         key = profile.key
-        self._shape = Shape(profile.shape, key.itemsize, key.tensor_parallel, key.weight_itemsize)
+        sizes = key.weight_itemsize, key.kv_itemsize
+        self._shape = Shape(profile.shape, key.itemsize, key.tensor_parallel, *sizes)
         self._sweep = Sweep.of(profile, self._shape)
         self._interconnect = interconnect or Interconnect()
 

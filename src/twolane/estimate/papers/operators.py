@@ -32,9 +32,10 @@ class Shape:
 
     Args:
         spec: the model.
-        itemsize: bytes of an element of activations, KV cache and classifier.
+        itemsize: bytes of an element of activations and classifier.
         tensor_parallel: GPUs that share every layer.
         weight_itemsize: bytes of an element of the layers' matrices; None: `itemsize`.
+        kv_itemsize: bytes of an element of the KV cache; None: `itemsize`.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class Shape:
         itemsize: int,
         tensor_parallel: int = 1,
         weight_itemsize: float | None = None,
+        kv_itemsize: float | None = None,
     ) -> None:
         self.spec, self.itemsize, self.tensor_parallel = spec, itemsize, tensor_parallel
         self._weight_itemsize = itemsize if weight_itemsize is None else weight_itemsize
@@ -56,7 +58,8 @@ class Shape:
         heads, kv_heads, dim = spec.heads * share, spec.kv_heads * share, spec.head_dim
         self._pair_flops = (4.0 * dim + 2.0) * heads
         self._query_bytes = 2.0 * dim * itemsize * heads
-        self._context_bytes = 2.0 * dim * itemsize * kv_heads
+        kv_itemsize = itemsize if kv_itemsize is None else kv_itemsize
+        self._context_bytes = 2.0 * dim * kv_itemsize * kv_heads
         weights, wide = (sum(parts) for parts in zip(*self._products, strict=True))
         self._weights, self._wide = float(weights), float(wide)
 

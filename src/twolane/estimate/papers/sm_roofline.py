@@ -75,7 +75,8 @@ class SmRoofline(Estimator):
 
     def __init__(self, profile: Profile) -> None:
         key = profile.key
-        self._shape = Shape(profile.shape, key.itemsize, key.tensor_parallel, key.weight_itemsize)
+        sizes = key.weight_itemsize, key.kv_itemsize
+        self._shape = Shape(profile.shape, key.itemsize, key.tensor_parallel, *sizes)
         self._layers = profile.shape.layers
         sweep = Sweep.of(profile, self._shape)
         self._flops_a_unit = float(sweep.flop_rate.at(key.units)) / key.units

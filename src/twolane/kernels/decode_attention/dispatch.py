@@ -23,6 +23,7 @@ import torch
 
 from twolane.kernels.decode_attention import cuda_kernels as hopper
 from twolane.kernels.decode_attention import triton_kernels as portable
+from twolane.kernels.pool import E4M3, Pool, RoundedPool, values_of
 
 MAX_GROUP = 16
 """Most query heads that share a KV head."""
@@ -61,7 +62,7 @@ def decode_scratch(
 
 def decode_attention(
     q: torch.Tensor,
-    pool: torch.Tensor,
+    pool: Pool,
     tables: torch.Tensor,
     slots: torch.Tensor,
     lengths: torch.Tensor,
@@ -77,8 +78,8 @@ def decode_attention(
     Args:
         q: [R, heads, dim], float32, bfloat16 or float16; rows may be strided. heads is a multiple,
             1 to 16, of kv_heads: query heads [g * i, g * (i + 1)) share KV head i.
-        pool: [pages, kv_heads, 2, page_size, dim], keys then values, of q's type; page_size is 16,
-            32 or 64.
+        pool: [pages, kv_heads, 2, page_size, dim], keys then values, of q's type or rounded;
+            page_size is 16, 32 or 64.
         tables: int32 [slots, max_pages], the physical pages of the sequence in each slot.
         slots: int32 [R], the slot of each row.
         lengths: int32 [R], tokens in the KV cache, the new one included. A row of length 0 is
@@ -96,43 +97,44 @@ def decode_attention(
     _check_scratch(scratch, q, units)
     if window is not None and window < 1:
         raise ValueError(f"window={window}: at least 1")
-    arguments = q, pool, tables, slots, lengths, out, scratch.partial
+    rest = tables, slots, lengths, out, scratch.partial
     window = _EVERYTHING if window is None else window
     scale = q.shape[2] ** -0.5 if scale is None else scale
-    if hopper.serves(q, pool):
+    if isinstance(pool, torch.Tensor) and hopper.serves(q, pool):
         tuned = hopper.tuning(units)
         hopper.attend(
-            *arguments, scratch.cuts, units=units, window=window, scale=scale, tuned=tuned
+            q, pool, *rest, scratch.cuts, units=units, window=window, scale=scale, tuned=tuned
         )
     else:
-        chosen = portable.tuning(pool[0, 0].numel() * pool.element_size())
+        chosen = portable.tuning(values_of(pool)[0, 0].numel() * q.element_size())
         portable.attend(
-            *arguments, scratch.sums, units=units, window=window, scale=scale, tuned=chosen
+            q, pool, *rest, scratch.sums, units=units, window=window, scale=scale, tuned=chosen
         )
 
 
 def _check(
     q: torch.Tensor,
-    pool: torch.Tensor,
+    pool: Pool,
     tables: torch.Tensor,
     slots: torch.Tensor,
     lengths: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
     rows, heads, dim = q.shape
+    values, kind = values_of(pool), E4M3 if isinstance(pool, RoundedPool) else q.dtype
     if not 1 <= rows <= MAX_ROWS:
         raise ValueError(f"q: {rows} rows, 1 to {MAX_ROWS} are served")
     if q.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(f"q: {q.dtype} is not served")
     if q.stride()[1:] != (dim, 1):
         raise ValueError("q: heads and dimensions of a row must be contiguous")
-    if pool.ndim != 5 or pool.shape[2] != 2 or pool.shape[4] != dim or pool.dtype != q.dtype:
-        raise ValueError(f"pool: {pool.dtype} {tuple(pool.shape)} does not fit q")
-    if pool.shape[3] not in PAGE_SIZES:
-        raise ValueError(f"pool: page size {pool.shape[3]}, not one of {PAGE_SIZES}")
-    if pool.stride()[2:] != (pool.shape[3] * dim, dim, 1):
+    if values.ndim != 5 or values.shape[2] != 2 or values.shape[4] != dim or values.dtype != kind:
+        raise ValueError(f"pool: {values.dtype} {tuple(values.shape)} does not fit q")
+    if values.shape[3] not in PAGE_SIZES:
+        raise ValueError(f"pool: page size {values.shape[3]}, not one of {PAGE_SIZES}")
+    if values.stride()[2:] != (values.shape[3] * dim, dim, 1):
         raise ValueError("pool: keys and values of one head of a page must be contiguous")
-    kv_heads = pool.shape[1]
+    kv_heads = values.shape[1]
     if heads % kv_heads or heads // kv_heads > MAX_GROUP:
         raise ValueError(f"q: {heads} heads over {kv_heads} KV heads, groups of 1 to {MAX_GROUP}")
     if tables.dtype != torch.int32 or tables.ndim != 2 or tables.stride(1) != 1:

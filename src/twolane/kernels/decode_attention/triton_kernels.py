@@ -10,6 +10,9 @@ import torch
 import triton
 import triton.language as tl
 
+from twolane.kernels.pool import Pool, RoundedPool, exponents_of, values_of
+from twolane.kernels.prefill_attention.triton_kernels import scaled
+
 LOG2E = 1.4426950408889634
 
 
@@ -68,6 +71,7 @@ def _owner(position: tl.tensor, total: tl.tensor, workers: tl.tensor) -> tl.tens
 def _attend(
     q: tl.tensor,
     pool: tl.tensor,
+    exponents: tl.tensor,
     tables: tl.tensor,
     slots: tl.tensor,
     lengths: tl.tensor,
@@ -89,6 +93,7 @@ def _attend(
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     STAGES: tl.constexpr,
+    ROUNDED: tl.constexpr,
 ) -> None:
     worker = tl.program_id(0)
     row_ids = tl.arange(0, ROWS)
@@ -135,6 +140,11 @@ def _attend(
                 other=0.0,
                 eviction_policy="evict_first",
             )
+            if ROUNDED:
+                line = exponents + at // HEAD + keys
+                known = token < length
+                k = scaled(k, tl.load(line, mask=known, other=0), query.dtype)
+                v = scaled(v, tl.load(line + PAGE, mask=known, other=0), query.dtype)
             scores = tl.dot(query, tl.trans(k), input_precision="ieee") * scale
             seen = (token < length) & (token >= length - window)
             scores = tl.where(seen[None, :], scores, float("-inf"))
@@ -212,7 +222,7 @@ def _combine(
 
 def attend(
     q: torch.Tensor,
-    pool: torch.Tensor,
+    pool: Pool,
     tables: torch.Tensor,
     slots: torch.Tensor,
     lengths: torch.Tensor,
@@ -226,7 +236,8 @@ def attend(
     tuned: Tuning,
 ) -> None:
     """`decode_attention` of checked arguments, with the tensors of a `DecodeScratch`."""
-    (rows, heads, head_dim), kv_heads, page = q.shape, pool.shape[1], pool.shape[3]
+    values = values_of(pool)
+    (rows, heads, head_dim), kv_heads, page = q.shape, values.shape[1], values.shape[3]
     shape = {
         "HEAD": head_dim,
         "DIM": triton.next_power_of_2(head_dim),
@@ -235,13 +246,28 @@ def attend(
         "ROWS": triton.next_power_of_2(rows),
     }
     group, workers = heads // kv_heads, units * tuned.workers
-    strides = q.stride(0), pool.stride(0), pool.stride(1), tables.stride(0)
+    strides = q.stride(0), values.stride(0), values.stride(1), tables.stride(0)
     _attend[(workers,)](
-        *(q, pool, tables, slots, lengths, out, partial, sums, rows, kv_heads, group, *strides),
+        *(
+            q,
+            values,
+            exponents_of(pool),
+            tables,
+            slots,
+            lengths,
+            out,
+            partial,
+            sums,
+            rows,
+            kv_heads,
+            group,
+            *strides,
+        ),
         window,
         scale * LOG2E,
         **shape,
         STAGES=tuned.stages,
+        ROUNDED=isinstance(pool, RoundedPool),
         num_warps=tuned.warps,
     )
     combined = rows, kv_heads, group, window, workers

@@ -18,6 +18,7 @@ from typing import Literal, Protocol
 
 import torch
 
+from twolane.kernels.pool import E4M3, Pool, RoundedPool, values_of
 from twolane.kernels.prefill_attention import flashinfer_kernels as fa3
 from twolane.kernels.prefill_attention.batch import NewKV, PrefillBatch, PrefillWorkspace
 from twolane.kernels.prefill_attention.triton_kernels import TritonProgram
@@ -29,9 +30,7 @@ Backend = Literal["flashinfer", "triton"]
 
 
 class _Program(Protocol):
-    def run(
-        self, q: torch.Tensor, pool: torch.Tensor, out: torch.Tensor, new: NewKV | None
-    ) -> None: ...
+    def run(self, q: torch.Tensor, pool: Pool, out: torch.Tensor, new: NewKV | None) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -49,6 +48,8 @@ class PrefillPlan:
     """Why this backend."""
     dense: bool
     """Whether `prefill_attention` reads `k` and `v` instead of the pool, and so needs them."""
+    rounded: bool
+    """Whether the pool is rounded."""
     _program: _Program
 
     @classmethod
@@ -67,6 +68,7 @@ class PrefillPlan:
         window: int | None = None,
         backend: Backend | None = None,
         dense: bool = False,
+        rounded: bool = False,
     ) -> "PrefillPlan":
         """Plan a batch: host work and two uploads, no synchronisation.
 
@@ -83,6 +85,7 @@ class PrefillPlan:
             backend: None: the best there is.
             dense: the caller can give the new tokens' keys and values to `prefill_attention`; where
                 nothing is reused, FA3 reads them faster than pages.
+            rounded: the pool is a `RoundedPool`.
 
         Raises:
             ValueError: an argument is out of range, or the backend cannot do it.
@@ -96,18 +99,21 @@ class PrefillPlan:
                 raise ValueError(f"backend='flashinfer': {problem}")
             best, why = backend, "asked for"
         dense = dense and best == "flashinfer" and not batch.segments.reused.any()
-        return cls(batch, units, best, why, dense, _program(batch, units, best, dense))
+        if rounded and not dense and best == "flashinfer" and not fa3.unpackable(batch):
+            best, why = "triton", "too many tokens in e4m3 to widen them"
+        program = _program(batch, units, best, dense, rounded)
+        return cls(batch, units, best, why, dense, rounded, program)
 
     def at(self, units: int) -> "PrefillPlan":
         """The same batch on another number of SMs: host work and one upload."""
-        program = _program(self.batch, units, self.backend, self.dense)
+        program = _program(self.batch, units, self.backend, self.dense, self.rounded)
         return replace(self, units=units, _program=program)
 
 
 def prefill_attention(
     plan: PrefillPlan,
     q: torch.Tensor,
-    pool: torch.Tensor,
+    pool: Pool,
     out: torch.Tensor,
     new: NewKV | None = None,
 ) -> None:
@@ -118,7 +124,8 @@ def prefill_attention(
     Args:
         plan: of this batch.
         q: rotated queries [T, heads, dim]; a token's heads are contiguous.
-        pool: one layer's KV [pages, kv_heads, 2, page_size, dim], contiguous.
+        pool: one layer's KV [pages, kv_heads, 2, page_size, dim], contiguous; rounded if the plan
+            says so.
         out: [T, heads, dim]; a token's heads are contiguous. Written whole.
         new: the new tokens' rotated keys and their values, [T, kv_heads, dim] each, a token's heads
             contiguous. Needed and read if `plan.dense`; the pool has the same.
@@ -137,12 +144,13 @@ def prefill_attention(
             raise ValueError(f"{name} is {list(tensor.shape)}, not the plan's [T, heads, dim]")
         if tensor.stride()[1:] != (batch.dim, 1) or tensor.dtype != batch.dtype:
             raise ValueError(f"{name}: {batch.dtype} is needed, a token's heads contiguous")
-    if pool.shape[1:] != (batch.kv_heads, 2, batch.page_size, batch.dim):
-        raise ValueError(f"pool is {list(pool.shape)}, not [pages, kv_heads, 2, page_size, dim]")
-    if not pool.is_contiguous():
+    values, dtype = values_of(pool), E4M3 if plan.rounded else batch.dtype
+    if values.shape[1:] != (batch.kv_heads, 2, batch.page_size, batch.dim):
+        raise ValueError(f"pool is {list(values.shape)}, not [pages, kv_heads, 2, page_size, dim]")
+    if not values.is_contiguous():
         raise ValueError("pool must be contiguous")
-    if pool.dtype != batch.dtype:
-        raise ValueError(f"pool is {pool.dtype}, not {batch.dtype}")
+    if values.dtype != dtype or isinstance(pool, RoundedPool) != plan.rounded:
+        raise ValueError(f"pool is {values.dtype}, not {dtype}")
     plan._program.run(q, pool, out, new)
 
 
@@ -169,11 +177,15 @@ def _choose(batch: PrefillBatch) -> tuple[Backend, str]:
     return best, why
 
 
-def _program(batch: PrefillBatch, units: int, backend: Backend, dense: bool) -> _Program:
+def _program(
+    batch: PrefillBatch, units: int, backend: Backend, dense: bool, rounded: bool
+) -> _Program:
     if units < 1:
         raise ValueError(f"units={units} must be at least 1")
     if dense:
         return fa3.DenseProgram.plan(batch, units)
+    if backend == "flashinfer" and rounded:
+        return fa3.UnpackingProgram.plan(batch, units)
     if backend == "flashinfer":
         return fa3.FlashInferProgram.plan(batch, units)
     return TritonProgram.plan(batch, units)

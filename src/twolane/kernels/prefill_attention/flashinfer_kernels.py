@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from twolane.kernels.pool import Pool, RoundedPool
 from twolane.kernels.prefill_attention.batch import NewKV, PrefillBatch, upload
 from twolane.kernels.prefill_attention.schedule import (
     COLUMNS,
@@ -39,7 +40,7 @@ from twolane.kernels.prefill_attention.schedule import (
     schedule,
     tiles,
 )
-from twolane.kernels.prefill_attention.triton_kernels import Merge, gather_kernel
+from twolane.kernels.prefill_attention.triton_kernels import Merge, gather_kernel, unpack_kernel
 from twolane.kernels.runtime.launch import launch
 from twolane.kernels.sizes import EMPTY_KEYS, FILLED, tile_tokens
 
@@ -220,10 +221,9 @@ class FlashInferProgram:
             fronts = _Fronts.of(batch, plan.slots, len(plan.merges), buffer, sent[_LISTS:])
         return cls(batch, module, _Launch(buffer, _plan_info(sent[:_LISTS])), fronts)
 
-    def run(
-        self, q: torch.Tensor, pool: torch.Tensor, out: torch.Tensor, new: NewKV | None
-    ) -> None:
-        """Launch it; as `prefill_attention`."""
+    def run(self, q: torch.Tensor, pool: Pool, out: torch.Tensor, new: NewKV | None) -> None:
+        """Launch it; as `prefill_attention`, with a pool that is not rounded."""
+        assert isinstance(pool, torch.Tensor)
         batch, fronts = self.batch, self.fronts
         if fronts is None:
             self.main.paged(self.module, batch, q, pool, out, None, _CAUSAL)
@@ -231,6 +231,75 @@ class FlashInferProgram:
         fronts.run(self.module, batch, q, pool)
         self.main.paged(self.module, batch, q, pool, out, fronts.merge.lse, _CAUSAL)
         fronts.merge.run(batch, out)
+
+
+UNPACKED_TOKENS = 32_768
+"""Most tokens of a batch, reused and new, whose keys and values are widened for FA3: 134 MB of
+scratch memory for 8 KV heads of 128."""
+
+
+def unpackable(batch: PrefillBatch) -> bool:
+    """Whether the scratch memory for a batch's widened pages is bearable."""
+    return len(batch.pages) * batch.page_size <= UNPACKED_TOKENS
+
+
+@dataclass(frozen=True)
+class Unpacked:
+    """Room for the pages of a batch in its own type, which FA3 reads in the order of its lists."""
+
+    pages: torch.Tensor
+    """int32 0, 1, 2, …: where each page of the lists is in the room."""
+    count: torch.Tensor
+    """The number of pages in the room, int32 [1]."""
+    room: torch.Tensor
+    """[pages, kv_heads, 2, page_size, dim]"""
+
+    @classmethod
+    def of(cls, batch: PrefillBatch, count: int) -> "Unpacked":
+        """Room for this many pages, in the batch's workspace."""
+        shape = count, batch.kv_heads, 2, batch.page_size, batch.dim
+        room = batch.workspace.take("unpacked", math.prod(shape), batch.dtype)
+        most = UNPACKED_TOKENS // batch.page_size
+        numbers = torch.arange(max(count, most) + 1, dtype=torch.int32, device=room.device)
+        return cls(numbers[:-1], numbers[count:][:1], room[: math.prod(shape)].view(shape))
+
+    def fill(self, pool: RoundedPool, pages: torch.Tensor, count: torch.Tensor) -> None:
+        """Widen the first `count`, int32 [1], of these pages of the pool."""
+        _, kv_heads, _, page_size, dim = self.room.shape
+        launch(
+            unpack_kernel,
+            (len(self.room), kv_heads),
+            pool.values,
+            pool.exponents,
+            pages,
+            count,
+            self.room,
+            TOKENS=2 * page_size,
+            DIM=dim,
+        )
+
+
+@dataclass(frozen=True)
+class UnpackingProgram:
+    """A batch's attention by FA3 over a rounded pool, whose pages it widens before."""
+
+    pages: torch.Tensor
+    """The batch's pages of the pool."""
+    unpacked: Unpacked
+    program: FlashInferProgram
+
+    @classmethod
+    def plan(cls, batch: PrefillBatch, units: int) -> "UnpackingProgram":
+        """As `FlashInferProgram.plan`."""
+        unpacked = Unpacked.of(batch, len(batch.pages))
+        inner = FlashInferProgram.plan(replace(batch, pages=unpacked.pages), units)
+        return cls(batch.pages, unpacked, inner)
+
+    def run(self, q: torch.Tensor, pool: Pool, out: torch.Tensor, new: NewKV | None) -> None:
+        """Launch it; as `prefill_attention`."""
+        assert isinstance(pool, RoundedPool)
+        self.unpacked.fill(pool, self.pages, self.unpacked.count)
+        self.program.run(q, self.unpacked.room, out, new)
 
 
 class Replayed:
@@ -243,9 +312,10 @@ class Replayed:
         batch: any of these heads, of this type, in these pages; nobody else takes of its workspace.
         units: SMs.
         rows: of the largest pass.
+        rounded: the pool is a `RoundedPool`.
     """
 
-    def __init__(self, batch: PrefillBatch, units: int, rows: int) -> None:
+    def __init__(self, batch: PrefillBatch, units: int, rows: int, rounded: bool = False) -> None:
         self._units, self._module = units, _load(batch.dtype, batch.dim)[0]
         items = batch.heads * (rows // tile_tokens(batch.dim) + _SEGMENTS)
         self._merges = 2 * units  # the most tiles that are split
@@ -254,14 +324,25 @@ class Replayed:
         self.sizes = [*_list_sizes(items), *fronts]
         """Largest sizes of the lists that `parts` makes."""
         self._batch = replace(batch, tokens=rows)
-        self._memory = self._pages = batch.pages
+        self._memory = self._pages = self._count = batch.pages
         self._lists: Sequence[torch.Tensor] = ()
+        most = UNPACKED_TOKENS // batch.page_size
+        self._unpacked = Unpacked.of(batch, most) if rounded else None
+        self._listed = batch.pages
+        self.most_pages = most if rounded else None
+        """Most pages of a batch, where there is a bound."""
 
     def read(
-        self, memory: torch.Tensor, lists: Sequence[torch.Tensor], pages: torch.Tensor
+        self,
+        memory: torch.Tensor,
+        lists: Sequence[torch.Tensor],
+        pages: torch.Tensor,
+        count: torch.Tensor,
     ) -> None:
-        """Where a batch's lists and pages will be, views of `memory`, for all that is captured."""
-        self._memory, self._lists, self._pages = memory, lists, pages
+        """Where a batch's lists, pages and their number, int32 [1], will be, views of `memory`, for
+        all that is captured."""
+        self._memory, self._lists, self._listed, self._count = memory, lists, pages, count
+        self._pages = pages if self._unpacked is None else self._unpacked.pages
         self._program(True, self._batch.tokens)  # the workspace is as large as any needs it
 
     def parts(self, segments: Segments) -> tuple[list[Ints], bool] | None:
@@ -279,9 +360,13 @@ class Replayed:
         nothing = [_NOTHING] * (len(self.sizes) - len(parts))
         return [*parts, *nothing], plan.slots > 0
 
-    def run(self, split: bool, q: torch.Tensor, pool: torch.Tensor, out: torch.Tensor) -> None:
+    def run(self, split: bool, q: torch.Tensor, pool: Pool, out: torch.Tensor) -> None:
         """Launch it, for a graph; q and out [rows of the pass, heads, dim]. Rows that are of no
         segment stay as they are in `out`."""
+        if self._unpacked is not None:
+            assert isinstance(pool, RoundedPool)
+            self._unpacked.fill(pool, self._listed, self._count)
+            pool = self._unpacked.room
         self._program(split, len(q)).run(q, pool, out, None)
 
     def _program(self, split: bool, rows: int) -> "FlashInferProgram":
@@ -311,9 +396,7 @@ class DenseProgram:
         module, _ = _load(batch.dtype, batch.dim)
         return cls(batch, module, _Launch(buffer, _plan_info(sent)))
 
-    def run(
-        self, q: torch.Tensor, pool: torch.Tensor, out: torch.Tensor, new: NewKV | None
-    ) -> None:
+    def run(self, q: torch.Tensor, pool: Pool, out: torch.Tensor, new: NewKV | None) -> None:
         """Launch it; as `prefill_attention`."""
         assert new is not None
         self.launch.dense(self.module, self.batch, q, new, out)

@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from twolane.kernels.pool import Pool, RoundedPool, exponents_of, values_of
 from twolane.kernels.prefill_attention.batch import NewKV, PrefillBatch, upload
 from twolane.kernels.prefill_attention.schedule import Costs, schedule, tiles
 from twolane.kernels.runtime.launch import launch, power_of_2
@@ -54,6 +55,13 @@ def tiling(rows: int, dim: int, dtype: torch.dtype) -> Tiling:
 
 
 @triton.jit
+def scaled(values: tl.tensor, exponents: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
+    """What e4m3 values [tokens, dim] with exponents [tokens] mean; exact in bfloat16."""
+    factor = ((exponents.to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
+    return (values.to(tl.float32) * factor[:, None]).to(dtype)
+
+
+@triton.jit
 def _attend(
     acc: tl.tensor,
     total: tl.tensor,
@@ -61,6 +69,7 @@ def _attend(
     block: tl.tensor,
     query: tl.tensor,
     pool: tl.tensor,
+    exponents: tl.tensor,
     pages: tl.tensor,
     position: tl.tensor,
     low: tl.tensor,
@@ -75,24 +84,27 @@ def _attend(
     WIDTH: tl.constexpr,
     WINDOW: tl.constexpr,
     MASKED: tl.constexpr,
+    ROUNDED: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> tl.tuple:
     """Fold the keys [low, stop) into the running softmax of a tile; nothing is read from `high` on.
 
     Without a mask every key is seen by every row. `position` is each row's place in its sequence,
-    `pool` points at the head's part of page 0. `block` holds the pages of the keys at `low`, and
-    comes back with those at `stop`: loaded one step ahead, they do not stand between the pipelined
-    loads and their addresses.
+    `pool` and `exponents` point at the head's part of page 0. `block` holds the pages of the keys
+    at `low`, and comes back with those at `stop`: loaded one step ahead, they do not stand between
+    the pipelined loads and their addresses.
     """
     dims = tl.arange(0, WIDTH)
     for start in range(low, stop, KEYS):
         key = start + tl.arange(0, KEYS)
-        rows = pool + block.to(tl.int64) * PAGE_RUN + (tl.minimum(key, high - 1) % PAGE) * DIM
-        places = rows[:, None] + dims[None, :]
+        line = block.to(tl.int64) * (PAGE_RUN // DIM) + tl.minimum(key, high - 1) % PAGE
+        places = pool + line[:, None] * DIM + dims[None, :]
         if WIDTH > DIM:
             k = tl.load(places, mask=(dims < DIM)[None, :], other=0.0)
         else:
             k = tl.load(places)
+        if ROUNDED:
+            k = scaled(k, tl.load(exponents + line), query.dtype)
         score = tl.dot(query, k.T, input_precision=PRECISION)
         block = tl.load(pages + tl.minimum(key + KEYS, high - 1) // PAGE)
         if MASKED:
@@ -111,6 +123,8 @@ def _attend(
             v = tl.load(places + HEAD_RUN, mask=(dims < DIM)[None, :], other=0.0)
         else:
             v = tl.load(places + HEAD_RUN)
+        if ROUNDED:
+            v = scaled(v, tl.load(exponents + line + HEAD_RUN // DIM), query.dtype)
         acc = tl.dot(weight.to(v.dtype), v, acc, input_precision=PRECISION)
         top = new_top
     return acc, total, top, block
@@ -121,6 +135,7 @@ def prefill_kernel(
     q: tl.tensor,
     q_stride: tl.tensor,
     pool: tl.tensor,
+    exponents: tl.tensor,
     out: tl.tensor,
     out_stride: tl.tensor,
     lse: tl.tensor,
@@ -138,6 +153,7 @@ def prefill_kernel(
     WINDOW: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
+    ROUNDED: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
     """Compute the items [bounds[b], bounds[b + 1]) of `items` in program b.
@@ -169,6 +185,7 @@ def prefill_kernel(
         places = (first + token)[:, None] * q_stride + query_head[:, None] * DIM + dims[None, :]
         query = tl.load(q + places, mask=inside, other=0.0)
         head_pool = pool + head.to(tl.int64) * 2 * HEAD_RUN
+        powers = exponents + head * 2 * PAGE
         position = start + token
 
         acc = tl.zeros([ROWS, WIDTH], dtype=tl.float32)
@@ -182,16 +199,16 @@ def prefill_kernel(
             left = tl.maximum(start + tokens - WINDOW, low)
             left = tl.minimum((left + KEYS - 1) // KEYS * KEYS, right)
             acc, total, top, block = _attend(
-                acc, total, top, block, query, head_pool, table, position, low, left, high, scale,
-                HEAD_RUN, PAGE_RUN, KEYS, PAGE, DIM, WIDTH, WINDOW, True, PRECISION,
+                acc, total, top, block, query, head_pool, powers, table, position, low, left, high,
+                scale, HEAD_RUN, PAGE_RUN, KEYS, PAGE, DIM, WIDTH, WINDOW, True, ROUNDED, PRECISION,
             )  # fmt: skip
         acc, total, top, block = _attend(
-            acc, total, top, block, query, head_pool, table, position, left, right, high, scale,
-            HEAD_RUN, PAGE_RUN, KEYS, PAGE, DIM, WIDTH, WINDOW, False, PRECISION,
+            acc, total, top, block, query, head_pool, powers, table, position, left, right, high,
+            scale, HEAD_RUN, PAGE_RUN, KEYS, PAGE, DIM, WIDTH, WINDOW, False, ROUNDED, PRECISION,
         )  # fmt: skip
         acc, total, top, block = _attend(
-            acc, total, top, block, query, head_pool, table, position, right, high, high, scale,
-            HEAD_RUN, PAGE_RUN, KEYS, PAGE, DIM, WIDTH, WINDOW, True, PRECISION,
+            acc, total, top, block, query, head_pool, powers, table, position, right, high, high,
+            scale, HEAD_RUN, PAGE_RUN, KEYS, PAGE, DIM, WIDTH, WINDOW, True, ROUNDED, PRECISION,
         )  # fmt: skip
 
         acc = acc / total[:, None]
@@ -299,6 +316,30 @@ def gather_kernel(
     tl.store(slot_q + (place + row)[:, None] * DIM + dims[None, :], value)
 
 
+@triton.jit
+def unpack_kernel(
+    pool: tl.tensor,
+    exponents: tl.tensor,
+    pages: tl.tensor,
+    count: tl.tensor,
+    out: tl.tensor,
+    TOKENS: tl.constexpr,
+    DIM: tl.constexpr,
+) -> None:
+    """Widen one head's keys and values of one page, `TOKENS` lines, to the type of `out`."""
+    place = tl.program_id(0)
+    if place >= tl.load(count):  # a graph has as many programs as any batch needs
+        return
+    page = tl.load(pages + place).to(tl.int64)
+    line = tl.arange(0, TOKENS)
+    first = (page * tl.num_programs(1) + tl.program_id(1)) * TOKENS
+    dims = tl.arange(0, DIM)
+    values = tl.load(pool + (first + line)[:, None] * DIM + dims[None, :])
+    wide = scaled(values, tl.load(exponents + first + line), out.dtype.element_ty)
+    to = (place.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * TOKENS + line
+    tl.store(out + to[:, None] * DIM + dims[None, :], wide)
+
+
 @dataclass(frozen=True)
 class Merge:
     """Combines the slots of split tiles with their tails; see `merge_kernel` for the layout."""
@@ -381,9 +422,7 @@ class TritonProgram:
         )
         return cls(batch, shape, blocks, listed, bounds, merge)
 
-    def run(
-        self, q: torch.Tensor, pool: torch.Tensor, out: torch.Tensor, new: NewKV | None
-    ) -> None:
+    def run(self, q: torch.Tensor, pool: Pool, out: torch.Tensor, new: NewKV | None) -> None:
         """Launch it; as `prefill_attention`."""
         batch, merge = self.batch, self.merge
         launch(
@@ -391,7 +430,8 @@ class TritonProgram:
             (self.blocks,),
             q,
             q.stride(0),
-            pool,
+            values_of(pool),
+            exponents_of(pool),
             out,
             out.stride(0),
             merge.lse,
@@ -409,6 +449,7 @@ class TritonProgram:
             WINDOW=batch.window or 0,
             ROWS=self.tiling.rows,
             KEYS=self.tiling.keys,
+            ROUNDED=isinstance(pool, RoundedPool),
             PRECISION="ieee" if batch.dtype == torch.float32 else "tf32",
             num_warps=self.tiling.warps,
             num_stages=self.tiling.stages,

@@ -55,7 +55,8 @@ def main() -> int:
     decoder = Decoder(spec, weights, CpuGroup(start.rank, settings.tensor_parallel_size, store))
     if (pool := read_pool()) is None:
         return 0
-    kv = KVCache(decoder.spec, pool.pages, pool.page_size, decoder.dtype)
+    rounded = settings.kv_cache_dtype == "fp8"
+    kv = KVCache(decoder.spec, pool.pages, pool.page_size, decoder.dtype, rounded=rounded)
     runner = _OrDie(decoder, kv, pool.page_size, pool.slots)
     lanes = CpuLanes(runner, start.cores, lambda: None)
     for record in read_log():

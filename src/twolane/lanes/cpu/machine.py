@@ -49,7 +49,10 @@ class CpuMachine:
         group = CpuGroup(0, self.tp, followers.store, followers.check) if followers else None
         self._decoder = Decoder(self.spec, weights, group)
         self.weight_itemsize = weights.matrix_itemsize
-        self.page_token_bytes = self._decoder.spec.kv_bytes_per_token(self._decoder.dtype.itemsize)
+        self.itemsize = self._decoder.dtype.itemsize
+        self._rounded = settings.kv_cache_dtype == "fp8"
+        self.kv_itemsize = self.spec.kv_itemsize(settings.kv_cache_dtype, self.itemsize)
+        self.page_token_bytes = self._decoder.spec.kv_bytes_per_token(self.kv_itemsize)
 
     def kv_bytes(self, max_model_len: int) -> int:
         """See `Machine.kv_bytes`: a share of the free memory."""
@@ -65,7 +68,8 @@ class CpuMachine:
         progress: Callable[[str, float], None],
     ) -> CpuLanes | RankedLanes:
         """See `Machine.start`."""
-        kv = KVCache(self._decoder.spec, pages, page_size, self._decoder.dtype)
+        spec, dtype = self._decoder.spec, self._decoder.dtype
+        kv = KVCache(spec, pages, page_size, dtype, rounded=self._rounded)
         lanes = CpuLanes(Runner(self._decoder, kv, page_size, slots), self._cores, notify)
         if self.followers is None:
             return lanes

@@ -10,6 +10,7 @@ from torch import Tensor
 from twolane.kernels import fused
 from twolane.kernels.decode_attention.dispatch import DecodeScratch, decode_attention
 from twolane.kernels.experts.routing import ActiveRows
+from twolane.kernels.pool import Pool
 from twolane.kernels.prefill_attention.batch import NewKV
 from twolane.kernels.prefill_attention.dispatch import PrefillPlan, prefill_attention
 from twolane.lanes.cuda.slots import Ints
@@ -34,7 +35,7 @@ class PromptRows:
         """See `Rows.active`."""
         return ActiveRows(self.write_slots, 0)
 
-    def write(self, qkv: Tensor, q: Tensor, weights: LayerWeights, pool: Tensor) -> None:
+    def write(self, qkv: Tensor, q: Tensor, weights: LayerWeights, pool: Pool) -> None:
         """See `Writes.write`."""
         spec = self.decoder.spec
         fused.qkv_rope_write(
@@ -73,7 +74,7 @@ class MixedRows(PromptRows):
             steps,
         )
 
-    def attend(self, q: Tensor, qkv: Tensor, pool: Tensor, window: int | None, out: Tensor) -> None:
+    def attend(self, q: Tensor, qkv: Tensor, pool: Pool, window: int | None, out: Tensor) -> None:
         """See `Rows.attend`."""
         n = self.decoding
         if self.steps is not None:
@@ -92,7 +93,7 @@ class MixedRows(PromptRows):
         return kv[:, 0], kv[:, 1]
 
     def attend_prompts(
-        self, q: Tensor, new: NewKV, pool: Tensor, window: int | None, out: Tensor
+        self, q: Tensor, new: NewKV, pool: Pool, window: int | None, out: Tensor
     ) -> None:
         """Causal attention of the prompts' rows alone."""
         prefill_attention(self.plans[window], q, pool, out, new)
@@ -118,7 +119,7 @@ class DecodeRows:
         """See `Rows.active`."""
         return ActiveRows(self.lengths, 1)
 
-    def write(self, qkv: Tensor, q: Tensor, weights: LayerWeights, pool: Tensor) -> None:
+    def write(self, qkv: Tensor, q: Tensor, weights: LayerWeights, pool: Pool) -> None:
         """See `Rows.write`."""
         spec = self.decoder.spec
         fused.qkv_rope_write_decode(
@@ -134,7 +135,7 @@ class DecodeRows:
             self.lengths,
         )
 
-    def attend(self, q: Tensor, qkv: Tensor, pool: Tensor, window: int | None, out: Tensor) -> None:
+    def attend(self, q: Tensor, qkv: Tensor, pool: Pool, window: int | None, out: Tensor) -> None:
         """See `Rows.attend`."""
         decode_attention(
             q,

@@ -73,14 +73,15 @@ class HybridGraphs:
         shape = kv.page_size, spec.heads, spec.kv_heads, spec.head_dim, decoder.dtype, None
         batch = PrefillBatch.build([(0, 1)], [[0]], *shape, passes.scratch)
         self._units = units
-        self._attention = Replayed(batch, units, WHOLE)
-        self._most_pages = len(kv.layers[0])
-        own = [2, *[rows] * 3, *[WHOLE] * 3, *[rows] * 5, 1]
+        self._attention = Replayed(batch, units, WHOLE, kv.rounded)
+        self._most_pages = min(kv.pages, self._attention.most_pages or kv.pages)
+        own = [3, *[rows] * 3, *[WHOLE] * 3, *[rows] * 5, 1]
         self._block = Block([*own, *self._attention.sizes, self._most_pages], device)
         lists = self._block.lists
         self._counts, self._decode, self._prompts = lists[0], lists[1:4], lists[4:7]
         self._where, self._ends, self._step = lists[7], lists[8:12], lists[12]
-        self._attention.read(self._block.memory, lists[len(own) : -1], lists[-1])
+        count = self._counts[2:]
+        self._attention.read(self._block.memory, lists[len(own) : -1], lists[-1], count)
         self._chosen = torch.empty((rows, spec.hidden_size), dtype=decoder.dtype, device=device)
         self._sampled, self._out = (
             torch.zeros(rows, dtype=torch.int32, device=device) for _ in range(2)
@@ -125,7 +126,8 @@ class HybridGraphs:
             return None
         lists, split = attention
         self._slots.upload(update.slot for update in work.slots)
-        own = [np.array([len(work.decode), rows]), *self._rows(work), *_ends(ends)]
+        counts = np.array([len(work.decode), rows, len(pages)])
+        own = [counts, *self._rows(work), *_ends(ends)]
         self._block.send([*own, *lists, pages])
         self._passed[padded(rows, SIZES), split].replay()
         return self._passes.residual[:rows]

@@ -8,7 +8,9 @@ import torch
 
 from twolane.common.vocabulary import LaneName, MachineKind
 from twolane.kernels.decode_attention.dispatch import MAX_GROUP
+from twolane.kernels.pool import E4M3
 from twolane.kernels.prefill_attention.dispatch import choose
+from twolane.kernels.prefill_attention.flashinfer_kernels import UNPACKED_TOKENS
 from twolane.kernels.products.dispatch import PLAIN_SCHEMES, SERVED_SCHEMES
 from twolane.kernels.sizes import GRAPH_BYTES, SIZES, WORKSPACE_TOKENS
 from twolane.lanes.cuda.decode_graphs import DecodeGraphs, LevelGraphs
@@ -53,6 +55,7 @@ class CudaMachine:
         utilization: share of the device's memory that this process may take.
         rank: of this process, if several share the model.
         ranks: their number.
+        kv_cache_dtype: "fp8" keeps keys and values in e4m3.
 
     Raises:
         ValueError: a level cannot be had, or the kernels do not serve the model's heads.
@@ -72,6 +75,7 @@ class CudaMachine:
         utilization: float = 0.9,
         rank: int = 0,
         ranks: int = 1,
+        kv_cache_dtype: str = "auto",
     ) -> None:
         self.tp = ranks
         self.channels: Mapping[LaneName, Channel] = {}
@@ -84,7 +88,10 @@ class CudaMachine:
         self.device = weights.embedding.device
         torch.cuda.set_device(self.device)
         self.name = f"cuda ({torch.cuda.get_device_name(self.device)})"
-        self.page_token_bytes = self.decoder.spec.kv_bytes_per_token(self.decoder.dtype.itemsize)
+        self.itemsize = self.decoder.dtype.itemsize
+        self.kv_itemsize = spec.kv_itemsize(kv_cache_dtype, self.itemsize)
+        self._kv_dtype = E4M3 if kv_cache_dtype == "fp8" else self.decoder.dtype
+        self.page_token_bytes = self.decoder.spec.kv_bytes_per_token(self.kv_itemsize)
         self.weight_itemsize = weights.matrix_itemsize
         self.partitions = self._partitions(decode_units)
 
@@ -96,7 +103,10 @@ class CudaMachine:
         workspace = Workspace(shard.local, self.decoder.dtype, meta, channel)
         workspace.reserve(tokens)
         hidden = 3 * tokens * self.spec.hidden_size * self.decoder.dtype.itemsize
-        return max(0, self.free_bytes() - workspace.bytes - hidden - GRAPH_BYTES)
+        # Pages that prefill attention widens, in both of its workspaces.
+        widened = 4 * UNPACKED_TOKENS * self.decoder.spec.kv_size * self.itemsize
+        beside = workspace.bytes + hidden + (widened if self._kv_dtype == E4M3 else 0)
+        return max(0, self.free_bytes() - beside - GRAPH_BYTES)
 
     def free_bytes(self) -> int:
         """What is left of this process's share of the device's memory."""
@@ -150,7 +160,7 @@ class CudaMachine:
         decoder, spec = self.decoder, self.decoder.spec
         kernel, why = choose(decoder.dtype, spec.head_dim, self.device)  # may compile it
         log.info("prefill attention: %s (%s)", kernel, why)
-        kv = GpuKVCache(spec, pages, page_size, decoder.dtype, self.device)
+        kv = GpuKVCache(spec, pages, page_size, self._kv_dtype, self.device)
         known = Slots(slots, -(-max_model_len // page_size), self.device)
         most, units, channels = (
             min(max_model_len, WORKSPACE_TOKENS),

@@ -27,8 +27,8 @@ def load_rank(
     """The arguments of a rank's `CudaMachine`: its part of the model, on the GPU of its number."""
     torch.cuda.set_device(rank)
     spec, weights = load_shard(settings, f"cuda:{rank}", progress, rank)
-    share = settings.gpu_memory_utilization
-    return spec, weights, settings.levels, share, rank, settings.tensor_parallel_size
+    share, ranks = settings.gpu_memory_utilization, settings.tensor_parallel_size
+    return spec, weights, settings.levels, share, rank, ranks, settings.kv_cache_dtype
 
 
 def connect(machine: CudaMachine, store: dist.Store, check: Callable[[], None]) -> int:

@@ -314,6 +314,7 @@ class CudaRunner:
             workspace=place.memory.attention,
             window=window,
             dense=True,
+            rounded=self.kv.rounded,
         )
 
     def _sample(self, hidden: Tensor, ends: SamplingPoints, place: _Place) -> Sequence[PendingStep]:

@@ -1,0 +1,36 @@
+"""One layer's keys and values on a GPU, as attention finds them."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+E4M3 = torch.float8_e4m3fn
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RoundedPool:
+    """Keys and values in e4m3 with a power of two for each token and head.
+
+    Because a factor is a power of two, what the pool holds is exact in bfloat16, whoever reads it.
+    """
+
+    values: Tensor
+    """e4m3 [pages, kv_heads, 2, page_size, head_dim], keys then values."""
+    exponents: Tensor
+    """Base-2 logarithms of the factors of each token's numbers, int8 [pages, kv_heads, 2,
+    page_size]."""
+
+
+Pool = Tensor | RoundedPool
+"""A pool [pages, kv_heads, 2, page_size, head_dim]: of the type of queries, or rounded."""
+
+
+def values_of(pool: Pool) -> Tensor:
+    """The stored numbers, [pages, kv_heads, 2, page_size, head_dim]."""
+    return pool.values if isinstance(pool, RoundedPool) else pool
+
+
+def exponents_of(pool: Pool) -> Tensor:
+    """The exponents of a rounded pool; of another the pool itself, which no kernel reads so."""
+    return pool.exponents if isinstance(pool, RoundedPool) else pool
