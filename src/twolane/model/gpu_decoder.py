@@ -68,7 +68,7 @@ class GpuKVCache:
         return any(isinstance(layer, RoundedPool) for layer in self.layers)
 
     def fill(self) -> None:
-        """Fill the pool with random numbers, in e4m3 the same in every page: zeros are read faster."""
+        """Fill the pool with random numbers (zeros are read faster), in e4m3 each page alike."""
         for layer in self.layers:
             if isinstance(layer, RoundedPool):
                 noise = torch.randn(layer.values.shape[1:], device=layer.values.device)
