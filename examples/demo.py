@@ -40,6 +40,8 @@ REPLAY = WorkloadSpec(dataset=DATASET, scale_lengths=0.25, max_input_len=1024, m
 REPLAY_SECONDS = 45
 PROBE_TOKENS = 300
 """About the mean prompt of the replay."""
+PROBE_SEED = 1 << 20
+"""Seed of the probe's prompts, which the replay must not find in the prefix cache."""
 LOAD = 0.28
 """Seconds of solo prefill that the replay asks for in a second, so that it fits the machine."""
 
@@ -110,7 +112,13 @@ def replay(address: str) -> Result:
 def prefill_seconds(address: str) -> float:
     """Return how long this machine takes for a mean prompt when it does nothing else."""
     spec = WorkloadSpec(num_prompts=6, random_input_len=PROBE_TOKENS, random_output_len=1)
-    one_by_one = BenchConfig(base_url=address, model=MODEL, workload=spec, max_concurrency=1)
+    one_by_one = BenchConfig(
+        base_url=address,
+        model=MODEL,
+        workload=spec,
+        max_concurrency=1,
+        prompt_seed=PROBE_SEED,
+    )
     probe = asyncio.run(run(one_by_one))
     return min(record.ttft for record in probe.records if record.ttft is not None)
 
