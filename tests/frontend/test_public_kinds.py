@@ -5,8 +5,10 @@ import json
 import msgspec
 import pytest
 from tokenizers import processors
+from transformers import AutoTokenizer
 
 from twolane.frontend.text import convert
+from twolane.frontend.text.codec import TextError
 from twolane.frontend.text.gguf_tokenizer import SPLITTINGS
 from twolane.frontend.text.tokenizer import load_both, load_file, load_tokenizer
 from twolane.model.load.hub import resolve
@@ -117,6 +119,31 @@ def test_templates_without_a_default_stop_chat_alone(tmp_path):
     made = codec(tmp_path / "m")
     assert not made.has_chat_template
     assert made.encode("a")
+
+
+def test_a_template_for_tools_serves_conversations_with_tools_alone(tmp_path):
+    """As `apply_chat_template` of transformers chooses among templates by name."""
+    default, with_tools = (
+        "{{ messages[-1].content }}",
+        "{{ tools | tojson }}{{ messages[0].content }}",
+    )
+    templates = [
+        {"name": "default", "template": default},
+        {"name": "tool_use", "template": with_tools},
+        {"name": "rag", "template": "{{ 'never' }}"},
+    ]
+    folder = write(tmp_path / "m", byte_level(), chat_template=templates)
+    theirs, made = AutoTokenizer.from_pretrained(folder), codec(folder)
+    tools = [{"type": "function", "function": {"name": "f", "description": "d", "parameters": {}}}]
+    turns = [{"role": "user", "content": "ab"}]
+    for given in (None, tools):
+        said = theirs.apply_chat_template(turns, tools=given, tokenize=False)
+        assert made.decode(made.chat(turns, tools=given), skip_special_tokens=False) == said
+    write(tmp_path / "n", byte_level(), chat_template=templates[1:])
+    alone = codec(tmp_path / "n")
+    assert alone.chat(turns, tools=tools) == made.chat(turns, tools=tools)
+    with pytest.raises(TextError, match="no chat template"):
+        alone.chat(turns)
 
 
 def test_a_template_in_a_file_is_found(tmp_path):

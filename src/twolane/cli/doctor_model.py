@@ -110,9 +110,12 @@ def form_rows(
         return
     yield "  text", ", ".join(form.text_roles) or "of no role", "roles whose content is text"
     yield "  parts", ", ".join(form.part_roles) or "of no role", "roles whose content is parts"
-    calls = "not shown" if form.arguments is None else f"arguments as {form.arguments}"
-    null = ", null as content" if form.null_content else ""
-    yield "  tool calls", calls + null, ""
+    calls = "not shown"
+    if form.arguments is not None:
+        beside = {"null": form.null_content, "empty text": form.empty_content}
+        contents = " or ".join(name for name, taken in beside.items() if taken)
+        calls = f"arguments as {form.arguments}, beside {contents}"
+    yield "  tool calls", calls, ""
     yield "  developer", "a role of its own" if form.developer else "read as system", ""
     yield "  turn ends", repr(form.turn_end), ""
     variables = ChatTemplate(source, made.special_tokens, form).variables

@@ -4,7 +4,6 @@ What an answer's message contains may be sent back in the history: its tool call
 and the fields that are null.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -87,24 +86,12 @@ class ToolCall(Body):
     function: FunctionCall
 
     def for_template(self) -> dict[str, Any]:
-        """Return the call with its arguments as an object, if they are one, else as they are."""
+        """Return the call with its arguments as they are; a template may want them otherwise."""
         call: dict[str, Any] = {"type": "function"}
         if self.id is not None:
             call["id"] = self.id
-        arguments = self.function.arguments
-        call["function"] = {"name": self.function.name, "arguments": as_object(arguments)}
+        call["function"] = {"name": self.function.name, "arguments": self.function.arguments or {}}
         return call
-
-
-def as_object(arguments: str | dict[str, Any] | None) -> Any:
-    """Return the object that a text of JSON is; what is none stays text."""
-    if not isinstance(arguments, str):
-        return arguments or {}
-    try:
-        value = json.loads(arguments) if arguments.strip() else {}
-    except ValueError:
-        return arguments
-    return value if isinstance(value, dict) else arguments
 
 
 class Message(Body):

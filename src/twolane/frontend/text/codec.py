@@ -11,7 +11,13 @@ from tokenizers import Tokenizer, decoders
 from tokenizers.pre_tokenizers import ByteLevel
 
 from twolane.frontend.fenced import TookTooLong, within
-from twolane.frontend.text.template import ChatTemplate, Message, TemplateForm, missing_words
+from twolane.frontend.text.template import (
+    ChatTemplate,
+    Message,
+    TemplateForm,
+    as_object,
+    missing_words,
+)
 from twolane.frontend.text.tokenizer import ModelTokenizer
 
 REPLACEMENT = "\ufffd"
@@ -416,7 +422,7 @@ def check_calls(template: ChatTemplate, messages: Sequence[Message]) -> None:
             param = f"messages[{place}].tool_calls"
             if template.form.arguments is None:
                 raise TextError("the model's chat template does not show tool calls", param=param)
-            arguments = call["function"]["arguments"]
+            arguments = as_object(call["function"]["arguments"])
             if template.form.arguments == "object" and isinstance(arguments, str):
                 param = f"{param}[{number}].function.arguments"
                 raise TextError(f"{param} must be a JSON object", param=param)

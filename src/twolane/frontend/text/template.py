@@ -130,6 +130,8 @@ class TemplateForm(msgspec.Struct, frozen=True):
     """The template shows a tool call whose arguments have this form; None: it shows no calls."""
     null_content: bool = False
     """The template takes null as the content of a message with tool calls."""
+    empty_content: bool = True
+    """The template takes empty text as the content of a message with tool calls."""
     developer: bool = False
     """The template has a role "developer", which is sent as "system" to all others."""
     turn_end: str = ""
@@ -146,8 +148,12 @@ class TemplateForm(msgspec.Struct, frozen=True):
         return made
 
     def _content(self, role: str, content: Any, with_calls: bool) -> Any:
+        if with_calls and not content:
+            if content is None:
+                return None if self.null_content else ""
+            return "" if self.empty_content else None
         if content is None:
-            return None if with_calls and self.null_content else ""
+            return ""
         if isinstance(content, str):
             wants_parts = role in self.part_roles and role not in self.text_roles
             return [part(content)] if wants_parts else content
@@ -156,9 +162,22 @@ class TemplateForm(msgspec.Struct, frozen=True):
 
     def _call(self, call: Mapping[str, Any]) -> dict[str, Any]:
         function = dict(call["function"])
-        if self.arguments == "text" and not isinstance(function["arguments"], str):
+        if self.arguments == "object":
+            function["arguments"] = as_object(function["arguments"])
+        elif not isinstance(function["arguments"], str):
             function["arguments"] = to_json(function["arguments"])
         return {**call, "function": function}
+
+
+def as_object(arguments: Any) -> Any:
+    """Return the object that a text of JSON is; what is none stays text."""
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        value = json.loads(arguments) if arguments.strip() else {}
+    except ValueError:
+        return arguments
+    return value if isinstance(value, dict) else arguments
 
 
 def part(text: str) -> dict[str, str]:
@@ -282,9 +301,9 @@ def find_form(template: ChatTemplate) -> TemplateForm:
     }
     text_roles = [role for role in roles if shows(template, role_probe(role, SEEN))]
     part_roles = [role for role in roles if shows(template, role_probe(role, [part(SEEN)]))]
-    arguments, null_content = find_call_form(template)
+    arguments, contents = find_call_form(template)
     if arguments is not None:
-        called = call_probe(arguments, null_content)
+        called = call_probe(arguments, contents[0])
         for content, found in ((SEEN, text_roles), ([part(SEEN)], part_roles)):
             answered = [*called[:2], {**RESULT, "content": content}]
             # The call shows the word once.
@@ -296,9 +315,10 @@ def find_form(template: ChatTemplate) -> TemplateForm:
         tuple(text_roles),
         tuple(part_roles),
         arguments,
-        null_content,
-        template.mentions_developer,
-        find_turn_end(template, "assistant" in text_roles),
+        null_content=None in contents,
+        empty_content="" in contents or not contents,
+        developer=template.mentions_developer,
+        turn_end=find_turn_end(template, "assistant" in text_roles),
     )
 
 
@@ -313,26 +333,31 @@ def role_probe(role: str, content: Any) -> list[Message]:
     return around[role]
 
 
-def call_probe(arguments: Literal["object", "text"], null_content: bool) -> list[Message]:
-    """Return a conversation with a tool call in this form."""
+def call_probe(arguments: Literal["object", "text"], content: str | None) -> list[Message]:
+    """Return a conversation with a tool call in this form beside this content."""
     given = CALLED["arguments"] if arguments == "object" else to_json(CALLED["arguments"])
     call = {
         "id": RESULT["tool_call_id"],
         "type": "function",
         "function": {**CALLED, "arguments": given},
     }
-    content = None if null_content else ""
     return [HELLO, {"role": "assistant", "content": content, "tool_calls": [call]}, RESULT]
 
 
-def find_call_form(template: ChatTemplate) -> tuple[Literal["object", "text"] | None, bool]:
-    """Return how the template reads the arguments of a call and, beside it, null as content."""
+def find_call_form(
+    template: ChatTemplate,
+) -> tuple[Literal["object", "text"] | None, Sequence[str | None]]:
+    """Return how the template reads the arguments of a call, and which contents beside it."""
     forms: tuple[Literal["object", "text"], ...] = ("object", "text")
     for arguments in forms:
-        for null_content in (True, False):
-            if shows(template, call_probe(arguments, null_content), CALLED["name"]):
-                return arguments, null_content
-    return None, False
+        contents = [
+            content
+            for content in (None, "")
+            if shows(template, call_probe(arguments, content), CALLED["name"])
+        ]
+        if contents:
+            return arguments, contents
+    return None, ()
 
 
 def shows(template: ChatTemplate, turns: Sequence[Message], *words: str, times: int = 1) -> bool:

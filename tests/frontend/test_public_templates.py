@@ -1,0 +1,153 @@
+"""Prompts of the forms of public chat templates, against those of `transformers`.
+
+`transformers` renders messages as they are. It gets them in the form that each template is written
+for; where it refuses, or drops what was said, the request has to be refused.
+"""
+
+import json
+
+import pytest
+from pydantic import TypeAdapter
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from twolane.frontend.messages import Messages, turns_of
+from twolane.frontend.text.codec import TextCodec, TextError
+from twolane.frontend.text.tokenizer import ModelTokenizer
+
+from .checkpoints import BYTES
+from .templates import TEMPLATES
+
+SPECIALS = {"bos_token": "<s>", "eos_token": "</s>"}
+ARGUMENTS = {"city": "Zürich <b>", "days": 2}
+CALL = {"name": "get_weather", "arguments": json.dumps(ARGUMENTS)}
+TOOL_CALL = {"id": "abcDEF123", "type": "function", "function": CALL}
+PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}}
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "get_weather", "description": "Now & then", "parameters": PARAMETERS},
+    }
+]
+
+
+def user(content="Question1 ä<&>\n 'x'"):
+    return {"role": "user", "content": content}
+
+
+def texts(*words):
+    return [{"type": "text", "text": word} for word in words]
+
+
+def called(content):
+    call = {"role": "assistant", "content": content, "tool_calls": [TOOL_CALL]}
+    return [user(), call, {"role": "tool", "tool_call_id": "abcDEF123", "content": "Result5 °C"}]
+
+
+SYSTEM = {"role": "system", "content": "System2 be <brief>"}
+ANSWER = {"role": "assistant", "content": "Answer3 sure."}
+THOUGHT = {"role": "assistant", "content": "<think>\nhm\n</think>\n\nAnswer3"}
+CONVERSATIONS = {
+    "user": [user()],
+    "spaces around": [user("  Question1 \n")],
+    "system": [SYSTEM, user()],
+    "turns": [user(), ANSWER, user("Question4")],
+    "system and turns": [SYSTEM, user(), ANSWER, user("Question4")],
+    "two of the user": [user(), user("Question4")],
+    "begins with an answer": [ANSWER, user()],
+    "reasoning in the history": [user(), THOUGHT, user("Question4")],
+    "one part": [user(texts("Question1"))],
+    "two parts": [user(texts("Question1", "Question6"))],
+    "parts everywhere": [
+        {**SYSTEM, "content": texts("System2")},
+        user(texts("Question1")),
+        {**ANSWER, "content": texts("Answer3")},
+        user(texts("Question4")),
+    ],
+    "two parts of the system": [{**SYSTEM, "content": texts("System2", "System7")}, user()],
+    "developer": [{"role": "developer", "content": "System2 be brief"}, user()],
+    "call beside null": called(None),
+    "call beside empty text": called(""),
+    "call and a further question": [*called(None), {**ANSWER}, user("Question4")],
+    "no content": [user(), {"role": "assistant", "content": None}, user("Question4")],
+}
+
+
+def for_transformers(form, message):
+    """Write a message as somebody would who has read the template."""
+    made = dict(message)
+    if made["role"] == "developer" and not form.developer:
+        made["role"] = "system"
+    content = made["content"]
+    if isinstance(content, str) and form.parts:
+        made["content"] = texts(content)
+    elif isinstance(content, list) and not form.parts and not form.source.count("is iterable -"):
+        made["content"] = "\n".join(piece["text"] for piece in content)
+    elif content is None and "tool_calls" not in made:
+        made["content"] = [] if form.parts else ""
+    elif content == "" and "tool_calls" in made and "content'] is none" in form.source:
+        made["content"] = None
+    if form.arguments == "object" and "tool_calls" in made:
+        function = {**CALL, "arguments": ARGUMENTS}
+        made["tool_calls"] = [{**TOOL_CALL, "function": function}]
+    return made
+
+
+def theirs(form, conversation, tools):
+    """Return what `transformers` renders; None: it refuses, or drops what was said."""
+    turns = [for_transformers(form, message) for message in conversation]
+    calls = any("tool_calls" in message for message in conversation)
+    try:
+        (text,), _ = render_jinja_template(
+            [turns],
+            tools=tools,
+            chat_template=form.source,
+            add_generation_prompt=True,
+            **SPECIALS,
+        )
+    except Exception:
+        return None
+    said = json.dumps([m for m in conversation if m["role"] != "assistant"])
+    words = [f"{w}{n}" for w in ("Question", "System", "Result") for n in range(1, 8)]
+    missing = [word for word in words if word in said and word not in text]
+    return None if missing or (calls and not form.calls) else text
+
+
+def backend():
+    made = Tokenizer(models.BPE({name: place for place, name in enumerate(BYTES)}, []))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = decoders.ByteLevel()
+    return made
+
+
+BACKEND = backend()
+SERVED = {
+    name: TextCodec(ModelTokenizer(BACKEND, form.source, SPECIALS))
+    for name, form in TEMPLATES.items()
+}
+
+
+@pytest.mark.parametrize("tools", [None, TOOLS], ids=["", "tools"])
+@pytest.mark.parametrize("conversation", CONVERSATIONS)
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_prompts_are_those_of_transformers(name, conversation, tools):
+    messages, codec = CONVERSATIONS[conversation], SERVED[name]
+    expected = theirs(TEMPLATES[name], messages, tools)
+    turns = turns_of(TypeAdapter(Messages).validate_python(messages))
+    if expected is None:
+        with pytest.raises(TextError, match="chat template"):
+            codec.chat(turns, tools=tools)
+    else:
+        tokens = codec.chat(turns, tools=tools)
+        assert codec.decode(tokens, skip_special_tokens=False) == expected
+
+
+def test_there_are_twenty_templates():
+    assert len({form.source for form in TEMPLATES.values()}) >= 20
+
+
+def test_most_conversations_are_served():
+    """The rule above is empty for a template that refuses all of them."""
+    for form in TEMPLATES.values():
+        served = [c for c in CONVERSATIONS.values() if theirs(form, c, None) is not None]
+        assert len(served) >= 5
