@@ -6,6 +6,7 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 import twolane
+from twolane.server.anthropic.routes import add_message_routes
 from twolane.server.http.calls import Calls
 from twolane.server.http.gate import MAX_BODY_BYTES, REQUEST_ID, Gate
 from twolane.server.http.handlers import add_error_handlers
@@ -18,7 +19,9 @@ from twolane.server.ops.dashboard.page import add_dashboard_routes
 from twolane.server.ops.info import add_info_routes, add_token_routes
 from twolane.server.service import Service
 
-GENERATION_PATHS = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses"})
+GENERATION_PATHS = frozenset(
+    {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"}
+)
 STORED_BYTES = 64 << 20
 """Number of bytes that stored responses may take together, unless a server has another bound."""
 
@@ -38,7 +41,7 @@ def create_app(
     app = FastAPI(
         title="Twolane",
         version=twolane.__version__,
-        description="OpenAI's API, in two lanes.",
+        description="OpenAI's and Anthropic's APIs, in two lanes.",
         redirect_slashes=False,
         docs_url=None,
         redoc_url=None,
@@ -62,5 +65,6 @@ def create_app(
     add_token_routes(app, service)
     add_generation_routes(app, service)
     add_response_routes(app, service, ResponseStore(stored_response_bytes))
+    add_message_routes(app, service)
     add_dashboard_routes(app, service)
     return app

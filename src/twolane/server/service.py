@@ -172,6 +172,17 @@ class Service:
         tokens = await self._text(chat, "messages")
         return self._fitted([Prompt(tokens)], body, "messages")[0]
 
+    async def count_chat(self, body: ChatRequest) -> int:
+        """Return how many tokens a conversation has, which may be longer than the context.
+
+        Raises:
+            ApiError: 400, the conversation cannot be served; 503.
+        """
+        self._check_length(sum(len(message.text) for message in body.messages), "messages")
+        chat = self._chat(body.messages, body, special=bool(body.add_special_tokens))
+        shown = partial(chat, **self._for_template(body))
+        return len(await self._text(shown, "messages", LONG_TEXT))
+
     def _for_template(self, body: ChatRequest) -> dict[str, Any]:
         """What the chat template gets beside the messages and how to render them."""
         more: dict[str, Any] = {"tools": body.shown_tools}

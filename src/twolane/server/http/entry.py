@@ -28,4 +28,5 @@ async def loading(scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.body", "body": b'{"status":"ok"}'})
         return
     headers_out = {"Retry-After": str(RETRY_SECONDS), "Connection": "close"}
-    await refuse(ApiError(503, "the model is loading", code="loading", headers=headers_out), send)
+    error = ApiError(503, "the model is loading", code="loading", headers=headers_out)
+    await refuse(error, scope["path"], send)

@@ -7,6 +7,8 @@ from fastapi import HTTPException
 
 from twolane.frontend.body import NO_OBJECT, first_finding
 
+ANTHROPIC_PATH = "/v1/messages"
+"""Paths that begin so have errors in Anthropic's form."""
 WHOLE_BODY = {
     "missing": "the request needs a JSON body",
     **dict.fromkeys(
@@ -57,6 +59,18 @@ def error_body(status: int, message: str, code: str, param: str | None = None) -
     }
     kind = kinds.get(status, "invalid_request_error")
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def as_anthropic(body: dict[str, Any]) -> dict[str, Any]:
+    """Return OpenAI's error object in Anthropic's form, which has `param` and `code` besides."""
+    kinds = {"server_error": "api_error", "service_unavailable_error": "overloaded_error"}
+    error = body["error"]
+    return {"type": "error", "error": {**error, "type": kinds.get(error["type"], error["type"])}}
+
+
+def error_for(path: str, body: dict[str, Any]) -> dict[str, Any]:
+    """Return an error object in the form of the API that a path belongs to."""
+    return as_anthropic(body) if path.startswith(ANTHROPIC_PATH) else body
 
 
 def from_validation(errors: Sequence[Any]) -> ApiError:

@@ -13,9 +13,11 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from twolane.server.http.calls import set_reason
-from twolane.server.http.errors import ApiError
+from twolane.server.http.errors import ApiError, error_for
 
 REQUEST_ID = "X-Request-Id"
+KEY_HEADER = "x-api-key"
+"""Header in which Anthropic's clients send the key."""
 ID_LONGEST = 128
 NOT_IN_IDS = re.compile(r"[^!-~]")
 """All but visible ASCII."""
@@ -65,7 +67,7 @@ class Gate:
             self._check_length(headers.get("content-length", "0"))
         except ApiError as error:
             set_reason(Request(scope), error.code, error.message)
-            await refuse(error, send)
+            await refuse(error, scope["path"], send)
             return
         await self._app(scope, self._bounded(receive), send)
 
@@ -73,6 +75,8 @@ class Gate:
         if not self._keys or not path.startswith(GUARDED):
             return
         scheme, _, key = headers.get("authorization", "").partition(" ")
+        if KEY_HEADER in headers:
+            scheme, key = "bearer", headers[KEY_HEADER]
         given = digest(key.strip().encode("latin-1"))
         # All of them are compared, so that the time tells nothing about which one fits.
         fitting = [hmac.compare_digest(given, known) for known in self._keys]
@@ -147,9 +151,9 @@ def with_request_id(send: Send, id: str) -> Send:
     return wrapped
 
 
-async def refuse(error: ApiError, send: Send) -> None:
-    """Answer with an error."""
-    body = msgspec.json.encode(error.body)
+async def refuse(error: ApiError, path: str, send: Send) -> None:
+    """Answer with an error, in the form of the API that the path belongs to."""
+    body = msgspec.json.encode(error_for(path, error.body))
     headers: Sequence[tuple[str, str]] = [
         ("Content-Type", "application/json"),
         ("Content-Length", str(len(body))),

@@ -11,7 +11,7 @@ from starlette.routing import Match
 
 from twolane.frontend.generation import GenerationFailed, GenerationRefused
 from twolane.server.http.calls import CLIENT_GONE, set_reason
-from twolane.server.http.errors import ApiError, error_body, from_validation
+from twolane.server.http.errors import ApiError, error_body, error_for, from_validation
 from twolane.server.http.route import json_response
 
 log = logging.getLogger("twolane.server")
@@ -50,7 +50,7 @@ def add_error_handlers(app: FastAPI, retry_after: Callable[[], int]) -> None:
         set_reason(request, error.code, error.message)
         path = request.url.path
         log.debug("%s %r %d %r", request.method, path, error.status_code, error.message)
-        response = json_response(error.body, error.status_code)
+        response = json_response(error_for(path, error.body), error.status_code)
         response.headers.update(error.headers or {})
         return response
 
@@ -79,7 +79,8 @@ def add_error_handlers(app: FastAPI, retry_after: Callable[[], int]) -> None:
 
     @app.exception_handler(GenerationFailed)
     async def failed(request: Request, error: GenerationFailed) -> Response:
-        return json_response(error_body(503, str(error), "unavailable"), 503)
+        body = error_body(503, str(error), "unavailable")
+        return json_response(error_for(request.url.path, body), 503)
 
     @app.exception_handler(ClientGone)
     async def client_gone(request: Request, error: ClientGone) -> Response:
@@ -87,7 +88,8 @@ def add_error_handlers(app: FastAPI, retry_after: Callable[[], int]) -> None:
 
     @app.exception_handler(Exception)
     async def internal(request: Request, error: Exception) -> Response:
-        return json_response(error_body(500, "internal error", "internal_error"), 500)
+        body = error_body(500, "internal error", "internal_error")
+        return json_response(error_for(request.url.path, body), 500)
 
 
 def allowed_methods(app: FastAPI, request: Request) -> str:

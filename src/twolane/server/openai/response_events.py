@@ -22,15 +22,10 @@ from twolane.frontend.parsers.pieces import (
     Reasoning,
 )
 from twolane.server.counts import AnswerCounts
+from twolane.server.http.events import named_event
 from twolane.server.openai.response_tools import CUSTOM_INPUT, CalledTool
 
 Json = dict[str, Any]
-
-
-def named_event(body: Json) -> bytes:
-    """Write a server-sent event that is named after its type."""
-    kind: str = body["type"]
-    return b"event: " + kind.encode() + b"\ndata: " + msgspec.json.encode(body) + b"\n\n"
 
 
 class ResponseAnswer:

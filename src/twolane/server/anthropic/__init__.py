@@ -1,0 +1,1 @@
+"""Anthropic's endpoint /v1/messages."""

@@ -1,0 +1,149 @@
+"""The messages of /v1/messages: roles and blocks, read as messages of /v1/chat/completions."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, PlainValidator, TypeAdapter, WithJsonSchema
+
+from twolane.frontend.body import Body, wrong
+
+Turn = dict[str, Any]
+"""A message in the form of /v1/chat/completions."""
+BLOCK_INERT = frozenset({"cache_control", "citations", "caller", "toolset_name"})
+
+
+class TextBlock(Body):
+    """A piece of text."""
+
+    inert = BLOCK_INERT
+    null_says_nothing = True
+
+    type: Literal["text"]
+    text: str
+
+
+class ThinkingBlock(Body):
+    """Thinking of an earlier answer; what is redacted cannot be read."""
+
+    inert = BLOCK_INERT | {"signature", "data"}
+    null_says_nothing = True
+
+    type: Literal["thinking", "redacted_thinking"]
+    thinking: str = ""
+
+
+class ToolUseBlock(Body):
+    """A call of a tool that an earlier answer made."""
+
+    inert = BLOCK_INERT
+    null_says_nothing = True
+
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+_TEXTS = TypeAdapter(Annotated[list[TextBlock], Field(fail_fast=True)])
+
+
+def _text(value: Any) -> str:
+    """Read a text, or a list of blocks of text that are joined by new lines."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise wrong("text", "must be a string or a list of blocks of text")
+    return "\n".join(block.text for block in _TEXTS.validate_python(value))
+
+
+TEXT_SCHEMA = {
+    "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}, {"type": "null"}]
+}
+Text = Annotated[str, PlainValidator(_text), WithJsonSchema(TEXT_SCHEMA)]
+
+
+class ToolResultBlock(Body):
+    """What a called tool returned."""
+
+    inert = BLOCK_INERT | {"is_error"}
+    """`is_error` is not shown: chat templates have no place for it."""
+    null_says_nothing = True
+
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: Text = ""
+
+
+Block = TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock
+BLOCKS: Mapping[str, Callable[[Any], Block]] = {
+    "text": TextBlock.model_validate,
+    "thinking": ThinkingBlock.model_validate,
+    "redacted_thinking": ThinkingBlock.model_validate,
+    "tool_use": ToolUseBlock.model_validate,
+    "tool_result": ToolResultBlock.model_validate,
+}
+
+
+def _block(value: Any) -> Block:
+    kind = value.get("type") if isinstance(value, dict) else None
+    read = BLOCKS.get(kind) if isinstance(kind, str) else None
+    if read is None:
+        raise wrong("type", f"must be one of {', '.join(BLOCKS)}", "unsupported_field")
+    return read(value)
+
+
+_BLOCKS: TypeAdapter[list[Block]] = TypeAdapter(
+    Annotated[list[Annotated[Block, PlainValidator(_block)]], Field(fail_fast=True)]
+)
+
+
+def _content(value: Any) -> list[Block]:
+    if isinstance(value, str):
+        return [TextBlock(type="text", text=value)]
+    if not isinstance(value, list):
+        raise wrong("content", "must be a string or a list of blocks")
+    return _BLOCKS.validate_python(value)
+
+
+class Message(Body):
+    """One turn of a conversation."""
+
+    null_says_nothing = True
+
+    role: Literal["user", "assistant", "system"]
+    content: Annotated[list[Block], PlainValidator(_content), WithJsonSchema(TEXT_SCHEMA)]
+
+    def turns(self) -> list[Turn]:
+        """Return the messages that the turn is: results of tools first, then what is said."""
+        if self.role == "assistant":
+            return [self._answer()]
+        results = [
+            {"role": "tool", "tool_call_id": block.tool_use_id, "content": block.content}
+            for block in self.content
+            if isinstance(block, ToolResultBlock)
+        ]
+        said = [{"role": self.role, "content": text}] if (text := joined(self.content)) else []
+        return [*results, *said] or [{"role": self.role, "content": ""}]
+
+    def _answer(self) -> Turn:
+        thinking = [block.thinking for block in self.content if isinstance(block, ThinkingBlock)]
+        calls = [
+            {
+                "id": block.id,
+                "type": "function",
+                "function": {"name": block.name, "arguments": block.input},
+            }
+            for block in self.content
+            if isinstance(block, ToolUseBlock)
+        ]
+        said = {
+            "content": joined(self.content),
+            "reasoning_content": "\n".join(filter(None, thinking)),
+            "tool_calls": calls,
+        }
+        return {"role": "assistant", **{name: value for name, value in said.items() if value}}
+
+
+def joined(blocks: Sequence[Block]) -> str:
+    """Return what the blocks of text say."""
+    return "\n".join(block.text for block in blocks if isinstance(block, TextBlock))

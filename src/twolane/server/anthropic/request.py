@@ -1,0 +1,193 @@
+"""The bodies of Anthropic's endpoints, and as which chat request they are served."""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from twolane.frontend.body import Body
+from twolane.frontend.fields import INT32_MAX, StopString
+from twolane.frontend.text.stops import MOST_STRINGS
+from twolane.server.anthropic.blocks import Message, Text, Turn
+from twolane.server.http.errors import ApiError, from_validation
+from twolane.server.openai.protocol import ChatRequest
+from twolane.server.openai.tools import MOST_TOOLS
+
+SAME = ("model", "temperature", "top_p", "top_k", "stream", "priority")
+"""Fields that /v1/chat/completions has, too."""
+RENAMED: Mapping[str, str] = {
+    "messages": "messages",
+    "response_format": "output_config.format",
+    "reasoning_effort": "output_config.effort",
+    "stop": "stop_sequences",
+}
+"""Fields of /v1/chat/completions by which they are set here."""
+Temperature = Annotated[float, Field(ge=0, le=100)]
+
+
+class ToolDefinition(Body):
+    """A tool that the client runs."""
+
+    inert = frozenset(
+        {
+            *("cache_control", "strict", "input_examples", "allowed_callers"),
+            *("defer_loading", "eager_input_streaming"),
+        }
+    )
+    null_says_nothing = True
+
+    type: Literal["custom"] | None = None
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,256}$")]
+    description: str | None = None
+    input_schema: dict[str, Any]
+
+    def for_chat(self) -> dict[str, Any]:
+        """Return the tool as /v1/chat/completions has it."""
+        function = {"name": self.name, "parameters": self.input_schema}
+        if self.description is not None:
+            function["description"] = self.description
+        return {"type": "function", "function": function}
+
+
+class ToolChoice(Body):
+    """Which tool is called."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+    def for_chat(self) -> Any:
+        """Return the choice as /v1/chat/completions has it."""
+        if self.type == "tool":
+            return {"type": "function", "function": {"name": self.name or ""}}
+        return "required" if self.type == "any" else self.type
+
+
+class Thinking(Body):
+    """Whether the model thinks, and whether that is shown."""
+
+    inert = frozenset({"budget_tokens"})
+    """Without effect: the model thinks for as long as it does, within `max_tokens`."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    display: Literal["summarized", "omitted"] | None = None
+
+
+class OutputFormat(BaseModel):
+    """What form the answer has."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(Body):
+    """What the answer is like."""
+
+    null_says_nothing = True
+
+    effort: str | None = None
+    format: OutputFormat | None = None
+
+
+class CountTokensRequest(Body):
+    """The body of POST /v1/messages/count_tokens."""
+
+    inert = frozenset({"cache_control", "metadata", "service_tier"})
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "container": (),
+        "context_management": (),
+        "diagnostics": (),
+        "inference_geo": (),
+        "mcp_servers": ([],),
+        "speed": ("standard",),
+    }
+
+    model: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+    system: Text | None = None
+    tools: Annotated[list[ToolDefinition], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = (
+        None
+    )
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+
+    @property
+    def shows_thinking(self) -> bool:
+        """Whether the client wants to see the thinking."""
+        return self.thinking is None or self.thinking.display != "omitted"
+
+    def as_chat(self, has_variable: Callable[[str], bool]) -> ChatRequest:
+        """Return the request as one of /v1/chat/completions.
+
+        Args:
+            has_variable: says whether the chat template has a variable.
+
+        Raises:
+            ApiError: 400, it cannot be served; the field is named as it is here.
+        """
+        try:
+            return ChatRequest.model_validate(self._chat_fields(has_variable))
+        except ValidationError as error:
+            raise renamed(from_validation(error.errors())) from error
+
+    def _chat_fields(self, has_variable: Callable[[str], bool]) -> dict[str, Any]:
+        system: list[Turn] = [{"role": "system", "content": self.system}] if self.system else []
+        turns = [turn for message in self.messages for turn in message.turns()]
+        choice, config = self.tool_choice, self.output_config or OutputConfig()
+        fields: dict[str, Any] = {
+            "messages": [*system, *turns],
+            "continue_final_message": continues(turns),
+            "tools": [tool.for_chat() for tool in self.tools or ()] or None,
+            "tool_choice": None if choice is None else choice.for_chat(),
+            "parallel_tool_calls": not (choice and choice.disable_parallel_tool_use),
+            "reasoning_effort": config.effort,
+        }
+        if config.format is not None:
+            schema = {"name": "answer", "schema": config.format.schema_}
+            fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+        if self.thinking is not None:
+            thinks = self.thinking.type != "disabled"
+            if not thinks or has_variable("enable_thinking"):
+                fields["chat_template_kwargs"] = {"enable_thinking": thinks}
+        return fields
+
+
+class MessagesRequest(CountTokensRequest):
+    """The body of POST /v1/messages."""
+
+    max_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)]
+    temperature: Temperature | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
+    priority: Annotated[int, Field(ge=-INT32_MAX, le=INT32_MAX)] | None = None
+    stop_sequences: (
+        Annotated[list[StopString], Field(max_length=MOST_STRINGS, fail_fast=True)] | None
+    ) = None
+    stream: bool | None = None
+
+    def _chat_fields(self, has_variable: Callable[[str], bool]) -> dict[str, Any]:
+        same = {name: getattr(self, name) for name in SAME}
+        ends = {"max_tokens": self.max_tokens, "stop": self.stop_sequences}
+        return {**super()._chat_fields(has_variable), **same, **ends}
+
+
+def continues(turns: Sequence[Turn]) -> bool:
+    """Return whether the answer goes on with the last message, which is text of the assistant."""
+    last = turns[-1]
+    return last["role"] == "assistant" and "content" in last and "tool_calls" not in last
+
+
+def renamed(error: ApiError) -> ApiError:
+    """Return an error of the chat request with the field named as it is here."""
+    param = error.param or ""
+    old = re.split(r"[.\[]", param)[0]
+    new = RENAMED.get(old) or param.replace(".function.parameters", ".input_schema")
+    new = new.replace(".function.", ".")
+    if new == param:
+        return error
+    message = error.message.replace(param, new)
+    return ApiError(error.status_code, message, code=error.code, param=new, headers=error.headers)

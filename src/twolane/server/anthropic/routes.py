@@ -1,0 +1,61 @@
+"""The endpoints of Anthropic's Messages API."""
+
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+
+from twolane.server.anthropic.answers import MessageAnswer
+from twolane.server.anthropic.request import CountTokensRequest, MessagesRequest, renamed
+from twolane.server.http.bounds import BoundedCall
+from twolane.server.http.errors import ApiError
+from twolane.server.http.route import json_response
+from twolane.server.openai.schemas import ERRORS, NO_KEY, QUEUE_FULL, STREAM
+from twolane.server.respond import respond, unless_gone
+from twolane.server.service import Service
+
+OBJECT: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
+
+
+def add_message_routes(app: FastAPI, service: Service) -> None:
+    """Add /v1/messages."""
+    has_variable = service.codec.has_variable
+
+    @app.post(
+        "/v1/messages",
+        response_class=Response,
+        responses={
+            200: {"description": "The message.", "content": {**OBJECT, **STREAM}},
+            **ERRORS,
+            **QUEUE_FULL,
+            **NO_KEY,
+        },
+    )
+    async def messages(body: MessagesRequest, request: Request, call: BoundedCall) -> Response:
+        """Answer a conversation of blocks."""
+        service.check_model(body.model)
+        chat = body.as_chat(has_variable)
+        try:
+            tokens = (await unless_gone(request, service.chat_prompt(chat))).tokens
+            form = await unless_gone(request, service.answer_form(chat, tokens))
+            generation = service.generate(chat, [tokens], call, form)
+        except ApiError as error:
+            raise renamed(error) from error
+        reader = form.reader and form.reader()
+        answer = MessageAnswer(
+            service.model_name, len(tokens), reader, shows_thinking=body.shows_thinking
+        )
+        return await respond(request, generation, answer, streams=bool(body.stream))
+
+    @app.post(
+        "/v1/messages/count_tokens",
+        response_class=Response,
+        responses={200: {"description": "The count.", "content": OBJECT}, **ERRORS, **NO_KEY},
+    )
+    async def count_tokens(body: CountTokensRequest) -> Response:
+        """Count the tokens of a conversation, which may be longer than the context."""
+        service.check_model(body.model)
+        try:
+            tokens = await service.count_chat(body.as_chat(has_variable))
+        except ApiError as error:
+            raise renamed(error) from error
+        return json_response({"input_tokens": tokens})

@@ -1,0 +1,174 @@
+"""/v1/messages through Anthropic's client, with a model that knows answers by heart."""
+
+import anthropic
+import pytest
+from anthropic.types import Message, RawMessageStreamEvent
+from pydantic import TypeAdapter
+
+from .parrot import TEMPLATE, Learnt, write_parrot
+from .serving import serving
+from .test_agents import ASK, CALL, FRANCE, SCHEMA
+
+EVENTS = TypeAdapter(RawMessageStreamEvent)
+LEARNT = [
+    Learnt(ASK, CALL),
+    Learnt("21 degrees", "It is 21 degrees in Rome."),
+    Learnt(FRANCE, "<think>\nEasy.\n</think>\n\nParis."),
+    Learnt("Make an ab", '{"a": 12, "b": "x"}'),
+    Learnt("And Spain?", "Madrid."),
+]
+WEATHER = {
+    "name": "weather",
+    "description": "Weather now",
+    "input_schema": {
+        "type": "object",
+        "properties": {"city": {"type": "string"}},
+        "required": ["city"],
+    },
+}
+KEY = "secret"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    template = TEMPLATE + "{%- if enable_thinking is false %}Do not think.{% endif %}"
+    made = str(write_parrot(tmp_path_factory.mktemp("parrot") / "model", LEARNT, template))
+    arguments = ("--kv-tokens", "20000", "--api-key", KEY)
+    with serving(made, "--served-model-name", "parrot", *arguments) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with anthropic.Anthropic(base_url=server.base, api_key=KEY, max_retries=0) as client:
+        yield client
+
+
+def fields_of(said, **fields):
+    messages = [{"role": "user", "content": said}] if isinstance(said, str) else said
+    given = {"model": "parrot", "max_tokens": 50, "messages": messages, **fields}
+    return {"extra_body": {"temperature": 0}, **given}
+
+
+def whole(client, said, **fields):
+    message = client.messages.create(**fields_of(said, **fields))
+    return Message.model_validate(message.model_dump(warnings=False))
+
+
+def streamed(client, said, **fields):
+    """The message that the client makes of a stream, whose events are as its types say."""
+    raw = client.messages.create(stream=True, **fields_of(said, **fields))
+    for event in raw:
+        if event.type != "ping":
+            EVENTS.validate_python(event.model_dump(warnings=False))
+    with client.messages.stream(**fields_of(said, **fields)) as stream:
+        return stream.get_final_message()
+
+
+BOTH = pytest.mark.parametrize("ask", [whole, streamed])
+
+
+@BOTH
+def test_thinking_and_text_are_blocks(client, ask):
+    message = ask(client, FRANCE, system="Be brief.")
+    thinking, text = message.content
+    assert (thinking.type, thinking.thinking, text.text) == ("thinking", "Easy.", "Paris.")
+    assert message.stop_reason == "end_turn"
+    assert message.usage.output_tokens == 4
+    [text] = ask(client, FRANCE, thinking={"type": "adaptive", "display": "omitted"}).content
+    assert text.text == "Paris."
+
+
+@BOTH
+def test_a_whole_turn_with_a_tool(client, ask):
+    message = ask(client, ASK, tools=[WEATHER])
+    [call] = message.content
+    assert message.stop_reason == "tool_use"
+    assert (call.type, call.name, call.input) == ("tool_use", "weather", {"city": "Rome"})
+    result = {"type": "tool_result", "tool_use_id": call.id, "content": "21 degrees"}
+    history = [
+        {"role": "user", "content": ASK},
+        {"role": "assistant", "content": [call.model_dump(exclude_none=True)]},
+        {"role": "user", "content": [result]},
+    ]
+    [text] = ask(client, history, tools=[WEATHER]).content
+    assert text.text == "It is 21 degrees in Rome."
+
+
+def test_thinking_comes_back_in_the_history(client):
+    first = whole(client, FRANCE)
+    history = [
+        {"role": "user", "content": FRANCE},
+        {"role": "assistant", "content": [b.model_dump(exclude_none=True) for b in first.content]},
+        {"role": "user", "content": [{"type": "text", "text": "And Spain?"}]},
+    ]
+    assert whole(client, history).content[-1].text == "Madrid."
+
+
+def test_calls_are_enforced(client):
+    fields = {"tools": [WEATHER], "max_tokens": 200}
+    for choice in ({"type": "any"}, {"type": "tool", "name": "weather"}):
+        message = whole(client, ASK, tool_choice=choice, **fields)
+        assert message.content[-1].name == "weather"
+    none = whole(client, ASK, tool_choice={"type": "none"}, **fields)
+    assert [block.type for block in none.content] == ["text"]
+
+
+def test_answers_follow_a_schema(client):
+    form = {"format": {"type": "json_schema", "schema": SCHEMA}}
+    [text] = whole(client, "Make an ab", output_config=form).content
+    assert text.text == '{"a": 12, "b": "x"}'
+
+
+def test_what_ends_an_answer(client):
+    stopped = whole(client, "And Spain?", stop_sequences=["rid"])
+    assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", "rid")
+    assert stopped.content[0].text == "Mad"
+    assert whole(client, "And Spain?", max_tokens=1).stop_reason == "max_tokens"
+
+
+def test_tokens_are_counted(client):
+    asked = {"model": "parrot", "messages": [{"role": "user", "content": FRANCE}]}
+    count = client.messages.count_tokens(**asked).input_tokens
+    usage = whole(client, FRANCE).usage
+    assert count == usage.input_tokens + (usage.cache_read_input_tokens or 0)
+    unthinking = client.messages.count_tokens(**asked, thinking={"type": "disabled"})
+    assert unthinking.input_tokens > count
+    long = [{"role": "user", "content": "ab " * 40_000}]
+    assert client.messages.count_tokens(**{**asked, "messages": long}).input_tokens > 65536
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"extra_body": {"nope": 1}}, "nope"),
+        ({"extra_body": {"container": "x"}}, "container"),
+        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice"),
+        ({"extra_body": {"max_tokens": 10**6}}, "max_tokens"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "x"}}, "tool_choice"),
+        (
+            {"output_config": {"format": {"type": "json_schema", "schema": {"type": "no"}}}},
+            "output_config.format",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
+            "messages[0].content[0].type",
+        ),
+    ],
+)
+def test_what_cannot_be_served_is_refused_by_name(client, fields, param):
+    with pytest.raises(anthropic.BadRequestError) as refused:
+        whole(client, "Hello", **fields)
+    assert refused.value.body["type"] == "error"
+    assert refused.value.body["error"]["type"] == "invalid_request_error"
+    assert refused.value.body["error"]["param"] == param
+
+
+def test_the_key_comes_in_anthropics_header(server):
+    with anthropic.Anthropic(base_url=server.base, api_key="wrong", max_retries=0) as client:
+        with pytest.raises(anthropic.AuthenticationError) as refused:
+            whole(client, "Hello")
+        assert refused.value.body["error"]["type"] == "authentication_error"
+        with pytest.raises(anthropic.NotFoundError):
+            client.with_options(api_key=KEY).messages.create(**fields_of("Hello") | {"model": "x"})
