@@ -167,10 +167,7 @@ class Service:
         """
         length = sum(len(message.text) for message in body.messages)
         self._check_text(length, body, "messages")
-        how = {**self._how(body), **self._for_template(body)}
-        chat = self.texts.chat(turns_of(body.messages), client=CLIENT.get(), **how)
-        tokens = await self._text(chat, "messages")
-        return self._fitted([Prompt(tokens)], body, "messages")[0]
+        return self._fitted([Prompt(await self._rendered(body))], body, "messages")[0]
 
     async def count_chat(self, body: ChatRequest) -> int:
         """Return how many tokens a conversation has, which may be longer than the context.
@@ -179,9 +176,12 @@ class Service:
             ApiError: 400, the conversation cannot be served; 503.
         """
         self._check_length(sum(len(message.text) for message in body.messages), "messages")
-        chat = self._chat(body.messages, body, special=bool(body.add_special_tokens))
-        shown = partial(chat, **self._for_template(body))
-        return len(await self._text(shown, "messages", LONG_TEXT))
+        return len(await self._rendered(body))
+
+    async def _rendered(self, body: ChatRequest) -> list[int]:
+        how = {**self._how(body), **self._for_template(body)}
+        chat = self.texts.chat(turns_of(body.messages), client=CLIENT.get(), **how)
+        return await self._text(chat, "messages")
 
     def _for_template(self, body: ChatRequest) -> dict[str, Any]:
         """What the chat template gets beside the messages and how to render them."""

@@ -18,7 +18,7 @@ OBJECT: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
 
 def add_message_routes(app: FastAPI, service: Service) -> None:
     """Add /v1/messages."""
-    has_variable = service.codec.has_variable
+    has_variable = service.texts.has_variable
 
     @app.post(
         "/v1/messages",
