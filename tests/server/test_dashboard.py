@@ -162,7 +162,7 @@ def check_controls(page):
     for part in range(1, 20):
         page.mouse.move(box["x"] + box["width"] * part / 20, box["y"] + box["height"] - 5)
     said = page.inner_text("#launch")
-    assert re.search(r"decode: \d+ steps for 1 requests.* on [12] of 2 units", said)
+    assert re.search(r"decode: \d+ steps for 1 requests.* on [12] of 2 cores", said)
     page.click("text=Go on")
 
 

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from twolane import LLM, SamplingParams
+from twolane.model.load.hub import resolve
 
 from .serving import serving, write_tiny_model
 
@@ -34,7 +35,7 @@ def test_a_server_has_the_models_or_openais(greedy, tmp_path, defaults, temperat
         drawn = {each: tokens(served, temperature=each) for each in (0, 1)}
         assert drawn[0] != drawn[1]
         assert tokens(served) == drawn[temperature]
-    said = "temperature is 0 where a request says nothing, by generation_config.json"
+    said = "temperature is 0 where a request says nothing, as the model recommends"
     assert (said in log.read_text()) == (defaults == "model")
 
 
@@ -51,8 +52,8 @@ def test_offline_too(greedy):
         assert [t for each in (piece, *rest) for t in each.token_ids] == asked[0]
 
 
-def test_what_cannot_be_is_said_at_the_start(tmp_path):
+def test_what_cannot_be_is_left_out_with_a_warning(tmp_path, caplog):
     path = write_tiny_model(tmp_path)
-    (path / "generation_config.json").write_text(json.dumps({"top_p": 2}))
-    with pytest.raises(ValueError, match=r"generation_config\.json: top_p must be above 0"):
-        LLM(str(path), load_format="dummy")
+    (path / "generation_config.json").write_text(json.dumps({"top_p": 2, "temperature": 0}))
+    assert resolve(str(path)).sampling_defaults() == {"temperature": 0}
+    assert "generation_config.json: top_p is not used: top_p must be above 0" in caplog.text

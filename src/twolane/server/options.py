@@ -25,7 +25,7 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Number of requests that may wait for their first token; more get a 429."""
     sampling_defaults: Annotated[Literal["model", "openai"], Option(PANEL)] = "model"
     """Where a request says nothing of temperature, top_p, top_k, min_p or repetition_penalty, it
-    gets the values of the model's generation_config.json, or OpenAI's."""
+    gets the values of the model's generation_config.json (an alias: model card), or OpenAI's."""
     drain_seconds: Annotated[float, Option(PANEL, "SECONDS", least=0.0)] = 10.0
     """Seconds that requests may go on after Ctrl-C or SIGTERM; a second signal stops at once."""
     arrival_seconds: Annotated[float, Option(PANEL, "SECONDS", least=0.1)] = 60.0

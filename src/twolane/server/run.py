@@ -23,7 +23,6 @@ from twolane.frontend.engine_client import CLOSE_SECONDS, EngineClient
 from twolane.frontend.forms import Forms
 from twolane.frontend.progress import progress_bars
 from twolane.frontend.startup import FETCHING, start_engine
-from twolane.model.load.configs import GENERATION_FILE
 from twolane.server.announcement import announcement
 from twolane.server.app import create_app
 from twolane.server.http.connection import CROWD, Connection, ConnectionLimits, connection_class
@@ -145,7 +144,7 @@ async def run(config: EngineConfig, options: ServerOptions) -> int:
         if options.sampling_defaults == "openai":
             sampling = {}
         for field, value in sampling.items():
-            log.info("%s is %g where a request says nothing, by %s", field, value, GENERATION_FILE)
+            log.info("%s is %g where a request says nothing, as the model recommends", field, value)
         thinks = None if options.reasoning_parser == "auto" else False
         added = texts.codec.added_token
         forms = Forms(texts.template_source, added, options.tool_call_parser, thinks)

