@@ -101,7 +101,7 @@ def from_directory(source: Path) -> Parts:
     """
     config = optional_json(source / "tokenizer_config.json")
     named = optional_json(source / "special_tokens_map.json")
-    backend, origin = read_backend(source)
+    backend, origin = read_backend(source, config)
     kind = str(config.get("tokenizer_class") or "").removesuffix("Fast")
     special_tokens = {}
     for name in NAMES:
@@ -118,7 +118,7 @@ def from_directory(source: Path) -> Parts:
     return parts
 
 
-def read_backend(source: Path) -> tuple[Tokenizer, str]:
+def read_backend(source: Path, config: Mapping[str, Any]) -> tuple[Tokenizer, str]:
     """Read the tokens of a directory, and name the file they come from.
 
     Raises:
@@ -129,7 +129,8 @@ def read_backend(source: Path) -> tuple[Tokenizer, str]:
     if (source / "tokenizer.model").is_file():
         from twolane.frontend.text.sentencepiece import read_model
 
-        return read_model(source / "tokenizer.model"), "tokenizer.model"
+        legacy = config.get("legacy") is not False
+        return read_model(source / "tokenizer.model", legacy=legacy), "tokenizer.model"
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     tokenizer = AutoTokenizer.from_pretrained(source)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from twolane.frontend.text.parts import Parts, Template
-from twolane.frontend.text.sentencepiece import CONTROL, NORMAL, add_pieces, build
+from twolane.frontend.text.sentencepiece import CONTROL, NORMAL, Spaces, add_pieces, build
 from twolane.frontend.text.tokenizer import Declared
 from twolane.model.load.gguf_file import GGUFFile
 
@@ -161,7 +161,8 @@ def from_gguf(path: Path) -> Parts | None:
         scores = list(needed(key, "scores"))
         if len(scores) != len(tokens):
             raise ValueError(f"{KEY}scores has {len(scores)} entries for {len(tokens)} tokens")
-        backend = build(tokens, scores, kinds, prefix=key("add_space_prefix") is not False)
+        prefix = key("add_space_prefix") is not False
+        backend = build(tokens, scores, kinds, Spaces("each" if prefix else "none"))
     else:
         name = key("pre") or "default"
         if name not in SPLITTINGS:

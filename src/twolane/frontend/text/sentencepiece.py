@@ -1,17 +1,36 @@
 """SentencePiece vocabularies as `tokenizers`: those of `tokenizer.model` and of GGUF files."""
 
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
+from typing import Literal, NamedTuple
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+)
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 """The types of pieces, as SentencePiece and GGUF number them."""
 SPACE = "\u2581"
 
 
+class Spaces(NamedTuple):
+    """What becomes of the spaces of a text."""
+
+    prefix: Literal["each", "first", "none"] = "each"
+    """A space is put before the text, and with "each" after each special token, too."""
+    trimmed: bool = False
+    """Spaces around the text are left out, and runs of them are one."""
+
+
 def build(
-    pieces: Sequence[str], scores: Sequence[float], kinds: Sequence[int], *, prefix: bool
+    pieces: Sequence[str], scores: Sequence[float], kinds: Sequence[int], spaces: Spaces
 ) -> Tokenizer:
     """Return byte-pair encoding by scores: of two neighbours, those with the best union merge.
 
@@ -19,7 +38,7 @@ def build(
         pieces: by id.
         scores: of the pieces; the higher, the earlier they are merged.
         kinds: of the pieces.
-        prefix: whether a space is put before each text.
+        spaces: what becomes of spaces.
     """
     vocabulary = {piece: place for place, piece in enumerate(pieces)}
     found = []
@@ -39,10 +58,23 @@ def build(
         fuse_unk=True,
         byte_fallback=BYTE in kinds,
     )
-    made = Tokenizer(model)
-    before = [normalizers.Prepend(SPACE)] if prefix else []
-    made.normalizer = normalizers.Sequence([*before, normalizers.Replace(" ", SPACE)])
-    strip = [decoders.Strip(" ", 1, 0)] if prefix else []
+    return finished(Tokenizer(model), pieces, kinds, spaces)
+
+
+def finished(
+    made: Tokenizer, pieces: Sequence[str], kinds: Sequence[int], spaces: Spaces
+) -> Tokenizer:
+    """Give a tokenizer its normalisation, its decoding and its added tokens."""
+    steps: list[normalizers.Normalizer] = [normalizers.Replace(" ", SPACE)]
+    if spaces.trimmed:
+        first = [normalizers.Replace(Regex(r"\A +"), ""), normalizers.Replace(Regex(" +"), " ")]
+        steps = [*first, *steps, normalizers.Replace(Regex(f"{SPACE}+\\z"), "")]
+    if spaces.prefix == "each":
+        steps.append(normalizers.Prepend(SPACE))
+    made.normalizer = normalizers.Sequence(steps)
+    if spaces.prefix == "first":
+        made.pre_tokenizer = pre_tokenizers.Metaspace(SPACE, prepend_scheme="first", split=False)
+    strip = [] if spaces.prefix == "none" else [decoders.Strip(" ", 1, 0)]
     made.decoder = decoders.Sequence(
         [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
     )
@@ -59,15 +91,21 @@ def add_pieces(made: Tokenizer, pieces: Sequence[str], kinds: Sequence[int]) -> 
             made.add_tokens([AddedToken(piece, special=False, normalized=False)])
 
 
-def read_model(path: Path) -> Tokenizer:
+def read_model(path: Path, *, legacy: bool = True) -> Tokenizer:
     """Read a `tokenizer.model`.
+
+    Args:
+        path: of the file.
+        legacy: whether a space is put after each special token, too; `transformers` has a setting
+            of this name.
 
     Raises:
         ValueError: the packages for it are missing, it is no SentencePiece model, or one that
-            normalises texts.
+            normalises characters (the `tokenizers` library loses some combining marks there), or
+            none of byte-pair encoding.
     """
     try:
-        from sentencepiece import sentencepiece_model_pb2 as form
+        form = import_module("sentencepiece.sentencepiece_model_pb2")
     except ImportError as error:
         raise ValueError(
             "tokenizer.model alone needs the sentencepiece package: "
@@ -79,16 +117,16 @@ def read_model(path: Path) -> Tokenizer:
     except Exception as error:
         raise ValueError(f"{path.name} is no model of SentencePiece: {error}") from error
     kind = form.TrainerSpec.ModelType.Name(model.trainer_spec.model_type)
-    if kind != "BPE" or model.normalizer_spec.precompiled_charsmap:
+    pieces, how = model.pieces, model.normalizer_spec
+    if kind != "BPE" or how.precompiled_charsmap:
         raise ValueError(
-            f"{path.name} is a {kind} model with normalisation "
-            f"{model.normalizer_spec.name or 'none'}; BPE without normalisation works, "
-            "and any kind as tokenizer.json"
+            f"{path.name} is a {kind} model with normalisation {how.name or 'none'}; "
+            "BPE without normalisation works, and any kind as tokenizer.json"
         )
-    pieces = model.pieces
+    prefix: Literal["each", "first", "none"] = "each" if legacy else "first"
     return build(
         [p.piece for p in pieces],
         [p.score for p in pieces],
         [p.type for p in pieces],
-        prefix=model.normalizer_spec.add_dummy_prefix,
+        Spaces(prefix if how.add_dummy_prefix else "none", how.remove_extra_whitespaces),
     )
