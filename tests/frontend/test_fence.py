@@ -61,8 +61,8 @@ def test_a_job_that_fails_says_why_and_the_next_one_is_done(job, why):
         async with fenced() as fence:
             lane = fence.lane()
             with pytest.raises(FenceError, match=why):
-                await lane.run(job.encode())
-            assert await lane.run(b"next") == b"next"
+                await lane.run([job.encode()])
+            assert await lane.run([b"next"]) == b"next"
 
     run(work())
 
@@ -71,13 +71,13 @@ def test_a_job_whose_client_leaves_is_broken_off():
     async def work():
         async with fenced(limits=Limits(seconds=60.0)) as fence:
             lane = fence.lane()
-            pid = int(await lane.run(b"pid"))
+            pid = int(await lane.run([b"pid"]))
             with pytest.raises(TimeoutError):
-                await asyncio.wait_for(lane.run(b"loop"), 0.2)
+                await asyncio.wait_for(lane.run([b"loop"]), 0.2)
             began = time.monotonic()
-            assert await lane.run(b"next") == b"next"
+            assert await lane.run([b"next"]) == b"next"
             assert time.monotonic() - began < 10
-            assert int(await lane.run(b"pid")) != pid
+            assert int(await lane.run([b"pid"])) != pid
             await asyncio.to_thread(wait_for, lambda: not alive(pid))
 
     run(work())
@@ -87,12 +87,12 @@ def test_a_killed_nursery_and_a_killed_worker_are_replaced():
     async def work():
         async with fenced() as fence:
             lane = fence.lane()
-            for victim in (fence._nursery.pid, int(await lane.run(b"pid"))):
+            for victim in (fence._nursery.pid, int(await lane.run([b"pid"]))):
                 os.kill(victim, 9)
                 await asyncio.sleep(0.3)
-                assert await lane.run(b"next") == b"next"
+                assert await lane.run([b"next"]) == b"next"
             lane.close()
-            assert await lane.run(b"next") == b"next"
+            assert await lane.run([b"next"]) == b"next"
 
     run(work())
 
@@ -101,8 +101,12 @@ def test_nothing_is_left_of_a_closed_fence():
     async def work():
         async with fenced(limits=Limits(seconds=60.0)) as fence:
             lane, other = fence.lane(), fence.lane()
-            pids = [fence._nursery.pid, int(await lane.run(b"pid")), int(await other.run(b"pid"))]
-            stuck = asyncio.create_task(other.run(b"loop"))
+            pids = [
+                fence._nursery.pid,
+                int(await lane.run([b"pid"])),
+                int(await other.run([b"pid"])),
+            ]
+            stuck = asyncio.create_task(other.run([b"loop"]))
             await asyncio.sleep(0.2)
         with pytest.raises(FenceError):
             await stuck
@@ -160,15 +164,15 @@ def test_what_waits_is_bounded():
     async def work():
         async with fenced(limits=Limits(seconds=60.0, waiting=1000)) as fence:
             lane = fence.lane()
-            busy = asyncio.create_task(lane.run(b"loop"))
+            busy = asyncio.create_task(lane.run([b"loop"]))
             await asyncio.sleep(0.3)
-            waiting = asyncio.create_task(lane.run(b"x" * 900))
+            waiting = asyncio.create_task(lane.run([b"x" * 900]))
             await asyncio.sleep(0)
             with pytest.raises(Crowded):
-                await lane.run(b"y" * 200)
+                await lane.run([b"y" * 200])
             busy.cancel()
             assert await waiting == b"x" * 900
-            assert await lane.run(b"z" * 2000) == b"z" * 2000
+            assert await lane.run([b"z" * 2000]) == b"z" * 2000
 
     run(work())
 
@@ -177,7 +181,7 @@ def test_large_jobs_and_results_arrive_whole():
     async def work():
         async with fenced() as fence:
             job = os.urandom(1 << 23).hex().encode()
-            assert await fence.lane().run(job) == job
+            assert await fence.lane().run([job]) == job
 
     run(work())
 

@@ -14,7 +14,7 @@ import struct
 import sys
 import time
 from collections import OrderedDict, deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 import msgspec
@@ -23,6 +23,8 @@ from twolane.frontend.fenced import BROKEN, HEAD, JOB, LIMITS, SETUP
 
 SETUP_SECONDS = 300.0
 """Setting a program up may take this many seconds, the conversion of its files included."""
+LONG_WORK_NICENESS = 10
+"""By so much workers of long jobs yield to those whose answers are awaited token by token."""
 PART = 1 << 18
 """A job is sent in parts of this many bytes, between which others have their turn."""
 
@@ -111,17 +113,19 @@ class Worker:
         """Whether the process is gone."""
         return self._reader.at_eof()
 
-    async def do(self, job: bytes) -> bytes:
-        """Return the result of a job.
+    async def do(self, job: Sequence[bytes]) -> bytes:
+        """Return the result of a job, which is given in parts.
 
         Raises:
             FenceError: the program itself failed.
             EOFError, OSError: the process has ended.
         """
-        self._writer.write(HEAD.pack(JOB, len(job)))
-        for begin in range(0, len(job), PART):
-            self._writer.write(job[begin : begin + PART])
-            await self._writer.drain()
+        self._writer.write(HEAD.pack(JOB, sum(map(len, job))))
+        for part in job:
+            view = memoryview(part)
+            for begin in range(0, len(view), PART):
+                self._writer.write(view[begin : begin + PART])
+                await self._writer.drain()
         kind, said = await read(self._reader)
         if kind == BROKEN:
             raise FenceError(said.decode(errors="replace"))
@@ -203,8 +207,8 @@ class Fence:
         finally:
             writer.close()
 
-    async def worker(self) -> Worker:
-        """Return a new worker."""
+    async def worker(self, niceness: int) -> Worker:
+        """Return a new worker that yields so much to others; see nice(2)."""
         for tried in range(2):
             await self.start()
             own, its = socket.socketpair()
@@ -212,7 +216,7 @@ class Fence:
             try:
                 with its:
                     self._control.setblocking(True)
-                    socket.send_fds(self._control, [b"+"], [its.fileno()])
+                    socket.send_fds(self._control, [bytes([niceness])], [its.fileno()])
                 made = Worker(*await asyncio.open_connection(sock=own))
                 await made.greet()
                 return made
@@ -223,9 +227,9 @@ class Fence:
                 self._end_nursery()
         raise AssertionError
 
-    def lane(self) -> "Lane":
-        """Return a new line of jobs with a worker of its own."""
-        lane = Lane(self)
+    def lane(self, niceness: int = 0) -> "Lane":
+        """Return a new line of jobs with a worker of its own; see `Lane`."""
+        lane = Lane(self, niceness)
         self._lanes.append(lane)
         return lane
 
@@ -253,37 +257,42 @@ class Lane:
 
     Args:
         fence: where its workers come from.
+        niceness: by how much they yield to others in their claim on the processor; see nice(2).
     """
 
-    def __init__(self, fence: Fence) -> None:
+    def __init__(self, fence: Fence, niceness: int = 0) -> None:
         self._fence = fence
+        self._niceness = niceness
         self._turns = Turns()
         self._waiting = 0
         self._worker: Worker | None = None
 
-    async def run(self, job: bytes, client: str = "") -> bytes:
-        """Return the result of a job; a job whose caller is cancelled is broken off.
+    async def run(self, job: Sequence[bytes], client: str = "") -> bytes:
+        """Return the result of a job, which is given in parts: a large one would be long to join.
+
+        A job whose caller is cancelled is broken off.
 
         Raises:
             Crowded: too many jobs wait.
             FenceError: the program failed, or took too long or too much memory.
         """
-        if self._waiting and self._waiting + len(job) > self._fence.limits.waiting:
+        size = sum(map(len, job))
+        if self._waiting and self._waiting + size > self._fence.limits.waiting:
             raise Crowded
-        self._waiting += len(job)
+        self._waiting += size
         try:
             async with self._turns.turn(client):
                 return await self._run(job)
         finally:
-            self._waiting -= len(job)
+            self._waiting -= size
 
-    async def _run(self, job: bytes) -> bytes:
+    async def _run(self, job: Sequence[bytes]) -> bytes:
         began = time.monotonic()
         try:
             if self._worker is not None and self._worker.ended:
                 self.close()
             if self._worker is None:
-                self._worker = await self._fence.worker()
+                self._worker = await self._fence.worker(self._niceness)
                 began = time.monotonic()
             return await self._worker.do(job)
         except (EOFError, OSError) as error:

@@ -49,13 +49,15 @@ def run(set_up: SetUp) -> None:
     gc.collect()
     gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # workers leave no zombies
-    while given := receive_descriptor(control):
+    while (given := receive_descriptor(control)) is not None:
+        descriptor, niceness = given
         if os.fork() == 0:
             control.close()
-            with socket.socket(fileno=given) as own:
+            os.nice(niceness)
+            with socket.socket(fileno=descriptor) as own:
                 work(own, handler, seconds, memory)
             os._exit(0)
-        os.close(given)
+        os.close(descriptor)
 
 
 def work(own: socket.socket, handler: Handler, seconds: float, memory: int) -> None:
@@ -157,12 +159,13 @@ def receive_exactly(by: socket.socket, size: int) -> bytes | None:
     return bytes(into)
 
 
-def receive_descriptor(control: socket.socket) -> int | None:
-    """Return the descriptor of a new worker's socket; None: there will be no more."""
+def receive_descriptor(control: socket.socket) -> tuple[int, int] | None:
+    """Return the descriptor of a new worker's socket, and by how much it yields to others in its
+    claim on the processor (see nice(2)); None: there will be no more."""
     size = socket.CMSG_SPACE(array.array("i").itemsize)
-    _, [*ancillary], _, _ = control.recvmsg(1, size)
+    said, [*ancillary], _, _ = control.recvmsg(1, size)
     if not ancillary:
         return None
     found = array.array("i")
     found.frombytes(ancillary[0][2])
-    return found[0]
+    return found[0], said[0]

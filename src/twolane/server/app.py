@@ -47,6 +47,7 @@ def create_app(
         redoc_url=None,
     )
     app.router.route_class = Route
+    app.state.judge = service.judge
     app.add_middleware(Head)
     app.add_middleware(Gate, api_keys=api_keys, max_body_bytes=max_body_bytes)
     if cors_origins:  # around the gate: a browser asks whether it may without the key

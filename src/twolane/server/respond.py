@@ -1,8 +1,6 @@
 """From the deltas of a generation to the HTTP answer: whole, or as a stream of events."""
 
-import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -13,7 +11,8 @@ from starlette.types import Receive, Scope, Send
 from twolane.frontend.generation import Delta, Generation, GenerationFailed, GenerationRefused
 from twolane.server.http.connection import CONNECTION, Connection
 from twolane.server.http.errors import error_body
-from twolane.server.http.handlers import ClientGone, from_engine
+from twolane.server.http.gone import unless_gone
+from twolane.server.http.handlers import from_engine
 from twolane.server.http.route import json_response
 
 T = TypeVar("T")
@@ -129,28 +128,3 @@ def write_at_once(connection: Connection | None, generation: Generation, answer:
         return True
 
     generation.offer(write)
-
-
-async def unless_gone(request: Request, work: Awaitable[T]) -> T:
-    """Wait for `work`, but give it up when the client closes the connection.
-
-    Raises:
-        ClientGone: it did.
-    """
-
-    async def gone() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    working = asyncio.ensure_future(work)
-    watching = asyncio.create_task(gone())
-    try:
-        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise ClientGone
-        return working.result()
-    finally:
-        for task in (watching, working):  # working may raise
-            task.cancel()
-            with suppress(asyncio.CancelledError):
-                await task

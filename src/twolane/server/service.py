@@ -25,6 +25,7 @@ from twolane.server.admission import Admission
 from twolane.server.http.calls import Call
 from twolane.server.http.errors import ApiError
 from twolane.server.http.gate import CLIENT
+from twolane.server.http.judge import Judge
 from twolane.server.openai.answers import Echo
 from twolane.server.openai.protocol import (
     ChatRequest,
@@ -108,6 +109,8 @@ class Service:
         self.tracing: Tracing | None = None
         """Where requests are traced, if they are."""
         self.draining = False
+        self.judge = Judge()
+        """What judges large bodies."""
 
     @property
     def unavailable(self) -> str | None:
@@ -364,8 +367,9 @@ class Service:
         ]
 
     async def close(self) -> None:
-        """End the checkpoint's programs."""
+        """End the checkpoint's programs, and what judges large bodies."""
         self.draining = True
+        await self.judge.close()
         await self.texts.close()
 
     def _how(self, body: ChatRequest | TokenizeRequest) -> dict[str, Any]:

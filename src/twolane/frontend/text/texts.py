@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from twolane.frontend.fence import Fence, FenceError, Lane, Limits
+from twolane.frontend.fence import LONG_WORK_NICENESS, Fence, FenceError, Lane, Limits
 from twolane.frontend.text.codec import TextCodec, TextError, no_tokenizer
 from twolane.frontend.text.jobs import (
     Chat,
@@ -66,7 +66,7 @@ class Texts:
         self._fence = fence
         self._lanes: tuple[Lane, Lane] | None = None
         if fence is not None:
-            self._lanes = fence.lane(), fence.lane()
+            self._lanes = fence.lane(), fence.lane(LONG_WORK_NICENESS)
 
     @classmethod
     async def load(cls, source: ModelSource, limits: Limits = Limits()) -> "Texts":  # noqa: B008
@@ -170,7 +170,7 @@ class Texts:
         except (ValueError, OverflowError, TypeError) as error:
             raise TextError(f"the text cannot be tokenised: {error}") from error
         try:
-            said = await self._lanes[long or len(data) >= LONG_TEXT].run(data, client)
+            said = await self._lanes[long or len(data) >= LONG_TEXT].run([data], client)
         except FenceError as error:
             raise TextError(f"the model's {what} failed: {error}") from error
         result: Result = read_result(said)

@@ -8,9 +8,10 @@ from twolane.server.anthropic.answers import MessageAnswer
 from twolane.server.anthropic.request import CountTokensRequest, MessagesRequest, renamed
 from twolane.server.http.bounds import BoundedCall
 from twolane.server.http.errors import ApiError
+from twolane.server.http.gone import unless_gone
 from twolane.server.http.route import json_response
 from twolane.server.openai.schemas import ERRORS, NO_KEY, QUEUE_FULL, STREAM
-from twolane.server.respond import respond, unless_gone
+from twolane.server.respond import respond
 from twolane.server.service import Service
 
 OBJECT: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}

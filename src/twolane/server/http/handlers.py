@@ -12,15 +12,12 @@ from starlette.routing import Match
 from twolane.frontend.generation import GenerationFailed, GenerationRefused
 from twolane.server.http.calls import CLIENT_GONE, set_reason
 from twolane.server.http.errors import ApiError, error_body, error_for, from_validation
+from twolane.server.http.gone import ClientGone
 from twolane.server.http.route import json_response
 
 log = logging.getLogger("twolane.server")
 
 REFUSED_CODES = {"too_long": "context_length_exceeded", "invalid": "invalid_value"}
-
-
-class ClientGone(Exception):
-    """The client closed the connection before its answer was there."""
 
 
 def from_engine(error: GenerationRefused, retry_after: int = 0) -> ApiError:

@@ -1,26 +1,53 @@
 """Routes that take their bodies strictly, and JSON answers."""
 
+import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 import msgspec
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
+from pydantic import BaseModel
 
 from twolane.server.http import strict_json
 from twolane.server.http.errors import ApiError
+from twolane.server.http.gone import unless_gone
+from twolane.server.http.judge import LARGE_BODY
 
 
 class StrictJson(Request):
-    """A request whose body must be JSON by the letter."""
+    """A request whose body must be JSON by the letter, and is read for its model."""
+
+    model: type[BaseModel]
+
+    _whole: bytes | None = None
+
+    async def body(self) -> bytes:
+        """Read the body; a large one must please the judge before its parts are even joined.
+
+        Raises:
+            ApiError: 400, 413, 429 or 503.
+        """
+        if self._whole is None:
+            parts = [part async for part in self.stream()]
+            if sum(map(len, parts)) >= LARGE_BODY:
+                await unless_gone(self, self.app.state.judge.check(self.model, parts))
+            self._whole = b"".join(parts)
+        return self._whole
 
     async def json(self) -> Any:
         """Parse the body.
 
         Raises:
-            ApiError: 400.
+            ApiError: 400, or see `body`.
         """
-        return strict_json.parse(await self.body())
+        body = await self.body()
+        if len(body) < LARGE_BODY:
+            return strict_json.parse(body)
+        await asyncio.sleep(0)  # others have their turn before each step
+        parsed = strict_json.parse_again(body)
+        await asyncio.sleep(0)
+        return parsed
 
 
 class Route(APIRoute):
@@ -31,9 +58,13 @@ class Route(APIRoute):
         handle = super().get_route_handler()
 
         async def handler(request: Request) -> Response:
+            strict = StrictJson(request.scope, request.receive)
             if self.body_field is not None:
                 check_media_type(request)
-            return await handle(StrictJson(request.scope, request.receive))
+                model = self.body_field.field_info.annotation
+                assert isinstance(model, type) and issubclass(model, BaseModel)
+                strict.model = model
+            return await handle(strict)
 
         return handler
 

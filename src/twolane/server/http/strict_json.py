@@ -47,6 +47,19 @@ def parse(data: bytes) -> Any:
         raise ApiError(400, message, code="invalid_json") from error
 
 
+def parse_again(data: bytes) -> Any:
+    """Parse a body that `parse` has taken before, in a fraction of the time.
+
+    Raises:
+        ApiError: 400, it has numbers too large for anything.
+    """
+    try:
+        return msgspec.json.decode(data)
+    except (ValueError, RecursionError) as error:
+        message = f"the body is not valid JSON: {error}"
+        raise ApiError(400, message, code="invalid_json") from error
+
+
 def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Make an object.
 

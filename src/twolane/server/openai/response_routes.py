@@ -7,6 +7,7 @@ from fastapi import FastAPI, Request, Response
 
 from twolane.server.http.bounds import BoundedCall
 from twolane.server.http.errors import ApiError
+from twolane.server.http.gone import unless_gone
 from twolane.server.http.route import json_response
 from twolane.server.openai.response_events import ResponseAnswer
 from twolane.server.openai.response_items import Turn
@@ -14,7 +15,7 @@ from twolane.server.openai.response_request import ResponsesRequest, renamed
 from twolane.server.openai.response_store import Json, ResponseStore
 from twolane.server.openai.response_tools import called_tools
 from twolane.server.openai.schemas import ERRORS, NO_KEY, QUEUE_FULL, STREAM
-from twolane.server.respond import respond, unless_gone
+from twolane.server.respond import respond
 from twolane.server.service import Service
 
 OBJECT: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}

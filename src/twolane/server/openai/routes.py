@@ -4,6 +4,7 @@ from fastapi import FastAPI, Request, Response
 
 from twolane.frontend.forms import AnswerForm
 from twolane.server.http.bounds import BoundedCall
+from twolane.server.http.gone import unless_gone
 from twolane.server.openai.answers import Answer, AnswerOptions, Echo
 from twolane.server.openai.logprobs import LogprobWriter
 from twolane.server.openai.protocol import ChatRequest, CompletionRequest, GenerationBody
@@ -15,7 +16,7 @@ from twolane.server.openai.schemas import (
     ChatCompletion,
     Completion,
 )
-from twolane.server.respond import respond, unless_gone
+from twolane.server.respond import respond
 from twolane.server.service import Service
 
 

@@ -3,11 +3,12 @@
 from typing import Any
 
 import msgspec
-from fastapi import FastAPI, Response
+from fastapi import FastAPI, Request, Response
 from fastapi.responses import PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 
 import twolane
+from twolane.server.http.gone import unless_gone
 from twolane.server.http.route import json_response
 from twolane.server.openai.protocol import DetokenizeRequest, TokenizeRequest
 from twolane.server.openai.schemas import (
@@ -94,10 +95,10 @@ def add_token_routes(app: FastAPI, service: Service) -> None:
         response_class=Response,
         responses={200: {"model": Tokens}, **ERRORS, **NO_KEY},
     )
-    async def tokenize(body: TokenizeRequest) -> Response:
+    async def tokenize(body: TokenizeRequest, request: Request) -> Response:
         """Return the tokens of a text, or of a conversation."""
         service.check_model(body.model)
-        tokens, names = await service.tokenize(body)
+        tokens, names = await unless_gone(request, service.tokenize(body))
         return json_response(
             {
                 "count": len(tokens),
@@ -112,7 +113,8 @@ def add_token_routes(app: FastAPI, service: Service) -> None:
         response_class=Response,
         responses={200: {"model": Text}, **ERRORS, **NO_KEY},
     )
-    async def detokenize(body: DetokenizeRequest) -> Response:
+    async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
         """Return the text of tokens."""
         service.check_model(body.model)
-        return json_response({"prompt": await service.detokenize(body.tokens)})
+        text = await unless_gone(request, service.detokenize(body.tokens))
+        return json_response({"prompt": text})

@@ -1,0 +1,39 @@
+"""Work for clients that may leave before it is done."""
+
+import asyncio
+from collections.abc import Awaitable
+from contextlib import suppress
+from typing import TypeVar
+
+from fastapi import Request
+
+T = TypeVar("T")
+
+
+class ClientGone(Exception):
+    """The client closed the connection before its answer was there."""
+
+
+async def unless_gone(request: Request, work: Awaitable[T]) -> T:
+    """Wait for `work`, but give it up when the client closes the connection.
+
+    Raises:
+        ClientGone: it did.
+    """
+
+    async def gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    working = asyncio.ensure_future(work)
+    watching = asyncio.create_task(gone())
+    try:
+        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientGone
+        return working.result()
+    finally:
+        for task in (watching, working):  # working may raise
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task

@@ -1,0 +1,76 @@
+"""Judges large bodies, behind a fence. A program of its own: see `judge`."""
+
+import importlib
+from typing import Any
+
+import msgspec
+from pydantic import ValidationError
+
+from twolane.frontend import fenced
+from twolane.server.http import strict_json
+from twolane.server.http.errors import ApiError, from_validation
+from twolane.server.http.judge import Refusal
+
+MOST_PARTS = 1 << 15
+"""A body has at most this many objects, lists and fields: each takes some microseconds to read."""
+MOST_TEXT = 1 << 24
+"""The strings of a body have at most this many characters together."""
+
+
+def check_parts(body: Any) -> None:
+    """Refuse a body that would take long to read again.
+
+    Raises:
+        ApiError: 413.
+    """
+    parts = text = 0
+    left = [body]
+    while left:
+        value = left.pop()
+        if isinstance(value, str):
+            text += len(value)
+        elif isinstance(value, dict):
+            parts += 1 + len(value)
+            text += sum(map(len, value))
+            left += value.values()
+        elif isinstance(value, list):
+            parts += 1
+            left += value
+    for amount, most, what in (
+        (parts, MOST_PARTS, "objects, lists and fields"),
+        (text, MOST_TEXT, "characters of text"),
+    ):
+        if amount > most:
+            message = f"the body has {amount} {what}, and {most} are the most that are read"
+            raise ApiError(413, message, code="body_too_large")
+
+
+def judge(asked: bytes) -> Refusal | None:
+    """Return why a body, which comes after the name of its model and a line's end, is refused."""
+    what, _, data = asked.partition(b"\n")
+    module, _, name = what.decode().partition(":")
+    model = getattr(importlib.import_module(module), name)
+    try:
+        body = strict_json.parse(data)
+        check_parts(body)
+        model.model_validate(body)
+    except ValidationError as error:
+        return refusal(from_validation(error.errors()))
+    except ApiError as error:
+        return refusal(error)
+    return None
+
+
+def refusal(error: ApiError) -> Refusal:
+    """Return an error as a message."""
+    return Refusal(error.status_code, error.message, error.code, error.param)
+
+
+def set_up(_: bytes) -> tuple[bytes, fenced.Handler]:
+    """Import what requests are read for, so that no worker has to."""
+    importlib.import_module("twolane.server.openai.protocol")
+    return b"", lambda asked: msgspec.msgpack.encode(judge(asked))
+
+
+if __name__ == "__main__":
+    fenced.run(set_up)
