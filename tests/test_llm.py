@@ -131,6 +131,21 @@ def test_a_stop_string_ends_the_answer(llm):
     )
 
 
+def test_only_the_last_tokens_of_a_prompt_are_kept(llm):
+    whole = llm.generate("It is known that the capital of France is", GREEDY)[0]
+    (cut,) = llm.generate(whole.prompt, GREEDY, truncate_prompt_tokens=5)
+    assert cut.prompt_token_ids == whole.prompt_token_ids[-5:]
+    (ids,) = llm.generate(whole.prompt_token_ids, GREEDY, truncate_prompt_tokens=5)
+    assert (ids.prompt_token_ids, ids.text) == (cut.prompt_token_ids, cut.text)
+    chat = [{"role": "user", "content": "Hello"}]
+    (turn,) = llm.chat(chat, GREEDY, truncate_prompt_tokens=3)
+    assert turn.prompt_token_ids == llm.chat(chat, GREEDY)[0].prompt_token_ids[-3:]
+    streamed = llm.stream(whole.prompt, GREEDY, truncate_prompt_tokens=5)
+    assert "".join(piece.text for piece in streamed) == cut.text
+    with pytest.raises(ValueError, match="truncate_prompt_tokens"):
+        llm.generate("a", GREEDY, truncate_prompt_tokens=0)
+
+
 def test_several_answers_to_each_prompt(llm):
     params = SamplingParams(temperature=1.5, top_k=10, max_tokens=8, seed=3)
     outputs = llm.generate(["Once upon a time", "The sky"], params, n=3)

@@ -59,6 +59,8 @@ class GenerateOptions(TypedDict, total=False):
     add_special_tokens: bool
     """Put the tokens around the prompt that the model expects; True, but False for conversations,
     whose chat template does it."""
+    truncate_prompt_tokens: int
+    """Keep only this many tokens of a prompt, the last ones; all of them."""
 
 
 class ChatOptions(GenerateOptions, total=False):
@@ -133,7 +135,8 @@ class LLM:
     `close`, with the `with` block, or when nobody holds the LLM any more.
 
     Every method takes `GenerateOptions` by keyword: `n`, `stop`, `include_stop_str_in_output`,
-    `skip_special_tokens`, `add_special_tokens`; those for conversations take `ChatOptions`, too.
+    `skip_special_tokens`, `add_special_tokens`, `truncate_prompt_tokens`; those for conversations
+    take `ChatOptions`, too.
 
     Example:
         >>> from twolane import LLM, SamplingParams
@@ -273,9 +276,9 @@ class LLM:
 
     def _tokens(self, prompt: Prompt, fields: TextFields) -> list[int]:
         if isinstance(prompt, list):
-            return prompt
+            return last(prompt, fields)
         special = fields.add_special_tokens is not False
-        return self._run(self._texts.encode(prompt, add_special_tokens=special))
+        return last(self._run(self._texts.encode(prompt, add_special_tokens=special)), fields)
 
     def _conversation(
         self, turns: Conversation, name: str, fields: TextFields, rendering: Rendering
@@ -283,7 +286,7 @@ class LLM:
         special = bool(fields.add_special_tokens)
         read = read_messages(turns, name)
         how = {"add_special_tokens": special, **rendering.rendering}
-        return self._run(self._texts.chat(read, **how))
+        return last(self._run(self._texts.chat(read, **how)), fields)
 
     def _check(self, prompts: Sequence[list[int]]) -> None:
         ready = self._engine.ready
@@ -529,6 +532,12 @@ def text_fields(wishes: GenerateOptions, *others: type[Body]) -> TextFields:
     if unknown := wishes.keys() - known:
         raise TypeError(f"there is no argument {min(unknown)!r}")
     return chosen(TextFields, wishes)
+
+
+def last(tokens: list[int], fields: TextFields) -> list[int]:
+    """Return the tokens of a prompt that the wishes keep: the last ones."""
+    most = fields.truncate_prompt_tokens
+    return tokens if most is None else tokens[-most:]
 
 
 def chosen(form: type[B], wishes: Mapping[str, Any]) -> B:

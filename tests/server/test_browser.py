@@ -34,8 +34,9 @@ def test_a_browser_asks_without_the_key_whether_it_may(served):
         "Access_Control_Request_Method": "POST",
         "Access_Control_Request_Headers": "authorization,content-type",
     }
-    status, headers, _ = ask(served, "/v1/chat/completions", "OPTIONS", Origin=ORIGIN, **wanted)
-    assert (status, headers["Access-Control-Allow-Origin"]) == (200, ORIGIN)
+    status, headers, body = ask(served, "/v1/chat/completions", "OPTIONS", Origin=ORIGIN, **wanted)
+    assert (status, headers["Access-Control-Allow-Origin"], body) == (200, ORIGIN, b"")
+    assert "POST" in headers["Access-Control-Allow-Methods"]
     status, headers, _ = ask(served, "/v1/models", "OPTIONS", Origin="http://evil", **wanted)
     assert (status, headers["Access-Control-Allow-Origin"]) == (400, None)
 

@@ -201,6 +201,9 @@ def test_while_the_model_loads_probes_are_told(tiny_model):
                 client.request("GET", path)
                 answer = client.getresponse()
                 seen.append((path, answer.status, json.loads(answer.read())))
+            client.request("HEAD", "/livez")
+            answer = client.getresponse()
+            assert (answer.status, answer.read()) == (200, b"")
         except OSError:
             return False
         finally:

@@ -63,13 +63,14 @@ class Rendering(Body):
 
 
 class TextFields(Body):
-    """How many answers a prompt gets, and how their tokens become text."""
+    """How a prompt becomes tokens, how many answers it gets, and how they become text."""
 
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
     stop: Stop | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
 
     @property
     def choices(self) -> int:

@@ -3,7 +3,9 @@
 from collections.abc import Sequence
 
 from fastapi import FastAPI
+from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
 
 import twolane
 from twolane.server.anthropic.routes import add_message_routes
@@ -24,6 +26,18 @@ GENERATION_PATHS = frozenset(
 )
 STORED_BYTES = 64 << 20
 """Number of bytes that stored responses may take together, unless a server has another bound."""
+
+
+class Cors(CORSMiddleware):
+    """Starlette's, but a browser's preflight is answered without a body."""
+
+    def preflight_response(self, request_headers: Headers) -> Response:
+        """See Starlette; the errors keep their text."""
+        answer = super().preflight_response(request_headers)
+        if answer.status_code != 200:
+            return answer
+        kept = {k: v for k, v in answer.headers.items() if not k.startswith("content-")}
+        return Response(headers=kept)
 
 
 def create_app(
@@ -52,7 +66,7 @@ def create_app(
     app.add_middleware(Gate, api_keys=api_keys, max_body_bytes=max_body_bytes)
     if cors_origins:  # around the gate: a browser asks whether it may without the key
         app.add_middleware(
-            CORSMiddleware,
+            Cors,
             allow_origins=list(cors_origins),
             allow_methods=["GET", "HEAD", "POST", "DELETE"],
             allow_headers=["*"],

@@ -127,8 +127,6 @@ class GenerationBody(TextFields):
     min_tokens: Count | None = None
     stop_token_ids: TokenIds | None = None
     ignore_eos: bool | None = None
-    add_special_tokens: bool | None = None
-    truncate_prompt_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
     prompt_logprobs: LogprobCount | None = None
     priority: Annotated[int, Field(ge=-INT32_MAX, le=INT32_MAX)] | None = None
     stream: bool | None = None
