@@ -61,6 +61,7 @@ class Rig:
     slots: int = 256
     pages: int = 0
     quantization: str | None = None
+    kv_cache_dtype: str = "auto"
     machine: CudaMachine = field(init=False)
     held: dict[int, list[int]] = field(default_factory=dict)
     """Pages by slot."""
@@ -72,10 +73,11 @@ class Rig:
         spec, weights = load_weights(
             source, load_format="dummy", device="cuda", quantization=self.quantization
         )
-        self.machine = CudaMachine(spec, weights, self.decode_units)
+        self.machine = CudaMachine(
+            spec, weights, self.decode_units, kv_cache_dtype=self.kv_cache_dtype
+        )
         if not self.pages:
-            each = PAGE * spec.kv_bytes_per_token(2)
-            self.pages = self.machine.kv_bytes(40_960) // each
+            self.pages = self.machine.kv_bytes(40_960) // (PAGE * self.machine.page_token_bytes)
         self.lanes = self.machine.start(
             self.pages, PAGE, self.slots, 40_960, lambda: None, lambda *_: None
         )

@@ -144,6 +144,26 @@ def test_a_rounded_pool_means_what_it_holds(dim, dtype, window, device):
     assert torch.equal(*outs) and outs[0].isfinite().all()
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_fa3_reads_a_rounded_pool_as_triton_does(device):
+    """Long prompts on prefixes; tiles split and not."""
+    for segments, units in (([(500, 700), (0, 300)], 40), ([(3000, 200)], 132)):
+        q, pool, tables = make(segments, 8, 2, 128, 32, torch.bfloat16, device)
+        rounded = RoundedPool(*fp8.quantise_heads(pool))
+        shape = {"page_size": 32, "heads": 8, "kv_heads": 2, "dim": 128, "dtype": torch.bfloat16}
+        lane = {"units": units, "workspace": PrefillWorkspace(device), "rounded": True}
+        plans = [
+            PrefillPlan.build(segments, tables, **shape, **lane, backend=backend)
+            for backend in ("flashinfer", "triton")
+        ]
+        outs = [torch.empty_like(q) for _ in plans]
+        for plan, out in zip(plans, outs, strict=True):
+            prefill_attention(plan, q, rounded, out)
+        assert [plan.backend for plan in plans] == ["flashinfer", "triton"]
+        one, other = (out.float() for out in outs)
+        assert (one - other).norm() / other.norm() < 8e-3
+
+
 def test_pages_are_widened_in_their_order(device):
     """As FA3 is given them; and no more than are counted."""
     draw = torch.Generator().manual_seed(0)
