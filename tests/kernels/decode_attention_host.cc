@@ -35,15 +35,37 @@ static u32 load_query(const char* at) {
     memcpy(&v, at, 4);
     return v;
 }
-static u32 pack(float low, float high) {
-    return narrow<T_BF16>(low) | narrow<T_BF16>(high) << 16;
+template <bool BF16> static u32 pack(float low, float high) {
+    return narrow<BF16>(low) | narrow<BF16>(high) << 16;
 }
+static u32 __byte_perm(u32 a, u32 b, u32 selector) {
+    u64 both = a | (u64)b << 32;
+    u32 made = 0;
+    for (int i = 0; i < 4; ++i) made |= (u32)(both >> 8 * (selector >> 4 * i & 7) & 255) << 8 * i;
+    return made;
+}
+static float e4m3(u32 bits) {
+    int exponent = bits >> 3 & 15, fraction = bits & 7;
+    float value = exponent ? std::ldexp(8 + fraction, exponent - 10) : std::ldexp(fraction, -9);
+    if ((bits & 127) == 127) value = NAN;
+    return bits >> 7 & 1 ? -value : value;
+}
+static void widen(u32 bytes, u32& low, u32& high) {
+    low = pack<false>(e4m3(bytes & 255), e4m3(bytes >> 8 & 255));
+    high = pack<false>(e4m3(bytes >> 16 & 255), e4m3(bytes >> 24));
+}
+static u32 load_pair(u32 address) {
+    unsigned short v;
+    memcpy(&v, shared_memory + address, 2);
+    return v;
+}
+static void copy_bytes(u32 target, const signed char* source, int bytes, u32 barrier, u64);
 static float power2(float x) { return std::exp2(x); }
 
 struct Operands { u32 a[4], b[2]; };
 static void multiply(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     auto all = exchange(Operands{{a[0], a[1], a[2], a[3]}, {b0, b1}});
-    auto element = [](u32 word, int i) { return widen<T_BF16>(word >> 16 * i & 0xffff); };
+    auto element = [](u32 word, int i) { return ::widen<T_BF16 && !FP8>(word >> 16 * i & 0xffff); };
     int g = current % 32 / 4, t = current % 4;
     for (int i = 0; i < 4; ++i) {
         int row = g + i / 2 * 8, column = 2 * t + i % 2;
@@ -87,21 +109,31 @@ static void copy_box(u32 target, const TensorMap& map, int row, u32 barrier, u64
         row = target = 0;
     }
     if (newest.lower_bound(row) != newest.lower_bound(row + BOX)) need_previous();
-    const char* source = map.pool + (u64)row * ROW_BYTES;
+    const char* source = map.pool + (u64)row * LINE_BYTES;
     start_copy(target, BOX_BYTES, barrier, [=] {
-        // 64 dims at a time, a line of 128 bytes a row.
-        for (int part = 0; part < DIM / 64; ++part)
+        // A line of 128 bytes a row at a time.
+        for (int part = 0; part < LINE_BYTES / 128; ++part)
             for (int line = 0; line < BOX; ++line)
                 for (int piece = 0; piece < 8; ++piece)
                     memcpy(shared_memory + swizzled(target + (part * BOX + line) * 128 + piece * 16),
-                           source + line * ROW_BYTES + part * 128 + piece * 16, 16);
+                           source + line * LINE_BYTES + part * 128 + piece * 16, 16);
     });
+}
+
+static const signed char* exponents;
+
+static void copy_bytes(u32 target, const signed char* source, int bytes, u32 barrier, u64) {
+    u64 row = source - exponents;
+    if (target % 16 || bytes % 16 || row % 16) fault = "a copy out of place";
+    if (newest.lower_bound(row) != newest.lower_bound(row + bytes)) need_previous();
+    start_copy(target, bytes, barrier, [=] { memcpy(shared_memory + target, source, bytes); });
 }
 
 extern "C" const char* run(const char* pool, u64 rows, const Arguments* a, int units, int seed,
                            u64* bank_conflicts) {
     begin(seed);
     conflicts = 0;
+    exponents = a->exponents;
     newest.clear();
     for (int row = 0; row < a->rows; ++row) {
         int token = a->lengths[row] - 1;

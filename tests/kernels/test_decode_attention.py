@@ -118,9 +118,12 @@ def test_group_sizes(group: int, device: str) -> None:
 
 
 @pytest.mark.parametrize(("group", "dim", "page"), [(4, 64, 16), (1, 128, 32), (7, 80, 64)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("units", [1, 3])
-def test_rounded_pools(group: int, dim: int, page: int, units: int, device: str) -> None:
-    case = Case.make(RAGGED, group=group, dim=dim, page=page, device=device).rounded()
+def test_rounded_pools(
+    group: int, dim: int, page: int, units: int, dtype: torch.dtype, device: str
+) -> None:
+    case = Case.make(RAGGED, group=group, dim=dim, page=page, dtype=dtype, device=device).rounded()
     case.check(units)
     case.check(units, window=40)
 

@@ -5,6 +5,7 @@ See decode_attention_host.cc. benchmarks/kernels/decode_attention.py checks the 
 
 import ctypes
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from tests.kernels import on_host
 from tests.kernels.test_decode_attention import TOLERANCE, Case
 from twolane.kernels.decode_attention import cuda_kernels as hopper
 from twolane.kernels.decode_attention.dispatch import decode_scratch
+from twolane.kernels.pool import RoundedPool, exponents_of, values_of
 
 pytestmark = on_host.needs_compiler
 
@@ -32,16 +34,18 @@ def run(build, case: Case, units: int, tuned: hopper.Tuning, window: int | None,
     """What the kernel writes, and its bank conflicts."""
     out, scratch = torch.full_like(case.q, 7.0), decode_scratch(*case.q.shape, units, "cpu")
     scratch.partial.fill_(torch.nan)
-    group = case.q.shape[1] // case.pool.shape[1]
-    options = hopper.options(case.q.dtype, case.q.shape[2], case.pool.shape[3], group, tuned)
+    values, rounded = values_of(case.pool), isinstance(case.pool, RoundedPool)
+    group = case.q.shape[1] // values.shape[1]
+    options = hopper.options(case.q.dtype, case.q.shape[2], values.shape[3], group, tuned, rounded)
     arguments = hopper.arguments(
-        *(case.q, case.pool.shape[1], case.tables, case.slots, case.lengths, out),
+        *(case.q, values.shape[1], case.tables, case.slots, case.lengths, out),
         *(scratch.partial, scratch.cuts),
         window=window or 1 << 30,
         scale=case.q.shape[2] ** -0.5,
+        exponents=exponents_of(case.pool),
     )
-    pool = ctypes.c_void_p(case.pool.data_ptr())
-    rows = ctypes.c_ulonglong(case.pool.numel() // case.q.shape[2])
+    pool = ctypes.c_void_p(values.data_ptr())
+    rows = ctypes.c_ulonglong(values.numel() // case.q.shape[2])
     conflicts = ctypes.c_ulonglong()
     fault = build(options).run(
         pool, rows, ctypes.byref(arguments), units, seed, ctypes.byref(conflicts)
@@ -81,8 +85,36 @@ def test_against_a_reference(build, dim, page, group, tuned, lengths, units, win
     assert conflicts == 0
 
 
-def test_order_of_arrival_does_not_matter(build) -> None:
+@pytest.mark.parametrize(
+    ("page", "group", "tuned"),
+    [
+        (32, 4, hopper.Tuning(2, 3)),
+        (16, 5, hopper.Tuning(2, 2)),
+        (64, 9, hopper.Tuning(3, 2)),
+    ],
+)
+@pytest.mark.parametrize(
+    ("lengths", "units", "window"),
+    [(RAGGED, 1, None), ([300, 0, 33], 3, None), ([200, 5], 2, 70), ([0, 0], 1, None)],
+)
+def test_rounded_pools(build, page, group, tuned, lengths, units, window) -> None:
+    """Keys and values of very different size, beside what was never written."""
+    dtype = torch.bfloat16 if group % 2 else torch.float16
+    case = Case.make(lengths, group=group, dim=128, page=page, dtype=dtype)
+    sizes = torch.tensor([1.0, 0.02, 3.0, 1e-4])[torch.arange(page) % 4]
+    case = replace(case, pool=case.pool * sizes[:, None].to(dtype)).rounded()
+    out, conflicts = run(build, case, units, tuned, window, seed=1)
+    expected = case.reference(window)
+    error = (out.float() - expected).norm(dim=-1) / expected.norm(dim=-1)
+    assert error.max() < TOLERANCE[dtype], error.max(dim=1)
+    assert (out[case.lengths == 0] == 7).all()
+    assert conflicts == 0
+
+
+@pytest.mark.parametrize("rounded", [False, True])
+def test_order_of_arrival_does_not_matter(build, rounded: bool) -> None:
     case = Case.make([400, 90], dim=128, page=32, dtype=torch.bfloat16)
+    case = case.rounded() if rounded else case
     outs = [run(build, case, 4, hopper.Tuning(2, 3), None, seed)[0] for seed in range(3)]
     assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
 

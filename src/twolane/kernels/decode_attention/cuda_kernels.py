@@ -1,4 +1,4 @@
-"""Launches of decode_attention.cu: bfloat16 and float16 on Hopper."""
+"""Launches of decode_attention.cu: bfloat16 and float16 on Hopper, over pools of these or e4m3."""
 
 import ctypes
 from dataclasses import dataclass
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from twolane.kernels.pool import E4M3, Pool, RoundedPool, exponents_of, values_of
 from twolane.kernels.runtime import nvrtc
 
 LOG2E = 1.4426950408889634
@@ -14,7 +15,10 @@ HEAD_DIMS = (64, 128)
 MAX_WORKERS = 12
 """Most warps of a block; there is one block an SM."""
 _HALF_BYTES = 8192
-_TILE_TOKENS = {64: 64, 128: 32}
+_POWERS = 128
+"""Bytes of the exponents of a tile of a rounded pool."""
+_LINE = 128
+"""Bytes of a token that the copy engine puts on a line of shared memory."""
 _SHARED = 227 * 1024 - 1024
 """What a block may have, less what the kernel takes statically."""
 
@@ -34,7 +38,7 @@ class _Arguments(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("q", "tables", "slots", "lengths", "out")),
-        *((name, ctypes.c_void_p) for name in ("partial", "cuts")),
+        *((name, ctypes.c_void_p) for name in ("partial", "exponents", "cuts")),
         *((name, ctypes.c_int) for name in ("rows", "kv_heads", "group")),
         *((name, ctypes.c_uint) for name in ("q_stride", "table_stride")),
         ("window", ctypes.c_int),
@@ -42,11 +46,11 @@ class _Arguments(ctypes.Structure):
     )
 
 
-def serves(q: torch.Tensor, pool: torch.Tensor) -> bool:
+def serves(q: torch.Tensor, pool: Pool) -> bool:
     """Whether the kernel exists for these."""
-    types = torch.bfloat16, torch.float16
-    fits = q.dtype in types and q.shape[2] in HEAD_DIMS and pool.is_contiguous()
-    return fits and nvrtc.available(q.device)
+    dims = (_LINE,) if isinstance(pool, RoundedPool) else HEAD_DIMS
+    known = q.dtype in (torch.bfloat16, torch.float16) and q.shape[2] in dims
+    return known and values_of(pool).is_contiguous() and nvrtc.available(q.device)
 
 
 def place_floats(dim: int) -> int:
@@ -59,10 +63,13 @@ def tuning(units: int) -> Tuning:
     return Tuning(12, 2) if units <= 40 else Tuning(8, 2)
 
 
-def options(dtype: torch.dtype, dim: int, page: int, group: int, tuned: Tuning) -> tuple[str, ...]:
+def options(
+    dtype: torch.dtype, dim: int, page: int, group: int, tuned: Tuning, rounded: bool = False
+) -> tuple[str, ...]:
     """Options of the compiler."""
     values = {
         "T_BF16": int(dtype == torch.bfloat16),
+        "FP8": int(rounded),
         "DIM": dim,
         "PAGE": page,
         "TILES_N": 1 if group <= 8 else 2,
@@ -90,9 +97,19 @@ def arguments(
     *,
     window: int,
     scale: float,
+    exponents: torch.Tensor | None = None,
 ) -> ctypes.Structure:
-    """The kernel's second parameter; `scale` is base e."""
-    tensors = q, tables, slots, lengths, out, partial, cuts
+    """The kernel's second parameter; `scale` is base e, `exponents` those of a rounded pool."""
+    tensors = (
+        q,
+        tables,
+        slots,
+        lengths,
+        out,
+        partial,
+        cuts if exponents is None else exponents,
+        cuts,
+    )
     return _Arguments(
         *(t.data_ptr() for t in tensors),
         *(q.shape[0], kv_heads, q.shape[1] // kv_heads),
@@ -108,22 +125,23 @@ class _TensorMap(ctypes.Structure):
 
 @lru_cache(maxsize=1024)
 def _tensor_map(address: int, rows: int, dim: int, box: int, dtype: torch.dtype) -> _TensorMap:
-    """A pool as the copy engine sees it: [dim / 64, rows, 64], boxes of `box` rows, swizzled."""
+    """A pool as the copy engine sees it: [lines of a row, rows, 128 bytes], boxes of `box` rows,
+    swizzled."""
     from cuda.bindings import driver
 
     types = driver.CUtensorMapDataType
-    bfloat16 = dtype == torch.bfloat16
-    kind = (
-        types.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
-        if bfloat16
-        else types.CU_TENSOR_MAP_DATA_TYPE_FLOAT16
-    )
+    kind = {
+        torch.bfloat16: types.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+        torch.float16: types.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+        E4M3: types.CU_TENSOR_MAP_DATA_TYPE_UINT8,
+    }[dtype]
+    line = _LINE // dtype.itemsize
     encoded = nvrtc.cuda_checked(
         driver.cuTensorMapEncodeTiled(
             *(kind, 3, address),
-            [driver.cuuint64_t(n) for n in (64, rows, dim // 64)],
-            [driver.cuuint64_t(n) for n in (2 * dim, 128)],
-            [driver.cuuint32_t(n) for n in (64, box, dim // 64)],
+            [driver.cuuint64_t(n) for n in (line, rows, dim // line)],
+            [driver.cuuint64_t(n) for n in (dtype.itemsize * dim, _LINE)],
+            [driver.cuuint32_t(n) for n in (line, box, dim // line)],
             [driver.cuuint32_t(1)] * 3,
             driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
             driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
@@ -137,13 +155,13 @@ def _tensor_map(address: int, rows: int, dim: int, box: int, dtype: torch.dtype)
 def tensor_map(pool: torch.Tensor) -> _TensorMap:
     """The kernel's first parameter."""
     page, dim = pool.shape[3:]
-    box = min(page, _TILE_TOKENS[dim])
+    box = min(page, _HALF_BYTES // (dim * pool.element_size()))
     return _tensor_map(pool.data_ptr(), pool.numel() // dim, dim, box, pool.dtype)
 
 
 def attend(
     q: torch.Tensor,
-    pool: torch.Tensor,
+    pool: Pool,
     *rest: torch.Tensor,
     units: int,
     window: int,
@@ -163,12 +181,15 @@ def attend(
         tuned: warps and stages.
         extra: options of the compiler, for measurements.
     """
-    kv_heads, device = pool.shape[1], q.device.index or 0
+    values, rounded = values_of(pool), isinstance(pool, RoundedPool)
+    kv_heads, page, device = values.shape[1], values.shape[3], q.device.index or 0
     group = q.shape[1] // kv_heads
-    chosen = options(q.dtype, q.shape[2], pool.shape[3], group, tuned) + extra
+    chosen = options(q.dtype, q.shape[2], page, group, tuned, rounded) + extra
     kernel = nvrtc.load(source(), chosen, "decode_attention", _SHARED, device)
     combine = nvrtc.load(source(), chosen, "combine", 0, device)
-    shared = tuned.warps * tuned.stages * _HALF_BYTES + 2 * 4 * q.shape[0]
-    parameters = tensor_map(pool), arguments(q, kv_heads, *rest, window=window, scale=scale)
+    halves = tuned.warps * tuned.stages
+    shared = halves * (_HALF_BYTES + (_POWERS if rounded else 0)) + 2 * 4 * q.shape[0]
+    seen = {"window": window, "scale": scale, "exponents": exponents_of(pool)}
+    parameters = tensor_map(values), arguments(q, kv_heads, *rest, **seen)
     kernel.launch(units, tuned.warps * 32, shared, *parameters, early=True)
     combine.launch(units, tuned.warps * 32, 0, *parameters, early=True)

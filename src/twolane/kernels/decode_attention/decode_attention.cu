@@ -20,8 +20,15 @@
 // What is read before that are lengths, slots, page tables and tokens that an earlier step wrote:
 // not the newest token of a row.
 //
-// The compiler is given T_BF16 (else float16), DIM (64, 128), PAGE (16, 32, 64), TILES_N (1: groups
-// to 8, 2: to 16), WARPS and STAGES; for measurements PROBE (1: only copy, 2: copy and load),
+// With FP8 the pool is e4m3 and has a power of two for each token of keys and of values: a half has
+// twice the tokens, and its keys bring the exponents of both along. Numbers are multiplied in float16,
+// which holds e4m3 exactly. A power of two of the values goes into the exponent of the softmax, so
+// weights stay below 1, and is taken out of the sum of the weights again. Matrix loads bring pairs of
+// dims where they bring single ones otherwise; so queries are loaded, and results written, in the
+// order that follows.
+//
+// The compiler is given T_BF16 (else float16: of queries and results, and of a pool without FP8), FP8,
+// DIM (64, 128; with FP8 128), PAGE (16, 32, 64), TILES_N (1: groups to 8, 2: to 16), WARPS and STAGES; for measurements PROBE (1: only copy, 2: copy and load),
 // TIMELINE and WATCHDOG.
 
 #ifndef PROBE
@@ -31,12 +38,15 @@
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
-constexpr int KEYS = 4096 / DIM;                // tokens of a tile
-constexpr int BOX = PAGE < KEYS ? PAGE : KEYS;  // tokens of a copy
-constexpr int BOXES = KEYS / BOX;               // copies of a half
-constexpr int ROW_BYTES = DIM * 2;
-constexpr int BOX_BYTES = BOX * ROW_BYTES;
+constexpr int ROW_BYTES = DIM * 2;                 // of a query
+constexpr int LINE_BYTES = FP8 ? DIM : ROW_BYTES;  // of a key
+constexpr int KEYS = 8192 / LINE_BYTES;            // tokens of a tile
+constexpr int BOX = PAGE < KEYS ? PAGE : KEYS;     // tokens of a copy
+constexpr int BOXES = KEYS / BOX;                  // copies of a half
+constexpr int BOX_BYTES = BOX * LINE_BYTES;
 constexpr int HALF_BYTES = BOXES * BOX_BYTES;
+constexpr int POWERS = FP8 ? 2 * KEYS : 0;  // bytes of the exponents of a tile, box by box
+constexpr int PIECES = LINE_BYTES / 16;     // 16-byte pieces of a token
 constexpr int LANES = 32;
 constexpr u32 ALL = 0xffffffffu;
 
@@ -104,6 +114,31 @@ __device__ __forceinline__ void copy_box(u32 target, const TensorMap& map, int r
         ::"r"(target), "l"(&map), "r"(barrier), "r"(row), "r"(0), "l"(policy) : "memory");
 }
 
+__device__ __forceinline__ void copy_bytes(u32 target, const signed char* source, int bytes,
+                                           u32 barrier, u64 policy) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+        " [%0], [%1], %2, [%3], %4;"
+        ::"r"(target), "l"(source), "r"(bytes), "r"(barrier), "l"(policy) : "memory");
+}
+
+// Two neighbouring bytes of shared memory.
+__device__ __forceinline__ u32 load_pair(u32 address) {
+    unsigned short v;
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(address) : "memory");
+    return v;
+}
+
+// Four e4m3 numbers as float16: the first two, the last two.
+__device__ __forceinline__ void widen(u32 bytes, u32& low, u32& high) {
+    asm("{\n"
+        ".reg .b16 low, high;\n"
+        "mov.b32 {low, high}, %2;\n"
+        "cvt.rn.f16x2.e4m3x2 %0, low;\n"
+        "cvt.rn.f16x2.e4m3x2 %1, high;\n"
+        "}" : "=r"(low), "=r"(high) : "r"(bytes));
+}
+
 __device__ __forceinline__ void barriers_ready() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -124,7 +159,7 @@ __device__ __forceinline__ u32 load_query(const char* at) {
 
 __device__ __forceinline__ void multiply(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     asm volatile(
-#if T_BF16
+#if T_BF16 && !FP8
         "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
 #else
         "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32"
@@ -141,14 +176,14 @@ __device__ __forceinline__ u32 transpose(u32 a) {
     return d;
 }
 
-// Two numbers of the operands' type in one word, the first in the low half.
+// Two numbers in one word, the first in the low half.
+template <bool BF16>
 __device__ __forceinline__ u32 pack(float low, float high) {
     u32 d;
-#if T_BF16
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
-#else
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
-#endif
+    if (BF16)
+        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
+    else
+        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
     return d;
 }
 
@@ -181,6 +216,7 @@ struct Arguments {
     const int* lengths;
     char* out;
     float* partial;
+    const signed char* exponents;  // of the lines of the pool
     int2* cuts;  // of each worker: the run that it began and that goes on, and the last worker of it
     int rows, kv_heads, group;
     u32 q_stride, table_stride;  // bytes, entries
@@ -277,6 +313,7 @@ struct Feed {
     u32 left;          // tiles to ask for
     u32 unlisted;      // tiles whose entries are to be asked for
     u32 ring, full;    // addresses of the halves and of their barriers
+    u32 powers;        // address of the exponents of each place
     u32 stage;         // next to fill
     int pages, begin;  // this lane's entry; number of lane 0's
     int covered;       // tiles that the entries still serve
@@ -299,15 +336,21 @@ struct Feed {
         if (table.tile == table.end && unlisted > 0) table.next_run(a, rows);
     }
 
-    __device__ __forceinline__ void put(const TensorMap& pool, int offset, int lane) {
+    __device__ __forceinline__ void put(const Arguments& a, const TensorMap& pool, int offset,
+                                        int lane) {
         if (lane == 0) {
             u32 target = ring + stage * HALF_BYTES, barrier = full + stage * 8;
             int boxes = min(BOXES, (at.length - at.tile * KEYS + BOX - 1) / BOX);
-            barrier_expect(barrier, boxes * BOX_BYTES);
+            const bool powers_too = FP8 && offset == 0;
+            barrier_expect(barrier, boxes * (BOX_BYTES + (powers_too ? 2 * BOX : 0)));
 #pragma unroll
             for (int i = 0; i < BOXES; ++i)
-                if (i < boxes)
+                if (i < boxes) {
                     copy_box(target + i * BOX_BYTES, pool, source[i] + offset, barrier, policy);
+                    if (powers_too)  // a box is a page: those of the values lie behind
+                        copy_bytes(powers + stage * POWERS + i * 2 * BOX, a.exponents + source[i],
+                                   2 * BOX, barrier, policy);
+                }
         }
         if (++stage == STAGES) stage = 0;
     }
@@ -328,16 +371,27 @@ struct Feed {
             int page = __shfl_sync(ALL, pages, token / PAGE - begin);
             source[i] = (page * a.kv_heads + at.head) * (2 * PAGE) + token % PAGE;
         }
-        put(pool, 0, lane);
+        put(a, pool, 0, lane);
     }
 
     __device__ __forceinline__ void values(const Arguments& a, const TensorMap& pool,
                                            const Rows& rows, int lane) {
         if (left == 0) return;
-        put(pool, PAGE, lane);
+        put(a, pool, PAGE, lane);
         if (--left > 0 && ++at.tile == at.end) at.next_run(a, rows);
     }
 };
+
+// Two numbers of a query in float16, none infinite.
+__device__ __forceinline__ u32 narrowed(u32 pair) {
+#if T_BF16
+    const float largest = 65504.0f;
+    float low = __int_as_float(pair << 16), high = __int_as_float(pair & 0xffff0000u);
+    return pack<false>(fminf(fmaxf(low, -largest), largest), fminf(fmaxf(high, -largest), largest));
+#else
+    return pair;
+#endif
+}
 
 // The operands of one run's queries, loaded word by word into the registers where the instructions
 // want them. Beyond the group its last head stands in: rows of the products are independent, and
@@ -350,17 +404,19 @@ struct Query {
         for (int n = 0; n < 2; ++n) {
             int member = min(lane / 4 + 8 * n, a.group - 1);
             const char* from = a.q + (u64)at.row * a.q_stride
-                               + (u32)(at.head * a.group + member) * ROW_BYTES + lane % 4 * 4;
+                               + (u32)(at.head * a.group + member) * ROW_BYTES;
 #pragma unroll
             for (int i = 0; i < DIM / 8; ++i)
-                piece[i / 2][i % 2 * 2 + n] = load_query(from + i * 16);
+                piece[i / 2][i % 2 * 2 + n] =
+                    FP8 ? narrowed(load_query(from + lane % 4 * 8 + i / 2 * 32 + i % 2 * 4))
+                        : load_query(from + lane % 4 * 4 + i * 16);
         }
     }
 };
 
 // Softmax over the tokens so far of one run, base 2. Of heads g and g + 8 the peak and the sum of
 // the weights of this lane's tokens; of heads 2 t, 2 t + 1 (and 8 on) the weighted sum of values,
-// for each 16 dims: dim g of both heads, dim g + 8 of both.
+// for each 16 dims: dim g of both heads, dim g + 8 of both; with FP8 dims 2 g and 2 g + 1.
 struct State {
     float peak[TILES_N], weight[TILES_N];
     float value[TILES_N][DIM / 16][4];
@@ -381,8 +437,8 @@ struct State {
 typedef float Scores[KEYS / 8][4];
 typedef u32 Weights[TILES_N][KEYS / 16][2];
 
-// Where a half has the 16-byte piece `piece` (of the dims) of a token: a box at a time, 64 dims at a
-// time, token by token.
+// Where a half has the 16-byte piece `piece` (of the dims) of a token: a box at a time, 128 bytes of a
+// token at a time, token by token.
 __device__ __forceinline__ u32 place(int token, int piece) {
     return token / BOX * BOX_BYTES + piece / 8 * (BOX * 128) + token % BOX * 128
            + (piece % 8 ^ token % 8) * 16;
@@ -392,17 +448,58 @@ __device__ __forceinline__ void score(Scores& s, u32 half, const Query& query, i
     // Matrices: the pieces 4 i to 4 i + 3 of the tokens 8 j to 8 j + 7.
     u32 even = half + place(lane % 8, lane / 8), odd = half + place(lane % 8, lane / 8 + 4);
 #pragma unroll
-    for (int i = 0; i < DIM / 32; ++i)
+    for (int i = 0; i < PIECES / 4; ++i)
 #pragma unroll
         for (int j = 0; j < KEYS / 8; ++j) {
             u32 k[4];
             load_matrices<false>(k, (i % 2 ? odd : even) + place(8 * j, i / 2 * 8));
-#if PROBE == 0
+#if PROBE != 0
+            s[j][0] += __int_as_float(k[0] ^ k[1] ^ k[2] ^ k[3]);
+#elif FP8
+#pragma unroll
+            for (int m = 0; m < 4; ++m) {
+                u32 low, high;
+                widen(k[m], low, high);
+                multiply(s[j], query.piece[4 * i + m], low, high);
+            }
+#else
             multiply(s[j], query.piece[2 * i], k[0], k[1]);
             multiply(s[j], query.piece[2 * i + 1], k[2], k[3]);
-#else
-            s[j][0] += __int_as_float(k[0] ^ k[1] ^ k[2] ^ k[3]);
 #endif
+        }
+}
+
+// The exponents of this lane's tokens, 8 j + 2 t and the next: keys' in the low half of a word.
+struct Powers {
+    u32 word[KEYS / 8];
+
+    __device__ __forceinline__ void load(u32 address, int lane) {
+#pragma unroll
+        for (int j = 0; j < KEYS / 8; ++j) {
+            u32 at = address + 8 * j / BOX * 2 * BOX + 8 * j % BOX + lane % 4 * 2;
+            word[j] = load_pair(at) | load_pair(at + BOX) << 16;
+        }
+    }
+    __device__ __forceinline__ int key(int j, int i) const { return (signed char)(word[j] >> 8 * i); }
+    // At least -100, as those that were written are.
+    __device__ __forceinline__ int value(int j, int i) const {
+        return max((int)(signed char)(word[j] >> 16 >> 8 * i), -100);
+    }
+};
+
+__device__ __forceinline__ float power_of_2(int exponent) {
+    return __int_as_float((exponent + 127) << 23);
+}
+
+// From sums of products to scores, base 2, with the powers of keys and values.
+__device__ __forceinline__ void raise(Scores& s, const Powers& powers, float scale) {
+#pragma unroll
+    for (int j = 0; j < KEYS / 8; ++j)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            float factor = scale * power_of_2(powers.key(j, i)), more = powers.value(j, i);
+            s[j][i] = fmaf(s[j][i], factor, more);
+            s[j][i + 2] = fmaf(s[j][i + 2], factor, more);
         }
 }
 
@@ -418,7 +515,8 @@ __device__ __forceinline__ void mask(Scores& s, int low, int high, int lane) {
 }
 
 // From scores to weights, as the operand of the product with the values; the state fades.
-__device__ __forceinline__ void weigh(Weights& p, Scores& s, State& state, float scale, int lane) {
+__device__ __forceinline__ void weigh(Weights& p, Scores& s, State& state, float scale,
+                                      const Powers& powers, int lane) {
 #pragma unroll
     for (int n = 0; n < TILES_N; ++n) {
         float peak = s[0][2 * n];
@@ -432,11 +530,11 @@ __device__ __forceinline__ void weigh(Weights& p, Scores& s, State& state, float
         for (int i = 0; i < KEYS / 4; ++i) {
             float& x = s[i / 2][2 * n + i % 2];
             x = power2(fmaf(x, scale, -peak));
-            weight += x;
+            weight = FP8 ? fmaf(x, power_of_2(-powers.value(i / 2, i % 2)), weight) : weight + x;
         }
 #pragma unroll
         for (int i = 0; i < KEYS / 8; ++i)
-            p[n][i / 2][i % 2] = pack(s[i][2 * n], s[i][2 * n + 1]);
+            p[n][i / 2][i % 2] = pack<T_BF16 && !FP8>(s[i][2 * n], s[i][2 * n + 1]);
         if (__any_sync(ALL, peak > state.peak[n])) {
             float fade = power2(state.peak[n] - peak);
             float fades[2] = {__shfl_sync(ALL, fade, lane % 4 * 8),
@@ -454,11 +552,38 @@ __device__ __forceinline__ void weigh(Weights& p, Scores& s, State& state, float
 
 // What lies beyond the last token, `written`, was perhaps never written, and may be NaN.
 __device__ __forceinline__ void clear_unwritten(u32 half, int written, int lane) {
-    for (int i = written * (DIM / 8) + lane; i < KEYS * (DIM / 8); i += LANES)
-        clear_piece(half + place(i / (DIM / 8), i % (DIM / 8)));
+    for (int i = written * PIECES + lane; i < KEYS * PIECES; i += LANES)
+        clear_piece(half + place(i / PIECES, i % PIECES));
     clears_done();
 }
 
+#if FP8
+__device__ __forceinline__ void add_values(State& state, u32 half, const Weights& p, int lane) {
+    // Matrices: the piece 2 d of the tokens 16 j to 16 j + 7, then of the next 8; the piece 2 d + 1.
+    u32 base = half + place(lane / 8 % 2 * 8 + lane % 8, lane / 16);
+#pragma unroll
+    for (int j = 0; j < KEYS / 16; ++j)
+#pragma unroll
+        for (int d = 0; d < DIM / 32; ++d) {
+            u32 v[4];
+            load_matrices<true>(v, (base ^ d * 32) + place(16 * j, 0));
+#if PROBE == 0
+#pragma unroll
+            for (int m = 0; m < 2; ++m) {
+                u32 wide[4];
+                // A lane has dims 2 g and 2 g + 1 of two tokens: to both tokens of either dim.
+                widen(__byte_perm(v[2 * m], 0, 0x3120), wide[0], wide[1]);
+                widen(__byte_perm(v[2 * m + 1], 0, 0x3120), wide[2], wide[3]);
+#pragma unroll
+                for (int n = 0; n < TILES_N; ++n)
+                    multiply(state.value[n][2 * d + m], wide, p[n][j][0], p[n][j][1]);
+            }
+#else
+            state.value[0][2 * d][0] += __int_as_float(v[0] ^ v[1] ^ v[2] ^ v[3]);
+#endif
+        }
+}
+#else
 __device__ __forceinline__ void add_values(State& state, u32 half, const Weights& p, int lane) {
     // Matrices: the pieces 2 d, 2 d + 1 of the tokens 16 j to 16 j + 7, then of the next 8.
     u32 base = half + place(lane / 16 * 8 + lane % 8, lane / 8 % 2);
@@ -478,6 +603,8 @@ __device__ __forceinline__ void add_values(State& state, u32 half, const Weights
         }
 }
 
+#endif
+
 // A partial result in the scratch: values of 16 heads, then their peaks and sums of weights.
 constexpr int PLACE_FLOATS = 16 * DIM + 32;
 
@@ -495,7 +622,8 @@ __device__ __forceinline__ void store_partial(const Arguments& a, int place, con
             if (member >= a.group) continue;
 #pragma unroll
             for (int d = 0; d < DIM / 16; ++d)
-                __stcg(to + member * DIM + 16 * d + i / 2 * 8 + lane / 4, state.value[n][d][i]);
+                __stcg(to + member * DIM + 16 * d + (FP8 ? lane / 4 * 2 + i / 2 : i / 2 * 8 + lane / 4),
+                       state.value[n][d][i]);
         }
     }
 }
@@ -509,12 +637,19 @@ __device__ __forceinline__ void store_out(const Arguments& a, const Cursor& at, 
                           __shfl_sync(ALL, gain, lane % 4 * 8 + 4)};
         int member = lane / 4 + 8 * n;
         u64 head = (u64)(at.row * a.kv_heads + at.head) * a.group + member;
-        char* to = a.out + head * ROW_BYTES + lane % 4 * 4;
+        char* to = a.out + head * ROW_BYTES;
+        u32 dims[2];
 #pragma unroll
         for (int i = 0; i < DIM / 8; ++i) {
             const float* x = &state.value[n][i / 2][i % 2 * 2];
-            u32 dims = transpose(pack(x[0] * gains[0], x[1] * gains[1]));
-            if (member < a.group) *reinterpret_cast<u32*>(to + i * 16) = dims;
+            dims[i % 2] = transpose(pack<T_BF16>(x[0] * gains[0], x[1] * gains[1]));
+            if (member >= a.group) continue;
+            if (!FP8)
+                *reinterpret_cast<u32*>(to + lane % 4 * 4 + i * 16) = dims[i % 2];
+            else if (i % 2)  // even dims, odd dims
+                *reinterpret_cast<uint2*>(to + lane % 4 * 8 + i / 2 * 32) =
+                    make_uint2(__byte_perm(dims[0], dims[1], 0x5410),
+                               __byte_perm(dims[0], dims[1], 0x7632));
         }
     }
 }
@@ -542,7 +677,8 @@ decode_attention(const __grid_constant__ TensorMap pool, const __grid_constant__
     char* memory = dynamic_shared();
     __shared__ u64 barriers[WARPS * STAGES];
     __shared__ u32 warp_tiles[WARPS];
-    int* lengths = reinterpret_cast<int*>(memory + WARPS * STAGES * HALF_BYTES);
+    char* all_powers = memory + WARPS * STAGES * HALF_BYTES;
+    int* lengths = reinterpret_cast<int*>(all_powers + WARPS * STAGES * POWERS);
     int* slots = lengths + a.rows;
     Rows rows{lengths, slots};
     int warp = threadIdx.x / LANES, lane = threadIdx.x % LANES;
@@ -572,7 +708,8 @@ decode_attention(const __grid_constant__ TensorMap pool, const __grid_constant__
     Cursor at = find(a, rows, position, lane);
     u32 ring = shared_address(memory) + warp * STAGES * HALF_BYTES;
     u32 full = shared_address(barriers + warp * STAGES);
-    Feed feed{at, at, stop - position, stop - position, ring, full};
+    u32 powers_at = shared_address(all_powers) + warp * STAGES * POWERS;
+    Feed feed{at, at, stop - position, stop - position, ring, full, powers_at};
     feed.stage = feed.covered = 0;
     feed.policy = evict_first();
     feed.list(a, rows, lane);
@@ -607,12 +744,15 @@ decode_attention(const __grid_constant__ TensorMap pool, const __grid_constant__
         int low = at.length - a.window - at.tile * KEYS, high = at.length - at.tile * KEYS;
         Scores s{};
         Weights p{};
-        u32 half = arrive();
+        Powers powers;
+        u32 here = powers_at + stage * POWERS, half = arrive();
+        if (FP8) powers.load(here, lane);
         if (PROBE != 1) score(s, half, query, lane);
         refill(STAGES % 2);
         if (PROBE == 0) {
+            if (FP8) raise(s, powers, a.scale);
             if (low > 0 || high < KEYS) mask(s, low, high, lane);
-            weigh(p, s, state, a.scale, lane);
+            weigh(p, s, state, FP8 ? 1.0f : a.scale, powers, lane);
         } else {
             for (int j = 0; j < KEYS / 8; ++j) state.weight[0] += s[j][0];
         }
@@ -688,7 +828,7 @@ combine(const __grid_constant__ TensorMap, const __grid_constant__ Arguments a) 
         if (quad >= a.group * TEAM) continue;
         float gain = 1.0f / weight;
         u32* out = reinterpret_cast<u32*>(a.out + (u64)run * a.group * ROW_BYTES) + 2 * quad;
-        out[0] = pack(sum.x * gain, sum.y * gain);
-        out[1] = pack(sum.z * gain, sum.w * gain);
+        out[0] = pack<T_BF16>(sum.x * gain, sum.y * gain);
+        out[1] = pack<T_BF16>(sum.z * gain, sum.w * gain);
     }
 }

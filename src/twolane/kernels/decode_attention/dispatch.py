@@ -100,7 +100,7 @@ def decode_attention(
     rest = tables, slots, lengths, out, scratch.partial
     window = _EVERYTHING if window is None else window
     scale = q.shape[2] ** -0.5 if scale is None else scale
-    if isinstance(pool, torch.Tensor) and hopper.serves(q, pool):
+    if hopper.serves(q, pool):
         tuned = hopper.tuning(units)
         hopper.attend(
             q, pool, *rest, scratch.cuts, units=units, window=window, scale=scale, tuned=tuned
