@@ -189,7 +189,7 @@ def attend(
     combine = nvrtc.load(source(), chosen, "combine", 0, device)
     halves = tuned.warps * tuned.stages
     shared = halves * (_HALF_BYTES + (_POWERS if rounded else 0)) + 2 * 4 * q.shape[0]
-    seen = {"window": window, "scale": scale, "exponents": exponents_of(pool)}
-    parameters = tensor_map(values), arguments(q, kv_heads, *rest, **seen)
+    given = arguments(q, kv_heads, *rest, window=window, scale=scale, exponents=exponents_of(pool))
+    parameters = tensor_map(values), given
     kernel.launch(units, tuned.warps * 32, shared, *parameters, early=True)
     combine.launch(units, tuned.warps * 32, 0, *parameters, early=True)
