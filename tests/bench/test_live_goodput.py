@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import twolane
 from tests.server.serving import alive, children, wait_for, write_tiny_model
 from twolane.bench import server
 from twolane.common.resources import usable_cores
@@ -135,6 +136,40 @@ def test_without_a_system_it_searches_the_one_that_a_server_takes_by_itself(mode
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("starting a server") == 1
     assert list(json.loads((out / "summary.json").read_text())["goodput"]) == ["static-split"]
+
+
+def test_any_server_is_started_by_a_command_and_tuned(model, tmp_path):
+    """One server for each value serves all bounds; what ran is kept, and nothing is left behind."""
+    serve = f"{sys.executable} -m twolane serve {model} --port {{port}}"
+    out, bounds = tmp_path / "found", ["--goodput", "ttft:60000", "tbt:50000/60000"]
+    words = ["--serve-command", serve, "--sweep", "max-queue=64,128", "--start-rate", "50000"]
+    done = run(out, *words, *bounds)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("starting a server") == 2
+    for folder in (out / "tbt50000ms", out / "tbt60000ms"):
+        found = json.loads((folder / "summary.json").read_text())
+        names = ["server:max-queue=64", "server:max-queue=128"]
+        assert list(found["goodput"]) == names
+        assert found["tuned"] == {"server:max-queue=64/128": names[0]}
+        for saved in runs(folder):
+            name, _, command = saved["server"].split(" | ")
+            assert name == f"{Path(sys.executable).name} {twolane.__version__}"
+            value = saved["trial"]["system"].rpartition("=")[2]
+            assert command.endswith(f"--max-queue {value}")
+    assert not [p for p in out.glob("*.log") if "Traceback" in p.read_text()]
+
+
+def test_a_command_that_cannot_serve_is_named_with_the_end_of_its_log(tmp_path):
+    program = f'{sys.executable} -c "print(12345); raise SystemExit(3)"'
+    done = run(tmp_path, "--serve-command", program, *LOOSE)
+    assert done.returncode == 1
+    assert "ended with 3" in done.stderr and "12345" in done.stderr
+    done = run(tmp_path, "--serve-command", "/no/such/program", *LOOSE)
+    assert (done.returncode, "cannot run /no/such/program" in done.stderr) == (1, True)
+    wrong = run(tmp_path, "--sweep", "a=1", *LOOSE)
+    assert (wrong.returncode, "--sweep needs --serve-command" in wrong.stderr) == (2, True)
+    wrong = run(tmp_path, "--serve-command", "x", "--sweep", "a", *LOOSE)
+    assert (wrong.returncode, "FLAG=VALUE" in wrong.stderr) == (2, True)
 
 
 def test_a_server_that_runs_already(thirdparty, tmp_path):

@@ -15,7 +15,8 @@ from rich.table import Table
 
 from twolane.bench import goodput, serve
 from twolane.bench.goodput import Hopeless, Run, Search, Trial
-from twolane.bench.server import serving
+from twolane.bench.server import Server, serving, serving_by
+from twolane.bench.target import SERVER
 from twolane.common.errors import FieldError
 from twolane.common.vocabulary import EstimatorName
 from twolane.results.metrics import TTFT_PER_1K, bounds_words
@@ -25,9 +26,6 @@ from twolane.results.summary import first_errors
 from twolane.sim.config import Unevenness
 from twolane.slo import Slo
 from twolane.workload.spec import WorkloadSpec
-
-SERVER = "server"
-"""What the one system of a running server is called."""
 
 
 def find(
@@ -63,6 +61,9 @@ def find(
         elif "serve" in search.target:
             run = own = stack.enter_context(OwnServers(search, load, out, traces))
             names = list(systems) or [own.default_system()]
+        elif "command" in search.target:
+            run = stack.enter_context(CommandServers(search, load, out, traces))
+            names = list(systems)
         else:
             names, run = [SERVER], server(search, load)
         found = goodput.find(search, names, run, out, tell, reads_slos, guesses)
@@ -77,7 +78,7 @@ def reads_slos(system: str) -> bool:
     from twolane.systems.registry import SYSTEMS
 
     kind = SYSTEMS.get(parse_system(system)[0])
-    return kind.reads_slos if kind is not None else system != SERVER
+    return kind.reads_slos if kind is not None else parse_system(system)[0] != SERVER
 
 
 def server(search: Search, load: BenchConfig) -> Run:
@@ -131,7 +132,10 @@ class OwnServers:
         warmups = 0 if self._warm else self._load.num_warmups
         self._warm = True
         url = self._server.url
-        load = msgspec.structs.replace(self._load, base_url=url, num_warmups=warmups)
+        named = self._search.target.get("model")
+        load = msgspec.structs.replace(
+            self._load, base_url=url, num_warmups=warmups, model=named or self._load.model
+        )
         try:
             result, hopeless = measure(self._search, load, workload, points)
         finally:
@@ -146,14 +150,32 @@ class OwnServers:
         if self._search.tbts and (system is None or reads_slos(system)):
             name += flags[-1].removeprefix("--slo")
         log = self._out / f"{name}.log"
+        typer.echo(f"{system or 'default system'}: starting a server, log in {log}")
+        self._server = self._running.enter_context(self._open(system, flags, log))
+        typer.echo(self._server.announcement)
+        self._serves = system or self._server.system, flags
+
+    def _open(
+        self, system: str | None, flags: list[str], log: Path
+    ) -> contextlib.AbstractContextManager[Server]:
+        """Return the context in which the server runs."""
         arguments = [*shlex.split(str(self._search.target["serve"])), *flags]
         arguments += [] if system is None else system_flags(system)
         if self._traces:
-            arguments += ["--trace", str(self._out / f"{name}.trace.json")]
-        typer.echo(f"{system or 'default system'}: starting a server, log in {log}")
-        self._server = self._running.enter_context(serving(arguments, log))
-        typer.echo(self._server.announcement)
-        self._serves = system or self._server.system, flags
+            arguments += ["--trace", str(log.with_suffix(".trace.json"))]
+        return serving(arguments, log)
+
+
+class CommandServers(OwnServers):
+    """Runs against servers of any kind, started by a command with the flags of a sweep."""
+
+    def _open(
+        self, system: str | None, flags: list[str], log: Path
+    ) -> contextlib.AbstractContextManager[Server]:
+        _, settings = parse_system(system or SERVER)
+        swept = [(f"--{name.replace('_', '-')}", value) for name, value in settings.items()]
+        command = shlex.split(str(self._search.target["command"]))
+        return serving_by([*command, *(word for pair in swept for word in pair)], log)
 
 
 def system_flags(system: str) -> list[str]:

@@ -1,19 +1,35 @@
 """A `twolane serve` of the benchmark's own: started, waited for, stopped."""
 
+import asyncio
 import contextlib
 import ctypes
 import functools
 import os
+import shlex
 import signal
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from http import HTTPStatus
 from pathlib import Path
+from typing import Any
 
+import msgspec
+
+from twolane.bench import http
 from twolane.bench.serve import BenchError
 from twolane.common.resources import usable_cores
+from twolane.results.provenance import without_secrets
 
+PORT = "{port}"
+"""Stands for the port in the command of a server."""
+READY_SECONDS = 1200.0
+"""Seconds that a server of another kind may take until it answers."""
+POLL_SECONDS = 0.2
+"""Seconds between two looks at whether it does."""
 STOP_SECONDS = 30.0
 """How long a server may take to end before it is killed."""
 CLIENT_CPUS, ENOUGH_CPUS = 2, 8
@@ -63,12 +79,86 @@ def serving(arguments: Sequence[str], log: Path) -> Iterator[Server]:
         BenchError: it ended before it served.
     """
     command = [sys.executable, "-m", "twolane", "serve", *arguments, "--port", "0"]
+    with _running(command, log, subprocess.PIPE) as process:
+        assert process.stdout is not None
+        announcement = process.stdout.readline().strip()
+        if not announcement:
+            process.wait()
+            raise _dead(process, log)
+        yield Server(process, announcement, log)
+
+
+@contextlib.contextmanager
+def serving_by(command: Sequence[str], log: Path) -> Iterator[Server]:
+    """Run any server with OpenAI's API as `serving` does.
+
+    Args:
+        command: its words; `{port}` in them stands for the port, else `--port PORT` is added.
+        log: file for its output.
+
+    Raises:
+        BenchError: it ended before it served, or did not within `READY_SECONDS`.
+    """
+    port = _free_port()
+    words = [word.replace(PORT, str(port)) for word in command]
+    words += [] if words != list(command) else ["--port", str(port)]
+    url = f"http://127.0.0.1:{port}"
+    try:
+        with _running(words, log, subprocess.STDOUT) as process:
+            _wait_until_ready(url, process, log)
+            about = f"{Path(command[0]).name} {_version(url)}".strip()
+            yield Server(process, f"{about} | {url} | {shlex.join(without_secrets(command))}", log)
+    except FileNotFoundError as error:
+        raise BenchError(f"cannot run {command[0]}: {error.strerror}") from error
+
+
+def _wait_until_ready(url: str, process: subprocess.Popen[str], log: Path) -> None:
+    """Wait until the server lists its models."""
+    latest = time.monotonic() + READY_SECONDS
+    while time.monotonic() < latest:
+        if process.poll() is not None:
+            raise _dead(process, log)
+        status, _ = _answer(f"{url}/v1/models")
+        if status == HTTPStatus.OK:
+            return
+        time.sleep(POLL_SECONDS)
+    raise BenchError(f"the server does not answer after {READY_SECONDS:.0f} s; see {log}")
+
+
+def _version(url: str) -> str:
+    """Return the version that a server says at /version, as vLLM and Twolane do, or nothing."""
+    status, body = _answer(f"{url}/version")
+    try:
+        said = msgspec.json.decode(body, type=dict[str, Any])
+    except msgspec.DecodeError:
+        return ""
+    return str(said.get("version", "")) if status == HTTPStatus.OK else ""
+
+
+def _answer(url: str) -> tuple[int, bytes]:
+    """Return status and body of what a URL answers; 0 if it does not."""
+    try:
+        return asyncio.run(http.get(url, {}, POLL_SECONDS + 5.0))
+    except (http.HTTPError, TimeoutError):
+        return 0, b""
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@contextlib.contextmanager
+def _running(command: Sequence[str], log: Path, output: int) -> Iterator[subprocess.Popen[str]]:
+    """Run a server while the block lasts, its standard error in the log."""
     with (
         _divided_cpus() as cpus,
         log.open("wb") as errors,
         subprocess.Popen(
             command,
-            stdout=subprocess.PIPE,
+            stdout=errors if output == subprocess.STDOUT else output,
             stderr=errors,
             text=True,
             start_new_session=True,  # Ctrl-C is for us: the server is stopped when we have stopped
@@ -76,12 +166,7 @@ def serving(arguments: Sequence[str], log: Path) -> Iterator[Server]:
         ) as process,
     ):
         try:
-            assert process.stdout is not None
-            announcement = process.stdout.readline().strip()
-            if not announcement:
-                process.wait()
-                raise _dead(process, log)
-            yield Server(process, announcement, log)
+            yield process
         finally:
             _stop(process)
 
@@ -107,7 +192,8 @@ def _stop(process: subprocess.Popen[str]) -> None:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(STOP_SECONDS)
     finally:
-        process.kill()  # nothing, if it has ended
+        with contextlib.suppress(ProcessLookupError):  # all of it has ended
+            os.killpg(process.pid, signal.SIGKILL)  # what it started, too
         process.wait()
 
 

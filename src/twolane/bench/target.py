@@ -1,6 +1,7 @@
 """Who serves in `bench goodput`: a server that runs, servers of its own, or a simulation."""
 
 import shlex
+from collections.abc import Iterator
 from typing import Annotated
 
 import msgspec
@@ -10,6 +11,8 @@ from twolane.common.options import Option
 from twolane.common.vocabulary import EstimatorName
 from twolane.results.result import WHERE
 
+SERVER = "server"
+"""Name of the one system of a server that runs already, or that a command starts."""
 OWN_FLAGS = (
     *("--system", "--option", "--port", "--trace", "--config"),
     *("--slo-ttft-ms", "--slo-ttft-per-1k-ms", "--slo-tbt-ms", "--slo-tpot-ms"),
@@ -25,6 +28,12 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
     serve: Annotated[str | None, Option(WHERE, "ARGUMENTS")] = None
     """Model and options of `twolane serve`, as "smollm2-135m-instruct --cores 2": a server is
     started for each system in turn."""
+    serve_command: Annotated[str | None, Option(WHERE, "COMMAND")] = None
+    """Command of any server with OpenAI's API, as "vllm serve Qwen/Qwen3-8B": it gets a free
+    --port, or {port} is replaced by one."""
+    sweep: Annotated[tuple[str, ...], Option(WHERE, "FLAG=VALUES")] = ()
+    """Flag of the command with the values to try, as max-num-batched-tokens=128,256; may be
+    repeated. The values with the highest goodput win."""
     model: Annotated[str | None, Option(WHERE)] = None
     """Model to simulate, or to name in requests; by default the server's first."""
     systems: Annotated[tuple[str, ...], Option(WHERE, "NAME[:KEY=VALUE,…]", name="system")] = ()
@@ -43,6 +52,11 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
         Raises:
             FieldError: a simulation lacks its model, or options contradict each other.
         """
+        others = (self.simulate, self.serve)
+        if self.serve_command is not None and any(one is not None for one in others):
+            raise FieldError("serve_command", "excludes --serve and --simulate")
+        if self.serve_command is None and self.sweep:
+            raise FieldError("sweep", "needs --serve-command")
         if self.simulate is not None:
             return self._simulation()
         if self.tp != 1:
@@ -51,6 +65,8 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
             raise FieldError("estimator", "needs --simulate")
         if self.serve is not None:
             return self._own_servers(self.serve)
+        if self.serve_command is not None:
+            return self._command(self.serve_command)
         if self.systems:
             raise FieldError("system", "needs --serve or --simulate: a server has its own")
         return {"base_url": self.base_url, "model": self.model}
@@ -62,6 +78,29 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
             raise FieldError("model", "is needed to simulate")
         named = {} if self.estimator is None else {"estimator": self.estimator}
         return {"simulate": self.simulate, "model": self.model, "tp": self.tp, **named}
+
+    @property
+    def contenders(self) -> tuple[str, ...]:
+        """The systems to search, or the command with each value of its swept flags."""
+        if self.serve_command is None:
+            return self.systems
+        swept = [f"{flag}={values.replace(',', '/')}" for flag, values in self._swept()]
+        return (":".join(filter(None, (SERVER, ",".join(swept)))),)
+
+    def _swept(self) -> Iterator[tuple[str, str]]:
+        for text in self.sweep:
+            flag, equals, values = text.partition("=")
+            flag = flag.removeprefix("--")
+            if not equals or not flag or not all(values.split(",")) or "/" in values:
+                raise FieldError("sweep", f"is FLAG=VALUE,VALUE without slashes, not {text!r}")
+            yield flag, values
+
+    def _command(self, command: str) -> dict[str, object]:
+        if self.systems:
+            raise FieldError("system", "needs --serve or --simulate: a command has its own")
+        if not shlex.split(command):
+            raise FieldError("serve_command", "is empty")
+        return {"command": command, "sweep": [*self._swept()], "model": self.model}
 
     def _own_servers(self, serve: str) -> dict[str, object]:
         if self.model is not None:

@@ -30,6 +30,10 @@ EPILOG = """**Examples**
   --out found` — two systems on a simulated GPU, three patterns of arrivals each
 
 - `… --system chunked:token_budget=256/512/1024` — the budget with the highest goodput
+
+- `twolane bench goodput --serve-command "vllm serve Qwen/Qwen3-8B"
+  --sweep max-num-batched-tokens=256,512,1024 --goodput ttft:1000 tbt:21/50 --dataset azure-conv
+  --out vllm` — any other server, tuned for each bound
 """
 
 app = command_app()
@@ -100,7 +104,7 @@ def _find(
     from twolane.bench import contenders
 
     try:
-        contenders.find(search, who.systems, out, load, guesses=guesses, traces=traces)
+        contenders.find(search, who.contenders, out, load, guesses=guesses, traces=traces)
     except FieldError:
         raise
     except ValueError as error:  # what the simulated engine refuses
