@@ -55,6 +55,16 @@ def test_token_ids_are_the_same_as_their_text(llm):
     assert (ids.text, ids.prompt) == (text.text, None)
 
 
+def test_a_salt_keeps_prefixes_apart(llm):
+    prompt = "one, two, three, four, five, six, seven, eight, nine, ten, " * 4
+    salts = ({}, {}, {"cache_salt": "a"}, {"cache_salt": "a"}, {"cache_salt": "b"})
+    found = [llm.generate(prompt, GREEDY, **salt)[0].cached_tokens > 0 for salt in salts]
+    assert found[1:] == [True, False, True, False]
+    for wrong in ("", "\ud800"):
+        with pytest.raises(ValueError, match="cache_salt"):
+            llm.generate(prompt, GREEDY, cache_salt=wrong)
+
+
 def test_chats(llm):
     question = [{"role": "user", "content": "What is the capital of France?"}]
     (one,) = llm.chat(question, CHAT)

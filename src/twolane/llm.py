@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, TypeVar, Unpack
 
 import msgspec
 from rich.console import Console
@@ -61,6 +61,16 @@ class GenerateOptions(TypedDict, total=False):
     whose chat template does it."""
     truncate_prompt_tokens: int
     """Keep only this many tokens of a prompt, the last ones; all of them."""
+    cache_salt: str
+    """Prefixes are reused from calls with the same salt alone; none."""
+
+
+class Wishes(NamedTuple):
+    """What is asked for beside the sampling parameters, as `Generation` takes it."""
+
+    n: int
+    text: TextOptions
+    cache_salt: str | None
 
 
 class ChatOptions(GenerateOptions, total=False):
@@ -135,8 +145,8 @@ class LLM:
     `close`, with the `with` block, or when nobody holds the LLM any more.
 
     Every method takes `GenerateOptions` by keyword: `n`, `stop`, `include_stop_str_in_output`,
-    `skip_special_tokens`, `add_special_tokens`, `truncate_prompt_tokens`; those for conversations
-    take `ChatOptions`, too.
+    `skip_special_tokens`, `add_special_tokens`, `truncate_prompt_tokens`, `cache_salt`; those for
+    conversations take `ChatOptions`, too.
 
     Example:
         >>> from twolane import LLM, SamplingParams
@@ -249,7 +259,7 @@ class LLM:
         self._check([tokens])
         params = params or self._params
         check_type(params, SamplingParams, "sampling parameters")
-        return self._pieces(tokens, params, fields.choices, self._options(fields))
+        return self._pieces(tokens, params, self._wishes(fields))
 
     def close(self) -> None:
         """End the engine process. Closing twice does nothing.
@@ -300,9 +310,9 @@ class LLM:
             if not 0 <= min(prompt) <= max(prompt) < ready.vocab_size:
                 raise ValueError(f"prompt {index} has token ids outside 0..{ready.vocab_size - 1}")
 
-    def _options(self, fields: TextFields) -> TextOptions:
+    def _wishes(self, fields: TextFields) -> Wishes:
         self._texts.codec.check_stop(fields.stop_strings)
-        return fields.text_options
+        return Wishes(fields.choices, fields.text_options, fields.cache_salt)
 
     def _answer(
         self,
@@ -319,17 +329,16 @@ class LLM:
         self._check(tokens)
         for one in params:
             check_type(one, SamplingParams, "sampling parameters")
-        options, n = self._options(fields), fields.choices
+        wishes = self._wishes(fields)
         shown = self._progress and len(tokens) > 1 if progress is None else progress
         with Bar(len(tokens), shown=shown) as bar:
-            work = self._answer_all(list(zip(texts, tokens, params, strict=True)), n, options, bar)
+            work = self._answer_all(list(zip(texts, tokens, params, strict=True)), wishes, bar)
             return self._run(work)
 
     async def _answer_all(
         self,
         prompts: Sequence[tuple[str | None, list[int], SamplingParams]],
-        n: int,
-        options: TextOptions,
+        wishes: Wishes,
         bar: "Bar",
     ) -> list[RequestOutput]:
         """Keep a bounded number of prompts with the engine, until all are answered."""
@@ -338,10 +347,10 @@ class LLM:
 
         async def work() -> None:
             for index, (text, tokens, params) in waiting:  # shared: each prompt is taken once
-                answers[index] = await self._one(text, tokens, params, n, options)
+                answers[index] = await self._one(text, tokens, params, wishes)
                 bar.add(answers[index])
 
-        workers = min(len(prompts), max(1, OPEN_MOST // n))
+        workers = min(len(prompts), max(1, OPEN_MOST // wishes.n))
         try:
             async with asyncio.TaskGroup() as group:
                 for _ in range(workers):
@@ -355,11 +364,10 @@ class LLM:
         text: str | None,
         tokens: list[int],
         params: SamplingParams,
-        n: int,
-        options: TextOptions,
+        wishes: Wishes,
     ) -> RequestOutput:
-        choices = [Choice(tokens) for _ in range(n)]
-        with self._generation(tokens, params, n, options) as generation:
+        choices = [Choice(tokens) for _ in range(wishes.n)]
+        with self._generation(tokens, params, wishes) as generation:
             async for delta in generation:
                 choices[delta.index].add(delta)
         return RequestOutput(
@@ -374,12 +382,12 @@ class LLM:
         )
 
     def _pieces(
-        self, tokens: list[int], params: SamplingParams, n: int, options: TextOptions
+        self, tokens: list[int], params: SamplingParams, wishes: Wishes
     ) -> Iterator[CompletionOutput]:
         """Fetch the deltas of one prompt from the loop's thread, one by one."""
 
         async def begin() -> Generation:
-            return self._generation(tokens, params, n, options)
+            return self._generation(tokens, params, wishes)
 
         async def more() -> Delta | None:
             return await anext(deltas, None)
@@ -401,10 +409,8 @@ class LLM:
             with contextlib.suppress(RuntimeError):  # closed: it ended with the engine
                 self._loop.call_soon_threadsafe(generation.close)
 
-    def _generation(
-        self, tokens: list[int], params: SamplingParams, n: int, options: TextOptions
-    ) -> Generation:
-        return Generation(self._engine, self._texts.codec, [tokens], [params], n=n, text=options)
+    def _generation(self, tokens: list[int], params: SamplingParams, wishes: Wishes) -> Generation:
+        return Generation(self._engine, self._texts.codec, [tokens], [params], **wishes._asdict())
 
     async def _end(self) -> None:
         """End the engine, and let all fail that waited for it, before the loop stops."""

@@ -208,3 +208,16 @@ def test_check_notices(fault: str) -> None:
         allocate(kv, [7]).slot = held.slot
     with pytest.raises(AssertionError):
         kv.check()
+
+
+def test_another_salt_shares_nothing() -> None:
+    kv, tokens = books(), list(range(13))
+    for salt in (b"", b"a" * 32, b"b" * 32):
+        assert kv.lookup(tokens, salt=salt).reused == 0
+        held = kv.allocate(tokens, salt=salt)
+        assert held is not None
+        kv.share(held, tokens, 13)
+        kv.check()
+        kv.give_up(held)
+        assert kv.lookup(tokens, salt=salt).reused == 12
+    assert kv.free_pages + kv.reclaimable_pages == 16

@@ -12,6 +12,7 @@ from twolane.engine.engine import Engine
 from twolane.engine.kv import KVBooks
 from twolane.engine.messages import Abort, Finish, Outputs, Submit, ToEngine, Watch
 from twolane.engine.pacing import Pacer
+from twolane.engine.state import ELDER_SHARE
 from twolane.estimate.online import OnlineEstimator
 from twolane.sampling import SamplingParams
 from twolane.sim.lanes import FixedDurations, SimLanes
@@ -66,6 +67,24 @@ def test_decode_growth_preempts_the_lowest_priority_then_the_youngest() -> None:
     assert "old" not in preempted(sim)
     assert all(len(sim.times[name]) == 48 for name in ("old", "low", "young"))
     assert sim.engine.stats().preemptions == len(preempted(sim))
+
+
+def test_a_flood_of_high_priority_starves_nobody() -> None:
+    """One admission in eight is that of the request that waits longest."""
+    flood = [(0.0, submit(f"urgent {i}", 16, 1, priority=-(2**31) + 1)) for i in range(200)]
+    arrivals = [*flood[:8], (0.0, submit("patient", 16, 1, priority=5)), *flood[8:]]
+    sim = simulate(Script(one_by_one), arrivals, pages=64)
+    order = sorted(sim.times, key=lambda name: sim.times[name][0])
+    assert order.index("patient") <= 2 * ELDER_SHARE
+    assert order[:8] == [f"urgent {i}" for i in range(8)]  # it is no short cut either
+
+
+def test_without_a_flood_priorities_hold_and_equal_ones_are_by_age() -> None:
+    ranks = [3, 0, 3, -1, 0]
+    arrivals = [(0.0, submit(f"{i}", 16, 1, priority=rank)) for i, rank in enumerate(ranks)]
+    sim = simulate(Script(one_by_one), arrivals, pages=64)
+    order = sorted(sim.times, key=lambda name: sim.times[name][0])
+    assert order == ["3", "1", "4", "0", "2"]
 
 
 def test_a_parked_prefill_gives_up_its_pages_before_decode_stalls() -> None:

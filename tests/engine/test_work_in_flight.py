@@ -162,9 +162,7 @@ GUARDS: dict[str, tuple[Any, str, Any]] = {
     "a full hit leaves the last token to compute": (
         KVBooks,
         "match",
-        lambda books, tokens, *, reuse=True: books.tree.match(
-            tokens, len(tokens) // books.page_size
-        ),
+        lambda books, tokens, **_: books.tree.match(tokens, len(tokens) // books.page_size),
     ),
     "pages for all steps are reserved before the launch": (
         KVBooks,

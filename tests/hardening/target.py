@@ -15,7 +15,7 @@ PAGES_EACH = 63
 ARGUMENTS = (
     *("--served-model-name", "tiny", "--max-queue", "64", "--max-running", str(RUNNING)),
     *("--kv-tokens", str(RUNNING * PAGES_EACH * PAGE), "--page-size", str(PAGE)),
-    *("--arrival-seconds", "3"),
+    *("--arrival-seconds", "3", "--allow-priority"),
 )
 PATH = "/v1/completions"
 GOOD = {"prompt": "The quick brown fox", "max_tokens": 12, "temperature": 0, "ignore_eos": True}

@@ -20,7 +20,7 @@ def tokenizer():
 @pytest.fixture(scope="session")
 def real():
     """A server of the real model, shared by all tests that only ask."""
-    with serving(MODEL, "--kv-tokens", "20000") as served:
+    with serving(MODEL, "--kv-tokens", "20000", "--allow-priority") as served:
         yield served
 
 
@@ -45,7 +45,7 @@ def textual(tmp_path_factory, tokenizer):
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": TEMPLATE}
     (path / "tokenizer_config.json").write_text(json.dumps(config))
     args = ("--served-model-name", MODEL, "--load-format", "dummy", "--kv-tokens", "70000")
-    with serving(str(path), *args, "--max-running", "1") as served:
+    with serving(str(path), *args, "--max-running", "1", "--allow-priority") as served:
         yield served
 
 

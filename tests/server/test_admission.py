@@ -39,7 +39,7 @@ def test_several_prompts_enter_together_or_not_at_all():
 
 def test_retry_after_is_the_time_to_serve_the_queue():
     clock = Clock()
-    admission = Admission(100, clock)
+    admission = Admission(100, clock=clock)
     admission.enter(40)
     for second in range(1, 11):
         clock.now = float(second)
@@ -53,7 +53,7 @@ def test_retry_after_is_the_time_to_serve_the_queue():
 def test_retry_after_is_honest_at_any_rate_and_after_any_pause():
     rng = random.Random(0)
     clock = Clock()
-    admission = Admission(1000, clock)
+    admission = Admission(1000, clock=clock)
     for seconds in (0.01, 0.2, 0.03):
         admission.enter(200)
         for _ in range(100):
@@ -72,3 +72,37 @@ def test_broken_off_requests_do_not_count_as_served():
     admission.enter(5)
     admission.leave(served=False)
     assert (admission.waiting, admission.retry_after()) == (4, 1)
+
+
+def test_retry_after_of_a_burst_is_not_that_of_single_requests():
+    """Single requests are served in 0.1 s each, a burst in a tenth of that for each."""
+    clock = Clock()
+    admission = Admission(1000, token_seconds=lambda: 1e-4, clock=clock)
+    for _ in range(100):
+        admission.enter(tokens=100)
+        clock.now += 0.1
+        admission.leave(served=True, tokens=100)
+        clock.now += 1.0
+    for _ in range(500):
+        admission.enter(tokens=100)
+    assert admission.retry_after() == 5  # by the engine: 50,000 tokens
+    for _ in range(100):
+        clock.now += 0.02
+        admission.leave(served=True, tokens=100)
+    assert admission.retry_after() == 8  # by this queue: 400 at 50 a second
+
+
+def test_a_key_may_fill_its_own_share_alone():
+    admission = Admission(10, 3)
+    for _ in range(3):
+        admission.enter(key=0)
+    with pytest.raises(ApiError) as refusal:
+        admission.enter(key=0)
+    assert (refusal.value.status_code, refusal.value.code) == (429, "key_queue_full")
+    admission.enter(3, key=1)
+    with pytest.raises(ApiError) as never:
+        admission.enter(4, "n", key=2)
+    assert (never.value.status_code, never.value.param) == (400, "n")
+    admission.leave(served=True, key=0)
+    admission.enter(key=0)
+    assert admission.waiting == 6

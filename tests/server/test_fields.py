@@ -372,6 +372,18 @@ def sees_priority(ask):
     return still_there == 1
 
 
+def sees_cache_salt(ask):
+    """A prompt is found again by who has the same salt, and by nobody else."""
+    ask.question = "one, two, three, four, five, six, seven, eight, nine, ten, " * 4
+
+    def cached(**salt):
+        return ask.raw(**salt).usage.prompt_tokens_details.cached_tokens
+
+    mine = {"cache_salt": f"chat: {ask._chat}"}
+    found = [cached(), cached(), cached(**mine), cached(**mine), cached(cache_salt="other")]
+    return found[1] > 0 and found[2] == 0 and found[3] > 0 and found[4] == 0
+
+
 TEXTUAL = {"add_special_tokens", "chat_template_kwargs", "priority"}
 
 

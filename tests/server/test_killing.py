@@ -6,6 +6,7 @@ import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -31,16 +32,17 @@ SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in (1, 2))]
 class Client(threading.Thread):
     """One stream, read to its end in a thread of its own."""
 
-    def __init__(self, served, body):
+    def __init__(self, served, body, **headers):
         super().__init__(daemon=True)
         self.first, self.ended = threading.Event(), threading.Event()
         self.last = None
-        self._served, self._body = served, body
+        self._served, self._body, self._headers = served, body, headers
+        self._stream = None
         self.start()
 
     def run(self):
         try:
-            stream = Stream(self._served, self._body)
+            self._stream = stream = Stream(self._served, self._body, **self._headers)
             if stream.response.status != 200:  # refused before the stream began
                 self.last = json.loads(stream.response.read())
             for event in stream.events():
@@ -50,6 +52,10 @@ class Client(threading.Thread):
             self.last = None  # the server itself is gone
         finally:
             self.ended.set()
+
+    def leave(self):
+        """Close the connection."""
+        self._stream.connection.sock.shutdown(socket.SHUT_RDWR)
 
 
 def busy(served, moment):

@@ -36,10 +36,10 @@ LONG = {"prompt": [5, 6, 7], "max_tokens": 60_000, "ignore_eos": True}
 class Stream:
     """A streamed completion, read as it comes."""
 
-    def __init__(self, served, body=LONG):
+    def __init__(self, served, body=LONG, **more):
         address = urllib.parse.urlsplit(served.base)
         self.connection = http.client.HTTPConnection(address.hostname, address.port, timeout=60)
-        headers = {"Content-Type": "application/json"}
+        headers = {"Content-Type": "application/json", **more}
         body = json.dumps({**body, "stream": True, "return_token_ids": True})
         self.connection.request("POST", "/v1/completions", body, headers)
         self.response = self.connection.getresponse()

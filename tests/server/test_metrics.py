@@ -364,7 +364,8 @@ def test_series_that_are_known_begin_at_zero():
     ]
     known += [("slo_gaps", "met"), ("slo_gaps", "missed")]
     known += [("request_success", reason) for reason in ("stop", "length")]
-    known += [("requests_aborted", reason) for reason in ("disconnect", "engine", "shutdown")]
+    reasons = ("disconnect", "engine", "model", "shutdown")
+    known += [("requests_aborted", reason) for reason in reasons]
     assert found == dict.fromkeys(known, 0.0)
 
 

@@ -71,6 +71,8 @@ def check(options: ServerOptions) -> None:
     """Refuse what can be seen to be wrong before a model is loaded."""
     if not options.host.strip():
         raise fail("--host must not be empty", USAGE_ERROR)
+    if options.max_queued_per_key is not None and not options.api_keys:
+        raise fail("--max-queued-per-key needs --api-key", USAGE_ERROR)
     endpoint = options.otlp_endpoint
     if endpoint is not None and not endpoint.startswith(("http://", "https://")):
         problem = f"must be an http:// or https:// URL, not {endpoint!r}"

@@ -133,6 +133,7 @@ class Engine:
     def plan(self) -> Plan:
         """Ask the system, when the estimator has learnt from all that was reaped."""
         learn(self.state)
+        self.state.advance_elder()
         self._moved |= update_masks(self.state)
         plan, self._memory = self._system.plan(self.view(), self._memory)
         return plan
@@ -181,6 +182,7 @@ class Engine:
             prefix_hits=state.counters.prefix_hits,
             preemptions=state.counters.preemptions,
             broken=state.counters.broken,
+            prompt_token_seconds=state.counters.prompt_token_seconds,
             seconds=[(*level, spent) for level, spent in state.counters.seconds.items()],
         )
 
@@ -314,7 +316,10 @@ class Engine:
         kv = self.state.kv
         if request.looked_up is None or request.looked_up.version != kv.tree.version:
             request.looked_up = kv.lookup(
-                request.tokens, reuse=not request.scores_prompt, before=request.looked_up
+                request.tokens,
+                reuse=not request.scores_prompt,
+                before=request.looked_up,
+                salt=request.salt,
             )
         return request.looked_up
 

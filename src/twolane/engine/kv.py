@@ -49,13 +49,17 @@ class PrefixTree:
         self.unpinned = 0
         """Nodes that nobody pins, all of them reclaimable."""
 
-    def key(self, tokens: Sequence[int], page: int) -> bytes:
-        """A full page of a sequence, as the key of a child."""
+    def key(self, tokens: Sequence[int], page: int, salt: bytes) -> bytes:
+        """A full page of a sequence, as the key of a child; sequences of another salt share no
+        first page, and so none at all."""
         size = self._page_size
-        return array("q", tokens[page * size : (page + 1) * size]).tobytes()
+        key = array("q", tokens[page * size : (page + 1) * size]).tobytes()
+        return key if page else salt + key
 
-    def match(self, tokens: Sequence[int], pages: int, known: Sequence[Node] = ()) -> list[Node]:
-        """The longest path of at most `pages` nodes that these tokens begin with.
+    def match(
+        self, tokens: Sequence[int], pages: int, known: Sequence[Node] = (), salt: bytes = b""
+    ) -> list[Node]:
+        """The longest path of at most `pages` nodes that these tokens begin with, by this salt.
 
         `known` is an earlier answer for the same tokens and pages: what is left of it holds, for
         a node in the tree has its ancestors there, and leads on to what was added since.
@@ -65,7 +69,7 @@ class PrefixTree:
             path.pop()  # evicted since
         node = path[-1] if path else self._root
         for page in range(len(path), pages):
-            child = node.children.get(self.key(tokens, page))
+            child = node.children.get(self.key(tokens, page, salt))
             if child is None:
                 break
             path.append(child)
@@ -177,6 +181,8 @@ class Allocation:
     """Pages of ours that are not in the tree."""
     told: int = 0
     """Number of the pages that launches have told the lanes of."""
+    salt: bytes = b""
+    """What keeps its pages from requests of other tenants."""
     in_flight: int = 0
     """Launches that name this allocation and have not been reaped."""
     last_ticket: Ticket | None = None
@@ -226,7 +232,12 @@ class KVBooks:
         return -(-tokens // self.page_size)
 
     def match(
-        self, tokens: Sequence[int], *, reuse: bool = True, before: Lookup | None = None
+        self,
+        tokens: Sequence[int],
+        *,
+        reuse: bool = True,
+        before: Lookup | None = None,
+        salt: bytes = b"",
     ) -> list[Node]:
         """The shared pages that these tokens begin with; at least the last token is left over.
 
@@ -237,13 +248,18 @@ class KVBooks:
         if not (reuse and self.prefix_cache):
             return []
         known = () if before is None else before.path
-        return self.tree.match(tokens, (len(tokens) - 1) // self.page_size, known)
+        return self.tree.match(tokens, (len(tokens) - 1) // self.page_size, known, salt)
 
     def lookup(
-        self, tokens: Sequence[int], *, reuse: bool = True, before: Lookup | None = None
+        self,
+        tokens: Sequence[int],
+        *,
+        reuse: bool = True,
+        before: Lookup | None = None,
+        salt: bytes = b"",
     ) -> Lookup:
         """What `allocate` would find and take; `before` as for `match`."""
-        path = self.match(tokens, reuse=reuse, before=before)
+        path = self.match(tokens, reuse=reuse, before=before, salt=salt)
         # A pinned node's ancestors are pinned: the pinned ones come first.
         pinned = bisect_left(path, True, key=lambda node: node.pins == 0)
         return Lookup(
@@ -254,7 +270,12 @@ class KVBooks:
         )
 
     def allocate(
-        self, tokens: Sequence[int], *, reuse: bool = True, before: Lookup | None = None
+        self,
+        tokens: Sequence[int],
+        *,
+        reuse: bool = True,
+        before: Lookup | None = None,
+        salt: bytes = b"",
     ) -> Allocation | None:
         """A slot and pages for all of these tokens, the shared ones pinned; None: no room.
 
@@ -262,16 +283,18 @@ class KVBooks:
             tokens: of the request.
             reuse: whether pages in the tree may be used; without, all tokens are computed.
             before: an earlier answer of `lookup` for these tokens.
+            salt: pages are shared with those allocations alone that have the same.
         """
         if not self._free_slots:
             return None
-        found = self.lookup(tokens, reuse=reuse, before=before)
+        found = self.lookup(tokens, reuse=reuse, before=before, salt=salt)
         if found.cost > self.free_pages + self.reclaimable_pages:
             return None
         path = list(found.path)
         for node in path:
             self.tree.pin(node)
-        allocation = Allocation(self._free_slots.pop(), [node.page for node in path], path)
+        pages = [node.page for node in path]
+        allocation = Allocation(self._free_slots.pop(), pages, path, salt=salt)
         self._held.add(allocation)
         grown = self.grow(allocation, len(tokens))
         assert grown
@@ -300,7 +323,7 @@ class KVBooks:
             return
         path = allocation.path
         for i in range(len(path), written // self.page_size):
-            key = self.tree.key(tokens, i)
+            key = self.tree.key(tokens, i, allocation.salt)
             node = self.tree.child(path, key)
             if node is None:
                 node = self.tree.add(path, key, allocation.pages[i])

@@ -114,7 +114,10 @@ def _admit_one(state: State, chunk: Chunk) -> BatchChunk:
 
 def _allocate(state: State, request: Request) -> Allocation:
     allocation = state.kv.allocate(
-        request.tokens, reuse=not request.scores_prompt, before=request.looked_up
+        request.tokens,
+        reuse=not request.scores_prompt,
+        before=request.looked_up,
+        salt=request.salt,
     )
     if allocation is None:
         raise PlanError(f"admits {request.id}, for which there is no room")
@@ -123,6 +126,7 @@ def _allocate(state: State, request: Request) -> Allocation:
     if request.cached is None:
         request.cached = request.context
         request.admitted_at = state.now()
+        state.admissions += 1
         state.counters.prefix_queries += 0 if request.scores_prompt else len(request.tokens)
         state.counters.prefix_hits += request.context
     state.trace.request_event(request.id, "admitted", state.now(), reused=request.context)

@@ -33,6 +33,8 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     leader: str | None = None
     """The first of several requests with this prompt (`n` > 1): this one is held back until the
     leader's prompt is in the prefix cache, or the leader has ended."""
+    cache_salt: str | None = None
+    """Prefixes are shared with requests of the same salt alone."""
 
 
 class Vocabulary(msgspec.Struct, frozen=True, tag=True):
@@ -157,6 +159,8 @@ class Stats(msgspec.Struct, frozen=True):
     """Requests that lost their pages to others and were recomputed."""
     broken: int = 0
     """Requests that ended because the model gave NaN or infinity."""
+    prompt_token_seconds: float = 0.0
+    """Seconds that launches with prompts have lately taken for each prompt token; 0: not known."""
     seconds: list[tuple[str, int, float]] = []
     """(lane, units, seconds of device work done on them)."""
 

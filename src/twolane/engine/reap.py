@@ -152,6 +152,10 @@ def _settle(state: State, flight: Flight) -> None:
     state.kv.landed([allocation for _, allocation in flight.rows])
     ticket = flight.ticket
     state.counters.seconds[ticket.lane, ticket.units] += ticket.seconds
+    if batch is not None:
+        layers = work.last - work.first if isinstance(work, PrefillSlice) else state.layers
+        tokens = sum([chunk.n for chunk in batch.members])
+        state.counters.note_prompts(ticket.seconds, tokens * layers / state.layers)
     state.launching.note(work, ticket.launching, state.now())
     if flight.launch.lane in OTHER:
         state.landed[flight.launch.lane].append(flight)

@@ -1,5 +1,6 @@
 """A request, a prefill batch and a launch in flight, as the engine keeps them."""
 
+import hashlib
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -50,6 +51,8 @@ class Request:
     """Tokens that end it."""
     lookup: Callable[["Request"], Lookup]
     """Asks the prefix cache."""
+    salt: bytes = b""
+    """What keeps its pages from requests of other tenants."""
     constraint: Constraint | None = None
     """What its grammar allows, once it is compiled; None: everything."""
     mask: bytes | None = None
@@ -167,7 +170,13 @@ class Request:
             sampling=sampling,
             stops=frozenset((*eos, *params.stop_token_ids)),
             lookup=lookup,
+            salt=_digest(submit.cache_salt),
         )
+
+
+def _digest(salt: str | None) -> bytes:
+    """A salt of whatever length, for the keys of pages."""
+    return b"" if salt is None else hashlib.sha256(salt.encode()).digest()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

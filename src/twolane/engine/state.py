@@ -20,6 +20,12 @@ from twolane.slo import Slo
 from twolane.systems.view import LaneView
 
 LANDED = 256
+PROMPTS_KEPT = 0.97
+"""Share of the weight that earlier launches with prompts keep at each one."""
+ELDER_SHARE = 8
+"""One admission in this many is that of the request that waits longest."""
+FIRST = -(2**31)
+"""A priority before all that requests can have."""
 
 
 @dataclass(slots=True)
@@ -31,8 +37,22 @@ class Counters:
     preemptions: int = 0
     broken: int = 0
     """Requests that ended because the model gave NaN or infinity."""
+    prompt_seconds: float = 0.0
+    """Seconds of the latest launches with prompts; earlier ones count for less."""
+    prompt_tokens: float = 0.0
+    """Prompt tokens of the same, in proportion to the layers that were computed."""
     seconds: dict[tuple[LaneName, int], float] = field(default_factory=lambda: defaultdict(float))
     """Seconds of device work, by lane and units."""
+
+    @property
+    def prompt_token_seconds(self) -> float:
+        """Seconds that launches with prompts have lately taken for a prompt token; 0: not known."""
+        return self.prompt_seconds / self.prompt_tokens if self.prompt_tokens else 0.0
+
+    def note_prompts(self, seconds: float, tokens: float) -> None:
+        """Count a launch with prompts."""
+        self.prompt_seconds = PROMPTS_KEPT * self.prompt_seconds + seconds
+        self.prompt_tokens = PROMPTS_KEPT * self.prompt_tokens + tokens
 
 
 @dataclass(slots=True)
@@ -54,6 +74,8 @@ class State:
     """Held back until the request of that id has its first token, or ends."""
     started: list[Request] = field(default_factory=list)
     """Waiting between two chunks of their prompts, by rank."""
+    admissions: int = 0
+    """Requests admitted since the one that waited longest was last put first."""
     batches: int = 0
     """Number of prefill batches that were opened."""
     open: PrefillBatch | None = None
@@ -98,6 +120,18 @@ class State:
         request.phase = Phase.WAITING
         line = self.started if request.started else self.queue
         bisect.insort(line, request, key=lambda r: r.rank)
+
+    def advance_elder(self) -> None:
+        """Put the request that waits longest first, once in `ELDER_SHARE` admissions: priorities
+        make nobody wait for ever."""
+        if self.admissions < ELDER_SHARE or not self.queue:
+            return
+        self.admissions = 0
+        if self.queue[0].priority < self.queue[-1].priority:
+            eldest = min(self.queue, key=lambda r: r.order)
+            self.queue.remove(eldest)
+            eldest.priority = FIRST
+            self.wait(eldest)
 
     def unwait(self, request: Request) -> None:
         """Take a request out of the waiting line."""

@@ -16,6 +16,8 @@ TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 """All lists fail fast: only the first error is told, and millions could be sent."""
 MOST_CHOICES = 128
 """A prompt may be answered at most this many times, as in OpenAI's API."""
+LONGEST_SALT = 1024
+"""Characters of a `cache_salt`."""
 StopString = Annotated[str, Field(min_length=1, max_length=LONGEST_STRING)]
 Stop = Annotated[
     StopString | Annotated[list[StopString], Field(max_length=MOST_STRINGS, fail_fast=True)],
@@ -63,7 +65,7 @@ class Rendering(Body):
 
 
 class TextFields(Body):
-    """How a prompt becomes tokens, how many answers it gets, and how they become text."""
+    """How a prompt becomes tokens and its answers text, and who shares its prefix."""
 
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
     stop: Stop | None = None
@@ -71,6 +73,7 @@ class TextFields(Body):
     skip_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=LONGEST_SALT)] | None = None
 
     @property
     def choices(self) -> int:

@@ -202,6 +202,7 @@ class Generation:
         n: int = 1,
         text: TextOptions = TextOptions(),  # noqa: B008  # frozen
         priority: int = 0,
+        cache_salt: str | None = None,
         slo: Slo = Slo(),  # noqa: B008  # frozen
         observer: Observer = UNOBSERVED,
     ) -> None:
@@ -226,7 +227,9 @@ class Generation:
                 self._readers.append(
                     AnswerReader(index, codec, tokens, chosen, text, [*eos, *more])
                 )
-                submit = Submit(id, tokens, ended_by(chosen, more), priority, slo, leader)
+                submit = Submit(
+                    id, tokens, ended_by(chosen, more), priority, slo, leader, cache_salt
+                )
                 self._submit(index, submit)
         except BaseException:
             self.close()

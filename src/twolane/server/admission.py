@@ -1,8 +1,8 @@
-"""The bound on the queue: how many requests may wait for their first token."""
+"""The bounds on the queue: how many requests may wait for their first token."""
 
 import math
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 
 from twolane.server.http.errors import ApiError
@@ -11,25 +11,38 @@ RETRY_SECONDS = (1, 60)
 """The least and the most that `Retry-After` says."""
 SERVED_WINDOW = 64
 """First tokens from which the rate of service is measured."""
+SERVED_LEAST = 8
+"""First tokens of the present queue that tell its rate; with fewer it is predicted."""
 
 
 class Admission:
-    """Counts the requests without a first token, and refuses those beyond the bound.
+    """Counts the requests without a first token, and refuses those beyond the bounds.
 
     Args:
-        max_queue: the bound.
+        max_queue: how many may wait.
+        max_queued_per_key: how many of one API key may; None: as many as of all.
+        token_seconds: returns the seconds that the engine takes for a prompt token; 0: not known.
         clock: seconds, monotonic.
     """
 
-    def __init__(self, max_queue: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        max_queue: int,
+        max_queued_per_key: int | None = None,
+        token_seconds: Callable[[], float] = lambda: 0.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.max_queue = max_queue
         self.waiting = 0
+        self._max_per_key = max_queued_per_key
+        self._waiting_of: Counter[int] = Counter()
+        """Requests that wait, by the key that they came with."""
+        self._tokens = 0
+        """Prompt tokens of the requests that wait."""
+        self._token_seconds = token_seconds
         self._clock = clock
-        # Times of first tokens on a clock that runs only while somebody waits: what an idle
-        # server serves in an hour says nothing about how fast a queue moves.
-        self._served: deque[float] = deque([0.0], maxlen=SERVED_WINDOW + 1)
-        self._busy_until_now = 0.0
-        self._waiting_since = 0.0
+        # Of this queue alone: single requests tell nothing of how fast a queue moves.
+        self._served: deque[float] = deque(maxlen=SERVED_WINDOW + 1)
 
     def check_count(self, count: int, param: str = "prompt") -> None:
         """Refuse a call for which there never will be room.
@@ -41,51 +54,67 @@ class Admission:
         Raises:
             ApiError: 400.
         """
-        if count > self.max_queue:
-            message = f"{param}: {count} answers are more than the queue holds ({self.max_queue})"
+        most = min(self.max_queue, self._max_per_key or self.max_queue)
+        if count > most:
+            message = f"{param}: {count} answers are more than may wait at once ({most})"
             raise ApiError(400, message, code="too_many_answers", param=param)
 
-    def enter(self, count: int = 1, param: str = "prompt") -> None:
+    def enter(
+        self, count: int = 1, param: str = "prompt", *, key: int | None = None, tokens: int = 0
+    ) -> None:
         """Take `count` places in the queue, or none.
 
         Args:
             count: how many.
             param: the request field that asks for so many.
+            key: number of the API key that the call came with; None: there are no keys.
+            tokens: prompt tokens of the call.
 
         Raises:
             ApiError: 429 when there is no room now, 400 when there never will be.
         """
         self.check_count(count, param)
         if self.waiting + count > self.max_queue:
-            raise ApiError(
-                429,
-                f"the queue is full: {self.waiting} requests wait, {self.max_queue} may",
-                code="queue_full",
-                headers={"Retry-After": str(self.retry_after())},
-            )
+            message = f"the queue is full: {self.waiting} requests wait, {self.max_queue} may"
+            raise self._full(message, "queue_full")
+        if key is not None and self._max_per_key is not None:
+            mine = self._waiting_of[key]
+            if mine + count > self._max_per_key:
+                message = f"{mine} requests of this API key wait, and {self._max_per_key} may"
+                raise self._full(message, "key_queue_full")
+            self._waiting_of[key] += count
         if self.waiting == 0:
-            self._waiting_since = self._clock()
+            self._served.clear()
+            self._served.append(self._clock())
         self.waiting += count
+        self._tokens += tokens
 
-    def leave(self, *, served: bool) -> None:
-        """Give a place back; `served` means that the request has its first token."""
+    def leave(self, *, served: bool, key: int | None = None, tokens: int = 0) -> None:
+        """Give a place back.
+
+        Args:
+            served: whether the request has its first token.
+            key: see `enter`.
+            tokens: prompt tokens of the request, as part of those that entered.
+        """
         assert self.waiting > 0
         if served:
-            self._served.append(self._busy())
+            self._served.append(self._clock())
         self.waiting -= 1
-        if self.waiting == 0:
-            self._busy_until_now += self._clock() - self._waiting_since
+        self._tokens -= tokens
+        if key is not None and self._max_per_key is not None:
+            self._waiting_of[key] -= 1
 
     def retry_after(self) -> int:
         """Return the whole seconds in which the present queue should be served."""
         least, most = RETRY_SECONDS
         served = len(self._served) - 1
-        if served == 0:
-            return least
-        seconds = self.waiting * (self._busy() - self._served[0]) / served
+        if served >= SERVED_LEAST:
+            seconds = self.waiting * (self._clock() - self._served[0]) / served
+        else:
+            seconds = self._tokens * self._token_seconds()
         return min(most, max(least, math.ceil(seconds)))
 
-    def _busy(self) -> float:
-        """How long somebody has been waiting, all in all."""
-        running = self._clock() - self._waiting_since if self.waiting else 0.0
-        return self._busy_until_now + running
+    def _full(self, message: str, code: str) -> ApiError:
+        headers = {"Retry-After": str(self.retry_after())}
+        return ApiError(429, message, code=code, headers=headers)

@@ -23,6 +23,12 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Name that clients call the model by; by default the MODEL of the command line."""
     max_queue: Annotated[int, Option(PANEL, least=1)] = 1024
     """Number of requests that may wait for their first token; more get a 429."""
+    max_queued_per_key: Annotated[int | None, Option(PANEL, least=1)] = None
+    """Number of requests of one API key that may wait for their first token; more get a 429. By
+    default a key may fill the queue."""
+    allow_priority: Annotated[bool, Option(PANEL)] = False
+    """Whether requests may have a priority. One request in eight is the one that waits longest,
+    whatever its priority."""
     sampling_defaults: Annotated[Literal["model", "openai"], Option(PANEL)] = "model"
     """Where a request says nothing of temperature, top_p, top_k, min_p or repetition_penalty, it
     gets the values of the model's generation_config.json (an alias: model card), or OpenAI's."""

@@ -148,7 +148,16 @@ async def run(config: EngineConfig, options: ServerOptions) -> int:
         thinks = None if options.reasoning_parser == "auto" else False
         added = texts.codec.added_token
         forms = Forms(texts.template_source, added, options.tool_call_parser, thinks)
-        service = Service(engine, texts, name, options.max_queue, sampling, forms)
+        service = Service(
+            engine,
+            texts,
+            name,
+            options.max_queue,
+            sampling,
+            forms,
+            max_queued_per_key=options.max_queued_per_key,
+            allow_priority=options.allow_priority,
+        )
         if provider is not None:
             from twolane.server.ops.tracing import Tracing
 

@@ -79,6 +79,8 @@ class Service:
         texts: its tokenizer and chat template.
         model_name: what clients call it.
         max_queue: how many requests may wait for their first token.
+        max_queued_per_key: how many of one API key may; None: as many as of all.
+        allow_priority: whether requests may have a priority.
         sampling: fields of `SamplingParams`, for requests that say nothing of them.
         forms: of the model's answers; None: they are found from its chat template.
     """
@@ -91,6 +93,9 @@ class Service:
         max_queue: int,
         sampling: Mapping[str, Any] = MappingProxyType({}),
         forms: Forms | None = None,
+        *,
+        max_queued_per_key: int | None = None,
+        allow_priority: bool = False,
     ) -> None:
         self.engine = engine
         self.texts = texts
@@ -101,7 +106,10 @@ class Service:
         self._taught = False
         """Whether the engine has the tokenizer."""
         self.created = int(time.time())
-        self.admission = Admission(max_queue)
+        self._allow_priority = allow_priority
+        self.admission = Admission(
+            max_queue, max_queued_per_key, lambda: engine.stats.prompt_token_seconds
+        )
         self.metrics = ServerMetrics(
             lambda: engine.stats, engine.liveness, model_name, engine.ready.slo
         )
@@ -295,9 +303,11 @@ class Service:
         except TextError as error:
             raise refused_text(error, "prompt") from error
         self._check_logprobs(body, params, prompts)
+        self._check_priority(body.priority)
         self.check_available()
         answers = [prompt for prompt in prompts for _ in range(body.choices)]
-        self.admission.enter(len(answers), counted_by(body))
+        tokens = sum(map(len, answers))
+        self.admission.enter(len(answers), counted_by(body), key=call.key, tokens=tokens)
         books = RequestAccounting(self, answers, call, self._traces(body, params, answers, call))
         text = body.text_options
         if form.shows_special:
@@ -314,11 +324,22 @@ class Service:
                 n=body.choices,
                 text=text,
                 priority=body.priority or 0,
+                cache_salt=body.cache_salt,
                 slo=call.slo,
                 observer=books,
             )
         except EngineError as error:
             raise ApiError(503, str(error), code="unavailable") from error
+
+    def _check_priority(self, priority: int | None) -> None:
+        """Refuse a priority where clients may have none: who has the best one has the server.
+
+        Raises:
+            ApiError: 400.
+        """
+        if priority and not self._allow_priority:
+            message = "priority: this server serves in order of arrival (see --allow-priority)"
+            raise ApiError(400, message, code="unsupported_parameter", param="priority")
 
     def _check_logprobs(
         self, body: GenerationBody, params: SamplingParams, prompts: Sequence[list[int]]
@@ -465,7 +486,7 @@ class RequestAccounting:
         self._metrics = call.admit(prompts)
         self._queued = [True] * len(prompts)
         self._lengths = [len(prompt) for prompt in prompts]
-        self._arrival = call.arrival
+        self._arrival, self._key = call.arrival, call.key
 
     def tokens(self, index: int, count: int, now: float, cached: int | None) -> None:
         """See `Observer.tokens`."""
@@ -502,7 +523,7 @@ class RequestAccounting:
     def _leave(self, index: int, *, served: bool) -> None:
         if self._queued[index]:
             self._queued[index] = False
-            self._service.admission.leave(served=served)
+            self._service.admission.leave(served=served, key=self._key, tokens=self._lengths[index])
 
 
 def refused_text(error: TextError, param: str) -> ApiError:

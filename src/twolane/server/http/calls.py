@@ -36,6 +36,8 @@ class Call:
         """Its own latency bounds, once they are read; the server's where it has none."""
         self.headers: Mapping[str, str] = {}
         """Its HTTP headers, once they are read."""
+        self.key: int | None = None
+        """Number of the API key that it came with; None: there are no keys."""
         self._metrics = metrics
         self._open = True
         metrics.received.inc()

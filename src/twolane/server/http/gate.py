@@ -63,17 +63,20 @@ class Gate:
         CLIENT.set(self._client(scope, headers))
         try:
             check_room(scope)
-            self._check_key(scope["path"], headers)
+            key = self._check_key(scope["path"], headers)
             self._check_length(headers.get("content-length", "0"))
         except ApiError as error:
             set_reason(Request(scope), error.code, error.message)
             await refuse(error, scope["path"], send)
             return
+        if (call := scope.get("state", {}).get("call")) is not None:
+            call.key = key
         await self._app(scope, self._bounded(receive), send)
 
-    def _check_key(self, path: str, headers: Headers) -> None:
+    def _check_key(self, path: str, headers: Headers) -> int | None:
+        """Return the number of the key that a request brings; None: it needs none."""
         if not self._keys or not path.startswith(GUARDED):
-            return
+            return None
         scheme, _, key = headers.get("authorization", "").partition(" ")
         if KEY_HEADER in headers:
             scheme, key = "bearer", headers[KEY_HEADER]
@@ -87,6 +90,7 @@ class Gate:
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
+        return fitting.index(True)
 
     def _client(self, scope: Scope, headers: Headers) -> str:
         if self._keys and "authorization" in headers:

@@ -50,7 +50,6 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "guided_decoding_backend": (),
     "guided_whitespace_pattern": (),
     "logits_processors": ([],),
-    "cache_salt": (),
     "kv_transfer_params": (),
     "vllm_xargs": ({},),
     "request_id": (),
