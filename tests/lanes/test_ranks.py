@@ -124,6 +124,9 @@ class Nearby:
     def watch(self, launches: object) -> None:
         """Nobody is taken away here."""
 
+    def explain(self, error: BaseException) -> BaseException:
+        return self.error or error
+
     def check(self) -> None:
         if self.error is not None:
             raise self.error

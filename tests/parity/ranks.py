@@ -1,11 +1,14 @@
 """Several ranks that serve one engine after the other."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from tests.parity.serving import Served, serve_on
 from twolane.engine.kv import KVBooks
 from twolane.engine.messages import Submit
+from twolane.lanes.cpu.machine import CpuMachine
+from twolane.lanes.settings import DeviceSettings
 
 
 class Ranks:
@@ -47,3 +50,9 @@ class Lent:
 
     def close(self) -> None:
         """Others go on with them."""
+
+
+def on_cpu(path: Path, size: int, pages: int, page: int, running: int) -> Ranks:
+    """Ranks that share the cores of this machine."""
+    settings = DeviceSettings(model=str(path), device="cpu", tensor_parallel_size=size)
+    return Ranks(CpuMachine(settings, lambda *_: None), pages, page, running)

@@ -20,6 +20,8 @@ from twolane.parallel.group import RankLost
 
 LENGTH_BYTES = 4
 """Bytes, little-endian, of the length before each record of the log."""
+EXPLAIN_SECONDS = 0.5
+"""Seconds that whoever missed a rank waits for news of one that has died."""
 LOOK_SECONDS = 0.25
 """Seconds between two looks whether launches go on."""
 
@@ -72,6 +74,7 @@ class Followers:
         self.on_lost: Callable[[], None] = lambda: None
         """Called from a thread of its own when a rank is lost."""
         self._lost: RankLost | None = None
+        self._found_lost = threading.Event()
         self._closing = threading.Event()
         self._queues: list[SimpleQueue[bytes | None]] = []
         self.processes: list[subprocess.Popen[bytes]] = []
@@ -89,6 +92,12 @@ class Followers:
         """
         if self._lost is not None:
             raise self._lost
+
+    def explain(self, error: BaseException) -> BaseException:
+        """Why a lane has failed: another rank, if one is found lost within a moment, or `error`."""
+        if isinstance(error, RankLost):
+            self._found_lost.wait(EXPLAIN_SECONDS)
+        return self._lost or error
 
     def start(self, pool: FollowerPool) -> None:
         """Have them make their KV pools and be ready for the log."""
@@ -135,6 +144,8 @@ class Followers:
 
     def _await_end(self, rank: int, process: "subprocess.Popen[bytes]") -> None:
         code = process.wait()
+        if code > 0:  # perhaps because it missed another one, which was killed
+            self._found_lost.wait(EXPLAIN_SECONDS / 2)
         self._lose(f"rank {rank} of {self.size} has died (exit code {code})")
 
     def _watch(self, launches: OpenLaunches) -> None:
@@ -163,6 +174,7 @@ class Followers:
     def _lose(self, why: str) -> None:
         if not self._closing.is_set() and self._lost is None:
             self._lost = RankLost(why)
+            self._found_lost.set()
             self.on_lost()
 
 

@@ -16,7 +16,7 @@ from twolane.lanes.settings import load_shard
 from twolane.lanes.work import DropRecord, LaunchRecord, Record, Work
 from twolane.model.attention import KVCache
 from twolane.model.decoder import Decoder
-from twolane.parallel.group import CpuGroup
+from twolane.parallel.group import CpuGroup, RankLost
 
 
 class _OrDie(Runner):
@@ -25,6 +25,9 @@ class _OrDie(Runner):
     def run(self, work: Work) -> Iterator[Step]:
         try:
             yield from super().run(work)
+        except RankLost as lost:
+            print(lost, file=sys.stderr)
+            os._exit(1)
         except BaseException:
             traceback.print_exc()
             os._exit(1)

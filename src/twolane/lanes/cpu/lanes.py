@@ -65,6 +65,8 @@ class CpuLanes:
         """The worker of the last slice of each batch that is not launched to its end."""
         self.units = len(self._cores)
         self.levels: Sequence[tuple[int, int]] = partitions(self.units)
+        self.explain: Callable[[BaseException], BaseException] = lambda error: error
+        """Finds the cause of a lane's error."""
 
     clock = staticmethod(time.monotonic)
 
@@ -128,7 +130,7 @@ class CpuLanes:
                 ticket.add(tokens, self.clock())
                 self._notify()
         except BaseException as error:  # the engine raises it on its own thread
-            ticket.error = error
+            ticket.error = self.explain(error)
         ticket.end = self.clock()
         ticket.finished.set()
         self._notify()

@@ -17,6 +17,7 @@ class RankedLanes:
         self.units = lanes.units
         self.levels = lanes.levels
         followers.watch(lanes)
+        lanes.explain = followers.explain
 
     clock = staticmethod(CpuLanes.clock)
 

@@ -180,15 +180,16 @@ class LayerGraphs:
         it is loaded when it is first chosen: a millisecond or two in which nothing is launched, or
         until the device is through with what is queued (CUDA Programming Guide, Lazy Loading)."""
         counts = [n for n in LARGER if n <= self.workspace.rows]
-        logits = self._steps.logits if units == self._whole else self._steps.logits[:ENDING]
-        rows = max([*counts, len(logits)])
+        most = self._steps.buckets[-1]
+        ends = most if units == self._whole else min(ENDING, most)
+        rows = max([*counts, ends])
         residual = self.residual.new_zeros((rows, self.residual.shape[1]))
         products = self._steps.products(units)
         with torch.cuda.stream(stream):
             for count in counts:
                 self._decoder.multiply(1, residual[:count], self.workspace, products)
-            for n in range(1, len(logits) + 1):
-                self._decoder.head(residual[:n], logits[:n], self.workspace, products)
+            for n in range(1, ends + 1):
+                self._decoder.head(residual[:n], self._steps.logits[:n], self.workspace, products)
         stream.synchronize()
 
     def _capture(self, stream: torch.cuda.Stream, units: int, size: int) -> list[_Layer]:

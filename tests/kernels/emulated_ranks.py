@@ -1,0 +1,63 @@
+"""Two ranks on emulated GPUs serve some requests: `python -m tests.kernels.emulated_ranks MODEL`.
+
+Prints what each schedule said, as JSON.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.kernels.emulated import install
+
+GREEDY = {"temperature": 0.0, "max_tokens": 5, "ignore_eos": True}
+PENALISED = {"temperature": 0.0, "max_tokens": 4, "repetition_penalty": 1.3, "logprobs": 1}
+REQUESTS: list[tuple[str, list[int], dict[str, Any]]] = [
+    ("a", [5, 9, 3, 7, 1, 8, 2], GREEDY),
+    ("b", [*range(40, 71)], GREEDY),
+    ("c", [11, 12], PENALISED),
+    ("d", [*range(100, 120)], GREEDY),
+]
+
+
+def main(path: Path, size: int) -> None:
+    install()
+    from tests.engine.random_plans import RandomPlans
+    from tests.parity.ranks import Ranks
+    from twolane.engine.messages import Submit
+    from twolane.lanes.cuda.ranks import RankedMachine
+    from twolane.lanes.settings import DeviceSettings
+    from twolane.sampling import SamplingParams
+    from twolane.systems.registry import make_system
+
+    settings = DeviceSettings(
+        model=str(path),
+        dtype="float32",
+        max_positions=64,
+        device="cuda",
+        tensor_parallel_size=size,
+    )
+    ranks = Ranks(RankedMachine(settings, lambda *_: None), 12, 16, 4)
+    print("started", file=sys.stderr, flush=True)
+    said = {}
+    systems = {
+        "static-split": make_system("static-split", {"slice_seconds": "0"}),
+        "chunked": make_system("chunked", {"token_budget": "24"}),
+        "random": RandomPlans(1),
+    }
+    submits = [Submit(name, prompt, SamplingParams(**params)) for name, prompt, params in REQUESTS]
+    for name, system in systems.items():
+        said[name] = ranks.serve(system, submits).outputs
+        print(name, file=sys.stderr, flush=True)
+    ranks.close()
+    codes = [process.returncode for process in ranks.processes]
+    print(json.dumps({"said": said, "codes": codes, "submits": json.dumps(REQUESTS)}))
+
+
+if __name__ == "__main__":
+    if os.environ.get("STACKS"):
+        import faulthandler
+
+        faulthandler.dump_traceback_later(float(os.environ["STACKS"]), exit=True)
+    main(Path(sys.argv[1]), int(sys.argv[2]))
