@@ -22,6 +22,7 @@ from twolane.lanes.work import (
 from twolane.model.shapes import SHAPES
 from twolane.sim.device import DeviceModel
 from twolane.sim.gpus import GPUS, H200, Gpu
+from twolane.sim.operators import BFLOAT16, Storage
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 MEASURED = json.loads((RESULTS / "engine-h200.json").read_text())["details"]
@@ -266,3 +267,23 @@ def test_noise_is_that_of_the_seed() -> None:
     assert draw(1) == draw(1) != draw(2)
     spread = max(draw(1)) / min(draw(1))
     assert 1.02 < spread < 1.15
+
+
+@pytest.mark.parametrize(
+    ("work", "units", "storage", "least", "most"),
+    [
+        (decode(64, 2048), 132, Storage(weights=1.001), 0.8, 0.9),  # measured: 0.87
+        (decode(64, 2048), 32, Storage(weights=1.001), 0.8, 0.9),  # measured: 0.87
+        (decode(64, 2048), 132, Storage(1.001, 1 + 1 / 128), 0.5, 0.65),
+        (prefill(QWEN, 8192), 132, Storage(weights=1.001), 0.6, 0.72),  # measured: 0.67
+    ],
+)
+def test_fp8_on_an_h200(
+    work: Work, units: int, storage: Storage, least: float, most: float
+) -> None:
+    """Seconds over those in bfloat16."""
+    took = []
+    for each in (storage, BFLOAT16):
+        device = DeviceModel(quiet(H200), SHAPES[QWEN], storage=each)
+        took += device.seconds([device.steps(work, units)[0]])
+    assert least < took[0] / took[1] < most

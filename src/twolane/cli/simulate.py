@@ -34,7 +34,7 @@ MEANT = (*common.WORKLOAD - {"seed"}, "vocab_range", "metric_percentiles")
 
 @app.command(epilog=EPILOG)
 @takes_engine_settings(
-    *("load_format", "dtype", "quantization", "kv_cache_dtype", "profile"),
+    *("load_format", "dtype", "profile"),
     *("device", "cores", "tensor_parallel_size"),  # where it runs is `SimulateConfig`'s
 )
 @takes(SimulateConfig, "where")

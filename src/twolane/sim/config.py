@@ -56,10 +56,11 @@ class SimulateConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise FieldError("tp", f"is 1 for an emulated card, not {self.tp}")
         if self.engine.dtype not in ("auto", "bfloat16"):
             raise FieldError("dtype", f"is bfloat16 in a simulation, not {self.engine.dtype}")
-        if self.engine.quantization is not None:
-            raise FieldError("quantization", "is not simulated: weights count as bfloat16")
-        if self.engine.kv_cache_dtype != "auto":
-            raise FieldError("kv_cache_dtype", "is not simulated: the KV cache counts as bfloat16")
+        if self.engine.quantization not in (None, "fp8"):
+            raise FieldError("quantization", "is fp8 in a simulation, or none")
+        narrow = self.engine.quantization is not None or self.engine.kv_cache_dtype != "auto"
+        if narrow and self.gpu == "a100-80gb":
+            raise FieldError("gpu", "a100-80gb does not multiply in FP8; h100 and h200 do")
         if self.engine.cores is not None or self.engine.device != "auto":
             name = "device" if self.engine.cores is None else "cores"
             raise FieldError(name, "has no meaning in a simulation")

@@ -35,7 +35,7 @@ from twolane.lanes.work import DecodeWork, HybridWork, PrefillWork, PromptRow, W
 from twolane.model.spec import ModelSpec
 from twolane.sim.gpus import Gpu
 from twolane.sim.lanes import Demand
-from twolane.sim.operators import Cost, OperatorCosts
+from twolane.sim.operators import BFLOAT16, Cost, OperatorCosts, Storage
 
 HOST_SLICE, HOST_OPENS, HOST_SAMPLES = 4.0e-4, 1.4e-3, 1.2e-3
 """Seconds of the host for a launch of prefill beside its layers; to lay out a batch; to sample."""
@@ -52,18 +52,26 @@ class DeviceModel:
         spec: the model's shape.
         tp: GPUs that share each layer (tensor parallelism).
         seed: of the noise.
+        storage: how wide weights and KV cache are.
 
     Raises:
         ValueError: the model's heads cannot be shared by this many GPUs.
     """
 
-    def __init__(self, gpu: Gpu, spec: ModelSpec, tp: int = 1, seed: int = 0) -> None:
+    def __init__(
+        self,
+        gpu: Gpu,
+        spec: ModelSpec,
+        tp: int = 1,
+        seed: int = 0,
+        storage: Storage = BFLOAT16,
+    ) -> None:
         if tp < 1 or spec.kv_heads % tp:
             raise ValueError(f"tp {tp} does not divide the model's {spec.kv_heads} KV heads")
         self.gpu = gpu
         self.spec = spec
         self.tp = tp
-        self._operators = OperatorCosts(gpu, spec, tp)
+        self._operators = OperatorCosts(gpu, spec, tp, storage)
         self._rng = np.random.default_rng([seed, 0x4E4F4953])
         self._noise: list[float] = []
         self._steps: dict[tuple[int, int], Cost] = {}

@@ -11,7 +11,7 @@ from twolane.model.spec import ModelSpec
 from twolane.sim.device import DeviceModel
 from twolane.sim.gpus import Gpu, revision
 from twolane.sim.lanes import SimLanes
-from twolane.sim.operators import ITEM
+from twolane.sim.operators import ITEM, Storage, shapes_of
 
 LEVEL_STEP = 16
 """Units between two of the levels that are offered when none are asked for, as on a GPU."""
@@ -19,6 +19,13 @@ MLP_TOKENS = 8192
 """The most tokens for which a lane's MLP activations exist at once."""
 CONTEXT_BYTES = 2.6e9
 """What driver, libraries and loading take of the memory; from the pool sizes on an H200."""
+
+
+def storage_of(config: EngineConfig, spec: ModelSpec) -> Storage:
+    """How wide weights and KV cache are, scales included: a float32 for each row of a matrix."""
+    narrow = config.quantization is not None
+    weights = 1 + 4 / spec.hidden_size if narrow else ITEM
+    return Storage(weights, spec.kv_itemsize(config.kv_cache_dtype, ITEM))
 
 
 class SimulatedMachine:
@@ -45,11 +52,12 @@ class SimulatedMachine:
         self, gpu: Gpu, spec: ModelSpec, config: EngineConfig, *, tp: int = 1, seed: int = 0
     ) -> None:
         self.spec = spec
-        self.device = DeviceModel(gpu, spec, tp, seed)
+        self._storage = storage = storage_of(config, spec)
+        self.device = DeviceModel(gpu, spec, tp, seed, storage)
         self.name = f"simulated {gpu.name}" + (f" x{tp}" if tp > 1 else "")
         self.itemsize = ITEM
-        self.weight_itemsize = self.kv_itemsize = float(ITEM)
-        self.page_token_bytes = spec.kv_bytes_per_token(ITEM) // tp
+        self.weight_itemsize, self.kv_itemsize = float(storage.weights), float(storage.kv)
+        self.page_token_bytes = spec.kv_bytes_per_token(storage.kv) // tp
         self.tp = tp
         self.revision = revision(gpu)
         self._utilization = config.gpu_memory_utilization
@@ -62,7 +70,9 @@ class SimulatedMachine:
         attention = spec.hidden_size + (3 * spec.q_size + 2 * spec.kv_size) / device.tp
         mlp = min(tokens, MLP_TOKENS) * 3 * spec.intermediate_size / device.tp
         lane = ITEM * (tokens * (attention + 2 * spec.hidden_size) + mlp)
-        taken = ITEM * spec.parameters / device.tp + 2 * lane + GRAPH_BYTES + CONTEXT_BYTES
+        matrices = spec.layers * shapes_of(spec, device.tp).weights
+        weights = ITEM * spec.parameters / device.tp - (ITEM - self._storage.weights) * matrices
+        taken = weights + 2 * lane + GRAPH_BYTES + CONTEXT_BYTES
         return max(0, int(self._utilization * device.gpu.memory - taken))
 
     def start(

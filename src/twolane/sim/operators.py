@@ -10,7 +10,10 @@ from twolane.model.spec import ModelSpec
 from twolane.sim.gpus import Gpu
 
 ITEM = 2
-"""Bytes of an element: weights, activations and KV are bfloat16."""
+"""Bytes of an element of activations, the embedding and the classifier: bfloat16."""
+FP8_RATE = 1.9
+"""FLOP/s of large matrix products in e4m3 over those in bfloat16, from products of 8,192 rows on an
+H100 and an H200. Products of decode steps gain from their bytes alone, as measured."""
 KERNELS = 10
 """Number of small kernels in a layer."""
 TILE = 64
@@ -20,6 +23,17 @@ TILE_KEYS, SPLIT_KEYS = 288, 1900
 the time of a key."""
 SPLIT_GAIN = 0.97
 """Tiles are split if that takes less than this fraction of the time of whole ones."""
+
+
+class Storage(NamedTuple):
+    """How wide weights and KV cache are, in bytes of an element, scales included."""
+
+    weights: float = ITEM
+    """Of the layers' matrices; those of fewer than two bytes are multiplied in e4m3."""
+    kv: float = ITEM
+
+
+BFLOAT16 = Storage()
 
 
 class LayerShapes(NamedTuple):
@@ -42,7 +56,7 @@ class LayerShapes(NamedTuple):
     hidden: int
 
 
-def shapes_of(spec: ModelSpec, tp: int) -> LayerShapes:
+def shapes_of(spec: ModelSpec, tp: int, storage: Storage = BFLOAT16) -> LayerShapes:
     """One GPU's part of a model."""
     h, q, kv, mlp = spec.hidden_size, spec.q_size, spec.kv_size, spec.intermediate_size
     wide = (q + 2 * kv + 2 * mlp) / tp
@@ -54,7 +68,7 @@ def shapes_of(spec: ModelSpec, tp: int) -> LayerShapes:
         product_width=4 * h + wide + (q + mlp) / tp,
         small_bytes=ITEM * (8 * h + (2 * (q + 2 * kv) + 3 * mlp) / tp),
         q_size=q / tp,
-        kv_bytes=2 * kv * ITEM / tp,
+        kv_bytes=2 * kv * storage.kv / tp,
         head=h * spec.vocab_size / tp,
         hidden=h,
     )
@@ -100,11 +114,12 @@ class OperatorCosts:
         gpu: the data sheet.
         spec: the model's shape.
         tp: GPUs that share each layer (tensor parallelism).
+        storage: how wide weights and KV cache are.
     """
 
-    def __init__(self, gpu: Gpu, spec: ModelSpec, tp: int) -> None:
-        self._gpu, self._spec, self._tp = gpu, spec, tp
-        self._shapes = shapes_of(spec, tp)
+    def __init__(self, gpu: Gpu, spec: ModelSpec, tp: int, storage: Storage = BFLOAT16) -> None:
+        self._gpu, self._spec, self._tp, self._storage = gpu, spec, tp, storage
+        self._shapes = shapes_of(spec, tp, storage)
         self._layers: dict[tuple[int, int, bool], Cost] = {}
         self._heads: dict[tuple[int, int], Cost] = {}
 
@@ -118,8 +133,13 @@ class OperatorCosts:
             if self._tp > 1:
                 fixed += 2 * self._all_reduce(tokens)
             small = self._stream(tokens * shapes.small_bytes, units)._replace(fixed=fixed)
-            moved = ITEM * (shapes.weights + tokens * shapes.product_width)
-            cost = small.plus(self._product(tokens, shapes.products, moved, units, decode=decode))
+            weights = self._storage.weights
+            moved = weights * shapes.weights + ITEM * tokens * shapes.product_width
+            rate = FP8_RATE if weights < ITEM and not decode else 1.0
+            products = self._product(
+                tokens, shapes.products, moved, units, decode=decode, rate=rate
+            )
+            cost = small.plus(products)
             self._layers[key] = cost
         return cost
 
@@ -146,11 +166,13 @@ class OperatorCosts:
         units: int,
         *,
         decode: bool,
+        rate: float = 1.0,
     ) -> Cost:
-        """Products of `tokens` rows with weights of these shapes, which move `moved` bytes."""
+        """Products of `tokens` rows with weights of these shapes, which move `moved` bytes, at
+        `rate` times the arithmetic of bfloat16 for the same power."""
         gpu = self._gpu
         rows = -(-tokens // TILE) * TILE if tokens > TILE else tokens
-        flops = [2.0 * rows * inputs * outputs for inputs, outputs in products]
+        flops = [2.0 / rate * rows * inputs * outputs for inputs, outputs in products]
         work = sum(flops)
         if tokens >= 2 * TILE and not decode:
             # A kernel with 132 blocks takes as long on 116 SMs as on 66: twice as long as on 132.

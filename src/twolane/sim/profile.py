@@ -21,13 +21,26 @@ PROFILE_SEED = 0x50524F46
 """Seed of the device's noise while it is measured."""
 
 
-def simulated_profile(gpu: Gpu, spec: ModelSpec, tp: int, *, rounds: int = ROUNDS) -> Path:
+def simulated_profile(
+    gpu: Gpu,
+    spec: ModelSpec,
+    tp: int,
+    config: EngineConfig | None = None,
+    *,
+    rounds: int = ROUNDS,
+) -> Path:
     """The file of the profile of that model on such GPUs; measured once, then it is in the cache.
 
     The same plan, rig and lanes as on a card. The device's noise is of another seed than that of
-    any simulation; the levels are the default ones, whatever a simulation offers.
+    any simulation; the levels are the default ones, whatever a simulation offers. Of a simulation's
+    `config` weights and KV cache are stored alike.
     """
-    config = EngineConfig(model="simulated")
+    formats = config or EngineConfig(model="simulated")
+    config = EngineConfig(
+        model="simulated",
+        quantization=formats.quantization,
+        kv_cache_dtype=formats.kv_cache_dtype,
+    )
     machine = SimulatedMachine(gpu, spec, config, tp=tp, seed=PROFILE_SEED)
     key = machine_key(machine, gpu.units)
     path = cached_profile(cache_dir(), key).with_suffix(f".{REVISION}.json")

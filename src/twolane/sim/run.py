@@ -102,7 +102,7 @@ def simulate(
     machine = SimulatedMachine(gpu, spec, config.engine, tp=config.tp, seed=seed)
     if config.uneven is not None:
         machine = EmulatedMachine(gpu, spec, config.engine, config.uneven, seed=seed)
-    profile = config.engine.profile or str(simulated_profile(gpu, spec, config.tp))
+    profile = config.engine.profile or str(simulated_profile(gpu, spec, config.tp, config.engine))
     engine = msgspec.structs.replace(config.engine, profile=profile)
     built = assemble(engine, machine, lambda: None, lambda stage, fraction: None)
     ledger = _Ledger(requests, on_record, on_tokens)
