@@ -22,20 +22,13 @@ ROWS = (1, 8, 16, 32, 64)
 PROMPTS = (256, 512, 1024)
 
 
-def active(spec: ModelSpec, rows: int) -> float:
-    """Experts of a layer that this many rows wake, where all are equally likely."""
-    assert spec.moe is not None
-    idle = 1 - spec.moe.per_token / spec.moe.experts
-    return spec.moe.experts * (1 - idle**rows)
-
-
 def step_bytes(spec: ModelSpec, rows: int) -> float:
     """Bytes that a decode step must read: weights of attention and active experts, head, KV."""
     assert spec.moe is not None
     expert = 3 * spec.moe.intermediate_size * spec.hidden_size
     attention = (2 * spec.q_size + 2 * spec.kv_size) * spec.hidden_size
     router = spec.moe.experts * spec.hidden_size
-    layer = attention + router + active(spec, rows) * expert
+    layer = attention + router + spec.moe.active(rows) * expert
     weights = 2 * (spec.layers * layer + spec.vocab_size * spec.hidden_size)
     return weights + rows * CONTEXT * spec.kv_bytes_per_token(2)
 

@@ -8,15 +8,12 @@ from transformers import MixtralConfig, Phi3Config, Qwen3MoeConfig
 
 from tests.model.checkpoints import make_checkpoint
 from tests.model.passes import in_chunks, prompt
-from twolane.common.errors import FieldError
-from twolane.engine.config import EngineConfig
 from twolane.model.load.configs import spec_from_config
 from twolane.model.load.hub import resolve
 from twolane.model.load.weights import load_decoder
 from twolane.model.mlp import Experts
 from twolane.model.routing import route
 from twolane.model.spec import MoeSpec, UnsupportedModel
-from twolane.sim.run import shapes_of
 
 
 @pytest.mark.parametrize("normalised", [True, False])
@@ -87,11 +84,6 @@ def test_phi3_is_refused_where_it_differs() -> None:
         spec_from_config({**raw, "rope_scaling": {"rope_type": "longrope"}})
     with pytest.raises(UnsupportedModel, match="quantisation of Phi3ForCausalLM"):
         spec_from_config({**raw, "quantization_config": {"quant_method": "awq"}})
-
-
-def test_a_simulation_refuses_experts() -> None:
-    with pytest.raises(FieldError, match="has experts"):
-        shapes_of(EngineConfig(model="qwen3-30b-a3b"))
 
 
 def test_which_layers_have_experts_follows_from_the_config() -> None:

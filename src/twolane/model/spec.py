@@ -60,6 +60,13 @@ class MoeSpec:
     dense_layers: tuple[int, ...] = ()
     """The layers that have a dense MLP instead."""
 
+    def active(self, tokens: float) -> float:
+        """Expected number of experts that some of these tokens go to, if all are equally likely.
+
+        E * (1 - (1 - k / E) ** n), for k of E experts for each of n tokens.
+        """
+        return float(self.experts * (1.0 - (1.0 - self.per_token / self.experts) ** tokens))
+
 
 @dataclass(frozen=True)
 class ModelSpec:
@@ -103,6 +110,11 @@ class ModelSpec:
     def has_experts(self, layer: int) -> bool:
         """Whether the MLP of a layer is a mixture of experts."""
         return self.moe is not None and layer not in self.moe.dense_layers
+
+    @property
+    def expert_share(self) -> float:
+        """Share of the layers that have experts."""
+        return sum(map(self.has_experts, range(self.layers))) / self.layers
 
     def window(self, layer: int) -> int | None:
         """The sliding window of a layer in tokens, or None where all tokens are seen."""

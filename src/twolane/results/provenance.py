@@ -93,12 +93,20 @@ def json_bytes(content: object) -> bytes:
 
 def own_command() -> list[str]:
     """Return the words of this process's command, without its program's folder and secrets."""
-    program, words = Path(sys.argv[0]), without_secrets(sys.argv[1:])
+    program, words = Path(sys.argv[0]), _named_outputs(without_secrets(sys.argv[1:]))
     if program.name == "__main__.py":
         return ["python", "-m", program.parent.name, *words]
     if program.suffix == ".py":
         return ["python", str(_from_checkout(program)), *words]
     return [program.name, *words]
+
+
+def _named_outputs(words: Sequence[str]) -> list[str]:
+    """Return a command's words with the folder left out of `--out`, which is of one machine."""
+    return [
+        Path(word).name if place and words[place - 1] == "--out" else word
+        for place, word in enumerate(words)
+    ]
 
 
 def without_secrets(words: Sequence[str]) -> list[str]:

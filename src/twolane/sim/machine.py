@@ -68,7 +68,11 @@ class SimulatedMachine:
         device, spec = self.device, self.spec
         tokens = min(max_model_len, WORKSPACE_TOKENS)
         attention = spec.hidden_size + (3 * spec.q_size + 2 * spec.kv_size) / device.tp
-        mlp = min(tokens, MLP_TOKENS) * 3 * spec.intermediate_size / device.tp
+        width = 3 * spec.intermediate_size / device.tp
+        if spec.moe is not None:
+            inner = 3 * spec.moe.intermediate_size / device.tp
+            width = spec.moe.per_token * (2 * spec.hidden_size + inner)
+        mlp = min(tokens, MLP_TOKENS) * width
         lane = ITEM * (tokens * (attention + 2 * spec.hidden_size) + mlp)
         matrices = spec.layers * shapes_of(spec, device.tp).weights
         weights = ITEM * spec.parameters / device.tp - (ITEM - self._storage.weights) * matrices

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from twolane.kernels.sizes import EMPTY_KEYS, FILLED, tile_tokens
 from twolane.lanes.work import PromptRow
-from twolane.model.spec import ModelSpec
+from twolane.model.spec import ModelSpec, MoeSpec
 from twolane.sim.gpus import Gpu
 
 ITEM = 2
@@ -14,8 +14,8 @@ ITEM = 2
 FP8_RATE = 1.9
 """FLOP/s of large matrix products in e4m3 over those in bfloat16, from products of 8,192 rows on an
 H100 and an H200. Products of decode steps gain from their bytes alone, as measured."""
-KERNELS = 10
-"""Number of small kernels in a layer."""
+KERNELS, EXPERT_KERNELS = 10, 6
+"""Number of small kernels in a layer, and how many experts add."""
 TILE = 64
 """Number of rows in a tile of a product; rows count in whole tiles."""
 TILE_KEYS, SPLIT_KEYS = 288, 1900
@@ -58,7 +58,8 @@ class LayerShapes(NamedTuple):
 
 def shapes_of(spec: ModelSpec, tp: int, storage: Storage = BFLOAT16) -> LayerShapes:
     """One GPU's part of a model."""
-    h, q, kv, mlp = spec.hidden_size, spec.q_size, spec.kv_size, spec.intermediate_size
+    h, q, kv = spec.hidden_size, spec.q_size, spec.kv_size
+    mlp = 0 if spec.moe is not None else spec.intermediate_size
     wide = (q + 2 * kv + 2 * mlp) / tp
     products = ((h, (q + 2 * kv) / tp), (q / tp, h), (h, 2 * mlp / tp), (mlp / tp, h))
     return LayerShapes(
@@ -140,8 +141,23 @@ class OperatorCosts:
                 tokens, shapes.products, moved, units, decode=decode, rate=rate
             )
             cost = small.plus(products)
+            if self._spec.moe is not None:
+                cost = cost.plus(self._experts(tokens, self._spec.moe, units, decode=decode))
             self._layers[key] = cost
         return cost
+
+    def _experts(self, tokens: int, moe: MoeSpec, units: int, *, decode: bool) -> Cost:
+        """Router and experts of a layer: the active ones are read, rows count in whole tiles."""
+        h, inner = self._spec.hidden_size, moe.intermediate_size / self._tp
+        rows, active = tokens * moe.per_token, moe.active(tokens)
+        each = rows / active
+        computed = active * (math.ceil(each / TILE) * TILE if each > TILE else each)
+        weights = 3 * h * inner
+        flops = 2.0 * (computed * weights + tokens * h * moe.experts)
+        stored = self._storage.weights * active * weights
+        moved = stored + ITEM * (h * moe.experts + rows * (4 * h + 4 * inner))
+        cost = self._bounded(flops, flops, moved, units, decode=decode)
+        return cost._replace(fixed=EXPERT_KERNELS * self._gpu.kernel_seconds)
 
     def head(self, rows: int, units: int) -> Cost:
         """The classifier for this many rows, and choosing their tokens."""
@@ -180,14 +196,20 @@ class OperatorCosts:
             sizes = [tokens * outputs for _, outputs in products]
             parts = [gpu.one_grid / (gpu.one_grid + size) for size in sizes]
             work += (turns - 1.0) * sum(f * part for f, part in zip(flops, parts, strict=True))
+        return self._bounded(work, sum(flops), moved, units, decode=decode)
+
+    def _bounded(
+        self, work: float, flops: float, moved: float, units: int, *, decode: bool
+    ) -> Cost:
+        """Products that do `flops`, in the time of `work` FLOPs, and move `moved` bytes."""
+        gpu = self._gpu
         c = work / (units * gpu.unit_flops * gpu.product_share)
         share = 1.0 - math.exp(-units / gpu.product_units)
         saturated = moved / gpu.bandwidth
         corner = gpu.whole_corner if units == gpu.units else gpu.corner
         corner = gpu.step_corner if decode else corner
         cost = self._round(c, saturated / share, saturated, corner)
-        total = sum(flops)
-        return cost._replace(arithmetic=total, bytes=moved + gpu.spill * total)
+        return cost._replace(arithmetic=flops, bytes=moved + gpu.spill * flops)
 
     def attend(self, rows: Sequence[PromptRow], units: int, tiled: float | None = None) -> Cost:
         """Attention of the chunks of a prefill batch, in one layer; `tiled`: see `_tiles`."""

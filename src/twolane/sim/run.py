@@ -68,8 +68,6 @@ def shapes_of(config: EngineConfig) -> ModelSpec:
         ValueError: there is no such model, or it asks for something that is not built.
     """
     spec = SHAPES.get(config.model) or resolve(config.model, "dummy").spec()
-    if spec.moe is not None:
-        raise FieldError("model", "has experts, whose time is not simulated yet")
     if config.max_positions is not None:
         spec = replace(spec, max_positions=config.max_positions)
     return spec

@@ -6,7 +6,8 @@
 
 The base has the terms of the solo-run models, over batches of all sizes, and slopes from where
 arithmetic binds products; for slices, the tokens of prefixes, which bound attention of few new
-ones; for decode, a step for each way that products go (`computed.py`). Fitted for each number of
+ones; for decode, a step for each way that products go (`computed.py`); with experts, how many of
+them are read. Fitted for each number of
 units, it has what the kernels in use reach on few SMs. m and m' are Gaussian processes, see
 `residual.py`. m is over the sizes of a batch. m' is over what each lane would move
 and compute in a second if it were alone, by the base, for that is what lanes contend for:
@@ -92,7 +93,7 @@ class _LinearBase:
         key = profile.key
         sizes = key.weight_itemsize, key.kv_itemsize
         self._shape = Shape(profile.shape, key.itemsize, key.tensor_parallel, *sizes)
-        self._layers = profile.shape.layers
+        self._layers, self._moe = profile.shape.layers, profile.shape.moe
         self._models: dict[Kind, LevelModel] = {}
 
     def fitted(self, kind: Kind, samples: Sequence[Sample]) -> "_LinearBase":
@@ -142,18 +143,25 @@ class _LinearBase:
             return self._slices(load, layers, finishes, units)
         new, (few, many) = self._computed.tokens(load), BENDS
         row = [*pass_features(self._computed, load), max(0, new - few), max(0, new - many)]
-        return [row] * len(units)
+        return [[*row, *self._active(new)]] * len(units)
 
     def _slices(self, load: Load, layers: int, finishes: bool, units: Sequence[int]) -> Rows:
         """Equation 1, the tokens of prefixes, what ends the pass, and what more new tokens take."""
         row = slice_features(self._computed, load, layers, finishes)
         new, (few, many) = self._computed.tokens(load), BENDS
         bends = layers * max(0, new - few), layers * max(0, new - many)
-        return [[*row, layers * load.reused, *bends]] * len(units)
+        active = [layers * each for each in self._active(new)]
+        return [[*row, layers * load.reused, *bends, *active]] * len(units)
 
     def _steps(self, load: Load, context: int, units: Sequence[int]) -> Rows:
         """Equation 2 of so much context, and what products of more rows take."""
-        return [[context, *_ways(self._computed.rows(load), self._computed.steps)]] * len(units)
+        rows = self._computed.rows(load)
+        ways = _ways(rows, self._computed.steps)
+        return [[context, *ways, *self._active(load.requests)]] * len(units)
+
+    def _active(self, tokens: int) -> tuple[float, ...]:
+        """The experts that are expected to be read, for a model with some."""
+        return () if self._moe is None else (self._moe.active(tokens),)
 
     def _sizes(self, launch: LaunchShape, units: Sequence[int]) -> list[list[float]]:
         """Tokens, and layers of a slice, as logarithms."""

@@ -48,13 +48,21 @@ class Shape:
     ) -> None:
         self.spec, self.itemsize, self.tensor_parallel = spec, itemsize, tensor_parallel
         self._weight_itemsize = itemsize if weight_itemsize is None else weight_itemsize
-        d, q, m = spec.hidden_size, spec.q_size, spec.intermediate_size
-        share = 1.0 / tensor_parallel
+        d, q = spec.hidden_size, spec.q_size
+        share, dense = 1.0 / tensor_parallel, 1.0 - spec.expert_share
+        m = dense * spec.intermediate_size
         inputs = d, q * share, d, m * share
         outputs = (q + 2 * spec.kv_size) * share, d, 2 * m * share, d
         self._products = tuple((i * o, i + o) for i, o in zip(inputs, outputs, strict=True))
         """Weights of each linear operator, and the elements it reads and writes for a token."""
-        self._small = 4.0 * d, 4.0 * d, 3.0 * m * share
+        inner = 0.0
+        self._experts: tuple[tuple[float, float], ...] = ()
+        """The same of the operators of one expert, for a token that goes to it."""
+        if spec.moe is not None:
+            inner = spec.expert_share * spec.moe.intermediate_size * share
+            self._experts = (d * 2 * inner, d + 2 * inner), (inner * d, inner + d)
+            inner *= spec.moe.per_token
+        self._small = 4.0 * d, 4.0 * d, 3.0 * (m * share + inner)
         heads, kv_heads, dim = spec.heads * share, spec.kv_heads * share, spec.head_dim
         self._pair_flops = (4.0 * dim + 2.0) * heads
         self._query_bytes = 2.0 * dim * itemsize * heads
@@ -65,13 +73,32 @@ class Shape:
 
     def linears(self, tokens: int) -> Operators:
         """QKV, output, gate-up and down projections of one layer (DuetServe §4.1):
-        F = 2·n·di·do, B = (n·di + di·do + n·do)·b."""
-        return Operators(
+        F = 2·n·di·do, B = (n·di + di·do + n·do)·b.
+
+        Those of experts compute n·k rows, and read the experts that are expected to be active.
+        """
+        dense = Operators(
             tuple([2.0 * tokens * weights for weights, _ in self._products]),
             tuple([self._moved(tokens, wide, weights) for weights, wide in self._products]),
         )
+        if not self._experts:
+            return dense
+        rows, active = self._routed(tokens)
+        return dense + Operators(
+            tuple([2.0 * rows * weights for weights, _ in self._experts]),
+            tuple([self._moved(rows, wide, active * weights) for weights, wide in self._experts]),
+        )
 
-    def _moved(self, rows: int, wide: float, weights: float) -> float:
+    def _routed(self, tokens: int) -> tuple[int, float]:
+        """Rows of all experts, and the experts that are active."""
+        moe = self.spec.moe
+        return (0, 0.0) if moe is None else (tokens * moe.per_token, moe.active(tokens))
+
+    def active(self, tokens: int) -> float:
+        """Experts of a layer that this many tokens wake; 0 for a model without."""
+        return self._routed(tokens)[1]
+
+    def _moved(self, rows: float, wide: float, weights: float) -> float:
         """Bytes of a product of this many rows."""
         return rows * wide * self.itemsize + weights * self._weight_itemsize
 
@@ -110,4 +137,8 @@ class Shape:
         tokens = new + reused
         moved = self._moved(rows, self._wide, self._weights) + self._context_bytes * tokens
         flops = 2.0 * rows * self._weights + self._pair_flops * pairs
+        routed, active = self._routed(rows)
+        for weights, wide in self._experts:
+            moved += self._moved(routed, wide, active * weights)
+            flops += 2.0 * routed * weights
         return moved + self._query_bytes * new, flops
