@@ -16,7 +16,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -92,6 +92,9 @@ class Rig:
         return self.machine.spec
 
     def close(self) -> None:
+        """May be called again."""
+        if not hasattr(self, "lanes"):
+            return
         self.lanes.close()
         del self.lanes, self.machine
         gc.collect()
@@ -263,21 +266,26 @@ def hybrid(rig: Rig, details: dict) -> list[Figure]:
     ]
 
 
-def attention_alone(rig: Rig, rows: Sequence[DecodeRow], row: PromptRow) -> dict[str, float]:
-    """Seconds of all layers' decode attention and prefill attention, each alone."""
+def decode_attention_of(rig: Rig, rows: Sequence[DecodeRow], units: int) -> Callable[[], None]:
+    """All layers' decode attention of these rows, on the current stream."""
     spec, runner = rig.spec, rig.lanes.runner
-    steps, whole = runner.steps, rig.machine.partitions.units
-    tables = runner.slots.tables
     slots = torch.arange(len(rows), dtype=torch.int32, device="cuda")
     lengths = torch.full_like(slots, rows[0].position + 1)
-    shape = (spec.heads, spec.head_dim)
-    q = torch.randn(len(rows), *shape, device="cuda", dtype=torch.bfloat16)
-    out = torch.empty_like(q)
+    shape = (len(rows), spec.heads, spec.head_dim)
+    q = torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+    out, tables, scratch = torch.empty_like(q), runner.slots.tables, runner.steps.scratch
 
-    def decode() -> None:
+    def run() -> None:
         for pool in runner.kv.layers:
-            decode_attention(q, pool, tables, slots, lengths, out, steps.scratch, units=whole)
+            decode_attention(q, pool, tables, slots, lengths, out, scratch, units=units)
 
+    return run
+
+
+def attention_alone(rig: Rig, rows: Sequence[DecodeRow], row: PromptRow) -> dict[str, float]:
+    """Seconds of all layers' decode attention and prefill attention, each alone."""
+    spec, runner, whole = rig.spec, rig.lanes.runner, rig.machine.partitions.units
+    shape = (spec.heads, spec.head_dim)
     new = row.count
     p = torch.randn(new, *shape, device="cuda", dtype=torch.bfloat16)
     p_out = torch.empty_like(p)
@@ -291,6 +299,7 @@ def attention_alone(rig: Rig, rows: Sequence[DecodeRow], row: PromptRow) -> dict
         for pool in runner.kv.layers:
             prefill_attention(plan, p, pool, p_out)
 
+    decode = decode_attention_of(rig, rows, whole)
     return {"decode attention": timed(decode), "prefill attention": timed(prompts)}
 
 
@@ -438,12 +447,61 @@ def big(rig: Rig, details: dict) -> list[Figure]:
     ]
 
 
+@dataclass(frozen=True)
+class _Pace:
+    """What the parts of a forward pass take on one rig."""
+
+    steps: dict[int, float]
+    """Seconds of a decode step of 64 at 2,048 tokens, by SMs."""
+    reads: dict[int, float]
+    """Bytes that decode attention reads in a second, by SMs."""
+    prefill: float
+    """Seconds of a prompt of 8,192 tokens."""
+    reused: float
+    """Seconds of 4,096 tokens behind 8,192 that are reused."""
+
+
+def _pace(rig: Rig) -> _Pace:
+    rows, units = rig.decode_rows(64, 2048), rig.machine.partitions.decode_units
+    steps = {u: decode_seconds(rig, rows, u) for u in units}
+    moved = 64 * 2048 * rig.machine.page_token_bytes
+    reads = {}
+    for u in units:
+        with torch.cuda.stream(rig.machine.partitions.capture_stream("decode", u)):
+            reads[u] = moved / timed(decode_attention_of(rig, rows, u))
+    rig.give_back(rows)
+    times, whole = [], rig.machine.partitions.units
+    for new, reused in ((8192, 0), (4096, 8192)):
+        row = rig.prompt(new, reused)
+        times.append(repeat(3, lambda row=row: rig.launch("prefill", whole, rig.prefill(row))))
+        rig.give_back([row])
+    return _Pace(steps, reads, *times)
+
+
+def narrow(plain: Rig, details: dict) -> list[Figure]:
+    """Weights and KV cache in FP8 beside bfloat16, on one card."""
+    wide = _pace(plain)
+    plain.close()
+    rig = Rig(plain.name, (24, 32), pages=6400, quantization="fp8", kv_cache_dtype="fp8")
+    thin = _pace(rig)
+    rig.close()
+    details |= {"bfloat16": asdict(wide), "fp8": asdict(thin)}
+    whole = max(wide.steps)
+    return [
+        at_most("FP8: decode step over bfloat16's", thin.steps[whole] / wide.steps[whole], 0.62),
+        at_most("FP8: the same on 32 SMs", thin.steps[32] / wide.steps[32], 0.65),
+        at_least("FP8: prefill of 8192 over bfloat16's", wide.prefill / thin.prefill, 1.4),
+        at_least("FP8: decode attention on 24 SMs", thin.reads[24] / 1e12, 2.1, "TB/s"),
+    ]
+
+
 Part = Callable[[Rig, dict], list[Figure]]
 PARTS: dict[str, tuple[str, dict[str, Part]]] = {
     "qwen3": (
         "qwen3-8b",
         {"memory": memory, "solo": solo, "hybrid": hybrid, "switches": switches, "host": host},
     ),
+    "fp8": ("qwen3-8b", {"narrow": narrow}),
     "llama": (
         "llama-3.1-8b",
         {"both": lambda rig, details: side_by_side(rig, details, 64, 23_000, 16)},
@@ -465,18 +523,19 @@ def main() -> int:
         chosen = {n: p for n, p in parts.items() if wanted(args.only, key, n)}
         if not chosen:
             continue
-        rig = Rig(model)
-        details[model] = {"start_seconds": rig.start_seconds, "kv_tokens": rig.pages * PAGE}
+        rig = Rig(model) if key != "fp8" else Rig(model, (24, 32), pages=6400)
+        found = {"start_seconds": rig.start_seconds, "kv_tokens": rig.pages * PAGE}
+        details[model if key != "fp8" else f"{model} fp8"] = found
         for name, part in chosen.items():
             begun = time.monotonic()
             try:
-                new = part(rig, details[model])
+                new = part(rig, found)
             except Exception as error:
                 new = [Figure(f"{key}.{name}: {error!r}"[:300], float("nan"), "runs", False)]
             figures += new
             show(new)
             print(f"     [{key}.{name} {time.monotonic() - begun:.1f} s]", flush=True)
-        print(json.dumps(details[model], default=float), flush=True)
+        print(json.dumps(found, default=float), flush=True)
         rig.close()
     if args.out:
         about = provenance(args.only or list(PARTS))
