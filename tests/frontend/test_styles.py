@@ -6,6 +6,9 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from twolane.frontend.text import convert
+from twolane.frontend.text.codec import TextCodec
+from twolane.frontend.text.tokenizer import load_file, read_file
+from twolane.model.load.hub import resolve
 
 from .checkpoints import codec, write
 from .styles import STYLES, texts
@@ -26,17 +29,21 @@ def in_process(tmp_path, monkeypatch):
 def check(folder, style, given):
     """Compare all texts with the file and, if it agrees, with `transformers`."""
     made, file = codec(folder), Tokenizer.from_file(str(folder / "tokenizer.json"))
+    data = msgspec.json.encode(load_file(resolve(str(folder))))
+    decodes = TextCodec(read_file(data, decodes_only=True)[1])  # as in the API process
+    assert Tokenizer.from_str(decodes.tokenizer_json).to_str() == decodes.tokenizer_json
     theirs = AutoTokenizer.from_pretrained(folder) if style.transformers else None
     batch = theirs(given).input_ids if theirs is not None else [None] * len(given)
     for text, encoding, others in zip(given, file.encode_batch(given), batch, strict=True):
         ids = made.encode(text)
         assert ids == encoding.ids, text
-        assert made.token_names(ids) == [file.id_to_token(token) for token in ids]
+        names = [file.id_to_token(token) for token in ids]
+        assert made.token_names(ids) == decodes.token_names(ids) == names
         assert others in (None, ids), text
         for skip in (True, False):
             whole = file.decode(ids, skip_special_tokens=skip)
             assert made.decode(ids, skip_special_tokens=skip) == whole, text
-            stream = made.detokenizer(skip_special_tokens=skip)
+            stream = decodes.detokenizer(skip_special_tokens=skip)
             assert "".join(map(stream.step, ids)) + stream.flush() == whole, text
 
 

@@ -207,12 +207,11 @@ class TextCodec:
                 tokenizer, tokenizer.tool_template, tokenizer.tool_form
             )
         self._shown: ByteVocabulary | None = None
-        self._longest: int | None = None
-        if self._backend is not None:
-            self._longest = longest_token(self._backend)
-            if is_byte_level(self._backend.decoder):
-                self._shown = ByteVocabulary(self._backend, skip_special_tokens=False)
-                self._text = ByteVocabulary(self._backend, skip_special_tokens=True)
+        self._longest = None if tokenizer is None else tokenizer.longest
+        self._json = None if tokenizer is None else tokenizer.json
+        if self._backend is not None and is_byte_level(self._backend.decoder):
+            self._shown = ByteVocabulary(self._backend, skip_special_tokens=False)
+            self._text = ByteVocabulary(self._backend, skip_special_tokens=True)
 
     def _compiled(
         self, tokenizer: ModelTokenizer, source: str | None, form: TemplateForm | None
@@ -257,7 +256,7 @@ class TextCodec:
         Raises:
             TextError: the model has no tokenizer.
         """
-        return self._tokenizer.to_str()
+        return self._tokenizer.to_str() if self._json is None else self._json
 
     def added_token(self, text: str) -> int | None:
         """Return the id of the added token with this text; None: there is no such token."""
@@ -452,18 +451,6 @@ def lost(param: str, word: str) -> TextError:
     return TextError(
         f"the model's chat template does not show {param}: the prompt lacks {word[:200]!r}", param
     )
-
-
-def longest_token(tokenizer: Tokenizer) -> int | None:
-    """Return how many characters a token takes at most; None: as many as the text has.
-
-    The text that a token stands for may be longer than its name only where something is dropped
-    on the way: by a normaliser, or by tokens that take the spaces around them.
-    """
-    added = tokenizer.get_added_tokens_decoder().values()
-    if tokenizer.normalizer is not None or any(t.lstrip or t.rstrip for t in added):
-        return None
-    return max(map(len, tokenizer.get_vocab(with_added_tokens=True)), default=None)
 
 
 def no_tokenizer() -> TextError:

@@ -73,6 +73,7 @@ def convert(source: Path) -> TokenizerFile:
         tool_template=tool_template and tool_template.text,
         tool_form=tool_form,
         special_tokens=parts.special_tokens,
+        longest=longest_token(parts.backend),
         bos=bos,
         ends=list(dict.fromkeys(ends)),
         notes=parts.notes,
@@ -91,6 +92,18 @@ def form_of(template: Template | None, parts: Parts) -> TemplateForm | None:
         said = f"the chat template in {template.source} cannot be run: {type(error).__name__}"
         parts.notes.append(said)
     return None
+
+
+def longest_token(tokenizer: Tokenizer) -> int | None:
+    """Return how many characters a token takes at most; None: as many as the text has.
+
+    The text that a token stands for may be longer than its name only where something is dropped
+    on the way: by a normaliser, or by tokens that take the spaces around them.
+    """
+    added = tokenizer.get_added_tokens_decoder().values()
+    if tokenizer.normalizer is not None or any(t.lstrip or t.rstrip for t in added):
+        return None
+    return max(map(len, tokenizer.get_vocab(with_added_tokens=True)), default=None)
 
 
 def from_directory(source: Path) -> Parts:

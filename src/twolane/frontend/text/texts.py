@@ -82,7 +82,7 @@ class Texts:
         try:
             await fence.start()
             loaded = msgspec.msgpack.decode(fence.said, type=Loaded)
-            file, tokenizer = await asyncio.to_thread(read_file, loaded.file)
+            file, tokenizer = await asyncio.to_thread(read_file, loaded.file, decodes_only=True)
         except FenceError as error:
             raise ValueError(f"{source.name}: the tokenizer cannot be loaded: {error}") from error
         except BaseException:
