@@ -34,6 +34,8 @@ from twolane.results.provenance import provenance, save
 PAGE = 32
 POOL_TOKENS = 262_144
 """Tokens of the KV pool: 64 requests of 2K and a prompt of 8K have room."""
+SLOTS = 80
+"""Most requests at a time."""
 SHARE = 48
 """SMs of the decode lane beside prefill."""
 ROWS = (16, 64, 512, 2048, 8192)
@@ -46,7 +48,7 @@ class RankedRig(Rig):
 
     def __init__(self, name: str, ranks: int) -> None:
         begun = time.monotonic()
-        self.name, self.slots, self.pages = name, 256, POOL_TOKENS // PAGE
+        self.name, self.slots, self.pages = name, SLOTS, POOL_TOKENS // PAGE
         settings = DeviceSettings(
             model=name,
             load_format="dummy",
@@ -54,10 +56,18 @@ class RankedRig(Rig):
             levels=(SHARE,),
             tensor_parallel_size=ranks,
         )
-        self.machine = RankedMachine(settings, lambda *_: None)
+        told: set[tuple[str, int]] = set()
+
+        def progress(stage: str, done: float) -> None:
+            if (stage, int(done * 4)) not in told:
+                told.add((stage, int(done * 4)))
+                print(f"{time.monotonic() - begun:.1f} s: {stage} {done:.2f}", flush=True)
+
+        self.machine = RankedMachine(settings, progress)
         self.load_seconds = time.monotonic() - begun
+        print(f"room for {self.machine.kv_bytes(40_960) / 2**30:.1f} GiB of KV", flush=True)
         self.lanes = self.machine.start(
-            self.pages, PAGE, self.slots, 40_960, lambda: None, lambda *_: None
+            self.pages, PAGE, self.slots, 40_960, lambda: None, progress
         )
         self.lanes.fill_kv()
         self.held, self.untold, self.free = {}, UntoldSlots(), list(range(self.pages))

@@ -156,8 +156,11 @@ class Gloo:
 def _ranks() -> None:
     from torch import distributed as dist
 
+    from twolane.lanes import base
     from twolane.lanes.cuda import ranks
     from twolane.lanes.settings import load_shard
+
+    base.PATIENCE_SECONDS = base.UNPREDICTED_SECONDS = 900.0  # interpreted kernels take long
 
     stores = []
 

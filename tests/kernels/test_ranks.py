@@ -18,6 +18,8 @@ from torch import Tensor
 from tests.kernels.test_runner import Asked, World, fakes, passes, slices
 from tests.model.checkpoints import make_checkpoint
 from twolane.kernels.prefill_attention import flashinfer_kernels as fa3
+from twolane.lanes.cuda.logit_processors import LogitProcessors
+from twolane.lanes.work import TokenMask
 from twolane.parallel.channel import Channel
 
 PATIENCE = 60.0
@@ -32,6 +34,7 @@ class Meeting:
         self._turn = threading.Lock()
         self._all = threading.Barrier(size, timeout=PATIENCE)
         self._offered: list[Tensor | None] = [None] * size
+        self._asked: list[object] = [None] * size
 
     @contextmanager
     def computing(self) -> Any:
@@ -43,11 +46,13 @@ class Meeting:
                 raise
 
     def meet(self, rank: int, tensor: Tensor, act: Callable[[list[Tensor]], None]) -> None:
-        """Have one rank do it with the tensors of all."""
+        """Have one rank do it with the tensors of all, which ask for the same."""
         self._offered[rank] = tensor
+        self._asked[rank] = act.__qualname__, tensor.dtype, tuple(tensor.shape[-2:])
         self._turn.release()
         try:
             if self._all.wait() == 0:
+                assert len(set(self._asked)) == 1, f"ranks have parted ways: {self._asked}"
                 act([offered for offered in self._offered if offered is not None])
             self._all.wait()
         finally:
@@ -145,3 +150,27 @@ def test_a_pass_by_layers_needs_them_too(path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(Local, "broadcast", lambda self, tensor: None)
     with pytest.raises((AssertionError, threading.BrokenBarrierError)):
         on_ranks(2, path, scenario)
+
+
+def masked(world: World) -> None:
+    """A pass whose one row is constrained, and then one without."""
+    running, other = Asked(4, [5] * 20, [0, 1]), Asked(1, [7] * 6, [2])
+    last = Asked(0, [8] * 5, [3])
+    world.prefill(running, 20)
+    everything = TokenMask(4, b"\xff" * (world.spec.vocab_size // 8))
+    world.masks = (everything,)
+    world.run([running], [(other, 6)])
+    world.masks = ()
+    world.run([running, other], [(last, 5)])
+
+
+def test_the_path_of_a_pass_follows_from_its_work_alone(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sums have the sizes that the path asks for: graphs are padded, what has masks is not."""
+    monkeypatch.setattr(fa3, "_PAGED", replace(fa3._PAGED, split=10**9))
+    monkeypatch.setattr(fa3, "FILLED", 0.0)
+    on_ranks(2, path, masked)
+    monkeypatch.setattr(LogitProcessors, "skip", lambda self, places: None)
+    with pytest.raises((AssertionError, threading.BrokenBarrierError)):
+        on_ranks(2, path, masked)

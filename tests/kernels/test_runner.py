@@ -35,6 +35,7 @@ from twolane.lanes.work import (
     PromptRow,
     Sampling,
     SlotUpdate,
+    TokenMask,
     pack,
 )
 from twolane.model.decoder import Decoder
@@ -109,6 +110,8 @@ class World:
         self.whole, self.passes = self.runner.whole, self.runner.passes
         self.whole._logits.fill_(float("nan"))
         self.split: list[bool] = []
+        self.masks: tuple[TokenMask, ...] = ()
+        """Those of the passes."""
         self.whole._passed = Lazily(self._noted)
         self.whole._ended = Lazily(self.whole._end)
 
@@ -175,6 +178,7 @@ class World:
             tuple(row for _, row in rows),
             tokens(rows),
             (*updates(rows), *(news for each in decode for news in each.updates())),
+            self.masks,
         )
         steps = self.runner.run(work, lane, UNITS).steps
         ended = [each for each, _ in chunks if each.written == len(each.tokens)]

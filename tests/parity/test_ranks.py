@@ -12,10 +12,7 @@ from tests.parity.judge import Judge, Tally
 from tests.parity.prompts import random_requests
 from tests.parity.ranks import Ranks, on_cpu
 from tests.parity.serving import serve
-from twolane.common.errors import FieldError
-from twolane.engine.config import EngineConfig
 from twolane.engine.messages import Submit
-from twolane.engine.settings import check_settings
 from twolane.model.load.hub import resolve
 from twolane.model.load.weights import load_decoder
 from twolane.sampling import SamplingParams
@@ -91,10 +88,3 @@ def test_followers_rest_when_there_is_nothing_to_do(two: Ranks) -> None:
     before = used()
     time.sleep(1.0)
     assert used() - before <= 0.02
-
-
-def test_more_than_one_rank_on_a_gpu_is_refused_by_name() -> None:
-    config = EngineConfig(model="qwen3-8b", device="cuda", tensor_parallel_size=2)
-    with pytest.raises(FieldError) as refused:
-        check_settings(config)
-    assert refused.value.field == "tensor_parallel_size"

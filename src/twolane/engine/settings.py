@@ -63,8 +63,6 @@ def _check_device(config: EngineConfig) -> None:
     """What is only for one device is refused with the other."""
     if config.device == "cuda" and config.cores is not None:
         raise FieldError("cores", "is for CPU lanes, and the device is cuda")
-    if config.device == "cuda" and config.tensor_parallel_size > 1:
-        raise FieldError("tensor_parallel_size", "above 1 is served on CPUs alone so far")
     if config.levels is not None:
         if config.device == "cpu" or config.cores is not None:
             raise FieldError("levels", "are shares of a GPU's SMs, and the device is the CPU")

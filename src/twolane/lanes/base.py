@@ -45,13 +45,17 @@ class Step(NamedTuple):
 PATIENCE_SECONDS = 9.0
 """Seconds that a launch may take at least before a rank is held for lost; the server is to say so
 within ten."""
+UNPREDICTED_SECONDS = 60.0
+"""Seconds that a launch may take for which there is no prediction."""
 PATIENCE_FACTOR = 5.0
 """How many times its prediction a launch may take, if that is longer."""
 
 
 def patience(predicted: float | None) -> float:
     """Seconds that a launch may take before a rank is held for lost."""
-    return max(PATIENCE_SECONDS, PATIENCE_FACTOR * (predicted or 0.0))
+    if predicted is None:
+        return UNPREDICTED_SECONDS
+    return max(PATIENCE_SECONDS, PATIENCE_FACTOR * predicted)
 
 
 @dataclass(slots=True, eq=False)

@@ -92,7 +92,9 @@ def load(settings: DeviceSettings, progress: Progress) -> Machine:
     if chosen_device(settings) == "cpu":
         return CpuMachine(settings, progress)
     if settings.tensor_parallel_size > 1:
-        raise FieldError("tensor_parallel_size", "above 1 is served on CPUs alone so far")
+        from twolane.lanes.cuda.ranks import RankedMachine
+
+        return RankedMachine(settings, progress)
     from twolane.lanes.cuda.machine import CudaMachine
 
     spec, weights = load_shard(settings, "cuda", progress)

@@ -8,6 +8,7 @@ layer, like `model/decoder.py`, whose weights and order of dimensions it has.
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -369,6 +370,20 @@ class GpuDecoder:
         """Add what the ranks have summed last, if there are several, to the residual stream."""
         if workspace.channel is not None:
             residual.add_(workspace.get("partial", len(residual)))
+
+    @contextmanager
+    def in_turn(self, channel: Channel | None) -> Iterator[None]:
+        """Tune on rank 0 before the others do, which find on disk what it has chosen.
+
+        Then all of them compute the same, which a router's choice of experts depends on.
+        """
+        told = torch.zeros(1, dtype=torch.int32, device=self.device)
+        if channel is not None and self.follows:
+            channel.broadcast(told)
+            told.item()  # waits
+        yield
+        if channel is not None and not self.follows:
+            channel.broadcast(told)
 
     def tune(self, products: Products, rows: int) -> None:
         """Choose how steps of up to this many rows multiply, on torch's current stream."""

@@ -172,7 +172,7 @@ class DecodeGraphs:
         self, stream: torch.cuda.Stream, units: int, progress: Callable[[float], None]
     ) -> LevelGraphs:
         begun = time.monotonic()
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(stream), self._decoder.in_turn(self.workspace.channel):
             self._decoder.tune(self.products(units), self.buckets[-1])
         tuning = time.monotonic() - begun
         torch.cuda.empty_cache()  # what tuning allocated does not count, nor stay

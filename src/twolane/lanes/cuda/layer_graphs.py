@@ -116,7 +116,7 @@ class LayerGraphs:
                 progress(place / len(shares))
                 stream = partitions.capture_stream("prefill", units)
                 begun = time.monotonic()
-                with torch.cuda.stream(stream):
+                with torch.cuda.stream(stream), self._decoder.in_turn(self.workspace.channel):
                     self._decoder.tune_passes(self._steps.products(units))
                 tuning = time.monotonic() - begun
                 self._load_kernels(stream, units)
