@@ -8,20 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.model.checkpoints import make_checkpoint
 from tests.server.serving import alive, wait_for
 from twolane.engine.config import EngineConfig
 from twolane.engine.messages import Output, Submit
 from twolane.frontend.engine_client import EngineClient, EngineGone, Event
 from twolane.sampling import SamplingParams
 
-CONFIG = EngineConfig(
-    model="smollm2-135m-instruct",
-    load_format="dummy",
-    kv_tokens=16384,
-    max_model_len=4096,
-    max_running=8,
-    levels=(32, 64),
-)
 SPIN = """
 import sys
 if "twolane.engine" in sys.orig_argv:
@@ -50,7 +43,7 @@ class Answer:
     def __init__(self, engine: EngineClient) -> None:
         self.tokens, self.ending = 0, asyncio.Event()
         self.last: Event | None = None
-        params = SamplingParams(temperature=0.0, max_tokens=4000, ignore_eos=True)
+        params = SamplingParams(temperature=0.0, max_tokens=900, ignore_eos=True)
         engine.submit(Submit(str(time.monotonic()), [5, 6, 7], params), self._take)
 
     def _take(self, event: Event) -> None:
@@ -77,9 +70,17 @@ def flag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return flag
 
 
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
+    path = make_checkpoint("qwen2", tmp_path_factory.mktemp("gpu") / "qwen2", seed=1)
+    return EngineConfig(
+        model=str(path), kv_tokens=4096, max_running=2, levels=(64,), system="static-split"
+    )
+
+
 @asynccontextmanager
-async def started(watchdog: bool) -> AsyncIterator[EngineClient]:
-    engine = await EngineClient.start(CONFIG, hang_seconds=2.0, watchdog=watchdog)
+async def started(config: EngineConfig, watchdog: bool) -> AsyncIterator[EngineClient]:
+    engine = await EngineClient.start(config, hang_seconds=1.0, watchdog=watchdog)
     try:
         yield engine
     finally:
@@ -93,12 +94,12 @@ async def until_problem(engine: EngineClient) -> str:
     return str(engine.liveness.problem)
 
 
-def test_a_kernel_that_takes_long_is_told_and_forgiven(flag: Path) -> None:
+def test_a_kernel_that_takes_long_is_told_and_forgiven(config: EngineConfig, flag: Path) -> None:
     async def run() -> None:
-        async with started(watchdog=False) as engine:
+        async with started(config, watchdog=False) as engine:
             answer = Answer(engine)
             await answer.begun()
-            flag.write_text("12")
+            flag.write_text("8")
             problem, before = await until_problem(engine), answer.tokens
             assert "the decode lane has finished nothing for" in problem
             async with asyncio.timeout(40):
@@ -110,9 +111,11 @@ def test_a_kernel_that_takes_long_is_told_and_forgiven(flag: Path) -> None:
     asyncio.run(run())
 
 
-def test_a_kernel_that_never_ends_is_killed_and_leaves_the_gpu_usable(flag: Path) -> None:
+def test_a_kernel_that_never_ends_is_killed_and_leaves_the_gpu_usable(
+    config: EngineConfig, flag: Path
+) -> None:
     async def run() -> None:
-        async with started(watchdog=True) as engine:
+        async with started(config, watchdog=True) as engine:
             answer = Answer(engine)
             await answer.begun()
             hung_at = time.monotonic()
@@ -126,7 +129,7 @@ def test_a_kernel_that_never_ends_is_killed_and_leaves_the_gpu_usable(flag: Path
             pid = engine.process.pid
             await asyncio.to_thread(wait_for, lambda: not alive(pid), 40.0)
             print(f"told after {told:.1f} s, gone after {time.monotonic() - hung_at:.1f} s")
-        async with started(watchdog=True) as engine:
+        async with started(config, watchdog=True) as engine:
             answer = Answer(engine)
             await answer.begun()
             print(f"another engine answers after {time.monotonic() - hung_at:.1f} s")
