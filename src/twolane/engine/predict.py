@@ -28,7 +28,14 @@ def find_profile(config: EngineConfig, key: Key) -> Path | None:
     if config.profile is not None:
         return Path(config.profile)
     path = cached_profile(cache_dir(), key)
-    return path if path.exists() else None
+    if not path.exists():
+        return None
+    try:
+        read_profile(path)
+    except (ProfileError, OSError) as error:
+        log.warning("%s: it is not used; `twolane profile` measures anew", error)
+        return None
+    return path
 
 
 def make_estimator(path: Path | None, name: EstimatorName, key: Key) -> Estimator:

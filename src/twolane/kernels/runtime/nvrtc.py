@@ -6,6 +6,7 @@ of source, options and compiler, so that only the first start compiles.
 
 import ctypes
 import hashlib
+import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from typing import Any
 import torch
 
 from twolane.common.files import keep
+
+log = logging.getLogger("twolane.kernels")
 
 ARCHITECTURE = "sm_90a"
 
@@ -92,12 +95,29 @@ def compile_cubin(source: str, options: Sequence[str] = ()) -> bytes:
 
     version = cuda_checked(nvrtc.nvrtcVersion())
     arguments = (f"-arch={ARCHITECTURE}", "-std=c++17", *options)
-    path = cache_path(repr((source, arguments, version)), "cubin")
-    if path.exists():
-        return path.read_bytes()
+    path = cache_path(repr((source, arguments, version)), "hashed.cubin")
+    if (kept := _kept(path)) is not None:
+        return kept
     cubin = _compile(source, arguments)
-    keep(path, cubin)
+    keep(path, _digest(cubin) + cubin)
     return cubin
+
+
+def _kept(path: Path) -> bytes | None:
+    """Machine code from the cache, behind its hash; None: there is none, or it is damaged."""
+    try:
+        data = path.read_bytes()
+    except OSError:
+        return None
+    size = hashlib.sha256().digest_size
+    if data[:size] == _digest(data[size:]):
+        return data[size:]
+    log.warning("%s is damaged and is compiled anew", path)
+    return None
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.sha256(data).digest()
 
 
 def driver_version() -> int:

@@ -1,0 +1,39 @@
+"""Folders of sockets: those of the dead go, those of the living stay."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from twolane.frontend.engine_client import (
+    FOLDER_PREFIX,
+    hold,
+    private_folder,
+    remove,
+    remove_dead_folders,
+)
+
+CODE = """
+import os
+from twolane.frontend.engine_client import hold, private_folder
+folder = private_folder()
+hold(folder)
+(folder / "in").touch()
+print(folder, flush=True)
+os.kill(os.getpid(), 9)
+"""
+
+
+def test_the_folder_of_a_killed_server_goes_and_that_of_a_living_one_stays(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    dead = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True).stdout
+    mine = private_folder()
+    held = hold(mine)
+    half_made = tmp_path / f"{FOLDER_PREFIX}just-made"
+    half_made.mkdir()
+    assert Path(dead.strip()).is_dir()
+    remove_dead_folders()
+    assert not Path(dead.strip()).exists()
+    assert mine.is_dir() and half_made.is_dir()
+    remove(mine, held)
+    assert not mine.exists()

@@ -1,0 +1,86 @@
+"""Two servers and one port, a standard output that takes nothing, models that are damaged."""
+
+import json
+import subprocess
+import sys
+import urllib.parse
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from twolane.frontend.text.tokenizer import _kept, load_tokenizer
+from twolane.model.load.hub import resolve
+
+from .conftest import TINY
+from .parrot import write_parrot
+from .serving import write_tiny_model
+
+
+def serve(*args, **more):
+    command = [sys.executable, "-m", "twolane", "serve", *args, "--device", "cpu"]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, **more)
+
+
+def test_the_second_server_on_a_port_ends_before_it_loads_anything(tiny, tiny_model):
+    port = str(urllib.parse.urlsplit(tiny.base).port)
+    second = serve(str(tiny_model), *TINY, "--port", port, stdout=subprocess.PIPE)
+    out, err = second.communicate(timeout=30)
+    assert (second.returncode, out) == (1, "")
+    assert "in use" in err
+    assert "weights" not in err
+    assert tiny.request("/health")[0] == 200
+
+
+def test_a_standard_output_that_takes_nothing_stops_no_server(tiny_model):
+    with Path("/dev/full").open("w") as full:
+        server = serve(str(tiny_model), *TINY, "--port", "0", stdout=full)
+    try:
+        told = next(line for line in server.stderr if " | http" in line)
+        base = next(part for part in told.split(" | ") if part.startswith("http"))
+        with urllib.request.urlopen(f"{base}/health", timeout=30) as answer:
+            assert answer.status == 200
+    finally:
+        server.terminate()
+        server.stderr.close()
+        assert server.wait(30) == 0
+
+
+@pytest.mark.parametrize("damage", ["cut", "other backend", "no JSON"])
+def test_a_kept_tokenizer_that_is_damaged_is_made_anew(tmp_path, monkeypatch, caplog, damage):
+    monkeypatch.setenv("TWOLANE_CACHE", str(tmp_path / "cache"))
+    source = resolve(str(write_parrot(tmp_path / "model", [])))
+    expected = load_tokenizer(source).backend.to_str()
+    assert source.tokenizer is not None
+    kept = _kept(source.tokenizer)
+    whole = kept.read_bytes()
+    damaged = {
+        "cut": whole[: len(whole) // 2],
+        "other backend": json.dumps({**json.loads(whole), "backend": "{}"}).encode(),
+        "no JSON": b"\0" * 100,
+    }
+    kept.write_bytes(damaged[damage])
+    assert load_tokenizer(source).backend.to_str() == expected
+    assert "is damaged and is made anew" in caplog.text
+    assert kept.read_bytes() == whole
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ("[" * 200_000, "config.json"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers"),
+        ({"num_attention_heads": 0}, "num_attention_heads"),
+    ],
+    ids=["deep", "layers", "heads"],
+)
+def test_odd_numbers_of_a_config_are_one_line_at_once(tmp_path, config, message):
+    path = write_tiny_model(tmp_path / "model", **(config if isinstance(config, dict) else {}))
+    if isinstance(config, str):
+        (path / "config.json").write_text(config)
+    server = serve(str(path), *TINY, "--port", "0", stdout=subprocess.PIPE)
+    out, err = server.communicate(timeout=40)
+    assert (server.returncode, out) == (1, "")
+    last = err.splitlines()[-1]
+    assert message in last
+    assert "Traceback" not in err
