@@ -6,6 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from tests.engine.test_rules import Script, one_by_one, small_engine
+from tests.sim.durations import FixedDurations
 from tests.systems.simulation import UNITS, Simulation, simulate, submit
 from twolane.common.vocabulary import LaneName
 from twolane.engine.messages import Abort, ToEngine
@@ -13,7 +14,7 @@ from twolane.engine.pacing import PACE_FRACTION, Pacer
 from twolane.engine.request import Request
 from twolane.lanes.work import DecodeWork, Work
 from twolane.sim import lanes as sim_lanes
-from twolane.sim.lanes import Demand, FixedDurations, SimLanes
+from twolane.sim.lanes import Demand, SimLanes
 from twolane.slo import Slo
 from twolane.systems.plan import Chunk, DecodeSteps, Launch, Plan, PrefillSlice
 from twolane.systems.view import View

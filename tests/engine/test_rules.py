@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import pytest
 from msgspec.structs import replace
 
+from tests.sim.durations import FixedDurations
 from tests.systems.simulation import LAYERS, UNITS, Simulation, simulate, submit
 from twolane.engine.engine import Engine
 from twolane.engine.kv import KVBooks
@@ -15,7 +16,7 @@ from twolane.engine.pacing import Pacer
 from twolane.engine.state import ELDER_SHARE
 from twolane.estimate.online import OnlineEstimator
 from twolane.sampling import SamplingParams
-from twolane.sim.lanes import FixedDurations, SimLanes
+from twolane.sim.lanes import SimLanes
 from twolane.slo import Slo
 from twolane.systems.plan import Chunk, DecodeSteps, Launch, Plan, PrefillSlice, Refusal
 from twolane.systems.registry import SYSTEMS, System, make_system

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
+from tests.sim.durations import FixedDurations
 from tests.systems.simulation import LAYERS, UNITS, Ran, simulate, submit
 from twolane.estimate.online import OnlineEstimator
 from twolane.estimate.query import Corunner, Load, decode_step, hybrid_pass, prefill_slice
 from twolane.lanes.work import DecodeWork, Work
-from twolane.sim.lanes import FixedDurations
 from twolane.systems.registry import make_system
 
 LOAD = Load((512, 1), (0, 640))

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.sim.durations import FixedDurations
 from twolane.lanes.base import Sampled, Step
 from twolane.lanes.work import (
     DecodeRow,
@@ -14,7 +15,7 @@ from twolane.lanes.work import (
     PrefillWork,
     PromptRow,
 )
-from twolane.sim.lanes import TOKEN, Demand, FixedDurations, SimLanes
+from twolane.sim.lanes import TOKEN, Demand, SimLanes
 
 DURATIONS = FixedDurations(prefill_layer=1.0, decode_step=2.0, hybrid=5.0)
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests.sim.durations import FixedDurations
 from twolane.common.vocabulary import LaneName
 from twolane.engine.engine import Engine
 from twolane.engine.kv import KVBooks
@@ -15,7 +16,7 @@ from twolane.estimate.base import Estimator
 from twolane.estimate.online import OnlineEstimator
 from twolane.kernels.sizes import SIZES
 from twolane.sampling import SamplingParams
-from twolane.sim.lanes import FixedDurations, SimLanes
+from twolane.sim.lanes import SimLanes
 from twolane.sim.port import SimPort
 from twolane.slo import Slo
 from twolane.systems.registry import System

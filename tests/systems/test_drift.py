@@ -8,12 +8,12 @@ import pytest
 from msgspec import structs
 
 from tests.estimate import synthetic
+from tests.sim.durations import FixedDurations
 from tests.systems.handmade import LAYERS, UNITS, batch, decoding, view, waiting
 from tests.systems.simulation import simulate, submit
 from twolane.estimate.papers.guard import ContentionGuard
 from twolane.estimate.papers.solo_run import SoloRun
 from twolane.estimate.query import Load, decode_step, prefill_slice
-from twolane.sim.lanes import FixedDurations
 from twolane.slo import Slo
 from twolane.systems.common.multiplex import deadline
 from twolane.systems.papers.drift import Drift

@@ -9,6 +9,7 @@ import pytest
 from msgspec import structs
 
 from tests.estimate import synthetic
+from tests.sim.durations import FixedDurations
 from tests.systems.simulation import LAYERS, UNITS, simulate, submit
 from twolane.common.vocabulary import EstimatorName
 from twolane.engine.build import assemble
@@ -21,7 +22,6 @@ from twolane.estimate.papers.guard import ContentionGuard
 from twolane.estimate.papers.solo_run import SoloRun
 from twolane.model.shapes import SHAPES
 from twolane.sim.gpus import GPUS
-from twolane.sim.lanes import FixedDurations
 from twolane.sim.machine import SimulatedMachine
 from twolane.slo import Slo
 from twolane.systems.plan import DecodeSteps, Hybrid, Launch, Plan, PlanError, PrefillSlice

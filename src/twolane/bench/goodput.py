@@ -3,8 +3,8 @@
 An SLO holds when at least `attainment` of the requests sent kept it; that of TBT counts gaps, not
 requests, unless none is owed. With 0.99 this is "P99 within the bound". A search is one pattern of
 arrivals (seed, requests, trace offset), stretched or pressed together to a rate, the same for all
-systems. Rates stand on a grid, so many to an octave that two neighbours are within the tolerance:
-all systems are tried at the same ones.
+systems. Rates stand on a grid whose neighbours are within the tolerance: all systems are tried at
+the same ones.
 
 Several bounds on TBT make several searches, loosest first: each begins where the last one ended,
 above which a tighter bound is not expected to hold; and a run of a system that does not read the

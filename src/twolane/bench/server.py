@@ -33,8 +33,8 @@ POLL_SECONDS = 0.2
 STOP_SECONDS = 30.0
 """How long a server may take to end before it is killed."""
 CLIENT_CPUS, ENOUGH_CPUS = 2, 8
-"""CPUs that the client keeps to itself where there are so many: it stands for one on a machine of
-its own. Where the kernel wakes it on the server's CPU, it delays the tokens that it is to time."""
+"""Number of CPUs that the client keeps to itself, and the number of CPUs from which on it does: it
+stands for a client on another machine, and on the server's CPUs it would delay the tokens."""
 LOG_LINES = 5
 """Number of lines shown from the end of a dead server's log."""
 

@@ -7,7 +7,6 @@ from msgspec.structs import replace
 
 from twolane.common.vocabulary import LANES, LaneName
 from twolane.engine.kv import Allocation
-from twolane.engine.messages import Refused
 from twolane.engine.overlap import corunner_now
 from twolane.engine.request import BatchChunk, Flight, Phase, PrefillBatch, Request
 from twolane.engine.state import State
@@ -70,12 +69,7 @@ def _refuse(state: State, request_id: str, message: str) -> None:
     request = state.requests.get(request_id)
     if request is None or request not in state.queue:
         raise PlanError(f"refuses {request_id}, which is not waiting in the queue")
-    state.queue.remove(request)
-    request.phase = Phase.FINISHED
-    del state.requests[request_id]
-    state.release_held(request)
-    state.refused.append(Refused(request_id, "refused", message))
-    state.trace.request_end(request_id, state.now(), "refused", 0)
+    state.fail(request, message, "refused")
 
 
 def _park(state: State) -> None:

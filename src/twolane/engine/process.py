@@ -31,10 +31,11 @@ from twolane.engine.messages import (
 )
 
 SEND_TIMEOUT_MS = 5000
-"""A front that does not read for so long is gone or stuck; its pipe tells which."""
+"""Milliseconds after which an API process that does not read is taken to be gone or stuck; its pipe
+tells which."""
 
 
-class FrontGone(Exception):
+class ApiProcessGone(Exception):
     """Nobody waits for this engine any more."""
 
 
@@ -106,14 +107,14 @@ class ZmqPort:
         self.stopped |= sys.stdin.fileno() in ready  # nothing but its end ever comes
 
     def tell_progress(self, stage: str, fraction: float) -> None:
-        """Send a step of the start; nothing is loaded for a front that is gone.
+        """Send a step of the start; nothing is loaded for an API process that is gone.
 
         Raises:
-            FrontGone: its pipe has ended.
+            ApiProcessGone: its pipe has ended.
         """
         self.wait(0.0)
         if self.stopped:
-            raise FrontGone
+            raise ApiProcessGone
         self.tell(Progress(stage, fraction))
 
     def close(self) -> None:
@@ -141,7 +142,7 @@ def main() -> int:
         garbage.leave_out()
         port.tell(built.ready)
         run(built.engine, port)
-    except FrontGone:
+    except ApiProcessGone:
         return 0
     except Exception as error:
         port.tell(Fatal(_explain(error)))

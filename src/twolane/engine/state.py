@@ -188,10 +188,11 @@ class State:
         self.trace.request_end(request.id, self.now(), reason, tokens)
 
     def fail(self, request: Request, message: str, code: RefusedCode = "invalid") -> None:
-        """End a request that was accepted and cannot go on; the client is told why."""
+        """End a request that was accepted and does not go on; the client is told why."""
         self._leave(request)
         self.refused.append(Refused(request.id, code, message))
-        self.trace.request_end(request.id, self.now(), "abort", request.generated)
+        reason = "refused" if code == "refused" else "abort"
+        self.trace.request_end(request.id, self.now(), reason, request.generated)
 
     def _leave(self, request: Request) -> None:
         if request.phase is Phase.WAITING:

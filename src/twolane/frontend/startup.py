@@ -18,12 +18,12 @@ from twolane.model.load.hub import ModelSource, resolve
 FETCHING = "twolane-fetch"
 """Name of the thread that fetches a model."""
 GIVING_UP_SECONDS, GIVING_UP_LOOKS = 2.0, 20
-"""How long who no longer wants a model waits for its fetching to end, and in how many looks: so
-long as this program runs, which may be stopped meanwhile."""
+"""Seconds that a start that was given up waits for the model's fetching to end, and in how many
+looks."""
 
 
 class Started(NamedTuple):
-    """A running engine, and what its front knows of the model."""
+    """A running engine, and what the API process knows of the model."""
 
     engine: EngineClient
     texts: Texts

@@ -32,7 +32,7 @@ def tile_tokens(head_dim: int) -> int:
 
 
 def padded(count: int, sizes: Sequence[int], step: int = 1) -> int:
-    """The smallest of the sizes that holds so many; beyond the last, the next multiple of step."""
+    """Return the smallest size that holds `count`; beyond the last, the next multiple of `step`."""
     if not sizes or count > sizes[-1]:
         return -(-count // step) * step
     return sizes[bisect_left(sizes, count)]

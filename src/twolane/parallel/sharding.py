@@ -26,7 +26,7 @@ class Shard:
     """One rank's part of a model.
 
     Raises:
-        FieldError: so many ranks cannot share the model.
+        FieldError: this number of ranks cannot share the model.
     """
 
     spec: ModelSpec

@@ -49,7 +49,7 @@ class Admission:
 
         Args:
             count: how many answers it asks for.
-            param: the request field that asks for so many.
+            param: the request field that asks for them.
 
         Raises:
             ApiError: 400.
@@ -66,7 +66,7 @@ class Admission:
 
         Args:
             count: how many.
-            param: the request field that asks for so many.
+            param: the request field that asks for them.
             key: number of the API key that the call came with; None: there are no keys.
             tokens: prompt tokens of the call.
 

@@ -62,31 +62,6 @@ class Device(Protocol):
         before which the device is not."""
 
 
-@dataclass(frozen=True)
-class FixedDurations:
-    """Seconds, independent of size, of units and of the other lane."""
-
-    prefill_layer: float = 0.010
-    decode_step: float = 0.020
-    hybrid: float = 0.050
-
-    def steps(self, work: Work, units: int) -> Sequence[Demand]:
-        """See `Device.steps`."""
-        if isinstance(work, DecodeWork):
-            return [Demand(self.decode_step)] * work.k
-        if isinstance(work, PrefillWork):
-            return [Demand(self.prefill_layer * (work.last - work.first))]
-        return [Demand(self.hybrid)]
-
-    def seconds(self, running: Sequence[Demand]) -> Sequence[float]:
-        """See `Device.seconds`."""
-        return [demand.fixed for demand in running]
-
-    def host_seconds(self, work: Work) -> tuple[float, float]:
-        """See `Device.host_seconds`."""
-        return 0.0, 0.0
-
-
 @dataclass(slots=True, eq=False)
 class _SimTicket(Ticket):
     work: Work | None = None

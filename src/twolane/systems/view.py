@@ -116,8 +116,7 @@ class BatchView(Protocol):
 
 
 class GapsView(Protocol):
-    """Seconds between two tokens of a request, as they are handed on if nothing is late on its
-    way."""
+    """Seconds between two tokens of a request, as they are delivered if nothing delays them."""
 
     @property
     def total(self) -> int:

@@ -190,7 +190,7 @@ def largest(fits: Callable[[int], bool], count: int, start: int) -> int:
 
 
 def cut(batch: Load, tokens: int) -> Load:
-    """The first so many new tokens of a batch."""
+    """Return the first `tokens` new tokens of a batch."""
     n: list[int] = []
     for each in batch.n:
         n.append(min(each, tokens - sum(n)))
