@@ -46,7 +46,7 @@ def request(place: int, prompt: int, tokens: int, vocab_size: int, grammar: str 
         seed=place,
         max_tokens=tokens,
         grammar=grammar,
-        logit_bias={} if grammar else {2: -100.0},
+        ignore_eos=grammar is None,
     )
     ids = [100 + (31 * place + i) % min(20_000, vocab_size - 100) for i in range(prompt)]
     return Submit(f"{time.monotonic_ns()}-{place}", ids, params)
@@ -123,12 +123,12 @@ async def measure(given: argparse.Namespace, tokenizer: str) -> dict[str, object
     return {"gaps": shown, "over none": ratios}
 
 
-def mask_cost(tokenizer: str, vocab_size: int) -> dict[str, float]:
+def mask_cost(tokenizer: str, vocab_size: int, eos: int) -> dict[str, float]:
     """Milliseconds to compute the masks of 1, 16 and 64 rows, median of 50 steps."""
-    grammars = Grammars(tokenizer, vocab_size, (2,), lambda: None)
+    grammars = Grammars(tokenizer, vocab_size, (eos,), lambda: None)
     grammar, costs = json_schema_grammar(SCHEMA), {}
     for rows in (1, 16, 64):
-        tied = [grammars.constraint(grammar, {2}).result() for _ in range(rows)]
+        tied = [grammars.constraint(grammar, {eos}).result() for _ in range(rows)]
         seconds = []
         for step in range(50):
             begun = time.perf_counter()
@@ -155,6 +155,7 @@ def main() -> None:
     parser.add_argument("--system", default="static-split")
     parser.add_argument("--tokenizer", type=Path, help="tokenizer.json; default: the embedded one")
     parser.add_argument("--vocab-size", type=int, default=151_936)
+    parser.add_argument("--eos", type=int, default=151_645, help="end token of the tokenizer")
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--prompt", type=int, default=2048)
     parser.add_argument("--tokens", type=int, default=200)
@@ -166,7 +167,7 @@ def main() -> None:
     else:
         tokenizer = given.tokenizer.read_text()
     found = asyncio.run(measure(given, tokenizer))
-    found["masks_ms"] = mask_cost(tokenizer, given.vocab_size)
+    found["masks_ms"] = mask_cost(tokenizer, given.vocab_size, given.eos)
     for part, values in found.items():
         print(part, values)
     if given.out is not None:
