@@ -15,10 +15,11 @@ class Commands(LazyCommands):
     """The commands of `twolane`."""
 
     package = "twolane.cli"
-    modules: ClassVar[dict[str, str]] = {"bench": "bench.main"}
+    modules: ClassVar[dict[str, str]] = {"bench": "bench.main", "run-batch": "run_batch"}
     lines: ClassVar[dict[str, str]] = {
         "serve": "Serve a model over HTTP with OpenAI's API.",
         "generate": "Answer one prompt here in the terminal, without a server.",
+        "run-batch": "Answer a file of requests in OpenAI's batch format, without a server.",
         "pull": "Fetch a model into the cache, so that it can be served without a network.",
         "simulate": "Serve a workload with the real engine on simulated GPUs, on a virtual clock.",
         "doctor": "Say what this machine offers, and whether serving is possible (exit code 0).",

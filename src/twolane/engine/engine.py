@@ -17,6 +17,7 @@ from twolane.engine.liveness import lane_waits
 from twolane.engine.messages import (
     Abort,
     FinishReason,
+    ForgetPrefixes,
     Outputs,
     Ping,
     Refused,
@@ -118,6 +119,8 @@ class Engine:
             elif isinstance(message, Watch):
                 until = self.state.now() + message.seconds
                 self.state.watched_until = max(self.state.watched_until, until)
+            elif isinstance(message, ForgetPrefixes):
+                self.state.kv.forget_prefixes()
             elif isinstance(message, Ping):
                 self._pinged = True
             else:

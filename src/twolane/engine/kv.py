@@ -227,6 +227,11 @@ class KVBooks:
         """Allocations that can be made."""
         return len(self._free_slots)
 
+    def forget_prefixes(self) -> None:
+        """Free all pages that only the prefix tree holds."""
+        while self.tree.unpinned:
+            self._free_pages.append(self.tree.evict())
+
     def pages_for(self, tokens: int) -> int:
         """How many pages that many tokens need."""
         return -(-tokens // self.page_size)

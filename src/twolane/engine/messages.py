@@ -66,6 +66,10 @@ class Watch(msgspec.Struct, frozen=True, tag=True):
     seconds: float
 
 
+class ForgetPrefixes(msgspec.Struct, frozen=True, tag=True):
+    """Empty the prefix cache of what no running request uses."""
+
+
 class Ping(msgspec.Struct, frozen=True, tag=True):
     """Asks for `Outputs` with `waits`, which shows that the loop makes turns."""
 
@@ -218,7 +222,7 @@ class Fatal(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
-ToEngine = Submit | Vocabulary | Abort | Finish | Watch | Ping
+ToEngine = Submit | Vocabulary | Abort | Finish | Watch | ForgetPrefixes | Ping
 FromEngine = Progress | Ready | Outputs | Fatal
 
 encode = msgspec.msgpack.Encoder().encode

@@ -5,6 +5,7 @@ the same ones with the same words.
 """
 
 from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any, ClassVar, LiteralString, NamedTuple, TypeVar
 
 from pydantic import (
@@ -17,6 +18,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+IGNORED: ContextVar[list[str] | None] = ContextVar("ignored", default=None)
+"""Takes the names of unknown fields, which change nothing then; None: they are refused."""
 T = TypeVar("T", bound="Body")
 MOST_REPEATED = 200
 """An error repeats at most this many characters of a client's own text."""
@@ -63,6 +66,9 @@ class Body(BaseModel):
         fields = cls.model_fields
         for name, value in body.items():
             if name in fields or name in cls.inert or (cls.null_says_nothing and value is None):
+                continue
+            if name not in cls.unsupported and (ignored := IGNORED.get()) is not None:
+                ignored.append(shortened(str(name)))
                 continue
             if name not in cls.unsupported:  # pydantic would collect them all
                 raise PydanticCustomError("unknown_field", "unknown field", {"param": name})

@@ -22,6 +22,7 @@ from twolane.engine.messages import (
     Abort,
     Fatal,
     Finish,
+    ForgetPrefixes,
     FromEngine,
     Launched,
     Output,
@@ -200,6 +201,14 @@ class EngineClient:
         if self.failure is None:
             with contextlib.suppress(EngineError):  # the watch on the process reports it
                 self._send(Watch(seconds))
+
+    def forget_prefixes(self) -> None:
+        """Have the engine empty its prefix cache.
+
+        Raises:
+            EngineError: the engine is gone.
+        """
+        self._send(ForgetPrefixes())
 
     async def wait_for_gap(self) -> None:
         """Wait until work for a new request delays no token: see `DeliveryQueue`."""

@@ -14,11 +14,13 @@ from twolane.server.http.gate import MAX_BODY_BYTES, REQUEST_ID, Gate
 from twolane.server.http.handlers import add_error_handlers
 from twolane.server.http.head import Head
 from twolane.server.http.route import Route
+from twolane.server.http.unknown import UnknownFields
+from twolane.server.openai.refused import add_refused_routes
 from twolane.server.openai.response_routes import add_response_routes
 from twolane.server.openai.response_store import ResponseStore
 from twolane.server.openai.routes import add_generation_routes
 from twolane.server.ops.dashboard.page import add_dashboard_routes
-from twolane.server.ops.info import add_info_routes, add_token_routes
+from twolane.server.ops.info import add_admin_routes, add_info_routes, add_token_routes
 from twolane.server.service import Service
 
 GENERATION_PATHS = frozenset(
@@ -47,6 +49,8 @@ def create_app(
     max_body_bytes: int = MAX_BODY_BYTES,
     cors_origins: Sequence[str] = (),
     stored_response_bytes: int = STORED_BYTES,
+    ignore_unknown_fields: bool = False,
+    admin_endpoints: bool = False,
 ) -> FastAPI:
     """Return the application that serves `service`; for keys and bound see `Gate`.
 
@@ -62,6 +66,7 @@ def create_app(
     )
     app.router.route_class = Route
     app.state.judge = service.judge
+    app.state.unknown_fields = UnknownFields(ignore=ignore_unknown_fields)
     app.add_middleware(Head)
     app.add_middleware(Gate, api_keys=api_keys, max_body_bytes=max_body_bytes)
     if cors_origins:  # around the gate: a browser asks whether it may without the key
@@ -81,5 +86,8 @@ def create_app(
     add_generation_routes(app, service)
     add_response_routes(app, service, ResponseStore(stored_response_bytes))
     add_message_routes(app, service)
+    add_refused_routes(app)
+    if admin_endpoints:
+        add_admin_routes(app, service)
     add_dashboard_routes(app, service)
     return app

@@ -59,6 +59,11 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     stored_response_bytes: Annotated[int, Option(PANEL, "BYTES", least=0)] = 64 << 20
     """Number of bytes that the latest answers of /v1/responses may take in memory, for requests
     with previous_response_id; 0 stores none."""
+    unknown_fields: Annotated[Literal["refuse", "warn"], Option(PANEL)] = "refuse"
+    """refuse: a request with a field that is not known gets a 400; warn: such a field has no
+    effect, and the log names it once."""
+    admin_endpoints: Annotated[bool, Option(PANEL)] = False
+    """Whether POST /reset_prefix_cache is served, which changes what other clients get."""
     tool_call_parser: Annotated[ToolForm | None, Option(PANEL)] = None
     """Way in which the model writes tool calls; by default it is found from the chat template."""
     reasoning_parser: Annotated[Literal["auto", "none"], Option(PANEL)] = "auto"

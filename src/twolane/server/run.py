@@ -22,7 +22,7 @@ from twolane.engine.config import TRANSPORT_SECONDS, EngineConfig
 from twolane.frontend.engine_client import CLOSE_SECONDS, EngineClient
 from twolane.frontend.forms import Forms
 from twolane.frontend.progress import progress_bars
-from twolane.frontend.startup import FETCHING, start_engine
+from twolane.frontend.startup import FETCHING, Started, start_engine
 from twolane.server.announcement import announcement
 from twolane.server.app import create_app
 from twolane.server.http.connection import CROWD, Connection, ConnectionLimits, connection_class
@@ -139,25 +139,8 @@ async def run(config: EngineConfig, options: ServerOptions) -> int:
             if not starting.cancelled():
                 starting.result()
             return 0
-        engine, texts, sampling = starting.result()
-        name = options.served_model_name or config.model
-        if options.sampling_defaults == "openai":
-            sampling = {}
-        for field, value in sampling.items():
-            log.info("%s is %g where a request says nothing, as the model recommends", field, value)
-        thinks = None if options.reasoning_parser == "auto" else False
-        added = texts.codec.added_token
-        forms = Forms(texts.template_source, added, options.tool_call_parser, thinks)
-        service = Service(
-            engine,
-            texts,
-            name,
-            options.max_queue,
-            sampling,
-            forms,
-            max_queued_per_key=options.max_queued_per_key,
-            allow_priority=options.allow_priority,
-        )
+        service = service_of(starting.result(), config, options)
+        engine, name = service.engine, service.model_name
         if provider is not None:
             from twolane.server.ops.tracing import Tracing
 
@@ -170,6 +153,8 @@ async def run(config: EngineConfig, options: ServerOptions) -> int:
                 max_body_bytes=options.max_body_bytes,
                 cors_origins=options.cors_origins,
                 stored_response_bytes=options.stored_response_bytes,
+                ignore_unknown_fields=options.unknown_fields == "warn",
+                admin_endpoints=options.admin_endpoints,
             )
             garbage.leave_out()
             announce(announcement(engine.ready, config, name, address_of(listener)))
@@ -180,6 +165,29 @@ async def run(config: EngineConfig, options: ServerOptions) -> int:
                 await service.tracing.close()
             await service.close()
             await engine.close(patience=0.0 if stop.insisted.is_set() else CLOSE_SECONDS)
+
+
+def service_of(started: Started, config: EngineConfig, options: ServerOptions) -> Service:
+    """Return what serves a running engine's model."""
+    engine, texts, sampling = started
+    if options.sampling_defaults == "openai":
+        sampling = {}
+    for field, value in sampling.items():
+        log.info("%s is %g where a request says nothing, as the model recommends", field, value)
+    thinks = None if options.reasoning_parser == "auto" else False
+    added = texts.codec.added_token
+    forms = Forms(texts.template_source, added, options.tool_call_parser, thinks)
+    name = options.served_model_name or config.model
+    return Service(
+        engine,
+        texts,
+        name,
+        options.max_queue,
+        sampling,
+        forms,
+        max_queued_per_key=options.max_queued_per_key,
+        allow_priority=options.allow_priority,
+    )
 
 
 def span_provider(endpoint: str) -> "TracerProvider":

@@ -9,12 +9,15 @@ from collections.abc import Sequence
 import msgspec
 from pydantic import BaseModel
 
+from twolane.frontend.body import IGNORED
 from twolane.frontend.fence import LONG_WORK_NICENESS, Crowded, Fence, FenceError, Limits
 from twolane.server.http.errors import ApiError
 from twolane.server.http.gate import CLIENT
 
 LARGE_BODY = 1 << 16
 """Bodies of this many bytes and more are judged: smaller ones take at most some milliseconds."""
+IGNORING = " ignoring"
+"""Behind the name of a model whose unknown fields have no effect."""
 MODULE = "twolane.server.http.judging"
 LIMITS = Limits(seconds=10.0, memory=1 << 30)
 
@@ -42,7 +45,8 @@ class Judge:
         Raises:
             ApiError: 400 or 413 for such a body, 429 when too many wait, 503.
         """
-        name = f"{model.__module__}:{model.__qualname__}\n".encode()
+        unknown = "" if IGNORED.get() is None else IGNORING
+        name = f"{model.__module__}:{model.__qualname__}{unknown}\n".encode()
         try:
             said = await self._lane.run([name, *body], CLIENT.get())
         except Crowded as error:

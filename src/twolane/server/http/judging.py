@@ -7,9 +7,10 @@ import msgspec
 from pydantic import ValidationError
 
 from twolane.frontend import fenced
+from twolane.frontend.body import IGNORED
 from twolane.server.http import strict_json
 from twolane.server.http.errors import ApiError, from_validation
-from twolane.server.http.judge import Refusal
+from twolane.server.http.judge import IGNORING, Refusal
 
 MOST_PARTS = 1 << 15
 """A body has at most this many objects, lists and fields: each takes some microseconds to read."""
@@ -48,7 +49,11 @@ def check_parts(body: Any) -> None:
 def judge(asked: bytes) -> Refusal | None:
     """Return why a body, which comes after the name of its model and a line's end, is refused."""
     what, _, data = asked.partition(b"\n")
-    module, _, name = what.decode().partition(":")
+    name = what.decode()
+    if name.endswith(IGNORING):
+        name = name.removesuffix(IGNORING)
+        IGNORED.set([])
+    module, _, name = name.partition(":")
     model = getattr(importlib.import_module(module), name)
     try:
         body = strict_json.parse(data)
@@ -68,7 +73,8 @@ def refusal(error: ApiError) -> Refusal:
 
 def set_up(_: bytes) -> tuple[bytes, fenced.Handler]:
     """Import what requests are read for, so that no worker has to."""
-    importlib.import_module("twolane.server.openai.protocol")
+    for module in ("openai.protocol", "openai.response_request", "anthropic.request"):
+        importlib.import_module(f"twolane.server.{module}")
     return b"", lambda asked: msgspec.msgpack.encode(judge(asked))
 
 

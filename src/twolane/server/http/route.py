@@ -13,6 +13,7 @@ from twolane.server.http import strict_json
 from twolane.server.http.errors import ApiError
 from twolane.server.http.gone import unless_gone
 from twolane.server.http.judge import LARGE_BODY
+from twolane.server.http.unknown import UnknownFields
 
 
 class StrictJson(Request):
@@ -64,7 +65,9 @@ class Route(APIRoute):
                 model = self.body_field.field_info.annotation
                 assert isinstance(model, type) and issubclass(model, BaseModel)
                 strict.model = model
-            return await handle(strict)
+            unknown: UnknownFields = request.app.state.unknown_fields
+            with unknown.during(self.path):
+                return await handle(strict)
 
         return handler
 

@@ -197,6 +197,17 @@ class Health(Shown):
     status: Literal["ok"]
 
 
+class Load(Shown):
+    """The answer of /load."""
+
+    server_load: int
+    running: int
+    prefilling: int
+    waiting: int
+    kv_pages: int
+    kv_pages_free: int
+
+
 class Version(Shown):
     """The answer of /version."""
 

@@ -16,6 +16,7 @@ from twolane.server.openai.schemas import (
     NO_KEY,
     UNAVAILABLE,
     Health,
+    Load,
     Model,
     ModelList,
     Text,
@@ -76,6 +77,22 @@ def add_info_routes(app: FastAPI, service: Service) -> None:
         """Say which version serves."""
         return json_response({"version": twolane.__version__})
 
+    @app.get("/load", response_class=Response, responses={200: {"model": Load}})
+    @app.get("/v1/load", response_class=Response, responses={200: {"model": Load}, **NO_KEY})
+    async def load() -> Response:
+        """Say how busy the server is: `server_load` is the number of open requests."""
+        stats = service.engine.stats
+        return json_response(
+            {
+                "server_load": stats.running + stats.prefilling + stats.waiting,
+                "running": stats.running,
+                "prefilling": stats.prefilling,
+                "waiting": stats.waiting,
+                "kv_pages": stats.kv_pages,
+                "kv_pages_free": stats.kv_pages_free + stats.kv_pages_cached,
+            }
+        )
+
     @app.get("/docs", include_in_schema=False)
     async def docs() -> Response:
         """Describe the API for people."""
@@ -85,6 +102,17 @@ def add_info_routes(app: FastAPI, service: Service) -> None:
     async def metrics() -> Response:
         """Return the metrics in Prometheus' text form."""
         return Response(service.metrics.render(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+
+def add_admin_routes(app: FastAPI, service: Service) -> None:
+    """Add what changes the server's state for all clients."""
+
+    @app.post("/reset_prefix_cache", response_class=Response, responses={200: {"model": Health}})
+    async def reset_prefix_cache() -> Response:
+        """Empty the prefix cache, but for what running requests use."""
+        service.check_available()
+        service.engine.forget_prefixes()
+        return json_response({"status": "ok"})
 
 
 def add_token_routes(app: FastAPI, service: Service) -> None:

@@ -1,0 +1,48 @@
+"""`twolane run-batch`: a file of requests in OpenAI's batch format."""
+
+import asyncio
+import logging
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from twolane.cli.errors import one_line_errors
+from twolane.cli.lazy import command_app
+from twolane.cli.options import ModelArgument, takes, takes_engine_settings
+from twolane.engine.config import EngineConfig
+from twolane.server.options import ServerOptions
+
+OFFERED = (
+    *("served_model_name", "sampling_defaults", "unknown_fields"),
+    *("tool_call_parser", "reasoning_parser", "log_level"),
+)
+"""The server's options that say how requests are read and answered."""
+MANY = 1 << 30
+
+app = command_app()
+
+
+@app.command(
+    epilog="**Example:** `twolane run-batch smollm2-135m-instruct requests.jsonl answers.jsonl`"
+)
+@takes_engine_settings()
+@takes(ServerOptions, "server", only=OFFERED)
+def run_batch(
+    model: ModelArgument,
+    source: Annotated[Path, typer.Argument(metavar="INPUT", help="File of requests, a line each.")],
+    target: Annotated[Path, typer.Argument(metavar="OUTPUT", help="File that gets the answers.")],
+    config: EngineConfig,
+    server: dict[str, Any],
+    concurrency: Annotated[
+        int, typer.Option(min=1, help="Number of requests that are open at a time.")
+    ] = 256,
+) -> None:
+    """Answer a file of requests in OpenAI's batch format, without a server."""
+    from twolane.server import batch
+
+    options = ServerOptions(**server, max_queue=MANY)
+    logging.basicConfig(level=options.log_level.upper(), format="%(levelname)s %(message)s")
+    with one_line_errors():
+        done = asyncio.run(batch.run_batch(config, options, source, target, concurrency))
+    typer.echo(f"{done.completed} completed, {done.failed} failed: {target}", err=True)

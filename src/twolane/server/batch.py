@@ -1,0 +1,160 @@
+"""Batch files: requests in OpenAI's format, answered without a listening server.
+
+A line of the input is `{"custom_id", "method", "url", "body"}`, and one of the output is
+`{"id", "custom_id", "response": {"status_code", "request_id", "body"}, "error"}`. Requests pass the
+same application as those of `twolane serve`.
+"""
+
+import asyncio
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import msgspec
+from starlette.types import ASGIApp, Message
+
+from twolane.engine.config import EngineConfig
+from twolane.frontend.progress import progress_bars
+from twolane.frontend.startup import start_engine
+from twolane.server.app import GENERATION_PATHS, create_app
+from twolane.server.options import ServerOptions
+from twolane.server.run import service_of
+
+Json = dict[str, Any]
+
+
+class Asked(msgspec.Struct, frozen=True):
+    """A line of a batch file."""
+
+    custom_id: str
+    url: str
+    body: Json
+    method: str = "POST"
+
+    @property
+    def refusal(self) -> str | None:
+        """Why the line cannot be answered; None: it can."""
+        if self.method != "POST" or self.url not in GENERATION_PATHS:
+            return f"url must be one of {', '.join(sorted(GENERATION_PATHS))}, with method POST"
+        return "body.stream cannot be true in a batch" if self.body.get("stream") else None
+
+
+class Reply(NamedTuple):
+    """An application's answer."""
+
+    status: int
+    body: bytes
+
+
+class Tally(NamedTuple):
+    """How the lines of a file ended."""
+
+    completed: int
+    failed: int
+
+
+async def run_batch(
+    config: EngineConfig, options: ServerOptions, source: Path, target: Path, concurrency: int
+) -> Tally:
+    """Answer a batch file; lines of the output come in the order in which they are done.
+
+    Args:
+        config: of the engine.
+        options: of the server; what is about connections has no effect.
+        source: the requests.
+        target: gets the answers.
+        concurrency: number of requests that are open at a time.
+
+    Raises:
+        OSError: a file cannot be read or written.
+        ValueError: see `start_engine`.
+    """
+    with source.open("rb") as lines, target.open("wb") as out:
+        with progress_bars() as show:
+            started = await start_engine(config, show, options.log_level)
+        service = service_of(started, config, options)
+        try:
+            app = create_app(service, ignore_unknown_fields=options.unknown_fields == "warn")
+            return await answer_all(app, lines, out, concurrency)
+        finally:
+            await service.close()
+            await service.engine.close()
+
+
+async def answer_all(app: ASGIApp, lines: IO[bytes], out: IO[bytes], concurrency: int) -> Tally:
+    """Answer all lines, some at a time."""
+    counts = {True: 0, False: 0}
+
+    async def work(todo: Iterator[tuple[int, bytes]]) -> None:
+        for number, line in todo:
+            if not line.strip():
+                continue
+            answer = await answer_line(app, line, number)
+            counts[answer["error"] is None and answer["response"]["status_code"] == 200] += 1
+            out.write(msgspec.json.encode(answer) + b"\n")
+
+    shared = enumerate(lines, 1)
+    await asyncio.gather(*[work(shared) for _ in range(concurrency)])
+    return Tally(counts[True], counts[False])
+
+
+async def answer_line(app: ASGIApp, line: bytes, number: int) -> Json:
+    """Return the line of the output for a line of the input."""
+    answer: Json = {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": None}
+    try:
+        asked = msgspec.json.decode(line, type=Asked)
+    except msgspec.MsgspecError as error:
+        return answer | refused("invalid_line", f"line {number}: {error}")
+    answer["custom_id"] = asked.custom_id
+    if asked.refusal is not None:
+        return answer | refused("invalid_request", asked.refusal)
+    reply = await post(app, asked.url, msgspec.json.encode(asked.body))
+    response = {
+        "status_code": reply.status,
+        "request_id": answer["id"],
+        "body": msgspec.Raw(reply.body),
+    }
+    return answer | {"response": response, "error": None}
+
+
+def refused(code: str, message: str) -> Json:
+    """Return what an output line says of a line that never became a request."""
+    return {"response": None, "error": {"code": code, "message": message}}
+
+
+async def post(app: ASGIApp, path: str, body: bytes) -> Reply:
+    """Ask an application as its server would."""
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "root_path": "",
+        "headers": headers,
+        "client": None,
+        "server": None,
+        "state": {},
+    }
+    messages = [{"type": "http.request", "body": body, "more_body": False}]
+    status, parts = 500, list[bytes]()
+
+    async def receive() -> Message:
+        if not messages:
+            await asyncio.Event().wait()  # the client stays
+        return messages.pop()
+
+    async def send(message: Message) -> None:
+        nonlocal status
+        if message["type"] == "http.response.start":
+            status = message["status"]
+        else:
+            parts.append(message.get("body", b""))
+
+    await app(scope, receive, send)
+    return Reply(status, b"".join(parts))

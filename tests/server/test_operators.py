@@ -1,0 +1,107 @@
+"""What operators choose: unknown fields, the prefix cache's end, load, and what is not served."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from twolane.server.openai.refused import REFUSED
+
+from .parrot import Learnt, write_parrot
+from .serving import serving, wait_for
+
+SPAIN = [{"role": "user", "content": "What is the capital of Spain?"}]
+LEARNT = [Learnt("Spain", "Madrid.")]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return str(write_parrot(tmp_path_factory.mktemp("parrot") / "model", LEARNT))
+
+
+@pytest.fixture(scope="module")
+def server(model, tmp_path_factory):
+    log = tmp_path_factory.mktemp("log") / "log"
+    arguments = ("--kv-tokens", "20000", "--unknown-fields", "warn", "--admin-endpoints")
+    with serving(model, *arguments, stderr=log) as server:
+        server.log = log
+        yield server
+
+
+def ask(server, **fields):
+    body = {"messages": SPAIN, "temperature": 0, "max_tokens": 20, **fields}
+    return server.request("/v1/chat/completions", body)
+
+
+def test_unknown_fields_have_no_effect_and_are_told_once(server):
+    for _ in range(2):
+        status, _, answer = ask(server, keep_alive="5m", messages=[{**SPAIN[0], "nope": 1}])
+        assert status == 200
+        assert answer["choices"][0]["message"]["content"] == "Madrid."
+    log = server.log.read_text()
+    assert log.count("'keep_alive'") == log.count("'nope'") == 1
+    large = [{**SPAIN[0], "large": "x" * 70_000}, *SPAIN]
+    assert ask(server, messages=large)[0] == 200
+    status, _, answer = ask(server, suffix="x", guided_regex="a")  # known, and not served
+    assert (status, answer["error"]["param"]) == (400, "guided_regex")
+
+
+def test_the_prefix_cache_can_be_emptied(server):
+    def cached():
+        return ask(server)[2]["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    cached()
+    assert cached() > 0
+    assert server.request("/reset_prefix_cache", {})[0] == 200
+    assert cached() == 0
+    assert cached() > 0
+
+
+def test_load_says_how_busy_the_server_is(server):
+    for path in ("/load", "/v1/load"):
+        wait_for(lambda path=path: server.request(path)[2]["server_load"] == 0)
+        assert server.request(path)[2]["kv_pages_free"] == server.request(path)[2]["kv_pages"]
+
+
+@pytest.mark.parametrize("path", REFUSED)
+def test_what_is_not_served_is_refused_with_the_reason(server, path):
+    status, _, answer = server.request(path, {"input": "x"})
+    assert (status, answer["error"]["code"]) == (501, "not_served")
+    assert path in answer["error"]["message"]
+
+
+def test_by_default_nobody_empties_the_prefix_cache(tiny):
+    assert tiny.request("/reset_prefix_cache", {})[0] == 404
+
+
+def test_a_batch_file_is_answered(model, tmp_path):
+    chat = {"messages": SPAIN, "temperature": 0, "max_tokens": 20}
+    lines = [
+        {"custom_id": "chat", "url": "/v1/chat/completions", "body": chat},
+        {"custom_id": "wrong", "url": "/v1/chat/completions", "body": {**chat, "n": 0}},
+        {"custom_id": "stream", "url": "/v1/chat/completions", "body": {**chat, "stream": True}},
+        {"custom_id": "url", "url": "/v1/embeddings", "body": {}},
+        *[{"custom_id": f"{i}", "url": "/v1/responses", "body": RESPONSE} for i in range(5)],
+    ]
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    texts = [json.dumps({"method": "POST", **line}) for line in lines]
+    source.write_text("\n".join([*texts, "", "no JSON"]) + "\n")
+    command = [sys.executable, "-m", "twolane", "run-batch", model, str(source), str(target)]
+    options = ("--device", "cpu", "--kv-tokens", "20000", "--concurrency", "3")
+    run = subprocess.run([*command, *options], capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    assert "6 completed, 4 failed" in run.stderr
+    answers = {line["custom_id"]: line for line in map(json.loads, target.read_text().splitlines())}
+    assert answers.keys() == {line["custom_id"] for line in lines} | {None}
+    told = answers["chat"]["response"]
+    assert told["status_code"] == 200
+    assert told["body"]["choices"][0]["message"]["content"] == "Madrid."
+    assert answers["3"]["response"]["body"]["output"][0]["content"][0]["text"] == "Madrid."
+    assert answers["wrong"]["response"]["body"]["error"]["param"] == "n"
+    assert "stream" in answers["stream"]["error"]["message"]
+    assert answers["url"]["error"]["code"] == "invalid_request"
+    assert answers[None]["error"]["code"] == "invalid_line"
+
+
+RESPONSE = {"input": SPAIN[0]["content"], "temperature": 0}
