@@ -15,7 +15,7 @@ FAST := $(addprefix tests/,common engine estimate frontend lanes results sim sys
 # Tests start hundreds of processes: what they import is compiled once, whatever the caller prefers.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo serve check fast test unit test-all test-gpu lint package clean
+.PHONY: demo serve check fast test unit test-all test-clients test-gpu lint package clean
 
 demo: $(VENV)/.ready
 	$(BIN)/python examples/demo.py
@@ -41,6 +41,16 @@ test-all: lint
 
 test-gpu: $(VENV)/.ready-dev
 	$(BIN)/python -m pytest tests/gpu tests/kernels
+
+# Real clients in an environment of their own; Codex comes by npm.
+test-clients: $(VENV)/.ready-dev .clients/.ready
+	$(BIN)/python -m tests.clients.run .clients/bin/python .clients/node_modules/.bin/codex
+
+.clients/.ready: tests/clients/requirements.txt
+	$(PYTHON) -m venv .clients
+	.clients/bin/python -m pip install --quiet -r $<
+	npm install --silent --prefix .clients @openai/codex@0.171.0
+	touch $@
 
 lint: $(VENV)/.ready-dev
 	$(BIN)/ruff check

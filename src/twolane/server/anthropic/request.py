@@ -103,6 +103,7 @@ class CountTokensRequest(Body):
         "inference_geo": (),
         "mcp_servers": ([],),
         "speed": ("standard",),
+        "thread": (),
     }
 
     model: str | None = None

@@ -1,0 +1,82 @@
+"""`make test-clients`: real clients against a server whose model knows their answers by heart.
+
+    python -m tests.clients.run CLIENTS_PYTHON [CODEX]
+
+CLIENTS_PYTHON is the interpreter of the clients' virtual environment, CODEX the program of the
+Codex CLI, if it is there.
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from twolane.frontend.text.tokenizer import load_tokenizer
+from twolane.model.load.hub import resolve
+
+from ..server.parrot import Learnt, write_parrot
+from ..server.serving import serving
+
+CAT = '{"name": "Tom", "age": 3}'
+LOOK = """<tool_call>
+{"name": "exec_command", "arguments": {"cmd": "echo now 2`echo 1` degrees"}}
+</tool_call>"""
+"""What the command prints stands nowhere in the call: only who has run it knows."""
+LEARNT = [
+    Learnt("21 degrees", "It is 21 degrees in Rome."),
+    Learnt("weather in Rome", '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}'),
+    Learnt("Make a cat", CAT),
+    Learnt("Call a cat", '<tool_call>\n{"name": "Cat", "arguments": ' + CAT + "}\n</tool_call>"),
+    Learnt("Look it up", LOOK),
+]
+CONFIG = """model = "parrot"
+model_provider = "twolane"
+[model_providers.twolane]
+name = "twolane"
+base_url = "{base}/v1"
+wire_api = "responses"
+env_key = "TWOLANE_KEY"
+"""
+
+
+def codex_turn(codex: str, base: str, folder: Path) -> bool:
+    """Whether Codex runs the command that the model calls for and shows its final answer."""
+    (folder / "config.toml").write_text(CONFIG.format(base=base))
+    options = ("exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox")
+    environment = {**os.environ, "CODEX_HOME": str(folder), "TWOLANE_KEY": "none"}
+    run = subprocess.run(
+        [codex, *options, "-C", str(folder), "Look it up"],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=240,
+        stdin=subprocess.DEVNULL,
+        check=False,
+    )
+    works = "It is 21 degrees in Rome." in run.stdout
+    if not works:
+        print(run.stdout[-3000:], run.stderr[-3000:], sep="\n")
+    version = subprocess.run([codex, "--version"], capture_output=True, text=True, check=False)
+    print(f"{version.stdout.strip()} | whole turn | {'works' if works else 'FAILS'}", flush=True)
+    return works
+
+
+def main() -> int:
+    clients, *codex = sys.argv[1:]
+    with tempfile.TemporaryDirectory() as folder:
+        words = load_tokenizer(resolve("smollm2-135m-instruct")).backend
+        model = str(write_parrot(Path(folder) / "model", LEARNT, words=words))
+        arguments = ("--served-model-name", "parrot", "--kv-tokens", "65536")
+        with serving(model, *arguments) as server:
+            cases = str(Path(__file__).with_name("cases.py"))
+            failed = subprocess.run([clients, cases, server.base], check=False).returncode
+            for program in codex:
+                home = Path(folder) / "codex"
+                home.mkdir()
+                failed += not codex_turn(program, server.base, home)
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())
