@@ -44,12 +44,13 @@ test-gpu: $(VENV)/.ready-dev
 
 # Real clients in an environment of their own; Codex comes by npm.
 test-clients: $(VENV)/.ready-dev .clients/.ready
-	$(BIN)/python -m tests.clients.run .clients/bin/python .clients/node_modules/.bin/codex
+	$(BIN)/python -m tests.clients.run .clients
 
 .clients/.ready: tests/clients/requirements.txt
 	$(PYTHON) -m venv .clients
 	.clients/bin/python -m pip install --quiet -r $<
-	npm install --silent --prefix .clients @openai/codex@0.171.0
+	npm install --silent --prefix .clients @openai/codex@0.171.0 openai@6.49.0 zod@4.6.7 \
+	    ai@6.0.326 @ai-sdk/openai-compatible@2.0.92
 	touch $@
 
 lint: $(VENV)/.ready-dev

@@ -1,12 +1,12 @@
 """`make test-clients`: real clients against a server whose model knows their answers by heart.
 
-    python -m tests.clients.run CLIENTS_PYTHON [CODEX]
+    python -m tests.clients.run FOLDER
 
-CLIENTS_PYTHON is the interpreter of the clients' virtual environment, CODEX the program of the
-Codex CLI, if it is there.
+FOLDER is a virtual environment of the Python clients in which npm has installed the others.
 """
 
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -63,18 +63,22 @@ def codex_turn(codex: str, base: str, folder: Path) -> bool:
 
 
 def main() -> int:
-    clients, *codex = sys.argv[1:]
+    clients = Path(sys.argv[1]).absolute()
     with tempfile.TemporaryDirectory() as folder:
         words = load_tokenizer(resolve("smollm2-135m-instruct")).backend
         model = str(write_parrot(Path(folder) / "model", LEARNT, words=words))
         arguments = ("--served-model-name", "parrot", "--kv-tokens", "65536")
         with serving(model, *arguments) as server:
             cases = str(Path(__file__).with_name("cases.py"))
-            failed = subprocess.run([clients, cases, server.base], check=False).returncode
-            for program in codex:
-                home = Path(folder) / "codex"
-                home.mkdir()
-                failed += not codex_turn(program, server.base, home)
+            python = str(clients / "bin/python")
+            failed = subprocess.run([python, cases, server.base], check=False).returncode
+            # Node looks for packages beside the program.
+            shutil.copy(Path(__file__).with_name("cases.mjs"), clients)
+            program = ["node", "cases.mjs", server.base]
+            failed += subprocess.run(program, cwd=clients, check=False).returncode
+            home = Path(folder) / "codex"
+            home.mkdir()
+            failed += not codex_turn(str(clients / "node_modules/.bin/codex"), server.base, home)
     return failed
 
 
