@@ -107,7 +107,8 @@ def made_grammar(maker: Maker, field: str) -> str:
     """
     try:
         return check_grammar(maker(), field)
-    except FieldError:
+    except (FieldError, KeyboardInterrupt, SystemExit):
         raise
-    except (ValueError, RecursionError) as error:
-        raise FieldError(field, f"cannot be served: {error}"[:500]) from error
+    except BaseException as error:  # the library's own kinds, and its panics, are no `Exception`
+        said = " ".join(str(error).split()) or type(error).__name__
+        raise FieldError(field, f"cannot be served: {said}"[:500]) from error
