@@ -191,7 +191,7 @@ def test_sentencepiece_alone_is_read_or_its_package_is_named(tmp_path):
     (tmp_path / "m" / "tokenizer.model").write_bytes(
         b"\n\x0e\n\x05<unk>\x15\x00\x00\x00\x00\x18\x02"
     )
-    with pytest.raises(ValueError, match=r"sentencepiece|SentencePiece|model with"):
+    with pytest.raises(ValueError, match=r"sentencepiece|SentencePiece"):
         codec(tmp_path / "m")
 
 

@@ -94,5 +94,5 @@ def test_a_space_follows_each_special_token_if_it_is_legacy(tmp_path, legacy):
 )
 def test_what_would_be_read_wrongly_is_refused_by_name(tmp_path, options):
     trained(tmp_path / "m", LLAMA, **options)
-    with pytest.raises(ValueError, match=r"model with normalisation .*; BPE without"):
+    with pytest.raises(ValueError, match=r"of SentencePiece with normalisation .*; BPE without"):
         codec(tmp_path / "m")

@@ -120,7 +120,8 @@ def read_model(path: Path, *, legacy: bool = True) -> Tokenizer:
     pieces, how = model.pieces, model.normalizer_spec
     if kind != "BPE" or how.precompiled_charsmap:
         raise ValueError(
-            f"{path.name} is a {kind} model with normalisation {how.name or 'none'}; "
+            f"{path.name} is a {kind} model of SentencePiece with normalisation "
+            f"{how.name or 'none'}; "
             "BPE without normalisation works, and any kind as tokenizer.json"
         )
     prefix: Literal["each", "first", "none"] = "each" if legacy else "first"
