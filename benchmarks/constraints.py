@@ -81,6 +81,8 @@ async def gaps(client: EngineClient, submits: Sequence[Submit]) -> list[list[flo
 def figures(found: Sequence[Sequence[float]]) -> dict[str, float]:
     """Median and P99 of all gaps, in milliseconds."""
     together = sorted(gap for each in found for gap in each)
+    if not together:
+        raise SystemExit("the requests never decoded all at once: give more --tokens")
     p99 = together[min(len(together) - 1, int(0.99 * len(together)))]
     return {"median_ms": 1e3 * statistics.median(together), "p99_ms": 1e3 * p99}
 

@@ -115,7 +115,7 @@ def test_what_grammars_cost_is_measured(tmp_path):
     make_checkpoint("llama2", model)
     tokenizer().save(str(tmp_path / "tokenizer.json"))
     where = ("--model", model, "--load-format", "auto", "--device", "cpu", "--vocab-size", 256)
-    few = ("--rows", 4, "--prompt", 20, "--tokens", 12, "--rounds", 1)
+    few = ("--rows", 4, "--prompt", 20, "--tokens", 400, "--rounds", 1)
     name = ("--tokenizer", tmp_path / "tokenizer.json")
     run("constraints.py", *where, *few, *name, "--out", out, cwd=tmp_path)
     found = saved(out)

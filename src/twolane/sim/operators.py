@@ -29,7 +29,7 @@ class Storage(NamedTuple):
     """How wide weights and KV cache are, in bytes of an element, scales included."""
 
     weights: float = ITEM
-    """Of the layers' matrices; those of fewer than two bytes are multiplied in e4m3."""
+    """Width of the layers' matrices; those of fewer than two bytes are multiplied in e4m3."""
     kv: float = ITEM
 
 
