@@ -6,6 +6,7 @@ import ctypes
 import functools
 import os
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -79,7 +80,7 @@ def serving(arguments: Sequence[str], log: Path) -> Iterator[Server]:
         BenchError: it ended before it served.
     """
     command = [sys.executable, "-m", "twolane", "serve", *arguments, "--port", "0"]
-    with _running(command, log, subprocess.PIPE) as process:
+    with _running(command, log, piped=True) as process:
         assert process.stdout is not None
         announcement = process.stdout.readline().strip()
         if not announcement:
@@ -99,27 +100,26 @@ def serving_by(command: Sequence[str], log: Path) -> Iterator[Server]:
     Raises:
         BenchError: it ended before it served, or did not within `READY_SECONDS`.
     """
+    if shutil.which(command[0]) is None:
+        raise BenchError(f"cannot run {command[0]}: there is no such program")
     port = _free_port()
     words = [word.replace(PORT, str(port)) for word in command]
     words += [] if words != list(command) else ["--port", str(port)]
     url = f"http://127.0.0.1:{port}"
-    try:
-        with _running(words, log, subprocess.STDOUT) as process:
-            _wait_until_ready(url, process, log)
-            about = f"{Path(command[0]).name} {_version(url)}".strip()
-            yield Server(process, f"{about} | {url} | {shlex.join(without_secrets(command))}", log)
-    except FileNotFoundError as error:
-        raise BenchError(f"cannot run {command[0]}: {error.strerror}") from error
+    with _running(words, log, piped=False) as process:
+        _wait_until_ready(url, process, log)
+        about = f"{Path(command[0]).name} {_version(url)}".strip()
+        yield Server(process, f"{about} | {url} | {shlex.join(without_secrets(command))}", log)
 
 
 def _wait_until_ready(url: str, process: subprocess.Popen[str], log: Path) -> None:
-    """Wait until the server lists its models."""
+    """Wait until the server answers for its models, if only that it wants a key."""
     latest = time.monotonic() + READY_SECONDS
     while time.monotonic() < latest:
         if process.poll() is not None:
             raise _dead(process, log)
         status, _ = _answer(f"{url}/v1/models")
-        if status == HTTPStatus.OK:
+        if 0 < status < HTTPStatus.INTERNAL_SERVER_ERROR:
             return
         time.sleep(POLL_SECONDS)
     raise BenchError(f"the server does not answer after {READY_SECONDS:.0f} s; see {log}")
@@ -151,14 +151,14 @@ def _free_port() -> int:
 
 
 @contextlib.contextmanager
-def _running(command: Sequence[str], log: Path, output: int) -> Iterator[subprocess.Popen[str]]:
-    """Run a server while the block lasts, its standard error in the log."""
+def _running(command: Sequence[str], log: Path, *, piped: bool) -> Iterator[subprocess.Popen[str]]:
+    """Run a server while the block lasts, its output in the log, but what is piped to here."""
     with (
         _divided_cpus() as cpus,
         log.open("wb") as errors,
         subprocess.Popen(
             command,
-            stdout=errors if output == subprocess.STDOUT else output,
+            stdout=subprocess.PIPE if piped else errors,
             stderr=errors,
             text=True,
             start_new_session=True,  # Ctrl-C is for us: the server is stopped when we have stopped
