@@ -1,6 +1,7 @@
 """SmolLM2's perplexity on a fixed text with weights in FP8: what the rounding costs."""
 
 import math
+import statistics
 from pathlib import Path
 
 import pytest
@@ -35,12 +36,22 @@ def round_products(model: nn.Module) -> None:
             module.register_forward_pre_hook(lambda _, inputs: rounded(inputs[0]))
 
 
+DRAWS = 4
+"""Embeddings that differ by one part in a million: each rounds activations another way."""
+
+
+def nudged(weight: Tensor, seed: int) -> Tensor:
+    """The embedding of a draw; the first is the model's own."""
+    noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(seed))
+    return weight * (1 + 1e-6 * noise * (seed > 0))
+
+
 @pytest.mark.full
 def test_fp8_costs_what_its_rounding_costs() -> None:
-    """The same rounding in `transformers`, in float32, costs the same to 1 %.
+    """The same rounding in `transformers`, in float32, costs the same on average.
 
     A last bit that differs rounds some activation the other way, and after some layers most of
-    them: what is compared are two draws of the same noise, on a short text.
+    them: single runs, of either, spread by 1.3 %, so means of several are compared.
     """
     path = pull(DEFAULT_MODEL, lambda *_: None)
     source = resolve(DEFAULT_MODEL)
@@ -48,15 +59,21 @@ def test_fp8_costs_what_its_rounding_costs() -> None:
         load_tokenizer(resolve(str(path))).backend.encode(TEXT.read_text()).ids[:TOKENS]
     )
     assert len(tokens) == TOKENS
-    ours, plain = (
-        perplexity(in_chunks(load_decoder(source, quantization=q), tokens, [TOKENS]), tokens)
-        for q in ("fp8", None)
-    )
+    plain = perplexity(in_chunks(load_decoder(source), tokens, [TOKENS]), tokens)
+    decoder = load_decoder(source, quantization="fp8")
     model = AutoModelForCausalLM.from_pretrained(
         path.parent, gguf_file=path.name, dtype=torch.float32
     ).eval()
     round_products(model)
-    emulated = perplexity(model(tokens[None]).logits[0], tokens)
-    print(f"perplexity: float32 {plain:.4f}, fp8 {ours:.4f}, emulated {emulated:.4f}")
-    assert abs(ours / emulated - 1) < 0.01
-    assert 0 < ours / plain - 1 < 0.05
+    ours, emulated = [], []
+    embedding, there = decoder.weights.embedding, model.model.embed_tokens.weight
+    own, its = embedding.clone(), there.clone()
+    for seed in range(DRAWS):
+        embedding.copy_(nudged(own, seed))
+        there.copy_(nudged(its, seed))
+        ours.append(perplexity(in_chunks(decoder, tokens, [TOKENS]), tokens))
+        emulated.append(perplexity(model(tokens[None]).logits[0], tokens))
+    mean, other = statistics.mean(ours), statistics.mean(emulated)
+    print(f"perplexity: float32 {plain:.4f}, fp8 {ours}, emulated {emulated}")
+    assert abs(mean / other - 1) < 0.006
+    assert 0 < mean / plain - 1 < 0.05
