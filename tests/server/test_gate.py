@@ -150,3 +150,13 @@ def test_bodies_that_are_no_json_are_refused(guarded, headers):
         guarded, "POST", "/v1/completions", json.dumps(ASK), {**bearer(KEYS[0]), **headers}
     )
     assert (status, json.loads(data)["error"]["code"]) == (415, "unsupported_media_type")
+
+
+def test_the_docs_need_a_key_and_no_third_party(guarded):
+    assert ask(guarded, "GET", "/docs")[0] == 401
+    assert ask(guarded, "GET", "/openapi.json")[0] == 401
+    status, headers, page = ask(guarded, "GET", "/docs", headers=bearer(KEYS[0]))
+    assert status == 200
+    assert "default-src 'none'" in headers["Content-Security-Policy"]
+    assert b"<script src=" not in page
+    assert b"cdn." not in page
