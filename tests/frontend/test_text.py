@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 from twolane.engine.messages import Output
-from twolane.frontend.generation import AnswerReader, TextOptions
+from twolane.frontend.generation import OutputReader, TextOptions
 from twolane.frontend.text.codec import TextCodec, TextError, WindowDetokenizer
 from twolane.frontend.text.tokenizer import ModelTokenizer
 from twolane.sampling import SamplingParams
@@ -82,7 +82,7 @@ def test_the_space_behind_a_prompt_is_shown(sentencepiece):
     assert pieces(WindowDetokenizer(sentencepiece, [257] * 99), [260, 260]) == [" ", " ", ""]
     assert pieces(WindowDetokenizer(sentencepiece), [258, 259]) == ["cat", "s", ""]
     codec = TextCodec(ModelTokenizer(sentencepiece, None, {}))
-    reader = AnswerReader(0, codec, [257], SamplingParams(), TextOptions(), ())
+    reader = OutputReader(0, codec, [257], SamplingParams(), TextOptions(), ())
     assert reader.read(Output("id", [258, 259])).text == " cats"
 
 

@@ -101,7 +101,7 @@ class Unobserved:
 UNOBSERVED = Unobserved()
 
 
-class AnswerReader:
+class OutputReader:
     """Turns the engine's news of one answer into text, and finds its stop strings.
 
     Args:
@@ -212,7 +212,7 @@ class Generation:
         self._taker: Taker | None = None
         self._awaited = False
         """Somebody iterates, and has had all that was in the queue."""
-        self._readers: list[AnswerReader] = []
+        self._readers: list[OutputReader] = []
         base = uuid.uuid4().hex
         eos = engine.ready.eos_token_ids
         # Those that only the tokenizer's files declare; the engine does not read them.
@@ -225,7 +225,7 @@ class Generation:
                 chosen = of_answer(params[prompt], place)
                 tokens = prompts[prompt]
                 self._readers.append(
-                    AnswerReader(index, codec, tokens, chosen, text, [*eos, *more])
+                    OutputReader(index, codec, tokens, chosen, text, [*eos, *more])
                 )
                 submit = Submit(
                     id, tokens, ended_by(chosen, more), priority, slo, leader, cache_salt
@@ -308,7 +308,7 @@ class Generation:
         self._awaited = False
         self._events.put_nowait(told)
 
-    def _read(self, reader: AnswerReader, index: int, output: Output, now: float) -> Delta:
+    def _read(self, reader: OutputReader, index: int, output: Output, now: float) -> Delta:
         delta = reader.read(output)
         if delta.tokens:
             self._observer.tokens(index, len(delta.tokens), now, output.cached)

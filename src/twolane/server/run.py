@@ -128,16 +128,7 @@ async def run(config: EngineConfig, options: ServerOptions) -> int:
             )
             await first_of(starting, stop.asked.wait())
         if not starting.done() or starting.exception() is not None:
-            given_up = starting.cancel()
-            await asyncio.wait({starting})
-            if not starting.cancelled() and starting.exception() is None:
-                await starting.result().texts.close()
-                await starting.result().engine.close(patience=0.0)
-            if given_up and any(each.name == FETCHING for each in threading.enumerate()):
-                os._exit(0)  # threads of the hub's library go on until all is downloaded
-            await end(server, serving)
-            if not starting.cancelled():
-                starting.result()
+            await give_up(starting, server, serving)
             return 0
         service = service_of(starting.result(), config, options)
         engine, name = service.engine, service.model_name
@@ -165,6 +156,26 @@ async def run(config: EngineConfig, options: ServerOptions) -> int:
                 await service.tracing.close()
             await service.close()
             await engine.close(patience=0.0 if stop.insisted.is_set() else CLOSE_SECONDS)
+
+
+async def give_up(
+    starting: asyncio.Task[Started], server: UvicornServer, serving: asyncio.Task[None]
+) -> None:
+    """End a start that failed or is no longer wanted.
+
+    Raises:
+        Exception: what `start_engine` raised.
+    """
+    given_up = starting.cancel()
+    await asyncio.wait({starting})
+    if not starting.cancelled() and starting.exception() is None:
+        await starting.result().texts.close()
+        await starting.result().engine.close(patience=0.0)
+    if given_up and any(each.name == FETCHING for each in threading.enumerate()):
+        os._exit(0)  # threads of the hub's library go on until all is downloaded
+    await end(server, serving)
+    if not starting.cancelled():
+        starting.result()
 
 
 def service_of(started: Started, config: EngineConfig, options: ServerOptions) -> Service:

@@ -66,7 +66,7 @@ class Loaded(msgspec.Struct, frozen=True):
     """What is told of a checkpoint's programs once they are set up."""
 
     file: bytes
-    """Of the tokenizer, a `TokenizerFile` as JSON."""
+    """The tokenizer, a `TokenizerFile` as JSON."""
     template: str | None
     """The program of the chat template for tools; None: there is none that works."""
     has_chat: bool
