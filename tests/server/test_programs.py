@@ -1,0 +1,71 @@
+"""Servers of checkpoints whose own programs have no end or panic."""
+
+import json
+import signal
+import threading
+import time
+from contextlib import suppress
+
+import pytest
+from tokenizers import Regex, Tokenizer, pre_tokenizers
+
+from .serving import alive, children, serving, wait_for, write_tiny_model
+
+ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+HELLO = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1}
+ARGUMENTS = ("--load-format", "dummy", "--kv-tokens", "70000")
+
+
+def model(path, tokenizer, template, **changes):
+    """Write a tiny model with a tokenizer, some parts of which are changed, and a template."""
+    write_tiny_model(path, vocab_size=49152)
+    backend = Tokenizer.from_str(tokenizer.backend.to_str())
+    for name, part in changes.items():
+        setattr(backend, name, part)
+    backend.save(str(path / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template}
+    (path / "tokenizer_config.json").write_text(json.dumps(config))
+    return str(path)
+
+
+def test_a_template_without_an_end_holds_nobody_up_but_its_caller(tmp_path, tokenizer):
+    path = model(tmp_path / "endless", tokenizer, ENDLESS + "{{ messages[0].content }}")
+    with serving(path, *ARGUMENTS) as served:
+        began = time.monotonic()
+        status, _, body = served.request("/v1/chat/completions", HELLO)
+        assert (status, body["error"]["type"]) == (400, "invalid_request_error")
+        assert "did not end within 5 s" in body["error"]["message"]
+        assert time.monotonic() - began < 20
+        assert served.request("/v1/completions", {"prompt": "Hello", "max_tokens": 1})[0] == 200
+        # While it is at it again, signals are obeyed.
+        asking = threading.Thread(target=ask_and_be_left, args=[served])
+        asking.start()
+        time.sleep(1.0)
+        started = children(served.process.pid)
+        for _ in range(2):
+            served.process.send_signal(signal.SIGTERM)
+        served.process.wait(5)
+        asking.join()
+        wait_for(lambda: not any(map(alive, started)))
+
+
+def ask_and_be_left(served):
+    with suppress(OSError):  # the server has stopped
+        served.request("/v1/chat/completions", HELLO)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])
+def test_a_panic_of_the_tokenizers_library_is_an_error_in_openais_form(panicking, path):
+    status, _, body = panicking.request(path, {"prompt": "a" * 60 + "b"})
+    assert (status, body["error"]["param"]) == (400, "prompt")
+    assert "tokenizer" in body["error"]["message"]
+    assert panicking.request(path, {"prompt": "b"})[0] == 200
+
+
+@pytest.fixture(scope="module")
+def panicking(tmp_path_factory, tokenizer):
+    splitting = pre_tokenizers.Split(Regex("(a+)+$"), "isolated")
+    parts = pre_tokenizers.Sequence([splitting, tokenizer.backend.pre_tokenizer])
+    path = tmp_path_factory.mktemp("panicking") / "model"
+    with serving(model(path, tokenizer, "", pre_tokenizer=parts), *ARGUMENTS) as served:
+        yield served
