@@ -116,7 +116,7 @@ def test_what_grammars_cost_is_measured(tmp_path):
     tokenizer().save(str(tmp_path / "tokenizer.json"))
     where = ("--model", model, "--load-format", "auto", "--device", "cpu", "--vocab-size", 256)
     few = ("--rows", 4, "--prompt", 20, "--tokens", 400, "--rounds", 1)
-    name = ("--tokenizer", tmp_path / "tokenizer.json")
+    name = ("--tokenizer", tmp_path / "tokenizer.json", "--eos", 2)
     run("constraints.py", *where, *few, *name, "--out", out, cwd=tmp_path)
     found = saved(out)
     assert found["over none"]["none: free"] == 1.0

@@ -180,6 +180,7 @@ def test_wrong_options_are_refused_by_name(args, words):
 ASKED = {
     "serve": [MODEL],
     "generate": [MODEL, "x"],
+    "run-batch": [MODEL, "asked.jsonl", "answers.jsonl"],
     "profile": [MODEL],
     "simulate": ["llama-3.1-8b"],
     "bench serve": ["--base-url", "http://127.0.0.1:1"],

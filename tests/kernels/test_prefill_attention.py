@@ -293,8 +293,8 @@ def test_fa3_is_replayed_with_batch_after_batch(device, monkeypatch):
     most = 256
     first = PrefillBatch.build([(0, 1)], [[0]], *shape)
     replayed = fa3.Replayed(first, 10, most)
-    block = Block([3, *replayed.sizes, 40], torch.device(device))
-    replayed.read(block.memory, block.lists[1:-1], block.lists[-1])
+    block = Block([3, *replayed.sizes, 40, 1], torch.device(device))
+    replayed.read(block.memory, block.lists[1:-2], *block.lists[-2:])
     batches = [
         ([(600, 100), (800, 150)], 5, True),
         ([(0, 30), (64, 1)], 0, False),
@@ -313,7 +313,8 @@ def test_fa3_is_replayed_with_batch_after_batch(device, monkeypatch):
         out = torch.full_like(padded, -1.0)
         parts = replayed.parts(batch.segments)
         assert parts is not None and parts[1] is splits
-        block.send([np.array([7]), *parts[0], batch.pages.numpy()])
+        pages = batch.pages.numpy()
+        block.send([np.array([7]), *parts[0], pages, np.array([len(pages)])])
         replayed.run(splits, padded, pool, out)
         expected = reference(segments, q, pool, tables, None)
         torch.testing.assert_close(out[decoding:rows], expected, atol=2e-6, rtol=2e-6)

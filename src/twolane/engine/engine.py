@@ -13,7 +13,6 @@ from twolane.common.vocabulary import LANES, LaneName
 from twolane.engine.constraints import Constraint, GrammarError, Grammars
 from twolane.engine.kv import KVBooks, Lookup
 from twolane.engine.launch import carry_out, joining
-from twolane.engine.liveness import lane_waits
 from twolane.engine.messages import (
     Abort,
     FinishReason,
@@ -27,6 +26,7 @@ from twolane.engine.messages import (
     Vocabulary,
     Watch,
 )
+from twolane.engine.overlap import lane_waits
 from twolane.engine.pacing import Pacer
 from twolane.engine.reap import learn, reap, update_masks
 from twolane.engine.request import Request

@@ -1,5 +1,6 @@
 """From the deltas of a generation to the HTTP answer: whole, or as a stream of events."""
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -16,6 +17,9 @@ from twolane.server.http.handlers import from_engine
 from twolane.server.http.route import json_response
 
 T = TypeVar("T")
+MOST_SCORED = 200
+"""Tokens with log-probabilities up to which an answer is written on the event loop, in a few
+milliseconds; longer ones are written in a thread, so that streams go on meanwhile."""
 
 
 class Answering(Protocol):
@@ -71,7 +75,9 @@ async def respond(
     deltas = aiter(generation)
     if not streams:
         with generation:
-            await unless_gone(request, collect(deltas, answer))
+            scored = await unless_gone(request, collect(deltas, answer))
+        if scored > MOST_SCORED:
+            return await asyncio.to_thread(lambda: json_response(answer.whole()))
         return json_response(answer.whole())
     try:
         first = await unless_gone(request, anext(deltas))
@@ -83,10 +89,13 @@ async def respond(
     return EventStream(events, generation)
 
 
-async def collect(deltas: AsyncIterator[Delta], answer: Answering) -> None:
-    """Read an answer to its end."""
+async def collect(deltas: AsyncIterator[Delta], answer: Answering) -> int:
+    """Read an answer to its end; return how many of its tokens have log-probabilities."""
+    scored = 0
     async for delta in deltas:
         answer.add(delta)
+        scored += len(delta.logprobs or ()) + len(delta.prompt_logprobs or ())
+    return scored
 
 
 async def stream(

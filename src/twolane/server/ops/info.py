@@ -29,8 +29,13 @@ from twolane.server.service import Service
 
 def add_info_routes(app: FastAPI, service: Service) -> None:
     """Add what tells about the server."""
+    _add_model_routes(app, service)
+    _add_probes(app, service)
+    _add_state_routes(app, service)
 
-    probe: dict[int | str, dict[str, Any]] = {200: {"model": Health}, **UNAVAILABLE}
+
+def _add_model_routes(app: FastAPI, service: Service) -> None:
+    """Add what tells about the served model."""
 
     def model_card() -> dict[str, Any]:
         return {
@@ -58,6 +63,12 @@ def add_info_routes(app: FastAPI, service: Service) -> None:
         service.check_model(model)
         return json_response(model_card())
 
+
+def _add_probes(app: FastAPI, service: Service) -> None:
+    """Add what tells whether the server is ready and whether it lives."""
+
+    probe: dict[int | str, dict[str, Any]] = {200: {"model": Health}, **UNAVAILABLE}
+
     @app.get("/ping", response_class=Response, responses=probe)
     @app.get("/health/ready", response_class=Response, responses=probe)
     @app.get("/health", response_class=Response, responses=probe)
@@ -71,6 +82,10 @@ def add_info_routes(app: FastAPI, service: Service) -> None:
     async def live() -> Response:
         """Say that the server answers at all."""
         return json_response({"status": "ok"})
+
+
+def _add_state_routes(app: FastAPI, service: Service) -> None:
+    """Add what tells what serves, how busy it is, and how it is asked."""
 
     @app.get("/version", response_class=Response, responses={200: {"model": Version}})
     async def version() -> Response:
