@@ -148,7 +148,7 @@ def test_faults_are_noticed(faulty: type[Runner], models: Models) -> None:
         return sum(judge.forgiven(request.prompt, output) for request, output in outputs)
 
     assert forgiven(OneThread) <= 1
-    with pytest.raises(AssertionError, match="the reference has|NaN or infinite"):
+    with pytest.raises(AssertionError, match=r"the reference has|NaN or infinite"):
         forgiven(faulty)
 
 
