@@ -102,18 +102,3 @@ def test_a_conversation_is_bounded_as_a_whole(textual):
 def test_a_long_text_for_tokenize_is_refused(textual):
     status, _, answer = textual.request("/tokenize", {"prompt": "a b" * (5 * MIB)})
     assert (status, answer["error"]["param"]) == (400, "prompt")
-
-
-def test_an_answer_with_many_log_probabilities_is_written_beside_streams(tiny):
-    """Written on the event loop, these 268,800 entries held a stream up for a third of the time."""
-    stream = Watcher(tiny.base, "stream")
-    time.sleep(2.0)
-    prompts = [[5 + i, *[7] * 199] for i in range(64)]
-    body = {"prompt": prompts, "max_tokens": 1, "prompt_logprobs": 20}
-    begin = time.monotonic()
-    status, _, answer = tiny.request("/v1/completions", body)
-    end = time.monotonic()
-    gaps = stream.close()
-    assert (status, len(answer["choices"])) == (200, 64)
-    assert len(answer["choices"][3]["prompt_logprobs"]) == 200
-    assert longest(gaps, begin, end) < max(0.15 * (end - begin), 3 * longest(gaps, 0, begin))

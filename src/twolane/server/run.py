@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Awaitable, Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,6 @@ from twolane.frontend.forms import Forms
 from twolane.frontend.progress import progress_bars
 from twolane.frontend.startup import FETCHING, Started, start_engine
 from twolane.server.announcement import announcement
-from twolane.server.app import create_app
 from twolane.server.http.connection import CROWD, Connection, ConnectionLimits, connection_class
 from twolane.server.http.entry import Entry
 from twolane.server.options import ServerOptions
@@ -126,7 +126,9 @@ async def run(config: EngineConfig, options: ServerOptions) -> int:
                     watchdog=options.watchdog,
                 )
             )
-            await first_of(starting, stop.asked.wait())
+            # Its libraries take half a second, in which the engine loads the model.
+            app = asyncio.to_thread(import_module, "twolane.server.app")
+            await asyncio.gather(first_of(starting, stop.asked.wait()), app)
         if not starting.done() or starting.exception() is not None:
             await give_up(starting, server, serving)
             return 0
@@ -138,6 +140,8 @@ async def run(config: EngineConfig, options: ServerOptions) -> int:
             service.tracing = Tracing(provider, engine, name)
         ticking = asyncio.create_task(service.dashboard.keep())
         try:
+            from twolane.server.app import create_app
+
             entry.app = create_app(
                 service,
                 api_keys=options.api_keys,

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fastapi import HTTPException
+from starlette.exceptions import HTTPException
 
 from twolane.frontend.body import NO_OBJECT, first_finding
 

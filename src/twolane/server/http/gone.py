@@ -5,7 +5,7 @@ from collections.abc import Awaitable
 from contextlib import suppress
 from typing import TypeVar
 
-from fastapi import Request
+from starlette.requests import Request
 
 T = TypeVar("T")
 
