@@ -9,12 +9,16 @@ from fastapi import Request, Response
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from twolane.frontend.forms import AnswerForm
 from twolane.frontend.generation import Delta, Generation, GenerationFailed, GenerationRefused
+from twolane.server.http.calls import Call
 from twolane.server.http.connection import CONNECTION, Connection
 from twolane.server.http.errors import error_body
 from twolane.server.http.gone import unless_gone
 from twolane.server.http.handlers import from_engine
 from twolane.server.http.route import json_response
+from twolane.server.openai.protocol import ChatRequest
+from twolane.server.service import Service
 
 T = TypeVar("T")
 MOST_SCORED = 200
@@ -63,6 +67,20 @@ class EventStream(StreamingResponse):
         """Send the events."""
         with self._generation:
             await super().__call__(scope, receive, send)
+
+
+async def begin_chat(
+    request: Request, service: Service, chat: ChatRequest, call: Call
+) -> tuple[list[int], AnswerForm, Generation]:
+    """Hand a conversation to the engine; return its prompt's tokens and the form of its answer.
+
+    Raises:
+        ClientGone: the client left meanwhile.
+        ApiError: the conversation cannot be served.
+    """
+    tokens = (await unless_gone(request, service.chat_prompt(chat))).tokens
+    form = await unless_gone(request, service.answer_form(chat, tokens))
+    return tokens, form, service.generate(chat, [tokens], call, form)
 
 
 async def respond(

@@ -8,10 +8,9 @@ from twolane.server.anthropic.answers import MessageAnswer
 from twolane.server.anthropic.request import CountTokensRequest, MessagesRequest, renamed
 from twolane.server.http.bounds import BoundedCall
 from twolane.server.http.errors import ApiError
-from twolane.server.http.gone import unless_gone
 from twolane.server.http.route import json_response
 from twolane.server.openai.schemas import ERRORS, NO_KEY, QUEUE_FULL, STREAM
-from twolane.server.respond import respond
+from twolane.server.respond import begin_chat, respond
 from twolane.server.service import Service
 
 OBJECT: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
@@ -36,9 +35,7 @@ def add_message_routes(app: FastAPI, service: Service) -> None:
         service.check_model(body.model)
         chat = body.as_chat(has_variable)
         try:
-            tokens = (await unless_gone(request, service.chat_prompt(chat))).tokens
-            form = await unless_gone(request, service.answer_form(chat, tokens))
-            generation = service.generate(chat, [tokens], call, form)
+            tokens, form, generation = await begin_chat(request, service, chat, call)
         except ApiError as error:
             raise renamed(error) from error
         reader = form.reader and form.reader()

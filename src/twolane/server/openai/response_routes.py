@@ -7,7 +7,6 @@ from fastapi import FastAPI, Request, Response
 
 from twolane.server.http.bounds import BoundedCall
 from twolane.server.http.errors import ApiError
-from twolane.server.http.gone import unless_gone
 from twolane.server.http.route import json_response
 from twolane.server.openai.response_events import ResponseAnswer
 from twolane.server.openai.response_items import Turn
@@ -15,7 +14,7 @@ from twolane.server.openai.response_request import ResponsesRequest, renamed
 from twolane.server.openai.response_store import Json, ResponseStore
 from twolane.server.openai.response_tools import called_tools
 from twolane.server.openai.schemas import ERRORS, NO_KEY, QUEUE_FULL, STREAM
-from twolane.server.respond import respond
+from twolane.server.respond import begin_chat, respond
 from twolane.server.service import Service
 
 OBJECT: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
@@ -46,9 +45,7 @@ def add_response_routes(app: FastAPI, service: Service, store: ResponseStore) ->
         history = earlier(store, body.previous_response_id)
         chat = body.as_chat(history)
         try:
-            tokens = (await unless_gone(request, service.chat_prompt(chat))).tokens
-            form = await unless_gone(request, service.answer_form(chat, tokens))
-            generation = service.generate(chat, [tokens], call, form)
+            tokens, form, generation = await begin_chat(request, service, chat, call)
         except ApiError as error:
             raise renamed(error) from error
         answer = ResponseAnswer(
