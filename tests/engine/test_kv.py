@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from twolane.common.page_hash import page_hashes
 from twolane.engine.kv import Allocation, KVBooks
 from twolane.lanes.base import Ticket
 
@@ -221,3 +222,13 @@ def test_another_salt_shares_nothing() -> None:
         kv.give_up(held)
         assert kv.lookup(tokens, salt=salt).reused == 12
     assert kv.free_pages + kv.reclaimable_pages == 16
+
+
+def test_a_node_has_the_hash_of_its_path() -> None:
+    kv = books()
+    tokens = list(range(14))
+    for salt in (b"", b"tenant"):
+        allocation = kv.allocate(tokens, salt=salt)
+        assert allocation is not None
+        kv.share(allocation, tokens, 14)
+        assert [node.hash for node in allocation.path] == list(page_hashes(tokens, PAGE, salt))

@@ -6,11 +6,11 @@ path of tree nodes that its tokens begin with; a node that nobody pins is reclai
 """
 
 import heapq
-from array import array
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from twolane.common.page_hash import ROOT_HASH, page_hash, page_key
 from twolane.lanes.base import Ticket
 
 SPARE = 1000
@@ -20,11 +20,12 @@ SPARE = 1000
 class Node:
     """One full page in the radix tree; its path from the root spells the tokens before it."""
 
-    __slots__ = ("children", "key", "last_used", "page", "parent", "pins")
+    __slots__ = ("children", "hash", "key", "last_used", "page", "parent", "pins")
 
     def __init__(self, parent: "Node | None", key: bytes, page: int) -> None:
         self.parent = parent
         self.key = key
+        self.hash: int = ROOT_HASH if parent is None else page_hash(parent.hash, key)
         self.page = page
         self.children: dict[bytes, Node] = {}
         self.pins = 0
@@ -52,9 +53,7 @@ class PrefixTree:
     def key(self, tokens: Sequence[int], page: int, salt: bytes) -> bytes:
         """A full page of a sequence, as the key of a child; sequences of another salt share no
         first page, and so none at all."""
-        size = self._page_size
-        key = array("q", tokens[page * size : (page + 1) * size]).tobytes()
-        return key if page else salt + key
+        return page_key(tokens, page, self._page_size, salt)
 
     def match(
         self, tokens: Sequence[int], pages: int, known: Sequence[Node] = (), salt: bytes = b""

@@ -1,11 +1,11 @@
 """A request, a prefill batch and a launch in flight, as the engine keeps them."""
 
-import hashlib
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
+from twolane.common.page_hash import salt_bytes
 from twolane.common.vocabulary import LaneName
 from twolane.engine.constraints import Constraint
 from twolane.engine.kv import Allocation, Lookup
@@ -170,13 +170,8 @@ class Request:
             sampling=sampling,
             stops=frozenset((*eos, *params.stop_token_ids)),
             lookup=lookup,
-            salt=_digest(submit.cache_salt),
+            salt=salt_bytes(submit.cache_salt),
         )
-
-
-def _digest(salt: str | None) -> bytes:
-    """A salt of whatever length, for the keys of pages."""
-    return b"" if salt is None else hashlib.sha256(salt.encode()).digest()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,0 +1,49 @@
+"""Names of full KV pages that do not depend on the server: a page's hash covers every token before
+it.
+
+The prefix tree, the KV events and whoever chooses a replica by prefix use the same hashes, so that
+the pages of a prompt can be looked up in what a server publishes.
+"""
+
+import hashlib
+import sys
+from array import array
+from collections.abc import Iterator, Sequence
+
+ROOT_HASH = 0
+"""The hash from which the first page of every sequence is hashed."""
+HASH_BYTES = 8
+"""A page's hash has this number of bytes, so that it fits an unsigned 64-bit integer."""
+
+
+def page_key(tokens: Sequence[int], page: int, page_size: int, salt: bytes = b"") -> bytes:
+    """Return a full page of a sequence as bytes: its tokens as 64-bit little-endian integers.
+
+    The first page begins with the salt, so that sequences of different salts share no page.
+    """
+    key = array("q", tokens[page * page_size : (page + 1) * page_size])
+    if sys.byteorder == "big":
+        key.byteswap()
+    return key.tobytes() if page else salt + key.tobytes()
+
+
+def page_hash(parent: int, key: bytes) -> int:
+    """Return the hash of a page from the hash of the page before it and its own `page_key`.
+
+    It is the first 64 bits of BLAKE2b over both, as an unsigned little-endian integer.
+    """
+    digest = hashlib.blake2b(parent.to_bytes(HASH_BYTES, "little") + key, digest_size=HASH_BYTES)
+    return int.from_bytes(digest.digest(), "little")
+
+
+def page_hashes(tokens: Sequence[int], page_size: int, salt: bytes = b"") -> Iterator[int]:
+    """Yield the hashes of all full pages of a sequence, in the order of its tokens."""
+    hashed = ROOT_HASH
+    for page in range(len(tokens) // page_size):
+        hashed = page_hash(hashed, page_key(tokens, page, page_size, salt))
+        yield hashed
+
+
+def salt_bytes(cache_salt: str | None) -> bytes:
+    """Return what the first page's key begins with for a request's `cache_salt`, if it has one."""
+    return b"" if cache_salt is None else hashlib.sha256(cache_salt.encode()).digest()
