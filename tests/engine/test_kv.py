@@ -190,6 +190,9 @@ def test_cost_is_what_allocation_takes(seed: int, pages: int) -> None:
             kv.give_up(held.pop(rng.randrange(len(held)))[0])
             allocation = held[0][0] if held else None
         kv.check()
+        if rng.random() < 0.05:
+            kv.forget_prefixes()
+            assert kv.lookup(waiting).reused == 0
         seen = kv.lookup(waiting, before=seen)
         assert seen == kv.lookup(waiting)
 
@@ -232,3 +235,29 @@ def test_a_node_has_the_hash_of_its_path() -> None:
         assert allocation is not None
         kv.share(allocation, tokens, 14)
         assert [node.hash for node in allocation.path] == list(page_hashes(tokens, PAGE, salt))
+
+
+def test_nothing_that_was_forgotten_is_found_again() -> None:
+    """Also while a launch holds its pages; what is computed later is shared as ever."""
+    kv, tokens = books(), list(range(13))
+    held = allocate(kv, tokens)
+    kv.share(held, tokens, 9)
+    kv.launched([held], Ticket("decode", 1))
+    kv.give_up(held)
+    seen = kv.lookup(tokens)
+    assert seen.reused == 8
+    kv.forget_prefixes()
+    assert kv.lookup(tokens, before=seen).reused == 0
+    running = allocate(kv, tokens)
+    kv.share(held, tokens, 13)  # it goes on below what was forgotten
+    assert kv.lookup(tokens).reused == 0
+    kv.landed([held])
+    kv.check()
+    kv.share(running, tokens, 13)
+    kv.give_up(running)
+    assert kv.lookup(tokens).reused == 12
+    assert kv.reclaimable_pages == 6
+    assert allocate(kv, list(range(50, 90))).pages  # ten pages are free: none is reclaimed
+    assert allocate(kv, list(range(90, 98))).pages  # what was forgotten is reclaimed first
+    assert kv.lookup(tokens).reused == 12
+    kv.check()

@@ -41,6 +41,8 @@ class PrefixTree:
     def __init__(self, page_size: int) -> None:
         self._page_size = page_size
         self._root = Node(None, b"", -1)
+        self._former_roots: list[Node] = []
+        """Roots of what was forgotten while it was pinned: it is found no more."""
         self._idle_leaves: list[tuple[int, Node]] = []
         """A heap of what was offered, stale or not."""
         self._most_offers = SPARE
@@ -63,7 +65,7 @@ class PrefixTree:
         `known` is an earlier answer for the same tokens and pages: what is left of it holds, for
         a node in the tree has its ancestors there, and leads on to what was added since.
         """
-        path = list(known)
+        path = list(known) if known and known[0].parent is self._root else []
         while path and path[-1].parent is None:
             path.pop()  # evicted since
         node = path[-1] if path else self._root
@@ -95,13 +97,14 @@ class PrefixTree:
         node.pins += 1
 
     def unpin(self, path: Sequence[Node]) -> None:
-        """Let go of a whole path."""
+        """Let go of a whole path; what was forgotten is reclaimed first."""
         self._tick += 1
+        used = self._tick if path and path[0].parent is self._root else 0
         for node in reversed(path):
             node.pins -= 1
             self.unpinned += node.pins == 0
             self.version += node.pins == 0
-            node.last_used = self._tick
+            node.last_used = used
             self._offer(node)
 
     def evict(self) -> int:
@@ -119,14 +122,27 @@ class PrefixTree:
             node.parent = None
             self.unpinned -= 1
             self.version += 1
-            if parent is not self._root:
+            if parent.parent is not None:
                 self._offer(parent)
             return node.page
         raise LookupError("no reclaimable page")
 
+    def forget(self) -> list[int]:
+        """Let no later request find anything that is in the tree now.
+
+        Returns:
+            the pages that nobody pins; the others become reclaimable when they are let go.
+        """
+        pages = [self.evict() for _ in range(self.unpinned)]
+        self._former_roots = [root for root in (*self._former_roots, self._root) if root.children]
+        self._root = Node(None, b"", -1)
+        self.version += 1
+        return pages
+
     def nodes(self) -> Iterator[Node]:
-        """All nodes, parents before children."""
-        stack = list(self._root.children.values())
+        """All nodes, parents before children; those that were forgotten and are pinned, too."""
+        roots = (self._root, *self._former_roots)
+        stack = [node for root in roots for node in root.children.values()]
         while stack:
             node = stack.pop()
             yield node
@@ -227,9 +243,9 @@ class KVBooks:
         return len(self._free_slots)
 
     def forget_prefixes(self) -> None:
-        """Free all pages that only the prefix tree holds."""
-        while self.tree.unpinned:
-            self._free_pages.append(self.tree.evict())
+        """Share no page that is in the prefix tree now with a later request, and free those that
+        nobody else holds."""
+        self._free_pages.extend(self.tree.forget())
 
     def pages_for(self, tokens: int) -> int:
         """How many pages that many tokens need."""

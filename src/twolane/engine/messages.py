@@ -67,7 +67,7 @@ class Watch(msgspec.Struct, frozen=True, tag=True):
 
 
 class ForgetPrefixes(msgspec.Struct, frozen=True, tag=True):
-    """Empty the prefix cache of what no running request uses."""
+    """Empty the prefix cache: no later request reuses what is in it now."""
 
 
 class Ping(msgspec.Struct, frozen=True, tag=True):

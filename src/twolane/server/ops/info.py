@@ -124,7 +124,7 @@ def add_admin_routes(app: FastAPI, service: Service) -> None:
 
     @app.post("/reset_prefix_cache", response_class=Response, responses={200: {"model": Health}})
     async def reset_prefix_cache() -> Response:
-        """Empty the prefix cache, but for what running requests use."""
+        """Empty the prefix cache: requests sent from now on reuse nothing that is in it."""
         service.check_available()
         service.engine.forget_prefixes()
         return json_response({"status": "ok"})
