@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from twolane.common.page_hash import page_hashes
-from twolane.engine.kv import Allocation, KVBooks
+from twolane.engine.kv import Allocation, KVBooks, Node
 from twolane.lanes.base import Ticket
 
 PAGE = 4
@@ -260,4 +260,44 @@ def test_nothing_that_was_forgotten_is_found_again() -> None:
     assert allocate(kv, list(range(50, 90))).pages  # ten pages are free: none is reclaimed
     assert allocate(kv, list(range(90, 98))).pages  # what was forgotten is reclaimed first
     assert kv.lookup(tokens).reused == 12
+    kv.check()
+
+
+class Watcher:
+    """Keeps the hashes of the pages that can be found."""
+
+    def __init__(self) -> None:
+        self.nodes: dict[int, Node] = {}
+
+    def stored(self, node: Node) -> None:
+        self.nodes[node.hash] = node
+
+    def removed(self, node: Node) -> None:
+        if self.nodes.get(node.hash) is node:
+            del self.nodes[node.hash]
+
+    def forgotten(self) -> None:
+        self.nodes.clear()
+
+
+def test_who_watches_the_tree_knows_what_can_be_found() -> None:
+    kv, watcher = books(), Watcher()
+    kv.tree.watchers.append(watcher)
+    tokens = list(range(14))
+    held = allocate(kv, tokens)
+    kv.share(held, tokens, 9)
+    assert list(watcher.nodes) == list(page_hashes(tokens[:8], PAGE))
+    assert [node.depth for node in watcher.nodes.values()] == [1, 2]
+    kv.forget_prefixes()
+    kv.share(held, tokens, 14)  # below what was forgotten
+    assert not watcher.nodes
+    again = allocate(kv, tokens)
+    kv.share(again, tokens, 14)
+    kv.give_up(held)
+    while kv.reclaimable_pages:  # what was forgotten is reclaimed
+        assert kv.grow(again, len(again.pages) * PAGE + PAGE)
+    assert list(watcher.nodes) == list(page_hashes(tokens, PAGE))
+    kv.give_up(again)
+    kv.forget_prefixes()
+    assert not watcher.nodes
     kv.check()

@@ -9,6 +9,7 @@ import heapq
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from twolane.common.page_hash import ROOT_HASH, page_hash, page_key
 from twolane.lanes.base import Ticket
@@ -20,11 +21,13 @@ SPARE = 1000
 class Node:
     """One full page in the radix tree; its path from the root spells the tokens before it."""
 
-    __slots__ = ("children", "hash", "key", "last_used", "page", "parent", "pins")
+    __slots__ = ("children", "depth", "hash", "key", "last_used", "page", "parent", "pins")
 
     def __init__(self, parent: "Node | None", key: bytes, page: int) -> None:
         self.parent = parent
         self.key = key
+        self.depth: int = 0 if parent is None else parent.depth + 1
+        """Pages of the path that ends here."""
         self.hash: int = ROOT_HASH if parent is None else page_hash(parent.hash, key)
         self.page = page
         self.children: dict[bytes, Node] = {}
@@ -33,6 +36,19 @@ class Node:
 
     def __lt__(self, other: "Node") -> bool:
         return self.last_used < other.last_used
+
+
+class PageWatcher(Protocol):
+    """Hears which pages later requests can find in the prefix tree."""
+
+    def stored(self, node: Node) -> None:
+        """A page came into the tree, below its parent."""
+
+    def removed(self, node: Node) -> None:
+        """A page without children left the tree; it may have been forgotten before."""
+
+    def forgotten(self) -> None:
+        """All pages left the tree."""
 
 
 class PrefixTree:
@@ -51,6 +67,7 @@ class PrefixTree:
         """Changes whenever a match or its cost may."""
         self.unpinned = 0
         """Nodes that nobody pins, all of them reclaimable."""
+        self.watchers: list[PageWatcher] = []
 
     def key(self, tokens: Sequence[int], page: int, salt: bytes) -> bytes:
         """A full page of a sequence, as the key of a child; sequences of another salt share no
@@ -88,6 +105,9 @@ class PrefixTree:
         node.pins = 1
         parent.children[key] = node
         self.version += 1
+        if not path or path[0].parent is self._root:
+            for watcher in self.watchers:
+                watcher.stored(node)
         return node
 
     def pin(self, node: Node) -> None:
@@ -120,6 +140,8 @@ class PrefixTree:
                 continue
             del parent.children[node.key]
             node.parent = None
+            for watcher in self.watchers:
+                watcher.removed(node)
             self.unpinned -= 1
             self.version += 1
             if parent.parent is not None:
@@ -137,6 +159,8 @@ class PrefixTree:
         self._former_roots = [root for root in (*self._former_roots, self._root) if root.children]
         self._root = Node(None, b"", -1)
         self.version += 1
+        for watcher in self.watchers:
+            watcher.forgotten()
         return pages
 
     def nodes(self) -> Iterator[Node]:
