@@ -92,7 +92,8 @@ class Decoder:
         self.weights = weights
         self.dtype = weights.embedding.dtype
         self.device = weights.embedding.device
-        self._products = Products()
+        self.products = Products()
+        """Computes the products of passes whose rows have no adapters."""
         self._frequencies = frequencies(spec.rope, spec.head_dim).to(self.device)
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -104,7 +105,14 @@ class Decoder:
         rows = functional.embedding((tokens - vocab.start) * ours, self.weights.embedding)
         return self.group.all_reduce(rows * ours[:, None])
 
-    def layer(self, i: int, hidden: torch.Tensor, batch: Batch, kv: KVCache) -> torch.Tensor:
+    def layer(
+        self,
+        i: int,
+        hidden: torch.Tensor,
+        batch: Batch,
+        kv: KVCache,
+        products: Products | None = None,
+    ) -> torch.Tensor:
         """Run layer `i`: write the batch's keys and values, attend over the pages, then the MLP.
 
         Args:
@@ -112,23 +120,24 @@ class Decoder:
             hidden: [T, hidden] from `embed` or the layer before; left as it is.
             batch: the T tokens, in the order of `hidden`.
             kv: the pool that the batch's pages belong to.
+            products: the decoder's own, with what adapters add to them; None: without.
 
         Returns:
             [T, hidden]
         """
-        spec, w = self.spec, self.weights.layers[i]
-        x = self._products.linear(self._norm(hidden, w.input_norm), w.qkv, w.qkv_bias)
+        spec, w, products = self.spec, self.weights.layers[i], products or self.products
+        x = products.linear(self._norm(hidden, w.input_norm), w.qkv, w.qkv_bias)
         heads = x.view(len(x), -1, spec.head_dim)
         self._rotate(heads[:, : spec.heads + spec.kv_heads], w, batch)
         q, new = heads[:, : spec.heads], heads[:, spec.heads :]
         new = kv.write(i, batch.write_slots, new)
         attended = batch.attend(q, new, kv.layers[i], spec.window(i))
         if self.group.size == 1:
-            hidden = self._products.add_linear(hidden, attended, w.o, w.o_bias)
-            return w.mlp.add(hidden, self._norm(hidden, w.post_norm), self._products)
-        hidden = hidden + self.group.all_reduce(self._products.linear(attended, w.o, w.o_bias))
+            hidden = products.add_linear(hidden, attended, w.o, w.o_bias)
+            return w.mlp.add(hidden, self._norm(hidden, w.post_norm), products)
+        hidden = hidden + self.group.all_reduce(products.linear(attended, w.o, w.o_bias))
         x, nothing = self._norm(hidden, w.post_norm), torch.zeros_like(hidden)
-        return hidden + self.group.all_reduce(w.mlp.add(nothing, x, self._products))
+        return hidden + self.group.all_reduce(w.mlp.add(nothing, x, products))
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits, float32 [R, vocab], of hidden states [R, hidden] after the last layer.
@@ -136,7 +145,7 @@ class Decoder:
         On a rank other than 0 those of its part of the vocabulary.
         """
         x = self._norm(hidden, self.weights.norm)
-        return self.group.gather_columns(self._products.linear(x, self.weights.head).float())
+        return self.group.gather_columns(self.products.linear(x, self.weights.head).float())
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return functional.rms_norm(x, weight.shape, weight, self.spec.norm_eps)

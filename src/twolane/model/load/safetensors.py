@@ -1,5 +1,6 @@
 """The safetensors files of a model directory."""
 
+from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -13,40 +14,26 @@ from twolane.parallel.sharding import Cut
 
 
 class Safetensors:
-    """The tensors of all safetensors files of a directory, memory-mapped.
+    """The tensors of safetensors files, memory-mapped.
 
     Args:
-        directory: the model's folder.
+        paths: of the files.
         stack: closes the files.
 
     Raises:
         ValueError: a file is missing or broken.
     """
 
-    def __init__(self, directory: Path, stack: ExitStack) -> None:
+    def __init__(self, paths: Iterable[Path], stack: ExitStack) -> None:
         self._files: dict[str, Any] = {}
-        for path in self._paths(directory):
+        for path in paths:
             if not path.is_file():
-                raise ValueError(f"{directory} lacks {path.name}, which its index names")
+                raise ValueError(f"{path.parent} lacks {path.name}, which its index names")
             try:
                 file = stack.enter_context(safe_open(path, framework="pt"))
             except Exception as error:  # safetensors raises its own type, derived from Exception
                 raise ValueError(f"{path} is not a whole safetensors file: {error}") from error
             self._files.update(dict.fromkeys(file.keys(), file))
-
-    @staticmethod
-    def _paths(directory: Path) -> list[Path]:
-        # In this order, as in `transformers`: an index may be left from a save in shards.
-        single = directory / "model.safetensors"
-        if single.is_file():
-            return [single]
-        index = directory / "model.safetensors.index.json"
-        if index.is_file():
-            return [directory / name for name in _shards(index)]
-        raise ValueError(
-            f"{directory} has neither model.safetensors nor model.safetensors.index.json; "
-            "other weight formats than safetensors and GGUF are not read"
-        )
 
     def names(self) -> list[str]:
         """See `TensorSource.names`."""
@@ -71,6 +58,25 @@ class Safetensors:
         else:
             tensor = file.get_slice(name)[:, cut.start : cut.stop]
         return tensor
+
+
+def model_files(directory: Path) -> list[Path]:
+    """The files of a model's folder; an index may name some that are not there.
+
+    Raises:
+        ValueError: there are none.
+    """
+    # In this order, as in `transformers`: an index may be left from a save in shards.
+    single = directory / "model.safetensors"
+    if single.is_file():
+        return [single]
+    index = directory / "model.safetensors.index.json"
+    if index.is_file():
+        return [directory / name for name in _shards(index)]
+    raise ValueError(
+        f"{directory} has neither model.safetensors nor model.safetensors.index.json; "
+        "other weight formats than safetensors and GGUF are not read"
+    )
 
 
 class _Index(msgspec.Struct):

@@ -19,7 +19,7 @@ from twolane.model.load.hub import ModelSource, Progress
 from twolane.model.load.joined import Joined
 from twolane.model.load.quantization import Format, Quantization, Stored
 from twolane.model.load.quantized import for_gpu, read_module
-from twolane.model.load.safetensors import Safetensors
+from twolane.model.load.safetensors import Safetensors, model_files
 from twolane.model.load.source import TensorSource
 from twolane.model.matrix import Matrix, Scheme, concatenated, quantised
 from twolane.model.mlp import DenseMlp, Experts
@@ -151,7 +151,7 @@ def _open(
         model = GGUFModel(source.path)
         return model.spec, model
     if source.kind == "dir" and source.path is not None:
-        tensors = Safetensors(source.path, stack)
+        tensors = Safetensors(model_files(source.path), stack)
         spec = with_stored_head(source.spec(), tensors, source.name)
         return spec, Joined(tensors, spec) if spec.family == "phi3" else tensors
     raise ValueError(f"{source.name} is a built-in shape without weights; load it as dummy")

@@ -1,0 +1,355 @@
+"""LoRA adapters as PEFT writes them: `adapter_config.json` and `adapter_model.safetensors`.
+
+The tensors say which modules an adapter has; the config says how they are scaled. What a config
+asks beyond that is refused by the name of its field, and so is a field that is not known here,
+unless it is empty.
+"""
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import torch
+from torch import Tensor
+
+from twolane.common.checked_json import converted, read_json
+from twolane.model.decoder import pair_rows
+from twolane.model.load.safetensors import Safetensors
+from twolane.model.lora import MOST_RANK, Adapter, LoraProduct, Section
+from twolane.model.spec import ModelSpec
+from twolane.parallel.sharding import Shard
+
+T = TypeVar("T")
+
+CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+_TYPES = ("F32", "F16", "BF16")
+"""Types of numbers, as safetensors names them, that are read."""
+_PREFIX = "base_model.model."
+_WITHOUT_EFFECT = frozenset(
+    {
+        *("auto_mapping", "base_model_name_or_path", "inference_mode", "lora_dropout"),
+        *("megatron_core", "peft_version", "qalora_group_size", "revision", "task_type"),
+        # Which modules there are is read from the tensors.
+        *("exclude_modules", "layers_pattern", "layers_to_transform"),
+    }
+)
+"""Fields of a config that change nothing of what an adapter computes."""
+_PLAIN_STARTS = (True, False, None, "gaussian", "orthogonal", "eva")
+"""Values of `init_lora_weights` that leave the base model's weights as they are."""
+_PATTERN = re.compile(r"\^?[\w.\\|()\[\]-]+\$?")
+"""Keys of `rank_pattern` and `alpha_pattern` that are read: expressions that repeat nothing."""
+
+
+class AdapterError(ValueError):
+    """An adapter cannot be served; the message says why."""
+
+
+class _Config(msgspec.Struct):
+    """The fields of an `adapter_config.json` that are honoured."""
+
+    peft_type: str
+    r: int
+    lora_alpha: float
+    target_modules: list[str] | str
+    use_rslora: bool = False
+    rank_pattern: dict[str, int] = {}
+    alpha_pattern: dict[str, float] = {}
+    fan_in_fan_out: bool = False
+    bias: str = "none"
+    init_lora_weights: Any = True
+
+    def rank(self, module: str) -> int:
+        """The rank of a module."""
+        return _of(self.rank_pattern, module) or self.r
+
+    def scale(self, module: str) -> float:
+        """What B @ A of a module is multiplied with."""
+        alpha, rank = _of(self.alpha_pattern, module), self.rank(module)
+        alpha = self.lora_alpha if alpha is None else alpha
+        return alpha / (math.sqrt(rank) if self.use_rslora else rank)
+
+
+@dataclass(frozen=True)
+class _Module:
+    """A linear module of a layer, as checkpoints of the family have it."""
+
+    product: LoraProduct
+    rows: int
+    columns: int
+    parts: tuple[str, ...]
+    """The modules of `_Part` that its rows are, in their order."""
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Rows of a product that have one A and one B."""
+
+    rows: int
+    """Rows in the whole model."""
+    first: int
+    """Column of the rank's product where they begin."""
+    paired: bool = False
+    """Whether the decoder has the rows in the order of `pair_rows`."""
+
+
+def read_adapter(
+    path: str | Path,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    *,
+    most_rank: int = MOST_RANK,
+    rank: int = 0,
+    ranks: int = 1,
+) -> Adapter:
+    """Read an adapter, on the CPU.
+
+    Args:
+        path: directory of a PEFT checkpoint.
+        spec: the whole base model's.
+        dtype: of the adapter's matrices.
+        most_rank: the largest rank that is taken.
+        rank: whose part is read.
+        ranks: number of ranks that share the model.
+
+    Raises:
+        AdapterError: it is damaged, made for another model, or asks for what is not served.
+    """
+    try:
+        return _read(Path(path), Shard(spec, rank, ranks), dtype, most_rank)
+    except AdapterError:
+        raise
+    except (ValueError, OSError) as error:
+        raise AdapterError(str(error)) from error
+
+
+def _read(path: Path, shard: Shard, dtype: torch.dtype, most_rank: int) -> Adapter:
+    if shard.spec.moe is not None:
+        raise AdapterError("adapters are served with dense models, and this one has experts")
+    config = _config(path)
+    with ExitStack() as stack:
+        file = path / TENSORS
+        if not file.is_file():
+            raise AdapterError(f"{path} has no {TENSORS}; other formats are not read")
+        tensors = Safetensors([file], stack)
+        modules = _modules(shard.spec)
+        found = _found(tensors, shard.spec, modules)
+        _check_targets(config, found)
+        _check_ranks(config, found, most_rank)
+        layers = [
+            _layer(i, found, tensors, config, shard, modules, dtype)
+            for i in range(shard.spec.layers)
+        ]
+    return Adapter(layers, max(found.values()))
+
+
+def _config(path: Path) -> _Config:
+    """The config of an adapter that asks for nothing that is not served."""
+    if not path.is_dir():
+        raise AdapterError(f"{path} is no directory")
+    file = path / CONFIG
+    if not file.is_file():
+        raise AdapterError(f"{path} has no {CONFIG}")
+    raw = read_json(file)
+    if raw.get("peft_type") != "LORA":
+        raise AdapterError(f"{CONFIG}: peft_type must be 'LORA', not {raw.get('peft_type')!r}")
+    if raw.get("bias", "none") != "none":
+        raise AdapterError(f"{CONFIG}: bias must be 'none', not {raw['bias']!r}")
+    known = {*_Config.__struct_fields__, *_WITHOUT_EFFECT}
+    for name, value in raw.items():
+        if name not in known and value:
+            raise AdapterError(f"{CONFIG}: {name} is not served (it is {_short(value)})")
+    given = {name: value for name, value in raw.items() if value is not None}
+    config = converted(given, _Config, CONFIG, lax=True)
+    if config.fan_in_fan_out:
+        raise AdapterError(f"{CONFIG}: fan_in_fan_out is not served")
+    if config.init_lora_weights not in _PLAIN_STARTS:
+        start = _short(config.init_lora_weights)
+        raise AdapterError(f"{CONFIG}: init_lora_weights {start} changes the base model's weights")
+    for field, pattern in (
+        ("rank_pattern", config.rank_pattern),
+        ("alpha_pattern", config.alpha_pattern),
+    ):
+        for key in pattern:
+            _check_pattern(field, key)
+    alphas = [config.lora_alpha, *config.alpha_pattern.values()]
+    if not all(map(math.isfinite, alphas)):
+        raise AdapterError(f"{CONFIG}: lora_alpha must be finite")
+    return config
+
+
+def _check_pattern(field: str, key: str) -> None:
+    problem = AdapterError(f"{CONFIG}: {field}: {_short(key)} is no name of modules")
+    if not _PATTERN.fullmatch(key):
+        raise problem
+    try:
+        re.compile(key)
+    except re.error:
+        raise problem from None
+
+
+def _of(pattern: Mapping[str, T], module: str) -> T | None:
+    """The value of a module in `rank_pattern` or `alpha_pattern`, by the rules of PEFT."""
+    matches = (value for key, value in pattern.items() if re.match(rf"(.*\.)?({key})$", module))
+    return next(matches, None)
+
+
+def _modules(spec: ModelSpec) -> dict[str, _Module]:
+    """The linear modules of a layer, by the names that checkpoints of the family have."""
+    hidden, inner, q, kv = spec.hidden_size, spec.intermediate_size, spec.q_size, spec.kv_size
+    down = _Module("down", hidden, inner, ("mlp.down_proj",))
+    o = _Module("o", hidden, q, ("self_attn.o_proj",))
+    names = tuple(f"self_attn.{n}_proj" for n in "qkv")
+    halves = "mlp.gate_proj", "mlp.up_proj"
+    ends = {"mlp.down_proj": down, "self_attn.o_proj": o}
+    if spec.family == "phi3":
+        return {
+            "self_attn.qkv_proj": _Module("qkv", q + 2 * kv, hidden, names),
+            "mlp.gate_up_proj": _Module("gate_up", 2 * inner, hidden, halves),
+            **ends,
+        }
+    rows = dict(zip(names, (q, kv, kv), strict=True))
+    return {
+        **{name: _Module("qkv", rows[name], hidden, (name,)) for name in names},
+        **{name: _Module("gate_up", inner, hidden, (name,)) for name in halves},
+        **ends,
+    }
+
+
+def _parts(shard: Shard) -> dict[str, _Part]:
+    """Where the rows of each module are in the rank's products."""
+    spec, own = shard.spec, shard.local
+    return {
+        "self_attn.q_proj": _Part(spec.q_size, 0, paired=True),
+        "self_attn.k_proj": _Part(spec.kv_size, own.q_size, paired=True),
+        "self_attn.v_proj": _Part(spec.kv_size, own.q_size + own.kv_size),
+        "self_attn.o_proj": _Part(spec.hidden_size, 0),
+        "mlp.gate_proj": _Part(spec.intermediate_size, 0),
+        "mlp.up_proj": _Part(spec.intermediate_size, own.intermediate_size),
+        "mlp.down_proj": _Part(spec.hidden_size, 0),
+    }
+
+
+def _found(tensors: Safetensors, spec: ModelSpec, modules: Mapping[str, _Module]) -> dict[str, int]:
+    """The rank of each module that the tensors are of, by its name in the base model."""
+    names, found = set(tensors.names()), dict[str, int]()
+    for name in sorted(names):
+        module, _, end = name.removeprefix(_PREFIX).rpartition(".lora_")
+        if not name.startswith(_PREFIX) or end not in ("A.weight", "B.weight"):
+            raise AdapterError(f"{TENSORS}: {name} is no part of a LoRA adapter that is served")
+        kind = _kind(module, spec, modules)
+        if kind is None:
+            raise AdapterError(f"{TENSORS}: the base model has no module {module} for adapters")
+        other = "B" if end.startswith("A") else "A"
+        if f"{_PREFIX}{module}.lora_{other}.weight" not in names:
+            raise AdapterError(f"{TENSORS}: {module} lacks lora_{other}.weight")
+        if tensors.type(name) not in _TYPES:
+            raise AdapterError(f"{TENSORS}: {name} is {tensors.type(name)}, not one of {_TYPES}")
+        found[module] = _rank(tensors, module, modules[kind])
+    if not found:
+        raise AdapterError(f"{TENSORS} has no tensors")
+    return found
+
+
+def _rank(tensors: Safetensors, module: str, kind: _Module) -> int:
+    """The rank of a module whose tensors have the shapes that the base model wants."""
+    a, b = (tensors.shape(f"{_PREFIX}{module}.lora_{end}.weight") for end in "AB")
+    rank = a[0] if a else 0
+    if a != (rank, kind.columns) or b != (kind.rows, rank):
+        raise AdapterError(
+            f"{module} has A {list(a)} and B {list(b)}; this base model wants "
+            f"[rank, {kind.columns}] and [{kind.rows}, rank]"
+        )
+    return rank
+
+
+def _kind(module: str, spec: ModelSpec, modules: Mapping[str, _Module]) -> str | None:
+    """The name of a module within its layer; None: no layer of the model has it."""
+    for i in range(spec.layers):
+        prefix = f"model.layers.{i}."
+        if module.startswith(prefix) and module.removeprefix(prefix) in modules:
+            return module.removeprefix(prefix)
+    return None
+
+
+def _check_targets(config: _Config, found: Mapping[str, int]) -> None:
+    """See that tensors and `target_modules` agree, as far as that is a list of names."""
+    targets = config.target_modules
+    if isinstance(targets, str):
+        return  # an expression, of which the tensors are the result
+    for target in targets:
+        if not any(f".{module}".endswith(f".{target}") for module in found):
+            raise AdapterError(f"{CONFIG}: target_modules has {target}, and {TENSORS} has not")
+    for module in found:
+        if not any(f".{module}".endswith(f".{target}") for target in targets):
+            raise AdapterError(f"{TENSORS} has {module}, which is not in target_modules")
+
+
+def _check_ranks(config: _Config, found: Mapping[str, int], most: int) -> None:
+    for module, rank in found.items():
+        asked = config.rank(module)
+        if rank != asked or rank < 1:
+            raise AdapterError(f"{module} has rank {rank}, and {CONFIG} says {asked}")
+        if rank > most:
+            raise AdapterError(f"{module} has rank {rank}: the most that is served here is {most}")
+
+
+def _layer(
+    i: int,
+    found: Mapping[str, int],
+    tensors: Safetensors,
+    config: _Config,
+    shard: Shard,
+    modules: Mapping[str, _Module],
+    dtype: torch.dtype,
+) -> dict[LoraProduct, list[Section]]:
+    """The rank's part of an adapter in one layer."""
+    layer: dict[LoraProduct, list[Section]] = {}
+    for kind, module in modules.items():
+        name = f"model.layers.{i}.{kind}"
+        if name in found:
+            a, b = (_matrix(tensors, f"{_PREFIX}{name}.lora_{end}.weight") for end in "AB")
+            b = b * config.scale(name)
+            sections = layer.setdefault(module.product, [])
+            sections += _sections(f"model.layers.{i}.", module, a, b, shard, dtype)
+    return layer
+
+
+def _matrix(tensors: Safetensors, name: str) -> Tensor:
+    """A tensor, float32."""
+    return tensors.get(name).float()
+
+
+def _sections(
+    prefix: str, module: _Module, a: Tensor, b: Tensor, shard: Shard, dtype: torch.dtype
+) -> Iterator[Section]:
+    """The sections that a module's A and B are; B is scaled.
+
+    Raises:
+        AdapterError: a number is not finite in this type.
+    """
+    parts, first = _parts(shard), 0
+    for name in module.parts:
+        part = parts[name]
+        own, ours = b[first : first + part.rows], a
+        cut = shard.cut(f"{prefix}{name}.weight")
+        if shard.size > 1 and cut is not None:
+            pieces = slice(cut.start, cut.stop)
+            own, ours = (own[pieces], a) if cut.dim == 0 else (own, a[:, pieces])
+        own = pair_rows(own, shard.spec.head_dim) if part.paired else own
+        # Copies: what `tensors` gives is the file's memory, which others may write.
+        kept = [each.to(dtype, copy=True).contiguous() for each in (ours, own)]
+        if not all(bool(each.isfinite().all()) for each in kept):
+            raise AdapterError(f"{TENSORS}: {prefix}{name} has numbers that are NaN or infinite")
+        yield Section(slice(part.first, part.first + len(own)), *kept)
+        first += part.rows
+
+
+def _short(value: object) -> str:
+    """A value of a config, for a message."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,322 @@
+"""Adapters: what is read, what is refused, and that the decoder computes what PEFT computes."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from twolane.model.attention import Batch, Segment
+from twolane.model.load.hub import resolve
+from twolane.model.load.peft import AdapterError, read_adapter
+from twolane.model.load.weights import load_decoder
+from twolane.model.lora import AdapterPool
+
+from .adapters import JOINED, MODULES, make_adapter
+from .checkpoints import make_checkpoint
+from .passes import PAGE, Pool, close, prompt
+
+FAMILIES = ("llama31", "llama-bias", "mistral", "qwen2", "qwen3", "phi3")
+
+
+def load(path, decoder, **more):
+    return read_adapter(path, decoder.spec, decoder.dtype, **more)
+
+
+def run(decoder, pool, sequences, slots):
+    """Logits of whole sequences in one pass, each with its slot's adapter."""
+    kv = Pool(decoder)
+    segments = [Segment(0, len(each), kv.take(len(each))) for each in sequences]
+    rows = np.repeat(slots, [len(each) for each in sequences])
+    products = pool.products(decoder.products, rows)
+    hidden, batch = decoder.embed(torch.cat(sequences)), Batch.build(segments, PAGE)
+    for i in range(decoder.spec.layers):
+        hidden = decoder.layer(i, hidden, batch, kv.kv, products)
+    return list(decoder.head(hidden).split([len(each) for each in sequences]))
+
+
+def merged(base, adapter, path):
+    """The checkpoint with scale * B @ A added to its weights, as one of its own."""
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    weights, tensors = (
+        load_file(base / "model.safetensors"),
+        load_file(adapter / "adapter_model.safetensors"),
+    )
+    for name in [n for n in tensors if "lora_A" in n]:
+        a, b = tensors[name].double(), tensors[name.replace("lora_A", "lora_B")].double()
+        module = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+        end = module.split(".")[-1]
+        alpha = config.get("alpha_pattern", {}).get(end, config["lora_alpha"])
+        scale = alpha / (len(a) ** 0.5 if config.get("use_rslora") else len(a))
+        weight = weights[f"{module}.weight"]
+        weights[f"{module}.weight"] = (weight.double() + scale * b @ a).float()
+    path.mkdir()
+    (path / "config.json").write_text((base / "config.json").read_text())
+    save_file(weights, path / "model.safetensors", {"format": "pt"})
+    return load_decoder(resolve(str(path)))
+
+
+def alone(decoder, tokens):
+    return run(decoder, AdapterPool(decoder.weights, 0), [tokens], [-1])[0]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return make_checkpoint("qwen3", tmp_path_factory.mktemp("base") / "qwen3", seed=1, layers=2)
+
+
+@pytest.fixture(scope="module")
+def decoder(base):
+    return load_decoder(resolve(str(base)))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_computes_what_merged_weights_compute(family, tmp_path):
+    base = make_checkpoint(family, tmp_path / "base", seed=1, layers=2)
+    decoder, adapter = load_decoder(resolve(str(base))), make_adapter(base, tmp_path / "adapter")
+    pool, tokens = AdapterPool(decoder.weights, 1), prompt(40)
+    pool.put(0, load(adapter, decoder))
+    [ours] = run(decoder, pool, [tokens], [0])
+    close(ours, alone(merged(base, adapter, tmp_path / "merged"), tokens))
+    assert (ours - alone(decoder, tokens)).abs().max() > 1.0
+
+
+@pytest.mark.parametrize("module", [*MODULES, *JOINED])
+def test_each_module_alone(module, decoder, base, tmp_path):
+    if module in JOINED and module not in MODULES:
+        base = make_checkpoint("phi3", tmp_path / "base", seed=1, layers=2)
+        decoder = load_decoder(resolve(str(base)))
+    adapter = make_adapter(base, tmp_path / "adapter", modules=[module], layers=[1], rank=3)
+    pool, tokens = AdapterPool(decoder.weights, 1), prompt(20)
+    pool.put(0, load(adapter, decoder))
+    [ours] = run(decoder, pool, [tokens], [0])
+    close(ours, alone(merged(base, adapter, tmp_path / "merged"), tokens))
+    assert not torch.equal(ours, alone(decoder, tokens))
+
+
+@pytest.mark.parametrize("rank", [1, 2, 5, 16, 33, 64])
+@pytest.mark.parametrize("rslora", [False, True])
+def test_each_rank(rank, rslora, decoder, base, tmp_path):
+    config = {"use_rslora": rslora, "lora_alpha": 1.5 * rank**0.5}
+    adapter = make_adapter(base, tmp_path / "adapter", rank=rank, config=config)
+    pool, tokens = AdapterPool(decoder.weights, 1), prompt(20)
+    pool.put(0, load(adapter, decoder))
+    close(
+        run(decoder, pool, [tokens], [0])[0],
+        alone(merged(base, adapter, tmp_path / "merged"), tokens),
+    )
+
+
+def test_ranks_and_alphas_of_some_modules(decoder, base, tmp_path):
+    config = {"rank_pattern": {"q_proj": 3, "down_proj": 16}, "alpha_pattern": {"o_proj": 2.5}}
+    adapter = make_adapter(base, tmp_path / "adapter", config=config)
+    pool, tokens = AdapterPool(decoder.weights, 1), prompt(20)
+    pool.put(0, load(adapter, decoder))
+    want = alone(merged(base, adapter, tmp_path / "merged"), tokens)
+    close(run(decoder, pool, [tokens], [0])[0], want)
+
+
+def test_eight_adapters_and_none_in_one_batch(decoder, base, tmp_path):
+    pool, kinds = AdapterPool(decoder.weights, 8), [1, 2, 3, 4, 8, 16, 32, 64]
+    lengths = [13, 1, 20, 5, 9, 17, 2, 30, 11, 6, 14]
+    slots = [3, -1, 0, 1, 3, 2, 4, 5, 6, 7, -1]
+    for slot, rank in enumerate(kinds):
+        path = make_adapter(base, tmp_path / str(slot), rank=rank, seed=slot)
+        pool.put(slot, load(path, decoder))
+    sequences = [prompt(n, seed=i) for i, n in enumerate(lengths)]
+    together = run(decoder, pool, sequences, slots)
+    for ours, tokens, slot in zip(together, sequences, slots, strict=True):
+        close(ours, run(decoder, pool, [tokens], [slot])[0])
+
+
+def test_without_adapters_the_products_are_the_decoders_own(decoder, base, tmp_path):
+    pool = AdapterPool(decoder.weights, 2)
+    pool.put(1, load(make_adapter(base, tmp_path / "adapter"), decoder))
+    assert pool.products(decoder.products, np.full(5, -1)) is decoder.products
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_adapters_in_sixteen_bits(dtype, decoder, base, tmp_path):
+    adapter = make_adapter(base, tmp_path / "adapter", dtype=dtype)
+    pool, tokens = AdapterPool(decoder.weights, 1), prompt(20)
+    pool.put(0, load(adapter, decoder))
+    want = alone(merged(base, adapter, tmp_path / "merged"), tokens)
+    close(run(decoder, pool, [tokens], [0])[0], want)
+
+
+def test_parts_of_two_ranks_add_up(decoder, base, tmp_path):
+    """A product's columns are cut in B, a sum's in A; q, k and v each keep their own places."""
+    path = make_adapter(base, tmp_path / "adapter", rank=4)
+    whole, parts = load(path, decoder), [load(path, decoder, rank=r, ranks=2) for r in range(2)]
+    pairs = zip(parts[0].layers, parts[1].layers, strict=True)
+    x, inner = torch.randn(3, decoder.spec.q_size), decoder.spec.q_size // 2
+    for layer, (one, two) in zip(whole.layers, pairs, strict=True):
+        [o], [left], [right] = layer["o"], one["o"], two["o"]
+        sums = x[:, :inner] @ left.a.T @ left.b.T + x[:, inner:] @ right.a.T @ right.b.T
+        torch.testing.assert_close(sums, x @ o.a.T @ o.b.T)
+        for kind, count in (("qkv", 3), ("gate_up", 2)):
+            assert len(layer[kind]) == count
+            for section, left, right in zip(layer[kind], one[kind], two[kind], strict=True):
+                assert torch.equal(section.b, torch.cat([left.b, right.b]))
+                assert left.columns == right.columns
+                assert left.columns.start == section.columns.start // 2
+
+
+def test_a_file_that_changes_later_changes_nothing(decoder, base, tmp_path):
+    path = make_adapter(base, tmp_path / "adapter")
+    section = load(path, decoder).layers[0]["o"][0]
+    before = section.a.clone()
+    with (path / "adapter_model.safetensors").open("r+b") as file:
+        file.seek(2000)
+        file.write(b"\xff" * 100_000)
+    assert torch.equal(section.a, before)
+
+
+def rewritten(path, change):
+    file = path / "adapter_model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file, {"format": "pt"})
+
+
+Q = "base_model.model.model.layers.0.self_attn.q_proj"
+
+DAMAGE = {
+    "lacks lora_B": lambda t: t.pop(f"{Q}.lora_B.weight"),
+    "lacks lora_A": lambda t: t.pop(f"{Q}.lora_A.weight"),
+    r"q_proj has A \[8, 63\]": lambda t: t.update({f"{Q}.lora_A.weight": torch.ones(8, 63)}),
+    r"and B \[64, 8\]": lambda t: t.update({f"{Q}.lora_B.weight": torch.ones(64, 8)}),
+    "rank 4, and adapter_config.json says 8": lambda t: t.update(
+        {f"{Q}.lora_A.weight": torch.ones(4, 64), f"{Q}.lora_B.weight": torch.ones(128, 4)}
+    ),
+    "NaN or infinite": lambda t: t[f"{Q}.lora_B.weight"].fill_(torch.nan),
+    "q_proj has numbers that are NaN": lambda t: t[f"{Q}.lora_A.weight"][0, 0].fill_(torch.inf),
+    "lora_magnitude_vector": lambda t: t.update({f"{Q}.lora_magnitude_vector": torch.ones(128)}),
+    "lora_embedding_A": lambda t: t.update(
+        {"base_model.model.model.embed_tokens.lora_embedding_A": torch.ones(8, 256)}
+    ),
+    "no module lm_head": lambda t: t.update(
+        {f"base_model.model.lm_head.lora_{e}.weight": torch.ones(8, 8) for e in "AB"}
+    ),
+    r"no module model\.layers\.2\.": lambda t: t.update(
+        {Q.replace(".0.", ".2.") + f".lora_{e}.weight": torch.ones(8, 8) for e in "AB"}
+    ),
+    r"experts\.0": lambda t: t.update(
+        {
+            f"base_model.model.model.layers.0.mlp.experts.0.up_proj.lora_{e}.weight": torch.ones(
+                8, 8
+            )
+            for e in "AB"
+        }
+    ),
+    "target_modules has q_proj": lambda t: [t.pop(n) for n in list(t) if "q_proj" in n],
+    "no tensors": lambda t: t.clear(),
+    "is I32": lambda t: t.update({f"{Q}.lora_A.weight": torch.ones(8, 64, dtype=torch.int32)}),
+}
+
+
+@pytest.mark.parametrize("problem", DAMAGE)
+def test_damaged_tensors_are_named(problem, decoder, base, tmp_path):
+    path = make_adapter(base, tmp_path / "adapter")
+    rewritten(path, DAMAGE[problem])
+    with pytest.raises(AdapterError, match=problem):
+        load(path, decoder)
+
+
+CONFIGS = {
+    "use_dora": True,
+    "modules_to_save": ["lm_head"],
+    "trainable_token_indices": [1],
+    "target_parameters": ["mlp.experts.up_proj"],
+    "layer_replication": [[0, 2]],
+    "lora_bias": True,
+    "use_qalora": True,
+    "alora_invocation_tokens": [1, 2],
+    "loftq_config": {"loftq_bits": 4},
+    "something_new": 1,
+    "fan_in_fan_out": True,
+    "bias": "all",
+    "peft_type": "IA3",
+    "init_lora_weights": "pissa",
+    "rank_pattern": {"(a+)+b": 4},
+    "alpha_pattern": {"[": 4},
+    "lora_alpha": "many",
+    "r": None,
+    "target_modules": ["q_proj", "embed_tokens"],
+}
+
+
+@pytest.mark.parametrize("field", CONFIGS)
+def test_what_a_config_asks_beyond_is_refused_by_name(field, decoder, base, tmp_path):
+    path = make_adapter(base, tmp_path / "adapter", config={field: CONFIGS[field]})
+    with pytest.raises(AdapterError, match=field if field != "r" else "`r`"):
+        load(path, decoder)
+
+
+def test_fields_that_are_empty_or_without_effect_are_taken(decoder, base, tmp_path):
+    config = {
+        **{"use_dora": False, "modules_to_save": None, "loftq_config": {}, "rank_pattern": None},
+        **{"layers_to_transform": [1], "lora_dropout": 0.1, "megatron_core": "megatron.core"},
+        "something_new": [],
+    }
+    path = make_adapter(base, tmp_path / "adapter", layers=[1], config=config)
+    assert load(path, decoder).layers[0] == {}
+
+
+def test_a_rank_beyond_the_pools_is_refused(decoder, base, tmp_path):
+    path = make_adapter(base, tmp_path / "adapter", rank=17)
+    with pytest.raises(AdapterError, match="rank 17: the most that is served here is 16"):
+        load(path, decoder, most_rank=16)
+
+
+def test_an_adapter_of_another_model_is_refused(decoder, tmp_path):
+    other = make_checkpoint("llama2", tmp_path / "other", layers=2)
+    with pytest.raises(AdapterError, match="this base model wants"):
+        load(make_adapter(other, tmp_path / "adapter"), decoder)
+
+
+def test_models_with_experts_are_refused(base, tmp_path):
+    experts = load_decoder(resolve(str(make_checkpoint("qwen3-moe", tmp_path / "moe", layers=2))))
+    with pytest.raises(AdapterError, match="dense models"):
+        load(make_adapter(base, tmp_path / "adapter"), experts)
+
+
+def test_folders_that_are_no_adapters_are_refused(decoder, base, tmp_path):
+    path = make_adapter(base, tmp_path / "adapter")
+    with pytest.raises(AdapterError, match="is no directory"):
+        load(tmp_path / "nothing", decoder)
+    with pytest.raises(AdapterError, match=r"no adapter_config\.json"):
+        load(base, decoder)
+    tensors = path / "adapter_model.safetensors"
+    tensors.write_bytes(tensors.read_bytes()[:-10])
+    with pytest.raises(AdapterError, match="not a whole safetensors file"):
+        load(path, decoder)
+    tensors.rename(path / "adapter_model.bin")
+    with pytest.raises(AdapterError, match=r"no adapter_model\.safetensors"):
+        load(path, decoder)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "phi3"])
+def test_logits_are_those_of_peft(family, tmp_path):
+    """An adapter that PEFT has made and saved, with all that it writes into the config."""
+    peft = pytest.importorskip("peft")
+    from .checkpoints import reference
+
+    base = make_checkpoint(family, tmp_path / "base", seed=1, layers=2)
+    config = peft.LoraConfig(
+        r=6, lora_alpha=9, target_modules="all-linear", init_lora_weights="gaussian",
+        rank_pattern={"o_proj": 2}, alpha_pattern={"down_proj": 30}, use_rslora=True,
+    )  # fmt: skip
+    model = peft.get_peft_model(reference(base), config)
+    random = torch.Generator().manual_seed(5)
+    for name, each in model.named_parameters():
+        if "lora_B" in name:
+            each.data.normal_(generator=random)
+    model.save_pretrained(tmp_path / "adapter")
+    decoder = load_decoder(resolve(str(base)))
+    pool, tokens = AdapterPool(decoder.weights, 1), prompt(40)
+    pool.put(0, load(tmp_path / "adapter", decoder))
+    want = model(tokens[None]).logits[0].float()
+    close(run(decoder, pool, [tokens], [0])[0], want)
+    assert (want - alone(decoder, tokens)).abs().max() > 1.0
