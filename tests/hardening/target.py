@@ -20,6 +20,8 @@ ARGUMENTS = (
 PATH = "/v1/completions"
 GOOD = {"prompt": "The quick brown fox", "max_tokens": 12, "temperature": 0, "ignore_eos": True}
 
+STARTING = {"/tokenize": {"prompt": "long or short"}, "/detokenize": {"tokens": [5, 6]}}
+
 
 class Target:
     """A server with `ARGUMENTS` on a model of `checkpoint.write_text_model`."""
@@ -41,8 +43,11 @@ class Target:
         with ThreadPoolExecutor(RUNNING) as pool:
             statuses = set(pool.map(lambda body: self.served.request(PATH, body)[0], bodies))
         assert statuses == {200}
-        large = {**GOOD, "metadata": {"padding": "x" * 70_000}}  # starts the process that judges it
+        # Each process and each worker that the server starts when it is first needed.
+        large = {**GOOD, "metadata": {"padding": "x" * 70_000}}
         assert self.served.request(PATH, large)[0] == 200
+        for path in ("/tokenize", "/detokenize"):
+            assert self.served.request(path, STARTING[path])[0] == 200
         self.asked += count + 1
 
     def check_good_request(self) -> None:

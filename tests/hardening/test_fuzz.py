@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import Counter
+from contextlib import suppress
 
 import pytest
 
@@ -27,7 +28,7 @@ def test_no_request_hurts(target, count, warm_up, growth):
     """The server may grow by `growth` after the warm-up, however many requests there are."""
     target.warm_up(warm_up)
     target.check_quiet()
-    before = Footprint.of(target.served)
+    before = Footprint.at_rest(target.served)
     outcomes = []
     for begin in range(0, count, BATCH):
         outcomes += play(target, range(begin, min(begin + BATCH, count)))
@@ -54,11 +55,12 @@ def assert_unfaulted(outcomes):
 
 
 def assert_no_leak(target, before, growth):
-    def files_are_back():
-        now = Footprint.of(target.served)
-        return now.front_files <= before.front_files and now.engine_files <= before.engine_files
+    def left_over():
+        return Footprint.of(target.served).files_beyond(before)
 
-    wait_for(files_are_back)
+    with suppress(AssertionError):  # the next line says what is left over
+        wait_for(lambda: not left_over())
+    assert not left_over()
     after = Footprint.of(target.served)
     assert after.front_rss - before.front_rss < growth
     assert after.engine_rss - before.engine_rss < growth
