@@ -146,6 +146,7 @@ HEADER_NAMES = (
     *("Content-Type", "Content-Length", "Transfer-Encoding", "Connection", "Expect", "Host"),
     *("Authorization", "x-api-key", "X-Request-Id", "Accept", "Accept-Encoding", "Cookie", "Range"),
     *("x-slo-ttft-ms", "x-slo-tbt-ms", "x-slo-tpot-ms", "X-Forwarded-For", "X-Forwarded-Proto"),
+    *("x-llm-d-slo-ttft-ms", "x-llm-d-slo-tpot-ms"),
     *("Origin", "Upgrade", "TE", "Trailer", "Content-Encoding", "Content-MD5", "If-None-Match"),
     *("Access-Control-Request-Method", "HTTP2-Settings", "Keep-Alive", "traceparent", "X-\xff"),
 )

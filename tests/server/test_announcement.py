@@ -15,7 +15,7 @@ ADDRESS = "http://127.0.0.1:8000"
 
 
 def lines(slo: Slo | None = None, found: str | None = None, **settings: object) -> list[str]:
-    ready = Ready("auto", "cpu", 2, [(1, 1)], 512, 4096, 128, [2], slo or Slo(), found)
+    ready = Ready("auto", "cpu", 2, [(1, 1)], 512, 4096, 16, 128, [2], slo or Slo(), found)
     config = EngineConfig(model="./my model", **settings)
     return announcement(ready, config, "mine", ADDRESS).splitlines()
 

@@ -191,7 +191,7 @@ class Clock:
     def __init__(self):
         self.now = 100.0
         self.stats = Stats()
-        self.metrics = ServerMetrics(lambda: self.stats, Liveness(), "model", Slo(ttft=0.5))
+        self.metrics = ServerMetrics(lambda: self.stats, Liveness(), "model", Slo(ttft=0.5), 16)
         self.read = Reader(self.metrics, lambda: self.stats, lambda: self.now)
         self.history = History(self.read)
 

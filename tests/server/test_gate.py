@@ -123,7 +123,13 @@ def test_requests_without_an_id_get_one(guarded):
     assert all(ids)
 
 
-@pytest.mark.parametrize("name", ["x-slo-ttft-ms", "x-slo-tbt-ms", "x-slo-tpot-ms"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("x-slo-ttft-ms", "x-slo-tbt-ms", "x-slo-tpot-ms"),
+        *("x-llm-d-slo-ttft-ms", "x-llm-d-slo-tpot-ms"),
+    ],
+)
 def test_slo_headers_are_positive_finite_numbers(guarded, name):
     key = bearer(KEYS[0])
     for value in ("0", "-1", "nan", "inf", "1e999", "", "ten", "5ms", "0x10"):

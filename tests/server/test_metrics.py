@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 import urllib.parse
+import urllib.request
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -201,20 +202,38 @@ class Traffic:
     )
 
 
+def check_vllm_names(figures):
+    """Compare each series under a name of vLLM with ours in the same scrape; return how many."""
+    ends = total(figures, "request_success_total") + total(figures, "requests_aborted_total")
+    assert total(figures, "vllm:request_success_total") == ends
+    compared = 0
+    for name in figures.keys() & {f"vllm:{name}" for name in figures}:
+        if name != "vllm:request_success_total":
+            theirs = {labels - {("engine", "0")}: value for labels, value in figures[name].items()}
+            assert theirs == figures[name.removeprefix("vllm:")]
+            compared += len(theirs)
+    return compared
+
+
 def test_random_traffic_adds_up_at_every_moment(tiny_model):
     bounds = ("--max-queue", "4", "--max-running", "4", "--max-body-bytes", "5000")  # 8 places
-    with serving(str(tiny_model), *DUMMY, *bounds, "--api-key", "key") as served:
+    options = (*bounds, "--api-key", "key", "--metrics-prefix", "both")
+    with serving(str(tiny_model), *DUMMY, *options) as served:
         traffic = Traffic(served, seed=1)
         working = threading.Thread(target=lambda: asyncio.run(traffic.run(400)))
         working.start()
         while working.is_alive():
-            received, accounted = balance(series(served))
+            figures = series(served)
+            received, accounted = balance(figures)
             assert received == accounted
+            check_vllm_names(figures)
             time.sleep(0.05)
         working.join()
         figures = idle(served)
         received, accounted = balance(figures)
         assert received == accounted == traffic.requests
+        assert check_vllm_names(figures) > 100
+        assert total(figures, "vllm:generation_tokens_total") > 0
 
         # Who left may have been refused by then, without having read it.
         unread = sum(by(figures, "requests_refused_total", "reason").values()) - sum(
@@ -349,7 +368,7 @@ def test_the_page_defines_what_there_is(tiny):
 
 def test_series_that_are_known_begin_at_zero():
     """Otherwise the attainment of a server that is always late would be no data, and not 0."""
-    metrics = ServerMetrics(Stats, Liveness(), "model", Slo(ttft=1.0, tbt=1.0))
+    metrics = ServerMetrics(Stats, Liveness(), "model", Slo(ttft=1.0, tbt=1.0), 16)
     names = ("slo_requests", "slo_gaps", "request_success", "requests_aborted")
     found = {
         (name, *(value for key, value in sorted(sample.labels.items()) if key != "model_name")): (
@@ -373,7 +392,7 @@ class TestSlo:
     """Attainment, with bounds that are met or missed for certain."""
 
     def outcomes(self, served):
-        figures = idle(served)["slo_requests_total"]
+        figures = idle(served).get("slo_requests_total", {})
         return {
             (dict(labels)["slo"], dict(labels)["outcome"]): int(value)
             for labels, value in figures.items()
@@ -398,6 +417,23 @@ class TestSlo:
             assert self.outcomes(served)["tbt", "met"] == 1  # no gap, none too long
             served.request("/v1/completions", {"prompt": [5, 6], "nope": 1})
             assert sum(self.outcomes(served).values()) == 6  # the client's mistake counts nowhere
+
+    def test_headers_of_gateways_are_bounds_and_the_tighter_one_holds(self, tiny):
+        def ask(**bounds):
+            before = Counter(self.outcomes(tiny))
+            headers = {f"x-{name.replace('_', '-')}-ms": value for name, value in bounds.items()}
+            data = json.dumps({"prompt": [5, 6], "max_tokens": 5, "ignore_eos": True}).encode()
+            headers = {**headers, "Content-Type": "application/json"}
+            request = urllib.request.Request(f"{tiny.base}/v1/completions", data, headers)
+            urllib.request.urlopen(request, timeout=60).close()
+            return Counter(self.outcomes(tiny)) - before
+
+        assert ask(llm_d_slo_ttft="600000", llm_d_slo_tpot="0.0001") == {
+            ("ttft", "met"): 1,
+            ("tpot", "missed"): 1,
+        }
+        assert ask(slo_ttft="600000", llm_d_slo_ttft="0.0001") == {("ttft", "missed"): 1}
+        assert ask(slo_tpot="0.0001", llm_d_slo_tpot="600000") == {("tpot", "missed"): 1}
 
     def test_who_was_not_served_was_missed(self, tiny_model):
         bounds = ("--slo-ttft-ms", "1", "--max-running", "1", "--max-queue", "1")
@@ -426,7 +462,7 @@ class TestSlo:
     @pytest.mark.parametrize(("code", "missed"), [("refused", 1), ("too_long", 0), ("invalid", 0)])
     def test_who_was_refused_by_the_system_was_missed(self, code, missed):
         """A system refuses good requests that would be late; the engine refuses bad ones."""
-        metrics = ServerMetrics(Stats, Liveness(), "model", Slo(ttft=1.0, tbt=1.0))
+        metrics = ServerMetrics(Stats, Liveness(), "model", Slo(ttft=1.0, tbt=1.0), 16)
         service = SimpleNamespace(admission=Admission(1), metrics=metrics, draining=False)
         service.admission.enter(1, "prompt")
         books = RequestAccounting(service, [[5]], Call(metrics))

@@ -65,7 +65,8 @@ def test_bodies_answers_and_errors_are_described(description):
     completions = description["paths"]["/v1/completions"]["post"]
     assert "text/event-stream" in completions["responses"]["200"]["content"]
     assert {p["name"] for p in completions["parameters"]} == {
-        *("x-slo-ttft-ms", "x-slo-tbt-ms", "x-slo-tpot-ms")
+        *("x-slo-ttft-ms", "x-slo-tbt-ms", "x-slo-tpot-ms"),
+        *("x-llm-d-slo-ttft-ms", "x-llm-d-slo-tpot-ms"),
     }
 
 

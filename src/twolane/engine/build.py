@@ -117,6 +117,7 @@ def _ready(
         levels=list(lanes.levels),
         max_model_len=engine.max_model_len,
         kv_tokens=kv.total_pages * kv.page_size,
+        page_size=kv.page_size,
         vocab_size=spec.vocab_size,
         eos_token_ids=list(spec.eos_token_ids),
         slo=config.slo,

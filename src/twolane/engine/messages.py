@@ -94,6 +94,8 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     """The most tokens, prompt and output together, that one request can have."""
     kv_tokens: int
     """How many tokens the KV pool holds."""
+    page_size: int
+    """How many tokens a KV page holds."""
     vocab_size: int
     eos_token_ids: list[int]
     slo: Slo = Slo()

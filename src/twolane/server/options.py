@@ -10,6 +10,7 @@ from twolane.frontend.liveness import HANG_SECONDS
 PANEL = "Server"
 ToolForm = Literal["hermes", "qwen3_coder", "llama3_json", "mistral", "deepseek_v3", "deepseek_v31"]
 """The names of `frontend.parsers.tool_calls.FORMATS`."""
+MetricsPrefix = Literal["twolane", "vllm", "both"]
 
 
 class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,6 +65,9 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     effect, and the log names it once."""
     admin_endpoints: Annotated[bool, Option(PANEL)] = False
     """Whether POST /reset_prefix_cache is served, which changes what other clients get."""
+    metrics_prefix: Annotated[MetricsPrefix, Option(PANEL)] = "twolane"
+    """Names in /metrics: vllm has vLLM's names where the meaning is the same, for dashboards and
+    scaling rules written for it; both has each of these metrics twice."""
     tool_call_parser: Annotated[ToolForm | None, Option(PANEL)] = None
     """Way in which the model writes tool calls; by default it is found from the chat template."""
     reasoning_parser: Annotated[Literal["auto", "none"], Option(PANEL)] = "auto"

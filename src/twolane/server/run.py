@@ -202,6 +202,7 @@ def service_of(started: Started, config: EngineConfig, options: ServerOptions) -
         forms,
         max_queued_per_key=options.max_queued_per_key,
         allow_priority=options.allow_priority,
+        metrics_prefix=options.metrics_prefix,
     )
 
 

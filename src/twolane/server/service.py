@@ -35,6 +35,7 @@ from twolane.server.openai.protocol import (
 )
 from twolane.server.ops.dashboard.data import Dashboard
 from twolane.server.ops.metrics import ServerMetrics
+from twolane.server.options import MetricsPrefix
 
 if TYPE_CHECKING:  # needs an extra
     from twolane.server.ops.tracing import RequestTrace, Tracing
@@ -81,6 +82,7 @@ class Service:
         max_queue: how many requests may wait for their first token.
         max_queued_per_key: how many of one API key may; None: as many as of all.
         allow_priority: whether requests may have a priority.
+        metrics_prefix: names of the metrics.
         sampling: fields of `SamplingParams`, for requests that say nothing of them.
         forms: of the model's answers; None: they are found from its chat template.
     """
@@ -96,6 +98,7 @@ class Service:
         *,
         max_queued_per_key: int | None = None,
         allow_priority: bool = False,
+        metrics_prefix: MetricsPrefix = "twolane",
     ) -> None:
         self.engine = engine
         self.texts = texts
@@ -111,7 +114,12 @@ class Service:
             max_queue, max_queued_per_key, lambda: engine.stats.prompt_token_seconds
         )
         self.metrics = ServerMetrics(
-            lambda: engine.stats, engine.liveness, model_name, engine.ready.slo
+            lambda: engine.stats,
+            engine.liveness,
+            model_name,
+            engine.ready.slo,
+            engine.ready.page_size,
+            metrics_prefix,
         )
         self.dashboard = Dashboard(engine, self.metrics)
         self.tracing: Tracing | None = None

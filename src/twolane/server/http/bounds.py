@@ -16,10 +16,20 @@ async def bounded_call(
     x_slo_ttft_ms: Milliseconds = None,
     x_slo_tbt_ms: Milliseconds = None,
     x_slo_tpot_ms: Milliseconds = None,
+    x_llm_d_slo_ttft_ms: Milliseconds = None,
+    x_llm_d_slo_tpot_ms: Milliseconds = None,
 ) -> Call:
-    """Return the call of a request, with what its headers say."""
+    """Return the call of a request, with what its headers say.
+
+    llm-d and the gateway API inference extension send TTFT and TPOT by the names with and without
+    `llm-d`; where a request has both, the tighter bound holds.
+    """
     call = call_of(request)
-    own = Slo(ttft=seconds(x_slo_ttft_ms), tbt=seconds(x_slo_tbt_ms), tpot=seconds(x_slo_tpot_ms))
+    own = Slo(
+        ttft=tighter(x_slo_ttft_ms, x_llm_d_slo_ttft_ms),
+        tbt=tighter(x_slo_tbt_ms),
+        tpot=tighter(x_slo_tpot_ms, x_llm_d_slo_tpot_ms),
+    )
     call.slo = own.over(call.slo)
     call.headers = request.headers
     return call
@@ -28,6 +38,7 @@ async def bounded_call(
 BoundedCall = Annotated[Call, Depends(bounded_call)]
 
 
-def seconds(milliseconds: float | None) -> float | None:
-    """Return seconds, which stay above 0."""
-    return None if milliseconds is None else max(milliseconds / 1e3, sys.float_info.min)
+def tighter(*milliseconds: float | None) -> float | None:
+    """Return the shortest of the given bounds in seconds, which stays above 0, if there is one."""
+    given = [value for value in milliseconds if value is not None]
+    return max(min(given) / 1e3, sys.float_info.min) if given else None

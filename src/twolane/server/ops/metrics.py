@@ -17,9 +17,11 @@ from prometheus_client.registry import Collector
 
 from twolane.engine.messages import FinishReason, Stats, Times
 from twolane.frontend.liveness import Liveness
+from twolane.server.ops.vllm_names import OURS, Scrape
+from twolane.server.options import MetricsPrefix
 from twolane.slo import Slo
 
-PREFIX = "twolane:"
+PREFIX = OURS
 MS = 1e-3
 # Steps of 1 ms up to 15 ms: quantiles are interpolated within a bucket, and SLOs of 10 ms are met.
 START_BUCKETS = (
@@ -58,10 +60,13 @@ class RefusalGroup(msgspec.Struct):
 class EngineCollector(Collector):
     """Gauges and counters that the engine keeps."""
 
-    def __init__(self, stats: Callable[[], Stats], liveness: Liveness, model_name: str) -> None:
+    def __init__(
+        self, stats: Callable[[], Stats], liveness: Liveness, model_name: str, page_size: int
+    ) -> None:
         self._stats = stats
         self._liveness = liveness
         self._model_name = model_name
+        self._page_size = page_size
 
     def collect(self) -> Iterator[Metric]:
         """Yield the engine's latest figures."""
@@ -75,6 +80,7 @@ class EngineCollector(Collector):
         yield self._gauge(
             "kv_cache_usage_perc", "Share of the KV pages that requests hold; 1 is all", usage
         )
+        yield self._cache_config(stats)
         queries, hits = stats.prefix_queries, stats.prefix_hits
         yield self._counter("prefix_cache_queries", "Prompt tokens looked up", queries)
         yield self._counter("prefix_cache_hits", "Prompt tokens found", hits)
@@ -110,6 +116,15 @@ class EngineCollector(Collector):
         family.add_metric([self._model_name], value)
         return family
 
+    def _cache_config(self, stats: Stats) -> Metric:
+        family = GaugeMetricFamily(
+            f"{PREFIX}cache_config_info",
+            "Size of the KV cache, in the labels",
+            labels=["model_name", "block_size", "num_gpu_blocks"],
+        )
+        family.add_metric([self._model_name, str(self._page_size), str(stats.kv_pages)], 1)
+        return family
+
     def _lanes(self, stats: Stats) -> Metric:
         family = CounterMetricFamily(
             f"{PREFIX}lane_busy_seconds",
@@ -129,19 +144,28 @@ class ServerMetrics:
         liveness: the engine's signs of life.
         model_name: the label of every figure that is about the model.
         slo: the bounds of requests that bring none.
+        page_size: number of tokens in a KV page.
+        prefix: names that `render` uses.
     """
 
     def __init__(
-        self, stats: Callable[[], Stats], liveness: Liveness, model_name: str, slo: Slo
+        self,
+        stats: Callable[[], Stats],
+        liveness: Liveness,
+        model_name: str,
+        slo: Slo,
+        page_size: int,
+        prefix: MetricsPrefix = "twolane",
     ) -> None:
         prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
         self.slo = slo
         self.refusals: deque[RefusalGroup] = deque(maxlen=REFUSALS_KEPT)
         """The last ones."""
         self.registry = CollectorRegistry()
-        self.registry.register(EngineCollector(stats, liveness, model_name))
+        self.registry.register(EngineCollector(stats, liveness, model_name, page_size))
         ProcessCollector(registry=self.registry)
         self._model_name = model_name
+        self._prefix: MetricsPrefix = prefix
         self.http = Counter(
             f"{PREFIX}http_requests",
             "HTTP requests",
@@ -224,7 +248,7 @@ class ServerMetrics:
 
     def render(self) -> bytes:
         """Return all figures in Prometheus' text form."""
-        return prometheus_client.generate_latest(self.registry)
+        return prometheus_client.generate_latest(Scrape(self.registry.collect(), self._prefix))
 
     def _counter(self, name: str, text: str) -> Counter:
         return self._counter_by(name, text)()
