@@ -14,7 +14,8 @@ from twolane.results.provenance import Provenance
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "benchmarks"
-MODULES = {"measured", "gpus", "common"}
+PAPERS = {"study", "device", "muxwise", "duetserve", "bullet", "drift"}
+MODULES = {"measured", "gpus", "common", *PAPERS}
 """Files that only others import."""
 HELPS = """
 import contextlib, io, pathlib, runpy, sys
@@ -141,10 +142,11 @@ def test_panels_compare_the_systems_in_simulation(tmp_path):
 
 
 def test_the_papers_comparisons_run(tmp_path):
-    out = tmp_path / "papers.json"
-    said = run("papers.py", "drift-fig13", "--requests", 6, "--out", out, cwd=tmp_path)
-    assert len(saved(out)["figures"]) == 3
+    names = ("drift-fig13", "muxwise-fig6")
+    said = run("papers/run.py", *names, "--requests", 6, "--out", tmp_path, cwd=tmp_path)
+    assert len(saved(tmp_path / "drift-fig13.json")["runs"]) == 3
     assert "Drift Fig. 13" in said
+    assert "505 ms" in said
 
 
 def test_replays_are_simulated_where_there_is_no_gpu(tmp_path):

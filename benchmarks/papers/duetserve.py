@@ -1,0 +1,242 @@
+"""DuetServe: Figures 2, 6, 7, 8 and 9, Tables 2 and 3."""
+
+from device import ask, roofline_signs
+from study import Experiment, Load, Row, beside
+
+ROOFLINE = "its roofline is fed by the best serving launches and not by copies, so decode is given"
+CHEAP = "chunks cost the simulated device less than their engine, whose host time it has not"
+H100 = {"model": "qwen3-8b", "gpu": "h100"}
+RATES = {"azure-code": (8, 12, 16), "azure-conv": (10, 15, 20), "conversation": (2, 3, 5)}
+"""Requests/s of Figure 6 that are tried; the last is beyond what is served."""
+NAMES = {"azure-code": "code", "azure-conv": "conversations", "conversation": "Mooncake"}
+FIG6 = {
+    f"{NAMES[dataset]} {rate}/s": Load(
+        dataset=dataset,
+        rate=float(rate),
+        requests=max(60, 14 * rate) if dataset != "conversation" else 80,
+        **H100,
+    )
+    for dataset, rates in RATES.items()
+    for rate in rates
+}
+SYSTEMS = {
+    "DuetServe": "duetserve",
+    "chunked 8192": "chunked:token_budget=8192",
+    "prefill-first": "prefill-first",
+}
+BOTH = {**SYSTEMS, "auto": "auto"}
+TWO = {
+    f"code {rate}/s": Load(
+        model="qwen3-14b",
+        gpu="h100",
+        tp=2,
+        dataset="azure-code",
+        rate=float(rate),
+        requests=16 * rate,
+    )
+    for rate in (10, 16)
+}
+LENGTHS = {
+    f"4096/{osl}": Load(lengths=(4096, osl), rate=rate, requests=count, whole=400, **H100)
+    for osl, rate, count in ((64, 16.0, 200), (1024, 10.0, 200), (2048, 8.0, 160))
+}
+SPLITS = {
+    "DuetServe": "duetserve",
+    **{f"Sd{d}-Sp{66 - d}": f"duetserve:decode_units={2 * d}" for d in (22, 33, 44)},
+    "chunked 8192": "chunked:token_budget=8192",
+}
+"""The paper counts pairs of SMs; here the nearest levels are taken."""
+
+
+def over(
+    load: str, figure: str, what: str, paper: float | None, other: str, why: str, more: bool = True
+) -> Row:
+    """DuetServe's figure over another system's, or the other way round."""
+    own, rival = f"{load}: DuetServe", f"{load}: {other}"
+    return Row(
+        what=f"{what}, {load}",
+        figure=figure,
+        of=own if more else rival,
+        over=rival if more else own,
+        paper=paper,
+        why=why,
+    )
+
+
+EXPERIMENTS = {
+    "duetserve-fig6": Experiment(
+        where="DuetServe Fig. 6",
+        headline="request throughput up to 1.3 times the baselines'",
+        runs=beside(FIG6, BOTH),
+        rows=[
+            over(
+                "code 16/s", "throughput", "requests/s over prefill-first", 1.09, "prefill-first",
+                "the simulated prefill-first waits for no scheduler between its passes",
+            ),
+            over("code 16/s", "throughput", "requests/s over chunked 8,192", None,
+                 "chunked 8192", CHEAP),
+            over("Mooncake 5/s", "throughput", "requests/s over chunked 8,192", 1.27,
+                 "chunked 8192", CHEAP),
+            over("conversations 20/s", "throughput", "requests/s over chunked 8,192", None,
+                 "chunked 8192", CHEAP),
+            over("code 16/s", "mean_tbt", "mean TBT of chunked 8,192 over its own", 1.33,
+                 "chunked 8192", "the paper says above 200 against below 150 ms", more=False),
+            Row(
+                what="requests/s, code at 16/s",
+                figure="throughput",
+                of="code 16/s: DuetServe",
+                paper=13.57,
+                unit="req/s",
+                why="prefill waits where decode takes longer than predicted",
+            ),
+            Row(
+                what="requests/s, prefill-first, code at 16/s",
+                figure="throughput",
+                of="code 16/s: prefill-first",
+                paper=12.43,
+                unit="req/s",
+                why="runs are short, and a queue that has built up is served after the arrivals",
+            ),
+            Row(
+                what="requests/s, Mooncake at 5/s",
+                figure="throughput",
+                of="Mooncake 5/s: DuetServe",
+                paper=2.72,
+                unit="req/s",
+                why="80 requests are drawn with reuse that the paper's sample may not have",
+            ),
+            Row(
+                what="requests/s, chunked 8,192, Mooncake at 5/s",
+                figure="throughput",
+                of="Mooncake 5/s: chunked 8192",
+                paper=2.14,
+                unit="req/s",
+                why="the same",
+            ),
+        ],
+        shown=("mean_ttft", "mean_tbt", "p99_tbt", "throughput"),
+        single=True,
+    ),
+    "duetserve-fig7": Experiment(
+        where="DuetServe Fig. 7",
+        runs=beside(TWO, SYSTEMS),
+        rows=[
+            over("code 16/s", "throughput", "requests/s over chunked 8,192 (above 1 in the paper)",
+                 None, "chunked 8192", CHEAP),
+            over("code 16/s", "mean_tbt", "mean TBT of chunked 8,192 over its own", 1.33,
+                 "chunked 8192", "the paper says above 200 against below 150 ms", more=False),
+        ],
+        shown=("mean_ttft", "mean_tbt", "throughput"),
+    ),
+    "duetserve-fig8": Experiment(
+        where="DuetServe Fig. 8",
+        runs={"Qwen3-8B on an H100": ask(roofline_signs, "qwen3-8b", "h100")},
+        rows=[
+            Row(
+                what=f"prediction over truth - 1, {case}",
+                figure=case,
+                of="Qwen3-8B on an H100",
+                unit="%",
+                scale=100,
+                why="in the paper close for prefill, and above 0 (conservative) for decode on few"
+                " SMs; here " + ROOFLINE + " its best rate",
+            )
+            for case in (
+                *(f"prefill, {part} SMs" for part in ("few", "half", "all")),
+                *(f"decode, {part} SMs" for part in ("few", "half", "all")),
+            )
+        ],
+        single=False,
+    ),
+    "duetserve-fig9": Experiment(
+        where="DuetServe Fig. 9",
+        runs=beside(
+            {
+                NAMES[dataset]: Load(dataset=dataset, rate=24.0, requests=150, **H100)
+                for dataset in ("azure-code", "azure-conv")
+            },
+            SPLITS,
+        ),
+        rows=[
+            Row(
+                what=f"requests/s over {split}, {load} (above 1 in the paper)",
+                figure="throughput",
+                of=f"{load}: DuetServe",
+                over=f"{load}: {split}",
+                why="a fixed split pays nothing for predictions that are off",
+            )
+            for load in ("code", "conversations")
+            for split in ("Sd22-Sp44", "Sd33-Sp33", "Sd44-Sp22")
+        ],
+        shown=("throughput", "p99_tbt"),
+        single=True,
+    ),
+    "duetserve-tab2": Experiment(
+        where="DuetServe Tab. 2",
+        runs=beside(LENGTHS, {name: SYSTEMS[name] for name in ("DuetServe", "chunked 8192")}),
+        rows=[
+            *(
+                over(f"4096/{osl}", "throughput", "requests/s over chunked 8,192", paper,
+                     "chunked 8192", CHEAP)
+                for osl, paper in ((64, 1.28), (1024, 1.11), (2048, 1.04))
+            ),
+            *(
+                Row(
+                    what=f"mean TBT, 4096/{osl}, {system}",
+                    figure="mean_tbt",
+                    of=f"4096/{osl}: {system}",
+                    paper=paper,
+                    unit="ms",
+                    scale=1e3,
+                    why="the paper does not say how many requests are in flight at its capacity",
+                )
+                for osl, vllm, own in ((64, 170, 105), (1024, 55, 50), (2048, 45, 44))
+                for system, paper in (("chunked 8192", vllm), ("DuetServe", own))
+            ),
+        ],
+        shown=("throughput", "mean_tbt", "mean_ttft"),
+        single=True,
+    ),
+    "duetserve-tab3": Experiment(
+        where="DuetServe Tab. 3",
+        runs=beside(
+            {
+                "32B on 8 H100": Load(
+                    model="qwen3-32b",
+                    gpu="h100",
+                    tp=8,
+                    dataset="azure-conv",
+                    rate=24.0,
+                    requests=300,
+                )
+            },
+            {"DuetServe": "duetserve", "chunked 8192": "chunked:token_budget=8192"},
+        ),
+        rows=[
+            Row(
+                what=f"{what}, DuetServe",
+                figure=figure,
+                of="32B on 8 H100: DuetServe",
+                paper=paper,
+                unit=unit,
+                scale=scale,
+                why=why,
+            )
+            for what, figure, paper, unit, scale, why in (
+                ("requests/s", "throughput", 8.02, "req/s", 1.0,
+                 "the paper serves the whole trace, and its eight ranks share one CPU's launches"),
+                ("mean TTFT", "mean_ttft", 58.9, "s", 1.0,
+                 "300 requests build no queue as long as the trace's"),
+                ("mean TBT", "mean_tbt", 104.7, "ms", 1e3, "fewer requests are in flight"),
+                ("GPU utilisation", "utilisation", 93.5, "%", 100.0,
+                 "here SMs that a launch holds count as used"),
+            )
+        ],
+        shown=("throughput", "mean_ttft", "mean_tbt"),
+    ),
+}  # fmt: skip
+MISSING = {
+    "DuetServe Fig. 2 and 7, Tab. 3, Dynamo": "disaggregated serving over two GPUs is not one of"
+    " the systems of these scripts",
+    "DuetServe Fig. 10": "a timeline of one iteration: a server's `--trace` shows it",
+}
