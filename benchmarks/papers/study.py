@@ -171,6 +171,8 @@ class Bench:
     model: str | None = None
     """Model in place of the experiment's own, for a trial."""
     logs: Path = Path("papers-work")
+    known: dict[tuple[Run, int], Figures] = field(default_factory=dict)
+    """What runs came to: several experiments show the same ones."""
 
     def count(self, run: Run) -> int:
         """Number of requests in one run."""
@@ -180,6 +182,11 @@ class Bench:
         """What comes of a run."""
         if isinstance(run, Ask):
             return run.answer()
+        if (run, seed) not in self.known:
+            self.known[run, seed] = self._figures(run, seed)
+        return self.known[run, seed]
+
+    def _figures(self, run: Run, seed: int) -> Figures:
         if self.serve is not None:
             return self._served(run, seed)
         if run.search:
