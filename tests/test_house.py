@@ -37,11 +37,12 @@ ROOMS: Mapping[str, tuple[str, ...]] = {
     "frontend": (*MESSAGES, *FACTS),
     "server": ("frontend", *MESSAGES, *FACTS),
     "llm": ("frontend", *MESSAGES),
+    "router": (),
     "workload": (),
     "results": ("workload",),
     "profile": ("engine", "estimate", "lanes", *FACTS),
     "sim": (
-        *("engine", "systems", "estimate", "lanes", "profile", "results", "workload"),
+        *("engine", "systems", "estimate", "lanes", "profile", "results", "workload", "router"),
         *(*FACTS, "kernels.sizes"),
     ),
     "bench": ("sim", "results", "workload", "engine.config", "systems", "estimate"),
@@ -62,7 +63,7 @@ LAZY: Mapping[tuple[str, str], str] = {
     ("", "llm"): "the public name `twolane.LLM` is loaded when it is first asked for",
 }
 """(importer, imported) inside a function that do not count, with the reason."""
-WITHOUT_TORCH = ("systems", "estimate", "frontend", "server")
+WITHOUT_TORCH = ("systems", "estimate", "frontend", "server", "router")
 """Rooms that never import torch, nor anything of the project that loads it at once."""
 TORCH = ("torch", "triton", "flashinfer", "transformers")
 """Libraries that load torch when they are imported."""

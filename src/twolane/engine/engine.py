@@ -12,6 +12,7 @@ from twolane.common.errors import FieldError
 from twolane.common.vocabulary import LANES, LaneName
 from twolane.engine.constraints import Constraint, GrammarError, Grammars
 from twolane.engine.kv import KVBooks, Lookup
+from twolane.engine.landmarks import LandmarkWatcher
 from twolane.engine.launch import carry_out, joining
 from twolane.engine.messages import (
     Abort,
@@ -86,6 +87,8 @@ class Engine:
         bounds = pacer.planned(slo or Slo())
         self.state = State(kv, lanes, layers, estimator, trace or Trace(), bounds, pacer)
         self.max_model_len = min(max_model_len, kv.total_pages * kv.page_size)
+        self._landmarks = LandmarkWatcher(kv.page_size)
+        kv.tree.watchers.append(self._landmarks)
         self._system = system
         self._memory: Any = system.start()
         self._vocab_size = vocab_size
@@ -156,8 +159,14 @@ class Engine:
         unchanged = not state.outputs and not state.refused and stats == self._told
         if unchanged and not self._pinged:
             return None
-        waits = lane_waits(state) if self._pinged else None
-        news = Outputs(list(state.outputs.values()), state.refused, stats, state.launches, waits)
+        news = Outputs(
+            list(state.outputs.values()),
+            state.refused,
+            stats,
+            state.launches,
+            lane_waits(state) if self._pinged else None,
+            self._landmarks.news(),
+        )
         self._pinged = False
         state.outputs, state.refused, state.launches, self._told = {}, [], [], stats
         if not state.trace.silent:
@@ -185,6 +194,7 @@ class Engine:
             prefix_hits=state.counters.prefix_hits,
             preemptions=state.counters.preemptions,
             broken=state.counters.broken,
+            queued_new_tokens=state.queued_new_tokens(),
             prompt_token_seconds=state.counters.prompt_token_seconds,
             seconds=[(*level, spent) for level, spent in state.counters.seconds.items()],
         )

@@ -1,10 +1,11 @@
 """The loop: the same for all systems, all devices and the simulator."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from twolane.engine.engine import Engine
 from twolane.engine.messages import Outputs, ToEngine
+from twolane.systems.plan import Plan
 
 
 class Port(Protocol):
@@ -32,9 +33,18 @@ def run(engine: Engine, port: Port) -> None:
     ends the wait at once.
     """
     while (messages := port.receive()) is not None:
-        engine.take(messages)
-        engine.reap()
-        if (news := engine.news()) is not None:
-            port.send(news)
-        if not engine.carry_out(plan := engine.plan()):
-            port.wait(plan.wake_at)
+        idle = turn(engine, messages, port.send)
+        if idle is not None:
+            port.wait(idle.wake_at)
+
+
+def turn(
+    engine: Engine, messages: Sequence[ToEngine], send: Callable[[Outputs], None]
+) -> Plan | None:
+    """Make one turn; return the plan if it did nothing, else None."""
+    engine.take(messages)
+    engine.reap()
+    if (news := engine.news()) is not None:
+        send(news)
+    plan = engine.plan()
+    return None if engine.carry_out(plan) else plan

@@ -165,6 +165,8 @@ class Stats(msgspec.Struct, frozen=True):
     """Requests that lost their pages to others and were recomputed."""
     broken: int = 0
     """Requests that ended because the model gave NaN or infinity."""
+    queued_new_tokens: int = 0
+    """Prompt tokens that are still to be computed for the requests without a first token."""
     prompt_token_seconds: float = 0.0
     """Seconds that launches with prompts have lately taken for each prompt token; 0: not known."""
     seconds: list[tuple[str, int, float]] = []
@@ -216,6 +218,9 @@ class Outputs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """Those that ended while somebody watched."""
     waits: list[LaneWait] | None = None
     """The answer to a `Ping`: one entry for each lane that has work; None where nobody asked."""
+    landmarks: dict[int, int] = {}
+    """Changes of the prefix tree's landmarks (`common/prefix_digest.py`): length in pages by hash,
+    0 for what is gone."""
 
 
 class Fatal(msgspec.Struct, frozen=True, tag=True):

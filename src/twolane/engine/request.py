@@ -101,6 +101,13 @@ class Request:
         return len(self.tokens) - self.reused
 
     @property
+    def known_new(self) -> int:
+        """Tokens to compute, by the latest answer of the prefix cache; it is not asked anew."""
+        if self.started:
+            return len(self.tokens) - self.context
+        return len(self.tokens) - (0 if self.looked_up is None else self.looked_up.reused)
+
+    @property
     def scores_prompt(self) -> bool:
         """Whether log-probabilities of its prompt are still to be computed."""
         return self.sampling.params.prompt_logprobs is not None and not self.generated

@@ -20,6 +20,8 @@ from twolane.slo import Slo
 from twolane.systems.view import LaneView
 
 LANDED = 256
+QUEUE_SECONDS = 0.02
+"""Seconds for which the count of queued tokens holds: with a long queue it takes a while."""
 PROMPTS_KEPT = 0.97
 """Share of the weight that earlier launches with prompts keep at each one."""
 ELDER_SHARE = 8
@@ -103,6 +105,8 @@ class State:
     launches: list[Launched] = field(default_factory=list)
     watched_until: float = -math.inf
     """What is reaped later is no news of `launches`."""
+    queued: tuple[float, int] = (-math.inf, 0)
+    """When the queued tokens were last counted, on the lanes' clock, and how many there were."""
     launching: LaunchCosts = field(init=False)
     offered: frozenset[int] = field(init=False)
     """Units that a lane may be given."""
@@ -114,6 +118,28 @@ class State:
     def now(self) -> float:
         """Seconds on the lanes' clock."""
         return self.lanes.clock()
+
+    def queued_new_tokens(self) -> int:
+        """Prompt tokens that are still to be computed for the requests without a first token.
+
+        What the prefix cache has is left out for those that have looked it up. The count is kept
+        for `QUEUE_SECONDS` while anything is in prefill.
+        """
+        prefill = len(self.requests) - len(self.decoding)
+        now = self.now()
+        if not prefill:
+            self.queued = now, 0
+        elif now - self.queued[0] >= QUEUE_SECONDS or not self.queued[1]:
+            lines = (self.queue, self.started, *self.held.values())
+            waiting = sum(request.known_new for line in lines for request in line)
+            batches = filter(None, (self.open, self.parked))
+            self.queued = now, waiting + sum(map(self._left, batches))
+        return self.queued[1]
+
+    def _left(self, batch: PrefillBatch) -> int:
+        """Tokens of a batch in proportion to the layers that are not launched."""
+        left = 1 - batch.layers_launched / self.layers
+        return round(left * sum(chunk.n for chunk in batch.chunks))
 
     def wait(self, request: Request) -> None:
         """Put a request where it waits for prefill."""

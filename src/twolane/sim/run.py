@@ -103,7 +103,7 @@ def simulate(
     profile = config.engine.profile or str(simulated_profile(gpu, spec, config.tp, config.engine))
     engine = msgspec.structs.replace(config.engine, profile=profile)
     built = assemble(engine, machine, lambda: None, lambda stage, fraction: None)
-    ledger = _Ledger(requests, on_record, on_tokens)
+    ledger = Ledger(requests, on_record, on_tokens)
     assert isinstance(built.lanes, SimLanes)
     port = SimPort(built.lanes, _arrivals(config.bench, requests), ledger.hear)
     ledger.stop = lambda: setattr(port, "stopped", True)
@@ -208,8 +208,8 @@ class _Open:
     cached: int | None = None
 
 
-class _Ledger:
-    """Makes records of the engine's news."""
+class Ledger:
+    """Makes records of the news of engines."""
 
     def __init__(
         self,

@@ -1,0 +1,95 @@
+"""What a server publishes of its prefix tree: the hashes of prefixes at certain lengths.
+
+A *landmark* is a page at one of these lengths. They are close together at the beginning of a
+sequence, where instructions are shared, and `STRIDE_TOKENS` apart further on, so that a pool of a
+million tokens has about two thousand of them.
+"""
+
+import heapq
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import msgspec
+
+from twolane.common.page_hash import HASH_BYTES, page_hashes
+
+STRIDE_TOKENS = 512
+"""Tokens between two landmarks of a long prefix."""
+MOST_LANDMARKS = 4096
+"""Number of landmarks that a digest has at most; those of shorter prefixes come first."""
+
+
+def is_landmark(pages: int, page_size: int) -> bool:
+    """Whether a prefix of this many pages is published: a power of two, or a whole stride."""
+    stride = max(1, STRIDE_TOKENS // page_size)
+    return pages % stride == 0 if pages >= stride else pages & (pages - 1) == 0
+
+
+class Landmarks(NamedTuple):
+    """The landmarks of one prompt, shortest first."""
+
+    tokens: Sequence[int] = ()
+    """Lengths of the prefixes in tokens."""
+    hashes: Sequence[int] = ()
+
+    @classmethod
+    def of(cls, prompt: Sequence[int], page_size: int, salt: bytes = b"") -> "Landmarks":
+        """Return those of a prompt; its last token is left out, for it is always computed.
+
+        Args:
+            prompt: token ids.
+            page_size: tokens in a page of the server that is looked up.
+            salt: see `page_hash.salt_bytes`.
+        """
+        pages = enumerate(page_hashes(prompt[: len(prompt) - 1], page_size, salt), 1)
+        found = [(page * page_size, each) for page, each in pages if is_landmark(page, page_size)]
+        return cls(*zip(*found, strict=True)) if found else cls()
+
+
+class PrefixDigest(msgspec.Struct, frozen=True):
+    """The landmarks of a server's prefix tree at one moment."""
+
+    version: int
+    """Number that changes whenever the landmarks do."""
+    page_size: int
+    """Tokens in a page."""
+    hashes: bytes
+    """Hashes of `HASH_BYTES` little-endian bytes each, those of shorter prefixes first."""
+
+    def as_set(self) -> frozenset[int]:
+        """Return the hashes as integers."""
+        cuts = range(0, len(self.hashes) + 1, HASH_BYTES)
+        return frozenset(int.from_bytes(self.hashes[a:b], "little") for a, b in pairwise(cuts))
+
+
+class PrefixBook:
+    """The landmarks of a server, kept up to date by what its engine tells.
+
+    Args:
+        page_size: tokens in a page.
+    """
+
+    def __init__(self, page_size: int) -> None:
+        self.version = 0
+        self._page_size = page_size
+        self._pages: dict[int, int] = {}
+        """Length in pages, by hash."""
+        self._digest: PrefixDigest | None = None
+
+    def change(self, changes: Mapping[int, int]) -> None:
+        """Take in what changed: the length in pages by hash, 0 for what is gone."""
+        for hashed, pages in changes.items():
+            if pages:
+                self._pages[hashed] = pages
+            else:
+                self._pages.pop(hashed, None)
+        self.version += 1
+
+    def digest(self) -> PrefixDigest:
+        """Return at most `MOST_LANDMARKS` landmarks; the same object until something changes."""
+        if self._digest is None or self._digest.version != self.version:
+            top = heapq.nsmallest(MOST_LANDMARKS, self._pages, key=self._pages.__getitem__)
+            packed = b"".join(each.to_bytes(HASH_BYTES, "little") for each in top)
+            self._digest = PrefixDigest(self.version, self._page_size, packed)
+        return self._digest

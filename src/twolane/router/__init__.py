@@ -1,0 +1,1 @@
+"""Which replica answers a request: pure functions, and what they know of the replicas."""

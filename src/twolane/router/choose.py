@@ -1,0 +1,128 @@
+"""The router: which replica gives a request its first token soonest, at the least cost to others.
+
+A pure function of what is known of the replicas. It predicts the time to the first token at each
+replica: what is queued there and what is new of this prompt, by the replica's own measured speed.
+Computing a prefix that another replica has costs all later requests the same time, so the new
+tokens count `WORK` times where the bound leaves room.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from twolane.router.state import Ask
+from twolane.router.table import View
+
+WORK = 3.0
+"""Weight of a request's own computation against the seconds that it waits."""
+ROOM = 0.5
+"""Share of the TTFT bound within which a replica that saves computation may take longer."""
+MEMORY = 1.0
+"""Weight of the share of a replica's KV pages that are in use, in seconds."""
+LATE = 1.25
+"""Multiple of the TTFT bound beyond which a prediction refuses a request; predictions err."""
+STAY = 0.05
+"""Share by which a session's replica may be worse than the best, and the session stays."""
+TURNS = 8
+"""A replica that keeps the bound gets one request of this many times the number of replicas."""
+RETRY_SECONDS = (1, 60)
+"""The least and the most whole seconds that a refusal asks to wait."""
+
+
+class Chosen(NamedTuple):
+    """Where a request goes."""
+
+    name: str
+    ttft: float
+    """Predicted seconds to the first token; 0: not known."""
+    reused: int
+    """Prompt tokens that the replica has."""
+
+
+class Refused(NamedTuple):
+    """No replica can answer in time."""
+
+    retry_after: int
+    """Whole seconds after which one should."""
+    reason: str
+
+
+class _Estimate(NamedTuple):
+    view: View
+    ttft: float
+    """Seconds to the first token."""
+    cost: float
+    """What the choice is made by, in seconds."""
+
+
+def choose(ask: Ask, views: Sequence[View]) -> Chosen | Refused:
+    """Return the replica for a request, or why none should have it.
+
+    Args:
+        ask: the request.
+        views: the replicas that could be sent it, as `Table.views` gives them.
+    """
+    if not views:
+        return Refused(RETRY_SECONDS[0], "no replica is ready")
+    usual = _usual_speed(views)
+    estimates = [_estimate(ask, view, view.token_seconds or usual) for view in views]
+    in_time = [each for each in estimates if _keeps(each, 1.0)]
+    if not in_time and not any(_keeps(each, LATE) for each in estimates):
+        return _refusal(estimates)
+    if starved := [each for each in in_time if each.view.passed_over >= TURNS * len(views)]:
+        return _chosen(max(starved, key=lambda each: each.view.passed_over))
+    roomy = [each for each in in_time if _keeps(each, ROOM)]
+    best = min(roomy or estimates, key=(_by_cost if roomy else _by_ttft))
+    for each in roomy or estimates:
+        if each.view.home and _stays(each, best, by_cost=bool(roomy)):
+            return _chosen(each)
+    return _chosen(best)
+
+
+def _usual_speed(views: Sequence[View]) -> float:
+    """Seconds a token of the replicas that know theirs; 0 if none does."""
+    known = sorted(view.token_seconds for view in views if view.token_seconds)
+    return known[len(known) // 2] if known else 0.0
+
+
+def _estimate(ask: Ask, view: View, token_seconds: float) -> _Estimate:
+    new = max(1, ask.prompt_tokens - view.reused)
+    missing = -(-(new + ask.output_tokens) // view.page_size) - view.pages_free
+    queued = view.queued + max(0, missing) * view.page_size  # others must leave first
+    if not token_seconds:  # nothing was computed anywhere yet: the fewest tokens, then requests
+        return _Estimate(view, 0.0, queued + new + view.open)
+    ttft = (queued + new) * token_seconds
+    used = 1 - view.pages_free / view.pages if view.pages else 0.0
+    cost = ttft + (WORK - 1) * new * token_seconds + MEMORY * max(0.0, used)
+    return _Estimate(view, ttft, cost)
+
+
+def _keeps(estimate: _Estimate, share: float) -> bool:
+    """Whether the first token should come within this share of its bound."""
+    bound = estimate.view.ttft
+    return bound is None or estimate.ttft <= share * bound
+
+
+def _by_cost(estimate: _Estimate) -> tuple[float, int, int]:
+    return estimate.cost, estimate.view.open, -estimate.view.passed_over
+
+
+def _by_ttft(estimate: _Estimate) -> tuple[float, float, int]:
+    return estimate.ttft, estimate.cost, -estimate.view.passed_over
+
+
+def _stays(home: _Estimate, best: _Estimate, *, by_cost: bool) -> bool:
+    if by_cost:
+        return home.cost <= (1 + STAY) * best.cost
+    return home.ttft <= (1 + STAY) * best.ttft
+
+
+def _chosen(estimate: _Estimate) -> Chosen:
+    return Chosen(estimate.view.name, estimate.ttft, estimate.view.reused)
+
+
+def _refusal(estimates: Sequence[_Estimate]) -> Refused:
+    late = min(each.ttft - (each.view.ttft or 0.0) for each in estimates)
+    least, most = RETRY_SECONDS
+    seconds = min(most, max(least, math.ceil(late)))
+    return Refused(seconds, f"the first token would come {late:.1f} s later than its bound")

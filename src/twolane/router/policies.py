@@ -1,0 +1,127 @@
+"""All routers by name: Twolane's own and those that it is compared with."""
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from twolane.router.choose import Chosen, Refused, choose
+from twolane.router.state import Ask
+from twolane.router.table import View
+
+
+class Policy(Protocol):
+    """Chooses a replica; `views` are in order of their names."""
+
+    def __call__(self, ask: Ask, views: Sequence[View]) -> Chosen | Refused:
+        """Return the choice for one request, which is then sent there."""
+
+
+class RoundRobin:
+    """One replica after the other."""
+
+    def __init__(self) -> None:
+        self._turn = -1
+
+    def __call__(self, ask: Ask, views: Sequence[View]) -> Chosen | Refused:
+        """See `Policy`."""
+        self._turn += 1
+        return _picked(views, lambda: views[self._turn % len(views)])
+
+
+class PowerOfTwo:
+    """The one with fewer open requests of two drawn ones (Mitzenmacher 2001)."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self._random = random.Random(seed)
+
+    def __call__(self, ask: Ask, views: Sequence[View]) -> Chosen | Refused:
+        """See `Policy`."""
+        return _picked(views, lambda: self.pick(views))
+
+    def pick(self, views: Sequence[View]) -> View:
+        """Return the better of two."""
+        return min(self._random.sample(views, min(2, len(views))), key=lambda view: view.open)
+
+
+class LeastLoaded:
+    """The one with the fewest open requests."""
+
+    def __call__(self, ask: Ask, views: Sequence[View]) -> Chosen | Refused:
+        """See `Policy`."""
+        return _picked(views, lambda: min(views, key=lambda view: (view.open, -view.passed_over)))
+
+
+class RayPrefixAware:
+    """Ray Serve LLM's `PrefixCacheAffinityRouter` as its documentation describes it.
+
+    While the numbers of open requests differ by less than `imbalanced`, the replica that was sent
+    most of the prompt's beginning gets it, if that is at least `match` of the prompt; else the
+    replica whose tree is smallest. Otherwise power of two choices. Its tree holds what was sent,
+    not what replicas still have; here in landmarks (docs.ray.io, "PrefixCacheAffinityRouter for LLM
+    inference optimization").
+
+    Args:
+        imbalanced: difference of open requests from which the load counts as uneven.
+        match: least share of the prompt that must match.
+        seed: of the draws.
+    """
+
+    def __init__(self, imbalanced: float = 10, match: float = 0.1, seed: int = 0) -> None:
+        self._imbalanced, self._match = imbalanced, match
+        self._two = PowerOfTwo(seed)
+        self._trees: dict[str, dict[int, int]] = {}
+        """Landmarks that each replica was sent, with the tokens between it and the one before."""
+        self._sizes: dict[str, int] = {}
+
+    def __call__(self, ask: Ask, views: Sequence[View]) -> Chosen | Refused:
+        """See `Policy`."""
+        chosen = _picked(views, lambda: self._pick(ask, views))
+        if isinstance(chosen, Chosen):
+            self._insert(chosen.name, ask)
+        return chosen
+
+    def _pick(self, ask: Ask, views: Sequence[View]) -> View:
+        loads = [view.open for view in views]
+        if max(loads) - min(loads) >= self._imbalanced:
+            return self._two.pick(views)
+        matched = [self._matched(view.name, ask) for view in views]
+        longest = max(matched)
+        if longest >= self._match * ask.prompt_tokens:
+            best = [view for view, found in zip(views, matched, strict=True) if found == longest]
+        else:
+            sizes = [self._sizes.get(view.name, 0) for view in views]
+            best = [view for view, size in zip(views, sizes, strict=True) if size == min(sizes)]
+        return self._two.pick(best)
+
+    def _matched(self, name: str, ask: Ask) -> int:
+        tree, matched = self._trees.get(name, {}), 0
+        for tokens, landmark in zip(*ask.landmarks, strict=True):
+            if landmark not in tree:
+                break
+            matched = tokens
+        return matched
+
+    def _insert(self, name: str, ask: Ask) -> None:
+        tree, before = self._trees.setdefault(name, {}), 0
+        for tokens, landmark in zip(*ask.landmarks, strict=True):
+            if landmark not in tree:
+                tree[landmark] = tokens - before
+                self._sizes[name] = self._sizes.get(name, 0) + tree[landmark]
+            before = tokens
+
+
+def _picked(views: Sequence[View], pick: Callable[[], View]) -> Chosen | Refused:
+    if not views:
+        return Refused(1, "no replica is ready")
+    view = pick()
+    return Chosen(view.name, 0.0, view.reused)
+
+
+POLICIES: dict[str, Callable[[], Policy]] = {
+    "predicted": lambda: choose,
+    "round-robin": RoundRobin,
+    "power-of-two": PowerOfTwo,
+    "least-loaded": LeastLoaded,
+    "ray-prefix": RayPrefixAware,
+}
+"""Makes a router, by name."""

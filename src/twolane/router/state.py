@@ -1,0 +1,61 @@
+"""What a replica publishes of itself, and what a router knows of a request."""
+
+from dataclasses import dataclass
+
+import msgspec
+
+from twolane.common.prefix_digest import Landmarks, PrefixDigest
+from twolane.slo import Slo
+
+NO_LANDMARKS = Landmarks()
+FORMAT = 1
+"""Version of `ReplicaState`; a router leaves out a replica with another one."""
+
+
+class ReplicaState(msgspec.Struct, frozen=True, kw_only=True):
+    """A replica at one moment, as `GET /fleet/state` answers."""
+
+    format: int = FORMAT
+    model: str = ""
+    """Name that clients call the model by."""
+    ready: bool = True
+    """Whether requests can be served."""
+    draining: bool = False
+    """Whether the replica lets its requests end and takes no more."""
+    running: int = 0
+    """Number of requests in decode."""
+    waiting: int = 0
+    """Number of requests without a first token."""
+    queued_new_tokens: int = 0
+    """Prompt tokens that are still to be computed for the requests without a first token."""
+    prompt_token_seconds: float = 0.0
+    """Seconds that launches with prompts have lately taken for each prompt token; 0: not known."""
+    page_size: int = 1
+    """Tokens in a KV page."""
+    pages: int = 0
+    """Number of KV pages of the pool."""
+    pages_free: int = 0
+    """Number of KV pages that are free or hold only prefixes that nobody uses."""
+    max_model_len: int = 0
+    """The most tokens, prompt and output together, that one request can have."""
+    slo: Slo = Slo()
+    """Bounds of requests that bring none."""
+    attainment: float | None = None
+    """Share of the latest first tokens that came within their TTFT bound; None: no bound."""
+    digest: PrefixDigest | None = None
+    """Landmarks of the prefix tree; None: as in the version that the caller named."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What a router knows of a request."""
+
+    prompt_tokens: int
+    output_tokens: int = 256
+    """The most tokens of the answer, or a guess."""
+    landmarks: Landmarks = NO_LANDMARKS
+    """Empty: the prompt's tokens are not known, and nothing is known to be reused."""
+    ttft: float | None = None
+    """Bound in seconds on the time to the first token; None: the replica's."""
+    session: str | None = None
+    """What the requests of one user or conversation have in common."""

@@ -1,0 +1,169 @@
+"""What a router knows of its replicas: what they published, and what it has sent them since."""
+
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from twolane.router.state import FORMAT, Ask, ReplicaState
+
+ASSUMED_SECONDS = 30.0
+"""Seconds for which the prefix of a request that was sent counts as known, published or not."""
+MOST_SESSIONS = 65_536
+"""Number of sessions that are remembered; the one unused longest is forgotten first."""
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """One replica as seen for one request."""
+
+    name: str
+    queued: float
+    """Prompt tokens to compute before those of this request."""
+    token_seconds: float
+    """Seconds for each prompt token; 0: not known."""
+    reused: int
+    """Prompt tokens of this request that the replica has."""
+    pages_free: int
+    pages: int
+    page_size: int
+    open: int
+    """Requests that the router has sent and that have not ended."""
+    running: int
+    """Requests in decode."""
+    ttft: float | None
+    """Bound in seconds on the first token of this request."""
+    passed_over: int
+    """Requests that were sent elsewhere since this replica got one."""
+    home: bool
+    """Whether the replica had the session's latest request."""
+
+
+@dataclass(slots=True)
+class Replica:
+    """One replica in the table."""
+
+    name: str
+    state: ReplicaState
+    asked_at: float
+    """When the state was asked for, on the router's clock."""
+    known: frozenset[int] = frozenset()
+    """Hashes of its landmarks."""
+    sent: list[tuple[float, int, int]] = field(default_factory=list)
+    """When requests were sent, their new tokens and their pages, as far as the state may lack
+    them."""
+    assumed: dict[int, float] = field(default_factory=dict)
+    """Hashes of landmarks that requests will have put there, with when they were sent."""
+    open: int = 0
+    last_sent: int = 0
+    """Number of the last request that it got."""
+
+    def has(self, landmark: int) -> bool:
+        """Whether a prefix is there, or will be."""
+        return landmark in self.known or landmark in self.assumed
+
+    def reused(self, ask: Ask) -> int:
+        """Prompt tokens of a request that the replica has; shorter prefixes of one are there."""
+        tokens, hashes = ask.landmarks
+        found = bisect_right(range(len(hashes)), False, key=lambda i: not self.has(hashes[i]))
+        return tokens[found - 1] if found else 0
+
+    def queued(self, now: float) -> float:
+        """Prompt tokens to compute now: those published, less what was computed since, and sent."""
+        state = self.state
+        seconds = state.prompt_token_seconds
+        done = (now - self.asked_at) / seconds if seconds else 0.0
+        waiting = state.queued_new_tokens + sum(new for _, new, _ in self.sent)
+        return max(0.0, waiting - done)
+
+
+class Table:
+    """The replicas of a model, as one router knows them. The clock is the caller's."""
+
+    def __init__(self) -> None:
+        self._replicas: dict[str, Replica] = {}
+        self._homes: OrderedDict[str, str] = OrderedDict()
+        """Replica of each session's latest request."""
+        self._requests = 0
+
+    def __iter__(self) -> Iterator[Replica]:
+        return iter(self._replicas.values())
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._replicas
+
+    def __getitem__(self, name: str) -> Replica:
+        return self._replicas[name]
+
+    def publish(self, name: str, state: ReplicaState, asked_at: float) -> None:
+        """Take in a replica's answer to what was asked at that time."""
+        replica = self._replicas.get(name)
+        if replica is None:
+            replica = self._replicas[name] = Replica(name, state, asked_at)
+            replica.last_sent = self._requests
+        replica.state, replica.asked_at = state, asked_at
+        if state.digest is not None:
+            replica.known = state.digest.as_set()
+        replica.sent = [each for each in replica.sent if each[0] > asked_at]
+        oldest = asked_at - ASSUMED_SECONDS
+        if replica.assumed and next(iter(replica.assumed.values())) < oldest:
+            replica.assumed = {h: at for h, at in replica.assumed.items() if at >= oldest}
+
+    def remove(self, name: str) -> None:
+        """Forget a replica."""
+        self._replicas.pop(name, None)
+
+    def views(self, ask: Ask, now: float) -> list[View]:
+        """Return the replicas that can be sent a request, in order of their names."""
+        home = self._homes.get(ask.session) if ask.session is not None else None
+        return [self._view(each, ask, now, home) for each in self._usable(ask)]
+
+    def _usable(self, ask: Ask) -> Iterator[Replica]:
+        for name in sorted(self._replicas):
+            state = self._replicas[name].state
+            if state.ready and not state.draining and state.format == FORMAT:
+                yield self._replicas[name]
+
+    def _view(self, replica: Replica, ask: Ask, now: float, home: str | None) -> View:
+        state = replica.state
+        reused = replica.reused(ask)
+        bound = ask.ttft
+        if bound is None:
+            bound = state.slo.first_token(ask.prompt_tokens - reused)
+        return View(
+            name=replica.name,
+            queued=replica.queued(now),
+            token_seconds=state.prompt_token_seconds,
+            reused=reused,
+            pages_free=state.pages_free - sum(pages for _, _, pages in replica.sent),
+            pages=state.pages,
+            page_size=state.page_size,
+            open=replica.open,
+            running=state.running,
+            ttft=bound,
+            passed_over=self._requests - replica.last_sent,
+            home=replica.name == home,
+        )
+
+    def sent(self, name: str, ask: Ask, now: float) -> None:
+        """Note that a request goes to a replica."""
+        replica = self._replicas[name]
+        new = ask.prompt_tokens - replica.reused(ask)
+        pages = -(-(new + ask.output_tokens) // replica.state.page_size)
+        replica.sent.append((now, new, pages))
+        for landmark in ask.landmarks.hashes:
+            replica.assumed.pop(landmark, None)  # so that the oldest come first
+            replica.assumed[landmark] = now
+        replica.open += 1
+        self._requests += 1
+        replica.last_sent = self._requests
+        if ask.session is not None:
+            self._homes[ask.session] = name
+            self._homes.move_to_end(ask.session)
+            if len(self._homes) > MOST_SESSIONS:
+                self._homes.popitem(last=False)
+
+    def ended(self, name: str) -> None:
+        """Note that a request of a replica has ended, however it did."""
+        if name in self._replicas:
+            self._replicas[name].open -= 1

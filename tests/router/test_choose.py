@@ -1,0 +1,194 @@
+"""The router's choice, from what replicas publish."""
+
+import random
+import time
+
+import pytest
+
+from twolane.common.page_hash import page_hashes
+from twolane.common.prefix_digest import Landmarks, PrefixBook, is_landmark
+from twolane.router.choose import LATE, TURNS, Chosen, Refused, choose
+from twolane.router.policies import POLICIES
+from twolane.router.state import FORMAT, Ask, ReplicaState
+from twolane.router.table import Table
+from twolane.slo import Slo
+
+PAGE = 16
+TOKEN_SECONDS = 1e-4
+SLO = Slo(ttft=1.0)
+
+
+def state(queued: int = 0, prompt=(), **more) -> ReplicaState:
+    book = PrefixBook(PAGE)
+    book.change(
+        {
+            hashed: pages
+            for pages, hashed in enumerate(page_hashes(prompt, PAGE), 1)
+            if is_landmark(pages, PAGE)
+        }
+    )
+    kept = {"slo": SLO, "prompt_token_seconds": TOKEN_SECONDS, **more}
+    return ReplicaState(
+        queued_new_tokens=queued,
+        page_size=PAGE,
+        pages=10_000,
+        **{"pages_free": 10_000, **kept},
+        digest=book.digest(),
+    )
+
+
+def table(**states: ReplicaState) -> Table:
+    made = Table()
+    for name, each in states.items():
+        made.publish(name, each, 0.0)
+    return made
+
+
+def ask(prompt=range(1000, 3000), session=None, ttft=None) -> Ask:
+    return Ask(len(prompt), 16, Landmarks.of(prompt, PAGE), ttft, session)
+
+
+def sent_to(made: Table, asked: Ask, now: float = 0.0) -> str:
+    """Choose, and send there."""
+    choice = choose(asked, made.views(asked, now))
+    assert isinstance(choice, Chosen), choice
+    made.sent(choice.name, asked, now)
+    return choice.name
+
+
+def test_the_shortest_queue_gets_a_prompt_that_is_new_everywhere() -> None:
+    assert sent_to(table(a=state(5000), b=state(1000), c=state(3000)), ask()) == "b"
+
+
+def test_a_prefix_is_worth_a_queue_while_it_saves_more() -> None:
+    asked = ask()
+    warm = table(a=state(1500, range(1000, 3000)), b=state())
+    choice = choose(asked, warm.views(asked, 0.0))
+    assert isinstance(choice, Chosen)
+    assert choice.name == "a"
+    assert choice.reused > 1500
+    crowded = table(a=state(9000, range(1000, 3000)), b=state())
+    assert sent_to(crowded, asked) == "b"
+
+
+def test_the_prediction_is_queue_and_new_tokens_at_the_replicas_speed() -> None:
+    asked = ask()
+    choice = choose(asked, table(a=state(3000)).views(asked, 0.0))
+    assert isinstance(choice, Chosen)
+    assert choice.ttft == pytest.approx((3000 + 2000) * TOKEN_SECONDS)
+
+
+def test_what_was_sent_counts_until_the_replica_has_told_of_it() -> None:
+    made = table(a=state(), b=state())
+    first = [ask(range(i * 5000, i * 5000 + 2000)) for i in range(4)]
+    names = [sent_to(made, each) for each in first]
+    assert sorted(names) == ["a", "a", "b", "b"]
+    made.publish("a", state(), 1.0)
+    made.publish("b", state(8000), 1.0)
+    assert sent_to(made, ask(range(90_000, 92_000)), 1.0) == "a"
+
+
+def test_a_prefix_that_is_on_its_way_is_found() -> None:
+    made = table(a=state(), b=state())
+    assert sent_to(made, ask()) == sent_to(made, ask())
+
+
+def test_nobody_is_sent_what_comes_too_late_and_the_client_is_told_when() -> None:
+    asked, queue = ask(), round((3 + SLO.ttft) / TOKEN_SECONDS)
+    refused = choose(asked, table(a=state(queue), b=state(2 * queue)).views(asked, 0.0))
+    assert isinstance(refused, Refused)
+    assert refused.retry_after == 4  # three seconds of queue, and 0.2 of its own
+    barely = round((LATE - 0.01) * SLO.ttft / TOKEN_SECONDS) - 2000
+    assert sent_to(table(a=state(barely)), asked) == "a"
+
+
+def test_without_a_bound_or_a_speed_nobody_is_refused() -> None:
+    queue = 10_000_000
+    assert sent_to(table(a=state(queue, slo=Slo())), ask()) == "a"
+    assert sent_to(table(a=state(queue, prompt_token_seconds=0.0)), ask()) == "a"
+
+
+def test_a_requests_own_bound_goes_before_the_replicas() -> None:
+    asked = ask(ttft=0.05)
+    assert isinstance(choose(asked, table(a=state()).views(asked, 0.0)), Refused)
+
+
+def test_no_replica_starves_beside_one_that_has_the_prefix() -> None:
+    made = table(a=state(prompt=range(1000, 3000)), b=state())
+    names = []
+    for turn in range(4 * 2 * TURNS):
+        made.publish("a", state(prompt=range(1000, 3000)), float(turn))
+        made.publish("b", state(), float(turn))
+        asked = Ask(2000, 16, Landmarks.of(range(1000, 3000), PAGE))
+        made["b"].assumed.clear()  # as if it had been evicted
+        names.append(sent_to(made, asked, float(turn)))
+    assert names.count("a") > names.count("b") >= 2
+
+
+def test_a_session_stays_while_that_is_not_dearer() -> None:
+    made = table(a=state(), b=state())
+    home = sent_to(made, ask(session="user"))
+    other = "b" if home == "a" else "a"
+    fresh = ask(range(50_000, 52_000), session="user")
+    made.publish(home, state(100), 1.0)
+    made.publish(other, state(), 1.0)
+    assert sent_to(made, fresh, 1.0) == home
+    made.publish(home, state(5000), 2.0)
+    made.publish(other, state(), 2.0)
+    assert sent_to(made, ask(range(70_000, 72_000), session="user"), 2.0) == other
+
+
+@pytest.mark.parametrize("change", [{"draining": True}, {"ready": False}, {"format": FORMAT + 1}])
+def test_a_replica_that_takes_nothing_is_sent_nothing(change) -> None:
+    asked = ask()
+    assert choose(asked, table(a=state(**change)).views(asked, 0.0)) == Refused(
+        1, "no replica is ready"
+    )
+    assert sent_to(table(a=state(**change), b=state(7000)), asked) == "b"
+
+
+def test_full_memory_counts_as_waiting() -> None:
+    assert sent_to(table(a=state(pages_free=10), b=state(500)), ask()) == "b"
+
+
+def test_without_any_speed_requests_spread() -> None:
+    made = table(**{name: state(prompt_token_seconds=0.0) for name in "abc"})
+    asks = [ask(range(i * 5000, i * 5000 + 2000)) for i in range(3)]
+    assert sorted(sent_to(made, each) for each in asks) == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("router", POLICIES)
+def test_every_router_serves_with_what_is_ready(router) -> None:
+    policy, made = POLICIES[router](), table(a=state(), b=state(), c=state(draining=True))
+    chosen = []
+    for i in range(40):
+        asked = ask(range(i * 5000, i * 5000 + 2000))
+        choice = policy(asked, made.views(asked, 0.0))
+        assert isinstance(choice, Chosen)
+        made.sent(choice.name, asked, 0.0)
+        made.ended(choice.name)
+        made.publish("a", state(), 1.0)
+        made.publish("b", state(), 1.0)
+        chosen.append(choice.name)
+    assert set(chosen) == {"a", "b"}
+    none = table(c=state(draining=True))
+    assert isinstance(policy(ask(), none.views(ask(), 0.0)), Refused)
+
+
+def test_the_cost_of_a_decision_grows_with_the_replicas_and_no_faster() -> None:
+    """64 replicas against two, with a prompt of 16,000 tokens."""
+    draw = random.Random(0)
+    prompts = [range(1000 * i, 1000 * i + 16_000) for i in range(64)]
+    made = table(**{f"r{i:02}": state(draw.randrange(9000), prompts[i]) for i in range(64)})
+    small = table(a=state(10, prompts[0]), b=state(20, prompts[1]))
+    asked = ask(prompts[5])
+
+    def seconds(of: Table) -> float:
+        times = []
+        for _ in range(30):
+            begun = time.perf_counter()
+            choose(asked, of.views(asked, 0.0))
+            times.append(time.perf_counter() - begun)
+        return min(times)
+
+    assert seconds(made) < 64 * 4 * seconds(small)

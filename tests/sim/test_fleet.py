@@ -1,0 +1,49 @@
+"""Several replicas and a router on one virtual clock."""
+
+import pytest
+
+from tests.sim.test_run import config
+from twolane.common.errors import FieldError
+from twolane.router.policies import POLICIES
+from twolane.sim.fleet import simulate_fleet
+from twolane.sim.run import simulate
+from twolane.workload.traces import TraceRequest
+
+SHARED = [
+    TraceRequest(0.4 * i, 2000, 4, hash_ids=(i % 3, *range(100 + 3 * i, 103 + 3 * i)))
+    for i in range(18)
+]
+"""Three instructions of 512 tokens, each with many questions, far enough apart."""
+
+
+@pytest.mark.parametrize("router", POLICIES)
+def test_every_request_is_served_once_by_some_replica(router) -> None:
+    run = simulate_fleet(config(), 3, router, SHARED)
+    assert [record.outcome for record in run.result.records] == ["ok"] * len(SHARED)
+    assert sum(run.sent.values()) == len(SHARED)
+    assert not run.refused
+
+
+def test_one_replica_behind_a_router_serves_as_one_alone() -> None:
+    alone = simulate(config(), SHARED).result
+    routed = simulate_fleet(config(), 1, "round-robin", SHARED).result
+    assert routed.records == alone.records
+
+
+def test_the_same_arguments_give_the_same_answer() -> None:
+    def records():
+        return simulate_fleet(config(), 2, "predicted", SHARED).result.records
+
+    assert records() == records()
+
+
+def test_the_router_finds_prefixes_that_round_robin_misses() -> None:
+    ours, turns = (
+        simulate_fleet(config(), 2, name, SHARED) for name in ("predicted", "round-robin")
+    )
+    assert ours.hit_rate > turns.hit_rate
+
+
+def test_an_unknown_router_is_refused_by_name() -> None:
+    with pytest.raises(FieldError, match="router 'nosuch' is unknown; there are: predicted"):
+        simulate_fleet(config(), 2, "nosuch", SHARED)
