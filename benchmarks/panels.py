@@ -1,7 +1,9 @@
 """Goodput against the TBT SLO, every system, simulated: `python benchmarks/panels.py [--quick]`.
 
 Six panels: four workloads on Qwen3-8B shapes and two on CodeLlama-34B, one H200 each, five TBT
-SLOs; and Llama-70B on eight A100s at one. A point is a search as `twolane bench goodput` makes it,
+SLOs; Llama-70B on eight A100s at one; and MuxWise's setting, Llama-8B and 70B on eight A100s with a
+bound on TBT alone and more requests than can be served, whose points are requests served a second.
+Other points are a search as `twolane bench goodput` makes it,
 and the runs stay in `--work`: the same command goes on where it was stopped. The file that comes
 out has every point, and how `auto` compares: it should be at least 0.95 of the best at each, and
 1.10 times the best single system of its panel (settings included, mean over SLOs) in half of them.
@@ -53,6 +55,9 @@ class Panel(msgspec.Struct, frozen=True):
     """Seconds more for each 1,024 new tokens."""
     gpu: str = "h200"
     tp: int = 1
+    saturated: bool = False
+    """Whether the rate is far above what can be served and TTFT has no bound: a point is the number
+    of requests served a second, the median of three seeds, or 0 where TBT was not kept."""
 
     def search(self, seed: int, quick: bool) -> Search:
         """For all TBT SLOs; quick: for two of them, with short runs."""
@@ -63,7 +68,7 @@ class Panel(msgspec.Struct, frozen=True):
                 num_prompts=min(self.prompts, 100) if quick else self.prompts,
                 max_input_len=LONGEST,
             ),
-            slos={"ttft": self.ttft, **({"ttft_per_1k": self.per_1k} if self.per_1k else {})},
+            slos={} if self.saturated else self._ttft(),
             tbts=self.tbts[1::2] if quick else self.tbts,
             seeds=1 if quick else SEEDS,
             seed=seed,
@@ -71,6 +76,9 @@ class Panel(msgspec.Struct, frozen=True):
             least_rate=self.start / 4,
             tolerance=0.09 if quick else 0.045,
         )
+
+    def _ttft(self) -> dict[str, float]:
+        return {"ttft": self.ttft, **({"ttft_per_1k": self.per_1k} if self.per_1k else {})}
 
 
 PANELS = (
@@ -91,6 +99,20 @@ PANELS = (
         gpu="a100-80gb",
         tp=8,
     ),
+    *(
+        Panel(
+            name=f"{size}-toolagent-saturated",
+            model=f"llama-3.1-{size}",
+            dataset="toolagent",
+            tbts=(tbt,),
+            start=rate,
+            prompts=prompts,
+            gpu="a100-80gb",
+            tp=8,
+            saturated=True,
+        )
+        for size, tbt, rate, prompts in (("8b", 0.05, 30.0, 400), ("70b", 0.1, 4.0, 200))
+    ),
 )
 """Those whose runs take longest come first."""
 QUICK = ("8b-azure-conv", "8b-azure-code")
@@ -105,12 +127,14 @@ class Point(msgspec.Struct, frozen=True):
     system: str
     tbt: float
     goodput: float
-    """Requests a second, the mean of the seeds."""
+    """Requests a second, the mean of the seeds; the median in a saturated panel."""
 
 
 def searched(task: tuple[Panel, str, int, bool, Path]) -> list[Point]:
     """One system's points."""
     panel, system, seed, quick, work = task
+    if panel.saturated:
+        return [served(panel, system, seed)]
     search, folder = panel.search(seed, quick), work / panel.name / goodput.file_name(system)
     run, reads = goodput_cli.simulation(search), goodput_cli.reads_slos
     found = goodput.find(search, [system], run, folder, reads_slos=reads)
@@ -119,6 +143,16 @@ def searched(task: tuple[Panel, str, int, bool, Path]) -> list[Point]:
         Point(panel.name, system, tbt, statistics.fmean(rates[system]))
         for tbt, rates in zip(tbts, found, strict=True)
     ]
+
+
+def served(panel: Panel, system: str, seed: int) -> Point:
+    """What a system serves of more than it can."""
+    search, (tbt,), rates = panel.search(seed, quick=False), panel.tbts, []
+    run = goodput_cli.simulation(search)
+    for each in range(seed, seed + 3):
+        result, hopeless = run(system, search.at(panel.start, each), [{"tbt": tbt}])
+        rates.append(0.0 if hopeless else len(result.records) / result.duration)
+    return Point(panel.name, system, tbt, statistics.median(rates))
 
 
 class Verdict(NamedTuple):

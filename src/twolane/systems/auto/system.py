@@ -35,6 +35,11 @@ from twolane.systems.view import RequestView, View
 
 BATCH_SECONDS = 0.2
 """A prefill batch takes at most this many seconds on the whole device, or `LEAST_BATCH_TOKENS`."""
+UNORDERED_BATCH_SECONDS = 1.0
+"""A prefill batch takes at most this many seconds while arrival alone orders the waiting requests:
+putting them in order again gains nothing then, and larger batches read weights less often."""
+UNORDERED_BATCH_FACTOR = 2
+"""Such a batch may have this many times as many new tokens."""
 LEAST_BATCH_TOKENS = 256
 """A prefill batch may have this many new tokens, however long they take."""
 CHOICE_SECONDS = 0.1
@@ -78,7 +83,8 @@ class Auto(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     reads_slos: ClassVar[bool] = True
 
     max_batch_tokens: int = 2048
-    """A prefill batch has at most this many new tokens; longer prompts are cut."""
+    """A prefill batch has at most this many new tokens, or twice as many while no waiting request
+    has a TTFT bound or another priority; longer prompts are cut."""
     hysteresis: float = 0.05
     """What is done now stays until another way is better by more than this fraction."""
     lead_seconds: float = 0.010
@@ -121,8 +127,11 @@ class Auto(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             chunks = view.batch.chunks
             ends = [c.start + c.n for c in chunks if c.n == c.request.new]
             return Prompts(batch_load(view.batch), view.batch.layers_launched, (), ends)
-        fitting = costs.tokens_in(BATCH_SECONDS) or 0.0
-        tokens = min(int(max(LEAST_BATCH_TOKENS, fitting)), self.max_batch_tokens)
+        most, seconds = self.max_batch_tokens, BATCH_SECONDS
+        if _by_arrival(order):
+            most, seconds = UNORDERED_BATCH_FACTOR * most, UNORDERED_BATCH_SECONDS
+        fitting = costs.tokens_in(seconds) or 0.0
+        tokens = min(int(max(LEAST_BATCH_TOKENS, fitting)), most)
         coming = next_chunks(view, tokens, split=True, waiting=order)
         if not coming:
             return None
@@ -194,6 +203,11 @@ class Auto(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         tokens = max((way.tokens for way in found), default=0) or standing.pass_tokens
         choice = choose(found or [unknown], target.planned, standing.choice, self.hysteresis)
         return replace(standing, choice=choice, pass_tokens=tokens)
+
+
+def _by_arrival(waiting: Sequence[RequestView]) -> bool:
+    """Tell whether neither a TTFT bound nor a priority puts a request before an earlier one."""
+    return all(r.deadline is None and r.priority == waiting[0].priority for r in waiting)
 
 
 def _made_for(
