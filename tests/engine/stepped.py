@@ -10,7 +10,15 @@ from dataclasses import dataclass
 from twolane.common.vocabulary import LANES, LaneName
 from twolane.lanes.base import Step, Ticket
 from twolane.lanes.cpu.runner import Runner
-from twolane.lanes.work import DropRecord, LaunchRecord, Record, Work, decode, encode
+from twolane.lanes.work import (
+    AdapterRecord,
+    DropRecord,
+    LaunchRecord,
+    Record,
+    Work,
+    decode,
+    encode,
+)
 
 
 class SteppedTicket(Ticket):
@@ -76,6 +84,14 @@ class SteppedLanes:
         queued = [job.ticket for queue in self._queues.values() for job in queue]
         self._drops.append((record.batch, queued))
         self._drop_idle()
+
+    def load_adapter(self, slot: int, path: str) -> None:
+        record = sent(AdapterRecord(slot, path))
+        assert isinstance(record, AdapterRecord)
+        self._runner.load_adapter(record.slot, record.path)
+
+    def drop_adapter(self, slot: int) -> None:
+        self._runner.drop_adapter(slot)
 
     def check(self) -> None:
         """Nothing is ever gone."""

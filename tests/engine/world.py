@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -14,11 +15,22 @@ import pytest
 import torch
 
 from tests.engine.stepped import SteppedLanes
+from tests.model.adapters import make_adapter
 from tests.model.checkpoints import make_checkpoint
 from tests.model.doubled import doubled
+from twolane.engine.adapters.registry import AdapterRegistry
 from twolane.engine.engine import Engine
 from twolane.engine.kv import KVBooks
-from twolane.engine.messages import Abort, Finish, Output, Submit, ToEngine
+from twolane.engine.messages import (
+    Abort,
+    AdapterNews,
+    Finish,
+    LoadAdapter,
+    Output,
+    Submit,
+    ToEngine,
+    UnloadAdapter,
+)
 from twolane.engine.pacing import Pacer
 from twolane.engine.request import Phase, Request
 from twolane.estimate.online import OnlineEstimator
@@ -39,6 +51,7 @@ from twolane.model.attention import KVCache
 from twolane.model.decoder import Decoder
 from twolane.model.load.hub import resolve
 from twolane.model.load.weights import load_decoder
+from twolane.model.lora import AdapterPool
 from twolane.sampling import SamplingParams, TokenLogprobs
 from twolane.slo import Slo
 from twolane.systems.registry import System
@@ -50,12 +63,25 @@ SLOS = (Slo(), Slo(ttft=1e4, tbt=3.0), Slo(ttft=20.0, tbt=1.0))
 """A step takes a second."""
 
 
+ADAPTERS = {"small": 1, "medium": 8, "large": 64}
+"""Names and ranks of adapters. Each has two versions."""
+
+
+@cache
+def tiny_folder() -> TemporaryDirectory[str]:
+    """A checkpoint, `model`, and its adapters, each as `NAME-VERSION`."""
+    folder = TemporaryDirectory()
+    path = make_checkpoint("qwen2", Path(folder.name) / "model", seed=1)
+    for seed, (name, version) in enumerate(product(ADAPTERS, range(2))):
+        to = Path(folder.name) / f"{name}-{version}"
+        make_adapter(path, to, rank=ADAPTERS[name], seed=seed, strength=0.5)
+    return folder
+
+
 @cache
 def tiny_decoder() -> Decoder:
     """Four layers in float64: the tokens of a request cannot depend on what runs beside it."""
-    with TemporaryDirectory() as directory:
-        path = make_checkpoint("qwen2", Path(directory) / "model", seed=1)
-        return doubled(load_decoder(resolve(str(path))))
+    return doubled(load_decoder(resolve(f"{tiny_folder().name}/model")))
 
 
 def make_runner(pages: int, slots: int) -> Runner:
@@ -63,7 +89,7 @@ def make_runner(pages: int, slots: int) -> Runner:
     kv = KVCache(decoder.spec, pages, PAGE, torch.float64)
     for layer in (*kv.k, *kv.v):
         layer.fill_(1e3)  # what nobody wrote must not be read: it would show
-    return Runner(decoder, kv, PAGE, slots)
+    return Runner(decoder, kv, PAGE, slots, AdapterPool(decoder.weights, len(ADAPTERS)))
 
 
 @dataclass(frozen=True)
@@ -83,24 +109,27 @@ class Answer:
             self.logprobs.extend([sampled.logprobs] if sampled.logprobs else [])
 
 
-def alone(submit: Submit) -> Answer:
-    """The answer to a request that has the whole model to itself."""
+def alone(submit: Submit, adapter: str | None = None) -> Answer:
+    """The answer to a request that has the whole model to itself, with the adapter of that path."""
     # The seed is handed over by itself: one cache entry serves all greedy requests of a prompt.
     params = msgspec.structs.replace(submit.params, seed=None)
-    return _alone(tuple(submit.prompt), msgspec.json.encode(params), submit.params.seed or 0)
+    encoded = msgspec.json.encode(params)
+    return _alone(tuple(submit.prompt), encoded, submit.params.seed or 0, adapter)
 
 
 @cache
-def _alone(prompt: tuple[int, ...], encoded: bytes, seed: int) -> Answer:
+def _alone(prompt: tuple[int, ...], encoded: bytes, seed: int, adapter: str | None) -> Answer:
     params = msgspec.json.decode(encoded, type=SamplingParams)
     decoder, answer = tiny_decoder(), Answer()
     pages = tuple(range(-(-MODEL_LEN // PAGE)))
     runner = make_runner(len(pages), 1)
+    if adapter is not None:
+        runner.load_adapter(0, adapter)
     sampling = Sampling(params, seed, len(prompt), EOS, pack(prompt))
     top = params.prompt_logprobs
     scoring = None if top is None or len(prompt) == 1 else Scoring(pack(prompt[1:]), top)
     row, chunk = PromptRow(0, 0, len(prompt), samples=True), PromptChunk(pack(prompt), scoring)
-    slots = (SlotUpdate(0, 0, pages, sampling),)
+    slots = (SlotUpdate(0, 0, pages, sampling, -1 if adapter is None else 0),)
     prefill = PrefillWork(0, (row,), 0, decoder.spec.layers, True, (chunk,), slots)
     limit = min(len(prompt) + (params.max_tokens or MODEL_LEN), MODEL_LEN)
     with torch.inference_mode():
@@ -128,6 +157,8 @@ class World:
     pages: int = 14
     slots: int = 6
     prefix_cache: bool = True
+    adapted: bool = False
+    """Whether requests ask for adapters, which are unloaded and loaded again meanwhile."""
     seen: Counter[str] = field(default_factory=Counter)
     """How often the schedule did what it is meant to exercise."""
 
@@ -148,6 +179,14 @@ class World:
             estimator=OnlineEstimator(),
             pacer=Pacer(buffer=1e-9),
         )
+        self.registry = AdapterRegistry(lanes, len(ADAPTERS))
+        self.engine.adapters = self.registry
+        self.versions = dict.fromkeys(ADAPTERS if self.adapted else (), 0)
+        """The version of each adapter that is loaded, or was last."""
+        for name in self.versions:
+            self.registry.load_at_start(name, self._path(name))
+        self.adapter_of: dict[str, str] = {}
+        """Path of the adapter that each request has got."""
         self.submits: list[Submit] = []
         for i in range(self.requests):
             self.submits.append(self._submit(i))
@@ -164,7 +203,14 @@ class World:
     def _submit(self, i: int) -> Submit:
         """The first three fill the pool, the last two ask the same; the others are of all kinds,
         and may follow an earlier one as the next turn of a conversation does."""
-        return msgspec.structs.replace(self._drawn(i), slo=SLOS[i % len(SLOS)])
+        drawn = msgspec.structs.replace(self._drawn(i), slo=SLOS[i % len(SLOS)])
+        if not self.versions or i < 3 or i >= self.requests - 2:
+            return drawn
+        return msgspec.structs.replace(drawn, lora=self.rng.choice((None, *self.versions)))
+
+    def _path(self, name: str) -> str:
+        """Where the version of an adapter is that is to be loaded."""
+        return f"{tiny_folder().name}/{name}-{self.versions[name]}"
 
     def _drawn(self, i: int) -> Submit:
         rng = self.rng
@@ -253,6 +299,7 @@ class World:
         news = engine.news()
         if news is not None:
             assert not news.refused, news.refused
+            self._note_adapters(news.adapters)
             for output in news.outputs:
                 assert output.id not in self.finished, "news of a request that has ended"
                 self._note_output(output)
@@ -261,6 +308,18 @@ class World:
                     self.live.remove(output.id)
         self.check()
         return changed
+
+    def _note_adapters(self, adapters: Sequence[AdapterNews]) -> None:
+        """Load another version under the name of an adapter that has been unloaded."""
+        for told in adapters:
+            assert told.problem is None
+            if told.loaded:
+                continue
+            users = [r for r in self.engine.state.requests.values() if r.adapter >= 0]
+            self.seen["reloads beside others"] += bool(users)
+            self.versions[told.name] ^= 1
+            self.engine.take([LoadAdapter(told.name, self._path(told.name))])
+            self.registry._loading[told.name][1].result()
 
     def _note_output(self, output: Output) -> None:
         answer = self.answers.setdefault(output.id, Answer())
@@ -298,9 +357,22 @@ class World:
         while self.to_send and self.rng.random() < 0.25:
             if len(self.to_send) <= 2 and self.live:
                 break  # the last two come one after the other
+            name = self.to_send[0].lora
+            if name is not None and self.registry.find(name) is None:
+                break  # it is being loaded again
             submit = self.to_send.pop(0)
+            if name is not None:
+                self.adapter_of[submit.id] = self._path(name)
             self.live.add(submit.id)
             messages.append(submit)
+        loaded = [name for name in self.versions if self.registry.find(name)]
+        if loaded and self.rng.random() < 0.05:
+            name = self.rng.choice(loaded)
+            sent = [m.lora for m in messages if isinstance(m, Submit)]
+            slot = self.registry.find(name).slot
+            users = [r for r in self.engine.state.requests.values() if r.adapter == slot]
+            self.seen["unloads in use"] += bool(users) or name in sent
+            messages.append(UnloadAdapter(name))
         victim = self._victim()
         if victim is not None:
             self.seen[f"aborted in {victim.phase.value}"] += 1
@@ -375,7 +447,8 @@ class World:
             self._check_output(submit)
 
     def _check_output(self, submit: Submit) -> None:
-        got, want = self.answers.get(submit.id, Answer()), alone(submit)
+        got = self.answers.get(submit.id, Answer())
+        want = alone(submit, self.adapter_of.get(submit.id))
         n = len(want.tokens)
         if self.finished[submit.id] == "abort" or submit.id in self.cut:
             n = len(got.tokens)

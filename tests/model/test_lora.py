@@ -12,6 +12,7 @@ from twolane.model.load.hub import resolve
 from twolane.model.load.peft import AdapterError, read_adapter
 from twolane.model.load.weights import load_decoder
 from twolane.model.lora import AdapterPool
+from twolane.parallel.sharding import Shard
 
 from .adapters import JOINED, MODULES, make_adapter
 from .checkpoints import make_checkpoint
@@ -21,7 +22,7 @@ FAMILIES = ("llama31", "llama-bias", "mistral", "qwen2", "qwen3", "phi3")
 
 
 def load(path, decoder, **more):
-    return read_adapter(path, decoder.spec, decoder.dtype, **more)
+    return read_adapter(path, decoder.shard, decoder.dtype, **more)
 
 
 def run(decoder, pool, sequences, slots):
@@ -148,7 +149,9 @@ def test_adapters_in_sixteen_bits(dtype, decoder, base, tmp_path):
 def test_parts_of_two_ranks_add_up(decoder, base, tmp_path):
     """A product's columns are cut in B, a sum's in A; q, k and v each keep their own places."""
     path = make_adapter(base, tmp_path / "adapter", rank=4)
-    whole, parts = load(path, decoder), [load(path, decoder, rank=r, ranks=2) for r in range(2)]
+    whole = load(path, decoder)
+    shards = [Shard(decoder.spec, rank, 2) for rank in range(2)]
+    parts = [read_adapter(path, shard, decoder.dtype) for shard in shards]
     pairs = zip(parts[0].layers, parts[1].layers, strict=True)
     x, inner = torch.randn(3, decoder.spec.q_size), decoder.spec.q_size // 2
     for layer, (one, two) in zip(whole.layers, pairs, strict=True):

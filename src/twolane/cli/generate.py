@@ -11,7 +11,7 @@ from twolane.cli.errors import one_line_errors, wrong_setting
 from twolane.cli.lazy import command_app
 from twolane.cli.options import ModelArgument, takes, takes_engine_settings
 from twolane.common.errors import FieldError
-from twolane.engine.config import EngineConfig
+from twolane.engine.config import LORA, EngineConfig
 from twolane.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ app = command_app()
 
 
 @app.command(epilog=EPILOG)
-@takes_engine_settings()
+@takes_engine_settings(*LORA)
 @takes(SamplingParams, "sampling", defaults={"max_tokens": None, "temperature": 0.0})
 def generate(
     model: ModelArgument,

@@ -200,7 +200,7 @@ def _form(setting: Setting) -> Form:
             lambda value: None if value is None else round(value * option.factor, 9),
         )
     if kind == dict[str, str]:
-        return Form(list[str], pairs, list)
+        return Form(list[str], names if option.named else pairs, list)
     if kind == dict[str, object]:
         return Form(str | None, json_object, lambda value: None)
     if kind == tuple[str, ...]:
@@ -216,12 +216,21 @@ def _form(setting: Setting) -> Form:
 
 def pairs(texts: list[str] | None) -> dict[str, str]:
     """Read KEY=VALUE texts; dashes of keys are underscores."""
+    return _read_pairs(texts, lambda key: key.replace("-", "_"))
+
+
+def names(texts: list[str] | None) -> dict[str, str]:
+    """Read KEY=VALUE texts, whose keys are kept as they are."""
+    return _read_pairs(texts, lambda key: key)
+
+
+def _read_pairs(texts: list[str] | None, spelt: Callable[[str], str]) -> dict[str, str]:
     read: dict[str, str] = {}
     for text in texts or ():
         key, equals, value = text.partition("=")
         if not equals or not key.strip():
             raise ValueError(f"{text}: write KEY=VALUE")
-        key = key.strip().replace("-", "_")
+        key = spelt(key.strip())
         if key in read:
             raise ValueError(f"{key} is given twice")
         read[key] = value

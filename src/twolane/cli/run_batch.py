@@ -26,7 +26,7 @@ app = command_app()
 @app.command(
     epilog="**Example:** `twolane run-batch smollm2-135m-instruct requests.jsonl answers.jsonl`"
 )
-@takes_engine_settings()
+@takes_engine_settings("lora_endpoints")
 @takes(ServerOptions, "server", only=OFFERED)
 def run_batch(
     model: ModelArgument,

@@ -44,6 +44,8 @@ class Option(msgspec.Struct, frozen=True):
     """Number that the option takes for None."""
     infinite: bool = False
     """Whether the number may be infinite."""
+    named: bool = False
+    """Whether the keys of KEY=VALUE are names, which are kept as they are."""
     variable: str | None = None
     """Environment variable that replaces the option; by default `TWOLANE_` and the name."""
     help: str | None = None

@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 
 from twolane.common.errors import FieldError
+from twolane.engine.adapters.registry import AdapterRegistry
 from twolane.engine.config import EngineConfig
 from twolane.engine.engine import Engine
 from twolane.engine.kv import KVBooks
@@ -15,6 +16,7 @@ from twolane.engine.pacing import Pacer
 from twolane.engine.predict import find_profile, machine_key, make_estimator
 from twolane.engine.settings import check_settings
 from twolane.engine.trace import FileTrace, Trace
+from twolane.lanes.base import Lanes
 from twolane.lanes.machine import Machine, MachineLanes, load
 from twolane.lanes.settings import DeviceSettings
 from twolane.model.spec import ModelSpec
@@ -35,6 +37,7 @@ class Built:
 
     def close(self) -> None:
         """Finish what is queued in the lanes and write out the trace."""
+        self.engine.adapters.close()
         self.lanes.close()
         self.trace.close()
 
@@ -91,6 +94,7 @@ def assemble(
         notify=notify,
         slo=config.slo,
         pacer=Pacer(config.tbt_buffer, config.transport),
+        adapters=load_adapters(config, lanes, notify),
     )
     ready = _ready(config, name, engine, machine, profile)
     trace.about(
@@ -104,6 +108,21 @@ def assemble(
         page_size=books.page_size,
     )
     return Built(engine, lanes, trace, ready)
+
+
+def load_adapters(
+    config: EngineConfig, lanes: Lanes, notify: Callable[[], None]
+) -> AdapterRegistry:
+    """The adapters that are served from the start.
+
+    Raises:
+        FieldError: one cannot be.
+    """
+    slots = DeviceSettings.of(config).adapter_slots
+    registry = AdapterRegistry(lanes, slots, notify)
+    for name, path in config.lora.items():
+        registry.load_at_start(name, path)
+    return registry
 
 
 def _ready(

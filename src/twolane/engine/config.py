@@ -17,9 +17,11 @@ Device = Literal["auto", "cpu", "cuda"]
 Quantization = Literal["fp8", "fp8_block128", "int4"]
 KVCacheDType = Literal["auto", "fp8"]
 
+LORA = ("lora", "lora_endpoints", "max_loras", "max_lora_rank")
+"""Names of the options of adapters."""
 UNPROFILED = (
     "system", "option", "slo_ttft_ms", "slo_ttft_per_1k_ms", "slo_tbt_ms", "slo_tpot_ms",
-    "tbt_buffer_ms", "prefix_cache", "profile", "estimator", "trace",
+    "tbt_buffer_ms", "prefix_cache", "profile", "estimator", "trace", *LORA,
 )  # fmt: skip
 """Names of the options that do not change how long launches take; `twolane profile` has the
 others."""
@@ -48,6 +50,16 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     if the KV pool holds them."""
     seed: Annotated[int, Option(MODEL)] = 0
     """Seed of dummy weights, and of sampling where a request has no seed of its own."""
+    lora: Annotated[dict[str, str], Option(MODEL, "NAME=PATH", named=True)] = {}
+    """LoRA adapter to load, which requests ask for as the model NAME; PATH is the directory of a
+    PEFT checkpoint; may be repeated."""
+    lora_endpoints: Annotated[bool, Option(MODEL)] = False
+    """Whether POST /v1/load_lora_adapter and /v1/unload_lora_adapter are served, which read any
+    directory that a client names."""
+    max_loras: Annotated[int, Option(MODEL, least=1)] = 8
+    """Largest number of adapters that are loaded at a time."""
+    max_lora_rank: Annotated[int, Option(MODEL, least=1, most=64)] = 16
+    """Largest rank of an adapter's module."""
     system: Annotated[str | None, Option(SCHEDULING)] = None
     """Policy that shares the device between prefill and decode; `twolane doctor` lists them; by
     default `auto` on a GPU and in simulation, `static-split` on a CPU."""

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from twolane.common.errors import FieldError
 from twolane.common.vocabulary import LANES, LaneName
+from twolane.engine.adapters.registry import AdapterRegistry
 from twolane.engine.constraints import Constraint, GrammarError, Grammars
 from twolane.engine.kv import KVBooks, Lookup
 from twolane.engine.landmarks import LandmarkWatcher
@@ -18,12 +19,14 @@ from twolane.engine.messages import (
     Abort,
     FinishReason,
     ForgetPrefixes,
+    LoadAdapter,
     Outputs,
     Ping,
     Refused,
     Stats,
     Submit,
     ToEngine,
+    UnloadAdapter,
     Vocabulary,
     Watch,
 )
@@ -63,6 +66,7 @@ class Engine:
         pacer: decides when each token is due.
         trace: where to report what happened.
         notify: wakes the loop; called from another thread when a grammar has been compiled.
+        adapters: those that requests may ask for; None: there are none.
     """
 
     def __init__(
@@ -82,6 +86,7 @@ class Engine:
         pacer: Pacer | None = None,
         trace: Trace | None = None,
         notify: Callable[[], None] = lambda: None,
+        adapters: AdapterRegistry | None = None,
     ) -> None:
         pacer = pacer or Pacer()
         bounds = pacer.planned(slo or Slo())
@@ -96,6 +101,8 @@ class Engine:
         self._eos_token_ids = tuple(eos_token_ids)
         self._seeds = random.Random(seed)
         self._notify = notify
+        self.adapters = adapters or AdapterRegistry(lanes, 0)
+        """Those that are loaded."""
         self._grammars: Grammars | None = None
         """None until the API process has sent the vocabulary."""
         self._compiling: dict[str, Future[Constraint]] = {}
@@ -124,6 +131,10 @@ class Engine:
                 self.state.watched_until = max(self.state.watched_until, until)
             elif isinstance(message, ForgetPrefixes):
                 self.state.kv.forget_prefixes()
+            elif isinstance(message, LoadAdapter):
+                self.adapters.load(message.name, message.path)
+            elif isinstance(message, UnloadAdapter):
+                self.adapters.unload(message.name)
             elif isinstance(message, Ping):
                 self._pinged = True
             else:
@@ -133,7 +144,7 @@ class Engine:
     def reap(self) -> bool:
         """Deliver finished work; whether there was any."""
         moved = reap(self.state)
-        self._moved |= moved
+        self._moved |= self.adapters.settle(self.state.adapters_named) | moved
         return moved
 
     def plan(self) -> Plan:
@@ -156,7 +167,8 @@ class Engine:
             return None
         self._moved = False
         state, stats = self.state, self.stats()
-        unchanged = not state.outputs and not state.refused and stats == self._told
+        adapters, self.adapters.news = self.adapters.news, []
+        unchanged = not (state.outputs or state.refused or adapters) and stats == self._told
         if unchanged and not self._pinged:
             return None
         news = Outputs(
@@ -166,6 +178,7 @@ class Engine:
             state.launches,
             lane_waits(state) if self._pinged else None,
             self._landmarks.news(),
+            adapters,
         )
         self._pinged = False
         state.outputs, state.refused, state.launches, self._told = {}, [], [], stats
@@ -242,6 +255,7 @@ class Engine:
             sampling=self._sampling(message),
             slo=state.pacer.planned(message.slo).over(state.slo),
             lookup=self._lookup,
+            adapter=None if message.lora is None else self.adapters.find(message.lora),
         )
         self._arrivals += 1
         if message.params.grammar is not None:
@@ -285,6 +299,9 @@ class Engine:
     def _problem(self, message: Submit) -> Refused | None:
         if message.id in self.state.requests:
             return Refused(message.id, "invalid", f"request id {message.id!r} is in use")
+        if message.lora is not None and self.adapters.find(message.lora) is None:
+            text = f"model {message.lora!r} does not exist: no adapter of that name is loaded"
+            return Refused(message.id, "unknown_model", text, "model")
         if len(message.prompt) >= self.max_model_len:
             text = (
                 f"prompt has {len(message.prompt)} tokens, which leaves no room for output: "

@@ -222,6 +222,8 @@ class Allocation:
     """Number of the pages that launches have told the lanes of."""
     salt: bytes = b""
     """What keeps its pages from requests of other tenants."""
+    adapter: int = -1
+    """The slot of its request's adapter; -1: none."""
     in_flight: int = 0
     """Launches that name this allocation and have not been reaped."""
     last_ticket: Ticket | None = None

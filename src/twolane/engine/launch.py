@@ -115,6 +115,7 @@ def _allocate(state: State, request: Request) -> Allocation:
     )
     if allocation is None:
         raise PlanError(f"admits {request.id}, for which there is no room")
+    allocation.adapter = request.adapter
     request.allocation = allocation
     request.context = len(allocation.path) * state.kv.page_size
     if request.cached is None:
@@ -295,7 +296,7 @@ def _updates(rows: "Rows") -> tuple[SlotUpdate, ...]:
 
 def _update(held: Allocation, sampling: Sampling | None = None) -> SlotUpdate:
     first, held.told = held.told, len(held.pages)
-    return SlotUpdate(held.slot, first, tuple(held.pages[first:]), sampling)
+    return SlotUpdate(held.slot, first, tuple(held.pages[first:]), sampling, held.adapter)
 
 
 def _masks(rows: "Rows") -> tuple[TokenMask, ...]:

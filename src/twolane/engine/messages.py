@@ -1,7 +1,8 @@
 """What the API process and the engine process say to each other: msgspec structs over ZeroMQ.
 
 A message is one msgpack-encoded struct, tagged with its type. The API process sends `Submit`,
-`Vocabulary`, `Abort`, `Finish`, `Watch` and `Ping`; the engine sends `Progress` while it starts,
+`Vocabulary`, `Abort`, `Finish`, `Watch`, `LoadAdapter`, `UnloadAdapter` and `Ping`; the engine
+sends `Progress` while it starts,
 `Ready` once, then one `Outputs` for every turn of its loop that has news. For every `Submit` the
 engine sends exactly one ending: an `Output` with a `finish` reason, or a `Refused`; after an
 `Abort` it sends nothing more for that request except the `Output` with finish "abort".
@@ -17,7 +18,7 @@ from twolane.sampling import TokenLogprobs as TokenLogprobs
 from twolane.slo import Slo
 
 FinishReason = Literal["stop", "length", "abort"]
-RefusedCode = Literal["invalid", "too_long", "refused", "broken"]
+RefusedCode = Literal["invalid", "too_long", "refused", "broken", "unknown_model"]
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
@@ -35,6 +36,8 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     leader's prompt is in the prefix cache, or the leader has ended."""
     cache_salt: str | None = None
     """Prefixes are shared with requests of the same salt alone."""
+    lora: str | None = None
+    """Name of the adapter that answers; None: the base model does."""
 
 
 class Vocabulary(msgspec.Struct, frozen=True, tag=True):
@@ -68,6 +71,21 @@ class Watch(msgspec.Struct, frozen=True, tag=True):
 
 class ForgetPrefixes(msgspec.Struct, frozen=True, tag=True):
     """Empty the prefix cache: no later request reuses what is in it now."""
+
+
+class LoadAdapter(msgspec.Struct, frozen=True, tag=True):
+    """Load a LoRA adapter; answered by one `AdapterNews`."""
+
+    name: str
+    path: str
+    """Directory of a PEFT checkpoint."""
+
+
+class UnloadAdapter(msgspec.Struct, frozen=True, tag=True):
+    """Give an adapter to no new request, and forget it when the last one has ended; answered by one
+    `AdapterNews`, then."""
+
+    name: str
 
 
 class Ping(msgspec.Struct, frozen=True, tag=True):
@@ -198,6 +216,16 @@ class Launched(msgspec.Struct, frozen=True):
     """The plan's."""
 
 
+class AdapterNews(msgspec.Struct, frozen=True):
+    """What came of a `LoadAdapter` or an `UnloadAdapter`."""
+
+    name: str
+    loaded: bool
+    """Whether requests can ask for the adapter from now on."""
+    problem: str | None = None
+    """Why it was not done; None: it was."""
+
+
 class LaneWait(msgspec.Struct, frozen=True):
     """How long the launch that is first in a lane has kept the engine waiting."""
 
@@ -221,6 +249,7 @@ class Outputs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     landmarks: dict[int, int] = {}
     """Changes of the prefix tree's landmarks (`common/prefix_digest.py`): length in pages by hash,
     0 for what is gone."""
+    adapters: list[AdapterNews] = []
 
 
 class Fatal(msgspec.Struct, frozen=True, tag=True):
@@ -229,7 +258,17 @@ class Fatal(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
-ToEngine = Submit | Vocabulary | Abort | Finish | Watch | ForgetPrefixes | Ping
+ToEngine = (
+    Submit
+    | Vocabulary
+    | Abort
+    | Finish
+    | Watch
+    | ForgetPrefixes
+    | LoadAdapter
+    | UnloadAdapter
+    | Ping
+)
 FromEngine = Progress | Ready | Outputs | Fatal
 
 encode = msgspec.msgpack.Encoder().encode

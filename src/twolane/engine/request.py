@@ -7,6 +7,7 @@ from enum import Enum
 
 from twolane.common.page_hash import salt_bytes
 from twolane.common.vocabulary import LaneName
+from twolane.engine.adapters.registry import LoadedAdapter
 from twolane.engine.constraints import Constraint
 from twolane.engine.kv import Allocation, Lookup
 from twolane.engine.messages import Submit, Times
@@ -53,6 +54,8 @@ class Request:
     """Asks the prefix cache."""
     salt: bytes = b""
     """What keeps its pages from requests of other tenants."""
+    adapter: int = -1
+    """The slot of its adapter; -1: the base model answers."""
     constraint: Constraint | None = None
     """What its grammar allows, once it is compiled; None: everything."""
     mask: bytes | None = None
@@ -159,8 +162,10 @@ class Request:
         sampling: Sampling,
         slo: Slo,
         lookup: Callable[["Request"], Lookup],
+        adapter: LoadedAdapter | None = None,
     ) -> "Request":
         """A new request, waiting; `tokens`, the prompt, is its own."""
+        salt = salt_bytes(submit.cache_salt)
         prompt, params = len(submit.prompt), submit.params
         limit = min(prompt + (params.max_tokens or max_model_len), max_model_len)
         eos = () if params.ignore_eos else sampling.eos_token_ids
@@ -177,7 +182,8 @@ class Request:
             sampling=sampling,
             stops=frozenset((*eos, *params.stop_token_ids)),
             lookup=lookup,
-            salt=salt_bytes(submit.cache_salt),
+            salt=salt if adapter is None else adapter.salt(salt),
+            adapter=-1 if adapter is None else adapter.slot,
         )
 
 

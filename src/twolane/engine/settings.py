@@ -36,6 +36,13 @@ def check_settings(config: EngineConfig) -> None:
     if pool is not None and pool // page_size * page_size < (length or 2):
         request = f"one request of {length or 2} tokens in pages of {page_size}"
         raise FieldError("kv_tokens", f"{pool} does not hold {request}")
+    if len(config.lora) > config.max_loras:
+        raise FieldError(
+            "lora", f"has {len(config.lora)} adapters, and max_loras is {config.max_loras}"
+        )
+    for name, path in config.lora.items():
+        if not name or not Path(path).is_dir():
+            raise FieldError("lora", f"{name}={path}: there is no such directory")
     if config.trace is not None and not _is_writable(Path(config.trace)):
         raise FieldError("trace", f"{config.trace} cannot be written")
     if config.profile is not None and not _is_readable(Path(config.profile)):

@@ -141,6 +141,11 @@ class State:
         left = 1 - batch.layers_launched / self.layers
         return round(left * sum(chunk.n for chunk in batch.chunks))
 
+    def adapters_named(self) -> set[int]:
+        """The slots of adapters that requests or launches name."""
+        flown = {held.adapter for flight in self.flights for _, held in flight.rows}
+        return flown | {request.adapter for request in self.requests.values()}
+
     def wait(self, request: Request) -> None:
         """Put a request where it waits for prefill."""
         request.phase = Phase.WAITING

@@ -175,6 +175,17 @@ class Lanes(Protocol):
         """Forget the hidden states of a batch of which no further slice is launched, when the
         slices that were are done."""
 
+    def load_adapter(self, slot: int, path: str) -> None:
+        """Read a LoRA adapter into an adapter slot that no launch names; other threads may call
+        this while launches go on.
+
+        Raises:
+            ValueError: it cannot be served; the message says why, and the slot is as it was.
+        """
+
+    def drop_adapter(self, slot: int) -> None:
+        """Empty an adapter slot that no launch names any more."""
+
     def check(self) -> None:
         """See that the lanes can go on.
 

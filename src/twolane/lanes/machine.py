@@ -91,6 +91,8 @@ def load(settings: DeviceSettings, progress: Progress) -> Machine:
     """
     if chosen_device(settings) == "cpu":
         return CpuMachine(settings, progress)
+    if settings.adapter_slots:
+        raise FieldError("lora", "adapters are served on a CPU alone so far")
     if settings.tensor_parallel_size > 1:
         from twolane.lanes.cuda.ranks import RankedMachine
 

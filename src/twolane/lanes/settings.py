@@ -20,11 +20,20 @@ class DeviceSettings(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_dtype: str = "auto"
     max_positions: int | None = None
     seed: int = 0
+    lora: dict[str, str] = {}
+    lora_endpoints: bool = False
+    max_loras: int = 8
+    max_lora_rank: int = 16
     device: str = "auto"
     tensor_parallel_size: int = 1
     cores: int | None = None
     levels: tuple[int, ...] | None = None
     gpu_memory_utilization: float = 0.9
+
+    @property
+    def adapter_slots(self) -> int:
+        """Number of LoRA adapters that can be loaded at a time; 0: none is served."""
+        return self.max_loras if self.lora or self.lora_endpoints else 0
 
     @classmethod
     def of(cls, config: object) -> "DeviceSettings":

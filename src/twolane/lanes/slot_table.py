@@ -21,6 +21,8 @@ class SlotTable:
         self.pages: list[list[int]] = [[] for _ in range(slots)]
         """Physical pages of each slot's sequence, in order."""
         self.sampling: list[Sampling | None] = [None] * slots
+        self.adapters = [-1] * slots
+        """The adapter slot of each slot's request; -1: none."""
 
     def take(self, updates: Iterable[SlotUpdate]) -> None:
         """Note what a launch tells.
@@ -32,6 +34,7 @@ class SlotTable:
             pages = self.pages[update.slot]
             if not update.first:
                 self.pages[update.slot] = list(update.pages)
+                self.adapters[update.slot] = update.adapter
             elif update.first == len(pages):
                 pages.extend(update.pages)
             else:

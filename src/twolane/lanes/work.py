@@ -61,6 +61,8 @@ class SlotUpdate(msgspec.Struct, frozen=True, array_like=True):
     """Physical pages that the slot's sequence has from now on, in order."""
     sampling: Sampling | None = None
     """How the slot's tokens are chosen from now on, if that changes."""
+    adapter: int = -1
+    """The adapter of the slot's request, if a new list begins, by its own slot; -1: none."""
 
 
 class Scoring(msgspec.Struct, frozen=True, array_like=True):
@@ -172,6 +174,13 @@ class DropRecord(msgspec.Struct, frozen=True, array_like=True, tag="drop"):
     batch: int
 
 
+class AdapterRecord(msgspec.Struct, frozen=True, array_like=True, tag="adapter"):
+    """The arguments of `Lanes.load_adapter`."""
+
+    slot: int
+    path: str
+
+
 class PieceRecord(msgspec.Struct, frozen=True, array_like=True, tag="piece"):
     """Layers of the slice that is being launched, which go behind what was logged before."""
 
@@ -182,7 +191,7 @@ class FillRecord(msgspec.Struct, frozen=True, array_like=True, tag="fill"):
     """`MachineLanes.fill_kv`."""
 
 
-Record = LaunchRecord | DropRecord | PieceRecord | FillRecord
+Record = LaunchRecord | DropRecord | AdapterRecord | PieceRecord | FillRecord
 """What lanes are told, in the order in which they are told it."""
 
 encode = msgspec.msgpack.Encoder().encode

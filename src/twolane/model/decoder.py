@@ -86,8 +86,9 @@ class Decoder:
     def __init__(self, spec: ModelSpec, weights: Weights, group: Group | None = None) -> None:
         self.group: Group = group or Alone()
         """The ranks that share the model."""
-        self._shard = Shard(spec, self.group.rank, self.group.size)
-        self.spec = self._shard.local
+        self.shard = Shard(spec, self.group.rank, self.group.size)
+        """This rank's part of the model."""
+        self.spec = self.shard.local
         """The shape of this rank's part."""
         self.weights = weights
         self.dtype = weights.embedding.dtype
@@ -100,7 +101,7 @@ class Decoder:
         """Hidden states [T, hidden] of token ids, int64 [T]."""
         if self.group.size == 1:
             return functional.embedding(tokens, self.weights.embedding)
-        vocab = self._shard.vocab
+        vocab = self.shard.vocab
         ours = (tokens >= vocab.start) & (tokens < vocab.stop)
         rows = functional.embedding((tokens - vocab.start) * ours, self.weights.embedding)
         return self.group.all_reduce(rows * ours[:, None])

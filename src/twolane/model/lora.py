@@ -66,9 +66,11 @@ class AdapterPool:
     Args:
         weights: the base model's.
         slots: number of adapters that can be loaded at a time.
+        most_rank: the largest rank of an adapter.
     """
 
-    def __init__(self, weights: Weights, slots: int) -> None:
+    def __init__(self, weights: Weights, slots: int, most_rank: int = MOST_RANK) -> None:
+        self.most_rank = most_rank
         self._adapters: list[Adapter | None] = [None] * slots
         self._places = dict(_places(weights))
 

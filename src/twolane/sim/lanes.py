@@ -161,6 +161,17 @@ class SimLanes:
     def fill_kv(self) -> None:
         """See `MachineLanes.fill_kv`: there is no pool."""
 
+    def load_adapter(self, slot: int, path: str) -> None:
+        """See `Lanes.load_adapter`.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError("adapters are not served in simulation yet")
+
+    def drop_adapter(self, slot: int) -> None:
+        """See `Lanes.drop_adapter`: there are none."""
+
     def check(self) -> None:
         """See `Lanes.check`."""
 

@@ -13,9 +13,10 @@ from twolane.lanes.cpu.lanes import CpuLanes
 from twolane.lanes.cpu.runner import Runner
 from twolane.lanes.following import read_log, read_pool, read_start
 from twolane.lanes.settings import load_shard
-from twolane.lanes.work import DropRecord, LaunchRecord, Record, Work
+from twolane.lanes.work import AdapterRecord, DropRecord, LaunchRecord, Record, Work
 from twolane.model.attention import KVCache
 from twolane.model.decoder import Decoder
+from twolane.model.lora import AdapterPool
 from twolane.parallel.group import CpuGroup, RankLost
 
 
@@ -45,6 +46,8 @@ def carry_out(lanes: CpuLanes, record: Record) -> None:
             raise ValueError(f"the log has launch {record.number} where {ticket.number} is due")
     elif isinstance(record, DropRecord):
         lanes.drop(record.batch)
+    elif isinstance(record, AdapterRecord):
+        lanes.load_adapter(record.slot, record.path)
 
 
 def main() -> int:
@@ -60,7 +63,8 @@ def main() -> int:
         return 0
     rounded = settings.kv_cache_dtype == "fp8"
     kv = KVCache(decoder.spec, pool.pages, pool.page_size, decoder.dtype, rounded=rounded)
-    runner = _OrDie(decoder, kv, pool.page_size, pool.slots)
+    adapters = AdapterPool(weights, settings.adapter_slots, settings.max_lora_rank)
+    runner = _OrDie(decoder, kv, pool.page_size, pool.slots, adapters)
     lanes = CpuLanes(runner, start.cores, lambda: None)
     for record in read_log():
         carry_out(lanes, record)

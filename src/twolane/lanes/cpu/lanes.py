@@ -103,6 +103,15 @@ class CpuLanes:
         if (worker := self._slices.pop(batch, None)) is not None:
             worker.jobs.put(_Drop(batch))
 
+    def load_adapter(self, slot: int, path: str) -> None:
+        """See `Lanes.load_adapter`."""
+        torch.set_num_threads(1)  # of the calling thread: the cores are the lanes'
+        self._runner.load_adapter(slot, path)
+
+    def drop_adapter(self, slot: int) -> None:
+        """See `Lanes.drop_adapter`."""
+        self._runner.drop_adapter(slot)
+
     def check(self) -> None:
         """See `Lanes.check`: errors are their tickets'."""
 

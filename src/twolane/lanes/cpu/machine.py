@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from twolane.common.errors import FieldError
 from twolane.common.resources import free_memory, usable_cores
 from twolane.common.vocabulary import MachineKind
 from twolane.lanes.cpu.lanes import CpuLanes
@@ -13,6 +14,7 @@ from twolane.lanes.followers import FollowerPool, Followers
 from twolane.lanes.settings import DeviceSettings, load_shard
 from twolane.model.attention import KVCache
 from twolane.model.decoder import Decoder
+from twolane.model.lora import AdapterPool
 from twolane.parallel.group import CpuGroup
 
 FOLLOWER = "twolane.lanes.cpu.follower"
@@ -50,6 +52,9 @@ class CpuMachine:
         self._decoder = Decoder(self.spec, weights, group)
         self.weight_itemsize = weights.matrix_itemsize
         self.itemsize = self._decoder.dtype.itemsize
+        if settings.adapter_slots and self.spec.moe is not None:
+            raise FieldError("lora", "adapters are served with dense models, and this has experts")
+        self._adapters = AdapterPool(weights, settings.adapter_slots, settings.max_lora_rank)
         self._rounded = settings.kv_cache_dtype == "fp8"
         self.kv_itemsize = self.spec.kv_itemsize(settings.kv_cache_dtype, self.itemsize)
         self.page_token_bytes = self._decoder.spec.kv_bytes_per_token(self.kv_itemsize)
@@ -70,7 +75,8 @@ class CpuMachine:
         """See `Machine.start`."""
         spec, dtype = self._decoder.spec, self._decoder.dtype
         kv = KVCache(spec, pages, page_size, dtype, rounded=self._rounded)
-        lanes = CpuLanes(Runner(self._decoder, kv, page_size, slots), self._cores, notify)
+        runner = Runner(self._decoder, kv, page_size, slots, self._adapters)
+        lanes = CpuLanes(runner, self._cores, notify)
         if self.followers is None:
             return lanes
         self.followers.on_lost = notify

@@ -6,7 +6,7 @@ from twolane.common.vocabulary import LaneName
 from twolane.lanes.base import Ticket
 from twolane.lanes.cpu.lanes import CpuLanes
 from twolane.lanes.followers import Followers
-from twolane.lanes.work import DropRecord, LaunchRecord, Work
+from twolane.lanes.work import AdapterRecord, DropRecord, LaunchRecord, Work
 
 
 class RankedLanes:
@@ -31,6 +31,15 @@ class RankedLanes:
         """See `Lanes.drop`."""
         self._followers.log(DropRecord(batch))
         self._lanes.drop(batch)
+
+    def load_adapter(self, slot: int, path: str) -> None:
+        """See `Lanes.load_adapter`; what this rank can read the others can."""
+        self._lanes.load_adapter(slot, path)
+        self._followers.log(AdapterRecord(slot, path))
+
+    def drop_adapter(self, slot: int) -> None:
+        """See `Lanes.drop_adapter`: the other ranks keep their parts until others come."""
+        self._lanes.drop_adapter(slot)
 
     def check(self) -> None:
         """See `Lanes.check`."""

@@ -23,6 +23,9 @@ from twolane.lanes.work import (
 )
 from twolane.model.attention import Batch, KVCache, Segment
 from twolane.model.decoder import Decoder
+from twolane.model.load.peft import read_adapter
+from twolane.model.lora import AdapterPool
+from twolane.model.products import Products
 from twolane.model.sampler import Adjustment, SampleRow, broken_rows, sample, score
 from twolane.sampling import TokenLogprobs
 
@@ -39,6 +42,15 @@ class _Paused:
     """[T, hidden]"""
 
 
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """The rows of one pass."""
+
+    batch: Batch
+    products: Products
+    """With what adapters add to them."""
+
+
 class Runner:
     """One model, one KV pool, and for every slot the last token and what penalties need.
 
@@ -46,11 +58,19 @@ class Runner:
     one of them writes is named by the other.
     """
 
-    def __init__(self, decoder: Decoder, kv: KVCache, page_size: int, slots: int) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        kv: KVCache,
+        page_size: int,
+        slots: int,
+        adapters: AdapterPool | None = None,
+    ) -> None:
         self._decoder = decoder
         self._kv = kv
         self._page_size = page_size
         self._slots = SlotTable(slots)
+        self._adapters = adapters or AdapterPool(decoder.weights, 0)
         self._follows = decoder.group.rank > 0
         """Whether another rank has the logits, and samples."""
         self._last_token = [0] * slots
@@ -73,6 +93,15 @@ class Runner:
         else:
             yield self._hybrid(work)
 
+    def load_adapter(self, slot: int, path: str) -> None:
+        """See `Lanes.load_adapter`."""
+        decoder, pool = self._decoder, self._adapters
+        pool.put(slot, read_adapter(path, decoder.shard, decoder.dtype, pool.most_rank))
+
+    def drop_adapter(self, slot: int) -> None:
+        """See `Lanes.drop_adapter`."""
+        self._adapters.put(slot, None)
+
     def bind(self, lane: LaneName) -> None:
         """Have this thread run that lane's work from now on."""
         self._decoder.group.bind(lane)
@@ -84,15 +113,15 @@ class Runner:
     def _decode(self, rows: Sequence[DecodeRow], step: int) -> Step:
         alive = [i for i, row in enumerate(rows) if step < row.steps]
         points = [next_point(i, rows[i], step) for i in alive]
-        batch = self._batch([self._segment(p.slot, p.position - 1, 1) for p in points])
+        places = [(point.slot, point.position - 1, 1) for point in points]
         hidden = self._decoder.embed(self._last_tokens([point.slot for point in points]))
-        hidden = self._layers(hidden, batch, 0, self._decoder.spec.layers)
+        hidden = self._layers(hidden, self._rows(places), 0, self._decoder.spec.layers)
         return self._sample(hidden, points, alive)
 
     def _prefill(self, work: PrefillWork) -> Step:
         paused = self._resume(work)
-        batch = self._batch([self._segment(r.slot, r.start, r.count) for r in work.rows])
-        hidden = self._layers(paused.hidden, batch, work.first, work.last)
+        rows = self._rows([(row.slot, row.start, row.count) for row in work.rows])
+        hidden = self._layers(paused.hidden, rows, work.first, work.last)
         if not work.finishes:
             self._paused[work.batch] = _Paused(paused.batch, hidden)
             return Step()
@@ -113,10 +142,10 @@ class Runner:
     def _hybrid(self, work: HybridWork) -> Step:
         last = self._last_tokens([row.slot for row in work.decode])
         tokens = torch.cat([last, _tokens(work.chunks)])
-        segments = [self._segment(row.slot, row.position, 1) for row in work.decode]
-        segments += [self._segment(row.slot, row.start, row.count) for row in work.prompts]
+        places = [(row.slot, row.position, 1) for row in work.decode]
+        places += [(row.slot, row.start, row.count) for row in work.prompts]
         hidden = self._decoder.embed(tokens)
-        hidden = self._layers(hidden, self._batch(segments), 0, self._decoder.spec.layers)
+        hidden = self._layers(hidden, self._rows(places), 0, self._decoder.spec.layers)
         return self._finish(hidden, SamplingPoints.of(work.decode, work.prompts, work.chunks))
 
     def _finish(self, hidden: Tensor, ends: SamplingPoints) -> Step:
@@ -175,16 +204,22 @@ class Runner:
         tokens = torch.tensor([self._last_token[slot] for slot in slots], dtype=torch.long)
         return self._decoder.group.broadcast(tokens) if slots else tokens
 
-    def _layers(self, hidden: Tensor, batch: Batch, first: int, last: int) -> Tensor:
+    def _layers(self, hidden: Tensor, rows: _Rows, first: int, last: int) -> Tensor:
         for i in range(first, last):
-            hidden = self._decoder.layer(i, hidden, batch, self._kv)
+            hidden = self._decoder.layer(i, hidden, rows.batch, self._kv, rows.products)
         return hidden
 
-    def _segment(self, slot: int, start: int, count: int) -> Segment:
-        return Segment(start, count, self._slots.pages[slot])
-
-    def _batch(self, segments: Sequence[Segment]) -> Batch:
-        return Batch.build(segments, self._page_size)
+    def _rows(self, places: Sequence[tuple[int, int, int]]) -> _Rows:
+        """The rows of a pass: slot, first position and number of tokens of each segment."""
+        pages, adapters = self._slots.pages, self._slots.adapters
+        segments = [Segment(start, count, pages[slot]) for slot, start, count in places]
+        batch = Batch.build(segments, self._page_size)
+        slots = [adapters[slot] for slot, _, _ in places]
+        products = self._decoder.products
+        if max(slots) >= 0:
+            each = np.repeat(slots, [count for _, _, count in places])
+            products = self._adapters.products(products, each)
+        return _Rows(batch, products)
 
 
 def _tokens(chunks: Sequence[PromptChunk]) -> Tensor:

@@ -118,6 +118,17 @@ class CudaLanes:
         """See `Lanes.drop`; launches that are queued on the device hold what they read."""
         self._launcher.submit(partial(self._drop, batch), "slice")
 
+    def load_adapter(self, slot: int, path: str) -> None:
+        """See `Lanes.load_adapter`.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError("adapters are not served on a GPU yet")
+
+    def drop_adapter(self, slot: int) -> None:
+        """See `Lanes.drop_adapter`: there are none."""
+
     def check(self) -> None:
         """See `Lanes.check`."""
         if self._followers is not None:

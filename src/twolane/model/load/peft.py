@@ -98,29 +98,21 @@ class _Part:
 
 
 def read_adapter(
-    path: str | Path,
-    spec: ModelSpec,
-    dtype: torch.dtype,
-    *,
-    most_rank: int = MOST_RANK,
-    rank: int = 0,
-    ranks: int = 1,
+    path: str | Path, shard: Shard, dtype: torch.dtype, most_rank: int = MOST_RANK
 ) -> Adapter:
-    """Read an adapter, on the CPU.
+    """Read a rank's part of an adapter, on the CPU.
 
     Args:
         path: directory of a PEFT checkpoint.
-        spec: the whole base model's.
+        shard: the rank's part of the base model.
         dtype: of the adapter's matrices.
-        most_rank: the largest rank that is taken.
-        rank: whose part is read.
-        ranks: number of ranks that share the model.
+        most_rank: the largest rank of a module that is taken.
 
     Raises:
         AdapterError: it is damaged, made for another model, or asks for what is not served.
     """
     try:
-        return _read(Path(path), Shard(spec, rank, ranks), dtype, most_rank)
+        return _read(Path(path), shard, dtype, most_rank)
     except AdapterError:
         raise
     except (ValueError, OSError) as error:

@@ -1,0 +1,1 @@
+"""LoRA adapters as the engine keeps them."""

@@ -1,0 +1,156 @@
+"""The LoRA adapters that are loaded: by name, and by slot in the lanes.
+
+A slot is given to another adapter when no request and no launch names it any more. Each load has a
+number of its own, by which the prefix tree tells the pages of two adapters of one name apart.
+"""
+
+from collections.abc import Callable, Collection
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Protocol
+
+from twolane.common.errors import FieldError
+from twolane.engine.messages import AdapterNews
+
+
+class AdapterLanes(Protocol):
+    """The part of `Lanes` that loads adapters."""
+
+    def load_adapter(self, slot: int, path: str) -> None:
+        """See `Lanes.load_adapter`."""
+
+    def drop_adapter(self, slot: int) -> None:
+        """See `Lanes.drop_adapter`."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedAdapter:
+    """An adapter in a slot."""
+
+    slot: int
+    load: int
+    """Number of the load, unique over the life of the engine."""
+
+    def salt(self, digest: bytes) -> bytes:
+        """What keeps a request's pages from those of other adapters, and of other tenants.
+
+        Args:
+            digest: keeps them from other tenants; empty or of fixed length.
+        """
+        return b"lora" + self.load.to_bytes(8, "big") + digest
+
+
+class AdapterRegistry:
+    """The engine's adapters; it belongs to the loop's thread, and reads files on another.
+
+    Args:
+        lanes: where they are loaded.
+        slots: number of adapters at a time; 0: none is served.
+        notify: wakes the loop; called from another thread when one has been read.
+    """
+
+    def __init__(
+        self, lanes: AdapterLanes, slots: int, notify: Callable[[], None] = lambda: None
+    ) -> None:
+        self._lanes = lanes
+        self._slots = slots
+        self._free = list(reversed(range(slots)))
+        self._notify = notify
+        self._loads = 0
+        self._loaded: dict[str, LoadedAdapter] = {}
+        self._loading: dict[str, tuple[LoadedAdapter, Future[None]]] = {}
+        self._leaving: dict[str, LoadedAdapter] = {}
+        self._reader: ThreadPoolExecutor | None = None
+        self.news: list[AdapterNews] = []
+        """What the API process has not been told yet."""
+
+    def find(self, name: str) -> LoadedAdapter | None:
+        """The adapter that new requests of this name get; None: there is none."""
+        return self._loaded.get(name)
+
+    def load_at_start(self, name: str, path: str) -> None:
+        """Load an adapter before anything is served.
+
+        Raises:
+            FieldError: it cannot be.
+        """
+        try:
+            adapter = self._place(name)
+            self._lanes.load_adapter(adapter.slot, path)
+        except ValueError as error:
+            raise FieldError("lora", f"{name}: {error}") from error
+        self._loaded[name] = adapter
+
+    def load(self, name: str, path: str) -> None:
+        """Begin to load an adapter; `settle` tells what came of it."""
+        try:
+            adapter = self._place(name)
+        except ValueError as error:
+            self.news.append(AdapterNews(name, loaded=False, problem=str(error)))
+            return
+        if self._reader is None:
+            self._reader = ThreadPoolExecutor(1, "adapters")
+        done = self._reader.submit(self._lanes.load_adapter, adapter.slot, path)
+        self._loading[name] = adapter, done
+        done.add_done_callback(lambda _: self._notify())
+
+    def unload(self, name: str) -> None:
+        """Give an adapter to no new request; `settle` tells when the last one has ended."""
+        adapter = self._loaded.pop(name, None)
+        if adapter is None:
+            problem = f"no adapter {name!r} is loaded"
+            self.news.append(AdapterNews(name, loaded=False, problem=problem))
+        else:
+            self._leaving[name] = adapter
+
+    def settle(self, named: Callable[[], Collection[int]]) -> bool:
+        """Take what has been read, and let go of what nobody uses; whether there is news.
+
+        Args:
+            named: gives the slots that requests and launches name.
+        """
+        for name, (adapter, done) in list(self._loading.items()):
+            if done.done():
+                del self._loading[name]
+                self._take(name, adapter, done)
+        if self._leaving:
+            used = named()
+            gone = [name for name, each in self._leaving.items() if each.slot not in used]
+            for name in gone:
+                self._lanes.drop_adapter(slot := self._leaving.pop(name).slot)
+                self._free.append(slot)
+                self.news.append(AdapterNews(name, loaded=False))
+        return bool(self.news)
+
+    def close(self) -> None:
+        """Read nothing more."""
+        if self._reader is not None:
+            self._reader.shutdown(wait=False, cancel_futures=True)
+
+    def _take(self, name: str, adapter: LoadedAdapter, done: "Future[None]") -> None:
+        error = done.exception()
+        if error is None:
+            self._loaded[name] = adapter
+            self.news.append(AdapterNews(name, loaded=True))
+        elif isinstance(error, ValueError):
+            self._free.append(adapter.slot)
+            self.news.append(AdapterNews(name, loaded=False, problem=str(error)))
+        else:
+            raise error
+
+    def _place(self, name: str) -> LoadedAdapter:
+        """A slot for a new adapter.
+
+        Raises:
+            ValueError: there is none, or the name is in use.
+        """
+        if name in self._loaded or name in self._loading:
+            raise ValueError(f"an adapter {name!r} is loaded already")
+        if name in self._leaving:
+            raise ValueError(f"an adapter {name!r} is being unloaded, and requests still use it")
+        if not self._slots:
+            raise ValueError("adapters are not served: start with --lora or --lora-endpoints")
+        if not self._free:
+            raise ValueError(f"{self._slots} adapters are loaded, and no more are served at a time")
+        self._loads += 1
+        return LoadedAdapter(self._free.pop(), self._loads)

@@ -1,0 +1,149 @@
+"""Adapters in the engine: random schedules in which they come and go, and without each guard.
+
+Adapters of three ranks answer beside the base model, sliced, in hybrid passes and after being
+preempted. Each is unloaded and loaded again, as another version under its old name, while requests
+use it; every output is compared with that of the request alone, by the version that it was sent to.
+"""
+
+import random
+from collections import Counter
+from collections.abc import Collection
+
+import pytest
+
+from tests.engine.test_work_in_flight import RANDOM, policy
+from tests.engine.world import ADAPTERS, World
+from twolane.common.errors import FieldError
+from twolane.engine import launch
+from twolane.engine.adapters.registry import AdapterRegistry, LoadedAdapter
+from twolane.engine.state import State
+from twolane.systems.registry import SYSTEMS
+
+SCHEDULES, FULL_SCHEDULES = 2, 200
+
+
+def run_world(system: str, seed: int) -> World:
+    world = World(policy(system, seed), random.Random(seed), adapted=True)
+    world.run()
+    return world
+
+
+@pytest.mark.parametrize("system", [RANDOM, *SYSTEMS])
+def test_adapters_answer_as_if_alone(system: str, request: pytest.FixtureRequest) -> None:
+    total: Counter[str] = Counter()
+    full = request.config.getoption("--full")
+    for seed in range(FULL_SCHEDULES if full else SCHEDULES if system == RANDOM else 1):
+        world = run_world(system, seed)
+        total += world.seen
+        assert world.seen["memory preemptions"]
+        assert {submit.lora for submit in world.submits} == {None, *ADAPTERS}
+    assert total["reloads beside others"]
+    assert total["unloads in use"]
+
+
+GUARDS = {
+    "pages are shared by requests of one load alone": (
+        LoadedAdapter,
+        "salt",
+        lambda _, digest: digest,
+    ),
+    "an adapter's slot is kept until nobody names it": (State, "adapters_named", lambda _: ()),
+    "lanes are told of a slot's adapter": (
+        launch,
+        "_update",
+        lambda held, sampling=None: launch.SlotUpdate(
+            held.slot, held.told, tuple(_told(held)), sampling
+        ),
+    ),
+}
+
+
+def _told(held):
+    first, held.told = held.told, len(held.pages)
+    return held.pages[first:]
+
+
+@pytest.mark.parametrize("guard", GUARDS)
+def test_without_a_guard_outputs_are_wrong(guard: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, name, instead = GUARDS[guard]
+    monkeypatch.setattr(owner, name, instead)
+    with pytest.raises((AssertionError, TypeError)):
+        for seed in range(10):
+            run_world(RANDOM, seed)
+
+
+class Files:
+    """Lanes that load whatever does not say `bad`, and when they are let."""
+
+    def __init__(self) -> None:
+        self.slots: dict[int, str] = {}
+
+    def load_adapter(self, slot: int, path: str) -> None:
+        if "bad" in path:
+            raise ValueError(f"{path} is damaged")
+        self.slots[slot] = path
+
+    def drop_adapter(self, slot: int) -> None:
+        del self.slots[slot]
+
+
+def loaded(
+    registry: AdapterRegistry, name: str, path: str, named: Collection[int] = ()
+) -> str | None:
+    """Load an adapter, and return what was wrong with it."""
+    registry.load(name, path)
+    for _, done in registry._loading.values():
+        done.exception()
+    registry.settle(lambda: named)
+    [news], registry.news = registry.news, []
+    assert news.loaded == (news.problem is None)
+    return news.problem
+
+
+def unloaded(registry: AdapterRegistry, name: str, named: set[int]) -> list[str | None]:
+    registry.unload(name)
+    registry.settle(lambda: named)
+    problems, registry.news = [news.problem for news in registry.news], []
+    return problems
+
+
+def test_what_cannot_be_loaded_leaves_the_others_as_they_are():
+    lanes = Files()
+    registry = AdapterRegistry(lanes, 2)
+    assert loaded(registry, "a", "one") is None
+    assert "is damaged" in loaded(registry, "b", "bad")
+    assert "loaded already" in loaded(registry, "a", "two")
+    assert loaded(registry, "b", "two") is None
+    assert "2 adapters are loaded" in loaded(registry, "c", "three")
+    assert set(lanes.slots.values()) == {"one", "two"}
+    assert registry.find("c") is None
+    assert "not served" in loaded(AdapterRegistry(lanes, 0), "a", "one")
+
+
+def test_an_adapter_in_use_is_unloaded_when_its_last_request_has_ended():
+    lanes = Files()
+    registry = AdapterRegistry(lanes, 1)
+    loaded(registry, "a", "one")
+    first = registry.find("a")
+    assert unloaded(registry, "a", {first.slot}) == []
+    assert registry.find("a") is None
+    assert "still use it" in loaded(registry, "a", "two", {first.slot})
+    assert registry.settle(set)
+    assert not lanes.slots
+    registry.news = []
+    assert loaded(registry, "a", "two") is None
+    assert registry.find("a").salt(b"") != first.salt(b"")
+    assert unloaded(registry, "b", set()) == ["no adapter 'b' is loaded"]
+
+
+def test_an_adapter_that_cannot_be_loaded_at_the_start_is_named():
+    with pytest.raises(FieldError, match="lora b: bad is damaged"):
+        AdapterRegistry(Files(), 2).load_at_start("b", "bad")
+
+
+def test_a_request_for_an_adapter_that_is_not_there_is_refused():
+    world = World(policy(RANDOM, 0), random.Random(0), adapted=True)
+    submit = world.submits[3]
+    world.engine.take([type(submit)("x", [5, 6, 7], submit.params, lora="nobody")])
+    [refused] = world.engine.news().refused
+    assert (refused.code, refused.field) == ("unknown_model", "model")
