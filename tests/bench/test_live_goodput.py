@@ -156,6 +156,9 @@ def test_any_server_is_started_by_a_command_and_tuned(model, tmp_path):
             assert name == f"{Path(sys.executable).name} {twolane.__version__}"
             value = saved["trial"]["system"].rpartition("=")[2]
             assert command.endswith(f"--max-queue {value}")
+            gaps = saved["engine_itl_ms"]  # the engine's, beside those that the client saw
+            assert gaps["metric"] == "twolane:inter_token_latency_seconds"
+            assert gaps["count"] == 8 * 5  # of each of six tokens but the first
     assert not [p for p in out.glob("*.log") if "Traceback" in p.read_text()]
 
 

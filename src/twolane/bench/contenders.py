@@ -207,6 +207,7 @@ def measure(
         workload=workload,
         goodput=points[0],
         percentiles=search.percentiles,
+        engine_gaps=True,
         prompt_seed=zlib.crc32(f"{workload.seed} {workload.request_rate}".encode()),
     )
     hopeless = Hopeless(workload.build(), points, search.attainment)

@@ -7,7 +7,7 @@ from datetime import datetime
 
 import msgspec
 
-from twolane.bench import http
+from twolane.bench import engine_gaps, http
 from twolane.bench.client import Client, Job, LoadRun, Tally
 from twolane.bench.http import Clock
 from twolane.results.metrics import LAG_PERCENTILES, Distribution
@@ -57,6 +57,7 @@ async def run(
         model = config.model or await _first_model(config)
         await _warm_up(config, model, workload, client, stop)
         jobs = make_jobs(config, model, workload)
+        before = await _engine_gaps(config)
         load = LoadRun(
             client,
             jobs,
@@ -66,6 +67,7 @@ async def run(
             on_first=on_first,
         )
         await load.run(stop)
+        after = await _engine_gaps(config)
     return Result(
         config=config,
         model=model,
@@ -75,7 +77,15 @@ async def run(
         duration=load.duration,
         interrupted=stop.is_set(),
         loop_lag=Distribution.of(load.loop_lag.seconds, LAG_PERCENTILES),
+        engine_gaps=engine_gaps.between(before, after),
     )
+
+
+async def _engine_gaps(config: BenchConfig) -> engine_gaps.Look | None:
+    """The server's own count of gaps so far, if it is asked for."""
+    if not config.engine_gaps:
+        return None
+    return await engine_gaps.look(config.base_url, config.request_headers)
 
 
 def make_jobs(config: BenchConfig, model: str, workload: list[TraceRequest]) -> list[Job]:

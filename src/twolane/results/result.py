@@ -66,6 +66,9 @@ class BenchConfig(msgspec.Struct, frozen=True, kw_only=True):
     and finds nothing in a prefix cache."""
     timeout: Annotated[float, Option(WHERE, "SECONDS")] = 600.0
     """Seconds that one request may take."""
+    engine_gaps: Annotated[bool, Option(MEASURE)] = False
+    """Whether the server's own histogram of gaps between tokens is read at /metrics before and
+    after the run, for comparison with those that the client sees."""
     goodput: dict[str, float] = {}
     """SLOs: bounds in seconds by name (`metrics.SLO_NAMES`; `TTFT_PER_1K` beside `ttft`)."""
     percentiles: Annotated[
@@ -153,6 +156,21 @@ def _is_address(url: str) -> bool:
     return known and url.startswith(("http://", "https://"))
 
 
+class EngineGaps(msgspec.Struct, frozen=True):
+    """Gaps between tokens that a server's engine counted during a run."""
+
+    metric: str
+    """Name of the histogram."""
+    count: int
+    """Number of gaps."""
+    mean: float
+    """Mean gap in seconds."""
+    above: float
+    """Lower edge in seconds of the bucket that holds the P99."""
+    within: float
+    """Upper edge in seconds of that bucket; infinite in the last one."""
+
+
 class Result(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """A finished (or interrupted) run: what was asked, and what the client saw."""
 
@@ -172,6 +190,8 @@ class Result(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """If it was served by simulated lanes: by which engine, and the engine's own counts."""
     server: str | None = None
     """What a server that was started for the run says of itself."""
+    engine_gaps: EngineGaps | None = None
+    """Gaps that the server counted itself, if it was asked."""
 
     @cached_property
     def metrics(self) -> Metrics:

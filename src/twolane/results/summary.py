@@ -205,6 +205,7 @@ def _ours(result: Result) -> dict[str, object]:
         "interrupted": result.interrupted,
         **({} if result.simulated is None else {"simulated": result.simulated}),
         **({} if result.server is None else {"server": result.server}),
+        **({} if result.engine_gaps is None else {"engine_itl_ms": _engine_gaps(result)}),
         "sent": metrics.sent,
         "total_cached_tokens": metrics.cached_tokens,
         "outcomes": metrics.outcomes,
@@ -220,6 +221,19 @@ def _ours(result: Result) -> dict[str, object]:
         "dataset": result.config.workload.dataset,
         "arguments": _arguments(result.config),
         "workload": _workload(result),
+    }
+
+
+def _engine_gaps(result: Result) -> dict[str, object]:
+    gaps = result.engine_gaps
+    assert gaps is not None
+    within = None if math.isinf(gaps.within) else gaps.within * 1e3
+    return {
+        "metric": gaps.metric,
+        "count": gaps.count,
+        "mean": gaps.mean * 1e3,
+        "p99_above": gaps.above * 1e3,
+        "p99_within": within,
     }
 
 
@@ -283,6 +297,11 @@ def _latency_table(result: Result) -> Table:
         spread = [values.percentiles[p] for p in result.config.percentiles]
         cells = (values.mean, values.median, values.std, *spread, values.max)
         table.add_row(name, *(_ms(cell) for cell in cells))
+    if (gaps := result.engine_gaps) is not None:
+        table.caption = (
+            f"TBT in the server's engine: mean {_ms(gaps.mean)}, "
+            f"P99 above {_ms(gaps.above)} and within {_ms(gaps.within)}"
+        )
     return table
 
 

@@ -1,0 +1,84 @@
+"""Gaps between tokens as a server's engine counts them, beside those that the client sees.
+
+A client over HTTP also waits for what stands between engine and client: detokenising, JSON, the
+server's event loop. What that adds must not be called scheduling. Servers with Prometheus metrics
+count gaps in a histogram (vLLM by the clock of its engine, Twolane where its API process delivers
+tokens); the counts of a run are the difference of two looks.
+"""
+
+import math
+from collections.abc import Mapping
+from itertools import pairwise
+
+import msgspec
+from prometheus_client.parser import text_string_to_metric_families
+
+from twolane.bench import http
+from twolane.results.result import EngineGaps
+
+HISTOGRAMS = (
+    "twolane:inter_token_latency_seconds",
+    "vllm:inter_token_latency_seconds",
+    "vllm:time_per_output_token_seconds",
+    "sglang:inter_token_latency_seconds",
+)
+"""Names under which servers count gaps between tokens, ours first; the first that is there holds.
+
+vLLM has the second from 0.11 on and the third, of the same gaps, before.
+"""
+TIMEOUT = 10.0
+"""Seconds that a server may take to answer for its metrics."""
+TAIL = 0.99
+"""Quantile of the gaps that is reported."""
+
+
+class Look(msgspec.Struct, frozen=True):
+    """A histogram of gaps as it stood at one time."""
+
+    name: str
+    counts: dict[float, float]
+    """Number of gaps of at most so many seconds."""
+    seconds: float
+    """Sum of all gaps in seconds."""
+
+
+async def look(base_url: str, headers: Mapping[str, str]) -> Look | None:
+    """Read a server's histogram of gaps; None if it has none, or no metrics."""
+    try:
+        status, page = await http.get(base_url.rstrip("/") + "/metrics", headers, TIMEOUT)
+        return parse(page.decode()) if status == 200 else None
+    except (http.HTTPError, TimeoutError, ValueError):  # a page of another kind
+        return None
+
+
+def parse(page: str) -> Look | None:
+    """The histogram of gaps in a page of metrics, summed over its labels; None if there is none."""
+    families = {family.name: family for family in text_string_to_metric_families(page)}
+    name = next((name for name in HISTOGRAMS if name in families), None)
+    if name is None:
+        return None
+    counts: dict[float, float] = {}
+    seconds = 0.0
+    for sample in families[name].samples:
+        if sample.name.endswith("_bucket"):
+            edge = float(sample.labels["le"])
+            counts[edge] = counts.get(edge, 0.0) + sample.value
+        elif sample.name.endswith("_sum"):
+            seconds += sample.value
+    return Look(name, dict(sorted(counts.items())), seconds)
+
+
+def between(before: Look | None, after: Look | None) -> EngineGaps | None:
+    """The gaps that were counted between two looks; None without both, or without a gap."""
+    if before is None or after is None or before.name != after.name:
+        return None
+    counts = {edge: count - before.counts.get(edge, 0.0) for edge, count in after.counts.items()}
+    count = counts.get(math.inf, 0.0)
+    if count < 1:
+        return None
+    edges = [0.0, *counts]
+    above, within = next(
+        (low, high) for low, high in pairwise(edges) if counts[high] >= TAIL * count
+    )
+    mean = (after.seconds - before.seconds) / count
+    return EngineGaps(after.name, round(count), mean, above, within)
