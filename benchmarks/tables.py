@@ -11,16 +11,26 @@ import argparse
 import json
 import re
 import subprocess
+import sys
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from statistics import mean, median
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "benchmarks/papers"))
+import page as papers  # noqa: E402 - it lies in the folder of the papers' experiments
+
 RESULTS = ROOT / "benchmarks/results"
 PAGE = ROOT / "docs/results.md"
 MODELS = {"qwen3-8b": "8B", "codellama-34b": "34B"}
+SYSTEMS = (
+    *("drift", "muxwise", "bullet", "duetserve", "chunked"),
+    *("static-split", "two-stream", "temporal", "prefill-first"),
+)
+"""Systems that are compared with `auto` on one card."""
 DATASETS = {"azure-conv": "conversations", "azure-code": "code", "conversation": "Mooncake"}
 """Names of the workloads in the tables."""
 
@@ -63,6 +73,29 @@ def measured(flat: bool) -> Iterator[list[str]]:
             best.where,
             f"**{auto.median / best.median:.2f}**",
         ]
+
+
+def one_card() -> Iterator[list[str]]:
+    """Rows of every system on H200s beside `auto`; those without a file are named, too."""
+    searches: dict[str, list[Search]] = defaultdict(list)
+    panels = {}
+    for path in sorted(RESULTS.glob("goodput-h200/*/*.json")):
+        found = json.loads(path.read_text())
+        panels[found["panel"]] = found["provenance"]["workload"]
+        searches[found["panel"]].append(_search(found))
+    for name, panel in sorted(panels.items(), key=lambda each: _place(each[1])):
+        if name.endswith("-flat"):
+            continue
+        place = f"{MODELS[panel['model']]} {DATASETS[panel['dataset']]}"
+        auto = next(each for each in searches[name] if each.system == "auto")
+        for each in sorted(searches[name], key=lambda one: -one.median):
+            ratio = f"{each.median / auto.median:.2f}"
+            patterns = f"{len(each.goodput)}"
+            shown = (f"`{each.system}`", _spread(each), patterns, ratio, each.where)
+            yield [place, str(panel["tbt_ms"]), *shown]
+        names = {each.system.partition(":")[0] for each in searches[name]}
+        rest = ", ".join(f"`{system}`" for system in SYSTEMS if system not in names)
+        yield [place, str(panel["tbt_ms"]), rest, "not run", "-", "-", "-"]
 
 
 def _place(panel: dict[str, Any]) -> tuple[int, int, int]:
@@ -144,6 +177,14 @@ TABLES = {
         "workload|`auto`, mean|best single setting|ratio to it|ratio to the best at each bound",
         means,
     ),
+    "one-card": (
+        "workload|TBT bound, ms|system|holds|patterns|of `auto`|card, commit, date",
+        one_card,
+    ),
+    "headlines": (papers.HEADLINES, papers.headlines),
+    "missing": ("what|why it is not here", papers.missing),
+    **{f"rows-{name}": (papers.HEAD, partial(papers.rows, name)) for name in papers.PAPERS},
+    **{f"runs-{name}": (papers.RUNS, partial(papers.runs, name)) for name in papers.PAPERS},
 }
 """Header and rows of each table of the page, by its name there."""
 

@@ -14,7 +14,7 @@ from twolane.results.provenance import Provenance
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "benchmarks"
-PAPERS = {"study", "device", "muxwise", "duetserve", "bullet", "drift"}
+PAPERS = {"study", "device", "muxwise", "duetserve", "bullet", "drift", "page"}
 MODULES = {"measured", "gpus", "common", *PAPERS}
 """Files that only others import."""
 HELPS = """

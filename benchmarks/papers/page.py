@@ -1,0 +1,143 @@
+"""The papers' tables of docs/results.md, from the rows of `run.py` and the files of results."""
+
+import json
+import re
+from collections.abc import Iterator
+from statistics import mean, median
+from typing import Any
+
+from run import EXPERIMENTS, MISSING, OUT, RESULTS, Saved, Value, read, values
+from study import Experiment
+
+COMMIT = 7
+"""Letters of a commit that the tables show."""
+PAPERS = {"muxwise": "MuxWise", "duetserve": "DuetServe", "bullet": "Bullet", "drift": "Drift"}
+"""Name of each paper by the beginning of its experiments' names."""
+HEAD = "experiment|what is compared|paper|simulated|simulated / paper|measured|why they differ"
+HEADLINES = "paper|claims|simulated|measured|why they differ"
+RUNS = "experiment|file|runs|requests a run|patterns|commit|date"
+WHY = {
+    "muxwise": "on their testbed passes of 256 tokens take 2.5 times as long as simulated, so"
+    " chunked prefill keeps a bound of 100 ms only with budgets that waste the GPUs",
+    "duetserve": "its own engine has costs a pass that the simulated one has not, and its roofline"
+    " is fed differently here",
+    "bullet": "their chunked prefill does not keep up at rates that both keep up with here",
+    "drift": "as with MuxWise: their chunked prefill misses the bound at almost any rate",
+}
+"""Why a paper's headline is not what comes out here."""
+
+
+def _saved(name: str, card: str = "") -> Saved | None:
+    path = OUT / card / f"{name}.json"
+    return read(path) if path.exists() else None
+
+
+def _cards() -> list[str]:
+    """Names of the GPUs that have measured results."""
+    return sorted(path.name for path in OUT.iterdir() if path.is_dir()) if OUT.exists() else []
+
+
+def _shown(value: Value) -> str:
+    spread = f" ({value.low:.3g} to {value.high:.3g})" if value.seeds > 1 else ""
+    return f"{value.ours:.3g}{spread}{_unit(value.row.unit)}"
+
+
+def _unit(unit: str) -> str:
+    return "" if unit == "times" else f" {unit}"
+
+
+def _measured(name: str, experiment: Experiment, what: str) -> str:
+    """The same row on GPUs; `not run` where one could be measured."""
+    found: list[str] = []
+    for card in _cards():
+        saved = _saved(name, card)
+        rows = values(experiment, saved.runs) if saved else []
+        found += [f"{_shown(value)} ({card})" for value in rows if value.row.what == what]
+    return ", ".join(found) or ("not run" if experiment.single else "several GPUs")
+
+
+def rows(paper: str) -> Iterator[list[str]]:
+    """The rows of one paper's experiments."""
+    for name, experiment in _of(paper).items():
+        saved = _saved(name)
+        where = experiment.where.removeprefix(PAPERS[paper]).removeprefix(",").strip()
+        for value in values(experiment, saved.runs) if saved else ():
+            row = value.row
+            yield [
+                where,
+                row.what,
+                "-" if row.paper is None else f"{row.paper:g}{_unit(row.unit)}",
+                _shown(value),
+                "-" if value.ratio is None else f"{value.ratio:.2f}",
+                _measured(name, experiment, row.what),
+                row.why,
+            ]
+
+
+def runs(paper: str) -> Iterator[list[str]]:
+    """Where the rows of one paper come from."""
+    for name, experiment in _of(paper).items():
+        if (saved := _saved(name)) is not None:
+            link = f"[{name}.json](../benchmarks/results/papers/{name}.json)"
+            requests = sorted({done.requests for done in saved.runs})
+            commits = sorted({(done.commit or "unknown")[:COMMIT] for done in saved.runs})
+            dates = sorted({done.date[:10] for done in saved.runs})
+            span = f"{requests[0]} to {requests[-1]}" if len(requests) > 1 else f"{requests[0]}"
+            patterns = len({done.seed for done in saved.runs})
+            counts = [f"{len(saved.runs)}", span if requests[-1] else "none", f"{patterns}"]
+            yield [experiment.where, link, *counts, " ".join(commits), " to ".join(dates)]
+
+
+def headlines() -> Iterator[list[str]]:
+    """What the abstracts claim, beside what comes out."""
+    for name, experiment in EXPERIMENTS.items():
+        if not experiment.headline:
+            continue
+        paper = name.partition("-")[0]
+        saved = _saved(name)
+        found = values(experiment, saved.runs) if saved else []
+        # A row that divides two systems' goodput or throughput is what the headline is about.
+        claimed = [
+            v for v in found if v.row.over and v.row.figure in ("goodput", "throughput")
+            and not v.row.of.endswith(": auto")
+        ]  # fmt: skip
+        said = "not run"
+        if claimed:
+            of = ", ".join(f"{v.ours:.2f}" for v in claimed)
+            said = f"{mean(v.ours for v in claimed):.2f} on average ({of})"
+        yield [PAPERS[paper], experiment.headline, said, goodput_over_chunked(paper), WHY[paper]]
+
+
+def goodput_over_chunked(system: str) -> str:
+    """Measured goodput of a paper's system over that of chunked prefill in the same panel."""
+    ratios = [
+        median(found[system]["goodput"]) / median(chunked["goodput"])
+        for found in _panels().values()
+        if system in found
+        for name, chunked in found.items()
+        if name.startswith("chunked")
+    ]
+    if not ratios:
+        return "not run"
+    least, most = min(ratios), max(ratios)
+    panels = f"{len(ratios)} panels on H200s" if len(ratios) > 1 else "1 panel on an H200"
+    return f"{mean(ratios):.2f} of tuned `chunked` on average ({least:.2f} to {most:.2f}, {panels})"
+
+
+def _panels() -> dict[str, dict[str, dict[str, Any]]]:
+    """The searches on H200s by panel and system."""
+    panels: dict[str, dict[str, dict[str, Any]]] = {}
+    for path in sorted(RESULTS.glob("goodput-h200/*/*.json")):
+        found = json.loads(path.read_text())
+        panels.setdefault(found["panel"], {})[found["system"]] = found
+    return panels
+
+
+def missing() -> Iterator[list[str]]:
+    """What cannot be expressed, and why."""
+    for what, reason in MISSING.items():
+        yield [what, re.sub(r"\s+", " ", reason)]
+
+
+def _of(paper: str) -> dict[str, Experiment]:
+    return {n: e for n, e in EXPERIMENTS.items() if n.partition("-")[0] == paper}
