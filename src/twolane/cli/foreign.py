@@ -28,6 +28,8 @@ UNSERVED = {
     "--model": "the model is the first argument: twolane serve MODEL",
     "--download-dir": "set HF_HOME for Hugging Face's cache and TWOLANE_CACHE for aliases",
     "--revision": "pull the revision with Hugging Face's tools and serve its folder",
+    "--kv-events-config": "use --kv-events-endpoint, --kv-events-replay-endpoint and "
+    "--kv-events-topic",
     "--speculative-config": "every token is computed by the model itself",
     "--enable-lora": "merge the adapter into the weights",
     "--disable-log-requests": "requests are logged only with --log-level debug",

@@ -11,7 +11,7 @@ from twolane.cli.configfile import config_option
 from twolane.cli.errors import one_line_errors
 from twolane.cli.lazy import command_app
 from twolane.cli.options import ModelArgument, takes, takes_engine_settings
-from twolane.engine.config import LORA, EngineConfig
+from twolane.engine.config import KV_EVENTS, LORA, EngineConfig
 from twolane.results.result import MEASURE, BenchConfig
 from twolane.sim.config import SimulateConfig
 
@@ -34,7 +34,7 @@ MEANT = (*common.WORKLOAD - {"seed"}, "vocab_range", "metric_percentiles")
 
 @app.command(epilog=EPILOG)
 @takes_engine_settings(
-    *("load_format", "dtype", "profile", *LORA),
+    *("load_format", "dtype", "profile", *LORA, *KV_EVENTS),
     *("device", "cores", "tensor_parallel_size"),  # where it runs is `SimulateConfig`'s
 )
 @takes(SimulateConfig, "where")

@@ -11,6 +11,8 @@ from twolane.engine.adapters.registry import AdapterRegistry
 from twolane.engine.config import EngineConfig
 from twolane.engine.engine import Engine
 from twolane.engine.kv import KVBooks
+from twolane.engine.kv_events.events import KVJournal
+from twolane.engine.kv_events.publisher import KVEventPublisher
 from twolane.engine.messages import Ready
 from twolane.engine.pacing import Pacer
 from twolane.engine.predict import find_profile, machine_key, make_estimator
@@ -33,6 +35,7 @@ class Built:
     engine: Engine
     lanes: MachineLanes
     trace: Trace
+    kv_events: KVEventPublisher | None
     ready: Ready
 
     def close(self) -> None:
@@ -40,6 +43,8 @@ class Built:
         self.engine.adapters.close()
         self.lanes.close()
         self.trace.close()
+        if self.kv_events is not None:
+            self.kv_events.close()
 
 
 def build(
@@ -73,6 +78,7 @@ def assemble(
     spec = machine.spec
     max_model_len = context_length(config, spec)
     books = make_books(config, machine, max_model_len)
+    kv_events = publisher(config, books)
     lanes = machine.start(
         books.total_pages, books.page_size, config.max_running, max_model_len, notify, progress
     )
@@ -91,6 +97,7 @@ def assemble(
         estimator=make_estimator(profile, config.estimator or system.estimator, key),
         seed=config.seed,
         trace=trace,
+        kv_events=kv_events,
         notify=notify,
         slo=config.slo,
         pacer=Pacer(config.tbt_buffer, config.transport),
@@ -107,7 +114,7 @@ def assemble(
         kv_pages=books.total_pages,
         page_size=books.page_size,
     )
-    return Built(engine, lanes, trace, ready)
+    return Built(engine, lanes, trace, kv_events, ready)
 
 
 def load_adapters(
@@ -158,6 +165,19 @@ def context_length(config: EngineConfig, spec: ModelSpec) -> int:
             f"max_positions raises those",
         )
     return wanted
+
+
+def publisher(config: EngineConfig, books: KVBooks) -> KVEventPublisher | None:
+    """What publishes the changes of the prefix tree, if that is asked for.
+
+    Raises:
+        FieldError: an address cannot be used.
+    """
+    if config.kv_events.endpoint is None:
+        return None
+    journal = KVJournal(books.page_size)
+    books.tree.watchers.append(journal)
+    return KVEventPublisher(config.kv_events, journal)
 
 
 def make_books(config: EngineConfig, machine: Machine, max_model_len: int) -> KVBooks:

@@ -9,6 +9,7 @@ from twolane.common.vocabulary import EstimatorName
 from twolane.slo import Slo
 
 MODEL, SCHEDULING, MEMORY, DEVICE = "Model", "Scheduling", "Memory", "Device"
+EVENTS = "KV events"
 """Panels of options in the help."""
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
@@ -19,14 +20,35 @@ KVCacheDType = Literal["auto", "fp8"]
 
 LORA = ("lora", "lora_endpoints", "max_loras", "max_lora_rank")
 """Names of the options of adapters."""
+KV_EVENTS = (
+    *("kv_events_endpoint", "kv_events_replay_endpoint"),
+    *("kv_events_topic", "kv_events_buffer_steps"),
+)
+"""Names of the options of `KVEventsConfig`."""
 UNPROFILED = (
     "system", "option", "slo_ttft_ms", "slo_ttft_per_1k_ms", "slo_tbt_ms", "slo_tpot_ms",
-    "tbt_buffer_ms", "prefix_cache", "profile", "estimator", "trace", *LORA,
+    "tbt_buffer_ms", "prefix_cache", "profile", "estimator", "trace", *LORA, *KV_EVENTS,
 )  # fmt: skip
 """Names of the options that do not change how long launches take; `twolane profile` has the
 others."""
 TRANSPORT_SECONDS = 0.002
 """Seconds that a token may take from the device to an HTTP client on a busy host."""
+
+
+class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where changes of the prefix cache are published, for routers that know prefixes."""
+
+    endpoint: Annotated[str | None, Option(EVENTS, "ADDRESS")] = None
+    """ZeroMQ address at which changes of the prefix cache are published in vLLM's format: bound if
+    it has a wildcard (tcp://*:5557) or is a path (ipc:///run/kv), else connected to. By default
+    nothing is published."""
+    replay_endpoint: Annotated[str | None, Option(EVENTS, "ADDRESS")] = None
+    """ZeroMQ address, which is bound, at which a subscriber gets again what it has missed; by
+    default there is none."""
+    topic: Annotated[str, Option(EVENTS)] = ""
+    """Topic with which each message begins, such as kv@HOST:PORT@MODEL for llm-d."""
+    buffer_steps: Annotated[int, Option(EVENTS, least=1)] = 10_000
+    """Number of batches of changes that are kept to be sent again, if 64 MiB hold them."""
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -84,6 +106,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     about twice as many tokens; `auto` is that of --dtype."""
     prefix_cache: Annotated[bool, Option(MEMORY)] = True
     """Whether the KV of prompts that begin alike is computed once and reused."""
+    kv_events: Annotated[KVEventsConfig, Nested("kv_events_")] = KVEventsConfig()
+    """Where changes of the prefix cache are published."""
     device: Annotated[Device, Option(DEVICE)] = "auto"
     """Device to serve on; `auto` is an NVIDIA GPU if there is one, unless --cores asks for the
     CPU."""

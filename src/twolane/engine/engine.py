@@ -13,6 +13,7 @@ from twolane.common.vocabulary import LANES, LaneName
 from twolane.engine.adapters.registry import AdapterRegistry
 from twolane.engine.constraints import Constraint, GrammarError, Grammars
 from twolane.engine.kv import KVBooks, Lookup
+from twolane.engine.kv_events.publisher import KVEventPublisher
 from twolane.engine.landmarks import LandmarkWatcher
 from twolane.engine.launch import carry_out, joining
 from twolane.engine.messages import (
@@ -65,6 +66,7 @@ class Engine:
         slo: the latency bounds of requests that bring none.
         pacer: decides when each token is due.
         trace: where to report what happened.
+        kv_events: publishes what enters and leaves the prefix tree.
         notify: wakes the loop; called from another thread when a grammar has been compiled.
         adapters: those that requests may ask for; None: there are none.
     """
@@ -85,6 +87,7 @@ class Engine:
         slo: Slo | None = None,
         pacer: Pacer | None = None,
         trace: Trace | None = None,
+        kv_events: KVEventPublisher | None = None,
         notify: Callable[[], None] = lambda: None,
         adapters: AdapterRegistry | None = None,
     ) -> None:
@@ -100,6 +103,7 @@ class Engine:
         self._pass_sizes = pass_sizes
         self._eos_token_ids = tuple(eos_token_ids)
         self._seeds = random.Random(seed)
+        self._kv_events = kv_events
         self._notify = notify
         self.adapters = adapters or AdapterRegistry(lanes, 0)
         """Those that are loaded."""
@@ -146,6 +150,11 @@ class Engine:
         moved = reap(self.state)
         self._moved |= self.adapters.settle(self.state.adapters_named) | moved
         return moved
+
+    def publish(self) -> None:
+        """Publish what entered and left the prefix tree since the last call."""
+        if self._kv_events is not None:
+            self._kv_events.publish()
 
     def plan(self) -> Plan:
         """Ask the system, when the estimator has learnt from all that was reaped."""

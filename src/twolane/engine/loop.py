@@ -46,5 +46,6 @@ def turn(
     engine.reap()
     if (news := engine.news()) is not None:
         send(news)
+    engine.publish()
     plan = engine.plan()
     return None if engine.carry_out(plan) else plan

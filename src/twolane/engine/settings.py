@@ -43,6 +43,7 @@ def check_settings(config: EngineConfig) -> None:
     for name, path in config.lora.items():
         if not name or not Path(path).is_dir():
             raise FieldError("lora", f"{name}={path}: there is no such directory")
+    _check_kv_events(config)
     if config.trace is not None and not _is_writable(Path(config.trace)):
         raise FieldError("trace", f"{config.trace} cannot be written")
     if config.profile is not None and not _is_readable(Path(config.profile)):
@@ -52,6 +53,16 @@ def check_settings(config: EngineConfig) -> None:
     elif config.options:
         first = next(iter(config.options))
         raise FieldError("options", f"{first!r} is a setting of a system, and no system is named")
+
+
+def _check_kv_events(config: EngineConfig) -> None:
+    """Refuse addresses for events that there are none of."""
+    events = config.kv_events
+    if events.endpoint is not None and not config.prefix_cache:
+        raise FieldError("kv_events_endpoint", "publishes the prefix cache, which is off")
+    if events.endpoint is None and events.replay_endpoint is not None:
+        text = "sends again what kv_events_endpoint publishes: give that, too"
+        raise FieldError("kv_events_replay_endpoint", text)
 
 
 def _is_readable(file: Path) -> bool:

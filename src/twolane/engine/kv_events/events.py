@@ -1,0 +1,118 @@
+"""Events of the prefix tree in vLLM's format, and the journal that collects them.
+
+vLLM calls a page a block. Messages are msgpack: every struct is an array of its fields in order,
+and an event begins with the name of its type.
+"""
+
+from array import array
+
+import msgspec
+
+from twolane.engine.kv import Node, PageWatcher
+
+DEVICE_MEDIUM = "GPU"
+"""vLLM's word for the engine's own KV pool; other media are tiers below it, which there are none
+of."""
+TOKEN_BYTES = 8
+"""A token takes this number of bytes in a page's key."""
+
+
+class BlockStored(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Pages that entered the tree, each the child of the one before."""
+
+    block_hashes: list[int]
+    parent_block_hash: int | None
+    """Hash of the page before the first of them; None: they begin a sequence."""
+    token_ids: list[int]
+    """Tokens of all of these pages."""
+    block_size: int
+    """Number of tokens in a page."""
+    lora_id: int | None = None
+    medium: str = DEVICE_MEDIUM
+    lora_name: str | None = None
+    extra_keys: list[tuple[str, ...] | None] | None = None
+    """For each page what else its hash covers: the SHA-256 of the request's `cache_salt` in
+    hexadecimal, which only the first page of a sequence can have. None: nothing for any page."""
+
+
+class BlockRemoved(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Pages that left the tree, leaves first."""
+
+    block_hashes: list[int]
+    medium: str = DEVICE_MEDIUM
+
+
+class AllBlocksCleared(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The tree is empty."""
+
+
+KVEvent = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+class KVEventBatch(msgspec.Struct, frozen=True, array_like=True):
+    """What changed in one turn of the loop."""
+
+    ts: float
+    """Time of publishing in seconds since the epoch."""
+    events: list[KVEvent]
+    data_parallel_rank: int = 0
+    """Each engine is a server of its own, so that there is no other rank."""
+
+
+class KVJournal(PageWatcher):
+    """Collects the changes of a prefix tree until they are taken.
+
+    Args:
+        page_size: number of tokens in a page.
+    """
+
+    def __init__(self, page_size: int) -> None:
+        self._key_bytes = TOKEN_BYTES * page_size
+        self._page_size = page_size
+        self._found: dict[int, Node] = {}
+        """Nodes that later requests can find, by hash."""
+        self._events: list[KVEvent] = []
+
+    def stored(self, node: Node) -> None:
+        """See `PageWatcher`."""
+        assert node.parent is not None
+        self._found[node.hash] = node
+        tokens = array("q", node.key[-self._key_bytes :]).tolist()
+        last = self._events[-1] if self._events else None
+        if isinstance(last, BlockStored) and last.block_hashes[-1] == node.parent.hash:
+            last.block_hashes.append(node.hash)
+            last.token_ids.extend(tokens)
+            if last.extra_keys is not None:
+                last.extra_keys.append(None)
+            return
+        salt = node.key[: -self._key_bytes]
+        self._events.append(
+            BlockStored(
+                block_hashes=[node.hash],
+                parent_block_hash=None if node.depth == 1 else node.parent.hash,
+                token_ids=tokens,
+                block_size=self._page_size,
+                extra_keys=[(salt.hex(),)] if salt else None,
+            )
+        )
+
+    def removed(self, node: Node) -> None:
+        """See `PageWatcher`."""
+        if self._found.get(node.hash) is not node:
+            return  # forgotten before
+        del self._found[node.hash]
+        last = self._events[-1] if self._events else None
+        if isinstance(last, BlockRemoved):
+            last.block_hashes.append(node.hash)
+        else:
+            self._events.append(BlockRemoved([node.hash]))
+
+    def forgotten(self) -> None:
+        """See `PageWatcher`; what was noted before does not matter any more."""
+        self._found.clear()
+        self._events = [AllBlocksCleared()]
+
+    def take(self) -> list[KVEvent]:
+        """Return the events since the last call, in order."""
+        events, self._events = self._events, []
+        return events
