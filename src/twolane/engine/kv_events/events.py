@@ -31,8 +31,9 @@ class BlockStored(msgspec.Struct, frozen=True, array_like=True, tag=True):
     medium: str = DEVICE_MEDIUM
     lora_name: str | None = None
     extra_keys: list[tuple[str, ...] | None] | None = None
-    """For each page what else its hash covers: the SHA-256 of the request's `cache_salt` in
-    hexadecimal, which only the first page of a sequence can have. None: nothing for any page."""
+    """For each page what else its hash covers: what keeps it to requests of one `cache_salt` and
+    adapter, in hexadecimal, which only the first page of a sequence can have. None: nothing for any
+    page."""
 
 
 class BlockRemoved(msgspec.Struct, frozen=True, array_like=True, tag=True):
