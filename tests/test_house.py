@@ -28,7 +28,7 @@ ROOMS: Mapping[str, tuple[str, ...]] = {
     "sampling": ("common",),
     "slo": ("common",),
     "kernels": (),
-    "parallel": ("model.spec",),
+    "parallel": (),
     "model": ("kernels", "parallel"),
     "lanes": ("model", "kernels", "parallel"),
     "estimate": (*FACTS, "kernels.sizes"),

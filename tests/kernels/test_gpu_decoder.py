@@ -27,6 +27,11 @@ FAMILIES = (
     "qwen2-sliding",
     "qwen3",
     "qwen3-moe",
+    "granite",
+    "smollm3",
+    "olmo2",
+    "glm4",
+    pytest.param("phi4-mini", marks=pytest.mark.full),
 )
 
 
@@ -88,23 +93,24 @@ class OnGpu:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_same_logits(family: str, tmp_path: Path) -> None:
-    path = make_checkpoint(family, tmp_path / family, seed=1)
+    layers = 4 if "sliding" in family else 2  # every kind of layer that a family has
+    path = make_checkpoint(family, tmp_path / family, seed=1, layers=layers)
     spec, weights = load_weights(resolve(str(path)))
     _, there = load_weights(resolve(str(path)), device=DEVICE)
     tokens = torch.randint(3, 250, (PROMPT + 1,), generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
         expected = on_cpu(Decoder(spec, weights), tokens).to(DEVICE)
         gpu, tokens = OnGpu(GpuDecoder(spec, there)), tokens.to(DEVICE)
-        hidden = there.embedding[tokens[:-1]]
+        hidden = gpu.decoder.embed(tokens[:-1], None)
         for first, last in ((0, 1), (1, spec.layers)):
             gpu.layers(first, last, hidden, gpu.prompt())
         torch.testing.assert_close(gpu.logits(hidden), expected[:-1], atol=2e-3, rtol=0)
-        hidden = there.embedding[tokens[[0, -1]]]
+        hidden = gpu.decoder.embed(tokens[[0, -1]], None)
         gpu.layers(0, spec.layers, hidden, gpu.step())
         torch.testing.assert_close(gpu.logits(hidden)[1], expected[-1], atol=2e-3, rtol=0)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "llama-bias"])
+@pytest.mark.parametrize("family", ["qwen3", "llama-bias", "olmo2"])
 def test_fp8_rounds_as_on_a_cpu(family: str, tmp_path: Path) -> None:
     """Activations and weights in e4m3; a bit that differs may round a value the other way."""
     path = make_checkpoint(family, tmp_path / family, seed=1)

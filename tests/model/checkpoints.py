@@ -8,15 +8,20 @@ import torch
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    Glm4Config,
+    GlmConfig,
+    GraniteConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
+    Olmo2Config,
     Phi3Config,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
+    SmolLM3Config,
 )
 
 VOCAB = 256
@@ -56,6 +61,20 @@ _YARN_ROPE = {
     "factor": 4.0,
     "original_max_position_embeddings": 256,
 }
+_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10_000.0,
+    "partial_rotary_factor": 0.75,
+    "original_max_position_embeddings": 1,
+    "attention_factor": 1.1,
+}
+"""Phi-4-mini's; every sequence whose rotation can be seen exceeds the original positions."""
+_GRANITE: dict[str, Any] = {
+    "embedding_multiplier": 2.5,
+    "attention_multiplier": 0.4,
+    "residual_multiplier": 0.7,
+    "logits_scaling": 0.4,
+}
 
 
 def _configs(
@@ -64,6 +83,9 @@ def _configs(
     tiny = {**_TINY, "num_hidden_layers": layers, **(sizes or {})}
     mha = {**tiny, "num_key_value_heads": 4}
     linear = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 2.0}
+    pairs = tiny["hidden_size"] // tiny["num_attention_heads"] * 3 // 8
+    long = [1.0 + 0.5 * i for i in range(pairs)]
+    longrope = {**_LONGROPE, "short_factor": [1.0] * pairs, "long_factor": long}
     return {
         "llama2": LlamaConfig(**mha),
         "llama31": LlamaConfig(**tiny, rope_parameters=_LLAMA31_ROPE, tie_word_embeddings=True),
@@ -80,6 +102,12 @@ def _configs(
         "qwen3-moe": Qwen3MoeConfig(**tiny, **_MOE, mlp_only_layers=[1]),
         "phi3": Phi3Config(**tiny, pad_token_id=0),
         "mixtral": MixtralConfig(**tiny, num_local_experts=4, num_experts_per_tok=2),
+        "phi4-mini": Phi3Config(**tiny, pad_token_id=0, rope_parameters=longrope),
+        "granite": GraniteConfig(**tiny, **_GRANITE),
+        "smollm3": SmolLM3Config(**tiny, pad_token_id=0, no_rope_layer_interval=2),
+        "olmo2": Olmo2Config(**tiny),
+        "glm": GlmConfig(**tiny, head_dim=16, pad_token_id=0),
+        "glm4": Glm4Config(**tiny, head_dim=16, pad_token_id=0, tie_word_embeddings=True),
     }
 
 

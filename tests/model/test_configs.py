@@ -1,6 +1,7 @@
 import copy
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from transformers import (
     GemmaConfig,
     LlamaConfig,
     MistralConfig,
+    Phi3Config,
     Qwen2Config,
     Qwen3Config,
 )
@@ -22,7 +24,7 @@ from twolane.model.load.configs import (
     spec_from_config,
     spec_from_directory,
 )
-from twolane.model.rope import frequencies
+from twolane.model.rope import frequencies, rotation
 from twolane.model.shapes import SHAPES
 from twolane.model.spec import RopeSpec, UnsupportedModel
 
@@ -148,6 +150,48 @@ def test_frequencies_are_those_of_transformers(scaling):
     assert rope.attention_factor == pytest.approx(scale)
 
 
+@pytest.mark.parametrize("positions", [4096, 4097])
+def test_longrope_takes_one_of_two_lists_by_the_positions(positions):
+    """The scale of attention follows from the positions of the config in both cases."""
+    lists = {"short_factor": [1.0 + i / 8 for i in range(48)], "long_factor": [2.0] * 48}
+    config = Phi3Config(
+        max_position_embeddings=131_072,
+        original_max_position_embeddings=4096,
+        rope_parameters={"rope_type": "longrope", "rope_theta": 1e4, **lists},
+        pad_token_id=0,
+    )
+    spec = replace(spec_from_config(named(config, "Phi3ForCausalLM")), max_positions=positions)
+    want, scale = ROPE_INIT_FUNCTIONS["longrope"](config, seq_len=positions)
+    ours = rotation(spec, 0)
+    torch.testing.assert_close(ours.frequencies, want, rtol=1e-6, atol=0.0)
+    torch.testing.assert_close(ours.scales, torch.full((48,), scale))
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        ({"no_rope_layers": [1, 0]}, "no_rope_layers has 2 values for 36 layers"),
+        ({"no_rope_layer_interval": 0}, "no_rope_layer_interval must be 1 or more, not 0"),
+    ],
+)
+def test_which_layers_are_rotated_must_be_said_of_each(raw, message):
+    with pytest.raises(ValueError, match=message):
+        spec_from_config({"architectures": ["SmolLM3ForCausalLM"], **raw})
+
+
+def test_smollm3_may_say_which_layers_are_rotated():
+    raw = {"architectures": ["SmolLM3ForCausalLM"], "num_hidden_layers": 4}
+    assert spec_from_config(raw).unrotated_layers == (3,)
+    spec = spec_from_config({**raw, "no_rope_layers": [0, 1, 1, 0]})
+    assert spec.unrotated_layers == (0, 3)
+
+
+@pytest.mark.parametrize("name", ["residual_multiplier", "logits_scaling", "attention_multiplier"])
+def test_a_factor_of_zero_is_refused(name):
+    with pytest.raises(ValueError, match=f"{name} must be above 0"):
+        spec_from_config({"architectures": ["GraniteForCausalLM"], name: 0})
+
+
 @pytest.mark.parametrize(
     ("scaling", "positions"),
     [
@@ -168,7 +212,11 @@ def test_yarn_stretches_the_context(scaling, positions):
     [
         (
             named(GemmaConfig(), "GemmaForCausalLM"),
-            "architecture 'GemmaForCausalLM'; these work: LlamaForCausalLM, MistralForCausalLM, "
+            "architecture 'GemmaForCausalLM': heads of 256 are not built",
+        ),
+        (
+            {"architectures": ["FalconForCausalLM"]},
+            "architecture 'FalconForCausalLM'; these work: LlamaForCausalLM, MistralForCausalLM, "
             "Qwen2ForCausalLM, Qwen3ForCausalLM",
         ),
         (named(LlamaConfig(hidden_act="gelu"), "LlamaForCausalLM"), "activation 'gelu'"),

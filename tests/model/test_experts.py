@@ -77,11 +77,14 @@ def test_defaults_are_those_of_transformers(config, family) -> None:
 
 def test_phi3_is_refused_where_it_differs() -> None:
     raw = {"architectures": ["Phi3ForCausalLM"]}
-    yarn = {"rope_type": "yarn", "factor": 4.0}
-    with pytest.raises(UnsupportedModel, match="rope type of Phi3ForCausalLM 'yarn'"):
-        spec_from_config({**raw, "rope_scaling": yarn})
-    with pytest.raises(UnsupportedModel, match="rope type 'longrope'"):
+    linear = {"rope_type": "linear", "factor": 4.0}
+    with pytest.raises(UnsupportedModel, match="rope type of Phi3ForCausalLM 'linear'"):
+        spec_from_config({**raw, "rope_scaling": linear})
+    with pytest.raises(ValueError, match="of type longrope have no 'long_factor'"):
         spec_from_config({**raw, "rope_scaling": {"rope_type": "longrope"}})
+    lists = {"short_factor": [1.0] * 3, "long_factor": [1.0] * 3}
+    with pytest.raises(ValueError, match="long_factor must have 48 numbers"):
+        spec_from_config({**raw, "rope_scaling": {"rope_type": "longrope", **lists}})
     with pytest.raises(UnsupportedModel, match="quantisation of Phi3ForCausalLM"):
         spec_from_config({**raw, "quantization_config": {"quant_method": "awq"}})
 

@@ -12,7 +12,7 @@ from twolane.model.load.hub import resolve
 from twolane.model.load.peft import AdapterError, read_adapter
 from twolane.model.load.weights import load_decoder
 from twolane.model.lora import AdapterPool
-from twolane.parallel.sharding import Shard
+from twolane.model.sharding import Shard
 
 from .adapters import JOINED, MODULES, make_adapter
 from .checkpoints import make_checkpoint

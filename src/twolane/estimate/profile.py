@@ -24,8 +24,18 @@ from twolane.model.spec import ModelSpec, RopeSpec
 FORMAT = 2
 """Version of the file's format; it is raised when a reader of the old one would misread it."""
 
-ADDED = ("moe",)
-"""Fields of a shape that are newer than profiles in use: without a value they do not count."""
+ADDED = ("moe", "qk_norm_whole", "pre_norms", "post_norms")
+"""Fields of a shape that are newer than profiles in use: with their default they do not count."""
+_TIMELESS = (
+    "unrotated_layers",
+    "attention_scale",
+    "embedding_scale",
+    "residual_scale",
+    "logit_scale",
+)
+"""Newer fields that do not matter to time."""
+_TIMELESS_ROPE = ("short_divisors", "rotated", "interleaved")
+"""The same of the rotation."""
 
 ANCHOR = "anchor"
 """What the names of points begin with that are corners of the plan."""
@@ -228,10 +238,14 @@ def runs_of(pairs: Iterable[tuple[int, int]]) -> list[Run]:
 def model_digest(shape: ModelSpec) -> str:
     """A few letters that tell shapes apart; end tokens and positions do not matter to time."""
     same = replace(shape, eos_token_ids=(), max_positions=0, rope=RopeSpec(), norm_eps=0.0)
-    fields = msgspec.to_builtins(same)
+    fields, defaults = msgspec.to_builtins(same), ModelSpec.__dataclass_fields__
     for name in ADDED:
-        if getattr(same, name) is None:
+        if getattr(same, name) == defaults[name].default:
             del fields[name]
+    for name in _TIMELESS:
+        del fields[name]
+    for name in _TIMELESS_ROPE:
+        del fields["rope"][name]
     return hashlib.sha256(msgspec.json.encode(fields)).hexdigest()[:10]
 
 

@@ -71,6 +71,7 @@ def _rms_norm(
     out: tl.tensor,
     scales: tl.tensor,
     x_stride: tl.tensor,
+    out_stride: tl.tensor,
     eps: tl.tensor,
     HIDDEN: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -97,13 +98,13 @@ def _rms_norm(
     if QUANTISED:
         normal, row_scale = _quantised(normal)
         tl.store(scales + row, row_scale)
-    tl.store(out + row * HIDDEN + column, normal, mask=inside)
+    tl.store(out + row * out_stride + column, normal, mask=inside)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: _Out) -> _Out:
     """`out` [T, hidden] = each row of `x` over its root mean square, times `weight` [hidden].
 
-    Rows of `x` may lie apart (`x.stride(0)`); `out` may be `x` if they do not.
+    Rows of `x` and of `out` may lie apart (`x.stride(0)`); `out` may be `x`.
     """
     _launch_norm(x, None, weight, eps, out)
     return out
@@ -139,6 +140,7 @@ def _launch_norm(
         values,
         scales,
         x.stride(0),
+        values.stride(0),
         eps,
         HIDDEN=hidden,
         BLOCK=block,
@@ -195,8 +197,10 @@ def quantise(x: torch.Tensor, out: Quantised) -> Quantised:
     return out
 
 
-def rotary_table(frequencies: torch.Tensor, scale: float, positions: int) -> torch.Tensor:
-    """Cosines and sines, times `scale`, of all angles: float32 [positions, head_dim / 2, 2].
+def rotary_table(
+    frequencies: torch.Tensor, scales: torch.Tensor | float, positions: int
+) -> torch.Tensor:
+    """Cosines and sines, times `scales`, of all angles: float32 [positions, head_dim / 2, 2].
 
     The angles are float32 products of position and `frequencies` [head_dim / 2], as in
     `transformers` and in the CPU's decoder, so that long contexts see the same rotation. A table
@@ -205,7 +209,7 @@ def rotary_table(frequencies: torch.Tensor, scale: float, positions: int) -> tor
     """
     places = torch.arange(positions, dtype=torch.float32, device=frequencies.device)
     angles = places[:, None] * frequencies.float()
-    return torch.stack((angles.cos() * scale, angles.sin() * scale), dim=-1)
+    return torch.stack((angles.cos() * scales, angles.sin() * scales), dim=-1)
 
 
 @triton.jit
@@ -460,6 +464,7 @@ def _embed(
     out: tl.tensor,
     vocab_first: tl.tensor,
     vocab_rows: tl.tensor,
+    scale: tl.tensor,
     HIDDEN: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
@@ -471,7 +476,7 @@ def _embed(
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < HIDDEN
     value = tl.load(embedding + token * HIDDEN + column, mask=inside & active, other=0.0)
-    tl.store(out + row * HIDDEN + column, value, mask=inside)
+    tl.store(out + row * HIDDEN + column, value.to(tl.float32) * scale, mask=inside)
 
 
 def embed(
@@ -481,6 +486,7 @@ def embed(
     embedding: torch.Tensor,
     out: torch.Tensor,
     vocab_first: int = 0,
+    scale: float = 1.0,
 ) -> torch.Tensor:
     """`out` [R, hidden] = the rows of `embedding` of the tokens last sampled in each row's slot.
 
@@ -494,6 +500,7 @@ def embed(
         embedding: [this rank's part of the vocabulary, hidden].
         out: [R, hidden].
         vocab_first: the first token of that part.
+        scale: factor of the embeddings.
     """
     rows, hidden = out.shape
     block = min(1024, power_of_2(hidden))
@@ -507,6 +514,7 @@ def embed(
         out,
         vocab_first,
         len(embedding),
+        scale,
         HIDDEN=hidden,
         BLOCK=block,
         num_warps=_warps(block),
@@ -531,6 +539,7 @@ def _lay_out(
     table_stride: tl.tensor,
     vocab_first: tl.tensor,
     vocab_rows: tl.tensor,
+    scale: tl.tensor,
     HIDDEN: tl.constexpr,
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -556,7 +565,8 @@ def _lay_out(
     token = token.to(tl.int64) - vocab_first
     active &= (token >= 0) & (token < vocab_rows)
     value = tl.load(embedding + token * HIDDEN + column, mask=inside & active, other=0.0)
-    tl.store(residual + row.to(tl.int64) * HIDDEN + column, value, mask=inside)
+    place = residual + row.to(tl.int64) * HIDDEN + column
+    tl.store(place, value.to(tl.float32) * scale, mask=inside)
 
 
 def lay_out(
@@ -575,6 +585,7 @@ def lay_out(
     positions: torch.Tensor,
     write_slots: torch.Tensor,
     vocab_first: int = 0,
+    scale: float = 1.0,
 ) -> None:
     """Begin a pass: decode rows, whose tokens and pages the device knows, then given tokens.
 
@@ -596,6 +607,7 @@ def lay_out(
         positions: of all rows, int32 [R].
         write_slots: of all rows, int32 [R]; -1 where they pad.
         vocab_first: the first token of that part.
+        scale: factor of the embeddings.
     """
     rows, hidden = residual.shape
     block = min(1024, power_of_2(hidden))
@@ -607,6 +619,7 @@ def lay_out(
         tables.stride(0),
         vocab_first,
         len(embedding),
+        scale,
         HIDDEN=hidden,
         PAGE=page_size,
         BLOCK=block,

@@ -15,6 +15,7 @@ import torch
 from torch.nn import functional
 
 from twolane.model import fp8
+from twolane.model.rope import Rotation
 from twolane.model.spec import ModelSpec
 
 _Ints = npt.NDArray[np.int64]
@@ -189,7 +190,7 @@ class Batch:
     _tables: _Ints
     """Pages of each segment, [segments, most pages]; padded with the last one."""
     _parts: dict[tuple[int | None, torch.dtype], tuple[_Part, ...]] = field(default_factory=dict)
-    _rotation: torch.Tensor | None = None
+    _turns: dict[bool, torch.Tensor] = field(default_factory=dict)
 
     @classmethod
     def build(
@@ -224,13 +225,19 @@ class Batch:
         """New tokens."""
         return self.offsets[-1]
 
-    def rotation(self, frequencies: torch.Tensor, scale: float) -> torch.Tensor:
-        """`scale` * e^(i * angle) of each token and frequency, complex64 [T, 1, head_dim / 2]."""
-        if self._rotation is None:
-            angles = self.positions[:, None].float() * frequencies
-            turn = torch.complex(angles.cos() * scale, angles.sin() * scale)
-            self._rotation = turn.unsqueeze(1)
-        return self._rotation
+    def rotation(self, rotation: Rotation, unrotated: bool) -> torch.Tensor:
+        """Scale * e^(i * angle) of each token and pair, complex64 [T, 1, head_dim / 2].
+
+        Args:
+            rotation: of a layer; all layers have the same, but those that are `unrotated`.
+            unrotated: whether it is one of these.
+        """
+        turn = self._turns.get(unrotated)
+        if turn is None:
+            angles, scales = self.positions[:, None].float() * rotation.frequencies, rotation.scales
+            turn = torch.complex(angles.cos() * scales, angles.sin() * scales).unsqueeze(1)
+            self._turns[unrotated] = turn
+        return turn
 
     def attend(
         self, q: torch.Tensor, new: torch.Tensor, pool: Pool, window: int | None

@@ -1,8 +1,8 @@
 """One decoder for all families: embed, then layer after layer, then head.
 
 A forward pass is addressable layer by layer, so that a prefill can stop after any layer and go on
-later. Queries and keys are rotated as complex numbers: at load, each head's dimension d and
-d + head_dim / 2 become neighbours (`pair_rows`), which leaves every score as it was.
+later. Queries and keys are rotated as complex numbers: at load, each head's dimensions that turn
+together become neighbours (`rope.pair_rows`), which leaves every score as it was.
 """
 
 import math
@@ -16,31 +16,35 @@ from twolane.model.attention import Batch, KVCache
 from twolane.model.matrix import Matrix
 from twolane.model.mlp import Mlp
 from twolane.model.products import Products
-from twolane.model.rope import frequencies
+from twolane.model.rope import rotation
+from twolane.model.sharding import Shard
 from twolane.model.spec import ModelSpec
 from twolane.parallel.group import Alone, Group
-from twolane.parallel.sharding import Shard
 
 
 @dataclass(frozen=True, eq=False)
 class LayerWeights:
     """The weights of one layer; q, k and v are one matrix."""
 
-    input_norm: torch.Tensor
-    """[hidden]"""
+    input_norm: torch.Tensor | None
+    """The norm of what attention reads, [hidden], or None."""
     qkv: Matrix
     """[q_size + 2 * kv_size, hidden]; the rows of q and k in the order of `pair_rows`."""
     qkv_bias: torch.Tensor | None
     """[q_size + 2 * kv_size], in the order of the rows of `qkv`, or None."""
     qk_norm: torch.Tensor | None
     """[heads + kv_heads, head_dim], in the order of `pair_rows`, or None."""
+    attention_out_norm: torch.Tensor | None
+    """The norm of what attention adds to the residual stream, [hidden], or None."""
     o: Matrix
     """[hidden, q_size]"""
     o_bias: torch.Tensor | None
     """[hidden] or None."""
-    post_norm: torch.Tensor
-    """[hidden]"""
+    mlp_norm: torch.Tensor | None
+    """The norm of what the MLP reads, [hidden], or None."""
     mlp: Mlp
+    mlp_out_norm: torch.Tensor | None
+    """The norm of what the MLP adds to the residual stream, [hidden], or None."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +55,7 @@ class Weights:
     """[vocab, hidden]"""
     layers: Sequence[LayerWeights]
     norm: torch.Tensor
-    """[hidden]"""
+    """The norm of what the head reads, [hidden], times `ModelSpec.logit_scale`."""
     head: Matrix
     """[vocab, hidden]; its values are the embedding itself where the two are tied."""
 
@@ -64,12 +68,6 @@ class Weights:
             for matrix in (layer.qkv, layer.o, *(m for _, m in layer.mlp.matrices()))
         ]
         return sum(m.nbytes for m in matrices) / sum(math.prod(m.shape) for m in matrices)
-
-
-def pair_rows(tensor: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """Order the rows of each head as 0, D/2, 1, D/2 + 1, ...; rows are [heads * head_dim, ...]."""
-    heads = tensor.view(-1, 2, head_dim // 2, *tensor.shape[1:])
-    return heads.transpose(1, 2).flatten(0, 2)
 
 
 class Decoder:
@@ -95,16 +93,18 @@ class Decoder:
         self.device = weights.embedding.device
         self.products = Products()
         """Computes the products of passes whose rows have no adapters."""
-        self._frequencies = frequencies(spec.rope, spec.head_dim).to(self.device)
+        self._rotations = [rotation(spec, i).to(self.device) for i in range(spec.layers)]
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """Hidden states [T, hidden] of token ids, int64 [T]."""
+        scale = self.spec.stream_scale
         if self.group.size == 1:
-            return functional.embedding(tokens, self.weights.embedding)
+            rows = functional.embedding(tokens, self.weights.embedding)
+            return rows if scale == 1.0 else rows * scale
         vocab = self.shard.vocab
         ours = (tokens >= vocab.start) & (tokens < vocab.stop)
         rows = functional.embedding((tokens - vocab.start) * ours, self.weights.embedding)
-        return self.group.all_reduce(rows * ours[:, None])
+        return self.group.all_reduce(rows * ours[:, None] * scale)
 
     def layer(
         self,
@@ -127,37 +127,48 @@ class Decoder:
             [T, hidden]
         """
         spec, w, products = self.spec, self.weights.layers[i], products or self.products
-        x = products.linear(self._norm(hidden, w.input_norm), w.qkv, w.qkv_bias)
+        x = products.linear(self._read(hidden, w.input_norm), w.qkv, w.qkv_bias)
         heads = x.view(len(x), -1, spec.head_dim)
-        self._rotate(heads[:, : spec.heads + spec.kv_heads], w, batch)
+        self._rotate(heads[:, : spec.heads + spec.kv_heads], i, batch)
         q, new = heads[:, : spec.heads], heads[:, spec.heads :]
         new = kv.write(i, batch.write_slots, new)
         attended = batch.attend(q, new, kv.layers[i], spec.window(i))
-        if self.group.size == 1:
+        if self.group.size == 1 and not spec.post_norms:
             hidden = products.add_linear(hidden, attended, w.o, w.o_bias)
-            return w.mlp.add(hidden, self._norm(hidden, w.post_norm), products)
-        hidden = hidden + self.group.all_reduce(products.linear(attended, w.o, w.o_bias))
-        x, nothing = self._norm(hidden, w.post_norm), torch.zeros_like(hidden)
-        return hidden + self.group.all_reduce(w.mlp.add(nothing, x, products))
+            return w.mlp.add(hidden, self._read(hidden, w.mlp_norm), products)
+        out = self.group.all_reduce(products.linear(attended, w.o, w.o_bias))
+        hidden = hidden + self._normalised(out, w.attention_out_norm, spec.norm_eps)
+        x, nothing = self._read(hidden, w.mlp_norm), torch.zeros_like(hidden)
+        out = self.group.all_reduce(w.mlp.add(nothing, x, products))
+        return hidden + self._normalised(out, w.mlp_out_norm, spec.norm_eps)
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits, float32 [R, vocab], of hidden states [R, hidden] after the last layer.
 
         On a rank other than 0 those of its part of the vocabulary.
         """
-        x = self._norm(hidden, self.weights.norm)
+        x = self._read(hidden, self.weights.norm)
         return self.group.gather_columns(self.products.linear(x, self.weights.head).float())
 
-    def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return functional.rms_norm(x, weight.shape, weight, self.spec.norm_eps)
+    def _read(self, stream: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+        """What a block reads of the residual stream."""
+        return self._normalised(stream, weight, self.spec.stream_eps)
 
-    def _rotate(self, qk: torch.Tensor, w: LayerWeights, batch: Batch) -> None:
-        """Normalise (Qwen3) and rotate, in place, `qk` [T, heads + kv_heads, head_dim]."""
-        x = qk
-        if w.qk_norm is not None:
-            dims = (self.spec.head_dim,)
-            x = functional.rms_norm(qk, dims, None, self.spec.norm_eps) * w.qk_norm
-        turn = batch.rotation(self._frequencies, self.spec.rope.attention_factor)
+    def _normalised(self, x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+        return x if weight is None else functional.rms_norm(x, weight.shape, weight, eps)
+
+    def _rotate(self, qk: torch.Tensor, i: int, batch: Batch) -> None:
+        """Normalise and rotate, in place, `qk` [T, heads + kv_heads, head_dim] of layer `i`."""
+        spec, weight, x = self.spec, self.weights.layers[i].qk_norm, qk
+        if weight is not None:
+            whole, h = spec.qk_norm_whole, spec.heads
+            parts = (qk[:, :h], qk[:, h:]) if whole else (qk,)
+            over = -2 if whole else -1
+            normal = [
+                functional.rms_norm(part, part.shape[over:], None, spec.norm_eps) for part in parts
+            ]
+            x = (torch.cat(normal, dim=1) if len(normal) > 1 else normal[0]) * weight
+        turn = batch.rotation(self._rotations[i], i in spec.unrotated_layers)
         pairs = torch.view_as_complex(x.float().view(*x.shape[:2], -1, 2)).mul_(turn)
         if x is not qk or x.dtype != torch.float32:
             qk.copy_(torch.view_as_real(pairs).flatten(2))

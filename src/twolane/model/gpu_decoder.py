@@ -2,7 +2,8 @@
 
 The residual stream is updated in place, by the products that end a block. Where several ranks share
 the model, these products are partial: the lane's channel sums them, and the next norm adds the sum
-to the residual stream, which is the same on all ranks. A forward pass is addressable layer by
+to the residual stream, which is the same on all ranks. So it is where a family normalises what is
+added. A forward pass is addressable layer by
 layer, like `model/decoder.py`, whose weights and order of dimensions it has.
 """
 
@@ -26,10 +27,10 @@ from twolane.kernels.products.dispatch import COLD_BYTES, Case, Operation, Produ
 from twolane.model.decoder import LayerWeights, Weights
 from twolane.model.matrix import Matrix
 from twolane.model.mlp import MLP_ROWS
-from twolane.model.rope import frequencies
+from twolane.model.rope import rotation
+from twolane.model.sharding import Shard
 from twolane.model.spec import ModelSpec, MoeSpec
 from twolane.parallel.channel import Channel, Silent
-from twolane.parallel.sharding import Shard
 
 TUNED_LAYERS = 4
 """Layers that products are timed in, or more where these would stay in the cache."""
@@ -82,7 +83,7 @@ class GpuKVCache:
 class Writes(Protocol):
     """The tokens of one forward pass: where their keys go."""
 
-    def write(self, qkv: Tensor, q: Tensor, weights: LayerWeights, pool: Pool) -> None:
+    def write(self, qkv: Tensor, q: Tensor, layer: int, pool: Pool) -> None:
         """Normalise and rotate queries and keys; keys and values go to the pool, queries to `q`.
 
         What attention wants of `qkv` may stay there.
@@ -109,7 +110,7 @@ class _Blind:
 
     active: ActiveRows
 
-    def write(self, qkv: Tensor, q: Tensor, weights: LayerWeights, pool: Pool) -> None:
+    def write(self, qkv: Tensor, q: Tensor, layer: int, pool: Pool) -> None:
         """See `Rows.write`."""
 
     def attend(self, q: Tensor, qkv: Tensor, pool: Pool, window: int | None, out: Tensor) -> None:
@@ -149,7 +150,7 @@ class Workspace:
             "act": spec.intermediate_size,
             "act_scales": 1,
         }
-        if channel is not None:
+        if channel is not None or spec.post_norms:
             self._sizes["partial"] = spec.hidden_size
         self._buffers: dict[str, Tensor] = {}
         self._dtype, self._device = dtype, device
@@ -260,22 +261,33 @@ class GpuDecoder:
         self.weights = weights
         self.dtype = weights.embedding.dtype
         self.device = weights.embedding.device
-        self.rotary = fused.rotary_table(
-            frequencies(spec.rope, spec.head_dim).to(self.device),
-            spec.rope.attention_factor,
-            spec.max_positions,
-        )
-        """Cosines and sines, float32 [positions, head_dim / 2, 2]."""
+        self._rotary = {
+            unrotated: fused.rotary_table(
+                *rotation(spec, layer).to(self.device), spec.max_positions
+            )
+            for unrotated, layer in self._kinds_of_layers().items()
+        }
 
     def embed(self, tokens: Tensor, channel: Channel | None) -> Tensor:
         """Queue the embeddings [T, hidden] of token ids, int [T], the same on all ranks."""
         if channel is None:
-            return functional.embedding(tokens, self.weights.embedding)
+            rows = functional.embedding(tokens, self.weights.embedding)
+            return rows if self.spec.stream_scale == 1.0 else rows.mul_(self.spec.stream_scale)
         vocab = self.shard.vocab
         ours = (tokens >= vocab.start) & (tokens < vocab.stop)
         rows = functional.embedding((tokens - vocab.start) * ours, self.weights.embedding)
-        channel.all_reduce(rows.mul_(ours[:, None]))
+        channel.all_reduce(rows.mul_(ours[:, None] * self.spec.stream_scale))
         return rows
+
+    def _kinds_of_layers(self) -> dict[bool, int]:
+        """A layer that is rotated and one that is not, by whether it is not."""
+        return {i in self.spec.unrotated_layers: i for i in range(self.spec.layers)}
+
+    def turning(self, layer: int) -> tuple[Tensor | None, float, Tensor]:
+        """What turns queries and keys of a layer: norms of its heads, their epsilon, and cosines
+        and sines, float32 [positions, head_dim / 2, 2]."""
+        norm = None if self.spec.qk_norm_whole else self.weights.layers[layer].qk_norm
+        return norm, self.spec.norm_eps, self._rotary[layer in self.spec.unrotated_layers]
 
     def layers(
         self,
@@ -301,7 +313,7 @@ class GpuDecoder:
         pool = kv.layers
         q, qkv, out = self.attended(workspace, len(residual))
         for i in range(first, last):
-            sums = workspace.channel is not None and i > first
+            sums = self._sums(workspace) and i > first
             self.before_attention(i, residual, rows, pool[i], workspace, products, sums=sums)
             rows.attend(q, qkv, pool[i], self.spec.window(i), out)
             self.after_attention(i, residual, rows.active, workspace, products)
@@ -326,18 +338,42 @@ class GpuDecoder:
     ) -> None:
         """Layer i up to its attention: `attended` has what that reads, the pool what is kept.
 
-        `sums`: the layer before has left a sum of all ranks that was not settled.
+        `sums`: the layer before has left a sum that was not settled.
         """
-        w, count = self.weights.layers[i], len(residual)
-        norm = workspace.input("norm", count, w.qkv.scheme)
-        q, qkv, _ = self.attended(workspace, count)
+        w = self.weights.layers[i]
+        q, qkv, _ = self.attended(workspace, len(residual))
+        x = self._read(residual, w.input_norm, w.qkv.scheme, workspace, sums=sums)
+        products.linear(x, w.qkv, w.qkv_bias, qkv)
+        if self.spec.qk_norm_whole:
+            self._norm_whole(qkv, w)
+        rows.write(qkv, q, i, pool)
+
+    def _read(
+        self,
+        residual: Tensor,
+        weight: Tensor | None,
+        scheme: str,
+        workspace: Workspace,
+        *,
+        sums: bool,
+    ) -> Activations:
+        """What a block reads of the residual stream, to which `sums` adds "partial" first."""
+        count, eps = len(residual), self.spec.stream_eps
+        norm = workspace.input("norm", count, scheme)
+        if weight is None:
+            if sums:
+                residual.add_(workspace.get("partial", count))
+            return fused.quantise(residual, norm) if isinstance(norm, Quantised) else residual
         if sums:
-            partial = workspace.get("partial", count)
-            fused.add_rms_norm(partial, residual, w.input_norm, self.spec.norm_eps, norm)
-        else:
-            fused.rms_norm(residual, w.input_norm, self.spec.norm_eps, norm)
-        products.linear(norm, w.qkv, w.qkv_bias, qkv)
-        rows.write(qkv, q, w, pool)
+            return fused.add_rms_norm(workspace.get("partial", count), residual, weight, eps, norm)
+        return fused.rms_norm(residual, weight, eps, norm)
+
+    def _norm_whole(self, qkv: Tensor, w: LayerWeights) -> None:
+        """Normalise, in place, all heads of the queries together, and all heads of the keys."""
+        assert w.qk_norm is not None
+        weight, first = w.qk_norm.flatten(), self.spec.q_size
+        for part in (slice(0, first), slice(first, len(weight))):
+            fused.rms_norm(qkv[:, part], weight[part], self.spec.norm_eps, qkv[:, part])
 
     def after_attention(
         self,
@@ -347,28 +383,39 @@ class GpuDecoder:
         workspace: Workspace,
         products: Products,
     ) -> None:
-        """Layer i from its attention on. With several ranks `settle` comes behind it, or a layer
-        with `sums`."""
-        w, count, eps = self.weights.layers[i], len(residual), self.spec.norm_eps
+        """Layer i from its attention on. `settle` comes behind it, or a layer with `sums`."""
+        w, count = self.weights.layers[i], len(residual)
         attended = workspace.get("attended", count)
         room = workspace.input("q", count, w.o.scheme)  # the queries are not needed any more
         rounded = fused.quantise(attended, room) if isinstance(room, Quantised) else attended
-        norm = workspace.input("norm", count, w.mlp.scheme)
-        if (channel := workspace.channel) is None:
+        scheme = w.mlp.scheme
+        if not self._sums(workspace):
             products.add_linear(rounded, w.o, w.o_bias, residual)
-            fused.rms_norm(residual, w.post_norm, eps, norm)
-            w.mlp.add_into(residual, norm, active, workspace, products)
+            x = self._read(residual, w.mlp_norm, scheme, workspace, sums=False)
+            w.mlp.add_into(residual, x, active, workspace, products)
             return
         partial = workspace.get("partial", count)
         products.linear(rounded, w.o, w.o_bias, partial)
-        channel.all_reduce(partial)
-        fused.add_rms_norm(partial, residual, w.post_norm, eps, norm)
-        w.mlp.write_into(partial, norm, active, workspace, products)
-        channel.all_reduce(partial)
+        self._end_block(partial, w.attention_out_norm, workspace)
+        x = self._read(residual, w.mlp_norm, scheme, workspace, sums=True)
+        w.mlp.write_into(partial, x, active, workspace, products)
+        self._end_block(partial, w.mlp_out_norm, workspace)
+
+    def _sums(self, workspace: Workspace) -> bool:
+        """Whether what blocks add to the residual stream is not complete when their products end:
+        it is summed over ranks, or normalised."""
+        return workspace.channel is not None or self.spec.post_norms
+
+    def _end_block(self, partial: Tensor, weight: Tensor | None, workspace: Workspace) -> None:
+        """Complete what a block adds to the residual stream, in place."""
+        if (channel := workspace.channel) is not None:
+            channel.all_reduce(partial)
+        if weight is not None:
+            fused.rms_norm(partial, weight, self.spec.norm_eps, partial)
 
     def settle(self, residual: Tensor, workspace: Workspace) -> None:
-        """Add what the ranks have summed last, if there are several, to the residual stream."""
-        if workspace.channel is not None:
+        """Add what the last block has left in "partial", if anything, to the residual stream."""
+        if self._sums(workspace):
             residual.add_(workspace.get("partial", len(residual)))
 
     @contextmanager
@@ -406,12 +453,14 @@ class GpuDecoder:
     def _operations(self, layer: LayerWeights) -> Iterator[tuple[Operation, Matrix]]:
         """The matrices of a layer and what multiplies with them, in their order."""
         for operation, matrix in layer_matrices(layer):
-            partial = self.shard.size > 1 and operation == "add_linear"
+            sums = self.shard.size > 1 or self.spec.post_norms
+            partial = sums and operation == "add_linear"
             yield ("linear" if partial else operation), matrix
 
     def _without_attention(self, products: Products, count: int) -> Callable[[], None]:
         """What queues norms and products of the first layers, for this many random rows."""
-        alone = Silent(self.shard) if self.shard.size > 1 else None  # each rank times its own
+        rank, ranks = self.shard.rank, self.shard.size
+        alone = Silent(rank, ranks) if ranks > 1 else None  # each rank times its own
         workspace = Workspace(self.spec, self.dtype, self.device, alone)
         workspace.reserve(count)
         workspace.get("attended", count).normal_()
@@ -441,7 +490,7 @@ class GpuDecoder:
         """
         rows = len(hidden)
         norm = workspace.get("norm", rows)
-        fused.rms_norm(hidden, self.weights.norm, self.spec.norm_eps, norm)
+        fused.rms_norm(hidden, self.weights.norm, self.spec.stream_eps, norm)
         if (channel := workspace.channel) is None:
             products.logits(norm, self.weights.head, logits)
             return

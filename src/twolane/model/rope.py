@@ -1,15 +1,69 @@
 """Rotary frequencies of every supported type, as `transformers` computes them in float32."""
 
 import math
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-from twolane.model.spec import RopeSpec
+from twolane.model.spec import ModelSpec, RopeSpec
 
 
-def frequencies(rope: RopeSpec, head_dim: int) -> torch.Tensor:
-    """Radians per position of each pair of dimensions, float32 [head_dim / 2]."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+class Rotation(NamedTuple):
+    """What is done to the pairs of dimensions of queries and keys at each position."""
+
+    frequencies: Tensor
+    """Radians per position of each pair, float32 [head_dim / 2]; 0: it is not turned."""
+    scales: Tensor
+    """The factor of each pair, float32 [head_dim / 2]."""
+
+    def to(self, device: torch.device) -> "Rotation":
+        """The same rotation on a device."""
+        return Rotation(self.frequencies.to(device), self.scales.to(device))
+
+
+def rotation(spec: ModelSpec, layer: int) -> Rotation:
+    """The rotation of a layer.
+
+    The factors make scores of queries and keys those of the model's `attention_scale`, for
+    attention itself multiplies scores with head_dim ** -0.5.
+    """
+    pairs, rope = spec.head_dim // 2, spec.rope
+    scales = torch.ones(pairs)
+    if spec.attention_scale is not None:
+        scales *= math.sqrt(spec.attention_scale * math.sqrt(spec.head_dim))
+    if layer in spec.unrotated_layers:
+        return Rotation(torch.zeros(pairs), scales)
+    rotated = rope.rotated or spec.head_dim
+    scales[: rotated // 2] *= rope.attention_factor
+    turned = frequencies(rope, rotated, spec.max_positions)
+    return Rotation(torch.cat([turned, torch.zeros(pairs - len(turned))]), scales)
+
+
+def pair_rows(tensor: Tensor, head_dim: int, rope: RopeSpec) -> Tensor:
+    """Order the rows of each head so that those that turn together are neighbours.
+
+    With R rotated rows these become 0, R/2, 1, R/2 + 1, ..., unless the checkpoint has neighbours
+    already; the others stay behind them. Rows are [heads * head_dim, ...].
+    """
+    if rope.interleaved:
+        return tensor
+    rotated = rope.rotated or head_dim
+    heads = tensor.view(-1, head_dim, *tensor.shape[1:])
+    halves = heads[:, :rotated].reshape(len(heads), 2, rotated // 2, *tensor.shape[1:])
+    turned = halves.transpose(1, 2).flatten(1, 2)
+    return torch.cat([turned, heads[:, rotated:]], dim=1).flatten(0, 1)
+
+
+def frequencies(rope: RopeSpec, rotated: int, positions: int = 0) -> Tensor:
+    """Radians per position of each pair of rotated dimensions, float32 [rotated / 2].
+
+    Args:
+        rope: how they are stretched.
+        rotated: dimensions of a head that are rotated.
+        positions: of the model, which chooses between the two lists of "longrope".
+    """
+    exponents = torch.arange(0, rotated, 2, dtype=torch.float32) / rotated
     plain = 1.0 / (rope.theta**exponents)
     match rope.type:
         case "default":
@@ -18,10 +72,14 @@ def frequencies(rope: RopeSpec, head_dim: int) -> torch.Tensor:
             return plain / rope.factor
         case "factors":
             return plain / torch.tensor(rope.divisors, dtype=torch.float32)
+        case "longrope":
+            short = positions <= rope.original_positions
+            divisors = rope.short_divisors if short else rope.divisors
+            return plain / torch.tensor(divisors, dtype=torch.float32)
         case "llama3":
             return _llama3(rope, plain)
         case "yarn":
-            return _yarn(rope, plain, head_dim)
+            return _yarn(rope, plain, rotated)
 
 
 def _llama3(rope: RopeSpec, plain: torch.Tensor) -> torch.Tensor:

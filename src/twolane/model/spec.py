@@ -4,8 +4,21 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-Family = Literal["llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "phi3"]
-RopeType = Literal["default", "linear", "llama3", "yarn", "factors"]
+Family = Literal[
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "mixtral",
+    "phi3",
+    "granite",
+    "smollm3",
+    "olmo2",
+    "glm",
+    "glm4",
+]
+RopeType = Literal["default", "linear", "llama3", "yarn", "factors", "longrope"]
 
 MOST_LAYERS, MOST_HEADS = 4096, 65536
 """Numbers of layers and of heads beyond these are a damaged file, not a model."""
@@ -25,14 +38,15 @@ class RopeSpec:
     """Rotary position embedding: base frequency and how it is stretched.
 
     "linear" divides all frequencies by `factor`; "llama3" and "yarn" stretch the low ones
-    (Llama 3.1; arXiv:2309.00071); "factors" divides each by its own number, as GGUF files store it.
+    (Llama 3.1; arXiv:2309.00071); "factors" divides each by its own number, as GGUF files store it;
+    "longrope" does so by one of two lists (arXiv:2402.13753).
     """
 
     theta: float = 10_000.0
     type: RopeType = "default"
     factor: float = 1.0
     original_positions: int = 0
-    """Positions the model was trained for before stretching (llama3, yarn)."""
+    """Positions the model was trained for before stretching (llama3, yarn, longrope)."""
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     beta_fast: float = 32.0
@@ -40,9 +54,16 @@ class RopeSpec:
     truncate: bool = True
     """Whether yarn rounds the borders of its ramp to whole dimensions."""
     attention_factor: float = 1.0
-    """Multiplies cosine and sine (yarn)."""
+    """Multiplies cosine and sine (yarn, longrope)."""
     divisors: tuple[float, ...] = ()
-    """One number for each of the head_dim / 2 frequencies (factors)."""
+    """One number for each frequency (factors, longrope)."""
+    short_divisors: tuple[float, ...] = ()
+    """The numbers that hold instead for a model that serves no more than `original_positions`
+    (longrope)."""
+    rotated: int | None = None
+    """The first dimensions of each head that are rotated; None: all of them."""
+    interleaved: bool = False
+    """Whether checkpoints have the dimensions that turn together as neighbours (GLM)."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +109,23 @@ class ModelSpec:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
-    """RMS norm over each query and key head before rotation (Qwen3)."""
+    """Whether queries and keys are normalised before rotation, each head apart (Qwen3)."""
+    qk_norm_whole: bool = False
+    """Whether `qk_norm` is over all heads of queries and all heads of keys instead (OLMo 2)."""
+    pre_norms: bool = True
+    """Whether attention and MLP read the residual stream through a norm."""
+    post_norms: bool = False
+    """Whether the outputs of attention and MLP are normalised before they are added (GLM-4)."""
+    unrotated_layers: tuple[int, ...] = ()
+    """The layers whose queries and keys are not rotated (SmolLM3)."""
+    attention_scale: float | None = None
+    """Factor of attention's scores; None: head_dim ** -0.5."""
+    embedding_scale: float = 1.0
+    """Factor of the embeddings (Granite)."""
+    residual_scale: float = 1.0
+    """Factor of what attention and MLP add to the residual stream (Granite)."""
+    logit_scale: float = 1.0
+    """Factor of the logits (Granite)."""
     sliding_window: int | None = None
     """A token of a sliding layer sees itself and this many - 1 tokens before it."""
     sliding_layers: tuple[int, ...] = ()
@@ -102,6 +139,8 @@ class ModelSpec:
             raise ValueError(f"{self.heads} heads cannot share {self.kv_heads} key-value heads")
         if self.head_dim % 2:
             raise ValueError(f"rotary embedding needs an even head_dim, not {self.head_dim}")
+        if (self.rope.rotated or 2) % 2 or (self.rope.rotated or 0) > self.head_dim:
+            raise ValueError(f"heads of {self.head_dim} cannot have {self.rope.rotated} rotated")
         if self.moe is not None and not 0 < self.moe.per_token <= self.moe.experts:
             raise ValueError(
                 f"a token cannot go to {self.moe.per_token} of {self.moe.experts} experts"
@@ -121,6 +160,20 @@ class ModelSpec:
         return self.sliding_window if layer in self.sliding_layers else None
 
     @property
+    def stream_scale(self) -> float:
+        """Factor of the embeddings in the residual stream that decoders keep.
+
+        They keep it divided by `residual_scale`, so that what blocks add needs no factor, and norms
+        with `stream_eps` make the same of it.
+        """
+        return self.embedding_scale / self.residual_scale
+
+    @property
+    def stream_eps(self) -> float:
+        """The epsilon of norms of that stream."""
+        return self.norm_eps / self.residual_scale**2
+
+    @property
     def q_size(self) -> int:
         """Elements of one token's queries."""
         return self.heads * self.head_dim
@@ -136,7 +189,9 @@ class ModelSpec:
         qkv = self.q_size + 2 * self.kv_size
         attention = (qkv + self.q_size) * self.hidden_size
         mlp = 3 * self.hidden_size * self.intermediate_size
-        norms = 2 * self.hidden_size + (2 * self.head_dim if self.qk_norm else 0)
+        heads = self.q_size + self.kv_size if self.qk_norm_whole else 2 * self.head_dim
+        blocks = 2 * (self.pre_norms + self.post_norms)
+        norms = blocks * self.hidden_size + (heads if self.qk_norm else 0)
         biases = (
             (qkv if self.qkv_bias else 0)
             + (self.hidden_size if self.o_bias else 0)

@@ -1,1 +1,1 @@
-"""Ranks: processes that share each layer of a model. Groups, collectives, sharding."""
+"""Ranks: processes that share each layer of a model. Groups and collectives."""

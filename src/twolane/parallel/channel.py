@@ -4,8 +4,6 @@ from typing import Protocol
 
 from torch import Tensor
 
-from twolane.parallel.sharding import Shard
-
 
 class Channel(Protocol):
     """The ranks in one lane.
@@ -34,8 +32,8 @@ class Channel(Protocol):
 class Silent:
     """A channel in which nothing is said: for a rank that times its own kernels."""
 
-    def __init__(self, shard: Shard) -> None:
-        self.rank, self.size = shard.rank, shard.size
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
 
     def all_reduce(self, tensor: Tensor) -> None:
         """See `Channel.all_reduce`."""

@@ -229,8 +229,8 @@ class DecodeGraphs:
         last, embedding = self._slots.last_token, decoder.weights.embedding
         if (channel := self.workspace.channel) is not None:
             channel.broadcast(last)
-        vocab_first = decoder.shard.vocab.start
-        fused.embed(last, rows.slots, rows.lengths, embedding, hidden, vocab_first)
+        vocab_first, scale = decoder.shard.vocab.start, decoder.spec.stream_scale
+        fused.embed(last, rows.slots, rows.lengths, embedding, hidden, vocab_first, scale)
         if channel is not None:
             channel.all_reduce(hidden)
         decoder.layers(0, decoder.spec.layers, hidden, rows, self._kv, self.workspace, products)

@@ -15,7 +15,6 @@ from twolane.kernels.prefill_attention.batch import NewKV
 from twolane.kernels.prefill_attention.dispatch import PrefillPlan, prefill_attention
 from twolane.lanes.cuda.slots import Ints
 from twolane.lanes.work import PromptChunk, PromptRow
-from twolane.model.decoder import LayerWeights
 from twolane.model.gpu_decoder import GpuDecoder
 
 
@@ -35,19 +34,10 @@ class PromptRows:
         """See `Rows.active`."""
         return ActiveRows(self.write_slots, 0)
 
-    def write(self, qkv: Tensor, q: Tensor, weights: LayerWeights, pool: Pool) -> None:
+    def write(self, qkv: Tensor, q: Tensor, layer: int, pool: Pool) -> None:
         """See `Writes.write`."""
-        spec = self.decoder.spec
-        fused.qkv_rope_write(
-            qkv,
-            self.positions,
-            weights.qk_norm,
-            spec.norm_eps,
-            self.decoder.rotary,
-            q,
-            pool,
-            self.write_slots,
-        )
+        turning = self.decoder.turning(layer)
+        fused.qkv_rope_write(qkv, self.positions, *turning, q, pool, self.write_slots)
 
 
 @dataclass(frozen=True)
@@ -119,21 +109,11 @@ class DecodeRows:
         """See `Rows.active`."""
         return ActiveRows(self.lengths, 1)
 
-    def write(self, qkv: Tensor, q: Tensor, weights: LayerWeights, pool: Pool) -> None:
+    def write(self, qkv: Tensor, q: Tensor, layer: int, pool: Pool) -> None:
         """See `Rows.write`."""
-        spec = self.decoder.spec
-        fused.qkv_rope_write_decode(
-            qkv,
-            self.positions,
-            weights.qk_norm,
-            spec.norm_eps,
-            self.decoder.rotary,
-            q,
-            pool,
-            self.tables,
-            self.slots,
-            self.lengths,
-        )
+        where = (self.tables, self.slots, self.lengths)
+        turning = self.decoder.turning(layer)
+        fused.qkv_rope_write_decode(qkv, self.positions, *turning, q, pool, *where)
 
     def attend(self, q: Tensor, qkv: Tensor, pool: Pool, window: int | None, out: Tensor) -> None:
         """See `Rows.attend`."""

@@ -167,6 +167,7 @@ class HybridGraphs:
             positions=passes.positions[:size],
             write_slots=passes.write_slots[:size],
             vocab_first=decoder.shard.vocab.start,
+            scale=decoder.spec.stream_scale,
         )
         if channel is not None:
             channel.all_reduce(passes.residual[:size])

@@ -99,7 +99,7 @@ class CudaMachine:
         """Bytes for the KV pool: what is left of this process's share of the memory."""
         tokens = max(min(max_model_len, WORKSPACE_TOKENS), SIZES[-1])
         shard, meta = self.decoder.shard, torch.device("meta")
-        channel = Silent(shard) if shard.size > 1 else None
+        channel = Silent(shard.rank, shard.size) if shard.size > 1 else None
         workspace = Workspace(shard.local, self.decoder.dtype, meta, channel)
         workspace.reserve(tokens)
         hidden = 3 * tokens * self.spec.hidden_size * self.decoder.dtype.itemsize

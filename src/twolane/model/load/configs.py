@@ -3,6 +3,7 @@
 import logging
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,36 @@ ARCHITECTURES: dict[str, Family] = {
     "Qwen3MoeForCausalLM": "qwen3_moe",
     "MixtralForCausalLM": "mixtral",
     "Phi3ForCausalLM": "phi3",
+    "GraniteForCausalLM": "granite",
+    "SmolLM3ForCausalLM": "smollm3",
+    "Olmo2ForCausalLM": "olmo2",
+    "GlmForCausalLM": "glm",
+    "Glm4ForCausalLM": "glm4",
 }
 """The architectures that work, as `config.json` names them."""
+
+_LACKING = {
+    "GptOssForCausalLM": "attention sinks and MXFP4 experts are not built",
+    **dict.fromkeys(
+        (
+            "GemmaForCausalLM",
+            "Gemma2ForCausalLM",
+            "Gemma3ForCausalLM",
+            "Gemma3ForConditionalGeneration",
+        ),
+        "heads of 256 are not built",
+    ),
+    **dict.fromkeys(
+        ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"), "latent attention is not built"
+    ),
+}
+"""Why much used architectures do not work."""
+JOINED: tuple[Family, ...] = ("phi3", "glm", "glm4")
+"""The families whose checkpoints join modules that others store apart."""
+_PARTLY_ROTATED: tuple[Family, ...] = ("phi3", "glm", "glm4")
+"""The families for which `partial_rotary_factor` counts."""
+_GLOBAL: tuple[Family, ...] = ("llama", "granite", "olmo2", "glm", "glm4")
+"""The families without sliding windows."""
 
 
 class _Kind(msgspec.Struct):
@@ -55,6 +84,9 @@ class _RopeNumbers(msgspec.Struct):
     beta_fast: float | None = None
     beta_slow: float | None = None
     attention_factor: float | None = None
+    partial_rotary_factor: float | None = None
+    short_factor: list[float] | None = None
+    long_factor: list[float] | None = None
 
 
 GENERATION_FILE = "generation_config.json"
@@ -106,6 +138,7 @@ class HFConfig(msgspec.Struct, kw_only=True):
     """The older name of `rope_parameters`, without theta."""
     rope_theta: float | None = None
     partial_rotary_factor: float | None = None
+    original_max_position_embeddings: int | None = None
 
 
 class _Mistral(HFConfig, kw_only=True):
@@ -161,7 +194,52 @@ class _Phi3(HFConfig, kw_only=True):
     max_position_embeddings: int = 4096
     rms_norm_eps: float = 1e-5
     sliding_window: int | None = None
+    original_max_position_embeddings: int | None = 4096
     eos_token_id: int | list[int] | None = 32_000
+
+
+class _Granite(HFConfig, kw_only=True):
+    embedding_multiplier: float = 1.0
+    attention_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logits_scaling: float = 1.0
+
+
+class _SmolLM3(HFConfig, kw_only=True):
+    vocab_size: int = 128_256
+    hidden_size: int = 2048
+    num_hidden_layers: int = 36
+    num_attention_heads: int = 16
+    num_key_value_heads: int | None = 4
+    max_position_embeddings: int = 32_768
+    tie_word_embeddings: bool = True
+    eos_token_id: int | list[int] | None = 128_001
+    rope_theta: float | None = 2_000_000.0
+    sliding_window: int | None = None
+    no_rope_layers: list[int] | None = None
+    """0 for each layer whose queries and keys are not rotated."""
+    no_rope_layer_interval: int = 4
+
+
+class _Olmo2(HFConfig, kw_only=True):
+    vocab_size: int = 50_304
+    rms_norm_eps: float = 1e-5
+    eos_token_id: int | list[int] | None = 50_279
+
+
+class _Glm(HFConfig, kw_only=True):
+    vocab_size: int = 151_552
+    intermediate_size: int = 13_696
+    num_hidden_layers: int = 40
+    num_key_value_heads: int | None = 2
+    head_dim: int | None = 128
+    max_position_embeddings: int = 131_072
+    rms_norm_eps: float = 1.5625e-7
+    attention_bias: bool = True
+    eos_token_id: int | list[int] | None = msgspec.field(
+        default_factory=lambda: [151_329, 151_336, 151_338]
+    )
+    partial_rotary_factor: float | None = 0.5
 
 
 _CONFIGS: dict[Family, type[HFConfig]] = {
@@ -172,6 +250,11 @@ _CONFIGS: dict[Family, type[HFConfig]] = {
     "qwen3_moe": _Qwen3Moe,
     "mixtral": _Mixtral,
     "phi3": _Phi3,
+    "granite": _Granite,
+    "smollm3": _SmolLM3,
+    "olmo2": _Olmo2,
+    "glm": _Glm,
+    "glm4": _Glm,
 }
 
 
@@ -250,12 +333,14 @@ def check_architecture(config: Mapping[str, Any]) -> Family:
     """
     kind = converted(config, _Kind)
     name = kind.architectures[0] if kind.architectures else _named_by_type(kind.model_type)
+    if name in _LACKING:
+        raise UnsupportedModel(f"unsupported architecture {name!r}: {_LACKING[name]}")
     if name not in ARCHITECTURES:
         raise UnsupportedModel.because("architecture", name, ARCHITECTURES)
     family = ARCHITECTURES[name]
     if kind.model_type not in (None, family):
         raise UnsupportedModel.because(f"model_type of {name}", kind.model_type, (family,))
-    if read_quantization(kind.quantization_config) is not None and family == "phi3":
+    if read_quantization(kind.quantization_config) is not None and family in JOINED:
         raise UnsupportedModel.because(f"quantisation of {name}", "any", ("--quantization fp8",))
     return family
 
@@ -309,9 +394,10 @@ def spec_from_config(
     if config.hidden_act != "silu":
         raise UnsupportedModel.because("activation", config.hidden_act, ("silu",))
     window, sliding_layers = _sliding(config, family)
-    rope, positions = _rope(config), config.max_position_embeddings
-    if family == "phi3" and rope.type != "default":
-        raise UnsupportedModel.because("rope type of Phi3ForCausalLM", rope.type, ("default",))
+    rope, positions = _rope(config, family), config.max_position_embeddings
+    if family == "phi3" and rope.type not in ("default", "longrope"):
+        works = ("default", "longrope")
+        raise UnsupportedModel.because("rope type of Phi3ForCausalLM", rope.type, works)
     biased = config.attention_bias and family not in ("mixtral", "phi3")  # these have none at all
     if rope.type == "yarn":  # those of the config may be the ones before stretching
         positions = round(rope.original_positions * rope.factor)
@@ -329,14 +415,59 @@ def spec_from_config(
         rope=rope,
         tie_embeddings=config.tie_word_embeddings,
         qkv_bias=family == "qwen2" or biased,
-        o_bias=family != "qwen2" and biased,
+        o_bias=family not in ("qwen2", "glm", "glm4") and biased,
         mlp_bias=config.mlp_bias,
-        qk_norm=family in ("qwen3", "qwen3_moe"),
+        qk_norm=family in ("qwen3", "qwen3_moe", "olmo2"),
+        qk_norm_whole=family == "olmo2",
+        pre_norms=family != "olmo2",
+        post_norms=family in ("olmo2", "glm4"),
+        unrotated_layers=_unrotated(config),
         sliding_window=window,
         sliding_layers=sliding_layers,
         moe=_experts(config),
         eos_token_ids=merge_eos(config.vocab_size, config.eos_token_id, generation_eos),
+        **_factors(config),
     )
+
+
+def _factors(config: HFConfig) -> dict[str, float]:
+    """The factors that Granite has, by their names in `ModelSpec`.
+
+    Raises:
+        ValueError: one of those that are divided by is 0.
+    """
+    if not isinstance(config, _Granite):
+        return {}
+    for name in ("residual_multiplier", "logits_scaling", "attention_multiplier"):
+        if not getattr(config, name) > 0.0:
+            raise ValueError(f"config.json: {name} must be above 0, not {getattr(config, name)}")
+    return {
+        "attention_scale": config.attention_multiplier,
+        "embedding_scale": config.embedding_multiplier,
+        "residual_scale": config.residual_multiplier,
+        "logit_scale": 1.0 / config.logits_scaling,
+    }
+
+
+def _unrotated(config: HFConfig) -> tuple[int, ...]:
+    """The layers whose queries and keys are not rotated.
+
+    Raises:
+        ValueError: the config does not say it for each layer.
+    """
+    if not isinstance(config, _SmolLM3):
+        return ()
+    layers, step = range(config.num_hidden_layers), config.no_rope_layer_interval
+    if config.no_rope_layers is None:
+        if step < 1:
+            raise ValueError(f"config.json: no_rope_layer_interval must be 1 or more, not {step}")
+        return tuple(i for i in layers if (i + 1) % step == 0)
+    if len(config.no_rope_layers) < len(layers):
+        raise ValueError(
+            f"config.json: no_rope_layers has {len(config.no_rope_layers)} values for "
+            f"{len(layers)} layers"
+        )
+    return tuple(i for i in layers if not config.no_rope_layers[i])
 
 
 def _experts(config: HFConfig) -> MoeSpec | None:
@@ -370,23 +501,49 @@ def _head_dim(config: HFConfig) -> int:
 
 
 def _sliding(config: HFConfig, family: Family) -> tuple[int | None, tuple[int, ...]]:
-    """The sliding window and its layers: all of Mistral's, for Qwen those of `layer_types`, or
-    those from `max_window_layers` on."""
+    """The sliding window and its layers: all of Mistral's, for Qwen and SmolLM3 those of
+    `layer_types`, otherwise those from `max_window_layers` on and those that are not rotated."""
     window = config.sliding_window
-    if family == "llama" or window is None:
+    if family in _GLOBAL or window is None:
         return None, ()
     if family in ("mistral", "mixtral", "phi3"):
         return window, tuple(range(config.num_hidden_layers))
     if not config.use_sliding_window:
         return None, ()
-    if config.layer_types is None:
+    if config.layer_types is None and family == "smollm3":
+        layers = _unrotated(config)
+    elif config.layer_types is None:
         layers = tuple(range(config.max_window_layers, config.num_hidden_layers))
     else:
         layers = tuple(i for i, t in enumerate(config.layer_types) if t == "sliding_attention")
     return (window, layers) if layers else (None, ())
 
 
-def _rope(config: HFConfig) -> RopeSpec:
+def _rope(config: HFConfig, family: Family) -> RopeSpec:
+    """The rotary embedding: how it is stretched, and which dimensions are rotated.
+
+    Raises:
+        UnsupportedModel: that is not built.
+        ValueError: `rope_parameters` lacks a number, or has something else in its place.
+    """
+    given = config.rope_parameters or {}
+    share = given.get("partial_rotary_factor", config.partial_rotary_factor)
+    rope = _stretched(config, family)
+    if family not in _PARTLY_ROTATED:
+        if share not in (None, 1.0):
+            raise UnsupportedModel.because("partial_rotary_factor", share, ("1.0",))
+        return rope
+    rotated = int(_head_dim(config) * (1.0 if share is None else share))
+    if len({rotated // 2, len(rope.divisors) or rotated // 2}) > 1:
+        raise ValueError(f"config.json: long_factor must have {rotated // 2} numbers")
+    return replace(
+        rope,
+        rotated=None if rotated == _head_dim(config) else rotated,
+        interleaved=family in ("glm", "glm4"),
+    )
+
+
+def _stretched(config: HFConfig, family: Family) -> RopeSpec:
     """The rotary embedding: `rope_parameters`, or the older theta and scaling.
 
     Raises:
@@ -401,9 +558,8 @@ def _rope(config: HFConfig) -> RopeSpec:
     converted(rope, _RopeNumbers, "config.json: rope_parameters", lax=True)
     theta = float(rope.get("rope_theta") or config.rope_theta or 10_000.0)
     kind = rope.get("rope_type") or rope.get("type") or "default"
-    rotated = rope.get("partial_rotary_factor", config.partial_rotary_factor)
-    if rotated not in (None, 1.0):
-        raise UnsupportedModel.because("partial_rotary_factor", rotated, ("1.0",))
+    if family == "phi3" and kind in ("su", "yarn"):  # older names of the same
+        kind = "longrope"
     try:
         match kind:
             case "default":
@@ -414,9 +570,12 @@ def _rope(config: HFConfig) -> RopeSpec:
                 return _llama3(theta, rope, config.max_position_embeddings)
             case "yarn":
                 return _yarn(theta, rope, config.max_position_embeddings)
+            case "longrope":
+                return _longrope(theta, rope, config)
     except KeyError as error:
         raise ValueError(f"config.json: rope_parameters of type {kind} have no {error}") from error
-    raise UnsupportedModel.because("rope type", kind, ("default", "linear", "llama3", "yarn"))
+    works = ("default", "linear", "llama3", "yarn", "longrope")
+    raise UnsupportedModel.because("rope type", kind, works)
 
 
 def _llama3(theta: float, rope: Mapping[str, Any], max_positions: int) -> RopeSpec:
@@ -427,6 +586,34 @@ def _llama3(theta: float, rope: Mapping[str, Any], max_positions: int) -> RopeSp
         original_positions=int(rope.get("original_max_position_embeddings") or max_positions),
         low_freq_factor=float(rope["low_freq_factor"]),
         high_freq_factor=float(rope["high_freq_factor"]),
+    )
+
+
+def _longrope(theta: float, rope: Mapping[str, Any], config: HFConfig) -> RopeSpec:
+    """LongRoPE; the scale of the attention follows from the factor where the config gives none."""
+    positions = config.max_position_embeddings
+    original = int(
+        rope.get("original_max_position_embeddings")
+        or config.original_max_position_embeddings
+        or positions
+    )
+    long, short = (tuple(map(float, rope[name])) for name in ("long_factor", "short_factor"))
+    if len(long) != len(short) or min(*long, *short) <= 0.0:
+        raise ValueError(
+            "config.json: short_factor and long_factor must have equally many numbers above 0"
+        )
+    factor, scale = float(rope.get("factor") or positions / original), rope.get("attention_factor")
+    if scale is None:
+        grown = factor > 1.0
+        scale = math.sqrt(1.0 + math.log(factor) / math.log(original)) if grown else 1.0
+    return RopeSpec(
+        theta,
+        "longrope",
+        factor,
+        original_positions=original,
+        attention_factor=float(scale),
+        divisors=long,
+        short_divisors=short,
     )
 
 

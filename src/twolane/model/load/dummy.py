@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import torch
 
-from twolane.parallel.sharding import Cut
+from twolane.model.sharding import Cut
 
 _STD = 0.02
 """The standard deviation of random matrices."""

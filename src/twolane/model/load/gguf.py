@@ -10,6 +10,7 @@ import numpy.typing as npt
 from gguf.quants import dequantize
 
 from twolane.model.load.gguf_file import GGUFFile
+from twolane.model.sharding import Cut
 from twolane.model.spec import (
     MOST_HEADS,
     MOST_LAYERS,
@@ -19,7 +20,6 @@ from twolane.model.spec import (
     UnsupportedModel,
     merge_eos,
 )
-from twolane.parallel.sharding import Cut
 
 ARCHITECTURES: dict[str, Family] = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 """GGUF architectures that work; "llama" covers Mistral too."""

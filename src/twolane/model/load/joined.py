@@ -1,10 +1,10 @@
-"""Checkpoints that join modules which others store apart (Phi-3)."""
+"""Checkpoints that join modules which others store apart (Phi-3, GLM)."""
 
 import torch
 
 from twolane.model.load.source import TensorSource
+from twolane.model.sharding import Cut
 from twolane.model.spec import ModelSpec
-from twolane.parallel.sharding import Cut
 
 
 class Joined:

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from twolane.common.checked_json import converted, read_json
-from twolane.model.decoder import pair_rows
 from twolane.model.load.safetensors import Safetensors
 from twolane.model.lora import MOST_RANK, Adapter, LoraProduct, Section
+from twolane.model.rope import pair_rows
+from twolane.model.sharding import Shard
 from twolane.model.spec import ModelSpec
-from twolane.parallel.sharding import Shard
 
 T = TypeVar("T")
 
@@ -332,7 +332,7 @@ def _sections(
         if shard.size > 1 and cut is not None:
             pieces = slice(cut.start, cut.stop)
             own, ours = (own[pieces], a) if cut.dim == 0 else (own, a[:, pieces])
-        own = pair_rows(own, shard.spec.head_dim) if part.paired else own
+        own = pair_rows(own, shard.spec.head_dim, shard.spec.rope) if part.paired else own
         # Copies: what `tensors` gives is the file's memory, which others may write.
         kept = [each.to(dtype, copy=True).contiguous() for each in (ours, own)]
         if not all(bool(each.isfinite().all()) for each in kept):

@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 
 from twolane.common.checked_json import converted, read_json
-from twolane.parallel.sharding import Cut
+from twolane.model.sharding import Cut
 
 
 class Safetensors:

@@ -2,7 +2,7 @@
 
 from typing import Any, Protocol
 
-from twolane.parallel.sharding import Cut
+from twolane.model.sharding import Cut
 
 
 class TensorSource(Protocol):

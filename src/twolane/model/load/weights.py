@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from twolane.common.errors import FieldError
-from twolane.model.decoder import Decoder, LayerWeights, Weights, pair_rows
-from twolane.model.load.configs import quantization_from_directory
+from twolane.model.decoder import Decoder, LayerWeights, Weights
+from twolane.model.load.configs import JOINED, quantization_from_directory
 from twolane.model.load.dummy import Dummy
 from twolane.model.load.gguf import GGUFModel
 from twolane.model.load.hub import ModelSource, Progress
@@ -23,8 +23,9 @@ from twolane.model.load.safetensors import Safetensors, model_files
 from twolane.model.load.source import TensorSource
 from twolane.model.matrix import Matrix, Scheme, concatenated, quantised
 from twolane.model.mlp import DenseMlp, Experts
+from twolane.model.rope import pair_rows
+from twolane.model.sharding import Shard
 from twolane.model.spec import ModelSpec
-from twolane.parallel.sharding import Shard
 
 log = logging.getLogger("twolane.model")
 
@@ -149,11 +150,11 @@ def _open(
         return spec, Dummy(dict(_expected(spec)), seed, device)
     if source.kind == "gguf" and source.path is not None:
         model = GGUFModel(source.path)
-        return model.spec, model
+        return model.spec, Joined(model, model.spec) if model.spec.family in JOINED else model
     if source.kind == "dir" and source.path is not None:
         tensors = Safetensors(model_files(source.path), stack)
         spec = with_stored_head(source.spec(), tensors, source.name)
-        return spec, Joined(tensors, spec) if spec.family == "phi3" else tensors
+        return spec, Joined(tensors, spec) if spec.family in JOINED else tensors
     raise ValueError(f"{source.name} is a built-in shape without weights; load it as dummy")
 
 
@@ -272,17 +273,35 @@ def _stored(spec: ModelSpec, quantization: Quantization | None) -> dict[str, Sto
         linear("lm_head", _Linear(spec.vocab_size, hidden, bias=False))
     for i in range(spec.layers):
         prefix = f"model.layers.{i}"
-        for name in ("input_layernorm", "post_attention_layernorm"):
-            stored[f"{prefix}.{name}.weight"] = Stored(((hidden,),))
+        for norm in norm_names(spec).values():
+            stored[f"{prefix}.{norm}.weight"] = Stored(((hidden,),))
         if spec.qk_norm:
-            for name in ("q_norm", "k_norm"):
-                stored[f"{prefix}.self_attn.{name}.weight"] = Stored(((spec.head_dim,),))
+            for name, size in (("q_norm", spec.q_size), ("k_norm", spec.kv_size)):
+                shape = size if spec.qk_norm_whole else spec.head_dim
+                stored[f"{prefix}.self_attn.{name}.weight"] = Stored(((shape,),))
         if spec.has_experts(i) and spec.moe is not None:
-            shape = spec.moe.experts, hidden
-            stored[f"{prefix}.{_expert_names(spec).router}.weight"] = Stored((shape,))
+            router = spec.moe.experts, hidden
+            stored[f"{prefix}.{_expert_names(spec).router}.weight"] = Stored((router,))
         for name, module in _linears(spec, i).items():
             linear(f"{prefix}.{name}", module)
     return stored
+
+
+def norm_names(spec: ModelSpec) -> dict[str, str]:
+    """How checkpoints name the norms of a layer, by the fields of `LayerWeights`."""
+    if not spec.post_norms:
+        return {"input_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+    if not spec.pre_norms:
+        return {
+            "attention_out_norm": "post_attention_layernorm",
+            "mlp_out_norm": "post_feedforward_layernorm",
+        }
+    return {
+        "input_norm": "input_layernorm",
+        "attention_out_norm": "post_self_attn_layernorm",
+        "mlp_norm": "post_attention_layernorm",
+        "mlp_out_norm": "post_mlp_layernorm",
+    }
 
 
 def _module(name: str, module: _Linear, form: Format | None) -> dict[str, Stored]:
@@ -364,7 +383,8 @@ class _Loader:
             layers.append(self._layer(i))
         tied = self.spec.tie_embeddings
         head = Matrix.plain(embedding) if tied else self._head()
-        weights = Weights(embedding, tuple(layers), self._get("model.norm.weight"), head)
+        norm = self._get("model.norm.weight") * self.spec.logit_scale
+        weights = Weights(embedding, tuple(layers), norm, head)
         progress("weights", 1.0)
         return weights
 
@@ -435,19 +455,26 @@ class _Loader:
 
     def _pairs(self, rows: int) -> Tensor:
         """The order of `pair_rows`."""
-        return pair_rows(torch.arange(rows, device=self.device), self.spec.head_dim)
+        return self._paired(torch.arange(rows, device=self.device))
+
+    def _paired(self, rows: Tensor) -> Tensor:
+        """`pair_rows` of this model's heads."""
+        return pair_rows(rows, self.spec.head_dim, self.spec.rope)
 
     def _layer(self, i: int) -> LayerWeights:
         spec, prefix = self.spec, f"model.layers.{i}"
-        attention = f"{prefix}.self_attn"
+        attention, names = f"{prefix}.self_attn", norm_names(spec)
+        norms = {field: self._get(f"{prefix}.{name}.weight") for field, name in names.items()}
         return LayerWeights(
-            input_norm=self._get(f"{prefix}.input_layernorm.weight"),
+            input_norm=norms.get("input_norm"),
             qkv=self._fused(prefix, *(f"self_attn.{n}_proj" for n in "qkv")),
             qkv_bias=self._qkv_bias(attention) if spec.qkv_bias else None,
             qk_norm=self._qk_norm(attention) if spec.qk_norm else None,
             o=self._fused(prefix, "self_attn.o_proj"),
             o_bias=self._bias(spec.o_bias, f"{attention}.o_proj"),
-            post_norm=self._get(f"{prefix}.post_attention_layernorm.weight"),
+            attention_out_norm=norms.get("attention_out_norm"),
+            mlp_norm=norms.get("mlp_norm"),
+            mlp_out_norm=norms.get("mlp_out_norm"),
             mlp=self._experts(prefix) if spec.has_experts(i) else self._dense(prefix),
         )
 
@@ -475,10 +502,11 @@ class _Loader:
 
     def _qkv_bias(self, attention: str) -> Tensor:
         q, k, v = (self._get(f"{attention}.{n}_proj.bias") for n in "qkv")
-        dim = self.spec.head_dim
-        return torch.cat([pair_rows(q, dim), pair_rows(k, dim), v])
+        return torch.cat([self._paired(q), self._paired(k), v])
 
     def _qk_norm(self, attention: str) -> Tensor:
         spec = self.spec
-        q, k = (pair_rows(self._get(f"{attention}.{n}_norm.weight"), spec.head_dim) for n in "qk")
+        q, k = (self._paired(self._get(f"{attention}.{n}_norm.weight")) for n in "qk")
+        if spec.qk_norm_whole:
+            return torch.cat([q, k]).view(-1, spec.head_dim)
         return torch.cat([q.expand(spec.heads, -1), k.expand(spec.kv_heads, -1)])

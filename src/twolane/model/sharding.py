@@ -44,6 +44,8 @@ class Shard:
         for what, count in counts.items():
             if count % size:
                 raise _refusal(f"{size} does not divide the model's {count} {what}")
+        if spec.qk_norm_whole and size > 1:
+            raise _refusal("norms over all heads' queries and keys are not shared (OLMo 2)")
         if spec.kv_heads % size and size % spec.kv_heads:
             raise _refusal(f"{size} ranks cannot share {spec.kv_heads} KV heads evenly")
 
