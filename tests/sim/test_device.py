@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from twolane.engine.config import EngineConfig
 from twolane.estimate.profile import Neighbour, Profile, Sample
 from twolane.estimate.query import Kind
 from twolane.lanes.work import (
@@ -20,9 +21,12 @@ from twolane.lanes.work import (
     Work,
 )
 from twolane.model.shapes import SHAPES
+from twolane.results.result import BenchConfig
+from twolane.sim.config import SimulateConfig
 from twolane.sim.device import DeviceModel
 from twolane.sim.gpus import GPUS, H200, Gpu
 from twolane.sim.operators import BFLOAT16, Storage
+from twolane.workload.spec import WorkloadSpec
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 MEASURED = json.loads((RESULTS / "engine-h200.json").read_text())["details"]
@@ -257,6 +261,56 @@ def test_gpus_that_share_a_layer() -> None:
         assert 2.0 < one / eight < 7.5
     with pytest.raises(ValueError, match="tp 3"):
         DeviceModel(gpu, SHAPES[LLAMA], tp=3)
+
+
+def test_two_ranks_on_h200s() -> None:
+    """Qwen3-14B, as measured (docs/notes/ranks-h200.md); the link's figures are of other points."""
+    model = "qwen3-14b"
+    step, prompts = decode(64, 2048), prefill(model, 8192)
+    [whole] = seconds(model, (step, 132), tp=2)
+    [part] = seconds(model, (step, 48), tp=2)
+    [prefilled] = seconds(model, (prompts, 132), tp=2)
+    beside, _ = seconds(model, (prompts, 84), (step, 48), tp=2)
+    assert (whole * 1e3, part * 1e3) == pytest.approx((8.41, 9.08), rel=0.05)
+    assert 8192 / prefilled == pytest.approx(37_400, rel=0.08)
+    assert 8192 / beside == pytest.approx(21_400, rel=0.08)
+
+
+def test_collectives_take_units_and_lanes_share_the_link() -> None:
+    device = DeviceModel(quiet(H200), SHAPES[LLAMA], tp=4)
+
+    def linked(units: int) -> float:
+        return device.steps(decode(64, 2048), units)[0].linked
+
+    assert linked(132) == linked(32) == pytest.approx(linked(16) / 2)
+    running = [device.steps(decode(64, 2048), 48)[0], device.steps(prefill(LLAMA, 8192), 84)[0]]
+    alone = device.seconds([one._replace(linked=0.0) for one in running])
+    both = device.seconds(running)
+    assert all(b > a + one.linked for a, b, one in zip(alone, both, running, strict=True))
+
+
+def test_a_slow_link_is_an_option() -> None:
+    """20 GB/s (Bullet, Table 3): all-reduces of a long prompt then take longer than all else."""
+    asked = SimulateConfig(
+        engine=EngineConfig(model=LLAMA),
+        gpu="a100-80gb",
+        tp=8,
+        link_bandwidth=20e9,
+        bench=BenchConfig(workload=WorkloadSpec()),
+    )
+    work = (prefill(LLAMA, 8192), 108)
+    [fast] = seconds(LLAMA, work, gpu=GPUS["a100-80gb"], tp=8)
+    [slow] = seconds(LLAMA, work, gpu=asked.device(), tp=8)
+    assert slow > 2 * fast
+
+
+def test_attention_in_whole_tiles_makes_the_last_chunk_dear() -> None:
+    """Bullet §2.3.2: 16K tokens in chunks of 1K; it measured 1.9 and 1.13."""
+    gpu = GPUS["a100-80gb"]
+    chunks = [seconds(LLAMA, (prefill(LLAMA, 1024, 1024 * i), 108), gpu=gpu)[0] for i in range(16)]
+    [whole] = seconds(LLAMA, (prefill(LLAMA, 16_384), 108), gpu=gpu)
+    assert chunks[-1] / chunks[0] == pytest.approx(1.63, abs=0.02)
+    assert sum(chunks) / whole == pytest.approx(1.13, abs=0.02)
 
 
 def test_noise_is_that_of_the_seed() -> None:

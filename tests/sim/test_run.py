@@ -129,7 +129,7 @@ def test_the_command(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["--gpu", "b200"], "there are: a100-80gb, h100, h200"),
+        (["--gpu", "b200"], "there are: a100-80gb, h20, h100, h200"),
         (["--tp", "3"], "--tensor-parallel-size 3 does not divide"),
         (["--tensor-parallel-size", "3"], "--tensor-parallel-size 3 does not divide"),
         (["--levels", "132"], "--levels 132 leave none"),

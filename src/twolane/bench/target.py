@@ -24,7 +24,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
     """Options of `twolane bench goodput` that say who serves."""
 
     simulate: Annotated[str | None, Option(WHERE, "GPU")] = None
-    """GPU to simulate (a100-80gb, h100, h200) instead of asking a server."""
+    """GPU to simulate (a100-80gb, h20, h100, h200) instead of asking a server."""
     serve: Annotated[str | None, Option(WHERE, "ARGUMENTS")] = None
     """Model and options of `twolane serve`, as "smollm2-135m-instruct --cores 2": a server is
     started for each system in turn."""

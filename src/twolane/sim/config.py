@@ -9,7 +9,7 @@ from twolane.common.options import Option
 from twolane.engine.config import DEVICE, EngineConfig
 from twolane.engine.settings import check_settings
 from twolane.results.result import BenchConfig
-from twolane.sim.gpus import GPUS
+from twolane.sim.gpus import GPUS, Gpu
 
 
 class Unevenness(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,13 +34,25 @@ class SimulateConfig(msgspec.Struct, frozen=True, kw_only=True):
     engine: EngineConfig
     """Its device, dtype and load format do not apply."""
     gpu: Annotated[str, Option(DEVICE)] = "h200"
-    """GPU to simulate: a100-80gb, h100 or h200."""
+    """GPU to simulate: a100-80gb, h20, h100 or h200."""
     tp: Annotated[int, Option(DEVICE, name="tensor_parallel_size", alias="tp", least=1)] = 1
     """Number of GPUs that share each layer (tensor parallelism)."""
+    link_bandwidth: Annotated[
+        float | None, Option(DEVICE, "GB/S", name="link_gb_s", factor=1e-9, least=1e6)
+    ] = None
+    """Bytes per second, in each direction, that collectives reach between GPUs; by default those of
+    the GPU's NVLink."""
     bench: BenchConfig
     """Workload, SLOs and percentiles; what concerns HTTP does not apply."""
     uneven: Unevenness | None = None
     """How far an emulated card is off the engine's profile; None simulates a smooth GPU."""
+
+    def device(self) -> Gpu:
+        """Return the GPU's data sheet with the link that was asked for."""
+        gpu = GPUS[self.gpu]
+        if self.link_bandwidth is None:
+            return gpu
+        return msgspec.structs.replace(gpu, link_bandwidth=self.link_bandwidth)
 
     def check(self) -> None:
         """Refuse what is wrong, or has no meaning in a simulation.

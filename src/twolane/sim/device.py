@@ -14,6 +14,8 @@ Two lanes share the power, the memory and, where their levels overlap, the SMs:
 - *memory*: a read takes longer, the more is in flight, in both lanes together (Little's law).
   A lane on many SMs has more in flight than one on few, and slows the other more than itself.
   Waiting for memory grows as much; of arithmetic, which hides most of its reads, a part does.
+- *link*: collectives of both lanes share it. A lane finds it busy for the fraction of the time that
+  the other lane's collectives take.
 - *SMs*: work on more units than the device has is slowed alike.
 
 No policy reads any of this: estimators are fitted on what comes out.
@@ -39,6 +41,9 @@ from twolane.sim.operators import BFLOAT16, Cost, OperatorCosts, Storage
 
 HOST_SLICE, HOST_OPENS, HOST_SAMPLES = 4.0e-4, 1.4e-3, 1.2e-3
 """Seconds of the host for a launch of prefill beside its layers; to lay out a batch; to sample."""
+HOST_RANK = 2.0e-5
+"""Seconds of the host for a launch that another rank replays, for each of these: a write to its log
+(assumed, not measured)."""
 HOST_PASS = 1.25e-3
 """For a hybrid pass that is graphs, the first of which is launched in the middle of it: nine in ten
 behind others take less than a third more."""
@@ -103,19 +108,32 @@ class DeviceModel:
             clock = max(gpu.lowest_clock, room ** (1 / gpu.power_exponent))
         pace = max(1.0, units / gpu.units) / clock
         if len(running) == 1:
-            return [d.fixed + d.clocked * pace + d.streamed for d in running]
+            return [d.fixed + d.clocked * pace + d.streamed + d.linked for d in running]
         # Reads queue as more are in flight than the memory needs to be busy: hypot is a max with
         # a round corner. What a step does to itself is in its own seconds.
         latency = math.hypot(1.0, reads)
         longer = [latency / math.hypot(1.0, d.reads) - 1.0 for d in running]
-        return [
-            d.fixed + d.clocked * pace + d.streamed + d.waits * more
+        seconds = [
+            d.fixed + d.clocked * pace + d.streamed + d.waits * more + d.linked
             for d, more in zip(running, longer, strict=True)
+        ]
+        if self.tp == 1:
+            return seconds
+        busy = [d.linked / alone for d, alone in zip(running, seconds, strict=True)]
+        return [
+            alone + d.linked * (sum(busy) - own)
+            for d, alone, own in zip(running, seconds, busy, strict=True)
         ]
 
     def host_seconds(self, work: Work) -> tuple[float, float]:
         """See `Device.host_seconds`: measured for steps of 64 and 256, and while 8B was served. All
         hybrid passes of up to `WHOLE` tokens count as graphs, on every GPU."""
+        first, whole = self._launch_seconds(work)
+        ranks = HOST_RANK * (self.tp - 1)
+        return first + ranks, whole + ranks
+
+    def _launch_seconds(self, work: Work) -> tuple[float, float]:
+        """Seconds of the host of one rank: until the device can begin, and all."""
         if isinstance(work, DecodeWork):
             seconds = 2.3e-4 + 9.4e-7 * len(work.rows)
             return seconds, seconds
@@ -215,6 +233,7 @@ class DeviceModel:
             cost.arithmetic / busy,
             cost.bytes / alone,
             reads,
+            cost.linked * scale,
         )
 
     def _next_noise(self) -> float:

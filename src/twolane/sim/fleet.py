@@ -27,7 +27,6 @@ from twolane.router.state import Ask, ReplicaState
 from twolane.router.table import Table
 from twolane.sampling import SamplingParams
 from twolane.sim.config import SimulateConfig
-from twolane.sim.gpus import GPUS
 from twolane.sim.lanes import SimLanes
 from twolane.sim.machine import SimulatedMachine
 from twolane.sim.profile import simulated_profile
@@ -214,7 +213,7 @@ class FleetSimulation:
 
 def _engines(config: SimulateConfig, replicas: int) -> list[Built]:
     """The engines of equal replicas; their devices' noise differs."""
-    gpu, spec = GPUS[config.gpu], shapes_of(config.engine)
+    gpu, spec = config.device(), shapes_of(config.engine)
     profile = config.engine.profile or str(simulated_profile(gpu, spec, config.tp, config.engine))
     engine = msgspec.structs.replace(config.engine, profile=profile)
     seed = config.bench.workload.seed

@@ -69,10 +69,18 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds of the further kernels of its attention where tiles are split."""
     sampling_seconds: float = 1.5e-4
     """Seconds of sampling at the end of a step."""
+    attention_tile: int = 0
+    """Number of rows in a tile of prompt attention whose kernel gives each SM whole tiles in turn
+    and never splits one; 0 means that idle SMs in the last turn are not counted."""
     link_bandwidth: float = 0.0
     """Bytes/s in each direction that an all-reduce reaches between GPUs."""
-    link_seconds: float = 1.0e-5
-    """Seconds of an all-reduce, beside those of its bytes."""
+    link_units: int = 32
+    """Number of SMs that an all-reduce needs for this rate; on fewer it takes longer in proportion
+    (the knee N_w of Bullet §3.2.2)."""
+    link_seconds: float = 6.0e-6
+    """Seconds of an all-reduce, beside those of its hops and bytes."""
+    hop_seconds: float = 1.0e-6
+    """Seconds of each of the 2 (tp - 1) hops of an all-reduce's ring."""
     noise: float = 0.01
     """Standard deviation of the logarithm of a step's time."""
 
@@ -106,7 +114,7 @@ H200 = Gpu(
     whole_layer_seconds=5.66e-6,
     split_seconds=2.04e-5,
     sampling_seconds=5.73e-5,
-    link_bandwidth=360e9,
+    link_bandwidth=310e9,
 )
 """Fitted by `benchmarks/fit_device.py`; docs/design/simulation.md compares it with measurements."""
 _HBM3 = 3.35 / 4.8  # the H100's fraction of the H200's bandwidth, by the data sheets
@@ -135,11 +143,24 @@ A100 = Gpu(
     in_flight=0.55,
     arithmetic_waits=0.04,
     kernel_seconds=2.5e-6,
+    attention_tile=128,
     link_bandwidth=230e9,
 )
 """Figures of the data sheet; products reach 77 to 80 % of the peak (Bullet §2.3), and prefill slows
-decode by up to 20 % (MuxWise §3.3.2)."""
-FORMULAS = 8
+decode by up to 20 % (MuxWise §3.3.2). Attention runs by FlashAttention-2's tiles."""
+H20 = msgspec.structs.replace(
+    H200,
+    name="h20",
+    units=78,
+    memory=102.6e9,
+    unit_flops=148e12 / 78,
+    bandwidth=H200.bandwidth * 4.0 / 4.8,
+    power_units=200.0,
+    one_grid=H200.one_grid * 78 / 132,
+)
+"""The data sheet's 78 SMs, 148 TFLOP/s in bfloat16 and 4.0 TB/s, of which it reaches the H200's
+fractions. So little arithmetic does not reach the power cap."""
+FORMULAS = 9
 """Version of the formulas that times are computed with; it is raised when they change."""
 
 
@@ -148,4 +169,4 @@ def revision(gpu: Gpu) -> str:
     return hashlib.sha256(msgspec.json.encode((FORMULAS, gpu))).hexdigest()[:10]
 
 
-GPUS: dict[str, Gpu] = {gpu.name: gpu for gpu in (A100, H100, H200)}
+GPUS: dict[str, Gpu] = {gpu.name: gpu for gpu in (A100, H20, H100, H200)}

@@ -46,6 +46,8 @@ class Demand(NamedTuple):
     """Bytes a second, to and from memory, when alone at the top clock."""
     reads: float = 0.0
     """Bytes that it keeps in flight, of those that saturate the memory."""
+    linked: float = 0.0
+    """Seconds of its collectives between GPUs, alone on the link."""
 
 
 class Device(Protocol):

@@ -86,22 +86,21 @@ class Cost(NamedTuple):
     arithmetic: float = 0.0
     """Number of FLOPs, weighted by the power that they draw."""
     bytes: float = 0.0
+    linked: float = 0.0
+    """Seconds of all-reduces."""
 
     @property
     def alone(self) -> float:
         """Seconds at the top clock, with nothing beside it."""
-        return self.fixed + self.clocked + self.streamed
+        return self.fixed + self.clocked + self.streamed + self.linked
 
     def times(self, count: float) -> "Cost":
         """The cost of doing this `count` times."""
-        a, b, c, d, e, f = self
-        return Cost(count * a, count * b, count * c, count * d, count * e, count * f)
+        return Cost(*[count * part for part in self])
 
     def plus(self, other: "Cost") -> "Cost":
         """The cost of both, one after the other."""
-        a, b, c, d, e, f = self
-        g, h, i, j, k, m = other
-        return Cost(a + g, b + h, c + i, d + j, e + k, f + m)
+        return Cost(*[a + b for a, b in zip(self, other, strict=True)])
 
 
 ATTENTION_POWER = 0.6
@@ -131,9 +130,9 @@ class OperatorCosts:
         if cost is None:
             shapes = self._shapes
             fixed = KERNELS * self._gpu.kernel_seconds
-            if self._tp > 1:
-                fixed += 2 * self._all_reduce(tokens)
-            small = self._stream(tokens * shapes.small_bytes, units)._replace(fixed=fixed)
+            small = self._stream(tokens * shapes.small_bytes, units)._replace(
+                fixed=fixed, linked=2 * self._all_reduce(tokens, units)
+            )
             weights = self._storage.weights
             moved = weights * shapes.weights + ITEM * tokens * shapes.product_width
             rate = FP8_RATE if weights < ITEM and not decode else 1.0
@@ -220,7 +219,7 @@ class OperatorCosts:
             # Tiles on the diagonal are whole.
             pairs += (n + gpu.attention_rows) * (row.start + 0.5 * n + 64)
             seen += row.start + n
-        pairs = pairs if tiled is None else tiled
+        pairs = pairs * self._idle(rows, units) if tiled is None else tiled
         flops = 4.0 * shapes.q_size * pairs
         moved = seen * shapes.kv_bytes
         c = flops / (units * gpu.unit_flops * gpu.prompt_attention_share)
@@ -228,6 +227,15 @@ class OperatorCosts:
         m = moved / min(units * gpu.unit_bandwidth, gpu.bandwidth)
         cost = self._round(c, m, saturated, gpu.corner)
         return cost._replace(arithmetic=ATTENTION_POWER * flops, bytes=moved)
+
+    def _idle(self, rows: Sequence[PromptRow], units: int) -> float:
+        """How many times as long attention takes since SMs idle in the last turn of its tiles (wave
+        quantisation, Bullet §2.2)."""
+        tile = self._gpu.attention_tile
+        if not tile:
+            return 1.0
+        count = self._spec.heads / self._tp * sum([-(-row.count // tile) for row in rows])
+        return math.ceil(count / units) * units / count
 
     def tiles(self, rows: Sequence[PromptRow], units: int) -> tuple[float, bool] | None:
         """Pairs of rows and keys that all SMs would compute for a head while the busiest is, in
@@ -277,7 +285,11 @@ class OperatorCosts:
         streamed = memory * saturated / m if m else 0.0
         return Cost(clocked=seconds - streamed, streamed=streamed, memory=memory)
 
-    def _all_reduce(self, tokens: int) -> float:
+    def _all_reduce(self, tokens: int, units: int) -> float:
         """A ring: each GPU sends and receives 2 (tp − 1) / tp of the bytes (DuetServe §4.1)."""
-        moved = 2 * (self._tp - 1) / self._tp * tokens * self._shapes.hidden * ITEM
-        return self._gpu.link_seconds + moved / self._gpu.link_bandwidth
+        if self._tp == 1:
+            return 0.0
+        gpu, hops = self._gpu, 2 * (self._tp - 1)
+        moved = hops / self._tp * tokens * self._shapes.hidden * ITEM
+        seconds = gpu.link_seconds + hops * gpu.hop_seconds + moved / gpu.link_bandwidth
+        return seconds * max(1.0, gpu.link_units / units)

@@ -32,7 +32,6 @@ from twolane.results.summary import result_json, summary
 from twolane.sampling import SamplingParams
 from twolane.sim.config import SimulateConfig
 from twolane.sim.emulated import EmulatedMachine
-from twolane.sim.gpus import GPUS
 from twolane.sim.lanes import SimLanes
 from twolane.sim.machine import SimulatedMachine
 from twolane.sim.port import SimPort
@@ -94,7 +93,7 @@ def simulate(
     """
     config.check()
     requests = config.bench.workload.build() if workload is None else workload
-    seed, gpu, spec = config.bench.workload.seed, GPUS[config.gpu], shapes_of(config.engine)
+    seed, gpu, spec = config.bench.workload.seed, config.device(), shapes_of(config.engine)
     if spec.kv_heads % config.tp:
         raise FieldError("tp", f"{config.tp} does not divide the model's {spec.kv_heads} KV heads")
     machine = SimulatedMachine(gpu, spec, config.engine, tp=config.tp, seed=seed)
