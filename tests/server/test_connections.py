@@ -1,5 +1,6 @@
 """What clients can do with connections alone: open many, be silent, not read, write odd heads."""
 
+import asyncio
 import http.client
 import json
 import socket
@@ -7,9 +8,14 @@ import subprocess
 import sys
 import time
 import urllib.parse
+import weakref
 from pathlib import Path
 
 import pytest
+import uvicorn
+
+from twolane.common.garbage import uncollected
+from twolane.server.http.connection import CONNECTION, ConnectionLimits, connection_class
 
 from .conftest import TINY
 from .serving import serving, wait_for
@@ -255,3 +261,41 @@ def test_the_folder_of_a_killed_server_is_removed_by_the_next(tiny_model, tmp_pa
                 assert dead not in folders()
                 assert kept in folders()
         assert first.request("/health")[0] == 200
+
+
+def test_a_connection_that_has_ended_leaves_no_cycles_to_be_collected():
+    """So its memory, and that of its last request, is free at once."""
+    seen = []
+
+    async def app(scope, receive, send):
+        seen.append(weakref.ref(scope["state"][CONNECTION]))
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"yes"})
+
+    async def ask(address, *, whole):
+        reader, writer = await asyncio.open_connection(*address)
+        writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        if whole:
+            assert await reader.readline() == b"HTTP/1.1 200 OK\r\n"
+        writer.transport.abort()
+
+    async def work():
+        limits = ConnectionLimits(max_connections=9, arrival_seconds=60, stall_seconds=60)
+        config = uvicorn.Config(
+            app, port=0, http=connection_class(limits), lifespan="off", log_config=None
+        )
+        server = uvicorn.Server(config)
+        serving = asyncio.create_task(server.serve())
+        while not server.started:
+            await asyncio.sleep(0.01)
+        address = server.servers[0].sockets[0].getsockname()
+        with uncollected():
+            for whole in (True, False, True):
+                await ask(address, whole=whole)
+            async with asyncio.timeout(30):
+                while len(seen) < 2 or any(connection() is not None for connection in seen):
+                    await asyncio.sleep(0.01)
+        server.should_exit = True
+        await serving
+
+    asyncio.run(work())

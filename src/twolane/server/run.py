@@ -151,7 +151,7 @@ async def run(config: EngineConfig, options: ServerOptions) -> int:
                 ignore_unknown_fields=options.unknown_fields == "warn",
                 admin_endpoints=options.admin_endpoints,
             )
-            garbage.leave_out()
+            garbage.leave_out(garbage.OLDER_BESIDE_CLIENTS)
             announce(announcement(engine.ready, config, name, address_of(listener)))
             return await serve_until_stopped(service, server, serving, stop, options)
         finally:

@@ -151,6 +151,10 @@ class Connection(H11Protocol):
         if self._progress is not None:
             self._progress.cancel()
         super().connection_lost(exc)
+        self._unset_keepalive_if_required()
+        # These refer back to it. Garbage in cycles would stay until a collection of old objects.
+        self.app_state = {}
+        self.scope = self.cycle = None  # type: ignore[assignment]
 
     def send_400_response(self, msg: str) -> None:
         """Refuse what is no HTTP."""
