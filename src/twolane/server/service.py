@@ -18,8 +18,8 @@ from twolane.frontend.forms import FREE, AnswerForm, Forms, grammar_alone
 from twolane.frontend.generation import Generation
 from twolane.frontend.messages import turns_of
 from twolane.frontend.text.codec import TextCodec, TextError
-from twolane.frontend.text.jobs import Chat, Encode
-from twolane.frontend.text.texts import Named, Texts
+from twolane.frontend.text.jobs import Chat, Encode, Listed, Listing
+from twolane.frontend.text.texts import Texts
 from twolane.sampling import SamplingParams
 from twolane.server.admission import Admission
 from twolane.server.http.calls import Call
@@ -232,24 +232,24 @@ class Service:
         except FieldError as error:
             raise ApiError(400, str(error), code="invalid_value", param=error.field) from error
 
-    async def tokenize(self, body: TokenizeRequest) -> Named:
+    async def tokenize(self, body: TokenizeRequest) -> Listed:
         """Return the tokens of a text or a conversation, which may be longer than the context, and
         their names if they are wanted.
 
         Raises:
             ApiError: 400, there is no tokenizer or template, or the template refuses; 503.
         """
-        names = bool(body.return_token_strs)
+        listing = Listing(bool(body.return_token_strs))
         if body.prompt is not None:
             self._check_length(len(body.prompt), "prompt")
             special = body.add_special_tokens is not False
-            job: Encode | Chat = Encode(body.prompt, special, names)
-            return await self._text(self.texts.named(job, CLIENT.get()), "prompt")
+            job: Encode | Chat = Encode(body.prompt, special, listing)
+            return await self._text(self.texts.listed(job, CLIENT.get()), "prompt")
         messages = body.messages or []
         self._check_length(sum(len(message.text) for message in messages), "messages")
         turns = [dict(turn) for turn in turns_of(messages)]
-        job = Chat(turns, self._how(body), names)
-        return await self._text(self.texts.named(job, CLIENT.get()), "messages")
+        job = Chat(turns, self._how(body), listing)
+        return await self._text(self.texts.listed(job, CLIENT.get()), "messages")
 
     async def detokenize(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens, special ones too.

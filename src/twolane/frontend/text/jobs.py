@@ -7,13 +7,20 @@ from typing import Any
 import msgspec
 
 
+class Listing(msgspec.Struct, frozen=True):
+    """That tokens are wanted as they are shown to people."""
+
+    names: bool
+    """Whether the tokens' names are wanted, too."""
+
+
 class Encode(msgspec.Struct, tag=True, frozen=True):
     """A text to be made tokens of."""
 
     text: str
     add_special_tokens: bool
-    names: bool = False
-    """Whether the tokens' names are wanted, too."""
+    listing: Listing | None = None
+    """How they are listed; None: the tokens alone are wanted."""
 
 
 class Chat(msgspec.Struct, tag=True, frozen=True):
@@ -21,8 +28,8 @@ class Chat(msgspec.Struct, tag=True, frozen=True):
 
     messages: list[dict[str, Any]]
     how: dict[str, Any]
-    names: bool = False
-    """Whether the tokens' names are wanted, too."""
+    listing: Listing | None = None
+    """How the tokens are listed; None: they alone are wanted."""
 
 
 class Decode(msgspec.Struct, tag=True, frozen=True):
@@ -37,8 +44,17 @@ class Encoded(msgspec.Struct, tag=True, frozen=True):
 
     tokens: bytes
     """See `packed`."""
-    names: bytes | None = None
-    """A JSON list of the tokens as the vocabulary spells them."""
+
+
+class Listed(msgspec.Struct, tag=True, frozen=True):
+    """The tokens of a text, written where that holds nobody up: there may be millions."""
+
+    count: int
+    """How many they are."""
+    tokens: bytes
+    """A JSON list of their ids."""
+    names: bytes | None
+    """A JSON list of the tokens as the vocabulary spells them, if they are wanted."""
 
 
 class Decoded(msgspec.Struct, tag=True, frozen=True):
@@ -76,7 +92,7 @@ class Loaded(msgspec.Struct, frozen=True):
 
 
 Job = Encode | Chat | Decode
-Result = Encoded | Decoded | Wrong
+Result = Encoded | Listed | Decoded | Wrong
 read_job = msgspec.msgpack.Decoder(Job).decode
 read_result = msgspec.msgpack.Decoder(Result).decode
 

@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -17,6 +17,7 @@ from twolane.frontend.text.jobs import (
     Encode,
     Encoded,
     Job,
+    Listed,
     Loaded,
     Result,
     Setup,
@@ -35,14 +36,6 @@ LONG_TEXT = 1 << 16
 """Texts of this many bytes and more wait for each other, and no shorter one for them."""
 TEMPLATE, TOKENIZER = "chat template or tokenizer", "tokenizer"
 """What is at fault when a conversation or a text is given up."""
-
-
-class Named(NamedTuple):
-    """Tokens and their names."""
-
-    tokens: list[int]
-    names: bytes | None
-    """A JSON list of the tokens as the vocabulary spells them, if they are wanted."""
 
 
 class Texts:
@@ -132,14 +125,16 @@ class Texts:
         job = Chat([dict(message) for message in messages], how)
         return unpacked((await self._encoded(job, TEMPLATE, client, long)).tokens)
 
-    async def named(self, job: Encode | Chat, client: str = "") -> Named:
-        """Return the tokens of a text or conversation, and their names; it waits with long texts.
+    async def listed(self, job: Encode | Chat, client: str = "") -> Listed:
+        """Return the tokens of a text or conversation as its `listing` says; it waits with long
+        texts.
 
         Raises:
             TextError, Crowded: see `chat`.
         """
-        encoded = await self._encoded(job, TEMPLATE, client, True)
-        return Named(unpacked(encoded.tokens), encoded.names)
+        listed = await self._ask(job, TEMPLATE, client, True)
+        assert isinstance(listed, Listed)
+        return listed
 
     async def decode(self, tokens: Sequence[int], client: str = "") -> str:
         """Return the text of tokens, special ones too, however many they are.

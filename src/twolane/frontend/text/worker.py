@@ -12,6 +12,8 @@ from twolane.frontend.text.jobs import (
     Decode,
     Decoded,
     Encoded,
+    Listed,
+    Listing,
     Loaded,
     Result,
     Setup,
@@ -60,16 +62,20 @@ def answer(codec: TextCodec, job: bytes) -> Result:
             tokens = codec.chat(asked.messages, **asked.how)
         else:
             tokens = codec.encode(asked.text, add_special_tokens=asked.add_special_tokens)
-        return encoded(codec, tokens, asked.names)
+        return (
+            Encoded(packed(tokens))
+            if asked.listing is None
+            else listed(codec, tokens, asked.listing)
+        )
     except TextError as error:
         return Wrong(str(error), error.param)
 
 
-def encoded(codec: TextCodec, tokens: list[int], names: bool) -> Encoded:
-    """Return tokens, with their names if they are wanted."""
-    return Encoded(
-        packed(tokens), msgspec.json.encode(codec.token_names(tokens)) if names else None
-    )
+def listed(codec: TextCodec, tokens: list[int], listing: Listing) -> Listed:
+    """Return the lists of tokens that an answer shows."""
+    encode = msgspec.json.encode
+    names = encode(codec.token_names(tokens)) if listing.names else None
+    return Listed(len(tokens), encode(tokens), names)
 
 
 def main() -> None:

@@ -141,13 +141,13 @@ def add_token_routes(app: FastAPI, service: Service) -> None:
     async def tokenize(body: TokenizeRequest, request: Request) -> Response:
         """Return the tokens of a text, or of a conversation."""
         service.check_model(body.model)
-        tokens, names = await unless_gone(request, service.tokenize(body))
+        listed = await unless_gone(request, service.tokenize(body))
         return json_response(
             {
-                "count": len(tokens),
+                "count": listed.count,
                 "max_model_len": service.engine.ready.max_model_len,
-                "tokens": tokens,
-                "token_strs": None if names is None else msgspec.Raw(names),
+                "tokens": msgspec.Raw(listed.tokens),
+                "token_strs": None if listed.names is None else msgspec.Raw(listed.names),
             }
         )
 
