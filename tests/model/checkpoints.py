@@ -102,7 +102,12 @@ def _configs(
         "qwen3-moe": Qwen3MoeConfig(**tiny, **_MOE, mlp_only_layers=[1]),
         "phi3": Phi3Config(**tiny, pad_token_id=0),
         "mixtral": MixtralConfig(**tiny, num_local_experts=4, num_experts_per_tok=2),
-        "phi4-mini": Phi3Config(**tiny, pad_token_id=0, rope_parameters=longrope),
+        "phi4-mini": Phi3Config(
+            **tiny,
+            pad_token_id=0,
+            original_max_position_embeddings=1,
+            rope_parameters=longrope,
+        ),
         "granite": GraniteConfig(**tiny, **_GRANITE),
         "smollm3": SmolLM3Config(**tiny, pad_token_id=0, no_rope_layer_interval=2),
         "olmo2": Olmo2Config(**tiny),

@@ -10,8 +10,9 @@ from gguf import GGUFReader, GGUFWriter, RopeScalingType
 from gguf.quants import dequantize, quantize
 from safetensors.torch import load_file, save_file
 
+from twolane.model.load import gguf
 from twolane.model.load.configs import spec_from_directory
-from twolane.model.load.gguf import _LAYER, _TOP, GGUFModel
+from twolane.model.load.gguf import _LAYER, _OWN, _PERMUTED, _TOP, GGUFModel
 from twolane.model.load.hub import resolve
 from twolane.model.load.weights import load_decoder
 from twolane.model.rope import frequencies
@@ -22,15 +23,15 @@ from .passes import close, in_chunks, prompt
 
 PER_LAYER = {"attention.head_count": 4, "attention.head_count_kv": 4, "feed_forward_length": 96}
 """Keys that a file may give as a list, and what they are for the smallest Llama."""
-NAMES = {v: k for k, v in {**_TOP, **_LAYER}.items()}
 
 
-def gguf_name(name: str) -> str:
+def gguf_name(name: str, architecture: str) -> str:
+    names = {v: k for k, v in {**_TOP, **_LAYER, **_OWN.get(architecture, {})}.items()}
     stem, suffix = name.rsplit(".", 1)
-    if stem in NAMES:
-        return f"{NAMES[stem]}.{suffix}"
+    if stem in names:
+        return f"{names[stem]}.{suffix}"
     _, _, number, part = stem.split(".", 3)
-    return f"blk.{number}.{NAMES[part]}.{suffix}"
+    return f"blk.{number}.{names[part]}.{suffix}"
 
 
 def interleave(values: np.ndarray, heads: int) -> np.ndarray:
@@ -52,7 +53,7 @@ def write_gguf(checkpoint, file, architecture, kind, *, fields=(), tensors=()):
     writer.add_key_length(spec.head_dim)
     writer.add_layer_norm_rms_eps(spec.norm_eps)
     writer.add_rope_freq_base(spec.rope.theta)
-    writer.add_rope_dimension_count(spec.head_dim)
+    writer.add_rope_dimension_count(spec.rope.rotated or spec.head_dim)
     writer.add_eos_token_id(2)
     for name, *arguments in fields:
         getattr(writer, name)(*arguments)
@@ -60,11 +61,11 @@ def write_gguf(checkpoint, file, architecture, kind, *, fields=(), tensors=()):
     for name, tensor in weights.items():
         values = tensor.numpy()
         heads = {"q_proj": spec.heads, "k_proj": spec.kv_heads}.get(name.split(".")[-2])
-        permuted = architecture == "llama" and heads is not None
+        permuted = architecture in _PERMUTED and heads is not None
         values = interleave(values, heads) if permuted else values
         used = kind if values.ndim == 2 else Type.F32
         raw = quantize(values, used)
-        writer.add_tensor(gguf_name(name), raw, raw_dtype=used)
+        writer.add_tensor(gguf_name(name, architecture), raw, raw_dtype=used)
         back = torch.from_numpy(dequantize(raw, used).copy())
         if permuted:
             back = back.view(heads, -1, 2, *back.shape[1:]).transpose(1, 2).reshape(back.shape)
@@ -94,6 +95,45 @@ def test_every_type_of_every_architecture(tmp_path, family, architecture, kind):
     assert spec.family == architecture
     assert spec.tie_embeddings == (family == "qwen3")
     assert spec.eos_token_ids == (2,)
+    same(checkpoint, file)
+
+
+GRANITE = (
+    ("add_embedding_scale", 2.5),
+    ("add_attention_scale", 0.4),
+    ("add_residual_scale", 0.7),
+    ("add_logit_scale", 0.4),
+)
+LONGROPE = (("add_rope_scaling_orig_ctx_len", 1), ("add_rope_scaling_attn_factors", 1.1))
+
+
+@pytest.mark.parametrize(
+    ("family", "architecture", "fields"),
+    [
+        ("granite", "granite", GRANITE),
+        ("smollm3", "smollm3", ()),
+        ("olmo2", "olmo2", ()),
+        ("glm4", "glm4", ()),
+        ("phi3", "phi3", ()),
+        ("phi4-mini", "phi3", LONGROPE),
+    ],
+)
+def test_architectures_with_keys_of_their_own(tmp_path, monkeypatch, family, architecture, fields):
+    checkpoint, file = make_checkpoint(family, tmp_path / "model", seed=4), tmp_path / "m.gguf"
+    spec = spec_from_directory(checkpoint)
+    if family == "smollm3":  # files do not say it
+        assert {i for i in range(12) if (i + 1) % gguf._NOPE_INTERVAL == 0} == {3, 7, 11}
+        monkeypatch.setattr(gguf, "_NOPE_INTERVAL", 2)
+    tensors = [
+        (f"rope_factors_{name}.weight", np.array(values, dtype=np.float32))
+        for name, values in (("long", spec.rope.divisors), ("short", spec.rope.short_divisors))
+        if values
+    ]
+    write_gguf(checkpoint, file, architecture, Type.F32, fields=fields, tensors=tensors)
+    found = GGUFModel(file).spec
+    assert found.family == spec.family
+    assert found.unrotated_layers == spec.unrotated_layers
+    assert found.rope.rotated == spec.rope.rotated
     same(checkpoint, file)
 
 

@@ -2,6 +2,7 @@
 
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,21 @@ from twolane.model.spec import (
     merge_eos,
 )
 
-ARCHITECTURES: dict[str, Family] = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+ARCHITECTURES: dict[str, Family] = {
+    "llama": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "phi3": "phi3",
+    "granite": "granite",
+    "smollm3": "smollm3",
+    "olmo2": "olmo2",
+    "glm4": "glm4",
+}
 """GGUF architectures that work; "llama" covers Mistral too."""
+_PERMUTED = ("llama", "granite", "smollm3")
+"""Architectures whose files have the rotary rows in llama.cpp's own order."""
+_NOPE_INTERVAL = 4
+"""Each of this many layers of SmolLM3 is not rotated, as llama.cpp has it; files do not say it."""
 
 _TOP = {
     "token_embd": "model.embed_tokens",
@@ -42,7 +56,23 @@ _LAYER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+_JOINED = {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
+_OWN: dict[str, dict[str, str]] = {
+    "phi3": _JOINED,
+    "olmo2": {
+        "post_attention_norm": "post_attention_layernorm",
+        "post_ffw_norm": "post_feedforward_layernorm",
+    },
+    "glm4": {
+        **_JOINED,
+        "post_attention_norm": "post_self_attn_layernorm",
+        "post_ffw_norm": "post_mlp_layernorm",
+    },
+}
+"""Names of tensors that mean something else in an architecture, or are its own."""
 _ROPE_FREQS = "rope_freqs.weight"
+_ROPE_LONG, _ROPE_SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
+_OF_ROPE = (_ROPE_FREQS, _ROPE_LONG, _ROPE_SHORT)
 _PART = re.compile(
     r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})(?P<suffix>\.gguf)", re.IGNORECASE
 )
@@ -69,7 +99,9 @@ class GGUFModel:
         self._architecture = str(self._field("general.architecture"))
         self.spec = self._read_spec()
         self._names = {
-            _hugging_face_name(name): name for name in self._tensors if name != _ROPE_FREQS
+            _hugging_face_name(name, self._architecture): name
+            for name in self._tensors
+            if name not in _OF_ROPE
         }
 
     def _other_parts(self, path: Path) -> list[Path]:
@@ -124,9 +156,10 @@ class GGUFModel:
                 f"unsupported GGUF tensor type {tensor.tensor_type.name!r} of {name}; "
                 "these work: Q4_1, Q8_0, F16, F32 and all others that the gguf package dequantises"
             ) from None
-        if self._architecture == "llama" and ".q_proj." in name:
+        permuted = self._architecture in _PERMUTED
+        if permuted and ".q_proj." in name:
             values = _separate_halves(values, self.spec.heads)
-        elif self._architecture == "llama" and ".k_proj." in name:
+        elif permuted and ".k_proj." in name:
             values = _separate_halves(values, self.spec.kv_heads)
         if cut is not None:
             part = slice(cut.start, cut.stop)
@@ -174,7 +207,40 @@ class GGUFModel:
                 self._field("tokenizer.ggml.eos_token_id"),
                 self._field("tokenizer.ggml.eot_token_id"),
             ),
+            **self._own_facts(layers),
         )
+
+    def _own_facts(self, layers: int) -> dict[str, Any]:
+        """What the architecture has that others lack, by the names of `ModelSpec`.
+
+        Raises:
+            ValueError: a factor that is divided by is 0.
+        """
+        match self._architecture:
+            case "smollm3":
+                step = range(_NOPE_INTERVAL - 1, layers, _NOPE_INTERVAL)
+                return {"unrotated_layers": tuple(step)}
+            case "olmo2":
+                return {"qk_norm_whole": True, "pre_norms": False, "post_norms": True}
+            case "glm4":
+                return {"post_norms": True}
+            case "granite":
+                return self._factors()
+        return {}
+
+    def _factors(self) -> dict[str, float | None]:
+        """Granite's factors; llama.cpp takes its usual scale of scores where the key is 0."""
+        keys = ("embedding_scale", "residual_scale", "logit_scale", "attention.scale")
+        given = {key: float(self._key(key, 1.0)) for key in keys[:3]}
+        for key in ("residual_scale", "logit_scale"):
+            if not given[key] > 0.0:
+                raise ValueError(f"{self._architecture}.{key} must be above 0, not {given[key]}")
+        scores = float(self._key(keys[3], 0.0))
+        return {
+            **given,
+            "logit_scale": 1.0 / given["logit_scale"],
+            "attention_scale": scores if scores > 0.0 else None,
+        }
 
     def _count(self, name: str, most: int) -> int:
         """Return a number of parts, which is compared before anything is made for each of them."""
@@ -185,9 +251,18 @@ class GGUFModel:
 
     def _rope(self, head_dim: int, positions: int) -> RopeSpec:
         theta = float(self._key("rope.freq_base", 10_000.0))
-        rotated = self._key("rope.dimension_count", head_dim)
+        rope = self._stretched(theta, positions)
+        rotated = int(self._key("rope.dimension_count", head_dim))
+        if self._architecture in ("phi3", "glm4"):
+            own = None if rotated == head_dim else rotated
+            return replace(rope, rotated=own, interleaved=self._architecture == "glm4")
         if rotated != head_dim:
             raise UnsupportedModel.because("rope.dimension_count", rotated, (f"{head_dim}",))
+        return rope
+
+    def _stretched(self, theta: float, positions: int) -> RopeSpec:
+        if _ROPE_LONG in self._tensors:
+            return self._longrope(theta, positions)
         if _ROPE_FREQS in self._tensors:
             divisors = self._tensors[_ROPE_FREQS].data.astype(np.float32).reshape(-1).tolist()
             return RopeSpec(theta, "factors", divisors=tuple(divisors))
@@ -200,6 +275,23 @@ class GGUFModel:
         if kind != "none":
             raise UnsupportedModel.because("GGUF rope scaling", kind, ("none", "linear", "yarn"))
         return RopeSpec(theta)
+
+    def _longrope(self, theta: float, positions: int) -> RopeSpec:
+        """LongRoPE: two lists of divisors, and how much attention grows."""
+        long, short = (
+            tuple(self._tensor(name).data.astype(np.float32).reshape(-1).tolist())
+            for name in (_ROPE_LONG, _ROPE_SHORT)
+        )
+        original = int(self._key("rope.scaling.original_context_length", positions))
+        return RopeSpec(
+            theta,
+            "longrope",
+            positions / original,
+            original_positions=original,
+            attention_factor=float(self._key("rope.scaling.attn_factor", 1.0)),
+            divisors=long,
+            short_divisors=short,
+        )
 
     def _yarn(self, theta: float, factor: float, positions: int) -> RopeSpec:
         """YaRN as llama.cpp computes it, whose attention grows with the factor in any case."""
@@ -246,15 +338,16 @@ class GGUFModel:
         return self._tensors[name]
 
 
-def _hugging_face_name(name: str) -> str:
+def _hugging_face_name(name: str, architecture: str) -> str:
     """blk.3.attn_q.weight → model.layers.3.self_attn.q_proj.weight; unknown names stay."""
+    known = {**_LAYER, **_OWN.get(architecture, {})}
     stem, _, suffix = name.rpartition(".")
     if stem in _TOP:
         return f"{_TOP[stem]}.{suffix}"
     block, _, part = stem.partition(".")
     number, _, part = part.partition(".")
-    if block == "blk" and part in _LAYER:
-        return f"model.layers.{number}.{_LAYER[part]}.{suffix}"
+    if block == "blk" and part in known:
+        return f"model.layers.{number}.{known[part]}.{suffix}"
     return name
 
 
