@@ -15,7 +15,7 @@ FAST := $(addprefix tests/,common engine estimate frontend lanes results sim sys
 # Tests start hundreds of processes: what they import is compiled once, whatever the caller prefers.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo serve check fast test unit test-all test-clients test-gpu lint package clean
+.PHONY: demo serve check fast test unit test-all test-clients check-deploy test-gpu lint package clean
 
 demo: $(VENV)/.ready
 	$(BIN)/python examples/demo.py
@@ -53,6 +53,17 @@ test-clients: $(VENV)/.ready-dev .clients/.ready
 	    ai@6.0.326 @ai-sdk/openai-compatible@2.0.92
 	touch $@
 
+# Charts, manifests, container files and the unit by their own tools; what cannot be installed is
+# named and skipped.
+check-deploy: .deploy/.ready
+	.deploy/bin/python deploy/check.py
+
+.deploy/.ready: deploy/requirements.txt
+	$(PYTHON) -m venv .deploy
+	grep -v '^#' $< | while read -r package; do \
+	    .deploy/bin/python -m pip install --quiet "$$package" || echo "skipped: $$package"; done
+	touch $@
+
 lint: $(VENV)/.ready-dev
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -76,4 +87,4 @@ $(VENV)/.ready-dev: pyproject.toml constraints.txt | $(BIN)/python
 	touch $@ $(VENV)/.ready
 
 clean:
-	rm -rf $(VENV) dist
+	rm -rf $(VENV) .deploy dist
