@@ -56,6 +56,7 @@ READY = Ready(
     levels=[],
     max_model_len=20_000,
     kv_tokens=1_000_000,
+    page_size=16,
     vocab_size=100_000,
     eos_token_ids=[],
 )

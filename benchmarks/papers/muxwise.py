@@ -91,8 +91,8 @@ def mixed(count: int, seed: int) -> list[TraceRequest]:
 
 
 SEARCHED = {
-    "8B toolagent": Load(dataset="toolagent", rate=8.0, requests=240, **EIGHT),
-    "70B toolagent": Load(dataset="toolagent", rate=1.2, requests=80, whole=600, **SEVENTY),
+    "8B toolagent": Load(dataset="toolagent", rate=9.0, requests=480, **EIGHT),
+    "70B toolagent": Load(dataset="toolagent", rate=0.9, requests=80, whole=600, **SEVENTY),
 }
 SYNTHETIC = {
     "ShareGPT": Load(dataset="sharegpt-1k", rate=12.0, requests=300, **SEVENTY),

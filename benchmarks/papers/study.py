@@ -39,7 +39,7 @@ FILES = {
 """Name of a workload's trace in that folder."""
 OFFSET = 300.0
 """Seconds of a trace between the beginnings of two seeds' windows."""
-UNSTABLE = {"ttft": 10.0, "ttft_per_1k": 1.0}
+UNSTABLE = {"ttft": 5.0, "ttft_per_1k": 0.5}
 """Bounds in seconds beyond which a queue counts as growing: the papers search until "the serving
 system becomes unstable" and name no bound."""
 ATTAINMENT = 0.99

@@ -15,7 +15,7 @@ from twolane.results.provenance import Provenance
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "benchmarks"
 PAPERS = {"study", "device", "muxwise", "duetserve", "bullet", "drift", "page"}
-MODULES = {"measured", "gpus", "common", *PAPERS}
+MODULES = {"measured", "gpus", "common", "searches", *PAPERS}
 """Files that only others import."""
 HELPS = """
 import contextlib, io, pathlib, runpy, sys
@@ -178,3 +178,13 @@ def test_what_ci_holds_of_the_house_is_found_when_it_breaks(tmp_path):
     assert ended.returncode == 1, ended.stderr
     assert ended.stdout.count("BROKEN") == 2
     assert "long.long (71 lines)" in ended.stdout
+
+
+def test_every_system_is_compared_on_one_card(tmp_path):
+    """Predicted by simulation first; `auto` runs before and after the others."""
+    few = ("qwen3-8b-azure-code-21ms", "--systems", "chunked", "--prompts", 8, "--seeds", 1)
+    where = ("--work", "work", "--out", tmp_path)
+    run("one_card.py", "--simulate", "h200", *few, *where, cwd=tmp_path)
+    found = saved(tmp_path / "simulated/qwen3-8b-azure-code-21ms.json")
+    assert found["ratios"].keys() == {"auto", "chunked"}
+    assert found["ratios"]["auto"] == 1.0

@@ -1,0 +1,177 @@
+"""Every system on one card, as ratios to `auto`: `python benchmarks/one_card.py [PART ...]`.
+
+A part is a model, a workload and a bound on TBT. Each part runs on one card, from `auto` over all
+other systems to `auto` again, with the same patterns of arrivals; whoever runs beside it spoils it.
+A system is not searched from scratch: its search begins where simulation expects the answer, times
+what `auto` was off by, and tries two or three rates. So `--simulate` comes first, on a CPU; then
+the same command without it, on a GPU. Runs stay in `--work`: an ended part goes on with the same
+command. `--out` gets a file a part.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+from searches import WARMUPS, Bounds, Found, search, searched
+
+from twolane.results.provenance import provenance, save
+from twolane.results.result import BenchConfig
+from twolane.workload.prompts import TokenRange
+from twolane.workload.spec import WorkloadSpec
+
+RESULTS = Path(__file__).parent / "results"
+SYSTEMS = (
+    *("drift", "muxwise", "bullet", "duetserve"),
+    *("chunked:token_budget=256", "chunked:token_budget=512", "chunked:token_budget=1024"),
+    *("static-split:decode_units=32", "static-split:decode_units=48", "temporal"),
+)
+LONGEST = 12_000
+"""Tokens to which longer prompts are cut."""
+TOLERANCE = 0.1
+"""Share by which the rate that fails may be above the one that holds."""
+
+
+class Part(msgspec.Struct, frozen=True):
+    """One model under one workload and one bound."""
+
+    model: str
+    dataset: str
+    tbt_ms: float
+    start: float
+    """Requests/s where the simulated search for `auto` begins."""
+    prompts: int
+    """Requests in a run: about half a minute of them."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.model}-{self.dataset}-{self.tbt_ms:g}ms"
+
+
+PARTS = (
+    Part("qwen3-8b", "azure-conv", 12, 18, 500),
+    Part("qwen3-8b", "azure-code", 12, 14, 400),
+    Part("qwen3-8b", "azure-conv", 21, 22, 600),
+    Part("qwen3-8b", "azure-code", 21, 18, 450),
+)
+"""The order in which a session runs them: what differs most comes first. The bounds suit an H200;
+on an H100 `--bounds 15 30` suit."""
+
+
+def part_files(folder: Path, parts: Sequence[Part]) -> dict[str, dict[str, float]]:
+    """Median goodput by part and system in a folder of results."""
+    found = {}
+    for part in parts:
+        if (path := folder / f"{part.name}.json").exists():
+            content = msgspec.json.decode(path.read_bytes())
+            found[part.name] = {
+                one["system"]: statistics.median(one["goodput"]) for one in content["found"]
+            }
+    return found
+
+
+def run(
+    part: Part,
+    target: dict[str, object],
+    systems: Sequence[str],
+    guesses: dict[str, float],
+    given: argparse.Namespace,
+) -> tuple[list[Found], float]:
+    """`auto`, the others and `auto` again; and how far `auto` moved meanwhile, as a ratio."""
+    workload = WorkloadSpec(
+        dataset=part.dataset,
+        num_prompts=given.prompts or part.prompts,
+        max_input_len=given.longest,
+    )
+    bounds = Bounds((part.tbt_ms / 1e3,))
+    off = 1.0
+
+    def one(system: str, turn: str) -> Found:
+        guess = off * (guesses.get(system) or part.start)
+        asked = search(target, workload, bounds, guess, given.seeds, TOLERANCE)
+        load = BenchConfig(num_warmups=WARMUPS, vocab_range=given.vocab_range)
+        [answer] = searched(asked, [system], given.work / part.name / turn, load)
+        return answer
+
+    first = one("auto", "auto-before")
+    if guesses.get("auto") and first.median:
+        off = first.median / guesses["auto"]
+    others = [one(system, system.replace(":", "-").replace("=", "-")) for system in systems]
+    last = one("auto", "auto-after") if "simulate" not in target else first
+    moved = last.median / first.median if first.median else 1.0
+    first.goodput = [*first.goodput, *(last.goodput if last is not first else [])]
+    return [first, *others], moved
+
+
+def ratios(found: Sequence[Found]) -> dict[str, float]:
+    """Median goodput of each system over that of `auto`."""
+    auto = next(one.median for one in found if one.system == "auto")
+    return {one.system: one.median / auto for one in found} if auto else {}
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    add = parser.add_argument
+    add("parts", nargs="*", metavar="PART", help="by name; by default all")
+    add("--simulate", metavar="GPU", help="search on a simulated GPU: h100 or h200")
+    add("--card", default="h200", help="name of the GPU in the files")
+    add("--flags", default="--load-format dummy --device cuda --max-model-len 16384",
+        help="flags of the servers")  # fmt: skip
+    add("--model", help="model of the servers in place of the part's, for a trial")
+    add("--bounds", nargs="+", type=float, help="bounds on TBT in ms in place of the parts' own")
+    add("--systems", nargs="+", default=SYSTEMS, help="these beside auto")
+    add("--prompts", type=int, help="requests in a run; by default the part's")
+    add("--longest", type=int, default=LONGEST, help="tokens to which prompts are cut")
+    add("--vocab-range", type=TokenRange.parse, default=TokenRange(), metavar="LOW:HIGH",
+        help="token ids to draw prompts from")  # fmt: skip
+    add("--seeds", type=int, default=2, help="patterns of arrivals")
+    add("--work", type=Path, default=Path("one-card-work"), help="folder of the runs")
+    add("--out", type=Path, default=RESULTS / "one-card", help="folder of the results")
+    given = parser.parse_args()
+    given.chosen = PARTS
+    if given.bounds:
+        places = {(p.model, p.dataset): p for p in PARTS}
+        given.chosen = tuple(
+            msgspec.structs.replace(part, tbt_ms=tbt)
+            for tbt in given.bounds
+            for part in places.values()
+        )
+    names = [part.name for part in given.chosen]
+    if unknown := [name for name in given.parts if name not in names]:
+        parser.error(f"no such part: {', '.join(unknown)}; there are: {', '.join(names)}")
+    return given
+
+
+def main() -> None:
+    """Run each part and write its file."""
+    given = _options()
+    parts = [p for p in given.chosen if not given.parts or p.name in given.parts]
+    kind = "simulated" if given.simulate else given.card
+    guesses = {} if given.simulate else part_files(given.out / "simulated", parts)
+    for part in parts:
+        target: dict[str, object] = {"serve": f"{given.model or part.model} {given.flags}"}
+        if given.simulate:
+            target = {"simulate": given.simulate, "model": part.model}
+        begun = time.monotonic()
+        found, moved = run(part, target, given.systems, guesses.get(part.name, {}), given)
+        seconds = time.monotonic() - begun
+        about = provenance({"part": part, "seeds": given.seeds, "flags": given.flags})
+        content = {
+            "card": given.simulate or given.card,
+            "seconds": seconds,
+            "auto_moved": moved,
+            "ratios": ratios(found),
+            "found": found,
+        }
+        save(given.out / kind / f"{part.name}.json", about, content)
+        print(f"{part.name}, {seconds:.0f} s, auto after / before {moved:.2f}")
+        for system, ratio in ratios(found).items():
+            print(f"  {system}: {ratio:.2f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""What comparisons on one card share: a coarse search around a guess, with any kind of server."""
+
+import contextlib
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from twolane.bench import contenders, goodput
+from twolane.bench.goodput import Search, Trial
+from twolane.results.result import BenchConfig
+from twolane.workload.spec import WorkloadSpec
+
+WARMUPS = 24
+"""Requests that a server gets at once before its first run: its first memory is slow."""
+
+
+class Bounds(msgspec.Struct, frozen=True):
+    """Latency bounds in seconds."""
+
+    tbts: tuple[float, ...]
+    ttft: float = 1.0
+    per_1k: float = 1.0
+    """Seconds more for each 1,024 new tokens."""
+
+    @property
+    def slos(self) -> dict[str, float]:
+        """All but TBT, as a search names them."""
+        return {"ttft": self.ttft, **({"ttft_per_1k": self.per_1k} if self.per_1k else {})}
+
+
+class Found(msgspec.Struct):
+    """What a search found for one system at one bound."""
+
+    system: str
+    tbt: float
+    goodput: list[float]
+    """Requests/s, one for each pattern of arrivals; 0 where no rate held."""
+    server: str | None = None
+    """What served: program, version and flags."""
+    client_p99_ms: float | None = None
+    """P99 of the gaps that the client saw, in the run at the highest rate that held."""
+    engine_itl_ms: dict[str, Any] | None = None
+    """Gaps that the server counted itself in that run."""
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.goodput)
+
+
+def search(
+    target: Mapping[str, object],
+    workload: WorkloadSpec,
+    bounds: Bounds,
+    guess: float,
+    seeds: int,
+    tolerance: float,
+) -> Search:
+    """A search that begins at a guess: two or three runs a pattern if the guess is right."""
+    several = len(bounds.tbts) > 1
+    return Search(
+        target=dict(target),
+        workload=workload,
+        slos=bounds.slos if several else {**bounds.slos, "tbt": bounds.tbts[0]},
+        tbts=bounds.tbts if several else (),
+        seeds=seeds,
+        start_rate=guess,
+        first_step=1 + 1.5 * tolerance,
+        least_rate=guess / 8,
+        tolerance=tolerance,
+    )
+
+
+def searched(asked: Search, systems: Sequence[str], folder: Path, load: BenchConfig) -> list[Found]:
+    """Search each system; runs that the folder has are not repeated. Tells every run."""
+
+    def tell(trial: Trial, slos: dict[str, float]) -> None:
+        verdict = "holds" if trial.holds else "fails"
+        bound = slos.get("tbt", 0.0) * 1e3
+        print(f"{trial.system} at {bound:g} ms: {trial.rate:.2f} req/s {verdict}", flush=True)
+
+    with contextlib.ExitStack() as stack:
+        run: goodput.Run
+        if "simulate" in asked.target:
+            run = contenders.simulation(asked)
+        elif "command" in asked.target:
+            run = stack.enter_context(contenders.CommandServers(asked, load, folder, False))
+        else:
+            run = stack.enter_context(contenders.OwnServers(asked, load, folder, False))
+        reads = contenders.reads_slos
+        rates = goodput.find(asked, systems, run, folder, tell, reads_slos=reads)
+    return [
+        _found(system, point, values)
+        for point, found in zip(asked.points(folder), rates, strict=True)
+        for system, values in found.items()
+    ]
+
+
+def _found(system: str, point: goodput.BoundSearch, rates: list[float]) -> Found:
+    """The search's answer, with the gaps of the run at the highest rate that held."""
+    found = Found(system, point.search.slos["tbt"], rates)
+    held: list[tuple[float, dict[str, Any]]] = []
+    for path in point.folder.glob(f"{goodput.file_name(system)}-seed*.json"):
+        saved = msgspec.json.decode(path.read_bytes())
+        found.server = saved.get("server", found.server)
+        if saved["trial"]["holds"] and saved["trial"]["system"] == system:
+            held.append((saved["trial"]["rate"], saved))
+    if held:
+        _, best = max(held, key=lambda pair: pair[0])
+        found.client_p99_ms = best.get("p99_itl_ms")
+        found.engine_itl_ms = best.get("engine_itl_ms")
+    return found
