@@ -75,6 +75,8 @@ class Load:
     kept: tuple[float, float] = (math.inf, math.inf)
     """TTFT for each prompt token and TPOT, in seconds, that count as attained (Bullet, Table 4)."""
     levels: tuple[int, ...] | None = None
+    link: float | None = None
+    """Bytes/s between GPUs in each direction; None is NVLink's."""
     quantization: str | None = None
     kv_cache_dtype: str = "auto"
     prefix_cache: bool = True
@@ -211,6 +213,7 @@ class Bench:
             engine=engine(run, load.model),
             gpu=load.gpu,
             tp=load.tp,
+            link_bandwidth=load.link,
             bench=BenchConfig(workload=workload, goodput=slos or {}),
         )
         if slos is None:
