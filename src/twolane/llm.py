@@ -63,6 +63,14 @@ class GenerateOptions(TypedDict, total=False):
     """Keep only this many tokens of a prompt, the last ones; all of them."""
     cache_salt: str
     """Prefixes are reused from calls with the same salt alone; none."""
+    lora: str
+    """Name of the adapter that answers, one of the setting `lora`; none, the model itself does."""
+
+
+class AdapterChoice(Body):
+    """The keyword that only an LLM has: a server's clients name an adapter as the model."""
+
+    lora: str | None = None
 
 
 class Wishes(NamedTuple):
@@ -71,6 +79,7 @@ class Wishes(NamedTuple):
     n: int
     text: TextOptions
     cache_salt: str | None
+    lora: str | None
 
 
 class ChatOptions(GenerateOptions, total=False):
@@ -145,8 +154,8 @@ class LLM:
     `close`, with the `with` block, or when nobody holds the LLM any more.
 
     Every method takes `GenerateOptions` by keyword: `n`, `stop`, `include_stop_str_in_output`,
-    `skip_special_tokens`, `add_special_tokens`, `truncate_prompt_tokens`, `cache_salt`; those for
-    conversations take `ChatOptions`, too.
+    `skip_special_tokens`, `add_special_tokens`, `truncate_prompt_tokens`, `cache_salt`, `lora`;
+    those for conversations take `ChatOptions`, too.
 
     Example:
         >>> from twolane import LLM, SamplingParams
@@ -210,7 +219,7 @@ class LLM:
         fields = text_fields(wishes)
         tokens = [self._tokens(prompt, fields) for prompt in given]
         texts = [prompt if isinstance(prompt, str) else None for prompt in given]
-        return self._answer(texts, tokens, params, progress, fields)
+        return self._answer(texts, tokens, params, progress, self._wishes(fields, wishes))
 
     def chat(
         self,
@@ -230,7 +239,8 @@ class LLM:
             self._conversation(turns, name, fields, rendering)
             for name, turns in conversations(messages)
         ]
-        return self._answer([None] * len(tokens), tokens, params, progress, fields)
+        nothing = [None] * len(tokens)
+        return self._answer(nothing, tokens, params, progress, self._wishes(fields, wishes))
 
     def stream(
         self,
@@ -259,7 +269,7 @@ class LLM:
         self._check([tokens])
         params = params or self._params
         check_type(params, SamplingParams, "sampling parameters")
-        return self._pieces(tokens, params, self._wishes(fields))
+        return self._pieces(tokens, params, self._wishes(fields, wishes))
 
     def close(self) -> None:
         """End the engine process. Closing twice does nothing.
@@ -310,9 +320,10 @@ class LLM:
             if not 0 <= min(prompt) <= max(prompt) < ready.vocab_size:
                 raise ValueError(f"prompt {index} has token ids outside 0..{ready.vocab_size - 1}")
 
-    def _wishes(self, fields: TextFields) -> Wishes:
+    def _wishes(self, fields: TextFields, wishes: GenerateOptions) -> Wishes:
         self._texts.codec.check_stop(fields.stop_strings)
-        return Wishes(fields.choices, fields.text_options, fields.cache_salt)
+        lora = chosen(AdapterChoice, wishes).lora
+        return Wishes(fields.choices, fields.text_options, fields.cache_salt, lora)
 
     def _answer(
         self,
@@ -320,7 +331,7 @@ class LLM:
         tokens: Sequence[list[int]],
         params: Params,
         progress: bool | None,
-        fields: TextFields,
+        wishes: Wishes,
     ) -> list[RequestOutput]:
         if params is None or isinstance(params, SamplingParams):
             params = [params or self._params] * len(tokens)
@@ -329,7 +340,6 @@ class LLM:
         self._check(tokens)
         for one in params:
             check_type(one, SamplingParams, "sampling parameters")
-        wishes = self._wishes(fields)
         shown = self._progress and len(tokens) > 1 if progress is None else progress
         with Bar(len(tokens), shown=shown) as bar:
             work = self._answer_all(list(zip(texts, tokens, params, strict=True)), wishes, bar)
@@ -533,7 +543,7 @@ def text_fields(wishes: GenerateOptions, *others: type[Body]) -> TextFields:
         ValueError: one of them cannot be.
         TypeError: there is no such keyword.
     """
-    forms: tuple[type[Body], ...] = (TextFields, *others)
+    forms: tuple[type[Body], ...] = (TextFields, AdapterChoice, *others)
     known = {name for form in forms for name in form.model_fields}
     if unknown := wishes.keys() - known:
         raise TypeError(f"there is no argument {min(unknown)!r}")

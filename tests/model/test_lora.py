@@ -137,6 +137,21 @@ def test_without_adapters_the_products_are_the_decoders_own(decoder, base, tmp_p
     assert pool.products(decoder.products, np.full(5, -1)) is decoder.products
 
 
+@pytest.mark.parametrize("scheme", ["fp8_channel", "fp8_block128"])
+def test_adapters_over_quantised_weights(scheme, decoder, base, tmp_path):
+    """The base's product is as rounded as ever; what is added is not."""
+    scale = {"fp8_channel": "fp8", "fp8_block128": "fp8_block128"}[scheme]
+    rounded = load_decoder(resolve(str(base)), quantization=scale)
+    pool, matrix = AdapterPool(rounded.weights, 1), rounded.weights.layers[1].mlp.down
+    assert matrix.scheme == scheme
+    pool.put(0, load(make_adapter(base, tmp_path / "adapter"), rounded))
+    x, [section] = torch.randn(3, matrix.shape[1]), pool._adapter(0).layers[1]["down"]
+    ours = pool.products(rounded.products, np.array([0, -1, 0])).linear(x, matrix)
+    want = rounded.products.linear(x, matrix)
+    want[[0, 2]] += x[[0, 2]] @ section.a.T @ section.b.T
+    torch.testing.assert_close(ours, want)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_adapters_in_sixteen_bits(dtype, decoder, base, tmp_path):
     adapter = make_adapter(base, tmp_path / "adapter", dtype=dtype)

@@ -39,6 +39,7 @@ from twolane.engine.messages import (
     decode_from_engine,
     encode,
 )
+from twolane.frontend.adapters import Adapters
 from twolane.frontend.delivery import DeliveryQueue
 from twolane.frontend.liveness import HANG_SECONDS, PING_SECONDS, Liveness
 
@@ -96,6 +97,8 @@ class EngineClient:
         watchdog: bool = False,
     ) -> None:
         self.stats = Stats()
+        self.adapters = Adapters({}, self._send)
+        """The engine's LoRA adapters."""
         self.liveness = Liveness(hang_seconds)
         """Whether the engine goes on, once it is ready."""
         self._watchdog = watchdog
@@ -154,6 +157,7 @@ class EngineClient:
             watchdog = config.tensor_parallel_size > 1
         client = cls(on_progress, hang_seconds=hang_seconds, watchdog=watchdog)
         try:
+            client.adapters = Adapters(config.lora, client._send)
             await client._spawn(config, log_level)
             client.ready = await client._started
             client.liveness = Liveness(hang_seconds)  # it counts from now
@@ -333,6 +337,7 @@ class EngineClient:
         if self.failure is None:
             self.failure = reason
             self.end_all(reason)
+            self.adapters.fail(EngineError(reason))
             self.failed.set()
 
     def _take_outputs(self, news: Outputs) -> None:
@@ -341,6 +346,7 @@ class EngineClient:
         if news.launches:
             for watcher in self.watchers:
                 watcher(news.launches)
+        self.adapters.take(news.adapters)
         self._delivery.add(news.outputs)
         for refused in news.refused:
             sink = self._sinks.pop(refused.id, None)

@@ -204,6 +204,7 @@ class Generation:
         priority: int = 0,
         cache_salt: str | None = None,
         slo: Slo = Slo(),  # noqa: B008  # frozen
+        lora: str | None = None,
         observer: Observer = UNOBSERVED,
     ) -> None:
         self._engine = engine
@@ -227,9 +228,8 @@ class Generation:
                 self._readers.append(
                     OutputReader(index, codec, tokens, chosen, text, [*eos, *more])
                 )
-                submit = Submit(
-                    id, tokens, ended_by(chosen, more), priority, slo, leader, cache_salt
-                )
+                ended = ended_by(chosen, more)
+                submit = Submit(id, tokens, ended, priority, slo, leader, cache_salt, lora)
                 self._submit(index, submit)
         except BaseException:
             self.close()

@@ -19,6 +19,7 @@ from twolane.server.openai.refused import add_refused_routes
 from twolane.server.openai.response_routes import add_response_routes
 from twolane.server.openai.response_store import ResponseStore
 from twolane.server.openai.routes import add_generation_routes
+from twolane.server.ops.adapters import add_adapter_routes
 from twolane.server.ops.dashboard.page import add_dashboard_routes
 from twolane.server.ops.info import add_admin_routes, add_info_routes, add_token_routes
 from twolane.server.service import Service
@@ -51,6 +52,7 @@ def create_app(
     stored_response_bytes: int = STORED_BYTES,
     ignore_unknown_fields: bool = False,
     admin_endpoints: bool = False,
+    lora_endpoints: bool = False,
 ) -> FastAPI:
     """Return the application that serves `service`; for keys and bound see `Gate`.
 
@@ -89,5 +91,7 @@ def create_app(
     add_refused_routes(app)
     if admin_endpoints:
         add_admin_routes(app, service)
+    if lora_endpoints:
+        add_adapter_routes(app, service)
     add_dashboard_routes(app, service)
     return app

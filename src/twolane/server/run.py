@@ -18,6 +18,7 @@ import msgspec
 import uvicorn
 
 from twolane.common import garbage
+from twolane.common.errors import FieldError
 from twolane.common.resources import raise_file_limit
 from twolane.engine.config import TRANSPORT_SECONDS, EngineConfig
 from twolane.frontend.engine_client import CLOSE_SECONDS, EngineClient
@@ -105,6 +106,7 @@ def serve(config: EngineConfig, options: ServerOptions) -> int:
 
 async def run(config: EngineConfig, options: ServerOptions) -> int:
     """See `serve`."""
+    check_adapter_names(config, options)
     config = msgspec.structs.replace(config, transport=TRANSPORT_SECONDS)
     provider = None if options.otlp_endpoint is None else span_provider(options.otlp_endpoint)
     stop = Stop()
@@ -150,6 +152,7 @@ async def run(config: EngineConfig, options: ServerOptions) -> int:
                 stored_response_bytes=options.stored_response_bytes,
                 ignore_unknown_fields=options.unknown_fields == "warn",
                 admin_endpoints=options.admin_endpoints,
+                lora_endpoints=config.lora_endpoints,
             )
             garbage.leave_out(garbage.OLDER_BESIDE_CLIENTS)
             announce(announcement(engine.ready, config, name, address_of(listener)))
@@ -160,6 +163,17 @@ async def run(config: EngineConfig, options: ServerOptions) -> int:
                 await service.tracing.close()
             await service.close()
             await engine.close(patience=0.0 if stop.insisted.is_set() else CLOSE_SECONDS)
+
+
+def check_adapter_names(config: EngineConfig, options: ServerOptions) -> None:
+    """Refuse an adapter that has the base model's name.
+
+    Raises:
+        FieldError: there is one.
+    """
+    name = options.served_model_name or config.model
+    if name in config.lora:
+        raise FieldError("lora", f"{name} is the name of the model itself")
 
 
 async def give_up(

@@ -146,19 +146,22 @@ class Service:
         if self.unavailable is not None:
             raise ApiError(503, self.unavailable, code="unavailable")
 
-    def check_model(self, name: str | None) -> None:
-        """Refuse a request for another model.
+    def check_model(self, name: str | None) -> str:
+        """Return the name of the model that answers a request for this one.
 
         Raises:
-            ApiError: 404.
+            ApiError: 404, there is no such model and no such adapter.
         """
-        if name is not None and name != self.model_name:
+        if name is None or name == self.model_name:
+            return self.model_name
+        if name not in self.engine.adapters.loaded:
             raise ApiError(
                 404,
                 f"the model {shortened(name)!r} does not exist here; {self.model_name!r} does",
                 code="model_not_found",
                 param="model",
             )
+        return name
 
     async def completion_prompts(self, body: CompletionRequest) -> list[Prompt]:
         """Return the prompts of a completion request.
@@ -312,10 +315,14 @@ class Service:
             raise refused_text(error, "prompt") from error
         self._check_logprobs(body, params, prompts)
         self._check_priority(body.priority)
+        name = self.check_model(body.model)
+        lora = None if name == self.model_name else name
         self.check_available()
         answers = [prompt for prompt in prompts for _ in range(body.choices)]
         tokens = sum(map(len, answers))
         self.admission.enter(len(answers), counted_by(body), key=call.key, tokens=tokens)
+        if lora is not None:
+            self.metrics.count_adapter(lora, len(answers))
         books = RequestAccounting(self, answers, call, self._traces(body, params, answers, call))
         text = body.text_options
         if form.shows_special:
@@ -334,6 +341,7 @@ class Service:
                 priority=body.priority or 0,
                 cache_salt=body.cache_salt,
                 slo=call.slo,
+                lora=lora,
                 observer=books,
             )
         except EngineError as error:
@@ -387,7 +395,7 @@ class Service:
     ) -> "list[RequestTrace]":
         if self.tracing is None:
             return []
-        asked = span_attributes(body, params, self.model_name)
+        asked = span_attributes(body, params, self.check_model(body.model))
         return [
             self.tracing.begin(
                 call.headers, call.arrival, {**asked, "gen_ai.usage.input_tokens": len(prompt)}

@@ -140,6 +140,7 @@ class CountTokensRequest(Body):
         turns = [turn for message in self.messages for turn in message.turns()]
         choice, config = self.tool_choice, self.output_config or OutputConfig()
         fields: dict[str, Any] = {
+            "model": self.model,
             "messages": [*system, *turns],
             "continue_final_message": continues(turns),
             "tools": [tool.for_chat() for tool in self.tools or ()] or None,

@@ -32,16 +32,14 @@ def add_message_routes(app: FastAPI, service: Service) -> None:
     )
     async def messages(body: MessagesRequest, request: Request, call: BoundedCall) -> Response:
         """Answer a conversation of blocks."""
-        service.check_model(body.model)
+        model = service.check_model(body.model)
         chat = body.as_chat(has_variable)
         try:
             tokens, form, generation = await begin_chat(request, service, chat, call)
         except ApiError as error:
             raise renamed(error) from error
         reader = form.reader and form.reader()
-        answer = MessageAnswer(
-            service.model_name, len(tokens), reader, shows_thinking=body.shows_thinking
-        )
+        answer = MessageAnswer(model, len(tokens), reader, shows_thinking=body.shows_thinking)
         return await respond(request, generation, answer, streams=bool(body.stream))
 
     @app.post(

@@ -27,6 +27,8 @@ def from_engine(error: GenerationRefused, retry_after: int = 0) -> ApiError:
     in this many seconds. A model that gives NaN is the server's fault: 500. Everything else is the
     request's.
     """
+    if error.refused.code == "unknown_model":  # its adapter was unloaded on the way
+        return ApiError(404, str(error), code="model_not_found", param=error.param)
     if error.refused.code == "broken":
         return ApiError(500, str(error), code="model_error")
     if error.refused.code == "refused":

@@ -186,6 +186,7 @@ class ResponsesRequest(Body):
         tools, choice = chat_tools(self.tools or (), self.tool_choice)
         form = None if self.text is None else self.text.format
         body = {name: getattr(self, name) for name in SAME} | {
+            "model": self.model,
             "messages": joined([*first, *history, *self.turns]),
             "max_completion_tokens": self.max_output_tokens,
             "tools": tools or None,

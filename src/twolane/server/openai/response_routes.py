@@ -41,7 +41,7 @@ def add_response_routes(app: FastAPI, service: Service, store: ResponseStore) ->
     )
     async def responses(body: ResponsesRequest, request: Request, call: BoundedCall) -> Response:
         """Answer a conversation of items."""
-        service.check_model(body.model)
+        model = service.check_model(body.model)
         history = earlier(store, body.previous_response_id)
         chat = body.as_chat(history)
         try:
@@ -49,7 +49,7 @@ def add_response_routes(app: FastAPI, service: Service, store: ResponseStore) ->
         except ApiError as error:
             raise renamed(error) from error
         answer = ResponseAnswer(
-            service.model_name,
+            model,
             len(tokens),
             body.repeated,
             form.reader and form.reader(),

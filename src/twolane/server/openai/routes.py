@@ -31,13 +31,13 @@ def add_generation_routes(app: FastAPI, service: Service) -> None:
     )
     async def completions(body: CompletionRequest, request: Request, call: BoundedCall) -> Response:
         """Continue one or more prompts."""
-        service.check_model(body.model)
+        model = service.check_model(body.model)
         prompts = await unless_gone(request, service.completion_prompts(body))
         tokens = [prompt.tokens for prompt in prompts]
         form = await unless_gone(request, service.answer_form(body, tokens[0]))
         options = answer_options(body, form, service.echo(body, prompts))
         writer = logprob_writer(body, service)
-        answer = Answer("completion", service.model_name, tokens, writer, options)
+        answer = Answer("completion", model, tokens, writer, options)
         generation = service.generate(body, tokens, call, form)
         return await respond(request, generation, answer, streams=bool(body.stream))
 
@@ -48,11 +48,11 @@ def add_generation_routes(app: FastAPI, service: Service) -> None:
     )
     async def chat_completions(body: ChatRequest, request: Request, call: BoundedCall) -> Response:
         """Answer a conversation."""
-        service.check_model(body.model)
+        model = service.check_model(body.model)
         tokens = [(await unless_gone(request, service.chat_prompt(body))).tokens]
         form = await unless_gone(request, service.answer_form(body, tokens[0]))
         options, writer = answer_options(body, form), logprob_writer(body, service)
-        answer = Answer("chat", service.model_name, tokens, writer, options)
+        answer = Answer("chat", model, tokens, writer, options)
         generation = service.generate(body, tokens, call, form)
         return await respond(request, generation, answer, streams=bool(body.stream))
 

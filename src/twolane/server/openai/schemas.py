@@ -165,7 +165,7 @@ class Model(Shown):
     created: int
     owned_by: str
     root: str
-    parent: None
+    parent: str | None
     max_model_len: int
 
 

@@ -35,23 +35,25 @@ def add_info_routes(app: FastAPI, service: Service) -> None:
 
 
 def _add_model_routes(app: FastAPI, service: Service) -> None:
-    """Add what tells about the served model."""
+    """Add what tells about the served model and its adapters."""
 
-    def model_card() -> dict[str, Any]:
+    def model_card(name: str) -> dict[str, Any]:
+        adapter = service.engine.adapters.loaded.get(name)
         return {
-            "id": service.model_name,
+            "id": name,
             "object": "model",
-            "created": service.created,
+            "created": service.created if adapter is None else adapter.created,
             "owned_by": "twolane",
-            "root": service.model_name,
-            "parent": None,
+            "root": name if adapter is None else adapter.path,
+            "parent": None if adapter is None else service.model_name,
             "max_model_len": service.engine.ready.max_model_len,
         }
 
     @app.get("/v1/models", response_class=Response, responses={200: {"model": ModelList}, **NO_KEY})
     async def models() -> Response:
-        """List the one served model."""
-        return json_response({"object": "list", "data": [model_card()]})
+        """List the served model and its adapters."""
+        names = service.model_name, *service.engine.adapters.loaded
+        return json_response({"object": "list", "data": [model_card(name) for name in names]})
 
     @app.get(
         "/v1/models/{model:path}",
@@ -59,9 +61,8 @@ def _add_model_routes(app: FastAPI, service: Service) -> None:
         responses={200: {"model": Model}, **NO_KEY, 404: ERRORS[404], "default": ERRORS["default"]},
     )
     async def model(model: str) -> Response:
-        """Describe the served model."""
-        service.check_model(model)
-        return json_response(model_card())
+        """Describe the served model, or an adapter."""
+        return json_response(model_card(service.check_model(model)))
 
 
 def _add_probes(app: FastAPI, service: Service) -> None:

@@ -42,6 +42,8 @@ WHOLE_BUCKETS = (
 )
 """Buckets of the time of whole requests, in seconds."""
 REFUSALS_KEPT = 20
+MOST_ADAPTERS, OTHER_ADAPTERS = 100, "(others)"
+"""Number of adapters that have a label of their own, and the label of all others."""
 MESSAGE_LONGEST = 200
 TOKEN_BUCKETS = tuple(step * 10**power for power in range(6) for step in (1, 2, 5))
 
@@ -183,6 +185,11 @@ class ServerMetrics:
         )
         self.refused = self._counter_by("requests_refused", "Requests refused", "reason")
         self.aborted = self._counter_by("requests_aborted", "Requests broken off", "reason")
+        self.adapter = self._counter_by(
+            "adapter_requests", "Requests admitted that a LoRA adapter answers", "adapter"
+        )
+        self._adapters = set[str]()
+        """Those that have a label."""
         self.in_flight = Gauge(
             f"{PREFIX}requests_in_flight",
             "Requests received and not ended",
@@ -237,6 +244,14 @@ class ServerMetrics:
         self.output_size = self._histogram(
             "request_generation_tokens", "Output tokens of a finished request", TOKEN_BUCKETS
         )
+
+    def count_adapter(self, name: str, requests: int) -> None:
+        """Count requests that an adapter answers; those beyond the first names share a label."""
+        if name in self._adapters or len(self._adapters) < MOST_ADAPTERS:
+            self._adapters.add(name)
+        else:
+            name = OTHER_ADAPTERS
+        self.adapter(name).inc(requests)
 
     def refuse(self, reason: str, message: str) -> None:
         """Count a refused request."""

@@ -1,0 +1,68 @@
+"""The endpoints that load and unload LoRA adapters, with vLLM's names."""
+
+from fastapi import FastAPI, Response
+from pydantic import Field
+
+from twolane.frontend.adapters import AdapterRefused
+from twolane.frontend.body import Body
+from twolane.frontend.engine_client import EngineError
+from twolane.server.http.errors import ApiError
+from twolane.server.http.route import json_response
+from twolane.server.openai.schemas import ERRORS, NO_KEY, UNAVAILABLE, Health
+from twolane.server.service import Service
+
+NAME_LONGEST, PATH_LONGEST = 256, 4096
+"""Most characters of an adapter's name and of its path."""
+
+
+class UnloadRequest(Body):
+    """The body of POST /v1/unload_lora_adapter."""
+
+    lora_name: str = Field(min_length=1, max_length=NAME_LONGEST)
+
+
+class LoadRequest(UnloadRequest):
+    """The body of POST /v1/load_lora_adapter."""
+
+    lora_path: str = Field(min_length=1, max_length=PATH_LONGEST)
+
+
+def add_adapter_routes(app: FastAPI, service: Service) -> None:
+    """Add what changes which adapters there are."""
+    described = {200: {"model": Health}, **ERRORS, **NO_KEY, **UNAVAILABLE}
+
+    @app.post("/v1/load_lora_adapter", response_class=Response, responses=described)
+    async def load_lora_adapter(body: LoadRequest) -> Response:
+        """Load an adapter from a directory of the server's; requests can ask for it by its name
+        when this has been answered."""
+        service.check_available()
+        if body.lora_name == service.model_name:
+            raise refused(AdapterRefused("this is the name of the model itself"), "lora_name")
+        try:
+            await service.engine.adapters.load(body.lora_name, body.lora_path)
+        except AdapterRefused as error:
+            raise refused(error, "lora_path") from error
+        except EngineError as error:
+            raise ApiError(503, str(error), code="unavailable") from error
+        return json_response({"status": "ok"})
+
+    @app.post("/v1/unload_lora_adapter", response_class=Response, responses=described)
+    async def unload_lora_adapter(body: UnloadRequest) -> Response:
+        """Unload an adapter: no new request gets it, and when those that have it have ended, this
+        is answered."""
+        service.check_available()
+        if body.lora_name not in service.engine.adapters.loaded:
+            service.check_model(body.lora_name)
+            raise refused(AdapterRefused("this is the model itself"), "lora_name")
+        try:
+            await service.engine.adapters.unload(body.lora_name)
+        except AdapterRefused as error:
+            raise refused(error, "lora_name") from error
+        except EngineError as error:
+            raise ApiError(503, str(error), code="unavailable") from error
+        return json_response({"status": "ok"})
+
+
+def refused(error: AdapterRefused, param: str) -> ApiError:
+    """Return the refusal of what is not done."""
+    return ApiError(400, f"{param}: {error}", code="invalid_value", param=param)
