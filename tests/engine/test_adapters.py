@@ -19,7 +19,7 @@ from twolane.engine.adapters.registry import AdapterRegistry, LoadedAdapter
 from twolane.engine.state import State
 from twolane.systems.registry import SYSTEMS
 
-SCHEDULES, FULL_SCHEDULES = 2, 200
+SCHEDULES, FULL_SCHEDULES = 1, 200
 
 
 def run_world(system: str, seed: int) -> World:

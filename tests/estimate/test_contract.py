@@ -68,7 +68,7 @@ class Noting(OnlineEstimator):
 
     def observe(self, launch, units, seconds, corunner=None):
         super().observe(launch, units, seconds, corunner)
-        kind, load, layers, finishes = launch
+        kind, load, layers, finishes, _ = launch
         if kind == "prefill":
             self.slices.append((load, layers, seconds, corunner, finishes))
         elif kind == "decode":

@@ -18,6 +18,7 @@ from twolane.engine.pacing import Pacer
 from twolane.engine.predict import find_profile, machine_key, make_estimator
 from twolane.engine.settings import check_settings
 from twolane.engine.trace import FileTrace, Trace
+from twolane.estimate.adapters import AdapterEstimator
 from twolane.lanes.base import Lanes
 from twolane.lanes.machine import Machine, MachineLanes, load
 from twolane.lanes.settings import DeviceSettings
@@ -84,6 +85,9 @@ def assemble(
     )
     key = machine_key(machine, lanes.units)
     profile = find_profile(config, key)
+    estimator = make_estimator(profile, config.estimator or system.estimator, key)
+    if DeviceSettings.of(config).adapter_slots:
+        estimator = AdapterEstimator(estimator)
     trace = FileTrace(config.trace, lanes.clock()) if config.trace else Trace()
     engine = Engine(
         system,
@@ -94,7 +98,7 @@ def assemble(
         vocab_size=spec.vocab_size,
         eos_token_ids=spec.eos_token_ids,
         max_model_len=max_model_len,
-        estimator=make_estimator(profile, config.estimator or system.estimator, key),
+        estimator=estimator,
         seed=config.seed,
         trace=trace,
         kv_events=kv_events,

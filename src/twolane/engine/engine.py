@@ -37,6 +37,7 @@ from twolane.engine.reap import learn, reap, update_masks
 from twolane.engine.request import Request
 from twolane.engine.state import State
 from twolane.engine.trace import Trace
+from twolane.estimate.adapters import AdapterEstimator
 from twolane.estimate.base import Estimator
 from twolane.lanes.base import Lanes
 from twolane.lanes.work import Sampling
@@ -159,6 +160,8 @@ class Engine:
     def plan(self) -> Plan:
         """Ask the system, when the estimator has learnt from all that was reaped."""
         learn(self.state)
+        if isinstance(self.state.estimator, AdapterEstimator):
+            self.state.estimator.running = len(self.state.adapters_named() - {-1})
         self.state.advance_elder()
         self._moved |= update_masks(self.state)
         plan, self._memory = self._system.plan(self.view(), self._memory)

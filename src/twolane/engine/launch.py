@@ -158,6 +158,7 @@ def _launch_slice(state: State, launch: Launch, part: PrefillSlice, reason: str)
         masks=_chunk_masks(chunks) if part.last == state.layers else (),
     )
     shape = prefill_slice(_load(chunks), part.last - part.first, finishes=work.finishes)
+    shape = shape._replace(adapters=_adapters(chunks))
     corunner = corunner_now(state, launch.lane)
     predicted = state.estimator.predict(shape, launch.units, corunner)
     rows = [(chunk.request, chunk.allocation) for chunk in chunks]
@@ -198,6 +199,7 @@ def _launch_decode(state: State, launch: Launch, steps: DecodeSteps, reason: str
     rows = reserved.rows
     work = DecodeWork(_decode_rows(rows), reserved.k, _updates(rows), _masks(rows))
     shape = decode_step(Load.decode([row.position for row in work.rows]))
+    shape = shape._replace(adapters=_adapters((), rows))
     corunner = corunner_now(state, launch.lane)
     step = state.estimator.predict(shape, launch.units, corunner)
     predicted = step * reserved.k if step is not None else None
@@ -222,6 +224,7 @@ def _launch_hybrid(state: State, launch: Launch, reason: str) -> bool:
         masks=(*_masks(reserved.rows), *_chunk_masks(chunks)),
     )
     shape = hybrid_pass(_load(chunks, [row.position for row in work.decode]))
+    shape = shape._replace(adapters=_adapters(chunks, reserved.rows))
     rows = [(request, allocation) for request, allocation, _ in reserved.rows]
     rows += [(chunk.request, chunk.allocation) for chunk in chunks]
     predicted = state.estimator.predict(shape, launch.units)
@@ -319,6 +322,12 @@ def _load(chunks: Sequence[BatchChunk], contexts: Sequence[int] = ()) -> Load:
     """Load of a prefill batch, behind decode rows if there are any."""
     new = [*(1 for _ in contexts), *(chunk.n for chunk in chunks)]
     return Load(new, [*contexts, *(chunk.start for chunk in chunks)])
+
+
+def _adapters(chunks: Sequence[BatchChunk], rows: "Rows" = ()) -> int:
+    """Number of adapters in a launch."""
+    slots = {chunk.allocation.adapter for chunk in chunks} | {held.adapter for _, held, _ in rows}
+    return len(slots - {-1})
 
 
 def _held(request: Request) -> Allocation:

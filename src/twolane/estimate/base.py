@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar, overload
+from typing import overload
 
 import numpy as np
 
@@ -14,7 +14,7 @@ __all__ = ["Estimator"]
 class Estimator(ABC):
     """Predicts latencies in seconds and learns from the launches that have ended."""
 
-    promises: ClassVar[bool] = False
+    promises: bool = False
     """Whether its bounds are more than estimates, for every kind of launch."""
     lately: float = 0.0
     """The logarithm by which its bounds are longer now than they usually are."""

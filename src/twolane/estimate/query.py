@@ -88,6 +88,8 @@ class LaunchShape(NamedTuple):
     """The layers of a prefill slice; 0 for decode steps and hybrid passes, which have all."""
     finishes: bool = True
     """Whether the launch includes the model's last layer and samples."""
+    adapters: int | None = None
+    """Number of LoRA adapters of its requests; None: as many as running requests have."""
 
 
 def prefill_slice(load: Load, layers: int, *, finishes: bool = False) -> LaunchShape:

@@ -136,7 +136,7 @@ class _LinearBase:
 
     def _features(self, asked: _Question) -> Rows:
         """What the base is linear in, at each of the units."""
-        (kind, load, layers, finishes), units, _ = asked
+        (kind, load, layers, finishes, _), units, _ = asked
         if kind == "decode":
             return self._steps(load, load.reused, units)
         if kind == "prefill":
@@ -165,7 +165,7 @@ class _LinearBase:
 
     def _sizes(self, launch: LaunchShape, units: Sequence[int]) -> list[list[float]]:
         """Tokens, and layers of a slice, as logarithms."""
-        kind, load, layers, _ = launch
+        kind, load, layers, _, _ = launch
         if kind == "decode":
             rows, context = self._computed.rows(load), _rounded(load.reused)
             return [[log2(max(1, rows)), _reused(context)]] * len(units)
@@ -349,7 +349,7 @@ class Calibrated(Estimator):
     def _remembered(self, asked: _Question) -> Sequence[float]:
         """What is missed: decode steps of about so much context are asked about again and again, a
         token further each time."""
-        (kind, load, layers, _), units, corunner = asked
+        (kind, load, layers, _, _), units, corunner = asked
         others: tuple[object, ...] = ()
         if corunner is not None:
             others = (*corunner.each(len(units)), *_sums(corunner.load, OTHER[kind]))
