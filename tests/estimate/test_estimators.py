@@ -2,6 +2,7 @@
 
 from typing import get_args
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -10,13 +11,13 @@ from twolane.engine.config import EstimatorName
 from twolane.estimate.calibrated.estimator import MOST_SLOW, USUAL, Calibrated, _Question
 from twolane.estimate.catalog import ESTIMATORS
 from twolane.estimate.errors import prediction_seconds, table
-from twolane.estimate.papers.attention_roofline import AttentionRoofline, Interconnect
+from twolane.estimate.papers.attention_roofline import AttentionRoofline
 from twolane.estimate.papers.guard import OWN, ContentionGuard
 from twolane.estimate.papers.operators import Shape
 from twolane.estimate.papers.sm_roofline import SmRoofline, inflection
 from twolane.estimate.papers.solo_run import SoloRun
 from twolane.estimate.papers.sweep import Curve
-from twolane.estimate.profile import ProfileError
+from twolane.estimate.profile import Interconnect, Probe, ProfileError
 from twolane.estimate.query import Corunner, Load, decode_step, hybrid_pass, prefill_slice
 
 NAMES = get_args(EstimatorName)
@@ -85,8 +86,6 @@ def test_all_levels_at_once_are_answered_as_one_by_one(profile, name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_profile_without_samples_is_refused(profile, name):
-    import msgspec
-
     with pytest.raises(ProfileError, match="measure for longer"):
         ESTIMATORS[name](msgspec.structs.replace(profile, samples=[]))
 
@@ -98,7 +97,7 @@ def test_a_profile_that_was_cut_off_is_refused_or_good_for_every_launch(name, ki
     roofline of DuetServe does without hybrid passes."""
     cut_off = synthetic.profile(rounds=1)
     cut_off.samples = [sample for sample in cut_off.samples if sample.kind != kind]
-    if (name, kind) == ("attention-roofline", "hybrid"):
+    if name in ("attention-roofline", "serving-roofline") and kind == "hybrid":
         assert ESTIMATORS[name](cut_off).predict(hybrid_pass(Load([1, 900], [500, 0])), 132) > 0
     else:
         with pytest.raises(ProfileError, match="measure for longer"):
@@ -279,6 +278,28 @@ def test_attention_roofline_is_its_formula(profile):
     assert seconds == pytest.approx((linears + attention) / rate, rel=0.05)
 
 
+def test_the_papers_sweep_has_copies_and_products() -> None:
+    """A copy reaches less than decode on few units, so predictions for decode are longer."""
+    made = synthetic.profile(rounds=1)
+    serving = AttentionRoofline(made)
+    made.probes = [Probe(units, 1e12 * units, 2e10 * units) for units in (16, 66, 132)]
+    paper, option = AttentionRoofline(made), AttentionRoofline(made, serving=True)
+    step = decode_step(Load.decode([2048] * 64))
+    assert option.predict(step, 16) == serving.predict(step, 16)
+    assert paper.predict(step, 16) == pytest.approx(2 * paper.predict(step, 32))
+    assert paper.predict(step, 16) > 2 * serving.predict(step, 16)
+
+
+def test_bullets_network_has_a_knee() -> None:
+    """W_p (§3.2.2): all-reduces take as long on 32 units as on all, and twice as long on 16."""
+    made = synthetic.profile(rounds=1)
+    made.key = msgspec.structs.replace(made.key, tensor_parallel=4)
+    estimator = SmRoofline(made)
+    whole, knee, half = (estimator._network(64, units) for units in (132, 32, 16))
+    assert whole == knee == pytest.approx(half / 2)
+    assert whole == pytest.approx(2 * 1.5 * 64 * 4096 * 2 / 450e9)
+
+
 def test_narrow_weights_are_fewer_bytes_to_read() -> None:
     plain, narrow = Shape(synthetic.SHAPE, 2), Shape(synthetic.SHAPE, 2, weight_itemsize=1.0)
     saved = plain.layer(7, 7, 90, 700)[0] - narrow.layer(7, 7, 90, 700)[0]
@@ -293,8 +314,6 @@ def test_tensor_parallelism_shares_the_work_and_adds_the_ring():
     assert sum(half.linears(512).flops) == pytest.approx(sum(whole.linears(512).flops) / 2)
     assert half.together(STEP).bytes[0] == pytest.approx(whole.together(STEP).bytes[0] / 2)
     made = synthetic.profile(rounds=1)
-    import msgspec
-
     made.key = msgspec.structs.replace(made.key, tensor_parallel=2)
     slow = AttentionRoofline(made, Interconnect(bytes_per_second=1e9))
     fast = AttentionRoofline(made, Interconnect(bytes_per_second=1e15, startup_seconds=0.0))

@@ -13,7 +13,9 @@ EXCLUSIVE: dict[LaneName, tuple[LaneName, ...]] = {
 }
 """For each lane, the lanes whose launches run before or after its own and never beside them."""
 
-EstimatorName = Literal["calibrated", "solo-run", "guard", "sm-roofline", "attention-roofline"]
+EstimatorName = Literal[
+    "calibrated", "solo-run", "guard", "sm-roofline", "attention-roofline", "serving-roofline"
+]
 """Those that are fitted on a profile; `estimate/catalog.py` has them."""
 
 MachineKind = Literal["cpu", "cuda", "simulated"]

@@ -1,5 +1,6 @@
 """The estimators by name."""
 
+import functools
 from collections.abc import Callable
 
 from twolane.estimate.base import Estimator
@@ -15,6 +16,7 @@ ESTIMATORS: dict[str, Callable[[Profile], Estimator]] = {
     "guard": ContentionGuard,
     "sm-roofline": SmRoofline,
     "attention-roofline": AttentionRoofline,
+    "serving-roofline": functools.partial(AttentionRoofline, serving=True),
     "calibrated": Calibrated,
 }
 """Each fitted on a profile."""

@@ -146,6 +146,27 @@ class Sample(
         return float(np.median(self.seconds))
 
 
+class Probe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What two kernels that serve nothing reach on some units (DuetServe §4.2)."""
+
+    units: int
+    flop_rate: float
+    """FLOP/s of a large matrix product."""
+    byte_rate: float
+    """Bytes/s of a large copy, those that it reads and those that it writes."""
+
+
+class Interconnect(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The link between the GPUs of one server; the defaults are NVLink of an H100 or H200."""
+
+    bytes_per_second: float = 450e9
+    """Bytes per second of one GPU's links together, one way."""
+    startup_seconds: float = 3e-6
+    """Seconds that one hop of the ring takes to start."""
+    units: int = 32
+    """Number of units with which a collective reaches this rate (N_w of Bullet §3.2.2)."""
+
+
 class Profile(msgspec.Struct, forbid_unknown_fields=True):
     """Everything that was measured of one key."""
 
@@ -168,6 +189,10 @@ class Profile(msgspec.Struct, forbid_unknown_fields=True):
     """Kind of the device, which says what kernels it computes with."""
     pass_sizes: tuple[int, ...] = ()
     """Token counts that passes were padded to, ascending; empty if they were not padded."""
+    probes: list[Probe] = []
+    """What copies and matrix products reach by number of units; empty if not measured."""
+    interconnect: Interconnect = Interconnect()
+    """The link between the ranks; it matters with tensor parallelism alone."""
     format: int = FORMAT
 
     def training(self, kind: Kind, *, beside: bool | None = None) -> list[Sample]:

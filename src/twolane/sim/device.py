@@ -26,6 +26,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from twolane.estimate.profile import Probe
 from twolane.kernels.sizes import (
     BUCKET_STEP,
     BUCKETS,
@@ -147,6 +148,13 @@ class DeviceModel:
                 return HOST_PASS / 2, HOST_PASS
         first = HOST_SLICE + HOST_OPENS * opens
         return first, first + layers * _host_layer(tokens) + HOST_SAMPLES * samples
+
+    def probe(self, units: int) -> Probe:
+        """Return what a product of 8,192 rows and a large copy reach (DuetServe §4.2)."""
+        gpu, size = self.gpu, 8192
+        [seconds] = self.seconds([self._pass(self._operators.square(size, units), units)])
+        copied = gpu.bandwidth * (1.0 - math.exp(-units / gpu.copy_units))
+        return Probe(units, 2.0 * size**3 / seconds, copied)
 
     # --- a step of each kind ------------------------------------------------------------------
 

@@ -34,6 +34,9 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     """Fraction of `unit_flops` that large matrix products reach."""
     prompt_attention_share: float = 0.70
     """Fraction of `unit_flops` that attention over prompts reaches."""
+    copy_units: float = 28.0
+    """Number of SMs over which a copy saturates the memory, as `product_units`: a fifth of an
+    H100's SMs reaches 60 % (DuetServe Fig. 3a)."""
     decode_attention_share: float = 0.87
     """Fraction of `bandwidth` that attention of decode steps reaches."""
     spill: float = 0.0036

@@ -197,6 +197,10 @@ class OperatorCosts:
             work += (turns - 1.0) * sum(f * part for f, part in zip(flops, parts, strict=True))
         return self._bounded(work, sum(flops), moved, units, decode=decode)
 
+    def square(self, size: int, units: int) -> Cost:
+        """A product of two square matrices of this size, in bfloat16."""
+        return self._product(size, ((size, size),), 3.0 * ITEM * size**2, units, decode=False)
+
     def _bounded(
         self, work: float, flops: float, moved: float, units: int, *, decode: bool
     ) -> Cost:

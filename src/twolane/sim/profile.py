@@ -6,7 +6,7 @@ from pathlib import Path
 
 from twolane.engine.config import EngineConfig
 from twolane.engine.predict import machine_key
-from twolane.estimate.profile import cached_profile
+from twolane.estimate.profile import Interconnect, cached_profile
 from twolane.model.load.hub import cache_dir
 from twolane.model.spec import ModelSpec
 from twolane.profile.clocks import Clocks
@@ -54,6 +54,12 @@ def simulated_profile(
     ):
         part = Path(scratch, path.name)
         profile = empty_profile(key, machine, rig, config.seed)
+        shares = sorted({units for level in profile.levels for units in level if units})
+        profile.probes = [machine.device.probe(units) for units in shares]
+        profile.interconnect = Interconnect(
+            bytes_per_second=gpu.link_bandwidth or Interconnect().bytes_per_second,
+            units=gpu.link_units,
+        )
         points = plan(rig.limits, profile.seed, rounds)
         work_through(profile, part, rig, points, clocks, math.inf, lambda stage, share: None)
         part.replace(path)

@@ -5,28 +5,18 @@
     t_allreduce = 2(N-1)·α + 2(N-1)·B / (N·NVLink) + N(N-1)·B / Π(S)
     t_total     = layers · t_block + t_classifier
 
-Π(S) and HBM(S) are the compute and the bandwidth reached on S units (§4.2), `sweep.py`. Nothing is
-fitted beyond them, and the other lane is ignored.
+Π(S) and HBM(S) are the compute and the bandwidth reached on S units (§4.2), `sweep.py`: by a copy
+and a matrix product where the profile has them, else by launches that serve. `serving-roofline`
+always takes the latter. Nothing is fitted beyond them, and the other lane is ignored.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from twolane.estimate.base import Estimator
 from twolane.estimate.papers.operators import Operators, Shape
 from twolane.estimate.papers.sweep import Sweep
-from twolane.estimate.profile import Profile
+from twolane.estimate.profile import Interconnect, Profile
 from twolane.estimate.query import Corunner, Floats, LaunchShape, Load
-
-
-@dataclass(frozen=True)
-class Interconnect:
-    """Between the GPUs of one server; the defaults are NVLink of an H100 or H200."""
-
-    startup_seconds: float = 3e-6
-    """Seconds that one hop of the ring takes to start."""
-    bytes_per_second: float = 450e9
-    """Bytes per second of one GPU's links together, one way."""
 
 
 class AttentionRoofline(Estimator):
@@ -34,15 +24,23 @@ class AttentionRoofline(Estimator):
 
     Args:
         profile: for the curves.
-        interconnect: for tensor parallelism.
+        interconnect: for tensor parallelism; by default the profile's.
+        serving: whether the curves are of launches that serve even if there are others.
     """
 
-    def __init__(self, profile: Profile, interconnect: Interconnect | None = None) -> None:
+    def __init__(
+        self,
+        profile: Profile,
+        interconnect: Interconnect | None = None,
+        *,
+        serving: bool = False,
+    ) -> None:
         key = profile.key
         sizes = key.weight_itemsize, key.kv_itemsize
         self._shape = Shape(profile.shape, key.itemsize, key.tensor_parallel, *sizes)
-        self._sweep = Sweep.of(profile, self._shape)
-        self._interconnect = interconnect or Interconnect()
+        probed = profile.probes and not serving
+        self._sweep = Sweep.probed(profile) if probed else Sweep.of(profile, self._shape)
+        self._interconnect = interconnect or profile.interconnect
 
     def _seconds(
         self, launch: LaunchShape, units: Sequence[int], corunner: Corunner | None, bound: bool
@@ -68,7 +66,7 @@ class AttentionRoofline(Estimator):
     def _allreduce(self, tokens: int, flop_rate: Floats) -> Floats:
         """A ring over the GPUs, of one linear operator's output."""
         n, link = self._shape.tensor_parallel, self._interconnect
-        moved = tokens * self._shape.spec.hidden_size * self._shape.itemsize
+        moved = self._shape.reduced_bytes(tokens)
         hops = 2 * (n - 1) * link.startup_seconds
         transfer = 2 * (n - 1) * moved / (n * link.bytes_per_second)
         return hops + transfer + n * (n - 1) * moved / flop_rate

@@ -109,6 +109,10 @@ class Shape:
             tuple([2.0 * each for each in elements]), tuple([e * self.itemsize for e in elements])
         )
 
+    def reduced_bytes(self, tokens: int) -> float:
+        """Bytes of one linear operator's output, which an all-reduce sums over the ranks."""
+        return float(tokens * self.spec.hidden_size * self.itemsize)
+
     def classifier(self, rows: int) -> Operators:
         """The final projection onto the vocabulary, of rows that are sampled."""
         d, vocab = self.spec.hidden_size, self.spec.vocab_size / self.tensor_parallel

@@ -3,6 +3,7 @@
     T'_k = flop_k / min(flop_k / mem_k · D_p, C_p)                             (Equation 1)
     C_p = C_peak · p / N,  D_p = D_peak · min(1, p / N_d)
     α = T_measured / T'                                                        (Equation 2)
+    W_p = W_peak · min(1, p / N_w), the bandwidth of all-reduces between ranks (§3.2.2)
 
 Beside prefill of sl new tokens, decode has the bandwidth D(p, sl) that it reached beside such
 prefills (§3.2.3). α is interpolated from the measured samples, over everything that Bullet calls
@@ -81,6 +82,7 @@ class SmRoofline(Estimator):
         sweep = Sweep.of(profile, self._shape)
         self._flops_a_unit = float(sweep.flop_rate.at(key.units)) / key.units
         self._peak, self._inflection = inflection(sweep.byte_rate)
+        self._link = profile.interconnect
         self._contended = Contention(self._shape, profile.training("decode", beside=True))
         self._scaling: dict[tuple[str, bool], Scaling] = {}
         for kind in ("prefill", "decode", "hybrid"):
@@ -129,7 +131,19 @@ class SmRoofline(Estimator):
             most = self._contended.bandwidth(units, corunner.load.new)
             rates = [(c, min(d, each)) for (c, d), each in zip(rates, most, strict=True)]
         classifier = shape.classifier(load.requests) if launch.finishes else Operators((), ())
-        return _summed(layers, block, classifier, rates)
+        seconds = _summed(layers, block, classifier, rates)
+        if shape.tensor_parallel == 1:
+            return seconds
+        return [
+            each + layers * self._network(load.new, p)
+            for each, p in zip(seconds, units, strict=True)
+        ]
+
+    def _network(self, tokens: int, units: int) -> float:
+        """Seconds of a layer's two all-reduces at W_p, each a ring over the ranks."""
+        n, link = self._shape.tensor_parallel, self._link
+        moved = 2 * (n - 1) / n * self._shape.reduced_bytes(tokens)
+        return 2 * moved / (link.bytes_per_second * min(1.0, units / link.units))
 
     def _rates(self, units: Sequence[int]) -> list[tuple[float, float]]:
         """C_p and D_p."""

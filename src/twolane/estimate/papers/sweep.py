@@ -1,8 +1,9 @@
 """What the device reaches on this many units: FLOP/s of prefill and bytes/s of decode, as measured.
 
-The probes are the launches that serve: the prefill slice and the decode step of the profile that
-reach most on those units. A copy kernel or a bare product would tell of another kernel than the one
-in use, and on few SMs kernels differ by a factor of two.
+There are two sweeps. DuetServe's own (§4.2) has a matrix product and a copy: a copy on few SMs is
+slower than decode's kernels, so predictions for decode are conservative (Appendix A). The serving
+sweep has the launches that serve: the prefill slice and the decode step of the profile that reach
+most on those units.
 """
 
 from collections.abc import Sequence
@@ -48,6 +49,21 @@ class Sweep:
 
     flop_rate: Curve
     byte_rate: Curve
+
+    @classmethod
+    def probed(cls, profile: Profile) -> "Sweep":
+        """From copies and matrix products.
+
+        Raises:
+            ProfileError: the profile has none.
+        """
+        if not profile.probes:
+            raise ProfileError("the profile has no copies and matrix products")
+        probes = sorted(profile.probes, key=lambda probe: probe.units)
+        units = np.array([0, *(probe.units for probe in probes)], dtype=float)
+        flops = np.array([0.0, *(probe.flop_rate for probe in probes)])
+        moved = np.array([0.0, *(probe.byte_rate for probe in probes)])
+        return cls(Curve(units, flops), Curve(units, moved))
 
     @classmethod
     def of(cls, profile: Profile, shape: Shape) -> "Sweep":
