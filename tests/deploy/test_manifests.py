@@ -198,7 +198,7 @@ def test_a_container_is_built_from_files_that_there_are_and_serves_as_nobody(pat
                 assert (ROOT / source).exists()
                 assert f"!{source}" in ignored
     assert set(re.findall(r"\bTWOLANE_\w+", path.read_text())) <= variables()
-    extras = next(words for kind, words in found if kind == "ARG").partition("=")[2]
+    [extras] = [words.partition("=")[2] for kind, words in found if words.startswith("EXTRAS")]
     project = (ROOT / "pyproject.toml").read_text()
     assert all(f"\n{extra} = [" in project for extra in extras.split(","))
 
