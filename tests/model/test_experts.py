@@ -8,9 +8,10 @@ from transformers import MixtralConfig, Phi3Config, Qwen3MoeConfig
 
 from tests.model.checkpoints import make_checkpoint
 from tests.model.passes import in_chunks, prompt
+from twolane.common.errors import FieldError
 from twolane.model.load.configs import spec_from_config
 from twolane.model.load.hub import resolve
-from twolane.model.load.weights import load_decoder
+from twolane.model.load.weights import load_decoder, load_weights
 from twolane.model.mlp import Experts
 from twolane.model.routing import route
 from twolane.model.spec import MoeSpec, UnsupportedModel
@@ -63,6 +64,36 @@ def test_dummy_and_rounded_experts(tmp_path) -> None:
         mlp = decoder.weights.layers[0].mlp
         assert mlp.router.scheme == "float32" and mlp.down.scheme == "fp8_channel"
         assert in_chunks(decoder, prompt(9), [9]).isfinite().all()
+
+
+def test_dummy_routers_can_be_skewed(tmp_path) -> None:
+    """Counted for random rows: the law of shares, and of the experts that some rows wake."""
+    sizes = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 8}
+    config = Qwen3MoeConfig(hidden_size=64, vocab_size=8, num_hidden_layers=1, **sizes)
+    config.architectures = ["Qwen3MoeForCausalLM"]
+    config.save_pretrained(tmp_path)
+    source = resolve(str(tmp_path), "dummy")
+    _, even = load_weights(source, load_format="dummy")
+    spec, weights = load_weights(source, load_format="dummy", router_skew=0.8)
+    rows = torch.randn(4096, 64, generator=torch.Generator().manual_seed(0))
+    router = weights.layers[0].mlp.router.values
+    _, chosen = route(rows @ router.T * 10, 8, normalised=True)
+    seen = chosen.flatten().bincount(minlength=128) / len(rows)
+    law = torch.tensor(spec.moe.shares)
+    assert (seen - law).abs().max() < 0.12 and torch.corrcoef(torch.stack([seen, law]))[0, 1] > 0.95
+    for n in (8, 64):
+        woken = [len(part.unique()) for part in chosen[:2048].split(n)]
+        assert sum(woken) / len(woken) == pytest.approx(spec.moe.active(n), rel=0.1)
+    assert not torch.equal(even.layers[0].mlp.router.values, router)
+    assert torch.equal(even.layers[0].mlp.down.values, weights.layers[0].mlp.down.values)
+
+
+def test_a_skew_is_for_dummy_experts(tmp_path) -> None:
+    dense = make_checkpoint("qwen3", tmp_path / "model")
+    with pytest.raises(FieldError, match="is for models with experts"):
+        load_weights(resolve(str(dense)), load_format="dummy", router_skew=1.0)
+    with pytest.raises(FieldError, match="is for dummy weights"):
+        load_weights(resolve(str(dense)), router_skew=1.0)
 
 
 @pytest.mark.parametrize(

@@ -72,6 +72,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     if the KV pool holds them."""
     seed: Annotated[int, Option(MODEL)] = 0
     """Seed of dummy weights, and of sampling where a request has no seed of its own."""
+    router_skew: Annotated[float, Option(MODEL, least=0.0)] = 0.0
+    """Exponent of Zipf's law by which the routers of dummy weights like some experts better; 0
+    makes all experts alike."""
     lora: Annotated[dict[str, str], Option(MODEL, "NAME=PATH", named=True)] = {}
     """LoRA adapter to load, which requests ask for as the model NAME; PATH is the directory of a
     PEFT checkpoint; may be repeated."""

@@ -267,6 +267,8 @@ def model_digest(shape: ModelSpec) -> str:
     for name in ADDED:
         if getattr(same, name) == defaults[name].default:
             del fields[name]
+    if same.moe is not None and not same.moe.skew:
+        del fields["moe"]["skew"]
     for name in _TIMELESS:
         del fields[name]
     for name in _TIMELESS_ROPE:

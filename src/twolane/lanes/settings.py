@@ -20,6 +20,7 @@ class DeviceSettings(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_dtype: str = "auto"
     max_positions: int | None = None
     seed: int = 0
+    router_skew: float = 0.0
     lora: dict[str, str] = {}
     lora_endpoints: bool = False
     max_loras: int = 8
@@ -56,6 +57,7 @@ def load_shard(
         quantization=settings.quantization,
         max_positions=settings.max_positions,
         seed=settings.seed,
+        router_skew=settings.router_skew,
         device=device,
         progress=progress,
         rank=rank,

@@ -1,8 +1,11 @@
 """What a model is made of, without its weights."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
 from typing import Literal
+
+from twolane.common.errors import FieldError
 
 Family = Literal[
     "llama",
@@ -19,6 +22,10 @@ Family = Literal[
     "glm4",
 ]
 RopeType = Literal["default", "linear", "llama3", "yarn", "factors", "longrope"]
+
+MOST_SHARE = 0.45
+"""Largest share of tokens that one expert gets under a skew. A router of random numbers without a
+bias cannot prefer an expert for half of the tokens or more."""
 
 MOST_LAYERS, MOST_HEADS = 4096, 65536
 """Numbers of layers and of heads beyond these are a damaged file, not a model."""
@@ -80,13 +87,46 @@ class MoeSpec:
     """Whether the chosen experts' probabilities are divided by their sum."""
     dense_layers: tuple[int, ...] = ()
     """The layers that have a dense MLP instead."""
+    skew: float = 0.0
+    """Exponent of Zipf's law by which a token likes some experts better; 0: all of them alike."""
 
     def active(self, tokens: float) -> float:
-        """Expected number of experts that some of these tokens go to, if all are equally likely.
+        """Expected number of experts that some of these tokens go to.
 
-        E * (1 - (1 - k / E) ** n), for k of E experts for each of n tokens.
+        The sum of 1 - (1 - q) ** n over all experts, for n tokens of which each goes to an expert
+        with probability q (see `shares`), whatever the others do.
         """
-        return float(self.experts * (1.0 - (1.0 - self.per_token / self.experts) ** tokens))
+        return _active(self.experts, self.per_token, self.skew, tokens)
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """Probability that a token goes to each expert; together they are `per_token`.
+
+        They follow Zipf's law, but none is above `MOST_SHARE`.
+        """
+        return _shares(self.experts, self.per_token, self.skew)
+
+
+@cache
+def _shares(experts: int, per_token: int, skew: float) -> tuple[float, ...]:
+    even = per_token / experts
+    if skew == 0.0 or even >= MOST_SHARE:
+        return (even,) * experts
+    weights = [(rank + 1) ** -skew for rank in range(experts)]
+    capped = 0  # the experts that Zipf's law would give more than the most
+    while weights[capped] * (left := per_token - MOST_SHARE * capped) > MOST_SHARE * (
+        rest := sum(weights[capped:])
+    ):
+        capped += 1
+    return (MOST_SHARE,) * capped + tuple(left * weight / rest for weight in weights[capped:])
+
+
+@lru_cache(maxsize=4096)
+def _active(experts: int, per_token: int, skew: float, tokens: float) -> float:
+    if skew == 0.0:
+        return float(experts * (1.0 - (1.0 - per_token / experts) ** tokens))
+    shares = _shares(experts, per_token, skew)
+    return float(sum(1.0 - (1.0 - share) ** tokens for share in shares))
 
 
 @dataclass(frozen=True)
@@ -223,6 +263,19 @@ class ModelSpec:
             itemsize: bytes of an element of activations.
         """
         return 1 + 1 / self.head_dim if cache == "fp8" else itemsize
+
+
+def skewed(spec: ModelSpec, skew: float) -> ModelSpec:
+    """The spec of dummy weights whose routers like some experts better.
+
+    Raises:
+        FieldError: there are no experts.
+    """
+    if not skew:
+        return spec
+    if spec.moe is None:
+        raise FieldError("router_skew", "is for models with experts")
+    return replace(spec, moe=replace(spec.moe, skew=skew))
 
 
 def merge_eos(vocab_size: int, *ids: int | Iterable[int] | None) -> tuple[int, ...]:

@@ -24,7 +24,7 @@ from twolane.engine.loop import run
 from twolane.engine.messages import Output, Outputs, Refused, Submit, Times
 from twolane.model.load.hub import resolve
 from twolane.model.shapes import SHAPES
-from twolane.model.spec import ModelSpec
+from twolane.model.spec import ModelSpec, skewed
 from twolane.results.metrics import LAG_PERCENTILES, Distribution
 from twolane.results.record import INTERRUPTED, OK, Record, status_outcome
 from twolane.results.result import BenchConfig, Result
@@ -69,7 +69,7 @@ def shapes_of(config: EngineConfig) -> ModelSpec:
     spec = SHAPES.get(config.model) or resolve(config.model, "dummy").spec()
     if config.max_positions is not None:
         spec = replace(spec, max_positions=config.max_positions)
-    return spec
+    return skewed(spec, config.router_skew)
 
 
 def simulate(

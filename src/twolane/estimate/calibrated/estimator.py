@@ -19,6 +19,7 @@ tell, has longer bounds.
 
 from collections.abc import Callable, Sequence
 from copy import copy
+from dataclasses import replace
 from functools import cache
 from math import exp, log, log2
 from typing import NamedTuple
@@ -33,6 +34,7 @@ from twolane.estimate.papers.operators import Shape
 from twolane.estimate.papers.solo_run import LevelModel, Rows, pass_features, slice_features
 from twolane.estimate.profile import Profile, Sample
 from twolane.estimate.query import Corunner, Floats, Kind, LaunchShape, Load
+from twolane.model.spec import MoeSpec
 
 COVERED = 0.99
 """Share of launches that the bound is for."""
@@ -66,6 +68,10 @@ DIGITS = 6
 """Binary ones of a decode step's context that the processes see: 1.6 % off at most."""
 MOST_KNOWN = 4096
 """Answers that are remembered."""
+SKEWS = (0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0)
+"""Exponents of Zipf's law that the times of decode steps are compared with."""
+LEAST_STEPS = 24
+"""Samples of decode steps that tell how skewed the choice of experts is."""
 OTHER: dict[Kind, Kind] = {"prefill": "decode", "decode": "prefill"}
 """What runs beside it."""
 CONTENDS: dict[Kind, int] = {"prefill": 2, "decode": 2}
@@ -95,6 +101,22 @@ class _LinearBase:
         self._shape = Shape(profile.shape, key.itemsize, key.tensor_parallel, *sizes)
         self._layers, self._moe = profile.shape.layers, profile.shape.moe
         self._models: dict[Kind, LevelModel] = {}
+        if self._moe is not None and not self._moe.skew:
+            self._moe = self._likeliest(self._moe, profile)
+
+    def _likeliest(self, moe: MoeSpec, profile: Profile) -> MoeSpec:
+        """The experts with the skew that the times of decode steps tell: how much longer a step of
+        more rows takes is a matter of how many experts these wake."""
+        samples = profile.training("decode", beside=False)
+        if len(samples) < LEAST_STEPS:
+            return moe
+        seconds, off = np.array([sample.median for sample in samples]), dict[float, float]()
+        for skew in SKEWS:
+            self._moe = replace(moe, skew=skew)
+            base = self.fitted("decode", samples)
+            predicted = [base.seconds(_Question.of(sample))[0] for sample in samples]
+            off[skew] = float(np.square(np.array(predicted) / seconds - 1.0).sum())
+        return replace(moe, skew=min(SKEWS, key=lambda skew: off[skew]))
 
     def fitted(self, kind: Kind, samples: Sequence[Sample]) -> "_LinearBase":
         """Another one, of which one kind's model is fitted on these."""

@@ -1,6 +1,6 @@
 """Random weights, for shapes without files."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
@@ -17,13 +17,22 @@ class Dummy:
         shapes: of all tensors, by name.
         seed: of the random numbers.
         device: where they are drawn.
+        routers: names of the routers' tensors.
+        shares: probability that a token goes to each expert; none: routers are like other matrices.
     """
 
     def __init__(
-        self, shapes: Mapping[str, tuple[int, ...]], seed: int, device: torch.device
+        self,
+        shapes: Mapping[str, tuple[int, ...]],
+        seed: int,
+        device: torch.device,
+        routers: Collection[str] = (),
+        shares: Sequence[float] = (),
     ) -> None:
         self._shapes = shapes
         self._device = device
+        self._routers = frozenset(routers)
+        self._scales = _scales(shares).to(device) if shares else None
         self._generator = torch.Generator(device).manual_seed(seed)
 
     def names(self) -> list[str]:
@@ -44,4 +53,18 @@ class Dummy:
             return torch.ones(self._shapes[name], device=self._device)
         tensor = torch.empty(self._shapes[name], device=self._device)
         tensor.normal_(0.0, _STD, generator=self._generator)
+        if name in self._routers and self._scales is not None:
+            tensor *= self._scales[:, None]
         return tensor if cut is None else tensor.narrow(cut.dim, cut.start, cut.stop - cut.start)
+
+
+def _scales(shares: Sequence[float]) -> torch.Tensor:
+    """Factors of a router's rows with which tokens go to the experts with these probabilities.
+
+    The logits of a row times s are normal with a deviation of s. Where there are many experts, the
+    least logit that is chosen is nearly the same for all tokens, so that an expert is chosen with
+    probability q if that least logit is s times the normal distribution's (1 - q) quantile.
+    """
+    quantiles = torch.special.ndtri(1.0 - torch.tensor(shares, dtype=torch.float64))
+    scales: torch.Tensor = quantiles.max() / quantiles
+    return scales.float()

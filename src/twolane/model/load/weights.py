@@ -25,7 +25,7 @@ from twolane.model.matrix import Matrix, Scheme, concatenated, quantised
 from twolane.model.mlp import DenseMlp, Experts
 from twolane.model.rope import pair_rows
 from twolane.model.sharding import Shard
-from twolane.model.spec import ModelSpec
+from twolane.model.spec import ModelSpec, skewed
 
 log = logging.getLogger("twolane.model")
 
@@ -59,6 +59,7 @@ def load_weights(
     quantization: str | None = None,
     max_positions: int | None = None,
     seed: int = 0,
+    router_skew: float = 0.0,
     device: torch.device | str = "cpu",
     progress: Progress | None = None,
     rank: int = 0,
@@ -76,6 +77,7 @@ def load_weights(
             of four bits are rounded again, to "fp8".
         max_positions: overrides the positions of the config.
         seed: of dummy weights.
+        router_skew: `MoeSpec.skew` of dummy weights.
         device: where the weights go, layer by layer.
         progress: told ("weights", fraction) as layers are loaded.
         rank: whose part is read.
@@ -98,7 +100,7 @@ def load_weights(
     stored = quantization_of(source)
     scheme = asked_scheme(quantization, stored, dummy)
     with ExitStack() as stack:
-        spec, tensors = _open(source, dummy, seed, device, stack)
+        spec, tensors = _open(source, dummy, seed, router_skew, device, stack)
         if max_positions is not None:
             spec = replace(spec, max_positions=max_positions)
         modules = None if dummy else stored
@@ -143,11 +145,18 @@ def asked_scheme(name: str | None, stored: Quantization | None, dummy: bool) -> 
 
 
 def _open(
-    source: ModelSource, dummy: bool, seed: int, device: torch.device, stack: ExitStack
+    source: ModelSource,
+    dummy: bool,
+    seed: int,
+    router_skew: float,
+    device: torch.device,
+    stack: ExitStack,
 ) -> tuple[ModelSpec, TensorSource]:
     if dummy:
-        spec = source.spec()
-        return spec, Dummy(dict(_expected(spec)), seed, device)
+        spec = skewed(source.spec(), router_skew)
+        return spec, _dummy(spec, seed, device)
+    if router_skew:
+        raise FieldError("router_skew", "is for dummy weights")
     if source.kind == "gguf" and source.path is not None:
         model = GGUFModel(source.path)
         return model.spec, Joined(model, model.spec) if model.spec.family in JOINED else model
@@ -156,6 +165,13 @@ def _open(
         spec = with_stored_head(source.spec(), tensors, source.name)
         return spec, Joined(tensors, spec) if spec.family in JOINED else tensors
     raise ValueError(f"{source.name} is a built-in shape without weights; load it as dummy")
+
+
+def _dummy(spec: ModelSpec, seed: int, device: torch.device) -> Dummy:
+    shapes, router = dict(_expected(spec)), f".{_expert_names(spec).router}.weight"
+    routers = [name for name in shapes if name.endswith(router)] if spec.moe is not None else []
+    shares = spec.moe.shares if spec.moe is not None and spec.moe.skew else ()
+    return Dummy(shapes, seed, device, routers, shares)
 
 
 def with_stored_head(spec: ModelSpec, tensors: TensorSource, name: str) -> ModelSpec:
