@@ -276,16 +276,11 @@ class Tokenizers(Target):
             raise ValueError(str(error)) from error
         _, tokenizer = self._read_file(converted)
         codec = self._codec(tokenizer)
-        try:
-            tokens = codec.encode("Hello, wörld! 😀 aaaaaaaaaaaaaaaaaaaaaaaaaaaab \x00")
-            decoder = codec.detokenizer(tokens[:3])
-            for token in (*tokens, 0, 5, 1 << 20):
-                decoder.step(token)
-            decoder.flush()
-        except BaseException as error:
-            if type(error).__name__ == "PanicException":  # which the fence, or its caller, answers
-                raise ValueError(str(error)) from error
-            raise
+        tokens = codec.encode("Hello, wörld! 😀 aaaaaaaaaaaaaaaaaaaaaaaaaaaab \x00")
+        decoder = codec.detokenizer(tokens[:3])
+        for token in (*tokens, 0, 5, 1 << 20):
+            decoder.step(token)
+        decoder.flush()
 
 
 class Schemas(Target):

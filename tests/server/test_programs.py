@@ -7,7 +7,7 @@ import time
 from contextlib import suppress
 
 import pytest
-from tokenizers import Regex, Tokenizer, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 
 from .serving import alive, children, serving, wait_for, write_tiny_model
 
@@ -67,5 +67,31 @@ def panicking(tmp_path_factory, tokenizer):
     splitting = pre_tokenizers.Split(Regex("(a+)+$"), "isolated")
     parts = pre_tokenizers.Sequence([splitting, tokenizer.backend.pre_tokenizer])
     path = tmp_path_factory.mktemp("panicking") / "model"
-    with serving(model(path, tokenizer, "", pre_tokenizer=parts), *ARGUMENTS) as served:
+    # The library's Strip panics when nothing is left of a token: here of that named "Q".
+    steps = [decoders.Replace("Q", ""), decoders.Strip("~", 0, 1), tokenizer.backend.decoder]
+    changes = {"pre_tokenizer": parts, "decoder": decoders.Sequence(steps)}
+    with serving(model(path, tokenizer, "", **changes), *ARGUMENTS) as served:
         yield served
+
+
+def answered(token, **more):
+    """Ask for three tokens, all of them this one."""
+    bias = {"logit_bias": {str(token): 100}, "ignore_eos": True}
+    return {"prompt": [11], "max_tokens": 3, "temperature": 0, **bias, **more}
+
+
+def test_a_panic_while_an_answer_is_decoded_ends_that_answer_alone(panicking, tokenizer):
+    bad, good = (tokenizer.backend.token_to_id(name) for name in "QB")
+    path, before = "/v1/completions", panicking.metrics()
+    status, _, body = panicking.request(path, answered(bad))
+    assert (status, body["error"]["code"]) == (500, "model_error")
+    assert "tokenizer failed" in body["error"]["message"]
+    status, _, events = panicking.request(path, answered(bad, stream=True))
+    assert status == 500 or '"model_error"' in events
+    status, _, body = panicking.request(path, answered(good, prompt=[bad], echo=True))
+    assert (status, body["error"]["code"]) == (500, "model_error")
+    status, _, body = panicking.request(path, answered(good))
+    assert (status, body["choices"][0]["text"]) == (200, "BBB")
+    wait_for(lambda: panicking.metrics()["requests_in_flight"] == 0)
+    aborted = panicking.metrics()["requests_aborted_total"]
+    assert aborted - before["requests_aborted_total"] == 2  # the third was never admitted

@@ -11,7 +11,7 @@ import msgspec
 
 from twolane.engine.messages import FinishReason, Output, Refused, Submit, TokenLogprobs
 from twolane.frontend.engine_client import EngineClient, EngineGone, Event
-from twolane.frontend.text.codec import TextCodec
+from twolane.frontend.text.codec import TextCodec, TextError
 from twolane.frontend.text.stops import StopStrings
 from twolane.sampling import SamplingParams
 from twolane.slo import Slo
@@ -189,7 +189,8 @@ class Generation:
     Raises:
         EngineError: on construction, when the engine is gone.
         GenerationFailed: while iterating, when the engine dies or breaks an answer off.
-        GenerationRefused: while iterating, when the engine refuses a prompt.
+        GenerationRefused: while iterating, when the engine refuses a prompt or the tokenizer fails
+            to decode an answer; on construction, when it fails to decode a prompt.
     """
 
     def __init__(
@@ -231,6 +232,10 @@ class Generation:
                 ended = ended_by(chosen, more)
                 submit = Submit(id, tokens, ended, priority, slo, leader, cache_salt, lora)
                 self._submit(index, submit)
+        except TextError as error:  # of the prompt's end, behind which the answer is read
+            broken = Refused(base, "broken", str(error))
+            self.close(broken)
+            raise GenerationRefused(broken) from error
         except BaseException:
             self.close()
             raise
@@ -268,11 +273,11 @@ class Generation:
         """
         self._taker = taker
 
-    def close(self) -> None:
-        """Give up the answers that have not ended."""
+    def close(self, reason: Event | None = None) -> None:
+        """Give up the answers that have not ended; None: because nobody waits for them."""
         for index, id in list(self._open.items()):
             self._engine.abort(id)
-            self._end(index, None, time.monotonic())
+            self._end(index, reason, time.monotonic())
 
     def _submit(self, index: int, submit: Submit) -> None:
         def sink(event: Event) -> None:
@@ -287,7 +292,11 @@ class Generation:
         if reader.stopped:
             told = None  # the client has its full answer, whatever comes now
         elif isinstance(event, Output) and event.finish != "abort":
-            told = self._read(reader, index, event, now)
+            try:
+                told = self._read(reader, index, event, now)
+            except TextError as error:  # others' tokens come this way, too
+                self._engine.abort(self._open[index])
+                told = event = Refused(self._open[index], "broken", str(error))
         if not isinstance(event, Output) or event.finish is not None:
             if isinstance(event, Output) and reader.stopped:
                 event = msgspec.structs.replace(event, finish="stop")

@@ -3,8 +3,8 @@
 import codecs
 import json
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
 
 from jinja2 import TemplateSyntaxError
 from tokenizers import Tokenizer, decoders
@@ -20,6 +20,7 @@ from twolane.frontend.text.template import (
 )
 from twolane.frontend.text.tokenizer import ModelTokenizer
 
+T = TypeVar("T")
 REPLACEMENT = "\ufffd"
 BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
 SWITCHES = frozenset({"enable_thinking", "thinking"})
@@ -41,6 +42,22 @@ class TextError(ValueError):
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
         self.param = param
+
+
+def guarded(call: Callable[[], T]) -> T:
+    """Call the tokenizers library, whose panics are no `Exception`.
+
+    Raises:
+        TextError: it failed.
+    """
+    try:
+        return call()
+    except MemoryError:
+        raise
+    except BaseException as error:
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+            raise TextError(f"the model's tokenizer failed: {error}") from error
+        raise
 
 
 class Detokenizer(Protocol):
@@ -171,7 +188,8 @@ class WindowDetokenizer:
 
     def _decode(self) -> str:
         # What is to be hidden is not in the window.
-        return self._tokenizer.decode(self._window, skip_special_tokens=False)
+        decode = self._tokenizer.decode
+        return guarded(lambda: decode(self._window, skip_special_tokens=False))
 
 
 class NoText:
@@ -317,13 +335,14 @@ class TextCodec:
         """Return the text of tokens.
 
         Raises:
-            TextError: the model has no tokenizer.
+            TextError: the model has no tokenizer, or it failed.
         """
         if self._shown is not None:
             vocabulary = self._text if skip_special_tokens else self._shown
             return b"".join(map(vocabulary.bytes_of, tokens)).decode(errors="replace")
         # `Tokenizer.decode` would keep the interpreter's lock; see `encode`.
-        [text] = self._tokenizer.decode_batch([tokens], skip_special_tokens=skip_special_tokens)
+        decode = self._tokenizer.decode_batch
+        [text] = guarded(lambda: decode([tokens], skip_special_tokens=skip_special_tokens))
         return text
 
     def token_names(self, tokens: Sequence[int]) -> list[str]:
@@ -389,8 +408,12 @@ def encode(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> list
 
     `Tokenizer.encode` keeps the interpreter's lock until it is done, 1.1 s for a million
     characters, and no stream goes on meanwhile; that of batches does not.
+
+    Raises:
+        TextError: the tokenizer failed.
     """
-    [encoding] = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+    encode_all = tokenizer.encode_batch_fast
+    [encoding] = guarded(lambda: encode_all([text], add_special_tokens=add_special_tokens))
     ids: list[int] = encoding.ids
     return ids
 

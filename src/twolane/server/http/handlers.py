@@ -10,6 +10,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
 from twolane.frontend.generation import GenerationFailed, GenerationRefused
+from twolane.frontend.text.codec import TextError
 from twolane.server.http.calls import CLIENT_GONE, set_reason
 from twolane.server.http.errors import ApiError, error_body, error_for, from_validation
 from twolane.server.http.gone import ClientGone
@@ -75,6 +76,10 @@ def add_error_handlers(app: FastAPI, retry_after: Callable[[], int]) -> None:
     @app.exception_handler(GenerationRefused)
     async def engine_refused(request: Request, error: GenerationRefused) -> Response:
         return await refuse(request, from_engine(error, retry_after()))
+
+    @app.exception_handler(TextError)
+    async def tokenizer_failed(request: Request, error: TextError) -> Response:
+        return await refuse(request, ApiError(500, str(error), code="model_error"))
 
     @app.exception_handler(GenerationFailed)
     async def failed(request: Request, error: GenerationFailed) -> Response:
