@@ -188,3 +188,13 @@ def test_every_system_is_compared_on_one_card(tmp_path):
     found = saved(tmp_path / "simulated/qwen3-8b-azure-code-21ms.json")
     assert found["ratios"].keys() == {"auto", "chunked"}
     assert found["ratios"]["auto"] == 1.0
+
+
+def test_what_sharing_a_device_costs_is_measured(tmp_path):
+    few = ("--prompts", 6, "--systems", "muxwise", "--batches", "1 x 2,048")
+    out = tmp_path / "sharing.json"
+    run("sharing.py", "--simulate", "h200", *few, "--out", out, cwd=tmp_path)
+    found = saved(out)
+    assert 0 < found["sharing"]["muxwise"]["utilisation"] < 1.2
+    assert 0 <= found["sharing"]["muxwise"]["idle with work"] < 1
+    assert -0.1 < found["slicing"]["1 x 2,048"]["cost"] < 1
