@@ -98,6 +98,66 @@ def one_card() -> Iterator[list[str]]:
         yield [place, str(panel["tbt_ms"]), rest, "not run", "-", "-", "-"]
 
 
+def sharing() -> Iterator[list[str]]:
+    """Rows of how systems share a device, of all files."""
+    for path, found in _files("sharing*.json"):
+        for system, shares in found["sharing"].items():
+            cells = [shares["utilisation"], shares["bubbles"], shares["idle with work"]]
+            shown = [f"{share:.1%}" for share in cells]
+            yield [found["device"], f"`{system}`", *shown, _made(path, found)]
+
+
+def slicing() -> Iterator[list[str]]:
+    """Rows of what prefill layer by layer costs, of all files."""
+    for path, found in _files("sharing*.json"):
+        for batch, cost in found["slicing"].items():
+            whole, sliced = (f"{cost[name] * 1e3:.1f} ms" for name in ("whole", "sliced"))
+            yield [
+                found["device"],
+                batch,
+                whole,
+                sliced,
+                f"{cost['cost']:+.1%}",
+                _made(path, found),
+            ]
+
+
+def peers() -> Iterator[list[str]]:
+    """Rows of other engines, of all files; one that says so where there is none."""
+    rows = 0
+    for path, found in _files("peers/*.json"):
+        for row in found["rows"]:
+            rows += 1
+            own = [*row["auto_before"]["goodput"], *row["auto_after"]["goodput"]]
+            peer, engine = row["peer"], row["peer"].get("engine_itl_ms") or {}
+            gaps = f"{peer['client_p99_ms'] or 0:.1f}"
+            inside = f"{engine.get('p99_above')} to {engine.get('p99_within')}"
+            yield [
+                f"{found['peer']} on {found['card']}",
+                f"{row['tbt_ms']:g}",
+                f"{median(own):.1f} ({min(own):.1f} to {max(own):.1f})",
+                f"`{row['best']}`",
+                f"{median(peer['goodput']):.1f}",
+                "none held" if row["ratio"] is None else f"**{row['ratio']:.2f}**",
+                f"{gaps}; {inside if engine else 'not told'}",
+                _made(path, found),
+            ]
+    if not rows:
+        yield ["vLLM, SGLang", "9, 12, 21, 50", "not run", "-", "not run", "-", "-", "-"]
+
+
+def _files(pattern: str) -> Iterator[tuple[Path, dict[str, Any]]]:
+    for path in sorted(RESULTS.glob(pattern)):
+        yield path, json.loads(path.read_text())
+
+
+def _made(path: Path, found: dict[str, Any]) -> str:
+    """File, commit and date of a row."""
+    name, about = path.relative_to(RESULTS), found["provenance"]
+    link = f"[{name}](../benchmarks/results/{name})"
+    return f"{link}, {about['commit'][:7]}, {about['date'][:10]}"
+
+
 def _place(panel: dict[str, Any]) -> tuple[int, int, int]:
     """Order of the rows: by model, workload and bound."""
     model, dataset = list(MODELS), list(DATASETS)
@@ -180,6 +240,19 @@ TABLES = {
     "one-card": (
         "workload|TBT bound, ms|system|holds|patterns|of `auto`|card, commit, date",
         one_card,
+    ),
+    "peers": (
+        "engine and card|TBT bound, ms|`auto`, before and after|best setting|it holds|ratio|"
+        "P99 gap at the client; in its engine, ms|file, commit, date",
+        peers,
+    ),
+    "sharing": (
+        "device|system|SMs held|lanes idle|device idle with work|file, commit, date",
+        sharing,
+    ),
+    "slicing": (
+        "device|prefill batch|one launch|layer by layer|cost|file, commit, date",
+        slicing,
     ),
     "headlines": (papers.HEADLINES, papers.headlines),
     "missing": ("what|why it is not here", papers.missing),
