@@ -23,15 +23,14 @@ def shapes(spec: ModelSpec) -> dict[str, tuple[int, int]]:
     """Rows and columns of each linear module of a layer, by its name in checkpoints."""
     hidden, inner, q, kv = spec.hidden_size, spec.intermediate_size, spec.q_size, spec.kv_size
     ends = {"self_attn.o_proj": (hidden, q), "mlp.down_proj": (hidden, inner)}
-    if spec.family == "phi3":
-        joined = {
-            "self_attn.qkv_proj": (q + 2 * kv, hidden),
-            "mlp.gate_up_proj": (2 * inner, hidden),
-        }
-        return joined | ends
     sizes = {"q": q, "k": kv, "v": kv}
     attention = {f"self_attn.{n}_proj": (rows, hidden) for n, rows in sizes.items()}
-    return attention | {f"mlp.{n}_proj": (inner, hidden) for n in ("gate", "up")} | ends
+    mlp = {f"mlp.{n}_proj": (inner, hidden) for n in ("gate", "up")}
+    if spec.family == "phi3":
+        attention = {"self_attn.qkv_proj": (q + 2 * kv, hidden)}
+    if spec.family in ("phi3", "glm", "glm4"):
+        mlp = {"mlp.gate_up_proj": (2 * inner, hidden)}
+    return attention | mlp | ends
 
 
 def make_adapter(

@@ -16,13 +16,22 @@ from twolane.model.sharding import Shard
 
 from .adapters import JOINED, MODULES, make_adapter
 from .checkpoints import make_checkpoint
-from .passes import PAGE, Pool, close, prompt
+from .passes import PAGE, Pool, prompt
 
-FAMILIES = ("llama31", "llama-bias", "mistral", "qwen2", "qwen3", "phi3")
+FAMILIES = (
+    *("llama31", "llama-bias", "mistral", "qwen2", "qwen3", "phi3", "phi4-mini"),
+    *("granite", "smollm3", "olmo2", "glm", "glm4"),
+)
 
 
 def load(path, decoder, **more):
     return read_adapter(path, decoder.shard, decoder.dtype, **more)
+
+
+def alike(ours, theirs):
+    """Adapters of such strength amplify the rounding of float32; a wrong one differs by more than
+    1."""
+    torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=1e-3)
 
 
 def run(decoder, pool, sequences, slots):
@@ -79,7 +88,7 @@ def test_every_family_computes_what_merged_weights_compute(family, tmp_path):
     pool, tokens = AdapterPool(decoder.weights, 1), prompt(40)
     pool.put(0, load(adapter, decoder))
     [ours] = run(decoder, pool, [tokens], [0])
-    close(ours, alone(merged(base, adapter, tmp_path / "merged"), tokens))
+    alike(ours, alone(merged(base, adapter, tmp_path / "merged"), tokens))
     assert (ours - alone(decoder, tokens)).abs().max() > 1.0
 
 
@@ -92,7 +101,7 @@ def test_each_module_alone(module, decoder, base, tmp_path):
     pool, tokens = AdapterPool(decoder.weights, 1), prompt(20)
     pool.put(0, load(adapter, decoder))
     [ours] = run(decoder, pool, [tokens], [0])
-    close(ours, alone(merged(base, adapter, tmp_path / "merged"), tokens))
+    alike(ours, alone(merged(base, adapter, tmp_path / "merged"), tokens))
     assert not torch.equal(ours, alone(decoder, tokens))
 
 
@@ -103,7 +112,7 @@ def test_each_rank(rank, rslora, decoder, base, tmp_path):
     adapter = make_adapter(base, tmp_path / "adapter", rank=rank, config=config)
     pool, tokens = AdapterPool(decoder.weights, 1), prompt(20)
     pool.put(0, load(adapter, decoder))
-    close(
+    alike(
         run(decoder, pool, [tokens], [0])[0],
         alone(merged(base, adapter, tmp_path / "merged"), tokens),
     )
@@ -115,7 +124,7 @@ def test_ranks_and_alphas_of_some_modules(decoder, base, tmp_path):
     pool, tokens = AdapterPool(decoder.weights, 1), prompt(20)
     pool.put(0, load(adapter, decoder))
     want = alone(merged(base, adapter, tmp_path / "merged"), tokens)
-    close(run(decoder, pool, [tokens], [0])[0], want)
+    alike(run(decoder, pool, [tokens], [0])[0], want)
 
 
 def test_eight_adapters_and_none_in_one_batch(decoder, base, tmp_path):
@@ -128,7 +137,7 @@ def test_eight_adapters_and_none_in_one_batch(decoder, base, tmp_path):
     sequences = [prompt(n, seed=i) for i, n in enumerate(lengths)]
     together = run(decoder, pool, sequences, slots)
     for ours, tokens, slot in zip(together, sequences, slots, strict=True):
-        close(ours, run(decoder, pool, [tokens], [slot])[0])
+        alike(ours, run(decoder, pool, [tokens], [slot])[0])
 
 
 def test_without_adapters_the_products_are_the_decoders_own(decoder, base, tmp_path):
@@ -158,7 +167,7 @@ def test_adapters_in_sixteen_bits(dtype, decoder, base, tmp_path):
     pool, tokens = AdapterPool(decoder.weights, 1), prompt(20)
     pool.put(0, load(adapter, decoder))
     want = alone(merged(base, adapter, tmp_path / "merged"), tokens)
-    close(run(decoder, pool, [tokens], [0])[0], want)
+    alike(run(decoder, pool, [tokens], [0])[0], want)
 
 
 def test_parts_of_two_ranks_add_up(decoder, base, tmp_path):
@@ -315,7 +324,7 @@ def test_folders_that_are_no_adapters_are_refused(decoder, base, tmp_path):
         load(path, decoder)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "phi3"])
+@pytest.mark.parametrize("family", ["qwen3", "phi3", "glm4"])
 def test_logits_are_those_of_peft(family, tmp_path):
     """An adapter that PEFT has made and saved, with all that it writes into the config."""
     peft = pytest.importorskip("peft")
@@ -336,5 +345,5 @@ def test_logits_are_those_of_peft(family, tmp_path):
     pool, tokens = AdapterPool(decoder.weights, 1), prompt(40)
     pool.put(0, load(tmp_path / "adapter", decoder))
     want = model(tokens[None]).logits[0].float()
-    close(run(decoder, pool, [tokens], [0])[0], want)
+    alike(run(decoder, pool, [tokens], [0])[0], want)
     assert (want - alone(decoder, tokens)).abs().max() > 1.0

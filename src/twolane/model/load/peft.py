@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from twolane.common.checked_json import converted, read_json
+from twolane.model.load.configs import JOINED
 from twolane.model.load.safetensors import Safetensors
 from twolane.model.lora import MOST_RANK, Adapter, LoraProduct, Section
 from twolane.model.rope import pair_rows
@@ -197,19 +198,14 @@ def _modules(spec: ModelSpec) -> dict[str, _Module]:
     o = _Module("o", hidden, q, ("self_attn.o_proj",))
     names = tuple(f"self_attn.{n}_proj" for n in "qkv")
     halves = "mlp.gate_proj", "mlp.up_proj"
-    ends = {"mlp.down_proj": down, "self_attn.o_proj": o}
-    if spec.family == "phi3":
-        return {
-            "self_attn.qkv_proj": _Module("qkv", q + 2 * kv, hidden, names),
-            "mlp.gate_up_proj": _Module("gate_up", 2 * inner, hidden, halves),
-            **ends,
-        }
     rows = dict(zip(names, (q, kv, kv), strict=True))
-    return {
-        **{name: _Module("qkv", rows[name], hidden, (name,)) for name in names},
-        **{name: _Module("gate_up", inner, hidden, (name,)) for name in halves},
-        **ends,
-    }
+    attention = {name: _Module("qkv", rows[name], hidden, (name,)) for name in names}
+    mlp = {name: _Module("gate_up", inner, hidden, (name,)) for name in halves}
+    if spec.family == "phi3":
+        attention = {"self_attn.qkv_proj": _Module("qkv", q + 2 * kv, hidden, names)}
+    if spec.family in JOINED:
+        mlp = {"mlp.gate_up_proj": _Module("gate_up", 2 * inner, hidden, halves)}
+    return {**attention, **mlp, "self_attn.o_proj": o, "mlp.down_proj": down}
 
 
 def _parts(shard: Shard) -> dict[str, _Part]:
