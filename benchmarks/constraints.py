@@ -130,7 +130,7 @@ def mask_cost(tokenizer: str, vocab_size: int, eos: int) -> dict[str, float]:
     grammars = Grammars(tokenizer, vocab_size, (eos,), lambda: None)
     grammar, costs = json_schema_grammar(SCHEMA), {}
     for rows in (1, 16, 64):
-        tied = [grammars.constraint(grammar, {eos}).result() for _ in range(rows)]
+        tied = [grammars.constraint(grammar, {eos}).result()[0] for _ in range(rows)]
         seconds = []
         for step in range(50):
             begun = time.perf_counter()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -36,6 +36,7 @@ from twolane.lanes.work import (
     Sampling,
     SlotUpdate,
     TokenMask,
+    Work,
     pack,
 )
 from twolane.model.decoder import Decoder
@@ -305,6 +306,33 @@ def test_a_pass_of_the_decode_lane_has_buffers_of_its_own(world: World) -> None:
     world.run([running], [(other, 6)], lane="decode")
     after = passes.residual, passes.positions, passes.write_slots
     assert all(map(torch.equal, before, after)) and not world.split
+
+
+def test_masks_may_follow_the_forward_pass(world: World) -> None:
+    """Of a step, of a pass of steps and prompts, and of a prompt's last slice."""
+    running, other, last = (Asked(s, [5 + s] * 20, [2 * s, 2 * s + 1]) for s in range(3))
+    world.prefill(running, 19)
+
+    def chosen(work: Work, lane: LaneName, **masks: int) -> Sequence[int]:
+        queued = world.runner.run(work, lane, UNITS)
+        assert not queued.steps and queued.end is not None
+        slots = world.slots.last_token.clone()
+        bits = {int(name[1:]): (1 << token).to_bytes(32, "little") for name, token in masks.items()}
+        world.runner.constrain([TokenMask(slot, allowed) for slot, allowed in bits.items()])
+        [step] = queued.end()
+        assert world.slots.last_token[list(bits)].tolist() == list(masks.values())
+        assert not torch.equal(slots, world.slots.last_token)
+        return cast("Sequence[int]", step.collect())
+
+    step = DecodeWork((DecodeRow(0, 19, 1),), 1, late=(0,))
+    assert chosen(step, "decode", s0=30) == [30]
+    chunk = (other, PromptRow(1, 0, 20, samples=True))
+    both = HybridWork((DecodeRow(0, 20, 1),), chunk[1:], tokens([chunk]), updates([chunk]))
+    assert chosen(msgspec.structs.replace(both, late=(0, 1)), "device", s0=31, s1=32) == [31, 32]
+    prompt = (last, PromptRow(2, 0, 20, samples=True))
+    opens = tokens([prompt]), updates([prompt])
+    slices = PrefillWork(7, prompt[1:], 0, world.spec.layers, True, *opens, late=(2,))
+    assert chosen(slices, "prefill", s2=33) == [33]
 
 
 def test_what_has_no_graph_is_not_sent(world: World) -> None:

@@ -30,7 +30,7 @@ from twolane.lanes.base import Step
 from twolane.lanes.cpu.follower import carry_out
 from twolane.lanes.cpu.lanes import CpuLanes
 from twolane.lanes.cpu.ranks import RankedLanes
-from twolane.lanes.cpu.runner import Runner
+from twolane.lanes.cpu.runner import LateMasks, Runner, nothing_late
 from twolane.lanes.work import (
     DecodeRow,
     DecodeWork,
@@ -82,9 +82,9 @@ class Late(Runner):
 
     rng = random.Random(0)
 
-    def run(self, work: Work) -> Iterator[Step]:
+    def run(self, work: Work, masks: LateMasks = nothing_late) -> Iterator[Step]:
         torch.set_num_threads(1)
-        for step in super().run(work):
+        for step in super().run(work, masks):
             if self.rng.random() < 0.3:
                 time.sleep(self.rng.random() * DELAY)
             yield step
@@ -174,7 +174,7 @@ class Idle:
 
     def bind(self, lane: str) -> None: ...
 
-    def run(self, work: Work) -> Iterator[Step]:
+    def run(self, work: Work, masks: LateMasks) -> Iterator[Step]:
         yield Step()
 
 

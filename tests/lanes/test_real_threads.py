@@ -22,7 +22,7 @@ from twolane.common.vocabulary import LaneName
 from twolane.engine import launch
 from twolane.lanes.base import Step
 from twolane.lanes.cpu.lanes import CpuLanes
-from twolane.lanes.cpu.runner import Runner
+from twolane.lanes.cpu.runner import LateMasks, Runner
 from twolane.lanes.work import Work
 from twolane.systems.registry import System, make_system
 
@@ -56,12 +56,12 @@ class Watched:
         self._at_work = 0
         self._lock = threading.Lock()
 
-    def run(self, work: Work) -> Iterator[Step]:
+    def run(self, work: Work, masks: LateMasks) -> Iterator[Step]:
         torch.set_num_threads(1)  # of this lane
         with self._lock:
             self._seen["side by side"] += self._at_work > 0
             self._at_work += 1
-        yield from self._runner.run(work)
+        yield from self._runner.run(work, masks)
         with self._lock:
             self._at_work -= 1
 

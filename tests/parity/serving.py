@@ -18,7 +18,7 @@ from twolane.engine.trace import Trace
 from twolane.estimate.online import OnlineEstimator
 from twolane.lanes.base import Lanes, Step
 from twolane.lanes.cpu.lanes import CpuLanes
-from twolane.lanes.cpu.runner import Runner
+from twolane.lanes.cpu.runner import LateMasks, Runner
 from twolane.lanes.work import Work
 from twolane.model.attention import KVCache
 from twolane.model.decoder import Decoder
@@ -60,9 +60,9 @@ class OneThread(Runner):
     want the cores, too, and tiny models gain nothing from it.
     """
 
-    def run(self, work: Work) -> Iterator[Step]:
+    def run(self, work: Work, masks: LateMasks) -> Iterator[Step]:
         torch.set_num_threads(1)
-        yield from super().run(work)
+        yield from super().run(work, masks)
 
 
 class LocalPort:

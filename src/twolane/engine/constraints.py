@@ -1,15 +1,18 @@
 """Grammars that constrain answers: compiled beside the loop, with one matcher for each request."""
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from llguidance import LLMatcher, LLTokenizer
 
 from twolane.common.grammars import parser_limits
+from twolane.common.resources import usable_cores
 
 KEPT_GRAMMARS = 64
 """The compiler keeps this many compiled grammars, the latest ones."""
+MOST_THREADS = 4
+"""Masks are computed in at most this many threads."""
 
 
 class GrammarError(ValueError):
@@ -19,7 +22,8 @@ class GrammarError(ValueError):
 class Constraint:
     """What one request may say next, by its grammar.
 
-    Invariant: the matcher has taken exactly the output tokens that were delivered.
+    The loop tells it the tokens that are delivered; whoever asks for the mask, one at a time, in
+    any thread, has the matcher take them first.
 
     Args:
         matcher: at its start.
@@ -39,11 +43,12 @@ class Constraint:
         self._bytes = -(-vocab_size // 8)
         self._stops = stops
         self._eos = eos_token_ids
+        self._delivered: deque[int] = deque()
+        """Tokens that the matcher has not taken."""
 
     def take(self, token: int) -> None:
         """Go on behind an output token that was delivered."""
-        if not self._matcher.is_stopped():
-            self._matcher.consume_token(token)
+        self._delivered.append(token)
 
     def mask(self) -> bytes:
         """Return a bit for each token of the vocabulary, the lowest first: whether it may be next.
@@ -51,6 +56,10 @@ class Constraint:
         Raises:
             GrammarError: the grammar has become too complex for its limits.
         """
+        while self._delivered:
+            token = self._delivered.popleft()
+            if not self._matcher.is_stopped():
+                self._matcher.consume_token(token)
         mask = bytearray(self._matcher.compute_bitmask()[: self._bytes])
         if self._matcher.is_error():
             raise GrammarError(" ".join(self._matcher.get_error().split())[:500])
@@ -59,6 +68,42 @@ class Constraint:
             for token in self._stops:
                 mask[token // 8] |= 1 << token % 8
         return bytes(mask)
+
+
+class MaskThreads:
+    """Computes masks beside the loop: the matchers give up Python's lock meanwhile.
+
+    Args:
+        notify: called from a thread when the masks of a batch are there.
+    """
+
+    def __init__(self, notify: Callable[[], None]) -> None:
+        self._notify = notify
+        self._threads = ThreadPoolExecutor(_threads(), thread_name_prefix="masks")
+
+    def start(self, constraints: Sequence[Constraint]) -> Sequence[Future[bytes]]:
+        """Compute the mask of each; a future has a `GrammarError` where there is none."""
+        parts: list[list[tuple[Constraint, Future[bytes]]]] = [[] for _ in range(_threads())]
+        masks: list[Future[bytes]] = [Future() for _ in constraints]
+        for place, pair in enumerate(zip(constraints, masks, strict=True)):
+            parts[place % len(parts)].append(pair)
+        for part in parts:
+            if part:
+                self._threads.submit(self._compute, part)
+        return masks
+
+    def _compute(self, part: Sequence[tuple[Constraint, Future[bytes]]]) -> None:
+        for constraint, mask in part:
+            try:
+                mask.set_result(constraint.mask())
+            except BaseException as error:  # whoever asks for the mask raises it
+                mask.set_exception(error)
+        self._notify()
+
+
+def _threads() -> int:
+    """The number of threads that compute masks: a core each, as far as lanes leave some."""
+    return max(1, min(MOST_THREADS, len(usable_cores()) // 4))
 
 
 class Grammars:
@@ -86,13 +131,14 @@ class Grammars:
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
 
-    def constraint(self, grammar: str, stops: Collection[int]) -> Future[Constraint]:
-        """Compile a grammar; the future has the constraint of one request, or a `GrammarError`."""
+    def constraint(self, grammar: str, stops: Collection[int]) -> Future[tuple[Constraint, bytes]]:
+        """Compile a grammar; the future has the constraint of one request and the mask of its
+        first token, or a `GrammarError`."""
         found = self._thread.submit(self._constraint, grammar, stops)
         found.add_done_callback(lambda _: self._notify())
         return found
 
-    def _constraint(self, grammar: str, stops: Collection[int]) -> Constraint:
+    def _constraint(self, grammar: str, stops: Collection[int]) -> tuple[Constraint, bytes]:
         matcher = self._compiled.get(grammar)
         if matcher is None:
             matcher = LLMatcher(self._vocabulary_now(), grammar, limits=parser_limits())
@@ -102,7 +148,8 @@ class Grammars:
             if len(self._compiled) > KEPT_GRAMMARS:
                 self._compiled.popitem(last=False)
         self._compiled.move_to_end(grammar)
-        return Constraint(matcher.deep_copy(), self._vocab_size, stops, self._eos)
+        constraint = Constraint(matcher.deep_copy(), self._vocab_size, stops, self._eos)
+        return constraint, constraint.mask()
 
     def _vocabulary_now(self) -> LLTokenizer:
         """The tokenizer as llguidance has it, made once.

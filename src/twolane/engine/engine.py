@@ -11,10 +11,11 @@ from msgspec.structs import replace
 from twolane.common.errors import FieldError
 from twolane.common.vocabulary import LANES, LaneName
 from twolane.engine.adapters.registry import AdapterRegistry
-from twolane.engine.constraints import Constraint, GrammarError, Grammars
+from twolane.engine.constraints import Constraint, GrammarError, Grammars, MaskThreads
 from twolane.engine.kv import KVBooks, Lookup
 from twolane.engine.kv_events.publisher import KVEventPublisher
 from twolane.engine.landmarks import LandmarkWatcher
+from twolane.engine.late_masks import LateMasks
 from twolane.engine.launch import carry_out, joining
 from twolane.engine.messages import (
     Abort,
@@ -33,7 +34,7 @@ from twolane.engine.messages import (
 )
 from twolane.engine.overlap import lane_waits
 from twolane.engine.pacing import Pacer
-from twolane.engine.reap import learn, reap, update_masks
+from twolane.engine.reap import learn, reap
 from twolane.engine.request import Request
 from twolane.engine.state import State
 from twolane.engine.trace import Trace
@@ -68,7 +69,8 @@ class Engine:
         pacer: decides when each token is due.
         trace: where to report what happened.
         kv_events: publishes what enters and leaves the prefix tree.
-        notify: wakes the loop; called from another thread when a grammar has been compiled.
+        notify: wakes the loop; called from another thread when a grammar has been compiled, and
+            when masks are there.
         adapters: those that requests may ask for; None: there are none.
     """
 
@@ -110,7 +112,8 @@ class Engine:
         """Those that are loaded."""
         self._grammars: Grammars | None = None
         """None until the API process has sent the vocabulary."""
-        self._compiling: dict[str, Future[Constraint]] = {}
+        self._masks = LateMasks(self.state, MaskThreads(notify))
+        self._compiling: dict[str, Future[tuple[Constraint, bytes]]] = {}
         """Grammars of requests that are held back until they are compiled, by the requests' ids."""
         self._arrivals = 0
         self._told = self.stats()
@@ -144,11 +147,14 @@ class Engine:
                 self._pinged = True
             else:
                 self._end(message.id, "stop", message.tokens)
-        return self._take_compiled() or news
+        masked = self._masks.take()
+        self._moved |= masked
+        return self._take_compiled() or masked or news
 
     def reap(self) -> bool:
         """Deliver finished work; whether there was any."""
         moved = reap(self.state)
+        self._masks.start()
         self._moved |= self.adapters.settle(self.state.adapters_named) | moved
         return moved
 
@@ -163,7 +169,6 @@ class Engine:
         if isinstance(self.state.estimator, AdapterEstimator):
             self.state.estimator.running = len(self.state.adapters_named() - {-1})
         self.state.advance_elder()
-        self._moved |= update_masks(self.state)
         plan, self._memory = self._system.plan(self.view(), self._memory)
         return plan
 
@@ -292,8 +297,7 @@ class Engine:
             found, state = self._compiling.pop(id), self.state
             for request in list(state.held.get(_compiler_of(id), ())):
                 try:
-                    request.constraint = found.result()
-                    request.mask = request.constraint.mask()
+                    request.constraint, request.mask = found.result()
                 except GrammarError as error:
                     state.fail(request, f"grammar {error}")
                 else:

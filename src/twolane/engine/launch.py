@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from twolane.common.vocabulary import LANES, LaneName
 from twolane.engine.kv import Allocation
 from twolane.engine.overlap import corunner_now
-from twolane.engine.request import BatchChunk, Flight, Phase, PrefillBatch, Request
+from twolane.engine.request import BatchChunk, Flight, LateRow, Phase, PrefillBatch, Request
 from twolane.engine.state import State
 from twolane.estimate.query import Load, decode_step, hybrid_pass, prefill_slice
 from twolane.lanes.base import Ticket, patience
@@ -147,6 +147,7 @@ def _launch_slice(state: State, launch: Launch, part: PrefillSlice, reason: str)
     if not part.first < part.last <= state.layers:
         raise PlanError(f"launches {part} of a model with {state.layers} layers")
     chunks = batch.chunks
+    late = _late_chunks(chunks) if part.last == state.layers else ()
     work = PrefillWork(
         batch=batch.id,
         rows=tuple([chunk.row for chunk in chunks]),
@@ -156,13 +157,14 @@ def _launch_slice(state: State, launch: Launch, part: PrefillSlice, reason: str)
         chunks=() if part.first else _inputs(chunks),
         slots=() if part.first else _chunk_updates(chunks),
         masks=_chunk_masks(chunks) if part.last == state.layers else (),
+        late=_slots_of(late),
     )
     shape = prefill_slice(_load(chunks), part.last - part.first, finishes=work.finishes)
     shape = shape._replace(adapters=_adapters(chunks))
     corunner = corunner_now(state, launch.lane)
     predicted = state.estimator.predict(shape, launch.units, corunner)
     rows = [(chunk.request, chunk.allocation) for chunk in chunks]
-    _take_off(state, work, Flight(launch, rows, shape, predicted, reason, batch))
+    _take_off(state, work, Flight(launch, rows, shape, predicted, reason, batch, late=late))
     _advance(state, batch, chunks, launch.lane, part.last)
     return True
 
@@ -190,21 +192,23 @@ def _launch_decode(state: State, launch: Launch, steps: DecodeSteps, reason: str
     if steps.k < 1:
         raise PlanError(f"launches {steps.k} decode steps")
     ready = _ready(state, _joined(launch.lane, steps.waits))
-    constrained = [request for request in ready if request.constraint is not None]
-    if any(request.awaits_token for request in constrained):
+    if any(request.owed for request in ready):
         return False
+    constrained = any(request.constraint is not None for request in ready)
     reserved = _reserve(state, ready, 1 if constrained else steps.k)
     if not reserved.rows:
         return False
-    rows = reserved.rows
-    work = DecodeWork(_decode_rows(rows), reserved.k, _updates(rows), _masks(rows))
+    rows, late = reserved.rows, _late(reserved.rows)
+    told = _updates(rows), _masks(rows), _slots_of(late)
+    work = DecodeWork(_decode_rows(rows), reserved.k, *told)
     shape = decode_step(Load.decode([row.position for row in work.rows]))
     shape = shape._replace(adapters=_adapters((), rows))
     corunner = corunner_now(state, launch.lane)
     step = state.estimator.predict(shape, launch.units, corunner)
     predicted = step * reserved.k if step is not None else None
     named = [(request, allocation) for request, allocation, _ in rows]
-    _take_off(state, work, Flight(launch, named, shape, predicted, reason + reserved.note))
+    flight = Flight(launch, named, shape, predicted, reason + reserved.note, late=late)
+    _take_off(state, work, flight)
     _advance_decode(reserved.rows)
     return True
 
@@ -214,21 +218,23 @@ def _launch_hybrid(state: State, launch: Launch, reason: str) -> bool:
     if batch is None or batch.layers_launched:
         raise PlanError("launches a hybrid without an open batch, or one begun in slices")
     ready = _ready(state, _joined(launch.lane))
-    reserved = _reserve(state, [r for r in ready if not r.awaits_token], 1)
+    reserved = _reserve(state, [request for request in ready if not request.owed], 1)
     chunks = batch.chunks
+    late = (*_late(reserved.rows), *_late_chunks(chunks))
     work = HybridWork(
         decode=_decode_rows(reserved.rows),
         prompts=tuple([chunk.row for chunk in chunks]),
         chunks=_inputs(chunks),
         slots=(*_updates(reserved.rows), *_chunk_updates(chunks)),
         masks=(*_masks(reserved.rows), *_chunk_masks(chunks)),
+        late=_slots_of(late),
     )
     shape = hybrid_pass(_load(chunks, [row.position for row in work.decode]))
     shape = shape._replace(adapters=_adapters(chunks, reserved.rows))
     rows = [(request, allocation) for request, allocation, _ in reserved.rows]
     rows += [(chunk.request, chunk.allocation) for chunk in chunks]
     predicted = state.estimator.predict(shape, launch.units)
-    flight = Flight(launch, rows, shape, predicted, reason + reserved.note, batch)
+    flight = Flight(launch, rows, shape, predicted, reason + reserved.note, batch, late=late)
     _take_off(state, work, flight)
     _advance_decode(reserved.rows)
     _advance(state, batch, chunks, launch.lane, state.layers)
@@ -250,6 +256,10 @@ def _take_off(state: State, work: Work, flight: Flight) -> None:
     flight.ticket.patience = patience(flight.predicted)
     state.kv.launched(allocations, flight.ticket)
     state.flights.append(flight)
+    if flight.late:
+        state.owed.append(flight)
+        for row in flight.late:
+            row.request.owed = True
 
 
 def _tickets_elsewhere(lane: LaneName, allocations: Iterable[Allocation]) -> list[Ticket]:
@@ -304,7 +314,30 @@ def _update(held: Allocation, sampling: Sampling | None = None) -> SlotUpdate:
 
 def _masks(rows: "Rows") -> tuple[TokenMask, ...]:
     """The tokens that the constrained ones of these decode rows may choose."""
-    return tuple([TokenMask(held.slot, r.mask) for r, held, _ in rows if r.mask is not None])
+    known = [(held.slot, request.next_mask) for request, held, _ in rows]
+    return tuple([TokenMask(slot, mask) for slot, mask in known if mask is not None])
+
+
+def _late(rows: "Rows") -> Sequence[LateRow]:
+    """The constrained ones of these decode rows whose masks are not known."""
+    return [
+        LateRow(request, held, len(request.tokens) + request.in_flight)
+        for request, held, _ in rows
+        if request.constraint is not None and request.next_mask is None
+    ]
+
+
+def _late_chunks(chunks: Sequence[BatchChunk]) -> Sequence[LateRow]:
+    """The same of prompts that end in a batch: their requests were sent back a moment ago."""
+    return [
+        LateRow(chunk.request, chunk.allocation, len(chunk.request.tokens))
+        for chunk in chunks
+        if chunk.final and chunk.request.constraint is not None and chunk.request.mask is None
+    ]
+
+
+def _slots_of(late: Sequence[LateRow]) -> tuple[int, ...]:
+    return tuple([row.allocation.slot for row in late])
 
 
 def _chunk_masks(chunks: Sequence[BatchChunk]) -> tuple[TokenMask, ...]:

@@ -2,7 +2,6 @@
 
 from math import isfinite
 
-from twolane.engine.constraints import GrammarError
 from twolane.engine.kv import Allocation
 from twolane.engine.messages import Launched
 from twolane.engine.overlap import OTHER, Mixed, corunner_then
@@ -172,21 +171,6 @@ def learn(state: State) -> None:
     for flight in state.unlearnt:
         _observe(state, flight)
     state.unlearnt.clear()
-
-
-def update_masks(state: State) -> bool:
-    """Compute the masks of requests that got a token; whether one of them cannot go on."""
-    failed = False
-    for request in state.unmasked:
-        if request.constraint is None or request.phase is Phase.FINISHED:
-            continue
-        try:
-            request.mask = request.constraint.mask()
-        except GrammarError as error:
-            state.fail(request, f"grammar {error}")
-            failed = True
-    state.unmasked.clear()
-    return failed
 
 
 def _observe(state: State, flight: Flight) -> None:

@@ -4,6 +4,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 from twolane.common.page_hash import salt_bytes
 from twolane.common.vocabulary import LaneName
@@ -59,8 +60,9 @@ class Request:
     constraint: Constraint | None = None
     """What its grammar allows, once it is compiled; None: everything."""
     mask: bytes | None = None
-    """The tokens that the constraint allows next; None: to be computed when the latest token has
-    been delivered."""
+    """The tokens that the constraint allows behind those delivered; None: it is being computed."""
+    owed: bool = False
+    """Whether a launch of it waits for its mask: nothing more is launched for it until then."""
     looked_up: Lookup | None = None
     """Its last answer."""
     phase: Phase = Phase.WAITING
@@ -82,11 +84,14 @@ class Request:
     """Seconds for which the latest token is held back."""
 
     @property
-    def awaits_token(self) -> bool:
-        """Whether nothing may be launched for it before its latest token is known."""
-        return self.constraint is not None and (
-            self.mask is None or self.context >= len(self.tokens) or self.phase is Phase.PREFILL
-        )
+    def in_flight(self) -> bool:
+        """Whether a token of it has been launched and not delivered."""
+        return self.phase is Phase.PREFILL or self.context >= len(self.tokens)
+
+    @property
+    def next_mask(self) -> bytes | None:
+        """What may be chosen in its next decode step; None: everything, or the mask is late."""
+        return None if self.in_flight else self.mask
 
     @property
     def started(self) -> bool:
@@ -222,6 +227,26 @@ class PrefillBatch:
         return [each for each in self.members if each.request.allocation is each.allocation]
 
 
+class LateRow(NamedTuple):
+    """A row of a launch whose mask was not known then."""
+
+    request: Request
+    allocation: Allocation
+    tokens: int
+    """The mask is the one behind this many tokens of the request."""
+
+    @property
+    def left(self) -> bool:
+        """Whether the request has left the launch, and needs no mask in it."""
+        return self.request.allocation is not self.allocation
+
+    @property
+    def mask(self) -> bytes | None:
+        """The mask, if it is known."""
+        request = self.request
+        return request.mask if len(request.tokens) == self.tokens else None
+
+
 @dataclass(slots=True, eq=False)
 class Flight:
     """A launch and what the engine needs to know when its results arrive."""
@@ -236,6 +261,8 @@ class Flight:
     batch: PrefillBatch | None = None
     after: Sequence[Ticket] = ()
     """What it waits for in other lanes."""
+    late: Sequence[LateRow] = ()
+    """Rows whose masks follow the launch."""
     ticket: Ticket = field(init=False)
     launched_at: float = field(init=False)
     taken: int = 0

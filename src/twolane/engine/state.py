@@ -99,6 +99,8 @@ class State:
     counters: Counters = field(default_factory=Counters)
     unmasked: list[Request] = field(default_factory=list)
     """Constrained requests whose mask is to be computed, for a token has been delivered."""
+    owed: list[Flight] = field(default_factory=list)
+    """Launches that wait for masks (`Flight.late`), in launch order."""
     outputs: dict[tuple[str, float | None], Output] = field(default_factory=dict)
     """News for the API process, by request and by when its tokens are due."""
     refused: list[Refused] = field(default_factory=list)
@@ -197,7 +199,7 @@ class State:
             self.decoding.remove(request)
         if request.allocation is not None:
             self.kv.give_up(request.allocation)
-        request.allocation = None
+        request.allocation, request.owed = None, False
         request.context, request.to_generate = 0, request.limit - len(request.tokens)
         request.looked_up = None  # by now it has more tokens to find
         request.prompt_logprobs = []

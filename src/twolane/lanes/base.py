@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from twolane.common.vocabulary import LaneName
-from twolane.lanes.work import Work
+from twolane.lanes.work import TokenMask, Work
 from twolane.sampling import TokenLogprobs
 
 
@@ -170,6 +170,10 @@ class Lanes(Protocol):
         Never blocks. The units of the prefill lane are counted from one end of the device, those
         of the decode lane from the other: they overlap only if they add up to more than all.
         """
+
+    def allow(self, number: int, masks: Sequence[TokenMask]) -> None:
+        """Tell the masks that a launch waits for (`late`), once, of those of its slots whose
+        requests are still there."""
 
     def drop(self, batch: int) -> None:
         """Forget the hidden states of a batch of which no further slice is launched, when the

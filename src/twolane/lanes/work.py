@@ -129,6 +129,8 @@ class PrefillWork(msgspec.Struct, frozen=True, array_like=True, tag="prefill"):
     slots: tuple[SlotUpdate, ...] = ()
     masks: tuple[TokenMask, ...] = ()
     """Those of slots that may not choose every token, if the launch samples."""
+    late: tuple[int, ...] = ()
+    """Slots whose masks follow (`Lanes.allow`), before which nothing is sampled."""
 
 
 class DecodeWork(msgspec.Struct, frozen=True, array_like=True, tag="decode"):
@@ -139,6 +141,9 @@ class DecodeWork(msgspec.Struct, frozen=True, array_like=True, tag="decode"):
     slots: tuple[SlotUpdate, ...] = ()
     masks: tuple[TokenMask, ...] = ()
     """Those of slots that may not choose every token; `k` is 1 if there are any."""
+    late: tuple[int, ...] = ()
+    """Slots whose masks follow (`Lanes.allow`), before which nothing is sampled; `k` is 1 if
+    there are any."""
 
 
 class HybridWork(msgspec.Struct, frozen=True, array_like=True, tag="hybrid"):
@@ -151,6 +156,8 @@ class HybridWork(msgspec.Struct, frozen=True, array_like=True, tag="hybrid"):
     slots: tuple[SlotUpdate, ...] = ()
     masks: tuple[TokenMask, ...] = ()
     """Those of slots that may not choose every token."""
+    late: tuple[int, ...] = ()
+    """Slots whose masks follow (`Lanes.allow`), before which nothing is sampled."""
 
 
 Work = PrefillWork | DecodeWork | HybridWork

@@ -18,6 +18,7 @@ from twolane.lanes.work import (
     PrefillWork,
     PromptChunk,
     PromptRow,
+    TokenMask,
     Work,
     unpack,
     used_by,
@@ -146,6 +147,9 @@ class SimLanes:
         if self._begin():
             self._rate()
         return ticket
+
+    def allow(self, number: int, masks: Sequence[TokenMask]) -> None:
+        """See `Lanes.allow`: no grammar is simulated."""
 
     def drop(self, batch: int) -> None:
         """See `Lanes.drop`."""

@@ -10,7 +10,7 @@ from torch import distributed as dist
 
 from twolane.lanes.base import Step
 from twolane.lanes.cpu.lanes import CpuLanes
-from twolane.lanes.cpu.runner import Runner
+from twolane.lanes.cpu.runner import LateMasks, Runner, nothing_late
 from twolane.lanes.following import read_log, read_pool, read_start
 from twolane.lanes.settings import load_shard
 from twolane.lanes.work import AdapterRecord, DropRecord, LaunchRecord, Record, Work
@@ -23,9 +23,9 @@ from twolane.parallel.group import CpuGroup, RankLost
 class _OrDie(Runner):
     """A runner whose first error ends the process: the ranks have parted ways."""
 
-    def run(self, work: Work) -> Iterator[Step]:
+    def run(self, work: Work, masks: LateMasks = nothing_late) -> Iterator[Step]:
         try:
-            yield from super().run(work)
+            yield from super().run(work, masks)
         except RankLost as lost:
             print(lost, file=sys.stderr)
             os._exit(1)

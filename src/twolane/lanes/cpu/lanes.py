@@ -11,6 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 
@@ -19,7 +20,7 @@ import torch
 from twolane.common.vocabulary import EXCLUSIVE, LaneName
 from twolane.lanes.base import OpenTickets, Ticket
 from twolane.lanes.cpu.runner import Runner
-from twolane.lanes.work import PrefillWork, Work
+from twolane.lanes.work import PrefillWork, TokenMask, Work
 
 
 def partitions(cores: int) -> tuple[tuple[int, int], ...]:
@@ -31,6 +32,8 @@ def partitions(cores: int) -> tuple[tuple[int, int], ...]:
 @dataclass(slots=True, eq=False)
 class _CpuTicket(Ticket):
     finished: threading.Event = field(default_factory=threading.Event)
+    masks: Future[Sequence[TokenMask]] = field(default_factory=Future)
+    """The masks that it waits for before it samples."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +90,11 @@ class CpuLanes:
                 del self._slices[work.batch]
         return ticket
 
+    def allow(self, number: int, masks: Sequence[TokenMask]) -> None:
+        """See `Lanes.allow`."""
+        for ticket in self._open.pending((number,)):
+            ticket.masks.set_result(masks)
+
     def waiting(self) -> Sequence[Ticket]:
         """See `OpenLaunches.waiting`."""
         return self._open.waiting()
@@ -117,6 +125,8 @@ class CpuLanes:
 
     def close(self, timeout: float = 1.0) -> None:
         """End the threads when they are through with what is queued; wait for each so long."""
+        for ticket in self._open.waiting():
+            ticket.masks.cancel()  # nobody will tell them any more
         for worker in self._workers.values():
             worker.jobs.put(None)
         for worker in self._workers.values():
@@ -135,7 +145,7 @@ class CpuLanes:
         ticket = job.ticket
         ticket.start = self.clock()
         try:
-            for tokens in self._runner.run(job.work):
+            for tokens in self._runner.run(job.work, ticket.masks.result):
                 ticket.add(tokens, self.clock())
                 self._notify()
         except BaseException as error:  # the engine raises it on its own thread

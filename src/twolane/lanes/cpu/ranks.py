@@ -6,7 +6,7 @@ from twolane.common.vocabulary import LaneName
 from twolane.lanes.base import Ticket
 from twolane.lanes.cpu.lanes import CpuLanes
 from twolane.lanes.followers import Followers
-from twolane.lanes.work import AdapterRecord, DropRecord, LaunchRecord, Work
+from twolane.lanes.work import AdapterRecord, DropRecord, LaunchRecord, TokenMask, Work
 
 
 class RankedLanes:
@@ -26,6 +26,10 @@ class RankedLanes:
         ticket = self._lanes.launch(lane, units, work, after)
         self._followers.log(LaunchRecord(lane, units, work, tuple(after), ticket.number))
         return ticket
+
+    def allow(self, number: int, masks: Sequence[TokenMask]) -> None:
+        """See `Lanes.allow`; the other ranks do not sample."""
+        self._lanes.allow(number, masks)
 
     def drop(self, batch: int) -> None:
         """See `Lanes.drop`."""

@@ -1,6 +1,6 @@
 """Runs work on the model, eagerly, on the calling thread: what the CPU lanes do."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +18,7 @@ from twolane.lanes.work import (
     PrefillWork,
     PromptChunk,
     Sampling,
+    TokenMask,
     Work,
     unpack,
 )
@@ -31,6 +32,13 @@ from twolane.sampling import TokenLogprobs
 
 SCORED_LOGITS = 2**22
 """The most logits made at a time for a prompt's log-probabilities: 16 MiB, and as much again."""
+LateMasks = Callable[[], Sequence[TokenMask]]
+"""Waits for the masks that follow a launch."""
+
+
+def nothing_late() -> Sequence[TokenMask]:
+    """No masks follow."""
+    return ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,18 +88,21 @@ class Runner:
         self._paused: dict[int, _Paused] = {}
         """Batches between two slices, by id."""
 
-    def run(self, work: Work) -> Iterator[Step]:
-        """Do the work; yields what each step came to when it is done."""
+    def run(self, work: Work, masks: LateMasks = nothing_late) -> Iterator[Step]:
+        """Do the work; yields what each step came to when it is done.
+
+        `masks` is called before something is sampled whose masks follow the launch.
+        """
         self._slots.take(work.slots)
-        for mask in work.masks:
-            self._allowed[mask.slot] = mask.allowed
+        self._constrain(work.masks)
+        late = masks if work.late and not self._follows else nothing_late
         if isinstance(work, DecodeWork):
             for step in range(work.k):
-                yield self._decode(work.rows, step)
+                yield self._decode(work.rows, step, late)
         elif isinstance(work, PrefillWork):
-            yield self._prefill(work)
+            yield self._prefill(work, late)
         else:
-            yield self._hybrid(work)
+            yield self._hybrid(work, late)
 
     def load_adapter(self, slot: int, path: str) -> None:
         """See `Lanes.load_adapter`."""
@@ -110,15 +121,20 @@ class Runner:
         """Forget a batch that is not gone on with."""
         self._paused.pop(batch, None)
 
-    def _decode(self, rows: Sequence[DecodeRow], step: int) -> Step:
+    def _constrain(self, masks: Sequence[TokenMask]) -> None:
+        for mask in masks:
+            self._allowed[mask.slot] = mask.allowed
+
+    def _decode(self, rows: Sequence[DecodeRow], step: int, late: LateMasks) -> Step:
         alive = [i for i, row in enumerate(rows) if step < row.steps]
         points = [next_point(i, rows[i], step) for i in alive]
         places = [(point.slot, point.position - 1, 1) for point in points]
         hidden = self._decoder.embed(self._last_tokens([point.slot for point in points]))
         hidden = self._layers(hidden, self._rows(places), 0, self._decoder.spec.layers)
+        self._constrain(late())
         return self._sample(hidden, points, alive)
 
-    def _prefill(self, work: PrefillWork) -> Step:
+    def _prefill(self, work: PrefillWork, late: LateMasks) -> Step:
         paused = self._resume(work)
         rows = self._rows([(row.slot, row.start, row.count) for row in work.rows])
         hidden = self._layers(paused.hidden, rows, work.first, work.last)
@@ -126,6 +142,7 @@ class Runner:
             self._paused[work.batch] = _Paused(paused.batch, hidden)
             return Step()
         self.drop(work.batch)
+        self._constrain(late())
         return self._finish(hidden, SamplingPoints.of((), work.rows, paused.batch.chunks))
 
     def _resume(self, work: PrefillWork) -> _Paused:
@@ -139,13 +156,14 @@ class Runner:
         batch, left = paused.batch.left(work.rows)
         return _Paused(batch, paused.hidden[torch.from_numpy(left)])
 
-    def _hybrid(self, work: HybridWork) -> Step:
+    def _hybrid(self, work: HybridWork, late: LateMasks) -> Step:
         last = self._last_tokens([row.slot for row in work.decode])
         tokens = torch.cat([last, _tokens(work.chunks)])
         places = [(row.slot, row.position, 1) for row in work.decode]
         places += [(row.slot, row.start, row.count) for row in work.prompts]
         hidden = self._decoder.embed(tokens)
         hidden = self._layers(hidden, self._rows(places), 0, self._decoder.spec.layers)
+        self._constrain(late())
         return self._finish(hidden, SamplingPoints.of(work.decode, work.prompts, work.chunks))
 
     def _finish(self, hidden: Tensor, ends: SamplingPoints) -> Step:

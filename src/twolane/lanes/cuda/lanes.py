@@ -16,14 +16,16 @@ from twolane.lanes.cuda.device_clock import DeviceClock
 from twolane.lanes.cuda.events import new_event
 from twolane.lanes.cuda.green_contexts import GreenContexts
 from twolane.lanes.cuda.launch_thread import Launcher, Turn
-from twolane.lanes.cuda.runner import CudaRunner, Queued
+from twolane.lanes.cuda.runner import CudaRunner, End, Queued
 from twolane.lanes.followers import Followers
 from twolane.lanes.work import (
     DropRecord,
     FillRecord,
     LaunchRecord,
     PieceRecord,
+    PrefillWork,
     Record,
+    TokenMask,
     Work,
     used_by,
 )
@@ -46,6 +48,32 @@ class CudaTicket(Ticket):
         """End with an error."""
         self.error, self.end = error, time.monotonic()
         self.noted.set()
+
+
+@dataclass(frozen=True, slots=True)
+class _Half:
+    """A launch whose end waits for masks."""
+
+    ticket: CudaTicket
+    names: frozenset[str]
+    begun: torch.cuda.Event
+    end: End
+    after: Sequence[CudaTicket]
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A launch, or the end of a batch, that may have to come behind one that waits for masks."""
+
+    names: frozenset[str]
+    """What it uses, and the batch that it is of."""
+    run: Callable[[], None]
+    ticket: CudaTicket | None = None
+    after: Sequence[CudaTicket] = ()
+
+    def behind(self, other: "_Half | _Asked") -> bool:
+        """Whether it must come behind that one, which was asked for earlier."""
+        return not self.names.isdisjoint(other.names) or other.ticket in self.after
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +119,12 @@ class CudaLanes:
         self._last: dict[str, CudaTicket] = {}
         """The last launch that used each of what launches share."""
         self._open: OpenTickets[CudaTicket] = OpenTickets()
+        self._halves: dict[int, _Half] = {}
+        """Launches that wait for masks, by number."""
+        self._told: dict[int, Sequence[TokenMask]] = {}
+        """Masks of launches that have not begun, by number: a slice may be launched later."""
+        self._behind: list[_Asked] = []
+        """What must come behind these, in the order in which it was asked for."""
         self._watchers = {lane: _Watcher(lane, partitions.device, notify) for lane in LANES}
         self.units = partitions.units
         self.levels: Sequence[tuple[int, int]] = partitions.offered
@@ -104,6 +138,10 @@ class CudaLanes:
         launch = partial(self._launch, ticket, work, before)
         self._launcher.submit(launch, _turn(lane, work, before))
         return ticket
+
+    def allow(self, number: int, masks: Sequence[TokenMask]) -> None:
+        """See `Lanes.allow`; the other ranks do not sample."""
+        self._launcher.submit(partial(self._allow, number, masks), "step")
 
     def rest(self, seconds: float) -> None:
         """See `MachineLanes.rest`."""
@@ -143,19 +181,62 @@ class CudaLanes:
         self._launcher.thread.submit(torch.cuda.synchronize).result()
 
     def _launch(self, ticket: CudaTicket, work: Work, after: Sequence[CudaTicket]) -> None:
+        queue = partial(self._queue, ticket, work, after)
+        names = _names(ticket.lane, work)
+        self._go_on(_Asked(names, partial(self._timed, ticket, queue), ticket, after))
+        self._end_told()
+
+    def _go_on(self, asked: _Asked) -> None:
+        """Run what is asked for, if it must not come behind a launch that waits for masks: such a
+        launch has recorded nothing yet that others could wait for on the device."""
+        earlier: list[_Half | _Asked] = [*self._halves.values(), *self._behind]
+        if any(asked.behind(other) for other in earlier):
+            self._behind.append(asked)
+        else:
+            asked.run()
+
+    def _allow(self, number: int, masks: Sequence[TokenMask]) -> None:
+        self._told[number] = masks
+        self._end_told()
+
+    def _end_told(self) -> None:
+        """Queue the ends of launches whose masks are there, and what had to come behind them."""
+        while ready := self._halves.keys() & self._told.keys():
+            for number in ready:
+                half, masks = self._halves.pop(number), self._told.pop(number)
+                self._timed(half.ticket, partial(self._end, half, masks))
+            waiting, self._behind = self._behind, []
+            for asked in waiting:
+                self._go_on(asked)
+
+    def _timed(self, ticket: CudaTicket, queue: Callable[[], _Watched | None]) -> None:
+        """Queue a launch, or its end, and have the device watched when it has all of it."""
         asked, spent = self.clock(), self._spent
         try:
-            watched = self._queue(ticket, work, after)
+            watched = queue()
         except BaseException as error:  # the engine raises it on its own thread
             ticket.fail(error)
             self._notify()
             return
         ticket.launched = self.clock()
-        ticket.launching = ticket.launched - asked - (self._spent - spent)
-        self._spent += ticket.launching
-        self._watchers[ticket.lane].queue.put(watched)
+        took = ticket.launched - asked - (self._spent - spent)
+        ticket.launching += took
+        self._spent += took
+        if watched is not None:
+            self._watchers[ticket.lane].queue.put(watched)
 
-    def _queue(self, ticket: CudaTicket, work: Work, after: Sequence[CudaTicket]) -> _Watched:
+    def _end(self, half: _Half, masks: Sequence[TokenMask]) -> _Watched:
+        ticket, stream = half.ticket, half.ticket.stream
+        self.runner.constrain(masks)
+        with torch.cuda.stream(stream), torch.inference_mode():
+            queued = Queued(half.end())
+            ticket.ended.record(stream)
+        return _Watched(ticket, half.begun, queued, half.after)
+
+    def _queue(
+        self, ticket: CudaTicket, work: Work, after: Sequence[CudaTicket]
+    ) -> _Watched | None:
+        """Queue a launch; None: its end waits for masks."""
         ticket.stream = stream = self._partitions.stream(ticket.lane, ticket.units)
         with torch.cuda.stream(stream), torch.inference_mode():
             used = used_by(ticket.lane, work)
@@ -168,11 +249,19 @@ class CudaLanes:
             numbers = tuple([other.number for other in after])
             self._log(LaunchRecord(ticket.lane, ticket.units, work, numbers, ticket.number))
             queued = self.runner.run(work, ticket.lane, ticket.units, between)
-            ticket.ended.record(stream)
+            if queued.end is not None:
+                self._halves[ticket.number] = _Half(
+                    ticket, _names(ticket.lane, work), begun, queued.end, before
+                )
+            else:
+                ticket.ended.record(stream)
         self._last.update(dict.fromkeys(used, ticket))
-        return _Watched(ticket, begun, queued, before)
+        return None if queued.end is not None else _Watched(ticket, begun, queued, before)
 
     def _drop(self, batch: int) -> None:
+        self._go_on(_Asked(frozenset((_name(batch),)), partial(self._drop_now, batch)))
+
+    def _drop_now(self, batch: int) -> None:
         self._log(DropRecord(batch))
         self.runner.drop(batch)
 
@@ -212,6 +301,16 @@ class CudaLanes:
         """What must end first and is not ordered by the stream itself."""
         last = [self._last[name] for name in used if name in self._last]
         return [t for t in (*last, *after) if not t.done and t.stream is not stream]
+
+
+def _names(lane: LaneName, work: Work) -> frozenset[str]:
+    """What a launch uses, and the batch that it is of."""
+    batch = (_name(work.batch),) if isinstance(work, PrefillWork) else ()
+    return frozenset((*used_by(lane, work), *batch))
+
+
+def _name(batch: int) -> str:
+    return f"batch {batch}"
 
 
 def is_slice(lane: LaneName, work: Work) -> bool:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from types import MappingProxyType
 
 import numpy as np
@@ -28,6 +28,7 @@ from twolane.lanes.work import (
     HybridWork,
     PrefillWork,
     PromptRow,
+    TokenMask,
     Work,
 )
 from twolane.model.gpu_decoder import GpuDecoder, GpuKVCache, Workspace
@@ -56,6 +57,13 @@ class Queued:
     """Device memory that it reads and that was made in another launch, perhaps on another lane's
     stream: to be held until the work has ended, for the allocator hands out what is freed again on
     the stream where it was made, and knows nothing of readers elsewhere."""
+    end: "End | None" = None
+    """Queues the end of the work, if that waits for masks (`constrain`): on the same stream, and
+    before anything else that uses what the work does."""
+
+
+End = Callable[[], Sequence[PendingStep]]
+"""Queues the end of work whose forward pass is queued."""
 
 
 @dataclass(slots=True, eq=False)
@@ -163,38 +171,61 @@ class CudaRunner:
         """
         place = _Place(units, self._memory[lane], between)
         self.slots.take(work.slots)
-        self._extras.constrain(work.masks)
-        if isinstance(work, DecodeWork):
-            return Queued(self._decode(work, units))
+        self.constrain(work.masks)
         if isinstance(work, PrefillWork):
             return self._prefill(work, place)
-        return Queued(self._hybrid(work, place))
+        if isinstance(work, DecodeWork):
+            end = self._decode(work, units)
+        else:
+            end = self._hybrid(work, place)
+        return Queued((), end=end) if self._ends_late(work) else Queued(end())
+
+    def constrain(self, masks: Sequence[TokenMask]) -> None:
+        """Have these slots choose among some tokens the next time they are sampled."""
+        self._extras.constrain(masks)
+
+    def _ends_late(self, work: Work) -> bool:
+        """Whether the end waits for masks: other ranks sample nothing."""
+        return bool(work.late) and not self._decoder.follows
 
     def drop(self, batch: int) -> None:
         """Forget a batch that is not gone on with."""
         self._paused.pop(batch, None)
 
-    def _decode(self, work: DecodeWork, units: int) -> list[PendingStep]:
-        rows, steps = work.rows, self.steps
-        bucket = steps.bucket(len(rows))
+    def _decode(self, work: DecodeWork, units: int) -> End:
+        """Queue the forward pass of the first step."""
+        bucket = self.steps.bucket(len(work.rows))
         self.slots.upload(update.slot for update in work.slots)
-        pending = []
-        for step in range(work.k):
-            if step % MAX_STEPS == 0:
-                steps.inputs.send(rows, bucket, self.slots.padding, step)
-            alive = [i for i, row in enumerate(rows) if step < row.steps]
-            asked = self._extras.asked(next_point(i, rows[i], step) for i in alive)
-            steps.forward(units, bucket)
-            if self._decoder.follows:
-                self._extras.skip(asked)
-                steps.finish(units, bucket)
-                continue
-            scored = self._extras.adjust(steps.logits, asked)
+        self._forward(work, 0, bucket, units)
+
+        def end() -> list[PendingStep]:
+            pending = self._finish(work, 0, bucket, units)
+            for step in range(1, work.k):
+                self._forward(work, step, bucket, units)
+                pending += self._finish(work, step, bucket, units)
+            return pending
+
+        return end
+
+    def _forward(self, work: DecodeWork, step: int, bucket: int, units: int) -> None:
+        if step % MAX_STEPS == 0:
+            self.steps.inputs.send(work.rows, bucket, self.slots.padding, step)
+        self.steps.forward(units, bucket)
+
+    def _finish(self, work: DecodeWork, step: int, bucket: int, units: int) -> list[PendingStep]:
+        """Sample what the forward pass of a step has come to."""
+        rows, steps = work.rows, self.steps
+        alive = [i for i, row in enumerate(rows) if step < row.steps]
+        asked = self._extras.asked(next_point(i, rows[i], step) for i in alive)
+        if self._decoder.follows:
+            self._extras.skip(asked)
             steps.finish(units, bucket)
-            tokens = steps.step_tokens(step % MAX_STEPS, bucket)
-            scores = scored(chosen(tokens)) if asked else {}
-            pending.append(_read(tokens[: len(rows)], alive, alive, scores))
-        return pending
+            return []
+        scored = self._extras.adjust(steps.logits, asked)
+        steps.finish(units, bucket)
+        tokens = steps.step_tokens(step % MAX_STEPS, bucket)
+        scores = scored(chosen(tokens)) if asked else {}
+        return [_read(tokens[: len(rows)], alive, alive, scores)]
 
     def _prefill(self, work: PrefillWork, place: _Place) -> Queued:
         if work.first or work.finishes:  # the first of several has enough to do
@@ -213,18 +244,23 @@ class CudaRunner:
         self.drop(work.batch)
         ends = SamplingPoints.of((), work.rows, batch.batch.chunks)
         self._extras.begin(ends.begun)
-        return Queued(self._sample(batch.hidden, ends, place), (before, batch))
+        end, kept = self._sample(batch.hidden, ends, place), (before, batch)
+        return Queued((), kept, end) if self._ends_late(work) else Queued(end(), kept)
 
-    def _hybrid(self, work: HybridWork, place: _Place) -> Sequence[PendingStep]:
-        """One pass of decode rows, which come first, and prompts."""
+    def _hybrid(self, work: HybridWork, place: _Place) -> End:
+        """Queue one pass of decode rows, which come first, and prompts."""
         ends = SamplingPoints.of(work.decode, work.prompts, work.chunks)
         whole = place.memory.whole
         self._extras.begin(ends.begun)
         hidden = None if whole is None else whole.send(work, ends, place.units)
         if whole is None or hidden is None:
             return self._sample(self._by_layers(work, place), ends, place)
-        if self._extras.asked(ends.places) or ends.scored:
+        if work.late or self._extras.asked(ends.places) or ends.scored:
             return self._sample(hidden, ends, place)
+        return partial(self._end_graph, whole, ends)
+
+    def _end_graph(self, whole: HybridGraphs, ends: SamplingPoints) -> Sequence[PendingStep]:
+        """Sample where a pass ends that nobody wants more of than the graphs do."""
         tokens = whole.finish(len(ends.rows))
         if self._decoder.follows:
             return ()
@@ -317,20 +353,44 @@ class CudaRunner:
             rounded=self.kv.rounded,
         )
 
-    def _sample(self, hidden: Tensor, ends: SamplingPoints, place: _Place) -> Sequence[PendingStep]:
-        """Sample where a pass ends; score what is asked for. The one step, where it is sampled."""
+    def _sample(self, hidden: Tensor, ends: SamplingPoints, place: _Place) -> End:
+        """Queue the logits where a pass ends; score what is asked for.
+
+        All collectives are queued here, as they are on other ranks, which wait for no masks.
+        """
         scored = {row.row: self._score(hidden, row, place) for row in ends.scored}
         places = ends.places
         if not places and not self._decoder.follows:
-            return [_read(hidden.new_empty(0, dtype=torch.int32), (), (), {}, scored)]
+            step = _read(hidden.new_empty(0, dtype=torch.int32), (), (), {}, scored)
+            return lambda: [step]
         if not places:
-            return ()
+            return tuple
         ints = [(e, p.slot, p.position - 1) for e, p in zip(ends.where, places, strict=True)]
         _, (where, slots, positions) = upload_parts([*np.array(ints).T], self._decoder.device)
         logits = self._head(hidden[where], place.memory.logits[: len(places)], place)
         if self._decoder.follows:
             self._extras.skip(places)
-            return ()
+            return tuple
+        return partial(self._choose, ends, logits, (slots, positions), scored, place)
+
+    def _choose(
+        self,
+        ends: SamplingPoints,
+        logits: Tensor,
+        where: tuple[Tensor, Tensor],
+        scored: Mapping[int, Sequence[PendingScores]],
+        place: _Place,
+    ) -> Sequence[PendingStep]:
+        """Sample where a pass ends: the one step.
+
+        Args:
+            ends: where.
+            logits: float32 [R, vocab], a row for each place.
+            where: the rows' slots and positions, int32 [R] each.
+            scored: what prompts are scored with, by row of the work.
+            place: where the pass runs.
+        """
+        places, (slots, positions) = ends.places, where
         after = self._extras.adjust(logits, self._extras.asked(places))
         tokens, active = torch.empty_like(slots), torch.ones_like(slots)
         params = self.slots.params
