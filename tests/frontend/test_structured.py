@@ -16,7 +16,7 @@ from twolane.frontend.structured.grammar import (
     json_schema_grammar,
     regex_grammar,
 )
-from twolane.frontend.structured.tools import Tool, calls_grammar
+from twolane.frontend.structured.tools import OPENINGS, Tool, calls_grammar, strict_grammar
 
 from .test_parsers import DEEPSEEK, DEEPSEEK_31, LLAMA, MISTRAL, read
 
@@ -177,3 +177,43 @@ def test_enforced_calls_are_those_that_the_parser_reads(takes, form):
     single = calls_grammar(form, [WEATHER], lambda _: None, several=False)
     assert not takes(single, CALLS[form])
     assert not takes(grammar, re.sub("Rome", "", CALLS[form]).replace("city", "town"))
+
+
+@pytest.mark.parametrize("added", [False, True])
+@pytest.mark.parametrize("form", FORMATS)
+def test_strict_tools_are_enforced_where_the_model_is_free_to_call(tokenizer, takes, form, added):
+    """Whatever the marks are, the text before a call is free, and all that is read as one is."""
+    mark_of = {OPENINGS[form]: "<|im_start|>"} if added else {}
+
+    def token_of(mark):
+        return tokenizer.backend.token_to_id(mark_of[mark]) if mark in mark_of else None
+
+    def whether(text, grammar=None):
+        for mark, special in mark_of.items():
+            text = text.replace(mark, special)
+        return takes(grammar or several, text)
+
+    strict = Tool(WEATHER.name, WEATHER.parameters, strict=True)
+    several = strict_grammar(form, [strict, NOTHING], token_of, several=True)
+    call = CALLS[form]
+    called = OPENINGS[form] + call if OPENINGS[form] not in call else call
+    assert all(map(whether, ("", "Hello {a} <tool [TOOL", "It is <b>warm</b>.\n", call)))
+    assert whether("I will look.\n" + called)
+    assert not whether("I will look. " + called.replace("city", "town"))
+    assert not whether(call.replace("city", "town"))
+    assert not whether("So " + called.replace("weather", "other"))
+    assert not whether(called[: called.index("city")])
+    single = strict_grammar(form, [strict, NOTHING], token_of, several=False)
+    assert not whether(call, single)
+    loose = strict_grammar(form, [Tool(WEATHER.name, None), NOTHING], token_of, several=True)
+    assert whether(call.replace("city", "town"), loose)
+
+
+def test_strict_tools_follow_thinking(takes):
+    strict = Tool(WEATHER.name, WEATHER.parameters, strict=True)
+    calls = strict_grammar("hermes", [strict], lambda _: None, several=True)
+    call = CALLS["hermes"].split("\n<tool_call>")[0]
+    for opened, begin in ((True, ""), (False, "<think>\n")):
+        grammar = behind_thinking(calls, lambda _: None, opened=opened)
+        assert takes(grammar, f"{begin}Rome?\n</think>\n\nLooking.\n{call}")
+        assert not takes(grammar, f"{begin}Rome?\n</think>\n\n" + call.replace("city", "town"))

@@ -14,7 +14,7 @@ from twolane.frontend.parsers.reasoning import (
 )
 from twolane.frontend.parsers.tool_calls import FORMATS, ToolCallParser, format_of
 from twolane.frontend.structured.grammar import Maker, TokenOf, behind_thinking, made_grammar
-from twolane.frontend.structured.tools import Tool, calls_grammar
+from twolane.frontend.structured.tools import Tool, calls_grammar, strict_grammar
 
 
 class AnswerForm(NamedTuple):
@@ -115,6 +115,9 @@ class Forms:
             maker: Maker = partial(calls_grammar, form, tools, self._token_of, several=several)
         elif asked.wanted is not None:
             field, maker = asked.wanted
+        elif any(tool.strict for tool in asked.tools):
+            form, tools = self._known_calls(), asked.tools
+            maker = partial(strict_grammar, form, tools, self._token_of, several=asked.several)
         else:
             return None
         if not thinks:

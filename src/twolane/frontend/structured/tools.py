@@ -1,10 +1,11 @@
 """Grammars that enforce tool calls, in the form in which the model writes them."""
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from twolane.frontend.structured.grammar import WHITESPACE, TokenOf, terminal
+from twolane.frontend.structured.grammar import ANY_OBJECT, WHITESPACE, TokenOf, terminal
 
 NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
 
@@ -15,11 +16,15 @@ class Tool:
     Args:
         name: of the function.
         parameters: the JSON schema of its arguments.
+        strict: whether arguments follow the schema also where the model is free to call.
     """
 
-    def __init__(self, name: str, parameters: Mapping[str, Any] | None) -> None:
+    def __init__(
+        self, name: str, parameters: Mapping[str, Any] | None, *, strict: bool = False
+    ) -> None:
         self.name = name
         self.parameters = parameters or NO_PARAMETERS
+        self.strict = strict
 
     @property
     def types(self) -> Mapping[str, str]:
@@ -53,6 +58,49 @@ def calls_grammar(form: str, tools: Sequence[Tool], token_of: TokenOf, *, severa
     return json.dumps({"grammars": [{"lark_grammar": lark}]})
 
 
+def strict_grammar(form: str, tools: Sequence[Tool], token_of: TokenOf, *, several: bool) -> str:
+    """Return the grammar of an answer that is free up to where a call of these tools begins.
+
+    From a call's mark on, the arguments of strict tools follow their schemas, those of the others
+    are any object. What the parser would read as a call is one.
+
+    Args:
+        form: how the model writes calls, a name of `tool_calls.FORMATS`.
+        tools: those that may be called; at least one.
+        token_of: finds the special tokens that are marks of the form.
+        several: whether more than one call may be made.
+    """
+    marks = _Marks(token_of)
+    opening, (before, between, after) = OPENINGS[form], LISTS[form]
+    known = [tool if tool.strict else Tool(tool.name, ANY_OBJECT) for tool in tools]
+    calls = [CALLS[form](tool, marks).removeprefix(marks.of(opening)) for tool in known]
+    rules = [f"call_{i}: {call}" for i, call in enumerate(calls)]
+    each_opens = not before and form not in BARE
+    more = f" ({marks.of(*between)} call)*" if several and not each_opens else ""
+    listed = f"{marks.of(*before[1:])} call{more} {marks.of(*after)}"
+    bare = " | SPACE? bare SPACE?" if form in BARE else ""
+    start = "start: block* TEXT?" if several else "start: TEXT? | block SPACE?"
+    lark = [
+        start + bare,
+        f"block: opening {listed}",
+        f"bare: {listed}" if bare else "",
+        "call: " + " | ".join(f"call_{i}" for i in range(len(calls))),
+        *rules,
+        *_free_text(opening, marks, NO_CALL if bare else r"(.|\n)*"),
+        "SPACE: /[ \\t\\r\\n]+/",
+        *marks.rules,
+    ]
+    return json.dumps({"grammars": [{"lark_grammar": "\n".join(filter(None, lark))}]})
+
+
+def _free_text(opening: str, marks: "_Marks", text: str) -> list[str]:
+    """Rules for text, a regular expression, and for such text up to where calls begin."""
+    if not marks.is_text(opening):
+        return [f"TEXT: /{text}/", f"opening: TEXT? {marks.of(opening)}"]
+    mark = re.escape(opening).replace("/", "\\/")
+    return [f"TEXT: /{text}/", f"opening[lazy]: /{text}{mark}/"]  # lazy: it ends with the first one
+
+
 class _Marks:
     """Terminals of marks: special tokens by their ids, all else as text."""
 
@@ -64,6 +112,10 @@ class _Marks:
         """Return the terminals of some marks, one behind the other."""
         return " ".join(terminal(mark, self._token_of) for mark in marks if mark)
 
+    def is_text(self, mark: str) -> bool:
+        """Return whether a mark is no special token."""
+        return self._token_of(mark) is None
+
     def json(self, schema: Mapping[str, Any]) -> str:
         """Return what matches the JSON values of a schema."""
         return "%json " + json.dumps({**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}})
@@ -74,6 +126,10 @@ class _Marks:
         escaped = mark.replace("/", "\\/").replace("\n", "\\n")
         self.rules.append(f"{name}[lazy]: /(.|\\n)*{escaped}/")
         return name
+
+    def any_parameters(self) -> str:
+        """Return what matches parameters of any names and values, as Qwen3-Coder writes them."""
+        return f'("<parameter=" /[^>\\n]+/ ">\\n" {self.text_until(END_PARAMETER)})*'
 
 
 def _json_call(key: str, begin: str, end: str) -> Callable[[Tool, _Marks], str]:
@@ -99,12 +155,12 @@ def _named_call(*head: str, tail: Sequence[str]) -> Callable[[Tool, _Marks], str
 
 def _xml_call(tool: Tool, marks: _Marks) -> str:
     required = tool.parameters.get("required") or ()
-    body = []
+    body = [] if "properties" in tool.parameters else [marks.any_parameters()]
     for name, schema in (tool.parameters.get("properties") or {}).items():
         opened = json.dumps(f"<parameter={name}>\n")
         text = isinstance(schema, dict) and schema.get("type") == "string" and "enum" not in schema
-        closed = "\n</parameter>\n"
-        value = marks.text_until(closed) if text else f"{marks.json(schema)} {json.dumps(closed)}"
+        end = json.dumps(END_PARAMETER)
+        value = marks.text_until(END_PARAMETER) if text else f"{marks.json(schema)} {end}"
         body.append(f"({opened} {value})" + ("" if name in required else "?"))
     inside = " ".join(body)
     head = marks.of("<tool_call>") + " " + json.dumps(f"\n<function={tool.name}>\n")
@@ -113,6 +169,7 @@ def _xml_call(tool: Tool, marks: _Marks) -> str:
     )
 
 
+END_PARAMETER = "\n</parameter>\n"
 SEP = "<｜tool▁sep｜>"
 CALL, END_CALL = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
 CALLS: Mapping[str, Callable[[Tool, _Marks], str]] = {
@@ -133,3 +190,16 @@ LISTS: Mapping[str, tuple[Sequence[str], Sequence[str], Sequence[str]]] = {
     "deepseek_v31": (("<｜tool▁calls▁begin｜>",), (), ("<｜tool▁calls▁end｜>",)),
 }
 """The marks before, between and behind the calls of an answer."""
+OPENINGS: Mapping[str, str] = {
+    "hermes": "<tool_call>",
+    "qwen3_coder": "<tool_call>",
+    "llama3_json": "<|python_tag|>",
+    "mistral": "[TOOL_CALLS]",
+    "deepseek_v3": "<｜tool▁calls▁begin｜>",
+    "deepseek_v31": "<｜tool▁calls▁begin｜>",
+}
+"""The mark with which calls begin in an answer that may have text before them."""
+NO_CALL = r"[ \t\r\n]*([^{ \t\r\n](.|\n)*)?"
+"""Text that does not begin as a call without a mark does."""
+BARE = ("llama3_json",)
+"""The forms in which an answer that begins like a call is one."""

@@ -31,7 +31,7 @@ class ToolDefinition(Body):
 
     inert = frozenset(
         {
-            *("cache_control", "strict", "input_examples", "allowed_callers"),
+            *("cache_control", "input_examples", "allowed_callers"),
             *("defer_loading", "eager_input_streaming"),
         }
     )
@@ -41,10 +41,11 @@ class ToolDefinition(Body):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,256}$")]
     description: str | None = None
     input_schema: dict[str, Any]
+    strict: bool | None = None
 
     def for_chat(self) -> dict[str, Any]:
         """Return the tool as /v1/chat/completions has it."""
-        function = {"name": self.name, "parameters": self.input_schema}
+        function = {"name": self.name, "parameters": self.input_schema, "strict": self.strict}
         if self.description is not None:
             function["description"] = self.description
         return {"type": "function", "function": function}

@@ -45,7 +45,8 @@ class FunctionTool(Body):
 
     def shown(self, namespace: str | None = None) -> list[Json]:
         """Return the tool as /v1/chat/completions has it."""
-        return [_function(qualified(namespace, self.name), self.description, self.parameters)]
+        name = qualified(namespace, self.name)
+        return [_function(name, self.description, self.parameters, strict=self.strict)]
 
     def called(self, namespace: str | None = None) -> dict[str, CalledTool]:
         """Return the tool by the name that the model knows."""
@@ -209,7 +210,10 @@ def called_tools(tools: Sequence[ResponseTool]) -> Mapping[str, CalledTool]:
     return {name: called for tool in tools for name, called in tool.called().items()}
 
 
-def _function(name: str, description: str | None, parameters: Json | None) -> Json:
-    function = {"name": name, "description": description, "parameters": parameters}
+def _function(
+    name: str, description: str | None, parameters: Json | None, *, strict: bool | None = None
+) -> Json:
+    function: Json = {"name": name, "description": description, "parameters": parameters}
+    function["strict"] = strict
     said = {key: value for key, value in function.items() if value is not None}
     return {"type": "function", "function": said}

@@ -15,12 +15,11 @@ MOST_TOOLS = 128
 class FunctionDefinition(Body):
     """What a model is told of a function."""
 
-    inert = frozenset({"strict"})
-    """Without effect: the arguments of enforced calls follow the schema in any case."""
-
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,256}$")]
     description: str | None = None
     parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    """Whether the arguments follow the schema also where the model is free to call."""
 
 
 class ToolDefinition(Body):
@@ -31,12 +30,13 @@ class ToolDefinition(Body):
 
     def for_template(self) -> dict[str, Any]:
         """Return the tool as chat templates know it."""
-        function = self.function.model_dump(exclude_none=True)
+        function = self.function.model_dump(exclude_none=True, exclude={"strict"})
         return {"type": "function", "function": {"parameters": {}, **function}}
 
     def tool(self) -> Tool:
         """Return the tool as grammars and parsers know it."""
-        return Tool(self.function.name, self.function.parameters)
+        function = self.function
+        return Tool(function.name, function.parameters, strict=bool(function.strict))
 
 
 class NamedFunction(Body):
