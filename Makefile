@@ -42,13 +42,15 @@ test-all: lint
 test-gpu: $(VENV)/.ready-dev
 	$(BIN)/python -m pytest tests/gpu tests/kernels
 
-# Real clients in an environment of their own; Codex comes by npm.
+# Real clients in environments of their own; Codex comes by npm.
 test-clients: $(VENV)/.ready-dev .clients/.ready
 	$(BIN)/python -m tests.clients.run .clients
 
-.clients/.ready: tests/clients/requirements.txt
-	$(PYTHON) -m venv .clients
-	.clients/bin/python -m pip install --quiet -r $<
+.clients/.ready: $(wildcard tests/clients/requirements/*.txt)
+	for file in $^; do \
+	    made=.clients/$$(basename $$file .txt); \
+	    $(PYTHON) -m venv $$made && $$made/bin/python -m pip install --quiet -r $$file || exit 1; \
+	done
 	npm install --silent --prefix .clients @openai/codex@0.171.0 openai@6.49.0 zod@4.6.7 \
 	    ai@6.0.326 @ai-sdk/openai-compatible@2.0.92
 	touch $@

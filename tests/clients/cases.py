@@ -1,7 +1,7 @@
-"""Every client's calls against a running server: `python cases.py BASE [NAME...]`.
+"""Clients' calls against a running server: `python cases.py BASE PACKAGE...`.
 
-It runs in the clients' own virtual environment. The server is one of `serve.py`: its model knows
-the answers to these questions by heart.
+It runs in a virtual environment that has these packages. The server is one of `run.py`: its model
+knows the answers to these questions by heart.
 """
 
 import asyncio
@@ -11,7 +11,9 @@ import os
 import sys
 import traceback
 
-os.environ.update(OPENAI_API_KEY="none", OPENAI_AGENTS_DISABLE_TRACING="1")
+os.environ.update(
+    OPENAI_API_KEY="none", OPENAI_AGENTS_DISABLE_TRACING="1", LITELLM_LOCAL_MODEL_COST_MAP="True"
+)
 MODEL, ASK = "parrot", "What is the weather in Rome?"
 FINAL = "It is 21 degrees in Rome."
 WEATHER = {
@@ -175,11 +177,106 @@ def default_agent(base):
     assert asyncio.run(Runner.run(agent, ASK)).final_output == FINAL
 
 
+@case("instructor")
+def models_by_three_modes(base):
+    import instructor
+    from pydantic import BaseModel
+
+    class Cat(BaseModel):
+        """A cat."""
+
+        name: str
+        age: int
+
+    modes = instructor.Mode
+    for mode, ask in (
+        (modes.TOOLS, "Call a cat"),
+        (modes.JSON, "Make a cat"),
+        (modes.JSON_SCHEMA, "Make a cat"),
+    ):
+        api = instructor.from_openai(openai_client(base), mode=mode)
+        made = api.chat.completions.create(model=MODEL, messages=user(ask), response_model=Cat)
+        assert (made.name, made.age) == ("Tom", 3), mode
+
+
+@case("llama-index-llms-openai-like")
+def structured_model_and_tool(base):
+    from llama_index.core.llms import ChatMessage
+    from llama_index.core.tools import FunctionTool
+    from llama_index.llms.openai_like import OpenAILike
+    from pydantic import BaseModel
+
+    class Cat(BaseModel):
+        """A cat."""
+
+        name: str
+        age: int
+
+    def weather(city: str) -> str:
+        """Weather now."""
+        return "21 degrees"
+
+    llm = OpenAILike(
+        model=MODEL,
+        api_base=f"{base}/v1",
+        api_key="none",
+        is_chat_model=True,
+        is_function_calling_model=True,
+        max_retries=0,
+    )
+    made = llm.as_structured_llm(Cat).chat([ChatMessage(role="user", content="Call a cat")]).raw
+    assert (made.name, made.age) == ("Tom", 3)
+    tool = FunctionTool.from_defaults(weather)
+    asked = ChatMessage(role="user", content=ASK)
+    first = llm.chat_with_tools([tool], chat_history=[asked])
+    [call] = llm.get_tool_calls_from_response(first)
+    assert call.tool_kwargs == {"city": "Rome"}
+    said = ChatMessage(
+        role="tool",
+        content=str(tool(**call.tool_kwargs)),
+        additional_kwargs={"tool_call_id": call.tool_id},
+    )
+    last = llm.chat_with_tools([tool], chat_history=[asked, first.message, said])
+    assert last.message.content == FINAL
+
+
+@case("litellm")
+def schema_and_tool_by_two_providers(base):
+    import litellm
+    from pydantic import BaseModel
+
+    class Cat(BaseModel):
+        name: str
+        age: int
+
+    tools = [{"type": "function", "function": WEATHER}]
+    for provider in ("openai", "hosted_vllm"):
+        given = {"model": f"{provider}/{MODEL}", "api_base": f"{base}/v1", "api_key": "none"}
+        made = litellm.completion(**given, messages=user("Make a cat"), response_format=Cat)
+        assert Cat.model_validate_json(made.choices[0].message.content) == Cat(name="Tom", age=3)
+        first = litellm.completion(**given, messages=user(ASK), tools=tools).choices[0].message
+        [call] = first.tool_calls
+        assert json.loads(call.function.arguments) == {"city": "Rome"}
+        said = {"role": "tool", "tool_call_id": call.id, "content": "21 degrees"}
+        history = [*user(ASK), first.model_dump(exclude_none=True), said]
+        last = litellm.completion(**given, messages=history, tools=tools)
+        assert last.choices[0].message.content == FINAL
+
+
+@case("litellm")
+def responses_by_its_bridge(base):
+    import litellm
+
+    given = {"model": f"openai/{MODEL}", "api_base": f"{base}/v1", "api_key": "none"}
+    answer = litellm.responses(**given, input="Make a cat")
+    assert "Tom" in answer.output[0].content[0].text
+
+
 def main() -> int:
     base, *names = sys.argv[1:]
     failed = 0
     for package, function in CASES:
-        if names and package not in names:
+        if package not in names:
             continue
         try:
             function(base)

@@ -2,7 +2,8 @@
 
     python -m tests.clients.run FOLDER
 
-FOLDER is a virtual environment of the Python clients in which npm has installed the others.
+FOLDER has a virtual environment for each file of `requirements/`, by its name, and what npm has
+installed.
 """
 
 import os
@@ -19,6 +20,13 @@ from ..server.parrot import Learnt, write_parrot
 from ..server.serving import serving
 
 CAT = '{"name": "Tom", "age": 3}'
+PACKAGES = {
+    "common": ("openai", "anthropic", "langchain-openai", "pydantic-ai-slim", "openai-agents"),
+    "instructor": ("instructor",),
+    "litellm": ("litellm",),
+    "llama-index": ("llama-index-llms-openai-like",),
+}
+"""The Python clients by environment: their versions of `openai` exclude each other."""
 LOOK = """<tool_call>
 {"name": "exec_command", "arguments": {"cmd": "echo now 2`echo 1` degrees"}}
 </tool_call>"""
@@ -70,8 +78,10 @@ def main() -> int:
         arguments = ("--served-model-name", "parrot", "--kv-tokens", "65536")
         with serving(model, *arguments) as server:
             cases = str(Path(__file__).with_name("cases.py"))
-            python = str(clients / "bin/python")
-            failed = subprocess.run([python, cases, server.base], check=False).returncode
+            failed = 0
+            for name, packages in PACKAGES.items():
+                program = [str(clients / name / "bin/python"), cases, server.base, *packages]
+                failed += subprocess.run(program, check=False).returncode
             # Node looks for packages beside the program.
             shutil.copy(Path(__file__).with_name("cases.mjs"), clients)
             program = ["node", "cases.mjs", server.base]
