@@ -141,6 +141,18 @@ def test_panels_compare_the_systems_in_simulation(tmp_path):
     assert (tmp_path / "panels.png").stat().st_size > 10_000
 
 
+def test_two_gpus_are_compared_in_simulation(tmp_path):
+    few = ("--ways", "1P1D", "--tbt-ms", 40, "--prompts", 6, "--work", "work")
+    run("two_gpus.py", *few, "--out", tmp_path / "two.json", cwd=tmp_path)
+    assert saved(tmp_path / "two.json")["goodput"]["1P1D"]["40"] > 0
+
+
+def test_launches_of_70b_are_predicted(tmp_path):
+    run("predictions.py", "--out", tmp_path / "predictions.json", cwd=tmp_path)
+    launches = saved(tmp_path / "predictions.json")["launches"]
+    assert 5.0 < launches["h200 x8, step of 64 x 2K, ms"] < 20.0
+
+
 def test_the_papers_comparisons_run(tmp_path):
     names = ("drift-fig13", "muxwise-fig6")
     said = run("papers/run.py", *names, "--requests", 6, "--out", tmp_path, cwd=tmp_path)

@@ -24,6 +24,7 @@ from twolane.model.shapes import SHAPES
 from twolane.results.result import BenchConfig
 from twolane.sim.config import SimulateConfig
 from twolane.sim.device import DeviceModel
+from twolane.sim.disaggregated import DisaggregatedDevice
 from twolane.sim.gpus import GPUS, H200, Gpu
 from twolane.sim.operators import BFLOAT16, Storage
 from twolane.workload.spec import WorkloadSpec
@@ -302,6 +303,22 @@ def test_a_slow_link_is_an_option() -> None:
     [fast] = seconds(LLAMA, work, gpu=GPUS["a100-80gb"], tp=8)
     [slow] = seconds(LLAMA, work, gpu=asked.device(), tp=8)
     assert slow > 2 * fast
+
+
+def test_prefill_and_decode_on_gpus_of_their_own_share_a_link_alone() -> None:
+    """Pages of a layer arrive while the next is computed; a slow link holds the prompt up."""
+    work, step = prefill(LLAMA, 8192), decode(64, 2048)
+
+    def took(link: float) -> Sequence[float]:
+        gpu = msgspec.structs.replace(quiet(H200), link_bandwidth=link)
+        device = DisaggregatedDevice(gpu, SHAPES[LLAMA])
+        return device.seconds([device.steps(work, 132)[0], device.steps(step, 132)[0]])
+
+    alone = seconds(LLAMA, (work, 132)) + seconds(LLAMA, (step, 132))
+    assert took(310e9) == pytest.approx(alone, rel=0.01)
+    pushed = 8192 * 2 * 8 * 128 * 2 * 32
+    assert took(1e9)[0] == pytest.approx(pushed / 1e9, rel=0.05)
+    assert took(1e9)[1] == alone[1]
 
 
 def test_attention_in_whole_tiles_makes_the_last_chunk_dear() -> None:

@@ -256,6 +256,8 @@ def simulation(search: Search) -> Run:
             ),
             gpu=where.simulate,
             tp=where.tp,
+            link_bandwidth=where.link_bandwidth,
+            disaggregated=where.disaggregated,
             uneven=where.uneven,
             bench=BenchConfig(workload=workload, goodput=points[0], percentiles=search.percentiles),
         )
@@ -280,6 +282,10 @@ class _Simulated(msgspec.Struct):
     simulate: str
     model: str
     tp: int = 1
+    link_bandwidth: float | None = None
+    """Bytes per second between GPUs; None: those of NVLink."""
+    disaggregated: bool = False
+    """Whether prefill and decode have GPUs of their own."""
     estimator: EstimatorName | None = None
     profile: str | None = None
     """Path of the profile of an emulated card."""

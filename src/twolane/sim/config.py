@@ -42,6 +42,9 @@ class SimulateConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
     """Bytes per second, in each direction, that collectives reach between GPUs; by default those of
     the GPU's NVLink."""
+    disaggregated: Annotated[bool, Option(DEVICE)] = False
+    """Whether prefill and decode have GPUs of their own, as many each as share a layer, and pages
+    are pushed over the link by layer; the system is two-stream then."""
     bench: BenchConfig
     """Workload, SLOs and percentiles; what concerns HTTP does not apply."""
     uneven: Unevenness | None = None
@@ -76,4 +79,20 @@ class SimulateConfig(msgspec.Struct, frozen=True, kw_only=True):
         if self.engine.cores is not None or self.engine.device != "auto":
             name = "device" if self.engine.cores is None else "cores"
             raise FieldError(name, "has no meaning in a simulation")
+        self._check_disaggregated()
         self.bench.check()
+
+    def _check_disaggregated(self) -> None:
+        """Refuse what has no meaning where prefill and decode have GPUs of their own.
+
+        Raises:
+            FieldError: naming the setting.
+        """
+        if not self.disaggregated:
+            return
+        if self.engine.system != "two-stream":
+            raise FieldError(
+                "system", f"is two-stream where lanes have GPUs, not {self.engine.system}"
+            )
+        if self.uneven is not None:
+            raise FieldError("disaggregated", "has no meaning for an emulated card")

@@ -38,7 +38,7 @@ from twolane.lanes.work import DecodeWork, HybridWork, PrefillWork, PromptRow, W
 from twolane.model.spec import ModelSpec
 from twolane.sim.gpus import Gpu
 from twolane.sim.lanes import Demand
-from twolane.sim.operators import BFLOAT16, Cost, OperatorCosts, Storage
+from twolane.sim.operators import BFLOAT16, Cost, OperatorCosts, Storage, shapes_of
 
 HOST_SLICE, HOST_OPENS, HOST_SAMPLES = 4.0e-4, 1.4e-3, 1.2e-3
 """Seconds of the host for a launch of prefill beside its layers; to lay out a batch; to sample."""
@@ -78,6 +78,8 @@ class DeviceModel:
         self.spec = spec
         self.tp = tp
         self._operators = OperatorCosts(gpu, spec, tp, storage)
+        self.layer_kv_bytes = shapes_of(spec, tp, storage).kv_bytes
+        """Bytes of a token's keys and values in a layer on one of these GPUs."""
         self._rng = np.random.default_rng([seed, 0x4E4F4953])
         self._noise: list[float] = []
         self._steps: dict[tuple[int, int], Cost] = {}

@@ -9,6 +9,7 @@ from twolane.kernels.sizes import GRAPH_BYTES, SIZES, WORKSPACE_TOKENS
 from twolane.lanes.machine import Progress
 from twolane.model.spec import ModelSpec
 from twolane.sim.device import DeviceModel
+from twolane.sim.disaggregated import DisaggregatedDevice
 from twolane.sim.gpus import Gpu, revision
 from twolane.sim.lanes import SimLanes
 from twolane.sim.operators import ITEM, Storage, shapes_of
@@ -37,6 +38,7 @@ class SimulatedMachine:
         config: the engine's settings.
         tp: how many share each layer.
         seed: of the device's noise.
+        disaggregated: whether prefill and decode have this many GPUs each (`sim/disaggregated.py`).
 
     Raises:
         FieldError: a level leaves a lane without units.
@@ -49,11 +51,19 @@ class SimulatedMachine:
     page_sizes: Sequence[int] = (32, 16, 64)
 
     def __init__(
-        self, gpu: Gpu, spec: ModelSpec, config: EngineConfig, *, tp: int = 1, seed: int = 0
+        self,
+        gpu: Gpu,
+        spec: ModelSpec,
+        config: EngineConfig,
+        *,
+        tp: int = 1,
+        seed: int = 0,
+        disaggregated: bool = False,
     ) -> None:
         self.spec = spec
         self._storage = storage = storage_of(config, spec)
-        self.device = DeviceModel(gpu, spec, tp, seed, storage)
+        model = DisaggregatedDevice if disaggregated else DeviceModel
+        self.device = model(gpu, spec, tp, seed, storage)
         self.name = f"simulated {gpu.name}" + (f" x{tp}" if tp > 1 else "")
         self.itemsize = ITEM
         self.weight_itemsize, self.kv_itemsize = float(storage.weights), float(storage.kv)

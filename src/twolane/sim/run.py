@@ -96,7 +96,9 @@ def simulate(
     seed, gpu, spec = config.bench.workload.seed, config.device(), shapes_of(config.engine)
     if spec.kv_heads % config.tp:
         raise FieldError("tp", f"{config.tp} does not divide the model's {spec.kv_heads} KV heads")
-    machine = SimulatedMachine(gpu, spec, config.engine, tp=config.tp, seed=seed)
+    machine = SimulatedMachine(
+        gpu, spec, config.engine, tp=config.tp, seed=seed, disaggregated=config.disaggregated
+    )
     if config.uneven is not None:
         machine = EmulatedMachine(gpu, spec, config.engine, config.uneven, seed=seed)
     profile = config.engine.profile or str(simulated_profile(gpu, spec, config.tp, config.engine))
@@ -296,6 +298,7 @@ def _engine_figures(config: SimulateConfig, built: Built) -> dict[str, object]:
     return {
         "device": built.ready.device,
         "tp": config.tp,
+        "disaggregated": config.disaggregated,
         "system": built.ready.system,
         "options": config.engine.options,
         "estimator": config.engine.estimator or SYSTEMS[built.ready.system].estimator,
