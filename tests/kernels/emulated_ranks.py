@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
+
 from tests.kernels.emulated import install
 
 GREEDY = {"temperature": 0.0, "max_tokens": 5, "ignore_eos": True}
@@ -29,7 +31,16 @@ def main(path: Path, size: int) -> None:
     from twolane.lanes.cuda.ranks import RankedMachine
     from twolane.lanes.settings import DeviceSettings
     from twolane.sampling import SamplingParams
+    from twolane.systems.plan import Plan
     from twolane.systems.registry import make_system
+    from twolane.systems.view import View
+
+    class Restless(RandomPlans):
+        """Plans that launch nothing are followed by others, or the engine would sleep for ever."""
+
+        def plan(self, view: View, memory: int) -> tuple[Plan, int]:
+            made, memory = super().plan(view, memory)
+            return replace(made, wake_at=view.now + 0.01), memory
 
     settings = DeviceSettings(
         model=str(path),
@@ -44,7 +55,7 @@ def main(path: Path, size: int) -> None:
     systems = {
         "static-split": make_system("static-split", {"slice_seconds": "0"}),
         "chunked": make_system("chunked", {"token_budget": "24"}),
-        "random": RandomPlans(1),
+        "random": Restless(1),
     }
     submits = [Submit(name, prompt, SamplingParams(**params)) for name, prompt, params in REQUESTS]
     for name, system in systems.items():

@@ -81,8 +81,9 @@ class Ticket:
     """Seconds, the lanes' clock, when the host was through with that."""
     number: int = 0
     """Sequence number of the launch, over all lanes of the device."""
-    patience: float = PATIENCE_SECONDS
-    """Seconds without any step's end, over all lanes, after which a rank is held for lost."""
+    patience: float = UNPREDICTED_SECONDS
+    """Seconds without any step's end, over all lanes, after which a rank is held for lost; the
+    engine sets it when the launch has returned, which may take seconds the first time."""
 
     @property
     def waited(self) -> bool:
