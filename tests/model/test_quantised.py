@@ -94,6 +94,22 @@ def test_eight_bits_are_what_they_mean(folders, form):
     assert (ours - plain).abs().mean() < 0.15 * plain.abs().mean()
 
 
+@pytest.mark.parametrize("form", [*EIGHT_BITS, "awq"])
+def test_experts_are_what_they_mean(form, tmp_path):
+    """Each expert's matrices are stored by themselves, and end within blocks."""
+    write(tmp_path / "quantised", tmp_path / "floats", form, "qwen3-moe", **SIZES)
+    decoder, floats = (load_decoder(resolve(str(tmp_path / n))) for n in ("quantised", "floats"))
+    for ours, meant in zip(decoder.weights.layers, floats.weights.layers, strict=True):
+        assert ours.mlp.matrices()[-1][1].scheme.startswith("int4" if form == "awq" else "fp8")
+        for (_, matrix), (_, plain) in zip(ours.mlp.matrices(), meant.mlp.matrices(), strict=True):
+            close(matrix.dequantised().float(), plain.values)
+    tokens = prompt(40)
+    logits, plain = in_chunks(decoder, tokens, [30, *[1] * 10]), in_chunks(floats, tokens, [40])
+    assert (logits - plain).abs().mean() < (1e-3 if form == "awq" else 0.3) * plain.abs().mean()
+    if form != "awq":
+        assert not torch.equal(logits, plain)  # activations are rounded, too
+
+
 @pytest.mark.parametrize("scheme", ["fp8_channel", "fp8_block128", "int4_g32", "int4_g128"])
 def test_products_are_those_of_what_is_meant(scheme: Scheme) -> None:
     """Also where rows change places and matrices with cut blocks are joined."""

@@ -52,10 +52,10 @@ def together(size: int, run: Callable[[CpuGroup], Tensor]) -> list[Tensor]:
         return list(threads.map(rank, groups(size)))
 
 
-def logits(decoder: Decoder) -> Tensor:
+def logits(decoder: Decoder, rounded: bool = False) -> Tensor:
     """Logits after each of the tokens; on a rank other than 0 its part of them."""
     pages = list(range(-(-len(TOKENS) // 4)))
-    kv = KVCache(decoder.spec, len(pages), 4, decoder.dtype)
+    kv = KVCache(decoder.spec, len(pages), 4, decoder.dtype, rounded=rounded)
     batch = Batch.build([Segment(0, len(TOKENS), pages)], 4)
     hidden = decoder.embed(torch.tensor(TOKENS))
     for i in range(decoder.spec.layers):
@@ -76,6 +76,23 @@ def test_ranks_compute_what_one_computes(family: str, tmp_path: Path) -> None:
             return logits(Decoder(spec, weights, group))
 
         torch.testing.assert_close(together(size, ranked)[0], alone, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_round_keys_and_values_as_one_does(size: int, tmp_path: Path) -> None:
+    """Each head of a token has a scale of its own, so that it does not matter who has the head."""
+    source = resolve(str(make_checkpoint("qwen3", tmp_path / "model", seed=2)))
+    with torch.inference_mode():
+        alone = Decoder(*load_weights(source))
+        exact, expected = logits(alone), logits(alone, rounded=True)
+
+    def ranked(group: CpuGroup) -> Tensor:
+        spec, weights = load_weights(source, rank=group.rank, ranks=size)
+        return logits(Decoder(spec, weights, group), rounded=True)
+
+    # A key or value that differs in its last bit may be rounded the other way.
+    apart = (together(size, ranked)[0] - expected).abs().mean()
+    assert apart < 0.1 * (exact - expected).abs().mean()
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])

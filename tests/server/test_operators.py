@@ -62,6 +62,7 @@ def test_load_says_how_busy_the_server_is(server):
     for path in ("/load", "/v1/load"):
         wait_for(lambda path=path: server.request(path)[2]["server_load"] == 0)
         assert server.request(path)[2]["kv_pages_free"] == server.request(path)[2]["kv_pages"]
+        assert server.request(path)[2]["kv_cache_dtype"] == "auto"
 
 
 @pytest.mark.parametrize("path", REFUSED)

@@ -44,7 +44,7 @@ VLLM = {
 def rendered(prefix):
     """What a server with one good request and one of each break has to say."""
     stats = Stats(running=2, prefilling=1, waiting=3, kv_pages=100, kv_pages_free=40)
-    metrics = ServerMetrics(lambda: stats, Liveness(), "model", Slo(), 16, prefix)
+    metrics = ServerMetrics(lambda: stats, Liveness(), "model", Slo(), 16, prefix, "fp8")
     good = RequestMetrics(metrics, 0.0, 30, Slo())
     good.tokens(3, 1.0, 16)
     good.finish("stop", 2.0, None)
@@ -88,7 +88,7 @@ def test_what_vllm_does_not_have_keeps_its_name():
         'vllm:request_success_total{engine="0",finished_reason="abort",model_name="model"} 1.0',
         'vllm:request_success_total{engine="0",finished_reason="error",model_name="model"} 2.0',
         'vllm:time_per_output_token_seconds_count{engine="0",model_name="model"} 2.0',
-        'vllm:cache_config_info{block_size="16",engine="0",model_name="model",'
+        'vllm:cache_config_info{block_size="16",cache_dtype="fp8",engine="0",model_name="model",'
         'num_gpu_blocks="100"} 1.0',
     ],
 )

@@ -152,6 +152,7 @@ def _ready(
         eos_token_ids=list(spec.eos_token_ids),
         slo=config.slo,
         profile=None if profile is None else str(profile),
+        kv_cache_dtype=config.kv_cache_dtype,
     )
 
 

@@ -120,6 +120,8 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     """Bounds of requests that bring none."""
     profile: str | None = None
     """File of the profile that predictions are fitted on; None: there is none."""
+    kv_cache_dtype: str = "auto"
+    """Format of keys and values in the KV pool: fp8, or auto, which is that of activations."""
 
 
 class Times(msgspec.Struct, frozen=True):

@@ -120,6 +120,7 @@ class Service:
             engine.ready.slo,
             engine.ready.page_size,
             metrics_prefix,
+            engine.ready.kv_cache_dtype,
         )
         self.dashboard = Dashboard(engine, self.metrics)
         self.tracing: Tracing | None = None

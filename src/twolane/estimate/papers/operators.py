@@ -52,7 +52,11 @@ class Shape:
         share, dense = 1.0 / tensor_parallel, 1.0 - spec.expert_share
         m = dense * spec.intermediate_size
         inputs = d, q * share, d, m * share
-        outputs = (q + 2 * spec.kv_size) * share, d, 2 * m * share, d
+        kv_heads = max(
+            1.0, spec.kv_heads * share
+        )  # a head is on several ranks where there are more
+        qkv = q * share + 2 * spec.head_dim * kv_heads
+        outputs = qkv, d, 2 * m * share, d
         self._products = tuple((i * o, i + o) for i, o in zip(inputs, outputs, strict=True))
         """Weights of each linear operator, and the elements it reads and writes for a token."""
         inner = 0.0
@@ -63,7 +67,7 @@ class Shape:
             self._experts = (d * 2 * inner, d + 2 * inner), (inner * d, inner + d)
             inner *= spec.moe.per_token
         self._small = 4.0 * d, 4.0 * d, 3.0 * (m * share + inner)
-        heads, kv_heads, dim = spec.heads * share, spec.kv_heads * share, spec.head_dim
+        heads, dim = spec.heads * share, spec.head_dim
         self._pair_flops = (4.0 * dim + 2.0) * heads
         self._query_bytes = 2.0 * dim * itemsize * heads
         kv_itemsize = itemsize if kv_itemsize is None else kv_itemsize

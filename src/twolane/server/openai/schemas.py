@@ -206,6 +206,7 @@ class Load(Shown):
     waiting: int
     kv_pages: int
     kv_pages_free: int
+    kv_cache_dtype: str
 
 
 class Version(Shown):

@@ -106,6 +106,7 @@ def _add_state_routes(app: FastAPI, service: Service) -> None:
                 "waiting": stats.waiting,
                 "kv_pages": stats.kv_pages,
                 "kv_pages_free": stats.kv_pages_free + stats.kv_pages_cached,
+                "kv_cache_dtype": service.engine.ready.kv_cache_dtype,
             }
         )
 

@@ -63,12 +63,18 @@ class EngineCollector(Collector):
     """Gauges and counters that the engine keeps."""
 
     def __init__(
-        self, stats: Callable[[], Stats], liveness: Liveness, model_name: str, page_size: int
+        self,
+        stats: Callable[[], Stats],
+        liveness: Liveness,
+        model_name: str,
+        page_size: int,
+        kv_cache_dtype: str,
     ) -> None:
         self._stats = stats
         self._liveness = liveness
         self._model_name = model_name
         self._page_size = page_size
+        self._kv_cache_dtype = kv_cache_dtype
 
     def collect(self) -> Iterator[Metric]:
         """Yield the engine's latest figures."""
@@ -121,10 +127,11 @@ class EngineCollector(Collector):
     def _cache_config(self, stats: Stats) -> Metric:
         family = GaugeMetricFamily(
             f"{PREFIX}cache_config_info",
-            "Size of the KV cache, in the labels",
-            labels=["model_name", "block_size", "num_gpu_blocks"],
+            "Size and format of the KV cache, in the labels",
+            labels=["model_name", "block_size", "num_gpu_blocks", "cache_dtype"],
         )
-        family.add_metric([self._model_name, str(self._page_size), str(stats.kv_pages)], 1)
+        sizes = [str(self._page_size), str(stats.kv_pages)]
+        family.add_metric([self._model_name, *sizes, self._kv_cache_dtype], 1)
         return family
 
     def _lanes(self, stats: Stats) -> Metric:
@@ -148,6 +155,7 @@ class ServerMetrics:
         slo: the bounds of requests that bring none.
         page_size: number of tokens in a KV page.
         prefix: names that `render` uses.
+        kv_cache_dtype: the format of the KV pool, as it was asked for.
     """
 
     def __init__(
@@ -158,13 +166,15 @@ class ServerMetrics:
         slo: Slo,
         page_size: int,
         prefix: MetricsPrefix = "twolane",
+        kv_cache_dtype: str = "auto",
     ) -> None:
         prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
         self.slo = slo
         self.refusals: deque[RefusalGroup] = deque(maxlen=REFUSALS_KEPT)
         """The last ones."""
         self.registry = CollectorRegistry()
-        self.registry.register(EngineCollector(stats, liveness, model_name, page_size))
+        pool = page_size, kv_cache_dtype
+        self.registry.register(EngineCollector(stats, liveness, model_name, *pool))
         ProcessCollector(registry=self.registry)
         self._model_name = model_name
         self._prefix: MetricsPrefix = prefix
