@@ -62,6 +62,7 @@ class Rig:
     pages: int = 0
     quantization: str | None = None
     kv_cache_dtype: str = "auto"
+    router_skew: float = 0.0
     machine: CudaMachine = field(init=False)
     held: dict[int, list[int]] = field(default_factory=dict)
     """Pages by slot."""
@@ -70,9 +71,8 @@ class Rig:
     def __post_init__(self) -> None:
         begun = time.monotonic()
         source = resolve(self.name, "dummy")
-        spec, weights = load_weights(
-            source, load_format="dummy", device="cuda", quantization=self.quantization
-        )
+        options = {"quantization": self.quantization, "router_skew": self.router_skew}
+        spec, weights = load_weights(source, load_format="dummy", device="cuda", **options)
         self.machine = CudaMachine(
             spec, weights, self.decode_units, kv_cache_dtype=self.kv_cache_dtype
         )
@@ -121,7 +121,8 @@ class Rig:
         return PromptRow(slot, reused, new, samples=True)
 
     def chunk(self, row: PromptRow) -> PromptChunk:
-        tokens = np.random.default_rng(0).integers(3, self.spec.vocab_size, row.count)
+        """Random tokens, other ones for each slot."""
+        tokens = np.random.default_rng(row.slot).integers(3, self.spec.vocab_size, row.count)
         return PromptChunk(tokens.tobytes())
 
     def prefill(self, row: PromptRow) -> PrefillWork:

@@ -1,4 +1,5 @@
-"""A model with experts on one GPU: `python benchmarks/experts.py [--out FILE]`.
+"""A model with experts on one GPU: `python benchmarks/experts.py [--router-skew S]
+[--out FILE]`.
 
 With dummy weights in the true shapes: decode steps beside the bytes that they must read, prefill,
 and the cliff: what a decode step of few rows takes when prompt tokens join its pass and wake every
@@ -20,6 +21,8 @@ from twolane.results.provenance import provenance, save
 CONTEXT = 2048
 ROWS = (1, 8, 16, 32, 64)
 PROMPTS = (256, 512, 1024)
+SHORT = 8
+"""Tokens of each prompt that joins a pass."""
 
 
 def step_bytes(spec: ModelSpec, rows: int) -> float:
@@ -73,26 +76,33 @@ def prefill(rig: Rig, details: dict) -> list[Figure]:
 
 
 def cliff(rig: Rig, details: dict) -> None:
-    """Passes of decode rows with and without prompt tokens."""
+    """Passes of decode rows with and without prompt tokens.
+
+    The tokens are those of many short prompts: with random weights the tokens of one prompt
+    resemble each other, and so do their experts.
+    """
     units = rig.machine.partitions.units
     for rows in (8, 64):
         asked = rig.decode_rows(rows, CONTEXT)
         for new in PROMPTS:
-            row = rig.prompt(new)
-            work = HybridWork(asked, (row,), (rig.chunk(row),))
+            prompts = [
+                rig.prompt(SHORT, slot=rig.slots - 1 - number) for number in range(new // SHORT)
+            ]
+            work = HybridWork(asked, tuple(prompts), tuple(map(rig.chunk, prompts)))
             seconds = repeat(5, lambda work=work: rig.launch("device", units, work))
             details[f"hybrid_ms_{rows}+{new}"] = seconds * 1e3
-            rig.give_back([row])
+            rig.give_back(prompts)
         rig.give_back(asked)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="qwen3-30b-a3b")
+    parser.add_argument("--router-skew", type=float, default=0.0, help="see `twolane serve`")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     rate, details = reading_rate(), {}
-    rig = Rig(args.model, (24, 32, 48), pages=64 * 100)
+    rig = Rig(args.model, (24, 32, 48), pages=64 * 100, router_skew=args.router_skew)
     details |= {"start_seconds": rig.start_seconds, "reading_tb_s": rate / 1e12}
     figures = decode(rig, details, rate)
     show(figures)

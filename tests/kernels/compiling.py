@@ -114,6 +114,17 @@ def launch_fused(dtype: torch.dtype) -> None:
     fused.advance(places, ints, ints, ints[:1], ints, ints, places, places)
 
 
+def launch_routing(dtype: torch.dtype) -> None:
+    from twolane.kernels.experts.routing import ActiveRows, Routing, combine, route_and_gather
+
+    for rows in (1, 8, 16):  # few rows have one kernel, more have three
+        routing = Routing.of(128, 8, rows, torch.device("cpu"))
+        x, logits = torch.empty(rows, 2048, dtype=dtype), torch.empty(rows, 128, dtype=dtype)
+        out, marks = torch.empty(rows * 8, 2048, dtype=dtype), torch.empty(rows, dtype=torch.int32)
+        route_and_gather(logits, ActiveRows(marks, 0), x, routing, out, 16, normalised=True)
+    combine(out, routing, x)
+
+
 def launch_sampler(dtype: torch.dtype, vocab: int, chunk: int) -> None:
     from twolane.kernels import sampling
 
@@ -151,6 +162,7 @@ if __name__ == "__main__":
     launch_fused(torch.bfloat16)
     launch_prefill(torch.bfloat16, 128)
     launch_gather(torch.bfloat16)
+    launch_routing(torch.bfloat16)
     launch_sampler(torch.bfloat16, 151_936, 1024)  # small chunks compile faster
     if "--full" in sys.argv:
         launch_fused(torch.float32)

@@ -5,8 +5,16 @@ import torch
 
 from tests.kernels.interpreter import DEVICE
 from twolane.kernels.experts import grouped_gemm
+from twolane.kernels.experts import routing as routing_module
 from twolane.kernels.experts.products import Buffers, add_experts
-from twolane.kernels.experts.routing import ActiveRows, Routing, combine, gather, route
+from twolane.kernels.experts.routing import (
+    ActiveRows,
+    Routing,
+    combine,
+    gather,
+    route,
+    route_and_gather,
+)
 from twolane.kernels.products.dispatch import Products
 from twolane.model.matrix import Matrix
 from twolane.model.mlp import Experts
@@ -49,6 +57,34 @@ def test_routing_is_that_of_the_cpu(rows: int, normalised: bool) -> None:
         counts = flat.bincount(minlength=EXPERTS + 1)[:EXPERTS]
         assert torch.equal(routing.ends.cpu().long(), counts.cumsum(0))
         assert groups(routing) == listed(counts.tolist(), 16)
+
+
+@pytest.mark.parametrize("normalised", [False, True])
+@pytest.mark.parametrize(("rows", "group"), [(1, 16), (5, 16), (16, 64)])
+def test_one_kernel_for_few_rows_makes_the_same_bits(
+    rows: int, group: int, normalised: bool
+) -> None:
+    """What it routes, and what it copies, is bit-equal to the kernels that do so one by one."""
+    hidden = 40
+    logits, active = (random(rows, EXPERTS) * 4).round() / 4, some_active(rows)
+    x = random(rows, hidden, seed=5)
+    both = [Routing.of(EXPERTS, PER_TOKEN, rows, torch.device(DEVICE)) for _ in range(2)]
+    outs = [torch.full((rows * PER_TOKEN, hidden), torch.nan, device=DEVICE) for _ in range(2)]
+    for _ in range(2):  # the second finds what the first left
+        route(logits, active, both[0], group, normalised=normalised)
+        gather(x, both[0], outs[0])
+        how = (both[1], outs[1], group)
+        with pytest.MonkeyPatch.context() as patch:  # it is that kernel which ran
+            patch.setattr(routing_module, "route", None)
+            route_and_gather(logits, active, x, *how, normalised=normalised)
+        count = int(both[0].ends[-1])
+        assert torch.equal(both[0].ends, both[1].ends)
+        assert torch.equal(both[0].tokens[:count], both[1].tokens[:count])
+        assert torch.equal(outs[0][:count], outs[1][:count])
+        assert torch.equal(both[0].chosen, both[1].chosen)
+        assert torch.equal(both[0].positions, both[1].positions)
+        assert torch.equal(both[0].weights, both[1].weights)
+        assert groups(both[0]) == groups(both[1])
 
 
 def groups(routing: Routing) -> list[tuple[int, ...]]:

@@ -19,8 +19,7 @@ from twolane.kernels.experts.routing import (
     ActiveRows,
     Routing,
     combine,
-    gather,
-    route,
+    route_and_gather,
 )
 from twolane.kernels.products import skinny_gemm
 from twolane.kernels.products.dispatch import Products, Stored, sm_carveout
@@ -98,8 +97,8 @@ def add_experts(
     """
     routing = buffers.routing
     chosen = way(len(buffers.x), routing.experts, gate_up, down)
-    route(buffers.logits, active, routing, chosen.rows, normalised=normalised)
-    gather(x, routing, buffers.x)
+    how = (routing, buffers.x, chosen.rows)
+    route_and_gather(buffers.logits, active, x, *how, normalised=normalised)
     if chosen.kernel == "own":
         _few_rows(buffers.x, gate_up, buffers.act, routing, chosen, products, gated=True)
         _few_rows(buffers.act, down, buffers.outs, routing, chosen, products, gated=False)
@@ -108,10 +107,10 @@ def add_experts(
         fused.silu_mul(_many_rows(buffers.x, gate_up, routing, products), buffers.act)
         outs = _many_rows(buffers.act, down, routing, products)
     else:
-        how = chosen.rows, products.units
-        grouped_gemm.grouped_gemm(buffers.x, gate_up.values, routing, buffers.gate_up, *how)
+        tiles = chosen.rows, products.units
+        grouped_gemm.grouped_gemm(buffers.x, gate_up.values, routing, buffers.gate_up, *tiles)
         fused.silu_mul(buffers.gate_up, buffers.act)
-        grouped_gemm.grouped_gemm(buffers.act, down.values, routing, buffers.outs, *how)
+        grouped_gemm.grouped_gemm(buffers.act, down.values, routing, buffers.outs, *tiles)
         outs = buffers.outs
     combine(outs, routing, residual)
 

@@ -22,6 +22,9 @@ _ELEMENTS = 2048
 """Elements that one program copies or sums."""
 _HEAD = 4
 """Numbers in front of the list of groups."""
+_FEW_ENTRIES = 64
+"""Entries up to which one kernel chooses, sorts and copies: every program of it chooses for all
+rows."""
 LEAST_GROUP = 16
 """The fewest rows that a group is made for, which bounds the length of the list."""
 
@@ -228,6 +231,115 @@ def _gather(
 
 
 @triton.jit
+def _picks(
+    logits: tl.tensor,
+    marks: tl.tensor,
+    least: tl.tensor,
+    rows: tl.tensor,
+    EXPERTS: tl.constexpr,
+    PER_TOKEN: tl.constexpr,
+    NORMALISED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    RANKS: tl.constexpr,
+    ROWS: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """What `_choose` finds for up to ROWS rows: experts and shares [ROWS, RANKS]; where a row is
+    not active, or a rank is none, the expert is EXPERTS."""
+    row = tl.arange(0, ROWS)[:, None]
+    expert = tl.arange(0, BLOCK)[None, :]
+    rank = tl.arange(0, RANKS)[None, :]
+    known = (row < rows) & (expert < EXPERTS)
+    wide = tl.load(logits + row * EXPERTS + expert, mask=known, other=float("-inf"))
+    wide = tl.where(expert < EXPERTS, tl.where(row < rows, wide.to(tl.float32), 0.0), float("-inf"))
+    wide = tl.exp(wide - tl.max(wide, axis=1, keep_dims=True))
+    left = tl.where(expert < EXPERTS, wide / tl.sum(wide, axis=1, keep_dims=True), -1.0)
+    picks = tl.full((ROWS, RANKS), EXPERTS, tl.int32)
+    shares = tl.zeros((ROWS, RANKS), tl.float32)
+    for i in tl.static_range(PER_TOKEN):
+        best = tl.max(left, axis=1, keep_dims=True)
+        pick = tl.min(tl.where(left == best, expert, EXPERTS), axis=1, keep_dims=True)
+        picks = tl.where(rank == i, pick, picks)
+        shares = tl.where(rank == i, best, shares)
+        left = tl.where(expert == pick, -2.0, left)
+    if NORMALISED:
+        shares = shares / tl.sum(shares, axis=1, keep_dims=True)
+    mark = tl.load(marks + row, mask=row < rows, other=0)
+    active = (row < rows) & (mark >= least)
+    return tl.where(active, picks, EXPERTS), shares
+
+
+@triton.jit
+def _route_few(
+    logits: tl.tensor,
+    marks: tl.tensor,
+    x: tl.tensor,
+    chosen: tl.tensor,
+    weights: tl.tensor,
+    positions: tl.tensor,
+    tokens: tl.tensor,
+    ends: tl.tensor,
+    groups: tl.tensor,
+    out: tl.tensor,
+    least: tl.tensor,
+    rows: tl.tensor,
+    EXPERTS: tl.constexpr,
+    PER_TOKEN: tl.constexpr,
+    NORMALISED: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    RANKS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    EARLY: tl.constexpr,
+) -> None:
+    # Every program chooses for all rows, which costs less than to wait for another kernel.
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
+    picks, shares = _picks(
+        logits, marks, least, rows, EXPERTS, PER_TOKEN, NORMALISED, BLOCK, RANKS, ROWS
+    )
+    row = tl.arange(0, ROWS)[:, None]
+    rank = tl.arange(0, RANKS)[None, :]
+    key = tl.reshape(tl.where(picks < EXPERTS, picks * (ROWS * RANKS), 1 << 30), (ROWS * RANKS,))
+    order = key + tl.arange(0, ROWS * RANKS)
+    own = tl.program_id(0)
+    mine = (row * RANKS + rank) == own
+    there = tl.max(tl.max(tl.where(mine & (picks < EXPERTS), 1, 0), axis=1), axis=0)
+    expert = tl.max(tl.max(tl.where(mine, picks, -1), axis=1), axis=0)
+    place = tl.sum((order < expert * (ROWS * RANKS) + own).to(tl.int32), axis=0)
+    if tl.program_id(1) == 0:
+        at = own // RANKS * PER_TOKEN + own % RANKS
+        if (own // RANKS < rows) & (own % RANKS < PER_TOKEN):
+            share = tl.sum(tl.sum(tl.where(mine, shares, 0.0), axis=1), axis=0)
+            tl.store(chosen + at, expert)
+            tl.store(weights + at, share)
+            tl.store(positions + at, tl.where(there > 0, place, -1))
+            tl.store(tokens + place, own // RANKS, mask=there > 0)
+    if there > 0:
+        column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+        inside = column < HIDDEN
+        value = tl.load(x + (own // RANKS).to(tl.int64) * HIDDEN + column, mask=inside, other=0.0)
+        tl.store(out + place.to(tl.int64) * HIDDEN + column, value, mask=inside)
+    if (own == 0) & (tl.program_id(1) == 0):
+        number = tl.arange(0, BLOCK)
+        flat = tl.reshape(picks, (ROWS * RANKS,))
+        count = tl.sum((flat[:, None] == number[None, :]).to(tl.int32), axis=0)
+        count = tl.where(number < EXPERTS, count, 0)
+        end = tl.cumsum(count, axis=0)
+        tl.store(ends + number, end, mask=number < EXPERTS)
+        parts = (count + GROUP - 1) // GROUP
+        slot = tl.cumsum(parts, axis=0) - parts
+        tl.store(groups, tl.sum(parts, axis=0))
+        for i in range(0, tl.max(parts, axis=0)):
+            place_of = groups + 4 + 4 * (slot + i)
+            tl.store(place_of, number, mask=i < parts)
+            tl.store(place_of + 1, end - count + i * GROUP, mask=i < parts)
+            tl.store(place_of + 2, tl.minimum(count - i * GROUP, GROUP), mask=i < parts)
+
+
+@triton.jit
 def _combine(
     outs: tl.tensor,
     positions: tl.tensor,
@@ -306,6 +418,65 @@ def route(
         ALL=block,
         num_warps=4,
         **launch_options(logits.device),
+    )
+
+
+def route_and_gather(
+    logits: Tensor,
+    active: ActiveRows,
+    x: Tensor,
+    routing: Routing,
+    out: Tensor,
+    group_rows: int,
+    *,
+    normalised: bool,
+) -> None:
+    """`route`, then `gather`: one kernel for few rows, which makes the same bits.
+
+    Args:
+        logits: [T, experts], of the router.
+        active: the T rows.
+        x: [T, hidden].
+        routing: buffers of T tokens, which are filled.
+        out: [T * per_token, hidden], of which only the sorted entries of active rows are written.
+        group_rows: as in `route`.
+        normalised: as in `route`.
+    """
+    rows, experts = logits.shape
+    ranks = power_of_2(routing.per_token)
+    padded = power_of_2(rows)
+    if padded * ranks > _FEW_ENTRIES:
+        route(logits, active, routing, group_rows, normalised=normalised)
+        gather(x, routing, out)
+        return
+    hidden = x.shape[1]
+    columns = min(_ELEMENTS, power_of_2(hidden))
+    launch(
+        _route_few,
+        (rows * ranks, -(-hidden // columns)),
+        logits,
+        active.marks,
+        x,
+        routing.chosen,
+        routing.weights,
+        routing.positions,
+        routing.tokens,
+        routing.ends,
+        routing.groups,
+        out,
+        active.least,
+        rows,
+        EXPERTS=experts,
+        PER_TOKEN=routing.per_token,
+        NORMALISED=normalised,
+        HIDDEN=hidden,
+        GROUP=group_rows,
+        BLOCK=power_of_2(experts),
+        RANKS=ranks,
+        ROWS=padded,
+        COLUMNS=columns,
+        num_warps=4,
+        **launch_options(x.device),
     )
 
 
