@@ -73,7 +73,7 @@ def test_without_a_guard_outputs_are_wrong(guard: str, monkeypatch: pytest.Monke
 
 
 class Files:
-    """Lanes that load whatever does not say `bad`, and when they are let."""
+    """Lanes that load whatever is neither bad nor huge."""
 
     def __init__(self) -> None:
         self.slots: dict[int, str] = {}
@@ -81,6 +81,8 @@ class Files:
     def load_adapter(self, slot: int, path: str) -> None:
         if "bad" in path:
             raise ValueError(f"{path} is damaged")
+        if path == "huge":
+            raise MemoryError(path)
         self.slots[slot] = path
 
     def drop_adapter(self, slot: int) -> None:
@@ -112,6 +114,7 @@ def test_what_cannot_be_loaded_leaves_the_others_as_they_are():
     registry = AdapterRegistry(lanes, 2)
     assert loaded(registry, "a", "one") is None
     assert "is damaged" in loaded(registry, "b", "bad")
+    assert "MemoryError" in loaded(registry, "b", "huge")
     assert "loaded already" in loaded(registry, "a", "two")
     assert loaded(registry, "b", "two") is None
     assert "2 adapters are loaded" in loaded(registry, "c", "three")

@@ -102,7 +102,7 @@ class Load:
 @pytest.mark.timeout(SECONDS + 300)
 def test_adapters_come_and_go_under_load(folder, expected):  # noqa: F811
     args = ("--lora", f"the-first={folder / 'a'}", "--lora-endpoints", "--max-loras", "4")
-    options = ("--served-model-name", "base", "--kv-tokens", "4000")
+    options = ("--served-model-name", "base", "--kv-tokens", "4000", "--hang-seconds", "120")
     with serving(str(folder / "base"), *args, *options) as served:
         load = Load(served, folder, expected)
         clients = [threading.Thread(target=load.asking, args=[seed]) for seed in range(2)]
@@ -125,6 +125,7 @@ def test_adapters_come_and_go_under_load(folder, expected):  # noqa: F811
     for churned, each in gaps.items():
         late = each[int(len(each) * 0.999)]
         print(f"churn {churned}: {len(each)} gaps, P99.9 {late:.4f} s, longest {each[-1]:.4f} s")
+    print(len(load.wrong), load.wrong[:5])
     print(load.seen, {name: f"{size / 2**20:.1f} MiB" for name, size in grown.items()})
     assert not load.wrong
     assert load.seen["turns"] > 5

@@ -132,9 +132,10 @@ class AdapterRegistry:
         if error is None:
             self._loaded[name] = adapter
             self.news.append(AdapterNews(name, loaded=True))
-        elif isinstance(error, ValueError):
+        elif isinstance(error, Exception):  # whatever a file does to who reads it ends nothing else
+            problem = str(error) if isinstance(error, ValueError) else repr(error)
             self._free.append(adapter.slot)
-            self.news.append(AdapterNews(name, loaded=False, problem=str(error)))
+            self.news.append(AdapterNews(name, loaded=False, problem=problem))
         else:
             raise error
 
