@@ -35,7 +35,8 @@ ROOMS: Mapping[str, tuple[str, ...]] = {
     "systems": ("estimate",),
     "engine": ("systems", "estimate", "lanes", *FACTS),
     "frontend": (*MESSAGES, *FACTS),
-    "server": ("frontend", *MESSAGES, *FACTS),
+    "server": ("frontend", "router.state", *MESSAGES, *FACTS),
+    "fleet": ("server", "router", "fleet"),
     "llm": ("frontend", *MESSAGES),
     "router": (),
     "workload": (),
@@ -47,7 +48,7 @@ ROOMS: Mapping[str, tuple[str, ...]] = {
     ),
     "bench": ("sim", "results", "workload", "engine.config", "systems", "estimate"),
     "cli": (
-        *("server", "frontend", "engine", "systems", "lanes", "profile", "sim", "bench"),
+        *("server", "fleet", "frontend", "engine", "systems", "lanes", "profile", "sim", "bench"),
         *("estimate", "results", "workload", *FACTS),
     ),
     "__main__": ("cli",),

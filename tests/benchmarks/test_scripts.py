@@ -210,3 +210,21 @@ def test_what_sharing_a_device_costs_is_measured(tmp_path):
     assert 0 < found["sharing"]["muxwise"]["utilisation"] < 1.2
     assert 0 <= found["sharing"]["muxwise"]["idle with work"] < 1
     assert -0.1 < found["slicing"]["1 x 2,048"]["cost"] < 1
+
+
+@pytest.mark.full
+def test_routers_are_compared_in_simulation(tmp_path):
+    out = tmp_path / "fleet.json"
+    words = ("--dataset", "toolagent", "--replicas", 2, "--requests", 12, "--guess", 2)
+    routers = ("--router", "predicted", "round-robin")
+    run("fleet.py", *words, *routers, "--runs", tmp_path / "runs", "--out", out, cwd=tmp_path)
+    (found,) = saved(out)["comparisons"]
+    assert set(found["goodput"]) == {"predicted", "round-robin"}
+    assert found["ratio"]["round-robin"] > 0
+
+
+def test_decisions_are_timed(tmp_path):
+    out = tmp_path / "decisions.json"
+    run("fleet.py", "--decide", "--replicas", 2, "--rounds", 4, "--out", out, cwd=tmp_path)
+    (found,) = saved(out)["decisions"]
+    assert 0 < found["decide_p50"] <= found["decide_p90"]

@@ -1,4 +1,4 @@
-"""`twolane serve | generate | pull | profile | simulate | doctor | bench`."""
+"""`twolane serve | fleet | generate | pull | profile | simulate | doctor | bench`."""
 
 import sys
 from typing import Annotated, Any, ClassVar
@@ -18,6 +18,7 @@ class Commands(LazyCommands):
     modules: ClassVar[dict[str, str]] = {"bench": "bench.main", "run-batch": "run_batch"}
     lines: ClassVar[dict[str, str]] = {
         "serve": "Serve a model over HTTP with OpenAI's API.",
+        "fleet": "Serve a model with several servers behind one address.",
         "generate": "Answer one prompt here in the terminal, without a server.",
         "run-batch": "Answer a file of requests in OpenAI's batch format, without a server.",
         "pull": "Fetch a model into the cache, so that it can be served without a network.",

@@ -17,6 +17,7 @@ from typing import ClassVar
 import msgspec
 import zmq
 
+from twolane.common.prefix_digest import PrefixBook
 from twolane.engine.config import EngineConfig, EngineStart
 from twolane.engine.messages import (
     Abort,
@@ -87,6 +88,8 @@ class EngineClient:
     arguments: ClassVar[Sequence[str]] = ("-m", "twolane.engine")
     """What Python is called with."""
     ready: Ready
+    prefixes: PrefixBook
+    """Landmarks of the engine's prefix tree; there from `ready` on."""
     process: asyncio.subprocess.Process
 
     def __init__(
@@ -287,6 +290,7 @@ class EngineClient:
             case Progress():
                 self._on_progress(message)
             case Ready() if not self._started.done():
+                self.prefixes = PrefixBook(message.page_size)
                 self._started.set_result(message)
             case Fatal():
                 self._last_words = message.message
@@ -342,6 +346,8 @@ class EngineClient:
 
     def _take_outputs(self, news: Outputs) -> None:
         self.stats = news.stats
+        if news.landmarks:
+            self.prefixes.change(news.landmarks)
         self.liveness.heard(news.waits)
         if news.launches:
             for watcher in self.watchers:

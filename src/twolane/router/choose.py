@@ -13,11 +13,11 @@ from typing import NamedTuple
 from twolane.router.state import Ask
 from twolane.router.table import View
 
-WORK = 3.0
+WORK = 4.0
 """Weight of a request's own computation against the seconds that it waits."""
-ROOM = 0.5
-"""Share of the TTFT bound within which a replica that saves computation may take longer."""
-MEMORY = 1.0
+ROOM = 0.9
+"""Share of the TTFT bound within which a prediction should be, for predictions err."""
+MEMORY = 0.2
 """Weight of the share of a replica's KV pages that are in use, in seconds."""
 LATE = 1.25
 """Multiple of the TTFT bound beyond which a prediction refuses a request; predictions err."""
@@ -72,9 +72,10 @@ def choose(ask: Ask, views: Sequence[View]) -> Chosen | Refused:
     if starved := [each for each in in_time if each.view.passed_over >= TURNS * len(views)]:
         return _chosen(max(starved, key=lambda each: each.view.passed_over))
     roomy = [each for each in in_time if _keeps(each, ROOM)]
-    best = min(roomy or estimates, key=(_by_cost if roomy else _by_ttft))
-    for each in roomy or estimates:
-        if each.view.home and _stays(each, best, by_cost=bool(roomy)):
+    candidates = roomy or in_time or estimates
+    best = min(candidates, key=_by_cost)
+    for each in candidates:
+        if each.view.home and each.cost <= (1 + STAY) * best.cost:
             return _chosen(each)
     return _chosen(best)
 
@@ -105,16 +106,6 @@ def _keeps(estimate: _Estimate, share: float) -> bool:
 
 def _by_cost(estimate: _Estimate) -> tuple[float, int, int]:
     return estimate.cost, estimate.view.open, -estimate.view.passed_over
-
-
-def _by_ttft(estimate: _Estimate) -> tuple[float, float, int]:
-    return estimate.ttft, estimate.cost, -estimate.view.passed_over
-
-
-def _stays(home: _Estimate, best: _Estimate, *, by_cost: bool) -> bool:
-    if by_cost:
-        return home.cost <= (1 + STAY) * best.cost
-    return home.ttft <= (1 + STAY) * best.ttft
 
 
 def _chosen(estimate: _Estimate) -> Chosen:

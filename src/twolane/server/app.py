@@ -21,6 +21,7 @@ from twolane.server.openai.response_store import ResponseStore
 from twolane.server.openai.routes import add_generation_routes
 from twolane.server.ops.adapters import add_adapter_routes
 from twolane.server.ops.dashboard.page import add_dashboard_routes
+from twolane.server.ops.fleet import add_fleet_routes
 from twolane.server.ops.info import add_admin_routes, add_info_routes, add_token_routes
 from twolane.server.service import Service
 
@@ -84,6 +85,7 @@ def create_app(
     )
     add_error_handlers(app, service.admission.retry_after)
     add_info_routes(app, service)
+    add_fleet_routes(app, service)
     add_token_routes(app, service)
     add_generation_routes(app, service)
     add_response_routes(app, service, ResponseStore(stored_response_bytes))

@@ -267,6 +267,9 @@ def simulate_fleet(
     if ledger.stopped:
         ledger.interrupt(fleet.now)
     served = sorted(ledger.served, key=lambda one: one.record.index)
+    stats = [replica.built.engine.stats() for replica in fleet.replicas]
+    queries = sum(each.prefix_queries for each in stats)
+    hits = sum(each.prefix_hits for each in stats)
     result = Result(
         config=config.bench,
         model=config.engine.model,
@@ -276,9 +279,13 @@ def simulate_fleet(
         duration=max((one.record.ended for one in served), default=0.0),
         interrupted=ledger.stopped,
         loop_lag=Distribution.of((), LAG_PERCENTILES),
-        simulated={"router": router, "replicas": replicas, "gpu": config.gpu},
+        simulated={
+            "router": router,
+            "replicas": replicas,
+            "gpu": config.gpu,
+            "prefix_hit_rate": hits / queries if queries else None,
+            "sent": fleet.sent,
+            "refused": fleet.refused,
+        },
     )
-    stats = [replica.built.engine.stats() for replica in fleet.replicas]
-    queries = sum(each.prefix_queries for each in stats)
-    hits = sum(each.prefix_hits for each in stats)
     return FleetRun(result, hits / queries if queries else 0.0, fleet.sent, fleet.refused)

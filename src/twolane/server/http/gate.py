@@ -23,7 +23,7 @@ NOT_IN_IDS = re.compile(r"[^!-~]")
 """All but visible ASCII."""
 MAX_BODY_BYTES = 32 << 20
 GUARDED = (
-    *("/v1/", "/tokenize", "/detokenize", "/rerank", "/reset_prefix_cache"),
+    *("/v1/", "/fleet/", "/tokenize", "/detokenize", "/rerank", "/reset_prefix_cache"),
     *("/dashboard/data", "/docs", "/openapi.json"),
 )
 """Paths that need a key, where there are keys. The others are for probes and scrapers."""

@@ -209,6 +209,35 @@ class Load(Shown):
     kv_cache_dtype: str
 
 
+class PromptLandmarks(Shown):
+    """The answer of /fleet/landmarks: prefixes of a prompt by length and hash."""
+
+    prompt_tokens: int
+    page_size: int
+    tokens: list[int]
+    hashes: list[int]
+
+
+class ReplicaStateShown(Shown):
+    """The answer of /fleet/state; see docs/guides/fleet.md."""
+
+    format: int
+    model: str
+    ready: bool
+    draining: bool
+    running: int
+    waiting: int
+    queued_new_tokens: int
+    prompt_token_seconds: float
+    page_size: int
+    pages: int
+    pages_free: int
+    max_model_len: int
+    slo: dict[str, float | None]
+    attainment: float | None
+    digest: dict[str, int | str] | None
+
+
 class Version(Shown):
     """The answer of /version."""
 

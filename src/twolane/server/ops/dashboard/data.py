@@ -78,6 +78,11 @@ class Dashboard:
             "seen": self._seen,
         }
 
+    def attainment(self, slo: str) -> float | None:
+        """Return the share of the last minute's requests that met a bound; None: there were none
+        that had one."""
+        return self._history.attainment(slo)
+
     def _note(self, launches: list[Launched]) -> None:
         self._launches.extend(launches)
         self._seen += len(launches)

@@ -251,6 +251,11 @@ class History:
             for name, seconds in WINDOWS.items()
         }
 
+    def attainment(self, slo: str) -> float | None:
+        """See `Span.attainment`, of the last minute's readings."""
+        readings = self._rings["minute"].readings
+        return Span(readings[0], readings[-1]).attainment(slo)
+
     def points(self, window: Window) -> dict[str, list[float | None]]:
         """The chart of a window, column by column."""
         points = self._rings[window].points

@@ -1,0 +1,207 @@
+"""Routers of several replicas, in simulation: `python benchmarks/fleet.py [--replicas 4 16] [...]`.
+
+Each replica is a real engine on a simulated H200 that serves an 8B model; all routers get the same
+requests. Searched is the highest rate at which 95 % of the requests have their first token within
+1 s and 95 % of the gaps are within 50 ms. Lengths are halved, prompts cut to 16,384 tokens and
+replies to 32, so that a run takes a minute and prefill decides. `--decide` measures how long one
+decision takes. Runs that the folder has are not repeated.
+"""
+
+import argparse
+import random
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.table import Table as Grid
+
+from twolane.bench.goodput import Hopeless, Search, find
+from twolane.common.page_hash import page_hashes
+from twolane.common.prefix_digest import Landmarks, PrefixBook, is_landmark
+from twolane.engine.config import EngineConfig
+from twolane.results.provenance import provenance, save
+from twolane.results.result import BenchConfig, Result
+from twolane.router.choose import choose
+from twolane.router.policies import POLICIES
+from twolane.router.state import Ask, ReplicaState
+from twolane.router.table import Table
+from twolane.sim.config import SimulateConfig
+from twolane.sim.fleet import simulate_fleet
+from twolane.slo import Slo
+from twolane.workload.spec import WorkloadSpec
+
+OUT = Path(__file__).parent / "results"
+SLOS = {"ttft": 1.0, "tbt": 0.05}
+GUESS = {"toolagent": 16.0, "conversation": 10.0}
+"""Requests a second of one replica at which a search begins."""
+PER_REPLICA = 150
+"""Requests of one run for each replica; at most `MOST_REQUESTS`."""
+MOST_REQUESTS = 1600
+PAGE = 32
+"""Tokens in a page where decisions are timed."""
+PROMPT = 12_000
+"""Prompt of the timed decisions, in tokens."""
+
+
+def searched(dataset: str, replicas: int, requests: int, guess: float) -> Search:
+    """What is searched for each router."""
+    workload = WorkloadSpec(
+        dataset=dataset,
+        num_prompts=requests,
+        scale_lengths=0.5,
+        max_input_len=16_384,
+        max_output_len=32,
+    )
+    return Search(
+        target={"simulate": "h200", "model": "llama-3.1-8b", "replicas": replicas},
+        workload=workload,
+        slos=SLOS,
+        attainment=0.95,
+        start_rate=guess * replicas,
+        first_step=1.15,
+        tolerance=0.035,
+        least_rate=0.1,
+    )
+
+
+def run(replicas: int, search: Search):
+    """Return what serves one workload with one router, for `find`."""
+
+    def serve(router: str, workload: WorkloadSpec, points: Sequence[dict[str, float]]):
+        config = SimulateConfig(
+            engine=EngineConfig(model="llama-3.1-8b", slo=Slo(**SLOS)),
+            bench=BenchConfig(workload=workload, goodput=points[0], percentiles=search.percentiles),
+        )
+        requests = workload.build()
+        hopeless = Hopeless(requests, points, search.attainment)
+        result: Result = simulate_fleet(
+            config, replicas, router, requests, hopeless, hopeless.tokens
+        ).result
+        return result, result.interrupted
+
+    return serve
+
+
+def compare(dataset: str, replicas: int, options: argparse.Namespace) -> dict[str, object]:
+    """Search the goodput of every router; return it with the hit rates."""
+    requests = options.requests or min(MOST_REQUESTS, PER_REPLICA * replicas)
+    guess = options.guess or GUESS.get(dataset, 10.0)
+    search = searched(dataset, replicas, requests, guess)
+    folder = options.runs / f"{Path(dataset).name}-{replicas}"
+    rates: dict[str, float] = {}
+    for router in options.router:
+        rates[router] = find(search, [router], run(replicas, search), folder)[0][router][0]
+        print(f"{dataset} {replicas} replicas {router}: {rates[router]:.2f}/s", flush=True)
+    return {
+        "dataset": dataset,
+        "replicas": replicas,
+        "requests": requests,
+        "goodput": rates,
+        "hit_rate": {router: hit_rate(folder, router, rate) for router, rate in rates.items()},
+        "ratio": {
+            router: rates["predicted"] / rate
+            for router, rate in rates.items()
+            if "predicted" in rates and rate and router != "predicted"
+        },
+    }
+
+
+def hit_rate(folder: Path, router: str, rate: float) -> float | None:
+    """The share of prompt tokens found in prefix caches, of the run at the goodput."""
+    path = folder / f"{router}-seed0-rate{rate:.5f}.json"
+    if not path.exists():
+        return None
+    return msgspec.json.decode(path.read_bytes())["simulated"]["prefix_hit_rate"]
+
+
+def timed(replicas: int, rounds: int) -> dict[str, float]:
+    """Seconds of one decision among replicas with full digests, and of hashing the prompt."""
+    draw, table = random.Random(0), Table()
+    prompts = [[draw.randrange(30_000) for _ in range(PROMPT)] for _ in range(16)]
+    for i in range(replicas):
+        book = PrefixBook(PAGE)
+        for prompt in draw.sample(prompts, 4):
+            pages = enumerate(page_hashes(prompt, PAGE), 1)
+            book.change({each: page for page, each in pages if is_landmark(page, PAGE)})
+        book.change({draw.getrandbits(64): 100 for _ in range(4000)})
+        state = ReplicaState(
+            queued_new_tokens=draw.randrange(20_000),
+            prompt_token_seconds=2.5e-5,
+            page_size=PAGE,
+            pages=20_000,
+            pages_free=10_000,
+            slo=Slo(ttft=1.0),
+            digest=book.digest(),
+        )
+        table.publish(f"replica-{i:04}", state, 0.0)
+    hashing, deciding = [], []
+    for i in range(rounds):
+        begun = time.perf_counter()
+        landmarks = Landmarks.of(prompts[i % len(prompts)], PAGE)
+        hashed = time.perf_counter()
+        ask = Ask(PROMPT, 256, landmarks)
+        choose(ask, table.views(ask, 0.01))
+        hashing.append(hashed - begun)
+        deciding.append(time.perf_counter() - hashed)
+    return {
+        "replicas": replicas,
+        "decide_p50": sorted(deciding)[rounds // 2],
+        "decide_p90": sorted(deciding)[rounds * 9 // 10],
+        "hash_p50": sorted(hashing)[rounds // 2],
+    }
+
+
+def show(found: Sequence[dict[str, object]]) -> None:
+    """Print a table of all comparisons."""
+    grid = Grid("workload", "replicas", "router", "goodput /s", "ours over it", "hit rate")
+    for one in found:
+        for router, rate in one["goodput"].items():
+            ratio, hits = one["ratio"].get(router), one["hit_rate"][router]
+            cells = [f"{rate:.1f}", "" if ratio is None else f"{ratio:.2f}"]
+            hit = "" if hits is None else f"{hits:.2f}"
+            grid.add_row(str(one["dataset"]), str(one["replicas"]), router, *cells, hit)
+    Console().print(grid)
+
+
+def main() -> None:
+    """Compare, or time decisions; save either."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--dataset", nargs="+", default=list(GUESS), help="workloads or traces")
+    parser.add_argument("--replicas", nargs="+", type=int, default=[4, 16])
+    parser.add_argument("--router", nargs="+", choices=POLICIES, default=list(POLICIES))
+    parser.add_argument("--requests", type=int, help="of one run")
+    parser.add_argument("--guess", type=float, help="requests a second of one replica")
+    parser.add_argument("--runs", type=Path, default=OUT / "fleet-runs", help="folder of runs")
+    parser.add_argument("--out", type=Path, help="file of the result")
+    parser.add_argument("--decide", action="store_true", help="time decisions instead")
+    parser.add_argument("--rounds", type=int, default=200, help="decisions that are timed")
+    options = parser.parse_args()
+    if options.decide:
+        out = options.out or OUT / "fleet-decisions.json"
+        times = [timed(replicas, options.rounds) for replicas in options.replicas]
+        save(
+            out,
+            provenance(f"prompts of {PROMPT} tokens, 4,096 landmarks a replica"),
+            {"decisions": times},
+        )
+        for each in times:
+            print(
+                {
+                    name: value if name == "replicas" else f"{value * 1e3:.3f} ms"
+                    for name, value in each.items()
+                }
+            )
+        return
+    found = []
+    for dataset in options.dataset:
+        for replicas in options.replicas:
+            found.append(compare(dataset, replicas, options))
+            about = provenance({"datasets": options.dataset, "slos": SLOS, "attainment": 0.95})
+            save(options.out or OUT / "fleet.json", about, {"comparisons": found})
+    show(found)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""`twolane fleet`: several servers behind one address."""
+
+import os
+import sys
+from typing import Any
+
+import typer
+from typer.main import get_command
+
+from twolane.cli import serve as single
+from twolane.cli.errors import fail, one_line_errors
+from twolane.cli.lazy import command_app
+from twolane.cli.options import takes
+from twolane.cli.serve import ServedModelArgument
+from twolane.fleet.options import FleetOptions
+
+EPILOG = """Every other option is one of `twolane serve`, for each server. Ctrl-C ends the fleet
+when open answers have ended; SIGHUP restarts its servers one after the other.
+
+**Examples**
+
+- `twolane fleet smollm2-135m-instruct --replicas 2` — Ray on this machine, two servers on its CPU
+
+- `twolane fleet qwen3-8b --max-replicas 4 --replica-gpus 1 --ray-address auto --slo-ttft-ms 1000`
+  — on a Ray cluster, with as many servers as the load needs
+"""
+
+app = command_app()
+
+
+@app.command(
+    epilog=EPILOG, context_settings={"ignore_unknown_options": True, "allow_extra_args": True}
+)
+@takes(FleetOptions, "options")
+def fleet(ctx: typer.Context, model: ServedModelArgument, options: dict[str, Any]) -> None:
+    """Serve a model with several servers behind one address."""
+    arguments = [model, *ctx.args]
+    server = checked(arguments)
+    with one_line_errors():
+        try:
+            from twolane.fleet import run
+        except ImportError as error:
+            raise fail(f"fleet needs an extra: pip install 'twolane[ray]' ({error})") from error
+        keys = server.get("api_key") or ()
+        code = run.serve_fleet(arguments, FleetOptions(**options), next(iter(keys), None))
+    sys.stdout.flush()
+    os._exit(code)  # as `serve` does
+
+
+def checked(arguments: list[str]) -> dict[str, Any]:
+    """Return what `twolane serve` reads in these words; refuse what it would."""
+    with get_command(single.app).make_context("serve", list(arguments)) as context:
+        return dict(context.params)

@@ -1,0 +1,172 @@
+"""Where replicas run: as processes of this one, or as Ray's actors."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from twolane.fleet.process import ReplicaProcess, StartError
+
+ACTOR_SECONDS = 10.0
+"""Seconds within which an actor must answer; it does nothing but hold a process."""
+
+
+class Place(NamedTuple):
+    """Where a replica answers."""
+
+    url: str
+    pid: int
+    """On its machine."""
+
+
+class Hosts(Protocol):
+    """Starts and ends replicas."""
+
+    async def start(self, name: str) -> Place:
+        """Start a replica; return when it serves.
+
+        Raises:
+            StartError: it did not.
+        """
+
+    async def alive(self, name: str) -> bool:
+        """Whether a replica's process has not ended."""
+
+    async def stop(self, name: str, patience: float) -> None:
+        """Ask a replica to end, and kill it after so many seconds."""
+
+    async def close(self) -> None:
+        """Kill all replicas."""
+
+
+class LocalHosts:
+    """Replicas as processes of this one.
+
+    Args:
+        arguments: of `twolane serve`.
+        environment: variables beside those of this process.
+    """
+
+    def __init__(
+        self, arguments: Sequence[str], environment: Mapping[str, str] | None = None
+    ) -> None:
+        self._arguments = arguments
+        self._environment = environment
+        self._processes: dict[str, ReplicaProcess] = {}
+
+    async def start(self, name: str) -> Place:
+        """See `Hosts.start`."""
+        how = self._arguments, "127.0.0.1", self._environment
+        process = await asyncio.to_thread(ReplicaProcess, *how)
+        self._processes[name] = process
+        return Place(process.url, process.pid)
+
+    async def alive(self, name: str) -> bool:
+        """See `Hosts.alive`."""
+        return name in self._processes and self._processes[name].alive
+
+    async def stop(self, name: str, patience: float) -> None:
+        """See `Hosts.stop`."""
+        process = self._processes.pop(name, None)
+        if process is not None:
+            await asyncio.to_thread(process.stop, patience)
+
+    async def close(self) -> None:
+        """See `Hosts.close`."""
+        await asyncio.gather(*(self.stop(name, 0.0) for name in list(self._processes)))
+
+
+class Actor:
+    """What Ray runs: it holds one replica, which is killed with it."""
+
+    def start(self, arguments: Sequence[str], environment: Mapping[str, str]) -> Place:
+        """Start the replica on the actor's machine."""
+        import ray
+
+        self._process = ReplicaProcess(arguments, ray.util.get_node_ip_address(), environment)
+        return Place(self._process.url, self._process.pid)
+
+    def alive(self) -> bool:
+        """Whether the process has not ended."""
+        return self._process.alive
+
+    def stop(self, patience: float) -> None:
+        """See `ReplicaProcess.stop`."""
+        self._process.stop(patience)
+
+
+class RayHosts:
+    """Replicas as actors of a Ray cluster, each with its CPUs and GPUs on one machine.
+
+    Args:
+        arguments: of `twolane serve`.
+        address: of the cluster; None starts one on this machine.
+        cpus: Ray's CPUs that each replica takes.
+        gpus: Ray's GPUs that each replica takes; Ray shows it these alone.
+        most: how many replicas there may be.
+        environment: variables beside those of this process.
+
+    Raises:
+        ValueError: Ray is not installed.
+        ConnectionError: there is no cluster at the address.
+    """
+
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        address: str | None,
+        cpus: float,
+        gpus: float,
+        most: int,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        try:
+            import ray
+        except ImportError as error:
+            what = f"--hosts ray needs an extra: pip install 'twolane[ray]' ({error})"
+            raise ValueError(what) from error
+        own: dict[str, Any] = {}
+        if address is None:  # its scheduler counts; it binds nobody to cores
+            own = {"num_cpus": max(1, round(cpus * most + 0.5)), "object_store_memory": 80 << 20}
+            own["include_dashboard"] = False
+        ray.init(address=address, namespace="twolane", log_to_driver=True, **own)
+        self._ray = ray
+        self._class = ray.remote(num_cpus=cpus, num_gpus=gpus, max_restarts=0)(Actor)
+        self._arguments = list(arguments)
+        self._environment = dict(environment or {})
+        self._actors: dict[str, Any] = {}
+
+    async def start(self, name: str) -> Place:
+        """See `Hosts.start`."""
+        actor = self._class.remote()
+        try:
+            started: Place = await actor.start.remote(self._arguments, self._environment)
+        except self._ray.exceptions.RayError as error:
+            self._ray.kill(actor)
+            raise StartError(str(error).strip().splitlines()[-1]) from error
+        self._actors[name] = actor
+        return started
+
+    async def alive(self, name: str) -> bool:
+        """See `Hosts.alive`."""
+        try:
+            async with asyncio.timeout(ACTOR_SECONDS):
+                return bool(await self._actors[name].alive.remote())
+        except (KeyError, TimeoutError, self._ray.exceptions.RayError):
+            return False
+
+    async def stop(self, name: str, patience: float) -> None:
+        """See `Hosts.stop`."""
+        actor = self._actors.pop(name, None)
+        if actor is None:
+            return
+        try:
+            async with asyncio.timeout(patience + ACTOR_SECONDS):
+                await actor.stop.remote(patience)
+        except (TimeoutError, self._ray.exceptions.RayError):
+            pass  # it is killed with its actor
+        self._ray.kill(actor)
+
+    async def close(self) -> None:
+        """See `Hosts.close`."""
+        await asyncio.gather(*(self.stop(name, 0.0) for name in list(self._actors)))
+        await asyncio.to_thread(self._ray.shutdown)

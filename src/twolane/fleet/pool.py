@@ -1,0 +1,244 @@
+"""The replicas of a fleet: started, asked for their state, replaced, drained and scaled."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Coroutine
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import aiohttp
+import msgspec
+
+from twolane.fleet.hosts import Hosts, Place
+from twolane.fleet.options import FleetOptions
+from twolane.fleet.process import StartError
+from twolane.fleet.scale import Trend, wanted
+from twolane.router.state import ReplicaState
+from twolane.router.table import Table
+
+log = logging.getLogger("twolane.fleet")
+
+RETRY_SECONDS = 5.0
+"""Seconds until a replica that could not start is tried again."""
+Phase = Literal["starting", "serving", "out", "draining"]
+
+
+@dataclass(eq=False)
+class Member:
+    """One replica."""
+
+    name: str
+    place: Place | None = None
+    phase: Phase = "starting"
+    """out: it does not say its state, and is sent nothing."""
+    heard_at: float = 0.0
+    """When it last said its state, on the pool's clock."""
+    version: int = -1
+    """Of the digest that the table has."""
+    state: ReplicaState = field(default_factory=lambda: ReplicaState(ready=False))
+    lost: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when open answers of the replica cannot be expected to go on."""
+    open: int = 0
+    """Requests that the ingress has sent and that have not ended."""
+    served: int = 0
+    """Requests that the ingress has sent."""
+    idle: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set while no request is open."""
+
+    def enter(self) -> None:
+        """Note that a request goes there."""
+        self.open += 1
+        self.served += 1
+        self.idle.clear()
+
+    def leave(self) -> None:
+        """Note that a request has ended."""
+        self.open -= 1
+        if not self.open:
+            self.idle.set()
+
+
+class Pool:
+    """Keeps as many replicas as are wanted, and the router's table up to date.
+
+    Args:
+        hosts: where replicas run.
+        options: of the fleet.
+        session: for the questions.
+        key: API key that the replicas want; None: none.
+    """
+
+    def __init__(
+        self, hosts: Hosts, options: FleetOptions, session: aiohttp.ClientSession, key: str | None
+    ) -> None:
+        self.options = options
+        self.members: dict[str, Member] = {}
+        self.table = Table()
+        self.clock = time.monotonic
+        self._hosts = hosts
+        self._session = session
+        self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        self._serial = 0
+        self._target = options.replicas
+        self._trend = Trend()
+        self._busy: set[asyncio.Task[None]] = set()
+        self._closing = False
+        self.started = asyncio.Event()
+        """Set when the first replica serves."""
+        self.failure: str | None = None
+        """Why the first start failed."""
+
+    @property
+    def serving(self) -> list[Member]:
+        """The replicas that take requests."""
+        return [each for each in self.members.values() if each.phase == "serving"]
+
+    @property
+    def present(self) -> list[Member]:
+        """The replicas that are not being stopped."""
+        return [each for each in self.members.values() if each.phase != "draining"]
+
+    async def run(self) -> None:
+        """Keep the replicas, for ever."""
+        for _ in range(self._target):
+            self._start()
+        while not self._closing:
+            await asyncio.sleep(self.options.probe_seconds)
+            self._scale()
+
+    async def close(self) -> None:
+        """End all replicas: those that serve have `drain_seconds` for their answers."""
+        self._closing = True
+        await asyncio.gather(*(self._end(each) for each in list(self.members.values())))
+        for task in self._busy:
+            task.cancel()
+        await self._hosts.close()
+
+    async def restart(self) -> None:
+        """Replace all replicas one by one; each is stopped when its successor serves."""
+        for old in self.present:
+            new = self._start()
+            while new.phase == "starting" and new.name in self.members:
+                await asyncio.sleep(self.options.probe_seconds)
+            await self._end(old)
+
+    def _start(self) -> Member:
+        self._serial += 1
+        member = Member(f"replica-{self._serial}")
+        member.idle.set()
+        self.members[member.name] = member
+        self._keep(self._bring_up(member))
+        return member
+
+    async def _bring_up(self, member: Member) -> None:
+        try:
+            member.place = await self._hosts.start(member.name)
+        except StartError as error:
+            log.error("%s: %s", member.name, error)
+            self.failure = str(error)
+            await asyncio.sleep(RETRY_SECONDS if self.started.is_set() else 0.0)
+            self.members.pop(member.name, None)
+            self.started.set()
+            return
+        log.info("%s serves at %s (process %d)", member.name, *member.place)
+        member.heard_at = self.clock()
+        await self._watch(member)
+
+    async def _watch(self, member: Member) -> None:
+        """Ask a replica for its state until it is gone."""
+        while member.name in self.members and not self._closing:
+            asked_at = self.clock()
+            answer = await self._ask(member)
+            if member.name not in self.members:
+                return
+            if answer is not None:
+                self._heard(member, answer, asked_at)
+            elif await self._missed(member):
+                return
+            await asyncio.sleep(self.options.probe_seconds)
+
+    async def _ask(self, member: Member) -> ReplicaState | None:
+        assert member.place is not None
+        try:
+            async with (
+                asyncio.timeout(self.options.probe_timeout),
+                self._session.get(
+                    f"{member.place.url}/fleet/state?known={member.version}", headers=self._headers
+                ) as answer,
+            ):
+                if answer.status != 200:
+                    return None
+                return msgspec.json.decode(await answer.read(), type=ReplicaState)
+        except (aiohttp.ClientError, TimeoutError, msgspec.DecodeError):
+            return None
+
+    def _heard(self, member: Member, state: ReplicaState, asked_at: float) -> None:
+        member.heard_at, member.state = asked_at, state
+        if state.digest is not None:
+            member.version = state.digest.version
+        if member.phase in ("starting", "out"):
+            log.info("%s takes requests", member.name)
+            member.phase = "serving"
+            member.lost.clear()
+            self.started.set()
+        if member.phase == "serving":
+            self.table.publish(member.name, state, asked_at)
+
+    async def _missed(self, member: Member) -> bool:
+        """A replica did not answer: send it nothing; whether it has been given up."""
+        silent = self.clock() - member.heard_at
+        if member.phase == "serving":
+            log.warning("%s does not say its state: it is sent nothing", member.name)
+            member.phase, member.version = "out", -1
+        self.table.remove(member.name)
+        alive = await self._hosts.alive(member.name)
+        if alive and silent < self.options.silent_seconds:
+            return False
+        member.lost.set()
+        if alive and silent < self.options.replace_seconds:
+            return False
+        how = f"has said nothing for {silent:.0f} s" if alive else "has died"
+        log.error("%s %s", member.name, how)
+        self.members.pop(member.name, None)
+        await self._hosts.stop(member.name, 0.0)
+        return True
+
+    def _scale(self) -> None:
+        """Start what is missing, and drain what is too much."""
+        states = [each.state for each in self.serving]
+        present = len(self.present)
+        if present >= self._target:
+            self._target, self._trend = wanted(
+                states, present, self.clock(), self._trend, self.options
+            )
+        for _ in range(self._target - present):
+            self._start()
+        if present > self._target and (serving := self.serving):
+            log.info("%d replicas are %d too many", present, present - self._target)
+            least = min(serving, key=lambda each: (each.open, -int(each.name.split("-")[1])))
+            least.phase = "draining"
+            self._keep(self._end(least))
+
+    async def _end(self, member: Member) -> None:
+        """Send a replica nothing more, wait for its answers, and stop it."""
+        member.phase = "draining"
+        self.table.remove(member.name)
+        try:
+            async with asyncio.timeout(self.options.drain_seconds):
+                await member.idle.wait()
+        except TimeoutError:
+            log.warning("%s is stopped with %d open requests", member.name, member.open)
+        await self._hosts.stop(member.name, self.options.probe_timeout + 10.0)
+        member.lost.set()
+        self.members.pop(member.name, None)
+
+    def _keep(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._busy.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: "asyncio.Task[None]") -> None:
+        self._busy.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("the watch of a replica failed", exc_info=error)

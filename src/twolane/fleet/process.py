@@ -1,0 +1,102 @@
+"""One replica: a `twolane serve` in a process of its own."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+
+START_SECONDS = 600.0
+"""Seconds within which a replica must have loaded its model."""
+PR_SET_PDEATHSIG = 1
+LAUNCH = (
+    "import ctypes, os, signal, sys\n"
+    f"ctypes.CDLL(None).prctl({PR_SET_PDEATHSIG}, signal.SIGKILL)\n"
+    "if os.getppid() != int(sys.argv[1]): sys.exit(1)\n"
+    "sys.argv = ['twolane', *sys.argv[2:]]\n"
+    "from twolane.cli.main import main\n"
+    "main()\n"
+)
+"""Serves, and is killed when the process that started it has gone."""
+
+
+class StartError(Exception):
+    """A replica could not start; the message says why."""
+
+
+class ReplicaProcess:
+    """A running server. It is killed when the thread that started it ends.
+
+    Args:
+        arguments: of `twolane serve`, without host and port.
+        host: address to listen on.
+        environment: variables beside those of this process.
+
+    Raises:
+        StartError: it ended before it served.
+    """
+
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        host: str = "127.0.0.1",
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        words = ["serve", *arguments, "--host", host, "--port", "0"]
+        command = [sys.executable, "-c", LAUNCH, str(os.getpid()), *words]
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **(environment or {})},
+            start_new_session=True,
+        )
+        self.url = self._announced()
+
+    @property
+    def pid(self) -> int:
+        """Of the API process, whose child the engine is."""
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        """Whether it has not ended."""
+        return self._process.poll() is None
+
+    def stop(self, patience: float) -> None:
+        """Ask it to end, and kill it after so many seconds; return when it has ended."""
+        if patience > 0 and self.alive:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGTERM)
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(patience)
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def _announced(self) -> str:
+        """Wait for the line with the address."""
+        assert self._process.stdout is not None
+        late = threading.Timer(START_SECONDS, self._process.kill)
+        late.start()
+        try:
+            line = self._process.stdout.readline()
+        finally:
+            late.cancel()
+        parts = [part.strip() for part in line.split("|")]
+        urls = [part for part in parts if part.startswith("http")]
+        if not urls:
+            self.stop(0.0)
+            raise StartError(f"a replica ended with status {self._process.returncode}")
+        threading.Thread(target=self._read_on, daemon=True).start()
+        return urls[0]
+
+    def _read_on(self) -> None:
+        """Take whatever else it prints, so that it never waits for a reader."""
+        assert self._process.stdout is not None
+        with suppress(ValueError, OSError):
+            while self._process.stdout.read(65536):
+                pass

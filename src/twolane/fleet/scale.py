@@ -1,0 +1,66 @@
+"""How many replicas there should be, from what they report."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from twolane.fleet.options import FleetOptions
+from twolane.router.state import ReplicaState
+
+ATTAINED = 0.95
+"""Share of the first tokens within their bound below which a replica is added."""
+SPARE = 0.5
+"""Share of the load for one more replica that the others may have when one is stopped."""
+
+
+@dataclass(frozen=True)
+class Trend:
+    """Since when the load asks for more or for fewer replicas, on the caller's clock."""
+
+    high_since: float | None = None
+    low_since: float | None = None
+
+
+def wanted(
+    states: Sequence[ReplicaState], present: int, now: float, trend: Trend, options: FleetOptions
+) -> tuple[int, Trend]:
+    """Return how many replicas there should be, one more or less at a time, and what to remember.
+
+    Args:
+        states: of the replicas that take requests.
+        present: how many there are, those that start included.
+        now: in seconds.
+        trend: what was returned the last time.
+        options: bounds and thresholds.
+    """
+    least, most = options.bounds
+    if present < least:
+        return least, Trend()
+    if not states or len(states) < present:  # what starts will change the load
+        return present, Trend()
+    high, low = _high(states, options, len(states)), False
+    if len(states) > 1:
+        low = not high and not _high(states, options, SPARE * (len(states) - 1))
+    since = Trend(
+        (now if trend.high_since is None else trend.high_since) if high else None,
+        (now if trend.low_since is None else trend.low_since) if low else None,
+    )
+    if since.high_since is not None and now - since.high_since >= options.scale_up_seconds:
+        return min(most, present + 1), Trend()
+    if since.low_since is not None and now - since.low_since >= options.scale_down_seconds:
+        return max(least, present - 1), Trend()
+    return present, since
+
+
+def _high(states: Sequence[ReplicaState], options: FleetOptions, replicas: float) -> bool:
+    """Whether the load of all is too much for this many replicas."""
+    seconds = sum(each.queued_new_tokens * each.prompt_token_seconds for each in states)
+    open_ = sum(each.running + each.waiting for each in states)
+    late = any(
+        each.waiting and each.attainment is not None and each.attainment < ATTAINED
+        for each in states
+    )
+    return (
+        seconds > options.scale_up_queue * replicas
+        or open_ > options.scale_up_open * replicas
+        or (late and replicas >= len(states))
+    )

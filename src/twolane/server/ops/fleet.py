@@ -1,0 +1,72 @@
+"""The endpoints that a router of several replicas asks."""
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+
+from twolane.common.page_hash import salt_bytes
+from twolane.common.prefix_digest import Landmarks
+from twolane.router.state import ReplicaState
+from twolane.server.http.gone import unless_gone
+from twolane.server.http.route import json_response
+from twolane.server.openai.protocol import ChatRequest, CompletionRequest, GenerationBody
+from twolane.server.openai.schemas import ERRORS, NO_KEY, PromptLandmarks, ReplicaStateShown
+from twolane.server.service import Service
+
+
+def add_fleet_routes(app: FastAPI, service: Service) -> None:
+    """Add what a router needs to know of this server."""
+
+    @app.get(
+        "/fleet/state",
+        response_class=Response,
+        responses={200: {"model": ReplicaStateShown}, **NO_KEY, "default": ERRORS["default"]},
+    )
+    async def state(known: int = -1) -> Response:
+        """Say what a router needs to choose a replica; the digest only if it is not `known`."""
+        return json_response(replica_state(service, known))
+
+    described = {200: {"model": PromptLandmarks}, **ERRORS, **NO_KEY}
+
+    @app.post("/fleet/landmarks/chat", response_class=Response, responses=described)
+    async def chat(body: ChatRequest, request: Request) -> Response:
+        """Return the prompt's length and landmarks of a body of /v1/chat/completions."""
+        prompt = await unless_gone(request, service.chat_prompt(body))
+        return landmarks(service, body, prompt.tokens)
+
+    @app.post("/fleet/landmarks/completions", response_class=Response, responses=described)
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        """Return the same of the first prompt of a body of /v1/completions."""
+        prompts = await unless_gone(request, service.completion_prompts(body))
+        return landmarks(service, body, prompts[0].tokens)
+
+
+def replica_state(service: Service, known: int) -> ReplicaState:
+    """Return what the server publishes; without the digest if the caller has this version."""
+    engine, stats = service.engine, service.engine.stats
+    book = engine.prefixes
+    return ReplicaState(
+        model=service.model_name,
+        ready=service.unavailable is None,
+        draining=service.draining,
+        running=stats.running,
+        waiting=stats.waiting + stats.prefilling,
+        queued_new_tokens=stats.queued_new_tokens,
+        prompt_token_seconds=stats.prompt_token_seconds,
+        page_size=engine.ready.page_size,
+        pages=stats.kv_pages,
+        pages_free=stats.kv_pages_free + stats.kv_pages_cached,
+        max_model_len=engine.ready.max_model_len,
+        slo=engine.ready.slo,
+        attainment=service.dashboard.attainment("ttft"),
+        digest=None if known == book.version else book.digest(),
+    )
+
+
+def landmarks(service: Service, body: GenerationBody, tokens: list[int]) -> Response:
+    """Return what a router needs to know of a prompt."""
+    page_size = service.engine.ready.page_size
+    found = Landmarks.of(tokens, page_size, salt_bytes(body.cache_salt))
+    answer = PromptLandmarks.model_construct(
+        prompt_tokens=len(tokens), page_size=page_size, tokens=found.tokens, hashes=found.hashes
+    )
+    return Response(msgspec.json.encode(answer.model_dump()), media_type="application/json")
