@@ -78,11 +78,14 @@ class LocalHosts:
 class Actor:
     """What Ray runs: it holds one replica, which is killed with it."""
 
-    def start(self, arguments: Sequence[str], environment: Mapping[str, str]) -> Place:
-        """Start the replica on the actor's machine."""
+    def start(
+        self, arguments: Sequence[str], host: str | None, environment: Mapping[str, str]
+    ) -> Place:
+        """Start the replica on the actor's machine; it listens at `host`, or where Ray does."""
         import ray
 
-        self._process = ReplicaProcess(arguments, ray.util.get_node_ip_address(), environment)
+        host = host or ray.util.get_node_ip_address()
+        self._process = ReplicaProcess(arguments, host, environment)
         return Place(self._process.url, self._process.pid)
 
     def alive(self) -> bool:
@@ -131,6 +134,7 @@ class RayHosts:
         ray.init(address=address, namespace="twolane", log_to_driver=True, **own)
         self._ray = ray
         self._class = ray.remote(num_cpus=cpus, num_gpus=gpus, max_restarts=0)(Actor)
+        self._host = "127.0.0.1" if address is None else None
         self._arguments = list(arguments)
         self._environment = dict(environment or {})
         self._actors: dict[str, Any] = {}
@@ -139,7 +143,8 @@ class RayHosts:
         """See `Hosts.start`."""
         actor = self._class.remote()
         try:
-            started: Place = await actor.start.remote(self._arguments, self._environment)
+            how = self._arguments, self._host, self._environment
+            started: Place = await actor.start.remote(*how)
         except self._ray.exceptions.RayError as error:
             self._ray.kill(actor)
             raise StartError(str(error).strip().splitlines()[-1]) from error

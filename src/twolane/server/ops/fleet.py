@@ -1,6 +1,5 @@
 """The endpoints that a router of several replicas asks."""
 
-import msgspec
 from fastapi import FastAPI, Request, Response
 
 from twolane.common.page_hash import salt_bytes
@@ -66,7 +65,11 @@ def landmarks(service: Service, body: GenerationBody, tokens: list[int]) -> Resp
     """Return what a router needs to know of a prompt."""
     page_size = service.engine.ready.page_size
     found = Landmarks.of(tokens, page_size, salt_bytes(body.cache_salt))
-    answer = PromptLandmarks.model_construct(
-        prompt_tokens=len(tokens), page_size=page_size, tokens=found.tokens, hashes=found.hashes
+    return json_response(
+        {
+            "prompt_tokens": len(tokens),
+            "page_size": page_size,
+            "tokens": found.tokens,
+            "hashes": found.hashes,
+        }
     )
-    return Response(msgspec.json.encode(answer.model_dump()), media_type="application/json")

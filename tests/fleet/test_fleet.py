@@ -1,0 +1,173 @@
+"""A fleet as a user starts it: two servers, one address, no Ray."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import urllib.request
+from contextlib import contextmanager
+
+import pytest
+
+pytest.importorskip("aiohttp")
+
+from tests.server.serving import Served, alive, wait_for, write_tiny_model
+
+PROMPT = [3 + i % 97 for i in range(300)]
+
+
+@contextmanager
+def fleet(*args: str, hosts: str = "local"):
+    """Run `twolane fleet` on a free port; on leaving, all of its processes are ended."""
+    command = [sys.executable, "-m", "twolane", "fleet", *args, "--hosts", hosts, "--port", "0"]
+    process = subprocess.Popen(
+        [*command, "--device", "cpu"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    try:
+        line = process.stdout.readline().strip()
+        assert line, f"the fleet ended with {process.wait()}"
+        yield Served(process, line)
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def replicas(served) -> dict[str, dict]:
+    return {each["name"]: each for each in served.request("/fleet")[2]["replicas"]}
+
+
+def serving(served) -> list[dict]:
+    return [each for each in replicas(served).values() if each["phase"] == "serving"]
+
+
+def ask(served, prompt=PROMPT, **more):
+    body = {"prompt": prompt, "max_tokens": 4, "ignore_eos": True, **more}
+    return served.request("/v1/completions", body)
+
+
+def stream(served, tokens: int) -> list[dict]:
+    """The events of one stream, `[DONE]` as {}."""
+    body = {"prompt": PROMPT, "max_tokens": tokens, "ignore_eos": True, "stream": True}
+    request = urllib.request.Request(
+        served.base + "/v1/completions",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=120) as response:
+        lines = [line[6:].strip() for line in response if line.startswith(b"data: ")]
+    return [{} if line == b"[DONE]" else json.loads(line) for line in lines]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """Two tiny servers with little patience for silence."""
+    model = write_tiny_model(tmp_path_factory.mktemp("fleet"))
+    patience = ("--probe-timeout", "1", "--silent-seconds", "2", "--probe-seconds", "0.1")
+    args = (str(model), "--load-format", "dummy", "--kv-tokens", "20000", *patience)
+    with fleet(*args, "--replicas", "2", "--drain-seconds", "30") as served:
+        wait_for(lambda: len(serving(served)) == 2, 180)
+        yield served
+
+
+def test_one_address_answers_as_a_server_does(pair):
+    assert pair.request("/health")[0] == 200
+    model = pair.request("/v1/models")[2]["data"][0]["id"]
+    status, headers, answer = ask(pair, model=model)
+    assert status == 200
+    assert answer["usage"]["completion_tokens"] == 4
+    assert headers["x-replica"] in replicas(pair)
+    assert stream(pair, 5)[-1] == {}
+    assert pair.request("/v1/completions", {"prompt": []})[0] == 400
+    assert pair.request("/nowhere")[0] == 404
+
+
+def test_a_prompt_goes_where_its_beginning_was_computed(pair):
+    shared = [5 + i % 89 for i in range(640)]
+    first = ask(pair, shared)[1]["x-replica"]
+    answers = [ask(pair, [*shared, i]) for i in range(3)]
+    assert [headers["x-replica"] for _, headers, _ in answers] == [first] * 3
+    cached = [each["usage"]["prompt_tokens_details"]["cached_tokens"] for _, _, each in answers]
+    assert min(cached) >= 600
+
+
+def test_a_stopped_server_is_left_out_and_taken_back(pair):
+    name, stopped = next(iter(replicas(pair).items()))
+    os.kill(stopped["pid"], signal.SIGSTOP)
+    try:
+        wait_for(lambda: replicas(pair)[name]["phase"] == "out")
+        assert [ask(pair)[0] for _ in range(4)] == [200] * 4
+    finally:
+        os.kill(stopped["pid"], signal.SIGCONT)
+    wait_for(lambda: replicas(pair)[name]["phase"] == "serving")
+
+
+def test_a_killed_servers_streams_end_with_an_error_and_another_takes_its_place(pair):
+    wait_for(lambda: len(serving(pair)) == 2, 180)
+    ended: list[list[dict]] = []
+    threads = [
+        threading.Thread(target=lambda: ended.append(stream(pair, 12_000))) for _ in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    victim = wait_for(lambda: next((r for r in serving(pair) if r["state"]["running"]), None))
+    os.kill(victim["pid"], signal.SIGKILL)
+    for thread in threads:
+        thread.join(240)
+    assert len(ended) == 2
+    for events in ended:  # whole, or ended by an error; those of the victim by an error
+        assert events[-1] == {} or events[-1]["error"]["code"] in ("replica_gone", "unavailable")
+    assert any(events[-1] for events in ended)
+    assert ask(pair)[0] == 200
+    wait_for(lambda: len(serving(pair)) == 2 and victim["name"] not in replicas(pair), 180)
+
+
+def test_a_rolling_restart_fails_nothing(pair):
+    before, statuses, stop = set(replicas(pair)), [], threading.Event()
+
+    def keep_asking():
+        while not stop.is_set():
+            statuses.append(ask(pair)[0])
+
+    asking = threading.Thread(target=keep_asking)
+    asking.start()
+    pair.process.send_signal(signal.SIGHUP)
+    try:
+        wait_for(lambda: not before & set(replicas(pair)) and len(serving(pair)) == 2, 240)
+    finally:
+        stop.set()
+        asking.join()
+    assert set(statuses) == {200}
+
+
+def test_nothing_is_left_behind(tmp_path):
+    model = write_tiny_model(tmp_path)
+    args = (str(model), "--load-format", "dummy", "--kv-tokens", "20000", "--replicas", "1")
+    with fleet(*args) as served:
+        pid = wait_for(lambda: serving(served))[0]["pid"]
+        served.process.kill()
+        served.process.wait()
+        wait_for(lambda: not alive(pid))
+
+
+@pytest.mark.full
+def test_the_same_with_rays_actors(tmp_path):
+    pytest.importorskip("ray")
+    model = write_tiny_model(tmp_path)
+    args = (str(model), "--load-format", "dummy", "--kv-tokens", "20000", "--replicas", "2")
+    with fleet(*args, hosts="ray") as served:
+        wait_for(lambda: len(serving(served)) == 2, 180)
+        assert ask(served)[0] == 200
+        victim = serving(served)[0]
+        os.kill(victim["pid"], signal.SIGKILL)
+        wait_for(lambda: len(serving(served)) == 2 and victim["name"] not in replicas(served), 180)
+        assert ask(served)[0] == 200
+        pids = [each["pid"] for each in serving(served)]
+    for pid in pids:
+        wait_for(lambda pid=pid: not alive(pid))
