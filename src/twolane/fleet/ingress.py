@@ -7,6 +7,7 @@ it is no stream of events.
 """
 
 import asyncio
+import hmac
 import logging
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import suppress
@@ -97,7 +98,7 @@ class Ingress:
         if path in PROBES:
             await self._probe(path, send)
         elif path == "/fleet":
-            await _json(send, 200, self.overview())
+            await self._show(Headers(scope=scope), send)
         else:
             await self._serve(scope, receive, send)
 
@@ -118,6 +119,15 @@ class Ingress:
                 for member in self._pool.members.values()
             ],
         }
+
+    async def _show(self, headers: Headers, send: Send) -> None:
+        """Answer with the overview, if the client has the replicas' key."""
+        given = headers.get("authorization", "").removeprefix("Bearer ").encode("latin-1")
+        if self._pool.key is None or hmac.compare_digest(given, self._pool.key.encode()):
+            await _json(send, 200, self.overview())
+        else:
+            error = ApiError(401, "a valid API key is needed", code="invalid_api_key")
+            await refuse(error, "/fleet", send)
 
     async def _probe(self, path: str, send: Send) -> None:
         live = path in ("/livez", "/health/live")

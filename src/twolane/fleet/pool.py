@@ -19,6 +19,8 @@ from twolane.router.table import Table
 
 log = logging.getLogger("twolane.fleet")
 
+END_SECONDS = 10.0
+"""Seconds that a replica may take to end beside those for its answers."""
 RETRY_SECONDS = 5.0
 """Seconds until a replica that could not start is tried again."""
 Phase = Literal["starting", "serving", "out", "draining"]
@@ -78,6 +80,7 @@ class Pool:
         self.clock = time.monotonic
         self._hosts = hosts
         self._session = session
+        self.key = key
         self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         self._serial = 0
         self._target = options.replicas
@@ -229,7 +232,7 @@ class Pool:
                 await member.idle.wait()
         except TimeoutError:
             log.warning("%s is stopped with %d open requests", member.name, member.open)
-        await self._hosts.stop(member.name, self.options.probe_timeout + 10.0)
+        await self._hosts.stop(member.name, self.options.drain_seconds + END_SECONDS)
         member.lost.set()
         self.members.pop(member.name, None)
 
