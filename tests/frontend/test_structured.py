@@ -14,6 +14,7 @@ from twolane.frontend.structured.grammar import (
     choice_grammar,
     context_free_grammar,
     json_schema_grammar,
+    made_grammar,
     regex_grammar,
 )
 from twolane.frontend.structured.tools import OPENINGS, Tool, calls_grammar, strict_grammar
@@ -107,6 +108,17 @@ def nested(depth):
     return schema
 
 
+def chain(length):
+    """A schema whose references would have the compiler recurse to the end of its stack."""
+    made = {
+        f"d{i}": {"type": "array", "items": {"$ref": f"#/$defs/d{i + 1}"}} for i in range(length)
+    }
+    return {"$defs": {**made, f"d{length}": {"type": "integer"}}, "$ref": "#/$defs/d0"}
+
+
+MANY_TOOLS = [
+    Tool(f"tool{i}", {**nested(20), "required": ["a", f"r{i}"]}, strict=True) for i in range(128)
+]
 HOSTILE = {
     "deep": lambda: json_schema_grammar(nested(60)),
     "repeated": lambda: regex_grammar("((a{1,1000}){1,1000}){1,1000}"),
@@ -128,6 +140,36 @@ HOSTILE = {
     "anyOf": lambda: json_schema_grammar(
         {"anyOf": [{"properties": {f"a{i}": {"const": i}}} for i in range(2_000)]}
     ),
+    "doubling": lambda: json_schema_grammar(
+        {
+            "$defs": {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(40)}
+            | {"d40": {"type": "integer"}},
+            "$ref": "#/$defs/d0",
+        }
+    ),
+    "allOf": lambda: json_schema_grammar(
+        {"allOf": [{"properties": {f"a{i}": {"minimum": i}}} for i in range(1_000)]}
+    ),
+    "patterns": lambda: json_schema_grammar(
+        {"patternProperties": {f"^(a*)*{i}$": {"type": "string"} for i in range(300)}}
+    ),
+    "chain": lambda: json_schema_grammar(chain(3_000)),
+    "lists": lambda: calls_grammar(
+        "hermes", [Tool("t", chain(20_000))], lambda _: None, several=True
+    ),
+    "hidden": lambda: context_free_grammar("start: %json " + json.dumps(chain(3_000))),
+    "stars": lambda: regex_grammar("(((a*)*)*)*b" * 500),
+    "classes": lambda: regex_grammar(r"(\p{L}|\p{N}){1,5000}x"),
+    "rules": lambda: context_free_grammar(
+        "\n".join(
+            ["start: r0", *[f"r{i}: r{i + 1} r{i + 1} |" for i in range(3_000)], 'r3000: "a"']
+        )
+    ),
+    "strict tools": lambda: strict_grammar("hermes", MANY_TOOLS, lambda _: None, several=True),
+    "calls": lambda: calls_grammar("qwen3_coder", MANY_TOOLS, lambda _: None, several=True),
+    "a tool in itself": lambda: strict_grammar(
+        "mistral", [Tool("t", {"$ref": "#"}, strict=True)], lambda _: None, several=True
+    ),
 }
 
 
@@ -136,7 +178,7 @@ def test_hostile_grammars_cost_a_bounded_time(vocabulary, name):
     """Each is refused, or its matcher and first masks are there within seconds on any machine."""
     begun = time.process_time()
     try:
-        grammar = check_grammar(HOSTILE[name](), "x")
+        grammar = made_grammar(HOSTILE[name], "x")
     except FieldError:
         pass
     else:
@@ -217,3 +259,14 @@ def test_strict_tools_follow_thinking(takes):
         grammar = behind_thinking(calls, lambda _: None, opened=opened)
         assert takes(grammar, f"{begin}Rome?\n</think>\n\nLooking.\n{call}")
         assert not takes(grammar, f"{begin}Rome?\n</think>\n\n" + call.replace("city", "town"))
+
+
+def test_what_stays_within_the_bounds_is_served(takes):
+    """Chains of rules and references, and patterns, as long as they may be."""
+    rules = "\n".join(["start: r1", *[f"r{i}: r{i + 1}" for i in range(1, 499)], 'r499: "a"'])
+    assert takes(context_free_grammar(rules), "a")
+    with pytest.raises(ValueError, match="501 rules"):
+        context_free_grammar(rules + '\nr500: "b"')
+    check_grammar(json_schema_grammar(chain(400)), "x")
+    patterns = {f"^x{i}$": {"type": "integer"} for i in range(64)}
+    assert takes(json_schema_grammar({"type": "object", "patternProperties": patterns}), '{"x7":1}')

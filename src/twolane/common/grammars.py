@@ -8,6 +8,13 @@ if TYPE_CHECKING:
 MAX_GRAMMAR_BYTES = 512 * 2**10
 """A grammar may be at most this many bytes long, after it was made from a schema."""
 
+MOST_RULES = 500
+"""A grammar may have this many rules, and a schema this many different references: the compiler
+follows chains of them by recursion, which ends the process at some thousands."""
+MOST_PATTERNS = 64
+"""An object of a schema may have this many `patternProperties`: the compiler takes the difference
+of each two of them, whose time grows with their cube."""
+
 
 def parser_limits() -> "LLParserLimits":
     """Return the limits on a grammar's compilation and on each of its masks.

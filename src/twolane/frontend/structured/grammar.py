@@ -1,6 +1,7 @@
 """Grammars in the form that the engine matches (llguidance's), made from what requests ask for."""
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -8,12 +9,14 @@ from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import any_to_lark
 
 from twolane.common.errors import FieldError
-from twolane.common.grammars import MAX_GRAMMAR_BYTES, parser_limits
+from twolane.common.grammars import MAX_GRAMMAR_BYTES, MOST_PATTERNS, MOST_RULES, parser_limits
 from twolane.frontend.parsers.reasoning import END_THINK, THINK
 
 WHITESPACE = r"(\n[ \t]{0,32}| ?)"
 """White space that JSON may have between two tokens: a space, or a line's end and an indentation.
 It is bounded: a model that writes nothing else would never end."""
+RULE = re.compile(r"^[ \t]*[!?]?[A-Za-z_][\w.-]*[^:\n\"/]*:", re.M)
+"""The beginning of a rule in a Lark grammar."""
 TokenOf = Callable[[str], int | None]
 """Returns the id of an added token by its text, or None if no token has it."""
 Maker = Callable[[], str]
@@ -25,9 +28,11 @@ def json_schema_grammar(schema: Mapping[str, Any] | bool) -> str:
     """Return the grammar of all JSON values that a JSON schema allows.
 
     Raises:
-        ValueError: the schema is no JSON, as a number that JSON has no form for.
+        ValueError: the schema is no JSON, as a number that JSON has no form for, or it is too
+            complex to compile.
     """
     text = json.dumps(schema, allow_nan=False)
+    check_complexity(schema)
     return LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": WHITESPACE})
 
 
@@ -45,9 +50,37 @@ def context_free_grammar(text: str) -> str:
     """Return a grammar that is given in Lark's or GBNF's form.
 
     Raises:
-        ValueError: it is in neither.
+        ValueError: it is in neither, is too complex to compile, or has parts in other forms.
     """
-    return LLMatcher.grammar_from_lark(any_to_lark(text))
+    lark = any_to_lark(text)
+    if "%json" in lark:
+        raise ValueError("%json is not supported in a grammar: give the schema alone")
+    rules = len(RULE.findall(lark))
+    if rules > MOST_RULES:
+        raise ValueError(f"the grammar has {rules} rules; at most {MOST_RULES} can be")
+    return LLMatcher.grammar_from_lark(lark)
+
+
+def check_complexity(schema: object) -> None:
+    """See that a schema can be compiled in bounded time and stack.
+
+    Raises:
+        ValueError: it has too many references, or too many patterns for an object's properties.
+    """
+    references: set[str] = set()
+    stack = [schema]
+    while stack:
+        part = stack.pop()
+        if isinstance(part, list):
+            stack.extend(part)
+        elif isinstance(part, Mapping):
+            stack.extend(part.values())
+            references.add(str(part.get("$ref")))
+            patterns = part.get("patternProperties")
+            if isinstance(patterns, Mapping) and len(patterns) > MOST_PATTERNS:
+                raise ValueError(f"patternProperties can be at most {MOST_PATTERNS} of one object")
+    if len(references) > MOST_RULES:
+        raise ValueError(f"the schema has more than {MOST_RULES} different references")
 
 
 def behind_thinking(grammar: str, token_of: TokenOf, *, opened: bool) -> str:

@@ -5,7 +5,13 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from twolane.frontend.structured.grammar import ANY_OBJECT, WHITESPACE, TokenOf, terminal
+from twolane.frontend.structured.grammar import (
+    ANY_OBJECT,
+    WHITESPACE,
+    TokenOf,
+    check_complexity,
+    terminal,
+)
 
 NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
 
@@ -117,7 +123,12 @@ class _Marks:
         return self._token_of(mark) is None
 
     def json(self, schema: Mapping[str, Any]) -> str:
-        """Return what matches the JSON values of a schema."""
+        """Return what matches the JSON values of a schema.
+
+        Raises:
+            ValueError: it is too complex to compile.
+        """
+        check_complexity(schema)
         return "%json " + json.dumps({**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}})
 
     def text_until(self, mark: str) -> str:
