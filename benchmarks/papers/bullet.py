@@ -69,9 +69,6 @@ FIG17 = {
 }
 FIG18 = {
     "8B on an H100": load("azure-code", 12.0, 200, model="llama-3.1-8b", gpu="h100"),
-    "235B on 4 H20 in FP8": load(
-        "azure-code", 4.0, 80, model="qwen3-235b-a22b", gpu="h20", tp=4, quantization="fp8"
-    ),
 }
 HALVES = {
     "Bullet": "",
@@ -186,22 +183,6 @@ EXPERIMENTS = {
         runs=runs(FIG18, {"Bullet": "", **CHUNKED}),
         rows=[
             *(
-                Row(
-                    what=f"{what}, Bullet, 235B at 4/s",
-                    figure=figure,
-                    of="235B on 4 H20 in FP8: Bullet",
-                    paper=paper,
-                    unit=unit,
-                    scale=scale,
-                    why="the paper has eight H20s; four KV heads cannot be shared among eight here",
-                )
-                for what, figure, paper, unit, scale in (
-                    ("mean latency a token", "mean_e2e_per_token", 110, "ms", 1e3),
-                    ("mean TTFT", "mean_ttft", 1.4, "s", 1.0),
-                    ("mean TPOT", "mean_tpot", 45, "ms", 1e3),
-                )
-            ),
-            *(
                 over(name, "mean_e2e_per_token", f"latency a token of chunked {n} over Bullet's",
                      None, "lower than 1 where chunked prefill keeps up", n, more=False)
                 for name in FIG18
@@ -282,8 +263,8 @@ EXPERIMENTS = {
 MISSING = {
     "Bullet Fig. 15, 16, NanoFlow and vLLM": "NanoFlow is not simulated; vLLM's budget of 1,024 is"
     " `chunked` here",
-    "Bullet Fig. 18, eight H20s and 3P1D": "the simulator does not repeat KV heads, of which the"
-    " model has four; disaggregated serving is not one of the systems of these scripts",
+    "Bullet Fig. 18, Qwen3-235B on H20s": "experts in FP8 are not simulated, nor four KV heads"
+    " shared among eight GPUs",
     "Bullet Fig. 19": "its trace is not public",
     "Bullet Tab. 5": "costs of the host: `twolane bench estimators` and benchmarks/engine.py",
 }

@@ -7,7 +7,9 @@ from study import Experiment, Load, Row, Run, beside
 from twolane.workload.spec import WorkloadSpec
 from twolane.workload.traces import TraceRequest
 
-SMALL_CHUNKS = "the simulated device makes passes of 256 tokens about 2.5 times cheaper than theirs"
+SMALL_CHUNKS = (
+    "passes of 256 tokens over short contexts are simulated 2.5 times cheaper than theirs"
+)
 BURSTS = "the paper replays a bursty trace that it scaled down; here arrivals are Poisson"
 FASTER = "the paper names neither rates nor its budget on these GPUs"
 
@@ -91,7 +93,7 @@ def mixed(count: int, seed: int) -> list[TraceRequest]:
 
 
 SEARCHED = {
-    "8B toolagent": Load(dataset="toolagent", rate=9.0, requests=480, **EIGHT),
+    "8B toolagent": Load(dataset="toolagent", rate=9.0, requests=300, **EIGHT),
     "70B toolagent": Load(dataset="toolagent", rate=0.9, requests=80, whole=600, **SEVENTY),
 }
 SYNTHETIC = {
@@ -123,7 +125,7 @@ H100S = {
         rate=2.5,
         requests=120,
     ),
-    "235B on 4 H200 in FP8": Load(
+    "235B on 4 H200": Load(
         model="qwen3-235b-a22b",
         tbt=0.1,
         gpu="h200",
@@ -131,7 +133,6 @@ H100S = {
         dataset="toolagent",
         rate=3.0,
         requests=120,
-        quantization="fp8",
     ),
 }
 H200 = {"model": "codellama-34b", "gpu": "h200", "tbt": 0.1}
@@ -495,6 +496,6 @@ MISSING = {
     "MuxWise Fig. 14 to 17, SGLang-PD": "disaggregated serving is not one of the systems of these"
     " scripts",
     "MuxWise Fig. 16, Qwen3-235B on eight GPUs": "the simulator does not repeat KV heads, of which"
-    " the model has four; four GPUs in FP8 stand for eight in bf16",
+    " the model has four; four GPUs stand for eight",
     "MuxWise Fig. 11, Tab. 2": "the grid of contention is the profile's: docs/notes has its errors",
 }

@@ -1,12 +1,13 @@
 """The papers' tables of docs/results.md, from the rows of `run.py` and the files of results."""
 
 import json
+import math
 import re
 from collections.abc import Iterator
 from statistics import mean, median
 from typing import Any
 
-from run import EXPERIMENTS, MISSING, OUT, RESULTS, Saved, Value, read, values
+from run import EXPERIMENTS, MISSING, OUT, RESULTS, Saved, read, values
 from study import Experiment
 
 COMMIT = 7
@@ -37,11 +38,6 @@ def _cards() -> list[str]:
     return sorted(path.name for path in OUT.iterdir() if path.is_dir()) if OUT.exists() else []
 
 
-def _shown(value: Value) -> str:
-    spread = f" ({value.low:.3g} to {value.high:.3g})" if value.seeds > 1 else ""
-    return f"{value.ours:.3g}{spread}{_unit(value.row.unit)}"
-
-
 def _unit(unit: str) -> str:
     return "" if unit == "times" else f" {unit}"
 
@@ -52,7 +48,7 @@ def _measured(name: str, experiment: Experiment, what: str) -> str:
     for card in _cards():
         saved = _saved(name, card)
         rows = values(experiment, saved.runs) if saved else []
-        found += [f"{_shown(value)} ({card})" for value in rows if value.row.what == what]
+        found += [f"{value.shown} ({card})" for value in rows if value.row.what == what]
     return ", ".join(found) or ("not run" if experiment.single else "several GPUs")
 
 
@@ -67,7 +63,7 @@ def rows(paper: str) -> Iterator[list[str]]:
                 where,
                 row.what,
                 "-" if row.paper is None else f"{row.paper:g}{_unit(row.unit)}",
-                _shown(value),
+                value.shown,
                 "-" if value.ratio is None else f"{value.ratio:.2f}",
                 _measured(name, experiment, row.what),
                 row.why,
@@ -99,12 +95,15 @@ def headlines() -> Iterator[list[str]]:
         # A row that divides two systems' goodput or throughput is what the headline is about.
         claimed = [
             v for v in found if v.row.over and v.row.figure in ("goodput", "throughput")
-            and not v.row.of.endswith(": auto")
+            and not v.row.of.endswith(": auto") and math.isfinite(v.ours)
         ]  # fmt: skip
         said = "not run"
         if claimed:
             of = ", ".join(f"{v.ours:.2f}" for v in claimed)
             said = f"{mean(v.ours for v in claimed):.2f} on average ({of})"
+        none = [v for v in found if math.isinf(v.ours) and v.row.paper]
+        if none:
+            said += f"; {len(none)} times the other held no rate"
         yield [PAPERS[paper], experiment.headline, said, goodput_over_chunked(paper), WHY[paper]]
 
 

@@ -10,6 +10,7 @@ traces; without it workloads are drawn from published statistics.
 """
 
 import argparse
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -66,7 +67,7 @@ class Value(NamedTuple):
 
     row: Row
     ours: float
-    """In the row's unit; the median of the seeds."""
+    """In the row's unit; the median of the seeds. Infinite where the other system held no rate."""
     low: float
     high: float
     seeds: int
@@ -74,7 +75,18 @@ class Value(NamedTuple):
     @property
     def ratio(self) -> float | None:
         """Ours over the paper's."""
-        return self.ours / self.row.paper if self.row.paper else None
+        if self.row.paper is None or math.isinf(self.ours):
+            return None
+        return self.ours / self.row.paper
+
+    @property
+    def shown(self) -> str:
+        """Ours, with the spread over the seeds."""
+        if math.isinf(self.ours):
+            return "the other held no rate"
+        spread = f" ({self.low:.3g} to {self.high:.3g})" if self.seeds > 1 else ""
+        unit = "" if self.row.unit == "times" else f" {self.row.unit}"
+        return f"{self.ours:.3g}{spread}{unit}"
 
 
 def values(experiment: Experiment, runs: Sequence[Done]) -> list[Value]:
@@ -92,8 +104,8 @@ def _value(row: Row, by_run: Mapping[str, Mapping[int, Figures]]) -> Value | Non
         if row.figure not in figures or (row.over and row.figure not in below.get(seed, {})):
             continue
         divisor = below[seed][row.figure] if row.over else 1.0
-        if divisor:
-            found.append(row.scale * figures[row.figure] / divisor)
+        value = row.scale * figures[row.figure]
+        found.append(value / divisor if divisor else math.inf)
     if not found:
         return None
     return Value(row, median(found), min(found), max(found), len(found))
@@ -113,8 +125,7 @@ def table(name: str, experiment: Experiment, runs: Sequence[Done]) -> Table:
         row = value.row
         paper = "" if row.paper is None else f"{row.paper:g} {row.unit}"
         ratio = "" if value.ratio is None else f"{value.ratio:.2f}"
-        spread = f" ({value.low:.3g} to {value.high:.3g})" if value.seeds > 1 else ""
-        made.add_row(row.what, paper, f"{value.ours:.3g} {row.unit}{spread}", ratio, row.why)
+        made.add_row(row.what, paper, value.shown, ratio, row.why)
     return made
 
 

@@ -237,7 +237,7 @@ class Bench:
             return good
 
         start = run.load.rate
-        rate = highest(holds, start, OCTAVE, floor=start / 16, top=start * 16, stride=3)
+        rate = highest(holds, start, OCTAVE, floor=start / 6, top=start * 6, stride=3)
         return {**best.get(rate, {}), "goodput": rate}
 
     def _served(self, run: Run, seed: int) -> Figures:
