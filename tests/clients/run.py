@@ -31,9 +31,12 @@ LOOK = """<tool_call>
 {"name": "exec_command", "arguments": {"cmd": "echo now 2`echo 1` degrees"}}
 </tool_call>"""
 """What the command prints stands nowhere in the call: only who has run it knows."""
+WEATHER = """<tool_call>
+{"name": "weather", "arguments": {"city": "Rome"}}
+</tool_call>"""
 LEARNT = [
     Learnt("21 degrees", "It is 21 degrees in Rome."),
-    Learnt("weather in Rome", '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}'),
+    Learnt("weather in Rome", WEATHER),
     Learnt("Make a cat", CAT),
     Learnt("Call a cat", '<tool_call>\n{"name": "Cat", "arguments": ' + CAT + "}\n</tool_call>"),
     Learnt("Look it up", LOOK),
