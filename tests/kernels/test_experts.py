@@ -60,7 +60,7 @@ def test_routing_is_that_of_the_cpu(rows: int, normalised: bool) -> None:
 
 
 @pytest.mark.parametrize("normalised", [False, True])
-@pytest.mark.parametrize(("rows", "group"), [(1, 16), (5, 16), (16, 64)])
+@pytest.mark.parametrize(("rows", "group"), [(1, 16), (5, 16), (13, 64)])
 def test_one_kernel_for_few_rows_makes_the_same_bits(
     rows: int, group: int, normalised: bool
 ) -> None:
