@@ -43,7 +43,9 @@ async def ask(session: aiohttp.ClientSession, url: str, body: dict) -> dict:
                         "cached_tokens", 0
                     )
                 first = first or time.perf_counter()
-    except (aiohttp.ClientError, TimeoutError) as problem:
+    except TimeoutError:
+        error = "the client's timeout"
+    except aiohttp.ClientError as problem:
         error = None if first else type(problem).__name__
     outcome = "whole" if done and not error else "failed" if error else "lost"
     return {

@@ -124,6 +124,7 @@ def test_a_killed_servers_stream_ends_with_an_error_and_another_takes_its_place(
 
 @pytest.mark.full
 def test_a_rolling_restart_fails_nothing(pair):
+    wait_for(lambda: len(replicas(pair)) == 2 == len(serving(pair)), 180)
     before, statuses, stop = set(replicas(pair)), [], threading.Event()
 
     def keep_asking():
@@ -139,6 +140,8 @@ def test_a_rolling_restart_fails_nothing(pair):
         stop.set()
         asking.join()
     assert set(statuses) == {200}
+    newest = max(int(name.split("-")[1]) for name in replicas(pair))
+    assert newest == max(int(name.split("-")[1]) for name in before) + 2  # one successor for each
 
 
 def test_nothing_is_left_behind(tmp_path):

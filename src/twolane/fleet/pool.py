@@ -84,6 +84,8 @@ class Pool:
         self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         self._serial = 0
         self._target = options.replicas
+        self._successors = 0
+        """Replicas that take the place of one that still serves."""
         self._trend = Trend()
         self._busy: set[asyncio.Task[None]] = set()
         self._closing = False
@@ -121,9 +123,16 @@ class Pool:
     async def restart(self) -> None:
         """Replace all replicas one by one; each is stopped when its successor serves."""
         for old in self.present:
-            new = self._start()
-            while new.phase == "starting" and new.name in self.members:
-                await asyncio.sleep(self.options.probe_seconds)
+            if old.name not in self.members or old.phase == "draining":
+                continue
+            self._successors += 1
+            try:
+                new = self._start()
+                while new.phase == "starting" and new.name in self.members:
+                    await asyncio.sleep(self.options.probe_seconds)
+                old.phase = "draining"
+            finally:
+                self._successors -= 1
             await self._end(old)
 
     def _start(self) -> Member:
@@ -210,7 +219,7 @@ class Pool:
     def _scale(self) -> None:
         """Start what is missing, and drain what is too much."""
         states = [each.state for each in self.serving]
-        present = len(self.present)
+        present = len(self.present) - self._successors
         if present >= self._target:
             self._target, self._trend = wanted(
                 states, present, self.clock(), self._trend, self.options
