@@ -15,7 +15,7 @@ FAST := $(addprefix tests/,common engine estimate frontend lanes results sim sys
 # Tests start hundreds of processes: what they import is compiled once, whatever the caller prefers.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo serve check fast test unit test-all test-clients check-deploy test-gpu lint package clean
+.PHONY: demo serve check fast test unit test-all test-clients check-deploy test-gpu test-fleet lint package clean
 
 demo: $(VENV)/.ready
 	$(BIN)/python examples/demo.py
@@ -41,6 +41,10 @@ test-all: lint
 
 test-gpu: $(VENV)/.ready-dev
 	$(BIN)/python -m pytest tests/gpu tests/kernels
+
+# Needs twolane[ray].
+test-fleet: $(VENV)/.ready-dev
+	$(BIN)/python -m pytest --full tests/fleet tests/router
 
 # Real clients in environments of their own; Codex comes by npm.
 test-clients: $(VENV)/.ready-dev .clients/.ready
