@@ -91,11 +91,8 @@ def load_weights(
         WeightsError: tensors are missing, surplus or of the wrong shape.
         ValueError: files are missing or broken, or the arguments make no sense.
     """
-    if dtype != "auto" and dtype not in DTYPES:
-        raise ValueError(f"dtype must be one of auto, {', '.join(DTYPES)}, not {dtype!r}")
     device = torch.device(device)
-    if dtype == "auto":
-        dtype = "float32" if device.type == "cpu" else "bfloat16"
+    floats = _floats(dtype, device)
     dummy = load_format == "dummy"
     stored = quantization_of(source)
     scheme = asked_scheme(quantization, stored, dummy)
@@ -108,11 +105,24 @@ def load_weights(
         shard = Shard(spec, rank, ranks)
         if ranks > 1 and (modules is not None or scheme is not None):
             raise FieldError("tensor_parallel_size", "above 1 does not serve quantised models yet")
-        loader = _Loader(shard, tensors, modules, scheme, DTYPES[dtype], device)
+        loader = _Loader(shard, tensors, modules, scheme, floats, device)
         weights = loader.weights(progress or (lambda *_: None))
     for (before, after), count in loader.converted.items():
         log.info("%d matrices stored as %s are served as %s on a GPU", count, before, after)
     return spec, weights
+
+
+def _floats(dtype: str, device: torch.device) -> torch.dtype:
+    """The type of weights that are not quantised.
+
+    Raises:
+        ValueError: it is not served.
+    """
+    if dtype == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype must be one of auto, {', '.join(DTYPES)}, not {dtype!r}")
+    return DTYPES[dtype]
 
 
 def quantization_of(source: ModelSource) -> Quantization | None:
