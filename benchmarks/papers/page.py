@@ -20,8 +20,7 @@ RUNS = "experiment|file|runs|requests a run|patterns|commit|date"
 WHY = {
     "muxwise": "on their testbed passes of 256 tokens take 2.5 times as long as simulated, so"
     " chunked prefill keeps a bound of 100 ms only with budgets that waste the GPUs",
-    "duetserve": "its own engine has costs a pass that the simulated one has not, and its roofline"
-    " is fed differently here",
+    "duetserve": "its own engine has costs a pass that the simulated one has not",
     "bullet": "their chunked prefill does not keep up at rates that both keep up with here",
     "drift": "as with MuxWise: their chunked prefill misses the bound at almost any rate",
 }
