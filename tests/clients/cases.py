@@ -1,7 +1,8 @@
 """Clients' calls against a running server: `python cases.py BASE PACKAGE...`.
 
 It runs in a virtual environment that has these packages. The server is one of `run.py`: its model
-knows the answers to these questions by heart.
+knows the answers to these questions by heart, in tokens of its own. So no tool is strict: where a
+grammar has one way on, it allows only the tokens that the tokenizer would make of it.
 """
 
 import asyncio
@@ -66,7 +67,7 @@ def parsed_answer(base):
 @case("openai")
 def tools_in_responses(base):
     api = openai_client(base)
-    tools = [{"type": "function", "strict": True, **WEATHER}]
+    tools = [{"type": "function", "strict": False, **WEATHER}]
     first = api.responses.create(model=MODEL, input=ASK, tools=tools)
     [call] = first.output
     assert json.loads(call.arguments) == {"city": "Rome"}
@@ -145,11 +146,13 @@ def bound_tools(base):
 def agent_with_a_tool(base):
     from pydantic_ai import Agent
     from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
+    from pydantic_ai.profiles.openai import OpenAIModelProfile
     from pydantic_ai.providers.openai import OpenAIProvider
 
+    profile = OpenAIModelProfile(openai_supports_strict_tool_definition=False)
     provider = OpenAIProvider(base_url=f"{base}/v1", api_key="none")
     for kind in (OpenAIChatModel, OpenAIResponsesModel):
-        agent = Agent(kind(MODEL, provider=provider))
+        agent = Agent(kind(MODEL, provider=provider, profile=profile))
 
         @agent.tool_plain
         def weather(city: str) -> str:
@@ -165,7 +168,7 @@ def default_agent(base):
     import openai
     from agents import Agent, Runner, function_tool, set_default_openai_client
 
-    @function_tool
+    @function_tool(strict_mode=False)
     def weather(city: str) -> str:
         """Weather now."""
         assert city == "Rome"
