@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from twolane.engine.config import EngineConfig
-from twolane.engine.constraints import Grammars
+from twolane.engine.constrained.constraints import Grammars
 from twolane.engine.messages import Output, Submit
 from twolane.frontend.engine_client import EngineClient
 from twolane.frontend.structured.grammar import json_schema_grammar

@@ -11,11 +11,11 @@ from msgspec.structs import replace
 from twolane.common.errors import FieldError
 from twolane.common.vocabulary import LANES, LaneName
 from twolane.engine.adapters.registry import AdapterRegistry
-from twolane.engine.constraints import Constraint, GrammarError, Grammars, MaskThreads
+from twolane.engine.constrained.constraints import Constraint, GrammarError, Grammars, MaskThreads
+from twolane.engine.constrained.late_masks import LateMasks
 from twolane.engine.kv import KVBooks, Lookup
 from twolane.engine.kv_events.publisher import KVEventPublisher
 from twolane.engine.landmarks import LandmarkWatcher
-from twolane.engine.late_masks import LateMasks
 from twolane.engine.launch import carry_out, joining
 from twolane.engine.messages import (
     Abort,

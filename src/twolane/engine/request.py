@@ -9,7 +9,7 @@ from typing import NamedTuple
 from twolane.common.page_hash import salt_bytes
 from twolane.common.vocabulary import LaneName
 from twolane.engine.adapters.registry import LoadedAdapter
-from twolane.engine.constraints import Constraint
+from twolane.engine.constrained.constraints import Constraint
 from twolane.engine.kv import Allocation, Lookup
 from twolane.engine.messages import Submit, Times
 from twolane.estimate.query import LaunchShape

@@ -4,7 +4,7 @@ from collections import deque
 from concurrent.futures import Future
 from typing import NamedTuple
 
-from twolane.engine.constraints import GrammarError, MaskThreads
+from twolane.engine.constrained.constraints import GrammarError, MaskThreads
 from twolane.engine.request import Flight, Phase, Request
 from twolane.engine.state import State
 from twolane.lanes.work import TokenMask

@@ -1,0 +1,1 @@
+"""Requests whose tokens a grammar constrains: their matchers and the masks of their steps."""
