@@ -33,11 +33,11 @@ class Member:
     name: str
     place: Place | None = None
     phase: Phase = "starting"
-    """out: it does not say its state, and is sent nothing."""
+    """Where it is in its life; a replica that is `out` tells no state and gets no requests."""
     heard_at: float = 0.0
     """When it last said its state, on the pool's clock."""
     version: int = -1
-    """Of the digest that the table has."""
+    """Version of the replica's digest that the table has, or -1 without one."""
     state: ReplicaState = field(default_factory=lambda: ReplicaState(ready=False))
     lost: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when open answers of the replica cannot be expected to go on."""

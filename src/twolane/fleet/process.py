@@ -58,7 +58,7 @@ class ReplicaProcess:
 
     @property
     def pid(self) -> int:
-        """Of the API process, whose child the engine is."""
+        """Process id of the API process, whose child the engine is."""
         return self._process.pid
 
     @property

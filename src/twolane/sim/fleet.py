@@ -266,10 +266,22 @@ def simulate_fleet(
             replica.built.close()
     if ledger.stopped:
         ledger.interrupt(fleet.now)
+    return _outcome(config, router, requests, fleet, ledger)
+
+
+def _outcome(
+    config: SimulateConfig,
+    router: str,
+    requests: Sequence[TraceRequest],
+    fleet: FleetSimulation,
+    ledger: Ledger,
+) -> FleetRun:
+    """What came of a run that has ended."""
     served = sorted(ledger.served, key=lambda one: one.record.index)
     stats = [replica.built.engine.stats() for replica in fleet.replicas]
     queries = sum(each.prefix_queries for each in stats)
     hits = sum(each.prefix_hits for each in stats)
+    rate = hits / queries if queries else None
     result = Result(
         config=config.bench,
         model=config.engine.model,
@@ -281,11 +293,11 @@ def simulate_fleet(
         loop_lag=Distribution.of((), LAG_PERCENTILES),
         simulated={
             "router": router,
-            "replicas": replicas,
+            "replicas": len(fleet.replicas),
             "gpu": config.gpu,
-            "prefix_hit_rate": hits / queries if queries else None,
+            "prefix_hit_rate": rate,
             "sent": fleet.sent,
             "refused": fleet.refused,
         },
     )
-    return FleetRun(result, hits / queries if queries else 0.0, fleet.sent, fleet.refused)
+    return FleetRun(result, rate or 0.0, fleet.sent, fleet.refused)
