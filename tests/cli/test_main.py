@@ -179,6 +179,7 @@ def test_wrong_options_are_refused_by_name(args, words):
 
 ASKED = {
     "serve": [MODEL],
+    "fleet": [MODEL, "--hosts", "local"],
     "generate": [MODEL, "x"],
     "run-batch": [MODEL, "asked.jsonl", "answers.jsonl"],
     "profile": [MODEL],

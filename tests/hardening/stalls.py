@@ -67,7 +67,7 @@ def watch_health(base, over):
     print("watching", flush=True)
     while not over():
         began = time.monotonic()
-        with urllib.request.urlopen(base + "/livez", timeout=120) as response:
+        with urllib.request.urlopen(base + "/health", timeout=120) as response:
             response.read()
         yield began, time.monotonic()
         time.sleep(PROBE_SECONDS)

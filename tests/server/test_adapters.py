@@ -85,6 +85,18 @@ def unload_from(served, name):
     return served.request("/v1/unload_lora_adapter", {"lora_name": name})
 
 
+def test_a_router_is_told_no_landmarks_of_prompts_for_adapters(served):
+    def told(model):
+        status, _, answer = served.request(
+            "/fleet/landmarks/completions", body(model, prompt=PROMPT * 4)
+        )
+        assert (status, answer["prompt_tokens"]) == (200, 4 * len(PROMPT))
+        return answer["hashes"]
+
+    assert told("base")
+    assert not told("the-first")
+
+
 def test_an_adapter_answers_by_its_name_and_shares_no_page_with_the_model(served, expected):
     for _ in range(2):
         assert ask(served, "base")[0] == expected[None]

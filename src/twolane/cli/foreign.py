@@ -31,7 +31,8 @@ UNSERVED = {
     "--kv-events-config": "use --kv-events-endpoint, --kv-events-replay-endpoint and "
     "--kv-events-topic",
     "--speculative-config": "every token is computed by the model itself",
-    "--enable-lora": "merge the adapter into the weights",
+    "--enable-lora": "use --lora NAME=PATH, and --lora-endpoints to load others while serving",
+    "--lora-modules": "use --lora NAME=PATH",
     "--disable-log-requests": "requests are logged only with --log-level debug",
     "--uvicorn-log-level": "use --log-level",
     "--ssl-keyfile": "put a proxy that ends TLS in front of the server",

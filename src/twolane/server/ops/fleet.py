@@ -62,9 +62,10 @@ def replica_state(service: Service, known: int) -> ReplicaState:
 
 
 def landmarks(service: Service, body: GenerationBody, tokens: list[int]) -> Response:
-    """Return what a router needs to know of a prompt."""
-    page_size = service.engine.ready.page_size
-    found = Landmarks.of(tokens, page_size, salt_bytes(body.cache_salt))
+    """Return what a router needs to know of a prompt; prefixes of adapters are not published."""
+    page_size, found = service.engine.ready.page_size, Landmarks()
+    if body.model not in service.engine.adapters.loaded:
+        found = Landmarks.of(tokens, page_size, salt_bytes(body.cache_salt))
     return json_response(
         {
             "prompt_tokens": len(tokens),
