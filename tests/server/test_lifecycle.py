@@ -175,7 +175,9 @@ def service_of(texts):
     async def no_wait():
         pass
 
-    ready = SimpleNamespace(max_model_len=100, vocab_size=100, slo=Slo())
+    ready = SimpleNamespace(
+        max_model_len=100, vocab_size=100, slo=Slo(), page_size=16, kv_cache_dtype="auto"
+    )
     engine = SimpleNamespace(
         ready=ready,
         failure=None,
