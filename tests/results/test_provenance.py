@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import msgspec
@@ -90,3 +91,10 @@ def test_a_recorded_command_has_no_secrets_and_no_folders_of_its_program(monkeyp
     assert command.endswith("--seed=3")
     [nested] = without_secrets(["m --api-key k3 --header 'A: k4' --cores 2"])
     assert "k3" not in nested and "k4" not in nested and nested.endswith("--cores 2")
+
+
+def test_a_recorded_command_has_no_folder_of_outputs_and_no_temporary_one(monkeypatch):
+    words = ["--work", "/scratch/mine/runs", "--out", "/home/me/found.json", "--traces", "a/b.csv"]
+    monkeypatch.setattr(sys, "argv", ["scripts/run.py", *words])
+    monkeypatch.setattr(tempfile, "tempdir", "/scratch")
+    assert own_command()[2:] == ["--work", "runs", "--out", "found.json", "--traces", "a/b.csv"]

@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -102,9 +103,13 @@ def own_command() -> list[str]:
 
 
 def _named_outputs(words: Sequence[str]) -> list[str]:
-    """Return a command's words with the folder left out of `--out`, which is of one machine."""
+    """Return a command's words with the folders left out of `--out` and of what is temporary:
+    they are of one machine."""
+    temporary = tempfile.gettempdir()
     return [
-        Path(word).name if place and words[place - 1] == "--out" else word
+        Path(word).name
+        if (place and words[place - 1] == "--out") or Path(word).is_relative_to(temporary)
+        else word
         for place, word in enumerate(words)
     ]
 
