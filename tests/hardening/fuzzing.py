@@ -6,6 +6,7 @@ and writes a line for each fault. Inputs depend on target, seed and number alone
 """
 
 import argparse
+import copy
 import json
 import logging
 import os
@@ -89,7 +90,7 @@ def rewritten(document: object, draw: random.Random) -> bytes:
             case 2:
                 holder[key] = json.loads(json.dumps(other[place]))
             case _:
-                holder[key] = draw.choice(VALUES)
+                holder[key] = copy.deepcopy(draw.choice(VALUES))
     return json.dumps(document, ensure_ascii=draw.random() < 0.5).encode(errors="replace")
 
 
