@@ -186,6 +186,12 @@ def test_smollm3_may_say_which_layers_are_rotated():
     assert spec.unrotated_layers == (0, 3)
 
 
+def test_which_layers_have_experts_must_be_said():
+    raw = {"architectures": ["Qwen3MoeForCausalLM"], "decoder_sparse_step": 0}
+    with pytest.raises(ValueError, match="decoder_sparse_step must be 1 or more, not 0"):
+        spec_from_config(raw)
+
+
 @pytest.mark.parametrize("name", ["residual_multiplier", "logits_scaling", "attention_multiplier"])
 def test_a_factor_of_zero_is_refused(name):
     with pytest.raises(ValueError, match=f"{name} must be above 0"):

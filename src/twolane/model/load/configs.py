@@ -471,14 +471,19 @@ def _unrotated(config: HFConfig) -> tuple[int, ...]:
 
 
 def _experts(config: HFConfig) -> MoeSpec | None:
-    """The experts, if the family has any."""
+    """The experts, if the family has any.
+
+    Raises:
+        ValueError: the config does not say which layers have them.
+    """
     if isinstance(config, _Mixtral):
         experts, each = config.num_local_experts, config.num_experts_per_tok
         return MoeSpec(experts, each, config.intermediate_size)
     if not isinstance(config, _Qwen3Moe):
         return None
     dense = {i for i in config.mlp_only_layers if 0 <= i < config.num_hidden_layers}
-    step = config.decoder_sparse_step
+    if (step := config.decoder_sparse_step) < 1:
+        raise ValueError(f"config.json: decoder_sparse_step must be 1 or more, not {step}")
     dense |= {i for i in range(config.num_hidden_layers) if (i + 1) % step}
     return MoeSpec(
         config.num_experts or config.num_local_experts,
