@@ -1,5 +1,6 @@
 """Bullet: Figures 5, 9 to 11, 15 to 18, 20 to 23."""
 
+import study
 from device import ask, chunk_costs, sample_counts
 from study import Experiment, Load, Row, beside
 
@@ -40,14 +41,8 @@ def over(
     load: str, figure: str, what: str, paper: float | None, why: str, budget: int, more: bool
 ) -> Row:
     """Bullet's figure over chunked prefill's, or the other way round."""
-    own, rival = f"{load}: Bullet", f"{load}: chunked {budget}"
-    return Row(
-        what=f"{what}, {load}",
-        figure=figure,
-        of=own if more else rival,
-        over=rival if more else own,
-        paper=paper,
-        why=why,
+    return study.over(
+        load, figure, what, paper, why, own="Bullet", rival=f"chunked {budget}", more=more
     )
 
 

@@ -1,5 +1,6 @@
 """DuetServe: Figures 2, 6, 7, 8 and 9, Tables 2 and 3."""
 
+import study
 from device import ask, roofline_signs
 from study import Experiment, Load, Row, beside
 
@@ -51,15 +52,7 @@ def over(
     load: str, figure: str, what: str, paper: float | None, other: str, why: str, more: bool = True
 ) -> Row:
     """DuetServe's figure over another system's, or the other way round."""
-    own, rival = f"{load}: DuetServe", f"{load}: {other}"
-    return Row(
-        what=f"{what}, {load}",
-        figure=figure,
-        of=own if more else rival,
-        over=rival if more else own,
-        paper=paper,
-        why=why,
-    )
+    return study.over(load, figure, what, paper, why, own="DuetServe", rival=other, more=more)
 
 
 EXPERIMENTS = {

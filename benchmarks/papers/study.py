@@ -134,6 +134,28 @@ class Row:
     """Why they differ, in one sentence."""
 
 
+def over(
+    load: str,
+    figure: str,
+    what: str,
+    paper: float | None,
+    why: str,
+    *,
+    own: str,
+    rival: str,
+    more: bool,
+) -> Row:
+    """A system's figure under a load over another's, or the other way round where less is better.
+
+    Args:
+        own, rival: names of the systems in the runs of that load.
+        more: whether more is better.
+    """
+    runs = f"{load}: {own}", f"{load}: {rival}"
+    of, other = runs if more else reversed(runs)
+    return Row(what=f"{what}, {load}", figure=figure, of=of, over=other, paper=paper, why=why)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
     """One figure or table of a paper."""
