@@ -8,7 +8,6 @@ published at their last turn, as a real one does.
 import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 
 import msgspec
 
@@ -18,7 +17,6 @@ from twolane.common.prefix_digest import Landmarks, PrefixBook
 from twolane.engine.build import Built, assemble
 from twolane.engine.loop import turn
 from twolane.engine.messages import Outputs, Refused, Submit, ToEngine
-from twolane.results.metrics import LAG_PERCENTILES, Distribution
 from twolane.results.record import Record
 from twolane.results.result import Result
 from twolane.router.choose import Chosen
@@ -266,38 +264,17 @@ def simulate_fleet(
             replica.built.close()
     if ledger.stopped:
         ledger.interrupt(fleet.now)
-    return _outcome(config, router, requests, fleet, ledger)
-
-
-def _outcome(
-    config: SimulateConfig,
-    router: str,
-    requests: Sequence[TraceRequest],
-    fleet: FleetSimulation,
-    ledger: Ledger,
-) -> FleetRun:
-    """What came of a run that has ended."""
-    served = sorted(ledger.served, key=lambda one: one.record.index)
     stats = [replica.built.engine.stats() for replica in fleet.replicas]
     queries = sum(each.prefix_queries for each in stats)
     hits = sum(each.prefix_hits for each in stats)
     rate = hits / queries if queries else None
-    result = Result(
-        config=config.bench,
-        model=config.engine.model,
-        date=datetime.now().astimezone(),
-        workload=tuple(requests),
-        records=tuple(one.record for one in served),
-        duration=max((one.record.ended for one in served), default=0.0),
-        interrupted=ledger.stopped,
-        loop_lag=Distribution.of((), LAG_PERCENTILES),
-        simulated={
-            "router": router,
-            "replicas": len(fleet.replicas),
-            "gpu": config.gpu,
-            "prefix_hit_rate": rate,
-            "sent": fleet.sent,
-            "refused": fleet.refused,
-        },
-    )
+    simulated = {
+        "router": router,
+        "replicas": replicas,
+        "gpu": config.gpu,
+        "prefix_hit_rate": rate,
+        "sent": fleet.sent,
+        "refused": fleet.refused,
+    }
+    result = ledger.result(config, simulated)
     return FleetRun(result, rate or 0.0, fleet.sent, fleet.refused)

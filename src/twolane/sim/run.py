@@ -115,19 +115,8 @@ def simulate(
         built.close()
     if ledger.stopped:
         ledger.interrupt(built.lanes.clock())
-    served = sorted(ledger.served, key=lambda one: one.record.index)
-    result = Result(
-        config=config.bench,
-        model=config.engine.model,
-        date=datetime.now().astimezone(),
-        workload=tuple(requests),
-        records=tuple(one.record for one in served),
-        duration=max((one.record.ended for one in served), default=0.0),
-        interrupted=ledger.stopped,
-        loop_lag=Distribution.of((), LAG_PERCENTILES),
-        simulated=_engine_figures(config, built),
-    )
-    return Simulation(result, served)
+    result = ledger.result(config, _engine_figures(config, built))
+    return Simulation(result, ledger.in_order())
 
 
 def show(config: SimulateConfig, result_file: Path | None, requests_file: Path | None) -> None:
@@ -241,6 +230,25 @@ class Ledger:
             if index not in ended and (asked.arrival or 0.0) <= at:
                 request = self._open.get(str(index), _Open())
                 self._add(at, index, INTERRUPTED, "the run was stopped", request, Times())
+
+    def in_order(self) -> list[Served]:
+        """Return what was served, in the order in which it was sent."""
+        return sorted(self.served, key=lambda one: one.record.index)
+
+    def result(self, config: SimulateConfig, simulated: dict[str, object]) -> Result:
+        """Return what a bench would have seen of the run, with figures of the simulation."""
+        records = tuple(one.record for one in self.in_order())
+        return Result(
+            config=config.bench,
+            model=config.engine.model,
+            date=datetime.now().astimezone(),
+            workload=tuple(self._requests),
+            records=records,
+            duration=max((record.ended for record in records), default=0.0),
+            interrupted=self.stopped,
+            loop_lag=Distribution.of((), LAG_PERCENTILES),
+            simulated=simulated,
+        )
 
     def _output(self, at: float, output: Output) -> None:
         request = self._open.get(output.id)
