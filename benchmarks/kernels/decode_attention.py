@@ -13,7 +13,7 @@ import os
 import random
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -22,6 +22,7 @@ from common import LEVELS, Partition, Report, capture, partition, seconds, worst
 from twolane.kernels.decode_attention import cuda_kernels as hopper
 from twolane.kernels.decode_attention import triton_kernels as portable
 from twolane.kernels.decode_attention.dispatch import decode_attention, decode_scratch
+from twolane.kernels.pool import E4M3, Pool, RoundedPool, values_of
 from twolane.kernels.runtime import nvrtc
 
 WATCHDOG = ("-DWATCHDOG=20000000",)
@@ -81,7 +82,7 @@ class Problem:
     """One layer's cache with sequences of given lengths, and queries."""
 
     q: torch.Tensor
-    pool: torch.Tensor
+    pool: Pool
     tables: torch.Tensor
     slots: torch.Tensor
     lengths: torch.Tensor
@@ -120,9 +121,11 @@ class Problem:
 
     @property
     def bytes(self) -> int:
-        """Of keys and values that must be read."""
-        _, kv_heads, _, _, dim = self.pool.shape
-        return self.tokens * 2 * kv_heads * dim * self.pool.element_size()
+        """Of keys, values and their exponents that must be read."""
+        values = values_of(self.pool)
+        _, kv_heads, _, _, dim = values.shape
+        powers = int(isinstance(self.pool, RoundedPool))
+        return self.tokens * 2 * kv_heads * (dim * values.element_size() + powers)
 
     def reference(self, window: int | None = None) -> torch.Tensor:
         """float32; rows of length 0 are 7."""
@@ -273,6 +276,21 @@ def layers(name: str, memory: torch.Tensor, **shape: int) -> list[Problem]:
     ]
 
 
+def rounded_layers(name: str) -> list[Problem]:
+    """The same with pools in e4m3, whose numbers are as large as those of other pools."""
+
+    def thin(shape: torch.Size) -> RoundedPool:
+        values = torch.randn(shape, dtype=torch.bfloat16, device="cuda").mul_(50).to(E4M3)
+        exponents = torch.full(shape[:-1], -6, dtype=torch.int8, device="cuda")
+        return RoundedPool(values, exponents)
+
+    lengths, count = SHAPES[name]
+    size = 2 * 8 * 128 * (sum(lengths) + 32 * len(lengths) + 32)
+    empty = torch.empty(size, dtype=torch.bfloat16, device="cuda")
+    problems = [Problem.make(lengths, pool=empty) for _ in range(count)]
+    return [replace(each, pool=thin(values_of(each.pool).shape)) for each in problems]
+
+
 Make = Callable[[Problem, int], tuple[Callable[[], None], torch.Tensor]]
 
 
@@ -306,7 +324,7 @@ def read_rate(
 
 def speed(report: Report, memory: torch.Tensor, lanes: Sequence[Partition]) -> None:
     for name in SHAPES:
-        problems = layers(name, memory)
+        problems, thin = layers(name, memory), rounded_layers(name)
         for lane in lanes:
             with report.attempt(f"{name} {lane.units}"):
                 row: dict = {"shape": name, "units": lane.units}
@@ -315,10 +333,12 @@ def speed(report: Report, memory: torch.Tensor, lanes: Sequence[Partition]) -> N
                         read_rate(memory, lane, *v) for v in ((1024, 8), (512, 16), (1024, 16))
                     )
                 row["cuda"] = rate(problems, lane, Problem.cuda)
+                row["e4m3"] = rate(thin, lane, Problem.cuda)
                 if name == "64x2K" or lane.units in (24, 132):
                     row["triton"] = rate(problems, lane, Problem.triton)
                 if "read" in row:
                     row["share"] = row["cuda"] / row["read"]
+                    row["e4m3_share"] = row["e4m3"] / row["read"]
                 report.add(**row)
 
 
