@@ -74,6 +74,7 @@ lint: $(VENV)/.ready-dev
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+	$(BIN)/python benchmarks/house.py --check
 
 # Builds what would be published, from the files of this checkout, and checks its metadata.
 package: $(VENV)/.ready-dev

@@ -69,11 +69,6 @@ class PrefixTree:
         """Nodes that nobody pins, all of them reclaimable."""
         self.watchers: list[PageWatcher] = []
 
-    def key(self, tokens: Sequence[int], page: int, salt: bytes) -> bytes:
-        """A full page of a sequence, as the key of a child; sequences of another salt share no
-        first page, and so none at all."""
-        return page_key(tokens, page, self._page_size, salt)
-
     def match(
         self, tokens: Sequence[int], pages: int, known: Sequence[Node] = (), salt: bytes = b""
     ) -> list[Node]:
@@ -87,7 +82,7 @@ class PrefixTree:
             path.pop()  # evicted since
         node = path[-1] if path else self._root
         for page in range(len(path), pages):
-            child = node.children.get(self.key(tokens, page, salt))
+            child = node.children.get(page_key(tokens, page, self._page_size, salt))
             if child is None:
                 break
             path.append(child)
@@ -369,7 +364,7 @@ class KVBooks:
             return
         path = allocation.path
         for i in range(len(path), written // self.page_size):
-            key = self.tree.key(tokens, i, allocation.salt)
+            key = page_key(tokens, i, self.page_size, allocation.salt)
             node = self.tree.child(path, key)
             if node is None:
                 node = self.tree.add(path, key, allocation.pages[i])
