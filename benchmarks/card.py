@@ -49,7 +49,7 @@ class Task(msgspec.Struct, frozen=True):
             target={
                 "simulate": "h200",
                 "model": panel.model,
-                "profile": gpus.profile(RESULTS, panel.model),
+                "profile": gpus.profile(panel.model),
                 "uneven": msgspec.to_builtins(self.uneven),
             },
             workload=WorkloadSpec(

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 from scipy.optimize import least_squares
 
-from twolane.estimate.profile import Neighbour, Profile, Sample
+from twolane.estimate.profile import SHIPPED, Neighbour, Profile, Sample
 from twolane.estimate.query import Floats
 from twolane.lanes.work import (
     DecodeRow,
@@ -65,7 +65,7 @@ def cases(models: Iterable[str] = MODELS) -> list[Case]:
     """All samples of their profiles on an H200."""
     found = []
     for model in models:
-        for sample in Profile.read(RESULTS / f"profile-{model}-h200.json").samples:
+        for sample in Profile.read(SHIPPED / f"{model}-h200.json").samples:
             what, running = f"{sample.kind} alone", [(_work(sample, sample.kind), sample.units)]
             if sample.beside is not None:
                 other = OTHER[sample.kind]
@@ -191,7 +191,7 @@ def main() -> None:
             for what, (n, bias, mean) in rows.items():
                 print(f"{samples}: {model}, {what}: {n} samples, {bias:+.1f} %, {mean:.1f} %")
     parameters = {name: getattr(gpu, name) for name in FITTED}
-    about = provenance([f"profile-{model}-h200.json" for model in MODELS])
+    about = provenance([f"{model}-h200.json" for model in MODELS])
     save(out, about, {"parameters": parameters, "samples_bias_mean_percent": tables})
 
 

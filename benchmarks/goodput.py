@@ -64,36 +64,36 @@ class Panel(msgspec.Struct, frozen=True):
         flat = "" if self.per_1k_ms else "-flat"
         return f"{self.model}-{self.dataset}-{self.tbt_ms:g}ms{flat}"
 
-    def systems(self, profiles: Path | None) -> Sequence[str]:
-        """Who is searched; `profiles`: the folder of what was simulated, None to simulate.
+    def systems(self, results: Path | None) -> Sequence[str]:
+        """Who is searched; `results`: the folder of what was simulated, None to simulate.
 
         Raises:
             SystemExit: nothing of this panel was simulated.
         """
-        if profiles is None:
+        if results is None:
             return "auto", f"chunked:token_budget={self.budgets}", *self.four.split("/")
-        found = _found(profiles / SIMULATED).get(self.name, {})
+        found = _found(results / SIMULATED).get(self.name, {})
         chunked = [system for system in found if system.startswith("chunked")]
         four = [system for system in self.four.split("/") if system in found]
         if not chunked or not four:
             raise SystemExit(f"{self.name}: to be simulated first, see --simulate")
         return "auto", *chunked, max(four, key=lambda system: statistics.median(found[system]))
 
-    def command(self, system: str, work: Path, profiles: Path | None) -> gpus.Command:
-        """The search of one system's goodput; without profiles on a simulated GPU. Otherwise it
+    def command(self, system: str, work: Path, results: Path | None) -> gpus.Command:
+        """The search of one system's goodput; without results on a simulated GPU. Otherwise it
         begins at what was found on a GPU before, or on a simulated one."""
         folder = work / self.name / goodput.file_name(system)
         where = ["--simulate", "h200", "--model", self.model]
         guesses, seeds = [], self.seeds or SIMULATED_SEEDS
-        if profiles is not None:
+        if results is not None:
             serve = (
                 f"{self.model} --load-format dummy --device cuda"
                 f" --max-model-len {self.longest + 4096}"
-                f" --profile {gpus.profile(profiles, self.model)}"
+                f" --profile {gpus.profile(self.model)}"
             )
             where = ["--serve", serve, "--num-warmups", f"{gpus.WARMUPS}"]
             seeds = self.seeds or SEEDS
-            guesses = _guesses(profiles, self.name, system, seeds)
+            guesses = _guesses(results, self.name, system, seeds)
         slos = [f"ttft:{self.ttft_ms:g}", f"tbt:{self.tbt_ms:g}"]
         if self.per_1k_ms:
             slos.append(f"ttft-per-1k:{self.per_1k_ms:g}")
@@ -192,12 +192,12 @@ class Found(msgspec.Struct):
         return f"{statistics.median(rates):.1f} ({min(rates):.1f} to {max(rates):.1f})"
 
 
-def collected(panels: Iterable[Panel], work: Path, profiles: Path | None) -> list[Found]:
+def collected(panels: Iterable[Panel], work: Path, results: Path | None) -> list[Found]:
     """What the folder has."""
     found = []
     for panel in panels:
-        for system in panel.systems(profiles):
-            command = panel.command(system, work, profiles)
+        for system in panel.systems(results):
+            command = panel.command(system, work, results)
             folder, words = command.log.parent, ["python", *command.arguments]
             runs = [_run(path) for path in sorted(folder.glob("*-seed*.json"))]
             if runs:
@@ -256,22 +256,22 @@ def main() -> None:
         out = parser.get_default("out").with_name(SIMULATED)
         parser.set_defaults(work=Path("goodput-simulated-work"), out=out)
         given = parser.parse_args()
-    profiles = None if given.simulate else given.profiles
+    results = None if given.simulate else given.results
     panels = [
         msgspec.structs.replace(p, prompts=given.prompts or p.prompts, seeds=given.seeds)
         for p in PANELS
     ]
     groups = [
         [
-            panel.command(system, given.work, profiles)
-            for system in panel.systems(profiles)
+            panel.command(system, given.work, results)
+            for system in panel.systems(results)
             if given.systems is None or system.startswith(tuple(given.systems))
         ]
         for panel in panels
         if given.panels is None or any(fnmatch(panel.name, name) for name in given.panels)
     ]
     gpus.run(groups, given.gpus, given.seconds)
-    found = collected(panels, given.work, profiles)
+    found = collected(panels, given.work, results)
     print(table(found))
     for one in found:
         figures = {"panel": one.panel, "system": one.system, "goodput": one.goodput}

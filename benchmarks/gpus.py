@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from twolane.common.resources import usable_cores
+from twolane.estimate.profile import SHIPPED
 
 GRACE = 40.0
 """Seconds that a command has to stop what it started."""
@@ -33,18 +34,18 @@ def options(description: str, work: str, out: str) -> argparse.ArgumentParser:
     add("--seconds", type=float, default=1e9, help="end what runs on GPUs after so long")
     add("--work", type=Path, default=Path(work), help="folder of the runs")
     add(
-        "--profiles",
+        "--results",
         type=Path,
         default=Path(__file__).parent / "results",
-        help="folder of profile-MODEL-h200.json",
+        help="folder of earlier results, which say where searches begin",
     )
     add("--out", type=Path, default=Path(__file__).parent / "results" / out, help="folder")
     return parser
 
 
-def profile(folder: Path, model: str) -> str:
-    """The file of a model's profile."""
-    return str(folder / f"profile-{model}-h200.json")
+def profile(model: str) -> str:
+    """The file of a model's profile on an H200."""
+    return str(SHIPPED / f"{model}-h200.json")
 
 
 class Command(NamedTuple):

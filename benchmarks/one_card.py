@@ -5,13 +5,13 @@ other systems to `auto` again, with the same patterns of arrivals; whoever runs 
 A system is not searched from scratch: its search begins where simulation expects the answer, times
 what `auto` was off by, and tries two or three rates. So `--simulate` comes first, on a CPU; then
 the same command without it, on a GPU. Runs stay in `--work`: an ended part goes on with the same
-command. `--out` gets a file a part.
+command. `--out` gets a file a part, which grows with each system.
 """
 
 import argparse
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -30,8 +30,6 @@ SYSTEMS = (
 )
 LONGEST = 12_000
 """Tokens to which longer prompts are cut."""
-TOLERANCE = 0.1
-"""Share by which the rate that fails may be above the one that holds."""
 
 
 class Part(msgspec.Struct, frozen=True):
@@ -75,11 +73,10 @@ def part_files(folder: Path, parts: Sequence[Part]) -> dict[str, dict[str, float
 def run(
     part: Part,
     target: dict[str, object],
-    systems: Sequence[str],
     guesses: dict[str, float],
     given: argparse.Namespace,
-) -> tuple[list[Found], float]:
-    """`auto`, the others and `auto` again; and how far `auto` moved meanwhile, as a ratio."""
+) -> Iterator[list[Found]]:
+    """`auto`, the others, and `auto` again unless it would only repeat: what was found so far."""
     workload = WorkloadSpec(
         dataset=part.dataset,
         num_prompts=given.prompts or part.prompts,
@@ -90,25 +87,33 @@ def run(
 
     def one(system: str, turn: str) -> Found:
         guess = off * (guesses.get(system) or part.start)
-        asked = search(target, workload, bounds, guess, given.seeds, TOLERANCE)
+        asked = search(target, workload, bounds, guess, given.seeds, given.tolerance)
         load = BenchConfig(num_warmups=WARMUPS, vocab_range=given.vocab_range)
         [answer] = searched(asked, [system], given.work / part.name / turn, load)
         return answer
 
-    first = one("auto", "auto-before")
-    if guesses.get("auto") and first.median:
-        off = first.median / guesses["auto"]
-    others = [one(system, system.replace(":", "-").replace("=", "-")) for system in systems]
-    last = one("auto", "auto-after") if "simulate" not in target else first
-    moved = last.median / first.median if first.median else 1.0
-    first.goodput = [*first.goodput, *(last.goodput if last is not first else [])]
-    return [first, *others], moved
+    found = [one("auto", "auto-before")]
+    yield found
+    if guesses.get("auto") and found[0].median:
+        off = found[0].median / guesses["auto"]
+    for system in given.systems:
+        found.append(one(system, system.replace(":", "-").replace("=", "-")))
+        yield found
+    if "simulate" not in target and not given.once:
+        found.append(one("auto", "auto-after"))
+        yield found
 
 
 def ratios(found: Sequence[Found]) -> dict[str, float]:
-    """Median goodput of each system over that of `auto`."""
-    auto = next(one.median for one in found if one.system == "auto")
-    return {one.system: one.median / auto for one in found} if auto else {}
+    """Median goodput of each system over that of `auto`, before and after the others."""
+    auto = statistics.median(rate for one in found if one.system == "auto" for rate in one.goodput)
+    return {one.system: one.median / auto for one in found[1:] if auto and one.system != "auto"}
+
+
+def moved(found: Sequence[Found]) -> float | None:
+    """Goodput of `auto` after the others over that before; None: it ran once, or held none."""
+    before, *after = [one.median for one in found if one.system == "auto"]
+    return after[0] / before if after and before else None
 
 
 def _options() -> argparse.Namespace:
@@ -129,6 +134,9 @@ def _options() -> argparse.Namespace:
     add("--vocab-range", type=TokenRange.parse, default=TokenRange(), metavar="LOW:HIGH",
         help="token ids to draw prompts from")  # fmt: skip
     add("--seeds", type=int, default=2, help="patterns of arrivals")
+    add("--tolerance", type=float, default=0.1,
+        help="share by which the rate that fails may be above the one that holds")  # fmt: skip
+    add("--once", action="store_true", help="do not run auto again after the others")
     add("--work", type=Path, default=Path("one-card-work"), help="folder of the runs")
     add("--out", type=Path, default=RESULTS / "one-card", help="folder of the results")
     given = parser.parse_args()
@@ -150,27 +158,33 @@ def main() -> None:
     """Run each part and write its file."""
     given = _options()
     parts = [p for p in given.chosen if not given.parts or p.name in given.parts]
-    kind = "simulated" if given.simulate else given.card
     guesses = {} if given.simulate else part_files(given.out / "simulated", parts)
     for part in parts:
         target: dict[str, object] = {"serve": f"{given.model or part.model} {given.flags}"}
         if given.simulate:
             target = {"simulate": given.simulate, "model": part.model}
         begun = time.monotonic()
-        found, moved = run(part, target, given.systems, guesses.get(part.name, {}), given)
-        seconds = time.monotonic() - begun
-        about = provenance({"part": part, "seeds": given.seeds, "flags": given.flags})
-        content = {
-            "card": given.simulate or given.card,
-            "seconds": seconds,
-            "auto_moved": moved,
-            "ratios": ratios(found),
-            "found": found,
-        }
-        save(given.out / kind / f"{part.name}.json", about, content)
-        print(f"{part.name}, {seconds:.0f} s, auto after / before {moved:.2f}")
+        for found in run(part, target, guesses.get(part.name, {}), given):
+            _save(part, found, time.monotonic() - begun, given)
+        print(f"{part.name}, {time.monotonic() - begun:.0f} s, auto moved by {moved(found)}")
         for system, ratio in ratios(found).items():
             print(f"  {system}: {ratio:.2f}")
+
+
+def _save(part: Part, found: Sequence[Found], seconds: float, given: argparse.Namespace) -> None:
+    """Write the part's file."""
+    about = provenance({"part": part, "seeds": given.seeds, "flags": given.flags})
+    content = {
+        "card": f"simulated {given.simulate}" if given.simulate else given.card,
+        "seconds": seconds,
+        "tolerance": given.tolerance,
+        "prompts": given.prompts or part.prompts,
+        "auto_moved": moved(found),
+        "ratios": ratios(found),
+        "found": found,
+    }
+    kind = "simulated" if given.simulate else given.card
+    save(given.out / kind / f"{part.name}.json", about, content)
 
 
 if __name__ == "__main__":

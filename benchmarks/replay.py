@@ -60,9 +60,9 @@ class Replay(msgspec.Struct, frozen=True):
             *("--max-input-len", f"{LONGEST}"),
         ]
 
-    def serve(self, profiles: Path) -> list[str]:
+    def serve(self) -> list[str]:
         """Words for `twolane serve`."""
-        profile = gpus.profile(profiles, MODEL)
+        profile = gpus.profile(MODEL)
         return [
             *(MODEL, "--load-format", "dummy", "--device", "cuda", "--profile", profile),
             *self._served(0),
@@ -105,10 +105,10 @@ REPLAYS = (
 )
 
 
-def measured(replay: Replay, profiles: Path, work: Path) -> None:
+def measured(replay: Replay, work: Path) -> None:
     """Serve and ask."""
     file, log = work / f"{replay.name}-measured.json", work / f"{replay.name}-server.txt"
-    with serving(replay.serve(profiles), log) as server:
+    with serving(replay.serve(), log) as server:
         _twolane([*replay.bench, "--base-url", server.url], file)
 
 
@@ -133,7 +133,7 @@ class Compared(msgspec.Struct):
     simulated: dict[str, object]
 
 
-def compared(replay: Replay, profiles: Path, work: Path) -> Compared | None:
+def compared(replay: Replay, work: Path) -> Compared | None:
     """What was measured, if it was, and its simulation, made if it is missing."""
     real, made = work / f"{replay.name}-measured.json", work / f"{replay.name}-simulated.json"
     if not made.exists():
@@ -142,7 +142,7 @@ def compared(replay: Replay, profiles: Path, work: Path) -> Compared | None:
         return None
     return Compared(
         replay.name,
-        shlex.join(["twolane", "serve", *replay.serve(profiles)]),
+        shlex.join(["twolane", "serve", *replay.serve()]),
         shlex.join(["twolane", *replay.bench]),
         shlex.join(["twolane", *replay.simulate]),
         msgspec.json.decode(real.read_bytes()),
@@ -179,9 +179,9 @@ def main() -> None:
     ]
     if given.one:
         [replay] = [each for each in replays if each.name == given.one]
-        measured(replay, given.profiles, given.work)
+        measured(replay, given.work)
         return
-    here = ["--work", str(given.work), "--profiles", str(given.profiles)]
+    here = ["--work", str(given.work)]
     here += ["--length", str(given.length)]
     groups = [
         [gpus.Command([__file__, "--one", replay.name, *here], given.work / f"{replay.name}.txt")]
@@ -190,7 +190,7 @@ def main() -> None:
     ]
     gpus.run(groups, given.gpus, given.seconds)
     with ThreadPoolExecutor(2) as pool:
-        rows = pool.map(lambda each: compared(each, given.profiles, given.work), replays)
+        rows = pool.map(lambda each: compared(each, given.work), replays)
         found = [row for row in rows if row is not None]
     for row in found:
         about = provenance({"model": MODEL, "seconds": given.length, "seed": SEED})

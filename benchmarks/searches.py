@@ -58,7 +58,7 @@ def search(
     seeds: int,
     tolerance: float,
 ) -> Search:
-    """A search that begins at a guess: two or three runs a pattern if the guess is right."""
+    """A search that begins at a guess: two runs a pattern if the guess is right."""
     several = len(bounds.tbts) > 1
     return Search(
         target=dict(target),
@@ -67,7 +67,7 @@ def search(
         tbts=bounds.tbts if several else (),
         seeds=seeds,
         start_rate=guess,
-        first_step=1 + 1.5 * tolerance,
+        first_step=1 + tolerance,
         least_rate=guess / 8,
         tolerance=tolerance,
     )

@@ -6,6 +6,7 @@ import pytest
 from msgspec import structs
 
 from twolane.estimate.profile import (
+    SHIPPED,
     Key,
     Neighbour,
     Profile,
@@ -15,11 +16,14 @@ from twolane.estimate.profile import (
     load_of,
     model_digest,
     runs_of,
+    shipped_profile,
 )
 from twolane.kernels.sizes import SIZES
 from twolane.model.shapes import SHAPES
 
 SHAPE = SHAPES["qwen3-8b"]
+CARDS = {"h100": "H100 80GB HBM3", "h200": "H200"}
+"""Names of the cards in file names, as the driver has them."""
 KEY = Key("NVIDIA H200", "580.1", "0.1.0", model_digest(SHAPE), 2, 132)
 
 
@@ -84,3 +88,14 @@ def test_what_is_no_profile_is_refused_by_name(tmp_path: Path, text: str):
         Profile.read(path)
     with pytest.raises(ProfileError, match=r"absent\.json: No such file"):
         Profile.read(tmp_path / "absent.json")
+
+
+@pytest.mark.parametrize("path", sorted(SHIPPED.glob("*.json")), ids=lambda path: path.stem)
+def test_a_profile_that_ships_is_found_for_its_card_and_built_in_shape(path: Path):
+    model, _, card = path.stem.rpartition("-")
+    key = Profile.read(path).key
+    assert key.device == f"cuda (NVIDIA {CARDS[card]})"
+    assert key.model == model_digest(SHAPES[model])
+    assert shipped_profile(structs.replace(key, driver="999", version="9.9")) == path
+    assert shipped_profile(structs.replace(key, kv_itemsize=1.0)) is None
+    assert shipped_profile(structs.replace(key, tensor_parallel=2)) is None

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from twolane.engine.config import EngineConfig
-from twolane.estimate.profile import Neighbour, Profile, Sample
+from twolane.estimate.profile import SHIPPED, Neighbour, Profile, Sample
 from twolane.estimate.query import Kind
 from twolane.lanes.work import (
     DecodeRow,
@@ -116,7 +116,7 @@ def errors(
     model: str, kind: Kind, beside: str | None = None, most: float = math.inf
 ) -> list[float]:
     """log(model / measured) of the profile's samples of so many new tokens at most."""
-    profile = Profile.read(RESULTS / f"profile-{model}-h200.json")
+    profile = Profile.read(SHIPPED / f"{model}-h200.json")
     device = DeviceModel(quiet(H200), SHAPES[model])
     found = []
     for sample in profile.of(kind, beside=beside is not None):

@@ -1,14 +1,13 @@
 """A card that takes as long as its own profile says."""
 
 import statistics
-from pathlib import Path
 
 import pytest
 
 from twolane.common.errors import FieldError
 from twolane.engine.config import EngineConfig
 from twolane.engine.predict import fitted
-from twolane.estimate.profile import Profile, model_digest
+from twolane.estimate.profile import SHIPPED
 from twolane.estimate.query import Load, decode_step
 from twolane.lanes.work import DecodeRow, DecodeWork
 from twolane.model.shapes import SHAPES
@@ -20,9 +19,8 @@ from twolane.sim.run import simulate
 from twolane.slo import Slo
 from twolane.workload.spec import WorkloadSpec
 
-RESULTS = Path(__file__).parents[2] / "benchmarks/results"
 MODEL = "codellama-34b"
-PROFILE = RESULTS / f"profile-{MODEL}-h200.json"
+PROFILE = SHIPPED / f"{MODEL}-h200.json"
 EVEN = Unevenness(noise=0.0, outliers=0.0, configurations=0.0, slower=1.0, moments=0.0)
 STEPS = DecodeWork(tuple(DecodeRow(i, 1000, 1) for i in range(16)), 1)
 
@@ -48,12 +46,6 @@ def asked(profile=PROFILE, **more):
     )
     bench = BenchConfig(workload=workload, goodput={"tbt": 0.08})
     return SimulateConfig(engine=engine, bench=bench, uneven=Unevenness(), **more)
-
-
-@pytest.mark.parametrize("model", ["qwen3-8b", MODEL])
-def test_the_profiles_of_the_repository_are_of_the_shapes_that_are_built_in(model):
-    profile = Profile.read(RESULTS / f"profile-{model}-h200.json")
-    assert profile.key.model == model_digest(SHAPES[model])
 
 
 def test_an_even_card_takes_as_long_as_predicted():

@@ -16,7 +16,14 @@ from twolane.common.vocabulary import EstimatorName
 from twolane.engine.config import EngineConfig
 from twolane.estimate.base import Estimator
 from twolane.estimate.online import OnlineEstimator
-from twolane.estimate.profile import Key, Profile, ProfileError, cached_profile, model_digest
+from twolane.estimate.profile import (
+    Key,
+    Profile,
+    ProfileError,
+    cached_profile,
+    model_digest,
+    shipped_profile,
+)
 from twolane.lanes.machine import Machine
 from twolane.model.load.hub import cache_dir
 
@@ -24,17 +31,18 @@ log = logging.getLogger("twolane.predict")
 
 
 def find_profile(config: EngineConfig, key: Key) -> Path | None:
-    """Return the profile that is named, else the cache's of this device and model, if any."""
+    """Return the profile that is named, else the cache's or the package's of this device and
+    model, if any."""
     if config.profile is not None:
         return Path(config.profile)
     path = cached_profile(cache_dir(), key)
     if not path.exists():
-        return None
+        return shipped_profile(key)
     try:
         read_profile(path)
     except (ProfileError, OSError) as error:
         log.warning("%s: it is not used; `twolane profile` measures anew", error)
-        return None
+        return shipped_profile(key)
     return path
 
 

@@ -14,6 +14,7 @@ from typing import get_args
 
 import msgspec
 import numpy as np
+from msgspec import structs
 
 from twolane.common.files import write_whole
 from twolane.common.vocabulary import MachineKind
@@ -279,3 +280,26 @@ def model_digest(shape: ModelSpec) -> str:
 def cached_profile(directory: Path, key: Key) -> Path:
     """Where the profile of that key is kept, under Twolane's cache directory."""
     return directory / "profiles" / key.file_name
+
+
+SHIPPED = Path(__file__).parent / "profiles"
+"""Profiles that come with the package, one file `MODEL-CARD.json` each."""
+
+
+def shipped_profile(key: Key) -> Path | None:
+    """Return the package's profile of that card and model, if any.
+
+    It may have been taken with another driver or version, and on another card of the same kind.
+    """
+    wanted = structs.replace(key, driver="", version="")
+    for path in sorted(SHIPPED.glob("*.json")):
+        there = msgspec.json.decode(path.read_bytes(), type=_Keyed).key
+        if structs.replace(there, driver="", version="") == wanted:
+            return path
+    return None
+
+
+class _Keyed(msgspec.Struct):
+    """The part of a profile that says what it is of."""
+
+    key: Key

@@ -1,0 +1,39 @@
+"""Which profile an engine predicts with: the one named, the machine's own, or the package's."""
+
+from pathlib import Path
+
+import pytest
+
+from twolane.engine.config import EngineConfig
+from twolane.engine.predict import find_profile
+from twolane.estimate.profile import SHIPPED, Profile, cached_profile
+
+CONFIG = EngineConfig(model="qwen3-8b")
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where this machine's own profile would lie."""
+    monkeypatch.setenv("TWOLANE_CACHE", str(tmp_path))
+    return cached_profile(tmp_path, Profile.read(SHIPPED / "qwen3-8b-h200.json").key)
+
+
+def test_the_package_s_profile_serves_until_the_machine_has_its_own(own: Path):
+    shipped = Profile.read(SHIPPED / "qwen3-8b-h200.json")
+    assert find_profile(CONFIG, shipped.key) == SHIPPED / "qwen3-8b-h200.json"
+    shipped.save(own)
+    assert find_profile(CONFIG, shipped.key) == own
+
+
+def test_a_broken_profile_of_the_machine_is_passed_over(own: Path, caplog):
+    key = Profile.read(SHIPPED / "qwen3-8b-h200.json").key
+    own.parent.mkdir(parents=True)
+    own.write_text("{")
+    assert find_profile(CONFIG, key) == SHIPPED / "qwen3-8b-h200.json"
+    assert "it is not used" in caplog.text
+
+
+def test_a_profile_that_is_named_comes_first(own: Path):
+    key = Profile.read(SHIPPED / "qwen3-8b-h200.json").key
+    named = EngineConfig(model="qwen3-8b", profile="other.json")
+    assert find_profile(named, key) == Path("other.json")
