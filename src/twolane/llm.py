@@ -30,7 +30,7 @@ from twolane.frontend.generation import Delta, Generation, TextOptions
 from twolane.frontend.progress import progress_bars
 from twolane.frontend.startup import start_engine
 from twolane.frontend.text.texts import Texts
-from twolane.sampling import SamplingParams, TokenLogprobs
+from twolane.sampling import PackedLogprobs, SamplingParams, TokenLogprobs
 from twolane.server.openai.answers import Choice
 
 if TYPE_CHECKING:
@@ -383,9 +383,9 @@ class LLM:
         return RequestOutput(
             prompt=text,
             prompt_token_ids=tokens,
-            prompt_logprobs=choices[0].prompt_logprobs,
+            prompt_logprobs=unpacked(choices[0].prompt_logprobs),
             outputs=[
-                CompletionOutput(i, c.text, c.tokens, c.finish, c.stop_reason, c.logprobs)
+                CompletionOutput(i, c.text, c.tokens, c.finish, c.stop_reason, unpacked(c.logprobs))
                 for i, c in enumerate(choices)
             ],
             cached_tokens=choices[0].cached,
@@ -548,6 +548,11 @@ def text_fields(wishes: GenerateOptions, *others: type[Body]) -> TextFields:
     if unknown := wishes.keys() - known:
         raise TypeError(f"there is no argument {min(unknown)!r}")
     return chosen(TextFields, wishes)
+
+
+def unpacked(logprobs: PackedLogprobs | None) -> list[TokenLogprobs] | None:
+    """Return log-probabilities as objects."""
+    return None if logprobs is None else list(logprobs)
 
 
 def last(tokens: list[int], fields: TextFields) -> list[int]:

@@ -1,6 +1,7 @@
 """What a request asks of the sampler, with the names that vLLM and SGLang use."""
 
 import math
+from collections.abc import Iterator, Sequence
 from typing import Annotated
 
 import msgspec
@@ -16,6 +17,8 @@ GREEDY_TEMPERATURE = 1e-5
 MOST_LOGPROBS = 20
 """Alternatives that may be asked for, as in OpenAI's API."""
 MOST_LOGIT_BIAS = 100.0
+PACKED_TOGETHER = 64
+"""Log-probabilities of at most this many tokens are packed and unpacked in one piece."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -128,3 +131,30 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     """How many tokens are at least as likely, itself among them: 1 is the most likely (as vLLM)."""
     top: list[tuple[int, float]]
     """(token, log-probability), most likely first: as many as were asked for."""
+
+
+class PackedLogprobs(msgspec.Struct, array_like=True):
+    """Log-probabilities of tokens in a row, encoded.
+
+    As objects they take ten times the memory, and what lies between them keeps the interpreter from
+    giving that back.
+    """
+
+    count: int = 0
+    """Number of tokens."""
+    blocks: list[bytes] = []
+    """Lists of `TokenLogprobs` as msgpack."""
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[TokenLogprobs]:
+        for block in self.blocks:
+            yield from msgspec.msgpack.decode(block, type=list[TokenLogprobs])
+
+    def extend(self, entries: Sequence[TokenLogprobs]) -> None:
+        """Add the next tokens."""
+        for begin in range(0, len(entries), PACKED_TOGETHER):
+            block = entries[begin : begin + PACKED_TOGETHER]
+            self.blocks.append(msgspec.msgpack.encode(block))
+        self.count += len(entries)

@@ -1,5 +1,6 @@
 """Python's garbage collector stays out of the way, and serving gives it nothing to do."""
 
+import ctypes
 import gc
 import subprocess
 import sys
@@ -10,6 +11,21 @@ from tests.systems.simulation import simulate, submit
 from twolane.common.garbage import uncollected
 from twolane.systems.registry import SYSTEMS, make_system
 
+HELD = """
+from pathlib import Path
+
+from twolane.common.garbage import return_free_memory
+
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1])
+
+before = resident()
+kept = [b"x" * (1000 + i % 2) for i in range(100_000)][::1000]
+held = resident() - before
+assert held > 20_000, held
+return_free_memory()
+assert resident() - before < held / 4, (before, held, resident())
+"""
 SEEN = """
 import gc
 from twolane.common import garbage
@@ -42,6 +58,11 @@ def test_the_engine_makes_no_reference_cycles(system: str) -> None:
             gc.garbage.clear()
     assert len(served.finish) == len(arrivals)
     assert not found
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="needs glibc")
+def test_memory_that_is_free_between_objects_goes_back() -> None:
+    subprocess.run([sys.executable, "-c", HELD], check=True, timeout=60)
 
 
 def test_collections_are_short() -> None:

@@ -6,7 +6,9 @@ from itertools import pairwise
 
 import pytest
 
+from ..hardening.footprint import rss
 from ..hardening.stalls import Watcher, longest
+from .serving import wait_for
 
 MIB = 1 << 20
 
@@ -86,6 +88,16 @@ def test_what_one_answer_holds_in_memory_is_bounded(tiny):
     body = {"prompt": [5], "max_tokens": 60_000, "logprobs": 5, "n": 128}
     status, _, answer = tiny.request("/v1/completions", body)
     assert (status, answer["error"]["param"]) == (400, "max_tokens")
+
+
+def test_the_memory_of_a_large_answer_is_given_back(tiny):
+    pid, scored = tiny.process.pid, {"prompt": [[5] * 500] * 16, "prompt_logprobs": 20}
+    resting = rss(pid)
+    for _ in range(2):
+        status, _, answer = tiny.request("/v1/completions", {**scored, "max_tokens": 4})
+        assert status == 200
+        assert [len(choice["prompt_logprobs"]) for choice in answer["choices"]] == [500] * 16
+    wait_for(lambda: rss(pid) < 1.1 * resting, seconds=60)
 
 
 def test_a_conversation_is_bounded_as_a_whole(textual):

@@ -13,6 +13,7 @@ from typing import Literal
 import msgspec
 
 from twolane.common.vocabulary import LaneName
+from twolane.sampling import PackedLogprobs as PackedLogprobs
 from twolane.sampling import SamplingParams
 from twolane.sampling import TokenLogprobs as TokenLogprobs
 from twolane.slo import Slo
@@ -147,7 +148,7 @@ class Output(msgspec.Struct, frozen=True):
     """Prompt tokens found in the prefix cache; with the first tokens only."""
     logprobs: list[TokenLogprobs] | None = None
     """Log-probabilities of each of `tokens`, if asked for."""
-    prompt_logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: PackedLogprobs | None = None
     """Log-probabilities of each prompt token but the first, if asked for; they come with the first
     tokens only."""
     times: Times | None = None

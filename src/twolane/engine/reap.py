@@ -60,7 +60,7 @@ def _deliver(state: State, flight: Flight, step: Step, at: float) -> None:
         if not _expected(request, allocation):
             continue
         if all(isfinite(each.logprob) for each in logprobs):
-            request.prompt_logprobs += logprobs
+            request.prompt_logprobs.extend(logprobs)
         else:
             _break(state, request)
     rows, sliced = flight.rows, isinstance(flight.launch.work, PrefillSlice)

@@ -15,7 +15,7 @@ from twolane.engine.messages import Submit, Times
 from twolane.estimate.query import LaunchShape
 from twolane.lanes.base import Ticket
 from twolane.lanes.work import PromptRow, Sampling
-from twolane.sampling import TokenLogprobs
+from twolane.sampling import PackedLogprobs
 from twolane.slo import Slo
 from twolane.systems.plan import Launch
 
@@ -73,7 +73,7 @@ class Request:
     """Tokens in the KV cache at the launched frontier."""
     cached: int | None = None
     """Prompt tokens found in the prefix cache when first admitted."""
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: PackedLogprobs = field(default_factory=PackedLogprobs)
     """Log-probabilities of the prompt so far, if asked for; delivered with the first token."""
     admitted_at: float | None = None
     last_token_at: float | None = None

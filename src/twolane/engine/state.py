@@ -10,7 +10,14 @@ from msgspec.structs import replace
 from twolane.common.vocabulary import EXCLUSIVE, LaneName
 from twolane.engine.kv import KVBooks
 from twolane.engine.launch_costs import LaunchCosts
-from twolane.engine.messages import FinishReason, Launched, Output, Refused, RefusedCode
+from twolane.engine.messages import (
+    FinishReason,
+    Launched,
+    Output,
+    PackedLogprobs,
+    Refused,
+    RefusedCode,
+)
 from twolane.engine.pacing import Pacer
 from twolane.engine.request import Flight, Phase, PrefillBatch, Request
 from twolane.engine.trace import Trace
@@ -202,7 +209,7 @@ class State:
         request.allocation, request.owed = None, False
         request.context, request.to_generate = 0, request.limit - len(request.tokens)
         request.looked_up = None  # by now it has more tokens to find
-        request.prompt_logprobs = []
+        request.prompt_logprobs = PackedLogprobs()
 
     def send_back(self, request: Request) -> None:
         """The request loses its pages and will be computed anew from prompt and sent tokens."""

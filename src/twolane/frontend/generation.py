@@ -9,7 +9,14 @@ from typing import Protocol
 
 import msgspec
 
-from twolane.engine.messages import FinishReason, Output, Refused, Submit, TokenLogprobs
+from twolane.engine.messages import (
+    FinishReason,
+    Output,
+    PackedLogprobs,
+    Refused,
+    Submit,
+    TokenLogprobs,
+)
 from twolane.frontend.engine_client import EngineClient, EngineGone, Event
 from twolane.frontend.text.codec import TextCodec, TextError
 from twolane.frontend.text.stops import StopStrings
@@ -46,7 +53,7 @@ class Delta(msgspec.Struct, frozen=True):
     """Prompt tokens found in the prefix cache; with the first delta only."""
     logprobs: list[TokenLogprobs] | None = None
     """One for each token, if asked for."""
-    prompt_logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: PackedLogprobs | None = None
     """One for each prompt token but the first, if asked for; with the first delta only."""
 
 

@@ -53,6 +53,8 @@ FILES_BESIDE = 64
 """Files that the server may need beside those open at its start and its connections."""
 MOST_CONNECTIONS = 8192
 """Connections that may be open where the limit on files allows more and nobody says otherwise."""
+RETURN_SECONDS = 5.0
+"""Memory that requests have left free goes back to the system once in this many seconds."""
 ACCEPT_LOG_SECONDS = 60.0
 """That no connection can be accepted is logged once in this many seconds."""
 
@@ -140,7 +142,7 @@ async def run(config: EngineConfig, options: ServerOptions) -> int:
             from twolane.server.ops.tracing import Tracing
 
             service.tracing = Tracing(provider, engine, name)
-        ticking = asyncio.create_task(service.dashboard.keep())
+        ticking = asyncio.gather(service.dashboard.keep(), return_memory())
         try:
             from twolane.server.app import create_app
 
@@ -254,6 +256,13 @@ def uvicorn_config(app: Entry, options: ServerOptions) -> uvicorn.Config:
         server_header=False,
         timeout_graceful_shutdown=ENDING_SECONDS,
     )
+
+
+async def return_memory() -> None:
+    """Return free memory to the system now and then: a large answer may be the last for long."""
+    while True:
+        await asyncio.sleep(RETURN_SECONDS)
+        await asyncio.to_thread(garbage.return_free_memory)
 
 
 class AcceptErrors:

@@ -2,17 +2,18 @@
 
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, repeat
 from typing import Any, Literal
 
 import msgspec
 
-from twolane.engine.messages import FinishReason, TokenLogprobs
+from twolane.engine.messages import FinishReason, PackedLogprobs, TokenLogprobs
 from twolane.frontend.generation import Delta
 from twolane.frontend.parsers.answer import AnswerReader, ToolCall
 from twolane.frontend.parsers.pieces import CallArguments, CallStart, Content, Piece, Reasoning
-from twolane.server.openai.logprobs import LogprobWriter, TokenPlace, offsets_in
+from twolane.server.openai.logprobs import JsonList, LogprobWriter, TokenPlace, offsets_in
 
 Json = dict[str, Any]
 Kind = Literal["chat", "completion"]
@@ -32,8 +33,8 @@ class Choice:
     pieces: list[str] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] | None = None
-    prompt_logprobs: list[TokenLogprobs] | None = None
+    logprobs: PackedLogprobs | None = None
+    prompt_logprobs: PackedLogprobs | None = None
     finish: FinishReason | None = None
     stop_reason: int | str | None = None
     cached: int = 0
@@ -50,7 +51,9 @@ class Choice:
         self.tokens += delta.tokens
         self.offsets += delta.offsets
         if delta.logprobs is not None:
-            self.logprobs = [*(self.logprobs or ()), *delta.logprobs]
+            if self.logprobs is None:
+                self.logprobs = PackedLogprobs()
+            self.logprobs.extend(delta.logprobs)
         if delta.prompt_logprobs is not None:
             self.prompt_logprobs = delta.prompt_logprobs
         self.finish = delta.finish
@@ -297,37 +300,35 @@ class Answer:
         echo = self._options.echo
         return "" if echo is None else echo.texts[index // self._options.n]
 
-    def _chat_logprobs(self, logprobs: list[TokenLogprobs] | None) -> Json | None:
+    def _chat_logprobs(self, logprobs: Iterable[TokenLogprobs] | None) -> Json | None:
         if logprobs is None:
             return None
-        return {"content": [self._writer.chat(entry) for entry in logprobs], "refusal": None}
+        content = JsonList(self._writer.chat(entry) for entry in logprobs)
+        return {"content": content.written(), "refusal": None}
 
-    def _prompt_logprobs(self, index: int) -> list[Json | None]:
+    def _prompt_logprobs(self, index: int) -> msgspec.Raw:
         leader = self.choices[index - index % self._options.n]
-        return [None, *(self._writer.ranked(entry) for entry in leader.prompt_logprobs or ())]
+        ranked = (self._writer.ranked(entry) for entry in leader.prompt_logprobs or ())
+        return JsonList(chain((None,), ranked)).written()
 
     def _completion_logprobs(self, index: int, of: Choice | Delta, *, first: bool) -> Json | None:
         if not self._options.logprobs:
             return None
-        echo = self._prompt_places(index) if first and self._options.echo else []
-        return self._writer.completion([*echo, *self._places(index, of)])
+        echo = self._prompt_places(index) if first and self._options.echo else ()
+        return self._writer.completion(chain(echo, self._places(index, of)))
 
-    def _places(self, index: int, of: Choice | Delta) -> list[TokenPlace]:
+    def _places(self, index: int, of: Choice | Delta) -> Iterator[TokenPlace]:
         """Where the output tokens are in the text that is shown."""
         if self._echo_only:
-            return []
+            return
         begin = len(self._echo_text(index))
-        known: Sequence[TokenLogprobs | None] = of.logprobs or [None] * len(of.tokens)
-        return [
-            TokenPlace(token, begin + offset, entry)
-            for token, offset, entry in zip(of.tokens, of.offsets, known, strict=True)
-        ]
+        known: Iterable[TokenLogprobs | None] = of.logprobs or repeat(None, len(of.tokens))
+        for token, offset, entry in zip(of.tokens, of.offsets, known, strict=True):
+            yield TokenPlace(token, begin + offset, entry)
 
-    def _prompt_places(self, index: int) -> list[TokenPlace]:
+    def _prompt_places(self, index: int) -> Iterator[TokenPlace]:
         leader = self.choices[index - index % self._options.n]
-        known: list[TokenLogprobs | None] = [None, *(leader.prompt_logprobs or ())]
+        known = chain((None,), leader.prompt_logprobs or ())
         offsets = offsets_in(self._echo_text(index), self._writer.pieces(leader.prompt))
-        return [
-            TokenPlace(token, offset, entry)
-            for token, offset, entry in zip(leader.prompt, offsets, known, strict=True)
-        ]
+        for token, offset, entry in zip(leader.prompt, offsets, known, strict=True):
+            yield TokenPlace(token, offset, entry)

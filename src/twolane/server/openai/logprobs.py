@@ -1,7 +1,9 @@
 """Log-probabilities in the forms of OpenAI's two endpoints, and in vLLM's for prompts."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
+
+import msgspec
 
 from twolane.engine.messages import TokenLogprobs
 from twolane.frontend.text.codec import TextCodec
@@ -19,6 +21,29 @@ class TokenPlace(NamedTuple):
     """Where in the text it begins, in characters."""
     logprobs: TokenLogprobs | None
     """None for the first token of a prompt, which nothing predicts."""
+
+
+class JsonList:
+    """A JSON array that is written value by value: they need not be in memory together.
+
+    Args:
+        values: the first ones.
+    """
+
+    def __init__(self, values: Iterable[Any] = ()) -> None:
+        self._text = bytearray(b"[")
+        for value in values:
+            self.add(value)
+
+    def add(self, value: object) -> None:
+        """Write one more value."""
+        if len(self._text) > 1:
+            self._text += b","
+        self._text += msgspec.json.encode(value)
+
+    def written(self) -> msgspec.Raw:
+        """Return the array, to which nothing may be added any more."""
+        return msgspec.Raw(self._text + b"]")
 
 
 class LogprobWriter:
@@ -59,14 +84,20 @@ class LogprobWriter:
         top = [self._chat_token(token, logprob) for token, logprob in entry.top[: self._count]]
         return {**self._chat_token(entry.token, entry.logprob), "top_logprobs": top}
 
-    def completion(self, places: Sequence[TokenPlace]) -> Json:
+    def completion(self, places: Iterable[TokenPlace]) -> Json:
         """Write the tokens of a completion, OpenAI's older form."""
-        entries = [place.logprobs for place in places]
+        tokens, values, top, offsets = JsonList(), JsonList(), JsonList(), JsonList()
+        for place in places:
+            entry = place.logprobs
+            tokens.add(self.name(place.token))
+            values.add(None if entry is None else finite(entry.logprob))
+            top.add(None if entry is None else self._top(entry))
+            offsets.add(place.offset)
         return {
-            "tokens": [self.name(place.token) for place in places],
-            "token_logprobs": [None if e is None else finite(e.logprob) for e in entries],
-            "top_logprobs": [None if e is None else self._top(e) for e in entries],
-            "text_offset": [place.offset for place in places],
+            "tokens": tokens.written(),
+            "token_logprobs": values.written(),
+            "top_logprobs": top.written(),
+            "text_offset": offsets.written(),
         }
 
     def ranked(self, entry: TokenLogprobs) -> Json:
