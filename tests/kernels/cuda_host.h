@@ -39,6 +39,7 @@ static uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
 static float2 make_float2(float x, float y) { return {x, y}; }
 static float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 static float __int_as_float(u32 i) { float f; memcpy(&f, &i, 4); return f; }
+static int __float_as_int(float f) { int i; memcpy(&i, &f, 4); return i; }
 static float __uint_as_float(u32 i) { return __int_as_float(i); }
 #define __expf exponential
 static float exponential(float x) { return std::exp(x); }

@@ -23,16 +23,29 @@
 // With FP8 the pool is e4m3 and has a power of two for each token of keys and of values: a half has
 // twice the tokens, and its keys bring the exponents of both along. Numbers are multiplied in float16,
 // which holds e4m3 exactly. A power of two of the values goes into the exponent of the softmax, so
-// weights stay below 1, and is taken out of the sum of the weights again. Matrix loads bring pairs of
+// weights stay small, and is taken out of the sum of the weights again. Matrix loads bring pairs of
 // dims where they bring single ones otherwise; so queries are loaded, and results written, in the
-// order that follows.
+// order that follows. Instructions are what limits few SMs then, so tokens are rows of the scores, of
+// which none is idle and of which a lane has few:
+//
+//   scores  S^T [tokens x heads] = K Q^T          m16n8k16, tokens on m
+//
+// and the weights are transposed on their way into the second product.
 //
 // The compiler is given T_BF16 (else float16: of queries and results, and of a pool without FP8), FP8,
-// DIM (64, 128; with FP8 128), PAGE (16, 32, 64), TILES_N (1: groups to 8, 2: to 16), WARPS and STAGES; for measurements PROBE (1: only copy, 2: copy and load),
-// TIMELINE and WATCHDOG.
+// DIM (64, 128; with FP8 128), PAGE (16, 32, 64), TILES_N (1: groups to 8, 2: to 16), WARPS and STAGES; for
+// measurements PROBE (1: only copy, 2: copy and load), TIMELINE and WATCHDOG, and what is widened by
+// whole numbers: SHIFTED_KEYS of the 16 tokens four times in a tile, SHIFTED_VALUES of the 32 dims
+// four times.
 
 #ifndef PROBE
 #define PROBE 0
+#endif
+#ifndef SHIFTED_KEYS
+#define SHIFTED_KEYS 1
+#endif
+#ifndef SHIFTED_VALUES
+#define SHIFTED_VALUES 4
 #endif
 
 typedef unsigned int u32;
@@ -122,11 +135,20 @@ __device__ __forceinline__ void copy_bytes(u32 target, const signed char* source
         ::"r"(target), "l"(source), "r"(bytes), "r"(barrier), "l"(policy) : "memory");
 }
 
-// Two neighbouring bytes of shared memory.
-__device__ __forceinline__ u32 load_pair(u32 address) {
-    unsigned short v;
-    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(address) : "memory");
+// A signed byte of shared memory.
+__device__ __forceinline__ int load_signed(u32 address) {
+    int v;
+    asm volatile("ld.shared.s8 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
     return v;
+}
+
+// Bytes of a word by the digits of a selector, lowest first; 8 more than a byte's number is its sign,
+// eight times.
+template <u32 SELECTOR>
+__device__ __forceinline__ u32 picked(u32 bytes) {
+    u32 d;
+    asm("prmt.b32 %0, %1, 0, %2;" : "=r"(d) : "r"(bytes), "n"(SELECTOR));
+    return d;
 }
 
 // Four e4m3 numbers as float16: the first two, the last two.
@@ -414,18 +436,24 @@ struct Query {
     }
 };
 
-// Softmax over the tokens so far of one run, base 2. Of heads g and g + 8 the peak and the sum of
-// the weights of this lane's tokens; of heads 2 t, 2 t + 1 (and 8 on) the weighted sum of values,
-// for each 16 dims: dim g of both heads, dim g + 8 of both; with FP8 dims 2 g and 2 g + 1.
+constexpr int OWN = FP8 ? 2 : 1;  // heads of eight that a lane has weights of
+
+// Softmax over the tokens so far of one run, base 2. Of heads g and g + 8, with FP8 of 2 t, 2 t + 1 (and
+// 8 on), the peak and the sum of the weights of this lane's tokens; of heads 2 t, 2 t + 1 (and 8 on)
+// the weighted sum of values, for each 16 dims: dim g of both heads, dim g + 8 of both; with FP8 dims
+// 2 g and 2 g + 1.
 struct State {
-    float peak[TILES_N], weight[TILES_N];
+    float peak[TILES_N][OWN], weight[TILES_N][OWN];
     float value[TILES_N][DIM / 16][4];
 
     __device__ __forceinline__ void clear() {
 #pragma unroll
         for (int n = 0; n < TILES_N; ++n) {
-            peak[n] = MINUS_INFINITY;
-            weight[n] = 0;
+#pragma unroll
+            for (int i = 0; i < OWN; ++i) {
+                peak[n][i] = MINUS_INFINITY;
+                weight[n][i] = 0;
+            }
 #pragma unroll
             for (int j = 0; j < DIM / 16; ++j)
 #pragma unroll
@@ -434,7 +462,6 @@ struct State {
     }
 };
 
-typedef float Scores[KEYS / 8][4];
 typedef u32 Weights[TILES_N][KEYS / 16][2];
 
 // Where a half has the 16-byte piece `piece` (of the dims) of a token: a box at a time, 128 bytes of a
@@ -443,6 +470,146 @@ __device__ __forceinline__ u32 place(int token, int piece) {
     return token / BOX * BOX_BYTES + piece / 8 * (BOX * 128) + token % BOX * 128
            + (piece % 8 ^ token % 8) * 16;
 }
+
+#if FP8
+// Of tokens 16 j + g, 16 j + 8 + g and heads 2 t, 2 t + 1 (and 8 on).
+typedef float Scores[TILES_N][KEYS / 16][4];
+
+// Two e4m3 numbers of four as float16, smaller by 2 ** 8: those that `SELECTOR` puts at the ends of
+// halves, their signs above.
+template <u32 SELECTOR>
+__device__ __forceinline__ u32 shifted(u32 bytes) {
+    return picked<SELECTOR>(bytes) << 7 & 0xbf80bf80u;
+}
+
+__device__ __forceinline__ void score(Scores& s, u32 half, const Query& query, int lane) {
+    // Matrices: the piece 2 i of the tokens 16 j to 16 j + 7, then of the next 8; the piece 2 i + 1.
+    u32 base = half + place(lane / 8 % 2 * 8 + lane % 8, lane / 16);
+#pragma unroll
+    for (int i = 0; i < PIECES / 2; ++i)
+#pragma unroll
+        for (int j = 0; j < KEYS / 16; ++j) {
+            u32 k[4];
+            load_matrices<false>(k, (base ^ i * 32) + place(16 * j, 0));
+#if PROBE == 0
+#pragma unroll
+            for (int m = 0; m < 2; ++m) {
+                u32 wide[4];
+#pragma unroll
+                for (int h = 0; h < 2; ++h)
+                    if (j < SHIFTED_KEYS) {
+                        wide[h] = shifted<0x9180>(k[2 * m + h]);
+                        wide[2 + h] = shifted<0xb3a2>(k[2 * m + h]);
+                    } else {
+                        widen(k[2 * m + h], wide[h], wide[2 + h]);
+                    }
+#pragma unroll
+                for (int n = 0; n < TILES_N; ++n)
+                    multiply(s[n][j], wide, query.piece[2 * i + m][n],
+                             query.piece[2 * i + m][2 + n]);
+            }
+#else
+            s[0][j][0] += __int_as_float(k[0] ^ k[1] ^ k[2] ^ k[3]);
+#endif
+        }
+}
+
+// The exponents of this lane's tokens, 8 i + g.
+struct Powers {
+    int keys[KEYS / 8], values[KEYS / 8];
+
+    __device__ __forceinline__ void load(u32 address, int lane) {
+#pragma unroll
+        for (int i = 0; i < KEYS / 8; ++i) {
+            u32 at = address + 8 * i / BOX * 2 * BOX + 8 * i % BOX + lane / 4;
+            keys[i] = load_signed(at);
+            values[i] = load_signed(at + BOX);
+        }
+    }
+};
+
+// `x` times 2 ** `exponent`, as long as either is a normal number.
+__device__ __forceinline__ float raised(float x, int exponent) {
+    return __uint_as_float((u32)exponent * (1u << 23) + __float_as_int(x));
+}
+
+// From sums of products to scores, base 2, with the powers of keys and values.
+__device__ __forceinline__ void raise(Scores& s, const Powers& powers, float scale) {
+#pragma unroll
+    for (int i = 0; i < KEYS / 8; ++i) {
+        const float whole = i / 2 < SHIFTED_KEYS ? 256 * scale : scale;
+        const float factor = raised(whole, powers.keys[i]), more = powers.values[i];
+#pragma unroll
+        for (int n = 0; n < TILES_N; ++n)
+#pragma unroll
+            for (int c = 0; c < 2; ++c) {
+                float& x = s[n][i / 2][i % 2 * 2 + c];
+                x = fmaf(x, factor, more);
+            }
+    }
+}
+
+// Tokens outside [low, high) of the tile are not seen; exponents of such were perhaps never written.
+__device__ __forceinline__ void mask(Scores& s, Powers& powers, int low, int high, int lane) {
+#pragma unroll
+    for (int i = 0; i < KEYS / 8; ++i) {
+        int token = 8 * i + lane / 4;
+        if (token >= low && token < high) continue;
+        powers.values[i] = 0;
+#pragma unroll
+        for (int n = 0; n < TILES_N; ++n)
+            s[n][i / 2][i % 2 * 2] = s[n][i / 2][i % 2 * 2 + 1] = MINUS_INFINITY;
+    }
+}
+
+// How far, base 2, scores may be above the peak: only what is further moves it, for all lanes that
+// share its heads.
+#define SLACK 8.0f
+
+// From scores to weights, as the operand of the product with the values; the state fades.
+__device__ __forceinline__ void weigh(Weights& p, Scores& s, State& state, const Powers& powers,
+                                      int lane) {
+#pragma unroll
+    for (int n = 0; n < TILES_N; ++n) {
+        float top[2];
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+            top[c] = s[n][0][c];
+#pragma unroll
+            for (int i = 1; i < KEYS / 8; ++i) top[c] = fmaxf(top[c], s[n][i / 2][i % 2 * 2 + c]);
+        }
+        if (__any_sync(ALL, top[0] > state.peak[n][0] + SLACK || top[1] > state.peak[n][1] + SLACK))
+#pragma unroll
+            for (int c = 0; c < 2; ++c) {
+#pragma unroll
+                for (int d = 4; d < LANES; d *= 2)
+                    top[c] = fmaxf(top[c], __shfl_xor_sync(ALL, top[c], d));
+                float peak = fmaxf(top[c], state.peak[n][c]);
+                float fade = power2(state.peak[n][c] - peak);
+                state.peak[n][c] = peak;
+                state.weight[n][c] *= fade;
+#pragma unroll
+                for (int j = 0; j < DIM / 16; ++j) {
+                    state.value[n][j][c] *= fade;
+                    state.value[n][j][c + 2] *= fade;
+                }
+            }
+#pragma unroll
+        for (int i = 0; i < KEYS / 8; ++i) {
+            const float inverse = raised(1.0f, -powers.values[i]);
+            float* x = &s[n][i / 2][i % 2 * 2];
+#pragma unroll
+            for (int c = 0; c < 2; ++c) {
+                x[c] = power2(x[c] - state.peak[n][c]);
+                state.weight[n][c] = fmaf(x[c], inverse, state.weight[n][c]);
+            }
+            p[n][i / 2][i % 2] = transpose(pack<false>(x[0], x[1]));
+        }
+    }
+}
+#else
+// Of heads g, g + 8 and tokens 8 j + 2 t, 8 j + 2 t + 1.
+typedef float Scores[KEYS / 8][4];
 
 __device__ __forceinline__ void score(Scores& s, u32 half, const Query& query, int lane) {
     // Matrices: the pieces 4 i to 4 i + 3 of the tokens 8 j to 8 j + 7.
@@ -453,63 +620,12 @@ __device__ __forceinline__ void score(Scores& s, u32 half, const Query& query, i
         for (int j = 0; j < KEYS / 8; ++j) {
             u32 k[4];
             load_matrices<false>(k, (i % 2 ? odd : even) + place(8 * j, i / 2 * 8));
-#if PROBE != 0
-            s[j][0] += __int_as_float(k[0] ^ k[1] ^ k[2] ^ k[3]);
-#elif FP8
-#pragma unroll
-            for (int m = 0; m < 4; ++m) {
-                u32 low, high;
-                widen(k[m], low, high);
-                multiply(s[j], query.piece[4 * i + m], low, high);
-            }
-#else
+#if PROBE == 0
             multiply(s[j], query.piece[2 * i], k[0], k[1]);
             multiply(s[j], query.piece[2 * i + 1], k[2], k[3]);
+#else
+            s[j][0] += __int_as_float(k[0] ^ k[1] ^ k[2] ^ k[3]);
 #endif
-        }
-}
-
-// The exponents of this lane's tokens, 8 j + 2 t and the next: keys' in the low half of a word.
-struct Powers {
-    u32 word[KEYS / 8];
-
-    __device__ __forceinline__ void load(u32 address, int lane) {
-#pragma unroll
-        for (int j = 0; j < KEYS / 8; ++j) {
-            u32 at = address + 8 * j / BOX * 2 * BOX + 8 * j % BOX + lane % 4 * 2;
-            word[j] = load_pair(at) | load_pair(at + BOX) << 16;
-        }
-    }
-    __device__ __forceinline__ int key(int j, int i) const { return (signed char)(word[j] >> 8 * i); }
-    // At least -100, as those that were written are.
-    __device__ __forceinline__ int value(int j, int i) const {
-        return max((int)(signed char)(word[j] >> 16 >> 8 * i), -100);
-    }
-};
-
-// Two e4m3 numbers of four as float16, smaller by 2 ** 8. Values are widened so, keys by `widen`, for
-// an SM converts 16 pairs a clock, and whole numbers beside that.
-__device__ __forceinline__ u32 even_bytes(u32 bytes) {
-    return bytes << 8 & 0x80008000u | bytes << 7 & 0x3f803f80u;
-}
-
-__device__ __forceinline__ u32 odd_bytes(u32 bytes) {
-    return bytes & 0x80008000u | bytes >> 1 & 0x3f803f80u;
-}
-
-__device__ __forceinline__ float power_of_2(int exponent) {
-    return __int_as_float((exponent + 127) << 23);
-}
-
-// From sums of products to scores, base 2, with the powers of keys and values.
-__device__ __forceinline__ void raise(Scores& s, const Powers& powers, float scale) {
-#pragma unroll
-    for (int j = 0; j < KEYS / 8; ++j)
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            float factor = scale * power_of_2(powers.key(j, i)), more = powers.value(j, i);
-            s[j][i] = fmaf(s[j][i], factor, more);
-            s[j][i + 2] = fmaf(s[j][i + 2], factor, more);
         }
 }
 
@@ -525,8 +641,7 @@ __device__ __forceinline__ void mask(Scores& s, int low, int high, int lane) {
 }
 
 // From scores to weights, as the operand of the product with the values; the state fades.
-__device__ __forceinline__ void weigh(Weights& p, Scores& s, State& state, float scale,
-                                      const Powers& powers, int lane) {
+__device__ __forceinline__ void weigh(Weights& p, Scores& s, State& state, float scale, int lane) {
 #pragma unroll
     for (int n = 0; n < TILES_N; ++n) {
         float peak = s[0][2 * n];
@@ -534,31 +649,32 @@ __device__ __forceinline__ void weigh(Weights& p, Scores& s, State& state, float
         for (int i = 1; i < KEYS / 4; ++i) peak = fmaxf(peak, s[i / 2][2 * n + i % 2]);
         peak = fmaxf(peak, __shfl_xor_sync(ALL, peak, 1));
         peak = fmaxf(peak, __shfl_xor_sync(ALL, peak, 2));
-        peak = fmaxf(peak * scale, state.peak[n]);
+        peak = fmaxf(peak * scale, state.peak[n][0]);
         float weight = 0;
 #pragma unroll
         for (int i = 0; i < KEYS / 4; ++i) {
             float& x = s[i / 2][2 * n + i % 2];
             x = power2(fmaf(x, scale, -peak));
-            weight = FP8 ? fmaf(x, power_of_2(-powers.value(i / 2, i % 2)), weight) : weight + x;
+            weight += x;
         }
 #pragma unroll
         for (int i = 0; i < KEYS / 8; ++i)
-            p[n][i / 2][i % 2] = pack<T_BF16 && !FP8>(s[i][2 * n], s[i][2 * n + 1]);
-        if (__any_sync(ALL, peak > state.peak[n])) {
-            float fade = power2(state.peak[n] - peak);
+            p[n][i / 2][i % 2] = pack<T_BF16>(s[i][2 * n], s[i][2 * n + 1]);
+        if (__any_sync(ALL, peak > state.peak[n][0])) {
+            float fade = power2(state.peak[n][0] - peak);
             float fades[2] = {__shfl_sync(ALL, fade, lane % 4 * 8),
                               __shfl_sync(ALL, fade, lane % 4 * 8 + 4)};
-            state.weight[n] *= fade;
-            state.peak[n] = peak;
+            state.weight[n][0] *= fade;
+            state.peak[n][0] = peak;
 #pragma unroll
             for (int j = 0; j < DIM / 16; ++j)
 #pragma unroll
                 for (int i = 0; i < 4; ++i) state.value[n][j][i] *= fades[i % 2];
         }
-        state.weight[n] += weight;
+        state.weight[n][0] += weight;
     }
 }
+#endif
 
 // What lies beyond the last token, `written`, was perhaps never written, and may be NaN.
 __device__ __forceinline__ void clear_unwritten(u32 half, int written, int lane) {
@@ -581,8 +697,15 @@ __device__ __forceinline__ void add_values(State& state, u32 half, const Weights
 #pragma unroll
             for (int m = 0; m < 2; ++m) {
                 // A lane has dims 2 g and 2 g + 1 of two tokens: to both tokens of either dim.
-                const u32 wide[4] = {even_bytes(v[2 * m]), odd_bytes(v[2 * m]),
-                                     even_bytes(v[2 * m + 1]), odd_bytes(v[2 * m + 1])};
+                u32 wide[4];
+#pragma unroll
+                for (int h = 0; h < 2; ++h)
+                    if (d < SHIFTED_VALUES) {
+                        wide[2 * h] = shifted<0xa280>(v[2 * m + h]);
+                        wide[2 * h + 1] = shifted<0xb391>(v[2 * m + h]);
+                    } else {
+                        widen(picked<0x3120>(v[2 * m + h]), wide[2 * h], wide[2 * h + 1]);
+                    }
 #pragma unroll
                 for (int n = 0; n < TILES_N; ++n)
                     multiply(state.value[n][2 * d + m], wide, p[n][j][0], p[n][j][1]);
@@ -591,6 +714,16 @@ __device__ __forceinline__ void add_values(State& state, u32 half, const Weights
             state.value[0][2 * d][0] += __int_as_float(v[0] ^ v[1] ^ v[2] ^ v[3]);
 #endif
         }
+}
+
+// The values of shifted dims in their true size.
+__device__ __forceinline__ void enlarge(State& state) {
+#pragma unroll
+    for (int n = 0; n < TILES_N; ++n)
+#pragma unroll
+        for (int j = 0; j < 2 * SHIFTED_VALUES; ++j)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) state.value[n][j][i] *= 256;
 }
 #else
 __device__ __forceinline__ void add_values(State& state, u32 half, const Weights& p, int lane) {
@@ -617,14 +750,44 @@ __device__ __forceinline__ void add_values(State& state, u32 half, const Weights
 // A partial result in the scratch: values of 16 heads, then their peaks and sums of weights.
 constexpr int PLACE_FLOATS = 16 * DIM + 32;
 
+// Of heads g and g + 8.
+struct Sums {
+    float peak[TILES_N], weight[TILES_N];
+};
+
+// The sums over all lanes' tokens.
+__device__ __forceinline__ Sums summed(const State& state, int lane) {
+    Sums sums;
+#pragma unroll
+    for (int n = 0; n < TILES_N; ++n) {
+        float peak[OWN], weight[OWN];
+#pragma unroll
+        for (int c = 0; c < OWN; ++c) {
+            peak[c] = state.peak[n][c];
+            weight[c] = state.weight[n][c];
+#pragma unroll
+            for (int d = FP8 ? 4 : 1; d < (FP8 ? LANES : 4); d *= 2)
+                weight[c] += __shfl_xor_sync(ALL, weight[c], d);
+#if FP8  // lane g / 2 has those of head g
+            peak[c] = __shfl_sync(ALL, peak[c], lane / 8);
+            weight[c] = __shfl_sync(ALL, weight[c], lane / 8);
+#endif
+        }
+        const int mine = FP8 ? lane / 4 % 2 : 0;
+        sums.peak[n] = mine ? peak[OWN - 1] : peak[0];
+        sums.weight[n] = mine ? weight[OWN - 1] : weight[0];
+    }
+    return sums;
+}
+
 __device__ __forceinline__ void store_partial(const Arguments& a, int place, const State& state,
-                                              int lane) {
+                                              const Sums& sums, int lane) {
     float* to = a.partial + (u64)place * PLACE_FLOATS;
 #pragma unroll
     for (int n = 0; n < TILES_N; ++n) {
         if (lane % 4 == 0 && lane / 4 + 8 * n < a.group)
             __stcg(reinterpret_cast<float2*>(to + 16 * DIM + 2 * (lane / 4 + 8 * n)),
-                   make_float2(state.peak[n], state.weight[n]));
+                   make_float2(sums.peak[n], sums.weight[n]));
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             int member = 8 * n + 2 * (lane % 4) + i % 2;
@@ -638,10 +801,10 @@ __device__ __forceinline__ void store_partial(const Arguments& a, int place, con
 }
 
 __device__ __forceinline__ void store_out(const Arguments& a, const Cursor& at, const State& state,
-                                          int lane) {
+                                          const Sums& sums, int lane) {
 #pragma unroll
     for (int n = 0; n < TILES_N; ++n) {
-        float gain = 1.0f / state.weight[n];
+        float gain = 1.0f / sums.weight[n];
         float gains[2] = {__shfl_sync(ALL, gain, lane % 4 * 8),
                           __shfl_sync(ALL, gain, lane % 4 * 8 + 4)};
         int member = lane / 4 + 8 * n;
@@ -667,17 +830,15 @@ __device__ __forceinline__ void store_out(const Arguments& a, const Cursor& at, 
 // of the worker, one that ends at the first.
 __device__ __forceinline__ void finish(const Arguments& a, const Cursor& at, bool began_here,
                                        u32 worker, State& state, int lane) {
-#pragma unroll
-    for (int n = 0; n < TILES_N; ++n) {
-        state.weight[n] += __shfl_xor_sync(ALL, state.weight[n], 1);
-        state.weight[n] += __shfl_xor_sync(ALL, state.weight[n], 2);
-        if (FP8) state.weight[n] *= 1.0f / 256;  // as the values are
-    }
+    const Sums sums = summed(state, lane);
+#if FP8
+    enlarge(state);
+#endif
     bool goes_on = at.tile < at.end;
     if (began_here && !goes_on)
-        store_out(a, at, state, lane);
+        store_out(a, at, state, sums, lane);
     else
-        store_partial(a, 2 * worker + goes_on, state, lane);
+        store_partial(a, 2 * worker + goes_on, state, sums, lane);
 }
 
 extern "C" __global__ void __launch_bounds__(WARPS * LANES, 1)
@@ -752,20 +913,30 @@ decode_attention(const __grid_constant__ TensorMap pool, const __grid_constant__
     MARK(1);
     for (;; ++position) {
         int low = at.length - a.window - at.tile * KEYS, high = at.length - at.tile * KEYS;
+        const bool edge = low > 0 || high < KEYS;
         Scores s{};
         Weights p{};
+#if FP8
         Powers powers;
         u32 here = powers_at + stage * POWERS, half = arrive();
-        if (FP8) powers.load(here, lane);
+        powers.load(here, lane);
+#else
+        u32 half = arrive();
+#endif
         if (PROBE != 1) score(s, half, query, lane);
         refill(STAGES % 2);
-        if (PROBE == 0) {
-            if (FP8) raise(s, powers, a.scale);
-            if (low > 0 || high < KEYS) mask(s, low, high, lane);
-            weigh(p, s, state, FP8 ? 1.0f : a.scale, powers, lane);
-        } else {
-            for (int j = 0; j < KEYS / 8; ++j) state.weight[0] += s[j][0];
-        }
+#if PROBE != 0
+        const float(*each)[4] = reinterpret_cast<const float(*)[4]>(&s);
+#pragma unroll
+        for (int j = 0; j < sizeof(s) / sizeof(*each); ++j) state.weight[0][0] += each[j][0];
+#elif FP8
+        raise(s, powers, a.scale);
+        if (edge) mask(s, powers, low, high, lane);
+        weigh(p, s, state, powers, lane);
+#else
+        if (edge) mask(s, low, high, lane);
+        weigh(p, s, state, a.scale, lane);
+#endif
         half = arrive();
         if (high < KEYS) clear_unwritten(half, high, lane);
         if (PROBE != 1) add_values(state, half, p, lane);
