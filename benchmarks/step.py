@@ -2,7 +2,7 @@
 
 Qwen3-8B shapes with dummy weights, 64 requests at 2,048 tokens. For each share of the SMs: the step
 as the lane runs it; its parts alone (all products behind their norms, decode attention, the head);
-each product alone, with the way that was chosen; and the kernels of the whole step in their order,
+each product alone, in every way; and the kernels of the whole step in their order,
 each with the time from the end of the kernel in front of it to its own end, so that times add up
 although kernels start early.
 """
@@ -82,16 +82,19 @@ def stream(rig: Rig, units: int) -> torch.cuda.Stream:
 
 
 def each_product(rig: Rig, units: int) -> dict[str, dict]:
-    """Each product behind a norm: its way, microseconds, bytes of weights a second."""
+    """Each product behind a norm: the way that was chosen, and microseconds of every way."""
     products: Products = rig.lanes.runner.steps.products(units)
     found = {}
     with torch.inference_mode(), torch.cuda.stream(stream(rig, units)):
         for case, matrices in rig.machine.decoder._uses().items():
-            way = products.way(case.operation, ROWS, matrices[0])
-            seconds = products._seconds(way, case, ROWS, matrices)
-            rate = matrices[0].nbytes / seconds / 1e12
+            chosen = products.way(case.operation, ROWS, matrices[0])
+            each = {
+                way.name: round(1e6 * products._seconds(way, case, ROWS, matrices), 1)
+                for way in {chosen: 0} | dict.fromkeys(products._candidates(case, ROWS))
+            }
+            rate = matrices[0].nbytes / each[chosen.name] / 1e6
             name = f"{case.operation} {case.n}x{case.k}"
-            found[name] = {"way": way.name, "us": seconds * 1e6, "tb_s": rate}
+            found[name] = {"way": chosen.name, "tb_s": round(rate, 2), "us": each}
     return found
 
 

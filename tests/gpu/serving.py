@@ -7,6 +7,7 @@ import torch
 from tests.parity.serving import Served, serve_on
 from twolane.engine.kv import KVBooks
 from twolane.engine.messages import Submit
+from twolane.kernels.pool import RoundedPool
 from twolane.lanes.cuda.lanes import CudaLanes
 from twolane.lanes.cuda.machine import CudaMachine
 from twolane.systems.registry import System
@@ -26,7 +27,11 @@ def lanes_on(
             pages, page_size, running, machine.spec.max_positions, wake, lambda *_: None
         )
         for layer in lanes.runner.kv.layers:
-            layer.fill_(float("nan"))
+            if isinstance(layer, RoundedPool):
+                layer.values.view(torch.uint8).fill_(0x7F)  # NaN, and any exponent
+                layer.exponents.fill_(77)
+            else:
+                layer.fill_(float("nan"))
         torch.cuda.synchronize()
         return lanes
 

@@ -1,7 +1,8 @@
 """Compares greedy tokens with those of `transformers`, along the engine's own tokens."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -32,7 +33,9 @@ class Tally:
 class Judge:
     """One reference model; what it said of an output is remembered."""
 
-    model: torch.nn.Module
+    model: Callable[..., Any]
+    """Called as `transformers` calls a model; what it returns has logits."""
+    sure: float = SURE
     _seen: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = field(default_factory=dict)
 
     def forgiven(self, prompt: Sequence[int], output: Sequence[int]) -> int:
@@ -54,7 +57,7 @@ class Judge:
         best = logits.topk(2)
         gap = best.values[:, 0] - best.values[:, 1]
         other = best.indices[:, 0] != torch.tensor(output)
-        wrong = torch.nonzero(other & ~(gap <= SURE)).flatten().tolist()
+        wrong = torch.nonzero(other & ~(gap <= self.sure)).flatten().tolist()
         assert not wrong, (
             f"after a prompt of {len(prompt)} tokens, token {wrong[0]} is {output[wrong[0]]}; "
             f"the reference has {best.indices[wrong[0]].tolist()}, apart by {gap[wrong[0]]:.4f}"
