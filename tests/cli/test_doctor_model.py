@@ -52,6 +52,20 @@ def test_an_end_that_is_but_a_default_is_named_so(tmp_path):
     assert ("EOS", "2 '<|stop|>'", "the default of llama") in rows(folder)
 
 
+def test_the_formats_of_weights_and_kv_cache(tmp_path):
+    folder = write(tmp_path / "m", byte_level())
+    shape = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = {**CONFIG, **shape, "hidden_size": 256, "intermediate_size": 512}
+    (folder / "config.json").write_text(json.dumps(config))
+    found = rows(folder)
+    assert ("weights", "not quantised", "quantization_config of config.json") in found
+    assert ("KV cache", "1,024 bytes a token in 16 bits", "--kv-cache-dtype auto") in found
+    assert ("", "520 bytes a token in FP8", "--kv-cache-dtype fp8") in found
+    quantised = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": quantised}))
+    assert any(row[:2] == ("weights", "fp8") for row in rows(folder))
+
+
 def test_bos_and_the_form_of_the_template(tmp_path):
     template = [
         {"name": "default", "template": CHATML},

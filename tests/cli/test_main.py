@@ -331,7 +331,16 @@ def test_generate_without_a_tokenizer_says_so(tmp_path):
 def test_doctor_says_what_there_is():
     result = run("doctor")
     assert result.returncode == 0
-    for word in ("python", "torch", "cores", "memory", "partitions", "static-split", "cache"):
+    for word in (
+        "python",
+        "torch",
+        "cores",
+        "memory",
+        "partitions",
+        "fp8",
+        "static-split",
+        "cache",
+    ):
         assert word in result.stdout
 
 
@@ -356,7 +365,8 @@ def test_doctor_names_a_broken_pytorch(tmp_path):
 def test_doctor_says_what_is_read_of_a_model():
     result = run("doctor", MODEL)
     assert result.returncode == 0
-    for word in ("49,152 tokens", "BOS", "<|im_end|>", "tokenizer.chat_template"):
+    words = "49,152 tokens", "BOS", "<|im_end|>", "tokenizer.chat_template", "23,040 bytes a token"
+    for word in words:
         assert word in result.stdout
     assert "--tokens needs MODEL" in run("doctor", "--tokens", "x").stderr
     assert "no model 'nope'" in run("doctor", "nope").stderr

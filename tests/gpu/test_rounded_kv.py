@@ -1,4 +1,4 @@
-"""Over an FP8 KV cache on the GPU, tokens are those of a CPU's, whatever is reused and however cut."""
+"""Over an FP8 KV cache on the GPU tokens are those of a CPU, whatever is reused and however cut."""
 
 from types import SimpleNamespace
 

@@ -93,6 +93,7 @@ def findings() -> Iterator[tuple[str, RenderableType]]:
     problem = cpu_problem()
     yield "cpu lanes", problem or f"work; partitions (prefill, decode): {cpu_partitions()}"
     yield "cuda lanes", "none: see the CPU lanes" if problem else cuda_lanes()
+    yield "fp8", problem or fp8_support()
     for place, name in enumerate(SYSTEMS):
         yield "systems" if place == 0 else "", f"{name}: {describe(name)}"
     yield "", "twolane doctor --system NAME says what each --option of a system means"
@@ -148,6 +149,21 @@ def cuda_lanes() -> str:
         return f"only the whole device: {error} ({name})"
     offered = " ".join(f"({prefill},{decode})" for prefill, decode in levels)
     return f"work; levels (prefill, decode SMs): {offered} ({name})"
+
+
+def fp8_support() -> str:
+    """Return what weights (--quantization fp8) and KV cache (--kv-cache-dtype fp8) gain here."""
+    import torch
+
+    if torch.version.cuda is None or not torch.cuda.is_available():
+        return "weights and KV cache are served; on a CPU they save memory, not time"
+    major, minor = torch.cuda.get_device_capability(0)
+    name = f"{torch.cuda.get_device_name(0)}, compute capability {major}.{minor}"
+    if (major, minor) < (8, 9):
+        return f"none: e4m3 needs compute capability 8.9 or more ({name})"
+    if (major, minor) == (9, 0):
+        return f"weights and KV cache, by tensor cores and the project's own kernels ({name})"
+    return f"weights by PyTorch and KV cache by Triton; neither was ever tried there ({name})"
 
 
 def pulled() -> list[str]:

@@ -16,7 +16,7 @@ from twolane.frontend.text.tokenizer import (
     add_note,
     load_both,
 )
-from twolane.model.load.configs import declared_eos
+from twolane.model.load.configs import declared_eos, quantization_from_directory
 from twolane.model.load.hub import ModelSource, resolve
 
 
@@ -51,6 +51,7 @@ def describe(
 ) -> Iterator[Sequence[str]]:
     """Yield the rows of the report: what, its value, where it comes from."""
     yield "model", source.name, str(source.path)
+    yield from formats(source)
     if made is None:
         yield "tokenizer", "none: prompts are token ids", file.origin
         return
@@ -73,6 +74,22 @@ def describe(
         if said is not None:
             add_note(source, said)
         yield "transformers", said or f"cuts {len(PROBES)} texts alike", ""
+
+
+def formats(source: ModelSource) -> Iterator[Sequence[str]]:
+    """Yield the rows about how weights and KV cache are stored."""
+    try:
+        if source.kind == "dir" and source.path is not None:
+            stored = quantization_from_directory(source.path)
+            named = "not quantised" if stored is None else stored.name
+            yield "weights", named, "quantization_config of config.json"
+        spec = source.spec()
+    except ValueError as error:  # the tokenizer may be read nevertheless
+        yield "KV cache", "not known", str(error)
+        return
+    wide, thin = (spec.kv_bytes_per_token(spec.kv_itemsize(c, 2)) for c in ("auto", "fp8"))
+    yield "KV cache", f"{wide:,} bytes a token in 16 bits", "--kv-cache-dtype auto"
+    yield "", f"{thin:,} bytes a token in FP8", "--kv-cache-dtype fp8"
 
 
 def shown(token: Declared) -> str:
