@@ -89,8 +89,8 @@ class Delays:
             self.maybe(self.launches)
             return queued
 
-        def delayed_forward(units: int, bucket: int) -> None:
-            forward(units, bucket)
+        def delayed_forward(units: int, bucket: int, *, adapted: bool) -> None:
+            forward(units, bucket, adapted=adapted)
             self.maybe(self.launches)
 
         runner.run, steps.forward = delayed_run, delayed_forward

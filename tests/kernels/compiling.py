@@ -157,15 +157,43 @@ def launch_gather(dtype: torch.dtype) -> None:
     gather_kernel[(1, 4)](q, q.stride(0), q, pieces, **sizes)
 
 
+def launch_lora(dtype: torch.dtype, rank: int, counts: tuple[int, ...]) -> None:
+    """What adapters add to gate and up of Qwen3-8B, in steps and in larger passes."""
+    from twolane.kernels import lora
+    from twolane.kernels.activations import Quantised
+
+    lora.launch_options = lambda device: {"EARLY": True, "launch_pdl": True}
+    inner, hidden, slots = 12_288, 4096, 8
+    a = torch.empty(slots, 2 * rank, hidden, dtype=dtype)
+    b = torch.empty(slots, 2 * inner, rank, dtype=dtype)
+    ints = torch.zeros(slots, dtype=torch.int32)
+    matrices = lora.AdapterMatrices(a, b, ints, (inner, 2 * inner))
+    for count in counts:
+        tiles = lora.RowTiles.of(count, slots, 3 * rank, torch.device("cpu")).of_first(count)
+        tiles.arrange(ints, ints)
+        x = torch.empty(count, hidden, dtype=dtype)
+        lora.shrink(x, matrices, tiles)
+        if dtype == torch.bfloat16:
+            scales = torch.empty(count, 1)
+            lora.shrink(Quantised(x.to(torch.float8_e4m3fn), scales), matrices, tiles)
+        gate_up, act = (torch.empty(count, n * inner, dtype=dtype) for n in (2, 1))
+        lora.expand(matrices, tiles, gate_up)
+        lora.expand_silu(matrices, tiles, gate_up, act)
+
+
 if __name__ == "__main__":
     JITFunction.run = compile_instead
     launch_fused(torch.bfloat16)
     launch_prefill(torch.bfloat16, 128)
     launch_gather(torch.bfloat16)
     launch_routing(torch.bfloat16)
+    launch_lora(torch.bfloat16, 16, (64,))
     launch_sampler(torch.bfloat16, 151_936, 1024)  # small chunks compile faster
     if "--full" in sys.argv:
         launch_fused(torch.float32)
+        launch_lora(torch.bfloat16, 16, (1024, 8192))
+        launch_lora(torch.bfloat16, 64, (64, 8192))
+        launch_lora(torch.float32, 16, (64, 1024))
         launch_prefill(torch.float32, 128)
         launch_prefill(torch.bfloat16, 64)
         launch_prefill(torch.float16, 128, window=4096)

@@ -16,6 +16,7 @@ from twolane.model.decoder import Decoder
 from twolane.model.gpu_decoder import GpuDecoder, GpuKVCache, Rows, Workspace
 from twolane.model.load.hub import resolve
 from twolane.model.load.weights import load_weights
+from twolane.model.products import Products as CpuProducts
 
 PAGE = 16
 PAGES = [3, 1, 4, 2]
@@ -125,14 +126,16 @@ def test_fp8_rounds_as_on_a_cpu(family: str, tmp_path: Path) -> None:
     assert (logits - expected).norm() / expected.norm() < 0.01
 
 
-def on_cpu(decoder: Decoder, tokens: torch.Tensor) -> torch.Tensor:
-    """Logits of every token."""
+def on_cpu(
+    decoder: Decoder, tokens: torch.Tensor, products: CpuProducts | None = None
+) -> torch.Tensor:
+    """Logits of every token; by these products of the layers, if they are not the decoder's."""
     pages = range(-(-len(tokens) // PAGE))
     kv = KVCache(decoder.spec, len(pages), PAGE, decoder.dtype)
     batch = Batch.build([Segment(0, len(tokens), pages)], PAGE)
     hidden = decoder.embed(tokens)
     for i in range(decoder.spec.layers):
-        hidden = decoder.layer(i, hidden, batch, kv)
+        hidden = decoder.layer(i, hidden, batch, kv, products)
     return decoder.head(hidden)
 
 

@@ -3,19 +3,21 @@
 What graphs would replay runs here as it is, with FlashInfer's kernel in PyTorch.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 
 from tests.kernels.test_gpu_decoder import on_cpu
 from tests.kernels.test_prefill_attention import Fa3
+from tests.model.adapters import make_adapter
 from tests.model.checkpoints import make_checkpoint
 from twolane.common.vocabulary import LaneName
 from twolane.kernels.prefill_attention import flashinfer_kernels as fa3
@@ -41,8 +43,11 @@ from twolane.lanes.work import (
 )
 from twolane.model.decoder import Decoder
 from twolane.model.gpu_decoder import GpuDecoder, GpuKVCache
+from twolane.model.gpu_lora import GpuAdapterPool
 from twolane.model.load.hub import resolve
+from twolane.model.load.peft import read_adapter
 from twolane.model.load.weights import load_weights
+from twolane.model.lora import MOST_RANK, AdapterPool
 from twolane.parallel.channel import Channel
 from twolane.sampling import SamplingParams
 
@@ -78,6 +83,13 @@ class Asked:
     pages: list[int]
     written: int = 0
     told: bool = False
+    adapters: ClassVar[Mapping[int, int]] = {}
+    """Adapter slots by slot of those that have one."""
+
+    @property
+    def adapter(self) -> int:
+        """Its adapter slot; -1: none."""
+        return self.adapters.get(self.slot, -1)
 
     def updates(self) -> list[SlotUpdate]:
         """What the runner was not told."""
@@ -85,13 +97,18 @@ class Asked:
             return []
         self.told = True
         greedy = Sampling(SamplingParams(temperature=0.0), 0, len(self.tokens), ())
-        return [SlotUpdate(self.slot, 0, tuple(self.pages), greedy)]
+        return [SlotUpdate(self.slot, 0, tuple(self.pages), greedy, self.adapter)]
 
 
 class World:
-    """A model twice: on the CPU, and as it is launched on a GPU, or on one of several."""
+    """A model twice: on the CPU, and as it is launched on a GPU, or on one of several.
 
-    def __init__(self, path: Path, channels: Sequence[Channel] = ()) -> None:
+    With adapters, slots 0 and up have these.
+    """
+
+    def __init__(
+        self, path: Path, channels: Sequence[Channel] = (), adapters: Sequence[Path] = ()
+    ) -> None:
         device = torch.device("cpu")
         self.spec, weights = load_weights(resolve(str(path)))
         self.right = Decoder(self.spec, weights)
@@ -105,8 +122,14 @@ class World:
         self.slots = Slots(SLOTS, 20, device)
         lanes: dict[LaneName, Channel | None] = dict(zip(("prefill", "decode"), channels))  # noqa: B905
         common = self.decoder, self.kv, self.slots
-        steps = DecodeGraphs(*common, SLOTS, UNITS, lanes.get("decode"))
+        shard, count = self.decoder.shard, len(adapters)
+        pool = GpuAdapterPool(shard, there, count, MOST_RANK) if adapters else None
+        steps = DecodeGraphs(*common, SLOTS, UNITS, lanes.get("decode"), pool)
         self.runner = CudaRunner(*common, steps, LARGEST, UNITS, lanes)
+        self.adapters = AdapterPool(weights, count)
+        for slot, adapter in enumerate(adapters):
+            self.runner.load_adapter(slot, str(adapter))
+            self.adapters.put(slot, read_adapter(adapter, self.right.shard, self.right.dtype))
         assert self.runner.whole is not None
         self.whole, self.passes = self.runner.whole, self.runner.passes
         self.whole._logits.fill_(float("nan"))
@@ -116,9 +139,9 @@ class World:
         self.whole._passed = Lazily(self._noted)
         self.whole._ended = Lazily(self.whole._end)
 
-    def _noted(self, size: int, split: bool) -> None:
+    def _noted(self, size: int, split: bool, adapted: bool) -> None:
         self.split.append(split)
-        self.whole._pass(size, split)
+        self.whole._pass(size, split, adapted)
         rows = int(self.whole._counts[1])
         assert not self.passes.residual[:rows].isnan().any()
 
@@ -126,8 +149,13 @@ class World:
         """Have the layers of slices in graphs, of one size."""
         passes, layers = self.passes, range(self.spec.layers)
         parts = passes._before, passes.after
-        made = [_Layer(*(graph(part, UNITS, size, i) for part in parts)) for i in layers]
-        passes.levels[UNITS] = PassGraphs({size: made}, 0, 0.0, 0.0)
+        made = {
+            (size, kind): [
+                _Layer(*(graph(part, UNITS, size, kind, i) for part in parts)) for i in layers
+            ]
+            for kind in passes.kinds
+        }
+        passes.levels[UNITS] = PassGraphs(made, 0, 0.0, 0.0)
 
     def slice(
         self,
@@ -198,7 +226,7 @@ class World:
     ) -> None:
         """See that rank 0's tokens are the CPU's, one for each of these, and go on with them;
         `later`: more steps have been run since."""
-        right = [on_cpu(self.right, torch.tensor(each.tokens))[-1] for each in sampled]
+        right = [self._right(each) for each in sampled]
         tokens = [int(logits.argmax()) for logits in right]
         for sequence, token in zip(sampled, tokens, strict=True):
             sequence.tokens.append(token)
@@ -208,6 +236,12 @@ class World:
         [step] = steps
         assert step.collect() == tokens
         assert self.slots.last_token[[each.slot for each in sampled]].tolist() == tokens or later
+
+    def _right(self, sequence: Asked) -> torch.Tensor:
+        """The logits behind its last token, on the CPU."""
+        slots = np.full(len(sequence.tokens), sequence.adapter)
+        products = self.adapters.products(self.right.products, slots)
+        return on_cpu(self.right, torch.tensor(sequence.tokens), products)[-1]
 
 
 def tokens(chunks: Sequence[tuple[Asked, PromptRow]]) -> tuple[PromptChunk, ...]:
@@ -241,6 +275,56 @@ def fakes(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def world(tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch) -> World:
     fakes(device, monkeypatch)
     return World(make_checkpoint("qwen3", tmp_path / "model", seed=1, layers=3))
+
+
+@pytest.fixture
+def adapted(tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch) -> World:
+    """Two slots have one adapter, two others one each, and one has none."""
+    fakes(device, monkeypatch)
+    base = make_checkpoint("qwen3", tmp_path / "model", seed=1, layers=3)
+    some = {"modules": ["self_attn.k_proj", "mlp.up_proj"], "layers": [0, 2]}
+    adapters = [
+        make_adapter(base, tmp_path / "whole", rank=16),
+        make_adapter(base, tmp_path / "some", rank=1, seed=1, **some),
+        make_adapter(base, tmp_path / "large", rank=64, seed=2),
+    ]
+    monkeypatch.setattr(Asked, "adapters", {0: 0, 1: 2, 2: 1, 4: 0})
+    return World(base, (), adapters)
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_slices_of_requests_with_adapters(adapted: World, graphs: bool) -> None:
+    slices(adapted, graphs=graphs)
+
+
+def test_passes_of_requests_with_adapters(adapted: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fa3, "_PAGED", replace(fa3._PAGED, split=10**9))
+    monkeypatch.setattr(fa3, "FILLED", 0.0)
+    passes(adapted, split=False)
+
+
+def test_steps_of_requests_with_adapters(adapted: World) -> None:
+    """Also of one that has none, beside others and alone, when the steps are those of no adapter;
+    and of one that takes over a slot whose request had one."""
+    kinds: list[bool] = []
+    forward = adapted.runner.steps._forward
+
+    def noted(bucket: int, units: int, adapted: bool) -> None:
+        kinds.append(adapted)
+        forward(bucket, units, adapted)
+
+    adapted.runner.steps._forward = noted
+    requests = [Asked(slot, [*range(slot + 3, slot + 12)], [2 * slot]) for slot in range(4)]
+    for each in requests:
+        adapted.prefill(each, 8)
+        adapted.slots.last_token[each.slot] = each.tokens[-1]
+    adapted.decode(requests, 2)
+    adapted.decode(requests[3:], 1)
+    Asked.adapters = {}
+    later = Asked(0, [*range(50, 60)], [30])
+    adapted.prefill(later, 10)
+    adapted.decode([later, requests[3]], 1)
+    assert kinds == [True, True, False, False]
 
 
 @pytest.mark.parametrize("graphs", [False, True])

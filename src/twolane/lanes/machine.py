@@ -91,8 +91,6 @@ def load(settings: DeviceSettings, progress: Progress) -> Machine:
     """
     if chosen_device(settings) == "cpu":
         return CpuMachine(settings, progress)
-    if settings.adapter_slots:
-        raise FieldError("lora", "adapters are served on a CPU alone so far")
     if settings.tensor_parallel_size > 1:
         from twolane.lanes.cuda.ranks import RankedMachine
 
@@ -100,8 +98,15 @@ def load(settings: DeviceSettings, progress: Progress) -> Machine:
     from twolane.lanes.cuda.machine import CudaMachine
 
     spec, weights = load_shard(settings, "cuda", progress)
-    share, cache = settings.gpu_memory_utilization, settings.kv_cache_dtype
-    return CudaMachine(spec, weights, settings.levels, share, kv_cache_dtype=cache)
+    return CudaMachine(
+        spec,
+        weights,
+        settings.levels,
+        settings.gpu_memory_utilization,
+        kv_cache_dtype=settings.kv_cache_dtype,
+        adapter_slots=settings.adapter_slots,
+        most_rank=settings.max_lora_rank,
+    )
 
 
 def chosen_device(settings: DeviceSettings) -> str:

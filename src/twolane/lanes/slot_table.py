@@ -67,11 +67,12 @@ class UntoldSlots:
 
     def attach(self, work: Work) -> Work:
         """The work with the updates of its slots."""
-        slots = [self._updates.pop(slot) for slot in _named_by(work) if slot in self._updates]
+        slots = [self._updates.pop(slot) for slot in named_by(work) if slot in self._updates]
         return replace(work, slots=(*work.slots, *slots)) if slots else work
 
 
-def _named_by(work: Work) -> list[int]:
+def named_by(work: Work) -> list[int]:
+    """The slots of a launch's rows."""
     if isinstance(work, HybridWork):
         return [row.slot for row in work.decode] + [row.slot for row in work.prompts]
     return [row.slot for row in work.rows]

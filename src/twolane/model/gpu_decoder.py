@@ -26,7 +26,7 @@ from twolane.kernels.pool import E4M3, Pool, RoundedPool
 from twolane.kernels.products.dispatch import COLD_BYTES, Case, Operation, Products, input_of
 from twolane.model.decoder import LayerWeights, Weights
 from twolane.model.matrix import Matrix
-from twolane.model.mlp import MLP_ROWS
+from twolane.model.mlp import MLP_ROWS, DenseMlp
 from twolane.model.rope import rotation
 from twolane.model.sharding import Shard
 from twolane.model.spec import ModelSpec, MoeSpec
@@ -432,15 +432,30 @@ class GpuDecoder:
         if channel is not None and not self.follows:
             channel.broadcast(told)
 
-    def tune(self, products: Products, rows: int) -> None:
-        """Choose how steps of up to this many rows multiply, on torch's current stream."""
+    def tune(self, products: Products, rows: int, *, adapted: bool = False) -> None:
+        """Choose how steps of up to this many rows multiply, on torch's current stream.
+
+        `adapted`: adapters are served, too.
+        """
         head = self.weights.head
         products.tune(self._uses(), rows, lambda count: self._without_attention(products, count))
         products.tune({Case.of("logits", head): [head]}, rows)
+        if adapted:
+            products.tune(self._adapted_uses(), rows)
 
-    def tune_passes(self, products: Products) -> None:
+    def tune_passes(self, products: Products, *, adapted: bool = False) -> None:
         """Choose how prefill and hybrid passes multiply, on torch's current stream."""
         products.tune_passes(self._uses())
+        if adapted:
+            products.tune_passes(self._adapted_uses())
+
+    def _adapted_uses(self) -> Mapping[Case, Sequence[Matrix]]:
+        """The matrices that are multiplied in another way where rows have adapters, which add to
+        gate and up before these are multiplied."""
+        mlps = [layer.mlp for layer in self.weights.layers]
+        matrices = [mlp.gate_up for mlp in mlps if isinstance(mlp, DenseMlp)]
+        case = Case.of("linear", matrices[0])
+        return {} if case in self._uses() else {case: matrices}
 
     def _uses(self) -> Mapping[Case, Sequence[Matrix]]:
         """The matrices of all layers for each case, in the order of a layer's products."""

@@ -72,7 +72,7 @@ class AdapterPool:
     def __init__(self, weights: Weights, slots: int, most_rank: int = MOST_RANK) -> None:
         self.most_rank = most_rank
         self._adapters: list[Adapter | None] = [None] * slots
-        self._places = dict(_places(weights))
+        self._places = dict(places(weights))
 
     def put(self, slot: int, adapter: Adapter | None) -> None:
         """Load an adapter into a slot; None empties it."""
@@ -140,7 +140,8 @@ class AdaptedProducts(Products):
         return out
 
 
-def _places(weights: Weights) -> Iterator[tuple[Matrix, tuple[int, LoraProduct]]]:
+def places(weights: Weights) -> Iterator[tuple[Matrix, tuple[int, LoraProduct]]]:
+    """The matrices whose products adapters may add to, each with its layer and product."""
     for i, layer in enumerate(weights.layers):
         yield layer.qkv, (i, "qkv")
         yield layer.o, (i, "o")

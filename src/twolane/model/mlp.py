@@ -118,7 +118,7 @@ class DenseMlp:
     ) -> None:
         """See `Mlp.add_into`."""
         for rows, act in self._activated(x, buffers, products):
-            products.add_linear(act, self.down, self.down_bias, residual[rows])
+            products.part(rows).add_linear(act, self.down, self.down_bias, residual[rows])
 
     def write_into(
         self,
@@ -130,7 +130,7 @@ class DenseMlp:
     ) -> None:
         """See `Mlp.write_into`."""
         for rows, act in self._activated(x, buffers, products):
-            products.linear(act, self.down, self.down_bias, out[rows])
+            products.part(rows).linear(act, self.down, self.down_bias, out[rows])
 
     def _activated(
         self, x: "Activations", buffers: Buffers, products: "GpuProducts"
@@ -141,7 +141,8 @@ class DenseMlp:
             count = rows.stop - rows.start
             gate_up = buffers.get("gate_up", count)
             act = buffers.input("act", count, self.down.scheme)
-            products.gate_up_silu(x[rows], self.gate_up, self.gate_up_bias, gate_up, act)
+            part = products.part(rows)
+            part.gate_up_silu(x[rows], self.gate_up, self.gate_up_bias, gate_up, act)
             yield rows, act
 
     def matrices(self) -> "Sequence[tuple[Operation, Matrix]]":

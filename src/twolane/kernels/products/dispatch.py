@@ -128,6 +128,10 @@ class Products:
     _scratch: dict[int, skinny_gemm.Scratch] = field(default_factory=dict)
     """Scratch memory of each stream, since launches on several may overlap."""
 
+    def part(self, rows: slice) -> "Products":
+        """The products of only these rows of a pass; so they are called where rows differ."""
+        return self
+
     def linear(self, x: Activations, weight: Stored, bias: Tensor | None, out: Tensor) -> None:
         """`out` [T, out] = x [T, in] @ weight.T + bias."""
         self._run(self.way("linear", len(x), weight), "linear", x, weight, bias, out)

@@ -29,6 +29,7 @@ from twolane.lanes.cuda.green_contexts import GreenContexts
 from twolane.lanes.cuda.slots import Slots, upload
 from twolane.lanes.work import DecodeRow
 from twolane.model.gpu_decoder import GpuDecoder, GpuKVCache, Workspace
+from twolane.model.gpu_lora import AdaptedProducts, GpuAdapterPool
 from twolane.parallel.channel import Channel
 
 MAX_STEPS = 64
@@ -45,8 +46,10 @@ def buckets(max_rows: int) -> tuple[int, ...]:
 class LevelGraphs:
     """The graphs of one share of the SMs, and what they cost."""
 
-    forward: dict[int, torch.cuda.CUDAGraph]
+    forward: dict[tuple[int, bool], torch.cuda.CUDAGraph]
+    """By bucket, and whether rows may have adapters."""
     finish: dict[int, torch.cuda.CUDAGraph]
+    """By bucket."""
     bytes: int
     """Device memory that capturing took."""
     seconds: float
@@ -121,6 +124,7 @@ class DecodeGraphs:
         max_rows: the most rows of a step.
         units: the most SMs of a level.
         channel: of the decode lane, if several ranks share the model.
+        adapters: those that rows may have, if any are served.
     """
 
     def __init__(
@@ -131,6 +135,7 @@ class DecodeGraphs:
         max_rows: int,
         units: int,
         channel: Channel | None = None,
+        adapters: GpuAdapterPool | None = None,
     ) -> None:
         spec, device, dtype = decoder.spec, decoder.device, decoder.dtype
         self._decoder, self._kv, self._slots = decoder, kv, slots
@@ -147,6 +152,8 @@ class DecodeGraphs:
         self.tokens = torch.zeros(max_rows, dtype=torch.int32, device=device)
         self.ring = torch.zeros(MAX_STEPS * max_rows, dtype=torch.int32, device=device)
         """Tokens by step and row of the bucket."""
+        self.adapters = adapters
+        self._tiles = None if adapters is None else adapters.tiles(max_rows)
         self._pool = torch.cuda.graph_pool_handle()
         self.levels: dict[int, LevelGraphs] = {}
         self._products: dict[int, Products] = {}
@@ -173,18 +180,25 @@ class DecodeGraphs:
     ) -> LevelGraphs:
         begun = time.monotonic()
         with torch.cuda.stream(stream), self._decoder.in_turn(self.workspace.channel):
-            self._decoder.tune(self.products(units), self.buckets[-1])
+            products, rows = self.products(units), self.buckets[-1]
+            self._decoder.tune(products, rows, adapted=self.adapters is not None)
         tuning = time.monotonic() - begun
         torch.cuda.empty_cache()  # what tuning allocated does not count, nor stay
         free, begun = torch.cuda.mem_get_info()[0], time.monotonic()
-        forward: dict[int, torch.cuda.CUDAGraph] = {}
+        forward: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
         finish: dict[int, torch.cuda.CUDAGraph] = {}
+
+        def made(run: Callable[[], None]) -> torch.cuda.CUDAGraph:
+            with torch.cuda.stream(stream):
+                run()  # compiles kernels, sets up libraries; all rows are padding
+            return captured(stream, self._pool, run)
+
         for done, bucket in enumerate(reversed(self.buckets)):
             progress(done / len(self.buckets))
-            for graphs, part in ((forward, self._forward), (finish, self._finish)):
-                with torch.cuda.stream(stream):
-                    part(bucket, units)  # compiles kernels, sets up libraries; all rows are padding
-                graphs[bucket] = captured(stream, self._pool, partial(part, bucket, units))
+            for adapted in (False,) if self.adapters is None else (False, True):
+                run = partial(self._forward, bucket, units, adapted)
+                forward[bucket, adapted] = made(run)
+            finish[bucket] = made(partial(self._finish, bucket, units))
         taken = free - torch.cuda.mem_get_info()[0]
         return LevelGraphs(forward, finish, taken, time.monotonic() - begun, tuning)
 
@@ -196,13 +210,16 @@ class DecodeGraphs:
         """The smallest bucket that holds this many rows."""
         return self.buckets[bisect.bisect_left(self.buckets, rows)]
 
-    def forward(self, units: int, bucket: int) -> None:
-        """Queue the forward pass of a step on the current stream; it ends with `logits`."""
+    def forward(self, units: int, bucket: int, *, adapted: bool) -> None:
+        """Queue the forward pass of a step on the current stream; it ends with `logits`.
+
+        `adapted`: a row has an adapter.
+        """
         graphs = self.levels.get(units)
         if graphs is None:  # no decode lane has such a share: it is not worth graphs
-            self._forward(bucket, units)
+            self._forward(bucket, units, adapted)
         else:
-            graphs.forward[bucket].replay()
+            graphs.forward[bucket, adapted].replay()
 
     def finish(self, units: int, bucket: int) -> None:
         """Queue the end of a step: its tokens are in `ring` and in the slots."""
@@ -222,10 +239,15 @@ class DecodeGraphs:
         tables = self._slots.tables
         return DecodeRows(self._decoder, tables, slots, positions, lengths, self.scratch, units)
 
-    def _forward(self, bucket: int, units: int) -> None:
+    def _forward(self, bucket: int, units: int, adapted: bool) -> None:
         decoder = self._decoder
         rows = self.rows(bucket, bucket, units)
         hidden, products = self._hidden[:bucket], self.products(units)
+        if adapted:
+            assert self.adapters is not None and self._tiles is not None
+            tiles = self._tiles.of_first(bucket)
+            tiles.arrange(rows.slots, self._slots.adapters)
+            products = AdaptedProducts(products, self.adapters, tiles)
         last, embedding = self._slots.last_token, decoder.weights.embedding
         if (channel := self.workspace.channel) is not None:
             channel.broadcast(last)

@@ -9,6 +9,7 @@ import sys
 import traceback
 from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
 import torch
@@ -22,7 +23,15 @@ from twolane.lanes.cuda.machine import CudaMachine
 from twolane.lanes.cuda.ranks import connect, load_rank
 from twolane.lanes.cuda.runner import CudaRunner
 from twolane.lanes.following import read_log, read_pool, read_start
-from twolane.lanes.work import DropRecord, FillRecord, LaunchRecord, PieceRecord, Record, used_by
+from twolane.lanes.work import (
+    AdapterRecord,
+    DropRecord,
+    FillRecord,
+    LaunchRecord,
+    PieceRecord,
+    Record,
+    used_by,
+)
 
 
 class _Open(NamedTuple):
@@ -49,6 +58,9 @@ class FollowerLanes:
         self._open: deque[_Open] = deque()
         self._last: dict[str, int] = {}
         """Number of the last launch that used each of what launches share."""
+        self._reader = ThreadPoolExecutor(1, "adapters")
+        self._loads: deque[Future[None]] = deque()
+        """Adapters that are being read."""
         self._layers = 0
         """Layers of the slice that is being launched that go before the next record."""
 
@@ -64,10 +76,19 @@ class FollowerLanes:
             self._runner.drop(record.batch)
         elif isinstance(record, FillRecord):
             self._runner.kv.fill()
+        elif isinstance(record, AdapterRecord):
+            self._loads.append(self._reader.submit(self._load, record))
         else:
             raise ValueError(f"the log has {record}, and no slice is being launched")
 
+    def _load(self, record: AdapterRecord) -> None:
+        torch.cuda.set_device(self._partitions.device)
+        self._runner.load_adapter(record.slot, record.path)
+
     def _launch(self, record: LaunchRecord) -> None:
+        if any(update.adapter >= 0 for update in record.work.slots):
+            while self._loads:  # only a launch that tells of an adapter needs it to be there
+                self._loads.popleft().result()
         while self._open and self._open[0].ended.query():  # type: ignore[no-untyped-call]
             self._open.popleft()
         stream = self._partitions.stream(record.lane, record.units)

@@ -51,17 +51,21 @@ class MixedRows(PromptRows):
     """Attention plans of the prompts, by window."""
     steps: "DecodeRows | None" = None
     """The decode rows, for hybrid batches."""
+    owners: Tensor | None = None
+    """The request slot of each token, int32 [T], if one of the requests has an adapter."""
 
     def behind(self, steps: "DecodeRows", page_size: int) -> "MixedRows":
         """These tokens behind decode rows, in one pass."""
         pages = steps.tables[steps.slots, steps.positions // page_size]
         write_slots = pages * page_size + steps.positions % page_size
+        owners = None if self.owners is None else torch.cat([steps.slots, self.owners])
         return MixedRows(
             self.decoder,
             torch.cat([steps.positions, self.positions]),
             torch.cat([write_slots, self.write_slots]),
             self.plans,
             steps,
+            owners,
         )
 
     def attend(self, q: Tensor, qkv: Tensor, pool: Pool, window: int | None, out: Tensor) -> None:

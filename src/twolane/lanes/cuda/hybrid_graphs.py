@@ -12,6 +12,7 @@ beside sampling (`extras.py`) is done without the second graph.
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -75,19 +76,21 @@ class HybridGraphs:
         self._units = units
         self._attention = Replayed(batch, units, WHOLE, kv.rounded)
         self._most_pages = min(kv.pages, self._attention.most_pages or kv.pages)
-        own = [3, *[rows] * 3, *[WHOLE] * 3, *[rows] * 5, 1]
+        adapted = passes.kinds[-1]
+        own = [3, *[rows] * 3, *[WHOLE] * 3, *[rows] * 5, 1, WHOLE if adapted else 0]
         self._block = Block([*own, *self._attention.sizes, self._most_pages], device)
         lists = self._block.lists
         self._counts, self._decode, self._prompts = lists[0], lists[1:4], lists[4:7]
         self._where, self._ends, self._step = lists[7], lists[8:12], lists[12]
+        self._owners = lists[13]
         count = self._counts[2:]
         self._attention.read(self._block.memory, lists[len(own) : -1], lists[-1], count)
         self._chosen = torch.empty((rows, spec.hidden_size), dtype=decoder.dtype, device=device)
         self._sampled, self._out = (
             torch.zeros(rows, dtype=torch.int32, device=device) for _ in range(2)
         )
-        self._passed: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
-        """By size and whether tiles of attention are split."""
+        self._passed: dict[tuple[int, bool, bool], torch.cuda.CUDAGraph] = {}
+        """By size, whether tiles of attention are split, and whether rows may have adapters."""
         self._ended: dict[int, torch.cuda.CUDAGraph] = {}
         """By bucket of rows that are sampled."""
         torch.cuda.current_stream().synchronize()  # graphs are captured on other streams
@@ -104,8 +107,9 @@ class HybridGraphs:
             return graph
 
         for size in [size for size in reversed(SIZES) if size <= WHOLE]:
-            for split in (False, True):
-                self._passed[size, split] = made(partial(self._pass, size, split))
+            for split, adapted in product((False, True), self._passes.kinds):
+                kind = size, split, adapted
+                self._passed[kind] = made(partial(self._pass, *kind))
         for bucket in reversed(self._steps.buckets):
             self._ended[bucket] = made(partial(self._end, bucket))
 
@@ -127,9 +131,11 @@ class HybridGraphs:
         lists, split = attention
         self._slots.upload(update.slot for update in work.slots)
         counts = np.array([len(work.decode), rows, len(pages)])
-        own = [counts, *self._rows(work), *_ends(ends)]
+        size = padded(rows, SIZES)
+        adapted = self._slots.adapted(work)
+        own = [counts, *self._rows(work), *_ends(ends), *self._owners_of(work, size, adapted)]
         self._block.send([*own, *lists, pages])
-        self._passed[padded(rows, SIZES), split].replay()
+        self._passed[size, split, adapted].replay()
         return self._passes.residual[:rows]
 
     def finish(self, count: int) -> Tensor:
@@ -148,7 +154,17 @@ class HybridGraphs:
         prompts = [np.concatenate(part) for part in (tokens, *zip(*where, strict=True))]
         return [slots, places, places + 1, *prompts]
 
-    def _pass(self, size: int, split: bool) -> None:
+    def _owners_of(self, work: HybridWork, size: int, adapted: bool) -> Sequence[Ints]:
+        """The request slot of each row of a pass and of its padding, if one has an adapter."""
+        if not adapted:
+            return (np.zeros(0, dtype=np.int32),)
+        rows = [(row.slot, 1) for row in work.decode]
+        rows += [(row.slot, row.count) for row in work.prompts]
+        rows.append((self._slots.padding, size - sum(count for _, count in rows)))
+        slots, counts = zip(*rows, strict=True)
+        return (np.repeat(np.array(slots, dtype=np.int32), counts),)
+
+    def _pass(self, size: int, split: bool, adapted: bool) -> None:
         """What the graph of a pass queues."""
         decoder, passes, known = self._decoder, self._passes, self._slots
         slots, places, lengths = self._decode
@@ -171,14 +187,16 @@ class HybridGraphs:
         )
         if channel is not None:
             channel.all_reduce(passes.residual[:size])
+        if adapted:
+            passes.arrange(self._owners[:size])
         n, scratch = min(size, len(slots)), self._steps.scratch
         place = slots[:n], places[:n], lengths[:n]
         rows = DecodeRows(decoder, known.tables, *place, scratch, self._units)
         q, _, out = decoder.attended(passes.workspace, size)
         for i in range(decoder.spec.layers):
-            passes.before_hybrid(self._units, size, i, rows)
+            passes.before_hybrid(self._units, size, adapted, i, rows)
             self._attention.run(split, q, self._kv.layers[i], out)
-            passes.after(self._units, size, i)
+            passes.after(self._units, size, adapted, i)
 
     def _end(self, bucket: int) -> None:
         """What the graph of a pass's end queues."""

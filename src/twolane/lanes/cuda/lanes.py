@@ -19,6 +19,7 @@ from twolane.lanes.cuda.launch_thread import Launcher, Turn
 from twolane.lanes.cuda.runner import CudaRunner, End, Queued
 from twolane.lanes.followers import Followers
 from twolane.lanes.work import (
+    AdapterRecord,
     DropRecord,
     FillRecord,
     LaunchRecord,
@@ -157,15 +158,13 @@ class CudaLanes:
         self._launcher.submit(partial(self._drop, batch), "slice")
 
     def load_adapter(self, slot: int, path: str) -> None:
-        """See `Lanes.load_adapter`.
-
-        Raises:
-            ValueError: always.
-        """
-        raise ValueError("adapters are not served on a GPU yet")
+        """See `Lanes.load_adapter`; what this rank can read the others can."""
+        torch.cuda.set_device(self._partitions.device)
+        self.runner.load_adapter(slot, path)
+        self._log(AdapterRecord(slot, path))
 
     def drop_adapter(self, slot: int) -> None:
-        """See `Lanes.drop_adapter`: there are none."""
+        """See `Lanes.drop_adapter`: it stays until another comes."""
 
     def check(self) -> None:
         """See `Lanes.check`."""

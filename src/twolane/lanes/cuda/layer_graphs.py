@@ -14,7 +14,7 @@ results are nobody else's, so what it computes does not matter.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,11 +25,14 @@ from torch import Tensor
 from twolane.common.garbage import uncollected
 from twolane.kernels.experts.routing import ActiveRows
 from twolane.kernels.prefill_attention.batch import PrefillWorkspace
+from twolane.kernels.products.dispatch import Products
 from twolane.kernels.sizes import SIZES, padded
 from twolane.lanes.cuda.decode_graphs import DecodeGraphs, captured
 from twolane.lanes.cuda.forward_batch import DecodeRows, MixedRows, PromptRows
 from twolane.lanes.cuda.green_contexts import GreenContexts
+from twolane.lanes.cuda.slots import Slots
 from twolane.model.gpu_decoder import GpuDecoder, GpuKVCache, Workspace
+from twolane.model.gpu_lora import AdaptedProducts
 
 LARGER: tuple[int, ...] = tuple(range(SIZES[-1] + 1, 8192 + 1, 251))
 """Tokens of the passes that are multiplied once before any is served: odd steps, for what cuBLAS
@@ -53,8 +56,8 @@ class _Layer:
 class PassGraphs:
     """The graphs of one share of the SMs, and what they cost."""
 
-    layers: dict[int, list[_Layer]]
-    """By size."""
+    layers: dict[tuple[int, bool], list[_Layer]]
+    """By size, and whether rows may have adapters."""
     bytes: int
     """Device memory that capturing took."""
     seconds: float
@@ -70,15 +73,21 @@ class LayerGraphs:
     Args:
         decoder: the model.
         kv: its pool.
+        slots: what the device knows of the requests.
         steps: tell which rows of a hybrid pass decode.
         workspace: of the lane; it grows without these.
     """
 
     def __init__(
-        self, decoder: GpuDecoder, kv: GpuKVCache, steps: DecodeGraphs, workspace: Workspace
+        self,
+        decoder: GpuDecoder,
+        kv: GpuKVCache,
+        slots: Slots,
+        steps: DecodeGraphs,
+        workspace: Workspace,
     ) -> None:
         workspace.reserve(SIZES[-1])
-        self._decoder, self._kv, self._steps = decoder, kv, steps
+        self._decoder, self._kv, self._slots, self._steps = decoder, kv, slots, steps
         self.workspace = workspace.fixed()
         spec, device = decoder.spec, decoder.device
         self.residual = torch.zeros(
@@ -89,6 +98,10 @@ class LayerGraphs:
         """Positions of its tokens in their sequences, [T]."""
         self.write_slots = torch.full_like(self.positions, -1)
         """Where their keys go; see `PromptRows`."""
+        self.owners = torch.full_like(self.positions, slots.padding)
+        """The request slots that they are of, where one has an adapter, [T]."""
+        self._adapters = steps.adapters
+        self._tiles = None if steps.adapters is None else steps.adapters.tiles(SIZES[-1])
         self.scratch = PrefillWorkspace(device)
         """Workspace of the attention in graphs."""
         self._pool = torch.cuda.graph_pool_handle()
@@ -117,18 +130,28 @@ class LayerGraphs:
                 stream = partitions.capture_stream("prefill", units)
                 begun = time.monotonic()
                 with torch.cuda.stream(stream), self._decoder.in_turn(self.workspace.channel):
-                    self._decoder.tune_passes(self._steps.products(units))
+                    products, adapted = self._steps.products(units), self._adapters is not None
+                    self._decoder.tune_passes(products, adapted=adapted)
                 tuning = time.monotonic() - begun
                 self._load_kernels(stream, units)
                 torch.cuda.empty_cache()  # what tuning allocated does not count, nor stay
                 free, begun = torch.cuda.mem_get_info()[0], time.monotonic()
                 # The largest first: the others find their memory.
-                layers = {size: self._capture(stream, units, size) for size in reversed(SIZES)}
+                layers = {
+                    (size, adapted): self._capture(stream, units, size, adapted)
+                    for size in reversed(SIZES)
+                    for adapted in self.kinds
+                }
                 if whole is not None and units == self._whole:
                     whole(stream, self._pool)
                 taken, seconds = free - torch.cuda.mem_get_info()[0], time.monotonic() - begun
                 self.levels[units] = PassGraphs(layers, taken, seconds, tuning)
         progress(1.0)
+
+    @property
+    def kinds(self) -> Sequence[bool]:
+        """Whether rows may have adapters, for each set of graphs."""
+        return (False,) if self._adapters is None else (False, True)
 
     def serves(self, placed: MixedRows, units: int) -> bool:
         """Whether there are graphs for such a pass on this many SMs."""
@@ -162,8 +185,13 @@ class LayerGraphs:
         self.positions[:count].copy_(placed.positions)
         self.write_slots[:count].copy_(placed.write_slots)
         self.write_slots[count:size].fill_(-1)
+        adapted = placed.owners is not None
+        if placed.owners is not None:
+            self.owners[:count].copy_(placed.owners)
+            self.owners[count:size].fill_(self._slots.padding)
+            self.arrange(self.owners[:size])
         q, qkv, out = (t[placed.decoding :] for t in decoder.attended(self.workspace, count))
-        new, layers = placed.new_kv(qkv), self.levels[units].layers[size]
+        new, layers = placed.new_kv(qkv), self.levels[units].layers[size, adapted]
         for i in range(first, last):
             if between is not None:
                 between()
@@ -174,6 +202,22 @@ class LayerGraphs:
             placed.attend_prompts(q, new, self._kv.layers[i], decoder.spec.window(i), out)
             layer.after.replay()
         hidden.copy_(residual)
+
+    def arrange(self, owners: Tensor) -> None:
+        """Queue the tiles of a pass by adapter.
+
+        `owners`: the request slot of each row, int32 [rows of the pass].
+        """
+        assert self._tiles is not None
+        self._tiles.of_first(len(owners)).arrange(owners, self._slots.adapters)
+
+    def _products(self, units: int, size: int, adapted: bool) -> Products:
+        """The products of a pass of so many rows, whose tiles are arranged before its layers."""
+        products = self._steps.products(units)
+        if not adapted:
+            return products
+        assert self._adapters is not None and self._tiles is not None
+        return AdaptedProducts(products, self._adapters, self._tiles.of_first(size))
 
     def _load_kernels(self, stream: torch.cuda.Stream, units: int) -> None:
         """Multiply once what has no graphs. cuBLAS has a kernel for every few sizes and shares, and
@@ -192,16 +236,21 @@ class LayerGraphs:
                 self._decoder.head(residual[:n], self._steps.logits[:n], self.workspace, products)
         stream.synchronize()
 
-    def _capture(self, stream: torch.cuda.Stream, units: int, size: int) -> list[_Layer]:
+    def _capture(
+        self, stream: torch.cuda.Stream, units: int, size: int, adapted: bool
+    ) -> list[_Layer]:
+        kind = units, size, adapted
         parts: list[Callable[[int], None]] = [
-            partial(self._before, units, size),
-            partial(self.after, units, size),
+            partial(self._before, *kind),
+            partial(self.after, *kind),
         ]
         if units == self._whole:
             most = self._steps.buckets[-1]
             rows = self._steps.rows(most, min(size, most), units)
-            parts.append(partial(self.before_hybrid, units, size, rows=rows))
+            parts.append(partial(self.before_hybrid, *kind, rows=rows))
         with torch.cuda.stream(stream):
+            if adapted:
+                self.arrange(self.owners[:size])
             for part in parts:
                 part(0)  # compiles kernels and sets up libraries; all rows are padding
 
@@ -210,30 +259,31 @@ class LayerGraphs:
 
         return [layer(i) for i in range(self._decoder.spec.layers)]
 
-    def before_hybrid(self, units: int, size: int, i: int, rows: DecodeRows) -> None:
+    def before_hybrid(self, units: int, size: int, adapted: bool, i: int, rows: DecodeRows) -> None:
         """Queue layer i of a hybrid pass up to the attention of its prompts, for a graph.
 
         Args:
             units: SMs.
             size: rows of the pass.
+            adapted: whether they may have adapters.
             i: layer index.
             rows: the first ones, as many as may decode.
         """
-        self._before(units, size, i)
+        self._before(units, size, adapted, i)
         q, qkv, out = self._decoder.attended(self.workspace, size)
         pool, window = self._kv.layers[i], self._decoder.spec.window(i)
         count = len(rows.slots)
         rows.attend(q[:count], qkv[:count], pool, window, out[:count])
 
-    def after(self, units: int, size: int, i: int) -> None:
+    def after(self, units: int, size: int, adapted: bool, i: int) -> None:
         """Queue layer i from its attention on, for a graph; see `before_hybrid`."""
-        residual, products = self.residual[:size], self._steps.products(units)
+        residual, products = self.residual[:size], self._products(units, size, adapted)
         active = ActiveRows(self.write_slots[:size], 0)
         self._decoder.after_attention(i, residual, active, self.workspace, products)
         self._decoder.settle(residual, self.workspace)
 
-    def _before(self, units: int, size: int, i: int) -> None:
+    def _before(self, units: int, size: int, adapted: bool, i: int) -> None:
         rows = PromptRows(self._decoder, self.positions[:size], self.write_slots[:size])
-        residual, products = self.residual[:size], self._steps.products(units)
+        residual, products = self.residual[:size], self._products(units, size, adapted)
         pool = self._kv.layers[i]
         self._decoder.before_attention(i, residual, rows, pool, self.workspace, products)

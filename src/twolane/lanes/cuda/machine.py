@@ -3,9 +3,11 @@
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 
 import torch
 
+from twolane.common.errors import FieldError
 from twolane.common.vocabulary import LaneName, MachineKind
 from twolane.kernels.decode_attention.dispatch import MAX_GROUP
 from twolane.kernels.pool import E4M3
@@ -32,6 +34,8 @@ from twolane.lanes.work import (
 )
 from twolane.model.decoder import Weights
 from twolane.model.gpu_decoder import GpuDecoder, GpuKVCache, Workspace, layer_matrices
+from twolane.model.gpu_lora import GpuAdapterPool, pool_bytes
+from twolane.model.lora import MOST_RANK
 from twolane.model.spec import ModelSpec
 from twolane.parallel.channel import Channel, Silent
 from twolane.sampling import SamplingParams
@@ -56,8 +60,11 @@ class CudaMachine:
         rank: of this process, if several share the model.
         ranks: their number.
         kv_cache_dtype: "fp8" keeps keys and values in e4m3.
+        adapter_slots: number of LoRA adapters that can be loaded at a time.
+        most_rank: the largest rank of one.
 
     Raises:
+        FieldError: there is no room for so many adapters, or the model has experts.
         ValueError: a level cannot be had, or the kernels do not serve the model's heads.
     """
 
@@ -76,6 +83,8 @@ class CudaMachine:
         rank: int = 0,
         ranks: int = 1,
         kv_cache_dtype: str = "auto",
+        adapter_slots: int = 0,
+        most_rank: int = MOST_RANK,
     ) -> None:
         self.tp = ranks
         self.channels: Mapping[LaneName, Channel] = {}
@@ -94,9 +103,25 @@ class CudaMachine:
         self.page_token_bytes = self.decoder.spec.kv_bytes_per_token(self.kv_itemsize)
         self.weight_itemsize = weights.matrix_itemsize
         self.partitions = self._partitions(decode_units)
+        self.adapters = self._adapter_pool(weights, adapter_slots, most_rank)
+
+    def _adapter_pool(self, weights: Weights, slots: int, most_rank: int) -> GpuAdapterPool | None:
+        """The pool of so many adapters; None: none are served."""
+        if not slots:
+            return None
+        if self.spec.moe is not None:
+            raise FieldError("lora", "adapters are served with dense models, and this has experts")
+        shard = self.decoder.shard
+        needed, free = pool_bytes(shard, slots, most_rank, self.itemsize), self.free_bytes()
+        if needed > free:
+            rank = f"{slots} adapters of rank {most_rank}"
+            there = f"and {free / 2**30:.1f} are free"
+            raise FieldError("max_loras", f"{rank} take {needed / 2**30:.1f} GiB, {there}")
+        return GpuAdapterPool(shard, weights, slots, most_rank)
 
     def kv_bytes(self, max_model_len: int) -> int:
-        """Bytes for the KV pool: what is left of this process's share of the memory."""
+        """Bytes for the KV pool: what is left of this process's share of the memory, in which the
+        adapters have theirs already."""
         tokens = max(min(max_model_len, WORKSPACE_TOKENS), SIZES[-1])
         shard, meta = self.decoder.shard, torch.device("meta")
         channel = Silent(shard.rank, shard.size) if shard.size > 1 else None
@@ -106,7 +131,8 @@ class CudaMachine:
         # Pages that prefill attention widens, in both of its workspaces.
         widened = 4 * UNPACKED_TOKENS * self.decoder.spec.kv_size * self.itemsize
         beside = workspace.bytes + hidden + (widened if self._kv_dtype == E4M3 else 0)
-        return max(0, self.free_bytes() - beside - GRAPH_BYTES)
+        kinds = 1 if self.adapters is None else 2
+        return max(0, self.free_bytes() - beside - kinds * GRAPH_BYTES)
 
     def free_bytes(self) -> int:
         """What is left of this process's share of the device's memory."""
@@ -167,7 +193,8 @@ class CudaMachine:
             self.partitions.units,
             self.channels,
         )
-        steps = DecodeGraphs(decoder, kv, known, slots, units, channels.get("decode"))
+        channel = channels.get("decode")
+        steps = DecodeGraphs(decoder, kv, known, slots, units, channel, self.adapters)
         runner = CudaRunner(decoder, kv, known, steps, most, units, channels)
         with torch.inference_mode():
             steps.capture(self.partitions, lambda done: progress("graphs", done / 2))
@@ -190,8 +217,10 @@ class CudaMachine:
         pages = tuple(range(-(-most // lanes.runner.kv.page_size)))
         greedy = SamplingParams(temperature=0.0)
         tickets = []
-        for reused, new in warm_up_prompts(self.decoder.spec, most):
-            slots = (SlotUpdate(0, 0, pages, Sampling(greedy, 0, reused + new, ())),)
+        kinds = (-1,) if self.adapters is None else (-1, 0)  # without, and with an adapter
+        for adapter, (reused, new) in product(kinds, warm_up_prompts(self.decoder.spec, most)):
+            sampling = Sampling(greedy, 0, reused + new, ())
+            slots = (SlotUpdate(0, 0, pages, sampling, adapter),)
             row, chunks = PromptRow(0, reused, new, samples=True), (PromptChunk(pack([0] * new)),)
             step = DecodeRow(0, most - 1, 1)
             whole = PrefillWork(0, (row,), 0, layers, finishes=True, chunks=chunks, slots=slots)

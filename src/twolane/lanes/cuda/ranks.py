@@ -28,7 +28,8 @@ def load_rank(
     torch.cuda.set_device(rank)
     spec, weights = load_shard(settings, f"cuda:{rank}", progress, rank)
     share, ranks = settings.gpu_memory_utilization, settings.tensor_parallel_size
-    return spec, weights, settings.levels, share, rank, ranks, settings.kv_cache_dtype
+    adapters = settings.adapter_slots, settings.max_lora_rank
+    return spec, weights, settings.levels, share, rank, ranks, settings.kv_cache_dtype, *adapters
 
 
 def connect(machine: CudaMachine, store: dist.Store, check: Callable[[], None]) -> int:

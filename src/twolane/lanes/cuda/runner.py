@@ -1,7 +1,7 @@
 """Queues work for the GPU on the current stream; nothing here waits for the device."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from types import MappingProxyType
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from twolane.common.vocabulary import LaneName
 from twolane.kernels.prefill_attention.batch import upload as upload_parts
 from twolane.kernels.prefill_attention.dispatch import PrefillPlan, PrefillWorkspace
+from twolane.kernels.products.dispatch import Products
 from twolane.kernels.sampling import Sampler, chosen
 from twolane.lanes.base import PromptLogprobs, Sampled, Step
 from twolane.lanes.cuda.decode_graphs import MAX_STEPS, DecodeGraphs
@@ -32,6 +33,8 @@ from twolane.lanes.work import (
     Work,
 )
 from twolane.model.gpu_decoder import GpuDecoder, GpuKVCache, Workspace
+from twolane.model.gpu_lora import AdaptedProducts
+from twolane.model.load.peft import read_adapter
 from twolane.parallel.channel import Channel
 
 SCORED_LOGITS = 2**26
@@ -75,6 +78,8 @@ class _Pass:
     """The residual stream, [T, hidden]."""
     positions: Tensor
     write_slots: Tensor
+    owners: Tensor
+    """The request slot of each token, int32 [T]."""
     plans: dict[int | None, PrefillPlan] = field(default_factory=dict)
     """By window, for the lane and the SMs of the last slice."""
 
@@ -146,7 +151,7 @@ class CudaRunner:
         prefill = _LaneMemory(decoder, rows, channels.get("prefill"))
         decode = _LaneMemory(decoder, rows, channels.get("decode"))
         prefill.activations.reserve(max_batch_tokens)
-        prefill.passes = self.passes = LayerGraphs(decoder, kv, steps, prefill.activations)
+        prefill.passes = self.passes = LayerGraphs(decoder, kv, slots, steps, prefill.activations)
         if served(decoder):
             lane = prefill.logits, prefill.sampler
             prefill.whole = HybridGraphs(decoder, kv, slots, steps, self.passes, *lane, units)
@@ -188,6 +193,13 @@ class CudaRunner:
         """Whether the end waits for masks: other ranks sample nothing."""
         return bool(work.late) and not self._decoder.follows
 
+    def load_adapter(self, slot: int, path: str) -> None:
+        """See `Lanes.load_adapter`."""
+        decoder, pool = self._decoder, self.steps.adapters
+        if pool is None:
+            raise ValueError("adapters are not served: start with --lora or --lora-endpoints")
+        pool.put(slot, read_adapter(path, decoder.shard, decoder.dtype, pool.most_rank))
+
     def drop(self, batch: int) -> None:
         """Forget a batch that is not gone on with."""
         self._paused.pop(batch, None)
@@ -210,7 +222,7 @@ class CudaRunner:
     def _forward(self, work: DecodeWork, step: int, bucket: int, units: int) -> None:
         if step % MAX_STEPS == 0:
             self.steps.inputs.send(work.rows, bucket, self.slots.padding, step)
-        self.steps.forward(units, bucket)
+        self.steps.forward(units, bucket, adapted=self.slots.adapted(work))
 
     def _finish(self, work: DecodeWork, step: int, bucket: int, units: int) -> list[PendingStep]:
         """Sample what the forward pass of a step has come to."""
@@ -228,7 +240,8 @@ class CudaRunner:
         return [_read(tokens[: len(rows)], alive, alive, scores)]
 
     def _prefill(self, work: PrefillWork, place: _Place) -> Queued:
-        if work.first or work.finishes:  # the first of several has enough to do
+        adapted = self.slots.adapted(work)
+        if work.first or work.finishes or adapted:  # the first of several has enough to do
             self.slots.upload(row.slot for row in work.rows)
         if work.first == 0:
             before, batch = None, self._open(BatchRows(work.rows, work.chunks), place)
@@ -237,6 +250,8 @@ class CudaRunner:
             batch = self._resumed(before, work.rows)
         plans = self._plans(batch, place, work.first, work.last)
         placed = MixedRows(self._decoder, batch.positions, batch.write_slots, plans)
+        if adapted:
+            placed = replace(placed, owners=batch.owners)
         self._layers(work.first, work.last, batch.hidden, placed, place)
         if not work.finishes:
             self._paused[work.batch] = batch
@@ -273,6 +288,8 @@ class CudaRunner:
         layers = self._decoder.spec.layers
         hidden, plans = batch.hidden, self._plans(batch, place, 0, layers)
         placed = MixedRows(self._decoder, batch.positions, batch.write_slots, plans)
+        if self.slots.adapted(work):
+            placed = replace(placed, owners=batch.owners)
         if work.decode:
             decoding = self._steps_of(work.decode, place)
             if (channel := place.memory.activations.channel) is not None:
@@ -298,9 +315,10 @@ class CudaRunner:
         pages, size = self.slots.told.pages, self.kv.page_size
         where = [places_of(row, pages[row.slot], size) for row in batch.rows]
         positions, write_slots = (np.concatenate(part) for part in zip(*where, strict=True))
-        _, sent = upload_parts([tokens, positions, write_slots], self._decoder.device)
+        owners = np.repeat([row.slot for row in batch.rows], [row.count for row in batch.rows])
+        _, sent = upload_parts([tokens, positions, write_slots, owners], self._decoder.device)
         hidden = self._embed(sent[0], place)
-        return _Pass(batch, hidden, sent[1], sent[2])
+        return _Pass(batch, hidden, sent[1], sent[2], sent[3])
 
     def _resumed(self, paused: _Pass, rows: Sequence[PromptRow]) -> _Pass:
         """The batch where the last slice left it, without the rows that have left."""
@@ -309,7 +327,7 @@ class CudaRunner:
         batch, left = paused.batch.left(rows)
         index = upload(np.flatnonzero(left).astype(np.int32), self._decoder.device)
         hidden, positions = paused.hidden[index], paused.positions[index]
-        return _Pass(batch, hidden, positions, paused.write_slots[index])
+        return _Pass(batch, hidden, positions, paused.write_slots[index], paused.owners[index])
 
     def _layers(
         self, first: int, last: int, hidden: Tensor, placed: MixedRows, place: _Place
@@ -319,7 +337,17 @@ class CudaRunner:
             passes.layers(first, last, hidden, placed, units, place.between)
             return
         products, activations = self.steps.products(units), place.memory.activations
+        if placed.owners is not None:
+            products = self._adapted(products, placed.owners)
         self._decoder.layers(first, last, hidden, placed, self.kv, activations, products)
+
+    def _adapted(self, products: Products, owners: Tensor) -> Products:
+        """The products of a pass that is no graph, some of whose requests have adapters."""
+        adapters = self.steps.adapters
+        assert adapters is not None
+        tiles = adapters.tiles(len(owners)).of_first(len(owners))
+        tiles.arrange(owners, self.slots.adapters)
+        return AdaptedProducts(products, adapters, tiles)
 
     def _plans(
         self, batch: _Pass, place: _Place, first: int, last: int

@@ -12,8 +12,8 @@ import numpy.typing as npt
 import torch
 
 from twolane.kernels.sampling import MAX_BANNED, new_params, pack_params
-from twolane.lanes.slot_table import SlotTable
-from twolane.lanes.work import Sampling, SlotUpdate
+from twolane.lanes.slot_table import SlotTable, named_by
+from twolane.lanes.work import Sampling, SlotUpdate, Work
 
 Ints = npt.NDArray[np.int32]
 
@@ -34,11 +34,14 @@ class Slots:
         self.tables = torch.zeros((slots + 1, max_pages), dtype=torch.int32, device=device)
         """Physical pages of each slot's sequence, in order."""
         self.last_token = torch.zeros(slots + 1, dtype=torch.int32, device=device)
+        self.adapters = torch.full((slots + 1,), -1, dtype=torch.int32, device=device)
+        """The adapter slot of each slot's request; -1: none, as in the slot that pads."""
         self.params = new_params(slots + 1, device)
         """How each slot's tokens are chosen; see `kernels.sampling`."""
         self._max_pages = max_pages
         self._sent = [0] * slots
         """Pages of each slot that were uploaded."""
+        self._sent_adapters = [-1] * slots
         self._stale: dict[int, bool] = {}
         """Slots of which something was not uploaded, and whether it is their sampling, too."""
 
@@ -56,6 +59,7 @@ class Slots:
         places: list[Ints] = []
         pages: list[int] = []
         sampling: list[tuple[int, Sampling]] = []
+        adapters: list[tuple[int, int]] = []
         for slot in slots:
             resampled = self._stale.pop(slot, None)
             if resampled is None:
@@ -66,6 +70,9 @@ class Slots:
                 places.append(np.arange(first + sent, first + len(told), dtype=np.int32))
                 pages += told[sent:]
                 self._sent[slot] = len(told)
+            if (adapter := self.told.adapters[slot]) != self._sent_adapters[slot]:
+                self._sent_adapters[slot] = adapter
+                adapters.append((slot, adapter))
             if resampled:
                 sampling.append((slot, self.told.sampling_of(slot)))
         if pages:
@@ -73,8 +80,16 @@ class Slots:
             sent_now = upload(both, self.tables.device)
             where, what = sent_now.chunk(2)
             self.tables.view(-1).index_copy_(0, where.long(), what)
+        if adapters:
+            sent_now = upload(np.array(adapters, dtype=np.int32).T, self.adapters.device)
+            where, what = sent_now.chunk(2)
+            self.adapters.index_copy_(0, where.long(), what)
         if sampling:
             self._update_params(sampling)
+
+    def adapted(self, work: Work) -> bool:
+        """Whether a request of the work has an adapter."""
+        return any(self.told.adapters[slot] >= 0 for slot in named_by(work))
 
     def _update_params(self, sampling: Sequence[tuple[int, Sampling]]) -> None:
         slots = np.array([slot for slot, _ in sampling], dtype=np.int32)

@@ -1,0 +1,508 @@
+"""What LoRA adapters add to a product: x @ A.T @ B.T of each row's own adapter.
+
+The rows of a pass are dealt into tiles of one adapter each, on the device, so that a graph of a
+pass serves whatever adapters its rows have (`RowTiles.arrange`). A product then takes two kernels.
+The first (*shrink*) multiplies a tile with parts of its adapter's A and keeps their sums apart; it
+goes in front of the base's product, which loads its weights meanwhile. The second (*expand*) adds
+these sums times B to what that product has written. Both read an adapter's matrices once for all
+rows of a tile, and return where a tile has no rows or its adapter no part in the product. Sums are
+made in an order that no other row has a part in.
+
+As in `fused.py`, kernels start early on Hopper. Adapters and tiles are read before the wait: the
+first are written while no launch names them, and `arrange` ends with a kernel that is launched
+plainly.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from twolane.kernels.activations import Activations, Quantised
+from twolane.kernels.fused import launch_options
+from twolane.kernels.runtime.launch import launch, power_of_2
+
+LEAST_RANK = 16
+"""Least rank that a pool has room for, because matrix units multiply that many numbers at once."""
+_FEW_ROWS = 256
+"""Most rows of a pass whose tiles have `_SMALL` rows."""
+_SMALL, _LARGE = 16, 64
+"""Rows of a tile."""
+_SPLITS = ((512, 8), (2048, 4))
+"""Parts that the inputs of a product are cut into, for passes of up to so many rows."""
+_MOST_SPLITS = 2
+"""The same for larger passes."""
+_A_ELEMENTS = 8192
+"""Elements of A that a program multiplies at a time in small tiles, if they have 16 bits."""
+_NO_END = 1 << 30
+"""More rows than any pass has, a multiple of 16 as all limits are: one compiled kernel serves."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterMatrices:
+    """The matrices of all adapters of a pool that add to one product."""
+
+    a: Tensor
+    """[slots, sections * rank, inputs], contiguous, of the activations' type"""
+    b: Tensor
+    """[slots, outputs, rank], contiguous, scaled"""
+    ranks: Tensor
+    """The largest rank of each slot's sections, int32 [slots]; 0: it adds nothing here."""
+    ends: tuple[int, ...]
+    """The output behind the last one of each section; up to three sections."""
+
+    @property
+    def rank(self) -> int:
+        """Room for the rank of a section, a power of two."""
+        return self.b.shape[2]
+
+
+@dataclass(frozen=True, slots=True)
+class RowTiles:
+    """The rows of a pass by adapter, and room for the sums between two kernels."""
+
+    rows: Tensor
+    """Rows of each tile, int32 [tiles, tile_rows]; -1: none."""
+    owners: Tensor
+    """Adapter slot of each tile, int32 [tiles]; -1: the tile is empty; the number of slots: its
+    rows have no adapter."""
+    sums: Tensor
+    """float32 [splits, count, most sections * rank], flat."""
+    count: int
+    """Rows of the pass."""
+    slots: int
+    """Adapter slots."""
+    first: int = 0
+    """The row of the pass that is the first one of what is multiplied."""
+    end: int = _NO_END
+    """The row behind the last one, a multiple of 16."""
+
+    @classmethod
+    def of(cls, count: int, slots: int, width: int, device: torch.device) -> "RowTiles":
+        """Room for a pass of up to so many rows.
+
+        Args:
+            count: the most rows.
+            slots: adapter slots.
+            width: the most of a product's sections times the pool's rank.
+            device: where.
+        """
+        sizes = {count, *(min(count, rows) for rows in (_FEW_ROWS, *(r for r, _ in _SPLITS)))}
+        rows = max(_tiles(size, slots) * _tile_rows(size) for size in sizes)
+        tiles = max(_tiles(size, slots) for size in sizes)
+
+        def ints(size: int) -> Tensor:
+            return torch.full((size,), -1, dtype=torch.int32, device=device)
+
+        most = max(_splits(size) * size for size in sizes)
+        sums = torch.zeros(most * width, dtype=torch.float32, device=device)
+        return cls(ints(rows), ints(tiles), sums, count, slots)
+
+    def of_first(self, count: int) -> "RowTiles":
+        """The same room for a pass of so few rows."""
+        tiles = _tiles(count, self.slots)
+        rows = self.rows.flatten()[: tiles * _tile_rows(count)].view(tiles, -1)
+        return RowTiles(rows, self.owners[:tiles], self.sums, count, self.slots)
+
+    def part(self, rows: slice) -> "RowTiles":
+        """The tiles where only these rows are multiplied; both ends are multiples of 16, or the
+        second is that of the pass."""
+        end = _NO_END if rows.stop == self.count else rows.stop
+        return RowTiles(self.rows, self.owners, self.sums, self.count, self.slots, rows.start, end)
+
+    def arrange(self, slots: Tensor, adapters: Tensor) -> None:
+        """Deal the rows into tiles.
+
+        Args:
+            slots: the request slot of each row, int32 [count].
+            adapters: the adapter slot of each request slot, int32; -1: none.
+        """
+        launch(
+            _arrange,
+            (self.slots + 1,),
+            slots,
+            adapters,
+            self.rows,
+            self.owners,
+            self.count,
+            ROWS=self.rows.shape[1],
+            BLOCK=min(1024, power_of_2(max(self.count, 2 * self.rows.shape[1]))),
+        )
+        self.owners.clamp_(max=self.slots)  # no change, but kernels that start early wait for it
+
+
+def _block(tile_rows: int, dtype: torch.dtype) -> int:
+    """Outputs of a program of the second kernel."""
+    return (256 if tile_rows == _SMALL else 128) * 2 // dtype.itemsize
+
+
+def _tile_rows(count: int) -> int:
+    return _SMALL if count <= _FEW_ROWS else _LARGE
+
+
+def _tiles(count: int, slots: int) -> int:
+    """Tiles of a pass: every adapter, and having none, may leave one that is not full."""
+    return slots + 1 + count // _tile_rows(count)
+
+
+def _splits(count: int) -> int:
+    """Parts of a product's inputs."""
+    return next((splits for rows, splits in _SPLITS if count <= rows), _MOST_SPLITS)
+
+
+@triton.jit
+def _arrange(
+    slots: tl.tensor,
+    adapters: tl.tensor,
+    rows: tl.tensor,
+    owners: tl.tensor,
+    count: tl.tensor,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    own = tl.program_id(0)  # an adapter slot; the last program has the rows without adapter
+    none = tl.num_programs(0) - 1
+    step = tl.arange(0, BLOCK)
+    before = 0
+    mine = 0
+    for start in range(0, count, BLOCK):
+        at = start + step
+        slot = tl.load(slots + at, mask=at < count, other=0)
+        adapter = tl.load(adapters + slot, mask=at < count, other=none + 1)
+        adapter = tl.where(adapter < 0, none, adapter)
+        before += tl.sum((adapter < own).to(tl.int32), axis=0)
+        mine += tl.sum((adapter == own).to(tl.int32), axis=0)
+    # With one tile to spare for each adapter before it, none of them overlap.
+    first = own + before // ROWS
+    end = own + 1 + (before + mine) // ROWS
+    place = first * ROWS
+    for start in range(0, count, BLOCK):
+        at = start + step
+        slot = tl.load(slots + at, mask=at < count, other=0)
+        adapter = tl.load(adapters + slot, mask=at < count, other=none + 1)
+        ours = (tl.where(adapter < 0, none, adapter) == own).to(tl.int32)
+        where = place + tl.cumsum(ours, axis=0) - ours
+        tl.store(rows + where, at, mask=ours > 0)
+        place += tl.sum(ours, axis=0)
+    tl.store(rows + place + step, -1, mask=place + step < end * ROWS)
+    full = first + (mine + ROWS - 1) // ROWS
+    for start in range(first, end, BLOCK):
+        tile = start + step
+        tl.store(owners + tile, tl.where(tile < full, own, -1), mask=tile < end)
+
+
+@triton.jit
+def _rows_of(
+    rows: tl.tensor, tile: tl.tensor, first: tl.tensor, end: tl.tensor, ROWS: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """Rows of a tile within what is multiplied, and which of them there are; both [ROWS, 1]."""
+    row = tl.load(rows + tile * ROWS + tl.arange(0, ROWS)[:, None])
+    there = (row >= first) & (row < end)
+    return (row - first).to(tl.int64), there
+
+
+@triton.jit
+def _shrink(
+    x: tl.tensor,
+    scales: tl.tensor,
+    a: tl.tensor,
+    ranks: tl.tensor,
+    rows: tl.tensor,
+    owners: tl.tensor,
+    sums: tl.tensor,
+    first: tl.tensor,
+    end: tl.tensor,
+    x_stride: tl.tensor,
+    split_stride: tl.tensor,
+    K: tl.constexpr,
+    SECTIONS: tl.constexpr,
+    RANK: tl.constexpr,
+    SLOTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GROUPS: tl.constexpr,
+    EARLY: tl.constexpr,
+) -> None:
+    section = tl.program_id(0)
+    tile = tl.program_id(1)
+    split = tl.program_id(2)
+    owner = tl.load(owners + tile)
+    adapted = (owner >= 0) & (owner < SLOTS)
+    rank = tl.load(ranks + owner, mask=adapted, other=0)
+    if EARLY:
+        gdc_launch_dependents()
+    if rank == 0:
+        if EARLY:
+            gdc_wait()
+        return
+    row, there = _rows_of(rows, tile, first, end, ROWS)
+    r = tl.arange(0, RANK)[None, :]
+    column = tl.arange(0, BLOCK)
+    begin = split * CHUNK
+    matrix = a + (owner.to(tl.int64) * SECTIONS + section) * RANK * K + r * K
+    at = begin + column
+    weight = tl.load(matrix + at[:, None], mask=(r < rank) & (at < K)[:, None], other=0.0)
+    if EARLY:
+        gdc_wait()
+    total = tl.zeros((ROWS, RANK), tl.float32)
+    for start in range(begin, begin + CHUNK, BLOCK):
+        at = start + column
+        if start > begin:
+            weight = tl.load(matrix + at[:, None], mask=(r < rank) & (at < K)[:, None], other=0.0)
+        value = tl.load(x + row * x_stride + at, mask=there & (at < K)[None, :], other=0.0)
+        if GROUPS > 1:  # a scale for each row and so many columns, which BLOCK divides
+            scale = tl.load(scales + row * GROUPS + start // (K // GROUPS), mask=there, other=0.0)
+            part = tl.dot(value.to(weight.dtype), weight, input_precision="ieee")
+            total += part * scale
+        else:
+            total = tl.dot(value.to(weight.dtype), weight, total, input_precision="ieee")
+    if GROUPS == 1:
+        total *= tl.load(scales + row, mask=there, other=0.0)
+    place = sums + split * split_stride + row * SECTIONS * RANK + section * RANK + r
+    tl.store(place, total, mask=there)
+
+
+@triton.jit
+def _shrunk(
+    sums: tl.tensor,
+    row: tl.tensor,
+    there: tl.tensor,
+    section: tl.tensor,
+    split_stride: tl.tensor,
+    SECTIONS: tl.constexpr,
+    RANK: tl.constexpr,
+    ROWS: tl.constexpr,
+    SPLITS: tl.constexpr,
+) -> tl.tensor:
+    """What the first kernel has made of a tile for a section, float32 [ROWS, RANK]."""
+    place = sums + row * SECTIONS * RANK + section * RANK + tl.arange(0, RANK)[None, :]
+    total = tl.zeros((ROWS, RANK), tl.float32)
+    for split in tl.static_range(SPLITS):
+        total += tl.load(place + split * split_stride, mask=there, other=0.0)
+    return total
+
+
+@triton.jit
+def _expand(
+    sums: tl.tensor,
+    b: tl.tensor,
+    ranks: tl.tensor,
+    rows: tl.tensor,
+    owners: tl.tensor,
+    out: tl.tensor,
+    first: tl.tensor,
+    end: tl.tensor,
+    out_stride: tl.tensor,
+    split_stride: tl.tensor,
+    END0: tl.constexpr,
+    END1: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SECTIONS: tl.constexpr,
+    RANK: tl.constexpr,
+    SLOTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+) -> None:
+    block = tl.program_id(0)
+    tile = tl.program_id(1)
+    owner = tl.load(owners + tile)
+    adapted = (owner >= 0) & (owner < SLOTS)
+    rank = tl.load(ranks + owner, mask=adapted, other=0)
+    if EARLY:
+        gdc_launch_dependents()
+    if rank == 0:
+        if EARLY:
+            gdc_wait()
+        return
+    blocks0: tl.constexpr = (END0 + BLOCK - 1) // BLOCK
+    blocks1: tl.constexpr = (END1 - END0 + BLOCK - 1) // BLOCK
+    section = (block >= blocks0).to(tl.int32) + (block >= blocks0 + blocks1).to(tl.int32)
+    begin = tl.where(section == 0, 0, tl.where(section == 1, END0, END1))
+    stop = tl.where(section == 0, END0, tl.where(section == 1, END1, WIDTH))
+    before = tl.where(section == 0, 0, tl.where(section == 1, blocks0, blocks0 + blocks1))
+    column = begin + (block - before) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    r = tl.arange(0, RANK)[:, None]
+    inside = column < stop
+    matrix = b + owner.to(tl.int64) * WIDTH * RANK
+    weight = tl.load(matrix + column * RANK + r, mask=inside & (r < rank), other=0.0)
+    row, there = _rows_of(rows, tile, first, end, ROWS)
+    if EARLY:
+        gdc_wait()
+    x = _shrunk(sums, row, there, section, split_stride, SECTIONS, RANK, ROWS, SPLITS)
+    place = out + row * out_stride + column
+    value = tl.load(place, mask=there & inside, other=0.0).to(tl.float32)
+    total = tl.dot(x.to(weight.dtype), weight, value, input_precision="ieee")
+    tl.store(place, total, mask=there & inside)
+
+
+@triton.jit
+def _expand_silu(
+    sums: tl.tensor,
+    b: tl.tensor,
+    ranks: tl.tensor,
+    rows: tl.tensor,
+    owners: tl.tensor,
+    gate_up: tl.tensor,
+    out: tl.tensor,
+    first: tl.tensor,
+    end: tl.tensor,
+    split_stride: tl.tensor,
+    INNER: tl.constexpr,
+    RANK: tl.constexpr,
+    SLOTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+) -> None:
+    tile = tl.program_id(1)
+    owner = tl.load(owners + tile)
+    rank = tl.load(ranks + owner, mask=(owner >= 0) & (owner < SLOTS), other=0)
+    if EARLY:
+        gdc_launch_dependents()
+    if owner < 0:
+        if EARLY:
+            gdc_wait()
+        return
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    inside = column < INNER
+    r = tl.arange(0, RANK)[:, None]
+    matrix = b + owner.to(tl.int64) * 2 * INNER * RANK + column * RANK + r
+    gate_weight = tl.load(matrix, mask=inside & (r < rank), other=0.0)
+    up_weight = tl.load(matrix + INNER * RANK, mask=inside & (r < rank), other=0.0)
+    row, there = _rows_of(rows, tile, first, end, ROWS)
+    if EARLY:
+        gdc_wait()
+    place = gate_up + row * 2 * INNER + column
+    gate = tl.load(place, mask=there & inside, other=0.0)
+    up = tl.load(place + INNER, mask=there & inside, other=0.0)
+    if rank > 0:
+        x = _shrunk(sums, row, there, 0, split_stride, 2, RANK, ROWS, SPLITS).to(gate.dtype)
+        added = tl.dot(x, gate_weight, gate.to(tl.float32), input_precision="ieee")
+        gate = added.to(gate.dtype)
+        x = _shrunk(sums, row, there, 1, split_stride, 2, RANK, ROWS, SPLITS).to(gate.dtype)
+        added = tl.dot(x, up_weight, up.to(tl.float32), input_precision="ieee")
+        up = added.to(gate.dtype)
+    wide = gate.to(tl.float32)
+    silu = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype).to(tl.float32)
+    product = (silu * up.to(tl.float32)).to(gate.dtype)
+    tl.store(out + row * INNER + column, product, mask=there & inside)
+
+
+def shrink(x: Activations, matrices: AdapterMatrices, tiles: RowTiles) -> None:
+    """Keep x @ A.T of each row's adapter in `tiles.sums`, for `expand` or `expand_silu`.
+
+    Args:
+        x: [T, inputs], the rows `tiles.first` on; e4m3 as it is, times its scales.
+        matrices: of the product.
+        tiles: of the pass.
+    """
+    values, scales = (x.values, x.scales) if isinstance(x, Quantised) else (x, x)
+    groups = scales.shape[1] if isinstance(x, Quantised) else 0
+    rank, size, inputs = matrices.rank, tiles.rows.shape[1], values.shape[1]
+    sections, splits = len(matrices.ends), _splits(tiles.count)
+    wide = 2 if matrices.a.dtype == torch.float32 else 1
+    block = _A_ELEMENTS // rank // wide if size == _SMALL else 128 // wide
+    if groups > 1:
+        block = min(block, inputs // groups)
+    chunk = -(-inputs // (splits * block)) * block
+    launch(
+        _shrink,
+        (sections, len(tiles.owners), splits),
+        values,
+        scales,
+        matrices.a,
+        matrices.ranks,
+        tiles.rows,
+        tiles.owners,
+        tiles.sums,
+        tiles.first,
+        tiles.end,
+        values.stride(0),
+        tiles.count * sections * rank,
+        K=inputs,
+        SECTIONS=sections,
+        RANK=rank,
+        SLOTS=tiles.slots,
+        ROWS=size,
+        CHUNK=chunk,
+        BLOCK=block,
+        GROUPS=groups,
+        num_warps=4,
+        **launch_options(values.device),
+    )
+
+
+def expand(matrices: AdapterMatrices, tiles: RowTiles, out: Tensor) -> None:
+    """`out` [T, outputs] += what `shrink` has kept, times B; its rows may lie apart."""
+    size, width = tiles.rows.shape[1], matrices.b.shape[1]
+    ends = (*matrices.ends, width, width)
+    block = _block(size, out.dtype)
+    widths = (ends[0], ends[1] - ends[0], width - ends[1])
+    blocks = sum(-(-each // block) for each in widths)
+    launch(
+        _expand,
+        (blocks, len(tiles.owners)),
+        tiles.sums,
+        matrices.b,
+        matrices.ranks,
+        tiles.rows,
+        tiles.owners,
+        out,
+        tiles.first,
+        tiles.end,
+        out.stride(0),
+        tiles.count * len(matrices.ends) * matrices.rank,
+        END0=ends[0],
+        END1=ends[1],
+        WIDTH=width,
+        SECTIONS=len(matrices.ends),
+        RANK=matrices.rank,
+        SLOTS=tiles.slots,
+        ROWS=size,
+        SPLITS=_splits(tiles.count),
+        BLOCK=block,
+        num_warps=4,
+        **launch_options(out.device),
+    )
+
+
+def expand_silu(matrices: AdapterMatrices, tiles: RowTiles, gate_up: Tensor, out: Tensor) -> None:
+    """`out` [T, inner] = silu(gate) * up of all rows, with what `shrink` has kept added to both.
+
+    Args:
+        matrices: of the product, whose sections are gate and up.
+        tiles: of the pass.
+        gate_up: the product, [T, 2 * inner], the gate first.
+        out: [T, inner], contiguous.
+    """
+    size, inner = tiles.rows.shape[1], out.shape[1]
+    block = _block(size, out.dtype)
+    launch(
+        _expand_silu,
+        (-(-inner // block), len(tiles.owners)),
+        tiles.sums,
+        matrices.b,
+        matrices.ranks,
+        tiles.rows,
+        tiles.owners,
+        gate_up,
+        out,
+        tiles.first,
+        tiles.end,
+        tiles.count * 2 * matrices.rank,
+        INNER=inner,
+        RANK=matrices.rank,
+        SLOTS=tiles.slots,
+        ROWS=size,
+        SPLITS=_splits(tiles.count),
+        BLOCK=block,
+        num_warps=4,
+        **launch_options(out.device),
+    )

@@ -1,0 +1,189 @@
+"""LoRA adapters on a GPU: a pool of their matrices, and products that add them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from threading import Lock
+
+import torch
+from torch import Tensor
+
+from twolane.kernels import fused
+from twolane.kernels.activations import Activations, Quantised
+from twolane.kernels.lora import (
+    LEAST_RANK,
+    AdapterMatrices,
+    RowTiles,
+    expand,
+    expand_silu,
+    shrink,
+)
+from twolane.kernels.products.dispatch import Products, Stored
+from twolane.kernels.runtime.launch import power_of_2
+from twolane.model.decoder import Weights
+from twolane.model.lora import Adapter, LoraProduct, Section, places
+from twolane.model.matrix import Matrix
+from twolane.model.sharding import Shard
+
+SECTIONS = 3
+"""The most sections of a product: q, k and v."""
+
+
+@dataclass(frozen=True)
+class _Product:
+    """One product of a layer, as adapters add to it."""
+
+    name: LoraProduct
+    inputs: int
+    ends: tuple[int, ...]
+    """The output behind the last one of each section."""
+
+
+class GpuAdapterPool:
+    """The adapters that are loaded on a GPU, by slot, with zeros where there are none.
+
+    Args:
+        shard: the rank's part of the base model.
+        weights: that part's, which the pool is as large for whatever is loaded.
+        slots: number of adapters that can be loaded at a time.
+        most_rank: the largest rank of an adapter.
+    """
+
+    def __init__(self, shard: Shard, weights: Weights, slots: int, most_rank: int) -> None:
+        self.slots, self.most_rank = slots, most_rank
+        like = weights.embedding
+        self.device, self._rank = like.device, _room_of(most_rank)
+        self._products = {each.name: each for each in _products(shard)}
+        layers = shard.spec.layers
+        shape = layers, len(self._products), slots
+        self._ranks = torch.zeros(shape, dtype=torch.int32, device=like.device)
+        self._layers: list[dict[LoraProduct, AdapterMatrices]] = [
+            {p.name: self._room(p, like, ranks) for p, ranks in zip(_products(shard), rows)}  # noqa: B905
+            for rows in self._ranks
+        ]
+        self.matrices: Mapping[Matrix, AdapterMatrices] = {
+            matrix: self._layers[layer][product] for matrix, (layer, product) in places(weights)
+        }
+        """What adds to the product of each of the base's matrices."""
+        self._stream = torch.cuda.Stream(like.device) if like.is_cuda else None  # type: ignore[no-untyped-call]
+        self._lock = Lock()
+
+    def _room(self, product: _Product, like: Tensor, ranks: Tensor) -> AdapterMatrices:
+        sections = len(product.ends)
+        a = like.new_zeros((self.slots, sections * self._rank, product.inputs))
+        b = like.new_zeros((self.slots, product.ends[-1], self._rank))
+        return AdapterMatrices(a, b, ranks, product.ends)
+
+    def tiles(self, rows: int) -> RowTiles:
+        """Room for the tiles of a pass of up to so many rows."""
+        return RowTiles.of(rows, self.slots, SECTIONS * self._rank, self.device)
+
+    def put(self, slot: int, adapter: Adapter) -> None:
+        """Load an adapter into a slot that no launch names; returns when it is there.
+
+        Any thread may call this. The copies have a stream of their own, so that they wait for
+        nothing that is queued, and nothing waits for them.
+        """
+        with self._lock, torch.cuda.stream(self._stream), torch.inference_mode():
+            ranks = [
+                [max((len(s.a) for s in layer.get(name, ())), default=0) for name in room]
+                for layer, room in zip(adapter.layers, self._layers, strict=True)
+            ]
+            for layer, room in zip(adapter.layers, self._layers, strict=True):
+                for name, sections in layer.items():
+                    self._fill(room[name], slot, sections)
+            self._ranks[:, :, slot].copy_(torch.tensor(ranks, dtype=torch.int32))
+            if self._stream is not None:
+                self._stream.synchronize()
+
+    def _fill(self, room: AdapterMatrices, slot: int, sections: Sequence[Section]) -> None:
+        """Write an adapter's sections of one product; others of it add nothing."""
+        a, b = (torch.zeros(t.shape[1:], dtype=t.dtype) for t in (room.a, room.b))
+        for section in sections:
+            first = room.ends.index(section.columns.stop) * self._rank
+            rank = len(section.a)
+            a[first : first + rank] = section.a
+            b[section.columns, :rank] = section.b
+        room.a[slot].copy_(a)
+        room.b[slot].copy_(b)
+
+
+def pool_bytes(shard: Shard, slots: int, most_rank: int, itemsize: int) -> int:
+    """Bytes that a pool takes, if its numbers have this many."""
+    each = sum(len(p.ends) * p.inputs + p.ends[-1] for p in _products(shard))
+    return shard.spec.layers * slots * _room_of(most_rank) * each * itemsize
+
+
+def _room_of(most_rank: int) -> int:
+    """The room of a section for its rank."""
+    return power_of_2(max(most_rank, LEAST_RANK))
+
+
+class AdaptedProducts(Products):
+    """The products of a pass in which some rows have adapters.
+
+    Args:
+        base: computes the products.
+        pool: the adapters.
+        tiles: the rows of the pass, arranged before its first product.
+    """
+
+    def __init__(self, base: Products, pool: GpuAdapterPool, tiles: RowTiles) -> None:
+        super().__init__(base.units, base.ways, base._scratch)
+        self._base, self._pool, self._tiles = base, pool, tiles
+
+    def part(self, rows: slice) -> "AdaptedProducts":
+        """See `Products.part`."""
+        return AdaptedProducts(self._base, self._pool, self._tiles.part(rows))
+
+    def linear(self, x: Activations, weight: Stored, bias: Tensor | None, out: Tensor) -> None:
+        """See `Products.linear`."""
+        matrices = self._shrunk(x, weight)
+        super().linear(x, weight, bias, out)
+        if matrices is not None:
+            expand(matrices, self._tiles, out)
+
+    def add_linear(self, x: Activations, weight: Stored, bias: Tensor | None, into: Tensor) -> None:
+        """See `Products.add_linear`."""
+        matrices = self._shrunk(x, weight)
+        super().add_linear(x, weight, bias, into)
+        if matrices is not None:
+            expand(matrices, self._tiles, into)
+
+    def gate_up_silu(
+        self,
+        x: Activations,
+        weight: Stored,
+        bias: Tensor | None,
+        gate_up: Tensor,
+        out: Activations,
+    ) -> None:
+        """See `Products.gate_up_silu`."""
+        matrices = self._shrunk(x, weight)
+        assert matrices is not None, "every MLP of the model can have adapters"
+        super().linear(x, weight, bias, gate_up)
+        if isinstance(out, Quantised):  # a row's scale is a matter of all its columns
+            expand(matrices, self._tiles, gate_up)
+            fused.silu_mul(gate_up, out)
+        else:
+            expand_silu(matrices, self._tiles, gate_up, out)
+
+    def _shrunk(self, x: Activations, weight: Stored) -> AdapterMatrices | None:
+        """What adds to the product with a matrix, if anything; the first of its two kernels."""
+        assert isinstance(weight, Matrix)
+        matrices = self._pool.matrices.get(weight)
+        if matrices is not None:
+            shrink(x, matrices, self._tiles)
+        return matrices
+
+
+def _products(shard: Shard) -> Sequence[_Product]:
+    """The products of each of a rank's layers."""
+    spec = shard.local
+    hidden, inner, q, kv = spec.hidden_size, spec.intermediate_size, spec.q_size, spec.kv_size
+    return (
+        _Product("qkv", hidden, tuple(accumulate((q, kv, kv)))),
+        _Product("o", q, (hidden,)),
+        _Product("gate_up", hidden, (inner, 2 * inner)),
+        _Product("down", inner, (hidden,)),
+    )

@@ -1,0 +1,146 @@
+"""What adapters add, against PyTorch row by row."""
+
+import pytest
+import torch
+
+from twolane.kernels.activations import Quantised
+from twolane.kernels.lora import AdapterMatrices, RowTiles, expand, expand_silu, shrink
+
+SLOTS = 3
+
+
+def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(dtype)
+
+
+def matrices(
+    inputs: int, widths: list[int], rank: int, device: str, dtype: torch.dtype = torch.float32
+) -> AdapterMatrices:
+    """Of adapters of three ranks: none, half of the pool's and all of it."""
+    room = max(16, rank)
+    ranks = torch.tensor([0, max(1, rank // 2), rank], dtype=torch.int32)
+    a = random(SLOTS, len(widths) * room, inputs, dtype=dtype) * inputs**-0.5
+    b = random(SLOTS, sum(widths), room, dtype=dtype) * rank**-0.5
+    a.view(SLOTS, len(widths), room, inputs)[:, :, rank:] = torch.nan  # what no adapter has
+    ends = torch.tensor(widths).cumsum(0).tolist()
+    return AdapterMatrices(a.to(device), b.to(device), ranks.to(device), tuple(ends))
+
+
+def added(x: torch.Tensor, adapters: list[int], m: AdapterMatrices) -> torch.Tensor:
+    """x @ A.T @ B.T, row by row."""
+    rows = []
+    for row, slot in zip(x, adapters, strict=True):
+        out = torch.zeros(m.b.shape[1], dtype=torch.float64, device=x.device)
+        rank, first = 0 if slot < 0 else int(m.ranks[slot]), 0
+        for section, end in enumerate(m.ends):
+            start = section * m.rank
+            if rank:
+                a = m.a[slot, start : start + rank].double()
+                out[first:end] = m.b[slot, first:end, :rank].double() @ (a @ row.double())
+            first = end
+        rows.append(out)
+    return torch.stack(rows)
+
+
+def tiled(count: int, m: AdapterMatrices, device: str) -> tuple[RowTiles, list[int]]:
+    """Rows of request slots that have adapters in turn, and these."""
+    table = [2, -1, 1, 0, 2, -1]
+    slots = torch.randint(0, 6, (count,), generator=torch.Generator().manual_seed(count))
+    tiles = RowTiles.of(2 * count, SLOTS, 3 * m.rank, torch.device(device)).of_first(count)
+    table_there = torch.tensor(table, dtype=torch.int32, device=device)
+    tiles.arrange(slots.int().to(device), table_there)
+    return tiles, [table[slot] for slot in slots.tolist()]
+
+
+@pytest.mark.parametrize("count", [1, 5, 16, 40, 256, 300, 1100])
+def test_every_row_is_in_one_tile_of_its_adapter(count: int, device: str) -> None:
+    m = matrices(16, [8], 16, device)
+    tiles, adapters = tiled(count, m, device)
+    found = {}
+    for owner, rows in zip(tiles.owners.tolist(), tiles.rows.tolist(), strict=True):
+        there = [row for row in rows if row >= 0]
+        assert bool(there) == (owner >= 0) and there == sorted(there) == rows[: len(there)]
+        for row in there:
+            assert row not in found
+            found[row] = -1 if owner == SLOTS else owner
+    assert [found[row] for row in range(count)] == adapters
+
+
+@pytest.mark.parametrize("rank", [1, 16, 64])
+@pytest.mark.parametrize(
+    ("count", "inputs", "widths"),
+    [(1, 64, [40]), (9, 600, [300, 20, 20]), (40, 96, [64, 64]), (270, 200, [136, 24, 24])],
+)
+def test_products(count: int, inputs: int, widths: list[int], rank: int, device: str) -> None:
+    m = matrices(inputs, widths, rank, device)
+    tiles, adapters = tiled(count, m, device)
+    x, base = (random(count, n, seed=1).to(device) for n in (inputs, sum(widths)))
+    wide = torch.empty(count, sum(widths) + 16, device=device)
+    out = wide[:, : sum(widths)]
+    out.copy_(base)
+    shrink(x, m, tiles)
+    expand(m, tiles, out)
+    torch.testing.assert_close(out.double(), base + added(x, adapters, m), atol=1e-4, rtol=1e-4)
+    without = [row for row, slot in enumerate(adapters) if slot <= 0]
+    assert torch.equal(out[without], base[without])
+
+
+@pytest.mark.parametrize("count", [3, 40, 300])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_silu_of_what_is_added_to(count: int, dtype: torch.dtype, device: str) -> None:
+    inner = 280
+    m = matrices(64, [inner, inner], 16, device, dtype)
+    tiles, adapters = tiled(count, m, device)
+    x, base = (random(count, n, seed=1, dtype=dtype).to(device) for n in (64, 2 * inner))
+    out = torch.full((count, inner), torch.nan, dtype=dtype, device=device)
+    shrink(x, m, tiles)
+    expand_silu(m, tiles, base, out)
+    gate, up = (base.double() + added(x, adapters, m)).chunk(2, dim=1)
+    expected = torch.nn.functional.silu(gate) * up
+    bound = 1e-4 if dtype == torch.float32 else 3e-2
+    torch.testing.assert_close(out.double(), expected, atol=bound, rtol=bound)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_rows_in_e4m3_count_with_their_scales(groups: int, device: str) -> None:
+    count, inputs = 20, 256
+    m = matrices(inputs, [48], 16, device, torch.bfloat16)
+    tiles, adapters = tiled(count, m, device)
+    values = random(count, inputs).to(torch.float8_e4m3fn).to(device)
+    scales = random(count, groups, seed=2).abs().to(device)
+    meant = values.float() * scales.repeat_interleave(inputs // groups, dim=1)
+    out = torch.zeros(count, 48, device=device)
+    shrink(Quantised(values, scales), m, tiles)
+    expand(m, tiles, out)
+    expected = added(meant, adapters, m)
+    assert (out - expected).norm() < 1e-2 * expected.norm()
+
+
+def test_parts_of_a_pass(device: str) -> None:
+    """As the MLP multiplies the rows of a long pass."""
+    m = matrices(32, [24], 16, device)
+    tiles, adapters = tiled(40, m, device)
+    x, base = (random(40, n, seed=1).to(device) for n in (32, 24))
+    out = base.clone()
+    for rows in (slice(0, 16), slice(16, 40)):
+        part = tiles.part(rows)
+        shrink(x[rows], m, part)
+        expand(m, part, out[rows])
+    torch.testing.assert_close(out.double(), base + added(x, adapters, m), atol=1e-4, rtol=1e-4)
+
+
+def test_a_row_does_not_depend_on_the_others(device: str) -> None:
+    m = matrices(64, [40], 16, device)
+    table = torch.tensor([2, 1], dtype=torch.int32, device=device)
+    x = random(24, 64, seed=3).to(device)
+    outs = []
+    for others in (0, 1):
+        slots = torch.full((24,), others, dtype=torch.int32, device=device)
+        slots[7] = 0
+        tiles = RowTiles.of(24, SLOTS, m.rank, torch.device(device)).of_first(24)
+        tiles.arrange(slots, table)
+        out = torch.zeros(24, 40, device=device)
+        shrink(x, m, tiles)
+        expand(m, tiles, out)
+        outs.append(out[7])
+    assert torch.equal(*outs)
