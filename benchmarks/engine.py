@@ -63,6 +63,9 @@ class Rig:
     quantization: str | None = None
     kv_cache_dtype: str = "auto"
     router_skew: float = 0.0
+    adapter_slots: int = 0
+    adapter_of: Callable[[int], int] = lambda slot: -1
+    """The adapter slot of a slot's request; -1: none."""
     machine: CudaMachine = field(init=False)
     held: dict[int, list[int]] = field(default_factory=dict)
     """Pages by slot."""
@@ -74,7 +77,12 @@ class Rig:
         options = {"quantization": self.quantization, "router_skew": self.router_skew}
         spec, weights = load_weights(source, load_format="dummy", device="cuda", **options)
         self.machine = CudaMachine(
-            spec, weights, self.decode_units, kv_cache_dtype=self.kv_cache_dtype
+            spec,
+            weights,
+            self.decode_units,
+            kv_cache_dtype=self.kv_cache_dtype,
+            adapter_slots=self.adapter_slots,
+            most_rank=16,
         )
         if not self.pages:
             self.pages = self.machine.kv_bytes(40_960) // (PAGE * self.machine.page_token_bytes)
@@ -104,7 +112,7 @@ class Rig:
         """Pages for so many tokens, scattered over the pool; told with the slot's next launch."""
         pages = self.held[slot] = [self.free.pop() for _ in range(-(-tokens // PAGE))]
         sampling = Sampling(GREEDY, 0, prompt, ())
-        self.untold.add(SlotUpdate(slot, 0, tuple(pages), sampling))
+        self.untold.add(SlotUpdate(slot, 0, tuple(pages), sampling, self.adapter_of(slot)))
 
     def launch(self, lane: str, units: int, work: Work) -> Ticket:
         return self.lanes.launch(lane, units, self.untold.attach(work), ())
