@@ -1,0 +1,231 @@
+"""Where a decode step's time goes, on one GPU: `python benchmarks/breakdown.py [--out FILE]`.
+
+A step is captured again without one of its parts, and replayed beside the whole one: what is saved
+is what the part costs, launches overlapping as they do. A trace of the replayed graph then has the
+kernels of a layer in their order, each a median over layers: its time, and from its start to the
+start of the next, which is what it adds to the layer. Last, the experts' products alone, by tile
+and number of blocks. See `engine.py`, whose rig this takes.
+"""
+
+import argparse
+import contextlib
+import itertools
+import json
+import statistics
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from engine import DecodeWork, Rig, finished
+
+from twolane.common.garbage import uncollected
+from twolane.kernels import fused
+from twolane.kernels.experts import products as experts
+from twolane.kernels.products import skinny_gemm
+from twolane.kernels.products.dispatch import Products
+from twolane.lanes.cuda.decode_graphs import captured
+from twolane.lanes.cuda.forward_batch import DecodeRows
+from twolane.model.gpu_decoder import GpuDecoder
+from twolane.model.mlp import Experts
+from twolane.results.provenance import provenance, save
+
+CONTEXT = 2048
+REPLAYS = 12
+PARTS: Mapping[str, tuple[tuple[Any, str], ...]] = {
+    "experts": ((Experts, "add_into"),),
+    "routing": ((experts, "route_and_gather"),),
+    "experts' products": ((experts, "_few_rows"),),
+    "combination": ((experts, "combine"),),
+    "attention": ((DecodeRows, "attend"),),
+    "rotation": ((DecodeRows, "write"),),
+    "dense products": ((Products, "linear"), (Products, "add_linear")),
+    "norms": ((fused, "rms_norm"),),
+    "head": ((GpuDecoder, "head"),),
+}
+"""What is left out of a step, by the name of the part."""
+ANCHOR = "_qkv_rope_write"
+"""A kernel that each layer has once."""
+
+
+@contextlib.contextmanager
+def without(part: str) -> Iterator[None]:
+    """Leave a part of the step out of what is queued."""
+    with contextlib.ExitStack() as stack:
+        for owner, name in PARTS.get(part, ()):
+            stack.enter_context(mock.patch.object(owner, name, nothing))
+        yield
+
+
+def nothing(*arguments: Any, **_: Any) -> Any:
+    """Return the last argument, which is where a norm would have been written."""
+    return arguments[-1]
+
+
+class Steps:
+    """Decode steps of some rows, captured again."""
+
+    def __init__(self, rig: Rig, rows: int) -> None:
+        self.rig, self.units = rig, rig.machine.partitions.units
+        self.runner = rig.lanes.runner
+        self.stream = rig.machine.partitions.capture_stream("decode", self.units)
+        self.rows = rig.decode_rows(rows, CONTEXT)
+        finished(rig.launch("decode", self.units, DecodeWork(self.rows, 1)))
+        self.bucket = self.runner.steps.bucket(rows)
+        with torch.cuda.stream(self.stream):
+            padding = self.runner.slots.padding
+            self.runner.steps.inputs.send(self.rows, self.bucket, padding, 0)
+
+    def graph(self, queue: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        """What `queue` launches, as a graph."""
+        with torch.cuda.stream(self.stream):
+            queue()
+        return captured(self.stream, torch.cuda.graph_pool_handle(), queue)
+
+    def forward(self, part: str = "") -> torch.cuda.CUDAGraph:
+        """The forward pass without a part."""
+        steps = self.runner.steps
+        with without(part):
+            return self.graph(lambda: steps._forward(self.bucket, self.units))
+
+    def seconds(self, graph: torch.cuda.CUDAGraph) -> float:
+        """Median of a replay."""
+        times = []
+        with torch.cuda.stream(self.stream):
+            for _ in range(REPLAYS + 2):
+                a, b = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                a.record(self.stream)
+                graph.replay()
+                b.record(self.stream)
+                b.synchronize()
+                times.append(a.elapsed_time(b) * 1e-3)
+        return statistics.median(times[2:])
+
+
+def parts(steps: Steps) -> dict[str, float]:
+    """Milliseconds of a step, and what it saves to leave a part out."""
+    whole = steps.seconds(steps.forward())
+    saved = {name: whole - steps.seconds(steps.forward(name)) for name in PARTS}
+    return {"step": whole * 1e3} | {name: value * 1e3 for name, value in saved.items()}
+
+
+def trace(steps: Steps) -> list[dict]:
+    """The kernels of a replayed step, in the order of their start."""
+    from torch.profiler import ProfilerActivity, profile
+
+    graph = steps.forward()
+    steps.seconds(graph)
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        with torch.cuda.stream(steps.stream):
+            for _ in range(2):
+                graph.replay()
+        torch.cuda.synchronize()
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        profiler.export_chrome_trace(file.name)
+        events = json.loads(Path(file.name).read_text())["traceEvents"]
+    return sorted((e for e in events if e.get("cat") == "kernel"), key=lambda e: float(e["ts"]))
+
+
+def layer(kernels: list[dict], layers: int) -> list[dict]:
+    """Medians of the kernels of a layer, from its rotation to the next's."""
+    starts = [i for i, kernel in enumerate(kernels) if ANCHOR in kernel["name"]][-layers:]
+    spans = list(itertools.pairwise(starts))
+    usual = statistics.mode(b - a for a, b in spans)
+    runs = [kernels[a : b + 1] for a, b in spans if b - a == usual]
+    found = []
+    for place in range(usual):
+        here = [run[place] for run in runs]
+        gaps = [float(run[place + 1]["ts"]) - float(run[place]["ts"]) for run in runs]
+        found.append(
+            {
+                "kernel": here[0]["name"][:60],
+                "us": statistics.median(float(kernel["dur"]) for kernel in here),
+                "to_next_us": statistics.median(gaps),
+                "grid": here[0]["args"].get("grid"),
+                "block": here[0]["args"].get("block"),
+            }
+        )
+    return found
+
+
+def expert_products(steps: Steps) -> dict[str, float]:
+    """Microseconds a layer of each product of the experts, by its tiles and blocks."""
+    runner, weights = steps.runner, steps.rig.machine.decoder.weights
+    steps.forward().replay()  # routes
+    room = runner.steps.workspace.experts(steps.bucket)
+    few, lane = experts.Way("own", 16), runner.steps.products(steps.units)
+    scratch = lane.scratch(torch.device("cuda"))
+    kinds = {
+        gated: [
+            skinny_gemm.Variant(
+                wide, few.rows, swap=True, gated=gated, dtype=room.x.dtype, grouped=True
+            )
+            for wide in ((128, 256) if gated else (64, 128, 256))
+        ]
+        for gated in (True, False)
+    }
+    skinny_gemm.compile_all([*kinds[True], *kinds[False]])
+    found: dict[str, float] = {}
+    for name, gated, x, out in (
+        ("gate_up", True, room.x, room.act),
+        ("down", False, room.act, room.outs),
+    ):
+        for kind in kinds[gated]:
+            for blocks in sorted({64, 96, 128, steps.units}):
+
+                def queue(kind=kind, blocks=blocks, gated=gated, x=x, out=out) -> None:
+                    for one in weights.layers:
+                        w = one.mlp.gate_up if gated else one.mlp.down
+                        skinny_gemm.launch(
+                            kind, blocks, x, w.values, None, out, scratch,
+                            groups=room.routing.groups,
+                        )  # fmt: skip
+
+                seconds = steps.seconds(steps.graph(queue))
+                found[f"{name} {kind.name} on {blocks}"] = seconds / len(weights.layers) * 1e6
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="qwen3-30b-a3b")
+    parser.add_argument("--rows", type=int, nargs="*", default=[1, 8, 64])
+    parser.add_argument("--router-skew", type=float, default=0.0, help="see `twolane serve`")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    with uncollected():  # to free events while a graph is captured ends it
+        details = measured(args)
+    if args.out:
+        save(args.out, provenance([args.model]), {"details": details})
+
+
+def measured(args: argparse.Namespace) -> dict[str, Any]:
+    """Everything, printed as it comes."""
+    rig = Rig(args.model, (), slots=72, pages=64 * 100, router_skew=args.router_skew)
+    print(f"started in {rig.start_seconds:.0f} s", flush=True)
+    details: dict[str, Any] = {}
+    for rows in args.rows:
+        steps = Steps(rig, rows)
+        details[f"parts_ms_{rows}"] = found = parts(steps)
+        print(rows, "rows:", {k: round(v, 3) for k, v in found.items()}, flush=True)
+        if rows <= 8:
+            details[f"expert_products_us_{rows}"] = found = expert_products(steps)
+            print(" ", {k: round(v, 1) for k, v in found.items()}, flush=True)
+        try:
+            kernels = layer(trace(steps), rig.spec.layers)
+        except Exception as error:  # a driver without tracing has the rest still
+            print("  no trace:", repr(error)[:300], flush=True)
+        else:
+            details[f"layer_{rows}"] = kernels
+            for kernel in kernels:
+                line = "  {us:7.2f} {to_next_us:7.2f}  {kernel} {grid} {block}"
+                print(line.format(**kernel), flush=True)
+        rig.give_back(steps.rows)
+    rig.close()
+    return details
+
+
+if __name__ == "__main__":
+    main()
