@@ -24,6 +24,8 @@ from engine import DecodeWork, Rig, finished
 from twolane.common.garbage import uncollected
 from twolane.kernels import fused
 from twolane.kernels.experts import products as experts
+from twolane.kernels.experts import routing
+from twolane.kernels.experts.routing import Combination
 from twolane.kernels.products import skinny_gemm
 from twolane.kernels.products.dispatch import Products
 from twolane.lanes.cuda.decode_graphs import captured
@@ -36,9 +38,9 @@ CONTEXT = 2048
 REPLAYS = 12
 PARTS: Mapping[str, tuple[tuple[Any, str], ...]] = {
     "experts": ((Experts, "add_into"),),
-    "routing": ((experts, "route_and_gather"),),
+    "routing": ((experts, "route_and_gather"), (experts, "norm_and_route")),
     "experts' products": ((experts, "_few_rows"),),
-    "combination": ((experts, "combine"),),
+    "combination": ((Combination, "add_into"), (Combination, "add_and_norm")),
     "attention": ((DecodeRows, "attend"),),
     "rotation": ((DecodeRows, "write"),),
     "dense products": ((Products, "linear"), (Products, "add_linear")),
@@ -60,8 +62,40 @@ def without(part: str) -> Iterator[None]:
 
 
 def nothing(*arguments: Any, **_: Any) -> Any:
-    """Return the last argument, which is where a norm would have been written."""
-    return arguments[-1]
+    """Return where a norm would have been written, and no experts."""
+    return None if isinstance(arguments[0], Experts) else arguments[-1]
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Set an attribute, and have the CUDA C++ read again."""
+    with mock.patch.object(owner, name, value):
+        skinny_gemm.source.cache_clear()
+        yield
+    skinny_gemm.source.cache_clear()
+
+
+def edited(old: str, new: str) -> Any:
+    """The CUDA C++ of the experts' products with a change."""
+    text = skinny_gemm.text()
+    assert old in text, old
+    return replaced(skinny_gemm, "text", lambda: text.replace(old, new))
+
+
+def ways() -> dict[str, Any]:
+    """What a step could do in another way."""
+    groups = skinny_gemm.Groups
+    return {
+        "routing apart": replaced(routing, "routes_few", lambda *_: False),
+        "nothing fetched early": replaced(
+            skinny_gemm, "Groups", lambda *a, **k: groups(*a, **{**k, "following": None})
+        ),
+        "96 KiB fetched early": edited("192 << 10", "96 << 10"),
+        "384 KiB fetched early": edited("192 << 10", "384 << 10"),
+        "tiles in parts": edited("3 * tiles >= 2 * gridDim.x", "false"),
+        "4096 of the router": replaced(routing, "_ROUTER_ELEMENTS", 4096),
+        "16384 of the router": replaced(routing, "_ROUTER_ELEMENTS", 16384),
+    }
 
 
 class Steps:
@@ -109,6 +143,15 @@ def parts(steps: Steps) -> dict[str, float]:
     whole = steps.seconds(steps.forward())
     saved = {name: whole - steps.seconds(steps.forward(name)) for name in PARTS}
     return {"step": whole * 1e3} | {name: value * 1e3 for name, value in saved.items()}
+
+
+def otherwise(steps: Steps) -> dict[str, float]:
+    """Milliseconds of a step that does something in another way."""
+    took = {"step": steps.seconds(steps.forward()) * 1e3}
+    for name, way in ways().items():
+        with way:
+            took[name] = steps.seconds(steps.forward()) * 1e3
+    return took
 
 
 def trace(steps: Steps) -> list[dict]:
@@ -173,15 +216,17 @@ def expert_products(steps: Steps) -> dict[str, float]:
         ("down", False, room.act, room.outs),
     ):
         for kind in kinds[gated]:
+            groups = skinny_gemm.Groups(room.routing.groups, room.routing.experts, False, None)
             for blocks in sorted({64, 96, 128, steps.units}):
 
-                def queue(kind=kind, blocks=blocks, gated=gated, x=x, out=out) -> None:
+                def queue(
+                    kind=kind, blocks=blocks, gated=gated, x=x, out=out, groups=groups
+                ) -> None:
                     for one in weights.layers:
                         w = one.mlp.gate_up if gated else one.mlp.down
                         skinny_gemm.launch(
-                            kind, blocks, x, w.values, None, out, scratch,
-                            groups=room.routing.groups,
-                        )  # fmt: skip
+                            kind, blocks, x, w.values, None, out, scratch, groups=groups
+                        )
 
                 seconds = steps.seconds(steps.graph(queue))
                 found[f"{name} {kind.name} on {blocks}"] = seconds / len(weights.layers) * 1e6
@@ -211,6 +256,8 @@ def measured(args: argparse.Namespace) -> dict[str, Any]:
         details[f"parts_ms_{rows}"] = found = parts(steps)
         print(rows, "rows:", {k: round(v, 3) for k, v in found.items()}, flush=True)
         if rows <= 8:
+            details[f"otherwise_ms_{rows}"] = found = otherwise(steps)
+            print(" ", {k: round(v, 3) for k, v in found.items()}, flush=True)
             details[f"expert_products_us_{rows}"] = found = expert_products(steps)
             print(" ", {k: round(v, 1) for k, v in found.items()}, flush=True)
         try:

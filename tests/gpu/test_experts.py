@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from twolane.kernels.experts import products as experts
-from twolane.kernels.experts.products import Buffers, Way, add_experts
+from twolane.kernels.experts.products import Buffers, Way, combined
 from twolane.kernels.experts.routing import ActiveRows, Routing
 from twolane.kernels.products.dispatch import Products
 from twolane.lanes.cuda.green_contexts import GreenContexts
@@ -57,7 +57,7 @@ class Layer:
         room.logits.copy_(self.logits)
         weights = self.gate_up, self.down
         lane = Products(units)
-        add_experts(out, self.x, self.active, *weights, room, lane, normalised=True)
+        combined(self.x, self.active, *weights, room, lane, normalised=True).add_into(out)
         return out
 
     def buffers(self, rows: int) -> Buffers:

@@ -115,14 +115,29 @@ def launch_fused(dtype: torch.dtype) -> None:
 
 
 def launch_routing(dtype: torch.dtype) -> None:
-    from twolane.kernels.experts.routing import ActiveRows, Routing, combine, route_and_gather
+    from twolane.kernels.experts.routing import (
+        ActiveRows,
+        Combination,
+        Routing,
+        norm_and_route,
+        route_and_gather,
+    )
+    from twolane.kernels.fused import Norm
 
-    for rows in (8, 16):  # few rows have one kernel, more have three
+    norm, router = Norm(torch.empty(2048, dtype=dtype), 1e-6), torch.empty(128, 2048, dtype=dtype)
+    for rows in (1, 8, 16):  # few rows have one kernel, more have three
         routing = Routing.of(128, 8, rows, torch.device("cpu"))
         x, logits = torch.empty(rows, 2048, dtype=dtype), torch.empty(rows, 128, dtype=dtype)
         out, marks = torch.empty(rows * 8, 2048, dtype=dtype), torch.empty(rows, dtype=torch.int32)
-        route_and_gather(logits, ActiveRows(marks, 0), x, routing, out, 16, normalised=True)
-    combine(out, routing, x)
+        active = ActiveRows(marks, 0)
+        if rows > 1:
+            route_and_gather(logits, active, x, routing, out, 16, normalised=True)
+        if rows < 16:
+            rest = logits, x, routing, out, 16
+            norm_and_route(x, norm, router, active, *rest, normalised=True)
+    left = Combination(out, routing)
+    left.add_into(x)
+    left.add_and_norm(x, norm.weight, norm.eps, x)
 
 
 def launch_sampler(dtype: torch.dtype, vocab: int, chunk: int) -> None:

@@ -6,15 +6,18 @@ import torch
 from tests.kernels.interpreter import DEVICE
 from twolane.kernels.experts import grouped_gemm
 from twolane.kernels.experts import routing as routing_module
-from twolane.kernels.experts.products import Buffers, add_experts
+from twolane.kernels.experts.products import Buffers, combined
 from twolane.kernels.experts.routing import (
     ActiveRows,
+    Combination,
     Routing,
-    combine,
     gather,
+    norm_and_route,
     route,
     route_and_gather,
+    routes_few,
 )
+from twolane.kernels.fused import Norm, rms_norm
 from twolane.kernels.products.dispatch import Products
 from twolane.model.matrix import Matrix
 from twolane.model.mlp import Experts
@@ -87,6 +90,45 @@ def test_one_kernel_for_few_rows_makes_the_same_bits(
         assert groups(both[0]) == groups(both[1])
 
 
+@pytest.mark.parametrize(("rows", "group"), [(1, 16), (5, 16), (13, 64)])
+def test_one_kernel_normalises_and_routes_few_rows(rows: int, group: int) -> None:
+    """What it routes is what the kernels that do so one by one make of the same logits."""
+    hidden, norm = 40, Norm(random(40, seed=7), 1e-6)
+    residual, router, active = random(rows, hidden), random(EXPERTS, hidden), some_active(rows)
+    x, logits = torch.empty_like(residual), random(rows, EXPERTS)
+    both = [Routing.of(EXPERTS, PER_TOKEN, rows, torch.device(DEVICE)) for _ in range(2)]
+    outs = [torch.full((rows * PER_TOKEN, hidden), torch.nan, device=DEVICE) for _ in range(2)]
+    assert routes_few(rows, PER_TOKEN)
+    for _ in range(2):  # the second finds what the first left
+        rest = logits, x, both[0], outs[0], group
+        norm_and_route(residual, norm, router, active, *rest, normalised=True)
+        normal = rms_norm(residual, norm.weight, norm.eps, torch.empty_like(residual))
+        torch.testing.assert_close(x, normal, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(logits, x @ router.t(), rtol=1e-5, atol=1e-5)
+        route(logits, active, both[1], group, normalised=True)
+        gather(x, both[1], outs[1])
+        count = int(both[1].ends[-1])
+        for name in ("ends", "chosen", "positions", "weights"):
+            assert torch.equal(getattr(both[0], name), getattr(both[1], name)), name
+        assert torch.equal(both[0].tokens[:count], both[1].tokens[:count])
+        assert torch.equal(outs[0][:count], outs[1][:count])
+        assert groups(both[0]) == groups(both[1])
+
+
+def test_what_experts_leave_is_added_by_the_next_norm() -> None:
+    """As it is added first and normalised then."""
+    rows, hidden = 5, 40
+    routing = Routing.of(EXPERTS, PER_TOKEN, rows, torch.device(DEVICE))
+    route(random(rows, EXPERTS), some_active(rows), routing, 16, normalised=True)
+    left = Combination(random(rows * PER_TOKEN, hidden, seed=3), routing)
+    weight, first = random(hidden, seed=4), random(rows, hidden, seed=5)
+    second = first.clone()
+    left.add_into(first)
+    normal = rms_norm(first, weight, 1e-6, torch.empty_like(first))
+    assert torch.equal(left.add_and_norm(second, weight, 1e-6, torch.empty_like(first)), normal)
+    assert torch.equal(first, second)
+
+
 def groups(routing: Routing) -> list[tuple[int, ...]]:
     """Expert, first entry and rows of each group."""
     numbers = routing.groups.tolist()
@@ -116,7 +158,8 @@ def test_experts_are_those_of_the_cpu(rows: int) -> None:
         x[~there] = x[~there] * -7
         out = residual.clone()
         torch.mm(x, router.values.t(), out=room.logits)
-        add_experts(out, x, active, gate_up, down, room, Products(UNITS), normalised=True)
+        left = combined(x, active, gate_up, down, room, Products(UNITS), normalised=True)
+        left.add_into(out)
         torch.testing.assert_close(out[there], expected[there], atol=1e-5, rtol=1e-5)
         assert torch.equal(out[~there], residual[~there])
 
@@ -151,7 +194,7 @@ def test_rows_of_an_expert_with_several_groups() -> None:
         expected = x @ w[expert * n : (expert + 1) * n].t()
         torch.testing.assert_close(out[at], expected, atol=1e-5, rtol=1e-5)
     residual = torch.zeros(rows, n, device=DEVICE)
-    combine(out, routing, residual)
+    Combination(out, routing).add_into(residual)
     summed = sum(
         routing.weights[:, rank, None] * out[routing.positions[:, rank].long()]
         for rank in range(PER_TOKEN)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.kernels import on_host
 from twolane.kernels.products import skinny_gemm
-from twolane.kernels.products.skinny_gemm import ROWS, Scratch, Variant
+from twolane.kernels.products.skinny_gemm import ROWS, Groups, Scratch, Variant
 
 pytestmark = on_host.needs_compiler
 BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
@@ -47,7 +47,7 @@ def matrix(address: int, rows: int, columns: int, stride: int, box: int, dtype: 
 
 def run(
     build, variant: Variant, blocks: int, x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor,
-    seed: int = 0, scales: skinny_gemm.Scales | None = None, groups: Tensor | None = None,
+    seed: int = 0, scales: skinny_gemm.Scales | None = None, groups: Groups | None = None,
 ) -> None:  # fmt: skip
     """The kernel, adding into `out` if there is a bias."""
     scratch = Scratch.of(blocks, torch.device("cpu"))
@@ -189,10 +189,28 @@ def test_rows_grouped_by_expert(build, counts: list[int], gated: bool) -> None:
         gate, up = wide.chunk(2, dim=1)
         expected.append(torch.nn.functional.silu(gate) * up if gated else wide)
         first += count
-    groups = torch.tensor([len(lists) // 4, 0, 0, 0, *lists], dtype=torch.int32)
+    numbers = torch.tensor([len(lists) // 4, 0, 0, 0, *lists], dtype=torch.int32)
+    groups = Groups(numbers, len(counts), known=False, following=None)
     for blocks in (1, 5, 13):
         out = torch.full((rows + 1, n), 7.0, dtype=BF16)
         run(build, variant, blocks, x, w.flatten(0, 1), None, out[:-1], groups=groups)
         reference = torch.cat(expected)
         assert (out[:-1].float() - reference).norm() < 4e-3 * reference.norm()
         assert bool((out[-1] == 7).all())
+
+
+def test_a_grouped_product_brings_the_next_ones_weights_into_the_cache(build) -> None:
+    """All of those of experts that have rows, each once, where the blocks' shares are small."""
+    n, k, variant = 96, 200, Variant(128, 16, swap=True, gated=True, grouped=True)
+    x, w = torch.ones(3, k, dtype=BF16), torch.ones(4 * 2 * n, k, dtype=BF16)
+    following = torch.ones(4 * 160, 96, dtype=BF16)
+    numbers = torch.tensor([2, 0, 0, 0, 1, 0, 2, 0, 2, 2, 1, 0], dtype=torch.int32)
+    groups = Groups(numbers, 4, known=False, following=following)
+    out = torch.empty(3, n, dtype=BF16)
+    brought = build(variant.options()).brought
+    brought.argtypes, brought.restype = [ctypes.c_void_p] * 2, ctypes.c_long
+    each = following.nbytes // 4
+    for blocks in (1, 3):
+        run(build, variant, blocks, x, w, None, out, groups=groups)
+        place = following.data_ptr()
+        assert brought(place + each, place + 3 * each) == 2 * each

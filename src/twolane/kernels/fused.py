@@ -13,6 +13,7 @@ A row is *active* while `lengths[row]` is above 0. Rows that are not pad a batch
 for them, and their slots, positions and pages are not followed.
 """
 
+from dataclasses import dataclass
 from functools import cache
 from typing import TypeVar
 
@@ -25,7 +26,7 @@ from twolane.kernels.activations import Activations, Quantised
 from twolane.kernels.pool import Pool, RoundedPool, exponents_of, values_of
 from twolane.kernels.runtime.launch import launch, power_of_2
 
-_Out = TypeVar("_Out", bound=torch.Tensor | Quantised)
+Out = TypeVar("Out", bound=torch.Tensor | Quantised)
 _HEADS = 16
 """Heads of one token that one program rotates: 4 KB of bfloat16 at 128 dimensions."""
 _ELEMENTS = 2048
@@ -34,7 +35,8 @@ _PER_WARP = 512
 """Elements that a warp handles: two loads of 16 bytes a thread in 16-bit types."""
 
 
-def _warps(elements: int) -> int:
+def warps(elements: int) -> int:
+    """Warps of a program that handles this many elements."""
     return min(max(elements // _PER_WARP, 1), 16)
 
 
@@ -56,11 +58,30 @@ def launch_options(device: torch.device) -> dict[str, bool]:
 
 
 @triton.jit
-def _quantised(x: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+def quantised(x: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
     """e4m3 values of a row `x`, and their scale."""
     wide = x.to(tl.float32)
     scale = tl.div_rn(tl.maximum(tl.max(tl.abs(wide)), 1e-12), 448.0)
     return tl.div_rn(wide, scale).to(tl.float8e4nv), scale
+
+
+@triton.jit
+def rms_normal(
+    value: tl.tensor, scale: tl.tensor, eps: tl.tensor, HIDDEN: tl.constexpr
+) -> tl.tensor:
+    """The RMS norm of a row of HIDDEN numbers, behind which there are zeros."""
+    wide = value.to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(wide * wide) / HIDDEN + eps)
+    return ((wide * inverse).to(value.dtype).to(tl.float32) * scale).to(value.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """An RMS norm."""
+
+    weight: torch.Tensor
+    """[hidden]"""
+    eps: float
 
 
 @triton.jit
@@ -92,16 +113,14 @@ def _rms_norm(
         total = value.to(tl.float32) + tl.load(place, mask=inside, other=0.0).to(tl.float32)
         value = total.to(value.dtype)
         tl.store(place, value, mask=inside)
-    wide = value.to(tl.float32)
-    inverse = tl.rsqrt(tl.sum(wide * wide) / HIDDEN + eps)
-    normal = ((wide * inverse).to(value.dtype).to(tl.float32) * scale).to(value.dtype)
+    normal = rms_normal(value, scale, eps, HIDDEN)
     if QUANTISED:
-        normal, row_scale = _quantised(normal)
+        normal, row_scale = quantised(normal)
         tl.store(scales + row, row_scale)
     tl.store(out + row * out_stride + column, normal, mask=inside)
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: _Out) -> _Out:
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: Out) -> Out:
     """`out` [T, hidden] = each row of `x` over its root mean square, times `weight` [hidden].
 
     Rows of `x` and of `out` may lie apart (`x.stride(0)`); `out` may be `x`.
@@ -111,8 +130,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: _Out) -> _O
 
 
 def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, out: _Out
-) -> _Out:
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, out: Out
+) -> Out:
     """`residual` += `x`, then `out` = the RMS norm of `residual`; all [T, hidden].
 
     `out` may be `x`.
@@ -130,7 +149,7 @@ def _launch_norm(
 ) -> None:
     rows, hidden = x.shape
     block = power_of_2(hidden)
-    values, scales = _parts(out)
+    values, scales = parts(out)
     launch(
         _rms_norm,
         (rows,),
@@ -146,12 +165,12 @@ def _launch_norm(
         BLOCK=block,
         ADD=residual is not None,
         QUANTISED=isinstance(out, Quantised),
-        num_warps=_warps(block),
+        num_warps=warps(block),
         **launch_options(x.device),
     )
 
 
-def _parts(out: Activations) -> tuple[torch.Tensor, torch.Tensor]:
+def parts(out: Activations) -> tuple[torch.Tensor, torch.Tensor]:
     """Where a kernel writes values, and scales if there are any."""
     return (out.values, out.scales) if isinstance(out, Quantised) else (out, out)
 
@@ -171,7 +190,7 @@ def _quantise(
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
-    values, scale = _quantised(tl.load(x + row * WIDTH + column, mask=inside, other=0.0))
+    values, scale = quantised(tl.load(x + row * WIDTH + column, mask=inside, other=0.0))
     tl.store(scales + row, scale)
     tl.store(out + row * WIDTH + column, values, mask=inside)
 
@@ -191,7 +210,7 @@ def quantise(x: torch.Tensor, out: Quantised) -> Quantised:
         out.scales,
         WIDTH=width,
         BLOCK=block,
-        num_warps=_warps(block),
+        num_warps=warps(block),
         **launch_options(x.device),
     )
     return out
@@ -401,7 +420,7 @@ def _launch_rope(
         ROUNDED=isinstance(pool, RoundedPool),
         HEADS=_HEADS,
         BLOCK=block,
-        num_warps=_warps(_HEADS * block),
+        num_warps=warps(_HEADS * block),
         **launch_options(qkv.device),
     )
 
@@ -429,17 +448,17 @@ def _silu_mul(
     silu = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype).to(tl.float32)
     product = (silu * up).to(gate.dtype)
     if QUANTISED:  # the program has the whole row
-        product, row_scale = _quantised(product)
+        product, row_scale = quantised(product)
         tl.store(scales + row, row_scale)
     tl.store(out + row * INNER + column, product, mask=inside)
 
 
-def silu_mul(gate_up: torch.Tensor, out: _Out) -> _Out:
+def silu_mul(gate_up: torch.Tensor, out: Out) -> Out:
     """`out` [T, inner] = silu(gate) * up of `gate_up` [T, 2 * inner], the gate first."""
     rows, inner = len(gate_up), gate_up.shape[1] // 2
     quantised = isinstance(out, Quantised)
     block = power_of_2(inner) if quantised else min(_ELEMENTS, power_of_2(inner))
-    values, scales = _parts(out)
+    values, scales = parts(out)
     launch(
         _silu_mul,
         (rows, -(-inner // block)),
@@ -449,7 +468,7 @@ def silu_mul(gate_up: torch.Tensor, out: _Out) -> _Out:
         INNER=inner,
         BLOCK=block,
         QUANTISED=quantised,
-        num_warps=_warps(block),
+        num_warps=warps(block),
         **launch_options(gate_up.device),
     )
     return out
@@ -517,7 +536,7 @@ def embed(
         scale,
         HIDDEN=hidden,
         BLOCK=block,
-        num_warps=_warps(block),
+        num_warps=warps(block),
     )
     return out
 
@@ -623,7 +642,7 @@ def lay_out(
         HIDDEN=hidden,
         PAGE=page_size,
         BLOCK=block,
-        num_warps=_warps(block),
+        num_warps=warps(block),
     )
 
 

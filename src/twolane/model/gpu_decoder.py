@@ -117,6 +117,38 @@ class _Blind:
         """See `Rows.attend`."""
 
 
+class Left(Protocol):
+    """What a block has computed, but not yet added to the residual stream."""
+
+    def add_into(self, residual: Tensor) -> None:
+        """Add it to `residual` [T, hidden] in place."""
+        ...
+
+    def add_and_norm(
+        self, residual: Tensor, weight: Tensor, eps: float, out: fused.Out
+    ) -> fused.Out:
+        """`add_into`, then `out` [T, hidden] = the RMS norm of `residual`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PartialSum:
+    """The output of a block that is summed over ranks, or normalised, before it is added."""
+
+    partial: Tensor
+    """[T, hidden]"""
+
+    def add_into(self, residual: Tensor) -> None:
+        """See `Left.add_into`."""
+        residual.add_(self.partial)
+
+    def add_and_norm(
+        self, residual: Tensor, weight: Tensor, eps: float, out: fused.Out
+    ) -> fused.Out:
+        """See `Left.add_and_norm`."""
+        return fused.add_rms_norm(self.partial, residual, weight, eps, out)
+
+
 class Workspace:
     """The activations of one lane, made for up to this many tokens and grown when more come.
 
@@ -312,12 +344,13 @@ class GpuDecoder:
         """
         pool = kv.layers
         q, qkv, out = self.attended(workspace, len(residual))
+        left: Left | None = None
         for i in range(first, last):
-            sums = self._sums(workspace) and i > first
-            self.before_attention(i, residual, rows, pool[i], workspace, products, sums=sums)
+            self.before_attention(i, residual, rows, pool[i], workspace, products, left)
             rows.attend(q, qkv, pool[i], self.spec.window(i), out)
-            self.after_attention(i, residual, rows.active, workspace, products)
-        self.settle(residual, workspace)
+            left = self.after_attention(i, residual, rows.active, workspace, products)
+        if left is not None:
+            left.add_into(residual)
 
     def attended(self, workspace: Workspace, count: int) -> tuple[Tensor, Tensor, Tensor]:
         """What attention reads, q and qkv, and what it writes: the same for every layer."""
@@ -333,16 +366,15 @@ class GpuDecoder:
         pool: Pool,
         workspace: Workspace,
         products: Products,
-        *,
-        sums: bool = False,
+        left: "Left | None" = None,
     ) -> None:
         """Layer i up to its attention: `attended` has what that reads, the pool what is kept.
 
-        `sums`: the layer before has left a sum that was not settled.
+        `left`: what the layer before has left to add.
         """
         w = self.weights.layers[i]
         q, qkv, _ = self.attended(workspace, len(residual))
-        x = self._read(residual, w.input_norm, w.qkv.scheme, workspace, sums=sums)
+        x = self._read(residual, w.input_norm, w.qkv.scheme, workspace, left)
         products.linear(x, w.qkv, w.qkv_bias, qkv)
         if self.spec.qk_norm_whole:
             self._norm_whole(qkv, w)
@@ -354,18 +386,16 @@ class GpuDecoder:
         weight: Tensor | None,
         scheme: str,
         workspace: Workspace,
-        *,
-        sums: bool,
+        left: "Left | None",
     ) -> Activations:
-        """What a block reads of the residual stream, to which `sums` adds "partial" first."""
-        count, eps = len(residual), self.spec.stream_eps
-        norm = workspace.input("norm", count, scheme)
+        """What a block reads of the residual stream, to which what is left is added first."""
+        norm, eps = workspace.input("norm", len(residual), scheme), self.spec.stream_eps
         if weight is None:
-            if sums:
-                residual.add_(workspace.get("partial", count))
+            if left is not None:
+                left.add_into(residual)
             return fused.quantise(residual, norm) if isinstance(norm, Quantised) else residual
-        if sums:
-            return fused.add_rms_norm(workspace.get("partial", count), residual, weight, eps, norm)
+        if left is not None:
+            return left.add_and_norm(residual, weight, eps, norm)
         return fused.rms_norm(residual, weight, eps, norm)
 
     def _norm_whole(self, qkv: Tensor, w: LayerWeights) -> None:
@@ -382,24 +412,24 @@ class GpuDecoder:
         active: ActiveRows,
         workspace: Workspace,
         products: Products,
-    ) -> None:
-        """Layer i from its attention on. `settle` comes behind it, or a layer with `sums`."""
+    ) -> "Left | None":
+        """Layer i from its attention on; returns what is left to add to the residual stream."""
         w, count = self.weights.layers[i], len(residual)
         attended = workspace.get("attended", count)
         room = workspace.input("q", count, w.o.scheme)  # the queries are not needed any more
         rounded = fused.quantise(attended, room) if isinstance(room, Quantised) else attended
-        scheme = w.mlp.scheme
         if not self._sums(workspace):
+            assert w.mlp_norm is not None
             products.add_linear(rounded, w.o, w.o_bias, residual)
-            x = self._read(residual, w.mlp_norm, scheme, workspace, sums=False)
-            w.mlp.add_into(residual, x, active, workspace, products)
-            return
-        partial = workspace.get("partial", count)
-        products.linear(rounded, w.o, w.o_bias, partial)
-        self._end_block(partial, w.attention_out_norm, workspace)
-        x = self._read(residual, w.mlp_norm, scheme, workspace, sums=True)
-        w.mlp.write_into(partial, x, active, workspace, products)
-        self._end_block(partial, w.mlp_out_norm, workspace)
+            norm = fused.Norm(w.mlp_norm, self.spec.stream_eps)
+            return w.mlp.add_into(residual, norm, active, workspace, products)
+        left = PartialSum(workspace.get("partial", count))
+        products.linear(rounded, w.o, w.o_bias, left.partial)
+        self._end_block(left.partial, w.attention_out_norm, workspace)
+        x = self._read(residual, w.mlp_norm, w.mlp.scheme, workspace, left)
+        w.mlp.write_into(left.partial, x, active, workspace, products)
+        self._end_block(left.partial, w.mlp_out_norm, workspace)
+        return left
 
     def _sums(self, workspace: Workspace) -> bool:
         """Whether what blocks add to the residual stream is not complete when their products end:
@@ -412,11 +442,6 @@ class GpuDecoder:
             channel.all_reduce(partial)
         if weight is not None:
             fused.rms_norm(partial, weight, self.spec.norm_eps, partial)
-
-    def settle(self, residual: Tensor, workspace: Workspace) -> None:
-        """Add what the last block has left in "partial", if anything, to the residual stream."""
-        if self._sums(workspace):
-            residual.add_(workspace.get("partial", len(residual)))
 
     @contextmanager
     def in_turn(self, channel: Channel | None) -> Iterator[None]:

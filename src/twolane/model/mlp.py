@@ -14,7 +14,8 @@ from twolane.model.routing import route
 if TYPE_CHECKING:  # these import Triton, which only a GPU needs
     from twolane.kernels.activations import Activations
     from twolane.kernels.experts.products import Buffers as ExpertBuffers
-    from twolane.kernels.experts.routing import ActiveRows
+    from twolane.kernels.experts.routing import ActiveRows, Combination
+    from twolane.kernels.fused import Norm
     from twolane.kernels.products.dispatch import Operation
     from twolane.kernels.products.dispatch import Products as GpuProducts
 
@@ -56,15 +57,16 @@ class Mlp(Protocol):
     def add_into(
         self,
         residual: Tensor,
-        x: "Activations",
+        norm: "Norm",
         active: "ActiveRows",
         buffers: Buffers,
         products: "GpuProducts",
-    ) -> None:
-        """Add the MLP of the active rows of `x` [T, hidden], for `scheme`, to `residual` [T,
-        hidden] in place, on a GPU.
+    ) -> "Combination | None":
+        """Add the MLP of the active rows of `residual` [T, hidden], normalised, to these in place,
+        on a GPU.
 
-        What becomes of the other rows does not matter.
+        What becomes of the other rows does not matter. What is returned, if anything, still has to
+        be added.
         """
         ...
 
@@ -76,7 +78,8 @@ class Mlp(Protocol):
         buffers: Buffers,
         products: "GpuProducts",
     ) -> None:
-        """Write the MLP of `x` [T, hidden], for `scheme`, to `out` [T, hidden]; see `add_into`."""
+        """Write the MLP of the normalised rows `x` [T, hidden], for `scheme`, to `out` [T, hidden];
+        see `add_into`."""
         ...
 
     def matrices(self) -> "Sequence[tuple[Operation, Matrix]]":
@@ -111,12 +114,16 @@ class DenseMlp:
     def add_into(
         self,
         residual: Tensor,
-        x: "Activations",
+        norm: "Norm",
         active: "ActiveRows",
         buffers: Buffers,
         products: "GpuProducts",
     ) -> None:
         """See `Mlp.add_into`."""
+        from twolane.kernels.fused import rms_norm
+
+        room = buffers.input("norm", len(residual), self.scheme)
+        x = rms_norm(residual, norm.weight, norm.eps, room)
         for rows, act in self._activated(x, buffers, products):
             products.part(rows).add_linear(act, self.down, self.down_bias, residual[rows])
 
@@ -185,21 +192,53 @@ class Experts:
     def add_into(
         self,
         residual: Tensor,
-        x: "Activations",
+        norm: "Norm",
         active: "ActiveRows",
         buffers: Buffers,
         products: "GpuProducts",
-    ) -> None:
-        """See `Mlp.add_into`."""
-        from twolane.kernels.experts.products import add_experts
+    ) -> "Combination | None":
+        """See `Mlp.add_into`. What all rows fit the buffers for is added by the next norm."""
+        from twolane.kernels.experts.products import norm_and_combined
+        from twolane.kernels.experts.routing import routes_few
+        from twolane.kernels.fused import rms_norm
 
-        assert isinstance(x, Tensor), "the router's scheme is plain"
+        count = len(residual)
+        x = buffers.get("norm", count)
+        if not routes_few(count, self.per_token):
+            rms_norm(residual, norm.weight, norm.eps, x)
+            return self._add_into(residual, x, active, buffers, products)
+        return norm_and_combined(
+            residual,
+            norm,
+            self.router,
+            active,
+            self.gate_up,
+            self.down,
+            x,
+            buffers.experts(count),
+            products,
+            normalised=self.normalised,
+        )
+
+    def _add_into(
+        self,
+        residual: Tensor,
+        x: Tensor,
+        active: "ActiveRows",
+        buffers: Buffers,
+        products: "GpuProducts",
+    ) -> "Combination | None":
+        """Add the experts of the normalised rows `x`; see `add_into`."""
+        from twolane.kernels.experts.products import combined
+
+        left = None
         for first in range(0, len(x), MLP_ROWS):
+            if left is not None:
+                left.add_into(residual[first - MLP_ROWS : first])
             rows = slice(first, min(first + MLP_ROWS, len(x)))
             room = buffers.experts(rows.stop - rows.start)
             products.linear(x[rows], self.router, None, room.logits)
-            add_experts(
-                residual[rows],
+            left = combined(
                 x[rows],
                 active.part(rows),
                 self.gate_up,
@@ -208,6 +247,10 @@ class Experts:
                 products,
                 normalised=self.normalised,
             )
+        if left is None or len(x) <= MLP_ROWS:
+            return left
+        left.add_into(residual[first:])
+        return None
 
     def write_into(
         self,
@@ -218,7 +261,10 @@ class Experts:
         products: "GpuProducts",
     ) -> None:
         """See `Mlp.write_into`."""
-        self.add_into(out.zero_(), x, active, buffers, products)
+        assert isinstance(x, Tensor), "the router's scheme is plain"
+        left = self._add_into(out.zero_(), x, active, buffers, products)
+        if left is not None:
+            left.add_into(out)
 
     def matrices(self) -> "Sequence[tuple[Operation, Matrix]]":
         """See `Mlp.matrices`."""

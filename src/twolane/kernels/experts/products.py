@@ -17,10 +17,12 @@ from twolane.kernels.experts import grouped_gemm
 from twolane.kernels.experts.routing import (
     LEAST_GROUP,
     ActiveRows,
+    Combination,
     Routing,
-    combine,
+    norm_and_route,
     route_and_gather,
 )
+from twolane.kernels.fused import Norm
 from twolane.kernels.products import skinny_gemm
 from twolane.kernels.products.dispatch import Products, Stored, sm_carveout
 from twolane.kernels.runtime import nvrtc
@@ -72,8 +74,7 @@ def way(entries: int, experts: int, gate_up: Stored, down: Stored) -> Way:
     return Way("triton", grouped_gemm.ROWS[0])
 
 
-def add_experts(
-    residual: Tensor,
+def combined(
     x: Tensor,
     active: ActiveRows,
     gate_up: Stored,
@@ -82,27 +83,60 @@ def add_experts(
     products: Products,
     *,
     normalised: bool,
-) -> None:
-    """Add the experts of each active row of `x` [T, hidden] to `residual` [T, hidden] in place.
+) -> Combination:
+    """Compute the experts of each active row of `x` [T, hidden].
 
     Args:
-        residual: changed.
         x: the normalised rows.
-        active: rows that count; the others stay as they are.
+        active: rows that count; the others have no experts.
         gate_up: [experts * 2 * intermediate, hidden], of each expert the rows of the gate first.
         down: [experts * hidden, intermediate].
         buffers: of T tokens, where the router's logits are already.
         products: of the lane.
         normalised: whether the weights of a token's experts are divided by their sum.
     """
-    routing = buffers.routing
-    chosen = way(len(buffers.x), routing.experts, gate_up, down)
-    how = (routing, buffers.x, chosen.rows)
+    chosen = way(len(buffers.x), buffers.routing.experts, gate_up, down)
+    how = (buffers.routing, buffers.x, chosen.rows)
     route_and_gather(buffers.logits, active, x, *how, normalised=normalised)
+    return _multiplied(chosen, gate_up, down, buffers, products)
+
+
+def norm_and_combined(
+    residual: Tensor,
+    norm: Norm,
+    router: Stored,
+    active: ActiveRows,
+    gate_up: Stored,
+    down: Stored,
+    x: Tensor,
+    buffers: Buffers,
+    products: Products,
+    *,
+    normalised: bool,
+) -> Combination:
+    """Normalise few rows (`routes_few`) of the residual stream, and compute their experts.
+
+    Args:
+        residual: [T, hidden].
+        norm: of the rows.
+        router: [experts, hidden].
+        x: [T, hidden], where the normalised rows go.
+        active, gate_up, down, buffers, products, normalised: as in `combined`, without logits.
+    """
+    chosen = way(len(buffers.x), buffers.routing.experts, gate_up, down)
+    rows = (buffers.logits, x, buffers.routing, buffers.x, chosen.rows)
+    norm_and_route(residual, norm, router.values, active, *rows, normalised=normalised)
+    return _multiplied(chosen, gate_up, down, buffers, products)
+
+
+def _multiplied(
+    chosen: Way, gate_up: Stored, down: Stored, buffers: Buffers, products: Products
+) -> Combination:
+    """The products of the sorted entries."""
+    routing, outs = buffers.routing, buffers.outs
     if chosen.kernel == "own":
-        _few_rows(buffers.x, gate_up, buffers.act, routing, chosen, products, gated=True)
-        _few_rows(buffers.act, down, buffers.outs, routing, chosen, products, gated=False)
-        outs = buffers.outs
+        _few_rows(buffers.x, gate_up, buffers.act, routing, chosen, products, following=down)
+        _few_rows(buffers.act, down, outs, routing, chosen, products)
     elif chosen.kernel == "torch":
         fused.silu_mul(_many_rows(buffers.x, gate_up, routing, products), buffers.act)
         outs = _many_rows(buffers.act, down, routing, products)
@@ -110,9 +144,8 @@ def add_experts(
         tiles = chosen.rows, products.units
         grouped_gemm.grouped_gemm(buffers.x, gate_up.values, routing, buffers.gate_up, *tiles)
         fused.silu_mul(buffers.gate_up, buffers.act)
-        grouped_gemm.grouped_gemm(buffers.act, down.values, routing, buffers.outs, *tiles)
-        outs = buffers.outs
-    combine(outs, routing, residual)
+        grouped_gemm.grouped_gemm(buffers.act, down.values, routing, outs, *tiles)
+    return Combination(outs, routing)
 
 
 def _few_rows(
@@ -123,9 +156,11 @@ def _few_rows(
     chosen: Way,
     products: Products,
     *,
-    gated: bool,
+    following: Stored | None = None,
 ) -> None:
-    """The own kernel."""
+    """The own kernel: of the gate and up where `following`, the matrices of the next one, are
+    given, otherwise that next one."""
+    gated = following is not None
     wide = 256 if products.units <= 48 else 128
     variant = skinny_gemm.Variant(
         wide, chosen.rows, swap=True, gated=gated, dtype=x.dtype, grouped=True
@@ -138,7 +173,12 @@ def _few_rows(
         None,
         out,
         products.scratch(x.device),
-        groups=routing.groups,
+        groups=skinny_gemm.Groups(
+            routing.groups,
+            routing.experts,
+            known=following is None,
+            following=None if following is None else following.values,
+        ),
     )
 
 

@@ -13,7 +13,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from twolane.kernels.fused import launch_options
+from twolane.kernels.activations import Activations, Quantised
+from twolane.kernels.fused import Norm, Out, launch_options, parts, quantised, rms_normal, warps
 from twolane.kernels.runtime.launch import launch, power_of_2
 
 _SORTED = 1024
@@ -25,6 +26,8 @@ _HEAD = 4
 _FEW_ENTRIES = 64
 """Entries up to which one kernel chooses, sorts and copies: every program of it chooses for all
 rows."""
+_ROUTER_ELEMENTS = 8192
+"""Elements of the router that a program multiplies with, and that it copies at a time."""
 LEAST_GROUP = 16
 """The fewest rows that a group is made for, which bounds the length of the list."""
 
@@ -59,8 +62,9 @@ class Routing:
     ends: Tensor
     """Where the sorted entries of each expert end, int32 [experts]."""
     groups: Tensor
-    """How many groups there are, a counter of programs, two numbers of padding, and for each group
-    its expert, its first sorted entry, how many there are, and padding: int32."""
+    """How many groups there are, a counter of programs that is 0 between launches, two numbers of
+    padding, and for each group its expert, its first sorted entry, how many there are, and padding:
+    int32."""
 
     @classmethod
     def of(cls, experts: int, per_token: int, rows: int, device: torch.device) -> "Routing":
@@ -113,7 +117,6 @@ def _choose(
     chosen: tl.tensor,
     weights: tl.tensor,
     positions: tl.tensor,
-    groups: tl.tensor,
     least: tl.tensor,
     EXPERTS: tl.constexpr,
     PER_TOKEN: tl.constexpr,
@@ -148,8 +151,6 @@ def _choose(
     tl.store(chosen + entry, tl.where(active, picks, EXPERTS), mask=inside)
     tl.store(weights + entry, shares, mask=inside)
     tl.store(positions + entry, -1, mask=inside)
-    if row == 0:
-        tl.store(groups + 1, 0)
 
 
 @triton.jit
@@ -192,6 +193,7 @@ def _sort(
     tl.debug_barrier()
     arrived = tl.atomic_add(groups + 1, 1, sem="acq_rel")
     if arrived == EXPERTS - 1:
+        tl.store(groups + 1, 0)  # for the next launch
         expert = tl.arange(0, ALL)
         known = expert < EXPERTS
         end = tl.load(ends + expert, mask=known, other=0, cache_modifier=".cg")
@@ -249,7 +251,8 @@ def _picks(
     expert = tl.arange(0, BLOCK)[None, :]
     rank = tl.arange(0, RANKS)[None, :]
     known = (row < rows) & (expert < EXPERTS)
-    wide = tl.load(logits + row * EXPERTS + expert, mask=known, other=float("-inf"))
+    at = logits + row * EXPERTS + expert
+    wide = tl.load(at, mask=known, other=float("-inf"), cache_modifier=".cg")
     wide = tl.where(expert < EXPERTS, tl.where(row < rows, wide.to(tl.float32), 0.0), float("-inf"))
     wide = tl.exp(wide - tl.max(wide, axis=1, keep_dims=True))
     left = tl.where(expert < EXPERTS, wide / tl.sum(wide, axis=1, keep_dims=True), -1.0)
@@ -323,20 +326,110 @@ def _route_few(
         value = tl.load(x + (own // RANKS).to(tl.int64) * HIDDEN + column, mask=inside, other=0.0)
         tl.store(out + place.to(tl.int64) * HIDDEN + column, value, mask=inside)
     if (own == 0) & (tl.program_id(1) == 0):
-        number = tl.arange(0, BLOCK)
         flat = tl.reshape(picks, (ROWS * RANKS,))
-        count = tl.sum((flat[:, None] == number[None, :]).to(tl.int32), axis=0)
-        count = tl.where(number < EXPERTS, count, 0)
-        end = tl.cumsum(count, axis=0)
-        tl.store(ends + number, end, mask=number < EXPERTS)
-        parts = (count + GROUP - 1) // GROUP
-        slot = tl.cumsum(parts, axis=0) - parts
-        tl.store(groups, tl.sum(parts, axis=0))
-        for i in range(0, tl.max(parts, axis=0)):
-            place_of = groups + 4 + 4 * (slot + i)
-            tl.store(place_of, number, mask=i < parts)
-            tl.store(place_of + 1, end - count + i * GROUP, mask=i < parts)
-            tl.store(place_of + 2, tl.minimum(count - i * GROUP, GROUP), mask=i < parts)
+        _list_groups(flat, ends, groups, EXPERTS, GROUP, BLOCK)
+
+
+@triton.jit
+def _norm_and_route(
+    residual: tl.tensor,
+    norm: tl.tensor,
+    router: tl.tensor,
+    marks: tl.tensor,
+    logits: tl.tensor,
+    x: tl.tensor,
+    chosen: tl.tensor,
+    weights: tl.tensor,
+    positions: tl.tensor,
+    tokens: tl.tensor,
+    ends: tl.tensor,
+    groups: tl.tensor,
+    out: tl.tensor,
+    least: tl.tensor,
+    rows: tl.tensor,
+    eps: tl.tensor,
+    EXPERTS: tl.constexpr,
+    PER_TOKEN: tl.constexpr,
+    NORMALISED: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    RANKS: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PART: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    EARLY: tl.constexpr,
+) -> None:
+    # Every program normalises a row and makes some of its logits; the last one to come deals the
+    # rows out.
+    row = tl.program_id(1).to(tl.int64)
+    expert = tl.program_id(0) * PART + tl.arange(0, PART)
+    column = tl.arange(0, WIDTH)
+    inside = column < HIDDEN
+    known = (expert < EXPERTS)[:, None] & inside[None, :]
+    w = tl.load(router + expert[:, None] * HIDDEN + column[None, :], mask=known, other=0.0)
+    scale = tl.load(norm + column, mask=inside, other=0.0).to(tl.float32)
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
+    value = tl.load(residual + row * HIDDEN + column, mask=inside, other=0.0)
+    normal = rms_normal(value, scale, eps, HIDDEN)
+    if tl.program_id(0) == 0:
+        tl.store(x + row * HIDDEN + column, normal, mask=inside)
+    logit = tl.sum(w.to(tl.float32) * normal.to(tl.float32)[None, :], axis=1)
+    tl.store(logits + row * EXPERTS + expert, logit.to(value.dtype), mask=expert < EXPERTS)
+    tl.debug_barrier()
+    arrived = tl.atomic_add(groups + 1, 1, sem="acq_rel")
+    if arrived == tl.num_programs(0) * tl.num_programs(1) - 1:
+        tl.store(groups + 1, 0)  # for the next launch
+        picks, shares = _picks(
+            logits, marks, least, rows, EXPERTS, PER_TOKEN, NORMALISED, BLOCK, RANKS, ROWS
+        )
+        flat = tl.reshape(picks, (ROWS * RANKS,))
+        entry = tl.arange(0, ROWS * RANKS)
+        token = entry // RANKS
+        there = flat < EXPERTS
+        key = flat * (ROWS * RANKS) + entry
+        place = tl.sum((key[None, :] < key[:, None]).to(tl.int32), axis=1)
+        at = token * PER_TOKEN + entry % RANKS
+        real = (token < rows) & (entry % RANKS < PER_TOKEN)
+        tl.store(chosen + at, flat, mask=real)
+        tl.store(weights + at, tl.reshape(shares, (ROWS * RANKS,)), mask=real)
+        tl.store(positions + at, tl.where(there, place, -1), mask=real)
+        tl.store(tokens + place, token, mask=there)
+        _list_groups(flat, ends, groups, EXPERTS, GROUP, BLOCK)
+        for first in range(0, HIDDEN, COLUMNS):
+            part = first + tl.arange(0, COLUMNS)[None, :]
+            copied = there[:, None] & (part < HIDDEN)
+            source = x + token[:, None] * HIDDEN + part
+            taken = tl.load(source, mask=copied, other=0.0, cache_modifier=".cg")
+            tl.store(out + place[:, None] * HIDDEN + part, taken, mask=copied)
+
+
+@triton.jit
+def _list_groups(
+    flat: tl.tensor,
+    ends: tl.tensor,
+    groups: tl.tensor,
+    EXPERTS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """List the groups of few entries, whose experts are `flat`."""
+    number = tl.arange(0, BLOCK)
+    count = tl.sum((flat[:, None] == number[None, :]).to(tl.int32), axis=0)
+    count = tl.where(number < EXPERTS, count, 0)
+    end = tl.cumsum(count, axis=0)
+    tl.store(ends + number, end, mask=number < EXPERTS)
+    parts = (count + GROUP - 1) // GROUP
+    slot = tl.cumsum(parts, axis=0) - parts
+    tl.store(groups, tl.sum(parts, axis=0))
+    for i in range(0, tl.max(parts, axis=0)):
+        place = groups + 4 + 4 * (slot + i)
+        tl.store(place, number, mask=i < parts)
+        tl.store(place + 1, end - count + i * GROUP, mask=i < parts)
+        tl.store(place + 2, tl.minimum(count - i * GROUP, GROUP), mask=i < parts)
 
 
 @triton.jit
@@ -345,14 +438,22 @@ def _combine(
     positions: tl.tensor,
     weights: tl.tensor,
     residual: tl.tensor,
+    norm: tl.tensor,
+    out: tl.tensor,
+    scales: tl.tensor,
+    eps: tl.tensor,
     PER_TOKEN: tl.constexpr,
     HIDDEN: tl.constexpr,
     BLOCK: tl.constexpr,
+    NORM: tl.constexpr,
+    QUANTISED: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    column = tl.arange(0, BLOCK)
     inside = column < HIDDEN
+    if NORM:
+        scale = tl.load(norm + column, mask=inside, other=0.0).to(tl.float32)
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
@@ -364,8 +465,14 @@ def _combine(
         total += weight * value.to(tl.float32)
     at = residual + row * HIDDEN + column
     old = tl.load(at, mask=inside, other=0.0)
-    total = total.to(old.dtype).to(tl.float32) + old.to(tl.float32)
-    tl.store(at, total.to(old.dtype), mask=inside)
+    total = (total.to(old.dtype).to(tl.float32) + old.to(tl.float32)).to(old.dtype)
+    tl.store(at, total, mask=inside)
+    if NORM:
+        normal = rms_normal(total, scale, eps, HIDDEN)
+        if QUANTISED:
+            normal, row_scale = quantised(normal)
+            tl.store(scales + row, row_scale)
+        tl.store(out + row * HIDDEN + column, normal, mask=inside)
 
 
 def route(
@@ -391,7 +498,6 @@ def route(
         routing.chosen,
         routing.weights,
         routing.positions,
-        routing.groups,
         active.least,
         EXPERTS=experts,
         PER_TOKEN=per_token,
@@ -480,6 +586,76 @@ def route_and_gather(
     )
 
 
+def routes_few(rows: int, per_token: int) -> bool:
+    """Whether one kernel may route this many rows."""
+    return power_of_2(rows) * power_of_2(per_token) <= _FEW_ENTRIES
+
+
+def norm_and_route(
+    residual: Tensor,
+    norm: Norm,
+    router: Tensor,
+    active: ActiveRows,
+    logits: Tensor,
+    x: Tensor,
+    routing: Routing,
+    out: Tensor,
+    group_rows: int,
+    *,
+    normalised: bool,
+) -> None:
+    """Normalise few rows (`routes_few`), multiply them with the router, `route`, `gather`.
+
+    Args:
+        residual: [T, hidden].
+        norm: what is applied to it first.
+        router: [experts, hidden].
+        active: the T rows.
+        logits: [T, experts], which is filled.
+        x: [T, hidden], where the normalised rows go.
+        routing: buffers of T tokens, which are filled.
+        out: as in `route_and_gather`.
+        group_rows: as in `route`.
+        normalised: as in `route`.
+    """
+    (rows, hidden), experts = residual.shape, len(router)
+    ranks, padded, width = power_of_2(routing.per_token), power_of_2(rows), power_of_2(hidden)
+    part = max(1, _ROUTER_ELEMENTS // width)
+    launch(
+        _norm_and_route,
+        (-(-experts // part), rows),
+        residual,
+        norm.weight,
+        router,
+        active.marks,
+        logits,
+        x,
+        routing.chosen,
+        routing.weights,
+        routing.positions,
+        routing.tokens,
+        routing.ends,
+        routing.groups,
+        out,
+        active.least,
+        rows,
+        norm.eps,
+        EXPERTS=experts,
+        PER_TOKEN=routing.per_token,
+        NORMALISED=normalised,
+        HIDDEN=hidden,
+        GROUP=group_rows,
+        BLOCK=power_of_2(experts),
+        RANKS=ranks,
+        ROWS=padded,
+        WIDTH=width,
+        PART=part,
+        COLUMNS=min(width, _ROUTER_ELEMENTS // (padded * ranks)),
+        num_warps=4,
+        **launch_options(residual.device),
+    )
+
+
 def gather(x: Tensor, routing: Routing, out: Tensor) -> None:
     """`out` [T * per_token, hidden] = the row of `x` [T, hidden] of each sorted entry."""
     hidden = x.shape[1]
@@ -499,28 +675,49 @@ def gather(x: Tensor, routing: Routing, out: Tensor) -> None:
     )
 
 
-def combine(outs: Tensor, routing: Routing, residual: Tensor) -> None:
-    """Add each token's outputs of its experts, times their weights, to `residual` [T, hidden].
+@dataclass(frozen=True, slots=True)
+class Combination:
+    """The outputs of all tokens' experts, which are not yet in the residual stream.
 
     They are summed in float32 in the order of rank, whatever other tokens there are.
-
-    Args:
-        outs: [T * per_token, hidden], sorted by expert.
-        routing: of the T tokens.
-        residual: changed in place.
     """
-    rows, hidden = residual.shape
-    block = min(_ELEMENTS, power_of_2(hidden))
-    launch(
-        _combine,
-        (rows, -(-hidden // block)),
-        outs,
-        routing.positions,
-        routing.weights,
-        residual,
-        PER_TOKEN=routing.per_token,
-        HIDDEN=hidden,
-        BLOCK=block,
-        num_warps=4,
-        **launch_options(residual.device),
-    )
+
+    outs: Tensor
+    """[T * per_token, hidden], sorted by expert."""
+    routing: Routing
+    """Of the T tokens."""
+
+    def add_into(self, residual: Tensor) -> None:
+        """Add each token's outputs, times their weights, to `residual` [T, hidden] in place."""
+        self._launch(residual, None, 0.0, residual)
+
+    def add_and_norm(self, residual: Tensor, weight: Tensor, eps: float, out: Out) -> Out:
+        """`add_into`, then `out` [T, hidden] = the RMS norm of `residual`."""
+        self._launch(residual, weight, eps, out)
+        return out
+
+    def _launch(
+        self, residual: Tensor, weight: Tensor | None, eps: float, out: Activations
+    ) -> None:
+        rows, hidden = residual.shape
+        block = power_of_2(hidden)
+        values, scales = parts(out)
+        launch(
+            _combine,
+            (rows,),
+            self.outs,
+            self.routing.positions,
+            self.routing.weights,
+            residual,
+            residual if weight is None else weight,
+            values,
+            scales,
+            eps,
+            PER_TOKEN=self.routing.per_token,
+            HIDDEN=hidden,
+            BLOCK=block,
+            NORM=weight is not None,
+            QUANTISED=isinstance(out, Quantised),
+            num_warps=warps(block),
+            **launch_options(residual.device),
+        )

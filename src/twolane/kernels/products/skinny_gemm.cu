@@ -60,6 +60,9 @@ struct Arguments {
     int* arrivals;
     Shape shape;
     const int* groups;  // their number, three other numbers, then expert, first row, rows, 0 of each
+    const char* following;  // the weights that the kernel behind reads, of all experts, or null
+    int following_bytes;    // of one expert
+    int groups_known;       // before the kernel in front has ended
 };
 
 // Where a tile lies: rows of w and of y from here on, and the first column of y in its expert's w.
@@ -140,6 +143,10 @@ __device__ __forceinline__ u64 evict_last() {
     u64 policy;
     asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
     return policy;
+}
+
+__device__ __forceinline__ void prefetch(const char* p, int bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p), "r"(bytes) : "memory");
 }
 
 __device__ __forceinline__ void multiply_begin() {
@@ -545,6 +552,25 @@ __device__ __forceinline__ void produce(const Arguments& arguments, u32 ring_w, 
     }
 }
 
+#if GROUPED
+// Brings the first bytes that this block reads in the next kernel into the cache, while the last
+// tiles of this one are summed and that one starts.
+__device__ __forceinline__ void prefetch_following(const Arguments& arguments, u32 blocks) {
+    constexpr u64 MOST = 192 << 10, PART = 16 << 10;
+    const u64 each = arguments.following_bytes, total = groups_of(arguments) * each;
+    u64 at = total * blockIdx.x / blocks & ~u64(127);
+    u64 end = blockIdx.x + 1 < blocks ? total * (blockIdx.x + 1) / blocks & ~u64(127) : total;
+    if (end > at + MOST) end = at + MOST;
+    while (at < end) {
+        const u64 group = at / each, offset = at - group * each;
+        u64 bytes = end - at < PART ? end - at : PART;
+        if (each - offset < bytes) bytes = each - offset;
+        prefetch(arguments.following + arguments.groups[4 + 4 * group] * each + offset, int(bytes));
+        at += bytes;
+    }
+}
+#endif
+
 __device__ __forceinline__ void consume(const Arguments& a, u32 ring_w, u32 ring_x, u32 full,
                                         u32 empty, int start, int end, u32 blocks, u32 total,
                                         int* flag) {
@@ -627,12 +653,18 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 1)
         barriers_ready();
     }
     __syncthreads();
-    let_next_start();
 #if GROUPED
-    wait_for_previous();  // which made the list
-#endif
-    const u32 total = groups_of(arguments) * shape.tiles * shape.iterations;
+    if (!arguments.groups_known) wait_for_previous();  // which made the list
+    let_next_start();  // the next one knows the list
+    const u32 tiles = groups_of(arguments) * shape.tiles, total = tiles * shape.iterations;
+    // Whole tiles need not be summed; where these keep most SMs busy, that is the faster way.
+    const u32 blocks = tiles <= gridDim.x && 3 * tiles >= 2 * gridDim.x ? tiles
+                                                                        : min(gridDim.x, total);
+#else
+    let_next_start();
+    const u32 total = shape.tiles * shape.iterations;
     const u32 blocks = min(gridDim.x, total);  // every run has an iteration
+#endif
     if (blockIdx.x >= blocks) {
         wait_for_previous();
         return;
@@ -640,7 +672,12 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 1)
     const int start = run_start(blockIdx.x, blocks, total);
     const int end = run_start(blockIdx.x + 1, blocks, total);
     if (threadIdx.x >= CONSUMERS) {
-        if (elected()) produce(arguments, ring_w, ring_x, full, empty, start, end);
+        if (elected()) {
+            produce(arguments, ring_w, ring_x, full, empty, start, end);
+#if GROUPED
+            if (arguments.following) prefetch_following(arguments, blocks);
+#endif
+        }
     } else {
         wait_for_previous();
         consume(arguments, ring_w, ring_x, full, empty, start, end, blocks, total, flag);

@@ -225,6 +225,20 @@ __device__ __forceinline__ void multiply(float (&d)[{count}], unsigned a, unsign
 """
 
 
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """What a grouped product is told of its groups, and of the product that follows it."""
+
+    list: Tensor
+    """As in `experts.routing.Routing`."""
+    experts: int
+    known: bool
+    """Whether the list was complete before the kernel in front began to let this one start."""
+    following: Tensor | None
+    """The matrices that the product behind multiplies the same groups with: some of them are
+    brought into the cache early."""
+
+
 TensorMap = ctypes.c_ubyte * 128
 Scales = tuple[Tensor, Tensor]
 """The scales, float32, of the rows of x and of the rows of w."""
@@ -239,8 +253,9 @@ class _Arguments(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("scratch", "arrivals")),
         *((name, ctypes.c_int) for name in ("m", "n", "iterations", "tiles")),
         *((name, ctypes.c_int) for name in ("out_stride", "residual")),
-        ("groups", ctypes.c_void_p),
-        ("padding", ctypes.c_char * 48),
+        *((name, ctypes.c_void_p) for name in ("groups", "following")),
+        *((name, ctypes.c_int) for name in ("following_bytes", "groups_known")),
+        ("padding", ctypes.c_char * 32),
     )
 
 
@@ -255,7 +270,7 @@ def launch(
     *,
     residual: bool = False,
     scales: Scales | None = None,
-    groups: Tensor | None = None,
+    groups: Groups | None = None,
 ) -> None:
     """Compute on torch's current stream.
 
@@ -271,7 +286,7 @@ def launch(
         scratch: see there.
         residual: add into `out`.
         scales: of e4m3.
-        groups: for a grouped variant, as in `experts.routing.Routing`.
+        groups: for a grouped variant.
     """
     packed = arguments(variant, x, w, bias, out, scratch, residual, _tensor_map, scales, groups)
     kernel = nvrtc.load(
@@ -291,7 +306,7 @@ def arguments(
     residual: bool,
     tensor_map: Callable[[int, int, int, int, int, torch.dtype], Any],
     scales: Scales | None = None,
-    groups: Tensor | None = None,
+    groups: Groups | None = None,
 ) -> _Arguments:
     """What the kernel is given; `tensor_map` as `_tensor_map`."""
     (m, k), n = x.shape, out.shape[1]
@@ -310,8 +325,17 @@ def arguments(
         -(-n // variant.columns),
         out.stride(0),
         int(residual),
-        None if groups is None else groups.data_ptr(),
+        *_of_groups(groups),
     )
+
+
+def _of_groups(groups: Groups | None) -> tuple[int | None, int | None, int, int]:
+    """The arguments that a grouped product has alone."""
+    if groups is None:
+        return None, None, 0, 0
+    w = groups.following
+    following = (None, 0) if w is None else (w.data_ptr(), w.nbytes // groups.experts)
+    return groups.list.data_ptr(), *following, int(groups.known)
 
 
 @lru_cache(maxsize=4096)
