@@ -38,7 +38,7 @@ CONTEXT = 2048
 REPLAYS = 12
 PARTS: Mapping[str, tuple[tuple[Any, str], ...]] = {
     "experts": ((Experts, "add_into"),),
-    "routing": ((experts, "route_and_gather"), (experts, "norm_and_route")),
+    "routing": ((experts, "route"), (experts, "gather"), (experts, "norm_and_route")),
     "experts' products": ((experts, "_few_rows"),),
     "combination": ((Combination, "add_into"), (Combination, "add_and_norm")),
     "attention": ((DecodeRows, "attend"),),

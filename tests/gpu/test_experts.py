@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from twolane.kernels.experts import products as experts
-from twolane.kernels.experts.products import Buffers, Way, combined
+from twolane.kernels.experts.products import Buffers, Way, combined, norm_and_combined
 from twolane.kernels.experts.routing import ActiveRows, Routing
+from twolane.kernels.fused import Norm
 from twolane.kernels.products.dispatch import Products
 from twolane.lanes.cuda.green_contexts import GreenContexts
 from twolane.model.matrix import Matrix
@@ -35,7 +36,7 @@ def stream() -> Iterator[torch.cuda.Stream]:
 class Layer:
     """Random experts and rows, and what these come to in float32."""
 
-    def __init__(self, rows: int, skew: float) -> None:
+    def __init__(self, rows: int, skew: float, *, routed: bool = False) -> None:
         draw = torch.Generator(device="cuda").manual_seed(rows)
 
         def random(*shape: int, scale: float = 1.0) -> Tensor:
@@ -49,6 +50,9 @@ class Layer:
         marks = torch.ones(rows, dtype=torch.int32, device="cuda")
         marks[2::5] = 0
         self.active = ActiveRows(marks, 1)
+        self.router: Matrix | None = None
+        if routed:
+            self.router = Matrix.plain(random(EXPERTS, HIDDEN))
 
     def run(self, units: int) -> Tensor:
         out = self.residual.clone()
@@ -57,7 +61,14 @@ class Layer:
         room.logits.copy_(self.logits)
         weights = self.gate_up, self.down
         lane = Products(units)
-        combined(self.x, self.active, *weights, room, lane, normalised=True).add_into(out)
+        if self.router is None:
+            left = combined(self.x, self.active, *weights, room, lane, normalised=True)
+        else:
+            x, norm = torch.empty_like(self.x), Norm(torch.ones_like(self.x[0]), 0.0)
+            rows = self.residual, norm, self.router, self.active
+            left = norm_and_combined(*rows, *weights, x, room, lane, normalised=True)
+            self.x, self.logits = x, room.logits
+        left.add_into(out)
         return out
 
     def buffers(self, rows: int) -> Buffers:
@@ -92,14 +103,31 @@ def test_against_float32(
 ) -> None:
     """Rows that do not count stay as they are; a repetition is equal bit for bit."""
     monkeypatch.setattr(experts, "way", lambda *_: way)
-    layer = Layer(rows, skew)
-    reference = layer.reference()
-    change = (reference - layer.residual.float()).norm()
+    check(Layer(rows, skew), stream)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7, 13, 16])
+def test_few_rows_routed_by_one_kernel(stream: torch.cuda.Stream, rows: int) -> None:
+    """Its norm and its logits are those of float32; of these, it makes the right sums."""
+    layer = Layer(rows, 0.0, routed=True)
+    check(layer, stream)
+    assert layer.router is not None
+    wide = layer.residual.float()
+    normal = wide * wide.square().mean(1, keepdim=True).rsqrt()
+    torch.testing.assert_close(layer.x.float(), normal, rtol=1e-2, atol=1e-3)
+    logits = layer.x.float() @ layer.router.values.float().T
+    torch.testing.assert_close(layer.logits.float(), logits, rtol=1e-2, atol=1e-2)
+
+
+def check(layer: Layer, stream: torch.cuda.Stream) -> None:
+    """The layer on all SMs and on some, each time twice."""
     torch.cuda.synchronize()
     for units, where in ((132, torch.cuda.Stream()), (32, stream)):
         with torch.cuda.stream(where):
             first, second = layer.run(units), layer.run(units)
         torch.cuda.synchronize()
+        reference = layer.reference()
+        change = (reference - layer.residual.float()).norm()
         idle = layer.active.marks == 0
         assert torch.equal(first, second)
         assert torch.equal(first[idle], layer.residual[idle])

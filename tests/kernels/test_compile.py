@@ -9,14 +9,15 @@ WIDE = {"_rms_norm", "_qkv_rope_write", "_silu_mul", "_embed", "_lay_out", "gath
 
 
 @pytest.mark.parametrize(
-    ("options", "count"), [([], 34), pytest.param(["--full"], 99, marks=pytest.mark.full)]
+    ("options", "count"), [([], 33), pytest.param(["--full"], 98, marks=pytest.mark.full)]
 )
 def test_kernels_compile_for_hopper(tmp_path: Path, options: list[str], count: int) -> None:
-    """Without spills; and those that move data do so 16 bytes at a time."""
+    """Without spills, and without reductions that Triton gets wrong; those that move data do so 16
+    bytes at a time."""
     kernels = [
         json.loads(line) for line in run_without("compiling.py", tmp_path, *options).splitlines()
     ]
     assert len(kernels) == count
-    assert [k for k in kernels if k["spills"]] == []
+    assert [k for k in kernels if k["spills"] or k["doubtful"]] == []
     moving = [k for k in kernels if k["kernel"] in WIDE]
     assert [k for k in moving if k["load"] < 16 or k["store"] < 16] == []

@@ -5,7 +5,6 @@ import torch
 
 from tests.kernels.interpreter import DEVICE
 from twolane.kernels.experts import grouped_gemm
-from twolane.kernels.experts import routing as routing_module
 from twolane.kernels.experts.products import Buffers, combined
 from twolane.kernels.experts.routing import (
     ActiveRows,
@@ -14,7 +13,6 @@ from twolane.kernels.experts.routing import (
     gather,
     norm_and_route,
     route,
-    route_and_gather,
     routes_few,
 )
 from twolane.kernels.fused import Norm, rms_norm
@@ -60,34 +58,6 @@ def test_routing_is_that_of_the_cpu(rows: int, normalised: bool) -> None:
         counts = flat.bincount(minlength=EXPERTS + 1)[:EXPERTS]
         assert torch.equal(routing.ends.cpu().long(), counts.cumsum(0))
         assert groups(routing) == listed(counts.tolist(), 16)
-
-
-@pytest.mark.parametrize("normalised", [False, True])
-@pytest.mark.parametrize(("rows", "group"), [(1, 16), (5, 16), (13, 64)])
-def test_one_kernel_for_few_rows_makes_the_same_bits(
-    rows: int, group: int, normalised: bool
-) -> None:
-    """What it routes, and what it copies, is bit-equal to the kernels that do so one by one."""
-    hidden = 40
-    logits, active = (random(rows, EXPERTS) * 4).round() / 4, some_active(rows)
-    x = random(rows, hidden, seed=5)
-    both = [Routing.of(EXPERTS, PER_TOKEN, rows, torch.device(DEVICE)) for _ in range(2)]
-    outs = [torch.full((rows * PER_TOKEN, hidden), torch.nan, device=DEVICE) for _ in range(2)]
-    for _ in range(2):  # the second finds what the first left
-        route(logits, active, both[0], group, normalised=normalised)
-        gather(x, both[0], outs[0])
-        how = (both[1], outs[1], group)
-        with pytest.MonkeyPatch.context() as patch:  # it is that kernel which ran
-            patch.setattr(routing_module, "route", None)
-            route_and_gather(logits, active, x, *how, normalised=normalised)
-        count = int(both[0].ends[-1])
-        assert torch.equal(both[0].ends, both[1].ends)
-        assert torch.equal(both[0].tokens[:count], both[1].tokens[:count])
-        assert torch.equal(outs[0][:count], outs[1][:count])
-        assert torch.equal(both[0].chosen, both[1].chosen)
-        assert torch.equal(both[0].positions, both[1].positions)
-        assert torch.equal(both[0].weights, both[1].weights)
-        assert groups(both[0]) == groups(both[1])
 
 
 @pytest.mark.parametrize(("rows", "group"), [(1, 16), (5, 16), (13, 64)])

@@ -19,8 +19,9 @@ from twolane.kernels.experts.routing import (
     ActiveRows,
     Combination,
     Routing,
+    gather,
     norm_and_route,
-    route_and_gather,
+    route,
 )
 from twolane.kernels.fused import Norm
 from twolane.kernels.products import skinny_gemm
@@ -96,8 +97,8 @@ def combined(
         normalised: whether the weights of a token's experts are divided by their sum.
     """
     chosen = way(len(buffers.x), buffers.routing.experts, gate_up, down)
-    how = (buffers.routing, buffers.x, chosen.rows)
-    route_and_gather(buffers.logits, active, x, *how, normalised=normalised)
+    route(buffers.logits, active, buffers.routing, chosen.rows, normalised=normalised)
+    gather(x, buffers.routing, buffers.x)
     return _multiplied(chosen, gate_up, down, buffers, products)
 
 

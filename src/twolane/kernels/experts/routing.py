@@ -24,8 +24,7 @@ _ELEMENTS = 2048
 _HEAD = 4
 """Numbers in front of the list of groups."""
 _FEW_ENTRIES = 64
-"""Entries up to which one kernel chooses, sorts and copies: every program of it chooses for all
-rows."""
+"""Entries up to which one program deals all rows out."""
 _ROUTER_ELEMENTS = 8192
 """Elements of the router that a program multiplies with, and that it copies at a time."""
 LEAST_GROUP = 16
@@ -272,65 +271,6 @@ def _picks(
 
 
 @triton.jit
-def _route_few(
-    logits: tl.tensor,
-    marks: tl.tensor,
-    x: tl.tensor,
-    chosen: tl.tensor,
-    weights: tl.tensor,
-    positions: tl.tensor,
-    tokens: tl.tensor,
-    ends: tl.tensor,
-    groups: tl.tensor,
-    out: tl.tensor,
-    least: tl.tensor,
-    rows: tl.tensor,
-    EXPERTS: tl.constexpr,
-    PER_TOKEN: tl.constexpr,
-    NORMALISED: tl.constexpr,
-    HIDDEN: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK: tl.constexpr,
-    RANKS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    EARLY: tl.constexpr,
-) -> None:
-    # Every program chooses for all rows, which costs less than to wait for another kernel.
-    if EARLY:
-        gdc_launch_dependents()
-        gdc_wait()
-    picks, shares = _picks(
-        logits, marks, least, rows, EXPERTS, PER_TOKEN, NORMALISED, BLOCK, RANKS, ROWS
-    )
-    row = tl.arange(0, ROWS)[:, None]
-    rank = tl.arange(0, RANKS)[None, :]
-    key = tl.reshape(tl.where(picks < EXPERTS, picks * (ROWS * RANKS), 1 << 30), (ROWS * RANKS,))
-    order = key + tl.arange(0, ROWS * RANKS)
-    own = tl.program_id(0)
-    mine = (row * RANKS + rank) == own
-    there = tl.max(tl.max(tl.where(mine & (picks < EXPERTS), 1, 0), axis=1), axis=0)
-    expert = tl.max(tl.max(tl.where(mine, picks, -1), axis=1), axis=0)
-    place = tl.sum((order < expert * (ROWS * RANKS) + own).to(tl.int32), axis=0)
-    if tl.program_id(1) == 0:
-        at = own // RANKS * PER_TOKEN + own % RANKS
-        if (own // RANKS < rows) & (own % RANKS < PER_TOKEN):
-            share = tl.sum(tl.sum(tl.where(mine, shares, 0.0), axis=1), axis=0)
-            tl.store(chosen + at, expert)
-            tl.store(weights + at, share)
-            tl.store(positions + at, tl.where(there > 0, place, -1))
-            tl.store(tokens + place, own // RANKS, mask=there > 0)
-    if there > 0:
-        column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-        inside = column < HIDDEN
-        value = tl.load(x + (own // RANKS).to(tl.int64) * HIDDEN + column, mask=inside, other=0.0)
-        tl.store(out + place.to(tl.int64) * HIDDEN + column, value, mask=inside)
-    if (own == 0) & (tl.program_id(1) == 0):
-        flat = tl.reshape(picks, (ROWS * RANKS,))
-        _list_groups(flat, ends, groups, EXPERTS, GROUP, BLOCK)
-
-
-@triton.jit
 def _norm_and_route(
     residual: tl.tensor,
     norm: tl.tensor,
@@ -390,6 +330,8 @@ def _norm_and_route(
         entry = tl.arange(0, ROWS * RANKS)
         token = entry // RANKS
         there = flat < EXPERTS
+        # Sums in one dimension over `flat` are wrong: Triton 3.6 miscompiles reductions of what
+        # was reshaped from a tensor with fewer elements than threads.
         key = flat * (ROWS * RANKS) + entry
         place = tl.sum((key[None, :] < key[:, None]).to(tl.int32), axis=1)
         at = token * PER_TOKEN + entry % RANKS
@@ -527,65 +469,6 @@ def route(
     )
 
 
-def route_and_gather(
-    logits: Tensor,
-    active: ActiveRows,
-    x: Tensor,
-    routing: Routing,
-    out: Tensor,
-    group_rows: int,
-    *,
-    normalised: bool,
-) -> None:
-    """`route`, then `gather`: one kernel for few rows, which makes the same bits.
-
-    Args:
-        logits: [T, experts], of the router.
-        active: the T rows.
-        x: [T, hidden].
-        routing: buffers of T tokens, which are filled.
-        out: [T * per_token, hidden], of which only the sorted entries of active rows are written.
-        group_rows: as in `route`.
-        normalised: as in `route`.
-    """
-    rows, experts = logits.shape
-    ranks = power_of_2(routing.per_token)
-    padded = power_of_2(rows)
-    if padded * ranks > _FEW_ENTRIES:
-        route(logits, active, routing, group_rows, normalised=normalised)
-        gather(x, routing, out)
-        return
-    hidden = x.shape[1]
-    columns = min(_ELEMENTS, power_of_2(hidden))
-    launch(
-        _route_few,
-        (rows * ranks, -(-hidden // columns)),
-        logits,
-        active.marks,
-        x,
-        routing.chosen,
-        routing.weights,
-        routing.positions,
-        routing.tokens,
-        routing.ends,
-        routing.groups,
-        out,
-        active.least,
-        rows,
-        EXPERTS=experts,
-        PER_TOKEN=routing.per_token,
-        NORMALISED=normalised,
-        HIDDEN=hidden,
-        GROUP=group_rows,
-        BLOCK=power_of_2(experts),
-        RANKS=ranks,
-        ROWS=padded,
-        COLUMNS=columns,
-        num_warps=4,
-        **launch_options(x.device),
-    )
-
-
 def routes_few(rows: int, per_token: int) -> bool:
     """Whether one kernel may route this many rows."""
     return power_of_2(rows) * power_of_2(per_token) <= _FEW_ENTRIES
@@ -614,7 +497,7 @@ def norm_and_route(
         logits: [T, experts], which is filled.
         x: [T, hidden], where the normalised rows go.
         routing: buffers of T tokens, which are filled.
-        out: as in `route_and_gather`.
+        out: [T * per_token, hidden], of which only the sorted entries of active rows are written.
         group_rows: as in `route`.
         normalised: as in `route`.
     """
