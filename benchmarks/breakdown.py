@@ -171,8 +171,9 @@ def trace(steps: Steps) -> list[dict]:
     return sorted((e for e in events if e.get("cat") == "kernel"), key=lambda e: float(e["ts"]))
 
 
-def layer(kernels: list[dict], layers: int) -> list[dict]:
+def layer(steps: Steps) -> list[dict]:
     """Medians of the kernels of a layer, from its rotation to the next's."""
+    kernels, layers = trace(steps), steps.rig.spec.layers
     starts = [i for i, kernel in enumerate(kernels) if ANCHOR in kernel["name"]][-layers:]
     spans = list(itertools.pairwise(starts))
     usual = statistics.mode(b - a for a, b in spans)
@@ -240,38 +241,32 @@ def main() -> None:
     parser.add_argument("--router-skew", type=float, default=0.0, help="see `twolane serve`")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    with uncollected():  # to free events while a graph is captured ends it
-        details = measured(args)
-    if args.out:
-        save(args.out, provenance([args.model]), {"details": details})
-
-
-def measured(args: argparse.Namespace) -> dict[str, Any]:
-    """Everything, printed as it comes."""
     rig = Rig(args.model, (), slots=72, pages=64 * 100, router_skew=args.router_skew)
     print(f"started in {rig.start_seconds:.0f} s", flush=True)
     details: dict[str, Any] = {}
-    for rows in args.rows:
-        steps = Steps(rig, rows)
-        details[f"parts_ms_{rows}"] = found = parts(steps)
-        print(rows, "rows:", {k: round(v, 3) for k, v in found.items()}, flush=True)
-        if rows <= 8:
-            details[f"otherwise_ms_{rows}"] = found = otherwise(steps)
-            print(" ", {k: round(v, 3) for k, v in found.items()}, flush=True)
-            details[f"expert_products_us_{rows}"] = found = expert_products(steps)
-            print(" ", {k: round(v, 1) for k, v in found.items()}, flush=True)
-        try:
-            kernels = layer(trace(steps), rig.spec.layers)
-        except Exception as error:  # a driver without tracing has the rest still
-            print("  no trace:", repr(error)[:300], flush=True)
-        else:
-            details[f"layer_{rows}"] = kernels
-            for kernel in kernels:
-                line = "  {us:7.2f} {to_next_us:7.2f}  {kernel} {grid} {block}"
-                print(line.format(**kernel), flush=True)
-        rig.give_back(steps.rows)
+    with uncollected():  # to free events while a graph is captured ends it
+        for rows in args.rows:
+            steps = Steps(rig, rows)
+            details[f"{rows} rows"] = found = {}
+            for name, part in (("parts_ms", parts), ("layer", layer), ("otherwise_ms", otherwise),
+                               ("expert_products_us", expert_products)):  # fmt: skip
+                if rows <= 8 or name in ("parts_ms", "layer"):
+                    found[name] = part(steps)
+                    show(found[name])
+            if args.out:
+                save(args.out, provenance([args.model]), {"details": details})
+            rig.give_back(steps.rows)
     rig.close()
-    return details
+
+
+def show(found: Mapping[str, float] | list[dict]) -> None:
+    """Print times, or the kernels of a layer one a line."""
+    if isinstance(found, Mapping):
+        print({name: round(value, 3) for name, value in found.items()}, flush=True)
+        return
+    for kernel in found:
+        line = "  {us:7.2f} {to_next_us:7.2f}  {kernel} {grid} {block}"
+        print(line.format(**kernel), flush=True)
 
 
 if __name__ == "__main__":
