@@ -1,13 +1,16 @@
 """Drive a running fleet and count every outcome: `python benchmarks/fleet_load.py URL [...]`.
 
 Requests stream, in conversations that share one of a few long instructions. An answer is *whole*
-with its `[DONE]`, *failed* with an error status or an error event, and *lost* if it began and ended
-with neither. Kill, stop or restart servers meanwhile.
+with its `[DONE]`, *failed* with an error status or an error event, *timed out* if the client gave
+up, and *lost* if it ended with none of these. `--kill`, `--stop` and `--restart` do that to servers
+of this machine meanwhile; what the fleet makes of it is recorded once a second.
 """
 
 import argparse
 import asyncio
+import os
 import random
+import signal
 import time
 from collections import Counter
 from pathlib import Path
@@ -22,7 +25,7 @@ from twolane.results.provenance import provenance, save
 async def ask(session: aiohttp.ClientSession, url: str, body: dict) -> dict:
     """Send one request; return its outcome, with its first token and replica."""
     begun, first, done, error, replica = time.perf_counter(), None, False, None, None
-    cached = asked = 0
+    cached, asked, late = 0, 0, False
     try:
         async with session.post(url + "/v1/completions", json=body) as answer:
             replica = answer.headers.get("x-replica")
@@ -44,10 +47,10 @@ async def ask(session: aiohttp.ClientSession, url: str, body: dict) -> dict:
                     )
                 first = first or time.perf_counter()
     except TimeoutError:
-        error = "the client's timeout"
+        late = True
     except aiohttp.ClientError as problem:
         error = None if first else type(problem).__name__
-    outcome = "whole" if done and not error else "failed" if error else "lost"
+    outcome = "timed out" if late else "failed" if error else "whole" if done else "lost"
     return {
         "outcome": outcome,
         "error": error,
@@ -76,33 +79,70 @@ def bodies(count: int, groups: int, shared: int, own: int, output: int, seed: in
     ]
 
 
-async def drive(options: argparse.Namespace) -> list[dict]:
-    """Send everything at its time; the rate of each third may differ."""
-    draw, tasks, ended = random.Random(options.seed), [], Counter()
-    sent = bodies(
-        options.requests,
-        options.groups,
-        options.shared,
-        options.own,
-        options.output,
-        options.seed,
-    )
+async def members(session: aiohttp.ClientSession, url: str) -> list[dict]:
+    """What the fleet says of its servers."""
+    async with session.get(url + "/fleet", timeout=aiohttp.ClientTimeout(total=10)) as answer:
+        return (await answer.json())["replicas"]
+
+
+async def hurt(session: aiohttp.ClientSession, options: argparse.Namespace) -> list[dict]:
+    """Kill one server and stop another for a while, each at its time; return what was done."""
+    begun, done = time.perf_counter(), []
+    faults = [(options.kill, "kill"), (options.stop and options.stop[0], "stop")]
+    for at, kind in sorted((at, kind) for at, kind in faults if at is not None):
+        await asyncio.sleep(begun + at - time.perf_counter())
+        serving = [each for each in await members(session, options.url) if each["pid"]]
+        busiest = max(serving, key=lambda each: (each["phase"] == "serving", each["open"]))
+        done.append({"at": at, "what": kind, "name": busiest["name"], "open": busiest["open"]})
+        if kind == "kill":
+            os.kill(busiest["pid"], signal.SIGKILL)
+            continue
+        os.killpg(busiest["pid"], signal.SIGSTOP)
+        await asyncio.sleep(options.stop[1])
+        try:
+            os.killpg(busiest["pid"], signal.SIGCONT)
+        except ProcessLookupError:
+            done[-1]["gone"] = True
+    if options.restart is not None:
+        await asyncio.sleep(begun + options.restart - time.perf_counter())
+        os.kill(options.fleet_pid, signal.SIGHUP)
+        done.append({"at": options.restart, "what": "restart"})
+    return done
+
+
+async def watch(session: aiohttp.ClientSession, url: str, seen: list[dict]) -> None:
+    """Record once a second which phases the servers are in, whenever that changes."""
+    begun = time.perf_counter()
+    while True:
+        now = {each["name"]: each["phase"] for each in await members(session, url)}
+        if not seen or seen[-1]["servers"] != now:
+            seen.append({"at": round(time.perf_counter() - begun, 1), "servers": now})
+            print(seen[-1], flush=True)
+        await asyncio.sleep(1.0)
+
+
+async def drive(options: argparse.Namespace) -> tuple[list[dict], dict]:
+    """Send everything at its time; the rate of each part may differ."""
+    draw, tasks, seen = random.Random(options.seed), [], []
+    shape = options.groups, options.shared, options.own, options.output, options.seed
+    sent = bodies(options.requests, *shape)
     begun = time.perf_counter()
     timeout = aiohttp.ClientTimeout(total=options.timeout)
-    async with aiohttp.ClientSession(timeout=timeout) as session:
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
+        watching = asyncio.create_task(watch(session, options.url, seen))
+        hurting = asyncio.create_task(hurt(session, options))
         for i, body in enumerate(sent):
             tasks.append(asyncio.create_task(ask(session, options.url, body)))
             rate = options.rates[i * len(options.rates) // len(sent)]
             await asyncio.sleep(draw.expovariate(rate))
-            if options.show and i % 10 == 0:
-                async with session.get(options.url + "/fleet") as answer:
-                    states = [each["phase"] for each in (await answer.json())["replicas"]]
-                print(f"{time.perf_counter() - begun:6.1f} s: {Counter(states)}", flush=True)
         results = await asyncio.gather(*tasks)
+        faults = await hurting
+        await asyncio.sleep(options.after)
+        watching.cancel()
     for each in results:
         each["at"] -= begun
-        ended[each["outcome"]] += 1
-    return results
+    return results, {"faults": faults, "servers": seen}
 
 
 def figures(results: list[dict]) -> dict:
@@ -132,13 +172,20 @@ def main() -> None:
     parser.add_argument("--output", type=int, default=16, help="tokens of each answer")
     parser.add_argument("--timeout", type=float, default=300.0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--show", action="store_true", help="print the fleet's phases meanwhile")
+    parser.add_argument("--kill", type=float, help="seconds until the busiest server is killed")
+    parser.add_argument("--stop", type=float, nargs=2, help="seconds until one stops, and for how")
+    parser.add_argument("--restart", type=float, help="seconds until --fleet-pid gets a SIGHUP")
+    parser.add_argument("--fleet-pid", type=int)
+    parser.add_argument("--after", type=float, default=0.0, help="seconds to watch after the load")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    found = figures(asyncio.run(drive(options)))
+    results, happened = asyncio.run(drive(options))
+    found = figures(results) | happened
     print(msgspec.json.format(msgspec.json.encode(found)).decode())
     if options.out:
-        about = provenance({k: v for k, v in vars(options).items() if k not in ("out", "show")})
+        about = provenance(
+            {k: v for k, v in vars(options).items() if k not in ("out", "fleet_pid")}
+        )
         save(options.out, about, found)
 
 
