@@ -20,6 +20,7 @@ from rich.table import Table as Grid
 from twolane.bench.goodput import Hopeless, Search, find
 from twolane.common.page_hash import page_hashes
 from twolane.common.prefix_digest import Landmarks, PrefixBook, is_landmark
+from twolane.common.prompt_work import PromptPace, PromptWork
 from twolane.engine.config import EngineConfig
 from twolane.results.provenance import provenance, save
 from twolane.results.result import BenchConfig, Result
@@ -127,8 +128,8 @@ def timed(replicas: int, rounds: int) -> dict[str, float]:
             book.change({each: page for page, each in pages if is_landmark(page, PAGE)})
         book.change({draw.getrandbits(64): 100 for _ in range(4000)})
         state = ReplicaState(
-            queued_new_tokens=draw.randrange(20_000),
-            prompt_token_seconds=2.5e-5,
+            queued=PromptWork(4, draw.randrange(20_000), 0),
+            prompt_pace=PromptPace(1e-3, 2.5e-5, 1e-9),
             page_size=PAGE,
             pages=20_000,
             pages_free=10_000,

@@ -179,13 +179,11 @@ def main() -> None:
     parser.add_argument("--after", type=float, default=0.0, help="seconds to watch after the load")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    about = provenance({k: v for k, v in vars(options).items() if k not in ("out", "fleet_pid")})
     results, happened = asyncio.run(drive(options))
     found = figures(results) | happened
     print(msgspec.json.format(msgspec.json.encode(found)).decode())
     if options.out:
-        about = provenance(
-            {k: v for k, v in vars(options).items() if k not in ("out", "fleet_pid")}
-        )
         save(options.out, about, found)
 
 

@@ -3,6 +3,7 @@
 import pytest
 
 from twolane.common.errors import FieldError
+from twolane.common.prompt_work import PromptPace, PromptWork
 from twolane.fleet.options import FleetOptions
 from twolane.fleet.scale import Trend, wanted
 from twolane.router.state import ReplicaState
@@ -15,8 +16,9 @@ OPTIONS = FleetOptions(
     scale_up_seconds=2,
     scale_down_seconds=10,
 )
-IDLE = ReplicaState(prompt_token_seconds=1e-3)
-QUEUED = ReplicaState(prompt_token_seconds=1e-3, queued_new_tokens=600)
+PACE = PromptPace(token=1e-3)
+IDLE = ReplicaState(prompt_pace=PACE)
+QUEUED = ReplicaState(prompt_pace=PACE, queued=PromptWork(3, 600, 0))
 BUSY = ReplicaState(running=5)
 LATE = ReplicaState(waiting=1, attainment=0.5)
 

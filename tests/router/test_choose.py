@@ -7,6 +7,7 @@ import pytest
 
 from twolane.common.page_hash import page_hashes
 from twolane.common.prefix_digest import Landmarks, PrefixBook, is_landmark
+from twolane.common.prompt_work import UNKNOWN, PromptPace, PromptWork
 from twolane.router.choose import LATE, TURNS, Chosen, Refused, choose
 from twolane.router.policies import POLICIES
 from twolane.router.state import FORMAT, Ask, ReplicaState
@@ -27,9 +28,9 @@ def state(queued: int = 0, prompt=(), **more) -> ReplicaState:
             if is_landmark(pages, PAGE)
         }
     )
-    kept = {"slo": SLO, "prompt_token_seconds": TOKEN_SECONDS, **more}
+    kept = {"slo": SLO, "prompt_pace": PromptPace(token=TOKEN_SECONDS), **more}
     return ReplicaState(
-        queued_new_tokens=queued,
+        queued=PromptWork(1, queued, 0),
         page_size=PAGE,
         pages=10_000,
         **{"pages_free": 10_000, **kept},
@@ -105,7 +106,7 @@ def test_nobody_is_sent_what_comes_too_late_and_the_client_is_told_when() -> Non
 def test_without_a_bound_or_a_speed_nobody_is_refused() -> None:
     queue = 10_000_000
     assert sent_to(table(a=state(queue, slo=Slo())), ask()) == "a"
-    assert sent_to(table(a=state(queue, prompt_token_seconds=0.0)), ask()) == "a"
+    assert sent_to(table(a=state(queue, prompt_pace=UNKNOWN)), ask()) == "a"
 
 
 def test_a_requests_own_bound_goes_before_the_replicas() -> None:
@@ -152,7 +153,7 @@ def test_full_memory_counts_as_waiting() -> None:
 
 
 def test_without_any_speed_requests_spread() -> None:
-    made = table(**{name: state(prompt_token_seconds=0.0) for name in "abc"})
+    made = table(**{name: state(prompt_pace=UNKNOWN) for name in "abc"})
     asks = [ask(range(i * 5000, i * 5000 + 2000)) for i in range(3)]
     assert sorted(sent_to(made, each) for each in asks) == ["a", "b", "c"]
 

@@ -3,6 +3,7 @@
 import msgspec
 
 from twolane.common.prefix_digest import Landmarks
+from twolane.common.prompt_work import PromptWork
 from twolane.router.state import ReplicaState
 
 from .serving import wait_for
@@ -59,6 +60,6 @@ def test_a_conversations_landmarks_are_those_of_its_prompt(real):
 def test_an_idle_server_says_so(tiny):
     told = wait_for(lambda: (s := state(tiny)).running + s.waiting == 0 and s)
     assert told.ready and not told.draining
-    assert told.queued_new_tokens == 0
+    assert told.queued.tokens == 0
     assert 0 < told.pages_free <= told.pages
-    assert told.prompt_token_seconds >= 0
+    assert told.prompt_pace.seconds(PromptWork.of(100, 0)) >= 0

@@ -224,8 +224,9 @@ class Engine:
             prefix_hits=state.counters.prefix_hits,
             preemptions=state.counters.preemptions,
             broken=state.counters.broken,
-            queued_new_tokens=state.queued_new_tokens(),
+            queued=state.queued_work(),
             prompt_token_seconds=state.counters.prompt_token_seconds,
+            prompt_pace=state.counters.paces.pace,
             seconds=[(*level, spent) for level, spent in state.counters.seconds.items()],
         )
 

@@ -12,6 +12,7 @@ from typing import Literal
 
 import msgspec
 
+from twolane.common.prompt_work import UNKNOWN, PromptPace, PromptWork
 from twolane.common.vocabulary import LaneName
 from twolane.sampling import PackedLogprobs as PackedLogprobs
 from twolane.sampling import SamplingParams
@@ -186,10 +187,12 @@ class Stats(msgspec.Struct, frozen=True):
     """Requests that lost their pages to others and were recomputed."""
     broken: int = 0
     """Requests that ended because the model gave NaN or infinity."""
-    queued_new_tokens: int = 0
-    """Prompt tokens that are still to be computed for the requests without a first token."""
+    queued: PromptWork = PromptWork()
+    """What is still to be computed for the requests without a first token."""
     prompt_token_seconds: float = 0.0
     """Seconds that launches with prompts have lately taken for each prompt token; 0: not known."""
+    prompt_pace: PromptPace = UNKNOWN
+    """The same by what a prompt consists of."""
     seconds: list[tuple[str, int, float]] = []
     """(lane, units, seconds of device work done on them)."""
 

@@ -2,6 +2,7 @@
 
 from math import isfinite
 
+from twolane.common.prompt_work import PromptWork
 from twolane.engine.kv import Allocation
 from twolane.engine.messages import Launched
 from twolane.engine.overlap import OTHER, Mixed, corunner_then
@@ -153,8 +154,8 @@ def _settle(state: State, flight: Flight) -> None:
     state.counters.seconds[ticket.lane, ticket.units] += ticket.seconds
     if batch is not None:
         layers = work.last - work.first if isinstance(work, PrefillSlice) else state.layers
-        tokens = sum([chunk.n for chunk in batch.members])
-        state.counters.note_prompts(ticket.seconds, tokens * layers / state.layers)
+        work_done = PromptWork().plus(batch.work, layers / state.layers)
+        state.counters.note_prompts(ticket.seconds, work_done)
     state.launching.note(work, ticket.launching, state.now())
     if flight.launch.lane in OTHER:
         state.landed[flight.launch.lane].append(flight)

@@ -7,6 +7,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from twolane.common.page_hash import salt_bytes
+from twolane.common.prompt_work import PromptWork
 from twolane.common.vocabulary import LaneName
 from twolane.engine.adapters.registry import LoadedAdapter
 from twolane.engine.constrained.constraints import Constraint
@@ -219,6 +220,14 @@ class PrefillBatch:
     layers_done: int = 0
     last_lane: LaneName | None = None
     """Where its last layers were launched, once they are."""
+
+    @property
+    def work(self) -> PromptWork:
+        """What all layers have to compute."""
+        work = PromptWork()
+        for chunk in self.members:
+            work = work.plus(PromptWork.of(chunk.n, chunk.start))
+        return work
 
     @property
     def chunks(self) -> Sequence[BatchChunk]:

@@ -4,9 +4,11 @@ import bisect
 import math
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
+from itertools import chain
 
 from msgspec.structs import replace
 
+from twolane.common.prompt_work import PromptPaces, PromptWork
 from twolane.common.vocabulary import EXCLUSIVE, LaneName
 from twolane.engine.kv import KVBooks
 from twolane.engine.launch_costs import LaunchCosts
@@ -50,6 +52,8 @@ class Counters:
     """Seconds of the latest launches with prompts; earlier ones count for less."""
     prompt_tokens: float = 0.0
     """Prompt tokens of the same, in proportion to the layers that were computed."""
+    paces: PromptPaces = field(default_factory=PromptPaces)
+    """What prompts take by their number, tokens and attention."""
     seconds: dict[tuple[LaneName, int], float] = field(default_factory=lambda: defaultdict(float))
     """Seconds of device work, by lane and units."""
 
@@ -58,10 +62,11 @@ class Counters:
         """Seconds that launches with prompts have lately taken for a prompt token; 0: not known."""
         return self.prompt_seconds / self.prompt_tokens if self.prompt_tokens else 0.0
 
-    def note_prompts(self, seconds: float, tokens: float) -> None:
+    def note_prompts(self, seconds: float, work: PromptWork) -> None:
         """Count a launch with prompts."""
         self.prompt_seconds = PROMPTS_KEPT * self.prompt_seconds + seconds
-        self.prompt_tokens = PROMPTS_KEPT * self.prompt_tokens + tokens
+        self.prompt_tokens = PROMPTS_KEPT * self.prompt_tokens + work.tokens
+        self.paces.note(work, seconds)
 
 
 @dataclass(slots=True)
@@ -114,8 +119,8 @@ class State:
     launches: list[Launched] = field(default_factory=list)
     watched_until: float = -math.inf
     """What is reaped later is no news of `launches`."""
-    queued: tuple[float, int] = (-math.inf, 0)
-    """When the queued tokens were last counted, on the lanes' clock, and how many there were."""
+    queued: tuple[float, PromptWork] = (-math.inf, PromptWork())
+    """When the queued work was last summed up, on the lanes' clock, and how much there was."""
     launching: LaunchCosts = field(init=False)
     offered: frozenset[int] = field(init=False)
     """Units that a lane may be given."""
@@ -128,27 +133,24 @@ class State:
         """Seconds on the lanes' clock."""
         return self.lanes.clock()
 
-    def queued_new_tokens(self) -> int:
-        """Prompt tokens that are still to be computed for the requests without a first token.
+    def queued_work(self) -> PromptWork:
+        """What is still to be computed for the requests without a first token.
 
-        What the prefix cache has is left out for those that have looked it up. The count is kept
-        for `QUEUE_SECONDS` while anything is in prefill.
+        What the prefix cache has is left out for those that have looked it up, and so are layers
+        that are done. The sum is kept for `QUEUE_SECONDS` while anything is in prefill.
         """
-        prefill = len(self.requests) - len(self.decoding)
         now = self.now()
-        if not prefill:
-            self.queued = now, 0
-        elif now - self.queued[0] >= QUEUE_SECONDS or not self.queued[1]:
-            lines = (self.queue, self.started, *self.held.values())
-            waiting = sum(request.known_new for line in lines for request in line)
-            batches = filter(None, (self.open, self.parked))
-            self.queued = now, waiting + sum(map(self._left, batches))
+        if len(self.requests) == len(self.decoding):
+            self.queued = now, PromptWork()
+        elif now - self.queued[0] >= QUEUE_SECONDS or not self.queued[1].tokens:
+            work = PromptWork()
+            for request in chain(self.queue, self.started, *self.held.values()):
+                new = request.known_new
+                work = work.plus(PromptWork.of(new, len(request.tokens) - new))
+            for batch in filter(None, (self.open, self.parked, *self.launched)):
+                work = work.plus(batch.work, 1 - batch.layers_done / self.layers)
+            self.queued = now, work
         return self.queued[1]
-
-    def _left(self, batch: PrefillBatch) -> int:
-        """Tokens of a batch in proportion to the layers that are not launched."""
-        left = 1 - batch.layers_launched / self.layers
-        return round(left * sum(chunk.n for chunk in batch.chunks))
 
     def adapters_named(self) -> set[int]:
         """The slots of adapters that requests or launches name."""

@@ -53,7 +53,7 @@ def wanted(
 
 def _high(states: Sequence[ReplicaState], options: FleetOptions, replicas: float) -> bool:
     """Whether the load of all is too much for this many replicas."""
-    seconds = sum(each.queued_new_tokens * each.prompt_token_seconds for each in states)
+    seconds = sum(each.prompt_pace.seconds(each.queued) for each in states)
     open_ = sum(each.running + each.waiting for each in states)
     late = any(
         each.waiting and each.attainment is not None and each.attainment < ATTAINED

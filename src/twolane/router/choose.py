@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from twolane.common.prompt_work import UNKNOWN, PromptPace, PromptWork
 from twolane.router.state import Ask
 from twolane.router.table import View
 
@@ -19,12 +20,14 @@ ROOM = 0.9
 """Share of the TTFT bound within which a prediction should be, for predictions err."""
 MEMORY = 0.2
 """Weight of the share of a replica's KV pages that are in use, in seconds."""
-LATE = 1.25
+LATE = 1.0
 """Multiple of the TTFT bound beyond which a prediction refuses a request; predictions err."""
 STAY = 0.05
 """Share by which a session's replica may be worse than the best, and the session stays."""
 TURNS = 8
 """A replica that keeps the bound gets one request of this many times the number of replicas."""
+USUAL = PromptWork.of(1024, 0)
+"""Prompt by which the paces of replicas are compared."""
 RETRY_SECONDS = (1, 60)
 """The least and the most whole seconds that a refusal asks to wait."""
 
@@ -64,8 +67,8 @@ def choose(ask: Ask, views: Sequence[View]) -> Chosen | Refused:
     """
     if not views:
         return Refused(RETRY_SECONDS[0], "no replica is ready")
-    usual = _usual_speed(views)
-    estimates = [_estimate(ask, view, view.token_seconds or usual) for view in views]
+    usual = _usual_pace(views)
+    estimates = [_estimate(ask, view, view.pace or usual) for view in views]
     in_time = [each for each in estimates if _keeps(each, 1.0)]
     if not in_time and not any(_keeps(each, LATE) for each in estimates):
         return _refusal(estimates)
@@ -80,22 +83,24 @@ def choose(ask: Ask, views: Sequence[View]) -> Chosen | Refused:
     return _chosen(best)
 
 
-def _usual_speed(views: Sequence[View]) -> float:
-    """Seconds a token of the replicas that know theirs; 0 if none does."""
-    known = sorted(view.token_seconds for view in views if view.token_seconds)
-    return known[len(known) // 2] if known else 0.0
+def _usual_pace(views: Sequence[View]) -> PromptPace:
+    """The middle pace of the replicas that know theirs."""
+    known = [view.pace for view in views if view.pace]
+    known.sort(key=lambda pace: pace.seconds(USUAL))
+    return known[len(known) // 2] if known else UNKNOWN
 
 
-def _estimate(ask: Ask, view: View, token_seconds: float) -> _Estimate:
+def _estimate(ask: Ask, view: View, pace: PromptPace) -> _Estimate:
     new = max(1, ask.prompt_tokens - view.reused)
     missing = -(-(new + ask.output_tokens) // view.page_size) - view.pages_free
-    queued = view.queued + max(0, missing) * view.page_size  # others must leave first
-    if not token_seconds:  # nothing was computed anywhere yet: the fewest tokens, then requests
-        return _Estimate(view, 0.0, queued + new + view.open)
-    ttft = (queued + new) * token_seconds
+    freed = max(0, missing) * view.page_size  # tokens of others, which must leave first
+    if not pace:  # nothing was computed anywhere yet: the fewest tokens, then requests
+        return _Estimate(view, 0.0, view.queued.tokens + freed + new + view.open)
+    own = pace.seconds(PromptWork.of(new, view.reused))
+    wait = max(0.0, pace.seconds(view.queued) - view.elapsed) + freed * pace.token
     used = 1 - view.pages_free / view.pages if view.pages else 0.0
-    cost = ttft + (WORK - 1) * new * token_seconds + MEMORY * max(0.0, used)
-    return _Estimate(view, ttft, cost)
+    cost = wait + WORK * own + MEMORY * max(0.0, used)
+    return _Estimate(view, wait + own, cost)
 
 
 def _keeps(estimate: _Estimate, share: float) -> bool:

@@ -5,10 +5,11 @@ from dataclasses import dataclass
 import msgspec
 
 from twolane.common.prefix_digest import Landmarks, PrefixDigest
+from twolane.common.prompt_work import UNKNOWN, PromptPace, PromptWork
 from twolane.slo import Slo
 
 NO_LANDMARKS = Landmarks()
-FORMAT = 1
+FORMAT = 2
 """Version of `ReplicaState`; a router leaves out a replica with another one."""
 
 
@@ -26,10 +27,10 @@ class ReplicaState(msgspec.Struct, frozen=True, kw_only=True):
     """Number of requests in decode."""
     waiting: int = 0
     """Number of requests without a first token."""
-    queued_new_tokens: int = 0
-    """Prompt tokens that are still to be computed for the requests without a first token."""
-    prompt_token_seconds: float = 0.0
-    """Seconds that launches with prompts have lately taken for each prompt token; 0: not known."""
+    queued: PromptWork = PromptWork()
+    """What is still to be computed for the requests without a first token."""
+    prompt_pace: PromptPace = UNKNOWN
+    """Seconds that launches with prompts have lately taken, by what a prompt consists of."""
     page_size: int = 1
     """Tokens in a KV page."""
     pages: int = 0

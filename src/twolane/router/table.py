@@ -5,6 +5,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from twolane.common.prompt_work import PromptPace, PromptWork
 from twolane.router.state import FORMAT, Ask, ReplicaState
 
 ASSUMED_SECONDS = 30.0
@@ -18,10 +19,12 @@ class View:
     """One replica as seen for one request."""
 
     name: str
-    queued: float
-    """Prompt tokens to compute before those of this request."""
-    token_seconds: float
-    """Seconds for each prompt token; 0: not known."""
+    queued: PromptWork
+    """What was to be computed before this request when the replica told its state."""
+    pace: PromptPace
+    """Seconds that prompts take there."""
+    elapsed: float
+    """Seconds since the replica told its state, in which it went on."""
     reused: int
     """Prompt tokens of this request that the replica has."""
     pages_free: int
@@ -49,9 +52,8 @@ class Replica:
     """When the state was asked for, on the router's clock."""
     known: frozenset[int] = frozenset()
     """Hashes of its landmarks."""
-    sent: list[tuple[float, int, int]] = field(default_factory=list)
-    """When requests were sent, their new tokens and their pages, as far as the state may lack
-    them."""
+    sent: list[tuple[float, PromptWork, int]] = field(default_factory=list)
+    """When requests were sent, their work and their pages, as far as the state may lack them."""
     assumed: dict[int, float] = field(default_factory=dict)
     """Hashes of landmarks that requests will have put there, with when they were sent."""
     open: int = 0
@@ -68,13 +70,12 @@ class Replica:
         found = bisect_right(range(len(hashes)), False, key=lambda i: not self.has(hashes[i]))
         return tokens[found - 1] if found else 0
 
-    def queued(self, now: float) -> float:
-        """Prompt tokens to compute now: those published, less what was computed since, and sent."""
-        state = self.state
-        seconds = state.prompt_token_seconds
-        done = (now - self.asked_at) / seconds if seconds else 0.0
-        waiting = state.queued_new_tokens + sum(new for _, new, _ in self.sent)
-        return max(0.0, waiting - done)
+    def queued(self) -> PromptWork:
+        """What was to be computed, as published, with what was sent since."""
+        work = self.state.queued
+        for _, sent, _ in self.sent:
+            work = work.plus(sent)
+        return work
 
 
 class Table:
@@ -132,8 +133,9 @@ class Table:
             bound = state.slo.first_token(ask.prompt_tokens - reused)
         return View(
             name=replica.name,
-            queued=replica.queued(now),
-            token_seconds=state.prompt_token_seconds,
+            queued=replica.queued(),
+            pace=state.prompt_pace,
+            elapsed=max(0.0, now - replica.asked_at),
             reused=reused,
             pages_free=state.pages_free - sum(pages for _, _, pages in replica.sent),
             pages=state.pages,
@@ -148,9 +150,10 @@ class Table:
     def sent(self, name: str, ask: Ask, now: float) -> None:
         """Note that a request goes to a replica."""
         replica = self._replicas[name]
-        new = ask.prompt_tokens - replica.reused(ask)
+        reused = replica.reused(ask)
+        new = ask.prompt_tokens - reused
         pages = -(-(new + ask.output_tokens) // replica.state.page_size)
-        replica.sent.append((now, new, pages))
+        replica.sent.append((now, PromptWork.of(new, reused), pages))
         for landmark in ask.landmarks.hashes:
             replica.assumed.pop(landmark, None)  # so that the oldest come first
             replica.assumed[landmark] = now

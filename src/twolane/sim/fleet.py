@@ -90,8 +90,8 @@ class SimReplica:
         return ReplicaState(
             running=stats.running,
             waiting=stats.waiting + stats.prefilling,
-            queued_new_tokens=stats.queued_new_tokens,
-            prompt_token_seconds=stats.prompt_token_seconds,
+            queued=stats.queued,
+            prompt_pace=stats.prompt_pace,
             page_size=kv.page_size,
             pages=kv.total_pages,
             pages_free=kv.free_pages + kv.reclaimable_pages,

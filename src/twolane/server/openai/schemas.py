@@ -227,8 +227,8 @@ class ReplicaStateShown(Shown):
     draining: bool
     running: int
     waiting: int
-    queued_new_tokens: int
-    prompt_token_seconds: float
+    queued: list[float]
+    prompt_pace: dict[str, float]
     page_size: int
     pages: int
     pages_free: int
