@@ -18,8 +18,10 @@ from .random_schemas import random_schema, rooted
 
 PARTS, SCHEMAS, ANSWERS, TOKENS = 10, 100, 10, 64
 """In the long form 10 parts of 100 schemas are answered 10 times each by the embedded model."""
-AT_ONCE = 4
+AT_ONCE = 12
 """Requests that the long form sends side by side."""
+SECONDS = 600
+"""Seconds that the long form waits for the answers to a schema: much may run beside it."""
 
 
 def schemas(part, count):
@@ -110,10 +112,10 @@ def real_client():
 def ask(served, schema, place):
     """The answers to a schema; none if it is refused by name."""
     form = {"type": "json_schema", "json_schema": {"name": "random", "schema": schema}}
-    message = {"role": "user", "content": f"Give an example, short. ({place})"}
+    message = {"role": "user", "content": "Give an example, short."}  # one prompt is computed once
     body = {"messages": [message], "response_format": form, "n": ANSWERS, "max_tokens": TOKENS}
     status, _, answer = served.request(
-        "/v1/chat/completions", {**body, "temperature": 1.0, "seed": place}
+        "/v1/chat/completions", {**body, "temperature": 1.0, "seed": place}, seconds=SECONDS
     )
     if status == 400:
         assert "response_format" in answer["error"]["message"]

@@ -49,14 +49,20 @@ class Served:
     def engine_pid(self) -> int | None:
         return engine_of(self.process.pid)
 
-    def request(self, path: str, body: object | None = None, data: bytes | None = None):
+    def request(
+        self,
+        path: str,
+        body: object | None = None,
+        data: bytes | None = None,
+        seconds: float = 60.0,
+    ):
         """Return status, headers and parsed body."""
         if body is not None:
             data = json.dumps(body).encode()
         headers = {"Content-Type": "application/json"}
         request = urllib.request.Request(self.base + path, data, headers)
         try:
-            with urllib.request.urlopen(request, timeout=60) as response:
+            with urllib.request.urlopen(request, timeout=seconds) as response:
                 return response.status, response.headers, parsed(response.read())
         except urllib.error.HTTPError as error:
             return error.code, error.headers, parsed(error.read())
