@@ -1,8 +1,10 @@
 """What grammars cost a batch: `python benchmarks/constraints.py --model qwen3-8b --out FILE`.
 
-An engine with dummy weights decodes requests side by side, none, half or all of them held to a
-JSON schema. The gaps between tokens are the engine's own, without pacing. Every ratio is of two
-loads of this run. `--model` may be a checkpoint; then its own weights and tokenizer serve.
+An engine with dummy weights decodes batches of one size side by side: none of their requests, or
+some, are held to a JSON schema. The gaps between tokens are the engine's own, without pacing. Every
+ratio is of two batches of this run. Then the parts of such a step by themselves: masks on the host
+by rows and threads, and on a GPU what they take from the logits. `--model` may be a checkpoint;
+then its own weights and tokenizer serve.
 """
 
 import argparse
@@ -10,34 +12,48 @@ import asyncio
 import itertools
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import torch
+
 from twolane.engine.config import EngineConfig
-from twolane.engine.constrained.constraints import Grammars
+from twolane.engine.constrained.constraints import Grammars, MaskThreads
 from twolane.engine.messages import Output, Submit
 from twolane.frontend.engine_client import EngineClient
 from twolane.frontend.structured.grammar import json_schema_grammar
 from twolane.frontend.text.tokenizer import load_tokenizer
+from twolane.lanes.cuda.logit_processors import LogitProcessors
+from twolane.lanes.sampling_points import SamplingPoint
+from twolane.lanes.slot_table import SlotTable
+from twolane.lanes.work import Sampling, SlotUpdate, TokenMask
 from twolane.model.load.hub import resolve
 from twolane.results.provenance import provenance, save
 from twolane.sampling import SamplingParams
 
-SCHEMA = {
-    "type": "array",
-    "items": {
+
+def listed(name: dict[str, object]) -> dict[str, object]:
+    """A schema of lists whose objects have such a name: no answer to it ends by itself."""
+    properties = {
+        "name": name,
+        "kind": {"enum": ["one", "two", "three"]},
+        "sizes": {"type": "array", "items": {"type": "number"}},
+    }
+    entry = {
         "type": "object",
-        "properties": {
-            "name": {"type": "string", "maxLength": 40},
-            "kind": {"enum": ["one", "two", "three"]},
-            "sizes": {"type": "array", "items": {"type": "number"}},
-        },
-        "required": ["name", "kind", "sizes"],
+        "properties": properties,
+        "required": [*properties],
         "additionalProperties": False,
-    },
-    "minItems": 1000,
+    }
+    return {"type": "array", "items": entry, "minItems": 1000}
+
+
+SCHEMAS = {
+    "plain": listed({"type": "string"}),
+    "bounded": listed({"type": "string", "maxLength": 40}),
 }
-"""An answer to it never ends by itself within the tokens that are asked for."""
+"""A bound on the length of text is what masks take longest for: where little room is left, each
+token of the vocabulary is looked at."""
 
 
 def request(place: int, prompt: int, tokens: int, vocab_size: int, grammar: str | None) -> Submit:
@@ -88,6 +104,8 @@ def figures(found: Sequence[Sequence[float]]) -> dict[str, float]:
 
 
 async def measure(given: argparse.Namespace, tokenizer: str) -> dict[str, object]:
+    """Decode batches of one size, some of whose rows are constrained; the first of each round has
+    none."""
     config = EngineConfig(
         model=given.model,
         load_format=given.load_format,
@@ -95,51 +113,58 @@ async def measure(given: argparse.Namespace, tokenizer: str) -> dict[str, object
         system=given.system,
         max_model_len=given.prompt + given.tokens + 16,
         prefix_cache=False,
+        trace=given.trace,
     )
     client = await EngineClient.start(config)
+    runs: dict[int, dict[str, list[dict[str, float]]]] = {}
     try:
         client.teach(tokenizer)
-        grammar, rows = json_schema_grammar(SCHEMA), given.rows
-        loads = {"none": 0, "half": rows // 2, "all": rows}
-        size = given.vocab_size
+        grammar, size = json_schema_grammar(SCHEMAS[given.schema]), given.vocab_size
         await gaps(client, [request(0, 16, 8, size, grammar), request(1, 16, 8, size, None)])
-        runs: dict[str, list[dict[str, float]]] = {}
-        for name, tied in itertools.chain(*[loads.items()] * given.rounds):
+        for tied in [0, *given.constrained] * given.rounds:
             asked = [
                 request(i, given.prompt, given.tokens, size, grammar if i < tied else None)
-                for i in range(rows)
+                for i in range(given.rows)
             ]
-            found = await gaps(client, asked)
-            if tied:
-                runs.setdefault(f"{name}: constrained", []).append(figures(found[:tied]))
-            if tied < rows:
-                runs.setdefault(f"{name}: free", []).append(figures(found[tied:]))
+            found, run = await gaps(client, asked), runs.setdefault(tied, {})
+            for name, part in (("constrained", found[:tied]), ("free", found[tied:])):
+                if part:
+                    run.setdefault(name, []).append(figures(part))
+            print(tied, {name: each[-1] for name, each in run.items()}, flush=True)
     finally:
         await client.close()
-    shown = {
-        name: {key: statistics.median(run[key] for run in each) for key in each[0]}
-        for name, each in runs.items()
-    }
-    free = shown["none: free"]["median_ms"]
-    ratios = {name: each["median_ms"] / free for name, each in shown.items()}
-    return {"gaps": shown, "over none": ratios}
+    return {"gaps": shown(runs)}
 
 
-def mask_cost(tokenizer: str, vocab_size: int, eos: int) -> dict[str, float]:
-    """Milliseconds to compute the masks of 1, 16 and 64 rows, median of 50 steps."""
-    grammars = Grammars(tokenizer, vocab_size, (eos,), lambda: None)
-    grammar, costs = json_schema_grammar(SCHEMA), {}
-    for rows in (1, 16, 64):
-        tied = [grammars.constraint(grammar, {eos}).result()[0] for _ in range(rows)]
+def shown(runs: Mapping[int, Mapping[str, list[dict[str, float]]]]) -> dict[str, object]:
+    """The medians of all rounds, and their ratios to the batch without constrained rows."""
+    found: dict[int, dict[str, dict[str, float]]] = {}
+    for tied, run in runs.items():
+        for name, rounds in run.items():
+            middle = {key: statistics.median(each[key] for each in rounds) for key in rounds[0]}
+            base = middle if tied == 0 else found[0]["free"]
+            over = {f"{key}_over_none": middle[key] / base[key] for key in base if "_ms" in key}
+            found.setdefault(tied, {})[name] = {**middle, **(over if tied else {})}
+    return {f"{tied} constrained": each for tied, each in found.items()}
+
+
+def mask_costs(given: argparse.Namespace, tokenizer: str) -> dict[str, object]:
+    """Milliseconds until the masks of a step are there, by rows and threads: median and P99 of 100
+    steps."""
+    grammars = Grammars(tokenizer, given.vocab_size, (given.eos,), lambda: None)
+    grammar, costs = json_schema_grammar(SCHEMAS[given.schema]), {}
+    for threads, rows in itertools.product(given.threads, (1, 16, 64)):
+        computing = MaskThreads(lambda: None, threads)
+        tied = [grammars.constraint(grammar, {given.eos}).result()[0] for _ in range(rows)]
         seconds = []
-        for step in range(50):
+        for step in range(100):
             begun = time.perf_counter()
-            masks = [each.mask() for each in tied]
+            masks = [each.result() for each in computing.start(tied)]
             seconds.append(time.perf_counter() - begun)
             for place, (each, mask) in enumerate(zip(tied, masks, strict=True)):
                 each.take(chosen(mask, 7 * place + 3 * step))
-        costs[str(rows)] = 1e3 * statistics.median(seconds)
-    return costs
+        costs[f"{rows} rows, {threads} threads"] = figures([seconds])
+    return {"masks": costs}
 
 
 def chosen(mask: bytes, start: int) -> int:
@@ -149,19 +174,48 @@ def chosen(mask: bytes, start: int) -> int:
     return next(token for token in places if mask[token // 8] >> token % 8 & 1)
 
 
+def upload_costs(given: argparse.Namespace) -> dict[str, object]:
+    """Milliseconds from when a step's masks are known to when the device has taken what they forbid
+    out of the logits: median and P99 of 50 steps."""
+    device, vocab, costs = torch.device("cuda"), given.vocab_size, {}
+    mask = bytes([0b10110101]) * -(-vocab // 8)
+    for rows in (1, 16, 64):
+        slots = SlotTable(rows)
+        processors = LogitProcessors(slots, vocab, device)
+        logits, seconds = torch.zeros(rows, vocab, device=device), []
+        chosen_by = [Sampling(SamplingParams(), i, 1, ()) for i in range(rows)]
+        slots.take([SlotUpdate(i, 0, (), each) for i, each in enumerate(chosen_by)])
+        places = [SamplingPoint(i, i, 1) for i in range(rows)]
+        for _ in range(50):
+            began, ended = torch.cuda.Event(True), torch.cuda.Event(True)
+            torch.cuda.synchronize()
+            began.record()
+            processors.constrain([TokenMask(i, mask) for i in range(rows)])
+            processors.adjust(logits, places)
+            ended.record()
+            torch.cuda.synchronize()
+            seconds.append(began.elapsed_time(ended) / 1e3)
+        costs[f"{rows} rows"] = figures([seconds])
+    return {"upload": costs}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="qwen3-8b")
     parser.add_argument("--load-format", default="dummy")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--system", default="static-split")
+    parser.add_argument("--schema", choices=SCHEMAS, default="bounded")
     parser.add_argument("--tokenizer", type=Path, help="tokenizer.json; default: the embedded one")
     parser.add_argument("--vocab-size", type=int, default=151_936)
     parser.add_argument("--eos", type=int, default=151_645, help="end token of the tokenizer")
-    parser.add_argument("--rows", type=int, default=64)
-    parser.add_argument("--prompt", type=int, default=2048)
-    parser.add_argument("--tokens", type=int, default=200)
+    parser.add_argument("--rows", type=int, default=72, help="of each batch")
+    parser.add_argument("--constrained", type=int, nargs="+", default=[1, 16, 64])
+    parser.add_argument("--threads", type=int, nargs="*", default=[1, 2, 4, 8])
+    parser.add_argument("--prompt", type=int, default=512)
+    parser.add_argument("--tokens", type=int, default=400)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--trace", help="file for a trace of the engine's launches")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     if given.tokenizer is None:
@@ -169,7 +223,9 @@ def main() -> None:
     else:
         tokenizer = given.tokenizer.read_text()
     found = asyncio.run(measure(given, tokenizer))
-    found["masks_ms"] = mask_cost(tokenizer, given.vocab_size, given.eos)
+    found |= mask_costs(given, tokenizer)
+    if torch.cuda.is_available():
+        found |= upload_costs(given)
     for part, values in found.items():
         print(part, values)
     if given.out is not None:

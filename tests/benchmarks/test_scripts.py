@@ -116,12 +116,14 @@ def test_what_grammars_cost_is_measured(tmp_path):
     make_checkpoint("llama2", model)
     tokenizer().save(str(tmp_path / "tokenizer.json"))
     where = ("--model", model, "--load-format", "auto", "--device", "cpu", "--vocab-size", 256)
-    few = ("--rows", 4, "--prompt", 20, "--tokens", 400, "--rounds", 1)
+    few = ("--rows", 4, "--constrained", 2, "--threads", 2, "--prompt", 20, "--tokens", 400)
     name = ("--tokenizer", tmp_path / "tokenizer.json", "--eos", 2)
-    run("constraints.py", *where, *few, *name, "--out", out, cwd=tmp_path)
+    run("constraints.py", *where, *few, "--rounds", 1, *name, "--out", out, cwd=tmp_path)
     found = saved(out)
-    assert found["over none"]["none: free"] == 1.0
-    assert found["masks_ms"].keys() == {"1", "16", "64"}
+    some = found["gaps"]["2 constrained"]
+    assert some.keys() == {"constrained", "free"}
+    assert some["free"]["median_ms_over_none"] > 0
+    assert found["masks"].keys() == {f"{rows} rows, 2 threads" for rows in (1, 16, 64)}
 
 
 def test_goodput_is_searched_on_simulated_gpus(tmp_path):

@@ -75,15 +75,17 @@ class MaskThreads:
 
     Args:
         notify: called from a thread when the masks of a batch are there.
+        threads: number of threads; None: see `mask_threads`.
     """
 
-    def __init__(self, notify: Callable[[], None]) -> None:
+    def __init__(self, notify: Callable[[], None], threads: int | None = None) -> None:
         self._notify = notify
-        self._threads = ThreadPoolExecutor(_threads(), thread_name_prefix="masks")
+        self._count = threads or mask_threads()
+        self._threads = ThreadPoolExecutor(self._count, thread_name_prefix="masks")
 
     def start(self, constraints: Sequence[Constraint]) -> Sequence[Future[bytes]]:
         """Compute the mask of each; a future has a `GrammarError` where there is none."""
-        parts: list[list[tuple[Constraint, Future[bytes]]]] = [[] for _ in range(_threads())]
+        parts: list[list[tuple[Constraint, Future[bytes]]]] = [[] for _ in range(self._count)]
         masks: list[Future[bytes]] = [Future() for _ in constraints]
         for place, pair in enumerate(zip(constraints, masks, strict=True)):
             parts[place % len(parts)].append(pair)
@@ -101,8 +103,8 @@ class MaskThreads:
         self._notify()
 
 
-def _threads() -> int:
-    """The number of threads that compute masks: a core each, as far as lanes leave some."""
+def mask_threads() -> int:
+    """Return the number of threads that compute masks: a core each, as far as lanes leave some."""
     return max(1, min(MOST_THREADS, len(usable_cores()) // 4))
 
 
