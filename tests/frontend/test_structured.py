@@ -94,6 +94,14 @@ def test_an_answer_may_follow_thinking(takes, opened):
     assert takes(grammar, begin + "So 1 and {2}\nit is.\n</think>\n\n12")
     assert not takes(grammar, begin + "So 1 and 2\n</think>\n\nx")
     assert takes(grammar, "12") is not opened
+    for other in (
+        choice_grammar(["a", "b"]),
+        regex_grammar("a|b"),
+        context_free_grammar('start: "a"'),
+    ):
+        assert takes(
+            behind_thinking(other, lambda _: None, opened=opened), begin + "hm</think>\n\na"
+        )
     calls = calls_grammar("hermes", [NOTHING], lambda _: None, several=False)
     called = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
     assert takes(

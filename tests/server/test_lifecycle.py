@@ -186,7 +186,7 @@ def service_of(texts):
         watchers=[],
         wait_for_gap=no_wait,
     )
-    return Service(engine, texts, "slow", max_queue=9, forms=Forms(None, lambda _: None))
+    return Service(engine, texts, "slow", max_queue=9, forms=Forms(None))
 
 
 async def ask(service, path, body, leaves=None):

@@ -206,8 +206,7 @@ def service_of(started: Started, config: EngineConfig, options: ServerOptions) -
     for field, value in sampling.items():
         log.info("%s is %g where a request says nothing, as the model recommends", field, value)
     thinks = None if options.reasoning_parser == "auto" else False
-    added = texts.codec.added_token
-    forms = Forms(texts.template_source, added, options.tool_call_parser, thinks)
+    forms = Forms(texts.template_source, options.tool_call_parser, thinks)
     name = options.served_model_name or config.model
     return Service(
         engine,

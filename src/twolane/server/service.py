@@ -1,6 +1,5 @@
 """What every endpoint shares: the engine, the tokenizer, admission and the books."""
 
-import asyncio
 import logging
 import time
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
@@ -17,6 +16,7 @@ from twolane.frontend.fence import Crowded
 from twolane.frontend.forms import FREE, AnswerForm, Forms, grammar_alone
 from twolane.frontend.generation import Generation
 from twolane.frontend.messages import turns_of
+from twolane.frontend.structured.maker import GrammarMaker
 from twolane.frontend.text.codec import TextCodec, TextError
 from twolane.frontend.text.jobs import Chat, Encode, Listed, Listing
 from twolane.frontend.text.texts import Texts
@@ -105,7 +105,7 @@ class Service:
         self.codec = texts.codec
         self.model_name = model_name
         self._sampling = sampling
-        self.forms = forms or Forms(texts.template_source, self.codec.added_token)
+        self.forms = forms or Forms(texts.template_source)
         self._taught = False
         """Whether the engine has the tokenizer."""
         self.created = int(time.time())
@@ -128,6 +128,8 @@ class Service:
         self.draining = False
         self.judge = Judge()
         """What judges large bodies."""
+        self._grammars: GrammarMaker | None = None
+        """What makes grammars, from the first one on."""
 
     @property
     def unavailable(self) -> str | None:
@@ -229,12 +231,34 @@ class Service:
         try:
             if not self.codec.has_tokenizer:
                 raise FieldError((asked.wanted or ("tools",))[0], "needs a model with a tokenizer")
-            if not chat:
-                return await asyncio.to_thread(grammar_alone, asked)
             end = self.codec.decode(tokens[-SEEN_TOKENS:], skip_special_tokens=False)
-            return await asyncio.to_thread(self.forms.of, asked, end)
+            form = self.forms.of(asked, end) if chat else grammar_alone(asked)
+            return await self._with_grammar(form)
         except FieldError as error:
             raise ApiError(400, str(error), code="invalid_value", param=error.field) from error
+
+    async def _with_grammar(self, form: AnswerForm) -> AnswerForm:
+        """The form with the grammar that it asks for.
+
+        Raises:
+            FieldError: the grammar cannot be served.
+            ApiError: 429 or 503.
+        """
+        if form.wanted is None:
+            return form
+        self.check_available()
+        if self._grammars is None:
+            eos = self.engine.ready.eos_token_ids
+            self._grammars = GrammarMaker(self.codec.tokenizer_json, eos)
+        try:
+            return form._replace(grammar=await self._grammars.make(form.wanted, CLIENT.get()))
+        except FieldError:
+            self.check_available()  # it may have been given up for that
+            raise
+        except Crowded as error:
+            headers = {"Retry-After": "1"}
+            message = "too many grammars wait to be made"
+            raise ApiError(429, message, code="queue_full", headers=headers) from error
 
     async def tokenize(self, body: TokenizeRequest) -> Listed:
         """Return the tokens of a text or a conversation, which may be longer than the context, and
@@ -405,9 +429,11 @@ class Service:
         ]
 
     async def close(self) -> None:
-        """End the checkpoint's programs, and what judges large bodies."""
+        """End the programs that run behind fences."""
         self.draining = True
         await self.judge.close()
+        if self._grammars is not None:
+            await self._grammars.close()
         await self.texts.close()
 
     def _how(self, body: ChatRequest | TokenizeRequest) -> dict[str, Any]:

@@ -43,7 +43,7 @@ def regex_grammar(regex: str) -> str:
 
 def choice_grammar(choices: Sequence[str]) -> str:
     """Return the grammar of some strings."""
-    return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, choices)))
+    return lark_grammar("start: " + " | ".join(map(json.dumps, choices)))
 
 
 def context_free_grammar(text: str) -> str:
@@ -58,7 +58,12 @@ def context_free_grammar(text: str) -> str:
     rules = len(RULE.findall(lark))
     if rules > MOST_RULES:
         raise ValueError(f"the grammar has {rules} rules; at most {MOST_RULES} can be")
-    return LLMatcher.grammar_from_lark(lark)
+    return lark_grammar(lark)
+
+
+def lark_grammar(lark: str) -> str:
+    """Return a grammar in Lark's form as others can be put before it."""
+    return json.dumps({"grammars": [{"lark_grammar": lark}]})
 
 
 def check_complexity(schema: object) -> None:

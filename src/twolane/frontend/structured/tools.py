@@ -5,37 +5,38 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from twolane.frontend.structured.grammar import (
     ANY_OBJECT,
     WHITESPACE,
     TokenOf,
     check_complexity,
+    lark_grammar,
     terminal,
 )
 
 NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
 
 
-class Tool:
-    """A function that a model may call.
+class Tool(msgspec.Struct, frozen=True):
+    """A function that a model may call."""
 
-    Args:
-        name: of the function.
-        parameters: the JSON schema of its arguments.
-        strict: whether arguments follow the schema also where the model is free to call.
-    """
+    name: str
+    parameters: Mapping[str, Any] | None = None
+    """The JSON schema of its arguments; None: it has none."""
+    strict: bool = False
+    """Whether arguments follow the schema also where the model is free to call."""
 
-    def __init__(
-        self, name: str, parameters: Mapping[str, Any] | None, *, strict: bool = False
-    ) -> None:
-        self.name = name
-        self.parameters = parameters or NO_PARAMETERS
-        self.strict = strict
+    @property
+    def schema(self) -> Mapping[str, Any]:
+        """The JSON schema of its arguments."""
+        return self.parameters or NO_PARAMETERS
 
     @property
     def types(self) -> Mapping[str, str]:
         """The JSON type of each parameter, where the schema says one."""
-        properties = self.parameters.get("properties")
+        properties = self.schema.get("properties")
         known = properties if isinstance(properties, dict) else {}
         return {
             name: schema["type"]
@@ -61,7 +62,7 @@ def calls_grammar(form: str, tools: Sequence[Tool], token_of: TokenOf, *, severa
     more = f" ({marks.of(*between)} call)*" if several else ""
     start = f"start: {marks.of(*before)} call{more} {marks.of(*after)}"
     lark = "\n".join([start, f"call: {call}", rules, *marks.rules])
-    return json.dumps({"grammars": [{"lark_grammar": lark}]})
+    return lark_grammar(lark)
 
 
 def strict_grammar(form: str, tools: Sequence[Tool], token_of: TokenOf, *, several: bool) -> str:
@@ -96,7 +97,7 @@ def strict_grammar(form: str, tools: Sequence[Tool], token_of: TokenOf, *, sever
         "SPACE: /[ \\t\\r\\n]+/",
         *marks.rules,
     ]
-    return json.dumps({"grammars": [{"lark_grammar": "\n".join(filter(None, lark))}]})
+    return lark_grammar("\n".join(filter(None, lark)))
 
 
 def _free_text(opening: str, marks: "_Marks", text: str) -> list[str]:
@@ -146,7 +147,7 @@ class _Marks:
 def _json_call(key: str, begin: str, end: str) -> Callable[[Tool, _Marks], str]:
     def call(tool: Tool, marks: _Marks) -> str:
         head = '{"name": ' + json.dumps(tool.name) + f', "{key}": '
-        arguments = marks.json(tool.parameters)
+        arguments = marks.json(tool.schema)
         parts = [marks.of(begin), "" if not begin.endswith(">") else '"\\n"', json.dumps(head)]
         tail = ['"}"', '"\\n"' if end else "", marks.of(end)]
         return " ".join(part for part in [*parts, arguments, *tail] if part)
@@ -159,15 +160,15 @@ def _named_call(*head: str, tail: Sequence[str]) -> Callable[[Tool, _Marks], str
 
     def call(tool: Tool, marks: _Marks) -> str:
         before = marks.of(*[mark.replace("NAME", tool.name) for mark in head])
-        return f"{before} {marks.json(tool.parameters)} {marks.of(*tail)}"
+        return f"{before} {marks.json(tool.schema)} {marks.of(*tail)}"
 
     return call
 
 
 def _xml_call(tool: Tool, marks: _Marks) -> str:
-    required = tool.parameters.get("required") or ()
-    body = [] if "properties" in tool.parameters else [marks.any_parameters()]
-    for name, schema in (tool.parameters.get("properties") or {}).items():
+    required = tool.schema.get("required") or ()
+    body = [] if "properties" in tool.schema else [marks.any_parameters()]
+    for name, schema in (tool.schema.get("properties") or {}).items():
         opened = json.dumps(f"<parameter={name}>\n")
         text = isinstance(schema, dict) and schema.get("type") == "string" and "enum" not in schema
         end = json.dumps(END_PARAMETER)

@@ -276,13 +276,6 @@ class TextCodec:
         """
         return self._tokenizer.to_str() if self._json is None else self._json
 
-    def added_token(self, text: str) -> int | None:
-        """Return the id of the added token with this text; None: there is no such token."""
-        if self._backend is None:
-            return None
-        token = self._backend.token_to_id(text)
-        return token if token in self._backend.get_added_tokens_decoder() else None
-
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the tokens of a plain prompt.
 

@@ -24,7 +24,7 @@ from twolane.frontend.fields import (
 )
 from twolane.frontend.forms import Asked
 from twolane.frontend.messages import Messages
-from twolane.frontend.structured.grammar import Maker
+from twolane.frontend.structured.jobs import Wanted
 from twolane.sampling import MOST_LOGPROBS, SamplingParams
 from twolane.server.openai.structured import ResponseFormat, StructuredOutputs
 from twolane.server.openai.tools import NamedChoice, ToolChoice, Tools, enforced
@@ -179,11 +179,11 @@ class GenerationBody(TextFields):
         return Asked(wanted=self._wanted)
 
     @property
-    def _wanted(self) -> tuple[str, Maker] | None:
+    def _wanted(self) -> tuple[str, Wanted] | None:
         if self.structured_outputs is not None:
-            return "structured_outputs", self.structured_outputs.maker()
-        maker = None if self.response_format is None else self.response_format.maker()
-        return None if maker is None else ("response_format", maker)
+            return "structured_outputs", self.structured_outputs.wanted()
+        wanted = None if self.response_format is None else self.response_format.wanted()
+        return None if wanted is None else ("response_format", wanted)
 
     def sampling(self, defaults: Mapping[str, Any] = MappingProxyType({})) -> SamplingParams:
         """Return the engine's form of the sampling fields; `defaults`: of those not given.

@@ -1,20 +1,13 @@
 """The fields of structured output: OpenAI's `response_format`, vLLM's `structured_outputs`."""
 
-import json
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from twolane.frontend.body import wrong
-from twolane.frontend.structured.grammar import (
-    ANY_OBJECT,
-    Maker,
-    choice_grammar,
-    context_free_grammar,
-    json_schema_grammar,
-    regex_grammar,
-)
+from twolane.frontend.structured import jobs
+from twolane.frontend.structured.grammar import ANY_OBJECT
 
 Schema = dict[str, Any] | bool
 
@@ -46,12 +39,12 @@ class ResponseFormat(_Fields):
             raise wrong("json_schema", 'goes with the type "json_schema", and only with it')
         return self
 
-    def maker(self) -> Maker | None:
-        """Return what makes the grammar of the answer; None: it is free."""
+    def wanted(self) -> jobs.Schema | None:
+        """Return what the answer is to be; None: it is free."""
         if self.type == "text":
             return None
         schema = None if self.json_schema is None else self.json_schema.schema_
-        return lambda: json_schema_grammar(ANY_OBJECT if schema is None else schema)
+        return jobs.Schema(ANY_OBJECT if schema is None else schema)
 
 
 class StructuredOutputs(_Fields):
@@ -71,15 +64,14 @@ class StructuredOutputs(_Fields):
             raise PydanticCustomError("invalid_value", f"must have exactly one of {known}")
         return self
 
-    def maker(self) -> Maker:
-        """Return what makes the grammar of the answer."""
+    def wanted(self) -> jobs.Wanted:
+        """Return what the answer is to be."""
         if self.regex is not None:
-            return lambda: regex_grammar(self.regex or "")
+            return jobs.Regex(self.regex)
         if self.choice is not None:
-            return lambda: choice_grammar(self.choice or [])
+            return jobs.Choice(self.choice)
         if self.grammar is not None:
-            return lambda: context_free_grammar(self.grammar or "")
-        schema = ANY_OBJECT if self.json_object or self.json_ is None else self.json_
-        return lambda: json_schema_grammar(
-            json.loads(schema) if isinstance(schema, str) else schema
-        )
+            return jobs.ContextFree(self.grammar)
+        if isinstance(self.json_, str):
+            return jobs.SchemaText(self.json_)
+        return jobs.Schema(ANY_OBJECT if self.json_object or self.json_ is None else self.json_)

@@ -1,0 +1,58 @@
+"""Has grammars made and tried in a process of its own, whose time and memory are bounded."""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from twolane.common.errors import FieldError
+from twolane.frontend.fence import LONG_WORK_NICENESS, Fence, FenceError, Limits
+from twolane.frontend.structured.jobs import GrammarJob, Made, Result, Setup
+
+MODULE = "twolane.frontend.structured.worker"
+LONG_JOB = 1 << 14
+"""Jobs of this many bytes and more wait for each other, and no shorter one for them."""
+LIMITS = Limits(seconds=10.0, memory=1 << 30)
+
+
+class GrammarMaker:
+    """Makes grammars for a model. Its process starts with the first of them.
+
+    All methods belong to one event loop.
+
+    Args:
+        tokenizer: the model's `tokenizer.json`.
+        eos_token_ids: of the model.
+    """
+
+    def __init__(self, tokenizer: str, eos_token_ids: Sequence[int]) -> None:
+        setup = msgspec.msgpack.encode(Setup(tokenizer, eos_token_ids))
+        self._fence = Fence(MODULE, setup, LIMITS)
+        self._lanes = self._fence.lane(), self._fence.lane(LONG_WORK_NICENESS)
+
+    async def make(self, asked: GrammarJob, client: str = "") -> str:
+        """Return a grammar that the engine can match.
+
+        Args:
+            asked: what it is of.
+            client: who asks; all clients have their turns.
+
+        Raises:
+            FieldError: it is wrong, has parts that are not implemented, or takes too much.
+            Crowded: too many grammars wait.
+        """
+        try:
+            job = msgspec.msgpack.encode(asked)
+        except (OverflowError, ValueError) as error:
+            raise FieldError(asked.field, f"cannot be served: {error}") from error
+        try:
+            said = await self._lanes[len(job) >= LONG_JOB].run([job], client)
+        except FenceError as error:
+            raise FieldError(asked.field, f"cannot be served: {error}") from error
+        made = msgspec.msgpack.decode(said, type=Result)
+        if isinstance(made, Made):
+            return made.grammar
+        raise FieldError(asked.field, made.problem)
+
+    async def close(self) -> None:
+        """End the process."""
+        await self._fence.close()
