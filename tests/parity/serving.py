@@ -94,7 +94,7 @@ class LocalPort:
             self.tokens[output.id] += output.tokens
             self.logprobs[output.id] += output.logprobs or ()
             if output.prompt_logprobs is not None:
-                self.prompt_logprobs[output.id] = output.prompt_logprobs
+                self.prompt_logprobs[output.id] = list(output.prompt_logprobs)
             if output.finish is not None:
                 self.finish[output.id] = output.finish
                 self._unfinished.remove(output.id)  # raises if it had ended before

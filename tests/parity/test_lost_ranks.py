@@ -14,13 +14,18 @@ import pytest
 from tests.model.checkpoints import make_checkpoint
 from tests.parity.lost_rank_0 import endless
 from tests.parity.ranks import Ranks, on_cpu
+from twolane.engine.messages import Submit
 from twolane.lanes import base
+from twolane.lanes.followers import Pulse
 from twolane.parallel.group import RankLost
+from twolane.sampling import SamplingParams
+from twolane.systems.registry import make_system
 
 ENDS_WITHIN = 10.0
 """Seconds until an engine whose rank is lost must have said so."""
 ROUNDS, FULL_ROUNDS = 2, 40
 SIGNALS = [signal.SIGKILL, signal.SIGSTOP]
+SHORT = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +81,52 @@ def test_a_rank_that_dies_at_rest_is_noticed(checkpoint: Path) -> None:
     with pytest.raises(RankLost, match="rank 1 of 2 has died"):
         ranks.lanes.check()
     ranks.close(1.0)
+
+
+def test_a_rank_that_is_stopped_at_rest_is_noticed(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(base, "PATIENCE_SECONDS", 3.0)
+    ranks, news = on_cpu(checkpoint, 2, 256, 16, 8), threading.Event()
+    served = ranks.serve(make_system("static-split"), [Submit("a", [5, 6, 7], SHORT)])
+    assert [len(tokens) for tokens in served.outputs] == [SHORT.max_tokens]
+    ranks.wake = news.set
+    ranks.processes[0].send_signal(signal.SIGSTOP)
+    assert news.wait(60.0)
+    with pytest.raises(RankLost, match=r"rank 1 of 2 has not answered for .* rank 1 is stopped"):
+        ranks.lanes.check()
+    ranks.processes[0].send_signal(signal.SIGCONT)
+    ranks.close(1.0)
+
+
+def test_silence_counts_from_the_end_of_work_and_only_for_ranks_that_have_begun() -> None:
+    pipes = [os.pipe() for _ in range(2)]
+    for read, _ in pipes:
+        os.set_blocking(read, False)
+    pings: list[float] = []
+    pulse, (_, first), (_, second) = Pulse([read for read, _ in pipes]), *pipes
+
+    def beat(now: float) -> tuple[int, float] | None:
+        return pulse.beat(now, lambda: pings.append(now))
+
+    assert beat(1.0) is None
+    assert beat(50.0) is None, "both are starting"
+    os.write(second, b".")
+    assert beat(60.0) is None
+    assert pings == [1.0], "the first is still starting"
+    os.write(first, b".")
+    assert beat(61.0) == (1, 0.0)
+    assert pings == [1.0, 61.0]
+    os.write(first, b".")
+    assert beat(64.0) == (2, 3.0)
+    pulse.skip(70.0)
+    assert beat(72.0) == (2, 2.0)
+    os.write(second, b".")
+    assert beat(72.5) == (1, 0.0)
+    assert pings == [1.0, 61.0, 72.5]
+    for pipe in pipes:
+        for file in pipe:
+            os.close(file)
 
 
 @pytest.mark.timeout(1800)

@@ -1,11 +1,13 @@
 """Rank 0's side of several ranks: it starts the others, watches them and writes the log."""
 
+import contextlib
 import os
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Protocol
@@ -13,6 +15,7 @@ from typing import Protocol
 import msgspec
 from torch import distributed as dist
 
+from twolane.lanes import base
 from twolane.lanes.base import Ticket
 from twolane.lanes.settings import DeviceSettings
 from twolane.lanes.work import Record, encode
@@ -24,6 +27,13 @@ EXPLAIN_SECONDS = 0.5
 """Seconds that whoever missed a rank waits for news of one that has died."""
 LOOK_SECONDS = 0.25
 """Seconds between two looks whether launches go on."""
+LOOK_MOST_SECONDS = 1.0
+"""Seconds between two looks that count at most: if they are further apart, this process itself
+stood still."""
+PING_SECONDS = 1.0
+"""Seconds between two pings of a rank that has nothing to do."""
+PING = bytes(LENGTH_BYTES)
+"""A record without a content: the follower writes a byte to its `FollowerStart.answers`."""
 
 
 class FollowerStart(msgspec.Struct, frozen=True):
@@ -37,6 +47,8 @@ class FollowerStart(msgspec.Struct, frozen=True):
     """TCP port of the store where the ranks meet."""
     parent: int
     """Process id of rank 0."""
+    answers: int
+    """File to which it writes a byte when it begins with the log, and one for each ping."""
 
 
 class FollowerPool(msgspec.Struct, frozen=True):
@@ -54,6 +66,44 @@ class OpenLaunches(Protocol):
     def waiting(self) -> Sequence[Ticket]:
         """Those that are not done, in the order of their numbers."""
         ...
+
+
+class Pulse:
+    """Whether the other ranks answer while there is nothing to do.
+
+    Args:
+        files: those of the answers of ranks 1 and up.
+    """
+
+    def __init__(self, files: Sequence[int]) -> None:
+        self._files = files
+        self._owing: set[int] = set()
+        """Ranks that have not answered the last ping."""
+        self._known: set[int] = set()
+        """Ranks that have begun with the log; before that they are starting."""
+        self._asked_at = 0.0
+
+    def beat(self, now: float, ping: Callable[[], None]) -> tuple[int, float] | None:
+        """Read the answers, and ping again when all have answered.
+
+        Returns:
+            The first rank that owes an answer, and for how many seconds; None: none does.
+        """
+        for rank, file in enumerate(self._files, start=1):
+            with contextlib.suppress(BlockingIOError):
+                if os.read(file, 64):
+                    self._owing.discard(rank)
+                    self._known.add(rank)
+        if not self._owing and now - self._asked_at >= PING_SECONDS:
+            self._asked_at = now
+            self._owing = set(range(1, len(self._files) + 1))
+            ping()
+        late = self._owing & self._known
+        return (min(late), now - self._asked_at) if late else None
+
+    def skip(self, now: float) -> None:
+        """Note that there is work, in which ranks may be late: silence counts from now on."""
+        self._asked_at = now
 
 
 class Followers:
@@ -77,10 +127,16 @@ class Followers:
         self._found_lost = threading.Event()
         self._closing = threading.Event()
         self._queues: list[SimpleQueue[bytes | None]] = []
+        self._answers: list[int] = []
         self.processes: list[subprocess.Popen[bytes]] = []
         for rank in range(1, self.size):
-            start = FollowerStart(settings, rank, tuple(cores), self.store.port, os.getpid())
-            self._spawn(module, msgspec.json.encode(start) + b"\n")
+            answers, answer = os.pipe()
+            os.set_blocking(answers, False)
+            self._answers.append(answers)
+            meeting = self.store.port, os.getpid(), answer
+            start = FollowerStart(settings, rank, tuple(cores), *meeting)
+            self._spawn(module, start)
+            os.close(answer)
         for rank, process in enumerate(self.processes, start=1):
             self._thread(self._await_end, rank, process)
 
@@ -104,7 +160,8 @@ class Followers:
         self._send(msgspec.json.encode(pool) + b"\n")
 
     def watch(self, launches: OpenLaunches) -> None:
-        """Hold a rank for lost, from now on, when launches do not go on within their patience."""
+        """Hold a rank for lost, from now on, when launches do not go on within their patience or
+        when it does not answer while there are none."""
         self._thread(self._watch, launches)
 
     def log(self, record: Record) -> None:
@@ -124,15 +181,17 @@ class Followers:
                 process.kill()
                 process.wait()
 
-    def _spawn(self, module: str, start: bytes) -> None:
+    def _spawn(self, module: str, start: FollowerStart) -> None:
         command = [sys.executable, "-m", module]
         environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}  # ranks share the cores
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, env=environment, pass_fds=(start.answers,)
+        )
         self.processes.append(process)
         queue: SimpleQueue[bytes | None] = SimpleQueue()
         self._queues.append(queue)
         self._thread(_write, process, queue)
-        queue.put(start)
+        queue.put(msgspec.json.encode(start) + b"\n")
 
     def _thread(self, run: Callable[..., None], *args: object) -> None:
         name = f"ranks-{run.__name__.strip('_')}"
@@ -149,27 +208,42 @@ class Followers:
         self._lose(f"rank {rank} of {self.size} has died (exit code {code})")
 
     def _watch(self, launches: OpenLaunches) -> None:
-        went_on = time.monotonic()
+        looked, now, went_on = time.monotonic(), 0.0, 0.0
         before: dict[Ticket, int] = {}
+        pulse = Pulse(self._answers)
         while not self._closing.wait(LOOK_SECONDS) and self._lost is None:
-            now, waiting = time.monotonic(), launches.waiting()
-            steps = {ticket: len(ticket.steps) for ticket in waiting}
+            last, looked = looked, time.monotonic()
+            now += min(looked - last, LOOK_MOST_SECONDS)
+            steps = {ticket: len(ticket.steps) for ticket in launches.waiting()}
             if not before or any(steps.get(ticket) != count for ticket, count in before.items()):
                 went_on = now
             elif now - went_on > max(ticket.patience for ticket in before):
                 self._lose(self._overdue(next(iter(before)), now - went_on))
             before = steps
+            if steps:
+                pulse.skip(now)
+            elif late := pulse.beat(now, partial(self._send, PING)):
+                self._lose_silent(*late)
+
+    def _lose_silent(self, rank: int, seconds: float) -> None:
+        if seconds > base.PATIENCE_SECONDS:
+            why = f"rank {rank} of {self.size} has not answered for {seconds:.1f} s"
+            self._lose(why + self._stopped())
 
     def _overdue(self, ticket: Ticket, seconds: float) -> str:
+        return (
+            f"rank 0 of {self.size} has waited {seconds:.1f} s for the others in launch "
+            f"{ticket.number}, in the {ticket.lane} lane{self._stopped()}"
+        )
+
+    def _stopped(self) -> str:
+        """The end of a sentence: which ranks are stopped, if any is."""
         stopped = [
             f"rank {rank} is stopped"
             for rank, process in enumerate(self.processes, start=1)
             if _is_stopped(process.pid)
         ]
-        return (
-            f"rank 0 of {self.size} has waited {seconds:.1f} s for the others in launch "
-            f"{ticket.number}, in the {ticket.lane} lane{', and '.join(['', *stopped])}"
-        )
+        return ", and ".join(["", *stopped])
 
     def _lose(self, why: str) -> None:
         if not self._closing.is_set() and self._lost is None:

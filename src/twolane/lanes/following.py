@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from twolane.lanes.followers import LENGTH_BYTES, FollowerPool, FollowerStart
+from twolane.lanes.followers import LENGTH_BYTES, PING, FollowerPool, FollowerStart
 from twolane.lanes.work import Record, decode
 
 PR_SET_PDEATHSIG = 1
@@ -32,11 +32,19 @@ def read_pool() -> FollowerPool | None:
     return msgspec.json.decode(line, type=FollowerPool) if line else None
 
 
-def read_log() -> Iterator[Record]:
-    """The records of the log as they come; asleep between them."""
+def read_log(answers: int) -> Iterator[Record]:
+    """The records of the log as they come; asleep between them.
+
+    Args:
+        answers: file for the answers to pings, see `FollowerStart`.
+    """
     log = sys.stdin.buffer
+    os.write(answers, b".")  # from now on it can answer
     while len(length := log.read(LENGTH_BYTES)) == LENGTH_BYTES:
-        yield decode(log.read(int.from_bytes(length, "little")))
+        if length == PING:
+            os.write(answers, b".")
+        else:
+            yield decode(log.read(int.from_bytes(length, "little")))
 
 
 def _dies_with(parent: int) -> bool:

@@ -66,7 +66,7 @@ def main() -> int:
     adapters = AdapterPool(weights, settings.adapter_slots, settings.max_lora_rank)
     runner = _OrDie(decoder, kv, pool.page_size, pool.slots, adapters)
     lanes = CpuLanes(runner, start.cores, lambda: None)
-    for record in read_log():
+    for record in read_log(start.answers):
         carry_out(lanes, record)
     os._exit(0)  # without what is queued: nobody waits for it
 

@@ -131,7 +131,7 @@ def main() -> int:
     runner = machine.runner(*args, lambda *_: None)
     garbage.leave_out()
     try:
-        FollowerLanes(runner, machine.partitions, read_log()).follow()
+        FollowerLanes(runner, machine.partitions, read_log(start.answers)).follow()
     except BaseException:
         traceback.print_exc()
         os._exit(1)  # whatever is queued waits for other ranks
