@@ -64,8 +64,8 @@ class Rig:
     kv_cache_dtype: str = "auto"
     router_skew: float = 0.0
     adapter_slots: int = 0
-    adapter_of: Callable[[int], int] = lambda slot: -1
-    """The adapter slot of a slot's request; -1: none."""
+    adapters: int = 0
+    """Number of adapters that slots have in turn."""
     machine: CudaMachine = field(init=False)
     held: dict[int, list[int]] = field(default_factory=dict)
     """Pages by slot."""
@@ -112,7 +112,8 @@ class Rig:
         """Pages for so many tokens, scattered over the pool; told with the slot's next launch."""
         pages = self.held[slot] = [self.free.pop() for _ in range(-(-tokens // PAGE))]
         sampling = Sampling(GREEDY, 0, prompt, ())
-        self.untold.add(SlotUpdate(slot, 0, tuple(pages), sampling, self.adapter_of(slot)))
+        adapter = slot % self.adapters if self.adapters else -1
+        self.untold.add(SlotUpdate(slot, 0, tuple(pages), sampling, adapter))
 
     def launch(self, lane: str, units: int, work: Work) -> Ticket:
         return self.lanes.launch(lane, units, self.untold.attach(work), ())

@@ -41,7 +41,7 @@ def fill(rig: Rig) -> None:
 
 def step(rig: Rig, adapters: int, units: int) -> float:
     """Seconds of a step whose rows have so many adapters in turn."""
-    rig.adapter_of = lambda slot: slot % adapters if adapters else -1
+    rig.adapters = adapters
     rows = rig.decode_rows(ROWS, CONTEXT)
     seconds = decode_seconds(rig, rows, units)
     rig.give_back(rows)
@@ -51,7 +51,7 @@ def step(rig: Rig, adapters: int, units: int) -> float:
 
 def prompt(rig: Rig, adapters: int, new: int) -> float:
     """Seconds of a prompt's prefill; with an adapter if there are any."""
-    rig.adapter_of = lambda slot: 0 if adapters else -1
+    rig.adapters = adapters
     row = rig.prompt(new)
     seconds = repeat(
         3, lambda: rig.launch("prefill", rig.machine.partitions.units, rig.prefill(row))
@@ -62,7 +62,7 @@ def prompt(rig: Rig, adapters: int, new: int) -> float:
 
 def hybrid(rig: Rig, adapters: int) -> float:
     """Seconds of a pass of decode rows and a prompt, which have so many adapters."""
-    rig.adapter_of = lambda slot: slot % adapters if adapters else -1
+    rig.adapters = adapters
     rows, row = rig.decode_rows(ROWS, CONTEXT), rig.prompt(NEW)
     work = HybridWork(rows, (row,), (rig.chunk(row),))
     seconds = repeat(5, lambda: rig.launch("device", rig.machine.partitions.units, work))

@@ -1,6 +1,8 @@
 """A model on the GPU, and the real engine in this process over its lanes."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
@@ -46,7 +48,9 @@ def serve(
     pages: int,
     running: int,
     prefix_cache: bool,
+    adapters: Mapping[str, Path] = MappingProxyType({}),
 ) -> Served:
-    """Serve these requests to their ends; nothing may be left over."""
+    """Serve these requests to their ends, with these adapters by name; nothing may be left over."""
     books = KVBooks(pages, PAGE, running, prefix_cache=prefix_cache)
-    return serve_on(lanes_on(machine, pages, running), machine.spec, books, system, submits)
+    lanes = lanes_on(machine, pages, running)
+    return serve_on(lanes, machine.spec, books, system, submits, adapters)

@@ -1,6 +1,6 @@
 """Two ranks on emulated GPUs serve some requests: `python -m tests.kernels.emulated_ranks MODEL`.
 
-Prints what each schedule said, as JSON.
+Two of them have the adapter that lies beside the model. Prints what each schedule said, as JSON.
 """
 
 import json
@@ -15,11 +15,11 @@ from tests.kernels.emulated import install
 
 GREEDY = {"temperature": 0.0, "max_tokens": 5, "ignore_eos": True}
 PENALISED = {"temperature": 0.0, "max_tokens": 4, "repetition_penalty": 1.3, "logprobs": 1}
-REQUESTS: list[tuple[str, list[int], dict[str, Any]]] = [
-    ("a", [5, 9, 3, 7, 1, 8, 2], GREEDY),
-    ("b", [*range(40, 71)], GREEDY),
-    ("c", [11, 12], PENALISED),
-    ("d", [*range(100, 120)], GREEDY),
+REQUESTS: list[tuple[str, list[int], dict[str, Any], str | None]] = [
+    ("a", [5, 9, 3, 7, 1, 8, 2], GREEDY, None),
+    ("b", [*range(40, 71)], GREEDY, "tuned"),
+    ("c", [11, 12], PENALISED, None),
+    ("d", [*range(100, 120)], GREEDY, "tuned"),
 ]
 
 
@@ -48,6 +48,8 @@ def main(path: Path, size: int) -> None:
         max_positions=64,
         device="cuda",
         tensor_parallel_size=size,
+        lora_endpoints=True,
+        max_loras=1,
     )
     ranks = Ranks(RankedMachine(settings, lambda *_: None), 12, 16, 4)
     print("started", file=sys.stderr, flush=True)
@@ -57,9 +59,12 @@ def main(path: Path, size: int) -> None:
         "chunked": make_system("chunked", {"token_budget": "24"}),
         "random": Restless(1),
     }
-    submits = [Submit(name, prompt, SamplingParams(**params)) for name, prompt, params in REQUESTS]
+    submits = [
+        Submit(name, prompt, SamplingParams(**params), lora=lora)
+        for name, prompt, params, lora in REQUESTS
+    ]
     for name, system in systems.items():
-        said[name] = ranks.serve(system, submits).outputs
+        said[name] = ranks.serve(system, submits, {"tuned": path.with_name("tuned")}).outputs
         print(name, file=sys.stderr, flush=True)
     ranks.close()
     codes = [process.returncode for process in ranks.processes]

@@ -2,20 +2,28 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from tests.kernels.interpreter import DEVICE
+from tests.model.adapters import make_adapter
 from tests.model.checkpoints import make_checkpoint
 from twolane.kernels.decode_attention.dispatch import decode_scratch
 from twolane.kernels.prefill_attention.dispatch import PrefillPlan, PrefillWorkspace
 from twolane.kernels.products.dispatch import Products
 from twolane.lanes.cuda.forward_batch import DecodeRows, MixedRows
+from twolane.model import fp8
 from twolane.model.attention import Batch, KVCache, Segment
 from twolane.model.decoder import Decoder
 from twolane.model.gpu_decoder import GpuDecoder, GpuKVCache, Rows, Workspace
+from twolane.model.gpu_lora import AdaptedProducts as GpuAdaptedProducts
+from twolane.model.gpu_lora import GpuAdapterPool
 from twolane.model.load.hub import resolve
+from twolane.model.load.peft import read_adapter
 from twolane.model.load.weights import load_weights
+from twolane.model.lora import AdaptedProducts, AdapterPool
+from twolane.model.matrix import Matrix
 from twolane.model.products import Products as CpuProducts
 
 PAGE = 16
@@ -51,8 +59,15 @@ class OnGpu:
             layer.fill_(float("nan"))  # what nobody wrote must not be read: it would show
         self.workspace = Workspace(self.spec, dtype, device)
 
-    def layers(self, first: int, last: int, hidden: torch.Tensor, rows: Rows) -> None:
-        products = Products(UNITS)
+    def layers(
+        self,
+        first: int,
+        last: int,
+        hidden: torch.Tensor,
+        rows: Rows,
+        products: Products | None = None,
+    ) -> None:
+        products = products or Products(UNITS)
         self.decoder.layers(first, last, hidden, rows, self.kv, self.workspace, products)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -124,6 +139,47 @@ def test_fp8_rounds_as_on_a_cpu(family: str, tmp_path: Path) -> None:
         gpu.layers(0, spec.layers, hidden, gpu.prompt())
         logits = gpu.logits(hidden)
     assert (logits - expected).norm() / expected.norm() < 0.01
+
+
+@pytest.mark.parametrize(("family", "scheme"), [("olmo2", None), ("qwen3", "fp8")])
+def test_adapters_add_what_they_add_on_a_cpu(
+    family: str, scheme: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To products that a norm follows, and to those of rows in e4m3, which they are computed of."""
+    path = make_checkpoint(family, tmp_path / family, seed=1, layers=2)
+    spec, weights = load_weights(resolve(str(path)), quantization=scheme)
+    _, there = load_weights(resolve(str(path)), quantization=scheme, device=DEVICE)
+    right, gpu = Decoder(spec, weights), OnGpu(GpuDecoder(spec, there))
+    shard, slots = gpu.decoder.shard, np.arange(PROMPT) % 4 - 1
+    pool, there_too = AdapterPool(weights, 3), GpuAdapterPool(shard, there, 3, 20)
+    for slot, rank in enumerate((1, 16, 20)):
+        adapter = make_adapter(path, tmp_path / str(rank), rank=rank, strength=0.5)
+        read = read_adapter(adapter, shard, torch.float32)
+        pool.put(slot, read)
+        there_too.put(slot, read)
+    if scheme is not None:
+        adapted = AdaptedProducts._adapted
+
+        def of_rounded(
+            self: AdaptedProducts, out: torch.Tensor, x: torch.Tensor, matrix: Matrix
+        ) -> torch.Tensor:
+            values, scales = fp8.quantise_rows(x)
+            return adapted(self, out, values.float() * scales, matrix)
+
+        monkeypatch.setattr(AdaptedProducts, "_adapted", of_rounded)
+    tokens = torch.randint(3, 250, (PROMPT,), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        expected = on_cpu(right, tokens, pool.products(right.products, slots)).to(DEVICE)
+        tiles = there_too.tiles(PROMPT).of_first(PROMPT)
+        tiles.arrange(ints(*range(PROMPT)), ints(*slots.tolist()))
+        products = GpuAdaptedProducts(Products(UNITS), there_too, tiles)
+        hidden = there.embedding[tokens.to(DEVICE)] * spec.stream_scale
+        gpu.layers(0, spec.layers, hidden, gpu.prompt(), products)
+        logits = gpu.logits(hidden)
+        plain = on_cpu(right, tokens).to(DEVICE)
+    error = (logits - expected).norm() / expected.norm()
+    assert error < (1e-5 if scheme is None else 0.01)
+    assert (plain - expected).norm() > 0.3 * expected.norm()
 
 
 def on_cpu(

@@ -281,8 +281,8 @@ def world(tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch) -> World
 def adapted(tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch) -> World:
     """Two slots have one adapter, two others one each, and one has none."""
     fakes(device, monkeypatch)
-    base = make_checkpoint("qwen3", tmp_path / "model", seed=1, layers=3)
-    some = {"modules": ["self_attn.k_proj", "mlp.up_proj"], "layers": [0, 2]}
+    base = make_checkpoint("qwen3", tmp_path / "model", seed=1, layers=2)
+    some = {"modules": ["self_attn.k_proj", "mlp.up_proj"], "layers": [1]}
     adapters = [
         make_adapter(base, tmp_path / "whole", rank=16),
         make_adapter(base, tmp_path / "some", rank=1, seed=1, **some),

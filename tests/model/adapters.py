@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from twolane.model.load.hub import resolve
 from twolane.model.spec import ModelSpec
@@ -76,4 +76,25 @@ def make_adapter(
     targets = sorted(module.split(".")[-1] for module in modules or sizes)
     usual = {"peft_type": "LORA", "r": rank, "lora_alpha": alpha, "target_modules": targets}
     (path / "adapter_config.json").write_text(json.dumps(usual | given))
+    return path
+
+
+def merge(base: Path, adapter: Path, path: Path) -> Path:
+    """Write the checkpoint with scale * B @ A added to its weights, and return its directory."""
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    weights, tensors = (
+        load_file(base / "model.safetensors"),
+        load_file(adapter / "adapter_model.safetensors"),
+    )
+    for name in [n for n in tensors if "lora_A" in n]:
+        a, b = tensors[name].double(), tensors[name.replace("lora_A", "lora_B")].double()
+        module = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+        end = module.split(".")[-1]
+        alpha = config.get("alpha_pattern", {}).get(end, config["lora_alpha"])
+        scale = alpha / (len(a) ** 0.5 if config.get("use_rslora") else len(a))
+        weight = weights[f"{module}.weight"]
+        weights[f"{module}.weight"] = (weight.double() + scale * b @ a).float()
+    path.mkdir()
+    (path / "config.json").write_text((base / "config.json").read_text())
+    save_file(weights, path / "model.safetensors", {"format": "pt"})
     return path

@@ -1,7 +1,5 @@
 """Adapters: what is read, what is refused, and that the decoder computes what PEFT computes."""
 
-import json
-
 import numpy as np
 import pytest
 import torch
@@ -14,7 +12,7 @@ from twolane.model.load.weights import load_decoder
 from twolane.model.lora import AdapterPool
 from twolane.model.sharding import Shard
 
-from .adapters import JOINED, MODULES, make_adapter
+from .adapters import JOINED, MODULES, make_adapter, merge
 from .checkpoints import make_checkpoint
 from .passes import PAGE, Pool, prompt
 
@@ -47,24 +45,8 @@ def run(decoder, pool, sequences, slots):
 
 
 def merged(base, adapter, path):
-    """The checkpoint with scale * B @ A added to its weights, as one of its own."""
-    config = json.loads((adapter / "adapter_config.json").read_text())
-    weights, tensors = (
-        load_file(base / "model.safetensors"),
-        load_file(adapter / "adapter_model.safetensors"),
-    )
-    for name in [n for n in tensors if "lora_A" in n]:
-        a, b = tensors[name].double(), tensors[name.replace("lora_A", "lora_B")].double()
-        module = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
-        end = module.split(".")[-1]
-        alpha = config.get("alpha_pattern", {}).get(end, config["lora_alpha"])
-        scale = alpha / (len(a) ** 0.5 if config.get("use_rslora") else len(a))
-        weight = weights[f"{module}.weight"]
-        weights[f"{module}.weight"] = (weight.double() + scale * b @ a).float()
-    path.mkdir()
-    (path / "config.json").write_text((base / "config.json").read_text())
-    save_file(weights, path / "model.safetensors", {"format": "pt"})
-    return load_decoder(resolve(str(path)))
+    """The checkpoint with the adapter merged into its weights, loaded."""
+    return load_decoder(resolve(str(merge(base, adapter, path))))
 
 
 def alone(decoder, tokens):

@@ -1,7 +1,8 @@
 """Several ranks that serve one engine after the other."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from tests.parity.serving import Served, serve_on
@@ -34,9 +35,14 @@ class Ranks:
     def close(self, timeout: float = 5.0) -> None:
         self.lanes.close(timeout)
 
-    def serve(self, system: Any, submits: list[Submit]) -> Served:
-        books = KVBooks(*self._pool, prefix_cache=True)
-        return serve_on(self.launch_lanes, self.machine.spec, books, system, submits)
+    def serve(
+        self,
+        system: Any,
+        submits: list[Submit],
+        adapters: Mapping[str, Path] = MappingProxyType({}),
+    ) -> Served:
+        books, spec = KVBooks(*self._pool, prefix_cache=True), self.machine.spec
+        return serve_on(self.launch_lanes, spec, books, system, submits, adapters)
 
 
 class Lent:

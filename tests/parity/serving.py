@@ -1,15 +1,18 @@
 """The real engine in this process: books, KV pool, runner, CPU lanes on real threads, and loop."""
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
 
 from twolane.common.resources import usable_cores
 from twolane.common.vocabulary import LaneName
+from twolane.engine.adapters.registry import AdapterRegistry
 from twolane.engine.engine import Engine
 from twolane.engine.kv import KVBooks
 from twolane.engine.loop import run
@@ -22,6 +25,7 @@ from twolane.lanes.cpu.runner import LateMasks, Runner
 from twolane.lanes.work import Work
 from twolane.model.attention import KVCache
 from twolane.model.decoder import Decoder
+from twolane.model.lora import AdapterPool
 from twolane.model.spec import ModelSpec
 from twolane.sampling import TokenLogprobs
 from twolane.systems.registry import System
@@ -147,6 +151,7 @@ def serve(
     prefix_cache: bool,
     runner: type[Runner] = OneThread,
     rounded: bool = False,
+    adapters: Mapping[str, Path] = MappingProxyType({}),
 ) -> Served:
     """Serve these requests to their ends on all cores; nothing may be left over."""
     kv = KVCache(decoder.spec, pages, page_size, decoder.dtype, rounded=rounded)
@@ -155,10 +160,11 @@ def serve(
     books = KVBooks(pages, page_size, running, prefix_cache=prefix_cache)
 
     def lanes(wake: Callable[[], None]) -> CpuLanes:
-        return CpuLanes(runner(decoder, kv, page_size, running), usable_cores(), wake)
+        pool = AdapterPool(decoder.weights, len(adapters))
+        return CpuLanes(runner(decoder, kv, page_size, running, pool), usable_cores(), wake)
 
     try:
-        return serve_on(lanes, decoder.spec, books, system, submits)
+        return serve_on(lanes, decoder.spec, books, system, submits, adapters)
     finally:
         # Lanes and workers refer to each other: the pool would stay until they are collected.
         for part in (kv.layers, kv.k, kv.v):
@@ -175,10 +181,14 @@ def serve_on(
     books: KVBooks,
     system: System,
     submits: Sequence[Submit],
+    adapters: Mapping[str, Path] = MappingProxyType({}),
 ) -> Served:
-    """Serve these requests to their ends; nothing may be left over."""
+    """Serve these requests to their ends, with these adapters by name; nothing may be left over."""
     port, log = LocalPort(submits), LaunchLog()
     lanes = make_lanes(port.wake)
+    registry = AdapterRegistry(lanes, len(adapters))
+    for name, path in adapters.items():
+        registry.load_at_start(name, str(path))
     engine = Engine(
         system,
         lanes,
@@ -189,6 +199,7 @@ def serve_on(
         max_model_len=spec.max_positions,
         estimator=OnlineEstimator(),
         trace=log,
+        adapters=registry,
     )
     slots = books.free_slots
     try:

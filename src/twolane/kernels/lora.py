@@ -95,10 +95,10 @@ class RowTiles:
         tiles = max(_tiles(size, slots) for size in sizes)
 
         def ints(size: int) -> Tensor:
-            return torch.full((size,), -1, dtype=torch.int32, device=device)
+            return torch.empty(size, dtype=torch.int32, device=device)
 
         most = max(_splits(size) * size for size in sizes)
-        sums = torch.zeros(most * width, dtype=torch.float32, device=device)
+        sums = torch.empty(most * width, dtype=torch.float32, device=device)
         return cls(ints(rows), ints(tiles), sums, count, slots)
 
     def of_first(self, count: int) -> "RowTiles":

@@ -1,0 +1,165 @@
+"""Adapters on a GPU: tokens are those of merged weights, and without one nothing changes."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.gpu.serving import PAGE, serve
+from tests.model.adapters import make_adapter, merge
+from tests.model.checkpoints import LAYERS, make_checkpoint, reference
+from tests.parity.judge import MOST_FORGIVEN, Judge, Tally
+from tests.parity.prompts import LENGTHS, MAX_TOKENS
+from tests.parity.schedules import schedules
+from tests.parity.test_tiny import REQUESTS
+from twolane.engine.messages import Submit
+from twolane.lanes.cuda.machine import CudaMachine
+from twolane.lanes.work import (
+    DecodeRow,
+    DecodeWork,
+    HybridWork,
+    PrefillWork,
+    PromptChunk,
+    PromptRow,
+    Sampling,
+    SlotUpdate,
+    Work,
+    pack,
+)
+from twolane.model.load.hub import resolve
+from twolane.model.load.weights import load_weights
+from twolane.model.lora import MOST_RANK
+from twolane.sampling import SamplingParams
+
+LEVELS = (48,)
+RANKS = (1, 16, 64, 2, 8, 32, 33, 5)
+SMALL = -(-(max(LENGTHS) + MAX_TOKENS + PAGE) // PAGE)
+"""Pages that make requests be preempted."""
+SCHEDULES = ("static-split-k3", "chunked-48", "every-layer")
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint("qwen3", tmp_path_factory.mktemp("gpu") / "qwen3", seed=1)
+
+
+@pytest.fixture(scope="module")
+def adapters(base: Path) -> dict[str, Path]:
+    return {
+        f"rank-{rank}": make_adapter(
+            base, base.parent / f"rank-{rank}", rank=rank, seed=rank, strength=0.5
+        )
+        for rank in RANKS
+    }
+
+
+@pytest.fixture(scope="module")
+def judges(base: Path, adapters: dict[str, Path]) -> dict[str | None, Judge]:
+    """What transformers says of the base, and of each adapter merged into it."""
+    merged = {
+        name: merge(base, path, base.parent / f"merged-{name}") for name, path in adapters.items()
+    }
+    return {name: Judge(reference(path)) for name, path in {None: base, **merged}.items()}
+
+
+def machine_with(base: Path, slots: int, dtype: str = "float32") -> CudaMachine:
+    spec, weights = load_weights(resolve(str(base)), dtype=dtype, device="cuda")
+    return CudaMachine(spec, weights, LEVELS, adapter_slots=slots, most_rank=MOST_RANK)
+
+
+def asked(names: list[str]) -> list[Submit]:
+    """The requests of parity tests, each third without an adapter."""
+    given = []
+    for i, submit in enumerate(REQUESTS):
+        name = None if i % 3 == 2 else names[i % len(names)]
+        given.append(Submit(submit.id, submit.prompt, submit.params, lora=name))
+    return given
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_tokens_are_those_of_merged_weights(
+    schedule: str,
+    base: Path,
+    adapters: dict[str, Path],
+    judges: dict[str | None, Judge],
+) -> None:
+    """Eight adapters and none in one batch, in slices, passes and steps, and after preemption."""
+    pages = SMALL if schedule == "static-split-k3" else 2048
+    submits, tally = asked(list(adapters)), Tally()
+    served = serve(
+        machine_with(base, len(adapters)),
+        schedules(LAYERS)[schedule](),
+        submits,
+        pages=pages,
+        running=16,
+        prefix_cache=True,
+        adapters=adapters,
+    )
+    for submit, output in zip(submits, served.outputs, strict=True):
+        assert len(output) == submit.params.max_tokens
+        tally.forgiven += judges[submit.lora].forgiven(submit.prompt, output)
+        tally.tokens += len(output)
+    print(schedule, tally)
+    assert tally.forgiven < MOST_FORGIVEN * tally.tokens
+    assert bool(served.preemptions) == (pages == SMALL)
+
+
+class Noted(dict):
+    """Graphs by kind, and which kinds were taken."""
+
+    def __init__(self, graphs: dict, taken: set) -> None:
+        super().__init__(graphs)
+        self._taken = taken
+
+    def __getitem__(self, kind: object) -> object:
+        self._taken.add(kind)
+        return super().__getitem__(kind)
+
+
+def bits(machine: CudaMachine) -> tuple[list[Tensor], set]:
+    """Hidden states and logits of fixed work without adapters, and the kinds of graphs taken."""
+    lanes = machine.start(64, PAGE, 8, 512, lambda: None, lambda *_: None)
+    runner, units, taken = lanes.runner, lanes.units, set()
+    for graphs in (*runner.steps.levels.values(),):
+        object.__setattr__(graphs, "forward", Noted(graphs.forward, taken))
+    for passes in runner.passes.levels.values():
+        object.__setattr__(passes, "layers", Noted(passes.layers, taken))
+    if runner.whole is not None:
+        runner.whole._passed = Noted(runner.whole._passed, taken)
+    params, seen = SamplingParams(temperature=0.0), []
+
+    def prompt(slot: int, count: int) -> tuple[PromptRow, PromptChunk, SlotUpdate]:
+        pages = tuple(range(8 * slot, 8 * slot + 8))
+        row = PromptRow(slot, 0, count, samples=True)
+        chunk = PromptChunk(pack([(7 * i + slot) % 250 + 3 for i in range(count)]))
+        return row, chunk, SlotUpdate(slot, 0, pages, Sampling(params, 0, count, ()))
+
+    def launch(lane: str, work: Work, *outs: Tensor) -> None:
+        ticket = lanes.launch(lane, units, work, ())
+        lanes.synchronize()
+        ticket.check()
+        seen.extend(out.clone() for out in outs)
+
+    prompts = [prompt(slot, 20 + slot) for slot in range(5)]
+    rows, chunks, slots = (tuple(part) for part in zip(*prompts, strict=True))
+    hidden, logits = runner.passes.residual, runner.steps.logits
+    hidden.zero_(), logits.zero_()
+    work = PrefillWork(1, rows, 0, machine.spec.layers, True, chunks, slots)
+    launch("prefill", work, hidden)
+    steps = tuple(DecodeRow(slot, 20 + slot, 2) for slot in range(5))
+    launch("decode", DecodeWork(steps, 2), logits)
+    row, chunk, slot = prompt(6, 50)
+    step = tuple(DecodeRow(slot, 22 + slot, 1) for slot in range(5))
+    launch("device", HybridWork(step, (row,), (chunk,), (slot,)), hidden, runner.slots.last_token)
+    lanes.close()
+    return seen, taken
+
+
+def test_without_adapters_bits_and_graphs_are_those_of_a_server_that_has_none(base: Path) -> None:
+    with torch.inference_mode():
+        alone, kinds = bits(machine_with(base, 0, "bfloat16"))
+        beside, others = bits(machine_with(base, 2, "bfloat16"))
+    assert kinds == others and all(not kind[-1] for kind in kinds)
+    for one, other in zip(alone, beside, strict=True):
+        assert torch.equal(one, other)
