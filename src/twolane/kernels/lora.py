@@ -249,15 +249,16 @@ def _shrink(
     if EARLY:
         gdc_wait()
     total = tl.zeros((ROWS, RANK), tl.float32)
-    for start in range(begin, begin + CHUNK, BLOCK):
+    for part in range(CHUNK // BLOCK):
+        start = begin + part * BLOCK
         at = start + column
-        if start > begin:
+        if part > 0:
             weight = tl.load(matrix + at[:, None], mask=(r < rank) & (at < K)[:, None], other=0.0)
         value = tl.load(x + row * x_stride + at, mask=there & (at < K)[None, :], other=0.0)
         if GROUPS > 1:  # a scale for each row and so many columns, which BLOCK divides
             scale = tl.load(scales + row * GROUPS + start // (K // GROUPS), mask=there, other=0.0)
-            part = tl.dot(value.to(weight.dtype), weight, input_precision="ieee")
-            total += part * scale
+            product = tl.dot(value.to(weight.dtype), weight, input_precision="ieee")
+            total += product * scale
         else:
             total = tl.dot(value.to(weight.dtype), weight, total, input_precision="ieee")
     if GROUPS == 1:
