@@ -11,10 +11,14 @@ from tests.model.adapters import make_adapter, merge
 from tests.model.checkpoints import LAYERS, make_checkpoint, reference
 from tests.parity.judge import MOST_FORGIVEN, Judge, Tally
 from tests.parity.prompts import LENGTHS, MAX_TOKENS
+from tests.parity.ranks import Ranks
 from tests.parity.schedules import schedules
+from tests.parity.serving import Served
 from tests.parity.test_tiny import REQUESTS
 from twolane.engine.messages import Submit
 from twolane.lanes.cuda.machine import CudaMachine
+from twolane.lanes.cuda.ranks import RankedMachine
+from twolane.lanes.settings import DeviceSettings
 from twolane.lanes.work import (
     DecodeRow,
     DecodeWork,
@@ -68,13 +72,24 @@ def machine_with(base: Path, slots: int, dtype: str = "float32") -> CudaMachine:
     return CudaMachine(spec, weights, LEVELS, adapter_slots=slots, most_rank=MOST_RANK)
 
 
-def asked(names: list[str]) -> list[Submit]:
+def asked() -> list[Submit]:
     """The requests of parity tests, each third without an adapter."""
     given = []
     for i, submit in enumerate(REQUESTS):
-        name = None if i % 3 == 2 else names[i % len(names)]
+        name = None if i % 3 == 2 else f"rank-{RANKS[i % len(RANKS)]}"
         given.append(Submit(submit.id, submit.prompt, submit.params, lora=name))
     return given
+
+
+def check(submits: list[Submit], served: Served, judges: dict[str | None, Judge]) -> None:
+    """Every token is that of the request's adapter."""
+    tally = Tally()
+    for submit, output in zip(submits, served.outputs, strict=True):
+        assert len(output) == submit.params.max_tokens
+        tally.forgiven += judges[submit.lora].forgiven(submit.prompt, output)
+        tally.tokens += len(output)
+    print(tally)
+    assert tally.forgiven < MOST_FORGIVEN * tally.tokens
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -86,7 +101,7 @@ def test_tokens_are_those_of_merged_weights(
 ) -> None:
     """Eight adapters and none in one batch, in slices, passes and steps, and after preemption."""
     pages = SMALL if schedule == "static-split-k3" else 2048
-    submits, tally = asked(list(adapters)), Tally()
+    submits = asked()
     served = serve(
         machine_with(base, len(adapters)),
         schedules(LAYERS)[schedule](),
@@ -96,13 +111,33 @@ def test_tokens_are_those_of_merged_weights(
         prefix_cache=True,
         adapters=adapters,
     )
-    for submit, output in zip(submits, served.outputs, strict=True):
-        assert len(output) == submit.params.max_tokens
-        tally.forgiven += judges[submit.lora].forgiven(submit.prompt, output)
-        tally.tokens += len(output)
-    print(schedule, tally)
-    assert tally.forgiven < MOST_FORGIVEN * tally.tokens
+    check(submits, served, judges)
     assert bool(served.preemptions) == (pages == SMALL)
+
+
+def test_two_ranks_say_what_merged_weights_say(
+    base: Path, adapters: dict[str, Path], judges: dict[str | None, Judge]
+) -> None:
+    """Each rank has its part of A or of B, which is cut as the base's matrix is."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    settings = DeviceSettings(
+        model=str(base),
+        dtype="float32",
+        device="cuda",
+        levels=LEVELS,
+        tensor_parallel_size=2,
+        gpu_memory_utilization=0.5,
+        lora_endpoints=True,
+        max_loras=len(adapters),
+        max_lora_rank=MOST_RANK,
+    )
+    ranks, submits = Ranks(RankedMachine(settings, lambda *_: None), 2048, PAGE, 16), asked()
+    try:
+        served = ranks.serve(schedules(LAYERS)["static-split-k3"](), submits, adapters)
+    finally:
+        ranks.close()
+    check(submits, served, judges)
 
 
 class Noted(dict):
@@ -121,7 +156,7 @@ def bits(machine: CudaMachine) -> tuple[list[Tensor], set]:
     """Hidden states and logits of fixed work without adapters, and the kinds of graphs taken."""
     lanes = machine.start(64, PAGE, 8, 512, lambda: None, lambda *_: None)
     runner, units, taken = lanes.runner, lanes.units, set()
-    for graphs in (*runner.steps.levels.values(),):
+    for graphs in runner.steps.levels.values():
         object.__setattr__(graphs, "forward", Noted(graphs.forward, taken))
     for passes in runner.passes.levels.values():
         object.__setattr__(passes, "layers", Noted(passes.layers, taken))

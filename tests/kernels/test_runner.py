@@ -292,7 +292,7 @@ def adapted(tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch) -> Wor
     return World(base, (), adapters)
 
 
-@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("graphs", [pytest.param(False, marks=pytest.mark.full), True])
 def test_slices_of_requests_with_adapters(adapted: World, graphs: bool) -> None:
     slices(adapted, graphs=graphs)
 
