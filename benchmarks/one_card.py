@@ -53,6 +53,8 @@ PARTS = (
     Part("qwen3-8b", "azure-code", 12, 14, 400),
     Part("qwen3-8b", "azure-conv", 21, 22, 600),
     Part("qwen3-8b", "azure-code", 21, 18, 450),
+    Part("qwen3-30b-a3b", "azure-conv", 20, 10, 300),
+    Part("qwen3-30b-a3b", "azure-conv", 30, 16, 400),
 )
 """The order in which a session runs them: what differs most comes first. The bounds suit an H200;
 on an H100 `--bounds 15 30` suit."""

@@ -58,6 +58,7 @@ def test_routing_is_that_of_the_cpu(rows: int, normalised: bool) -> None:
         counts = flat.bincount(minlength=EXPERTS + 1)[:EXPERTS]
         assert torch.equal(routing.ends.cpu().long(), counts.cumsum(0))
         assert groups(routing) == listed(counts.tolist(), 16)
+    assert int(routing.woken) == 2 * int((counts > 0).sum())
 
 
 @pytest.mark.parametrize(("rows", "group"), [(1, 16), (5, 16), (13, 64)])
@@ -83,6 +84,7 @@ def test_one_kernel_normalises_and_routes_few_rows(rows: int, group: int) -> Non
         assert torch.equal(both[0].tokens[:count], both[1].tokens[:count])
         assert torch.equal(outs[0][:count], outs[1][:count])
         assert groups(both[0]) == groups(both[1])
+        assert torch.equal(both[0].woken, both[1].woken)
 
 
 def test_what_experts_leave_is_added_by_the_next_norm() -> None:

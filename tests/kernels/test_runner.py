@@ -253,7 +253,7 @@ def updates(chunks: Sequence[tuple[Asked, PromptRow]]) -> tuple[SlotUpdate, ...]
     return tuple(news for each, _ in chunks for news in each.updates())
 
 
-def at_once(tokens: torch.Tensor, *_: object) -> PendingStep:
+def at_once(tokens: torch.Tensor, *_: object, **__: object) -> PendingStep:
     """What was sampled, without memory that only a GPU has."""
     return PendingStep(SimpleNamespace(), tokens.tolist)
 
@@ -417,6 +417,29 @@ def test_masks_may_follow_the_forward_pass(world: World) -> None:
     opens = tokens([prompt]), updates([prompt])
     slices = PrefillWork(7, prompt[1:], 0, world.spec.layers, True, *opens, late=(2,))
     assert chosen(slices, "prefill", s2=33) == [33]
+
+
+def test_steps_tell_how_many_experts_they_have_read(
+    tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One row reads as many in a layer as a token goes to; each step begins to count anew."""
+    fakes(device, monkeypatch)
+    read: list[tuple[int, int]] = []
+
+    def noted(tokens: torch.Tensor, *_: object, layers: int) -> PendingStep:
+        read.append((int(tokens[-1]), layers))
+        return at_once(tokens[:1])
+
+    world = World(make_checkpoint("qwen3-moe", tmp_path / "model", seed=1, layers=3))
+    request = Asked(1, [*range(3, 8)], [2])
+    world.prefill(request, 4)
+    world.slots.last_token[request.slot] = request.tokens[-1]
+    monkeypatch.setattr(runner_module, "_read", noted)
+    world.decode([request], 2)
+    moe = world.spec.moe
+    assert moe is not None
+    layers = world.spec.expert_layers
+    assert layers == 2 and read == [(layers * moe.per_token, layers)] * 2
 
 
 def test_what_has_no_graph_is_not_sent(world: World) -> None:

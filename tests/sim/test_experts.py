@@ -4,11 +4,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from random import Random
 
 import msgspec
 import pytest
 
 from twolane.estimate.calibrated.estimator import Calibrated
+from twolane.estimate.experts import ExpertCounts
 from twolane.estimate.profile import Profile
 from twolane.estimate.query import Load, decode_step, hybrid_pass
 from twolane.model.shapes import SHAPES
@@ -73,6 +75,49 @@ def test_a_prompt_in_a_step_of_few_rows_wakes_every_expert() -> None:
     joined = device._operators.layer(8 + 256, 132, decode=False).alone
     assert joined > 1.8 * few
     assert device._operators.layer(8 + 512, 132, decode=False).alone < 1.2 * joined
+
+
+def test_counts_tell_how_skewed_the_choice_is() -> None:
+    """Of steps of several sizes, each as many experts as the law expects, within 8 % of noise."""
+    even, uneven = (SPECS[skew].moe for skew in (0.0, 0.8))
+    assert even is not None and uneven is not None
+    noise = Random(1)
+    seen = [
+        (rows, uneven.active(rows) * noise.uniform(0.92, 1.08))
+        for _ in range(60)
+        for rows in (2, 6, 20, 60)
+    ]
+    counts = ExpertCounts(even)
+    counts.learn(seen)
+    assert counts.moe.skew == pytest.approx(0.8, abs=0.07)
+    for _ in range(200):  # other requests come, whose experts are not those of before
+        for rows in (2, 6, 20, 60):
+            counts.note(rows, even.active(rows))
+    assert counts.moe.skew < 0.2
+
+
+def test_predictions_follow_the_experts_that_are_read(
+    profiles: Callable[[float], Profile],
+) -> None:
+    """A profile of dummy weights, and a checkpoint whose routers have favourites."""
+    estimator = Calibrated(profiles(0.0))
+    moe = SPECS[0.8].moe
+    assert moe is not None
+
+    def worst() -> float:
+        errors = []
+        for rows in ROWS:
+            launch = decode_step(Load.decode([2048] * rows))
+            predicted = estimator.predict(launch, 132)
+            assert predicted is not None
+            errors.append(abs(predicted / seconds(rows, 132, 0.8) - 1))
+        return max(errors)
+
+    before = worst()
+    for _ in range(20):
+        for rows in ROWS:
+            estimator.observe_experts(rows, moe.active(rows))
+    assert worst() < 0.1 < before
 
 
 @pytest.mark.parametrize("units", [32, 132])

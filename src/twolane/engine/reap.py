@@ -188,7 +188,10 @@ def _observe(state: State, flight: Flight) -> None:
     except Mixed:
         return
     if shape.kind == "decode":
-        seconds /= len(flight.ticket.steps)
+        steps = flight.ticket.steps
+        seconds /= len(steps)
+        if (woken := steps[0].woken) is not None:
+            state.estimator.observe_experts(shape.load.requests, woken)
     state.estimator.observe(shape, flight.launch.units, seconds, corunner)
 
 

@@ -47,6 +47,10 @@ class AdapterEstimator(Estimator):
         self.base.observe(launch, units, seconds, corunner)
         self.lately = self.base.lately
 
+    def observe_experts(self, rows: int, woken: float) -> None:
+        """See `Estimator.observe_experts`."""
+        self.base.observe_experts(rows, woken)
+
     def _seconds(
         self, launch: LaunchShape, units: Sequence[int], corunner: Corunner | None, bound: bool
     ) -> Sequence[float] | None:

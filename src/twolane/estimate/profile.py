@@ -114,6 +114,8 @@ class Sample(
     """Mean power of the board meanwhile."""
     held_out: bool = False
     """Not to be fitted on: kept to tell the error of what was."""
+    woken: float | None = None
+    """Mean number of experts of a layer that a decode step has read; None: unknown."""
 
     @property
     def anchors(self) -> bool:

@@ -656,8 +656,10 @@ def _advance(
     lengths: tl.tensor,
     last_token: tl.tensor,
     ring: tl.tensor,
+    woken: tl.tensor,
     rows: tl.tensor,
     BLOCK: tl.constexpr,
+    EXPERTS: tl.constexpr,
 ) -> None:
     # One warp, so that every lane has read the step before one of them writes the next.
     now = tl.load(step)
@@ -671,10 +673,13 @@ def _advance(
         slot = tl.load(slots + row, mask=active, other=0)
         position = tl.load(positions + row, mask=active, other=0)
         tl.store(last_token + slot, tl.where(token < 0, -1 - token, token), mask=active)
-        tl.store(ring + now * rows + row, token, mask=active)
+        tl.store(ring + now * (rows + EXPERTS) + row, token, mask=active)
         tl.store(positions + row, position + 1, mask=active)
         left = tl.where(active & (now + 1 < limit), length + 1, 0)
         tl.store(lengths + row, left, mask=row < rows)
+    if EXPERTS:
+        tl.store(ring + now * (rows + 1) + rows, tl.load(woken))
+        tl.store(woken, 0)
     tl.store(step, now + 1)
 
 
@@ -687,6 +692,7 @@ def advance(
     lengths: torch.Tensor,
     last_token: torch.Tensor,
     ring: torch.Tensor,
+    woken: torch.Tensor | None = None,
 ) -> None:
     """End a decode step: hand out its tokens and make the rows ready for the next one.
 
@@ -702,8 +708,10 @@ def advance(
         positions: place of the row's input token in its sequence, int [R].
         lengths: tokens that the row sees, its input token included, int [R].
         last_token: int [slots].
-        ring: tokens of each step, int [k, R], on the device or in pinned memory; what belongs to
-            no active row is left as it is.
+        ring: tokens of each step, int [k, R], or [k, R + 1] with `woken`, on the device or in
+            pinned memory; what belongs to no active row is left as it is.
+        woken: how many experts the step has read, int [1], goes behind the step's tokens and
+            becomes 0.
     """
     rows = len(sampled)
     block = min(256, max(32, power_of_2(rows)))
@@ -718,7 +726,9 @@ def advance(
         lengths,
         last_token,
         ring,
+        step if woken is None else woken,
         rows,
         BLOCK=block,
+        EXPERTS=int(woken is not None),
         num_warps=1,
     )

@@ -40,6 +40,8 @@ class Step(NamedTuple):
     prompt_logprobs: Sequence[PromptLogprobs] = ()
     broken: Sequence[int] = ()
     """Rows of the work for which nothing is sampled: the model gave NaN or plus infinity."""
+    woken: float | None = None
+    """Mean number of experts of a layer that a decode step has read; None: unknown."""
 
 
 PATIENCE_SECONDS = 9.0

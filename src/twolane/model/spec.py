@@ -191,9 +191,14 @@ class ModelSpec:
         return self.moe is not None and layer not in self.moe.dense_layers
 
     @property
+    def expert_layers(self) -> int:
+        """Number of layers that have experts."""
+        return sum(map(self.has_experts, range(self.layers)))
+
+    @property
     def expert_share(self) -> float:
         """Share of the layers that have experts."""
-        return sum(map(self.has_experts, range(self.layers))) / self.layers
+        return self.expert_layers / self.layers
 
     def window(self, layer: int) -> int | None:
         """The sliding window of a layer in tokens, or None where all tokens are seen."""
@@ -248,7 +253,7 @@ class ModelSpec:
             return dense
         experts = self.moe.experts * (3 * self.moe.intermediate_size + 1)  # and the router's row
         more = self.hidden_size * (experts - 3 * self.intermediate_size)
-        return dense + more * sum(map(self.has_experts, range(self.layers)))
+        return dense + more * self.expert_layers
 
     def kv_bytes_per_token(self, itemsize: float) -> int:
         """Bytes of keys and values of one token in all layers, at `itemsize` bytes an element."""

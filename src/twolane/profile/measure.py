@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle, pairwise
+from statistics import fmean
 
 from msgspec.structs import replace
 
@@ -211,7 +212,15 @@ def _samples(point: Point, feed: _Feed, template: Sample, start: float, end: flo
             layers, finishes = work.last - work.first, work.finishes
         groups.setdefault((layers, finishes), []).append(ticket.seconds)
     neighbour, kind, runs = _roles(point, feed)
-    same = replace(template, kind=kind, runs=runs, units=feed.units, beside=neighbour)
+    woken = [step.woken for _, ticket in counted for step in ticket.steps if step.woken is not None]
+    same = replace(
+        template,
+        kind=kind,
+        runs=runs,
+        units=feed.units,
+        beside=neighbour,
+        woken=fmean(woken) if woken else None,
+    )
     return [
         replace(same, layers=layers, finishes=finishes, seconds=seconds)
         for (layers, finishes), seconds in groups.items()

@@ -7,7 +7,7 @@
 The base has the terms of the solo-run models, over batches of all sizes, and slopes from where
 arithmetic binds products; for slices, the tokens of prefixes, which bound attention of few new
 ones; for decode, a step for each way that products go (`computed.py`); with experts, how many of
-them are read. Fitted for each number of
+them are read, which follows the counts that decode steps bring. Fitted for each number of
 units, it has what the kernels in use reach on few SMs. m and m' are Gaussian processes, see
 `residual.py`. m is over the sizes of a batch. m' is over what each lane would move
 and compute in a second if it were alone, by the base, for that is what lanes contend for:
@@ -30,11 +30,11 @@ from scipy.special import stdtrit
 from twolane.estimate.base import Estimator
 from twolane.estimate.calibrated.residual import Means, Residual
 from twolane.estimate.computed import BENDS, SLOPES, Computed
+from twolane.estimate.experts import ExpertCounts
 from twolane.estimate.papers.operators import Shape
 from twolane.estimate.papers.solo_run import LevelModel, Rows, pass_features, slice_features
 from twolane.estimate.profile import Profile, Sample
 from twolane.estimate.query import Corunner, Floats, Kind, LaunchShape, Load
-from twolane.model.spec import MoeSpec
 
 COVERED = 0.99
 """Share of launches that the bound is for."""
@@ -99,24 +99,28 @@ class _LinearBase:
         key = profile.key
         sizes = key.weight_itemsize, key.kv_itemsize
         self._shape = Shape(profile.shape, key.itemsize, key.tensor_parallel, *sizes)
-        self._layers, self._moe = profile.shape.layers, profile.shape.moe
+        self._layers, moe = profile.shape.layers, profile.shape.moe
         self._models: dict[Kind, LevelModel] = {}
-        if self._moe is not None and not self._moe.skew:
-            self._moe = self._likeliest(self._moe, profile)
+        self.experts = None if moe is None else ExpertCounts(moe)
+        """Shared by all that are fitted from here."""
+        if self.experts is not None and not self.experts.moe.skew:
+            steps = profile.training("decode", beside=False)
+            counts = [(s.load.requests, s.woken) for s in steps if s.woken is not None]
+            self.experts.learn(counts)
+            if not counts and len(steps) >= LEAST_STEPS:
+                self._fit_skew(self.experts, steps)
 
-    def _likeliest(self, moe: MoeSpec, profile: Profile) -> MoeSpec:
-        """The experts with the skew that the times of decode steps tell: how much longer a step of
+    def _fit_skew(self, experts: ExpertCounts, samples: Sequence[Sample]) -> None:
+        """Give the experts the skew that the times of decode steps tell: how much longer a step of
         more rows takes is a matter of how many experts these wake."""
-        samples = profile.training("decode", beside=False)
-        if len(samples) < LEAST_STEPS:
-            return moe
+        moe = experts.moe
         seconds, off = np.array([sample.median for sample in samples]), dict[float, float]()
         for skew in SKEWS:
-            self._moe = replace(moe, skew=skew)
+            experts.moe = replace(moe, skew=skew)
             base = self.fitted("decode", samples)
             predicted = [base.seconds(_Question.of(sample))[0] for sample in samples]
             off[skew] = float(np.square(np.array(predicted) / seconds - 1.0).sum())
-        return replace(moe, skew=min(SKEWS, key=lambda skew: off[skew]))
+        experts.moe = replace(moe, skew=min(SKEWS, key=lambda skew: off[skew]))
 
     def fitted(self, kind: Kind, samples: Sequence[Sample]) -> "_LinearBase":
         """Another one, of which one kind's model is fitted on these."""
@@ -183,7 +187,7 @@ class _LinearBase:
 
     def _active(self, tokens: int) -> tuple[float, ...]:
         """The experts that are expected to be read, for a model with some."""
-        return () if self._moe is None else (self._moe.active(tokens),)
+        return () if self.experts is None else (self.experts.moe.active(tokens),)
 
     def _sizes(self, launch: LaunchShape, units: Sequence[int]) -> list[list[float]]:
         """Tokens, and layers of a slice, as logarithms."""
@@ -333,6 +337,12 @@ class Calibrated(Estimator):
         if launch.kind != "prefill" or self._looks():
             predicted = self.predict(launch, units, corunner)
             self._learn(launch.kind, seconds, predicted, corunner)
+
+    def observe_experts(self, rows: int, woken: float) -> None:
+        """See `Estimator.observe_experts`: predictions follow the skew that is seen."""
+        experts = self._base.experts
+        if experts is not None and experts.note(rows, woken):
+            self._known.clear()
 
     def _fit_alone(self, kind: Kind) -> Fit:
         return lambda samples, like: _Model(self._base.fitted(kind, samples)).taught(

@@ -61,9 +61,9 @@ class Routing:
     ends: Tensor
     """Where the sorted entries of each expert end, int32 [experts]."""
     groups: Tensor
-    """How many groups there are, a counter of programs that is 0 between launches, two numbers of
-    padding, and for each group its expert, its first sorted entry, how many there are, and padding:
-    int32."""
+    """How many groups there are, a counter of programs that is 0 between launches, the sum of
+    active experts (`woken`), padding, and for each group its expert, its first sorted entry, how
+    many there are, and padding: int32."""
 
     @classmethod
     def of(cls, experts: int, per_token: int, rows: int, device: torch.device) -> "Routing":
@@ -101,6 +101,11 @@ class Routing:
     def per_token(self) -> int:
         """Experts of each token."""
         return self.chosen.shape[1]
+
+    @property
+    def woken(self) -> Tensor:
+        """How many experts had rows, summed over all launches since it was set to 0: int32 [1]."""
+        return self.groups[2:3]
 
     @property
     def nbytes(self) -> int:
@@ -201,6 +206,7 @@ def _sort(
         parts = (rows + ROWS - 1) // ROWS
         slot = tl.cumsum(parts, axis=0) - parts
         tl.store(groups, tl.sum(parts, axis=0))
+        tl.store(groups + 2, tl.load(groups + 2) + tl.sum((rows > 0).to(tl.int32), axis=0))
         for i in range(0, tl.max(parts, axis=0)):
             place = groups + 4 + 4 * (slot + i)
             tl.store(place, expert, mask=i < parts)
@@ -367,6 +373,7 @@ def _list_groups(
     parts = (count + GROUP - 1) // GROUP
     slot = tl.cumsum(parts, axis=0) - parts
     tl.store(groups, tl.sum(parts, axis=0))
+    tl.store(groups + 2, tl.load(groups + 2) + tl.sum((count > 0).to(tl.int32), axis=0))
     for i in range(0, tl.max(parts, axis=0)):
         place = groups + 4 + 4 * (slot + i)
         tl.store(place, number, mask=i < parts)

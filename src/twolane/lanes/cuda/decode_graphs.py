@@ -150,8 +150,10 @@ class DecodeGraphs:
         shape = 0 if decoder.follows else max_rows, spec.vocab_size
         self.logits = torch.empty(shape, dtype=torch.float32, device=device)
         self.tokens = torch.zeros(max_rows, dtype=torch.int32, device=device)
-        self.ring = torch.zeros(MAX_STEPS * max_rows, dtype=torch.int32, device=device)
-        """Tokens by step and row of the bucket."""
+        self._woken = None if spec.moe is None else self.workspace.experts(max_rows).routing.woken
+        self.ring = torch.zeros(MAX_STEPS * (max_rows + 1), dtype=torch.int32, device=device)
+        """Tokens by step and row of the bucket; with experts, behind those of a step, how many it
+        has read, summed over layers."""
         self.adapters = adapters
         self._tiles = None if adapters is None else adapters.tiles(max_rows)
         self._pool = torch.cuda.graph_pool_handle()
@@ -231,7 +233,13 @@ class DecodeGraphs:
 
     def step_tokens(self, step: int, bucket: int) -> Tensor:
         """Tokens of a launch's step, int32 [bucket], on the device until the next launch."""
-        return self.ring[step * bucket : (step + 1) * bucket]
+        return self.step_results(step, bucket)[:bucket]
+
+    def step_results(self, step: int, bucket: int) -> Tensor:
+        """The tokens of a launch's step, and with experts how many were read: int32 [bucket] or
+        [bucket + 1]."""
+        width = bucket + (self._woken is not None)
+        return self.ring[step * width : (step + 1) * width]
 
     def rows(self, bucket: int, count: int, units: int) -> DecodeRows:
         """The first rows of the inputs, laid out for this many, as they are at each replay."""
@@ -264,6 +272,5 @@ class DecodeGraphs:
         params = self._slots.params
         if not self._decoder.follows:
             self._sampler.sample(self.logits[:bucket], slots, positions, lengths, params, tokens)
-        fused.advance(
-            tokens, slots, steps, step, positions, lengths, self._slots.last_token, self.ring
-        )
+        last = self._slots.last_token
+        fused.advance(tokens, slots, steps, step, positions, lengths, last, self.ring, self._woken)

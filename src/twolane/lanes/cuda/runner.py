@@ -235,9 +235,11 @@ class CudaRunner:
             return []
         scored = self._extras.adjust(steps.logits, asked)
         steps.finish(units, bucket)
-        tokens = steps.step_tokens(step % MAX_STEPS, bucket)
-        scores = scored(chosen(tokens)) if asked else {}
-        return [_read(tokens[: len(rows)], alive, alive, scores)]
+        results = steps.step_results(step % MAX_STEPS, bucket)
+        scores = scored(chosen(results[:bucket])) if asked else {}
+        layers = self._decoder.spec.expert_layers if len(results) > bucket else 0
+        read = results if layers else results[: len(rows)]
+        return [_read(read, alive, alive, scores, layers=layers)]
 
     def _prefill(self, work: PrefillWork, place: _Place) -> Queued:
         adapted = self.slots.adapted(work)
@@ -453,6 +455,7 @@ def _read(
     rows: Sequence[int],
     scores: Mapping[int, PendingScores],
     scored: Mapping[int, Sequence[PendingScores]] = MappingProxyType({}),
+    layers: int = 0,
 ) -> PendingStep:
     """Bring what a step came to to the host.
 
@@ -462,6 +465,7 @@ def _read(
         rows: those that were sampled.
         scores: log-probabilities by place in `tokens`.
         scored: those of prompts, by row of the work.
+        layers: with experts, whose number is the last of `tokens`; 0: it is not there.
     """
     pinned = torch.empty(len(tokens), dtype=torch.int32, pin_memory=True)
     pinned.copy_(tokens, non_blocking=True)
@@ -477,7 +481,8 @@ def _read(
                 broken.append(row)
             else:
                 sampled.append(Sampled(row, values[i], logprobs.get(i)))
-        return Step(sampled, [_joined(row, parts) for row, parts in scored.items()], broken)
+        prompts = [_joined(row, parts) for row, parts in scored.items()]
+        return Step(sampled, prompts, broken, values[-1] / layers if layers else None)
 
     return PendingStep(done, collect)
 

@@ -1,0 +1,66 @@
+"""How skewed the choice of experts is, from the numbers of experts that decode steps have read."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from twolane.model.spec import MoeSpec
+
+SKEWS = tuple(step / 16 for step in range(33))
+"""Exponents of Zipf's law that counts are compared with."""
+WEIGHT = 0.02
+"""Weight of the newest step in the mean of its size."""
+EVERY = 32
+"""One step in this many is followed by a comparison."""
+
+
+@dataclass(slots=True)
+class _Size:
+    """Means over steps of one size."""
+
+    rows: float
+    woken: float
+
+
+class ExpertCounts:
+    """The experts of a model, with the skew that counts tell.
+
+    A histogram: for each power of two of rows, means of the rows of steps and of the experts that
+    they have read in a layer. The skew is the exponent of Zipf's law that comes closest to it.
+
+    Args:
+        moe: with a skew to begin with.
+    """
+
+    def __init__(self, moe: MoeSpec) -> None:
+        self.moe = moe
+        self._sizes: dict[int, _Size] = {}
+        self._seen = 0
+
+    def learn(self, seen: Iterable[tuple[int, float]]) -> None:
+        """Note several steps, rows and experts read, and compare; without steps nothing changes."""
+        for rows, woken in seen:
+            self._note(rows, woken)
+        if self._sizes:
+            self.moe = replace(self.moe, skew=min(SKEWS, key=self._error))
+
+    def note(self, rows: int, woken: float) -> bool:
+        """Note a step; whether the skew has changed."""
+        self._note(rows, woken)
+        self._seen += 1
+        if self._seen % EVERY:
+            return False
+        before = self.moe.skew
+        self.learn(())
+        return self.moe.skew != before
+
+    def _note(self, rows: int, woken: float) -> None:
+        size = self._sizes.setdefault(rows.bit_length(), _Size(rows, woken))
+        size.rows += WEIGHT * (rows - size.rows)
+        size.woken += WEIGHT * (woken - size.woken)
+
+    def _error(self, skew: float) -> float:
+        """Sum of squared relative errors of the experts that are expected to be read."""
+        moe = replace(self.moe, skew=skew)
+        return sum(
+            (moe.active(s.rows) / max(s.woken, 1.0) - 1.0) ** 2 for s in self._sizes.values()
+        )
