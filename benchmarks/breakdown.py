@@ -122,7 +122,7 @@ class Steps:
         """The forward pass without a part."""
         steps = self.runner.steps
         with without(part):
-            return self.graph(lambda: steps._forward(self.bucket, self.units))
+            return self.graph(lambda: steps._forward(self.bucket, self.units, False))
 
     def seconds(self, graph: torch.cuda.CUDAGraph) -> float:
         """Median of a replay."""
