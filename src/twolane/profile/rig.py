@@ -24,6 +24,7 @@ from twolane.profile.grid import Limits
 from twolane.sampling import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
+RANDOM = SamplingParams(temperature=1.0, max_tokens=None, ignore_eos=True)
 POLL_SECONDS = 5e-5
 HANGS_SECONDS = 120.0
 """A launch that takes longer than this is taken for one that never ends."""
@@ -52,6 +53,9 @@ class Rig:
     seed: int = 0
     clocks_settle: bool = True
     """Whether the device's speed follows its load with some delay; in a simulation it does not."""
+    sampling: SamplingParams = GREEDY
+    """How tokens are chosen. Rows of one token, which greedy steps of random weights come to, wake
+    the same experts."""
     _free: list[int] = field(init=False)
     _held: dict[int, list[int]] = field(default_factory=dict)
     """Pages by slot."""
@@ -123,5 +127,5 @@ class Rig:
         """Pages for this many tokens, told with the first launch that names the slot."""
         pages = [self._free.pop() for _ in range(-(-tokens // self.page_size))]
         self._held[slot] = pages
-        sampling = Sampling(GREEDY, 0, prompt_tokens, ())
+        sampling = Sampling(self.sampling, slot, prompt_tokens, ())
         self._untold.add(SlotUpdate(slot, 0, tuple(pages), sampling))

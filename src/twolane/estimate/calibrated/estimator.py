@@ -85,10 +85,12 @@ class _Question(NamedTuple):
     launch: LaunchShape
     units: Sequence[int]
     corunner: Corunner | None = None
+    woken: float | None = None
+    """Experts of a layer that a step is known to have read; None: what is expected."""
 
     @classmethod
     def of(cls, sample: Sample) -> "_Question":
-        return cls(sample.launch, (sample.units,), sample.corunner)
+        return cls(sample.launch, (sample.units,), sample.corunner, sample.woken)
 
 
 class _LinearBase:
@@ -135,7 +137,7 @@ class _LinearBase:
 
     def states(self, asked: _Question) -> list[list[float]]:
         """What is asked for at each of the units; beside the other lane, what contends, too."""
-        launch, units, corunner = asked
+        launch, units, corunner, _ = asked
         kind = launch.kind
         sizes = self._sizes(launch, units)
         own = [[*size, log2(each)] for size, each in zip(sizes, units, strict=True)]
@@ -162,9 +164,9 @@ class _LinearBase:
 
     def _features(self, asked: _Question) -> Rows:
         """What the base is linear in, at each of the units."""
-        (kind, load, layers, finishes, _), units, _ = asked
+        (kind, load, layers, finishes, _), units, _, woken = asked
         if kind == "decode":
-            return self._steps(load, load.reused, units)
+            return self._steps(load, load.reused, units, woken)
         if kind == "prefill":
             return self._slices(load, layers, finishes, units)
         new, (few, many) = self._computed.tokens(load), BENDS
@@ -179,11 +181,14 @@ class _LinearBase:
         active = [layers * each for each in self._active(new)]
         return [[*row, layers * load.reused, *bends, *active]] * len(units)
 
-    def _steps(self, load: Load, context: int, units: Sequence[int]) -> Rows:
+    def _steps(
+        self, load: Load, context: int, units: Sequence[int], woken: float | None = None
+    ) -> Rows:
         """Equation 2 of so much context, and what products of more rows take."""
         rows = self._computed.rows(load)
         ways = _ways(rows, self._computed.steps)
-        return [[context, *ways, *self._active(load.requests)]] * len(units)
+        active = self._active(load.requests) if woken is None else (woken,)
+        return [[context, *ways, *active]] * len(units)
 
     def _active(self, tokens: int) -> tuple[float, ...]:
         """The experts that are expected to be read, for a model with some."""
@@ -381,7 +386,7 @@ class Calibrated(Estimator):
     def _remembered(self, asked: _Question) -> Sequence[float]:
         """What is missed: decode steps of about so much context are asked about again and again, a
         token further each time."""
-        (kind, load, layers, _, _), units, corunner = asked
+        (kind, load, layers, _, _), units, corunner, _ = asked
         others: tuple[object, ...] = ()
         if corunner is not None:
             others = (*corunner.each(len(units)), *_sums(corunner.load, OTHER[kind]))
