@@ -228,6 +228,14 @@ def test_silu_mul(rows: int, inner: int, dtype: torch.dtype, device: str) -> Non
     assert_close(fused.silu_mul(gate_up, out), functional.silu(gate) * up)
 
 
+@pytest.mark.parametrize("width", [64, 2500])
+def test_the_columns_of_ranks_are_put_side_by_side(width: int, device: str) -> None:
+    parts = random(3, 2, width, dtype=torch.float32, device=device)
+    out = torch.full((2, 3 * width), torch.nan, device=device)
+    fused.side_by_side(parts, out)
+    assert torch.equal(out, torch.cat(list(parts), dim=1))
+
+
 @pytest.mark.parametrize("hidden", [64, 1100])
 def test_embeds_the_last_token_of_active_rows(hidden: int, device: str) -> None:
     table = random(10, hidden, dtype=torch.bfloat16, device=device)
