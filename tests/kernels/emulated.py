@@ -97,7 +97,7 @@ def _cuda() -> None:
     cuda.set_device, cuda.empty_cache = lambda *_: None, lambda: None
     cuda.mem_get_info = lambda *_: (2**34, 2**34)
     cuda.get_device_name, cuda.device_count = lambda *_: "emulated", lambda: 8
-    cuda.synchronize = lambda *_: None
+    cuda.synchronize = cuda._sleep = lambda *_: None
     loaded = Fa3(132), None
     fa3._load = lambda dtype, dim: loaded  # type: ignore[assignment]
 
@@ -135,6 +135,11 @@ class Gloo:
         here = dist.TCPStore("127.0.0.1", int(unique), is_master=False)
         self._group = CpuGroup(rank, size, here)
 
+    def buffer(self, rows: int, width: int, dtype: Any, device: Any) -> Any:
+        import torch
+
+        return torch.empty((rows, width), dtype=dtype, device=device)
+
     def all_reduce(self, tensor: Any) -> None:
         self._group.bind("prefill")
         tensor.copy_(self._group.all_reduce(tensor))
@@ -153,6 +158,22 @@ class Gloo:
     def abort(self) -> None: ...
 
 
+def _mapped() -> Any:
+    """`TwoShot` of such processes, which have no memory in common: sums go by gloo."""
+    import torch
+
+    from twolane.parallel.two_shot import TwoShot
+
+    class Mapped(TwoShot):
+        def _map(self, rows: int, width: int, dtype: Any, device: Any) -> Any:
+            return torch.empty((rows, width), dtype=dtype, device=device)
+
+        def _sum(self, tensor: Any) -> None:
+            self._channel.all_reduce(tensor)
+
+    return Mapped
+
+
 def _ranks() -> None:
     from torch import distributed as dist
 
@@ -169,5 +190,6 @@ def _ranks() -> None:
         return str(stores[-1].port).encode()
 
     ranks.Communicator, ranks.unique_id = Gloo, unique_id  # type: ignore[misc, assignment]
+    ranks.TwoShot = _mapped()
     ranks.FOLLOWER = "tests.kernels.emulated_follower"
     ranks.load_shard = lambda settings, device, *rest: load_shard(settings, "cpu", *rest)

@@ -65,6 +65,9 @@ class Local:
     def __init__(self, meeting: Meeting, rank: int) -> None:
         self.rank, self.size, self._meeting = rank, meeting.size, meeting
 
+    def buffer(self, rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty((rows, width), dtype=dtype, device=device)
+
     def all_reduce(self, tensor: Tensor) -> None:
         def act(tensors: list[Tensor]) -> None:
             total = torch.stack(tensors).sum(0)

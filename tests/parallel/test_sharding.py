@@ -14,6 +14,8 @@ from torch import distributed as dist
 
 from tests.model.checkpoints import FAMILIES, make_checkpoint
 from twolane.common.errors import FieldError
+from twolane.lanes.machine import load
+from twolane.lanes.settings import DeviceSettings
 from twolane.model.attention import Batch, KVCache, Segment
 from twolane.model.decoder import Decoder
 from twolane.model.load.dummy import Dummy
@@ -190,3 +192,10 @@ def test_sums_are_added_in_rank_order() -> None:
 
     want = torch.full((97, 5), parts[0]) + parts[1] + parts[2]
     assert all(torch.equal(got, want) for got in together(3, reduce))
+
+
+def test_how_to_sum_is_asked_of_several_gpus_alone() -> None:
+    settings = DeviceSettings(model="tiny", device="cpu", all_reduce="two-shot")
+    with pytest.raises(FieldError, match="all_reduce") as refused:
+        load(settings, lambda *_: None)
+    assert refused.value.field == "all_reduce"

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,8 +16,10 @@ from tests.model.checkpoints import make_checkpoint
 from tests.parity.lost_rank_0 import endless
 from tests.parity.ranks import Ranks, on_cpu
 from twolane.engine.messages import Submit
-from twolane.lanes import base
+from twolane.lanes import base, followers
+from twolane.lanes.cpu import machine
 from twolane.lanes.followers import Pulse
+from twolane.parallel import group
 from twolane.parallel.group import RankLost
 from twolane.sampling import SamplingParams
 from twolane.systems.registry import make_system
@@ -71,6 +74,45 @@ def test_a_lost_rank_ends_the_engine(
         ranks.processes[victim - 1].send_signal(signal.SIGCONT)
         ranks.close(1.0)
         assert not any(_lives(process.pid) for process in ranks.processes)
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("SIGKILL", r"rank 1 of 2 has died \(exit code -9\)"),
+        pytest.param(
+            "SIGSTOP",
+            "rank 0 of 2 has waited .* s for rank 1, which is stopped, at the start",
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            "SIGCONT",
+            "rank 0 of 2 has waited 1 s for rank 1 to connect the decode channel",
+            marks=pytest.mark.full,
+        ),
+    ],
+)
+def test_a_rank_that_is_lost_while_channels_are_connected_ends_the_start(
+    checkpoint: Path, how: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It dies, is stopped, or goes on without ever connecting, as with a network that hangs."""
+    monkeypatch.setenv("LOST_BY", how)
+    monkeypatch.setattr(machine, "FOLLOWER", "tests.parity.lost_at_start")
+    monkeypatch.setattr(followers, "STOPPED_SECONDS", 1.0)
+    if how == "SIGCONT":
+        monkeypatch.setattr(group, "CONNECT_SECONDS", 1.0)
+    begun: list[Any] = []
+    spawn = followers.Followers._spawn
+
+    def noted(self: Any, *args: Any) -> None:
+        spawn(self, *args)
+        begun.append(self)
+
+    monkeypatch.setattr(followers.Followers, "_spawn", noted)
+    with pytest.raises(RankLost, match=said):
+        on_cpu(checkpoint, 2, 256, 16, 8)
+    begun[0].close(0.0)
+    assert not any(_lives(process.pid) for process in begun[0].processes)
 
 
 def test_a_rank_that_dies_at_rest_is_noticed(checkpoint: Path) -> None:

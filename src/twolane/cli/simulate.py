@@ -35,7 +35,8 @@ MEANT = (*common.WORKLOAD - {"seed"}, "vocab_range", "metric_percentiles")
 @app.command(epilog=EPILOG)
 @takes_engine_settings(
     *("load_format", "dtype", "profile", *LORA, *KV_EVENTS),
-    *("device", "cores", "tensor_parallel_size"),  # where it runs is `SimulateConfig`'s
+    # Where it runs is `SimulateConfig`'s.
+    *("device", "cores", "tensor_parallel_size", "all_reduce"),
 )
 @takes(SimulateConfig, "where")
 @takes(BenchConfig, "load", only=MEANT)

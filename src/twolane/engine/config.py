@@ -16,6 +16,7 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "dummy"]
 Device = Literal["auto", "cpu", "cuda"]
 Quantization = Literal["fp8", "fp8_block128", "int4"]
+AllReduce = Literal["auto", "nccl", "two-shot"]
 KVCacheDType = Literal["auto", "fp8"]
 
 LORA = ("lora", "lora_endpoints", "max_loras", "max_lora_rank")
@@ -115,8 +116,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Device to serve on; `auto` is an NVIDIA GPU if there is one, unless --cores asks for the
     CPU."""
     tensor_parallel_size: Annotated[int, Option(DEVICE, "RANKS", least=1)] = 1
-    """Number of ranks that share each layer of the model: processes on the same cores. On a GPU
-    only one is served so far."""
+    """Number of ranks that share each layer of the model: a GPU for each, or processes on the same
+    cores."""
+    all_reduce: Annotated[AllReduce, Option(DEVICE)] = "auto"
+    """How several GPUs sum what each has computed in a decode step: by nccl, or by two-shot over
+    memory that all of them map; `auto` takes what is faster at the start, for each number of
+    rows."""
     cores: Annotated[int | None, Option(DEVICE)] = None
     """Number of CPU cores for both lanes; by default all that this process may use."""
     levels: Annotated[tuple[int, ...] | None, Option(DEVICE, "SMS,…")] = None

@@ -34,6 +34,8 @@ PING_SECONDS = 1.0
 """Seconds between two pings of a rank that has nothing to do."""
 PING = bytes(LENGTH_BYTES)
 """A record without a content: the follower writes a byte to its `FollowerStart.answers`."""
+STOPPED_SECONDS = 8.0
+"""Seconds for which a rank may be stopped by a signal before launches begin."""
 
 
 class FollowerStart(msgspec.Struct, frozen=True):
@@ -139,6 +141,9 @@ class Followers:
             os.close(answer)
         for rank, process in enumerate(self.processes, start=1):
             self._thread(self._await_end, rank, process)
+        self._started = threading.Event()
+        """Set when launches are watched; until then it is whether a rank is stopped."""
+        self._thread(self._watch_start)
 
     def check(self) -> None:
         """See that all are alive and go on.
@@ -162,6 +167,7 @@ class Followers:
     def watch(self, launches: OpenLaunches) -> None:
         """Hold a rank for lost, from now on, when launches do not go on within their patience or
         when it does not answer while there are none."""
+        self._started.set()
         self._thread(self._watch, launches)
 
     def log(self, record: Record) -> None:
@@ -172,6 +178,7 @@ class Followers:
     def close(self, timeout: float) -> None:
         """End them: by the end of their log, or else by force."""
         self._closing.set()
+        self._started.set()
         for queue in self._queues:
             queue.put(None)
         for process in self.processes:
@@ -207,6 +214,24 @@ class Followers:
             self._found_lost.wait(EXPLAIN_SECONDS / 2)
         self._lose(f"rank {rank} of {self.size} has died (exit code {code})")
 
+    def _watch_start(self) -> None:
+        since: dict[int, float] = {}
+        while not self._started.wait(LOOK_SECONDS) and self._lost is None:
+            now = time.monotonic()
+            stopped = self._stopped()
+            since = {rank: since.get(rank, now) for rank in stopped}
+            for rank, begun in since.items():
+                if now - begun > STOPPED_SECONDS:
+                    self._lose(
+                        f"rank 0 of {self.size} has waited {now - begun:.1f} s for rank {rank}, "
+                        "which is stopped, at the start"
+                    )
+
+    def _stopped(self) -> list[int]:
+        """Ranks that a signal has stopped."""
+        processes = enumerate(self.processes, start=1)
+        return [rank for rank, process in processes if _is_stopped(process.pid)]
+
     def _watch(self, launches: OpenLaunches) -> None:
         looked, now, went_on = time.monotonic(), 0.0, 0.0
         before: dict[Ticket, int] = {}
@@ -228,22 +253,17 @@ class Followers:
     def _lose_silent(self, rank: int, seconds: float) -> None:
         if seconds > base.PATIENCE_SECONDS:
             why = f"rank {rank} of {self.size} has not answered for {seconds:.1f} s"
-            self._lose(why + self._stopped())
+            self._lose(why + self._who_stopped())
 
     def _overdue(self, ticket: Ticket, seconds: float) -> str:
         return (
             f"rank 0 of {self.size} has waited {seconds:.1f} s for the others in launch "
-            f"{ticket.number}, in the {ticket.lane} lane{self._stopped()}"
+            f"{ticket.number}, in the {ticket.lane} lane{self._who_stopped()}"
         )
 
-    def _stopped(self) -> str:
+    def _who_stopped(self) -> str:
         """The end of a sentence: which ranks are stopped, if any is."""
-        stopped = [
-            f"rank {rank} is stopped"
-            for rank, process in enumerate(self.processes, start=1)
-            if _is_stopped(process.pid)
-        ]
-        return ", and ".join(["", *stopped])
+        return ", and ".join(["", *(f"rank {rank} is stopped" for rank in self._stopped())])
 
     def _lose(self, why: str) -> None:
         if not self._closing.is_set() and self._lost is None:

@@ -89,7 +89,10 @@ def load(settings: DeviceSettings, progress: Progress) -> Machine:
         FieldError: the device is not there, or does not serve what is asked for.
         ValueError: a setting is wrong, or the model.
     """
-    if chosen_device(settings) == "cpu":
+    device = chosen_device(settings)
+    if settings.all_reduce != "auto" and (device == "cpu" or settings.tensor_parallel_size == 1):
+        raise FieldError("all_reduce", "is a choice of several GPUs")
+    if device == "cpu":
         return CpuMachine(settings, progress)
     if settings.tensor_parallel_size > 1:
         from twolane.lanes.cuda.ranks import RankedMachine

@@ -199,7 +199,10 @@ class Workspace:
         buffer = self._buffers.get(name)
         if buffer is None or len(buffer) < rows:
             dtype = torch.float32 if name.endswith("_scales") else self._dtype
-            buffer = torch.empty((rows, width), dtype=dtype, device=self._device)
+            if name == "partial" and self.channel is not None:
+                buffer = self.channel.buffer(rows, width, dtype, self._device)
+            else:
+                buffer = torch.empty((rows, width), dtype=dtype, device=self._device)
             self._buffers[name] = buffer
         return buffer[:rows]
 
@@ -538,7 +541,7 @@ class GpuDecoder:
         products.logits(norm, self.weights.head, parts[0])
         channel.gather(parts)
         if channel.rank == 0:
-            logits.view(rows, *parts.shape[::2]).copy_(parts.transpose(0, 1))
+            fused.side_by_side(parts, logits)
 
 
 def layer_matrices(layer: LayerWeights) -> Iterator[tuple[Operation, Matrix]]:

@@ -2,6 +2,7 @@
 
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 
@@ -15,6 +16,10 @@ class Channel(Protocol):
 
     rank: int
     size: int
+
+    def buffer(self, rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Allocate memory [rows, width] for partial sums; `all_reduce` takes any other, too."""
+        ...
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Replace the tensor by its sum over all ranks; the bits are the same on all of them."""
@@ -34,6 +39,10 @@ class Silent:
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
+
+    def buffer(self, rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """See `Channel.buffer`."""
+        return torch.empty((rows, width), dtype=dtype, device=device)
 
     def all_reduce(self, tensor: Tensor) -> None:
         """See `Channel.all_reduce`."""

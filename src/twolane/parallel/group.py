@@ -3,9 +3,11 @@
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Protocol
+from functools import partial
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,8 +20,13 @@ PATIENCE_SECONDS = 600.0
 rank for lost long before: it knows how long a launch should take."""
 MEETING_SECONDS = 0.02
 """Seconds between two looks whether all ranks have loaded."""
+CONNECT_SECONDS = 60.0
+"""Seconds in which all ranks, once each has loaded, must have connected a channel."""
 CHANNELS: Mapping[LaneName, str] = {"prefill": "prefill", "decode": "decode", "device": "prefill"}
 """The channel of each lane; the whole device excludes both lanes and uses the prefill lane's."""
+
+
+T = TypeVar("T")
 
 
 class RankLost(ConnectionError):
@@ -90,7 +97,7 @@ class CpuGroup:
         self.rank, self.size = rank, size
         meet(rank, size, store, check)
         self._channels = {
-            name: _channel(rank, size, dist.PrefixStore(name, store))
+            name: connected(name, rank, size, store, check, partial(_channel, rank, size))
             for name in sorted(set(CHANNELS.values()))
         }
         self._bound = threading.local()
@@ -162,6 +169,72 @@ def meet(
         check()
         time.sleep(MEETING_SECONDS)
     return [store.get(name).decode() for name in names]
+
+
+def connected(
+    name: str,
+    rank: int,
+    size: int,
+    store: dist.Store,
+    check: Callable[[], None],
+    connect: Callable[[dist.Store], T],
+) -> T:
+    """Make a channel, which blocks until all ranks do so.
+
+    Args:
+        name: of the channel.
+        rank: this process's, from 0.
+        size: number of ranks.
+        store: where they meet; `connect` gets a part of it.
+        check: called while others have not come; raises if they will not.
+        connect: makes the channel; it may block for ever, on a thread that is left behind.
+
+    Raises:
+        RankLost: another rank has not made it within `CONNECT_SECONDS`; the message names it.
+    """
+    own = dist.PrefixStore(name, store)
+    meet(rank, size, own, check)
+    begun, keys = time.monotonic(), [f"made-{other}" for other in range(size)]
+
+    def waiting() -> None:
+        check()
+        if time.monotonic() - begun > CONNECT_SECONDS:
+            missing = [n for n, key in enumerate(keys) if n != rank and not own.check([key])]
+            raise RankLost(
+                f"rank {rank} of {size} has waited {CONNECT_SECONDS:.0f} s for "
+                f"{'rank ' + ', '.join(map(str, missing)) if missing else 'the others'} to "
+                f"connect the {name} channel"
+            )
+
+    theirs = own.clone()  # a client that waits keeps others out
+    made = meanwhile(lambda: connect(theirs), waiting)
+    own.set(keys[rank], "")
+    return made
+
+
+def meanwhile(run: Callable[[], T], waiting: Callable[[], None]) -> T:
+    """Run what may block for ever on a thread of its own, and call `waiting` until it has ended.
+
+    Raises:
+        BaseException: what either of them raises; the thread may be left behind.
+    """
+    future: Future[T] = Future()
+
+    def work() -> None:
+        try:
+            future.set_result(run())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=work, name="ranks-meanwhile", daemon=True).start()
+    return awaited(future, waiting)
+
+
+def awaited(future: "Future[T]", waiting: Callable[[], None]) -> T:
+    """The future's result; `waiting` is called until it is there, and may raise."""
+    while not wait([future], MEETING_SECONDS).done:
+        waiting()
+    return future.result()
 
 
 def _channel(rank: int, size: int, store: dist.Store) -> dist.ProcessGroupGloo:

@@ -100,6 +100,10 @@ class Communicator:
         code = self._nccl.ncclCommInitRank(ctypes.byref(self._handle), size, made, rank)
         _check(code, "ncclCommInitRank")
 
+    def buffer(self, rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Allocate memory [rows, width] for partial sums; `all_reduce` takes any other, too."""
+        return torch.empty((rows, width), dtype=dtype, device=device)
+
     def all_reduce(self, tensor: Tensor) -> None:
         """Replace the tensor by its sum over all ranks; the bits are the same on all of them."""
         pointer, kind = tensor.data_ptr(), _TYPES[tensor.dtype]

@@ -8,6 +8,8 @@ decode lane run in order, and nothing of one step lives on into the next but the
 
 import bisect
 import gc
+import logging
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,6 +26,7 @@ from twolane.kernels.decode_attention.dispatch import decode_scratch
 from twolane.kernels.products.dispatch import Products
 from twolane.kernels.sampling import Sampler
 from twolane.kernels.sizes import BUCKET_STEP, BUCKETS
+from twolane.lanes.cuda.events import new_event
 from twolane.lanes.cuda.forward_batch import DecodeRows
 from twolane.lanes.cuda.green_contexts import GreenContexts
 from twolane.lanes.cuda.slots import Slots, upload
@@ -31,9 +34,13 @@ from twolane.lanes.work import DecodeRow
 from twolane.model.gpu_decoder import GpuDecoder, GpuKVCache, Workspace
 from twolane.model.gpu_lora import AdaptedProducts, GpuAdapterPool
 from twolane.parallel.channel import Channel
+from twolane.parallel.two_shot import TwoShot
 
 MAX_STEPS = 64
 """The longest look-ahead."""
+TIMED_CALLS, TIMED_REPLAYS = 20, 8
+"""Calls in a graph that is timed, and how many times it is replayed."""
+log = logging.getLogger("twolane.cuda")
 
 
 def buckets(max_rows: int) -> tuple[int, ...]:
@@ -73,6 +80,28 @@ def captured(
     with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
         queue()
     return graph
+
+
+def graph_seconds(
+    stream: torch.cuda.Stream, run: Callable[[Tensor], None], tensor: Tensor
+) -> float:
+    """Median seconds of a call with this tensor, which is filled with zeros, inside of a graph."""
+    tensor.zero_()
+
+    def calls() -> None:
+        for _ in range(TIMED_CALLS):
+            run(tensor)
+
+    calls()
+    graph, times = captured(stream, None, calls), []
+    for _ in range(TIMED_REPLAYS):
+        begun, ended = new_event(timing=True), new_event(timing=True)
+        begun.record(stream)
+        graph.replay()
+        ended.record(stream)
+        ended.synchronize()
+        times.append(float(begun.elapsed_time(ended)) * 1e-3 / TIMED_CALLS)
+    return statistics.median(times[1:])
 
 
 class Inputs:
@@ -168,6 +197,7 @@ class DecodeGraphs:
         shares = partitions.decode_units
         gc.collect()
         with uncollected():  # to free device memory or events while a graph is captured ends it
+            self._choose_sums(partitions.capture_stream("decode", shares[0]))
             for place, units in enumerate(shares):
 
                 def part(done: float, place: int = place) -> None:
@@ -176,6 +206,17 @@ class DecodeGraphs:
                 stream = partitions.capture_stream("decode", units)
                 self.levels[units] = self._capture_level(stream, units, part)
         progress(1.0)
+
+    def _choose_sums(self, stream: torch.cuda.Stream) -> None:
+        """Choose how several ranks sum, for each number of rows; the same on every share."""
+        channel = self.workspace.channel
+        if not isinstance(channel, TwoShot):
+            return
+        with torch.cuda.stream(stream):
+            times = channel.choose(self.buckets, partial(graph_seconds, stream))
+        for rows, (nccl, two_shot) in times.items():
+            us = nccl * 1e6, two_shot * 1e6
+            log.info("sums of %d rows: NCCL %.1f us, two-shot %.1f us", rows, *us)
 
     def _capture_level(
         self, stream: torch.cuda.Stream, units: int, progress: Callable[[float], None]

@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -177,7 +178,11 @@ class CudaLanes:
 
     def synchronize(self) -> None:
         """Wait until the device is through with all that was launched."""
-        self._launcher.thread.submit(torch.cuda.synchronize).result()
+        self.idle().result()
+
+    def idle(self) -> "Future[None]":
+        """Done when the device is through with all that was launched."""
+        return self._launcher.thread.submit(torch.cuda.synchronize)
 
     def _launch(self, ticket: CudaTicket, work: Work, after: Sequence[CudaTicket]) -> None:
         queue = partial(self._queue, ticket, work, after)

@@ -2,8 +2,9 @@
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import product
+from typing import TypeVar
 
 import torch
 
@@ -40,6 +41,7 @@ from twolane.model.spec import ModelSpec
 from twolane.parallel.channel import Channel, Silent
 from twolane.sampling import SamplingParams
 
+T = TypeVar("T")
 log = logging.getLogger("twolane.cuda")
 
 WARM_TOKENS = 8192
@@ -89,6 +91,8 @@ class CudaMachine:
         self.tp = ranks
         self.channels: Mapping[LaneName, Channel] = {}
         """Those of the lanes, if several ranks share the model."""
+        self.step_channel: Channel | None = None
+        """The decode graphs', if it is not the decode lane's."""
         self.decoder = GpuDecoder(spec, weights, rank, ranks)
         _check_heads(self.decoder.spec)
         _check_schemes(weights)
@@ -160,13 +164,16 @@ class CudaMachine:
         """
         # cuBLAS keeps a handle and workspaces for each thread: one thread does all of it.
         thread = ThreadPoolExecutor(1, "launch", torch.cuda.set_device, (self.device,))
-        runner = thread.submit(
-            self.runner, pages, page_size, slots, max_model_len, progress
-        ).result()
+        pool = pages, page_size, slots, max_model_len
+        runner = self._awaited(thread.submit(self.runner, *pool, progress))
         lanes = self._lanes(runner, Launcher(thread), notify)
         progress("kernels", 0.0)
         self._warm_up(lanes, min(pages * page_size, max_model_len))
         return lanes
+
+    def _awaited(self, future: "Future[T]") -> T:
+        """The result of what the launching thread does at the start."""
+        return future.result()
 
     def _lanes(
         self, runner: CudaRunner, launcher: Launcher, notify: Callable[[], None]
@@ -193,7 +200,7 @@ class CudaMachine:
             self.partitions.units,
             self.channels,
         )
-        channel = channels.get("decode")
+        channel = self.step_channel or channels.get("decode")
         steps = DecodeGraphs(decoder, kv, known, slots, units, channel, self.adapters)
         runner = CudaRunner(decoder, kv, known, steps, most, units, channels)
         with torch.inference_mode():
@@ -231,7 +238,7 @@ class CudaMachine:
         for share in self.partitions.prefill_units:
             layer = PrefillWork(0, (row,), 0, 1, finishes=True, chunks=chunks)
             tickets.append(lanes.launch("prefill", share, layer, ()))
-        lanes.synchronize()
+        self._awaited(lanes.idle())
         for ticket in tickets:
             ticket.check()
 

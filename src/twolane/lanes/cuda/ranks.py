@@ -3,6 +3,8 @@
 import json
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
 
 import torch
 from torch import distributed as dist
@@ -14,9 +16,11 @@ from twolane.lanes.cuda.machine import CudaMachine
 from twolane.lanes.cuda.runner import CudaRunner
 from twolane.lanes.followers import FollowerPool, Followers
 from twolane.lanes.settings import DeviceSettings, load_shard
-from twolane.parallel.group import CHANNELS, meet
-from twolane.parallel.nccl import Communicator, unique_id
+from twolane.parallel.group import CHANNELS, awaited, connected, meet
+from twolane.parallel.nccl import Communicator, NcclError, unique_id
+from twolane.parallel.two_shot import TwoShot
 
+T = TypeVar("T")
 FOLLOWER = "twolane.lanes.cuda.follower"
 """The module that the other ranks run."""
 
@@ -32,11 +36,14 @@ def load_rank(
     return spec, weights, settings.levels, share, rank, ranks, settings.kv_cache_dtype, *adapters
 
 
-def connect(machine: CudaMachine, store: dist.Store, check: Callable[[], None]) -> int:
+def connect(
+    machine: CudaMachine, all_reduce: str, store: dist.Store, check: Callable[[], None]
+) -> int:
     """Meet the other ranks and make a communicator for each lane.
 
     Args:
-        machine: this rank's; its `channels` are set.
+        machine: this rank's; its `channels` and `step_channel` are set.
+        all_reduce: how decode steps sum, see `EngineConfig`.
         store: where they meet.
         check: called while others have not come; raises if they will not.
 
@@ -53,12 +60,22 @@ def connect(machine: CudaMachine, store: dist.Store, check: Callable[[], None]) 
         if levels != notes[0][0]:
             granted = f"rank 0 was granted {notes[0][0]}, rank {rank} {levels}"
             raise ValueError(f"levels: the GPUs must be alike, and {granted}")
-    channels = {}
-    for name in sorted(set(CHANNELS.values())):
+
+    def communicator(store: dist.Store) -> Communicator:
+        torch.cuda.set_device(machine.device)  # of this thread
         if shard.rank == 0:
-            store.set(f"nccl-{name}", unique_id())
-        channels[name] = Communicator(shard.rank, shard.size, store.get(f"nccl-{name}"))
+            store.set("id", unique_id())
+        return Communicator(shard.rank, shard.size, store.get("id"))
+
+    ranks = shard.rank, shard.size
+    channels = {
+        name: connected(name, *ranks, store, check, communicator)
+        for name in sorted(set(CHANNELS.values()))
+    }
     machine.channels = {lane: channels[name] for lane, name in CHANNELS.items()}
+    if all_reduce != "nccl":
+        here, forced = dist.PrefixStore("two-shot", store), all_reduce == "two-shot"
+        machine.step_channel = TwoShot(channels[CHANNELS["decode"]], here, forced=forced)
     return min(int(free) for _, free in notes)
 
 
@@ -78,7 +95,8 @@ class RankedMachine(CudaMachine):
         self.followers = Followers(settings, FOLLOWER)
         self._least_free: int | None = None
         super().__init__(*load_rank(settings, 0, progress))  # type: ignore[arg-type]
-        self._least_free = connect(self, self.followers.store, self.followers.check)
+        followers = self.followers
+        self._least_free = connect(self, settings.all_reduce, followers.store, followers.check)
 
     def free_bytes(self) -> int:
         """See `CudaMachine.free_bytes`: of the rank that has the fewest."""
@@ -104,7 +122,13 @@ class RankedMachine(CudaMachine):
 
         self.followers.on_lost = lost
         self.followers.start(FollowerPool(pages, page_size, slots, max_model_len))
-        return super().start(pages, page_size, slots, max_model_len, notify, progress)
+        try:
+            return super().start(pages, page_size, slots, max_model_len, notify, progress)
+        except NcclError as error:  # channels are aborted when a rank is lost
+            raise self.followers.explain(error) from error
+
+    def _awaited(self, future: "Future[T]") -> T:
+        return awaited(future, self.followers.check)
 
     def _lanes(
         self, runner: CudaRunner, launcher: Launcher, notify: Callable[[], None]

@@ -1,0 +1,115 @@
+"""Sums of few rows over memory that all ranks map: PyTorch's two-shot all-reduce.
+
+Each rank adds up its share of the numbers, reading the others' parts, and writes the sums to all:
+one hop less than NCCL takes. Its operations must not run on two streams at once (pytorch
+#189228), so only the decode lane's graphs have such memory.
+"""
+
+import os
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from twolane.parallel.channel import Channel
+
+GROUP = "twolane-decode"
+"""PyTorch's name of the ranks that map the memory."""
+ALIGNED_BYTES = 16
+"""Each rank's share of a sum must be a multiple of this many bytes."""
+LARGEST_BYTES = 2**22
+"""Sums of more bytes go by NCCL, which moves them no slower."""
+GAIN = 0.97
+"""Share of NCCL's time that the two-shot sum may take at most, to be chosen."""
+
+
+class TwoShot:
+    """A channel whose sums may go over shared memory; all else is the other channel's.
+
+    All ranks must call `buffer` and `choose` in the same order.
+
+    Args:
+        channel: of the same ranks and the same lane.
+        store: where they meet to map each other's memory.
+        forced: whether every sum that can goes over shared memory; `choose` decides otherwise.
+    """
+
+    def __init__(self, channel: Channel, store: dist.Store, *, forced: bool = False) -> None:
+        self.rank, self.size = channel.rank, channel.size
+        self._channel, self._store, self._forced = channel, store, forced
+        self._buffer: Tensor | None = None
+        self._counts: frozenset[int] = frozenset()
+        """How many numbers a sum has that goes over shared memory: none before `choose`."""
+
+    def buffer(self, rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """See `Channel.buffer`: mapped by all ranks, once."""
+        assert self._buffer is None, "the lane's graphs have one buffer for sums"
+        self._buffer = self._map(rows, width, dtype, device)
+        return self._buffer
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """See `Channel.all_reduce`."""
+        if tensor.numel() in self._counts and self._shared(tensor):
+            self._sum(tensor)
+        else:
+            self._channel.all_reduce(tensor)
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """See `Channel.broadcast`."""
+        self._channel.broadcast(tensor)
+
+    def gather(self, parts: Tensor) -> None:
+        """See `Channel.gather`."""
+        self._channel.gather(parts)
+
+    def choose(
+        self, rows: Sequence[int], seconds: Callable[[Callable[[Tensor], None], Tensor], float]
+    ) -> dict[int, tuple[float, float]]:
+        """Choose for each number of rows how they are summed: rank 0's clock decides for all.
+
+        Args:
+            rows: the numbers of rows that will be summed.
+            seconds: times one call, on the lane's stream, with the tensor it is to sum.
+
+        Returns:
+            Seconds of NCCL and of two-shot, by rows.
+        """
+        assert self._buffer is not None
+        summed = [self._buffer[:count] for count in rows if self._shared(self._buffer[:count])]
+        if self._forced:
+            self._counts = frozenset(tensor.numel() for tensor in summed)
+            return {}
+        by_nccl, by_two_shot = self._channel.all_reduce, self._sum
+        times = [(seconds(by_nccl, tensor), seconds(by_two_shot, tensor)) for tensor in summed]
+        faster = [int(two_shot < GAIN * nccl) for nccl, two_shot in times]
+        chosen = torch.tensor([*faster, 0], dtype=torch.int32, device=self._buffer.device)
+        self._channel.broadcast(chosen)
+        kept = zip(summed, chosen.tolist(), strict=False)
+        self._counts = frozenset(tensor.numel() for tensor, chosen in kept if chosen)
+        return {len(x): pair for x, pair in zip(summed, times, strict=True)}
+
+    def _map(self, rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Allocate memory that all ranks map."""
+        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+        from torch._C._distributed_c10d import _SymmetricMemory
+
+        _SymmetricMemory.set_group_info(GROUP, self.rank, self.size, self._store)
+        buffer = _SymmetricMemory.empty_strided_p2p((rows, width), (width, 1), dtype, device)
+        _SymmetricMemory.rendezvous(buffer, GROUP)
+        return buffer
+
+    def _sum(self, tensor: Tensor) -> None:
+        """Sum over shared memory."""
+        torch.ops.symm_mem.two_shot_all_reduce_(tensor, "sum", GROUP)
+
+    def _shared(self, tensor: Tensor) -> bool:
+        """Whether a sum can go over shared memory."""
+        buffer = self._buffer
+        return (
+            buffer is not None
+            and tensor.data_ptr() == buffer.data_ptr()
+            and tensor.dtype in (torch.bfloat16, torch.float32)
+            and tensor.nbytes <= LARGEST_BYTES
+            and tensor.nbytes % (ALIGNED_BYTES * self.size) == 0
+        )

@@ -1,0 +1,21 @@
+"""A rank other than 0 that comes to a channel and is lost while the others connect it."""
+
+import os
+import signal
+import sys
+
+from twolane.lanes.cpu import follower
+from twolane.parallel import group
+
+
+def main() -> int:
+    def lost(*_: object) -> None:
+        os.kill(os.getpid(), getattr(signal, os.environ["LOST_BY"]))
+        signal.pause()
+
+    group._channel = lost  # type: ignore[assignment]
+    return follower.main()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
