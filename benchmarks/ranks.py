@@ -3,11 +3,13 @@
 On GPUs of one host that do nothing else, with dummy weights in the true shapes and a KV pool of
 random numbers. First one process a GPU times all-reduces alone; then the lanes are driven without
 the engine, as in `engine.py`. Values are medians but where a percentile is named; every ratio is of
-two things measured in this run.
+two things measured in this run. `--only alone` measures what one of the ranks takes where nothing
+is summed, which tells how much of a step waits for the others.
 """
 
 import argparse
 import itertools
+import logging
 import os
 import statistics
 import subprocess
@@ -21,14 +23,18 @@ import torch
 from engine import Rig, both_lanes, decode_seconds, finished, repeat
 from measured import cpu_seconds
 
+from twolane.common import garbage
 from twolane.lanes.cuda.decode_graphs import captured
 from twolane.lanes.cuda.green_contexts import GreenContexts
-from twolane.lanes.cuda.ranks import RankedMachine
+from twolane.lanes.cuda.machine import CudaMachine
+from twolane.lanes.cuda.ranks import RankedMachine, load_rank
 from twolane.lanes.settings import DeviceSettings
 from twolane.lanes.slot_table import UntoldSlots
 from twolane.lanes.work import DecodeWork
 from twolane.model.load.hub import resolve
 from twolane.parallel import nccl
+from twolane.parallel.channel import Silent
+from twolane.parallel.group import CHANNELS
 from twolane.results.provenance import provenance, save
 
 PAGE = 32
@@ -44,9 +50,16 @@ PATIENCE = 60.0
 
 
 class RankedRig(Rig):
-    """A model on several GPUs with its lanes, driven without the engine."""
+    """A model on several GPUs with its lanes, driven without the engine.
 
-    def __init__(self, name: str, ranks: int) -> None:
+    Args:
+        name: of the model.
+        ranks: number of GPUs.
+        all_reduce: how decode steps sum.
+        alone: whether this process has one rank's part, and sums nothing.
+    """
+
+    def __init__(self, name: str, ranks: int, all_reduce: str, *, alone: bool = False) -> None:
         begun = time.monotonic()
         self.name, self.slots, self.pages = name, SLOTS, POOL_TOKENS // PAGE
         settings = DeviceSettings(
@@ -55,6 +68,7 @@ class RankedRig(Rig):
             device="cuda",
             levels=(SHARE,),
             tensor_parallel_size=ranks,
+            all_reduce=all_reduce,
         )
         told: set[tuple[str, int]] = set()
 
@@ -63,7 +77,11 @@ class RankedRig(Rig):
                 told.add((stage, int(done * 4)))
                 print(f"{time.monotonic() - begun:.1f} s: {stage} {done:.2f}", flush=True)
 
-        self.machine = RankedMachine(settings, progress)
+        if alone:
+            self.machine = CudaMachine(*load_rank(settings, 0, progress))
+            self.machine.channels = dict.fromkeys(CHANNELS, Silent(0, ranks))
+        else:
+            self.machine = RankedMachine(settings, progress)
         self.load_seconds = time.monotonic() - begun
         print(f"room for {self.machine.kv_bytes(40_960) / 2**30:.1f} GiB of KV", flush=True)
         self.lanes = self.machine.start(
@@ -72,6 +90,7 @@ class RankedRig(Rig):
         self.lanes.fill_kv()
         self.held, self.untold, self.free = {}, UntoldSlots(), list(range(self.pages))
         self.start_seconds = time.monotonic() - begun
+        garbage.leave_out()  # as the engine does
 
 
 def time_all_reduces(rank: int, ranks: int, folder: Path, hidden: int) -> dict[str, float]:
@@ -138,21 +157,38 @@ def read_rate() -> float:
     return x.nbytes / statistics.median(times[2:])
 
 
-def measure(rig: RankedRig, sums: dict[str, float]) -> dict[str, object]:
-    """The figures of issue and notes; prints each as it comes."""
-    spec, tp, whole = rig.spec, rig.machine.tp, rig.machine.partitions.units
-    found: dict[str, object] = {}
+class Notes:
+    """What was found so far: printed as it comes, and written to a file.
 
-    def note(**values: object) -> None:
-        found.update(values)
+    Args:
+        path: of the file, or None.
+        workload: what is measured.
+    """
+
+    def __init__(self, path: Path | None, workload: dict[str, object]) -> None:
+        self._path, self._workload = path, workload
+        self.found: dict[str, object] = {}
+
+    def __call__(self, **values: object) -> None:
+        self.found.update(values)
         print(*(f"{name} {value}" for name, value in values.items()), flush=True)
+        if self._path:
+            save(self._path, provenance(self._workload), {"figures": self.found})
 
+
+def measure(rig: RankedRig, only: str, note: Notes) -> None:
+    """The figures of issue and notes."""
+    spec, tp, whole = rig.spec, rig.machine.tp, rig.machine.partitions.units
     note(start_s=round(rig.start_seconds, 1), load_s=round(rig.load_seconds, 1))
     rows = rig.decode_rows(64, 2048)
-    steps = {u: decode_seconds(rig, rows, u) * 1e3 for u in rig.machine.partitions.decode_units}
+    units = rig.machine.partitions.decode_units
+    steps = {u: decode_seconds(rig, rows, u) * 1e3 for u in units}
     note(decode_step_ms={u: round(ms, 3) for u, ms in steps.items()})
-    one = decode_seconds(rig, rows[:1], whole) * 1e3
-    note(decode_step_of_1_ms=round(one, 3))
+    ones = {u: decode_seconds(rig, rows[:1], u) * 1e3 for u in units}
+    note(decode_step_of_1_ms={u: round(ms, 3) for u, ms in ones.items()})
+    if only != "all":
+        return
+    sums = note.found["all_reduce_us"]
     weights = 2 * (spec.parameters - spec.vocab_size * spec.hidden_size) / tp
     kv = 64 * 2048 * rig.machine.page_token_bytes
     count, rate = 2 * spec.layers, read_rate()
@@ -169,7 +205,7 @@ def measure(rig: RankedRig, sums: dict[str, float]) -> dict[str, object]:
     alone_gaps = gaps(rig, rows, SHARE)
     row = rig.prompt(8192)
     for units in [*(p for p, _ in rig.machine.partitions.levels), whole]:
-        seconds = repeat(2, lambda u=units: rig.launch("prefill", u, rig.prefill(row)))
+        seconds = repeat(1, lambda u=units: rig.launch("prefill", u, rig.prefill(row)))
         note(**{f"prefill_tokens_s_{units}": round(8192 / seconds)})
     level = next(level for level in rig.machine.partitions.levels if level[1] == SHARE)
     both_lanes(rig, level, rows, row, 4, 1.0)
@@ -187,7 +223,6 @@ def measure(rig: RankedRig, sums: dict[str, float]) -> dict[str, object]:
         prefill_idle=round(both.prefill_idle, 3),
     )
     rig.give_back([*rows, row])
-    return found
 
 
 def quantiles(values: np.ndarray) -> dict[int, float]:
@@ -223,6 +258,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model")
     parser.add_argument("ranks", type=int)
+    parser.add_argument("--all-reduce", default="auto", choices=("auto", "nccl", "two-shot"))
+    parser.add_argument("--only", default="all", choices=("all", "steps", "alone"))
     parser.add_argument("--out", type=Path)
     if sys.argv[1:2] == ["--alone"]:
         ranks, folder, hidden, rank = sys.argv[2:]
@@ -230,14 +267,15 @@ def main() -> int:
             print(f"{name}: {us:.1f}", flush=True)
         os._exit(0)
     args = parser.parse_args()
-    sums = all_reduces(args.ranks, resolve(args.model, "dummy").spec().hidden_size)
-    print("all-reduce us", sums, flush=True)
-    rig = RankedRig(args.model, args.ranks)
-    found = {"all_reduce_us": sums, **measure(rig, sums)}
+    logging.basicConfig(level=logging.INFO, format="%(message)s")  # tells what sums were chosen
+    workload = {"model": args.model, "ranks": args.ranks, "all_reduce": args.all_reduce}
+    note = Notes(args.out, {**workload, "only": args.only})
+    if args.only == "all":
+        hidden = resolve(args.model, "dummy").spec().hidden_size
+        note(all_reduce_us=all_reduces(args.ranks, hidden))
+    rig = RankedRig(args.model, args.ranks, args.all_reduce, alone=args.only == "alone")
+    measure(rig, args.only, note)
     rig.close()
-    if args.out:
-        workload = {"model": args.model, "ranks": args.ranks}
-        save(args.out, provenance(workload), {"figures": found})
     return 0
 
 
