@@ -62,8 +62,11 @@ def sums(channel: Mapped, buffer: Tensor, rows: tuple[int, ...]) -> list[int]:
     return channel.shared
 
 
-def made(nccl: Told, *, forced: bool = False) -> Mapped:
-    return Mapped(nccl, dist.HashStore(), forced=forced)
+def made(nccl: Told, *, forced: bool = False, problem: str = "") -> Mapped:
+    """Where the other rank has mapped its memory, or has run into a problem."""
+    store = dist.HashStore()
+    store.set(f"rank-{1 - nccl.rank}", problem)
+    return Mapped(nccl, store, forced=forced)
 
 
 def test_the_faster_way_is_chosen_for_each_number_of_rows() -> None:
@@ -104,6 +107,19 @@ def test_what_shared_memory_does_not_serve_goes_the_other_way(
     buffer = channel.buffer(rows, width, dtype, CPU)
     channel.choose((rows,), faster_below(1 << 40))
     assert sums(channel, buffer, (rows,)) == []
+
+
+def test_no_rank_shares_where_one_cannot() -> None:
+    channel = made(Told(), problem="peer access is not supported")
+    buffer = channel.buffer(4, WIDTH, torch.bfloat16, CPU)
+    assert channel.choose((4,), faster_below(8)) == {}
+    assert sums(channel, buffer, (4,)) == []
+
+
+def test_sharing_that_was_asked_for_is_refused_where_one_cannot() -> None:
+    channel = made(Told(), forced=True, problem="peer access is not supported")
+    with pytest.raises(RuntimeError, match="two-shot sums: peer access is not supported"):
+        channel.buffer(4, WIDTH, torch.bfloat16, CPU)
 
 
 def test_memory_that_is_not_mapped_goes_the_other_way() -> None:

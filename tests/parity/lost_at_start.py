@@ -13,7 +13,7 @@ def main() -> int:
         os.kill(os.getpid(), getattr(signal, os.environ["LOST_BY"]))
         signal.pause()
 
-    group._channel = lost  # type: ignore[assignment]
+    group.gloo = lost  # type: ignore[assignment]
     return follower.main()
 
 

@@ -97,7 +97,7 @@ class CpuGroup:
         self.rank, self.size = rank, size
         meet(rank, size, store, check)
         self._channels = {
-            name: connected(name, rank, size, store, check, partial(_channel, rank, size))
+            name: connected(name, rank, size, store, check, partial(gloo, rank, size))
             for name in sorted(set(CHANNELS.values()))
         }
         self._bound = threading.local()
@@ -237,7 +237,8 @@ def awaited(future: "Future[T]", waiting: Callable[[], None]) -> T:
     return future.result()
 
 
-def _channel(rank: int, size: int, store: dist.Store) -> dist.ProcessGroupGloo:
+def gloo(rank: int, size: int, store: dist.Store) -> dist.ProcessGroupGloo:
+    """Connect to the other ranks of this host."""
     options = dist.ProcessGroupGloo._Options()
     options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
     options._timeout = timedelta(seconds=PATIENCE_SECONDS)

@@ -5,6 +5,7 @@ one hop less than NCCL takes. Its operations must not run on two streams at once
 #189228), so only the decode lane's graphs have such memory.
 """
 
+import logging
 import os
 from collections.abc import Callable, Sequence
 
@@ -13,7 +14,9 @@ from torch import Tensor
 from torch import distributed as dist
 
 from twolane.parallel.channel import Channel
+from twolane.parallel.group import gloo, meet
 
+log = logging.getLogger("twolane.cuda")
 GROUP = "twolane-decode"
 """PyTorch's name of the ranks that map the memory."""
 ALIGNED_BYTES = 16
@@ -39,14 +42,28 @@ class TwoShot:
         self.rank, self.size = channel.rank, channel.size
         self._channel, self._store, self._forced = channel, store, forced
         self._buffer: Tensor | None = None
+        """What all ranks map; None: they cannot."""
+        self._group: dist.ProcessGroup | None = None
+        """The ranks as PyTorch knows them, by `GROUP`, for as long as this lives."""
         self._counts: frozenset[int] = frozenset()
         """How many numbers a sum has that goes over shared memory: none before `choose`."""
 
     def buffer(self, rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """See `Channel.buffer`: mapped by all ranks, once."""
         assert self._buffer is None, "the lane's graphs have one buffer for sums"
-        self._buffer = self._map(rows, width, dtype, device)
-        return self._buffer
+        try:
+            buffer, problem = self._map(rows, width, dtype, device), ""
+        except RuntimeError as error:
+            buffer = self._channel.buffer(rows, width, dtype, device)
+            problem = str(error).splitlines()[0]
+        problems = meet(self.rank, self.size, self._store, lambda: None, problem)
+        if not any(problems):
+            self._buffer = buffer
+        elif self._forced:
+            raise RuntimeError(f"two-shot sums: {next(filter(None, problems))}")
+        else:
+            log.warning("sums go by NCCL alone: %s", next(filter(None, problems)))
+        return buffer
 
     def all_reduce(self, tensor: Tensor) -> None:
         """See `Channel.all_reduce`."""
@@ -75,7 +92,8 @@ class TwoShot:
         Returns:
             Seconds of NCCL and of two-shot, by rows.
         """
-        assert self._buffer is not None
+        if self._buffer is None:
+            return {}
         summed = [self._buffer[:count] for count in rows if self._shared(self._buffer[:count])]
         if self._forced:
             self._counts = frozenset(tensor.numel() for tensor in summed)
@@ -92,9 +110,15 @@ class TwoShot:
     def _map(self, rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Allocate memory that all ranks map."""
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-        from torch._C._distributed_c10d import _SymmetricMemory
+        from torch._C._distributed_c10d import _register_process_group, _SymmetricMemory
 
-        _SymmetricMemory.set_group_info(GROUP, self.rank, self.size, self._store)
+        kind = dist.ProcessGroup.BackendType.GLOO
+        self._group = dist.ProcessGroup(self._store, self.rank, self.size)
+        backend = gloo(self.rank, self.size, dist.PrefixStore("gloo", self._store))
+        self._group._register_backend(torch.device("cpu"), kind, backend)
+        self._group._set_default_backend(kind)
+        self._group._set_group_name(GROUP)
+        _register_process_group(GROUP, self._group)
         buffer = _SymmetricMemory.empty_strided_p2p((rows, width), (width, 1), dtype, device)
         _SymmetricMemory.rendezvous(buffer, GROUP)
         return buffer
