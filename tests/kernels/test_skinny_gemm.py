@@ -85,7 +85,7 @@ class Case:
         self.expected = self.x.float() @ self.w.float().T
         self.scales = None
         if variant.dtype == E4M3:
-            self.scales = (random(m).exp().float(), random(n).exp().float())
+            self.scales = tuple(random(len(each)).exp().float() for each in (self.x, self.w))
             self.expected *= self.scales[0][:, None] * self.scales[1]
         if variant.gated:
             gate, up = self.expected.tensor_split(2, dim=1)
@@ -113,12 +113,15 @@ VARIANTS = [
     (Variant(256, 40, swap=True, dtype=E4M3), 33),
     (Variant(128, 128, dtype=E4M3), 101),
     (Variant(256, 64, dtype=E4M3), 64),
+    (Variant(128, 32, swap=True, gated=True, dtype=E4M3), 30),
+    (Variant(256, 64, gated=True, dtype=E4M3), 61),
 ]
 ALL = [
     (variant, rows - 3)
     for rows in ROWS
     for gated, wide, dtype in (
-        (False, False, BF16), (True, False, BF16), (False, True, BF16), (False, False, E4M3)
+        (False, False, BF16), (True, False, BF16), (False, True, BF16), (False, False, E4M3),
+        (True, False, E4M3),
     )
     for units in (32, 132)
     for variant in skinny_gemm.variants(rows, dtype, units, gated=gated, wide=wide)

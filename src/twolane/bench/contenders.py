@@ -19,6 +19,7 @@ from twolane.bench.server import Server, serving, serving_by
 from twolane.bench.target import SERVER
 from twolane.common.errors import FieldError
 from twolane.common.vocabulary import EstimatorName
+from twolane.engine.config import KVCacheDType, Quantization
 from twolane.results.metrics import TTFT_PER_1K, bounds_words
 from twolane.results.record import CONNECT, DISCONNECT, INTERRUPTED, Record
 from twolane.results.result import BenchConfig, Result
@@ -253,6 +254,8 @@ def simulation(search: Search) -> Run:
                 slo=slo_of(points[0]),
                 estimator=where.estimator,
                 profile=where.profile,
+                quantization=where.quantization,
+                kv_cache_dtype=where.kv_cache_dtype,
             ),
             gpu=where.simulate,
             tp=where.tp,
@@ -291,6 +294,9 @@ class _Simulated(msgspec.Struct):
     """Path of the profile of an emulated card."""
     uneven: Unevenness | None = None
     """How far the emulated card is off its profile; None simulates a smooth GPU."""
+    quantization: Quantization | None = None
+    """How weights are rounded while they are loaded; None: they are not."""
+    kv_cache_dtype: KVCacheDType = "auto"
 
 
 def parse_system(text: str) -> tuple[str, dict[str, str]]:

@@ -157,10 +157,8 @@ class Products:
             gate_up: [T, 2 * inner] that may be overwritten.
             out: the result, as the next product wants it.
         """
-        apart = bias is not None or isinstance(out, Quantised)  # the kernel that does both cannot
-        way = (
-            CUBLAS if apart and isinstance(x, Tensor) else self.way("gate_up_silu", len(x), weight)
-        )
+        # The kernel that does both adds no bias.
+        way = CUBLAS if bias is not None else self.way("gate_up_silu", len(x), weight)
         self._gate_up_silu(way, x, weight, bias, gate_up, out)
 
     def _gate_up_silu(
@@ -173,8 +171,11 @@ class Products:
         out: Activations,
     ) -> None:
         if way.variant is not None and way.variant.gated:
-            assert isinstance(out, Tensor)
-            self._run(way, "gate_up_silu", x, weight, None, out)
+            rounded = isinstance(out, Quantised)
+            act = gate_up.flatten()[: gate_up.numel() // 2].view(len(x), -1) if rounded else out
+            self._run(way, "gate_up_silu", x, weight, None, act)
+            if rounded:
+                fused.quantise(act, out)
             return
         self._run(way, "gate_up_silu", x, weight, bias, gate_up)
         fused.silu_mul(gate_up, out)
@@ -261,7 +262,7 @@ class Products:
         dtype = skinny_gemm.SCHEMES.get(case.scheme)
         if rows > skinny_gemm.MOST_ROWS or dtype is None:
             return
-        gated = case.operation == "gate_up_silu" and case.scheme not in FP8_SCHEMES
+        gated = case.operation == "gate_up_silu"
         wide = case.operation == "logits"
         for variant in skinny_gemm.variants(rows, dtype, self.units, gated=gated, wide=wide):
             for blocks in variant.grids(case.n // 2 if gated else case.n, self.units):
@@ -329,7 +330,8 @@ class Products:
         seen = input_of(normal, normal.new_empty((rows, 1), dtype=torch.float32), case.scheme)
         kind = torch.float32 if operation == "logits" else dtype
         out = torch.zeros(rows, case.n, dtype=kind, device=device)
-        act = out.new_zeros(rows, case.n // 2)
+        scales = out.new_zeros((rows, 1), dtype=torch.float32)
+        act = input_of(out.new_zeros(rows, case.n // 2), scales, case.scheme)
 
         def run() -> None:
             for weight in several:

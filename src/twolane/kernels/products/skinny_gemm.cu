@@ -387,9 +387,14 @@ __device__ __forceinline__ void write_tile(const float (&acc)[PARTS][ACC], unsig
 // Multiplies the sums of a tile with the scales of their rows of x and of w.
 __device__ __forceinline__ void scale_tile(float (&acc)[PARTS][ACC], const Arguments& a, int tile) {
     const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
-    const int base = tile * OUT_N + column_group() * GROUP_OUT;
+    // The row of w of a row of this warpgroup's part of the tile: gates come before ups.
+    auto w_row = [&](int row) {
+        const bool up = GATED && row >= GROUP_OUT;
+        const int column = tile * OUT_N + column_group() * GROUP_OUT + (up ? row - GROUP_OUT : row);
+        return min(column, a.shape.n - 1) + (up ? a.shape.n : 0);
+    };
     auto x_scale = [&](int row) { return __ldcg(a.x_scales + min(row, a.shape.m - 1)); };
-    auto w_scale = [&](int row) { return __ldcg(a.w_scales + min(row, a.shape.n - 1)); };
+    auto w_scale = [&](int row) { return __ldcg(a.w_scales + w_row(row)); };
 #if SWAP
 #pragma unroll
     for (int j = 0; j < ACC / 4; ++j)
@@ -406,7 +411,7 @@ __device__ __forceinline__ void scale_tile(float (&acc)[PARTS][ACC], const Argum
     for (int p = 0; p < PARTS; ++p)
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            const float factor = w_scale(base + p * 64 + warp * 16 + 8 * h + lane / 4);
+            const float factor = w_scale(p * 64 + warp * 16 + 8 * h + lane / 4);
 #pragma unroll
             for (int j = 0; j < ACC / 4; ++j) {
                 acc[p][4 * j + 2 * h] *= factor;
@@ -422,7 +427,7 @@ __device__ __forceinline__ void scale_tile(float (&acc)[PARTS][ACC], const Argum
     for (int j = 0; j < ACC / 4; ++j)
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const float factor = w_scale(base + 8 * j + lane % 4 * 2 + i);
+            const float factor = w_scale(8 * j + lane % 4 * 2 + i);
 #pragma unroll
             for (int h = 0; h < 2; ++h) acc[0][4 * j + 2 * h + i] *= factors[h] * factor;
         }
