@@ -9,7 +9,7 @@ from tests.kernels.test_gpu_decoder import PROMPT, OnGpu, on_cpu
 from tests.model.quantised_checkpoints import FORMATS, write
 from twolane.kernels import fused
 from twolane.kernels.activations import Quantised
-from twolane.kernels.products.dispatch import Case, Products
+from twolane.kernels.products.dispatch import Case, Products, input_of
 from twolane.kernels.products.skinny_gemm import ROWS
 from twolane.kernels.runtime import nvrtc
 from twolane.lanes.cuda.green_contexts import GreenContexts
@@ -44,6 +44,29 @@ def test_logits(form: str, tmp_path: Path) -> None:
     apart = (logits - meant).norm() / meant.norm()
     print(f"{form}: {there.layers[0].qkv.scheme}, CPU {cost:.4f}, GPU {apart:.4f} from float32")
     assert apart < (1.6 if form == "fp8" else 1.25) * cost + 0.01  # blocks are rounded twice
+
+
+@pytest.mark.parametrize("rows", (16, 40, 64, 128))
+def test_gates(rows: int) -> None:
+    """Gate and up in one product, in every way, then rounded for the next product."""
+    torch.manual_seed(rows)
+    inner, k = 1568, 1104
+    matrix = quantised(torch.randn(2 * inner, k, device="cuda") * k**-0.5, "fp8_channel")
+    x = torch.randn(rows - 3, k, device="cuda").bfloat16()
+    rounded = Quantised(*(part.cuda() for part in fp8.quantise_rows(x.cpu())))
+    seen = (rounded.values.float() * rounded.scales) @ matrix.dequantised().T
+    gate, up = seen.chunk(2, dim=1)
+    expected = torch.nn.functional.silu(gate) * up
+    products, case = Products(32), Case.of("gate_up_silu", matrix)
+    buffer = torch.empty(rows - 3, 2 * inner, device="cuda", dtype=torch.bfloat16)
+    room = torch.empty(rows - 3, inner, device="cuda", dtype=torch.bfloat16)
+    out = input_of(room, torch.empty(rows - 3, 1, device="cuda"), "fp8_channel")
+    for way in products._candidates(case, rows - 3):
+        products.ways = {case: {rows: way}}
+        products.gate_up_silu(rounded, matrix, None, buffer, out)
+        got = out.values.float() * out.scales
+        error = (got - expected).norm() / expected.norm()
+        assert error < 4e-2, (way.name, float(error))
 
 
 @pytest.mark.parametrize("rows", ROWS)
