@@ -21,6 +21,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from kernels.common import seconds
 from measured import Figure, at_least, at_most, show
 
 from twolane.kernels.decode_attention.dispatch import decode_attention
@@ -477,8 +478,8 @@ def _pace(rig: Rig) -> _Pace:
     moved = 64 * 2048 * rig.machine.page_token_bytes
     reads = {}
     for u in units:
-        with torch.cuda.stream(rig.machine.partitions.capture_stream("decode", u)):
-            reads[u] = moved / timed(decode_attention_of(rig, rows, u))
+        stream = rig.machine.partitions.capture_stream("decode", u)
+        reads[u] = moved / seconds([decode_attention_of(rig, rows, u)], stream)
     rig.give_back(rows)
     times, whole = [], rig.machine.partitions.units
     for new, reused in ((8192, 0), (4096, 8192)):

@@ -32,7 +32,7 @@ def main() -> None:
     expected, found = _expected(given), []
     begun = time.monotonic()
     for tbt, form in itertools.product(given.bounds, given.formats):
-        guess = expected.get((form, tbt)) or START[form]
+        guess = given.start.get(form) or expected.get((form, tbt)) or START[form]
         found.append({"format": form, "found": _one(form, tbt, guess, given)})
         content = {
             "card": kind,
@@ -67,7 +67,7 @@ def _expected(given: argparse.Namespace) -> dict[tuple[str, float], float]:
         return {}
     runs = msgspec.json.decode(path.read_bytes())["found"]
     return {
-        (one["format"], 1e3 * one["found"]["tbt"]): given.off * min(one["found"]["goodput"])
+        (one["format"], 1e3 * one["found"]["tbt"]): min(one["found"]["goodput"])
         for one in runs
     }
 
@@ -82,14 +82,17 @@ def _options() -> argparse.Namespace:
     add("--model", default=MODEL, help="model of the servers, for a trial")
     add("--flags", default="--load-format dummy --device cuda --max-model-len 16384",
         help="flags of the servers")  # fmt: skip
-    add("--off", type=float, default=1.0, help="a card's goodput over a simulated one's")
+    add("--start", nargs="+", default=[], metavar="FORMAT:RATE",
+        help="requests/s where searches begin, in place of what was simulated")  # fmt: skip
     add("--prompts", type=int, default=500, help="requests in a run")
     add("--seeds", type=int, default=2, help="patterns of arrivals")
     add("--tolerance", type=float, default=0.1,
         help="share by which the rate that fails may be above the one that holds")  # fmt: skip
     add("--work", type=Path, default=Path("formats-work"), help="folder of the runs")
     add("--out", type=Path, default=Path(__file__).parent / "results/formats")
-    return parser.parse_args()
+    given = parser.parse_args()
+    given.start = {form: float(rate) for form, rate in (each.split(":") for each in given.start)}
+    return given
 
 
 if __name__ == "__main__":

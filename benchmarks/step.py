@@ -16,10 +16,11 @@ from pathlib import Path
 
 import torch
 from engine import Rig, decode_attention_of, decode_seconds, finished
+from kernels.common import seconds
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from twolane.kernels.products.dispatch import Products, _graph_seconds
+from twolane.kernels.products.dispatch import Products
 from twolane.lanes.work import DecodeRow, DecodeWork
 from twolane.results.provenance import provenance, save
 
@@ -72,8 +73,8 @@ def parts(rig: Rig, rows: Sequence[DecodeRow], units: int) -> dict[str, float]:
         "attention": decode_attention_of(rig, rows, units),
         "head": lambda: decoder.head(hidden, steps.logits[:ROWS], steps.workspace, products),
     }
-    with torch.inference_mode(), torch.cuda.stream(stream(rig, units)):
-        return {name: 1e3 * _graph_seconds(run, 5) for name, run in runs.items()}
+    with torch.inference_mode():
+        return {name: 1e3 * seconds([run], stream(rig, units)) for name, run in runs.items()}
 
 
 def stream(rig: Rig, units: int) -> torch.cuda.Stream:
