@@ -20,7 +20,7 @@ from twolane.workload.spec import WorkloadSpec
 FORMATS = {"bf16": {}, "fp8": {"quantization": "fp8", "kv_cache_dtype": "fp8"}}
 """The settings of each format, by the engine's names."""
 MODEL, DATASET, LONGEST = "qwen3-8b", "azure-conv", 12_000
-START = {"bf16": 20.0, "fp8": 30.0}
+START = {"bf16": 22.0, "fp8": 44.0}
 """Requests/s where simulated searches begin."""
 
 
