@@ -67,8 +67,7 @@ def _expected(given: argparse.Namespace) -> dict[tuple[str, float], float]:
         return {}
     runs = msgspec.json.decode(path.read_bytes())["found"]
     return {
-        (one["format"], 1e3 * one["found"]["tbt"]): min(one["found"]["goodput"])
-        for one in runs
+        (one["format"], 1e3 * one["found"]["tbt"]): min(one["found"]["goodput"]) for one in runs
     }
 
 
