@@ -55,16 +55,7 @@ static void widen(u32 bytes, u32& low, u32& high) {
     high = pack<false>(e4m3(bytes >> 16 & 255), e4m3(bytes >> 24));
 }
 static int load_signed(u32 address) { return (signed char)shared_memory[address]; }
-template <u32 SELECTOR> static u32 picked(u32 bytes) {
-    u32 made = 0;
-    for (int i = 0; i < 4; ++i) {
-        u32 digit = SELECTOR >> 4 * i & 15, byte = bytes >> 8 * (digit & 3) & 255;
-        if (digit & 4) byte = 0;
-        if (digit & 8) byte = byte >> 7 ? 255 : 0;
-        made |= byte << 8 * i;
-    }
-    return made;
-}
+static bool elected() { return current % 32 == 7; }  // any one
 static void copy_bytes(u32 target, const signed char* source, int bytes, u32 barrier, u64);
 static float power2(float x) { return std::exp2(x); }
 

@@ -34,18 +34,10 @@
 //
 // The compiler is given T_BF16 (else float16: of queries and results, and of a pool without FP8), FP8,
 // DIM (64, 128; with FP8 128), PAGE (16, 32, 64), TILES_N (1: groups to 8, 2: to 16), WARPS and STAGES; for
-// measurements PROBE (1: only copy, 2: copy and load), TIMELINE and WATCHDOG, and what is widened by
-// whole numbers: SHIFTED_KEYS of the 16 tokens four times in a tile, SHIFTED_VALUES of the 32 dims
-// four times.
+// measurements PROBE (1: only copy, 2: copy and load), TIMELINE and WATCHDOG.
 
 #ifndef PROBE
 #define PROBE 0
-#endif
-#ifndef SHIFTED_KEYS
-#define SHIFTED_KEYS 1
-#endif
-#ifndef SHIFTED_VALUES
-#define SHIFTED_VALUES 4
 #endif
 
 typedef unsigned int u32;
@@ -142,13 +134,16 @@ __device__ __forceinline__ int load_signed(u32 address) {
     return v;
 }
 
-// Bytes of a word by the digits of a selector, lowest first; 8 more than a byte's number is its sign,
-// eight times.
-template <u32 SELECTOR>
-__device__ __forceinline__ u32 picked(u32 bytes) {
-    u32 d;
-    asm("prmt.b32 %0, %1, 0, %2;" : "=r"(d) : "r"(bytes), "n"(SELECTOR));
-    return d;
+// True in one lane of the warp, and the compiler knows that it is one.
+__device__ __forceinline__ bool elected() {
+    u32 one;
+    asm volatile(
+        "{\n"
+        ".reg .pred one;\n"
+        "elect.sync _|one, 0xFFFFFFFF;\n"
+        "selp.u32 %0, 1, 0, one;\n"
+        "}" : "=r"(one));
+    return one;
 }
 
 // Four e4m3 numbers as float16: the first two, the last two.
@@ -358,9 +353,8 @@ struct Feed {
         if (table.tile == table.end && unlisted > 0) table.next_run(a, rows);
     }
 
-    __device__ __forceinline__ void put(const Arguments& a, const TensorMap& pool, int offset,
-                                        int lane) {
-        if (lane == 0) {
+    __device__ __forceinline__ void put(const Arguments& a, const TensorMap& pool, int offset) {
+        if (elected()) {
             u32 target = ring + stage * HALF_BYTES, barrier = full + stage * 8;
             int boxes = min(BOXES, (at.length - at.tile * KEYS + BOX - 1) / BOX);
             const bool powers_too = FP8 && offset == 0;
@@ -393,13 +387,13 @@ struct Feed {
             int page = __shfl_sync(ALL, pages, token / PAGE - begin);
             source[i] = (page * a.kv_heads + at.head) * (2 * PAGE) + token % PAGE;
         }
-        put(a, pool, 0, lane);
+        put(a, pool, 0);
     }
 
     __device__ __forceinline__ void values(const Arguments& a, const TensorMap& pool,
-                                           const Rows& rows, int lane) {
+                                           const Rows& rows) {
         if (left == 0) return;
-        put(a, pool, PAGE, lane);
+        put(a, pool, PAGE);
         if (--left > 0 && ++at.tile == at.end) at.next_run(a, rows);
     }
 };
@@ -475,13 +469,6 @@ __device__ __forceinline__ u32 place(int token, int piece) {
 // Of tokens 16 j + g, 16 j + 8 + g and heads 2 t, 2 t + 1 (and 8 on).
 typedef float Scores[TILES_N][KEYS / 16][4];
 
-// Two e4m3 numbers of four as float16, smaller by 2 ** 8: those that `SELECTOR` puts at the ends of
-// halves, their signs above.
-template <u32 SELECTOR>
-__device__ __forceinline__ u32 shifted(u32 bytes) {
-    return picked<SELECTOR>(bytes) << 7 & 0xbf80bf80u;
-}
-
 __device__ __forceinline__ void score(Scores& s, u32 half, const Query& query, int lane) {
     // Matrices: the piece 2 i of the tokens 16 j to 16 j + 7, then of the next 8; the piece 2 i + 1.
     u32 base = half + place(lane / 8 % 2 * 8 + lane % 8, lane / 16);
@@ -496,13 +483,7 @@ __device__ __forceinline__ void score(Scores& s, u32 half, const Query& query, i
             for (int m = 0; m < 2; ++m) {
                 u32 wide[4];
 #pragma unroll
-                for (int h = 0; h < 2; ++h)
-                    if (j < SHIFTED_KEYS) {
-                        wide[h] = shifted<0x9180>(k[2 * m + h]);
-                        wide[2 + h] = shifted<0xb3a2>(k[2 * m + h]);
-                    } else {
-                        widen(k[2 * m + h], wide[h], wide[2 + h]);
-                    }
+                for (int h = 0; h < 2; ++h) widen(k[2 * m + h], wide[h], wide[2 + h]);
 #pragma unroll
                 for (int n = 0; n < TILES_N; ++n)
                     multiply(s[n][j], wide, query.piece[2 * i + m][n],
@@ -537,8 +518,7 @@ __device__ __forceinline__ float raised(float x, int exponent) {
 __device__ __forceinline__ void raise(Scores& s, const Powers& powers, float scale) {
 #pragma unroll
     for (int i = 0; i < KEYS / 8; ++i) {
-        const float whole = i / 2 < SHIFTED_KEYS ? 256 * scale : scale;
-        const float factor = raised(whole, powers.keys[i]), more = powers.values[i];
+        const float factor = raised(scale, powers.keys[i]), more = powers.values[i];
 #pragma unroll
         for (int n = 0; n < TILES_N; ++n)
 #pragma unroll
@@ -700,12 +680,7 @@ __device__ __forceinline__ void add_values(State& state, u32 half, const Weights
                 u32 wide[4];
 #pragma unroll
                 for (int h = 0; h < 2; ++h)
-                    if (d < SHIFTED_VALUES) {
-                        wide[2 * h] = shifted<0xa280>(v[2 * m + h]);
-                        wide[2 * h + 1] = shifted<0xb391>(v[2 * m + h]);
-                    } else {
-                        widen(picked<0x3120>(v[2 * m + h]), wide[2 * h], wide[2 * h + 1]);
-                    }
+                    widen(__byte_perm(v[2 * m + h], 0, 0x3120), wide[2 * h], wide[2 * h + 1]);
 #pragma unroll
                 for (int n = 0; n < TILES_N; ++n)
                     multiply(state.value[n][2 * d + m], wide, p[n][j][0], p[n][j][1]);
@@ -714,16 +689,6 @@ __device__ __forceinline__ void add_values(State& state, u32 half, const Weights
             state.value[0][2 * d][0] += __int_as_float(v[0] ^ v[1] ^ v[2] ^ v[3]);
 #endif
         }
-}
-
-// The values of shifted dims in their true size.
-__device__ __forceinline__ void enlarge(State& state) {
-#pragma unroll
-    for (int n = 0; n < TILES_N; ++n)
-#pragma unroll
-        for (int j = 0; j < 2 * SHIFTED_VALUES; ++j)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) state.value[n][j][i] *= 256;
 }
 #else
 __device__ __forceinline__ void add_values(State& state, u32 half, const Weights& p, int lane) {
@@ -831,9 +796,6 @@ __device__ __forceinline__ void store_out(const Arguments& a, const Cursor& at, 
 __device__ __forceinline__ void finish(const Arguments& a, const Cursor& at, bool began_here,
                                        u32 worker, State& state, int lane) {
     const Sums sums = summed(state, lane);
-#if FP8
-    enlarge(state);
-#endif
     bool goes_on = at.tile < at.end;
     if (began_here && !goes_on)
         store_out(a, at, state, sums, lane);
@@ -886,7 +848,7 @@ decode_attention(const __grid_constant__ TensorMap pool, const __grid_constant__
     feed.list(a, rows, lane);
     auto refill = [&](bool values) {
         __syncwarp();  // all lanes have used what was there
-        values ? feed.values(a, pool, rows, lane) : feed.keys(a, pool, rows, lane);
+        values ? feed.values(a, pool, rows) : feed.keys(a, pool, rows, lane);
     };
     if (at.end - at.tile <= (STAGES + 1) / 2) wait_for_previous();  // for the newest token
 #pragma unroll

@@ -171,11 +171,12 @@ class Products:
         out: Activations,
     ) -> None:
         if way.variant is not None and way.variant.gated:
-            rounded = isinstance(out, Quantised)
-            act = gate_up.flatten()[: gate_up.numel() // 2].view(len(x), -1) if rounded else out
+            if isinstance(out, Tensor):
+                self._run(way, "gate_up_silu", x, weight, None, out)
+                return
+            act = gate_up.flatten()[: gate_up.numel() // 2].view(len(x), -1)
             self._run(way, "gate_up_silu", x, weight, None, act)
-            if rounded:
-                fused.quantise(act, out)
+            fused.quantise(act, out)
             return
         self._run(way, "gate_up_silu", x, weight, bias, gate_up)
         fused.silu_mul(gate_up, out)
