@@ -26,7 +26,11 @@ CORPUS = Path(__file__).parent / "corpus"
 MEMORY = 3 << 30
 """Bytes of memory that the process may take; beyond, an input fails."""
 SECONDS = 5.0
-"""An input that takes longer is a fault."""
+"""An input that takes longer is a fault, or is ended where there is a fence."""
+INPUTS_EACH = 200
+"""A process behind the fence runs this many inputs at most."""
+ANSWER_BYTES = 1000
+"""An outcome is cut to this many bytes."""
 PIECES = (
     *(b"null", b"true", b"-1", b"0", b"1e400", b"1e-400", b"-0", b"NaN", b"9" * 30, b"2.5"),
     *(b"18446744073709551616", b"[" * 50, b"{", b"}", b"]", b'"', b",", b":", b"\\u0000"),
@@ -334,20 +338,56 @@ def outcome_of(target: Target, data: bytes) -> str:
     return "taken"
 
 
-def forked(target: Target, data: bytes) -> str:
-    """Run an input in a process of its own, as `outcome_of`, for at most `SECONDS`."""
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.write(writing, outcome_of(target, data).encode(errors="replace")[:1000])
-        os._exit(0)
-    os.close(writing)
-    if not select.select([reading], [], [], SECONDS)[0]:
-        os.kill(child, signal.SIGKILL)
-    with os.fdopen(reading, "rb") as pipe:
-        said = pipe.read().decode(errors="replace")
-    _, status = os.waitpid(child, 0)
-    return said or f"ended by signal {os.WTERMSIG(status)}"
+class Fence:
+    """Runs inputs in a forked process, which is replaced when one ends it or takes too long.
+
+    Args:
+        target: what reads them.
+    """
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+        self._pid = self._left = 0
+        self._asking = self._answering = -1
+
+    def outcome_of(self, data: bytes) -> str:
+        """Run an input, as the function of the same name, for at most `SECONDS`."""
+        if not self._left:
+            self.end()
+            self._begin()
+        self._left -= 1
+        os.write(self._asking, len(data).to_bytes(8, "little"))
+        os.write(self._asking, data)  # blocks until all of it is written
+        if not select.select([self._answering], [], [], SECONDS)[0]:
+            os.kill(self._pid, signal.SIGKILL)
+        if said := os.read(self._answering, ANSWER_BYTES):
+            return said.decode(errors="replace")
+        return f"ended by signal {os.WTERMSIG(self.end())}"
+
+    def end(self) -> int:
+        """End the process, if there is one; return its status."""
+        if not self._pid:
+            return 0
+        os.close(self._asking)  # at the end of its inputs it ends
+        os.close(self._answering)
+        _, status = os.waitpid(self._pid, 0)
+        self._pid = self._left = 0
+        return status
+
+    def _begin(self) -> None:
+        inputs, self._asking = os.pipe()
+        self._answering, answers = os.pipe()
+        self._pid, self._left = os.fork(), INPUTS_EACH
+        if not self._pid:
+            os.close(self._asking)
+            with os.fdopen(inputs, "rb") as source:
+                while length := source.read(8):
+                    data = source.read(int.from_bytes(length, "little"))
+                    said = outcome_of(self._target, data).encode(errors="replace")
+                    os.write(answers, said[:ANSWER_BYTES])
+            os._exit(0)
+        os.close(inputs)
+        os.close(answers)
 
 
 def fuzz(name: str, begin: int, end: int, seed: int, folder: Path) -> tuple[Counter, list[str]]:
@@ -355,7 +395,7 @@ def fuzz(name: str, begin: int, end: int, seed: int, folder: Path) -> tuple[Coun
     target = TARGETS[name](folder)
     corpus = [file.read_bytes() for file in sorted((CORPUS / name).iterdir())]
     outcomes: Counter[str] = Counter()
-    faults = []
+    faults, fence = [], Fence(target)
     for number in range(begin, end):
         draw = random.Random(f"{name} {seed} {number}")
         data = draw.choice(corpus)
@@ -363,13 +403,14 @@ def fuzz(name: str, begin: int, end: int, seed: int, folder: Path) -> tuple[Coun
         data = corpus[number] if number < len(corpus) else mutated(data, corpus, draw)
         (folder.parent / "last").write_bytes(data)
         began = time.monotonic()
-        outcome = (forked if target.fenced else outcome_of)(target, data)
+        outcome = fence.outcome_of(data) if target.fenced else outcome_of(target, data)
         outcomes[outcome.partition(":")[0]] += 1
         if outcome.startswith("fault"):
             faults.append(f"{name} {number} {outcome}")
         if time.monotonic() - began > SECONDS and not target.fenced:
             outcomes["slow"] += 1
             faults.append(f"{name} {number}: {time.monotonic() - began:.1f} s")
+    fence.end()
     return outcomes, faults
 
 

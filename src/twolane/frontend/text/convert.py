@@ -19,6 +19,7 @@ from tokenizers.processors import TemplateProcessing
 
 from twolane.common.checked_json import read_json
 from twolane.frontend.fenced import SETUP_MEMORY, TookTooLong, limit_memory, within
+from twolane.frontend.text.decoder_regexes import check_decoder
 from twolane.frontend.text.parts import Parts, Template
 from twolane.frontend.text.template import ChatTemplate, TemplateForm
 from twolane.frontend.text.tokenizer import Declared, TokenizerFile
@@ -52,6 +53,7 @@ def convert(source: Path) -> TokenizerFile:
     # Left over from training in many files; a prompt is neither cut nor filled up.
     parts.backend.no_truncation()
     parts.backend.no_padding()
+    check_decoder(parts.backend.decoder)
     add_named_tokens(parts)
     bos = settle_bos(parts)
     template, tool_template = (parts.templates.get(name) for name in ("default", "tool_use"))

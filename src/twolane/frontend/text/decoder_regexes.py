@@ -1,0 +1,67 @@
+"""Which regular expressions a tokenizer's decoder may have.
+
+Tokens become text on the API process's event loop, one at a time, and the expressions run by
+backtracking: `(a+)+$` takes a second for forty characters.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+
+from tokenizers import decoders
+
+MOST_ALTERNATIVES = 2
+"""An expression may have this many `|`: each may double the steps at every place."""
+MOST_CHARACTERS = 200
+"""An expression may have this many characters."""
+PART = re.compile(
+    r"(?P<set>\[\^?\]?(?:\\.|[^\[\]\\])*\])|(?P<escape>\\.)"
+    r"|(?P<count>(?:[*+?]|\{[0-9,]*\})[?+]?)|(?P<other>.)",
+    re.DOTALL,
+)
+"""A part of an expression; a count repeats the part before it."""
+
+
+def check_decoder(decoder: decoders.Decoder | None) -> None:
+    """Refuse a decoder that could hold the event loop up.
+
+    Raises:
+        ValueError: it has an expression that is not quick on any text.
+    """
+    if decoder is None:
+        return
+    for expression in expressions(json.loads(decoder.__getstate__())):
+        if not is_quick(expression):
+            raise ValueError(
+                f"decoder: the regular expression {expression[:80]!r} may take long on some texts"
+            )
+
+
+def expressions(form: object) -> Iterator[str]:
+    """Yield the regular expressions of a part of a `tokenizer.json`."""
+    if isinstance(form, dict):
+        if isinstance(expression := form.get("Regex"), str):
+            yield expression
+        form = list(form.values())
+    for part in form if isinstance(form, list) else ():
+        yield from expressions(part)
+
+
+def is_quick(expression: str) -> bool:
+    """Whether matching takes about as many steps as the square of the text's length, or fewer.
+
+    True only for expressions that repeat at most one character or set, and neither look around nor
+    back: enough for spaces and the marks of words.
+    """
+    if len(expression) > MOST_CHARACTERS or "(?" in expression:
+        return False
+    counts, before = 0, ""
+    for part in PART.finditer(expression):
+        if part.lastgroup == "count":
+            counts += 1
+            if before == ")":
+                return False
+        elif part[0] == "[" or (part.lastgroup == "escape" and part[0][1] in "123456789gk"):
+            return False  # a set within a set, or what a group has matched
+        before = part[0]
+    return counts <= 1 and expression.count("|") <= MOST_ALTERNATIVES
