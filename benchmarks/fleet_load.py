@@ -25,10 +25,11 @@ from twolane.results.provenance import provenance, save
 async def ask(session: aiohttp.ClientSession, url: str, body: dict) -> dict:
     """Send one request; return its outcome, with its first token and replica."""
     begun, first, done, error, replica = time.perf_counter(), None, False, None, None
-    cached, asked, late = 0, 0, False
+    cached, asked, late, predicted = 0, 0, False, 0.0
     try:
         async with session.post(url + "/v1/completions", json=body) as answer:
             replica = answer.headers.get("x-replica")
+            predicted = float(answer.headers.get("x-predicted-ttft-ms", 0)) / 1e3
             if answer.status != 200:
                 error = f"status {answer.status}"
             async for line in answer.content:
@@ -56,6 +57,7 @@ async def ask(session: aiohttp.ClientSession, url: str, body: dict) -> dict:
         "error": error,
         "replica": replica,
         "ttft": first and first - begun,
+        "predicted": predicted,
         "e2e": time.perf_counter() - begun,
         "at": begun,
         "prompt": asked,
@@ -155,6 +157,7 @@ def figures(results: list[dict]) -> dict:
         "replicas": Counter(str(each["replica"]) for each in results),
         "ttft_p50": float(np.percentile(ttfts, 50)) if ttfts else None,
         "ttft_p95": float(np.percentile(ttfts, 95)) if ttfts else None,
+        "predicted_p50": float(np.median([each["predicted"] for each in results])),
         "hit_rate": sum(each["cached"] for each in results) / prompt if prompt else None,
         "seconds": max(each["at"] + each["e2e"] for each in results),
     }

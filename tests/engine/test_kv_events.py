@@ -22,6 +22,7 @@ from twolane.common.errors import FieldError
 from twolane.common.page_hash import page_hashes, salt_bytes
 from twolane.engine.config import EngineConfig, KVEventsConfig
 from twolane.engine.kv import KVBooks, PrefixTree
+from twolane.engine.kv_events import events
 from twolane.engine.kv_events import publisher as publishing
 from twolane.engine.kv_events.events import KVJournal
 from twolane.engine.kv_events.publisher import KVEventPublisher, ReplayBuffer
@@ -74,9 +75,9 @@ class Follower:
     seen: Counter[str] = field(default_factory=Counter)
 
     def take(self, number: int, payload: bytes) -> None:
-        assert number == self.last + 1
-        self.last = number
         batch = msgspec.msgpack.decode(payload, type=KVEventBatch)
+        assert number == self.last + 1 or isinstance(batch.events[0], AllBlocksCleared)
+        self.last = number
         assert batch.ts > 0
         assert batch.events
         for event in batch.events:
@@ -341,17 +342,41 @@ def test_nothing_grows_while_nobody_reads(
         published.publisher.publish()
     buffer = published.publisher._buffer
     assert buffer._bytes <= 20_000
-    assert sum(len(batch) for _, batch in buffer.since(0)) == buffer._bytes
+    snapshot, *kept = buffer.since(0)
+    assert sum(len(batch) for _, batch in kept) == buffer._bytes
+    assert len(snapshot[1]) < 2_000  # of 16 pages
+    assert not buffer._dropped
     assert len(published.journal._found) <= 16
     assert deaf.follower.last == -1
 
 
-def test_a_replay_has_the_latest_batches() -> None:
-    buffer = ReplayBuffer(most=3)
+def test_a_replay_has_the_latest_batches_behind_a_snapshot_of_the_earlier_ones() -> None:
+    buffer, encode = ReplayBuffer(most=3), msgspec.msgpack.encode
     for number in range(5):
-        buffer.add(number, b"x")
-    assert [number for number, _ in buffer.since(0)] == [2, 3, 4]
+        stored = events.BlockStored([number + 1], number or None, [number] * PAGE, PAGE)
+        buffer.add(number, encode(events.KVEventBatch(float(number), [stored])))
+    assert [number for number, _ in buffer.since(0)] == [1, 2, 3, 4]
+    told = msgspec.msgpack.decode(buffer.since(0)[0][1], type=events.KVEventBatch)
+    both = events.BlockStored([1, 2], None, [0] * PAGE + [1] * PAGE, PAGE)
+    assert told == events.KVEventBatch(1.0, [events.AllBlocksCleared(), both])
     assert [number for number, _ in buffer.since(4)] == [4]
+
+
+def test_who_comes_after_batches_gave_way_learns_the_whole_tree(tmp_path: Path) -> None:
+    """In a tree that branches, has salts and loses pages."""
+    settings = config(tmp_path, buffer_steps=2)
+    published = Published(KVBooks(24, PAGE, 8, prefix_cache=True), settings)
+    draw = random.Random(0)
+    for turn in range(60):
+        tokens = [*range(draw.randrange(1, 9)), *draw.choices(range(50, 53), k=12)]
+        salt = draw.choice([None, "secret"])
+        published.books.give_up(share(published.books, tokens, salt))
+        published.publisher.publish()
+        if turn % 10 == 9:
+            late = published.client()
+            published.check(late)
+            assert late.follower.pages
+    published.close()
 
 
 @pytest.mark.parametrize(

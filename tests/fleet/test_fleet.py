@@ -15,6 +15,7 @@ pytest.importorskip("aiohttp")
 
 from tests.server.serving import Served, alive, wait_for, write_tiny_model
 
+PAGE = "https://page.example"
 PROMPT = [3 + i % 97 for i in range(300)]
 
 
@@ -65,13 +66,21 @@ def stream(served, tokens: int) -> list[dict]:
     return [{} if line == b"[DONE]" else json.loads(line) for line in lines]
 
 
+def counted(served, outcome: str) -> float:
+    """How many requests the fleet's metrics say ended in this way."""
+    with urllib.request.urlopen(served.base + "/metrics", timeout=60) as response:
+        lines = response.read().decode().splitlines()
+    name = f'twolane:fleet_requests_total{{outcome="{outcome}"}} '
+    return next((float(line.removeprefix(name)) for line in lines if line.startswith(name)), 0.0)
+
+
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
     """Two tiny servers with little patience for silence."""
     model = write_tiny_model(tmp_path_factory.mktemp("fleet"))
     patience = ("--probe-timeout", "1", "--silent-seconds", "2", "--probe-seconds", "0.1")
     args = (str(model), "--load-format", "dummy", "--kv-tokens", "20000", *patience)
-    with fleet(*args, "--replicas", "2", "--drain-seconds", "30") as served:
+    with fleet(*args, "--replicas", "2", "--drain-seconds", "30", "--cors-origins", PAGE) as served:
         wait_for(lambda: len(serving(served)) == 2, 180)
         yield served
 
@@ -86,6 +95,15 @@ def test_one_address_answers_as_a_server_does(pair):
     assert stream(pair, 5)[-1] == {}
     assert pair.request("/v1/completions", {"prompt": []})[0] == 400
     assert pair.request("/nowhere")[0] == 404
+
+
+def test_answers_name_a_pages_origin_once_and_are_counted(pair):
+    before = counted(pair, "answered")
+    request = urllib.request.Request(pair.base + "/v1/models", headers={"Origin": PAGE})
+    with urllib.request.urlopen(request, timeout=60) as response:
+        assert response.headers.get_all("access-control-allow-origin") == [PAGE]
+    stream(pair, 3)
+    assert counted(pair, "answered") == before + 2
 
 
 def test_a_prompt_goes_where_its_beginning_was_computed(pair):

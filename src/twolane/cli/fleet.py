@@ -41,8 +41,8 @@ def fleet(ctx: typer.Context, model: ServedModelArgument, options: dict[str, Any
             from twolane.fleet import run
         except ImportError as error:
             raise fail(f"fleet needs an extra: pip install 'twolane[ray]' ({error})") from error
-        keys = server.get("api_key") or ()
-        code = run.serve_fleet(arguments, FleetOptions(**options), next(iter(keys), None))
+        keys, origins = server.get("api_key") or (), server.get("cors_origins") or ()
+        code = run.serve_fleet(arguments, FleetOptions(**options), keys, origins)
     sys.stdout.flush()
     os._exit(code)  # as `serve` does
 

@@ -11,7 +11,7 @@ import hmac
 import logging
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import suppress
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import aiohttp
 import msgspec
@@ -19,6 +19,7 @@ from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope, Send
 
 from twolane.common.prefix_digest import Landmarks
+from twolane.fleet.metrics import CONTENT_TYPE, FleetMetrics
 from twolane.fleet.pool import Member, Pool
 from twolane.router.choose import Chosen, Refused
 from twolane.router.policies import Policy
@@ -45,6 +46,8 @@ RETRY_UNREADY = 5
 WAIT_SECONDS = 30.0
 """Seconds that a request waits for a replica that is ready."""
 SESSION_HEADER, REPLICA_HEADER = "x-session-id", "x-replica"
+PREDICTED_HEADER = "x-predicted-ttft-ms"
+"""Header of answers: milliseconds to the first token as the router predicted, 0 if unknown."""
 HOP_HEADERS = frozenset(
     ("connection", "keep-alive", "transfer-encoding", "upgrade", "host", "te", "trailer")
 )
@@ -68,6 +71,22 @@ class _Landmarks(msgspec.Struct):
     hashes: list[int]
 
 
+class _Call(NamedTuple):
+    """A request, and where its answer goes."""
+
+    scope: Scope
+    body: bytes
+    send: Send
+    arrived: float
+    """When it came, on the pool's clock."""
+
+    @property
+    def path(self) -> str:
+        """Path of the endpoint."""
+        path: str = self.scope["path"]
+        return path
+
+
 class BrokenOff(Exception):
     """A replica is gone while it answered, or before it did."""
 
@@ -89,6 +108,7 @@ class Ingress:
         self._policy = policy
         self._session = session
         self._most_body = most_body
+        self.metrics = FleetMetrics(pool.members.values)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
@@ -97,6 +117,8 @@ class Ingress:
         path = scope["path"]
         if path in PROBES:
             await self._probe(path, send)
+        elif path == "/metrics":
+            await _answer(send, 200, self.metrics.render(), CONTENT_TYPE)
         elif path == "/fleet":
             await self._show(Headers(scope=scope), send)
         else:
@@ -121,9 +143,10 @@ class Ingress:
         }
 
     async def _show(self, headers: Headers, send: Send) -> None:
-        """Answer with the overview, if the client has the replicas' key."""
+        """Answer with the overview, if the client has one of the replicas' keys."""
         given = headers.get("authorization", "").removeprefix("Bearer ").encode("latin-1")
-        if self._pool.key is None or hmac.compare_digest(given, self._pool.key.encode()):
+        fitting = [hmac.compare_digest(given, key.encode()) for key in self._pool.keys]
+        if not fitting or any(fitting):
             await _json(send, 200, self.overview())
         else:
             error = ApiError(401, "a valid API key is needed", code="invalid_api_key")
@@ -147,20 +170,25 @@ class Ingress:
         path = scope["path"]
         try:
             body = await self._read(receive)
-            call = asyncio.create_task(self._try_all(scope, body, noted))
+            call = _Call(scope, body, noted, self._pool.clock())
+            answering = asyncio.create_task(self._try_all(call))
             gone = asyncio.create_task(_gone(receive))
             try:
-                await asyncio.wait({call, gone}, return_when=asyncio.FIRST_COMPLETED)
-                if call.done():
-                    call.result()
+                await asyncio.wait({answering, gone}, return_when=asyncio.FIRST_COMPLETED)
+                if answering.done():
+                    answering.result()
             finally:
-                for task in (call, gone):
+                for task in (answering, gone):
                     task.cancel()
                     with suppress(asyncio.CancelledError, Exception):
                         await task
         except ApiError as error:
+            self._count(error.code or "invalid")
             if not began:
                 await refuse(error, path, send)
+
+    def _count(self, outcome: str) -> None:
+        self.metrics.requests.labels(outcome).inc()
 
     async def _read(self, receive: Receive) -> bytes:
         """Read a body.
@@ -181,33 +209,39 @@ class Ingress:
             more = message.get("more_body", False)
         return b"".join(parts)
 
-    async def _try_all(self, scope: Scope, body: bytes, send: Send) -> None:
+    async def _try_all(self, call: _Call) -> None:
         """Send a request to one replica after the other until one answers.
 
         Raises:
             ApiError: 429 or 503.
         """
-        ask = await self._ask(scope, body)
+        ask = await self._ask(call.scope, call.body)
         tried: set[str] = set()
         for _ in range(TRIES):
-            member = await self._choose(ask, tried)
+            chosen = await self._choose(ask, tried)
+            self.metrics.choosing.observe(self._pool.clock() - call.arrived)
+            self.metrics.predicted.observe(chosen.ttft)
+            member = self._pool.members[chosen.name]
             tried.add(member.name)
-            if self._pool.options.direct and scope["path"] in GENERATES:
-                await self._redirect(scope, member, send)
+            if self._pool.options.direct and call.path in GENERATES:
+                await _redirect(call, member)
                 self._pool.table.ended(member.name)
+                self._count("redirected")
                 return
             member.enter()
             try:
-                if await self._forward(scope, body, member, send, last=len(tried) == TRIES):
+                if await self._forward(call, chosen, last=len(tried) == TRIES):
                     return
             except BrokenOff as error:
                 log.warning("%s: %s", member.name, error)
+            else:
+                self._count("retried")
             finally:
                 member.leave()
                 self._pool.table.ended(member.name)
         raise ApiError(503, "no replica could answer", code="unavailable", headers=_retry(1))
 
-    async def _choose(self, ask: Ask, tried: set[str]) -> Member:
+    async def _choose(self, ask: Ask, tried: set[str]) -> Chosen:
         """Return the replica for a request, not one that was tried if there is another.
 
         Raises:
@@ -230,7 +264,7 @@ class Ingress:
             raise ApiError(429, choice.reason, code="refused", headers=headers)
         assert isinstance(choice, Chosen)
         self._pool.table.sent(choice.name, ask, now)
-        return self._pool.members[choice.name]
+        return choice
 
     async def _ask(self, scope: Scope, body: bytes) -> Ask:
         """Return what the router needs to know of a request."""
@@ -270,22 +304,21 @@ class Ingress:
         except (aiohttp.ClientError, TimeoutError, msgspec.DecodeError):
             return None
 
-    async def _forward(
-        self, scope: Scope, body: bytes, member: Member, send: Send, *, last: bool
-    ) -> bool:
+    async def _forward(self, call: _Call, chosen: Chosen, *, last: bool) -> bool:
         """Have a replica answer; whether it did, or else another one may be asked.
 
         Raises:
             BrokenOff: the replica is gone, and the answer has not begun.
         """
+        member = self._pool.members[chosen.name]
         assert member.place is not None
-        url = member.place.url + scope["path"]
-        query = scope["query_string"].decode("latin-1")
+        url = member.place.url + call.path
+        query = call.scope["query_string"].decode("latin-1")
         request = self._session.request(
-            scope["method"],
+            call.scope["method"],
             f"{url}?{query}" if query else url,
-            data=body,
-            headers=_forwarded(scope),
+            data=call.body,
+            headers=_forwarded(call.scope),
             allow_redirects=False,
         )
         answer = await _unless_lost(member, request)
@@ -298,30 +331,30 @@ class Ingress:
                 if name.lower().decode("latin-1") not in HOP_HEADERS
             ]
             headers.append((REPLICA_HEADER.encode(), member.name.encode()))
-            events = answer.content_type == "text/event-stream"
-            if (
-                not events
-            ):  # nothing is sent before all of it is here, so that it can be tried again
-                whole = await _unless_lost(member, answer.read())
-                await _start(send, answer.status, headers)
-                await send({"type": "http.response.body", "body": whole})
+            headers.append((PREDICTED_HEADER.encode(), b"%d" % round(1e3 * chosen.ttft)))
+            if answer.content_type == "text/event-stream":
+                await self._stream(call, member, answer, headers)
                 return True
-            await self._stream(scope["path"], member, answer, headers, send)
+            # Nothing is sent before all of it is here, so that it can be tried again.
+            whole = await _unless_lost(member, answer.read())
+            self._count("answered")
+            await _start(call.send, answer.status, headers)
+            await call.send({"type": "http.response.body", "body": whole})
             return True
         finally:
             answer.close()
 
     async def _stream(
         self,
-        path: str,
+        call: _Call,
         member: Member,
         answer: aiohttp.ClientResponse,
         headers: list[tuple[bytes, bytes]],
-        send: Send,
     ) -> None:
         """Send events on as they come; one that breaks off ends with an error event."""
         pieces = _pieces(member, answer)
-        first = await anext(pieces, b"")
+        first, send = await anext(pieces, b""), call.send
+        self.metrics.first_events.observe(self._pool.clock() - call.arrived)
         await _start(send, answer.status, headers)
         try:
             await send({"type": "http.response.body", "body": first, "more_body": True})
@@ -329,16 +362,21 @@ class Ingress:
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
         except BrokenOff as error:
             log.warning("%s: an answer broke off: %s", member.name, error)
-            await send({"type": "http.response.body", "body": _failure(path), "more_body": True})
+            self._count("broken_off")
+            body = _failure(call.path)
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+        else:
+            self._count("answered")
         await send({"type": "http.response.body", "body": b""})
 
-    async def _redirect(self, scope: Scope, member: Member, send: Send) -> None:
-        """Tell the client where to ask."""
-        assert member.place is not None
-        query = scope["query_string"]
-        place = (member.place.url + scope["path"]).encode() + (b"?" + query if query else b"")
-        await _start(send, 307, [(b"location", place), (b"content-length", b"0")])
-        await send({"type": "http.response.body", "body": b""})
+
+async def _redirect(call: _Call, member: Member) -> None:
+    """Tell the client where to ask."""
+    assert member.place is not None
+    query = call.scope["query_string"]
+    place = (member.place.url + call.path).encode() + (b"?" + query if query else b"")
+    await _start(call.send, 307, [(b"location", place), (b"content-length", b"0")])
+    await call.send({"type": "http.response.body", "body": b""})
 
 
 async def _unless_lost(member: Member, work: Awaitable[T]) -> T:
@@ -381,7 +419,8 @@ async def _gone(receive: Receive) -> None:
 def _forwarded(scope: Scope) -> dict[str, str]:
     """The client's headers for a replica."""
     headers = Headers(scope=scope)
-    dropped = {*HOP_HEADERS, "content-length", "accept-encoding"}
+    # A browser's page is answered for by the fleet, so that its headers stand in answers once.
+    dropped = {*HOP_HEADERS, "content-length", "accept-encoding", "origin"}
     return {name: value for name, value in headers.items() if name not in dropped}
 
 
@@ -402,7 +441,12 @@ async def _start(send: Send, status: int, headers: list[tuple[bytes, bytes]]) ->
 
 
 async def _json(send: Send, status: int, content: object) -> None:
-    body = msgspec.json.encode(content)
-    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
-    await _start(send, status, headers)
+    await _answer(send, status, msgspec.json.encode(content), "application/json")
+
+
+async def _answer(send: Send, status: int, body: bytes, content_type: str) -> None:
+    length = b"%d" % len(body)
+    await _start(
+        send, status, [(b"content-type", content_type.encode()), (b"content-length", length)]
+    )
     await send({"type": "http.response.body", "body": body})

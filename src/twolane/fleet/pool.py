@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -68,11 +68,15 @@ class Pool:
         hosts: where replicas run.
         options: of the fleet.
         session: for the questions.
-        key: API key that the replicas want; None: none.
+        keys: API keys that the replicas accept; none: they want none.
     """
 
     def __init__(
-        self, hosts: Hosts, options: FleetOptions, session: aiohttp.ClientSession, key: str | None
+        self,
+        hosts: Hosts,
+        options: FleetOptions,
+        session: aiohttp.ClientSession,
+        keys: Sequence[str] = (),
     ) -> None:
         self.options = options
         self.members: dict[str, Member] = {}
@@ -80,8 +84,8 @@ class Pool:
         self.clock = time.monotonic
         self._hosts = hosts
         self._session = session
-        self.key = key
-        self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        self.keys = keys
+        self._headers = {"Authorization": f"Bearer {keys[0]}"} if keys else {}
         self._serial = 0
         self._target = options.replicas
         self._successors = 0

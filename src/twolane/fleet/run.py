@@ -7,12 +7,14 @@ from collections.abc import Sequence
 
 import aiohttp
 import uvicorn
+from starlette.types import ASGIApp
 
 from twolane.fleet.hosts import Hosts, LocalHosts, RayHosts
 from twolane.fleet.ingress import Ingress
 from twolane.fleet.options import FleetOptions
 from twolane.fleet.pool import Pool
 from twolane.router.policies import POLICIES
+from twolane.server.http.cross_origin import cross_origin
 from twolane.server.http.gate import MAX_BODY_BYTES
 from twolane.server.run import (
     BACKLOG,
@@ -27,7 +29,12 @@ from twolane.server.run import (
 log = logging.getLogger("twolane.fleet")
 
 
-def serve_fleet(arguments: Sequence[str], options: FleetOptions, key: str | None = None) -> int:
+def serve_fleet(
+    arguments: Sequence[str],
+    options: FleetOptions,
+    keys: Sequence[str] = (),
+    origins: Sequence[str] = (),
+) -> int:
     """Serve until told to stop; return the exit code.
 
     SIGINT and SIGTERM end it when open answers have ended; SIGHUP restarts all replicas, one after
@@ -36,7 +43,8 @@ def serve_fleet(arguments: Sequence[str], options: FleetOptions, key: str | None
     Args:
         arguments: of `twolane serve` for each replica, without host and port.
         options: of the fleet.
-        key: an API key that replicas accept; None: they want none.
+        keys: API keys that replicas accept; none: they want none.
+        origins: of pages that may ask from a browser; see `cross_origin`.
 
     Raises:
         FieldError: options contradict each other.
@@ -46,7 +54,7 @@ def serve_fleet(arguments: Sequence[str], options: FleetOptions, key: str | None
     logging.basicConfig(level="INFO", format="%(asctime)s %(levelname)s %(message)s")
     for name in ("uvicorn", "uvicorn.error", "asyncio"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    return asyncio.run(_run(arguments, options, key))
+    return asyncio.run(_run(arguments, options, keys, origins))
 
 
 def hosts_of(arguments: Sequence[str], options: FleetOptions) -> Hosts:
@@ -59,7 +67,9 @@ def hosts_of(arguments: Sequence[str], options: FleetOptions) -> Hosts:
     return RayHosts(arguments, options.ray_address, cpus, gpus, most + 1)
 
 
-async def _run(arguments: Sequence[str], options: FleetOptions, key: str | None) -> int:
+async def _run(
+    arguments: Sequence[str], options: FleetOptions, keys: Sequence[str], origins: Sequence[str]
+) -> int:
     least, _ = options.bounds
     stop, again = asyncio.Event(), asyncio.Event()
     with bind(options.host, options.port) as listener:
@@ -75,7 +85,7 @@ async def _run(arguments: Sequence[str], options: FleetOptions, key: str | None)
             auto_decompress=False,
         )
         async with session:
-            pool = Pool(hosts, options, session, key)
+            pool = Pool(hosts, options, session, keys)
             keeping = asyncio.create_task(pool.run())
             await first_of(pool.started.wait(), stop.wait())
             if pool.failure is not None or stop.is_set():
@@ -83,7 +93,7 @@ async def _run(arguments: Sequence[str], options: FleetOptions, key: str | None)
                 await pool.close()
                 return 0 if stop.is_set() else 1
             ingress = Ingress(pool, POLICIES[options.router](), session, MAX_BODY_BYTES)
-            server = UvicornServer(_uvicorn(ingress))
+            server = UvicornServer(_uvicorn(cross_origin(ingress, origins)))
             serving = asyncio.create_task(server.serve(sockets=[listener]))
             restarting = asyncio.create_task(_restart(pool, again))
             announce(
@@ -109,7 +119,7 @@ async def _restart(pool: Pool, asked: asyncio.Event) -> None:
         log.info("all replicas were restarted")
 
 
-def _uvicorn(app: Ingress) -> uvicorn.Config:
+def _uvicorn(app: ASGIApp) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         ws="none",

@@ -2,8 +2,8 @@
 
 A pure function of what is known of the replicas. It predicts the time to the first token at each
 replica: what is queued there and what is new of this prompt, by the replica's own measured speed.
-Computing a prefix that another replica has costs all later requests the same time, so the new
-tokens count `WORK` times where the bound leaves room.
+Computing a prefix that another replica has also delays those who come later, so a request's own
+computation counts more, the more prompts wait at every replica.
 """
 
 import math
@@ -15,7 +15,7 @@ from twolane.router.state import Ask
 from twolane.router.table import View
 
 WORK = 4.0
-"""Weight of a request's own computation against the seconds that it waits."""
+"""The most weight of a request's own computation against the seconds that it waits."""
 ROOM = 0.9
 """Share of the TTFT bound within which a prediction should be, for predictions err."""
 MEMORY = 0.2
@@ -67,8 +67,8 @@ def choose(ask: Ask, views: Sequence[View]) -> Chosen | Refused:
     """
     if not views:
         return Refused(RETRY_SECONDS[0], "no replica is ready")
-    usual = _usual_pace(views)
-    estimates = [_estimate(ask, view, view.pace or usual) for view in views]
+    usual, work = _usual_pace(views), _work_weight(views)
+    estimates = [_estimate(ask, view, view.pace or usual, work) for view in views]
     in_time = [each for each in estimates if _keeps(each, 1.0)]
     if not in_time and not any(_keeps(each, LATE) for each in estimates):
         return _refusal(estimates)
@@ -90,7 +90,12 @@ def _usual_pace(views: Sequence[View]) -> PromptPace:
     return known[len(known) // 2] if known else UNKNOWN
 
 
-def _estimate(ask: Ask, view: View, pace: PromptPace) -> _Estimate:
+def _work_weight(views: Sequence[View]) -> float:
+    """Weight of computing: it delays nobody while a replica is idle, and else those who wait."""
+    return min(WORK, 1.0 + min(view.queued.prompts for view in views))
+
+
+def _estimate(ask: Ask, view: View, pace: PromptPace, work: float) -> _Estimate:
     new = max(1, ask.prompt_tokens - view.reused)
     missing = -(-(new + ask.output_tokens) // view.page_size) - view.pages_free
     freed = max(0, missing) * view.page_size  # tokens of others, which must leave first
@@ -99,7 +104,7 @@ def _estimate(ask: Ask, view: View, pace: PromptPace) -> _Estimate:
     own = pace.seconds(PromptWork.of(new, view.reused))
     wait = max(0.0, pace.seconds(view.queued) - view.elapsed) + freed * pace.token
     used = 1 - view.pages_free / view.pages if view.pages else 0.0
-    cost = wait + WORK * own + MEMORY * max(0.0, used)
+    cost = wait + work * own + MEMORY * max(0.0, used)
     return _Estimate(view, wait + own, cost)
 
 

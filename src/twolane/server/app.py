@@ -3,14 +3,12 @@
 from collections.abc import Sequence
 
 from fastapi import FastAPI
-from starlette.datastructures import Headers
-from starlette.middleware.cors import CORSMiddleware
-from starlette.responses import Response
 
 import twolane
 from twolane.server.anthropic.routes import add_message_routes
 from twolane.server.http.calls import Calls
-from twolane.server.http.gate import MAX_BODY_BYTES, REQUEST_ID, Gate
+from twolane.server.http.cross_origin import CORS, Cors
+from twolane.server.http.gate import MAX_BODY_BYTES, Gate
 from twolane.server.http.handlers import add_error_handlers
 from twolane.server.http.head import Head
 from twolane.server.http.route import Route
@@ -30,18 +28,6 @@ GENERATION_PATHS = frozenset(
 )
 STORED_BYTES = 64 << 20
 """Number of bytes that stored responses may take together, unless a server has another bound."""
-
-
-class Cors(CORSMiddleware):
-    """Starlette's, but a browser's preflight is answered without a body."""
-
-    def preflight_response(self, request_headers: Headers) -> Response:
-        """See Starlette; the errors keep their text."""
-        answer = super().preflight_response(request_headers)
-        if answer.status_code != 200:
-            return answer
-        kept = {k: v for k, v in answer.headers.items() if not k.startswith("content-")}
-        return Response(headers=kept)
 
 
 def create_app(
@@ -73,13 +59,7 @@ def create_app(
     app.add_middleware(Head)
     app.add_middleware(Gate, api_keys=api_keys, max_body_bytes=max_body_bytes)
     if cors_origins:  # around the gate: a browser asks whether it may without the key
-        app.add_middleware(
-            Cors,
-            allow_origins=list(cors_origins),
-            allow_methods=["GET", "HEAD", "POST", "DELETE"],
-            allow_headers=["*"],
-            expose_headers=[REQUEST_ID, "Retry-After"],
-        )
+        app.add_middleware(Cors, allow_origins=list(cors_origins), **CORS)
     app.add_middleware(  # the outermost
         Calls, metrics=service.metrics, paths=GENERATION_PATHS, quiet=service.engine.wait_for_gap
     )

@@ -2,7 +2,8 @@
 
 A message has three frames: the topic, the batch's number (8 bytes, big-endian, from 0) and the
 batch. Who finds a gap in the numbers sends the first number that it lacks to the replay address and
-gets the batches from there on, as (number, batch), then (-1, empty).
+gets the batches from there on, as (number, batch), then (-1, empty). In place of batches that are
+kept no longer it gets one that tells of the tree as they left it.
 """
 
 import threading
@@ -15,18 +16,24 @@ import zmq
 from twolane.common.errors import FieldError
 from twolane.engine.config import KVEventsConfig
 from twolane.engine.kv_events.events import KVEventBatch, KVJournal
+from twolane.engine.kv_events.snapshot import TreeSnapshot
 
 UNSENT_BATCHES = 1000
 """Number of batches that wait for a subscriber that reads too slowly; it misses later ones, and can
 have them replayed."""
 BUFFER_BYTES = 64 << 20
 """Number of bytes that batches kept for replays may have together."""
+FOLD_SECONDS = 1.0
+"""Batches that gave way are taken into the snapshot after this many seconds at most."""
 NUMBER_BYTES = 8
 END_OF_REPLAY = (-1).to_bytes(NUMBER_BYTES, "big", signed=True)
 
 
 class ReplayBuffer:
-    """The latest batches by number, within bounds on how many there are and on their bytes.
+    """The latest batches by number, within bounds on how many there are and on their bytes, and the
+    tree as the earlier ones left it.
+
+    Batches are added by the engine's thread; another one folds and reads.
 
     Args:
         most: number of batches.
@@ -34,9 +41,14 @@ class ReplayBuffer:
 
     def __init__(self, most: int) -> None:
         self._batches: deque[tuple[int, bytes]] = deque()
+        self._dropped: list[bytes] = []
+        """Batches that gave way and that the snapshot does not have yet, in order."""
+        self._snapshot = TreeSnapshot()
         self._most = most
         self._bytes = 0
         self._lock = threading.Lock()
+        self._decoder = msgspec.msgpack.Decoder(KVEventBatch)
+        self._encoder = msgspec.msgpack.Encoder()
 
     def add(self, number: int, batch: bytes) -> None:
         """Keep a batch; the oldest ones give way."""
@@ -44,12 +56,27 @@ class ReplayBuffer:
             self._batches.append((number, batch))
             self._bytes += len(batch)
             while len(self._batches) > self._most or self._bytes > BUFFER_BYTES:
-                self._bytes -= len(self._batches.popleft()[1])
+                _, dropped = self._batches.popleft()
+                self._bytes -= len(dropped)
+                self._dropped.append(dropped)
+
+    def fold(self) -> list[tuple[int, bytes]]:
+        """Take the batches that gave way into the snapshot; return those that are kept."""
+        with self._lock:
+            dropped, self._dropped = self._dropped, []
+            kept = list(self._batches)
+        for batch in dropped:
+            self._snapshot.apply(self._decoder.decode(batch))
+        return kept
 
     def since(self, number: int) -> list[tuple[int, bytes]]:
-        """Return the batches from this number on that are kept."""
-        with self._lock:
-            return [each for each in self._batches if each[0] >= number]
+        """Return the batches from this number on. If some of them gave way, the first is a snapshot
+        with the number of the last of these."""
+        kept = self.fold()
+        oldest = kept[0][0] if kept else 0
+        if number >= oldest:
+            return [each for each in kept if each[0] >= number]
+        return [(oldest - 1, self._encoder.encode(self._snapshot.batch())), *kept]
 
 
 class KVEventPublisher:
@@ -70,7 +97,7 @@ class KVEventPublisher:
         self._journal = journal
         self._topic = config.topic.encode()
         self._encoder = msgspec.msgpack.Encoder()
-        self._buffer = ReplayBuffer(config.buffer_steps)
+        self._buffer = ReplayBuffer(config.buffer_steps) if config.replay_endpoint else None
         # Its own: the engine's context ends only when all of its sockets are closed.
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.PUB)
@@ -78,8 +105,8 @@ class KVEventPublisher:
         self._thread: threading.Thread | None = None
         try:
             _open(self._socket, config.endpoint, "kv_events_endpoint")
-            if config.replay_endpoint is not None:
-                self._start_replays(config.replay_endpoint, config.buffer_steps)
+            if config.replay_endpoint is not None and self._buffer is not None:
+                self._start_replays(self._buffer, config.replay_endpoint, config.buffer_steps)
         except FieldError:
             self.close()
             raise
@@ -93,7 +120,8 @@ class KVEventPublisher:
             return
         batch = self._encoder.encode(KVEventBatch(time.time(), events))
         number = self.published.to_bytes(NUMBER_BYTES, "big")
-        self._buffer.add(self.published, batch)
+        if self._buffer is not None:
+            self._buffer.add(self.published, batch)
         self.published += 1
         self._socket.send_multipart((self._topic, number, batch))  # never blocks: it is a PUB
 
@@ -104,32 +132,37 @@ class KVEventPublisher:
         if self._thread is not None:
             self._thread.join()
 
-    def _start_replays(self, endpoint: str, most: int) -> None:
+    def _start_replays(self, buffer: ReplayBuffer, endpoint: str, most: int) -> None:
         socket = self._context.socket(zmq.ROUTER)
-        socket.set_hwm(most + 1)  # a whole replay: a ROUTER drops what is beyond
+        socket.set_hwm(most + 2)  # a whole replay: a ROUTER drops what is beyond
         try:
             _open(socket, endpoint, "kv_events_replay_endpoint", bind=True)
         except FieldError:
             socket.close(linger=0)
             raise
         self._thread = threading.Thread(
-            target=self._replay, args=(socket,), name="kv-events-replay", daemon=True
+            target=_replay, args=(socket, buffer), name="kv-events-replay", daemon=True
         )
         self._thread.start()
 
-    def _replay(self, socket: "zmq.Socket[bytes]") -> None:
-        try:
-            while True:
-                frames = socket.recv_multipart()
-                if len(frames) != 3 or len(frames[2]) != NUMBER_BYTES:
-                    continue  # not a request; whoever sent it gets nothing
-                client, delimiter, wanted = frames
-                for number, batch in self._buffer.since(int.from_bytes(wanted, "big")):
-                    numbered = number.to_bytes(NUMBER_BYTES, "big")
-                    socket.send_multipart((client, delimiter, numbered, batch))
-                socket.send_multipart((client, delimiter, END_OF_REPLAY, b""))
-        except zmq.ContextTerminated:
-            socket.close(linger=0)
+
+def _replay(socket: "zmq.Socket[bytes]", buffer: ReplayBuffer) -> None:
+    """Answer who asks for batches, until the socket's context ends."""
+    try:
+        while True:
+            if not socket.poll(round(1e3 * FOLD_SECONDS)):
+                buffer.fold()
+                continue
+            frames = socket.recv_multipart()
+            if len(frames) != 3 or len(frames[2]) != NUMBER_BYTES:
+                continue  # not a request; whoever sent it gets nothing
+            client, delimiter, wanted = frames
+            for number, batch in buffer.since(int.from_bytes(wanted, "big")):
+                numbered = number.to_bytes(NUMBER_BYTES, "big")
+                socket.send_multipart((client, delimiter, numbered, batch))
+            socket.send_multipart((client, delimiter, END_OF_REPLAY, b""))
+    except zmq.ContextTerminated:
+        socket.close(linger=0)
 
 
 def _open(socket: "zmq.Socket[bytes]", endpoint: str, field: str, *, bind: bool = False) -> None:

@@ -1,0 +1,35 @@
+"""Answers to browsers whose pages come from elsewhere (CORS)."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from twolane.server.http.gate import REQUEST_ID
+
+CORS: dict[str, Any] = {
+    "allow_methods": ["GET", "HEAD", "POST", "DELETE"],
+    "allow_headers": ["*"],
+    "expose_headers": [REQUEST_ID, "Retry-After"],
+}
+"""What pages of allowed origins may send and read."""
+
+
+class Cors(CORSMiddleware):
+    """Starlette's, but a browser's preflight is answered without a body."""
+
+    def preflight_response(self, request_headers: Headers) -> Response:
+        """See Starlette; the errors keep their text."""
+        answer = super().preflight_response(request_headers)
+        if answer.status_code != 200:
+            return answer
+        kept = {k: v for k, v in answer.headers.items() if not k.startswith("content-")}
+        return Response(headers=kept)
+
+
+def cross_origin(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
+    """Return an application that answers pages of these origins, too; "*" is every page."""
+    return Cors(app, allow_origins=list(origins), **CORS) if origins else app

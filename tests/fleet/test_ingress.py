@@ -1,0 +1,65 @@
+"""What the one address answers by itself, with no replica behind it."""
+
+import asyncio
+
+import pytest
+
+pytest.importorskip("aiohttp")
+
+import aiohttp
+
+from twolane.fleet.hosts import LocalHosts
+from twolane.fleet.ingress import Ingress
+from twolane.fleet.options import FleetOptions
+from twolane.fleet.pool import Pool
+from twolane.router.choose import choose
+from twolane.server.http.cross_origin import cross_origin
+
+PAGE = "https://page.example"
+
+
+def ask(path: str, keys=(), origins=(), **headers: str) -> tuple[int, dict[str, str], bytes]:
+    """Ask a fleet whose replicas have not been started."""
+    raw = [(name.replace("_", "-").encode(), each.encode()) for name, each in headers.items()]
+    scope = {"type": "http", "method": "GET", "path": path, "query_string": b"", "headers": raw}
+    sent = []
+
+    async def receive():
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message):
+        sent.append(message)
+
+    async def answer():
+        async with aiohttp.ClientSession() as session:
+            pool = Pool(LocalHosts(()), FleetOptions(), session, keys)
+            app = cross_origin(Ingress(pool, choose, session, 1000), origins)
+            await app(scope, receive, send)
+
+    asyncio.run(answer())
+    begun = {name.decode(): each.decode() for name, each in sent[0]["headers"]}
+    return sent[0]["status"], begun, b"".join(each.get("body", b"") for each in sent[1:])
+
+
+@pytest.mark.parametrize("key", ["one", "two"])
+def test_each_of_several_keys_shows_the_fleet(key) -> None:
+    assert ask("/fleet", ("one", "two"), authorization=f"Bearer {key}")[0] == 200
+
+
+@pytest.mark.parametrize("given", [{}, {"authorization": "Bearer three"}])
+def test_without_one_of_the_keys_the_fleet_is_not_shown(given) -> None:
+    assert ask("/fleet", ("one", "two"), **given)[0] == 401
+
+
+def test_pages_of_allowed_origins_may_read_what_the_fleet_itself_answers() -> None:
+    status, headers, _ = ask("/health", origins=(PAGE,), origin=PAGE)
+    assert status == 503
+    assert headers["access-control-allow-origin"] == PAGE
+    assert "access-control-allow-origin" not in ask("/health", origin=PAGE)[1]
+
+
+def test_metrics_need_no_key_and_count_the_replicas() -> None:
+    status, headers, body = ask("/metrics", ("one",))
+    assert status == 200
+    assert headers["content-type"].startswith("text/plain")
+    assert b'twolane:fleet_replicas{phase="serving"} 0.0' in body
