@@ -208,24 +208,32 @@ def _options() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Measure, print, write the file if asked for."""
+    """Measure, print, write the file after each step if asked for."""
     given = _options()
-    shared = {}
+    costs, shared = {}, {}
+    with rig(given) as made:
+        for name in given.batches:
+            costs[name] = slicing(made, BATCHES[name])
+            print(f"layer by layer, {name}: {costs[name]['cost']:+.1%}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         for system in given.systems:
             shared[system] = sharing(traced(system, given, Path(folder)))
             shares = ", ".join(f"{name} {share:.1%}" for name, share in shared[system].items())
             print(f"{system}: {shares}", flush=True)
-    costs = {}
-    with rig(given) as made:
-        for name in given.batches:
-            costs[name] = slicing(made, BATCHES[name])
-            print(f"layer by layer, {name}: {costs[name]['cost']:+.1%}", flush=True)
-    if given.out:
-        load_of = {"dataset": given.dataset, "rate": given.rate, "prompts": given.prompts}
-        about = provenance({"model": given.model, "tbt_ms": given.tbt, **load_of})
-        device = f"simulated {given.simulate}" if given.simulate else given.card
-        save(given.out, about, {"device": device, "sharing": shared, "slicing": costs})
+            if given.out:
+                _save(given, shared, costs)
+
+
+def _save(
+    given: argparse.Namespace,
+    shared: dict[str, dict[str, float]],
+    costs: dict[str, dict[str, float]],
+) -> None:
+    """Write what was measured so far."""
+    load_of = {"dataset": given.dataset, "rate": given.rate, "prompts": given.prompts}
+    about = provenance({"model": given.model, "tbt_ms": given.tbt, **load_of})
+    device = f"simulated {given.simulate}" if given.simulate else given.card
+    save(given.out, about, {"device": device, "sharing": shared, "slicing": costs})
 
 
 if __name__ == "__main__":
