@@ -44,6 +44,8 @@ class Found(msgspec.Struct):
     """P99 of the gaps that the client saw, in the run at the highest rate that held."""
     engine_itl_ms: dict[str, Any] | None = None
     """Gaps that the server counted itself in that run."""
+    runs: list[dict[str, Any]] = []
+    """Every run of the search, in order of its rate: seed, rate, whether it held, P99 in ms."""
 
     @property
     def median(self) -> float:
@@ -85,6 +87,8 @@ def searched(asked: Search, systems: Sequence[str], folder: Path, load: BenchCon
         run: goodput.Run
         if "simulate" in asked.target:
             run = contenders.simulation(asked)
+        elif "base_url" in asked.target:
+            run = contenders.server(asked, load)
         elif "command" in asked.target:
             run = stack.enter_context(contenders.CommandServers(asked, load, folder, False))
         else:
@@ -102,11 +106,18 @@ def _found(system: str, point: goodput.BoundSearch, rates: list[float]) -> Found
     """The search's answer, with the gaps of the run at the highest rate that held."""
     found = Found(system, point.search.slos["tbt"], rates)
     held: list[tuple[float, dict[str, Any]]] = []
+    runs: list[dict[str, Any]] = []
     for path in point.folder.glob(f"{goodput.file_name(system)}-seed*.json"):
         saved = msgspec.json.decode(path.read_bytes())
         found.server = saved.get("server", found.server)
-        if saved["trial"]["holds"] and saved["trial"]["system"] == system:
-            held.append((saved["trial"]["rate"], saved))
+        trial = saved["trial"]
+        if trial["system"] != system:
+            continue
+        shown = {key: saved.get(key) for key in ("p99_itl_ms", "p99_ttft_ms")}
+        runs.append({**{key: trial[key] for key in ("seed", "rate", "holds")}, **shown})
+        if trial["holds"]:
+            held.append((trial["rate"], saved))
+    found.runs = sorted(runs, key=lambda run: (run["seed"], run["rate"]))
     if held:
         _, best = max(held, key=lambda pair: pair[0])
         found.client_p99_ms = best.get("p99_itl_ms")

@@ -210,18 +210,19 @@ def _options() -> argparse.Namespace:
 def main() -> None:
     """Measure, print, write the file after each step if asked for."""
     given = _options()
-    costs, shared = {}, {}
-    with rig(given) as made:
-        for name in given.batches:
-            costs[name] = slicing(made, BATCHES[name])
-            print(f"layer by layer, {name}: {costs[name]['cost']:+.1%}", flush=True)
+    costs: dict[str, dict[str, float]] = {}
+    shared: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for system in given.systems:
             shared[system] = sharing(traced(system, given, Path(folder)))
             shares = ", ".join(f"{name} {share:.1%}" for name, share in shared[system].items())
             print(f"{system}: {shares}", flush=True)
-            if given.out:
-                _save(given, shared, costs)
+            _save(given, shared, costs)
+    with rig(given) as made:  # it keeps a GPU's memory until this process ends, so it comes last
+        for name in given.batches:
+            costs[name] = slicing(made, BATCHES[name])
+            print(f"layer by layer, {name}: {costs[name]['cost']:+.1%}", flush=True)
+            _save(given, shared, costs)
 
 
 def _save(
@@ -229,7 +230,9 @@ def _save(
     shared: dict[str, dict[str, float]],
     costs: dict[str, dict[str, float]],
 ) -> None:
-    """Write what was measured so far."""
+    """Write what was measured so far, if asked for."""
+    if given.out is None:
+        return
     load_of = {"dataset": given.dataset, "rate": given.rate, "prompts": given.prompts}
     about = provenance({"model": given.model, "tbt_ms": given.tbt, **load_of})
     device = f"simulated {given.simulate}" if given.simulate else given.card
