@@ -123,6 +123,23 @@ def test_a_server_that_stood_still_itself_kills_no_engine(tiny_model):
         assert health(served) == (200, "")
 
 
+@pytest.mark.full
+def test_a_rank_that_stands_still_at_rest_ends_the_server(tmp_path):
+    model = write_tiny_model(tmp_path / "ranks", num_key_value_heads=2)
+    log = tmp_path / "log"
+    with serving(str(model), *TINY, "--tensor-parallel-size", "2", stderr=log) as served:
+        engine = served.engine_pid
+        assert served.request("/v1/completions", {"prompt": [5], "max_tokens": 2})[0] == 200
+        (follower,) = Path(f"/proc/{engine}/task/{engine}/children").read_text().split()
+        with stopped(int(follower)):
+            began = time.monotonic()
+            assert served.process.wait(60) == 1
+            print(f"ended after {time.monotonic() - began:.1f} s")
+        wait_for(lambda: not alive(engine) and not alive(int(follower)))
+    assert "rank 1 of 2 has not answered for" in log.read_text(), log.read_text()
+    assert "rank 1 is stopped" in log.read_text()
+
+
 def test_the_watchdog_is_on_with_several_ranks(tmp_path):
     model = write_tiny_model(tmp_path / "ranks", num_key_value_heads=2)
     log = tmp_path / "log"

@@ -251,7 +251,7 @@ class Followers:
                 self._lose_silent(*late)
 
     def _lose_silent(self, rank: int, seconds: float) -> None:
-        if seconds > base.PATIENCE_SECONDS:
+        if seconds > base.PATIENCE_SECONDS - PING_SECONDS:  # it may have stopped before the ping
             why = f"rank {rank} of {self.size} has not answered for {seconds:.1f} s"
             self._lose(why + self._who_stopped())
 

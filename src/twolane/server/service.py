@@ -51,7 +51,7 @@ LEAST_TEXT, TEXT_FACTOR = 1 << 20, 64
 """This many characters are always tokenised, and this many for each token of the context."""
 MOST_PROMPT_LOGPROBS, MOST_LOGPROBS = 1 << 20, 1 << 22
 """One answer, which is in memory as a whole, holds at most this many log-probabilities of prompt
-tokens, and this many of its own tokens; each takes about 70 bytes of it and 450 on the way."""
+tokens, and this many of its own tokens; each takes about 70 bytes of it and 200 on the way."""
 
 
 class Prompt(NamedTuple):
