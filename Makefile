@@ -56,7 +56,7 @@ test-clients: $(VENV)/.ready-dev .clients/.ready
 	    $(PYTHON) -m venv $$made && $$made/bin/python -m pip install --quiet -r $$file || exit 1; \
 	done
 	npm install --silent --prefix .clients @openai/codex@0.171.0 openai@6.49.0 zod@4.6.7 \
-	    ai@6.0.326 @ai-sdk/openai-compatible@2.0.92
+	    ai@6.0.326 @ai-sdk/openai-compatible@2.0.92 @langchain/openai@1.5.8 @langchain/core@1
 	touch $@
 
 # Charts, manifests, container files and the unit by their own tools; what cannot be installed is

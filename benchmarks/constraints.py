@@ -151,10 +151,11 @@ def shown(runs: Mapping[int, Mapping[str, list[dict[str, float]]]]) -> dict[str,
 def mask_costs(given: argparse.Namespace, tokenizer: str) -> dict[str, object]:
     """Milliseconds until the masks of a step are there, by rows and threads: median and P99 of 100
     steps."""
-    grammars = Grammars(tokenizer, given.vocab_size, (given.eos,), lambda: None)
     grammar, costs = json_schema_grammar(SCHEMAS[given.schema]), {}
     for threads, rows in itertools.product(given.threads, (1, 16, 64)):
         computing = MaskThreads(lambda: None, threads)
+        vocabulary = tokenizer, given.vocab_size, (given.eos,)
+        grammars = Grammars(*vocabulary, lambda: None, groups=threads)
         tied = [grammars.constraint(grammar, {given.eos}).result()[0] for _ in range(rows)]
         seconds = []
         for step in range(100):

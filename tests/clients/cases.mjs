@@ -2,7 +2,10 @@
 import assert from "node:assert/strict";
 import { readFileSync } from "node:fs";
 import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
-import { generateObject, generateText, stepCountIs, streamText, tool } from "ai";
+import { HumanMessage, ToolMessage } from "@langchain/core/messages";
+import { tool as langchainTool } from "@langchain/core/tools";
+import { ChatOpenAI } from "@langchain/openai";
+import { embed, generateObject, generateText, Output, stepCountIs, streamText, tool } from "ai";
 import OpenAI from "openai";
 import { zodResponseFormat } from "openai/helpers/zod";
 import { z } from "zod";
@@ -21,6 +24,13 @@ const weather = tool({
   inputSchema: z.object({ city: z.string() }),
   execute: async ({ city }) => (assert.equal(city, "Rome"), "21 degrees"),
 });
+const chatOpenAI = () =>
+  new ChatOpenAI({
+    model: "parrot",
+    apiKey: "none",
+    maxRetries: 0,
+    configuration: { baseURL: `${base}/v1` },
+  });
 const turn = { model: provider("parrot"), prompt: ask, tools: { weather }, stopWhen: stepCountIs(3) };
 const cases = {
   "ai generateObject": async () => {
@@ -29,6 +39,38 @@ const cases = {
   },
   "ai a turn with a tool": async () => assert.equal((await generateText(turn)).text, final),
   "ai a streamed turn": async () => assert.equal(await streamText(turn).text, final),
+  "ai Output.object": async () => {
+    const given = { model: turn.model, prompt: "Make a cat" };
+    const made = await generateText({ ...given, experimental_output: Output.object({ schema: cat }) });
+    assert.deepEqual(made.experimental_output, { name: "Tom", age: 3 });
+  },
+  "ai embed is refused": async () => {
+    const model = provider.textEmbeddingModel("parrot");
+    await assert.rejects(embed({ model, value: "a", maxRetries: 0 }), { statusCode: 501 });
+  },
+  "@langchain/openai structured output": async () => {
+    for (const [method, ask] of [
+      ["jsonSchema", "Make a cat"],
+      ["jsonMode", "Make a cat"],
+      ["functionCalling", "Call a cat"],
+    ]) {
+      const model = chatOpenAI().withStructuredOutput(cat, { name: "Cat", method });
+      assert.deepEqual(await model.invoke(ask), { name: "Tom", age: 3 });
+    }
+  },
+  "@langchain/openai a turn with a tool": async () => {
+    const known = langchainTool(async () => "21 degrees", {
+      name: "weather",
+      description: "Weather now",
+      schema: z.object({ city: z.string() }),
+    });
+    const model = chatOpenAI().bindTools([known]);
+    const first = await model.invoke([new HumanMessage(ask)]);
+    const [call] = first.tool_calls;
+    assert.deepEqual(call.args, { city: "Rome" });
+    const said = new ToolMessage({ content: await known.invoke(call.args), tool_call_id: call.id });
+    assert.equal((await model.invoke([new HumanMessage(ask), first, said])).text, final);
+  },
   "openai zod": async () => {
     const client = new OpenAI({ baseURL: `${base}/v1`, apiKey: "none", maxRetries: 0 });
     const made = await client.chat.completions.parse({

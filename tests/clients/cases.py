@@ -1,8 +1,7 @@
 """Clients' calls against a running server: `python cases.py BASE PACKAGE...`.
 
 It runs in a virtual environment that has these packages. The server is one of `run.py`: its model
-knows the answers to these questions by heart, in tokens of its own. So no tool is strict: where a
-grammar has one way on, it allows only the tokens that the tokenizer would make of it.
+knows the answers to these questions by heart. Tools are strict where the clients make them so.
 """
 
 import asyncio
@@ -67,7 +66,7 @@ def parsed_answer(base):
 @case("openai")
 def tools_in_responses(base):
     api = openai_client(base)
-    tools = [{"type": "function", "strict": False, **WEATHER}]
+    tools = [{"type": "function", "strict": True, **WEATHER}]
     first = api.responses.create(model=MODEL, input=ASK, tools=tools)
     [call] = first.output
     assert json.loads(call.arguments) == {"city": "Rome"}
@@ -76,6 +75,57 @@ def tools_in_responses(base):
         model=MODEL, input=[result], tools=tools, previous_response_id=first.id
     )
     assert last.output_text == FINAL
+
+
+@case("openai")
+def tools_in_chat(base):
+    api = openai_client(base)
+    tools = [{"type": "function", "function": {"strict": True, **WEATHER}}]
+    given = {"model": MODEL, "tools": tools, "reasoning_effort": "low", "service_tier": "auto"}
+    asked = user(ASK)
+    for choice in ("auto", "required", {"type": "function", "function": {"name": "weather"}}):
+        first = api.chat.completions.create(messages=asked, tool_choice=choice, **given)
+        [call] = first.choices[0].message.tool_calls
+        assert json.loads(call.function.arguments) == {"city": "Rome"}
+    said = {"role": "tool", "tool_call_id": call.id, "content": "21 degrees"}
+    last = api.chat.completions.create(messages=[*asked, first.choices[0].message, said], **given)
+    assert last.choices[0].message.content == FINAL
+
+
+@case("openai")
+def json_mode_and_streamed_tools(base):
+    api = openai_client(base)
+    form = {"type": "json_object"}
+    made = api.chat.completions.create(
+        model=MODEL, messages=user("Make a cat"), response_format=form
+    )
+    assert json.loads(made.choices[0].message.content) == {"name": "Tom", "age": 3}
+    tools = [{"type": "function", "function": {"strict": True, **WEATHER}}]
+    with api.chat.completions.stream(model=MODEL, messages=user(ASK), tools=tools) as stream:
+        [call] = stream.get_final_completion().choices[0].message.tool_calls
+    assert call.function.parsed_arguments == {"city": "Rome"}
+
+
+@case("openai")
+def refusals_with_their_reasons(base):
+    import openai
+
+    api = openai_client(base)
+    for ask in (
+        lambda: api.embeddings.create(model=MODEL, input="a"),
+        lambda: api.moderations.create(input="a"),
+        lambda: api.files.create(file=("a", b"a"), purpose="batch"),
+        lambda: api.batches.create(
+            input_file_id="a", endpoint="/v1/chat/completions", completion_window="24h"
+        ),
+    ):
+        try:
+            ask()
+        except openai.InternalServerError as error:
+            assert error.status_code == 501
+            assert "is not served" in error.message
+        else:
+            raise AssertionError("it is served")
 
 
 @case("anthropic")
@@ -146,13 +196,11 @@ def bound_tools(base):
 def agent_with_a_tool(base):
     from pydantic_ai import Agent
     from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
-    from pydantic_ai.profiles.openai import OpenAIModelProfile
     from pydantic_ai.providers.openai import OpenAIProvider
 
-    profile = OpenAIModelProfile(openai_supports_strict_tool_definition=False)
     provider = OpenAIProvider(base_url=f"{base}/v1", api_key="none")
     for kind in (OpenAIChatModel, OpenAIResponsesModel):
-        agent = Agent(kind(MODEL, provider=provider, profile=profile))
+        agent = Agent(kind(MODEL, provider=provider))
 
         @agent.tool_plain
         def weather(city: str) -> str:
@@ -163,12 +211,67 @@ def agent_with_a_tool(base):
         assert agent.run_sync(ASK).output == FINAL
 
 
+@case("pydantic-ai-slim")
+def output_in_three_ways(base):
+    from pydantic import BaseModel
+    from pydantic_ai import Agent, NativeOutput, PromptedOutput, ToolOutput
+    from pydantic_ai.models.openai import OpenAIChatModel
+    from pydantic_ai.providers.openai import OpenAIProvider
+
+    class Cat(BaseModel):
+        """A cat."""
+
+        name: str
+        age: int
+
+    provider = OpenAIProvider(base_url=f"{base}/v1", api_key="none")
+    model = OpenAIChatModel(MODEL, provider=provider)
+    for output, ask in (
+        (NativeOutput(Cat), "Make a cat"),
+        (PromptedOutput(Cat), "Make a cat"),
+        (ToolOutput(Cat), "Finish a cat"),
+    ):
+        assert Agent(model, output_type=output).run_sync(ask).output == Cat(name="Tom", age=3)
+
+
+@case("smolagents")
+def tool_calling_agent(base):
+    from smolagents import OpenAIServerModel, ToolCallingAgent
+
+    model = OpenAIServerModel(MODEL, api_base=f"{base}/v1", api_key="none")
+    agent = ToolCallingAgent(tools=[], model=model, verbosity_level=0)
+    assert agent.run("Say it", max_steps=1) == "It is said."
+
+
+@case("llm")
+def schema_and_tool(base):
+    import llm
+    from llm.default_plugins.openai_models import Chat
+
+    def weather(city: str) -> str:
+        """Weather now."""
+        return "21 degrees"
+
+    model = Chat(
+        MODEL,
+        model_name=MODEL,
+        api_base=f"{base}/v1",
+        supports_schema=True,
+        supports_tools=True,
+    )
+    model.key = "none"
+    schema = llm.schema_dsl("name, age int")
+    made = json.loads(model.prompt("Make a cat", schema=schema, stream=False).text())
+    assert made == {"name": "Tom", "age": 3}
+    assert model.chain(ASK, tools=[weather], stream=False).text().endswith(FINAL)
+
+
 @case("openai-agents")
 def default_agent(base):
     import openai
     from agents import Agent, Runner, function_tool, set_default_openai_client
 
-    @function_tool(strict_mode=False)
+    @function_tool
     def weather(city: str) -> str:
         """Weather now."""
         assert city == "Rome"

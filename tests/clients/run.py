@@ -21,25 +21,38 @@ from ..server.serving import serving
 
 CAT = '{"name": "Tom", "age": 3}'
 PACKAGES = {
-    "common": ("openai", "anthropic", "langchain-openai", "pydantic-ai-slim", "openai-agents"),
+    "common": (
+        "openai",
+        "anthropic",
+        "langchain-openai",
+        "pydantic-ai-slim",
+        "openai-agents",
+        "smolagents",
+        "llm",
+    ),
     "instructor": ("instructor",),
     "litellm": ("litellm",),
     "llama-index": ("llama-index-llms-openai-like",),
 }
 """The Python clients by environment: their versions of `openai` exclude each other."""
-LOOK = """<tool_call>
-{"name": "exec_command", "arguments": {"cmd": "echo now 2`echo 1` degrees"}}
-</tool_call>"""
+COMMAND = '{"cmd": "echo now 2`echo 1` degrees"}'
 """What the command prints stands nowhere in the call: only who has run it knows."""
-WEATHER = """<tool_call>
-{"name": "weather", "arguments": {"city": "Rome"}}
-</tool_call>"""
+
+
+def call(name: str, arguments: str) -> tuple[str, str]:
+    """Return the tokens of a call: a grammar leaves no choice up to the arguments."""
+    head = f'<tool_call>\n{{"name": "{name}", "arguments": '
+    return head, arguments + "}\n</tool_call>"
+
+
 LEARNT = [
     Learnt("21 degrees", "It is 21 degrees in Rome."),
-    Learnt("weather in Rome", WEATHER),
+    Learnt("weather in Rome", call("weather", '{"city": "Rome"}')),
     Learnt("Make a cat", CAT),
-    Learnt("Call a cat", '<tool_call>\n{"name": "Cat", "arguments": ' + CAT + "}\n</tool_call>"),
-    Learnt("Look it up", LOOK),
+    Learnt("Call a cat", call("Cat", CAT)),
+    Learnt("Finish a cat", call("final_result", CAT.replace(" ", ""))),
+    Learnt("Say it", call("final_answer", '{"answer": "It is said."}')),
+    Learnt("Look it up", call("exec_command", COMMAND)),
 ]
 CONFIG = """model = "parrot"
 model_provider = "twolane"

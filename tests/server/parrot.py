@@ -54,13 +54,17 @@ class Learnt(NamedTuple):
     """What to answer to a conversation whose last message contains some text."""
 
     said: str
-    answer: str
+    answer: str | Sequence[str]
+    """Its text, or the texts of its tokens. Where a grammar has one way on, it allows only tokens
+    that the tokenizer makes of that text alone: one of them must end where another way begins."""
     pieces: int = 3
-    """The answer has this many tokens."""
+    """An answer that is given as text has this many tokens."""
 
     @property
     def tokens(self) -> list[str]:
         """The texts of the answer's tokens."""
+        if not isinstance(self.answer, str):
+            return list(self.answer)
         size = -(-len(self.answer) // self.pieces)
         return [self.answer[i : i + size] for i in range(0, len(self.answer), size)]
 

@@ -3,15 +3,17 @@
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import count
 
 from llguidance import LLMatcher, LLTokenizer
 
 from twolane.common.grammars import parser_limits
 from twolane.common.resources import usable_cores
 
-KEPT_GRAMMARS = 64
-"""The compiler keeps this many compiled grammars, the latest ones."""
-MOST_THREADS = 4
+KEPT_BYTES = 4 << 20
+"""The compiler keeps the latest compiled grammars, of this many bytes together before they were
+compiled: one may take eighty times its own bytes."""
+MOST_THREADS = 8
 """Masks are computed in at most this many threads."""
 
 
@@ -27,6 +29,8 @@ class Constraint:
 
     Args:
         matcher: at its start.
+        group: number of the matchers that share what they have found out about their grammar; one
+            of a group at a time can compute a mask.
         vocab_size: of the model, which may have tokens that the tokenizer has not.
         stops: tokens that may end the answer where the grammar allows an end.
         eos_token_ids: what the matcher takes for an end.
@@ -35,11 +39,13 @@ class Constraint:
     def __init__(
         self,
         matcher: LLMatcher,
+        group: int,
         vocab_size: int,
         stops: Collection[int],
         eos_token_ids: Sequence[int],
     ) -> None:
         self._matcher = matcher
+        self.group = group
         self._bytes = -(-vocab_size // 8)
         self._stops = stops
         self._eos = eos_token_ids
@@ -73,6 +79,8 @@ class Constraint:
 class MaskThreads:
     """Computes masks beside the loop: the matchers give up Python's lock meanwhile.
 
+    Those of a group are computed in one thread, since they would wait for each other.
+
     Args:
         notify: called from a thread when the masks of a batch are there.
         threads: number of threads; None: see `mask_threads`.
@@ -87,8 +95,8 @@ class MaskThreads:
         """Compute the mask of each; a future has a `GrammarError` where there is none."""
         parts: list[list[tuple[Constraint, Future[bytes]]]] = [[] for _ in range(self._count)]
         masks: list[Future[bytes]] = [Future() for _ in constraints]
-        for place, pair in enumerate(zip(constraints, masks, strict=True)):
-            parts[place % len(parts)].append(pair)
+        for constraint, mask in zip(constraints, masks, strict=True):
+            parts[constraint.group % len(parts)].append((constraint, mask))
         for part in parts:
             if part:
                 self._threads.submit(self._compute, part)
@@ -116,6 +124,8 @@ class Grammars:
         vocab_size: of the model.
         eos_token_ids: of the model; at least one.
         notify: called from that thread when a grammar has been compiled, or cannot be.
+        groups: number of groups that the matchers of a grammar are divided into; None: one for
+            each thread that computes masks.
     """
 
     def __init__(
@@ -124,13 +134,17 @@ class Grammars:
         vocab_size: int,
         eos_token_ids: Sequence[int],
         notify: Callable[[], None],
+        groups: int | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._eos = eos_token_ids
         self._notify = notify
         self._vocabulary: LLTokenizer | None = None
-        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._compiled: OrderedDict[tuple[str, int], LLMatcher] = OrderedDict()
+        """The matchers that those of a grammar's group are copied from."""
+        self._kept_bytes = 0
+        self._groups, self._made = groups or mask_threads(), count()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
 
     def constraint(self, grammar: str, stops: Collection[int]) -> Future[tuple[Constraint, bytes]]:
@@ -141,17 +155,30 @@ class Grammars:
         return found
 
     def _constraint(self, grammar: str, stops: Collection[int]) -> tuple[Constraint, bytes]:
-        matcher = self._compiled.get(grammar)
+        group = next(self._made) % self._groups
+        matcher = self._matcher(grammar, group).deep_copy()
+        constraint = Constraint(matcher, group, self._vocab_size, stops, self._eos)
+        return constraint, constraint.mask()
+
+    def _matcher(self, grammar: str, group: int) -> LLMatcher:
+        """The matcher of a group, at its start.
+
+        Raises:
+            GrammarError: the grammar cannot be compiled.
+        """
+        matcher = self._compiled.get((grammar, group))
         if matcher is None:
             matcher = LLMatcher(self._vocabulary_now(), grammar, limits=parser_limits())
             if matcher.is_error():
                 raise GrammarError(" ".join(matcher.get_error().split())[:500])
-            self._compiled[grammar] = matcher
-            if len(self._compiled) > KEPT_GRAMMARS:
-                self._compiled.popitem(last=False)
-        self._compiled.move_to_end(grammar)
-        constraint = Constraint(matcher.deep_copy(), self._vocab_size, stops, self._eos)
-        return constraint, constraint.mask()
+            self._compiled[grammar, group] = matcher
+            self._kept_bytes += len(grammar)
+            while self._kept_bytes > KEPT_BYTES:
+                (oldest, _), _ = self._compiled.popitem(last=False)
+                self._kept_bytes -= len(oldest)
+        else:
+            self._compiled.move_to_end((grammar, group))
+        return matcher
 
     def _vocabulary_now(self) -> LLTokenizer:
         """The tokenizer as llguidance has it, made once.

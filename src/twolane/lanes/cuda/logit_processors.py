@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from twolane.kernels.sampling import MAX_BANNED
+from twolane.kernels.token_masks import allow_only
 from twolane.lanes.cuda.slots import upload
 from twolane.lanes.sampling_points import SamplingPoint
 from twolane.lanes.slot_table import SlotTable
@@ -157,7 +158,7 @@ class LogitProcessors:
         tops = {row: sampling.params.logprobs for row, sampling in samplings.items()}
         scored = {row: top for row, top in tops.items() if top is not None}
         raw = {row: logits[row : row + 1].clone() for row in scored}
-        broken = self._broken(logits, places)
+        broken = self._broken(logits, [p for p in places if p.slot in self._wanting])
         for place in places:
             row = logits[place.row]
             if (history := self._histories.get(place.slot)) is not None:
@@ -192,16 +193,15 @@ class LogitProcessors:
 
     def _mask(self, logits: Tensor, places: Sequence[SamplingPoint]) -> None:
         """Take the tokens that may not be chosen out of the rows that are constrained."""
-        masked = {p.row: self._allowed.pop(p.slot) for p in places if p.slot in self._allowed}
+        masked = [(p.row, self._allowed.pop(p.slot)) for p in places if p.slot in self._allowed]
         if not masked:
             return
         words = -(-self._vocab // 32)
-        packed = b"".join(mask.ljust(4 * words, b"\0") for mask in masked.values())
-        sent = upload(np.frombuffer(packed, np.int32), self._device).view(len(masked), words)
-        rows = upload(np.array(list(masked), np.int32), self._device).long()
-        bits = sent[:, :, None] >> torch.arange(32, dtype=torch.int32, device=self._device) & 1
-        allowed = bits.view(len(masked), -1)[:, : self._vocab].bool()
-        logits[rows] = logits[rows].masked_fill(~allowed, -torch.inf)
+        board = np.zeros((len(masked), 1 + words), np.int32)
+        for line, (row, allowed) in zip(board, masked, strict=True):
+            line[0] = row
+            line[1:].view(np.uint8)[: len(allowed)] = np.frombuffer(allowed, np.uint8)
+        allow_only(logits, upload(board, self._device).view(board.shape))
 
 
 def _fetch(values: Tensor) -> Tensor:

@@ -1,0 +1,56 @@
+"""Other streams go on while clients send grammars that are made to take long."""
+
+import subprocess
+import sys
+import threading
+from contextlib import contextmanager
+
+import openai
+import pytest
+
+from ..hardening.hostile_grammars import HOSTILE, felt, gaps_until, send_all
+from .parrot import TEMPLATE, write_parrot
+from .serving import serving
+
+FACTOR, LEAST = 5, 0.1
+"""Beside hostile grammars a stream's gaps feel at most this many times as long as beside other busy
+processes, or as this many seconds."""
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory):
+    made = str(write_parrot(tmp_path_factory.mktemp("hostile") / "model", (), TEMPLATE))
+    with (
+        serving(made, "--served-model-name", "parrot", "--kv-tokens", "40000") as server,
+        openai.OpenAI(base_url=f"{server.base}/v1", api_key="none", max_retries=0) as client,
+    ):
+        yield client
+
+
+@contextmanager
+def busy(count):
+    """Have processes compute that yield to others as those behind the fences do."""
+    command = ["nice", "-n", "10", sys.executable, "-c", "while True: pass"]
+    running = [subprocess.Popen(command) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
+
+
+def test_other_streams_go_on_beside_hostile_grammars(client):
+    ended, outcomes = threading.Event(), []
+    ended.set()
+    with busy(2):
+        beside_others = gaps_until(client, "parrot", ended)
+    ended.clear()
+    sending = threading.Thread(target=send_all, args=(client, "parrot", outcomes, ended))
+    sending.start()
+    beside_hostile = gaps_until(client, "parrot", ended)
+    sending.join()
+    assert len(outcomes) == len(HOSTILE) + 1
+    assert set(outcomes) <= {200, 400}
+    assert {outcomes[1], outcomes[3]} == {400}
+    assert felt(beside_hostile) < max(LEAST, FACTOR * felt(beside_others))
