@@ -93,6 +93,10 @@ class SteppedLanes:
     def drop_adapter(self, slot: int) -> None:
         self._runner.drop_adapter(slot)
 
+    def silences(self) -> Sequence[float]:
+        """There is one rank."""
+        return ()
+
     def check(self) -> None:
         """Nothing is ever gone."""
 

@@ -164,7 +164,11 @@ def test_silence_counts_from_the_end_of_work_and_only_for_ranks_that_have_begun(
     pulse.skip(70.0)
     assert beat(72.0) == (2, 2.0)
     os.write(second, b".")
+    assert pulse.silences(72.25) == [8.25, 12.25]
     assert beat(72.5) == (1, 0.0)
+    assert pulse.silences(73.0) == [9.0, 0.5]
+    pulse.heard(74.0)
+    assert pulse.silences(75.0) == [1.0, 1.0]
     assert pings == [1.0, 61.0, 72.5]
     for pipe in pipes:
         for file in pipe:

@@ -145,6 +145,9 @@ def test_the_watchdog_is_on_with_several_ranks(tmp_path):
     log = tmp_path / "log"
     args = ("--tensor-parallel-size", "2", "--hang-seconds", SECONDS)
     with serving(str(model), *TINY, *args, stderr=log) as served:
+        wait_for(lambda: served.request("/health")[2].get("ranks"))
+        assert served.request("/health")[2]["ranks"].keys() == {"1"}
+        assert "rank_silence_seconds" in served.metrics()
         engine = served.engine_pid
         (follower,) = Path(f"/proc/{engine}/task/{engine}/children").read_text().split()
         with stopped(engine):

@@ -194,6 +194,7 @@ class Engine:
             stats,
             state.launches,
             lane_waits(state) if self._pinged else None,
+            list(state.lanes.silences()) if self._pinged else [],
             self._landmarks.news(),
             adapters,
         )

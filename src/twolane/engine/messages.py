@@ -252,6 +252,8 @@ class Outputs(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """Those that ended while somebody watched."""
     waits: list[LaneWait] | None = None
     """The answer to a `Ping`: one entry for each lane that has work; None where nobody asked."""
+    silences: list[float] = []
+    """Seconds since ranks 1 and up last gave a sign of life; with `waits`."""
     landmarks: dict[int, int] = {}
     """Changes of the prefix tree's landmarks (`common/prefix_digest.py`): length in pages by hash,
     0 for what is gone."""

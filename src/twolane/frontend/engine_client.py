@@ -348,7 +348,7 @@ class EngineClient:
         self.stats = news.stats
         if news.landmarks:
             self.prefixes.change(news.landmarks)
-        self.liveness.heard(news.waits)
+        self.liveness.heard(news.waits, news.silences)
         if news.launches:
             for watcher in self.watchers:
                 watcher(news.launches)

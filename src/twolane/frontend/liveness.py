@@ -34,6 +34,8 @@ class Liveness:
         self._unanswered_since: float | None = None
         """When the first ping was sent since the engine last spoke; None: it has spoken since."""
         self._waits: Sequence[LaneWait] = ()
+        self.silences: Sequence[float] = ()
+        """Seconds since ranks 1 and up gave a sign of life, when the engine last told."""
 
     def asked(self) -> None:
         """Note that a ping is sent, which should be every `PING_SECONDS`.
@@ -46,11 +48,12 @@ class Liveness:
             self._unanswered_since = now
         self._asked_at = now
 
-    def heard(self, waits: Sequence[LaneWait] | None) -> None:
-        """Note that the engine's loop has made a turn; `waits` is its answer to a ping, if any."""
+    def heard(self, waits: Sequence[LaneWait] | None, silences: Sequence[float] = ()) -> None:
+        """Note that the engine's loop has made a turn; `waits` is its answer to a ping, if any,
+        and `silences` are those of the other ranks."""
         self._unanswered_since = None
         if waits is not None:
-            self._waits = waits
+            self._waits, self.silences = waits, silences
 
     @property
     def silence(self) -> float:

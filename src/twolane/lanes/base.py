@@ -193,6 +193,10 @@ class Lanes(Protocol):
     def drop_adapter(self, slot: int) -> None:
         """Empty an adapter slot that no launch names any more."""
 
+    def silences(self) -> Sequence[float]:
+        """Seconds since ranks 1 and up last answered or took part in a launch that went on; empty
+        where there is one rank."""
+
     def check(self) -> None:
         """See that the lanes can go on.
 

@@ -84,6 +84,15 @@ class Pulse:
         self._known: set[int] = set()
         """Ranks that have begun with the log; before that they are starting."""
         self._asked_at = 0.0
+        self._heard = [0.0] * len(files)
+
+    def heard(self, now: float) -> None:
+        """Note that launches went on, in which all ranks take part."""
+        self._heard = [now] * len(self._files)
+
+    def silences(self, now: float) -> list[float]:
+        """Seconds since each of them last gave a sign of life."""
+        return [now - at for at in self._heard]
 
     def beat(self, now: float, ping: Callable[[], None]) -> tuple[int, float] | None:
         """Read the answers, and ping again when all have answered.
@@ -94,6 +103,7 @@ class Pulse:
         for rank, file in enumerate(self._files, start=1):
             with contextlib.suppress(BlockingIOError):
                 if os.read(file, 64):
+                    self._heard[rank - 1] = now
                     self._owing.discard(rank)
                     self._known.add(rank)
         if not self._owing and now - self._asked_at >= PING_SECONDS:
@@ -139,6 +149,9 @@ class Followers:
             start = FollowerStart(settings, rank, tuple(cores), *meeting)
             self._spawn(module, start)
             os.close(answer)
+        self._pulse = Pulse(self._answers)
+        self.silences = [0.0] * (self.size - 1)
+        """Seconds since each of ranks 1 and up last gave a sign of life, by the watch."""
         for rank, process in enumerate(self.processes, start=1):
             self._thread(self._await_end, rank, process)
         self._started = threading.Event()
@@ -235,16 +248,19 @@ class Followers:
     def _watch(self, launches: OpenLaunches) -> None:
         looked, now, went_on = time.monotonic(), 0.0, 0.0
         before: dict[Ticket, int] = {}
-        pulse = Pulse(self._answers)
+        pulse = self._pulse
         while not self._closing.wait(LOOK_SECONDS) and self._lost is None:
             last, looked = looked, time.monotonic()
             now += min(looked - last, LOOK_MOST_SECONDS)
             steps = {ticket: len(ticket.steps) for ticket in launches.waiting()}
             if not before or any(steps.get(ticket) != count for ticket, count in before.items()):
                 went_on = now
+                if before:
+                    pulse.heard(now)
             elif now - went_on > max(ticket.patience for ticket in before):
                 self._lose(self._overdue(next(iter(before)), now - went_on))
             before = steps
+            self.silences = pulse.silences(now)
             if steps:
                 pulse.skip(now)
             elif late := pulse.beat(now, partial(self._send, PING)):

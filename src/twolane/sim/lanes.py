@@ -178,6 +178,10 @@ class SimLanes:
     def drop_adapter(self, slot: int) -> None:
         """See `Lanes.drop_adapter`: there are none."""
 
+    def silences(self) -> Sequence[float]:
+        """See `Lanes.silences`."""
+        return ()
+
     def check(self) -> None:
         """See `Lanes.check`."""
 

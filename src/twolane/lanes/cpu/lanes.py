@@ -120,6 +120,10 @@ class CpuLanes:
         """See `Lanes.drop_adapter`."""
         self._runner.drop_adapter(slot)
 
+    def silences(self) -> Sequence[float]:
+        """See `Lanes.silences`."""
+        return ()
+
     def check(self) -> None:
         """See `Lanes.check`: errors are their tickets'."""
 

@@ -45,6 +45,10 @@ class RankedLanes:
         """See `Lanes.drop_adapter`: the other ranks keep their parts until others come."""
         self._lanes.drop_adapter(slot)
 
+    def silences(self) -> Sequence[float]:
+        """See `Lanes.silences`."""
+        return self._followers.silences
+
     def check(self) -> None:
         """See `Lanes.check`."""
         self._followers.check()

@@ -167,6 +167,10 @@ class CudaLanes:
     def drop_adapter(self, slot: int) -> None:
         """See `Lanes.drop_adapter`: it stays until another comes."""
 
+    def silences(self) -> Sequence[float]:
+        """See `Lanes.silences`."""
+        return () if self._followers is None else self._followers.silences
+
     def check(self) -> None:
         """See `Lanes.check`."""
         if self._followers is not None:

@@ -195,6 +195,8 @@ class Health(Shown):
     """The answer of a probe."""
 
     status: Literal["ok"]
+    ranks: dict[str, float] | None = None
+    """Seconds since each other rank gave a sign of life, where there are several."""
 
 
 class Load(Shown):

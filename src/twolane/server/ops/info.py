@@ -76,7 +76,9 @@ def _add_probes(app: FastAPI, service: Service) -> None:
     async def ready() -> Response:
         """Say whether requests can be served: 200 or 503."""
         service.check_available()
-        return json_response({"status": "ok"})
+        silences = service.engine.liveness.silences
+        ranks = {str(rank): round(silence, 1) for rank, silence in enumerate(silences, start=1)}
+        return json_response({"status": "ok", **({"ranks": ranks} if ranks else {})})
 
     @app.get("/livez", response_class=Response, responses={200: {"model": Health}})
     @app.get("/health/live", response_class=Response, responses={200: {"model": Health}})

@@ -7,7 +7,7 @@ request.
 import functools
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 import prometheus_client
@@ -113,6 +113,8 @@ class EngineCollector(Collector):
             "Seconds for which the slowest lane at work has finished nothing",
             alive.longest_wait,
         )
+        if alive.silences:
+            yield self._ranks(alive.silences)
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         family = GaugeMetricFamily(PREFIX + name, text, labels=["model_name"])
@@ -132,6 +134,16 @@ class EngineCollector(Collector):
         )
         sizes = [str(self._page_size), str(stats.kv_pages)]
         family.add_metric([self._model_name, *sizes, self._kv_cache_dtype], 1)
+        return family
+
+    def _ranks(self, silences: Sequence[float]) -> Metric:
+        family = GaugeMetricFamily(
+            f"{PREFIX}rank_silence_seconds",
+            "Seconds since this rank last gave a sign of life",
+            labels=["model_name", "rank"],
+        )
+        for rank, silence in enumerate(silences, start=1):
+            family.add_metric([self._model_name, str(rank)], silence)
         return family
 
     def _lanes(self, stats: Stats) -> Metric:

@@ -73,6 +73,7 @@ class Dashboard:
                 "free": stats.kv_pages_free,
                 "cached": stats.kv_pages_cached,
             },
+            "ranks": list(self._engine.liveness.silences),
             "refusals": list(self._metrics.refusals),
             "launches": [shown(launched) for launched in launches],
             "seen": self._seen,

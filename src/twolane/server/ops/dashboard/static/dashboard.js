@@ -144,7 +144,9 @@ function levels(data) {
     filled.style.width = `${100 * Math.min(part, 1)}%`;
     return row(node("th", `${lane}, ${units} of ${total} ${unitsOf(data)}`), node("td", share(part)), cell);
   });
-  $("levels").replaceChildren(...(lines.length ? lines : [row(node("td", "idle"))]));
+  const ranks = data.ranks.map((silence, i) =>
+    row(node("th", `rank ${i + 1}`), node("td", `sign of life ${silence.toFixed(1)} s ago`)));
+  $("levels").replaceChildren(...(lines.length ? lines : [row(node("td", "idle"))]), ...ranks);
 }
 
 function memory(data) {
