@@ -25,7 +25,7 @@ from twolane.results.provenance import provenance, save
 async def ask(session: aiohttp.ClientSession, url: str, body: dict) -> dict:
     """Send one request; return its outcome, with its first token and replica."""
     begun, first, done, error, replica = time.perf_counter(), None, False, None, None
-    cached, asked, late, predicted = 0, 0, False, 0.0
+    cached, asked, late, predicted, events = 0, 0, False, 0.0, 0
     try:
         async with session.post(url + "/v1/completions", json=body) as answer:
             replica = answer.headers.get("x-replica")
@@ -38,7 +38,7 @@ async def ask(session: aiohttp.ClientSession, url: str, body: dict) -> dict:
                 if line.startswith(b"data: [DONE]"):
                     done = True
                     continue
-                event = msgspec.json.decode(line[6:])
+                event, events = msgspec.json.decode(line[6:]), events + 1
                 if "error" in event:
                     error = event["error"]["code"]
                 elif event.get("usage"):
@@ -56,6 +56,7 @@ async def ask(session: aiohttp.ClientSession, url: str, body: dict) -> dict:
         "outcome": outcome,
         "error": error,
         "replica": replica,
+        "events": events,
         "ttft": first and first - begun,
         "predicted": predicted,
         "e2e": time.perf_counter() - begun,
@@ -63,6 +64,14 @@ async def ask(session: aiohttp.ClientSession, url: str, body: dict) -> dict:
         "prompt": asked,
         "cached": cached,
     }
+
+
+def cpu_seconds(pid: int | None) -> float | None:
+    """CPU time of a process so far; None without one."""
+    if pid is None:
+        return None
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def bodies(count: int, groups: int, shared: int, own: int, output: int, seed: int) -> list[dict]:
@@ -157,6 +166,7 @@ def figures(results: list[dict]) -> dict:
         "replicas": Counter(str(each["replica"]) for each in results),
         "ttft_p50": float(np.percentile(ttfts, 50)) if ttfts else None,
         "ttft_p95": float(np.percentile(ttfts, 95)) if ttfts else None,
+        "events": sum(each["events"] for each in results),
         "predicted_p50": float(np.median([each["predicted"] for each in results])),
         "hit_rate": sum(each["cached"] for each in results) / prompt if prompt else None,
         "seconds": max(each["at"] + each["e2e"] for each in results),
@@ -178,13 +188,16 @@ def main() -> None:
     parser.add_argument("--kill", type=float, help="seconds until the busiest server is killed")
     parser.add_argument("--stop", type=float, nargs=2, help="seconds until one stops, and for how")
     parser.add_argument("--restart", type=float, help="seconds until --fleet-pid gets a SIGHUP")
-    parser.add_argument("--fleet-pid", type=int)
+    parser.add_argument("--fleet-pid", type=int, help="process whose CPU time is recorded")
     parser.add_argument("--after", type=float, default=0.0, help="seconds to watch after the load")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     about = provenance({k: v for k, v in vars(options).items() if k not in ("out", "fleet_pid")})
+    before = cpu_seconds(options.fleet_pid)
     results, happened = asyncio.run(drive(options))
     found = figures(results) | happened
+    if before is not None:
+        found["fleet_cpu_seconds"] = cpu_seconds(options.fleet_pid) - before
     print(msgspec.json.format(msgspec.json.encode(found)).decode())
     if options.out:
         save(options.out, about, found)

@@ -15,11 +15,13 @@ import pytest
 import zmq
 
 from tests.engine.random_plans import RandomPlans
+from tests.engine.test_adapters import Files
 from tests.engine.test_process import serve, until, with_engine
 from tests.engine.world import PAGE, World
 from tests.model.checkpoints import make_checkpoint
 from twolane.common.errors import FieldError
 from twolane.common.page_hash import page_hashes, salt_bytes
+from twolane.engine.adapters.registry import AdapterRegistry
 from twolane.engine.config import EngineConfig, KVEventsConfig
 from twolane.engine.kv import KVBooks, PrefixTree
 from twolane.engine.kv_events import events
@@ -279,6 +281,34 @@ def test_a_salt_is_told_by_its_digest(published: Published) -> None:
     }
     assert {page[2] for page in client.follower.pages.values()} == {"", salt.hex()}
     assert b"secret" not in b"".join(batch for _, batch in published.publisher._buffer.since(0))
+
+
+def test_pages_of_an_adapter_have_its_name_and_those_of_the_base_have_none(
+    published: Published,
+) -> None:
+    registry = AdapterRegistry(Files(), 2)
+    registry.load_at_start("other", "one")
+    registry.load_at_start("mine", "two")
+    published.journal.adapter = registry.name_of
+    mine, tokens = registry.find("mine"), list(range(13))
+    assert mine is not None
+    for salt in (mine.salt(b""), mine.salt(salt_bytes("tenant")), salt_bytes("tenant"), b""):
+        for end in (5, 13):  # the later pages come in an event of their own
+            allocation = published.books.allocate(tokens[:end], salt=salt)
+            assert allocation is not None
+            published.books.share(allocation, tokens, end)
+            published.books.give_up(allocation)
+            published.publisher.publish()
+    assert published.publisher._buffer is not None
+    stored = [
+        event
+        for _, batch in published.publisher._buffer.since(0)
+        for event in msgspec.msgpack.decode(batch, type=KVEventBatch).events
+        if isinstance(event, BlockStored)
+    ]
+    named = {one for event in stored if event.lora_name == "mine" for one in event.block_hashes}
+    salts = mine.salt(b""), mine.salt(salt_bytes("tenant"))
+    assert named == {one for salt in salts for one in page_hashes(tokens, PAGE, salt)}
 
 
 def test_clients_of_earlier_formats_read_the_fields_that_they_know(published: Published) -> None:

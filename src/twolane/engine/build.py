@@ -88,6 +88,9 @@ def assemble(
     estimator = make_estimator(profile, config.estimator or system.estimator, key)
     if DeviceSettings.of(config).adapter_slots:
         estimator = AdapterEstimator(estimator)
+    adapters = load_adapters(config, lanes, notify)
+    if kv_events is not None:
+        kv_events.journal.adapter = adapters.name_of
     trace = FileTrace(config.trace, lanes.clock()) if config.trace else Trace()
     engine = Engine(
         system,
@@ -105,7 +108,7 @@ def assemble(
         notify=notify,
         slo=config.slo,
         pacer=Pacer(config.tbt_buffer, config.transport),
-        adapters=load_adapters(config, lanes, notify),
+        adapters=adapters,
     )
     ready = _ready(config, name, engine, machine, profile)
     trace.about(

@@ -12,6 +12,9 @@ from typing import Protocol
 from twolane.common.errors import FieldError
 from twolane.engine.messages import AdapterNews
 
+MARK, LOAD_BYTES, DIGEST_BYTES = b"lora", 8, 32
+"""What the salt of an adapter's pages begins with, and the bytes of the two parts behind it."""
+
 
 class AdapterLanes(Protocol):
     """The part of `Lanes` that loads adapters."""
@@ -37,7 +40,15 @@ class LoadedAdapter:
         Args:
             digest: keeps them from other tenants; empty or of fixed length.
         """
-        return b"lora" + self.load.to_bytes(8, "big") + digest
+        return MARK + self.load.to_bytes(LOAD_BYTES, "big") + digest
+
+    @staticmethod
+    def load_of(salt: bytes) -> int | None:
+        """The number of the load that a salt is of; None: it is none of an adapter."""
+        end = len(MARK) + LOAD_BYTES
+        if not salt.startswith(MARK) or len(salt) not in (end, end + DIGEST_BYTES):
+            return None
+        return int.from_bytes(salt[len(MARK) : end], "big")
 
 
 class AdapterRegistry:
@@ -56,7 +67,8 @@ class AdapterRegistry:
         self._slots = slots
         self._free = list(reversed(range(slots)))
         self._notify = notify
-        self._loads = 0
+        self._names: list[str] = []
+        """Name of each load, in the order of their numbers."""
         self._loaded: dict[str, LoadedAdapter] = {}
         self._loading: dict[str, tuple[LoadedAdapter, Future[None]]] = {}
         self._leaving: dict[str, LoadedAdapter] = {}
@@ -67,6 +79,11 @@ class AdapterRegistry:
     def find(self, name: str) -> LoadedAdapter | None:
         """The adapter that new requests of this name get; None: there is none."""
         return self._loaded.get(name)
+
+    def name_of(self, salt: bytes) -> str | None:
+        """Name of the adapter that computes pages of this salt; None: it is none of an adapter."""
+        load = LoadedAdapter.load_of(salt)
+        return None if load is None else self._names[load - 1]
 
     def load_at_start(self, name: str, path: str) -> None:
         """Load an adapter before anything is served.
@@ -153,5 +170,5 @@ class AdapterRegistry:
             raise ValueError("adapters are not served: start with --lora or --lora-endpoints")
         if not self._free:
             raise ValueError(f"{self._slots} adapters are loaded, and no more are served at a time")
-        self._loads += 1
-        return LoadedAdapter(self._free.pop(), self._loads)
+        self._names.append(name)
+        return LoadedAdapter(self._free.pop(), len(self._names))

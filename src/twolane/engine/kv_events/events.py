@@ -5,6 +5,7 @@ and an event begins with the name of its type.
 """
 
 from array import array
+from collections.abc import Callable
 
 import msgspec
 
@@ -68,7 +69,11 @@ class KVJournal(PageWatcher):
     """
 
     def __init__(self, page_size: int) -> None:
+        self.adapter: Callable[[bytes], str | None] = lambda salt: None
+        """Returns the name of the adapter that computes pages of this salt; None: none does."""
         self._key_bytes = TOKEN_BYTES * page_size
+        self._adapters: dict[int, str] = {}
+        """Names of the adapters of nodes that have one, by hash."""
         self._page_size = page_size
         self._found: dict[int, Node] = {}
         """Nodes that later requests can find, by hash."""
@@ -78,6 +83,7 @@ class KVJournal(PageWatcher):
         """See `PageWatcher`."""
         assert node.parent is not None
         self._found[node.hash] = node
+        self._note_adapter(node, node.parent)
         tokens = array("q", node.key[-self._key_bytes :]).tolist()
         last = self._events[-1] if self._events else None
         if isinstance(last, BlockStored) and last.block_hashes[-1] == node.parent.hash:
@@ -86,13 +92,14 @@ class KVJournal(PageWatcher):
             if last.extra_keys is not None:
                 last.extra_keys.append(None)
             return
-        salt = node.key[: -self._key_bytes]
+        salt, adapter = node.key[: -self._key_bytes], self._adapters.get(node.hash)
         self._events.append(
             BlockStored(
                 block_hashes=[node.hash],
                 parent_block_hash=None if node.depth == 1 else node.parent.hash,
                 token_ids=tokens,
                 block_size=self._page_size,
+                lora_name=adapter,
                 extra_keys=[(salt.hex(),)] if salt else None,
             )
         )
@@ -102,6 +109,7 @@ class KVJournal(PageWatcher):
         if self._found.get(node.hash) is not node:
             return  # forgotten before
         del self._found[node.hash]
+        self._adapters.pop(node.hash, None)
         last = self._events[-1] if self._events else None
         if isinstance(last, BlockRemoved):
             last.block_hashes.append(node.hash)
@@ -111,7 +119,16 @@ class KVJournal(PageWatcher):
     def forgotten(self) -> None:
         """See `PageWatcher`; what was noted before does not matter any more."""
         self._found.clear()
+        self._adapters.clear()
         self._events = [AllBlocksCleared()]
+
+    def _note_adapter(self, node: Node, parent: Node) -> None:
+        if node.depth > 1:
+            adapter = self._adapters.get(parent.hash)
+        else:
+            adapter = self.adapter(node.key[: -self._key_bytes])
+        if adapter is not None:
+            self._adapters[node.hash] = adapter
 
     def take(self) -> list[KVEvent]:
         """Return the events since the last call, in order."""

@@ -94,7 +94,7 @@ class KVEventPublisher:
         assert config.endpoint is not None
         self.published = 0
         """Number of batches so far."""
-        self._journal = journal
+        self.journal = journal
         self._topic = config.topic.encode()
         self._encoder = msgspec.msgpack.Encoder()
         self._buffer = ReplayBuffer(config.buffer_steps) if config.replay_endpoint else None
@@ -115,7 +115,7 @@ class KVEventPublisher:
 
     def publish(self) -> None:
         """Send what the journal has, as one batch; nothing is sent if it has nothing."""
-        events = self._journal.take()
+        events = self.journal.take()
         if not events:
             return
         batch = self._encoder.encode(KVEventBatch(time.time(), events))
