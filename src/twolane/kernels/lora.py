@@ -27,16 +27,15 @@ from twolane.kernels.runtime.launch import launch, power_of_2
 
 LEAST_RANK = 16
 """Least rank that a pool has room for, because matrix units multiply that many numbers at once."""
-_FEW_ROWS = 256
-"""Most rows of a pass whose tiles have `_SMALL` rows."""
-_SMALL, _LARGE = 16, 64
+_FEW, _SMALL, _LARGE = 4, 16, 64
 """Rows of a tile."""
-_SPLITS = ((512, 8), (2048, 4))
-"""Parts that the inputs of a product are cut into, for passes of up to so many rows."""
-_MOST_SPLITS = 2
-"""The same for larger passes."""
-_A_ELEMENTS = 8192
-"""Elements of A that a program multiplies at a time in small tiles, if they have 16 bits."""
+_TILE_ROWS = ((64, _FEW), (1024, _SMALL))
+"""Rows of the tiles of passes of up to so many rows; larger ones have tiles of `_LARGE`."""
+_SPLITS = ((1024, 4), (2048, 2))
+"""Parts that the inputs of a product are cut into, for passes of up to so many rows; those of
+larger ones are not."""
+_A_BYTES = 32_768
+"""Bytes of A that a program multiplies at a time, where few rows leave it room."""
 _NO_END = 1 << 30
 """More rows than any pass has, a multiple of 16 as all limits are: one compiled kernel serves."""
 
@@ -90,7 +89,7 @@ class RowTiles:
             width: the most of a product's sections times the pool's rank.
             device: where.
         """
-        sizes = {count, *(min(count, rows) for rows in (_FEW_ROWS, *(r for r, _ in _SPLITS)))}
+        sizes = {count, *(min(count, rows) for rows, _ in (*_TILE_ROWS, *_SPLITS))}
         rows = max(_tiles(size, slots) * _tile_rows(size) for size in sizes)
         tiles = max(_tiles(size, slots) for size in sizes)
 
@@ -134,13 +133,15 @@ class RowTiles:
         self.owners.clamp_(max=self.slots)  # no change, but kernels that start early wait for it
 
 
-def _block(tile_rows: int, dtype: torch.dtype) -> int:
+def _block(tile_rows: int, matrices: AdapterMatrices) -> int:
     """Outputs of a program of the second kernel."""
-    return (256 if tile_rows == _SMALL else 128) * 2 // dtype.itemsize
+    few = 256 * LEAST_RANK // matrices.rank
+    most = {_FEW: few, _SMALL: 256, _LARGE: 128}[tile_rows]
+    return most * 2 // matrices.b.itemsize
 
 
 def _tile_rows(count: int) -> int:
-    return _SMALL if count <= _FEW_ROWS else _LARGE
+    return next((size for rows, size in _TILE_ROWS if count <= rows), _LARGE)
 
 
 def _tiles(count: int, slots: int) -> int:
@@ -150,7 +151,7 @@ def _tiles(count: int, slots: int) -> int:
 
 def _splits(count: int) -> int:
     """Parts of a product's inputs."""
-    return next((splits for rows, splits in _SPLITS if count <= rows), _MOST_SPLITS)
+    return next((splits for rows, splits in _SPLITS if count <= rows), 1)
 
 
 @triton.jit
@@ -218,18 +219,18 @@ def _shrink(
     x_stride: tl.tensor,
     split_stride: tl.tensor,
     K: tl.constexpr,
-    SECTIONS: tl.constexpr,
+    WIDTH: tl.constexpr,
     RANK: tl.constexpr,
     SLOTS: tl.constexpr,
     ROWS: tl.constexpr,
-    CHUNK: tl.constexpr,
+    STEPS: tl.constexpr,
     BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
     GROUPS: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    section = tl.program_id(0)
-    tile = tl.program_id(1)
-    split = tl.program_id(2)
+    tile = tl.program_id(0)
+    split = tl.program_id(1)
     owner = tl.load(owners + tile)
     adapted = (owner >= 0) & (owner < SLOTS)
     rank = tl.load(ranks + owner, mask=adapted, other=0)
@@ -240,51 +241,70 @@ def _shrink(
             gdc_wait()
         return
     row, there = _rows_of(rows, tile, first, end, ROWS)
-    r = tl.arange(0, RANK)[None, :]
-    column = tl.arange(0, BLOCK)
-    begin = split * CHUNK
-    matrix = a + (owner.to(tl.int64) * SECTIONS + section) * RANK * K + r * K
-    at = begin + column
-    weight = tl.load(matrix + at[:, None], mask=(r < rank) & (at < K)[:, None], other=0.0)
+    column = tl.arange(0, COLUMNS)[None, :]
+    kept = (column < WIDTH) & (column % RANK < rank)
+    begin = split * STEPS * BLOCK
+    k = begin + tl.arange(0, BLOCK)
+    matrix = a + owner.to(tl.int64) * WIDTH * K + column * K + k[:, None]
+    place = x + row * x_stride + k[None, :]
+    weight = tl.load(matrix, mask=kept & (k < K)[:, None], other=0.0)
     if EARLY:
         gdc_wait()
-    total = tl.zeros((ROWS, RANK), tl.float32)
-    for part in range(CHUNK // BLOCK):
-        start = begin + part * BLOCK
-        at = start + column
-        if part > 0:
-            weight = tl.load(matrix + at[:, None], mask=(r < rank) & (at < K)[:, None], other=0.0)
-        value = tl.load(x + row * x_stride + at, mask=there & (at < K)[None, :], other=0.0)
-        if GROUPS > 1:  # a scale for each row and so many columns, which BLOCK divides
-            scale = tl.load(scales + row * GROUPS + start // (K // GROUPS), mask=there, other=0.0)
-            product = tl.dot(value.to(weight.dtype), weight, input_precision="ieee")
-            total += product * scale
+    value = tl.load(place, mask=there & (k < K)[None, :], other=0.0).to(weight.dtype)
+    total = tl.dot(value, weight, input_precision="ieee")
+    if GROUPS > 1:  # a scale for each row and so many inputs, which BLOCK divides
+        total *= tl.load(scales + row * GROUPS + begin // (K // GROUPS), mask=there, other=0.0)
+    for step in range(1, STEPS):
+        done = step * BLOCK
+        weight = tl.load(matrix + done, mask=kept & (k + done < K)[:, None], other=0.0)
+        value = tl.load(place + done, mask=there & (k + done < K)[None, :], other=0.0)
+        value = value.to(weight.dtype)
+        if GROUPS > 1:
+            group = (begin + done) // (K // GROUPS)
+            scale = tl.load(scales + row * GROUPS + group, mask=there, other=0.0)
+            total += tl.dot(value, weight, input_precision="ieee") * scale
         else:
-            total = tl.dot(value.to(weight.dtype), weight, total, input_precision="ieee")
+            total = tl.dot(value, weight, total, input_precision="ieee")
     if GROUPS == 1:
         total *= tl.load(scales + row, mask=there, other=0.0)
-    place = sums + split * split_stride + row * SECTIONS * RANK + section * RANK + r
-    tl.store(place, total, mask=there)
+    tl.store(
+        sums + split * split_stride + row * WIDTH + column, total, mask=there & (column < WIDTH)
+    )
 
 
 @triton.jit
-def _shrunk(
+def _weights(
+    b: tl.tensor, column: tl.tensor, stop: tl.tensor, rank: tl.tensor, RANK: tl.constexpr
+) -> tl.tensor:
+    """B of some outputs, [outputs, RANK]; zeros from `stop` and from the adapter's rank on."""
+    r = tl.arange(0, RANK)[None, :]
+    mask = (column[:, None] < stop) & (r < rank)
+    return tl.load(b + column[:, None] * RANK + r, mask=mask, other=0.0)
+
+
+@triton.jit
+def _added(
     sums: tl.tensor,
     row: tl.tensor,
     there: tl.tensor,
-    section: tl.tensor,
+    weight: tl.tensor,
     split_stride: tl.tensor,
-    SECTIONS: tl.constexpr,
+    WIDTH: tl.constexpr,
     RANK: tl.constexpr,
     ROWS: tl.constexpr,
     SPLITS: tl.constexpr,
 ) -> tl.tensor:
-    """What the first kernel has made of a tile for a section, float32 [ROWS, RANK]."""
-    place = sums + row * SECTIONS * RANK + section * RANK + tl.arange(0, RANK)[None, :]
+    """What a section adds to the rows of a tile, float32 [ROWS, outputs]; `sums` begins with the
+    section's."""
+    place = sums + row * WIDTH + tl.arange(0, RANK)[None, :]
     total = tl.zeros((ROWS, RANK), tl.float32)
     for split in tl.static_range(SPLITS):
         total += tl.load(place + split * split_stride, mask=there, other=0.0)
-    return total
+    x = total.to(weight.dtype)
+    if ROWS < 16:  # fewer than matrix units multiply: they would make every number several times
+        products = x.to(tl.float32)[:, None, :] * weight.to(tl.float32)[None, :, :]
+        return tl.sum(products, axis=2)
+    return tl.dot(x, tl.trans(weight), input_precision="ieee")
 
 
 @triton.jit
@@ -301,8 +321,8 @@ def _expand(
     split_stride: tl.tensor,
     END0: tl.constexpr,
     END1: tl.constexpr,
+    OUTPUTS: tl.constexpr,
     WIDTH: tl.constexpr,
-    SECTIONS: tl.constexpr,
     RANK: tl.constexpr,
     SLOTS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -325,21 +345,19 @@ def _expand(
     blocks1: tl.constexpr = (END1 - END0 + BLOCK - 1) // BLOCK
     section = (block >= blocks0).to(tl.int32) + (block >= blocks0 + blocks1).to(tl.int32)
     begin = tl.where(section == 0, 0, tl.where(section == 1, END0, END1))
-    stop = tl.where(section == 0, END0, tl.where(section == 1, END1, WIDTH))
+    stop = tl.where(section == 0, END0, tl.where(section == 1, END1, OUTPUTS))
     before = tl.where(section == 0, 0, tl.where(section == 1, blocks0, blocks0 + blocks1))
-    column = begin + (block - before) * BLOCK + tl.arange(0, BLOCK)[None, :]
-    r = tl.arange(0, RANK)[:, None]
-    inside = column < stop
-    matrix = b + owner.to(tl.int64) * WIDTH * RANK
-    weight = tl.load(matrix + column * RANK + r, mask=inside & (r < rank), other=0.0)
+    column = begin + (block - before) * BLOCK + tl.arange(0, BLOCK)
+    weight = _weights(b + owner.to(tl.int64) * OUTPUTS * RANK, column, stop, rank, RANK)
     row, there = _rows_of(rows, tile, first, end, ROWS)
     if EARLY:
         gdc_wait()
-    x = _shrunk(sums, row, there, section, split_stride, SECTIONS, RANK, ROWS, SPLITS)
-    place = out + row * out_stride + column
-    value = tl.load(place, mask=there & inside, other=0.0).to(tl.float32)
-    total = tl.dot(x.to(weight.dtype), weight, value, input_precision="ieee")
-    tl.store(place, total, mask=there & inside)
+    own = sums + section * RANK
+    added = _added(own, row, there, weight, split_stride, WIDTH, RANK, ROWS, SPLITS)
+    place = out + row * out_stride + column[None, :]
+    mask = there & (column < stop)[None, :]
+    value = tl.load(place, mask=mask, other=0.0).to(tl.float32)
+    tl.store(place, value + added, mask=mask)
 
 
 @triton.jit
@@ -371,29 +389,27 @@ def _expand_silu(
         if EARLY:
             gdc_wait()
         return
-    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
-    inside = column < INNER
-    r = tl.arange(0, RANK)[:, None]
-    matrix = b + owner.to(tl.int64) * 2 * INNER * RANK + column * RANK + r
-    gate_weight = tl.load(matrix, mask=inside & (r < rank), other=0.0)
-    up_weight = tl.load(matrix + INNER * RANK, mask=inside & (r < rank), other=0.0)
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    matrix = b + owner.to(tl.int64) * 2 * INNER * RANK
+    of_gate = _weights(matrix, column, INNER, rank, RANK)
+    of_up = _weights(matrix + INNER * RANK, column, INNER, rank, RANK)
     row, there = _rows_of(rows, tile, first, end, ROWS)
     if EARLY:
         gdc_wait()
-    place = gate_up + row * 2 * INNER + column
-    gate = tl.load(place, mask=there & inside, other=0.0)
-    up = tl.load(place + INNER, mask=there & inside, other=0.0)
+    place = gate_up + row * 2 * INNER + column[None, :]
+    mask = there & (column < INNER)[None, :]
+    gate = tl.load(place, mask=mask, other=0.0)
+    up = tl.load(place + INNER, mask=mask, other=0.0)
     if rank > 0:
-        x = _shrunk(sums, row, there, 0, split_stride, 2, RANK, ROWS, SPLITS).to(gate.dtype)
-        added = tl.dot(x, gate_weight, gate.to(tl.float32), input_precision="ieee")
-        gate = added.to(gate.dtype)
-        x = _shrunk(sums, row, there, 1, split_stride, 2, RANK, ROWS, SPLITS).to(gate.dtype)
-        added = tl.dot(x, up_weight, up.to(tl.float32), input_precision="ieee")
-        up = added.to(gate.dtype)
+        rest: tl.constexpr = 2 * RANK
+        added = _added(sums, row, there, of_gate, split_stride, rest, RANK, ROWS, SPLITS)
+        gate = (gate.to(tl.float32) + added).to(gate.dtype)
+        added = _added(sums + RANK, row, there, of_up, split_stride, rest, RANK, ROWS, SPLITS)
+        up = (up.to(tl.float32) + added).to(gate.dtype)
     wide = gate.to(tl.float32)
     silu = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype).to(tl.float32)
     product = (silu * up.to(tl.float32)).to(gate.dtype)
-    tl.store(out + row * INNER + column, product, mask=there & inside)
+    tl.store(out + row * INNER + column[None, :], product, mask=mask)
 
 
 def shrink(x: Activations, matrices: AdapterMatrices, tiles: RowTiles) -> None:
@@ -406,16 +422,14 @@ def shrink(x: Activations, matrices: AdapterMatrices, tiles: RowTiles) -> None:
     """
     values, scales = (x.values, x.scales) if isinstance(x, Quantised) else (x, x)
     groups = scales.shape[1] if isinstance(x, Quantised) else 0
-    rank, size, inputs = matrices.rank, tiles.rows.shape[1], values.shape[1]
-    sections, splits = len(matrices.ends), _splits(tiles.count)
-    wide = 2 if matrices.a.dtype == torch.float32 else 1
-    block = _A_ELEMENTS // rank // wide if size == _SMALL else 128 // wide
+    size, inputs, width = tiles.rows.shape[1], values.shape[1], matrices.a.shape[1]
+    splits, columns = _splits(tiles.count), power_of_2(width)
+    block = min(_A_BYTES // (columns * matrices.a.itemsize), 128 if size > _SMALL else 512)
     if groups > 1:
         block = min(block, inputs // groups)
-    chunk = -(-inputs // (splits * block)) * block
     launch(
         _shrink,
-        (sections, len(tiles.owners), splits),
+        (len(tiles.owners), splits),
         values,
         scales,
         matrices.a,
@@ -426,14 +440,15 @@ def shrink(x: Activations, matrices: AdapterMatrices, tiles: RowTiles) -> None:
         tiles.first,
         tiles.end,
         values.stride(0),
-        tiles.count * sections * rank,
+        tiles.count * width,
         K=inputs,
-        SECTIONS=sections,
-        RANK=rank,
+        WIDTH=width,
+        RANK=matrices.rank,
         SLOTS=tiles.slots,
         ROWS=size,
-        CHUNK=chunk,
+        STEPS=-(-inputs // (splits * block)),
         BLOCK=block,
+        COLUMNS=columns,
         GROUPS=groups,
         num_warps=4,
         **launch_options(values.device),
@@ -442,11 +457,11 @@ def shrink(x: Activations, matrices: AdapterMatrices, tiles: RowTiles) -> None:
 
 def expand(matrices: AdapterMatrices, tiles: RowTiles, out: Tensor) -> None:
     """`out` [T, outputs] += what `shrink` has kept, times B; its rows may lie apart."""
-    size, width = tiles.rows.shape[1], matrices.b.shape[1]
-    ends = (*matrices.ends, width, width)
-    block = _block(size, out.dtype)
-    widths = (ends[0], ends[1] - ends[0], width - ends[1])
-    blocks = sum(-(-each // block) for each in widths)
+    size, outputs = tiles.rows.shape[1], matrices.b.shape[1]
+    ends = (*matrices.ends, outputs, outputs)
+    block = _block(size, matrices)
+    parts = (ends[0], ends[1] - ends[0], outputs - ends[1])
+    blocks = sum(-(-part // block) for part in parts)
     launch(
         _expand,
         (blocks, len(tiles.owners)),
@@ -459,11 +474,11 @@ def expand(matrices: AdapterMatrices, tiles: RowTiles, out: Tensor) -> None:
         tiles.first,
         tiles.end,
         out.stride(0),
-        tiles.count * len(matrices.ends) * matrices.rank,
+        tiles.count * matrices.a.shape[1],
         END0=ends[0],
         END1=ends[1],
-        WIDTH=width,
-        SECTIONS=len(matrices.ends),
+        OUTPUTS=outputs,
+        WIDTH=matrices.a.shape[1],
         RANK=matrices.rank,
         SLOTS=tiles.slots,
         ROWS=size,
@@ -484,7 +499,7 @@ def expand_silu(matrices: AdapterMatrices, tiles: RowTiles, gate_up: Tensor, out
         out: [T, inner], contiguous.
     """
     size, inner = tiles.rows.shape[1], out.shape[1]
-    block = _block(size, out.dtype)
+    block = _block(size, matrices)
     launch(
         _expand_silu,
         (-(-inner // block), len(tiles.owners)),
