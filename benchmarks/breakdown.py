@@ -93,7 +93,7 @@ def ways() -> dict[str, Any]:
         "96 KiB fetched early": edited("192 << 10", "96 << 10"),
         "384 KiB fetched early": edited("192 << 10", "384 << 10"),
         "tiles in parts": edited("3 * tiles >= 2 * gridDim.x", "false"),
-        "4096 of the router": replaced(routing, "_ROUTER_ELEMENTS", 4096),
+        "four warps route one row": replaced(routing, "_WARP_ELEMENTS", 512),
         "16384 of the router": replaced(routing, "_ROUTER_ELEMENTS", 16384),
     }
 
