@@ -124,6 +124,14 @@ def test_decode_steps(path: Path, size: int) -> None:
     on_ranks(size, path, steps)
 
 
+@pytest.mark.full
+def test_decode_steps_with_norms_over_the_heads_of_all_ranks(tmp_path: Path, path: Path) -> None:
+    """Ranks of OLMo 2; four have each KV head twice."""
+    olmo = make_checkpoint("olmo2", tmp_path / "olmo2", seed=1, layers=2)
+    for size in (2, 4):
+        on_ranks(size, olmo, steps)
+
+
 @pytest.mark.parametrize("graphs", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_slices_take_up_where_the_last_one_ended(path: Path, graphs: bool) -> None:
     on_ranks(2, path, lambda world: slices(world, graphs=graphs))

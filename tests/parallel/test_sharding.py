@@ -65,7 +65,7 @@ def logits(decoder: Decoder, rounded: bool = False) -> Tensor:
     return decoder.head(hidden)
 
 
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "olmo2"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_ranks_compute_what_one_computes(family: str, tmp_path: Path) -> None:
     """Four ranks of models of two KV heads: each head is on two ranks."""
     source = resolve(str(make_checkpoint(family, tmp_path / "model", seed=2)))
@@ -137,7 +137,6 @@ def test_only_a_rank_s_part_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ({"vocab_size": 250}, "250 tokens"),
         ({"heads": 12, "kv_heads": 6}, "6 KV heads"),
         ({"moe": MoeSpec(4, 2, 30)}, "30 columns of an expert"),
-        ({"qk_norm": True, "qk_norm_whole": True}, "norms over all heads"),
     ],
 )
 def test_what_does_not_divide_is_refused_by_name(change: dict[str, Any], what: str) -> None:

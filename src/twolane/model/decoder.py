@@ -157,17 +157,27 @@ class Decoder:
     def _normalised(self, x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
         return x if weight is None else functional.rms_norm(x, weight.shape, weight, eps)
 
+    def _normalised_whole(self, qk: torch.Tensor) -> torch.Tensor:
+        """All heads' queries over their root mean square, and all heads' keys, of all ranks."""
+        parts = qk[:, : self.spec.heads], qk[:, self.spec.heads :]
+        means = torch.stack(
+            [
+                share * part.float().square().sum(dim=(1, 2))
+                for share, part in zip(self.shard.norm_shares, parts, strict=True)
+            ],
+            dim=1,
+        )
+        factors = (self.group.all_reduce(means) + self.spec.norm_eps).rsqrt()[:, :, None, None]
+        normal = [part.float() * factors[:, i] for i, part in enumerate(parts)]
+        return torch.cat(normal, dim=1).to(qk.dtype)
+
     def _rotate(self, qk: torch.Tensor, i: int, batch: Batch) -> None:
         """Normalise and rotate, in place, `qk` [T, heads + kv_heads, head_dim] of layer `i`."""
         spec, weight, x = self.spec, self.weights.layers[i].qk_norm, qk
-        if weight is not None:
-            whole, h = spec.qk_norm_whole, spec.heads
-            parts = (qk[:, :h], qk[:, h:]) if whole else (qk,)
-            over = -2 if whole else -1
-            normal = [
-                functional.rms_norm(part, part.shape[over:], None, spec.norm_eps) for part in parts
-            ]
-            x = (torch.cat(normal, dim=1) if len(normal) > 1 else normal[0]) * weight
+        if weight is not None and spec.qk_norm_whole:
+            x = self._normalised_whole(qk) * weight
+        elif weight is not None:
+            x = functional.rms_norm(qk, qk.shape[-1:], None, spec.norm_eps) * weight
         turn = batch.rotation(self._rotations[i], i in spec.unrotated_layers)
         pairs = torch.view_as_complex(x.float().view(*x.shape[:2], -1, 2)).mul_(turn)
         if x is not qk or x.dtype != torch.float32:

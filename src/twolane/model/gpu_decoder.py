@@ -380,7 +380,7 @@ class GpuDecoder:
         x = self._read(residual, w.input_norm, w.qkv.scheme, workspace, left)
         products.linear(x, w.qkv, w.qkv_bias, qkv)
         if self.spec.qk_norm_whole:
-            self._norm_whole(qkv, w)
+            self._norm_whole(qkv, w, workspace.channel)
         rows.write(qkv, q, i, pool)
 
     def _read(
@@ -401,12 +401,23 @@ class GpuDecoder:
             return left.add_and_norm(residual, weight, eps, norm)
         return fused.rms_norm(residual, weight, eps, norm)
 
-    def _norm_whole(self, qkv: Tensor, w: LayerWeights) -> None:
+    def _norm_whole(self, qkv: Tensor, w: LayerWeights, channel: Channel | None) -> None:
         """Normalise, in place, all heads of the queries together, and all heads of the keys."""
         assert w.qk_norm is not None
         weight, first = w.qk_norm.flatten(), self.spec.q_size
-        for part in (slice(0, first), slice(first, len(weight))):
-            fused.rms_norm(qkv[:, part], weight[part], self.spec.norm_eps, qkv[:, part])
+        parts = slice(0, first), slice(first, len(weight))
+        if channel is None:
+            for part in parts:
+                fused.rms_norm(qkv[:, part], weight[part], self.spec.norm_eps, qkv[:, part])
+            return
+        wide = [qkv[:, part].float() for part in parts]
+        shares = zip(self.shard.norm_shares, wide, strict=True)
+        means = torch.stack([share * part.square().sum(dim=1) for share, part in shares], dim=1)
+        channel.all_reduce(means)
+        factors = means.add_(self.spec.norm_eps).rsqrt_()
+        for i, part in enumerate(parts):
+            normal = wide[i].mul_(factors[:, i : i + 1]).to(qkv.dtype)
+            qkv[:, part] = normal.mul_(weight[part])
 
     def after_attention(
         self,

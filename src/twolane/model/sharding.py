@@ -44,8 +44,6 @@ class Shard:
         for what, count in counts.items():
             if count % size:
                 raise _refusal(f"{size} does not divide the model's {count} {what}")
-        if spec.qk_norm_whole and size > 1:
-            raise _refusal("norms over all heads' queries and keys are not shared (OLMo 2)")
         if spec.kv_heads % size and size % spec.kv_heads:
             raise _refusal(f"{size} ranks cannot share {spec.kv_heads} KV heads evenly")
 
@@ -75,13 +73,15 @@ class Shard:
         if name in ("model.embed_tokens.weight", "lm_head.weight"):
             return Cut(0, self.vocab.start, self.vocab.stop)
         kind = name.split(".")[-2]
-        if kind in ("k_proj", "v_proj"):
+        if kind in ("q_norm", "k_norm") and not spec.qk_norm_whole:
+            return None
+        if kind in ("k_proj", "v_proj", "k_norm"):
             first = self.rank * spec.kv_heads // self.size * spec.head_dim
             return Cut(0, first, first + local.kv_size)
         moe = local.moe if ".experts." in name else None
         inner = local.intermediate_size if moe is None else moe.intermediate_size
         parts = {
-            "q_proj": (0, local.q_size),
+            **dict.fromkeys(("q_proj", "q_norm"), (0, local.q_size)),
             "o_proj": (1, local.q_size),
             **dict.fromkeys(("gate_proj", "up_proj", "w1", "w3"), (0, inner)),
             **dict.fromkeys(("down_proj", "w2"), (1, inner)),
@@ -92,6 +92,13 @@ class Shard:
         if dim and name.endswith("bias"):
             return None
         return Cut(dim, self.rank * width, (self.rank + 1) * width)
+
+    @property
+    def norm_shares(self) -> tuple[float, float]:
+        """What a sum over this rank's queries, and one over its keys, counts in the mean over all
+        ranks' (`qk_norm_whole`): KV heads that several ranks have count once."""
+        copies = max(1, self.size // self.spec.kv_heads)
+        return 1.0 / self.spec.q_size, 1.0 / (copies * self.spec.kv_size)
 
     def left_out(self, name: str) -> bool:
         """Whether another rank adds this tensor: a bias is added to a sum once, by rank 0."""
