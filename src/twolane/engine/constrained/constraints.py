@@ -10,9 +10,11 @@ from llguidance import LLMatcher, LLTokenizer
 from twolane.common.grammars import parser_limits
 from twolane.common.resources import usable_cores
 
+KEPT_MATCHERS = 128
+"""The compiler keeps this many compiled matchers, the latest ones, with what they have found out."""
 KEPT_BYTES = 4 << 20
-"""The compiler keeps the latest compiled grammars, of this many bytes together before they were
-compiled: one may take eighty times its own bytes."""
+"""Their grammars have at most this many bytes together: one may take eighty times as many when it
+is compiled."""
 MOST_THREADS = 8
 """Masks are computed in at most this many threads."""
 
@@ -173,7 +175,7 @@ class Grammars:
                 raise GrammarError(" ".join(matcher.get_error().split())[:500])
             self._compiled[grammar, group] = matcher
             self._kept_bytes += len(grammar)
-            while self._kept_bytes > KEPT_BYTES:
+            while self._kept_bytes > KEPT_BYTES or len(self._compiled) > KEPT_MATCHERS:
                 (oldest, _), _ = self._compiled.popitem(last=False)
                 self._kept_bytes -= len(oldest)
         else:
