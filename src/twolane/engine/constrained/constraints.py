@@ -11,7 +11,7 @@ from twolane.common.grammars import parser_limits
 from twolane.common.resources import usable_cores
 
 KEPT_MATCHERS = 128
-"""The compiler keeps this many compiled matchers, the latest ones, with what they have found out."""
+"""The compiler keeps this many compiled matchers, the latest, with what they have found out."""
 KEPT_BYTES = 4 << 20
 """Their grammars have at most this many bytes together: one may take eighty times as many when it
 is compiled."""
