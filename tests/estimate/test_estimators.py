@@ -300,6 +300,22 @@ def test_bullets_network_has_a_knee() -> None:
     assert whole == pytest.approx(2 * 1.5 * 64 * 4096 * 2 / 450e9)
 
 
+def test_lanes_of_several_ranks_contend_for_the_link() -> None:
+    """By the bytes that each would sum in a second, alone; one rank sums nothing."""
+    made, step = synthetic.profile(rounds=2), decode_step(Load.decode([2048] * 8))
+    beside = _Question(step, (66,), Corunner(Load([1000], [0]), 66))
+    states, bases = [], []
+    for ranks in (1, 2):
+        made.key = msgspec.structs.replace(made.key, tensor_parallel=ranks)
+        bases.append(Calibrated(made)._models["decode", True].base)
+        states.append(bases[-1].states(beside)[0])
+    seconds = bases[1].seconds(_Question(step, (66,)))[0]
+    shape = synthetic.SHAPE
+    assert len(states[1]) == len(states[0]) + 2
+    summed = 2 * shape.layers * 8 * shape.hidden_size * 2
+    assert states[1][5] == pytest.approx(summed / seconds, rel=0.01)
+
+
 def test_narrow_weights_are_fewer_bytes_to_read() -> None:
     plain, narrow = Shape(synthetic.SHAPE, 2), Shape(synthetic.SHAPE, 2, weight_itemsize=1.0)
     saved = plain.layer(7, 7, 90, 700)[0] - narrow.layer(7, 7, 90, 700)[0]

@@ -1,7 +1,7 @@
 """Ours: a linear base for each level, what it misses learnt from the samples, and a P99 bound.
 
     alone:  T = base(load, units) · exp m(load, units)
-    beside: T = T_alone · exp m'(units, bytes/s and FLOP/s of both lanes)
+    beside: T = T_alone · exp m'(units, bytes/s, FLOP/s and, of several ranks, sums/s of both lanes)
     P99:    T · exp q
 
 The base has the terms of the solo-run models, over batches of all sizes, and slopes from where
@@ -11,10 +11,10 @@ them are read, which follows the counts that decode steps bring. Fitted for each
 units, it has what the kernels in use reach on few SMs. m and m' are Gaussian processes, see
 `residual.py`. m is over the sizes of a batch. m' is over what each lane would move
 and compute in a second if it were alone, by the base, for that is what lanes contend for:
-bandwidth, and the power that clocks are lowered for. q is the 99th percentile of how far launches
-of configurations that were left out are above the prediction. Online, each kind of launch has a
-slow correction of its own; and a device that is slow for a moment, which the last two launches
-tell, has longer bounds.
+bandwidth, the power that clocks are lowered for, and the link that several ranks sum over. q is
+the 99th percentile of how far launches of configurations that were left out are above the
+prediction. Online, each kind of launch has a slow correction of its own; and a device that is slow
+for a moment, which the last two launches tell, has longer bounds.
 """
 
 from collections.abc import Callable, Sequence
@@ -147,8 +147,9 @@ class _LinearBase:
         its = self._rates(OTHER[kind], corunner.load, corunner.each(len(units)))
         return [[*state, *a, *b] for state, a, b in zip(own, mine, its, strict=True)]
 
-    def _rates(self, kind: Kind, load: Load, units: Sequence[int]) -> list[tuple[float, float]]:
-        """Bytes/s and FLOP/s of the products and attention, alone, at each of the units."""
+    def _rates(self, kind: Kind, load: Load, units: Sequence[int]) -> list[tuple[float, ...]]:
+        """Bytes/s and FLOP/s of the products and attention, and bytes/s that several ranks sum,
+        alone, at each of the units."""
         if kind == "prefill":
             rows = self._computed.tokens(load)
             features, layers = self._slices(load, 1, False, units), 1
@@ -158,9 +159,11 @@ class _LinearBase:
             features, layers = self._steps(load, context, units), self._layers
             sums = rows, context, rows + context
         moved, flops = self._shape.layer(rows, *sums)
-        moved, flops = layers * moved, layers * flops
+        amounts = [layers * moved, layers * flops]
+        if self._shape.tensor_parallel > 1:
+            amounts.append(2 * layers * self._shape.reduced_bytes(rows))
         every = self._models[kind].predict(features, units)
-        return [(moved / (each + LEAST), flops / (each + LEAST)) for each in every]
+        return [tuple(amount / (each + LEAST) for amount in amounts) for each in every]
 
     def _features(self, asked: _Question) -> Rows:
         """What the base is linear in, at each of the units."""
