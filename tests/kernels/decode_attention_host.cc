@@ -141,7 +141,7 @@ extern "C" const char* run(const char* pool, u64 rows, const Arguments* a, int u
     }
     TensorMap map{pool, rows};
     launch(units, WARPS * 32, [&] { decode_attention(map, *a); });
-    launch(units, WARPS * 32, [&] { combine(map, *a); });
+    launch(COMBINERS * units, WARPS * 32, [&] { combine(map, *a); });
     *bank_conflicts = conflicts;
     return fault;
 }

@@ -17,6 +17,8 @@ MAX_WORKERS = 12
 _HALF_BYTES = 8192
 _POWERS = 128
 """Bytes of the exponents of a tile of a rounded pool."""
+COMBINERS = 4
+"""Blocks that combine the runs of one block of attention, as in the source."""
 _LINE = 128
 """Bytes of a token that the copy engine puts on a line of shared memory."""
 _SHARED = 227 * 1024 - 1024
@@ -192,4 +194,4 @@ def attend(
     given = arguments(q, kv_heads, *rest, window=window, scale=scale, exponents=exponents_of(pool))
     parameters = tensor_map(values), given
     kernel.launch(units, tuned.warps * 32, shared, *parameters, early=True)
-    combine.launch(units, tuned.warps * 32, 0, *parameters, early=True)
+    combine.launch(COMBINERS * units, tuned.warps * 32, 0, *parameters, early=True)

@@ -920,8 +920,11 @@ decode_attention(const __grid_constant__ TensorMap pool, const __grid_constant__
     MARK(3);
 }
 
-// The parts of each run that was cut, in the workers' order. A block has the runs that WARPS workers
-// began and did not end; its warps share them out, and then the members of a run. Few registers and no
+constexpr int COMBINERS = 4;
+
+// The parts of each run that was cut, in the workers' order. COMBINERS blocks have the runs that WARPS
+// workers began and did not end; warps share them out, and then the members of a run, so that a warp
+// waits for memory as few times in a row as can be. Few registers and no
 // shared memory: all blocks can stand by while attention runs, so that the kernel behind can, too.
 extern "C" __global__ void __launch_bounds__(WARPS * LANES, 40 / WARPS)
 combine(const __grid_constant__ TensorMap, const __grid_constant__ Arguments a) {
@@ -930,15 +933,17 @@ combine(const __grid_constant__ TensorMap, const __grid_constant__ Arguments a) 
     wait_for_previous();
     int warp = threadIdx.x / LANES, lane = threadIdx.x % LANES;
     int2 cut = make_int2(-1, 0);
-    if (lane < WARPS) cut = __ldcg(a.cuts + blockIdx.x * WARPS + lane);
+    const int block = blockIdx.x / COMBINERS, part_of_it = blockIdx.x % COMBINERS;
+    if (lane < WARPS) cut = __ldcg(a.cuts + block * WARPS + lane);
     u32 begun = __ballot_sync(ALL, cut.x >= 0);
     int runs = __popc(begun);
     if (runs == 0) return;
-    int mine = warp % runs, share = warp / runs, shares = (WARPS - 1 - mine) / runs + 1;
+    int mine = warp % runs, share = warp / runs * COMBINERS + part_of_it;
+    int shares = ((WARPS - 1 - mine) / runs + 1) * COMBINERS;
     for (int i = 0; i < mine; ++i) begun &= begun - 1;
     int owner = __ffs(begun) - 1;
     int run = __shfl_sync(ALL, cut.x, owner), last = __shfl_sync(ALL, cut.y, owner);
-    int first = blockIdx.x * WARPS + owner;
+    int first = block * WARPS + owner;
     auto part_at = [&](int part) {
         return a.partial + (u64)(2 * part + (part < last)) * PLACE_FLOATS;
     };
