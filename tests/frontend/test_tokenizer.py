@@ -134,6 +134,19 @@ def test_a_broken_tokenizer_is_an_error_of_one_line(tmp_path, monkeypatch):
     assert "\n" not in str(error.value)
 
 
+def test_a_panic_of_the_library_is_an_error_of_one_line(tmp_path, monkeypatch):
+    monkeypatch.setenv("TWOLANE_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    form = json.loads(Tokenizer(models.BPE({"x": 0}, [])).to_str())
+    parts = [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    template = {"type": "TemplateProcessing", "single": parts, "pair": parts, "special_tokens": {}}
+    form["post_processor"] = template
+    (tmp_path / "tokenizer.json").write_text(json.dumps(form))
+    with pytest.raises(ValueError, match="no tokenizer: the tokenizers library failed: ") as error:
+        load_tokenizer(resolve(str(tmp_path)))
+    assert "\n" not in str(error.value)
+
+
 def test_a_cache_that_cannot_be_written_is_none(tmp_path):
     (tmp_path / "file").write_text("")
     keep(tmp_path / "file" / "kept.json", b"{}")

@@ -3,6 +3,7 @@
 import pytest
 from pydantic import TypeAdapter
 
+from twolane.server.anthropic.routes import MessageErrorBody
 from twolane.server.openai import schemas
 
 from .conftest import MODEL
@@ -36,6 +37,8 @@ ANSWERS = [
     ("/nothing", None, schemas.ErrorBody),
     ("/health", {}, schemas.ErrorBody),
     ("/v1/completions", {}, schemas.ErrorBody),
+    ("/v1/messages", {}, MessageErrorBody),
+    ("/v1/messages/count_tokens", {"messages": []}, MessageErrorBody),
     ("/tokenize", {"prompt": "a", "messages": CHAT["messages"]}, schemas.ErrorBody),
     ("/detokenize", {"tokens": [10**6]}, schemas.ErrorBody),
 ]
@@ -44,7 +47,7 @@ ANSWERS = [
 @pytest.mark.parametrize(("path", "body", "model"), ANSWERS)
 def test_answers_are_as_described(real, path, body, model):
     status, headers, answer = real.request(path, body)
-    assert (status == 200) == (model is not schemas.ErrorBody)
+    assert (status == 200) == (not issubclass(model, schemas.ErrorBody))
     assert headers["Content-Type"] == "application/json"
     TypeAdapter(model).validate_python(answer, strict=True)
 

@@ -22,7 +22,7 @@ from twolane.frontend.fenced import SETUP_MEMORY, TookTooLong, limit_memory, wit
 from twolane.frontend.text.decoder_regexes import check_decoder
 from twolane.frontend.text.parts import Parts, Template
 from twolane.frontend.text.template import ChatTemplate, TemplateForm
-from twolane.frontend.text.tokenizer import Declared, TokenizerFile
+from twolane.frontend.text.tokenizer import Declared, TokenizerFile, panics_told
 
 NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """The special tokens that files name, as chat templates know them."""
@@ -35,6 +35,7 @@ FORM_SECONDS = 10.0
 """Finding out how a chat template reads messages may take this many seconds."""
 
 
+@panics_told()
 def convert(source: Path) -> TokenizerFile:
     """Return what serving needs of the tokenizer of a directory or GGUF file.
 

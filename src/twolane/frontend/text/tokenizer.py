@@ -5,7 +5,8 @@ import logging
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -79,6 +80,21 @@ class ModelTokenizer:
     """The whole tokenizer, where `backend` only decodes."""
 
 
+@contextmanager
+def panics_told() -> Iterator[None]:
+    """Tell panics of the tokenizers library, which are no `Exception`, as errors.
+
+    Raises:
+        ValueError: there was one.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ == "PanicException":
+            raise ValueError(f"the tokenizers library failed: {error}") from error
+        raise
+
+
 def load_tokenizer(source: ModelSource) -> ModelTokenizer:
     """Load the tokenizer of a model.
 
@@ -145,7 +161,8 @@ def read_file(
     if file.backend is None:
         return file, None
     try:
-        backend = Tokenizer.from_str(decoding(file.backend) if decodes_only else file.backend)
+        with panics_told():
+            backend = Tokenizer.from_str(decoding(file.backend) if decodes_only else file.backend)
     except Exception as error:  # the library has no type of its own for it
         raise ValueError(f"no tokenizer: {error}") from error
     ends = tuple(dict.fromkeys(end.id for end in file.ends))

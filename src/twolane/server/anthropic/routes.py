@@ -1,6 +1,6 @@
 """The endpoints of Anthropic's Messages API."""
 
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import FastAPI, Request, Response
 
@@ -9,11 +9,24 @@ from twolane.server.anthropic.request import CountTokensRequest, MessagesRequest
 from twolane.server.http.bounds import BoundedCall
 from twolane.server.http.errors import ApiError
 from twolane.server.http.route import json_response
-from twolane.server.openai.schemas import ERRORS, NO_KEY, QUEUE_FULL, STREAM
+from twolane.server.openai.schemas import ERRORS, NAMED_STREAM, NO_KEY, QUEUE_FULL, ErrorBody
 from twolane.server.respond import begin_chat, respond
 from twolane.server.service import Service
 
 OBJECT: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
+
+
+class MessageErrorBody(ErrorBody):
+    """Every error's body at these endpoints."""
+
+    type: Literal["error"]
+
+
+REFUSALS: dict[int | str, dict[str, Any]] = {
+    status: {**described, "model": MessageErrorBody}
+    for status, described in {**ERRORS, **QUEUE_FULL, **NO_KEY}.items()
+}
+"""How these endpoints refuse."""
 
 
 def add_message_routes(app: FastAPI, service: Service) -> None:
@@ -24,10 +37,8 @@ def add_message_routes(app: FastAPI, service: Service) -> None:
         "/v1/messages",
         response_class=Response,
         responses={
-            200: {"description": "The message.", "content": {**OBJECT, **STREAM}},
-            **ERRORS,
-            **QUEUE_FULL,
-            **NO_KEY,
+            200: {"description": "The message.", "content": {**OBJECT, **NAMED_STREAM}},
+            **REFUSALS,
         },
     )
     async def messages(body: MessagesRequest, request: Request, call: BoundedCall) -> Response:
@@ -45,7 +56,7 @@ def add_message_routes(app: FastAPI, service: Service) -> None:
     @app.post(
         "/v1/messages/count_tokens",
         response_class=Response,
-        responses={200: {"description": "The count.", "content": OBJECT}, **ERRORS, **NO_KEY},
+        responses={200: {"description": "The count.", "content": OBJECT}, **REFUSALS},
     )
     async def count_tokens(body: CountTokensRequest) -> Response:
         """Count the tokens of a conversation, which may be longer than the context."""

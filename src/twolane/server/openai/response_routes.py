@@ -13,7 +13,7 @@ from twolane.server.openai.response_items import Turn
 from twolane.server.openai.response_request import ResponsesRequest, renamed
 from twolane.server.openai.response_store import Json, ResponseStore
 from twolane.server.openai.response_tools import called_tools
-from twolane.server.openai.schemas import ERRORS, NO_KEY, QUEUE_FULL, STREAM
+from twolane.server.openai.schemas import ERRORS, NAMED_STREAM, NO_KEY, QUEUE_FULL
 from twolane.server.respond import begin_chat, respond
 from twolane.server.service import Service
 
@@ -33,7 +33,7 @@ def add_response_routes(app: FastAPI, service: Service, store: ResponseStore) ->
         "/v1/responses",
         response_class=Response,
         responses={
-            200: {"description": "The response.", "content": {**OBJECT, **STREAM}},
+            200: {"description": "The response.", "content": {**OBJECT, **NAMED_STREAM}},
             **ERRORS,
             **QUEUE_FULL,
             **NO_KEY,

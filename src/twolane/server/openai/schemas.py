@@ -281,3 +281,14 @@ STREAM: dict[str, Any] = {
     }
 }
 """The other form of an answer, with `stream`."""
+NAMED_STREAM: dict[str, Any] = {
+    "text/event-stream": {
+        "schema": {
+            "type": "object",
+            "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
+            "required": ["event", "data"],
+            "description": "Server-sent events with a name and an object each.",
+        }
+    }
+}
+"""The other form of an answer whose events have names."""
