@@ -234,6 +234,14 @@ def expert_products(steps: Steps) -> dict[str, float]:
     return found
 
 
+PARTS_OF_A_STEP: Mapping[str, Callable[[Steps], Any]] = {
+    "parts_ms": parts,
+    "layer": layer,
+    "otherwise_ms": otherwise,
+    "expert_products_us": expert_products,
+}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="qwen3-30b-a3b")
@@ -244,19 +252,24 @@ def main() -> None:
     rig = Rig(args.model, (), slots=72, pages=64 * 100, router_skew=args.router_skew)
     print(f"started in {rig.start_seconds:.0f} s", flush=True)
     details: dict[str, Any] = {}
-    with uncollected():  # to free events while a graph is captured ends it
-        for rows in args.rows:
-            steps = Steps(rig, rows)
-            details[f"{rows} rows"] = found = {}
-            for name, part in (("parts_ms", parts), ("layer", layer), ("otherwise_ms", otherwise),
-                               ("expert_products_us", expert_products)):  # fmt: skip
-                if rows <= 8 or name in ("parts_ms", "layer"):
-                    found[name] = part(steps)
-                    show(found[name])
-            if args.out:
-                save(args.out, provenance([args.model]), {"details": details})
-            rig.give_back(steps.rows)
+    for rows in args.rows:
+        details[f"{rows} rows"] = by_parts(rig, rows)
+        if args.out:
+            save(args.out, provenance([args.model]), {"details": details})
     rig.close()
+
+
+def by_parts(rig: Rig, rows: int) -> dict[str, Any]:
+    """What is known of a step of so many rows; more of few."""
+    found: dict[str, Any] = {}
+    with uncollected():  # to free events while a graph is captured ends it
+        steps = Steps(rig, rows)
+        for name, part in PARTS_OF_A_STEP.items():
+            if rows <= 8 or name in ("parts_ms", "layer"):
+                found[name] = part(steps)
+                show(found[name])
+    rig.give_back(steps.rows)
+    return found
 
 
 def show(found: Mapping[str, float] | list[dict]) -> None:

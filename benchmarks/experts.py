@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import torch
+from breakdown import by_parts
 from engine import HybridWork, Rig, decode_seconds, repeat, timed
 from measured import Figure, at_least, at_most, show
 
@@ -99,6 +100,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="qwen3-30b-a3b")
     parser.add_argument("--router-skew", type=float, default=0.0, help="see `twolane serve`")
+    parser.add_argument("--parts", action="store_true", help="and one row's time, by breakdown.py")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     rate, details = reading_rate(), {}
@@ -110,9 +112,16 @@ def main() -> int:
     show(figures[-1:])
     cliff(rig, details)
     print(json.dumps(details, default=float), flush=True)
+
+    def keep() -> None:
+        if args.out:
+            save(args.out, provenance([args.model]), {"figures": figures, "details": details})
+
+    keep()
+    if args.parts:
+        details["1 row"] = by_parts(rig, 1)
+        keep()
     rig.close()
-    if args.out:
-        save(args.out, provenance([args.model]), {"figures": figures, "details": details})
     return 0 if all(figure.holds for figure in figures) else 1
 
 
