@@ -90,11 +90,8 @@ def ways() -> dict[str, Any]:
         "nothing fetched early": replaced(
             skinny_gemm, "Groups", lambda *a, **k: groups(*a, **{**k, "following": None})
         ),
-        "96 KiB fetched early": edited("192 << 10", "96 << 10"),
-        "384 KiB fetched early": edited("192 << 10", "384 << 10"),
         "tiles in parts": edited("3 * tiles >= 2 * gridDim.x", "false"),
         "four warps route one row": replaced(routing, "_WARP_ELEMENTS", 512),
-        "16384 of the router": replaced(routing, "_ROUTER_ELEMENTS", 16384),
     }
 
 
