@@ -14,7 +14,7 @@ from common import partition
 from torch import Tensor
 
 from twolane.kernels.experts import products as experts
-from twolane.kernels.experts.products import Buffers, Way, add_experts
+from twolane.kernels.experts.products import Buffers, Way, combined
 from twolane.kernels.experts.routing import ActiveRows, Routing
 from twolane.kernels.products.dispatch import Products
 from twolane.model.matrix import Matrix
@@ -65,8 +65,8 @@ class Layers:
             room = Buffers(routing, logits, *wide)
 
             def call(gate_up: Matrix = gate_up, down: Matrix = down, room: Buffers = room) -> None:
-                given = residual, x, active, gate_up, down, room, lane
-                add_experts(*given, normalised=moe.normalised)
+                given = x, active, gate_up, down, room, lane
+                combined(*given, normalised=moe.normalised).add_into(residual)
 
             self.room = room
             calls.append(call)

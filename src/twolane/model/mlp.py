@@ -228,13 +228,11 @@ class Experts:
         buffers: Buffers,
         products: "GpuProducts",
     ) -> "Combination | None":
-        """Add the experts of the normalised rows `x`; see `add_into`."""
+        """Add the experts of the normalised rows `x` [T, hidden]; see `add_into`."""
         from twolane.kernels.experts.products import combined
 
-        left = None
+        left: Combination | None = None
         for first in range(0, len(x), MLP_ROWS):
-            if left is not None:
-                left.add_into(residual[first - MLP_ROWS : first])
             rows = slice(first, min(first + MLP_ROWS, len(x)))
             room = buffers.experts(rows.stop - rows.start)
             products.linear(x[rows], self.router, None, room.logits)
@@ -247,10 +245,10 @@ class Experts:
                 products,
                 normalised=self.normalised,
             )
-        if left is None or len(x) <= MLP_ROWS:
-            return left
-        left.add_into(residual[first:])
-        return None
+            if len(x) > MLP_ROWS:  # the buffers are used again
+                left.add_into(residual[rows])
+                left = None
+        return left
 
     def write_into(
         self,
