@@ -1,0 +1,40 @@
+"""SmolLM2 with weights and KV cache in FP8 costs on a GPU what it costs on a CPU."""
+
+import math
+import statistics
+
+import pytest
+
+from tests.model.test_perplexity import TEXT
+from twolane import LLM, SamplingParams
+from twolane.frontend.text.tokenizer import load_tokenizer
+from twolane.model.load.hub import DEFAULT_MODEL, cache_dir, resolve
+
+TOKENS, STEP, DRAWS = 1024, 48, 8
+"""Tokens of a prompt, and how far apart its beginnings are. Each rounds activations another way:
+single perplexities, on either device, spread by 1.3 %."""
+
+
+def perplexity(device: str) -> float:
+    """The mean over several prompts of a fixed text."""
+    ids = load_tokenizer(resolve(DEFAULT_MODEL)).backend.encode(TEXT.read_text()).ids
+    prompts = [ids[i * STEP : i * STEP + TOKENS] for i in range(DRAWS)]
+    asked = SamplingParams(max_tokens=1, prompt_logprobs=0)
+    formats = {"quantization": "fp8", "kv_cache_dtype": "fp8", "prefix_cache": False}
+    with LLM(DEFAULT_MODEL, device=device, kv_tokens=20_000, **formats) as llm:
+        answers = [llm.generate([prompt], asked)[0] for prompt in prompts]
+    losses = []
+    for answer in answers:
+        assert answer.prompt_logprobs is not None and len(answer.prompt_logprobs) == TOKENS - 1
+        losses.append(-statistics.fmean(each.logprob for each in answer.prompt_logprobs))
+    return math.exp(statistics.fmean(losses))
+
+
+@pytest.mark.skipif(
+    not any((cache_dir() / DEFAULT_MODEL).glob("*.gguf")), reason="needs the embedded model"
+)
+def test_a_gpu_loses_no_more_than_a_cpu() -> None:
+    """Within half a per cent, on average."""
+    gpu, cpu = perplexity("cuda"), perplexity("cpu")
+    print(f"perplexity: GPU {gpu:.4f}, CPU {cpu:.4f}")
+    assert abs(gpu / cpu - 1) < 0.005
