@@ -97,7 +97,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="qwen3-8b")
     parser.add_argument("--levels", type=int, nargs="*", default=[32], help="SMs of decode")
-    parser.add_argument("--only", nargs="*", default=["bf16", "fp8", "none"])
+    parser.add_argument("--only", nargs="*", default=["bf16", "none", "fp8"])
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     figures: list[Figure] = []
@@ -126,12 +126,12 @@ def main() -> int:
             without = [step(rig, 0, units) for _ in range(2)]
         rig.close()
         print(json.dumps(details), flush=True)
-    if alone is not None and without:
-        details["step_ms_without_adapters"] = {"served": without, "not served": alone}
-        figures.append(at_most("none active over none served", min(without) / alone, 1.01))
-        show(figures[-1:])
-    if args.out:
-        save(args.out, provenance([args.model]), {"figures": figures, "details": details})
+        if alone is not None and without and "step_ms_without_adapters" not in details:
+            details["step_ms_without_adapters"] = {"served": without, "not served": alone}
+            figures.append(at_most("none active over none served", min(without) / alone, 1.01))
+            show(figures[-1:])
+        if args.out:
+            save(args.out, provenance([args.model]), {"figures": figures, "details": details})
     return 0 if all(figure.holds for figure in figures) else 1
 
 

@@ -2,11 +2,13 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from tests.gpu.serving import PAGE, serve
+from tests.kernels.test_gpu_decoder import PROMPT, OnGpu, ints, on_cpu
 from tests.model.adapters import make_adapter, merge
 from tests.model.checkpoints import LAYERS, make_checkpoint, reference
 from tests.parity.judge import MOST_FORGIVEN, Judge, Tally
@@ -16,6 +18,7 @@ from tests.parity.schedules import schedules
 from tests.parity.serving import Served
 from tests.parity.test_tiny import REQUESTS
 from twolane.engine.messages import Submit
+from twolane.kernels.products.dispatch import Products
 from twolane.lanes.cuda.machine import CudaMachine
 from twolane.lanes.cuda.ranks import RankedMachine
 from twolane.lanes.settings import DeviceSettings
@@ -31,9 +34,13 @@ from twolane.lanes.work import (
     Work,
     pack,
 )
+from twolane.model.decoder import Decoder
+from twolane.model.gpu_decoder import GpuDecoder
+from twolane.model.gpu_lora import AdaptedProducts, GpuAdapterPool
 from twolane.model.load.hub import resolve
+from twolane.model.load.peft import read_adapter
 from twolane.model.load.weights import load_weights
-from twolane.model.lora import MOST_RANK
+from twolane.model.lora import MOST_RANK, Adapter, AdapterPool
 from twolane.sampling import SamplingParams
 
 LEVELS = (48,)
@@ -138,6 +145,41 @@ def test_two_ranks_say_what_merged_weights_say(
     finally:
         ranks.close()
     check(submits, served, judges)
+
+
+def test_adapters_over_fp8_weights(tmp_path: Path) -> None:
+    """They are as near to the numbers that are meant as on a CPU."""
+    path = make_checkpoint("qwen3", tmp_path / "base", seed=1, layers=2)
+    adapter = make_adapter(path, tmp_path / "adapter", rank=16, strength=0.5)
+    tokens = torch.randint(3, 250, (PROMPT,), generator=torch.Generator().manual_seed(0))
+    slots = np.arange(PROMPT) % 3 - 1  # the second adapter adds nothing
+
+    def on_a_cpu(scheme: str | None, dtype: str) -> Tensor:
+        spec, weights = load_weights(resolve(str(path)), dtype=dtype, quantization=scheme)
+        decoder, pool = Decoder(spec, weights), AdapterPool(weights, 2)
+        pool.put(0, read_adapter(adapter, decoder.shard, decoder.dtype))
+        pool.put(1, Adapter([{}] * spec.layers, 0))
+        return on_cpu(decoder, tokens, pool.products(decoder.products, slots)).float()
+
+    spec, there = load_weights(
+        resolve(str(path)), dtype="bfloat16", quantization="fp8", device="cuda"
+    )
+    with torch.inference_mode():
+        meant, cpu = on_a_cpu(None, "float32"), on_a_cpu("fp8", "bfloat16")
+        gpu = OnGpu(GpuDecoder(spec, there), torch.bfloat16)
+        shard = gpu.decoder.shard
+        pool = GpuAdapterPool(shard, there, 2, 16)
+        pool.put(0, read_adapter(adapter, shard, torch.bfloat16))
+        tiles = pool.tiles(PROMPT).of_first(PROMPT)
+        tiles.arrange(ints(*range(PROMPT)), ints(*slots.tolist()))
+        hidden = there.embedding[tokens.cuda()]
+        products = AdaptedProducts(Products(132), pool, tiles)
+        gpu.layers(0, spec.layers, hidden, gpu.prompt(), products)
+        logits = gpu.logits(hidden).cpu()
+    cost = (cpu - meant).norm() / meant.norm()
+    apart = (logits - meant).norm() / meant.norm()
+    print(f"CPU {cost:.4f}, GPU {apart:.4f} from float32")
+    assert apart < 1.6 * cost + 0.01
 
 
 class Noted(dict):

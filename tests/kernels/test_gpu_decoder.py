@@ -146,6 +146,8 @@ def test_adapters_add_what_they_add_on_a_cpu(
     family: str, scheme: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To products that a norm follows, and to those of rows in e4m3, which they are computed of."""
+    if scheme is not None and DEVICE == "cuda":
+        pytest.skip("its products of e4m3 are not float32: tests/gpu/test_lora.py")
     path = make_checkpoint(family, tmp_path / family, seed=1, layers=2)
     spec, weights = load_weights(resolve(str(path)), quantization=scheme)
     _, there = load_weights(resolve(str(path)), quantization=scheme, device=DEVICE)
