@@ -344,6 +344,25 @@ def test_doctor_says_what_there_is():
         assert word in result.stdout
 
 
+@pytest.mark.parametrize(
+    ("names", "peers", "said"),
+    [
+        ([], True, "processes that share the cores, to try and to test"),
+        (["A"], True, "one: several need as many GPUs of one host (A)"),
+        (["A", "B"], True, "none of all 2 GPUs, which are not alike: A, B"),
+        (["A", "A"], True, "up to 2 GPUs, which sum by NCCL 2 or two-shot, over memory that all"),
+        (["A", "A"], False, "up to 2 GPUs, which sum by NCCL 2 (A)"),
+    ],
+)
+def test_doctor_says_how_many_gpus_share_a_model(monkeypatch, names, peers, said):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: bool(names))
+    monkeypatch.setattr("torch.cuda.device_count", lambda: len(names))
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda i: names[i])
+    monkeypatch.setattr("torch.cuda.can_device_access_peer", lambda a, b: peers)
+    monkeypatch.setattr("twolane.parallel.nccl.version", lambda: "2")
+    assert doctor.ranks().startswith(said)
+
+
 def test_doctor_says_what_the_settings_of_a_system_mean():
     result = run("doctor", "--system", "chunked")
     assert result.returncode == 0

@@ -26,6 +26,8 @@ from twolane.systems.registry import make_system
 
 ENDS_WITHIN = 10.0
 """Seconds until an engine whose rank is lost must have said so."""
+SHORT_PATIENCE = 4.0
+"""Seconds that launches of most rounds may take: a busy machine takes more than one for the first."""
 ROUNDS, FULL_ROUNDS = 2, 40
 SIGNALS = [signal.SIGKILL, signal.SIGSTOP]
 SHORT = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
@@ -63,9 +65,9 @@ def test_a_lost_rank_ends_the_engine(
     """At random moments; of four ranks each may be it."""
     for turn in rounds:
         rng = random.Random(turn)
-        if turn:  # the first one waits as long as a server does
-            monkeypatch.setattr(base, "PATIENCE_SECONDS", 1.0)
-            monkeypatch.setattr(base, "UNPREDICTED_SECONDS", 1.0)
+        if turn and number == signal.SIGSTOP:  # the first one waits as long as a server does
+            monkeypatch.setattr(base, "PATIENCE_SECONDS", SHORT_PATIENCE)
+            monkeypatch.setattr(base, "UNPREDICTED_SECONDS", SHORT_PATIENCE)
         size = 2 if turn % 2 == 0 else 4
         ranks, victim = on_cpu(checkpoint, size, 256, 16, 8), rng.randrange(1, size)
         took, said = lose(ranks, victim, number, rng.random() + (0.05 if turn else 0.5))

@@ -4,6 +4,7 @@ import os
 import platform
 from collections.abc import Iterator
 from importlib.metadata import version
+from itertools import permutations
 from typing import Annotated
 
 import typer
@@ -93,6 +94,7 @@ def findings() -> Iterator[tuple[str, RenderableType]]:
     problem = cpu_problem()
     yield "cpu lanes", problem or f"work; partitions (prefill, decode): {cpu_partitions()}"
     yield "cuda lanes", "none: see the CPU lanes" if problem else cuda_lanes()
+    yield "ranks", problem or ranks()
     yield "fp8", problem or fp8_support()
     for place, name in enumerate(SYSTEMS):
         yield "systems" if place == 0 else "", f"{name}: {describe(name)}"
@@ -149,6 +151,30 @@ def cuda_lanes() -> str:
         return f"only the whole device: {error} ({name})"
     offered = " ".join(f"({prefill},{decode})" for prefill, decode in levels)
     return f"work; levels (prefill, decode SMs): {offered} ({name})"
+
+
+def ranks() -> str:
+    """Return how many devices can share a model (--tensor-parallel-size), and how they sum."""
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count == 0:
+        return "processes that share the cores, to try and to test"
+    names = sorted({torch.cuda.get_device_name(i) for i in range(count)})
+    if count == 1:
+        return f"one: several need as many GPUs of one host ({names[0]})"
+    if len(names) > 1:
+        return f"none of all {count} GPUs, which are not alike: {', '.join(names)}"
+    from twolane.parallel import nccl
+
+    try:
+        sums = f"NCCL {nccl.version()}"
+    except nccl.NcclError as error:
+        return f"none: {error}"
+    pairs = permutations(range(count), 2)
+    if all(torch.cuda.can_device_access_peer(a, b) for a, b in pairs):
+        sums += " or two-shot, over memory that all map"
+    return f"up to {count} GPUs, which sum by {sums} ({names[0]})"
 
 
 def fp8_support() -> str:
