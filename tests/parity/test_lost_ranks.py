@@ -27,7 +27,7 @@ from twolane.systems.registry import make_system
 ENDS_WITHIN = 10.0
 """Seconds until an engine whose rank is lost must have said so."""
 SHORT_PATIENCE = 4.0
-"""Seconds that launches of most rounds may take: a busy machine takes more than one for the first."""
+"""Seconds that launches of most rounds may take; a busy machine takes over one for the first."""
 ROUNDS, FULL_ROUNDS = 2, 40
 SIGNALS = [signal.SIGKILL, signal.SIGSTOP]
 SHORT = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
