@@ -4,7 +4,6 @@ import os
 import platform
 from collections.abc import Iterator
 from importlib.metadata import version
-from itertools import permutations
 from typing import Annotated
 
 import typer
@@ -165,16 +164,12 @@ def ranks() -> str:
         return f"one: several need as many GPUs of one host ({names[0]})"
     if len(names) > 1:
         return f"none of all {count} GPUs, which are not alike: {', '.join(names)}"
-    from twolane.parallel import nccl
+    from twolane.lanes.cuda.ranks import ways_to_sum
 
     try:
-        sums = f"NCCL {nccl.version()}"
-    except nccl.NcclError as error:
+        return f"up to {count} GPUs, which sum by {ways_to_sum(count)} ({names[0]})"
+    except RuntimeError as error:
         return f"none: {error}"
-    pairs = permutations(range(count), 2)
-    if all(torch.cuda.can_device_access_peer(a, b) for a, b in pairs):
-        sums += " or two-shot, over memory that all map"
-    return f"up to {count} GPUs, which sum by {sums} ({names[0]})"
 
 
 def fp8_support() -> str:

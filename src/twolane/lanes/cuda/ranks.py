@@ -4,6 +4,7 @@ import json
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from itertools import permutations
 from typing import TypeVar
 
 import torch
@@ -17,7 +18,7 @@ from twolane.lanes.cuda.runner import CudaRunner
 from twolane.lanes.followers import FollowerPool, Followers
 from twolane.lanes.settings import DeviceSettings, load_shard
 from twolane.parallel.group import CHANNELS, awaited, connected, meet
-from twolane.parallel.nccl import Communicator, NcclError, unique_id
+from twolane.parallel.nccl import Communicator, NcclError, unique_id, version
 from twolane.parallel.two_shot import TwoShot
 
 T = TypeVar("T")
@@ -77,6 +78,17 @@ def connect(
         here, forced = dist.PrefixStore("two-shot", store), all_reduce == "two-shot"
         machine.step_channel = TwoShot(channels[CHANNELS["decode"]], here, forced=forced)
     return min(int(free) for _, free in notes)
+
+
+def ways_to_sum(ranks: int) -> str:
+    """What the first GPUs of this host can sum by.
+
+    Raises:
+        NcclError: NCCL is not there.
+    """
+    pairs = permutations(range(ranks), 2)
+    mapped = all(torch.cuda.can_device_access_peer(*pair) for pair in pairs)
+    return f"NCCL {version()}" + (" or two-shot, over memory that all map" if mapped else "")
 
 
 class RankedMachine(CudaMachine):
