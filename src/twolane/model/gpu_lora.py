@@ -40,11 +40,13 @@ class _Product:
 
 
 class GpuAdapterPool:
-    """The adapters that are loaded on a GPU, by slot, with zeros where there are none.
+    """The adapters that are loaded on a GPU, by slot.
+
+    It has all its memory from the start, so that loading one allocates nothing.
 
     Args:
         shard: the rank's part of the base model.
-        weights: that part's, which the pool is as large for whatever is loaded.
+        weights: that part's.
         slots: number of adapters that can be loaded at a time.
         most_rank: the largest rank of an adapter.
     """
@@ -53,13 +55,12 @@ class GpuAdapterPool:
         self.slots, self.most_rank = slots, most_rank
         like = weights.embedding
         self.device, self._rank = like.device, _room_of(most_rank)
-        self._products = {each.name: each for each in _products(shard)}
-        layers = shard.spec.layers
-        shape = layers, len(self._products), slots
+        products = _products(shard)
+        shape = shard.spec.layers, len(products), slots
         self._ranks = torch.zeros(shape, dtype=torch.int32, device=like.device)
         self._layers: list[dict[LoraProduct, AdapterMatrices]] = [
-            {p.name: self._room(p, like, ranks) for p, ranks in zip(_products(shard), rows)}  # noqa: B905
-            for rows in self._ranks
+            {p.name: self._room(p, like, row) for p, row in zip(products, ranks, strict=True)}
+            for ranks in self._ranks
         ]
         self.matrices: Mapping[Matrix, AdapterMatrices] = {
             matrix: self._layers[layer][product] for matrix, (layer, product) in places(weights)
