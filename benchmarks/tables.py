@@ -146,6 +146,31 @@ def peers() -> Iterator[list[str]]:
         yield ["vLLM, SGLang", "9, 12, 21, 50", "not run", "-", "not run", "-", "-", "-"]
 
 
+def side_by_side() -> Iterator[list[str]]:
+    """Rows of engines that took turns on one card, of all files."""
+    for path, found in _files("side-by-side/*.json"):
+        for engine in found["engines"]:
+            one = engine["found"] or {"goodput": [], "client_p99_ms": None}
+            figures = [engine["step_ms"], engine["first_token_ms"], *one["goodput"]]
+            shown = [f"{each:.1f}" if each else "not reached" for each in figures]
+            gap = f"{one['client_p99_ms']:.1f}" if one["client_p99_ms"] else "-"
+            shown += ["not reached"] * (3 - len(shown))
+            place = f"{engine['name']} on {found['card']}"
+            yield [place, *shown[:2], f"{found['tbt_ms']:g}", shown[2], gap, _made(path, found)]
+
+
+def one_card_simulated() -> Iterator[list[str]]:
+    """Rows of every system beside `auto` on one simulated card, of all files."""
+    for path, found in _files("one-card/simulated/*.json"):
+        part = found["provenance"]["workload"]["part"]
+        place = f"{DATASETS[part['dataset']]}, {found['card']}"
+        for each in sorted(found["found"], key=lambda one: -median(one["goodput"])):
+            ratio = found["ratios"].get(each["system"], 1.0)
+            held = f"{median(each['goodput']):.1f}"
+            yield [place, f"{part['tbt_ms']:g}", f"`{each['system']}`", held, f"{ratio:.2f}",
+                   _made(path, found)]  # fmt: skip
+
+
 def _files(pattern: str) -> Iterator[tuple[Path, dict[str, Any]]]:
     for path in sorted(RESULTS.glob(pattern)):
         yield path, json.loads(path.read_text())
@@ -240,6 +265,15 @@ TABLES = {
     "one-card": (
         "workload|TBT bound, ms|system|holds|patterns|of `auto`|card, commit, date",
         one_card,
+    ),
+    "one-card-simulated": (
+        "workload and card|TBT bound, ms|system|holds|of `auto`|file, commit, date",
+        one_card_simulated,
+    ),
+    "side-by-side": (
+        "engine and card|step of 64 rows at 2K, ms|first token of 8K, ms|TBT bound, ms|holds|"
+        "P99 gap there, ms|file, commit, date",
+        side_by_side,
     ),
     "peers": (
         "engine and card|TBT bound, ms|`auto`, before and after|best setting|it holds|ratio|"

@@ -3,7 +3,7 @@
 import math
 from dataclasses import replace
 
-from muxwise import BURSTS, FIXED, REAL, SEARCHED, SMALL_CHUNKS
+from muxwise import BURSTS, FIXED, REAL, REREAD, SEARCHED, SMALL_CHUNKS
 from study import Experiment, Load, Row, beside
 
 PAIR = {"drift": "drift", "chunked 512": "chunked:token_budget=512"}
@@ -49,7 +49,7 @@ EXPERIMENTS = {
                 of=f"{load}: drift",
                 over=f"{load}: chunked 512",
                 paper=paper,
-                why=SMALL_CHUNKS + ", so chunked prefill keeps the bound here",
+                why=REREAD,
             )
             for load, paper in (("8B toolagent", 6.2), ("70B toolagent", 17.5))
         ],
