@@ -159,11 +159,11 @@ def side_by_side() -> Iterator[list[str]]:
             yield [place, *shown[:2], f"{found['tbt_ms']:g}", shown[2], gap, _made(path, found)]
 
 
-def one_card_simulated() -> Iterator[list[str]]:
-    """Rows of every system beside `auto` on one simulated card, of all files."""
-    for path, found in _files("one-card/simulated/*.json"):
+def parts() -> Iterator[list[str]]:
+    """Rows of every system beside `auto` on one card, simulated or not, of all files."""
+    for path, found in _files("one-card/*/*.json"):
         part = found["provenance"]["workload"]["part"]
-        place = f"{DATASETS[part['dataset']]}, {found['card']}"
+        place = f"{part['model']} {DATASETS[part['dataset']]}, {found['card']}"
         for each in sorted(found["found"], key=lambda one: -median(one["goodput"])):
             ratio = found["ratios"].get(each["system"], 1.0)
             held = f"{median(each['goodput']):.1f}"
@@ -266,9 +266,9 @@ TABLES = {
         "workload|TBT bound, ms|system|holds|patterns|of `auto`|card, commit, date",
         one_card,
     ),
-    "one-card-simulated": (
+    "one-card-parts": (
         "workload and card|TBT bound, ms|system|holds|of `auto`|file, commit, date",
-        one_card_simulated,
+        parts,
     ),
     "side-by-side": (
         "engine and card|step of 64 rows at 2K, ms|first token of 8K, ms|TBT bound, ms|holds|"
