@@ -4,7 +4,8 @@ Each replica is a real engine on a simulated H200 that serves an 8B model; all r
 requests. Searched is the highest rate at which 95 % of the requests have their first token within
 1 s and 95 % of the gaps are within 50 ms. Lengths are halved, prompts cut to 16,384 tokens and
 replies to 32, so that a run takes a minute and prefill decides. `--decide` measures how long one
-decision takes. Runs that the folder has are not repeated.
+decision takes, `--at RATE` serves one rate with each router instead of a search. Runs that the
+folder has are not repeated.
 """
 
 import argparse
@@ -14,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
+import numpy as np
 from rich.console import Console
 from rich.table import Table as Grid
 
@@ -109,6 +111,30 @@ def compare(dataset: str, replicas: int, options: argparse.Namespace) -> dict[st
     }
 
 
+def at_rate(dataset: str, replicas: int, options: argparse.Namespace) -> dict[str, object]:
+    """Serve one rate once with every router."""
+    requests = options.requests or min(MOST_REQUESTS, PER_REPLICA * replicas)
+    search = searched(dataset, replicas, requests, 1.0)
+    workload = msgspec.structs.replace(search.workload, request_rate=options.at)
+    served = {}
+    for router in options.router:
+        config = SimulateConfig(
+            engine=EngineConfig(model="llama-3.1-8b", slo=Slo(**SLOS)),
+            bench=BenchConfig(workload=workload, goodput=SLOS, percentiles=search.percentiles),
+        )
+        run = simulate_fleet(config, replicas, router, workload.build())
+        firsts = [each.ttft for each in run.result.records if each.ok and each.ttft is not None]
+        served[router] = {
+            "in_time": sum(ttft <= SLOS["ttft"] for ttft in firsts) / requests,
+            "ttft_p95_of_answers": float(np.percentile(firsts, 95)),
+            "hit_rate": run.hit_rate,
+            "refused": run.refused,
+        }
+        print(f"{dataset} {replicas} replicas {router}: {served[router]}", flush=True)
+    about = {"dataset": dataset, "replicas": replicas, "requests": requests, "rate": options.at}
+    return {**about, "routers": served}
+
+
 def hit_rate(folder: Path, router: str, rate: float) -> float | None:
     """The share of prompt tokens found in prefix caches, of the run at the goodput."""
     path = folder / f"{router}-seed0-rate{rate:.5f}.json"
@@ -176,6 +202,7 @@ def main() -> None:
     parser.add_argument("--guess", type=float, help="requests a second of one replica")
     parser.add_argument("--runs", type=Path, default=OUT / "fleet-runs", help="folder of runs")
     parser.add_argument("--out", type=Path, help="file of the result")
+    parser.add_argument("--at", type=float, help="requests a second of all replicas together")
     parser.add_argument("--decide", action="store_true", help="time decisions instead")
     parser.add_argument("--rounds", type=int, default=200, help="decisions that are timed")
     options = parser.parse_args()
@@ -194,6 +221,14 @@ def main() -> None:
                     for name, value in each.items()
                 }
             )
+        return
+    if options.at is not None:
+        about = provenance({"datasets": options.dataset, "slos": SLOS})
+        pairs = [
+            (dataset, replicas) for dataset in options.dataset for replicas in options.replicas
+        ]
+        runs = [at_rate(*pair, options) for pair in pairs]
+        save(options.out or OUT / "fleet-at-rate.json", about, {"runs": runs})
         return
     found = []
     for dataset in options.dataset:
