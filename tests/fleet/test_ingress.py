@@ -1,6 +1,8 @@
 """What the one address answers by itself, with no replica behind it."""
 
 import asyncio
+import json
+import math
 
 import pytest
 
@@ -9,7 +11,7 @@ pytest.importorskip("aiohttp")
 import aiohttp
 
 from twolane.fleet.hosts import LocalHosts
-from twolane.fleet.ingress import Ingress
+from twolane.fleet.ingress import Ingress, _bound, _Landmarks, _with_tokens
 from twolane.fleet.options import FleetOptions
 from twolane.fleet.pool import Pool
 from twolane.router.choose import choose
@@ -63,3 +65,38 @@ def test_metrics_need_no_key_and_count_the_replicas() -> None:
     assert status == 200
     assert headers["content-type"].startswith("text/plain")
     assert b'twolane:fleet_replicas{phase="serving"} 0.0' in body
+
+
+FOUND = _Landmarks(3, [], [], [5, 6, 7])
+
+
+def test_a_body_gets_the_tokens_of_its_prompt_and_keeps_the_rest() -> None:
+    body = {"messages": [{"role": "user", "content": "{ }"}], "max_tokens": 4}
+    given = b"\n " + json.dumps(body).encode()
+    assert json.loads(_with_tokens(given, FOUND)) == {"prompt_token_ids": [5, 6, 7], **body}
+
+
+@pytest.mark.parametrize(
+    ("body", "found"),
+    [
+        (b'{"prompt": "a"}', None),
+        (b'{"prompt": ["a", "b"]}', _Landmarks(3, [], [])),
+        (b'{"prompt": "a", "prompt_token_ids": [1]}', FOUND),
+        (b'{"prompt": "a", "truncate_prompt_tokens": 2}', FOUND),
+    ],
+)
+def test_a_body_is_left_as_it_is_where_tokens_are_unknown_or_not_its_prompts(body, found) -> None:
+    assert _with_tokens(body, found) == body
+
+
+@pytest.mark.parametrize(
+    ("path", "asked", "bound"),
+    [
+        ("/v1/chat/completions", "250", 0.25),
+        ("/v1/completions", "", None),
+        ("/v1/completions", "soon", None),
+        ("/v1/models", "250", math.inf),
+    ],
+)
+def test_only_what_generates_has_a_bound_and_can_be_refused(path, asked, bound) -> None:
+    assert _bound(path, asked) == bound

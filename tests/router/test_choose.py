@@ -1,5 +1,6 @@
 """The router's choice, from what replicas publish."""
 
+import math
 import random
 import time
 
@@ -107,6 +108,7 @@ def test_without_a_bound_or_a_speed_nobody_is_refused() -> None:
     queue = 10_000_000
     assert sent_to(table(a=state(queue, slo=Slo())), ask()) == "a"
     assert sent_to(table(a=state(queue, prompt_pace=UNKNOWN)), ask()) == "a"
+    assert sent_to(table(a=state(queue)), ask(ttft=math.inf)) == "a"
 
 
 def test_a_requests_own_bound_goes_before_the_replicas() -> None:

@@ -384,6 +384,14 @@ def sees_cache_salt(ask):
     return found[1] > 0 and found[2] == 0 and found[3] > 0 and found[4] == 0
 
 
+def sees_prompt_token_ids(ask):
+    """The tokens count, not the text beside them."""
+    given = ask.raw(return_token_ids=True)
+    ids = given.prompt_token_ids if ask._chat else given.choices[0].prompt_token_ids
+    ask.question = "something else"
+    return ask.text() != ask.text(prompt_token_ids=ids) == ask.text_of(given.choices[0])
+
+
 TEXTUAL = {"add_special_tokens", "chat_template_kwargs", "priority"}
 
 

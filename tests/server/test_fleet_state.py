@@ -28,6 +28,7 @@ def test_what_a_server_has_computed_is_in_its_digest(tiny):
         "page_size": page_size,
         "tokens": list(expected.tokens),
         "hashes": list(expected.hashes),
+        "token_ids": None,
     }
     assert tiny.request("/v1/completions", asked)[0] == 200
     wait_for(lambda: set(expected.hashes) <= state(tiny).digest.as_set())
@@ -52,6 +53,8 @@ def test_a_conversations_landmarks_are_those_of_its_prompt(real):
     status, _, found = real.request("/fleet/landmarks/chat", body)
     assert status == 200
     ids = real.request("/tokenize", body)[2]["tokens"]
+    shown = real.request("/fleet/landmarks/chat?token_ids=true", body)[2]
+    assert shown == {**found, "token_ids": ids}
     expected = Landmarks.of(ids, found["page_size"])
     assert found["prompt_tokens"] == len(ids)
     assert found["hashes"] == list(expected.hashes)

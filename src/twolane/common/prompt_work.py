@@ -52,8 +52,8 @@ KEPT_LEVEL = 0.97
 """The same for its level, which follows the load beside the prompts."""
 SOLVED_EVERY = 8
 """The law is fitted anew after this many works."""
-SWEEPS = 60
-"""Number of rounds of the fit over the three terms; the fit begins at tokens alone."""
+SWEEPS = 6
+"""Number of rounds over the three terms at each fit, which begins at the law of the one before."""
 
 
 class PromptPaces:
@@ -79,7 +79,7 @@ class PromptPaces:
         self._level = KEPT_LEVEL * spent + seconds, level
         self._age += 1
         if not self._shape or self._age >= SOLVED_EVERY:
-            self._shape, self._age = _fitted(self._squares, self._products), 0
+            self._shape, self._age = _fitted(self._squares, self._products, self._shape), 0
 
     @property
     def pace(self) -> PromptPace:
@@ -91,16 +91,23 @@ class PromptPaces:
         return PromptPace(shape.prompt * factor, shape.token * factor, shape.pair * factor)
 
 
-def _fitted(squares: Sequence[Sequence[float]], products: Sequence[float]) -> PromptPace:
-    """Return the law with the least squares and no negative term, by coordinate descent.
+def _fitted(
+    squares: Sequence[Sequence[float]], products: Sequence[float], before: PromptPace
+) -> PromptPace:
+    """Return a law with less squares than the one before and no negative term, by coordinate
+    descent.
 
-    Works that do not tell two terms apart leave the term of tokens with what both explain.
+    The first one begins at tokens alone: works that do not tell two terms apart leave the term of
+    tokens with what both explain.
 
     Args:
         squares: sums of the products of two of a work's fields.
         products: sums of the products of a field and the seconds.
+        before: the law to begin with.
     """
-    terms = [0.0, products[1] / squares[1][1] if squares[1][1] else 0.0, 0.0]
+    terms = [before.prompt, before.token, before.pair]
+    if not before and squares[1][1]:
+        terms[1] = products[1] / squares[1][1]
     for _ in range(SWEEPS):
         for i, row in enumerate(squares):
             if row[i]:

@@ -143,10 +143,13 @@ class State:
         if len(self.requests) == len(self.decoding):
             self.queued = now, PromptWork()
         elif now - self.queued[0] >= QUEUE_SECONDS or not self.queued[1].tokens:
-            work = PromptWork()
+            prompts = tokens = 0
+            pairs = 0.0
             for request in chain(self.queue, self.started, *self.held.values()):
                 new = request.known_new
-                work = work.plus(PromptWork.of(new, len(request.tokens) - new))
+                prompts, tokens = prompts + 1, tokens + new
+                pairs += new * (len(request.tokens) - new / 2)
+            work = PromptWork(prompts, tokens, pairs)
             for batch in filter(None, (self.open, self.parked, *self.launched)):
                 work = work.plus(batch.work, 1 - batch.layers_done / self.layers)
             self.queued = now, work

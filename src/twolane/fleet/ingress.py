@@ -9,6 +9,7 @@ it is no stream of events.
 import asyncio
 import hmac
 import logging
+import math
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import suppress
 from typing import NamedTuple, TypeVar
@@ -69,6 +70,7 @@ class _Landmarks(msgspec.Struct):
     prompt_tokens: int
     tokens: list[int]
     hashes: list[int]
+    token_ids: list[int] | None = None
 
 
 class _Call(NamedTuple):
@@ -215,12 +217,13 @@ class Ingress:
         Raises:
             ApiError: 429 or 503.
         """
-        ask = await self._ask(call.scope, call.body)
+        call, ask = await self._ask(call)
         tried: set[str] = set()
         for _ in range(TRIES):
             chosen = await self._choose(ask, tried)
             self.metrics.choosing.observe(self._pool.clock() - call.arrived)
-            self.metrics.predicted.observe(chosen.ttft)
+            if call.path in GENERATES:
+                self.metrics.predicted.observe(chosen.ttft)
             member = self._pool.members[chosen.name]
             tried.add(member.name)
             if self._pool.options.direct and call.path in GENERATES:
@@ -266,26 +269,26 @@ class Ingress:
         self._pool.table.sent(choice.name, ask, now)
         return choice
 
-    async def _ask(self, scope: Scope, body: bytes) -> Ask:
-        """Return what the router needs to know of a request."""
-        headers, path = Headers(scope=scope), scope["path"]
+    async def _ask(self, call: _Call) -> tuple[_Call, Ask]:
+        """Return the request with the tokens of its prompt, and what the router needs to know."""
+        headers, body = Headers(scope=call.scope), call.body
         known = _Body()
         with suppress(msgspec.DecodeError):
             known = msgspec.json.decode(body, type=_Body)
         found = None
-        if path in LANDMARKS and len(self._pool.serving) > 1:
-            found = await self._landmarks(scope, body, LANDMARKS[path])
-        ttft = headers.get("x-slo-ttft-ms", "")
+        if call.path in LANDMARKS and len(self._pool.serving) > 1:
+            found = await self._landmarks(call, LANDMARKS[call.path])
+            call = call._replace(body=_with_tokens(body, found))
         most = known.max_completion_tokens or known.max_tokens or 256
-        return Ask(
+        return call, Ask(
             prompt_tokens=found.prompt_tokens if found else max(1, len(body) // CHARACTERS),
             output_tokens=most,
             landmarks=Landmarks(found.tokens, found.hashes) if found else Landmarks(),
-            ttft=float(ttft) / 1e3 if ttft.isdecimal() and int(ttft) else None,
+            ttft=_bound(call.path, headers.get("x-slo-ttft-ms", "")),
             session=headers.get(SESSION_HEADER) or known.user,
         )
 
-    async def _landmarks(self, scope: Scope, body: bytes, kind: str) -> _Landmarks | None:
+    async def _landmarks(self, call: _Call, kind: str) -> _Landmarks | None:
         """Ask the least busy replica for a prompt's landmarks; None: it does not say."""
         member = min(self._pool.serving, key=lambda each: each.open)
         assert member.place is not None
@@ -293,9 +296,9 @@ class Ingress:
             async with (
                 asyncio.timeout(LANDMARK_SECONDS),
                 self._session.post(
-                    f"{member.place.url}/fleet/landmarks/{kind}",
-                    data=body,
-                    headers=_forwarded(scope),
+                    f"{member.place.url}/fleet/landmarks/{kind}?token_ids=true",
+                    data=call.body,
+                    headers=_forwarded(call.scope),
                 ) as answer,
             ):
                 if answer.status != 200:  # the replica that it is sent to says what is wrong
@@ -368,6 +371,27 @@ class Ingress:
         else:
             self._count("answered")
         await send({"type": "http.response.body", "body": b""})
+
+
+def _bound(path: str, asked: str) -> float | None:
+    """Seconds to the first token: as a header asks, or None, the replica's. What generates nothing
+    has no bound, and is never refused."""
+    if path not in GENERATES:
+        return math.inf
+    return float(asked) / 1e3 if asked.isdecimal() and int(asked) else None
+
+
+def _with_tokens(body: bytes, found: _Landmarks | None) -> bytes:
+    """A body, with the tokens of its prompt if they are known and change nothing else.
+
+    A replica has read the body as an object with fields, so that it begins with a brace.
+    """
+    if found is None or found.token_ids is None:
+        return body
+    if b'"prompt_token_ids"' in body or b'"truncate_prompt_tokens"' in body:
+        return body
+    _, _, fields = body.partition(b"{")
+    return b'{"prompt_token_ids":' + msgspec.json.encode(found.token_ids) + b"," + fields
 
 
 async def _redirect(call: _Call, member: Member) -> None:

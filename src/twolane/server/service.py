@@ -176,7 +176,9 @@ class Service:
         prompts, all_given = [], body.prompts
         self.admission.check_count(len(all_given) * body.choices, counted_by(body))
         for given in all_given:
-            if isinstance(given, str):
+            if isinstance(given, str) and body.prompt_token_ids is not None:
+                prompts.append(Prompt(body.prompt_token_ids, given))
+            elif isinstance(given, str):
                 self._check_text(len(given), body, "prompt")
                 encode = self.texts.encode(given, add_special_tokens=special, client=CLIENT.get())
                 prompts.append(Prompt(await self._text(encode, "prompt"), given))
@@ -190,9 +192,12 @@ class Service:
         Raises:
             ApiError: 400, the conversation cannot be served; 503.
         """
-        length = sum(len(message.text) for message in body.messages)
-        self._check_text(length, body, "messages")
-        return self._fitted([Prompt(await self._rendered(body))], body, "messages")[0]
+        tokens = body.prompt_token_ids
+        if tokens is None:
+            length = sum(len(message.text) for message in body.messages)
+            self._check_text(length, body, "messages")
+            tokens = await self._rendered(body)
+        return self._fitted([Prompt(tokens)], body, "messages")[0]
 
     async def count_chat(self, body: ChatRequest) -> int:
         """Return how many tokens a conversation has, which may be longer than the context.

@@ -134,6 +134,8 @@ class GenerationBody(TextFields):
     structured_outputs: StructuredOutputs | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
+    prompt_token_ids: TokenIds | None = None
+    """Tokens of the prompt, from a router that had it rendered: it is not tokenised again."""
 
     @property
     def limit(self) -> tuple[str, int | None]:
@@ -169,6 +171,8 @@ class GenerationBody(TextFields):
             raise wrong("best_of", "must equal n: all answers that are made are returned")
         if self.structured_outputs is not None and self.response_format is not None:
             raise wrong("structured_outputs", "excludes response_format")
+        if self.prompt_token_ids is not None and self.truncate_prompt_tokens is not None:
+            raise wrong("prompt_token_ids", "excludes truncate_prompt_tokens")
         if self.prompt_logprobs is not None and self.stream:
             raise wrong("prompt_logprobs", "cannot be streamed")
         return self

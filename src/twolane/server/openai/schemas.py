@@ -218,6 +218,7 @@ class PromptLandmarks(Shown):
     page_size: int
     tokens: list[int]
     hashes: list[int]
+    token_ids: list[int] | None
 
 
 class ReplicaStateShown(Shown):

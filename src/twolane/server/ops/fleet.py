@@ -27,16 +27,20 @@ def add_fleet_routes(app: FastAPI, service: Service) -> None:
     described = {200: {"model": PromptLandmarks}, **ERRORS, **NO_KEY}
 
     @app.post("/fleet/landmarks/chat", response_class=Response, responses=described)
-    async def chat(body: ChatRequest, request: Request) -> Response:
-        """Return the prompt's length and landmarks of a body of /v1/chat/completions."""
+    async def chat(body: ChatRequest, request: Request, token_ids: bool = False) -> Response:
+        """Return the prompt's length and landmarks of a body of /v1/chat/completions, and its
+        tokens if that is asked for."""
         prompt = await unless_gone(request, service.chat_prompt(body))
-        return landmarks(service, body, prompt.tokens)
+        return landmarks(service, body, prompt.tokens, token_ids)
 
     @app.post("/fleet/landmarks/completions", response_class=Response, responses=described)
-    async def completions(body: CompletionRequest, request: Request) -> Response:
+    async def completions(
+        body: CompletionRequest, request: Request, token_ids: bool = False
+    ) -> Response:
         """Return the same of the first prompt of a body of /v1/completions."""
         prompts = await unless_gone(request, service.completion_prompts(body))
-        return landmarks(service, body, prompts[0].tokens)
+        shown = token_ids and len(prompts) == 1
+        return landmarks(service, body, prompts[0].tokens, shown)
 
 
 def replica_state(service: Service, known: int) -> ReplicaState:
@@ -61,8 +65,13 @@ def replica_state(service: Service, known: int) -> ReplicaState:
     )
 
 
-def landmarks(service: Service, body: GenerationBody, tokens: list[int]) -> Response:
-    """Return what a router needs to know of a prompt; prefixes of adapters are not published."""
+def landmarks(service: Service, body: GenerationBody, tokens: list[int], shown: bool) -> Response:
+    """Return what a router needs to know of a prompt; prefixes of adapters are not published.
+
+    Args:
+        tokens: of the prompt.
+        shown: whether the answer has the tokens, too, as `prompt_token_ids` takes them.
+    """
     page_size, found = service.engine.ready.page_size, Landmarks()
     if body.model not in service.engine.adapters.loaded:
         found = Landmarks.of(tokens, page_size, salt_bytes(body.cache_salt))
@@ -72,5 +81,6 @@ def landmarks(service: Service, body: GenerationBody, tokens: list[int]) -> Resp
             "page_size": page_size,
             "tokens": found.tokens,
             "hashes": found.hashes,
+            "token_ids": tokens if shown else None,
         }
     )
