@@ -95,17 +95,17 @@ def waited(served: Served, priority: int) -> tuple[float, bool]:
         return sent.at - began, lasts()
 
 
-def burst(served: Served) -> tuple[list[Sent], float]:
+def burst(served: Served, seed: int) -> tuple[list[Sent], float]:
     """Send more requests at once than may wait; return all, and when the first one was sent."""
-    chance = random.Random(7)
+    chance = random.Random(seed)
     prompts, began = [prompt(chance) for _ in range(BURST)], time.monotonic()
     with ThreadPoolExecutor(BURST) as pool:
         return list(pool.map(lambda ids: send(served, prompt=ids), prompts)), began
 
 
-def told_and_true(served: Served) -> str:
+def told_and_true(served: Served, seed: int) -> str:
     """Compare what refusals say with when the queue that they met had been served."""
-    sent, began = burst(served)
+    sent, began = burst(served, seed)
     refused = [each for each in sent if each.status == 429]
     first = min((each for each in sent if each.status == 200), key=lambda each: each.at)
     # All are sent at once: a refusal meets the queue whose last request is served last.
@@ -147,11 +147,11 @@ def main() -> None:
                 flooded = f"{CLIENTS} clients at priority {priority}"
                 print(f"{flooded}: another waited {seconds:.1f} s, flood lasts: {outlasted}")
         with serving(model, *ARGUMENTS, "--max-queue", str(MAX_QUEUE)) as served:
-            print("Retry-After, server without history:", told_and_true(served), flush=True)
+            print("Retry-After, server without history:", told_and_true(served, 7), flush=True)
             for number in range(20):
                 assert send(served, prompt=[7 + number]).status == 200
                 time.sleep(0.2)
-            print("Retry-After, after single requests:", told_and_true(served), flush=True)
+            print("Retry-After, after single requests:", told_and_true(served, 8), flush=True)
 
 
 if __name__ == "__main__":

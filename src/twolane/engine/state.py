@@ -31,8 +31,11 @@ from twolane.systems.view import LaneView
 LANDED = 256
 QUEUE_SECONDS = 0.02
 """Seconds for which the count of queued tokens holds: with a long queue it takes a while."""
-PROMPTS_KEPT = 0.97
-"""Share of the weight that earlier launches with prompts keep at each one."""
+HALVED_TOKENS = 16384.0
+"""The weight of earlier launches with prompts halves within this many prompt tokens: a few short
+prompts do not outweigh a queue of long ones."""
+LEAST_TOKENS = 64.0
+"""Each prompt counts as one of at least this many tokens: shorter ones take as long."""
 ELDER_SHARE = 8
 """One admission in this many is that of the request that waits longest."""
 FIRST = -(2**31)
@@ -64,8 +67,10 @@ class Counters:
 
     def note_prompts(self, seconds: float, work: PromptWork) -> None:
         """Count a launch with prompts."""
-        self.prompt_seconds = PROMPTS_KEPT * self.prompt_seconds + seconds
-        self.prompt_tokens = PROMPTS_KEPT * self.prompt_tokens + work.tokens
+        tokens = max(work.tokens, LEAST_TOKENS * work.prompts)
+        kept = 0.5 ** (tokens / HALVED_TOKENS)
+        self.prompt_seconds = kept * self.prompt_seconds + seconds
+        self.prompt_tokens = kept * self.prompt_tokens + tokens
         self.paces.note(work, seconds)
 
 

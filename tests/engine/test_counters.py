@@ -1,0 +1,45 @@
+"""What the engine says of its pace, from which Retry-After is told."""
+
+import pytest
+
+from twolane.common.prompt_work import PromptWork
+from twolane.engine.state import LEAST_TOKENS, Counters
+
+TOKEN_SECONDS, SHORT_SECONDS = 1e-4, 0.02
+"""Seconds for each token of long prompts, and for a prompt of one token."""
+SHORT, LONG = PromptWork.of(1, 0), PromptWork.of(700, 0)
+
+
+def note_burst(counters: Counters, count: int = 64) -> None:
+    for _ in range(count):
+        counters.note_prompts(700 * TOKEN_SECONDS, LONG)
+
+
+def test_a_few_short_prompts_do_not_outweigh_a_queue_of_long_ones() -> None:
+    counters = Counters()
+    note_burst(counters)
+    for _ in range(50):
+        counters.note_prompts(SHORT_SECONDS, SHORT)
+    assert counters.prompt_token_seconds == pytest.approx(TOKEN_SECONDS, rel=0.8)
+
+
+def test_short_prompts_alone_do_not_say_that_each_token_takes_as_long() -> None:
+    counters = Counters()
+    counters.note_prompts(SHORT_SECONDS, SHORT)
+    assert counters.prompt_token_seconds == pytest.approx(SHORT_SECONDS / LEAST_TOKENS)
+
+
+def test_a_prompt_in_slices_is_as_one_whole() -> None:
+    whole, sliced = Counters(), Counters()
+    note_burst(whole, 1)
+    for _ in range(32):
+        sliced.note_prompts(700 * TOKEN_SECONDS / 32, PromptWork().plus(LONG, 1 / 32))
+    assert sliced.prompt_token_seconds == pytest.approx(whole.prompt_token_seconds, rel=0.02)
+
+
+def test_a_pace_that_changes_is_known_after_some_prompts() -> None:
+    counters = Counters()
+    note_burst(counters, 200)
+    for _ in range(100):
+        counters.note_prompts(2 * 700 * TOKEN_SECONDS, LONG)
+    assert counters.prompt_token_seconds == pytest.approx(2 * TOKEN_SECONDS, rel=0.1)
