@@ -59,7 +59,17 @@ def test_a_simulated_one_pads_too_but_multiplies_one_way(gpu: Computed):
     profile = synthetic.profile(rounds=1)
     profile = msgspec.structs.replace(profile, machine="simulated", pass_sizes=SIZES)
     simulated = Computed.on(profile)
-    assert simulated == dataclasses.replace(gpu, group=0, steps=())
+    heads = synthetic.SHAPE.heads
+    assert simulated == dataclasses.replace(gpu, group=0, steps=(), heads=heads)
+
+
+def test_tiles_that_leave_units_idle_at_the_end_take_as_long_as_full_turns():
+    """Four heads have 128 tiles of 4,096 tokens: two turns on 108 units, as on 92."""
+    device = Computed(tile=128, heads=4)
+    assert device.turns([4096], 64) == 1.0
+    assert device.turns([4096], 108) / 108 == device.turns([4096], 92) / 92 == 2 / 128
+    assert device.turns([1, 4000], 132) == 132 / 132  # a token has a tile of its own
+    assert Computed().turns([4096], 108) == 1.0
 
 
 def test_others_do_not():

@@ -70,6 +70,10 @@ MOST_KNOWN = 4096
 """Answers that are remembered."""
 SKEWS = (0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0)
 """Exponents of Zipf's law that the times of decode steps are compared with."""
+LEAST_SLICES = 24
+"""Samples of slices that tell whether attention runs in whole turns of tiles."""
+TURNS_GAIN = 0.5
+"""Fraction of the squared errors that may remain for turns of tiles to be believed in."""
 LEAST_STEPS = 24
 """Samples of decode steps that tell how skewed the choice of experts is."""
 OTHER: dict[Kind, Kind] = {"prefill": "decode", "decode": "prefill"}
@@ -103,6 +107,8 @@ class _LinearBase:
         self._shape = Shape(profile.shape, key.itemsize, key.tensor_parallel, *sizes)
         self._layers, moe = profile.shape.layers, profile.shape.moe
         self._models: dict[Kind, LevelModel] = {}
+        self._turns = False
+        """Whether attention runs in whole turns of tiles, as slices that were measured tell."""
         self.experts = None if moe is None else ExpertCounts(moe)
         """Shared by all that are fitted from here."""
         if self.experts is not None and not self.experts.moe.skew:
@@ -111,6 +117,9 @@ class _LinearBase:
             self.experts.learn(counts)
             if not counts and len(steps) >= LEAST_STEPS:
                 self._fit_skew(self.experts, steps)
+        slices = profile.training("prefill", beside=False)
+        if self._computed.heads and len(slices) >= LEAST_SLICES:
+            self._fit_turns(slices)
 
     def _fit_skew(self, experts: ExpertCounts, samples: Sequence[Sample]) -> None:
         """Give the experts the skew that the times of decode steps tell: how much longer a step of
@@ -123,6 +132,15 @@ class _LinearBase:
             predicted = [base.seconds(_Question.of(sample))[0] for sample in samples]
             off[skew] = float(np.square(np.array(predicted) / seconds - 1.0).sum())
         experts.moe = replace(moe, skew=min(SKEWS, key=lambda skew: off[skew]))
+
+    def _fit_turns(self, samples: Sequence[Sample]) -> None:
+        """See whether turns of tiles explain the slices' seconds better than their pairs alone."""
+        seconds, off = np.array([sample.median for sample in samples]), dict[bool, float]()
+        for self._turns in (False, True):
+            base = self.fitted("prefill", samples)
+            predicted = [base.seconds(_Question.of(sample))[0] for sample in samples]
+            off[self._turns] = float(np.square(np.array(predicted) / seconds - 1.0).sum())
+        self._turns = off[True] < TURNS_GAIN * off[False]
 
     def fitted(self, kind: Kind, samples: Sequence[Sample]) -> "_LinearBase":
         """Another one, of which one kind's model is fitted on these."""
@@ -174,7 +192,7 @@ class _LinearBase:
             return self._slices(load, layers, finishes, units)
         new, (few, many) = self._computed.tokens(load), BENDS
         row = [*pass_features(self._computed, load), max(0, new - few), max(0, new - many)]
-        return [[*row, *self._active(new)]] * len(units)
+        return self._in_turns([*row, *self._active(new)], load.chunks, units)
 
     def _slices(self, load: Load, layers: int, finishes: bool, units: Sequence[int]) -> Rows:
         """Equation 1, the tokens of prefixes, what ends the pass, and what more new tokens take."""
@@ -182,7 +200,15 @@ class _LinearBase:
         new, (few, many) = self._computed.tokens(load), BENDS
         bends = layers * max(0, new - few), layers * max(0, new - many)
         active = [layers * each for each in self._active(new)]
-        return [[*row, layers * load.reused, *bends, *active]] * len(units)
+        row = [*row, layers * load.reused, *bends, *active]
+        return self._in_turns(row, load, units)
+
+    def _in_turns(self, row: list[float], load: Load, units: Sequence[int]) -> Rows:
+        """The features at each of the units; the first two are the pairs of attention."""
+        if not self._turns:
+            return [row] * len(units)
+        turns = [self._computed.turns(load.n, each) for each in units]
+        return [[row[0] * turn, row[1] * turn, *row[2:]] for turn in turns]
 
     def _steps(
         self, load: Load, context: int, units: Sequence[int], woken: float | None = None
