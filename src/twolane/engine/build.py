@@ -88,9 +88,6 @@ def assemble(
     estimator = make_estimator(profile, config.estimator or system.estimator, key)
     if DeviceSettings.of(config).adapter_slots:
         estimator = AdapterEstimator(estimator)
-    adapters = load_adapters(config, lanes, notify)
-    if kv_events is not None:
-        kv_events.journal.adapter = adapters.name_of
     trace = FileTrace(config.trace, lanes.clock()) if config.trace else Trace()
     engine = Engine(
         system,
@@ -108,7 +105,7 @@ def assemble(
         notify=notify,
         slo=config.slo,
         pacer=Pacer(config.tbt_buffer, config.transport),
-        adapters=adapters,
+        adapters=load_adapters(config, lanes, notify, kv_events),
     )
     ready = _ready(config, name, engine, machine, profile)
     trace.about(
@@ -125,15 +122,20 @@ def assemble(
 
 
 def load_adapters(
-    config: EngineConfig, lanes: Lanes, notify: Callable[[], None]
+    config: EngineConfig,
+    lanes: Lanes,
+    notify: Callable[[], None],
+    kv_events: KVEventPublisher | None,
 ) -> AdapterRegistry:
-    """The adapters that are served from the start.
+    """The adapters that are served from the start; events name those that there will be.
 
     Raises:
         FieldError: one cannot be.
     """
     slots = DeviceSettings.of(config).adapter_slots
     registry = AdapterRegistry(lanes, slots, notify)
+    if kv_events is not None:
+        kv_events.journal.adapter = registry.name_of
     for name, path in config.lora.items():
         registry.load_at_start(name, path)
     return registry
