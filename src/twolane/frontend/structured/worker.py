@@ -44,7 +44,7 @@ def set_up(given: bytes) -> tuple[bytes, fenced.Handler]:
         problem = f"cannot be served: the model's tokenizer does not serve: {error}"
         wrong = msgspec.msgpack.encode(Wrong(problem))
         return b"", lambda _: wrong
-    added = msgspec.json.decode(setup.tokenizer)["added_tokens"]
+    added = msgspec.json.decode(setup.tokenizer).get("added_tokens", ())
     token_of = {token["content"]: token["id"] for token in added}.get
     threading.stack_size(STACK)
 
