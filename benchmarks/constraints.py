@@ -15,6 +15,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from twolane.engine.config import EngineConfig
@@ -170,9 +171,8 @@ def mask_costs(given: argparse.Namespace, tokenizer: str) -> dict[str, object]:
 
 def chosen(mask: bytes, start: int) -> int:
     """A token that the mask allows: the first behind a place, so that rows differ."""
-    bits = len(mask) * 8
-    places = (token % bits for token in range(start, start + bits))
-    return next(token for token in places if mask[token // 8] >> token % 8 & 1)
+    allowed = np.flatnonzero(np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little"))
+    return int(allowed[np.searchsorted(allowed, start % (8 * len(mask))) % len(allowed)])
 
 
 def upload_costs(given: argparse.Namespace) -> dict[str, object]:
