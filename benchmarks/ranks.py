@@ -258,7 +258,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model")
     parser.add_argument("ranks", type=int)
-    parser.add_argument("--all-reduce", default="auto", choices=("auto", "nccl", "two-shot"))
+    parser.add_argument("--all-reduce", default="nccl", choices=("auto", "nccl", "two-shot"))
     parser.add_argument("--only", default="all", choices=("all", "steps", "alone"))
     parser.add_argument("--out", type=Path)
     if sys.argv[1:2] == ["--alone"]:

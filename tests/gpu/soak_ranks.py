@@ -25,7 +25,7 @@ def main() -> int:
     parser.add_argument("ranks", type=int)
     parser.add_argument("--seconds", type=float, default=60.0, help="of schedules, after the start")
     parser.add_argument("--schedules", type=int, default=2000)
-    parser.add_argument("--all-reduce", default="auto")
+    parser.add_argument("--all-reduce", default="nccl")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--emulated", action="store_true", help="GPUs that are CPU processes")
     args = parser.parse_args()

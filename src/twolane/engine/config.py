@@ -118,10 +118,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     tensor_parallel_size: Annotated[int, Option(DEVICE, "RANKS", least=1)] = 1
     """Number of ranks that share each layer of the model: a GPU for each, or processes on the same
     cores."""
-    all_reduce: Annotated[AllReduce, Option(DEVICE)] = "auto"
-    """How several GPUs sum what each has computed in a decode step: by nccl, or by two-shot over
-    memory that all of them map; `auto` takes what is faster at the start, for each number of
-    rows."""
+    all_reduce: Annotated[AllReduce, Option(DEVICE)] = "nccl"
+    """How several GPUs sum what each has computed in a decode step: by nccl, or, on trial, by
+    two-shot over memory that all of them map; `auto` takes what is faster at the start, for each
+    number of rows."""
     cores: Annotated[int | None, Option(DEVICE)] = None
     """Number of CPU cores for both lanes; by default all that this process may use."""
     levels: Annotated[tuple[int, ...] | None, Option(DEVICE, "SMS,…")] = None

@@ -90,7 +90,7 @@ def load(settings: DeviceSettings, progress: Progress) -> Machine:
         ValueError: a setting is wrong, or the model.
     """
     device = chosen_device(settings)
-    if settings.all_reduce != "auto" and (device == "cpu" or settings.tensor_parallel_size == 1):
+    if settings.all_reduce != "nccl" and (device == "cpu" or settings.tensor_parallel_size == 1):
         raise FieldError("all_reduce", "is a choice of several GPUs")
     if device == "cpu":
         return CpuMachine(settings, progress)

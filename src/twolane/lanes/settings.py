@@ -27,7 +27,7 @@ class DeviceSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_lora_rank: int = 16
     device: str = "auto"
     tensor_parallel_size: int = 1
-    all_reduce: str = "auto"
+    all_reduce: str = "nccl"
     cores: int | None = None
     levels: tuple[int, ...] | None = None
     gpu_memory_utilization: float = 0.9
