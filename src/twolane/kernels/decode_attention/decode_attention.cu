@@ -33,8 +33,8 @@
 // and the weights are transposed on their way into the second product.
 //
 // The compiler is given T_BF16 (else float16: of queries and results, and of a pool without FP8), FP8,
-// DIM (64, 128; with FP8 128), PAGE (16, 32, 64), TILES_N (1: groups to 8, 2: to 16), WARPS and STAGES; for
-// measurements PROBE (1: only copy, 2: copy and load), TIMELINE and WATCHDOG.
+// DIM (64, 128; with FP8 128), PAGE (16, 32, 64), TILES_N (1: groups to 8, 2: to 16), WARPS and STAGES;
+// for measurements PROBE (1: only copy, 2: copy and load), TIMELINE and WATCHDOG.
 
 #ifndef PROBE
 #define PROBE 0
@@ -544,7 +544,7 @@ __device__ __forceinline__ void mask(Scores& s, Powers& powers, int low, int hig
 
 // How far, base 2, scores may be above the peak: only what is further moves it, for all lanes that
 // share its heads.
-#define SLACK 8.0f
+constexpr float SLACK = 8;
 
 // From scores to weights, as the operand of the product with the values; the state fades.
 __device__ __forceinline__ void weigh(Weights& p, Scores& s, State& state, const Powers& powers,

@@ -265,9 +265,12 @@ class Products:
             return
         gated = case.operation == "gate_up_silu"
         wide = case.operation == "logits"
-        for variant in skinny_gemm.variants(rows, dtype, self.units, gated=gated, wide=wide):
-            for blocks in variant.grids(case.n // 2 if gated else case.n, self.units):
-                yield Way("cublas", variant, blocks)
+        # SiLU of e4m3 has a kernel behind it either way; narrow tiles exist without gates alone.
+        kinds = (True, False) if gated and case.scheme in FP8_SCHEMES else (gated,)
+        for kind in kinds:
+            for variant in skinny_gemm.variants(rows, dtype, self.units, gated=kind, wide=wide):
+                for blocks in variant.grids(case.n // 2 if kind else case.n, self.units):
+                    yield Way("cublas", variant, blocks)
 
     def _by_layer(
         self,
