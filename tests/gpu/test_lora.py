@@ -74,8 +74,8 @@ def judges(base: Path, adapters: dict[str, Path]) -> dict[str | None, Judge]:
     return {name: Judge(reference(path)) for name, path in {None: base, **merged}.items()}
 
 
-def machine_with(base: Path, slots: int, dtype: str = "float32") -> CudaMachine:
-    spec, weights = load_weights(resolve(str(base)), dtype=dtype, device="cuda")
+def machine_with(base: Path, slots: int) -> CudaMachine:
+    spec, weights = load_weights(resolve(str(base)), dtype="float32", device="cuda")
     return CudaMachine(spec, weights, LEVELS, adapter_slots=slots, most_rank=MOST_RANK)
 
 
@@ -235,8 +235,8 @@ def bits(machine: CudaMachine) -> tuple[list[Tensor], set]:
 
 def test_without_adapters_bits_and_graphs_are_those_of_a_server_that_has_none(base: Path) -> None:
     with torch.inference_mode():
-        alone, kinds = bits(machine_with(base, 0, "bfloat16"))
-        beside, others = bits(machine_with(base, 2, "bfloat16"))
+        alone, kinds = bits(machine_with(base, 0))
+        beside, others = bits(machine_with(base, 2))
     assert kinds == others and all(not kind[-1] for kind in kinds)
     for one, other in zip(alone, beside, strict=True):
         assert torch.equal(one, other)

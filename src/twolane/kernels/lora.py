@@ -27,10 +27,10 @@ from twolane.kernels.runtime.launch import launch, power_of_2
 
 LEAST_RANK = 16
 """Least rank that a pool has room for, because matrix units multiply that many numbers at once."""
-_FEW, _SMALL, _LARGE = 4, 16, 64
+_SMALL_PASS = 1024
+"""Most rows of a pass whose tiles have `_SMALL` rows; larger ones have tiles of `_LARGE`."""
+_SMALL, _LARGE = 16, 64
 """Rows of a tile."""
-_TILE_ROWS = ((64, _FEW), (1024, _SMALL))
-"""Rows of the tiles of passes of up to so many rows; larger ones have tiles of `_LARGE`."""
 _SPLITS = ((1024, 4), (2048, 2))
 """Parts that the inputs of a product are cut into, for passes of up to so many rows; those of
 larger ones are not."""
@@ -89,7 +89,7 @@ class RowTiles:
             width: the most of a product's sections times the pool's rank.
             device: where.
         """
-        sizes = {count, *(min(count, rows) for rows, _ in (*_TILE_ROWS, *_SPLITS))}
+        sizes = {count, *(min(count, rows) for rows in (_SMALL_PASS, *dict(_SPLITS)))}
         rows = max(_tiles(size, slots) * _tile_rows(size) for size in sizes)
         tiles = max(_tiles(size, slots) for size in sizes)
 
@@ -135,13 +135,11 @@ class RowTiles:
 
 def _block(tile_rows: int, matrices: AdapterMatrices) -> int:
     """Outputs of a program of the second kernel."""
-    few = 256 * LEAST_RANK // matrices.rank
-    most = {_FEW: few, _SMALL: 256, _LARGE: 128}[tile_rows]
-    return most * 2 // matrices.b.itemsize
+    return (256 if tile_rows == _SMALL else 128) * 2 // matrices.b.itemsize
 
 
 def _tile_rows(count: int) -> int:
-    return next((size for rows, size in _TILE_ROWS if count <= rows), _LARGE)
+    return _SMALL if count <= _SMALL_PASS else _LARGE
 
 
 def _tiles(count: int, slots: int) -> int:
@@ -300,11 +298,7 @@ def _added(
     total = tl.zeros((ROWS, RANK), tl.float32)
     for split in tl.static_range(SPLITS):
         total += tl.load(place + split * split_stride, mask=there, other=0.0)
-    x = total.to(weight.dtype)
-    if ROWS < 16:  # fewer than matrix units multiply: they would make every number several times
-        products = x.to(tl.float32)[:, None, :] * weight.to(tl.float32)[None, :, :]
-        return tl.sum(products, axis=2)
-    return tl.dot(x, tl.trans(weight), input_precision="ieee")
+    return tl.dot(total.to(weight.dtype), tl.trans(weight), input_precision="ieee")
 
 
 @triton.jit
