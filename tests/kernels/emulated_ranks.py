@@ -48,6 +48,7 @@ def main(path: Path, size: int) -> None:
         max_positions=64,
         device="cuda",
         tensor_parallel_size=size,
+        all_reduce="auto",
         lora_endpoints=True,
         max_loras=1,
     )
