@@ -120,7 +120,7 @@ async def started(config: EngineConfig, watchdog: bool) -> AsyncIterator[EngineC
 
     start = EngineClient.start(config, tell, hang_seconds=1.0, watchdog=watchdog)
     starting = asyncio.create_task(start)
-    await within(90, "the engine is ready", asyncio.shield(starting))
+    await within(240, "the engine is ready", asyncio.shield(starting))
     engine = starting.result()
     try:
         yield engine

@@ -127,6 +127,10 @@ def run(served: Served, size: int) -> tuple[list[Row], float]:
     good = {"prompt": [5] * 20, "max_tokens": 4, "metadata": {"a": "x" * 70_000}}
     assert served.request(COMPLETIONS, good)[0] == 200  # the process that judges starts
     assert served.request("/tokenize", {"prompt": "a"})[0] == 200
+    scored = {"prompt": [5] * 20, "max_tokens": 4, "logprobs": 2, "prompt_logprobs": 2, "n": 2}
+    assert served.request(COMPLETIONS, scored)[0] == 200
+    asked = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 4}
+    assert served.request(CHAT, asked)[0] == 200
     stream, health = Watcher(served.base, "stream"), Watcher(served.base, "health")
     began = time.monotonic()
     time.sleep(CALM_SECONDS)

@@ -43,11 +43,11 @@ def uncollected() -> Iterator[None]:
 
 
 def return_free_memory() -> None:
-    """Collect young garbage, and give the system what is free between objects that live on.
+    """Collect garbage, and give the system what is free between objects that live on.
 
     Other threads may wait for it: 0.1 ms for each MiB that goes back, and 0.02 ms where none does.
     """
-    gc.collect(1)
+    gc.collect()  # of what lives, most was left out
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:  # glibc's; musl keeps next to nothing
         trim(0)
