@@ -32,6 +32,9 @@ class HeldLanes:
 
     def drop(self, batch: int) -> None: ...
 
+    def silences(self) -> tuple[float, ...]:
+        return ()
+
     def check(self) -> None: ...
 
     def clock(self) -> float:

@@ -113,8 +113,7 @@ class EngineCollector(Collector):
             "Seconds for which the slowest lane at work has finished nothing",
             alive.longest_wait,
         )
-        if alive.silences:
-            yield self._ranks(alive.silences)
+        yield self._ranks(alive.silences)
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         family = GaugeMetricFamily(PREFIX + name, text, labels=["model_name"])
