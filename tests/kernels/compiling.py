@@ -147,7 +147,7 @@ def launch_routing(dtype: torch.dtype) -> None:
             route(logits, active, routing, 16, normalised=True)
             gather(x, routing, out)
         else:
-            rest = logits, x, routing, out if rows > 1 else None, 16
+            rest = logits, x, routing, out, 16
             norm_and_route(x, norm, router, active, *rest, normalised=True)
     left = Combination(out, routing)
     left.add_into(x)

@@ -87,20 +87,6 @@ def test_one_kernel_normalises_and_routes_few_rows(rows: int, group: int) -> Non
         assert torch.equal(both[0].woken, both[1].woken)
 
 
-def test_one_row_is_not_copied_where_all_groups_may_begin_at_it() -> None:
-    """The groups are the same otherwise."""
-    hidden, norm = 40, Norm(random(40, seed=7), 1e-6)
-    residual, router, active = random(1, hidden), random(EXPERTS, hidden), some_active(1)
-    x, logits = torch.empty_like(residual), random(1, EXPERTS)
-    both = [Routing.of(EXPERTS, PER_TOKEN, 1, torch.device(DEVICE)) for _ in range(2)]
-    for routing, out in zip(both, (None, random(PER_TOKEN, hidden)), strict=True):
-        rest = logits, x, routing, out, 16
-        norm_and_route(residual, norm, router, active, *rest, normalised=True)
-    assert groups(both[0]) == groups(both[1])
-    begins = [routing.groups[7 : 4 + 4 * PER_TOKEN : 4].tolist() for routing in both]
-    assert begins == [[0] * PER_TOKEN, [*range(PER_TOKEN)]]
-
-
 def test_what_experts_leave_is_added_by_the_next_norm() -> None:
     """As it is added first and normalised then."""
     rows, hidden = 5, 40

@@ -187,7 +187,7 @@ def test_rows_grouped_by_expert(build, counts: list[int], gated: bool) -> None:
         if count == 0:
             w[expert] = torch.nan
             continue
-        lists += [expert, first, count, first]
+        lists += [expert, first, count, 0]
         wide = x[first : first + count].float() @ w[expert].float().T
         gate, up = wide.chunk(2, dim=1)
         expected.append(torch.nn.functional.silu(gate) * up if gated else wide)
@@ -207,7 +207,7 @@ def test_a_grouped_product_brings_the_next_ones_weights_into_the_cache(build) ->
     n, k, variant = 96, 200, Variant(128, 16, swap=True, gated=True, grouped=True)
     x, w = torch.ones(3, k, dtype=BF16), torch.ones(4 * 2 * n, k, dtype=BF16)
     following = torch.ones(4 * 160, 96, dtype=BF16)
-    numbers = torch.tensor([2, 0, 0, 0, 1, 0, 2, 0, 2, 2, 1, 2], dtype=torch.int32)
+    numbers = torch.tensor([2, 0, 0, 0, 1, 0, 2, 0, 2, 2, 1, 0], dtype=torch.int32)
     groups = Groups(numbers, 4, known=False, following=following)
     out = torch.empty(3, n, dtype=BF16)
     brought = build(variant.options()).brought

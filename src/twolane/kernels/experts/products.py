@@ -99,7 +99,7 @@ def combined(
     chosen = way(len(buffers.x), buffers.routing.experts, gate_up, down)
     route(buffers.logits, active, buffers.routing, chosen.rows, normalised=normalised)
     gather(x, buffers.routing, buffers.x)
-    return _multiplied(chosen, buffers.x, gate_up, down, buffers, products)
+    return _multiplied(chosen, gate_up, down, buffers, products)
 
 
 def norm_and_combined(
@@ -125,28 +125,25 @@ def norm_and_combined(
         active, gate_up, down, buffers, products, normalised: as in `combined`, without logits.
     """
     chosen = way(len(buffers.x), buffers.routing.experts, gate_up, down)
-    alone = len(residual) == 1 and chosen.kernel == "own"
-    copies = None if alone else buffers.x
-    rows = (buffers.logits, x, buffers.routing, copies, chosen.rows)
+    rows = (buffers.logits, x, buffers.routing, buffers.x, chosen.rows)
     norm_and_route(residual, norm, router.values, active, *rows, normalised=normalised)
-    entries = x if copies is None else copies
-    return _multiplied(chosen, entries, gate_up, down, buffers, products)
+    return _multiplied(chosen, gate_up, down, buffers, products)
 
 
 def _multiplied(
-    chosen: Way, x: Tensor, gate_up: Stored, down: Stored, buffers: Buffers, products: Products
+    chosen: Way, gate_up: Stored, down: Stored, buffers: Buffers, products: Products
 ) -> Combination:
-    """The products of the sorted entries `x`, or of the one row that all of them are."""
+    """The products of the sorted entries."""
     routing, outs = buffers.routing, buffers.outs
     if chosen.kernel == "own":
-        _few_rows(x, gate_up, buffers.act, routing, chosen, products, following=down)
+        _few_rows(buffers.x, gate_up, buffers.act, routing, chosen, products, following=down)
         _few_rows(buffers.act, down, outs, routing, chosen, products)
     elif chosen.kernel == "torch":
-        fused.silu_mul(_many_rows(x, gate_up, routing, products), buffers.act)
+        fused.silu_mul(_many_rows(buffers.x, gate_up, routing, products), buffers.act)
         outs = _many_rows(buffers.act, down, routing, products)
     else:
         tiles = chosen.rows, products.units
-        grouped_gemm.grouped_gemm(x, gate_up.values, routing, buffers.gate_up, *tiles)
+        grouped_gemm.grouped_gemm(buffers.x, gate_up.values, routing, buffers.gate_up, *tiles)
         fused.silu_mul(buffers.gate_up, buffers.act)
         grouped_gemm.grouped_gemm(buffers.act, down.values, routing, outs, *tiles)
     return Combination(outs, routing)

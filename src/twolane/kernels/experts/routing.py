@@ -26,9 +26,7 @@ _HEAD = 4
 _FEW_ENTRIES = 64
 """Entries up to which one program deals all rows out."""
 _ROUTER_ELEMENTS = 8192
-"""Elements of the router that four warps multiply with, and that they copy at a time."""
-_WARP_ELEMENTS = 2048
-"""Elements of a row that one warp normalises."""
+"""Elements of the router that a program multiplies with, and that it copies at a time."""
 LEAST_GROUP = 16
 """The fewest rows that a group is made for, which bounds the length of the list."""
 
@@ -65,7 +63,7 @@ class Routing:
     groups: Tensor
     """How many groups there are, a counter of programs that is 0 between launches, the sum of
     active experts (`woken`), padding, and for each group its expert, its first sorted entry, how
-    many there are, and the row of x where these begin: int32."""
+    many there are, and padding: int32."""
 
     @classmethod
     def of(cls, experts: int, per_token: int, rows: int, device: torch.device) -> "Routing":
@@ -214,7 +212,6 @@ def _sort(
             tl.store(place, expert, mask=i < parts)
             tl.store(place + 1, first + i * ROWS, mask=i < parts)
             tl.store(place + 2, tl.minimum(rows - i * ROWS, ROWS), mask=i < parts)
-            tl.store(place + 3, first + i * ROWS, mask=i < parts)
 
 
 @triton.jit
@@ -308,7 +305,6 @@ def _norm_and_route(
     WIDTH: tl.constexpr,
     PART: tl.constexpr,
     COLUMNS: tl.constexpr,
-    COPIED: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
     # Every program normalises a row and makes some of its logits; the last one to come deals the
@@ -350,8 +346,8 @@ def _norm_and_route(
         tl.store(weights + at, tl.reshape(shares, (ROWS * RANKS,)), mask=real)
         tl.store(positions + at, tl.where(there, place, -1), mask=real)
         tl.store(tokens + place, token, mask=there)
-        _list_groups(flat, ends, groups, EXPERTS, GROUP, BLOCK, COPIED)
-        for first in range(0, HIDDEN if COPIED else 0, COLUMNS):
+        _list_groups(flat, ends, groups, EXPERTS, GROUP, BLOCK)
+        for first in range(0, HIDDEN, COLUMNS):
             part = first + tl.arange(0, COLUMNS)[None, :]
             copied = there[:, None] & (part < HIDDEN)
             source = x + token[:, None] * HIDDEN + part
@@ -367,7 +363,6 @@ def _list_groups(
     EXPERTS: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
-    COPIED: tl.constexpr,
 ) -> None:
     """List the groups of few entries, whose experts are `flat`."""
     number = tl.arange(0, BLOCK)
@@ -384,7 +379,6 @@ def _list_groups(
         tl.store(place, number, mask=i < parts)
         tl.store(place + 1, end - count + i * GROUP, mask=i < parts)
         tl.store(place + 2, tl.minimum(count - i * GROUP, GROUP), mask=i < parts)
-        tl.store(place + 3, end - count + i * GROUP if COPIED else 0 * number, mask=i < parts)
 
 
 @triton.jit
@@ -495,7 +489,7 @@ def norm_and_route(
     logits: Tensor,
     x: Tensor,
     routing: Routing,
-    out: Tensor | None,
+    out: Tensor,
     group_rows: int,
     *,
     normalised: bool,
@@ -510,16 +504,13 @@ def norm_and_route(
         logits: [T, experts], which is filled.
         x: [T, hidden], where the normalised rows go.
         routing: buffers of T tokens, which are filled.
-        out: [T * per_token, hidden], of which only the sorted entries of active rows are written;
-            None: the only row is not copied, all groups begin at row 0 of x.
+        out: [T * per_token, hidden], of which only the sorted entries of active rows are written.
         group_rows: as in `route`.
         normalised: as in `route`.
     """
     (rows, hidden), experts = residual.shape, len(router)
     ranks, padded, width = power_of_2(routing.per_token), power_of_2(rows), power_of_2(hidden)
-    # A single warp sums without barriers: all that is left to do for one row are sums.
-    warps_each = max(1, width // _WARP_ELEMENTS) if out is None else 4
-    part = max(1, _ROUTER_ELEMENTS * warps_each // (4 * width))
+    part = max(1, _ROUTER_ELEMENTS // width)
     launch(
         _norm_and_route,
         (-(-experts // part), rows),
@@ -535,7 +526,7 @@ def norm_and_route(
         routing.tokens,
         routing.ends,
         routing.groups,
-        x if out is None else out,
+        out,
         active.least,
         rows,
         norm.eps,
@@ -550,8 +541,7 @@ def norm_and_route(
         WIDTH=width,
         PART=part,
         COLUMNS=min(width, _ROUTER_ELEMENTS // (padded * ranks)),
-        COPIED=out is not None,
-        num_warps=warps_each,
+        num_warps=4,
         **launch_options(residual.device),
     )
 

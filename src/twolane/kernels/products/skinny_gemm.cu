@@ -59,16 +59,15 @@ struct Arguments {
     float4* scratch;
     int* arrivals;
     Shape shape;
-    const int* groups;  // their number, three others, then expert, row of y, rows, row of x of each
+    const int* groups;  // their number, three other numbers, then expert, first row, rows, 0 of each
     const char* following;  // the weights that the kernel behind reads, of all experts, or null
     int following_bytes;    // of one expert
     int groups_known;       // before the kernel in front has ended
 };
 
-// Where a tile lies: rows of w, of y and of x from here on, and the first column of y in its expert's
-// w.
+// Where a tile lies: rows of w and of y from here on, and the first column of y in its expert's w.
 struct Tile {
-    int w_row, first, rows, column, x_row;
+    int w_row, first, rows, column;
 };
 
 #ifndef ON_HOST  // tests run the rest with these instructions acted out by threads of the CPU
@@ -227,9 +226,9 @@ __device__ __forceinline__ Tile tile_of(const Arguments& arguments, int tile) {
 #if GROUPED
     const int* group = arguments.groups + 4 + tile / shape.tiles * 4;
     const int column = tile % shape.tiles * OUT_N;
-    return {group[0] * shape.n * (GATED ? 2 : 1) + column, group[1], group[2], column, group[3]};
+    return {group[0] * shape.n * (GATED ? 2 : 1) + column, group[1], group[2], column};
 #else
-    return {tile * OUT_N, 0, shape.m, tile * OUT_N, 0};
+    return {tile * OUT_N, 0, shape.m, tile * OUT_N};
 #endif
 }
 
@@ -537,7 +536,7 @@ __device__ __forceinline__ void produce(const Arguments& arguments, u32 ring_w, 
 #endif
     };
     auto load_x = [&](const Cursor& at, int s) {
-        load_tile(ring_x + s * X_BYTES, x, at.k, at.place.x_row, full + 8 * s, kept);
+        load_tile(ring_x + s * X_BYTES, x, at.k, at.place.first, full + 8 * s, kept);
     };
     const int tile = start / shape.iterations;
     const Cursor begin = {tile, start % shape.iterations * BLOCK_K, tile_of(arguments, tile)};
