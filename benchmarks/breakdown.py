@@ -91,7 +91,6 @@ def ways() -> dict[str, Any]:
             skinny_gemm, "Groups", lambda *a, **k: groups(*a, **{**k, "following": None})
         ),
         "tiles in parts": edited("3 * tiles >= 2 * gridDim.x", "false"),
-        "four warps route one row": replaced(routing, "_WARP_ELEMENTS", 512),
     }
 
 
