@@ -85,6 +85,10 @@ class Routing:
             ints(_HEAD + 4 * groups),
         )
 
+    def filled(self) -> tuple[Tensor, ...]:
+        """What `norm_and_route` fills, in the order of its kernel's arguments."""
+        return self.chosen, self.weights, self.positions, self.tokens, self.ends, self.groups
+
     def first(self, rows: int) -> "Routing":
         """The same buffers for so few tokens."""
         return Routing(
@@ -520,12 +524,7 @@ def norm_and_route(
         active.marks,
         logits,
         x,
-        routing.chosen,
-        routing.weights,
-        routing.positions,
-        routing.tokens,
-        routing.ends,
-        routing.groups,
+        *routing.filled(),
         out,
         active.least,
         rows,
@@ -575,7 +574,7 @@ class Combination:
     outs: Tensor
     """[T * per_token, hidden], sorted by expert."""
     routing: Routing
-    """Of the T tokens."""
+    """Where the outputs of each of the T tokens lie, and what they count."""
 
     def add_into(self, residual: Tensor) -> None:
         """Add each token's outputs, times their weights, to `residual` [T, hidden] in place."""
