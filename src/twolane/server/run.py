@@ -142,7 +142,9 @@ async def run(config: EngineConfig, options: ServerOptions) -> int:
             from twolane.server.ops.tracing import Tracing
 
             service.tracing = Tracing(provider, engine, name)
-        ticking = asyncio.gather(service.dashboard.keep(), return_memory())
+        ticking = [
+            asyncio.create_task(each) for each in (service.dashboard.keep(), return_memory())
+        ]
         try:
             from twolane.server.app import create_app
 
@@ -160,7 +162,8 @@ async def run(config: EngineConfig, options: ServerOptions) -> int:
             announce(announcement(engine.ready, config, name, address_of(listener)))
             return await serve_until_stopped(service, server, serving, stop, options)
         finally:
-            ticking.cancel()
+            for task in ticking:
+                task.cancel()
             if service.tracing is not None:
                 await service.tracing.close()
             await service.close()

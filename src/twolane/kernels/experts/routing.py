@@ -26,7 +26,8 @@ _HEAD = 4
 _FEW_ENTRIES = 64
 """Entries up to which one program deals all rows out."""
 _ROUTER_ELEMENTS = 8192
-"""Elements of the router that a program multiplies with, and that it copies at a time."""
+"""Elements of the router that a program multiplies with, twice those of rows that it copies at a
+time: with as many, registers spill."""
 LEAST_GROUP = 16
 """The fewest rows that a group is made for, which bounds the length of the list."""
 
@@ -539,7 +540,7 @@ def norm_and_route(
         ROWS=padded,
         WIDTH=width,
         PART=part,
-        COLUMNS=min(width, _ROUTER_ELEMENTS // (padded * ranks)),
+        COLUMNS=min(width, _ROUTER_ELEMENTS // (2 * padded * ranks)),
         num_warps=4,
         **launch_options(residual.device),
     )
