@@ -142,9 +142,7 @@ async def run(config: EngineConfig, options: ServerOptions) -> int:
             from twolane.server.ops.tracing import Tracing
 
             service.tracing = Tracing(provider, engine, name)
-        ticking = [
-            asyncio.create_task(each) for each in (service.dashboard.keep(), return_memory())
-        ]
+        ticking = asyncio.create_task(tick(service))
         try:
             from twolane.server.app import create_app
 
@@ -162,8 +160,7 @@ async def run(config: EngineConfig, options: ServerOptions) -> int:
             announce(announcement(engine.ready, config, name, address_of(listener)))
             return await serve_until_stopped(service, server, serving, stop, options)
         finally:
-            for task in ticking:
-                task.cancel()
+            ticking.cancel()
             if service.tracing is not None:
                 await service.tracing.close()
             await service.close()
@@ -258,6 +255,13 @@ def uvicorn_config(app: Entry, options: ServerOptions) -> uvicorn.Config:
         server_header=False,
         timeout_graceful_shutdown=ENDING_SECONDS,
     )
+
+
+async def tick(service: Service) -> None:
+    """Do for ever what goes on beside requests: readings for the dashboard, memory given back."""
+    async with asyncio.TaskGroup() as group:
+        group.create_task(service.dashboard.keep())
+        group.create_task(return_memory())
 
 
 async def return_memory() -> None:
