@@ -13,9 +13,6 @@ OLDER_BESIDE_CLIENTS = 10
 """The same number for a process with connections: each that ends leaves garbage in cycles, such as
 asyncio's transport, and 20,000 containers of it are looked at in 2 ms."""
 
-_ARENA_MAX = -8
-"""Number that glibc's `mallopt` knows the number of heaps by (malloc.h)."""
-
 
 def leave_out(older: int = OLDER) -> None:
     """What exists now is never looked at again, and the rest seldom or a little at a time.
@@ -54,14 +51,3 @@ def return_free_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:  # glibc's; musl keeps next to nothing
         trim(0)
-
-
-def share_heaps() -> None:
-    """Have the threads that start from now on share one heap beside this thread's.
-
-    With a heap each, what lives on in any of them keeps a large answer's memory from going back
-    (`return_free_memory`); with one for all, this thread would wait for the others.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:  # glibc's; musl has one heap
-        mallopt(_ARENA_MAX, 2)
