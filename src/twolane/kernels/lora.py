@@ -194,6 +194,15 @@ def _arrange(
 
 
 @triton.jit
+def _owner_of(
+    owners: tl.tensor, ranks: tl.tensor, tile: tl.tensor, SLOTS: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """Adapter slot of a tile (see `RowTiles.owners`), and its rank; 0: nothing is added."""
+    owner = tl.load(owners + tile)
+    return owner, tl.load(ranks + owner, mask=(owner >= 0) & (owner < SLOTS), other=0)
+
+
+@triton.jit
 def _rows_of(
     rows: tl.tensor, tile: tl.tensor, first: tl.tensor, end: tl.tensor, ROWS: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
@@ -229,9 +238,7 @@ def _shrink(
 ) -> None:
     tile = tl.program_id(0)
     split = tl.program_id(1)
-    owner = tl.load(owners + tile)
-    adapted = (owner >= 0) & (owner < SLOTS)
-    rank = tl.load(ranks + owner, mask=adapted, other=0)
+    owner, rank = _owner_of(owners, ranks, tile, SLOTS)
     if EARLY:
         gdc_launch_dependents()
     if rank == 0:
@@ -326,9 +333,7 @@ def _expand(
 ) -> None:
     block = tl.program_id(0)
     tile = tl.program_id(1)
-    owner = tl.load(owners + tile)
-    adapted = (owner >= 0) & (owner < SLOTS)
-    rank = tl.load(ranks + owner, mask=adapted, other=0)
+    owner, rank = _owner_of(owners, ranks, tile, SLOTS)
     if EARLY:
         gdc_launch_dependents()
     if rank == 0:
@@ -375,8 +380,7 @@ def _expand_silu(
     EARLY: tl.constexpr,
 ) -> None:
     tile = tl.program_id(1)
-    owner = tl.load(owners + tile)
-    rank = tl.load(ranks + owner, mask=(owner >= 0) & (owner < SLOTS), other=0)
+    owner, rank = _owner_of(owners, ranks, tile, SLOTS)
     if EARLY:
         gdc_launch_dependents()
     if owner < 0:

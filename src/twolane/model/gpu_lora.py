@@ -131,11 +131,11 @@ class AdaptedProducts(Products):
 
     def __init__(self, base: Products, pool: GpuAdapterPool, tiles: RowTiles) -> None:
         super().__init__(base.units, base.ways, base._scratch)
-        self._base, self._pool, self._tiles = base, pool, tiles
+        self._pool, self._tiles = pool, tiles
 
     def part(self, rows: slice) -> "AdaptedProducts":
         """See `Products.part`."""
-        return AdaptedProducts(self._base, self._pool, self._tiles.part(rows))
+        return AdaptedProducts(self, self._pool, self._tiles.part(rows))
 
     def linear(self, x: Activations, weight: Stored, bias: Tensor | None, out: Tensor) -> None:
         """See `Products.linear`."""

@@ -163,6 +163,26 @@ def _choose(
 
 
 @triton.jit
+def _list_groups(
+    groups: tl.tensor,
+    expert: tl.tensor,
+    first: tl.tensor,
+    count: tl.tensor,
+    GROUP: tl.constexpr,
+) -> None:
+    """List the groups of all experts, by the first sorted entry of each and how many it has."""
+    parts = (count + GROUP - 1) // GROUP
+    slot = tl.cumsum(parts, axis=0) - parts
+    tl.store(groups, tl.sum(parts, axis=0))
+    tl.store(groups + 2, tl.load(groups + 2) + tl.sum((count > 0).to(tl.int32), axis=0))
+    for i in range(0, tl.max(parts, axis=0)):
+        place = groups + 4 + 4 * (slot + i)
+        tl.store(place, expert, mask=i < parts)
+        tl.store(place + 1, first + i * GROUP, mask=i < parts)
+        tl.store(place + 2, tl.minimum(count - i * GROUP, GROUP), mask=i < parts)
+
+
+@triton.jit
 def _sort(
     chosen: tl.tensor,
     positions: tl.tensor,
@@ -207,16 +227,7 @@ def _sort(
         known = expert < EXPERTS
         end = tl.load(ends + expert, mask=known, other=0, cache_modifier=".cg")
         first = tl.load(ends + expert - 1, mask=known & (expert > 0), other=0, cache_modifier=".cg")
-        rows = tl.where(known, end - first, 0)
-        parts = (rows + ROWS - 1) // ROWS
-        slot = tl.cumsum(parts, axis=0) - parts
-        tl.store(groups, tl.sum(parts, axis=0))
-        tl.store(groups + 2, tl.load(groups + 2) + tl.sum((rows > 0).to(tl.int32), axis=0))
-        for i in range(0, tl.max(parts, axis=0)):
-            place = groups + 4 + 4 * (slot + i)
-            tl.store(place, expert, mask=i < parts)
-            tl.store(place + 1, first + i * ROWS, mask=i < parts)
-            tl.store(place + 2, tl.minimum(rows - i * ROWS, ROWS), mask=i < parts)
+        _list_groups(groups, expert, first, tl.where(known, end - first, 0), ROWS)
 
 
 @triton.jit
@@ -351,39 +362,18 @@ def _norm_and_route(
         tl.store(weights + at, tl.reshape(shares, (ROWS * RANKS,)), mask=real)
         tl.store(positions + at, tl.where(there, place, -1), mask=real)
         tl.store(tokens + place, token, mask=there)
-        _list_groups(flat, ends, groups, EXPERTS, GROUP, BLOCK)
+        number = tl.arange(0, BLOCK)
+        count = tl.sum((flat[:, None] == number[None, :]).to(tl.int32), axis=0)
+        count = tl.where(number < EXPERTS, count, 0)
+        end = tl.cumsum(count, axis=0)
+        tl.store(ends + number, end, mask=number < EXPERTS)
+        _list_groups(groups, number, end - count, count, GROUP)
         for first in range(0, HIDDEN, COLUMNS):
             part = first + tl.arange(0, COLUMNS)[None, :]
             copied = there[:, None] & (part < HIDDEN)
             source = x + token[:, None] * HIDDEN + part
             taken = tl.load(source, mask=copied, other=0.0, cache_modifier=".cg")
             tl.store(out + place[:, None] * HIDDEN + part, taken, mask=copied)
-
-
-@triton.jit
-def _list_groups(
-    flat: tl.tensor,
-    ends: tl.tensor,
-    groups: tl.tensor,
-    EXPERTS: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
-    """List the groups of few entries, whose experts are `flat`."""
-    number = tl.arange(0, BLOCK)
-    count = tl.sum((flat[:, None] == number[None, :]).to(tl.int32), axis=0)
-    count = tl.where(number < EXPERTS, count, 0)
-    end = tl.cumsum(count, axis=0)
-    tl.store(ends + number, end, mask=number < EXPERTS)
-    parts = (count + GROUP - 1) // GROUP
-    slot = tl.cumsum(parts, axis=0) - parts
-    tl.store(groups, tl.sum(parts, axis=0))
-    tl.store(groups + 2, tl.load(groups + 2) + tl.sum((count > 0).to(tl.int32), axis=0))
-    for i in range(0, tl.max(parts, axis=0)):
-        place = groups + 4 + 4 * (slot + i)
-        tl.store(place, number, mask=i < parts)
-        tl.store(place + 1, end - count + i * GROUP, mask=i < parts)
-        tl.store(place + 2, tl.minimum(count - i * GROUP, GROUP), mask=i < parts)
 
 
 @triton.jit
