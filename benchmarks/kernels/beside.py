@@ -56,7 +56,7 @@ class Busy:
                 self._ends[-1].record()
 
     def seconds(self, run: Callable[[], None], repeats: int) -> float:
-        """As `linear._graph_seconds`, beside this lane."""
+        """As `linear.graph_seconds`, beside this lane."""
         stream, times = torch.cuda.current_stream(), []
         graph = capture([run], stream)
         for _ in range(MORE * repeats + 1):
@@ -105,9 +105,9 @@ def main() -> None:
     for prefill, units in partitions.levels:
         stream, other = partitions.stream("decode", units), partitions.stream("prefill", prefill)
         busy = Busy(other, layers(Products(prefill), TOKENS, weights, scale))
-        for chosen, seconds in (("alone", linear._graph_seconds), ("beside", busy.seconds)):
+        for chosen, seconds in (("alone", linear.graph_seconds), ("beside", busy.seconds)):
             products = Products(units)
-            with torch.cuda.stream(stream), patch.object(linear, "_graph_seconds", seconds):
+            with torch.cuda.stream(stream), patch.object(linear, "graph_seconds", seconds):
                 products.tune(
                     uses, ROWS[-2], partial(layers, products, weights=weights, scale=scale)
                 )
@@ -115,7 +115,7 @@ def main() -> None:
                 run = layers(products, rows, weights, scale)
                 torch.cuda.synchronize()
                 with torch.cuda.stream(stream):
-                    alone = 1e6 * linear._graph_seconds(run, REPEATS) / LAYERS
+                    alone = 1e6 * linear.graph_seconds(run, REPEATS) / LAYERS
                     beside = 1e6 * busy.seconds(run, REPEATS) / LAYERS
                 ways = [products.ways[case][rows].name for case in CASES]
                 report.add(

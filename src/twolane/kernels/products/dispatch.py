@@ -10,7 +10,6 @@ kernel in front of it has ended is worth more. What was found is kept on disk.
 """
 
 import json
-import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -25,6 +24,7 @@ from twolane.kernels import fused
 from twolane.kernels.activations import Activations, Quantised
 from twolane.kernels.products import skinny_gemm
 from twolane.kernels.runtime import nvrtc
+from twolane.kernels.runtime.timing import graph_seconds
 from twolane.kernels.sizes import SIZES
 
 Operation = Literal["linear", "add_linear", "gate_up_silu", "logits", "experts"]
@@ -283,7 +283,7 @@ class Products:
 
         def seconds(ways: Mapping[Case, Way]) -> float:
             self.ways |= {case: {rows: way} for case, way in ways.items()}
-            return _graph_seconds(run, _LAYER_REPEATS)
+            return graph_seconds(run, _LAYER_REPEATS)
 
         return improve(chosen, {case: shortlist(each) for case, each in times.items()}, seconds)
 
@@ -345,7 +345,7 @@ class Products:
                 else:
                     self._run(way, operation, seen, weight, None, out)
 
-        return _graph_seconds(run, _REPEATS) / enough
+        return graph_seconds(run, _REPEATS) / enough
 
 
 def input_of(buffer: Tensor, scales: Tensor, scheme: str) -> Activations:
@@ -497,22 +497,3 @@ def _cublaslt(units: int) -> Iterator[None]:
             yield
     finally:
         torch.backends.cuda.preferred_blas_library(before)
-
-
-def _graph_seconds(run: Callable[[], None], repeats: int) -> float:
-    """Median over replays of a graph of `run`, on torch's current stream."""
-    stream = torch.cuda.current_stream()
-    run()
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-        run()
-    times = []
-    for _ in range(repeats + 1):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        start.record(stream)
-        graph.replay()
-        end.record(stream)
-        end.synchronize()
-        times.append(float(start.elapsed_time(end)))
-    return statistics.median(times[1:]) * 1e-3

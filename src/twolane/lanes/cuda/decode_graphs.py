@@ -9,7 +9,6 @@ decode lane run in order, and nothing of one step lives on into the next but the
 import bisect
 import gc
 import logging
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,9 +23,9 @@ from twolane.common.garbage import uncollected
 from twolane.kernels import fused
 from twolane.kernels.decode_attention.dispatch import decode_scratch
 from twolane.kernels.products.dispatch import Products
+from twolane.kernels.runtime.timing import graph_seconds
 from twolane.kernels.sampling import Sampler
 from twolane.kernels.sizes import BUCKET_STEP, BUCKETS
-from twolane.lanes.cuda.events import new_event
 from twolane.lanes.cuda.forward_batch import DecodeRows
 from twolane.lanes.cuda.green_contexts import GreenContexts
 from twolane.lanes.cuda.slots import Slots, upload
@@ -38,8 +37,8 @@ from twolane.parallel.two_shot import TwoShot
 
 MAX_STEPS = 64
 """The longest look-ahead."""
-TIMED_CALLS, TIMED_REPLAYS = 20, 8
-"""Calls in a graph that is timed, and how many times it is replayed."""
+TIMED_CALLS, TIMED_REPLAYS = 20, 7
+"""Calls in a graph that is timed, and how many of its replays count."""
 log = logging.getLogger("twolane.cuda")
 
 
@@ -82,26 +81,15 @@ def captured(
     return graph
 
 
-def graph_seconds(
-    stream: torch.cuda.Stream, run: Callable[[Tensor], None], tensor: Tensor
-) -> float:
-    """Median seconds of a call with this tensor, which is filled with zeros, inside of a graph."""
+def sum_seconds(run: Callable[[Tensor], None], tensor: Tensor) -> float:
+    """Seconds of a call with this tensor, which is filled with zeros, on torch's current stream."""
     tensor.zero_()
 
     def calls() -> None:
         for _ in range(TIMED_CALLS):
             run(tensor)
 
-    calls()
-    graph, times = captured(stream, None, calls), []
-    for _ in range(TIMED_REPLAYS):
-        begun, ended = new_event(timing=True), new_event(timing=True)
-        begun.record(stream)
-        graph.replay()
-        ended.record(stream)
-        ended.synchronize()
-        times.append(float(begun.elapsed_time(ended)) * 1e-3 / TIMED_CALLS)
-    return statistics.median(times[1:])
+    return graph_seconds(calls, TIMED_REPLAYS) / TIMED_CALLS
 
 
 class Inputs:
@@ -213,7 +201,7 @@ class DecodeGraphs:
         if not isinstance(channel, TwoShot):
             return
         with torch.cuda.stream(stream):
-            times = channel.choose(self.buckets, partial(graph_seconds, stream))
+            times = channel.choose(self.buckets, sum_seconds)
         for rows, (nccl, two_shot) in times.items():
             us = nccl * 1e6, two_shot * 1e6
             log.info("sums of %d rows: NCCL %.1f us, two-shot %.1f us", rows, *us)
