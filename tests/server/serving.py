@@ -95,11 +95,15 @@ def wait_for(condition: Callable[[], object], seconds: float = 30.0) -> object:
 
 
 def children(pid: int) -> set[int]:
-    """Return the processes that a process has started, by whichever of its threads."""
+    """Return the processes that a process has started, by whichever of its threads.
+
+    Not every kernel lists them at their parent's.
+    """
     found: set[int] = set()
-    for file in Path(f"/proc/{pid}/task").glob("*/children"):
-        with suppress(OSError):  # a thread that has just ended
-            found.update(map(int, file.read_text().split()))
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # a process that has just ended
+            if int(file.read_text().rsplit(")", 1)[1].split()[1]) == pid:
+                found.add(int(file.parent.name))
     return found
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from .conftest import TINY
-from .serving import alive, serving, wait_for, write_tiny_model
+from .serving import alive, children, serving, wait_for, write_tiny_model
 from .test_killing import Client
 from .test_lifecycle import LONG
 
@@ -130,12 +130,12 @@ def test_a_rank_that_stands_still_at_rest_ends_the_server(tmp_path):
     with serving(str(model), *TINY, "--tensor-parallel-size", "2", stderr=log) as served:
         engine = served.engine_pid
         assert served.request("/v1/completions", {"prompt": [5], "max_tokens": 2})[0] == 200
-        (follower,) = Path(f"/proc/{engine}/task/{engine}/children").read_text().split()
-        with stopped(int(follower)):
+        (follower,) = children(engine)
+        with stopped(follower):
             began = time.monotonic()
             assert served.process.wait(60) == 1
             print(f"ended after {time.monotonic() - began:.1f} s")
-        wait_for(lambda: not alive(engine) and not alive(int(follower)))
+        wait_for(lambda: not alive(engine) and not alive(follower))
     assert "rank 1 of 2 has not answered for" in log.read_text(), log.read_text()
     assert "rank 1 is stopped" in log.read_text()
 
@@ -149,9 +149,9 @@ def test_the_watchdog_is_on_with_several_ranks(tmp_path):
         assert served.request("/health")[2]["ranks"].keys() == {"1"}
         assert "rank_silence_seconds" in served.metrics()
         engine = served.engine_pid
-        (follower,) = Path(f"/proc/{engine}/task/{engine}/children").read_text().split()
+        (follower,) = children(engine)
         with stopped(engine):
             assert served.process.wait(30) == 1
             assert not alive(engine)
-        wait_for(lambda: not alive(int(follower)))
+        wait_for(lambda: not alive(follower))
     assert "the watchdog has killed the engine" in log.read_text()
