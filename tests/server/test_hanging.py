@@ -4,7 +4,6 @@ import os
 import signal
 import time
 from contextlib import contextmanager, suppress
-from pathlib import Path
 
 import pytest
 
