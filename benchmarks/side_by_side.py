@@ -63,6 +63,8 @@ def measured(
     first = statistics.median(one.ttft for one in records if one.ttft is not None)
     engine.first_token_ms, engine.prefill_tokens_s = first * 1e3, given.prompt / first
     yield engine
+    if not guess:
+        return
     workload = WorkloadSpec(
         dataset=given.dataset, num_prompts=given.prompts, max_input_len=given.longest
     )
@@ -113,7 +115,7 @@ def _options() -> argparse.Namespace:
     add = parser.add_argument
     add("--engine", action="append", required=True, metavar="NAME=COMMAND")
     add("--guess", type=float, nargs="+", required=True,
-        help="requests/s where the search of each engine begins")  # fmt: skip
+        help="requests/s where the search of each engine begins; 0: there is none")  # fmt: skip
     add("--card", required=True, help="name of the GPU in the file")
     add("--tbt", type=float, required=True, help="bound on gaps in ms")
     add("--rows", type=int, default=64, help="requests that decode at once")
