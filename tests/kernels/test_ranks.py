@@ -8,6 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,11 @@ from torch import Tensor
 
 from tests.kernels.test_runner import Asked, World, fakes, passes, slices
 from tests.model.checkpoints import make_checkpoint
+from twolane.common.vocabulary import LANES, LaneName
 from twolane.kernels.prefill_attention import flashinfer_kernels as fa3
 from twolane.lanes.cuda.logit_processors import LogitProcessors
-from twolane.lanes.work import TokenMask
+from twolane.lanes.cuda.runner import CudaRunner
+from twolane.lanes.work import TokenMask, used_by
 from twolane.parallel.channel import Channel
 
 PATIENCE = 60.0
@@ -185,3 +188,47 @@ def test_the_path_of_a_pass_follows_from_its_work_alone(
     monkeypatch.setattr(LogitProcessors, "skip", lambda self, places: None)
     with pytest.raises((AssertionError, threading.BrokenBarrierError)):
         on_ranks(2, path, masked)
+
+
+def either_lane(world: World) -> None:
+    """Every kind of work in each of the two lanes."""
+    for slot, lane in enumerate(LANES[:2]):
+        running, other = Asked(slot, [5 + slot] * 20, [slot, 2 + slot]), Asked(4, [7] * 6, [4])
+        world.prefill(running, 20, lane)
+        world.decode([running], 1, lane)
+        world.run([running], [(other, 6)], lane)
+
+
+def test_launches_that_sum_over_one_channel_exclude_each_other(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two collectives of a channel that are under way at a time stand still on a GPU."""
+    heard: set[int] = set()
+    ran: list[tuple[frozenset[str], frozenset[int]]] = []
+    run = CudaRunner.run
+
+    def noted(runner: CudaRunner, work: Any, lane: LaneName, *more: Any) -> Any:
+        if runner._decoder.follows:
+            return run(runner, work, lane, *more)
+        heard.clear()
+        queued = run(runner, work, lane, *more)
+        ran.append((frozenset(used_by(lane, work)), frozenset(heard)))
+        return queued
+
+    def hear(name: str) -> None:
+        call = getattr(Local, name)
+
+        def heard_of(channel: Local, tensor: Tensor) -> None:
+            if channel.rank == 0:
+                heard.add(id(channel))
+            call(channel, tensor)
+
+        monkeypatch.setattr(Local, name, heard_of)
+
+    monkeypatch.setattr(CudaRunner, "run", noted)
+    for name in ("all_reduce", "broadcast", "gather"):
+        hear(name)
+    on_ranks(2, make_checkpoint("qwen3", tmp_path / "small", seed=1, layers=1), either_lane)
+    assert len({channel for _, channels in ran for channel in channels}) == 2
+    for (used, channels), (other_used, others) in combinations(ran, 2):
+        assert used & other_used or not channels & others

@@ -163,14 +163,15 @@ class World:
         chunks: Sequence[tuple[Asked, PromptRow]],
         first: int = 0,
         last: int | None = None,
+        lane: LaneName = "prefill",
     ) -> None:
-        """Some layers of a batch, in the prefill lane; see `check`."""
+        """Some layers of a batch; see `check`."""
         last = self.spec.layers if last is None else last
         rows, finishes = tuple(row for _, row in chunks), last == self.spec.layers
         opens, slots = (tokens(chunks), updates(chunks)) if first == 0 else ((), ())
         work = PrefillWork(batch, rows, first, last, finishes, opens, slots)
         self.turns = 0
-        steps = self.runner.run(work, "prefill", UNITS, self._turn).steps
+        steps = self.runner.run(work, lane, UNITS, self._turn).steps
         assert len(steps) == (finishes and not self.follows)
         if finishes:
             self.check(steps, [each for each, row in chunks if row.samples])
@@ -178,9 +179,9 @@ class World:
     def _turn(self) -> None:
         self.turns += 1
 
-    def prefill(self, sequence: Asked, count: int) -> None:
+    def prefill(self, sequence: Asked, count: int, lane: LaneName = "prefill") -> None:
         """Write its first tokens to the pool."""
-        self.slice(99, [(sequence, self.chunk(sequence, count))])
+        self.slice(99, [(sequence, self.chunk(sequence, count))], lane=lane)
 
     def chunk(self, sequence: Asked, count: int) -> PromptRow:
         """Its next tokens."""
@@ -213,11 +214,11 @@ class World:
         ended = [each for each, _ in chunks if each.written == len(each.tokens)]
         self.check(steps, [*decode, *ended])
 
-    def decode(self, sequences: Sequence[Asked], k: int) -> None:
+    def decode(self, sequences: Sequence[Asked], k: int, lane: LaneName = "decode") -> None:
         """Some steps at once; see `check`."""
         rows = tuple(msgspec.structs.replace(self.step(each), steps=k) for each in sequences)
         slots = tuple(news for each in sequences for news in each.updates())
-        steps = self.runner.run(DecodeWork(rows, k, slots), "decode", UNITS).steps
+        steps = self.runner.run(DecodeWork(rows, k, slots), lane, UNITS).steps
         for i in range(k):
             self.check(steps[i : i + 1], sequences, later=i + 1 < k)
 

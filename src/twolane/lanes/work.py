@@ -215,10 +215,16 @@ def decode(encoded: bytes) -> Record:
 
 
 def used_by(lane: LaneName, work: Work) -> Sequence[str]:
-    """What no two launches may use at a time: a lane's memory, and the decode steps' buffers.
+    """What no two launches may use at a time: a lane's memory and channel, and the decode steps'
+    buffers.
 
-    The whole device excludes everything, which lets it use the prefill lane's memory.
+    The whole device excludes everything, which lets it use the prefill lane's memory. Decode steps
+    are graphs that sum over the decode lane's channel, whatever lane they run in.
     """
     if lane == "device":
         return (*LANES, "steps")
-    return (lane,) if isinstance(work, PrefillWork) else (lane, "steps")
+    if isinstance(work, PrefillWork):
+        return (lane,)
+    if isinstance(work, DecodeWork) and lane != "decode":
+        return (lane, "decode", "steps")
+    return (lane, "steps")
