@@ -12,6 +12,7 @@ from twolane.common.errors import FieldError
 from twolane.model.load.configs import spec_from_config
 from twolane.model.load.hub import resolve
 from twolane.model.load.weights import load_decoder, load_weights
+from twolane.model import mlp
 from twolane.model.mlp import Experts
 from twolane.model.routing import route
 from twolane.model.spec import MoeSpec, UnsupportedModel
@@ -86,6 +87,29 @@ def test_dummy_routers_can_be_skewed(tmp_path) -> None:
         assert sum(woken) / len(woken) == pytest.approx(spec.moe.active(n), rel=0.1)
     assert not torch.equal(even.layers[0].mlp.router.values, router)
     assert torch.equal(even.layers[0].mlp.down.values, weights.layers[0].mlp.down.values)
+
+
+def test_tokens_of_a_prompt_have_experts_of_their_own(tmp_path) -> None:
+    """In the last layer of a dummy model, the tokens of one prompt wake as many as the law says."""
+    sizes = {"num_experts": 64, "num_experts_per_tok": 4, "moe_intermediate_size": 32}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+    config = Qwen3MoeConfig(hidden_size=128, vocab_size=512, num_hidden_layers=12, **sizes, **heads)
+    config.architectures = ["Qwen3MoeForCausalLM"]
+    config.save_pretrained(tmp_path)
+    decoder = load_decoder(resolve(str(tmp_path), "dummy"), load_format="dummy")
+    chosen: list[torch.Tensor] = []
+
+    def recorded(*args) -> tuple[torch.Tensor, torch.Tensor]:
+        weights, experts = route(*args)
+        chosen.append(experts)
+        return weights, experts
+
+    tokens = torch.randperm(512, generator=torch.Generator().manual_seed(0))[:64]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mlp, "route", recorded)
+        in_chunks(decoder, tokens, [64])
+    assert decoder.spec.moe is not None and len(chosen) == 12
+    assert len(chosen[-1].unique()) == pytest.approx(decoder.spec.moe.active(64), rel=0.05)
 
 
 def test_a_skew_is_for_dummy_experts(tmp_path) -> None:

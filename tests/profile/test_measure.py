@@ -6,7 +6,7 @@ import pytest
 
 from twolane.engine.config import EngineConfig
 from twolane.lanes.base import Ticket
-from twolane.lanes.work import Work
+from twolane.lanes.work import PrefillWork, Work
 from twolane.model.shapes import SHAPES
 from twolane.profile import measure
 from twolane.profile.clocks import Clocks
@@ -100,3 +100,15 @@ def test_what_a_lane_ran_into_is_told(rig, point):
     rig.launch = lambda lane, units, work: Ticket(lane, units, end=0.0, error=MemoryError("full"))
     with pytest.raises(MemoryError, match="full"):
         measured(rig, point)
+
+
+def test_rows_of_a_model_with_experts_decode_tokens_of_their_own() -> None:
+    spec, config = SHAPES["qwen3-30b-a3b"], EngineConfig(model="simulated")
+    machine = SimulatedMachine(GPUS["h200"], spec, config, tp=1, seed=0)
+    with rig_on(config, machine, lambda stage, share: None) as rig:
+        host = Host(rig)
+        rig.decode_rows(((1, 500, 8), (1, 0, 1)))
+        [(work, ticket)] = host.launched
+    assert ticket.done and isinstance(work, PrefillWork)
+    assert [(row.slot, row.start) for row in work.rows] == [(slot, 499) for slot in range(8)]
+    assert len({chunk.tokens for chunk in work.chunks}) == 8

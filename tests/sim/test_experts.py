@@ -96,6 +96,15 @@ def test_counts_tell_how_skewed_the_choice_is() -> None:
     assert counts.moe.skew < 0.2
 
 
+def test_counts_of_rows_that_resemble_one_another_say_nothing() -> None:
+    """Steps of a profile whose rows had the same tokens, beside some whose rows had their own."""
+    moe = SPECS[0.0].moe
+    assert moe is not None
+    counts = ExpertCounts(moe)
+    counts.learn([(64, 125.5), (1, 8.0), (8, 51.3), (18, 13.5), (15, 35.0), (85, 25.6), (7, 12.9)])
+    assert counts.moe == moe
+
+
 def test_predictions_follow_the_experts_that_are_read(
     profiles: Callable[[float], Profile],
 ) -> None:

@@ -1,6 +1,6 @@
 """How skewed the choice of experts is, from the numbers of experts that decode steps have read."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from twolane.model.spec import MoeSpec
@@ -11,6 +11,9 @@ WEIGHT = 0.02
 """Weight of the newest step in the mean of its size."""
 EVERY = 32
 """One step in this many is followed by a comparison."""
+MOST_OFF = 0.15
+"""Relative error of the best skew, in the root mean square over the steps of a profile, beyond which
+the rows resembled one another, so that their counts say nothing of other rows."""
 
 
 @dataclass(slots=True)
@@ -36,12 +39,15 @@ class ExpertCounts:
         self._sizes: dict[int, _Size] = {}
         self._seen = 0
 
-    def learn(self, seen: Iterable[tuple[int, float]]) -> None:
-        """Note several steps, rows and experts read, and compare; without steps nothing changes."""
-        for rows, woken in seen:
-            self._note(rows, woken)
-        if self._sizes:
-            self.moe = replace(self.moe, skew=min(SKEWS, key=self._error))
+    def learn(self, seen: Sequence[tuple[int, float]]) -> None:
+        """Learn from the steps of a profile, rows and experts read, if one skew explains them."""
+        if not seen:
+            return
+        skew = min(SKEWS, key=lambda skew: self._error(skew, seen))
+        if self._error(skew, seen) <= MOST_OFF**2 * len(seen):
+            for rows, woken in seen:
+                self._note(rows, woken)
+            self.moe = replace(self.moe, skew=skew)
 
     def note(self, rows: int, woken: float) -> bool:
         """Note a step; whether the skew has changed."""
@@ -49,8 +55,8 @@ class ExpertCounts:
         self._seen += 1
         if self._seen % EVERY:
             return False
-        before = self.moe.skew
-        self.learn(())
+        before, sizes = self.moe.skew, [(s.rows, s.woken) for s in self._sizes.values()]
+        self.moe = replace(self.moe, skew=min(SKEWS, key=lambda skew: self._error(skew, sizes)))
         return self.moe.skew != before
 
     def _note(self, rows: int, woken: float) -> None:
@@ -58,9 +64,7 @@ class ExpertCounts:
         size.rows += WEIGHT * (rows - size.rows)
         size.woken += WEIGHT * (woken - size.woken)
 
-    def _error(self, skew: float) -> float:
-        """Sum of squared relative errors of the experts that are expected to be read."""
+    def _error(self, skew: float, seen: Sequence[tuple[float, float]]) -> float:
+        """Sum of squared relative errors of the experts that steps are expected to read."""
         moe = replace(self.moe, skew=skew)
-        return sum(
-            (moe.active(s.rows) / max(s.woken, 1.0) - 1.0) ** 2 for s in self._sizes.values()
-        )
+        return sum((moe.active(rows) / max(woken, 1.0) - 1.0) ** 2 for rows, woken in seen)

@@ -13,6 +13,7 @@ from twolane.lanes.machine import MachineLanes
 from twolane.lanes.slot_table import UntoldSlots
 from twolane.lanes.work import (
     DecodeRow,
+    PrefillWork,
     PromptChunk,
     PromptRow,
     Sampling,
@@ -53,9 +54,9 @@ class Rig:
     seed: int = 0
     clocks_settle: bool = True
     """Whether the device's speed follows its load with some delay; in a simulation it does not."""
-    sampling: SamplingParams = GREEDY
-    """How tokens are chosen. Rows of one token, which greedy steps of random weights come to, wake
-    the same experts."""
+    own_tokens: bool = False
+    """Whether each decode row has a random token before its first step, and samples at random, as a
+    model with experts needs: rows that decode the same token wake the same experts."""
     _free: list[int] = field(init=False)
     _held: dict[int, list[int]] = field(default_factory=dict)
     """Pages by slot."""
@@ -104,7 +105,19 @@ class Rig:
             for _ in range(count):
                 self._take(len(rows), context + 1, context)
                 rows.append(DecodeRow(len(rows), context, 1))
+        if rows and self.own_tokens:
+            self._draw_tokens(rows)
         return tuple(rows)
+
+    def _draw_tokens(self, rows: Sequence[DecodeRow]) -> None:
+        """Compute another random token in front of each row's, which then samples its own."""
+        draw, rows = random.Random(self.seed), [row for row in rows if row.position]
+        tokens = draw.choices(range(self.vocab_size), k=len(rows))
+        prompts = tuple(PromptRow(row.slot, row.position - 1, 1, samples=True) for row in rows)
+        chunks = tuple(PromptChunk(pack([token])) for token in tokens)
+        work = PrefillWork(0, prompts, 0, self.layers, finishes=True, chunks=chunks)
+        ticket = self.launch("prefill", max(self.limits.prefill_units), work)
+        self.wait(lambda: ticket.done, [ticket])
 
     def prompts(self, runs: Sequence[Run]) -> PromptBatch:
         """Prompts of n random tokens behind r that are in the cache."""
@@ -127,5 +140,6 @@ class Rig:
         """Pages for this many tokens, told with the first launch that names the slot."""
         pages = [self._free.pop() for _ in range(-(-tokens // self.page_size))]
         self._held[slot] = pages
-        sampling = Sampling(self.sampling, slot, prompt_tokens, ())
+        params = RANDOM if self.own_tokens else GREEDY
+        sampling = Sampling(params, slot, prompt_tokens, ())
         self._untold.add(SlotUpdate(slot, 0, tuple(pages), sampling))

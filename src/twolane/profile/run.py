@@ -23,7 +23,7 @@ from twolane.model.load.hub import cache_dir
 from twolane.profile.clocks import Clocks
 from twolane.profile.grid import ROUNDS, Point, plan
 from twolane.profile.measure import measure
-from twolane.profile.rig import GREEDY, RANDOM, Rig
+from twolane.profile.rig import Rig
 
 log = logging.getLogger("twolane.profile")
 
@@ -164,7 +164,7 @@ def rig_on(config: EngineConfig, machine: Machine, progress: Progress) -> Iterat
             batch_tokens=LONGEST_BATCH,
             seed=config.seed,
             clocks_settle=machine.settles,
-            sampling=GREEDY if machine.spec.moe is None else RANDOM,
+            own_tokens=machine.spec.moe is not None,
         )
     finally:
         lanes.close()

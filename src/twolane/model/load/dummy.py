@@ -6,8 +6,8 @@ import torch
 
 from twolane.model.sharding import Cut
 
-_STD = 0.02
-"""The standard deviation of random matrices."""
+STD = 0.02
+"""The standard deviation of random matrices, unless a tensor has one of its own."""
 
 
 class Dummy:
@@ -19,6 +19,7 @@ class Dummy:
         device: where they are drawn.
         routers: names of the routers' tensors.
         shares: probability that a token goes to each expert; none: routers are like other matrices.
+        deviations: standard deviations of tensors that do not have `STD`, by name.
     """
 
     def __init__(
@@ -28,8 +29,10 @@ class Dummy:
         device: torch.device,
         routers: Collection[str] = (),
         shares: Sequence[float] = (),
+        deviations: Mapping[str, float] | None = None,
     ) -> None:
         self._shapes = shapes
+        self._deviations = deviations or {}
         self._device = device
         self._routers = frozenset(routers)
         self._scales = _scales(shares).to(device) if shares else None
@@ -52,7 +55,7 @@ class Dummy:
         if name.endswith("norm.weight"):
             return torch.ones(self._shapes[name], device=self._device)
         tensor = torch.empty(self._shapes[name], device=self._device)
-        tensor.normal_(0.0, _STD, generator=self._generator)
+        tensor.normal_(0.0, self._deviations.get(name, STD), generator=self._generator)
         if name in self._routers and self._scales is not None:
             tensor *= self._scales[:, None]
         return tensor if cut is None else tensor.narrow(cut.dim, cut.start, cut.stop - cut.start)

@@ -1,6 +1,7 @@
 """Weights into a `Decoder`: safetensors, GGUF or random numbers."""
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -13,7 +14,7 @@ from torch import Tensor
 from twolane.common.errors import FieldError
 from twolane.model.decoder import Decoder, LayerWeights, Weights
 from twolane.model.load.configs import JOINED, quantization_from_directory
-from twolane.model.load.dummy import Dummy
+from twolane.model.load.dummy import STD, Dummy
 from twolane.model.load.gguf import GGUFModel
 from twolane.model.load.hub import ModelSource, Progress
 from twolane.model.load.joined import Joined
@@ -181,7 +182,22 @@ def _dummy(spec: ModelSpec, seed: int, device: torch.device) -> Dummy:
     shapes, router = dict(_expected(spec)), f".{_expert_names(spec).router}.weight"
     routers = [name for name in shapes if name.endswith(router)] if spec.moe is not None else []
     shares = spec.moe.shares if spec.moe is not None and spec.moe.skew else ()
-    return Dummy(shapes, seed, device, routers, shares)
+    return Dummy(shapes, seed, device, routers, shares, _deviations(spec, shapes))
+
+
+def _deviations(spec: ModelSpec, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, float]:
+    """Return the standard deviations with which random tokens go to experts of their own.
+
+    With equal ones, every token of a prompt soon has nearly the same hidden state, for attention
+    adds the mean over all tokens to each of them, and few experts are chosen by all. So here what
+    layers add is small beside the embeddings, as in models that are trained.
+    """
+    if spec.moe is None:
+        return {}
+    added = STD / math.sqrt(2 * spec.layers)
+    ends = ("self_attn.o_proj.weight", f".{_expert_names(spec).down}.weight")
+    small = {name: added for name in shapes if name.endswith(ends)}
+    return {"model.embed_tokens.weight": 1.0, **small}
 
 
 def with_stored_head(spec: ModelSpec, tensors: TensorSource, name: str) -> ModelSpec:
