@@ -123,7 +123,16 @@ class Rig:
         """Requests of so much context, with room for many more tokens."""
         for slot in range(count):
             self.take(slot, context + 512, context)
+        if self.spec.moe is not None:
+            self.draw_tokens(count, context - 2)
         return tuple(DecodeRow(slot, context - 1, steps) for slot in range(count))
+
+    def draw_tokens(self, count: int, position: int) -> None:
+        """Sample the last token of each slot from a random one: equal tokens wake equal experts."""
+        rows = tuple(PromptRow(slot, position, 1, samples=True) for slot in range(count))
+        chunks, layers = tuple(map(self.chunk, rows)), self.spec.layers
+        work = PrefillWork(0, rows, 0, layers, finishes=True, chunks=chunks)
+        finished(self.launch("prefill", self.machine.partitions.units, work))
 
     def prompt(self, new: int, reused: int = 0, slot: int | None = None) -> PromptRow:
         slot = self.slots - 1 if slot is None else slot

@@ -1,29 +1,59 @@
 """A model with experts on one GPU: `python benchmarks/experts.py [--router-skew S]
-[--out FILE]`.
+[--profile SECONDS] [--out FILE]`.
 
 With dummy weights in the true shapes: decode steps beside the bytes that they must read, prefill,
 and the cliff: what a decode step of few rows takes when prompt tokens join its pass and wake every
-expert. See `engine.py`, whose rig this takes.
+expert. With `--profile`, what an estimator that was fitted on a profile of the same lanes says of
+the same passes. See `engine.py`, whose rig this takes.
 """
 
 import argparse
 import json
 import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from breakdown import by_parts
-from engine import HybridWork, Rig, decode_seconds, repeat, timed
+from engine import PAGE, DecodeWork, HybridWork, Rig, decode_seconds, finished, repeat, timed
 from measured import Figure, at_least, at_most, show
 
-from twolane.model.spec import ModelSpec
+import twolane.profile.rig as profiling
+from twolane.engine.predict import machine_key
+from twolane.estimate.calibrated.estimator import Calibrated
+from twolane.estimate.profile import Profile
+from twolane.estimate.query import LaunchShape, Load, decode_step, hybrid_pass
+from twolane.model.spec import ModelSpec, skewed
+from twolane.profile.clocks import Clocks
+from twolane.profile.grid import plan
+from twolane.profile.run import empty_profile, work_through
 from twolane.results.provenance import provenance, save
 
 CONTEXT = 2048
 ROWS = (1, 8, 16, 32, 64)
+CLIFF_ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 PROMPTS = (256, 512, 1024)
-SHORT = 8
-"""Tokens of each prompt that joins a pass."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Decode rows, alone or in a pass with tokens of one prompt, on some SMs."""
+
+    rows: int
+    new: int
+    units: int
+
+    def __str__(self) -> str:
+        return f"{self.rows}+{self.new} on {self.units}"
+
+    @property
+    def launch(self) -> LaunchShape:
+        """The launch, as estimators are asked about it."""
+        contexts = [CONTEXT - 1] * self.rows
+        if not self.new:
+            return decode_step(Load.decode(contexts))
+        return hybrid_pass(Load([1] * self.rows + [self.new], [*contexts, 0]))
 
 
 def step_bytes(spec: ModelSpec, rows: int) -> float:
@@ -76,41 +106,104 @@ def prefill(rig: Rig, details: dict) -> list[Figure]:
     return [at_least("prefill of 8192", 8192 / took[units], 45_000, "tokens/s")]
 
 
-def cliff(rig: Rig, details: dict) -> None:
-    """Passes of decode rows with and without prompt tokens.
-
-    The tokens are those of many short prompts: with random weights the tokens of one prompt
-    resemble each other, and so do their experts.
-    """
-    units = rig.machine.partitions.units
-    for rows in (8, 64):
+def law(rig: Rig, details: dict) -> list[Figure]:
+    """Experts that steps of some rows read in a layer, beside the law that predicts them."""
+    units, errors = rig.machine.partitions.units, []
+    for rows in CLIFF_ROWS:
         asked = rig.decode_rows(rows, CONTEXT)
-        for new in PROMPTS:
-            prompts = [
-                rig.prompt(SHORT, slot=rig.slots - 1 - number) for number in range(new // SHORT)
-            ]
-            work = HybridWork(asked, tuple(prompts), tuple(map(rig.chunk, prompts)))
-            seconds = repeat(5, lambda work=work: rig.launch("device", units, work))
-            details[f"hybrid_ms_{rows}+{new}"] = seconds * 1e3
-            rig.give_back(prompts)
+        ticket = finished(rig.launch("decode", units, DecodeWork(asked, 1)))
         rig.give_back(asked)
+        read, expected = ticket.steps[0].woken, rig.spec.moe.active(rows)
+        details[f"experts_{rows}"] = {"read": read, "expected": expected}
+        errors.append(abs(read / expected - 1))
+    return [at_most("experts read, worst error of the law", max(errors), 0.1)]
+
+
+def cliff(rig: Rig, details: dict) -> dict[Asked, float]:
+    """Seconds of passes of decode rows, alone and with the tokens of a prompt."""
+    units, narrow = rig.machine.partitions.units, min(rig.machine.partitions.decode_units)
+    took: dict[Asked, float] = {}
+    for rows in CLIFF_ROWS:
+        asked = rig.decode_rows(rows, CONTEXT)
+        for share in (units, narrow):
+            took[Asked(rows, 0, share)] = decode_seconds(rig, asked, share, 1)
+        for new in PROMPTS:
+            row = rig.prompt(new)
+            work = HybridWork(asked, (row,), (rig.chunk(row),))
+            seconds = repeat(5, lambda work=work: rig.launch("device", units, work))
+            took[Asked(rows, new, units)] = seconds
+            rig.give_back([row])
+        rig.give_back(asked)
+    details["passes_ms"] = {str(asked): seconds * 1e3 for asked, seconds in took.items()}
+    return took
+
+
+def profile(rig: Rig, seconds: float, path: Path) -> Profile:
+    """Return a profile taken with the rig's lanes.
+
+    It does not know how skewed the routers are: counts of experts that steps read tell.
+    """
+    machine, spec = rig.machine, rig.spec
+    driven = profiling.Rig(
+        rig.lanes,
+        layers=spec.layers,
+        vocab_size=spec.vocab_size,
+        pages=rig.pages,
+        page_size=PAGE,
+        slots=rig.slots,
+        max_model_len=40_960,
+        batch_tokens=8192,
+        own_tokens=True,
+    )
+    key = machine_key(machine, driven.lanes.units)
+    taken = empty_profile(key, machine, driven, 0)
+    taken.shape = skewed(spec, 0.0)
+    points = plan(driven.limits, 0)
+    gpu = f"GPU-{torch.cuda.get_device_properties(0).uuid}"
+    with Clocks(gpu) as clocks:
+        work_through(taken, path, driven, points, clocks, seconds, lambda *_: None)
+    return taken
+
+
+def predictions(taken: Profile, took: Mapping[Asked, float], details: dict) -> list[Figure]:
+    """What the calibrated estimator says of the passes that were measured."""
+    estimator, errors = Calibrated(taken), {}
+    print("rows + prompt tokens on SMs: measured, predicted, ms", flush=True)
+    for asked, seconds in took.items():
+        predicted = estimator.predict(asked.launch, asked.units)
+        errors[str(asked)] = predicted / seconds - 1
+        line = f"  {asked!s:>16}: {seconds * 1e3:7.2f} {predicted * 1e3:7.2f}"
+        print(f"{line} {100 * errors[str(asked)]:+.1f} %", flush=True)
+    details["predicted_over_measured_less_1"] = errors
+    details["profile"] = {"points": len(taken.done()), "seconds": taken.seconds}
+    return [
+        at_most(f"estimator's worst error, {kind}", max(map(abs, some)), 0.1)
+        for kind, some in (
+            ("steps", [errors[str(asked)] for asked in took if not asked.new]),
+            ("passes with a prompt", [errors[str(asked)] for asked in took if asked.new]),
+        )
+    ]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="qwen3-30b-a3b")
     parser.add_argument("--router-skew", type=float, default=0.0, help="see `twolane serve`")
+    parser.add_argument("--quantization", choices=("fp8",), help="see `twolane serve`")
+    parser.add_argument("--profile", type=float, default=0.0, help="seconds, and predict by it")
     parser.add_argument("--parts", action="store_true", help="and one row's time, by breakdown.py")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     rate, details = reading_rate(), {}
-    rig = Rig(args.model, (24, 32, 48), pages=64 * 100, router_skew=args.router_skew)
+    form = {"quantization": args.quantization, "router_skew": args.router_skew}
+    rig = Rig(args.model, (24, 32, 48), **form)
     details |= {"start_seconds": rig.start_seconds, "reading_tb_s": rate / 1e12}
     figures = decode(rig, details, rate)
     show(figures)
     figures += prefill(rig, details)
     show(figures[-1:])
-    cliff(rig, details)
+    figures += law(rig, details)
+    took = cliff(rig, details)
     print(json.dumps(details, default=float), flush=True)
 
     def keep() -> None:
@@ -118,6 +211,12 @@ def main() -> int:
             save(args.out, provenance([args.model]), {"figures": figures, "details": details})
 
     keep()
+    if args.profile:
+        path = args.out or Path("experts.json")
+        taken = profile(rig, args.profile, path.with_name(f"{path.stem}-profile.json"))
+        figures += predictions(taken, took, details)
+        show(figures[-2:])
+        keep()
     if args.parts:
         details["1 row"] = by_parts(rig, 1)
         keep()

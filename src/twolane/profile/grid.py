@@ -4,8 +4,8 @@ Every round has some of everything (solo prefill and decode on every level, both
 level, hybrid passes), so a plan that is cut off anywhere is a smaller plan of the same kind. Each
 of its points is a draw of its own: a batch measured on one level tells nearly all it would tell
 on the others, and another batch tells more. The anchors are the corners that nothing should have to
-be extrapolated beyond; alone they are measured on every level, together each level has other pairs
-of them. They are never held out.
+be extrapolated beyond; alone they are measured on every level, together each level and the hybrid
+passes have pairs of them. They are never held out.
 """
 
 import random
@@ -20,7 +20,7 @@ HELD_OUT = 0.2
 """Share of the points beside the anchors that estimators are not fitted on."""
 ROUNDS = 100
 """Rounds of the whole plan."""
-REVISION = 3
+REVISION = 4
 """Raised when other points are planned, or they are measured in another way."""
 HYBRIDS = 4
 """Hybrid passes of a round."""
@@ -120,6 +120,10 @@ def _anchors(limits: Limits) -> Iterator[Point]:
             yield Point(f"{ANCHOR}/{i}/prefill/{units}", "prefill", (prompt,), (), units, 0, False)
         for units in limits.decode_units:
             yield Point(f"{ANCHOR}/{i}/decode/{units}", "decode", (), (context,), 0, units, False)
+        if limits.fits((prompt,), (context,)):
+            whole = limits.units
+            name = f"{ANCHOR}/{i}/hybrid"
+            yield Point(name, "hybrid", (prompt,), (context,), whole, whole, False)
         for shift, (p, d) in enumerate(limits.shared):
             j = (i + shift) % len(contexts)
             if limits.fits((prompt,), (contexts[j],)):
