@@ -12,8 +12,8 @@ WEIGHT = 0.02
 EVERY = 32
 """One step in this many is followed by a comparison."""
 MOST_OFF = 0.15
-"""Relative error of the best skew, in the root mean square over the steps of a profile, beyond which
-the rows resembled one another, so that their counts say nothing of other rows."""
+"""The counts of a profile teach nothing if the best skew is off by more than this, as the root mean
+square of relative errors: its rows resembled one another."""
 
 
 @dataclass(slots=True)
