@@ -26,6 +26,35 @@ assert held > 20_000, held
 return_free_memory()
 assert resident() - before < held / 4, (before, held, resident())
 """
+THREAD = """
+import os
+import threading
+from pathlib import Path
+
+from twolane.common.garbage import bound_heaps, return_free_memory
+
+def resident():
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+def work():
+    pieces = [b"x" * (1000 + i % 2) for i in range(20_000)]
+    pieces.reverse()  # so that the last to go is beside the end of the heap
+    del pieces
+    done.set()
+    end.wait()
+
+{bound}
+large = b"x" * (24 << 20)
+del large  # from now on heaps would keep 48 MiB
+before = resident()
+done, end = threading.Event(), threading.Event()
+threading.Thread(target=work).start()
+done.wait()
+return_free_memory()
+print(resident() - before)
+end.set()
+"""
 SEEN = """
 import gc
 from twolane.common import garbage
@@ -63,6 +92,16 @@ def test_the_engine_makes_no_reference_cycles(system: str) -> None:
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="needs glibc")
 def test_memory_that_is_free_between_objects_goes_back() -> None:
     subprocess.run([sys.executable, "-c", HELD], check=True, timeout=60)
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="needs glibc")
+def test_a_thread_keeps_no_memory_behind_what_it_has_freed() -> None:
+    kept = {}
+    for bound in ("", "bound_heaps()"):
+        run = [sys.executable, "-c", THREAD.format(bound=bound)]
+        done = subprocess.run(run, check=True, timeout=60, stdout=subprocess.PIPE)
+        kept[bound] = int(done.stdout)
+    assert kept["bound_heaps()"] < 4 << 20 < 16 << 20 < kept[""], kept
 
 
 def test_collections_are_short() -> None:

@@ -1,8 +1,9 @@
 """How long one client waits while another sends the worst that there is: a table.
 
-`python -m tests.hardening.attention [MIB]` starts a server, watches a stream of it and its /health
-from other processes, and sends large bodies, templates, names, stop lists, log-probabilities, many
-answers, bad UTF-8 and long texts, one after the other.
+`python -m tests.hardening.attention [MIB [PART]]` starts a server, watches a stream of it and its
+/health from other processes, and sends large bodies, templates, names, stop lists,
+log-probabilities, many answers, bad UTF-8 and long texts, one after the other; with PART only those
+whose names hold it.
 """
 
 import json
@@ -122,8 +123,9 @@ def settled(served: Served, bound: float) -> tuple[float, float]:
     return rss(served.process.pid) / MIB, time.monotonic() - began
 
 
-def run(served: Served, size: int) -> tuple[list[Row], float]:
-    """Return a row for each attack, and the longest gap of the stream without them."""
+def run(served: Served, size: int, part: str) -> tuple[list[Row], float]:
+    """Return a row for each attack whose name holds `part`, and the longest gap of the stream
+    without them."""
     good = {"prompt": [5] * 20, "max_tokens": 4, "metadata": {"a": "x" * 70_000}}
     assert served.request(COMPLETIONS, good)[0] == 200  # the process that judges starts
     assert served.request("/tokenize", {"prompt": "a"})[0] == 200
@@ -136,7 +138,7 @@ def run(served: Served, size: int) -> tuple[list[Row], float]:
     time.sleep(CALM_SECONDS)
     calm_until, sent = time.monotonic(), []
     resting = rss(served.process.pid)
-    for attack in attacks(size):
+    for attack in (each for each in attacks(size) if part in each.name):
         Path(f"/proc/{served.process.pid}/clear_refs").write_text("5")  # the peak counts anew
         at = time.monotonic()
         status, peak = send(served, attack)
@@ -155,6 +157,7 @@ def run(served: Served, size: int) -> tuple[list[Row], float]:
 def main() -> int:
     """Print the table; the exit code is 1 if somebody waited or memory was held for too long."""
     size = int(sys.argv[1] if len(sys.argv) > 1 else 32) * MIB - 4096
+    part = sys.argv[2] if len(sys.argv) > 2 else ""
     with tempfile.TemporaryDirectory() as folder:
         model = write_text_model(Path(folder) / "model")
         write_tiny_model(model, vocab_size=VOCAB)  # with a long context
@@ -163,7 +166,7 @@ def main() -> int:
         config.pop("chat_template", None)
         (model / "tokenizer_config.json").write_text(json.dumps(config))
         with serving(str(model), *ARGUMENTS) as served:
-            rows, calm = run(served, size)
+            rows, calm = run(served, size, part)
     bar = max(BAR, TIMES * calm)
     print(f"\nLongest gap of the stream in calm {calm:.3f} s: bar {bar:.3f} s.\n")
     print("| sent | status | took s | stream s | /health s | peak MiB | after MiB | back s |")

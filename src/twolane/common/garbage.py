@@ -12,6 +12,11 @@ the KV cache, hardly ever garbage; the fewer are looked at, the shorter it stand
 OLDER_BESIDE_CLIENTS = 10
 """The same number for a process with connections: each that ends leaves garbage in cycles, such as
 asyncio's transport, and 20,000 containers of it are looked at in 2 ms."""
+HEAP_KEEPS_BYTES = 1 << 20
+"""Each of the C library's heaps keeps at most this many free bytes at its end, and an allocation of
+this many bytes or more is mapped apart from them."""
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+"""Numbers by which glibc's `mallopt` knows these two bounds (malloc.h)."""
 
 
 def leave_out(older: int = OLDER) -> None:
@@ -40,6 +45,19 @@ def uncollected() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+def bound_heaps() -> None:
+    """Keep the C library from raising the bounds of what its heaps keep.
+
+    It raises both with the largest mapping that was ever freed, to 64 MiB at most. `malloc_trim`
+    leaves the end of every heap but the main thread's as it is, so a thread that had written a
+    large answer would keep as much.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:  # glibc's; musl has no such bounds
+        mallopt(_TRIM_THRESHOLD, HEAP_KEEPS_BYTES)
+        mallopt(_MMAP_THRESHOLD, HEAP_KEEPS_BYTES)
 
 
 def return_free_memory() -> None:

@@ -103,6 +103,7 @@ def serve(config: EngineConfig, options: ServerOptions) -> int:
         logging.getLogger(name).setLevel(logging.WARNING)
     # Its warnings are about what clients send; who sends nonsense is answered, and fills no log.
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
+    garbage.bound_heaps()
     return asyncio.run(run(config, options))
 
 
