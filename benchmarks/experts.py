@@ -10,7 +10,7 @@ the same passes. See `engine.py`, whose rig this takes.
 import argparse
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,6 +67,12 @@ def step_bytes(spec: ModelSpec, rows: int) -> float:
     return weights + rows * CONTEXT * spec.kv_bytes_per_token(2)
 
 
+def fitting(rig: Rig, rows: Sequence[int]) -> list[int]:
+    """Those numbers of rows whose contexts fit the rig's pages, with a prompt beside them."""
+    free = rig.pages - PROMPTS[-1] // PAGE
+    return [count for count in rows if count * -(-(CONTEXT + 512) // PAGE) <= free]
+
+
 def reading_rate() -> float:
     """Bytes per second of a kernel that reads."""
     data = torch.empty(2**31, dtype=torch.bfloat16, device="cuda").normal_()
@@ -78,7 +84,7 @@ def reading_rate() -> float:
 def decode(rig: Rig, details: dict, rate: float) -> list[Figure]:
     """Steps by rows and share of the SMs."""
     units, figures = rig.machine.partitions.units, []
-    for rows in ROWS:
+    for rows in fitting(rig, ROWS):
         asked = rig.decode_rows(rows, CONTEXT)
         steps = {u: decode_seconds(rig, asked, u) for u in rig.machine.partitions.decode_units}
         rig.give_back(asked)
@@ -109,7 +115,7 @@ def prefill(rig: Rig, details: dict) -> list[Figure]:
 def law(rig: Rig, details: dict) -> list[Figure]:
     """Experts that steps of some rows read in a layer, beside the law that predicts them."""
     units, errors = rig.machine.partitions.units, []
-    for rows in CLIFF_ROWS:
+    for rows in fitting(rig, CLIFF_ROWS):
         asked = rig.decode_rows(rows, CONTEXT)
         ticket = finished(rig.launch("decode", units, DecodeWork(asked, 1)))
         rig.give_back(asked)
@@ -123,7 +129,7 @@ def cliff(rig: Rig, details: dict) -> dict[Asked, float]:
     """Seconds of passes of decode rows, alone and with the tokens of a prompt."""
     units, narrow = rig.machine.partitions.units, min(rig.machine.partitions.decode_units)
     took: dict[Asked, float] = {}
-    for rows in CLIFF_ROWS:
+    for rows in fitting(rig, CLIFF_ROWS):
         asked = rig.decode_rows(rows, CONTEXT)
         for share in (units, narrow):
             took[Asked(rows, 0, share)] = decode_seconds(rig, asked, share, 1)
@@ -196,7 +202,8 @@ def main() -> int:
     args = parser.parse_args()
     rate, details = reading_rate(), {}
     form = {"quantization": args.quantization, "router_skew": args.router_skew}
-    rig = Rig(args.model, (24, 32, 48), **form)
+    roomy = torch.cuda.mem_get_info()[1] > 100e9
+    rig = Rig(args.model, (24, 32, 48), pages=12_000 if roomy else 1_500, **form)
     details |= {"start_seconds": rig.start_seconds, "reading_tb_s": rate / 1e12}
     figures = decode(rig, details, rate)
     show(figures)
