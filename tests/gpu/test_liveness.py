@@ -105,7 +105,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
     path = make_checkpoint("qwen2", tmp_path_factory.mktemp("gpu") / "qwen2", seed=1)
     return EngineConfig(
         model=str(path),
-        dtype="float32",  # in bfloat16 a first start compiles and times products for a minute
+        dtype="float32",  # in bfloat16 a first start compiles and times products
         kv_tokens=4096,
         max_running=2,
         levels=(64,),

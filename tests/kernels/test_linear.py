@@ -122,6 +122,13 @@ def test_a_record_belongs_to_its_case(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert len(paths) == 3 and all(tmp_path in path.parents for path in paths)
 
 
+def test_what_is_timed_is_more_than_the_cache_and_bounded() -> None:
+    """Weights of 8 kB would take 25,000 products for one timing, and a start for ever."""
+    small, large = (Matrix.plain(torch.empty(n, 64, dtype=torch.bfloat16)) for n in (64, 1 << 18))
+    assert len(linear.in_turn([small, small])) == linear.MOST_TIMED
+    assert sum(each.nbytes for each in linear.in_turn([large])) in range(200 << 20, 250 << 20)
+
+
 def test_nothing_is_tuned_without_the_kernel() -> None:
     """On the CPU, and for float32 everywhere, products are the library's."""
     products, weight = Products(8), torch.zeros(64, 32)

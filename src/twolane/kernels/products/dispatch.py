@@ -78,6 +78,9 @@ _SHORTLIST = 4
 """Ways of the own kernel that are timed in layers."""
 COLD_BYTES = 200 << 20
 """Weights that one timing reads: the L2 cache (60 MB) must not serve them."""
+MOST_TIMED = 512
+"""One timing queues at most this many products; the weights of a model whose layers are so small
+come from the L2 cache when it is served, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,8 +328,7 @@ class Products:
     def _seconds(self, way: Way, case: Case, rows: int, weights: Sequence[Stored]) -> float:
         """Seconds of one product behind a norm, as layers have them."""
         like, operation = weights[0], case.operation
-        enough = -(-COLD_BYTES // like.nbytes)
-        several = [weights[i % len(weights)] for i in range(enough)]
+        several = in_turn(weights)
         device = like.values.device
         dtype = torch.bfloat16 if case.scheme in FP8_SCHEMES else like.values.dtype
         x = torch.randn(rows, case.k, dtype=dtype, device=device)
@@ -345,7 +347,14 @@ class Products:
                 else:
                     self._run(way, operation, seen, weight, None, out)
 
-        return graph_seconds(run, _REPEATS) / enough
+        return graph_seconds(run, _REPEATS) / len(several)
+
+
+def in_turn(weights: Sequence[Stored]) -> Sequence[Stored]:
+    """Repeat these weights, of one shape, until the L2 cache does not serve them, or as often as
+    one timing may."""
+    enough = min(-(-COLD_BYTES // weights[0].nbytes), MOST_TIMED)
+    return [weights[i % len(weights)] for i in range(enough)]
 
 
 def input_of(buffer: Tensor, scales: Tensor, scheme: str) -> Activations:
