@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from twolane.engine.config import EngineConfig
-from twolane.engine.constrained.constraints import Grammars, MaskThreads
+from twolane.engine.constrained.constraints import Grammars, Masks
 from twolane.engine.messages import Output, Submit
 from twolane.frontend.engine_client import EngineClient
 from twolane.frontend.structured.grammar import json_schema_grammar
@@ -154,14 +154,14 @@ def mask_costs(given: argparse.Namespace, tokenizer: str) -> dict[str, object]:
     steps."""
     grammar, costs = json_schema_grammar(SCHEMAS[given.schema]), {}
     for threads, rows in itertools.product(given.threads, (1, 16, 64)):
-        computing = MaskThreads(lambda: None, threads)
+        computing = Masks(lambda: None, threads)
         vocabulary = tokenizer, given.vocab_size, (given.eos,)
-        grammars = Grammars(*vocabulary, lambda: None, groups=threads)
+        grammars = Grammars(*vocabulary, lambda: None, groups=2 * threads)
         tied = [grammars.constraint(grammar, {given.eos}).result()[0] for _ in range(rows)]
         seconds = []
         for step in range(100):
             begun = time.perf_counter()
-            masks = [each.result() for each in computing.start(tied)]
+            masks = computing.start(tied).result()
             seconds.append(time.perf_counter() - begun)
             for place, (each, mask) in enumerate(zip(tied, masks, strict=True)):
                 each.take(chosen(mask, 7 * place + 3 * step))

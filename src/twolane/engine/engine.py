@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from twolane.common.errors import FieldError
 from twolane.common.vocabulary import LANES, LaneName
 from twolane.engine.adapters.registry import AdapterRegistry
-from twolane.engine.constrained.constraints import Constraint, GrammarError, Grammars, MaskThreads
+from twolane.engine.constrained.constraints import Constraint, GrammarError, Grammars, Masks
 from twolane.engine.constrained.late_masks import LateMasks
 from twolane.engine.kv import KVBooks, Lookup
 from twolane.engine.kv_events.publisher import KVEventPublisher
@@ -112,7 +112,7 @@ class Engine:
         """Those that are loaded."""
         self._grammars: Grammars | None = None
         """None until the API process has sent the vocabulary."""
-        self._masks = LateMasks(self.state, MaskThreads(notify))
+        self._masks = LateMasks(self.state, Masks(notify))
         self._compiling: dict[str, Future[tuple[Constraint, bytes]]] = {}
         """Grammars of requests that are held back until they are compiled, by the requests' ids."""
         self._arrivals = 0

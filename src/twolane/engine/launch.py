@@ -8,7 +8,15 @@ from msgspec.structs import replace
 from twolane.common.vocabulary import LANES, LaneName
 from twolane.engine.kv import Allocation
 from twolane.engine.overlap import corunner_now
-from twolane.engine.request import BatchChunk, Flight, LateRow, Phase, PrefillBatch, Request
+from twolane.engine.request import (
+    MOST_OWED,
+    BatchChunk,
+    Flight,
+    LateRow,
+    Phase,
+    PrefillBatch,
+    Request,
+)
 from twolane.engine.state import State
 from twolane.estimate.query import Load, decode_step, hybrid_pass, prefill_slice
 from twolane.lanes.base import Ticket, patience
@@ -192,7 +200,7 @@ def _launch_decode(state: State, launch: Launch, steps: DecodeSteps, reason: str
     if steps.k < 1:
         raise PlanError(f"launches {steps.k} decode steps")
     ready = _ready(state, _joined(launch.lane, steps.waits))
-    if any(request.owed for request in ready):
+    if any(request.owed == MOST_OWED for request in ready):
         return False
     constrained = any(request.constraint is not None for request in ready)
     reserved = _reserve(state, ready, 1 if constrained else steps.k)
@@ -218,7 +226,7 @@ def _launch_hybrid(state: State, launch: Launch, reason: str) -> bool:
     if batch is None or batch.layers_launched:
         raise PlanError("launches a hybrid without an open batch, or one begun in slices")
     ready = _ready(state, _joined(launch.lane))
-    reserved = _reserve(state, [request for request in ready if not request.owed], 1)
+    reserved = _reserve(state, [request for request in ready if request.owed < MOST_OWED], 1)
     chunks = batch.chunks
     late = (*_late(reserved.rows), *_late_chunks(chunks))
     work = HybridWork(
@@ -259,7 +267,7 @@ def _take_off(state: State, work: Work, flight: Flight) -> None:
     if flight.late:
         state.owed.append(flight)
         for row in flight.late:
-            row.request.owed = True
+            row.request.owed += 1
 
 
 def _tickets_elsewhere(lane: LaneName, allocations: Iterable[Allocation]) -> list[Ticket]:
@@ -321,7 +329,7 @@ def _masks(rows: "Rows") -> tuple[TokenMask, ...]:
 def _late(rows: "Rows") -> Sequence[LateRow]:
     """The constrained ones of these decode rows whose masks are not known."""
     return [
-        LateRow(request, held, len(request.tokens) + request.in_flight)
+        LateRow(request, held, request.context + 1)
         for request, held, _ in rows
         if request.constraint is not None and request.next_mask is None
     ]

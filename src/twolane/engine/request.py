@@ -62,8 +62,8 @@ class Request:
     """What its grammar allows, once it is compiled; None: everything."""
     mask: bytes | None = None
     """The tokens that the constraint allows behind those delivered; None: it is being computed."""
-    owed: bool = False
-    """Whether a launch of it waits for its mask: nothing more is launched for it until then."""
+    owed: int = 0
+    """Number of its launches that wait for a mask: no more than `MOST_OWED`."""
     looked_up: Lookup | None = None
     """Its last answer."""
     phase: Phase = Phase.WAITING
@@ -234,6 +234,11 @@ class PrefillBatch:
         """Those whose request was not aborted and has its pages; the others leave at the next
         slice boundary."""
         return [each for each in self.members if each.request.allocation is each.allocation]
+
+
+MOST_OWED = 2
+"""This many launches of a request may wait for masks: the second one's forward pass is queued in
+the moment in which the first one is sampled."""
 
 
 class LateRow(NamedTuple):

@@ -216,7 +216,7 @@ class State:
             self.decoding.remove(request)
         if request.allocation is not None:
             self.kv.give_up(request.allocation)
-        request.allocation, request.owed = None, False
+        request.allocation, request.owed = None, 0
         request.context, request.to_generate = 0, request.limit - len(request.tokens)
         request.looked_up = None  # by now it has more tokens to find
         request.prompt_logprobs = PackedLogprobs()

@@ -3,9 +3,12 @@
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
 from itertools import count
 
-from llguidance import LLMatcher, LLTokenizer
+import numpy as np
+from llguidance import LLExecutor, LLMatcher, LLTokenizer
+from llguidance.numpy import fill_next_token_bitmask_par
 
 from twolane.common.grammars import parser_limits
 from twolane.common.resources import usable_cores
@@ -26,11 +29,12 @@ class GrammarError(ValueError):
 class Constraint:
     """What one request may say next, by its grammar.
 
-    The loop tells it the tokens that are delivered; whoever asks for the mask, one at a time, in
+    The loop tells it the tokens that are delivered; whoever computes the mask, one at a time, in
     any thread, has the matcher take them first.
 
     Args:
         matcher: at its start.
+        words: 32-bit words of its masks, by the tokenizer's vocabulary.
         group: number of the matchers that share what they have found out about their grammar; one
             of a group at a time can compute a mask.
         vocab_size: of the model, which may have tokens that the tokenizer has not.
@@ -41,13 +45,13 @@ class Constraint:
     def __init__(
         self,
         matcher: LLMatcher,
+        words: int,
         group: int,
         vocab_size: int,
         stops: Collection[int],
         eos_token_ids: Sequence[int],
     ) -> None:
-        self._matcher = matcher
-        self.group = group
+        self.matcher, self.words, self.group = matcher, words, group
         self._bytes = -(-vocab_size // 8)
         self._stops = stops
         self._eos = eos_token_ids
@@ -58,64 +62,78 @@ class Constraint:
         """Go on behind an output token that was delivered."""
         self._delivered.append(token)
 
-    def mask(self) -> bytes:
-        """Return a bit for each token of the vocabulary, the lowest first: whether it may be next.
-
-        Raises:
-            GrammarError: the grammar has become too complex for its limits.
-        """
+    def advance(self) -> None:
+        """Have the matcher take all tokens that were delivered."""
         while self._delivered:
             token = self._delivered.popleft()
-            if not self._matcher.is_stopped():
-                self._matcher.consume_token(token)
-        mask = bytearray(self._matcher.compute_bitmask()[: self._bytes])
-        if self._matcher.is_error():
-            raise GrammarError(" ".join(self._matcher.get_error().split())[:500])
-        mask.extend(bytes(self._bytes - len(mask)))
-        if any(mask[eos // 8] >> eos % 8 & 1 for eos in self._eos):
-            for token in self._stops:
-                mask[token // 8] |= 1 << token % 8
-        return bytes(mask)
+            if not self.matcher.is_stopped():
+                self.matcher.consume_token(token)
+
+    def mask(self, words: bytes) -> bytes | GrammarError:
+        """Return a bit for each token of the model, the lowest first: whether it may be next.
+
+        Args:
+            words: what the matcher has just computed.
+
+        Returns:
+            The mask; an error if the grammar has become too complex for its limits.
+        """
+        if self.matcher.is_error():
+            return GrammarError(_reason(self.matcher))
+        mask = words[: self._bytes].ljust(self._bytes, b"\0")
+        if not any(mask[eos // 8] >> eos % 8 & 1 for eos in self._eos):
+            return mask
+        ended = bytearray(mask)
+        for token in self._stops:
+            ended[token // 8] |= 1 << token % 8
+        return bytes(ended)
 
 
-class MaskThreads:
-    """Computes masks beside the loop: the matchers give up Python's lock meanwhile.
+class Masks:
+    """Computes masks beside the loop, those of a call side by side.
 
-    Those of a group are computed in one thread, since they would wait for each other.
+    One call of the library computes all of them, because each return to Python waits for its lock.
 
     Args:
-        notify: called from a thread when the masks of a batch are there.
-        threads: number of threads; None: see `mask_threads`.
+        notify: called from a thread when the masks of a call are there.
+        threads: number of the library's threads; None: see `mask_threads`.
     """
 
     def __init__(self, notify: Callable[[], None], threads: int | None = None) -> None:
         self._notify = notify
         self._count = threads or mask_threads()
-        self._threads = ThreadPoolExecutor(self._count, thread_name_prefix="masks")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="masks")
 
-    def start(self, constraints: Sequence[Constraint]) -> Sequence[Future[bytes]]:
-        """Compute the mask of each; a future has a `GrammarError` where there is none."""
-        parts: list[list[tuple[Constraint, Future[bytes]]]] = [[] for _ in range(self._count)]
-        masks: list[Future[bytes]] = [Future() for _ in constraints]
-        for constraint, mask in zip(constraints, masks, strict=True):
-            parts[constraint.group % len(parts)].append((constraint, mask))
-        for part in parts:
-            if part:
-                self._threads.submit(self._compute, part)
+    def start(self, constraints: Sequence[Constraint]) -> Future[Sequence[bytes | GrammarError]]:
+        """Compute the mask of each; at least one, all of one vocabulary."""
+        masks = self._thread.submit(self._compute, constraints)
+        masks.add_done_callback(lambda _: self._notify())
         return masks
 
-    def _compute(self, part: Sequence[tuple[Constraint, Future[bytes]]]) -> None:
-        for constraint, mask in part:
-            try:
-                mask.set_result(constraint.mask())
-            except BaseException as error:  # whoever asks for the mask raises it
-                mask.set_exception(error)
-        self._notify()
+    @cached_property
+    def _executor(self) -> LLExecutor:
+        """Starts its threads with the first masks."""
+        return LLExecutor(self._count)
+
+    def _compute(self, constraints: Sequence[Constraint]) -> Sequence[bytes | GrammarError]:
+        for constraint in constraints:
+            constraint.advance()
+        # Neighbours go to one thread: those of a group would wait for each other in several.
+        order = sorted(range(len(constraints)), key=lambda place: constraints[place].group)
+        board = np.zeros((len(constraints), constraints[0].words), np.int32)
+        matchers = [(constraints[place].matcher, place) for place in order]
+        fill_next_token_bitmask_par(self._executor, matchers, board)
+        return [each.mask(row.tobytes()) for each, row in zip(constraints, board, strict=True)]
 
 
 def mask_threads() -> int:
     """Return the number of threads that compute masks: a core each, as far as lanes leave some."""
-    return max(1, min(MOST_THREADS, len(usable_cores()) // 4))
+    return max(1, min(MOST_THREADS, len(usable_cores()) // 2))
+
+
+def _reason(matcher: LLMatcher) -> str:
+    """What is wrong, on one line of at most 500 characters."""
+    return " ".join(matcher.get_error().split())[:500]
 
 
 class Grammars:
@@ -126,8 +144,8 @@ class Grammars:
         vocab_size: of the model.
         eos_token_ids: of the model; at least one.
         notify: called from that thread when a grammar has been compiled, or cannot be.
-        groups: number of groups that the matchers of a grammar are divided into; None: one for
-            each thread that computes masks.
+        groups: number of groups that the matchers of a grammar are divided into; None: two for
+            each thread that computes masks, which are as many pieces as the library makes.
     """
 
     def __init__(
@@ -146,7 +164,7 @@ class Grammars:
         self._compiled: OrderedDict[tuple[str, int], LLMatcher] = OrderedDict()
         """The matchers that those of a grammar's group are copied from."""
         self._kept_bytes = 0
-        self._groups, self._made = groups or mask_threads(), count()
+        self._groups, self._made = groups or 2 * mask_threads(), count()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
 
     def constraint(self, grammar: str, stops: Collection[int]) -> Future[tuple[Constraint, bytes]]:
@@ -159,8 +177,12 @@ class Grammars:
     def _constraint(self, grammar: str, stops: Collection[int]) -> tuple[Constraint, bytes]:
         group = next(self._made) % self._groups
         matcher = self._matcher(grammar, group).deep_copy()
-        constraint = Constraint(matcher, group, self._vocab_size, stops, self._eos)
-        return constraint, constraint.mask()
+        words = -(-self._vocabulary_now().vocab_size // 32)
+        constraint = Constraint(matcher, words, group, self._vocab_size, stops, self._eos)
+        mask = constraint.mask(matcher.compute_bitmask())
+        if isinstance(mask, GrammarError):
+            raise mask
+        return constraint, mask
 
     def _matcher(self, grammar: str, group: int) -> LLMatcher:
         """The matcher of a group, at its start.
@@ -172,7 +194,7 @@ class Grammars:
         if matcher is None:
             matcher = LLMatcher(self._vocabulary_now(), grammar, limits=parser_limits())
             if matcher.is_error():
-                raise GrammarError(" ".join(matcher.get_error().split())[:500])
+                raise GrammarError(_reason(matcher))
             self._compiled[grammar, group] = matcher
             self._kept_bytes += len(grammar)
             while self._kept_bytes > KEPT_BYTES or len(self._compiled) > KEPT_MATCHERS:

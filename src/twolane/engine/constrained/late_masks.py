@@ -1,18 +1,19 @@
 """Masks that are computed while the launches that they are for run, and follow them."""
 
 from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import NamedTuple
 
-from twolane.engine.constrained.constraints import GrammarError, MaskThreads
+from twolane.engine.constrained.constraints import GrammarError, Masks
 from twolane.engine.request import Flight, Phase, Request
 from twolane.engine.state import State
 from twolane.lanes.work import TokenMask
 
 
 class _Started(NamedTuple):
-    request: Request
-    mask: Future[bytes]
+    requests: Sequence[Request]
+    masks: Future[Sequence[bytes | GrammarError]]
 
 
 class LateMasks:
@@ -23,11 +24,11 @@ class LateMasks:
 
     Args:
         state: the engine's.
-        threads: compute.
+        masks: computes them.
     """
 
-    def __init__(self, state: State, threads: MaskThreads) -> None:
-        self._state, self._threads = state, threads
+    def __init__(self, state: State, masks: Masks) -> None:
+        self._state, self._masks = state, masks
         self._started: deque[_Started] = deque()
 
     def start(self) -> None:
@@ -37,25 +38,28 @@ class LateMasks:
         state.unmasked.clear()
         constraints = [each.constraint for each in asked if each.constraint is not None]
         if constraints:
-            masks = self._threads.start(constraints)
-            self._started.extend(map(_Started, asked, masks))
+            self._started.append(_Started(asked, self._masks.start(constraints)))
         self._tell()
 
     def take(self) -> bool:
         """Take the masks that are there, in the order of the tokens; whether there were any."""
         taken = False
-        while self._started and self._started[0].mask.done():
-            request, mask = self._started.popleft()
+        while self._started and self._started[0].masks.done():
+            requests, masks = self._started.popleft()
+            for request, mask in zip(requests, masks.result(), strict=True):
+                self._note(request, mask)
             taken = True
-            if request.phase is Phase.FINISHED:
-                continue
-            try:
-                request.mask = mask.result()
-            except GrammarError as error:
-                self._state.fail(request, f"grammar {error}")
-                self._state.drop_empty_batches()
         self._tell()
         return taken
+
+    def _note(self, request: Request, mask: bytes | GrammarError) -> None:
+        if request.phase is Phase.FINISHED:
+            return
+        if isinstance(mask, GrammarError):
+            self._state.fail(request, f"grammar {mask}")
+            self._state.drop_empty_batches()
+        else:
+            request.mask = mask
 
     def _tell(self) -> None:
         """Tell the lanes the masks of launches of which none is missing."""
@@ -65,7 +69,7 @@ class LateMasks:
                 state.lanes.allow(flight.ticket.number, _masks(flight))
                 state.owed.remove(flight)
                 for row in flight.late:
-                    row.request.owed &= row.left  # one that left may wait for a mask elsewhere
+                    row.request.owed -= not row.left  # leaving made it zero
 
 
 def _masks(flight: Flight) -> tuple[TokenMask, ...]:
