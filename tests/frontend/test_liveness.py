@@ -76,3 +76,14 @@ def test_news_between_two_answers_do_not_hide_a_hung_lane(clock: Clock) -> None:
     assert alive.problem is not None
     alive.heard([])
     assert alive.problem is None
+
+
+def test_a_rank_that_is_silent_without_work_is_a_problem_but_no_hang(clock: Clock) -> None:
+    alive = Liveness(10.0, clock)
+    alive.heard([], [0.5, 11.0])
+    assert alive.problem == "rank 2 has not answered for 11 s"
+    assert alive.hung is None
+    alive.heard([LaneWait("prefill", 11.0, 30.0)], [11.0, 11.0])
+    assert alive.problem is None
+    alive.heard([], [0.5, 0.5])
+    assert alive.problem is None

@@ -15,6 +15,7 @@ import pytest
 from tests.model.checkpoints import make_checkpoint
 from tests.parity.lost_rank_0 import endless
 from tests.parity.ranks import Ranks, on_cpu
+from tests.server.serving import wait_for
 from twolane.engine.messages import Submit
 from twolane.lanes import base, followers
 from twolane.lanes.cpu import machine
@@ -140,6 +141,31 @@ def test_a_rank_that_is_stopped_at_rest_is_noticed(
     with pytest.raises(RankLost, match=r"rank 1 of 2 has not answered for .* rank 1 is stopped"):
         ranks.lanes.check()
     ranks.processes[0].send_signal(signal.SIGCONT)
+    ranks.close(1.0)
+
+
+def test_a_rank_that_is_silent_at_rest_may_come_back(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be short of CPU time; only a silence that is far longer is the end."""
+    deaf, news = tmp_path / "deaf", threading.Event()
+    monkeypatch.setenv("DEAF", str(deaf))
+    monkeypatch.setattr(machine, "FOLLOWER", "tests.parity.deaf_follower")
+    monkeypatch.setattr(base, "PATIENCE_SECONDS", 1.5)
+    ranks = on_cpu(checkpoint, 2, 256, 16, 8)
+    wait_for(lambda: 0.0 < ranks.lanes.silences()[0] < 1.5, 60.0)
+    deaf.touch()
+    wait_for(lambda: ranks.lanes.silences()[0] > 3.0, 60.0)
+    ranks.lanes.check()
+    deaf.unlink()
+    wait_for(lambda: ranks.lanes.silences()[0] < 1.5, 60.0)
+    ranks.wake = news.set
+    monkeypatch.setattr(base, "UNPREDICTED_SECONDS", 2.5)
+    deaf.touch()
+    assert news.wait(60.0)
+    with pytest.raises(RankLost, match="rank 1 of 2 has not answered for"):
+        ranks.lanes.check()
+    deaf.unlink()
     ranks.close(1.0)
 
 

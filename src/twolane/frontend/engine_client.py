@@ -314,20 +314,21 @@ class EngineClient:
         self._fail(self._last_words or "the engine was closed")
 
     async def _ping(self) -> None:
-        """Ask for signs of life; tell the log of a hung engine, and kill it if that is wanted."""
-        hung = False
+        """Ask for signs of life; tell the log of an engine that has a problem, and kill it if it is
+        hung and that is wanted."""
+        told = False
         while self.failure is None:
             with contextlib.suppress(EngineError):  # the watch on the process reports it
                 self._send(Ping())
             self.liveness.asked()
-            problem = self.liveness.problem
-            if problem is not None and self._watchdog:
-                self._last_words = f"{problem}: the watchdog has killed the engine"
+            hung, problem = self.liveness.hung, self.liveness.problem
+            if hung is not None and self._watchdog:
+                self._last_words = f"{hung}: the watchdog has killed the engine"
                 self._kill()
                 self._fail(self._last_words)
                 return
-            if (problem is not None) != hung:
-                hung = not hung
+            if (problem is not None) != told:
+                told = not told
                 log.warning("%s", problem or "the engine goes on")
             await asyncio.sleep(PING_SECONDS)
 

@@ -67,6 +67,12 @@ class Liveness:
 
     @property
     def problem(self) -> str | None:
+        """Why nothing can be served now: the engine is hung, or one of its ranks is silent while
+        there is no work, which starved ranks are, too; None if all go on."""
+        return self.hung or self._silent_rank
+
+    @property
+    def hung(self) -> str | None:
         """Why the engine counts as hung; None if it does not."""
         if self.silence > self._bound:
             return f"the engine has made no turn for {self.silence:.0f} s"
@@ -79,6 +85,13 @@ class Liveness:
             told = f"predicted to take {first.predicted:.3g} s"
         lane = "whole device" if first.lane == "device" else f"{first.lane} lane"
         return f"the {lane} has finished nothing for {first.seconds:.0f} s (a launch {told})"
+
+    @property
+    def _silent_rank(self) -> str | None:
+        longest = max(self.silences, default=0.0)
+        if self._waits or longest <= self._bound:  # in work, all wait for one another
+            return None
+        return f"rank {self.silences.index(longest) + 1} has not answered for {longest:.0f} s"
 
     def _longest(self, wait: LaneWait) -> float:
         if wait.predicted is None:

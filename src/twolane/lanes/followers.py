@@ -91,8 +91,10 @@ class Pulse:
         self._heard = [now] * len(self._files)
 
     def silences(self, now: float) -> list[float]:
-        """Seconds since each of them last gave a sign of life."""
-        return [now - at for at in self._heard]
+        """Seconds since each of them last gave a sign of life; 0 for those that are starting."""
+        return [
+            now - at if rank in self._known else 0.0 for rank, at in enumerate(self._heard, start=1)
+        ]
 
     def beat(self, now: float, ping: Callable[[], None]) -> tuple[int, float] | None:
         """Read the answers, and ping again when all have answered.
@@ -267,7 +269,13 @@ class Followers:
                 self._lose_silent(*late)
 
     def _lose_silent(self, rank: int, seconds: float) -> None:
-        if seconds > base.PATIENCE_SECONDS - PING_SECONDS:  # it may have stopped before the ping
+        """Hold a rank for lost that has been silent for so long while nothing is owed.
+
+        One that is stopped does not come back by itself; others may only be short of CPU time.
+        """
+        stopped = _is_stopped(self.processes[rank - 1].pid)
+        most = base.PATIENCE_SECONDS if stopped else base.UNPREDICTED_SECONDS
+        if seconds > most - PING_SECONDS:  # it may have become silent before the ping
             why = f"rank {rank} of {self.size} has not answered for {seconds:.1f} s"
             self._lose(why + self._who_stopped())
 
