@@ -7,9 +7,11 @@ differ where the reference's two best lie close together are counted as forgiven
 import argparse
 import faulthandler
 import os
+import signal
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("ranks", type=int)
     parser.add_argument("--seconds", type=float, default=60.0, help="of schedules, after the start")
-    parser.add_argument("--schedules", type=int, default=2000)
+    parser.add_argument("--schedules", type=int, default=2000, help="at most")
+    parser.add_argument("--first", type=int, default=0, help="seed of the first schedule")
     parser.add_argument("--all-reduce", default="nccl")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--emulated", action="store_true", help="GPUs that are CPU processes")
@@ -39,30 +42,29 @@ def main() -> int:
     from twolane.results.provenance import provenance, save
 
     faulthandler.dump_traceback_later(2 * PATIENCE, exit=True)
+    names = "ranks", "all_reduce", "first"
+    about = provenance({name: getattr(args, name) for name in names})
+    found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
-        found = soak(args, Path(folder))
-    print(found, flush=True)
-    if args.out:
-        workload = {"ranks": args.ranks, "all_reduce": args.all_reduce}
-        save(args.out, provenance(workload), {"figures": found})
+        for found in soak(args, Path(folder)):
+            print(found, flush=True)
+            if args.out:
+                save(args.out, about, {"figures": found})
     return int(found["wrong"] > 0)
 
 
-def soak(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Serve schedule after schedule; what was counted."""
+def started(args: argparse.Namespace, path: Path) -> Any:
+    """Ranks that are held up at random."""
     from tests.gpu.delayed import install
-    from tests.model.checkpoints import make_checkpoint, reference
-    from tests.parity.judge import Judge
     from tests.parity.ranks import Ranks
+    from twolane.lanes import base
     from twolane.lanes.cuda import ranks as ranks_module
     from twolane.lanes.settings import DeviceSettings
-    from twolane.systems.registry import make_system
 
-    sizes = {"num_attention_heads": 4, "num_key_value_heads": 4}
-    path = make_checkpoint("qwen3", folder / "model", seed=1, layers=3, sizes=sizes)
-    judge = Judge(reference(path))
     install(0)
     ranks_module.FOLLOWER = "tests.gpu.delayed_follower"
+    if not args.emulated:
+        base.UNPREDICTED_SECONDS = base.PATIENCE_SECONDS
     settings = DeviceSettings(
         model=str(path),
         dtype="float32",
@@ -73,11 +75,23 @@ def soak(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         all_reduce=args.all_reduce,
         gpu_memory_utilization=0.3,
     )
-    begun = time.monotonic()
-    page = 16
+    begun, page = time.monotonic(), 16
     machine = ranks_module.RankedMachine(settings, lambda *_: None)
     ranks = Ranks(machine, 14, page, 6)
     print(f"started in {time.monotonic() - begun:.1f} s", flush=True)
+    return ranks
+
+
+def soak(args: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
+    """Serve schedule after schedule; what was counted, now and then and at the end."""
+    from tests.model.checkpoints import make_checkpoint, reference
+    from tests.parity.judge import Judge
+    from twolane.parallel.group import RankLost
+    from twolane.systems.registry import make_system
+
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 4}
+    path = make_checkpoint("qwen3", folder / "model", seed=1, layers=3, sizes=sizes)
+    judge, ranks = Judge(reference(path)), started(args, path)
     submits = requests()
     said = ranks.serve(make_system("static-split", {}), submits).outputs
     greedy = [i for i, submit in enumerate(submits) if submit.id in JUDGED]
@@ -86,27 +100,48 @@ def soak(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     begun = told = time.monotonic()
     while time.monotonic() - begun < args.seconds and counted["schedules"] < args.schedules:
         faulthandler.dump_traceback_later(PATIENCE, exit=True)
-        served = ranks.serve(restless(counted["schedules"]), submits)
+        try:
+            served = ranks.serve(restless(args.first + counted["schedules"]), submits)
+        except RankLost:
+            print(f"lost in schedule {args.first + counted['schedules']}: {counted}", flush=True)
+            ask_all(ranks.processes)
+            os._exit(2)  # threads that wait for the GPUs never end
         counted["schedules"] += 1
         counted["tokens"] += sum(map(len, served.outputs))
         counted["side_by_side"] += served.side_by_side
-        for i, (submit, output) in enumerate(zip(submits, served.outputs, strict=True)):
-            if output == said[i]:
-                continue
-            print(f"schedule {counted['schedules']}, {submit.id}: {output}, {said[i]}", flush=True)
-            try:
-                counted["forgiven"] += judge.forgiven(submit.prompt, output)
-            except AssertionError as error:
-                counted["wrong"] += 1
-                print(error, flush=True)
+        for submit, output, right in zip(submits, served.outputs, said, strict=True):
+            if output != right:
+                number = args.first + counted["schedules"] - 1
+                print(f"schedule {number}, {submit.id}: {output}, {right}", flush=True)
+                judged(judge, submit, output, counted)
         if time.monotonic() - told > TELL_SECONDS:
             told = time.monotonic()
-            print(f"{told - begun:.0f} s: {counted}", flush=True)
+            yield {**counted, "seconds": round(told - begun, 1)}
     took = time.monotonic() - begun
     faulthandler.dump_traceback_later(PATIENCE, exit=True)
     ranks.close()
     codes = [process.returncode for process in ranks.processes]
-    return {**counted, "seconds": round(took, 1), "exit_codes": codes}
+    yield {**counted, "seconds": round(took, 1), "exit_codes": codes}
+
+
+def judged(judge: Any, submit: Any, output: list[int], counted: dict[str, Any]) -> None:
+    """Count tokens that differ from the first schedule's as forgiven, or as wrong."""
+    try:
+        counted["forgiven"] += judge.forgiven(submit.prompt, output)
+    except AssertionError as error:
+        counted["wrong"] += 1
+        print(error, flush=True)
+
+
+def ask_all(processes: list[Any]) -> None:
+    """Have every rank tell where it stands."""
+    for rank, process in enumerate(processes, start=1):
+        print(f"rank {rank}:", file=sys.stderr, flush=True)
+        process.send_signal(signal.SIGUSR1)
+        time.sleep(1.0)
+    print("rank 0:", file=sys.stderr, flush=True)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    time.sleep(1.0)
 
 
 def requests() -> list[Any]:
