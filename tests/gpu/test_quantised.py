@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.kernels.test_gpu_decoder import PROMPT, OnGpu, on_cpu
+from tests.model.checkpoints import make_checkpoint
 from tests.model.quantised_checkpoints import FORMATS, write
 from twolane.kernels import fused
 from twolane.kernels.activations import Quantised
@@ -44,6 +45,27 @@ def test_logits(form: str, tmp_path: Path) -> None:
     apart = (logits - meant).norm() / meant.norm()
     print(f"{form}: {there.layers[0].qkv.scheme}, CPU {cost:.4f}, GPU {apart:.4f} from float32")
     assert apart < (1.6 if form == "fp8" else 1.25) * cost + 0.01  # blocks are rounded twice
+
+
+@pytest.mark.parametrize("family", ["qwen3-moe", "mixtral"])
+def test_logits_of_rounded_experts(family: str, tmp_path: Path) -> None:
+    path = make_checkpoint(family, tmp_path / family, seed=1, **SIZES)
+    source, rounded = resolve(str(path)), {"dtype": "bfloat16", "quantization": "fp8"}
+    spec, weights = load_weights(source, **rounded)
+    _, there = load_weights(source, device="cuda", **rounded)
+    _, plain = load_weights(source, dtype="float32")
+    tokens = torch.randint(3, 250, (PROMPT,), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        cpu, meant = on_cpu(Decoder(spec, weights), tokens), on_cpu(Decoder(spec, plain), tokens)
+        gpu = OnGpu(GpuDecoder(spec, there), torch.bfloat16)
+        hidden = there.embedding[tokens.cuda()]
+        gpu.layers(0, spec.layers, hidden, gpu.prompt())
+        logits = gpu.logits(hidden).cpu()
+    cost = (cpu - meant).norm() / meant.norm()
+    apart = (logits - meant).norm() / meant.norm()
+    print(f"{family}: CPU {cost:.4f}, GPU {apart:.4f} from float32")
+    assert there.layers[0].mlp.down.scheme == "fp8_channel"
+    assert apart < 1.5 * cost + 0.01  # tokens whose experts are about equally likely may change
 
 
 @pytest.mark.parametrize("rows", (16, 40, 64, 128))

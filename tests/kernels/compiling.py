@@ -136,6 +136,7 @@ def launch_routing(dtype: torch.dtype) -> None:
         route,
     )
     from twolane.kernels.fused import Norm
+    from twolane.kernels.products.dispatch import input_of
 
     norm, router = Norm(torch.empty(2048, dtype=dtype), 1e-6), torch.empty(128, 2048, dtype=dtype)
     for rows in (1, 8, 16):  # few rows have one kernel, more have three
@@ -145,13 +146,39 @@ def launch_routing(dtype: torch.dtype) -> None:
         active = ActiveRows(marks, 0)
         if rows == 16:
             route(logits, active, routing, 16, normalised=True)
-            gather(x, routing, out)
-        else:
-            rest = logits, x, routing, out, 16
+        for scheme in ("bf16", "fp8_channel") if rows > 1 else ("bf16",):
+            normal, entries = (
+                input_of(each, torch.empty(len(each), 1), scheme) for each in (x.clone(), out)
+            )
+            if rows == 16:
+                gather(x, routing, entries)
+                continue
+            rest = logits, normal, routing, entries, 16
             norm_and_route(x, norm, router, active, *rest, normalised=True)
     left = Combination(out, routing)
     left.add_into(x)
     left.add_and_norm(x, norm.weight, norm.eps, x)
+
+
+def launch_grouped(dtype: torch.dtype) -> None:
+    """Products of rows sorted by expert, of Qwen3-30B-A3B."""
+    from twolane.kernels.experts.grouped_gemm import ROWS, grouped_gemm
+    from twolane.kernels.experts.routing import Routing
+    from twolane.kernels.products.dispatch import input_of
+    from twolane.model.matrix import Matrix
+
+    routing = Routing.of(128, 8, 64, torch.device("cpu"))
+    x, out = (
+        torch.empty(512, 2048, dtype=torch.bfloat16),
+        torch.empty(512, 1536, dtype=torch.bfloat16),
+    )
+    weight = Matrix.plain(torch.empty(128 * 1536, 2048, dtype=torch.bfloat16))
+    if dtype == torch.float8_e4m3fn:
+        weight = Matrix(weight.values.to(dtype), "fp8_channel", torch.empty(128 * 1536))
+    for rows in ROWS:
+        grouped_gemm(
+            input_of(x, torch.empty(512, 1), weight.scheme), weight, routing, out, rows, 132
+        )
 
 
 def launch_sampler(dtype: torch.dtype, vocab: int, chunk: int) -> None:
@@ -219,6 +246,7 @@ if __name__ == "__main__":
     launch_lora(torch.bfloat16, 16, (64,))
     launch_sampler(torch.bfloat16, 151_936, 1024)  # small chunks compile faster
     if "--full" in sys.argv:
+        launch_grouped(torch.float8_e4m3fn)
         launch_fused(torch.float32)
         launch_lora(torch.bfloat16, 16, (1024, 8192))
         launch_lora(torch.bfloat16, 64, (64, 8192))

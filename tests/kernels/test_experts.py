@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.kernels.interpreter import DEVICE
+from twolane.kernels.activations import Quantised
 from twolane.kernels.experts import grouped_gemm
 from twolane.kernels.experts.products import Buffers, combined
 from twolane.kernels.experts.routing import (
@@ -16,8 +17,8 @@ from twolane.kernels.experts.routing import (
     routes_few,
 )
 from twolane.kernels.fused import Norm, rms_norm
-from twolane.kernels.products.dispatch import Products
-from twolane.model.matrix import Matrix
+from twolane.kernels.products.dispatch import Products, input_of
+from twolane.model.matrix import Matrix, Scheme, quantised
 from twolane.model.mlp import Experts
 from twolane.model.products import Products as CpuProducts
 from twolane.model.routing import route as on_cpu
@@ -87,6 +88,33 @@ def test_one_kernel_normalises_and_routes_few_rows(rows: int, group: int) -> Non
         assert torch.equal(both[0].woken, both[1].woken)
 
 
+@pytest.mark.parametrize("rows", [1, 5])
+def test_one_kernel_rounds_what_it_routes(rows: int) -> None:
+    """As rows are rounded that are normalised and copied one kernel after the other."""
+    hidden, norm = 40, Norm(random(40, seed=7), 1e-6)
+    residual, router, active = random(rows, hidden), random(EXPERTS, hidden), some_active(rows)
+    routing = Routing.of(EXPERTS, PER_TOKEN, rows, torch.device(DEVICE))
+    x, outs = rounded_room(rows, hidden), [rounded_room(rows * PER_TOKEN, hidden) for _ in range(2)]
+    logits = random(rows, EXPERTS)
+    norm_and_route(residual, norm, router, active, logits, x, routing, outs[0], 16, normalised=True)
+    normal = rms_norm(residual, norm.weight, norm.eps, torch.empty_like(residual))
+    torch.testing.assert_close(logits, normal @ router.t(), rtol=1e-5, atol=1e-5)
+    gather(normal, routing, outs[1])
+    count = int(routing.ends[-1])
+    of_gather = outs[1].values[:count].float() * outs[1].scales[:count]
+    order = routing.tokens[:count].long()
+    torch.testing.assert_close(of_gather, normal[order], rtol=0.07, atol=1e-2)
+    torch.testing.assert_close(outs[0].scales[:count], outs[1].scales[:count])
+    apart = outs[0].values[:count].float() != outs[1].values[:count].float()
+    assert apart.float().mean() < 0.02  # norms differ in a last bit
+
+
+def rounded_room(rows: int, width: int) -> Quantised:
+    """Room for rows in e4m3, each with a scale."""
+    wide = torch.full((rows, width), torch.nan, device=DEVICE)
+    return input_of(wide, torch.full((rows, 1), torch.nan, device=DEVICE), "fp8_channel")
+
+
 def test_what_experts_leave_is_added_by_the_next_norm() -> None:
     """As it is added first and normalised then."""
     rows, hidden = 5, 40
@@ -115,28 +143,33 @@ def listed(counts: list[int], most: int) -> list[tuple[int, ...]]:
     return found
 
 
-@pytest.mark.parametrize("rows", [5, 200])
-def test_experts_are_those_of_the_cpu(rows: int) -> None:
+@pytest.mark.parametrize(("rows", "scheme"), [(5, None), (200, None), (5, "fp8_channel")])
+def test_experts_are_those_of_the_cpu(rows: int, scheme: Scheme | None) -> None:
     """Rows that are not active stay as they are, and what they are does not matter."""
-    hidden, inner = 40, 24
+    hidden, inner = 48, 32
     router = Matrix.plain(random(EXPERTS, hidden))
-    gate_up = Matrix.plain(random(EXPERTS * 2 * inner, hidden, seed=1) / 6)
-    down = Matrix.plain(random(EXPERTS * hidden, inner, seed=2) / 5)
+    gate_up = stored(random(EXPERTS * 2 * inner, hidden, seed=1) / 6, scheme)
+    down = stored(random(EXPERTS * hidden, inner, seed=2) / 5, scheme)
     mlp = Experts(router, gate_up, down, PER_TOKEN, normalised=True)
     x, residual, active = random(rows, hidden, seed=3), random(rows, hidden), some_active(rows)
     expected, there = mlp.add(residual, x, CpuProducts()), active.marks > 0
-    room = buffers(rows, hidden, inner)
+    room = buffers(rows, hidden, inner, gate_up.scheme)
+    close = {"atol": 1e-5, "rtol": 1e-5} if scheme is None else {"atol": 2e-2, "rtol": 1e-2}
     for _ in range(2):
         x[~there] = x[~there] * -7
         out = residual.clone()
         torch.mm(x, router.values.t(), out=room.logits)
         left = combined(x, active, gate_up, down, room, Products(UNITS), normalised=True)
         left.add_into(out)
-        torch.testing.assert_close(out[there], expected[there], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(out[there], expected[there], **close)
         assert torch.equal(out[~there], residual[~there])
 
 
-def buffers(rows: int, hidden: int, inner: int) -> Buffers:
+def stored(values: torch.Tensor, scheme: Scheme | None) -> Matrix:
+    return Matrix.plain(values) if scheme is None else quantised(values, scheme)
+
+
+def buffers(rows: int, hidden: int, inner: int, scheme: str) -> Buffers:
     routing, entries = (
         Routing.of(EXPERTS, PER_TOKEN, rows, torch.device(DEVICE)),
         rows * PER_TOKEN,
@@ -145,8 +178,9 @@ def buffers(rows: int, hidden: int, inner: int) -> Buffers:
     def room(count: int, width: int) -> torch.Tensor:
         return torch.full((count, width), torch.nan, device=DEVICE)
 
-    wide = (room(entries, width) for width in (hidden, 2 * inner, inner, hidden))
-    return Buffers(routing, room(rows, EXPERTS), *wide)
+    x, act = (input_of(room(entries, w), room(entries, 1), scheme) for w in (hidden, inner))
+    gate_up, outs = (room(entries, width) for width in (2 * inner, hidden))
+    return Buffers(routing, room(rows, EXPERTS), x, gate_up, act, outs)
 
 
 def test_rows_of_an_expert_with_several_groups() -> None:
@@ -159,7 +193,7 @@ def test_rows_of_an_expert_with_several_groups() -> None:
     x, w = random(rows, k), random(EXPERTS * n, k)
     sorted_x, out = random(rows * PER_TOKEN, k), random(rows * PER_TOKEN, n)
     gather(x, routing, sorted_x)
-    grouped_gemm.grouped_gemm(sorted_x, w, routing, out, grouped_gemm.ROWS[0], UNITS)
+    grouped_gemm.grouped_gemm(sorted_x, Matrix.plain(w), routing, out, grouped_gemm.ROWS[0], UNITS)
     for rank in range(PER_TOKEN):
         expert = int(routing.chosen[0, rank])
         at = routing.positions[:, rank].long()

@@ -126,7 +126,7 @@ def test_same_logits(family: str, tmp_path: Path) -> None:
         torch.testing.assert_close(gpu.logits(hidden)[1], expected[-1], atol=2e-3, rtol=0)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "llama-bias", "olmo2"])
+@pytest.mark.parametrize("family", ["qwen3", "llama-bias", "olmo2", "qwen3-moe"])
 def test_fp8_rounds_as_on_a_cpu(family: str, tmp_path: Path) -> None:
     """Activations and weights in e4m3; a bit that differs may round a value the other way."""
     path = make_checkpoint(family, tmp_path / family, seed=1, layers=2)

@@ -173,22 +173,29 @@ def test_a_missing_wait_is_seen(build, what: str) -> None:
         assert case.error(out[:-1]) < 4e-3
 
 
-@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(
+    ("gated", "dtype"), [(False, BF16), (True, BF16), (False, E4M3), (True, E4M3)]
+)
 @pytest.mark.parametrize("counts", [[0, 3, 0, 16, 1], [0, 0, 2, 0, 0], [16] * 5])
-def test_rows_grouped_by_expert(build, counts: list[int], gated: bool) -> None:
+def test_rows_grouped_by_expert(build, counts: list[int], gated: bool, dtype: torch.dtype) -> None:
     """Experts without rows are never read: their weights are not numbers."""
-    n, k, variant = 96, 200, Variant(128, 16, swap=True, gated=gated, grouped=True)
+    n, k, variant = 96, 208, Variant(128, 16, swap=True, gated=gated, dtype=dtype, grouped=True)
     draw = torch.Generator().manual_seed(sum(counts))
     rows, width = sum(counts), n * (1 + gated)
-    x = torch.randn(rows, k, generator=draw).to(BF16)
-    w = torch.randn(len(counts), width, k, generator=draw).to(BF16)
+    x = torch.randn(rows, k, generator=draw).to(dtype)
+    w = torch.randn(len(counts), width, k, generator=draw).to(dtype)
+    of_x = torch.randn(rows, 1, generator=draw).exp()
+    of_w = torch.randn(len(counts), width, generator=draw).exp()
+    scales = (of_x, of_w.flatten()) if dtype == E4M3 else None
     lists, expected, first = [], [], 0
     for expert, count in enumerate(counts):
         if count == 0:
-            w[expert] = torch.nan
+            w[expert], of_w[expert] = torch.nan, torch.nan
             continue
         lists += [expert, first, count, 0]
         wide = x[first : first + count].float() @ w[expert].float().T
+        if scales is not None:
+            wide *= of_x[first : first + count] * of_w[expert]
         gate, up = wide.chunk(2, dim=1)
         expected.append(torch.nn.functional.silu(gate) * up if gated else wide)
         first += count
@@ -196,7 +203,9 @@ def test_rows_grouped_by_expert(build, counts: list[int], gated: bool) -> None:
     groups = Groups(numbers, len(counts), known=False, following=None)
     for blocks in (1, 5, 13):
         out = torch.full((rows + 1, n), 7.0, dtype=BF16)
-        run(build, variant, blocks, x, w.flatten(0, 1), None, out[:-1], groups=groups)
+        run(
+            build, variant, blocks, x, w.flatten(0, 1), None, out[:-1], scales=scales, groups=groups
+        )
         reference = torch.cat(expected)
         assert (out[:-1].float() - reference).norm() < 4e-3 * reference.norm()
         assert bool((out[-1] == 7).all())

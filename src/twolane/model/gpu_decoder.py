@@ -210,20 +210,34 @@ class Workspace:
         """A buffer for what a matrix of this scheme is multiplied with, [rows, its width]."""
         return input_of(self.get(name, rows), self.get(f"{name}_scales", rows), scheme)
 
-    def experts(self, rows: int) -> ExpertBuffers:
-        """Room for the experts of this many tokens."""
+    def experts(self, rows: int, scheme: str) -> ExpertBuffers:
+        """Room for the experts of this many tokens, whose matrices have this scheme."""
+        routing = self.routing(rows)
+
+        def room(name: str) -> Tensor:
+            return self.get(f"expert_{name}", rows).view(rows * routing.per_token, -1)
+
+        return ExpertBuffers(
+            routing,
+            self.get("router", rows),
+            input_of(room("x"), room("x_scales"), scheme),
+            room("gate_up"),
+            input_of(room("act"), room("act_scales"), scheme),
+            room("outs"),
+        )
+
+    def routing(self, rows: int) -> Routing:
+        """Buffers for the routing of this many tokens."""
         moe = self._moe
         assert moe is not None, "the model has no experts"
         if self._routing is None or len(self._routing.chosen) < rows:
             self._routing = Routing.of(moe.experts, moe.per_token, rows, self._device)
-        wide = (self.get(f"expert_{name}", rows) for name in ("x", "gate_up", "act", "outs"))
-        entries = (t.view(rows * moe.per_token, -1) for t in wide)
-        return ExpertBuffers(self._routing.first(rows), self.get("router", rows), *entries)
+        return self._routing.first(rows)
 
     def reserve(self, rows: int) -> None:
         """Make all buffers now, for passes of up to this many tokens."""
         if self._moe is not None:
-            self.experts(min(rows, MLP_ROWS))
+            self.routing(min(rows, MLP_ROWS))
         for name in self._sizes:
             self.get(name, rows)
         for name in self._mlp_sizes:
@@ -273,6 +287,8 @@ def _expert_sizes(hidden: int, moe: MoeSpec) -> dict[str, int]:
         "expert_gate_up": 2 * inner,
         "expert_act": inner,
         "expert_outs": moe.per_token * hidden,
+        "expert_x_scales": moe.per_token,
+        "expert_act_scales": moe.per_token,
     }
 
 

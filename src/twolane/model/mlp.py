@@ -34,8 +34,8 @@ class Buffers(Protocol):
         """The buffer, as a matrix of this scheme wants what it is multiplied with."""
         ...
 
-    def experts(self, rows: int) -> "ExpertBuffers":
-        """Room for the experts of this many tokens."""
+    def experts(self, rows: int, scheme: str) -> "ExpertBuffers":
+        """Room for the experts of this many tokens, whose matrices have this scheme."""
         ...
 
 
@@ -203,9 +203,8 @@ class Experts:
         from twolane.kernels.fused import rms_norm
 
         count = len(residual)
-        x = buffers.get("norm", count)
         if not routes_few(count, self.per_token):
-            rms_norm(residual, norm.weight, norm.eps, x)
+            x = rms_norm(residual, norm.weight, norm.eps, buffers.get("norm", count))
             return self._add_into(residual, x, active, buffers, products)
         return norm_and_combined(
             residual,
@@ -214,8 +213,8 @@ class Experts:
             active,
             self.gate_up,
             self.down,
-            x,
-            buffers.experts(count),
+            buffers.input("norm", count, self.gate_up.scheme),
+            buffers.experts(count, self.gate_up.scheme),
             products,
             normalised=self.normalised,
         )
@@ -234,7 +233,7 @@ class Experts:
         left: Combination | None = None
         for first in range(0, len(x), MLP_ROWS):
             rows = slice(first, min(first + MLP_ROWS, len(x)))
-            room = buffers.experts(rows.stop - rows.start)
+            room = buffers.experts(rows.stop - rows.start, self.gate_up.scheme)
             products.linear(x[rows], self.router, None, room.logits)
             left = combined(
                 x[rows],

@@ -5,7 +5,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from twolane.kernels.activations import Activations
 from twolane.kernels.experts.routing import Routing
+from twolane.kernels.products.dispatch import Stored, factors
 from twolane.kernels.runtime.launch import launch
 
 ROWS = (64, 128)
@@ -17,6 +19,8 @@ _COLUMNS, _DEPTH = 128, 64
 def _grouped_gemm(
     x: tl.tensor,
     w: tl.tensor,
+    x_scales: tl.tensor,
+    w_scales: tl.tensor,
     groups: tl.tensor,
     out: tl.tensor,
     N: tl.constexpr,
@@ -24,6 +28,7 @@ def _grouped_gemm(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
+    SCALED: tl.constexpr,
 ) -> None:
     tiles: tl.constexpr = (N + COLUMNS - 1) // COLUMNS
     m = tl.arange(0, ROWS)
@@ -42,38 +47,46 @@ def _grouped_gemm(
             a = tl.load(x_at + start, mask=(m < rows)[:, None] & deep[None, :], other=0.0)
             b = tl.load(w_at + start, mask=(n < N)[None, :] & deep[:, None], other=0.0)
             total = tl.dot(a, b, total, input_precision="ieee")
+        if SCALED:
+            of_x = tl.load(x_scales + first + m, mask=m < rows, other=0.0)
+            of_w = tl.load(w_scales + expert * N + n, mask=n < N, other=0.0)
+            total = total * of_x[:, None] * of_w[None, :]
         at = out + (first + m)[:, None] * N + n[None, :]
-        tl.store(at, total.to(x.dtype.element_ty), mask=(m < rows)[:, None] & (n < N)[None, :])
+        tl.store(at, total.to(out.dtype.element_ty), mask=(m < rows)[:, None] & (n < N)[None, :])
 
 
 def grouped_gemm(
-    x: Tensor, w: Tensor, routing: Routing, out: Tensor, rows: int, units: int
+    x: Activations, weight: Stored, routing: Routing, out: Tensor, rows: int, units: int
 ) -> None:
     """`out` [entries, n] = each row of x [entries, k] times the matrix of its expert.
 
     Args:
         x: sorted by expert.
-        w: [experts * n, k], one expert's rows behind the other's.
+        weight: [experts * n, k], one expert's rows behind the other's.
         routing: lists the groups.
         out: rows beyond the last group stay as they are.
         rows: the most rows of a group, of `ROWS`.
         units: SMs of torch's current stream.
     """
-    _, k = x.shape
-    n = out.shape[1]
-    wide = x.dtype == torch.float32
+    (values, scales), w = factors(x, weight), weight.values
+    n, k = out.shape[1], w.shape[1]
+    wide = w.dtype == torch.float32
+    of_x, of_w = (values, w) if scales is None else scales
     launch(
         _grouped_gemm,
         (2 * units if rows == ROWS[0] else units,),
-        x,
+        values,
         w,
+        of_x,
+        of_w,
         routing.groups,
         out,
         N=n,
         K=k,
         ROWS=rows,
         COLUMNS=_COLUMNS // (2 if wide else 1),
-        DEPTH=_DEPTH // (2 if wide else 1),
+        DEPTH=_DEPTH * 2 // w.itemsize,
+        SCALED=scales is not None,
         num_warps=rows // 16,
         num_stages=3,
     )

@@ -6,6 +6,7 @@ through PyTorch's grouped product, which reads where the experts end on the devi
 types have a kernel in Triton.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from twolane.kernels import fused
+from twolane.kernels.activations import Activations, Quantised
 from twolane.kernels.experts import grouped_gemm
 from twolane.kernels.experts.routing import (
     LEAST_GROUP,
@@ -25,14 +27,14 @@ from twolane.kernels.experts.routing import (
 )
 from twolane.kernels.fused import Norm
 from twolane.kernels.products import skinny_gemm
-from twolane.kernels.products.dispatch import Products, Stored, sm_carveout
+from twolane.kernels.products.dispatch import Products, Stored, factors, sm_carveout
 from twolane.kernels.runtime import nvrtc
 
 OWN_MEANS = {16: 8.0, 32: 16.0}
 """Rows of an expert, on average, up to which the own kernel with this many rows in a tile is the
 fastest of all on an H200."""
-TRITON_MEAN = 256.0
-"""The same of the kernel in Triton; beyond it PyTorch's is."""
+TRITON_MEANS = {torch.bfloat16: 256.0, torch.float8_e4m3fn: 256.0}
+"""The same of the kernel in Triton, by the type of the matrices; beyond it PyTorch's is."""
 Kernel = Literal["own", "torch", "triton"]
 
 
@@ -52,12 +54,12 @@ class Buffers:
     routing: Routing
     logits: Tensor
     """The router's, [T, experts]."""
-    x: Tensor
-    """[entries, hidden]"""
+    x: Activations
+    """[entries, hidden], rounded as the first product wants it."""
     gate_up: Tensor
     """[entries, 2 * intermediate]"""
-    act: Tensor
-    """[entries, intermediate]"""
+    act: Activations
+    """[entries, intermediate], rounded as the second product wants it."""
     outs: Tensor
     """[entries, hidden]"""
 
@@ -70,7 +72,7 @@ def way(entries: int, experts: int, gate_up: Stored, down: Stored) -> Way:
         for rows, most in OWN_MEANS.items():
             if mean <= most:
                 return Way("own", rows)
-    if hopper and dtype == torch.bfloat16 and mean > TRITON_MEAN:
+    if hopper and mean > TRITON_MEANS.get(dtype, math.inf):
         return Way("torch", LEAST_GROUP)
     return Way("triton", grouped_gemm.ROWS[0])
 
@@ -109,7 +111,7 @@ def norm_and_combined(
     active: ActiveRows,
     gate_up: Stored,
     down: Stored,
-    x: Tensor,
+    x: Activations,
     buffers: Buffers,
     products: Products,
     *,
@@ -121,7 +123,7 @@ def norm_and_combined(
         residual: [T, hidden].
         norm: of the rows.
         router: [experts, hidden].
-        x: [T, hidden], where the normalised rows go.
+        x: [T, hidden], where the normalised rows go, rounded if the experts' matrices are.
         active, gate_up, down, buffers, products, normalised: as in `combined`, without logits.
     """
     chosen = way(len(buffers.x), buffers.routing.experts, gate_up, down)
@@ -136,21 +138,28 @@ def _multiplied(
     """The products of the sorted entries."""
     routing, outs = buffers.routing, buffers.outs
     if chosen.kernel == "own":
-        _few_rows(buffers.x, gate_up, buffers.act, routing, chosen, products, following=down)
-        _few_rows(buffers.act, down, outs, routing, chosen, products)
+        act = buffers.act
+        if isinstance(act, Quantised):
+            rows, inner = act.values.shape
+            wide = buffers.gate_up.flatten()[: rows * inner].view(rows, inner)
+            _few_rows(buffers.x, gate_up, wide, routing, chosen, products, following=down)
+            fused.quantise(wide, act)
+        else:
+            _few_rows(buffers.x, gate_up, act, routing, chosen, products, following=down)
+        _few_rows(act, down, outs, routing, chosen, products)
     elif chosen.kernel == "torch":
         fused.silu_mul(_many_rows(buffers.x, gate_up, routing, products), buffers.act)
         outs = _many_rows(buffers.act, down, routing, products)
     else:
         tiles = chosen.rows, products.units
-        grouped_gemm.grouped_gemm(buffers.x, gate_up.values, routing, buffers.gate_up, *tiles)
+        grouped_gemm.grouped_gemm(buffers.x, gate_up, routing, buffers.gate_up, *tiles)
         fused.silu_mul(buffers.gate_up, buffers.act)
-        grouped_gemm.grouped_gemm(buffers.act, down.values, routing, outs, *tiles)
+        grouped_gemm.grouped_gemm(buffers.act, down, routing, outs, *tiles)
     return Combination(outs, routing)
 
 
 def _few_rows(
-    x: Tensor,
+    x: Activations,
     weight: Stored,
     out: Tensor,
     routing: Routing,
@@ -163,17 +172,19 @@ def _few_rows(
     given, otherwise that next one."""
     gated = following is not None
     wide = 256 if products.units <= 48 else 128
+    values, scales = factors(x, weight)
     variant = skinny_gemm.Variant(
-        wide, chosen.rows, swap=True, gated=gated, dtype=x.dtype, grouped=True
+        wide, chosen.rows, swap=True, gated=gated, dtype=values.dtype, grouped=True
     )
     skinny_gemm.launch(
         variant,
         products.units,
-        x,
+        values,
         weight.values,
         None,
         out,
-        products.scratch(x.device),
+        products.scratch(out.device),
+        scales=scales,
         groups=skinny_gemm.Groups(
             routing.groups,
             routing.experts,
@@ -183,9 +194,21 @@ def _few_rows(
     )
 
 
-def _many_rows(x: Tensor, weight: Stored, routing: Routing, products: Products) -> Tensor:
+def _many_rows(x: Activations, weight: Stored, routing: Routing, products: Products) -> Tensor:
     """PyTorch's grouped product, [entries, rows of an expert]."""
-    each = weight.values.view(routing.experts, -1, x.shape[1]).transpose(1, 2)
+    values, scales = factors(x, weight)
+    each = weight.values.view(routing.experts, -1, values.shape[1]).transpose(1, 2)
     with sm_carveout(products.units):
-        out: Tensor = torch._grouped_mm(x, each, offs=routing.ends)
+        if scales is None:
+            out: Tensor = torch._grouped_mm(values, each, offs=routing.ends)
+        else:
+            out = torch._scaled_grouped_mm(
+                values,
+                each,
+                scales[0].flatten(),
+                scales[1].view(routing.experts, -1),
+                offs=routing.ends,
+                out_dtype=torch.bfloat16,
+                use_fast_accum=True,
+            )
     return out

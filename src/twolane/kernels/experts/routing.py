@@ -236,9 +236,11 @@ def _gather(
     tokens: tl.tensor,
     ends: tl.tensor,
     out: tl.tensor,
+    scales: tl.tensor,
     EXPERTS: tl.constexpr,
     HIDDEN: tl.constexpr,
     BLOCK: tl.constexpr,
+    QUANTISED: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
     entry = tl.program_id(0).to(tl.int64)
@@ -250,6 +252,9 @@ def _gather(
     row = tl.load(tokens + entry, mask=there, other=0).to(tl.int64)
     inside = there & (column < HIDDEN)
     value = tl.load(x + row * HIDDEN + column, mask=inside, other=0.0)
+    if QUANTISED:
+        value, scale = quantised(value)
+        tl.store(scales + entry, scale, mask=there)
     tl.store(out + entry * HIDDEN + column, value, mask=inside)
 
 
@@ -300,6 +305,7 @@ def _norm_and_route(
     marks: tl.tensor,
     logits: tl.tensor,
     x: tl.tensor,
+    x_scales: tl.tensor,
     chosen: tl.tensor,
     weights: tl.tensor,
     positions: tl.tensor,
@@ -307,6 +313,7 @@ def _norm_and_route(
     ends: tl.tensor,
     groups: tl.tensor,
     out: tl.tensor,
+    out_scales: tl.tensor,
     least: tl.tensor,
     rows: tl.tensor,
     eps: tl.tensor,
@@ -321,6 +328,7 @@ def _norm_and_route(
     WIDTH: tl.constexpr,
     PART: tl.constexpr,
     COLUMNS: tl.constexpr,
+    QUANTISED: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
     # Every program normalises a row and makes some of its logits; the last one to come deals the
@@ -338,7 +346,12 @@ def _norm_and_route(
     value = tl.load(residual + row * HIDDEN + column, mask=inside, other=0.0)
     normal = rms_normal(value, scale, eps, HIDDEN)
     if tl.program_id(0) == 0:
-        tl.store(x + row * HIDDEN + column, normal, mask=inside)
+        if QUANTISED:
+            rounded, row_scale = quantised(normal)
+            tl.store(x_scales + row, row_scale)
+            tl.store(x + row * HIDDEN + column, rounded, mask=inside)
+        else:
+            tl.store(x + row * HIDDEN + column, normal, mask=inside)
     logit = tl.sum(w.to(tl.float32) * normal.to(tl.float32)[None, :], axis=1)
     tl.store(logits + row * EXPERTS + expert, logit.to(value.dtype), mask=expert < EXPERTS)
     tl.debug_barrier()
@@ -368,11 +381,14 @@ def _norm_and_route(
         end = tl.cumsum(count, axis=0)
         tl.store(ends + number, end, mask=number < EXPERTS)
         _list_groups(groups, number, end - count, count, GROUP)
+        if QUANTISED:
+            scales = tl.load(x_scales + token, mask=there, other=0.0, cache_modifier=".cg")
+            tl.store(out_scales + place, scales, mask=there)
         for first in range(0, HIDDEN, COLUMNS):
             part = first + tl.arange(0, COLUMNS)[None, :]
             copied = there[:, None] & (part < HIDDEN)
             source = x + token[:, None] * HIDDEN + part
-            taken = tl.load(source, mask=copied, other=0.0, cache_modifier=".cg")
+            taken = tl.load(source, mask=copied, cache_modifier=".cg")
             tl.store(out + place[:, None] * HIDDEN + part, taken, mask=copied)
 
 
@@ -482,9 +498,9 @@ def norm_and_route(
     router: Tensor,
     active: ActiveRows,
     logits: Tensor,
-    x: Tensor,
+    x: Out,
     routing: Routing,
-    out: Tensor,
+    out: Out,
     group_rows: int,
     *,
     normalised: bool,
@@ -497,7 +513,7 @@ def norm_and_route(
         router: [experts, hidden].
         active: the T rows.
         logits: [T, experts], which is filled.
-        x: [T, hidden], where the normalised rows go.
+        x: [T, hidden], where the normalised rows go, rounded if `out` is.
         routing: buffers of T tokens, which are filled.
         out: [T * per_token, hidden], of which only the sorted entries of active rows are written.
         group_rows: as in `route`.
@@ -506,6 +522,7 @@ def norm_and_route(
     (rows, hidden), experts = residual.shape, len(router)
     ranks, padded, width = power_of_2(routing.per_token), power_of_2(rows), power_of_2(hidden)
     part = max(1, _ROUTER_ELEMENTS // width)
+    x_values, x_scales = parts(x)
     launch(
         _norm_and_route,
         (-(-experts // part), rows),
@@ -514,9 +531,10 @@ def norm_and_route(
         router,
         active.marks,
         logits,
-        x,
+        x_values,
+        x_scales,
         *routing.filled(),
-        out,
+        *parts(out),
         active.least,
         rows,
         norm.eps,
@@ -531,26 +549,28 @@ def norm_and_route(
         WIDTH=width,
         PART=part,
         COLUMNS=min(width, _ROUTER_ELEMENTS // (2 * padded * ranks)),
+        QUANTISED=isinstance(out, Quantised),
         num_warps=4,
         **launch_options(residual.device),
     )
 
 
-def gather(x: Tensor, routing: Routing, out: Tensor) -> None:
+def gather(x: Tensor, routing: Routing, out: Activations) -> None:
     """`out` [T * per_token, hidden] = the row of `x` [T, hidden] of each sorted entry."""
-    hidden = x.shape[1]
-    block = min(_ELEMENTS, power_of_2(hidden))
+    hidden, whole = x.shape[1], isinstance(out, Quantised)
+    block = power_of_2(hidden) if whole else min(_ELEMENTS, power_of_2(hidden))
     launch(
         _gather,
         (len(out), -(-hidden // block)),
         x,
         routing.tokens,
         routing.ends,
-        out,
+        *parts(out),
         EXPERTS=routing.experts,
         HIDDEN=hidden,
         BLOCK=block,
-        num_warps=4,
+        QUANTISED=whole,
+        num_warps=warps(block) if whole else 4,
         **launch_options(x.device),
     )
 

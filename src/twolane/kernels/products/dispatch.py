@@ -309,7 +309,7 @@ class Products:
         """One product by one kernel, with what that does beside."""
         add = operation == "add_linear"
         if way.variant is not None:
-            values, scales = _factors(x, weight)
+            values, scales = factors(x, weight)
             rest = bias, out, self.scratch(out.device)
             skinny_gemm.launch(
                 way.variant, way.blocks, values, weight.values, *rest, residual=add, scales=scales
@@ -459,7 +459,7 @@ def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> No
         torch.mm(x, weight.t(), out_dtype=out.dtype, out=out)
 
 
-def _factors(x: Activations, weight: Stored) -> tuple[Tensor, skinny_gemm.Scales | None]:
+def factors(x: Activations, weight: Stored) -> tuple[Tensor, skinny_gemm.Scales | None]:
     """The values of x, and the scales of both factors if they have some."""
     if not isinstance(x, Quantised):
         return x, None

@@ -17,8 +17,7 @@
 // The compiler is given BLOCK_N, ROWS (M rounded up), STAGES, SWAP (w on the 64-row side of the
 // product, for small batches), GATED (w = gate and up rows, y = silu(gate) * up), WIDE (y is float32,
 // without bias or residual), FP8 (x and w are e4m3, each row of both with a scale), HALF (y, and
-// without FP8 x and w, are fp16, not bf16), GROUPED (with SWAP, without FP8), and `multiply` (one
-// wgmma).
+// without FP8 x and w, are fp16, not bf16), GROUPED (with SWAP), and `multiply` (one wgmma).
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -385,16 +384,19 @@ __device__ __forceinline__ void write_tile(const float (&acc)[PARTS][ACC], unsig
 
 #if FP8
 // Multiplies the sums of a tile with the scales of their rows of x and of w.
-__device__ __forceinline__ void scale_tile(float (&acc)[PARTS][ACC], const Arguments& a, int tile) {
+__device__ __forceinline__ void scale_tile(float (&acc)[PARTS][ACC], const Arguments& a,
+                                           const Tile& place) {
     const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
+    const float* x_scales = a.x_scales + place.first;
+    const float* w_scales = a.w_scales + place.w_row - place.column;
     // The row of w of a row of this warpgroup's part of the tile: gates come before ups.
     auto w_row = [&](int row) {
         const bool up = GATED && row >= GROUP_OUT;
-        const int column = tile * OUT_N + column_group() * GROUP_OUT + (up ? row - GROUP_OUT : row);
+        const int column = place.column + column_group() * GROUP_OUT + (up ? row - GROUP_OUT : row);
         return min(column, a.shape.n - 1) + (up ? a.shape.n : 0);
     };
-    auto x_scale = [&](int row) { return __ldcg(a.x_scales + min(row, a.shape.m - 1)); };
-    auto w_scale = [&](int row) { return __ldcg(a.w_scales + w_row(row)); };
+    auto x_scale = [&](int row) { return __ldcg(x_scales + min(row, place.rows - 1)); };
+    auto w_scale = [&](int row) { return __ldcg(w_scales + w_row(row)); };
 #if SWAP
 #pragma unroll
     for (int j = 0; j < ACC / 4; ++j)
@@ -631,7 +633,7 @@ __device__ __forceinline__ void consume(const Arguments& a, u32 ring_w, u32 ring
             rows.m = place.rows;
             if (warp_matters(shape)) {
 #if FP8
-                scale_tile(acc, a, tile);
+                scale_tile(acc, a, place);
 #endif
                 write_tile(acc, a.out + u64(place.first) * shape.out_stride, a.bias, rows,
                            place.column);

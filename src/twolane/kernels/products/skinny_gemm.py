@@ -44,8 +44,7 @@ class Variant:
         swap: w, not x, is on the product's side that counts in 64 rows.
         gated: w is gate rows and up rows, y = silu(gate) * up; `block_n` at least 128.
         wide: y is float32, without bias or residual.
-        dtype: of x and w: bfloat16, float16, or e4m3, for which y is bfloat16, neither wide nor
-            grouped.
+        dtype: of x and w: bfloat16, float16, or e4m3, for which y is bfloat16 and not wide.
         grouped: w has the rows of all experts, each group of rows of x goes to one; with `swap`.
     """
 

@@ -167,7 +167,7 @@ class DecodeGraphs:
         shape = 0 if decoder.follows else max_rows, spec.vocab_size
         self.logits = torch.empty(shape, dtype=torch.float32, device=device)
         self.tokens = torch.zeros(max_rows, dtype=torch.int32, device=device)
-        self._woken = None if spec.moe is None else self.workspace.experts(max_rows).routing.woken
+        self._woken = None if spec.moe is None else self.workspace.routing(max_rows).woken
         self.ring = torch.zeros(MAX_STEPS * (max_rows + 1), dtype=torch.int32, device=device)
         """Tokens by step and row of the bucket; with experts, behind those of a step, how many it
         has read, summed over layers."""
