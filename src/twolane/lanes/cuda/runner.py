@@ -78,8 +78,8 @@ class _Pass:
     """The residual stream, [T, hidden]."""
     positions: Tensor
     write_slots: Tensor
-    owners: Tensor
-    """The request slot of each token, int32 [T]."""
+    owners: Tensor | None
+    """The request slot of each token, int32 [T], if one of the requests has an adapter."""
     plans: dict[int | None, PrefillPlan] = field(default_factory=dict)
     """By window, for the lane and the SMs of the last slice."""
 
@@ -246,7 +246,8 @@ class CudaRunner:
         if work.first or work.finishes or adapted:  # the first of several has enough to do
             self.slots.upload(row.slot for row in work.rows)
         if work.first == 0:
-            before, batch = None, self._open(BatchRows(work.rows, work.chunks), place)
+            opened = BatchRows(work.rows, work.chunks)
+            before, batch = None, self._open(opened, place, adapted=adapted)
         else:
             before = self._paused[work.batch]
             batch = self._resumed(before, work.rows)
@@ -286,11 +287,12 @@ class CudaRunner:
     def _by_layers(self, work: HybridWork, place: _Place) -> Tensor:
         """The last hidden states of a pass that is no graph as a whole, [rows, hidden]."""
         self.slots.upload(update.slot for update in work.slots)
-        batch = self._open(BatchRows(work.prompts, work.chunks), place)
+        adapted = self.slots.adapted(work)
+        batch = self._open(BatchRows(work.prompts, work.chunks), place, adapted=adapted)
         layers = self._decoder.spec.layers
         hidden, plans = batch.hidden, self._plans(batch, place, 0, layers)
         placed = MixedRows(self._decoder, batch.positions, batch.write_slots, plans)
-        if self.slots.adapted(work):
+        if adapted:
             placed = replace(placed, owners=batch.owners)
         if work.decode:
             decoding = self._steps_of(work.decode, place)
@@ -311,16 +313,19 @@ class CudaRunner:
     def _embed(self, tokens: Tensor, place: _Place) -> Tensor:
         return self._decoder.embed(tokens, place.memory.activations.channel)
 
-    def _open(self, batch: BatchRows, place: _Place) -> _Pass:
-        """Lay out a batch and embed its tokens."""
+    def _open(self, batch: BatchRows, place: _Place, *, adapted: bool) -> _Pass:
+        """Lay out a batch, some of whose rows may be `adapted`, and embed its tokens."""
         tokens = np.concatenate([token_ids(chunk) for chunk in batch.chunks])
         pages, size = self.slots.told.pages, self.kv.page_size
         where = [places_of(row, pages[row.slot], size) for row in batch.rows]
         positions, write_slots = (np.concatenate(part) for part in zip(*where, strict=True))
-        owners = np.repeat([row.slot for row in batch.rows], [row.count for row in batch.rows])
-        _, sent = upload_parts([tokens, positions, write_slots, owners], self._decoder.device)
+        parts = [tokens, positions, write_slots]
+        if adapted:
+            counts = [row.count for row in batch.rows]
+            parts.append(np.repeat([row.slot for row in batch.rows], counts))
+        _, sent = upload_parts(parts, self._decoder.device)
         hidden = self._embed(sent[0], place)
-        return _Pass(batch, hidden, sent[1], sent[2], sent[3])
+        return _Pass(batch, hidden, sent[1], sent[2], sent[3] if adapted else None)
 
     def _resumed(self, paused: _Pass, rows: Sequence[PromptRow]) -> _Pass:
         """The batch where the last slice left it, without the rows that have left."""
@@ -328,8 +333,9 @@ class CudaRunner:
             return paused
         batch, left = paused.batch.left(rows)
         index = upload(np.flatnonzero(left).astype(np.int32), self._decoder.device)
+        owners = None if paused.owners is None else paused.owners[index]
         hidden, positions = paused.hidden[index], paused.positions[index]
-        return _Pass(batch, hidden, positions, paused.write_slots[index], paused.owners[index])
+        return _Pass(batch, hidden, positions, paused.write_slots[index], owners)
 
     def _layers(
         self, first: int, last: int, hidden: Tensor, placed: MixedRows, place: _Place
