@@ -8,8 +8,8 @@ import pytest
 
 from twolane.common.page_hash import page_hashes
 from twolane.common.prefix_digest import Landmarks, PrefixBook, is_landmark
-from twolane.common.prompt_work import UNKNOWN, PromptPace, PromptWork
-from twolane.router.choose import LATE, TURNS, Chosen, Refused, choose
+from twolane.common.prompt_work import UNKNOWN, PromptPace, PromptWork, WaitingPrompt
+from twolane.router.choose import TURNS, Chosen, Refused, choose
 from twolane.router.policies import POLICIES
 from twolane.router.state import FORMAT, Ask, ReplicaState
 from twolane.router.table import Table
@@ -100,8 +100,58 @@ def test_nobody_is_sent_what_comes_too_late_and_the_client_is_told_when() -> Non
     refused = choose(asked, table(a=state(queue), b=state(2 * queue)).views(asked, 0.0))
     assert isinstance(refused, Refused)
     assert refused.retry_after == 4  # three seconds of queue, and 0.2 of its own
-    barely = round((LATE - 0.01) * SLO.ttft / TOKEN_SECONDS) - 2000
+    barely = round(0.99 * SLO.ttft / TOKEN_SECONDS) - 2000
     assert sent_to(table(a=state(barely)), asked) == "a"
+
+
+def waiting(*prompts: tuple[int, float], begun: int = 0) -> ReplicaState:
+    """What a replica tells whose prompts of so many tokens are due in so many seconds."""
+    told = [WaitingPrompt(new, 0, left) for new, left in prompts]
+    queued = begun + sum(new for new, _ in prompts)
+    return state(queued, yielding=told)
+
+
+def test_a_short_prompt_waits_for_those_alone_that_are_kept_before_it() -> None:
+    """Of 14,000 tokens within a second, 10,000 can be done: the longest prompt is given up."""
+    asked = ask()
+    given_up = table(a=waiting((7000, 0.9), (4000, 0.95), (3000, 0.95)))
+    [view] = given_up.views(asked, 0.0)
+    assert view.wait == pytest.approx(7000 * TOKEN_SECONDS)
+    assert view.longest == pytest.approx(4000 * TOKEN_SECONDS)
+    in_order = table(a=state(14_000))
+    assert in_order.views(asked, 0.0)[0].wait == pytest.approx(14_000 * TOKEN_SECONDS)
+    assert sent_to(given_up, asked) == "a"
+    assert isinstance(choose(asked, in_order.views(asked, 0.0)), Refused)
+
+
+def test_what_a_replica_has_begun_is_not_given_up() -> None:
+    asked = ask()
+    [view] = table(a=waiting((4000, 0.95), begun=5000)).views(asked, 0.0)
+    assert view.wait == pytest.approx(9000 * TOKEN_SECONDS)
+    assert isinstance(choose(asked, table(a=waiting(begun=9000)).views(asked, 0.0)), Refused)
+
+
+def test_a_prompt_goes_where_no_other_is_given_up_for_it() -> None:
+    asked = ask()
+    assert sent_to(table(a=waiting((9000, 0.95)), b=state(7000)), asked) == "b"
+    assert sent_to(table(a=waiting((9000, 0.95)), b=state(9000)), asked) == "a"
+    longest = ask(range(100_000, 109_500))
+    assert isinstance(choose(longest, table(a=waiting((9000, 0.95))).views(longest, 0.0)), Refused)
+
+
+def test_prompts_that_were_sent_since_give_way_too() -> None:
+    made = table(a=waiting())
+    long, short = ask(range(100_000, 109_000)), ask()
+    assert sent_to(made, long) == "a"
+    assert made.views(short, 0.0)[0].longest == pytest.approx(9000 * TOKEN_SECONDS)
+    assert sent_to(made, short) == "a"
+    assert made.views(short, 0.0)[0].wait == pytest.approx(2000 * TOKEN_SECONDS)
+
+
+def test_a_prompt_that_is_due_sooner_does_not_wait_for_later_ones() -> None:
+    made = table(a=waiting((3000, 5.0), (1000, 0.2)))
+    assert made.views(ask(ttft=0.5), 0.0)[0].wait == pytest.approx(1000 * TOKEN_SECONDS)
+    assert made.views(ask(ttft=6.0), 0.0)[0].wait == pytest.approx(4000 * TOKEN_SECONDS)
 
 
 def test_without_a_bound_or_a_speed_nobody_is_refused() -> None:
@@ -166,12 +216,13 @@ def test_every_router_serves_with_what_is_ready(router) -> None:
     chosen = []
     for i in range(40):
         asked = ask(range(i * 5000, i * 5000 + 2000))
-        choice = policy(asked, made.views(asked, 0.0))
+        now = float(i)
+        made.publish("a", state(), now)
+        made.publish("b", state(), now)
+        choice = policy(asked, made.views(asked, now))
         assert isinstance(choice, Chosen)
-        made.sent(choice.name, asked, 0.0)
+        made.sent(choice.name, asked, now)
         made.ended(choice.name)
-        made.publish("a", state(), 1.0)
-        made.publish("b", state(), 1.0)
         chosen.append(choice.name)
     assert set(chosen) == {"a", "b"}
     none = table(c=state(draining=True))

@@ -1,12 +1,18 @@
 """Several replicas and a router on one virtual clock."""
 
+from collections.abc import Sequence
+
 import pytest
 
 from tests.sim.test_run import config
 from twolane.common.errors import FieldError
+from twolane.router.choose import Chosen
 from twolane.router.policies import POLICIES
+from twolane.router.state import Ask
+from twolane.router.table import View
 from twolane.sim.fleet import simulate_fleet
 from twolane.sim.run import simulate
+from twolane.slo import Slo
 from twolane.workload.traces import TraceRequest
 
 SHARED = [
@@ -42,6 +48,28 @@ def test_the_router_finds_prefixes_that_round_robin_misses() -> None:
         simulate_fleet(config(), 2, name, SHARED) for name in ("predicted", "round-robin")
     )
     assert ours.hit_rate > turns.hit_rate
+
+
+BURST = [TraceRequest(1.0 + 0.02 * i, 4000, 4, hash_ids=range(8 * i, 8 * i + 8)) for i in range(40)]
+"""Prompts of 512-token blocks that take about 0.1 s each, and come five times as fast."""
+
+
+@pytest.mark.parametrize("system", ["auto", "chunked"])
+def test_a_router_is_told_which_prompts_a_system_may_give_up(system) -> None:
+    seen: list[View] = []
+
+    def watch(ask: Ask, views: Sequence[View]) -> Chosen:
+        seen.extend(views)
+        return Chosen(views[0].name, 0.0, 0)
+
+    warm = [TraceRequest(0.0, 4000, 4, hash_ids=range(900, 908)), *BURST]
+    simulate_fleet(config(system, slo=Slo(ttft=1.0)), 1, "predicted", warm, policy=watch)
+    longest, wait = max(view.longest for view in seen), max(view.wait or 0.0 for view in seen)
+    if system == "auto":
+        assert 0.0 < longest < wait < 1.0
+    else:
+        assert longest == 0.0
+        assert wait > 1.0
 
 
 def test_an_unknown_router_is_refused_by_name() -> None:

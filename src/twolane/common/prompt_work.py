@@ -26,6 +26,22 @@ class PromptWork(NamedTuple):
         return PromptWork(*(mine + share * its for mine, its in zip(self, other, strict=True)))
 
 
+class WaitingPrompt(NamedTuple):
+    """A prompt of which nothing was computed yet."""
+
+    new: int
+    """Number of its tokens to compute."""
+    reused: int
+    """Number of its tokens that the prefix cache has."""
+    left: float
+    """Seconds until its first token is due; negative if it is overdue."""
+
+    @property
+    def work(self) -> PromptWork:
+        """What is to be computed of it."""
+        return PromptWork.of(self.new, self.reused)
+
+
 class PromptPace(msgspec.Struct, frozen=True):
     """Seconds that a server takes for prompts; all 0: not known."""
 

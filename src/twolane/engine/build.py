@@ -106,6 +106,7 @@ def assemble(
         slo=config.slo,
         pacer=Pacer(config.tbt_buffer, config.transport),
         adapters=load_adapters(config, lanes, notify, kv_events),
+        gives_up=system.gives_up,
     )
     ready = _ready(config, name, engine, machine, profile)
     trace.about(

@@ -72,6 +72,7 @@ class Engine:
         notify: wakes the loop; called from another thread when a grammar has been compiled, and
             when masks are there.
         adapters: those that requests may ask for; None: there are none.
+        gives_up: whether the system gives up prompts, see `System.gives_up`.
     """
 
     def __init__(
@@ -93,10 +94,12 @@ class Engine:
         kv_events: KVEventPublisher | None = None,
         notify: Callable[[], None] = lambda: None,
         adapters: AdapterRegistry | None = None,
+        gives_up: bool = False,
     ) -> None:
         pacer = pacer or Pacer()
         bounds = pacer.planned(slo or Slo())
         self.state = State(kv, lanes, layers, estimator, trace or Trace(), bounds, pacer)
+        self.state.gives_up = gives_up
         self.max_model_len = min(max_model_len, kv.total_pages * kv.page_size)
         self._landmarks = LandmarkWatcher(kv.page_size)
         kv.tree.watchers.append(self._landmarks)
@@ -213,6 +216,7 @@ class Engine:
     def stats(self) -> Stats:
         """Gauges and counters now."""
         state, kv = self.state, self.state.kv
+        queued = state.count_queued()
         waiting = len(state.queue) + len(state.started) + sum(map(len, state.held.values()))
         return Stats(
             running=len(state.decoding),
@@ -225,7 +229,8 @@ class Engine:
             prefix_hits=state.counters.prefix_hits,
             preemptions=state.counters.preemptions,
             broken=state.counters.broken,
-            queued=state.queued_work(),
+            queued=queued.work,
+            yielding=queued.yielding,
             prompt_token_seconds=state.counters.prompt_token_seconds,
             prompt_pace=state.counters.paces.pace,
             seconds=[(*level, spent) for level, spent in state.counters.seconds.items()],

@@ -12,7 +12,7 @@ from typing import Literal
 
 import msgspec
 
-from twolane.common.prompt_work import UNKNOWN, PromptPace, PromptWork
+from twolane.common.prompt_work import UNKNOWN, PromptPace, PromptWork, WaitingPrompt
 from twolane.common.vocabulary import LaneName
 from twolane.sampling import PackedLogprobs as PackedLogprobs
 from twolane.sampling import SamplingParams
@@ -189,6 +189,9 @@ class Stats(msgspec.Struct, frozen=True):
     """Requests that ended because the model gave NaN or infinity."""
     queued: PromptWork = PromptWork()
     """What is still to be computed for the requests without a first token."""
+    yielding: list[WaitingPrompt] | None = None
+    """The largest queued prompts that may be given up for smaller ones; None: the system gives up
+    none."""
     prompt_token_seconds: float = 0.0
     """Seconds that launches with prompts have lately taken for each prompt token; 0: not known."""
     prompt_pace: PromptPace = UNKNOWN

@@ -111,10 +111,15 @@ class Request:
 
     @property
     def known_new(self) -> int:
-        """Tokens to compute, by the latest answer of the prefix cache; it is not asked anew."""
+        """Tokens to compute, by the latest answer of the prefix cache; it is asked only once."""
         if self.started:
             return len(self.tokens) - self.context
-        return len(self.tokens) - (0 if self.looked_up is None else self.looked_up.reused)
+        return len(self.tokens) - (self.looked_up or self.lookup(self)).reused
+
+    @property
+    def yields(self) -> bool:
+        """Whether it may be late for others: nothing of it was computed or delivered."""
+        return not (self.started or self.generated)
 
     @property
     def scores_prompt(self) -> bool:

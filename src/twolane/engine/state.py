@@ -1,14 +1,16 @@
 """The engine's state: which request is where, and what is in flight."""
 
 import bisect
+import heapq
 import math
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from twolane.common.prompt_work import PromptPaces, PromptWork
+from twolane.common.prompt_work import PromptPaces, PromptWork, WaitingPrompt
 from twolane.common.vocabulary import EXCLUSIVE, LaneName
 from twolane.engine.kv import KVBooks
 from twolane.engine.launch_costs import LaunchCosts
@@ -31,6 +33,8 @@ from twolane.systems.view import LaneView
 LANDED = 256
 QUEUE_SECONDS = 0.02
 """Seconds for which the count of queued tokens holds: with a long queue it takes a while."""
+MOST_YIELDING = 128
+"""Number of queued prompts that are told one by one; the others are told as a sum."""
 HALVED_TOKENS = 16384.0
 """The weight of earlier launches with prompts halves within this many prompt tokens: a few short
 prompts do not outweigh a queue of long ones."""
@@ -40,6 +44,16 @@ ELDER_SHARE = 8
 """One admission in this many is that of the request that waits longest."""
 FIRST = -(2**31)
 """A priority before all that requests can have."""
+
+
+class Queued(NamedTuple):
+    """What is queued at one moment."""
+
+    at: float = -math.inf
+    """The moment, in seconds on the lanes' clock."""
+    work: PromptWork = PromptWork()
+    yielding: list[WaitingPrompt] | None = None
+    """The largest prompts that may be given up for smaller ones; None: the system gives up none."""
 
 
 @dataclass(slots=True)
@@ -124,8 +138,10 @@ class State:
     launches: list[Launched] = field(default_factory=list)
     watched_until: float = -math.inf
     """What is reaped later is no news of `launches`."""
-    queued: tuple[float, PromptWork] = (-math.inf, PromptWork())
-    """When the queued work was last summed up, on the lanes' clock, and how much there was."""
+    gives_up: bool = False
+    """Whether the system gives up prompts that cannot be in time for smaller ones."""
+    queued: Queued = field(default_factory=Queued)
+    """What was queued when that was last counted."""
     launching: LaunchCosts = field(init=False)
     offered: frozenset[int] = field(init=False)
     """Units that a lane may be given."""
@@ -138,27 +154,33 @@ class State:
         """Seconds on the lanes' clock."""
         return self.lanes.clock()
 
-    def queued_work(self) -> PromptWork:
-        """What is still to be computed for the requests without a first token.
+    def count_queued(self) -> Queued:
+        """Return what is still to be computed for the requests without a first token.
 
-        What the prefix cache has is left out for those that have looked it up, and so are layers
-        that are done. The sum is kept for `QUEUE_SECONDS` while anything is in prefill.
+        What the prefix cache has is left out, and so are layers that are done. The answer is kept
+        for `QUEUE_SECONDS` while anything is in prefill.
         """
         now = self.now()
         if len(self.requests) == len(self.decoding):
-            self.queued = now, PromptWork()
-        elif now - self.queued[0] >= QUEUE_SECONDS or not self.queued[1].tokens:
+            self.queued = Queued(now, yielding=[] if self.gives_up else None)
+        elif now - self.queued.at >= QUEUE_SECONDS or not self.queued.work.tokens:
             prompts = tokens = 0
             pairs = 0.0
+            yielding: list[WaitingPrompt] = []
             for request in chain(self.queue, self.started, *self.held.values()):
                 new = request.known_new
                 prompts, tokens = prompts + 1, tokens + new
                 pairs += new * (len(request.tokens) - new / 2)
+                bound = request.slo.first_token(new)
+                if request.yields and bound is not None:
+                    left = request.arrival + bound - now
+                    yielding.append(WaitingPrompt(new, len(request.tokens) - new, left))
             work = PromptWork(prompts, tokens, pairs)
             for batch in filter(None, (self.open, self.parked, *self.launched)):
                 work = work.plus(batch.work, 1 - batch.layers_done / self.layers)
-            self.queued = now, work
-        return self.queued[1]
+            largest = heapq.nlargest(MOST_YIELDING, yielding) if self.gives_up else None
+            self.queued = Queued(now, work, largest)
+        return self.queued
 
     def adapters_named(self) -> set[int]:
         """The slots of adapters that requests or launches name."""

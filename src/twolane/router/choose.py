@@ -1,7 +1,9 @@
 """The router: which replica gives a request its first token soonest, at the least cost to others.
 
 A pure function of what is known of the replicas. It predicts the time to the first token at each
-replica: what is queued there and what is new of this prompt, by the replica's own measured speed.
+replica: the prompts that are kept before this one and what is new of it, by the replica's own
+measured speed. A prompt that is in time only if a longer one is given up for it goes to a replica
+that need not do so, if there is one.
 Computing a prefix that another replica has also delays those who come later, so a request's own
 computation counts more, the more prompts wait at every replica.
 """
@@ -14,14 +16,10 @@ from twolane.common.prompt_work import UNKNOWN, PromptPace, PromptWork
 from twolane.router.state import Ask
 from twolane.router.table import View
 
-WORK = 4.0
+WORK = 8.0
 """The most weight of a request's own computation against the seconds that it waits."""
-ROOM = 0.9
-"""Share of the TTFT bound within which a prediction should be, for predictions err."""
 MEMORY = 0.2
 """Weight of the share of a replica's KV pages that are in use, in seconds."""
-LATE = 1.0
-"""Multiple of the TTFT bound beyond which a prediction refuses a request; predictions err."""
 STAY = 0.05
 """Share by which a session's replica may be worse than the best, and the session stays."""
 TURNS = 8
@@ -56,6 +54,8 @@ class _Estimate(NamedTuple):
     """Seconds to the first token."""
     cost: float
     """What the choice is made by, in seconds."""
+    displaces: bool = False
+    """Whether a longer prompt is given up for it."""
 
 
 def choose(ask: Ask, views: Sequence[View]) -> Chosen | Refused:
@@ -69,13 +69,12 @@ def choose(ask: Ask, views: Sequence[View]) -> Chosen | Refused:
         return Refused(RETRY_SECONDS[0], "no replica is ready")
     usual, work = _usual_pace(views), _work_weight(views)
     estimates = [_estimate(ask, view, view.pace or usual, work) for view in views]
-    in_time = [each for each in estimates if _keeps(each, 1.0)]
-    if not in_time and not any(_keeps(each, LATE) for each in estimates):
+    in_time = [each for each in estimates if each.view.ttft is None or each.ttft <= each.view.ttft]
+    if not in_time:
         return _refusal(estimates)
     if starved := [each for each in in_time if each.view.passed_over >= TURNS * len(views)]:
         return _chosen(max(starved, key=lambda each: each.view.passed_over))
-    roomy = [each for each in in_time if _keeps(each, ROOM)]
-    candidates = roomy or in_time or estimates
+    candidates = [each for each in in_time if not each.displaces] or in_time
     best = min(candidates, key=_by_cost)
     for each in candidates:
         if each.view.home and each.cost <= (1 + STAY) * best.cost:
@@ -102,16 +101,14 @@ def _estimate(ask: Ask, view: View, pace: PromptPace, work: float) -> _Estimate:
     if not pace:  # nothing was computed anywhere yet: the fewest tokens, then requests
         return _Estimate(view, 0.0, view.queued.tokens + freed + new + view.open)
     own = pace.seconds(PromptWork.of(new, view.reused))
-    wait = max(0.0, pace.seconds(view.queued) - view.elapsed) + freed * pace.token
+    wait = pace.seconds(view.queued) if view.wait is None else view.wait
+    wait += freed * pace.token
+    displaces = view.ttft is not None and wait + own > view.ttft and view.longest > own
+    if displaces:
+        wait -= view.longest
     used = 1 - view.pages_free / view.pages if view.pages else 0.0
     cost = wait + work * own + MEMORY * max(0.0, used)
-    return _Estimate(view, wait + own, cost)
-
-
-def _keeps(estimate: _Estimate, share: float) -> bool:
-    """Whether the first token should come within this share of its bound."""
-    bound = estimate.view.ttft
-    return bound is None or estimate.ttft <= share * bound
+    return _Estimate(view, wait + own, cost, displaces)
 
 
 def _by_cost(estimate: _Estimate) -> tuple[float, int, int]:

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 import msgspec
 
 from twolane.common.prefix_digest import Landmarks, PrefixDigest
-from twolane.common.prompt_work import UNKNOWN, PromptPace, PromptWork
+from twolane.common.prompt_work import UNKNOWN, PromptPace, PromptWork, WaitingPrompt
 from twolane.slo import Slo
 
 NO_LANDMARKS = Landmarks()
-FORMAT = 2
+FORMAT = 3
 """Version of `ReplicaState`; a router leaves out a replica with another one."""
 
 
@@ -29,6 +29,8 @@ class ReplicaState(msgspec.Struct, frozen=True, kw_only=True):
     """Number of requests without a first token."""
     queued: PromptWork = PromptWork()
     """What is still to be computed for the requests without a first token."""
+    yielding: list[WaitingPrompt] | None = None
+    """The largest queued prompts that may be given up for smaller ones; None: none ever is."""
     prompt_pace: PromptPace = UNKNOWN
     """Seconds that launches with prompts have lately taken, by what a prompt consists of."""
     page_size: int = 1

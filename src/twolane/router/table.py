@@ -1,11 +1,14 @@
 """What a router knows of its replicas: what they published, and what it has sent them since."""
 
+import math
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from twolane.common.prompt_work import PromptPace, PromptWork
+from twolane.router.line import Line, Place
 from twolane.router.state import FORMAT, Ask, ReplicaState
 
 ASSUMED_SECONDS = 30.0
@@ -23,8 +26,11 @@ class View:
     """What was to be computed before this request when the replica told its state."""
     pace: PromptPace
     """Seconds that prompts take there."""
-    elapsed: float
-    """Seconds since the replica told its state, in which it went on."""
+    wait: float | None
+    """Seconds until the replica is through with the prompts that it keeps before this one; None:
+    its pace is not known."""
+    longest: float
+    """Seconds of the longest of these that it would give up for a shorter one."""
     reused: int
     """Prompt tokens of this request that the replica has."""
     pages_free: int
@@ -42,6 +48,18 @@ class View:
     """Whether the replica had the session's latest request."""
 
 
+class Sent(NamedTuple):
+    """A request that a replica was sent."""
+
+    at: float
+    """When, on the router's clock."""
+    due: float
+    """When its first token is due."""
+    work: PromptWork
+    pages: int
+    """KV pages that it takes."""
+
+
 @dataclass(slots=True)
 class Replica:
     """One replica in the table."""
@@ -52,8 +70,10 @@ class Replica:
     """When the state was asked for, on the router's clock."""
     known: frozenset[int] = frozenset()
     """Hashes of its landmarks."""
-    sent: list[tuple[float, PromptWork, int]] = field(default_factory=list)
-    """When requests were sent, their work and their pages, as far as the state may lack them."""
+    sent: list[Sent] = field(default_factory=list)
+    """Requests that the state may lack."""
+    line: Line | None = None
+    """Its prompts in order; None: their seconds are not known."""
     assumed: dict[int, float] = field(default_factory=dict)
     """Hashes of landmarks that requests will have put there, with when they were sent."""
     open: int = 0
@@ -70,12 +90,37 @@ class Replica:
         found = bisect_right(range(len(hashes)), False, key=lambda i: not self.has(hashes[i]))
         return tokens[found - 1] if found else 0
 
+    def bound(self, ask: Ask, reused: int) -> float | None:
+        """Bound in seconds on a request's first token."""
+        if ask.ttft is not None:
+            return ask.ttft
+        return self.state.slo.first_token(ask.prompt_tokens - reused)
+
     def queued(self) -> PromptWork:
         """What was to be computed, as published, with what was sent since."""
         work = self.state.queued
-        for _, sent, _ in self.sent:
-            work = work.plus(sent)
+        for sent in self.sent:
+            work = work.plus(sent.work)
         return work
+
+    def form_line(self) -> None:
+        """Put in order what the state tells, and what was sent since."""
+        pace, state = self.state.prompt_pace, self.state
+        yielding = state.yielding or []
+        begun = state.queued
+        for prompt in yielding:
+            begun = begun.plus(prompt.work, -1)
+        begin = self.asked_at + max(0.0, pace.seconds(begun))
+        places = [Place(self.asked_at + p.left, pace.seconds(p.work)) for p in yielding]
+        self.line = Line(begin, places) if pace else None
+        for sent in self.sent:
+            self.lengthen_line(sent)
+
+    def lengthen_line(self, sent: Sent) -> None:
+        """Put a request into the line."""
+        if self.line is not None:
+            place = Place(sent.due, self.state.prompt_pace.seconds(sent.work), sent.at)
+            self.line = self.line.plus(place, yields=self.state.yielding is not None)
 
 
 class Table:
@@ -105,7 +150,8 @@ class Table:
         replica.state, replica.asked_at = state, asked_at
         if state.digest is not None:
             replica.known = state.digest.as_set()
-        replica.sent = [each for each in replica.sent if each[0] > asked_at]
+        replica.sent = [each for each in replica.sent if each.at > asked_at]
+        replica.form_line()
         oldest = asked_at - ASSUMED_SECONDS
         if replica.assumed and next(iter(replica.assumed.values())) < oldest:
             replica.assumed = {h: at for h, at in replica.assumed.items() if at >= oldest}
@@ -128,16 +174,16 @@ class Table:
     def _view(self, replica: Replica, ask: Ask, now: float, home: str | None) -> View:
         state = replica.state
         reused = replica.reused(ask)
-        bound = ask.ttft
-        if bound is None:
-            bound = state.slo.first_token(ask.prompt_tokens - reused)
+        bound = replica.bound(ask, reused)
+        ahead = replica.line and replica.line.ahead(now + (math.inf if bound is None else bound))
         return View(
             name=replica.name,
             queued=replica.queued(),
             pace=state.prompt_pace,
-            elapsed=max(0.0, now - replica.asked_at),
+            wait=max(0.0, ahead.until - now) if ahead else None,
+            longest=ahead.longest if ahead else 0.0,
             reused=reused,
-            pages_free=state.pages_free - sum(pages for _, _, pages in replica.sent),
+            pages_free=state.pages_free - sum(sent.pages for sent in replica.sent),
             pages=state.pages,
             page_size=state.page_size,
             open=replica.open,
@@ -153,7 +199,11 @@ class Table:
         reused = replica.reused(ask)
         new = ask.prompt_tokens - reused
         pages = -(-(new + ask.output_tokens) // replica.state.page_size)
-        replica.sent.append((now, PromptWork.of(new, reused), pages))
+        bound = replica.bound(ask, reused)
+        due = now + (math.inf if bound is None else bound)
+        sent = Sent(now, due, PromptWork.of(new, reused), pages)
+        replica.sent.append(sent)
+        replica.lengthen_line(sent)
         for landmark in ask.landmarks.hashes:
             replica.assumed.pop(landmark, None)  # so that the oldest come first
             replica.assumed[landmark] = now

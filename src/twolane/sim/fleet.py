@@ -91,6 +91,7 @@ class SimReplica:
             running=stats.running,
             waiting=stats.waiting + stats.prefilling,
             queued=stats.queued,
+            yielding=stats.yielding,
             prompt_pace=stats.prompt_pace,
             page_size=kv.page_size,
             pages=kv.total_pages,

@@ -36,6 +36,8 @@ class System(Protocol):
     """What it predicts with, given a profile, unless another one is asked for."""
     reads_slos: ClassVar[bool]
     """Whether its plans depend on latency bounds; False lets one run answer for all of them."""
+    gives_up: ClassVar[bool]
+    """Whether a prompt that cannot be in time steps back behind smaller ones that can."""
 
     def start(self) -> Any:
         """The memory before the first plan."""

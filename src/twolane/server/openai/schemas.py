@@ -231,6 +231,7 @@ class ReplicaStateShown(Shown):
     running: int
     waiting: int
     queued: list[float]
+    yielding: list[list[float]] | None
     prompt_pace: dict[str, float]
     page_size: int
     pages: int

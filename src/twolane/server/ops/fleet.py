@@ -54,6 +54,7 @@ def replica_state(service: Service, known: int) -> ReplicaState:
         running=stats.running,
         waiting=stats.waiting + stats.prefilling,
         queued=stats.queued,
+        yielding=stats.yielding,
         prompt_pace=stats.prompt_pace,
         page_size=engine.ready.page_size,
         pages=stats.kv_pages,

@@ -81,6 +81,7 @@ class Auto(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     estimator: ClassVar[EstimatorName] = "calibrated"
     reads_slos: ClassVar[bool] = True
+    gives_up: ClassVar[bool] = True
 
     max_batch_tokens: int = 2048
     """A prefill batch has at most this many new tokens, or twice as many while no waiting request

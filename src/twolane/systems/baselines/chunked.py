@@ -20,6 +20,7 @@ class Chunked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     estimator: ClassVar[EstimatorName] = "calibrated"
     reads_slos: ClassVar[bool] = False
+    gives_up: ClassVar[bool] = False
 
     token_budget: int = 256
     """Tokens in a forward pass, decode and prefill together."""

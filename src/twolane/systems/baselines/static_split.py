@@ -32,6 +32,7 @@ class StaticSplit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     estimator: ClassVar[EstimatorName] = "calibrated"
     reads_slos: ClassVar[bool] = False
+    gives_up: ClassVar[bool] = False
 
     decode_units: int = 0
     """Units of the decode lane while both phases have work; 0 is half of the device."""

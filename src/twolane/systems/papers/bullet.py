@@ -150,6 +150,7 @@ class Bullet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     estimator: ClassVar[EstimatorName] = "sm-roofline"
     reads_slos: ClassVar[bool] = True
+    gives_up: ClassVar[bool] = False
 
     ttft_per_token: float = 0.003
     """Normalised TTFT SLO, seconds for each prompt token, of requests that have no TTFT SLO

@@ -27,6 +27,7 @@ class Drift(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     estimator: ClassVar[EstimatorName] = "solo-run"
     reads_slos: ClassVar[bool] = True
+    gives_up: ClassVar[bool] = False
 
     groups: int = 4
     """Partitions, those of one phase alone among them: 3, 4 or 5 (§5.3.2)."""

@@ -68,6 +68,7 @@ class DuetServe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     estimator: ClassVar[EstimatorName] = "attention-roofline"
     reads_slos: ClassVar[bool] = True
+    gives_up: ClassVar[bool] = False
 
     token_budget: int = 8192
     """Tokens of an iteration, decode and prefill together; the paper's on an H100 (§5.1)."""

@@ -22,6 +22,7 @@ class MuxWise(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     estimator: ClassVar[EstimatorName] = "guard"
     reads_slos: ClassVar[bool] = True
+    gives_up: ClassVar[bool] = False
 
     layer_wise: bool = True
     """Off: a prefill batch is launched whole, and can neither be preempted nor change its level
