@@ -10,6 +10,7 @@ folder has are not repeated.
 
 import argparse
 import random
+import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -37,8 +38,16 @@ from twolane.workload.spec import WorkloadSpec
 
 OUT = Path(__file__).parent / "results"
 SLOS = {"ttft": 1.0, "tbt": 0.05}
-GUESS = {"toolagent": 16.0, "conversation": 10.0}
-"""Requests a second of one replica at which a search begins."""
+GUESS = {"toolagent": 25.5, "conversation": 12.8}
+"""Requests a second of one replica at which the search for our own router begins."""
+BESIDE = {
+    "predicted": 1.0,
+    "ray-prefix": 0.93,
+    "round-robin": 0.75,
+    "power-of-two": 0.74,
+    "least-loaded": 0.74,
+}
+"""Share of that guess at which the search for each router begins."""
 PER_REPLICA = 150
 """Requests of one run for each replica; at most `MOST_REQUESTS`."""
 MOST_REQUESTS = 1600
@@ -48,7 +57,7 @@ PROMPT = 12_000
 """Prompt of the timed decisions, in tokens."""
 
 
-def searched(dataset: str, replicas: int, requests: int, guess: float) -> Search:
+def searched(dataset: str, replicas: int, requests: int, guess: float, seeds: int = 1) -> Search:
     """What is searched for each router."""
     workload = WorkloadSpec(
         dataset=dataset,
@@ -63,8 +72,8 @@ def searched(dataset: str, replicas: int, requests: int, guess: float) -> Search
         slos=SLOS,
         attainment=0.95,
         start_rate=guess * replicas,
-        first_step=1.15,
-        tolerance=0.035,
+        tolerance=0.02,
+        seeds=seeds,
         least_rate=0.1,
     )
 
@@ -91,22 +100,27 @@ def compare(dataset: str, replicas: int, options: argparse.Namespace) -> dict[st
     """Search the goodput of every router; return it with the hit rates."""
     requests = options.requests or min(MOST_REQUESTS, PER_REPLICA * replicas)
     guess = options.guess or GUESS.get(dataset, 10.0)
-    search = searched(dataset, replicas, requests, guess)
+    search = searched(dataset, replicas, requests, guess, options.seeds)
     folder = options.runs / f"{Path(dataset).name}-{replicas}"
-    rates: dict[str, float] = {}
+    rates: dict[str, list[float]] = {}
     for router in options.router:
-        rates[router] = find(search, [router], run(replicas, search), folder)[0][router][0]
-        print(f"{dataset} {replicas} replicas {router}: {rates[router]:.2f}/s", flush=True)
+        guesses = [BESIDE[router] * search.start_rate] * options.seeds
+        serve = run(replicas, search)
+        rates[router] = find(search, [router], serve, folder, guesses=guesses)[0][router]
+        found = ", ".join(f"{rate:.2f}" for rate in rates[router])
+        print(f"{dataset} {replicas} replicas {router}: {found}/s", flush=True)
+    means = {router: statistics.fmean(found) for router, found in rates.items()}
     return {
         "dataset": dataset,
         "replicas": replicas,
         "requests": requests,
         "goodput": rates,
-        "hit_rate": {router: hit_rate(folder, router, rate) for router, rate in rates.items()},
+        "mean": means,
+        "hit_rate": {router: hit_rate(folder, router, found) for router, found in rates.items()},
         "ratio": {
-            router: rates["predicted"] / rate
-            for router, rate in rates.items()
-            if "predicted" in rates and rate and router != "predicted"
+            router: means["predicted"] / mean
+            for router, mean in means.items()
+            if "predicted" in means and mean and router != "predicted"
         },
     }
 
@@ -135,12 +149,13 @@ def at_rate(dataset: str, replicas: int, options: argparse.Namespace) -> dict[st
     return {**about, "routers": served}
 
 
-def hit_rate(folder: Path, router: str, rate: float) -> float | None:
-    """The share of prompt tokens found in prefix caches, of the run at the goodput."""
-    path = folder / f"{router}-seed0-rate{rate:.5f}.json"
-    if not path.exists():
+def hit_rate(folder: Path, router: str, rates: Sequence[float]) -> float | None:
+    """The mean share of prompt tokens found in prefix caches, of each seed's run at the goodput."""
+    paths = [folder / f"{router}-seed{i}-rate{rate:.5f}.json" for i, rate in enumerate(rates)]
+    if not all(path.exists() for path in paths):
         return None
-    return msgspec.json.decode(path.read_bytes())["simulated"]["prefix_hit_rate"]
+    runs = [msgspec.json.decode(path.read_bytes()) for path in paths]
+    return statistics.fmean(run["simulated"]["prefix_hit_rate"] for run in runs)
 
 
 def timed(replicas: int, rounds: int) -> dict[str, float]:
@@ -184,7 +199,7 @@ def show(found: Sequence[dict[str, object]]) -> None:
     """Print a table of all comparisons."""
     grid = Grid("workload", "replicas", "router", "goodput /s", "ours over it", "hit rate")
     for one in found:
-        for router, rate in one["goodput"].items():
+        for router, rate in one["mean"].items():
             ratio, hits = one["ratio"].get(router), one["hit_rate"][router]
             cells = [f"{rate:.1f}", "" if ratio is None else f"{ratio:.2f}"]
             hit = "" if hits is None else f"{hits:.2f}"
@@ -199,6 +214,7 @@ def main() -> None:
     parser.add_argument("--replicas", nargs="+", type=int, default=[4, 16])
     parser.add_argument("--router", nargs="+", choices=POLICIES, default=list(POLICIES))
     parser.add_argument("--requests", type=int, help="of one run")
+    parser.add_argument("--seeds", type=int, default=1, help="of requests and arrivals")
     parser.add_argument("--guess", type=float, help="requests a second of one replica")
     parser.add_argument("--runs", type=Path, default=OUT / "fleet-runs", help="folder of runs")
     parser.add_argument("--out", type=Path, help="file of the result")
