@@ -515,6 +515,32 @@ def narrow(plain: Rig, details: dict) -> list[Figure]:
     ]
 
 
+def four_bits(plain: Rig, details: dict) -> list[Figure]:
+    """Weights in four bits beside the other rig's, on one card, both with KV in bfloat16."""
+    wide, form = _pace(plain), plain.quantization or "bfloat16"
+    plain.close()
+    rig = Rig(plain.name, plain.decode_units, pages=plain.pages, quantization="int4")
+    thin = _pace(rig)
+    rig.close()
+    details |= {form: asdict(wide), "int4": asdict(thin)}
+    whole = max(wide.steps)
+    return [
+        at_most(f"int4: decode step over {form}'s", thin.steps[whole] / wide.steps[whole], 0.62),
+        at_most("int4: the same on 32 SMs", thin.steps[32] / wide.steps[32], 0.9),
+        at_least(f"int4: prefill of 8192 over {form}'s", wide.prefill / thin.prefill, 0.9),
+    ]
+
+
+def _rig(part: str, model: str) -> Rig:
+    """What a part begins with."""
+    if part == "fp8":
+        return Rig(model, (24, 32), pages=6400)
+    if part != "int4":
+        return Rig(model)
+    large = torch.cuda.get_device_properties(0).total_memory > 110e9
+    return Rig(model, (32,), pages=5600, quantization=None if large else "fp8")
+
+
 Part = Callable[[Rig, dict], list[Figure]]
 PARTS: dict[str, tuple[str, dict[str, Part]]] = {
     "qwen3": (
@@ -522,6 +548,7 @@ PARTS: dict[str, tuple[str, dict[str, Part]]] = {
         {"memory": memory, "solo": solo, "hybrid": hybrid, "switches": switches, "host": host},
     ),
     "fp8": ("qwen3-8b", {"narrow": narrow}),
+    "int4": ("codellama-34b", {"four_bits": four_bits}),
     "llama": (
         "llama-3.1-8b",
         {"both": lambda rig, details: side_by_side(rig, details, 64, 23_000, 16)},
@@ -543,9 +570,9 @@ def main() -> int:
         chosen = {n: p for n, p in parts.items() if wanted(args.only, key, n)}
         if not chosen:
             continue
-        rig = Rig(model) if key != "fp8" else Rig(model, (24, 32), pages=6400)
+        rig = _rig(key, model)
         found = {"start_seconds": rig.start_seconds, "kv_tokens": rig.pages * PAGE}
-        details[model if key != "fp8" else f"{model} fp8"] = found
+        details[f"{model} {key}" if key in ("fp8", "int4") else model] = found
         for name, part in chosen.items():
             begun = time.monotonic()
             try:

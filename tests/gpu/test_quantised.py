@@ -1,5 +1,6 @@
 """Quantised checkpoints on a GPU, in bfloat16, say what the CPU says of the same rounding."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,9 +20,11 @@ from twolane.model.decoder import Decoder
 from twolane.model.gpu_decoder import GpuDecoder
 from twolane.model.load.hub import resolve
 from twolane.model.load.weights import load_weights
-from twolane.model.matrix import quantised
+from twolane.model.matrix import GROUPS, in_registers, quantised
 
 SIZES = {"hidden_size": 256, "intermediate_size": 320}
+FOUR_BITS = {"hidden_size": 256, "intermediate_size": 384}
+"""Groups of columns that the kernels of four bits multiply."""
 
 if torch.cuda.is_available() and not nvrtc.available(torch.device("cuda", 0)):
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
@@ -30,7 +33,8 @@ if torch.cuda.is_available() and not nvrtc.available(torch.device("cuda", 0)):
 @pytest.mark.parametrize("form", FORMATS)
 def test_logits(form: str, tmp_path: Path) -> None:
     quantised_path, floats = tmp_path / "quantised", tmp_path / "floats"
-    write(quantised_path, floats, form, **SIZES)
+    sizes = SIZES if form.startswith(("fp8", "float")) else FOUR_BITS
+    write(quantised_path, floats, form, **sizes)
     spec, weights = load_weights(resolve(str(quantised_path)), dtype="bfloat16")
     _, there = load_weights(resolve(str(quantised_path)), dtype="bfloat16", device="cuda")
     _, plain = load_weights(resolve(str(floats)), dtype="float32")
@@ -89,6 +93,47 @@ def test_gates(rows: int) -> None:
         got = out.values.float() * out.scales
         error = (got - expected).norm() / expected.norm()
         assert error < 4e-2, (way.name, float(error))
+
+
+@pytest.mark.parametrize("group", (32, 128))
+@pytest.mark.parametrize("rows", ROWS)
+def test_every_way_of_four_bits(rows: int, group: int) -> None:
+    """Right, and the same each time, queued behind one another on 32 SMs."""
+    stream = GreenContexts(0, (32,)).stream("decode", 32)
+    draw = torch.Generator("cuda").manual_seed(rows)
+    for m, n, k in ((rows, 4096, 1024), (rows - 3, 1568, 1152)):
+        wide = torch.randn(n, k, device="cuda", generator=draw) * k**-0.5
+        matrix = quantised(wide, GROUPS[group])
+        assert matrix.scales is not None
+        zeros = torch.randint(0, 16, matrix.scales.shape, device="cuda", generator=draw)
+        matrix = in_registers(replace(matrix, zeros=zeros.byte()))
+        x, old, bias = (
+            torch.randn(*s, device="cuda", generator=draw).bfloat16()
+            for s in ((m, k), (m, n), (n,))
+        )
+        seen = x.float() @ matrix.dequantised().bfloat16().float().T
+        gate, up = seen.chunk(2, dim=1)
+        expected = {
+            "linear": seen + bias.float(),
+            "add_linear": seen + bias.float() + old.float(),
+            "gate_up_silu": torch.nn.functional.silu(gate) * up,
+        }
+        for operation, right in expected.items():
+            products, case = Products(32), Case.of(operation, matrix)
+            torch.cuda.synchronize()
+            for way in products._candidates(case, m):
+                products.ways = {case: {rows: way}}
+                with torch.cuda.stream(stream):
+                    outs = [old[:, : right.shape[1]].contiguous() for _ in range(3)]
+                    for out in outs:
+                        if operation == "gate_up_silu":
+                            products.gate_up_silu(x, matrix, None, torch.empty_like(old), out)
+                        else:
+                            getattr(products, operation)(x, matrix, bias, out)
+                torch.cuda.synchronize()
+                error = (outs[0].float() - right).norm() / right.norm()
+                assert error < 8e-3, (operation, way.name, float(error))
+                assert all(torch.equal(out, outs[0]) for out in outs), way.name
 
 
 @pytest.mark.parametrize("rows", ROWS)

@@ -44,6 +44,37 @@ template <int COUNT> static void multiply(float (&d)[COUNT], u32 a, u32 b) {
     };
     issued[current].back().push_back(work);
 }
+// The same with 16 columns of the 64 rows in registers: they are read when the product is done, not
+// when it is issued. COUNT is named by whoever calls.
+template <int COUNT> static void multiply(float (&d)[COUNT], const u32 (&a)[4], u32 b) {
+    std::vector<const u32*> lanes = exchange(static_cast<const u32*>(a));
+    int lane = current % 32;
+    auto work = [&d, lanes, b, lane] {
+        for (int i = 0; i < COUNT; ++i) {
+            int row = lane / 4 + i / 2 % 2 * 8, column = i / 4 * 8 + lane % 4 * 2 + i % 2;
+            for (int k = 0; k < 16; ++k) {
+                u32 pair = lanes[row % 8 * 4 + k % 8 / 2][k / 8 * 2 + row / 8];
+                d[i] += widen<true>(pair >> 16 * (k % 2) & 0xffff) * element(b, column, k);
+            }
+        }
+    };
+    issued[current].back().push_back(work);
+}
+static u32 shared_word(u32 address) {
+    u32 word;
+    memcpy(&word, shared_memory + address, 4);
+    return word;
+}
+static void shared_words(u32 (&words)[4], u32 address) {
+    if (address % 16) fault = "a read out of place";
+    memcpy(words, shared_memory + address, 16);
+}
+template <class T> static u32 each_half(u32 a, u32 b, T operation) {
+    u32 low = narrow<true>(operation(widen<true>(a & 0xffff), widen<true>(b & 0xffff)));
+    return low | narrow<true>(operation(widen<true>(a >> 16), widen<true>(b >> 16))) << 16;
+}
+static u32 subtract(u32 a, u32 b) { return each_half(a, b, [](float x, float y) { return x - y; }); }
+static u32 scaled(u32 a, u32 b) { return each_half(a, b, [](float x, float y) { return x * y; }); }
 static void multiply_begin() { issued[current].emplace_back(); }
 static void finish(std::vector<std::function<void()>>& group) {
     for (auto& work : group) work();
@@ -78,7 +109,7 @@ static void consumers_sync() { meet(consumers_meeting, CONSUMERS); }
 
 struct Matrix {  // in the bytes of a map
     const char* at;
-    u64 rows, columns, stride, box_rows;
+    u64 rows, columns, stride, box_rows, line, bytes;
 };
 
 static const char* x;
@@ -86,15 +117,17 @@ static const char* x;
 static void load_tile(u32 target, const TensorMap* map, int k, int row, u32 barrier, u64) {
     Matrix m;
     memcpy(&m, map->bytes, sizeof m);
-    if (target % 1024) fault = "a copy out of place";
+    bool whole = m.line == LINE;
+    if (target % (whole ? 1024 : 128)) fault = "a copy out of place";
     if (m.at == x) need_previous();
-    start_copy(target, m.box_rows * 128, barrier, [=] {
+    start_copy(target, m.box_rows * m.line, barrier, [=] {
         for (u64 line = 0; line < m.box_rows; ++line)
-            for (u64 i = 0; i < BLOCK_K; ++i) {
+            for (u64 i = 0; i < m.line / m.bytes; ++i) {
                 bool inside = row + line < m.rows && k + i < m.columns;
-                const char* from = m.at + ((row + line) * m.stride + k + i) * BYTES;
-                char* to = shared_memory + swizzled(target + line * 128 + BYTES * i);
-                inside ? memcpy(to, from, BYTES) : memset(to, 0, BYTES);
+                const char* from = m.at + ((row + line) * m.stride + k + i) * m.bytes;
+                u32 place = target + line * m.line + m.bytes * i;
+                char* to = shared_memory + (whole ? swizzled(place) : place);
+                inside ? memcpy(to, from, m.bytes) : memset(to, 0, m.bytes);
             }
     });
 }

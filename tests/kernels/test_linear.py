@@ -2,13 +2,14 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from twolane.kernels.products import dispatch as linear
-from twolane.kernels.products import skinny_gemm
+from twolane.kernels.products import skinny_gemm, widening
 from twolane.kernels.products.dispatch import (
     CUBLAS,
     Case,
@@ -22,7 +23,7 @@ from twolane.kernels.products.dispatch import (
 )
 from twolane.kernels.runtime import nvrtc
 from twolane.kernels.sizes import SIZES
-from twolane.model.matrix import Matrix
+from twolane.model.matrix import GROUPS, Matrix, in_registers, quantised
 
 LT = linear.CUBLASLT
 OWN = Way(variant=skinny_gemm.Variant(128, 64), blocks=48)
@@ -143,7 +144,7 @@ def test_passes_choose_a_library_for_every_size(
 ) -> None:
     """What decode chose stands, and what was found is not timed again. The clock is made up."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(skinny_gemm, "serves", lambda weight, gated: True)
+    monkeypatch.setattr(skinny_gemm, "serves", lambda weight, scheme, gated: True)
     monkeypatch.setattr(nvrtc, "driver_version", lambda: 13_000)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "made up")
     weight = Matrix.plain(torch.zeros(64, 32, dtype=torch.bfloat16))
@@ -181,6 +182,39 @@ def test_untuned_products() -> None:
     out.copy_(old)
     products.add_linear(x, matrix, bias, out)
     torch.testing.assert_close(out, old + x @ w.T + bias)
+
+
+@pytest.mark.parametrize("group", [32, 128])
+def test_four_bits_are_widened_for_a_library(
+    group: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Part by part, each with its bias, as numbers that bfloat16 holds."""
+    draw = torch.Generator().manual_seed(group)
+    x, w, bias, old = (
+        torch.randn(*shape, generator=draw).bfloat16().to(device)
+        for shape in ((5, 640), (272, 640), (272,), (5, 272))
+    )
+    matrix = quantised(w, GROUPS[group])
+    zeros = torch.randint(0, 16, matrix.scales.shape, generator=draw, dtype=torch.uint8)
+    weight = in_registers(replace(matrix, zeros=zeros.to(device)))
+    monkeypatch.setattr(widening, "WIDE_BYTES", 128 * 2 * 640)
+    meant = weight.dequantised()
+    wide = [widening.widen(weight.values, weight.scales, rows) for rows in widening.parts(272, 640)]
+    assert [len(part) for part in wide] == [128, 128, 16]
+    assert torch.equal(torch.cat(wide), meant.bfloat16())
+    products, out = Products(8), torch.empty_like(old)
+    expected = x.float() @ meant.bfloat16().float().T
+    close = {"atol": 0.3, "rtol": 0.01}
+    products.linear(x, weight, bias, out)
+    torch.testing.assert_close(out.float(), expected + bias, **close)
+    out.copy_(old)
+    products.add_linear(x, weight, bias, out)
+    torch.testing.assert_close(out.float(), expected + bias + old, **close)
+    gate, up = expected.bfloat16().float().chunk(2, dim=1)
+    act = old.new_empty(5, 136)
+    products.gate_up_silu(x, weight, None, out, act)
+    silu = torch.nn.functional.silu(gate) * up
+    torch.testing.assert_close(act.float(), silu, atol=0.3, rtol=0.02)
 
 
 @pytest.mark.parametrize("biased", [False, True])

@@ -5,6 +5,7 @@ See skinny_gemm_host.cc. tests/gpu/test_products.py checks the same on a GPU.
 
 import ctypes
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from torch import Tensor
 from tests.kernels import on_host
 from twolane.kernels.products import skinny_gemm
 from twolane.kernels.products.skinny_gemm import ROWS, Groups, Scratch, Variant
+from twolane.model.load.quantized import for_gpu
+from twolane.model.matrix import quantised
 
 pytestmark = on_host.needs_compiler
 BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
@@ -34,26 +37,28 @@ class _Matrix(ctypes.Structure):
 
     _fields_ = (
         ("at", ctypes.c_void_p),
-        *((name, ctypes.c_uint64) for name in ("rows", "columns", "stride", "box_rows")),
-        ("padding", ctypes.c_char * 88),
+        *((name, ctypes.c_uint64) for name in ("rows", "columns", "stride", "box_rows", "line")),
+        ("bytes", ctypes.c_uint64),
+        ("padding", ctypes.c_char * 72),
     )
 
 
-def matrix(address: int, rows: int, columns: int, stride: int, box: int, dtype: torch.dtype):
+def matrix(of: Tensor, rows: int, line: int):
     """In place of the driver's description of a matrix."""
-    described = _Matrix(address, rows, columns, stride, box)
+    described = _Matrix(of.data_ptr(), *of.shape, of.stride(0), rows, line, of.itemsize)
     return skinny_gemm.TensorMap.from_buffer_copy(described)
 
 
 def run(
     build, variant: Variant, blocks: int, x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor,
     seed: int = 0, scales: skinny_gemm.Scales | None = None, groups: Groups | None = None,
+    w_groups: Tensor | None = None,
 ) -> None:  # fmt: skip
     """The kernel, adding into `out` if there is a bias."""
     scratch = Scratch.of(blocks, torch.device("cpu"))
     scratch.partials.fill_(torch.nan)
     arguments = skinny_gemm.arguments(
-        variant, x, w, bias, out, scratch, bias is not None, matrix, scales, groups
+        variant, x, w, bias, out, scratch, bias is not None, matrix, scales, groups, w_groups
     )
     aligned = (ctypes.c_char * (ctypes.sizeof(arguments) + 64))()
     place = ctypes.addressof(aligned) + -ctypes.addressof(aligned) % 64
@@ -87,6 +92,14 @@ class Case:
         if variant.dtype == E4M3:
             self.scales = tuple(random(len(each)).exp().float() for each in (self.x, self.w))
             self.expected *= self.scales[0][:, None] * self.scales[1]
+        self.w_groups = None
+        if variant.group:
+            w = quantised(torch.randn(self.w.shape, generator=draw), f"int4_g{variant.group}")
+            assert w.scales is not None
+            zeros = torch.randint(0, 16, w.scales.shape, generator=draw, dtype=torch.uint8)
+            w = for_gpu(replace(w, zeros=zeros), BF16)
+            self.w, self.w_groups = w.values, w.scales
+            self.expected = self.x.float() @ w.dequantised().T
         if variant.gated:
             gate, up = self.expected.tensor_split(2, dim=1)
             self.expected = torch.nn.functional.silu(gate) * up
@@ -115,6 +128,9 @@ VARIANTS = [
     (Variant(256, 64, dtype=E4M3), 64),
     (Variant(128, 32, swap=True, gated=True, dtype=E4M3), 30),
     (Variant(256, 64, gated=True, dtype=E4M3), 61),
+    (Variant(128, 16, swap=True, group=128), 9),
+    (Variant(256, 64, swap=True, group=64), 60),
+    (Variant(256, 24, swap=True, gated=True, group=32), 24),
 ]
 ALL = [
     (variant, rows - 3)
@@ -125,6 +141,11 @@ ALL = [
     )
     for units in (32, 132)
     for variant in skinny_gemm.variants(rows, dtype, units, gated=gated, wide=wide)
+] + [
+    (variant, rows - 3)
+    for rows in ROWS
+    for gated in (False, True)
+    for variant in skinny_gemm.variants(rows, BF16, 132, gated=gated, group=128)
 ]  # fmt: skip
 
 
@@ -133,10 +154,12 @@ ALL = [
 )
 def test_against_a_reference(build, variant: Variant, m: int) -> None:
     """Tiles cut among blocks and not, the last ones partly outside, k not whole; rows strided."""
-    case = Case(variant, m, 2 * variant.columns + 16, 200 * (1 + (variant.dtype == E4M3)))
+    k = 256 if variant.group else 200 * (1 + (variant.dtype == E4M3))
+    case = Case(variant, m, 2 * variant.columns + 16, k)
     for blocks in (1, 3, 7):
         out = case.old.clone()
-        run(build, variant, blocks, case.x, case.w, case.bias, out[:-1], scales=case.scales)
+        rest = {"scales": case.scales, "w_groups": case.w_groups}
+        run(build, variant, blocks, case.x, case.w, case.bias, out[:-1], **rest)
         assert case.error(out[:-1]) < (1e-3 if variant.dtype == FP16 else 4e-3)
         assert torch.equal(out[-1], case.old[-1])
 
@@ -154,8 +177,12 @@ def test_order_of_arrival_does_not_matter(build) -> None:
 BROKEN = {
     "x is read too early": ("    wait_for_previous();\n    at = begin;", "    at = begin;"),
     "partial sums are left too early": ("        wait_for_previous();\n        consume", "consume"),
-    "a place is given back too early": ("multiply_wait<1>();", "multiply_wait<2>();"),
+    "a place is given back too early": (
+        "multiply_wait<1>();\n            if (i > from",
+        "multiply_wait<2>();\n            if (i > from",
+    ),
     "a sum is read too early": ("multiply_wait<0>();", ""),
+    "a fragment changes too early": ("multiply_wait<1>();  // the other", "//"),
 }
 
 
@@ -165,11 +192,13 @@ def test_a_missing_wait_is_seen(build, what: str) -> None:
     source = skinny_gemm.text()
     assert source.count(wait) == 1
     broken = source.replace(wait, instead)
-    variant = Variant(64, 16, swap=True)
+    widens = "fragment" in what
+    variant = Variant(128, 16, swap=True, group=128) if widens else Variant(64, 16, swap=True)
     case = Case(variant, 5, 192, 40 * 64)
     out = case.old.clone()
+    given = case.x, case.w, case.bias, out[:-1]
     with pytest.raises(AssertionError):
-        run(lambda options: build(options, broken), variant, 2, case.x, case.w, case.bias, out[:-1])
+        run(lambda o: build(o, broken), variant, 2, *given, w_groups=case.w_groups)
         assert case.error(out[:-1]) < 4e-3
 
 

@@ -12,7 +12,8 @@ from twolane.model import fp8, int4
 PlainScheme = Literal["float32", "bf16", "float16", "float64"]
 Fp8Scheme = Literal["fp8_channel", "fp8_block128", "fp8_row128"]
 Int4Scheme = Literal["int4_g32", "int4_g64", "int4_g128"]
-Scheme = PlainScheme | Fp8Scheme | Int4Scheme
+Int4GpuScheme = Literal["int4_gpu32", "int4_gpu64", "int4_gpu128"]
+Scheme = PlainScheme | Fp8Scheme | Int4Scheme | Int4GpuScheme
 """How the values of a matrix [rows, columns] are stored.
 
 - Plain schemes: numbers without scales.
@@ -23,6 +24,8 @@ Scheme = PlainScheme | Fp8Scheme | Int4Scheme
   blocks are mixed; scales are [rows, ceil(columns / 128)].
 - `int4_g32`, `int4_g64`, `int4_g128`: numbers of four bits, packed as in `int4.pack`, with a scale
   and at will a zero point for that many columns of a row; scales and zeros are [rows, groups].
+- `int4_gpu32`, `int4_gpu64`, `int4_gpu128`: the same as a GPU's kernels read it, in the order of
+  `int4.for_registers`; scales are `int4.join_zeros`'s [groups, rows], and hold the zeros.
 """
 
 PLAIN: dict[torch.dtype, PlainScheme] = {
@@ -79,6 +82,8 @@ class Matrix:
         """The matrix [rows, columns] that is meant: float32, or the values of a plain scheme."""
         if self.scales is None:
             return self.values
+        if self.scheme.startswith("int4_gpu"):
+            return int4.dequantise(int4.from_registers(self.values), *int4.split_zeros(self.scales))
         if self.scheme.startswith("int4"):
             return int4.dequantise(self.values, self.scales, self.zeros)
         if self.scheme == "fp8_channel":
@@ -111,6 +116,22 @@ class Matrix:
             return _by_rows(self).reordered(order)
         chosen = [None if t is None else t[order] for t in (self.scales, self.zeros)]
         return Matrix(self.values[order], self.scheme, *chosen)
+
+
+def in_registers(matrix: Matrix) -> Matrix:
+    """A matrix of four bits, of whole runs of 128 columns, as a GPU's kernels read it; its scales
+    are rounded to bfloat16."""
+    assert matrix.scales is not None
+    scheme = _ON_GPU[matrix.scheme]
+    joined = int4.join_zeros(matrix.scales, matrix.zeros)
+    return Matrix(int4.for_registers(matrix.values), scheme, joined)
+
+
+_ON_GPU: dict[Scheme, Scheme] = {
+    "int4_g32": "int4_gpu32",
+    "int4_g64": "int4_gpu64",
+    "int4_g128": "int4_gpu128",
+}
 
 
 def concatenated(matrices: Sequence[Matrix]) -> Matrix:

@@ -68,7 +68,7 @@ def way(entries: int, experts: int, gate_up: Stored, down: Stored) -> Way:
     """The way for this many rows that are spread over the experts."""
     device, dtype = gate_up.values.device, gate_up.values.dtype
     hopper, mean = device.type == "cuda" and nvrtc.available(device), entries / experts
-    if hopper and skinny_gemm.serves(gate_up.values, gated=True):
+    if hopper and skinny_gemm.serves(gate_up.values, gate_up.scheme, gated=True):
         for rows, most in OWN_MEANS.items():
             if mean <= most:
                 return Way("own", rows)

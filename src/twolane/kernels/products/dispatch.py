@@ -4,9 +4,10 @@ Libraries choose a GEMM for the whole device. On a share of it their choice is o
 of two, and by another for every shape: one with a block for each of 132 SMs takes two turns on 116.
 So products are timed, on the lane's own stream with the model's own weights, before its graphs are
 captured. The ways: cuBLAS; cuBLASLt told how many SMs are not for it; and, for the few rows of
-decode, skinny_gemm.cu on Hopper. For e4m3 both libraries are `torch._scaled_mm`, told or not. Those
-of decode are timed alone, and the fastest again in whole layers, where what starts before the
-kernel in front of it has ended is worth more. What was found is kept on disk.
+decode, skinny_gemm.cu on Hopper. For e4m3 both libraries are `torch._scaled_mm`, told or not; for
+four bits they multiply what `widening` makes of the weights. Those of decode are timed alone, and
+the fastest again in whole layers, where what starts before the kernel in front of it has ended is
+worth more. What was found is kept on disk.
 """
 
 import json
@@ -23,6 +24,7 @@ from twolane.common.files import keep
 from twolane.kernels import fused
 from twolane.kernels.activations import Activations, Quantised
 from twolane.kernels.products import skinny_gemm
+from twolane.kernels.products.widening import parts, widen
 from twolane.kernels.runtime import nvrtc
 from twolane.kernels.runtime.timing import graph_seconds
 from twolane.kernels.sizes import SIZES
@@ -34,7 +36,7 @@ FP8_SCHEMES = ("fp8_channel",)
 """The schemes whose products take activations in e4m3, with a scale for each row."""
 PLAIN_SCHEMES = ("float32", "bf16", "float16")
 """The schemes without scales."""
-SERVED_SCHEMES = (*PLAIN_SCHEMES, *FP8_SCHEMES)
+SERVED_SCHEMES = (*PLAIN_SCHEMES, *FP8_SCHEMES, *skinny_gemm.INT4_GROUPS)
 """The schemes of matrices that products are computed with on a GPU."""
 
 
@@ -269,9 +271,12 @@ class Products:
         gated = case.operation == "gate_up_silu"
         wide = case.operation == "logits"
         # SiLU of e4m3 has a kernel behind it either way; narrow tiles exist without gates alone.
-        kinds = (True, False) if gated and case.scheme in FP8_SCHEMES else (gated,)
+        kinds = (gated,) if not gated or case.scheme in PLAIN_SCHEMES else (True, False)
+        group = skinny_gemm.INT4_GROUPS.get(case.scheme, 0)
         for kind in kinds:
-            for variant in skinny_gemm.variants(rows, dtype, self.units, gated=kind, wide=wide):
+            for variant in skinny_gemm.variants(
+                rows, dtype, self.units, gated=kind, wide=wide, group=group
+            ):
                 for blocks in variant.grids(case.n // 2 if kind else case.n, self.units):
                     yield Way("cublas", variant, blocks)
 
@@ -312,17 +317,26 @@ class Products:
             values, scales = factors(x, weight)
             rest = bias, out, self.scratch(out.device)
             skinny_gemm.launch(
-                way.variant, way.blocks, values, weight.values, *rest, residual=add, scales=scales
+                way.variant,
+                way.blocks,
+                values,
+                weight.values,
+                *rest,
+                residual=add,
+                scales=scales,
+                w_groups=weight.scales if way.variant.group else None,
             )
             return
         with _cublaslt(self.units) if way.library == "cublaslt" else _AS_IT_IS:
             if isinstance(x, Quantised):
                 _multiply_scaled(x, weight, bias, out, add=add)
-            elif add:
-                out.addmm_(x, weight.values.t())
-            else:
-                _multiply(x, weight.values, bias, out)
-        if add and bias is not None and isinstance(x, Tensor):
+                return
+            for rows, values in _plain_parts(weight):
+                if add:
+                    out[:, rows].addmm_(x, values.t())
+                else:
+                    _multiply(x, values, None if bias is None else bias[rows], out[:, rows])
+        if add and bias is not None:
             out.add_(bias)
 
     def _seconds(self, way: Way, case: Case, rows: int, weights: Sequence[Stored]) -> float:
@@ -330,7 +344,7 @@ class Products:
         like, operation = weights[0], case.operation
         several = in_turn(weights)
         device = like.values.device
-        dtype = torch.bfloat16 if case.scheme in FP8_SCHEMES else like.values.dtype
+        dtype = like.values.dtype if case.scheme in PLAIN_SCHEMES else torch.bfloat16
         x = torch.randn(rows, case.k, dtype=dtype, device=device)
         scale, normal = torch.ones_like(x[0]), torch.empty_like(x)
         seen = input_of(normal, normal.new_empty((rows, 1), dtype=torch.float32), case.scheme)
@@ -440,7 +454,9 @@ def _served(uses: Mapping[Case, Sequence[Stored]]) -> Mapping[Case, Sequence[Sto
         case: weights
         for case, weights in uses.items()
         if case.operation != "experts"
-        and skinny_gemm.serves(weights[0].values, gated=case.operation == "gate_up_silu")
+        and skinny_gemm.serves(
+            weights[0].values, case.scheme, gated=case.operation == "gate_up_silu"
+        )
     }
 
 
@@ -457,6 +473,16 @@ def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> No
         torch.mm(x, weight.t(), out=out)
     else:
         torch.mm(x, weight.t(), out_dtype=out.dtype, out=out)
+
+
+def _plain_parts(weight: Stored) -> Iterator[tuple[slice, Tensor]]:
+    """Rows of a weight, and their numbers without scales: all at once, or widened part by part."""
+    if weight.scheme not in skinny_gemm.INT4_GROUPS:
+        yield slice(0, len(weight.values)), weight.values
+        return
+    assert weight.scales is not None
+    for rows in parts(*weight.shape):
+        yield rows, widen(weight.values, weight.scales, rows)
 
 
 def factors(x: Activations, weight: Stored) -> tuple[Tensor, skinny_gemm.Scales | None]:

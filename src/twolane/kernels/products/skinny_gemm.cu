@@ -16,8 +16,13 @@
 //
 // The compiler is given BLOCK_N, ROWS (M rounded up), STAGES, SWAP (w on the 64-row side of the
 // product, for small batches), GATED (w = gate and up rows, y = silu(gate) * up), WIDE (y is float32,
-// without bias or residual), FP8 (x and w are e4m3, each row of both with a scale), HALF (y, and
-// without FP8 x and w, are fp16, not bf16), GROUPED (with SWAP), and `multiply` (one wgmma).
+// without bias or residual), FP8 (x and w are e4m3, each row of both with a scale), INT4 (w has four
+// bits, with a scale and a zero point for so many columns; 0: it does not), HALF (y, and without FP8 x
+// and w, are fp16, not bf16), GROUPED (with SWAP), and `multiply` (one wgmma).
+//
+// Numbers of four bits lie as the registers of a wgmma want them, so that a thread reads 16 bytes of
+// a row of w and has 32 of its numbers. It makes bf16 of them, which the product takes from registers;
+// with SWAP, without WIDE, FP8, HALF and GROUPED.
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -26,22 +31,27 @@ struct alignas(64) TensorMap {
     char bytes[128];
 };
 
-constexpr int LINE = 128;                       // bytes of a swizzled row
-constexpr int BLOCK_K = FP8 ? LINE : LINE / 2;  // elements of it
-constexpr int W_BYTES = BLOCK_N * LINE;
-constexpr int X_BYTES = ROWS * LINE;
+constexpr int LINE = 128;                               // bytes of a swizzled row
+constexpr int BLOCK_K = FP8 || INT4 ? LINE : LINE / 2;  // elements of a row of a tile
+constexpr int W_LINE = INT4 ? BLOCK_K / 2 : LINE;       // bytes of a row of w in it
+constexpr int W_BYTES = BLOCK_N * W_LINE;
+constexpr int X_LINES = INT4 ? 2 : 1;
+constexpr int X_BYTES = X_LINES * ROWS * LINE;
+constexpr int GROUPS = INT4 ? BLOCK_K / INT4 : 0;    // scales of a row of w in a tile
+constexpr int SCALE_BYTES = 4 * GROUPS * BLOCK_N;
 constexpr int OUT_N = GATED ? BLOCK_N / 2 : BLOCK_N;  // columns of y in a tile
 
 // Two warpgroups share a tile by rows of x where these are on the 64-row side and more, by rows of w
 // in a wide tile.
 constexpr int ROW_GROUPS = !SWAP && ROWS > 64 ? 2 : 1;
-constexpr int COLUMN_GROUPS = BLOCK_N == 256 ? 2 : 1;
+constexpr int COLUMN_GROUPS = BLOCK_N == 256 || INT4 ? 2 : 1;
 constexpr int CONSUMERS = ROW_GROUPS * COLUMN_GROUPS * 128;
 constexpr int GROUP_N = BLOCK_N / COLUMN_GROUPS;
 constexpr int GROUP_OUT = OUT_N / COLUMN_GROUPS;
 constexpr int PARTS = SWAP ? GROUP_N / 64 : 1;  // products that one warpgroup does per 32 bytes of K
 constexpr int WIDTH = SWAP ? ROWS : GROUP_N;    // their N
 constexpr int ACC = WIDTH / 2;                  // accumulators a thread, of one product
+constexpr int BOX = GATED ? GROUP_OUT : BLOCK_N;  // neighbouring rows of w in a tile
 
 struct Shape {
     int m, n;              // n: columns of y
@@ -51,7 +61,7 @@ struct Shape {
 };
 
 struct Arguments {
-    TensorMap w, x;
+    TensorMap w, x, w_groups;  // the last, with INT4: a scale and 128 plus a zero point, as bf16
     unsigned short* out;
     const unsigned short* bias;
     const float *x_scales, *w_scales;  // of each row, with FP8
@@ -181,6 +191,31 @@ __device__ __forceinline__ void let_next_start() {
 
 __device__ __forceinline__ void wait_for_previous() {
     asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
+__device__ __forceinline__ u32 shared_word(u32 address) {
+    u32 word;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(address) : "memory");
+    return word;
+}
+
+__device__ __forceinline__ void shared_words(u32 (&words)[4], u32 address) {
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+                 : "r"(address) : "memory");
+}
+
+// Of two pairs of bf16: differences, products.
+__device__ __forceinline__ u32 subtract(u32 a, u32 b) {
+    u32 pair;
+    asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(pair) : "r"(a), "r"(b));
+    return pair;
+}
+
+__device__ __forceinline__ u32 scaled(u32 a, u32 b) {
+    u32 pair;
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(pair) : "r"(a), "r"(b));
+    return pair;
 }
 
 __device__ __forceinline__ float to_float(unsigned short bits) {
@@ -525,8 +560,18 @@ __device__ __forceinline__ void produce(const Arguments& arguments, u32 ring_w, 
     };
     auto load_w = [&](const Cursor& at, int s) {
         const u32 barrier = full + 8 * s, target = ring_w + s * W_BYTES;
-        barrier_expect(barrier, W_BYTES + X_BYTES);
-#if GATED
+        barrier_expect(barrier, W_BYTES + X_BYTES + SCALE_BYTES);
+#if INT4
+        const u32 scales = ring_w + STAGES * W_BYTES + s * SCALE_BYTES;
+#pragma unroll
+        for (int box = 0; box < BLOCK_N / BOX; ++box) {
+            const int first = GATED ? box % 2 * shape.n + box / 2 * BOX : 0;
+            const int row = at.place.w_row + first;
+            load_tile(target + box * BOX * W_LINE, w, at.k / 2, row, barrier, once);
+            load_tile(scales + box * BOX * GROUPS * 4, &arguments.w_groups, row, at.k / INT4, barrier,
+                      once);
+        }
+#elif GATED
 #pragma unroll
         for (int g = 0; g < COLUMN_GROUPS; ++g)
 #pragma unroll
@@ -538,7 +583,10 @@ __device__ __forceinline__ void produce(const Arguments& arguments, u32 ring_w, 
 #endif
     };
     auto load_x = [&](const Cursor& at, int s) {
-        load_tile(ring_x + s * X_BYTES, x, at.k, at.place.first, full + 8 * s, kept);
+#pragma unroll
+        for (int line = 0; line < X_LINES; ++line)
+            load_tile(ring_x + s * X_BYTES + line * ROWS * LINE, x, at.k + line * 64, at.place.first,
+                      full + 8 * s, kept);
     };
     const int tile = start / shape.iterations;
     const Cursor begin = {tile, start % shape.iterations * BLOCK_K, tile_of(arguments, tile)};
@@ -578,12 +626,51 @@ __device__ __forceinline__ void prefetch_following(const Arguments& arguments, u
 }
 #endif
 
+#if INT4
+// What a thread has of a tile of w.
+struct Words {
+    u32 numbers[PARTS][2][4];  // of rows 8 apart, each word of 32 columns of K
+
+    __device__ __forceinline__ void read(u32 tile_w, int row) {
+#pragma unroll
+        for (int p = 0; p < PARTS; ++p)
+#pragma unroll
+            for (int h = 0; h < 2; ++h)
+                shared_words(numbers[p][h],
+                             tile_w + (row + p * 64 + h * 8) * W_LINE + threadIdx.x % 4 * 16);
+    }
+
+    // The fragments of two products, of 16 columns each, from word j.
+    __device__ __forceinline__ void widen(u32 (&out)[PARTS][2][4], int j, u32 scales, int row) const {
+#pragma unroll
+        for (int p = 0; p < PARTS; ++p)
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                const int place = row + p * 64 + h * 8, group = j * 32 / INT4;
+                const u32 both = shared_word(
+                    scales + 4 * ((place / BOX * GROUPS + group) * BOX + place % BOX));
+                const u32 scale = both << 16 | (both & 0xFFFF), zero = both >> 16 | (both & 0xFFFF0000);
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {  // bf16 of 128 plus a number has it as its lowest bits
+                    const u32 pair = numbers[p][h][j] >> (4 * i) & 0x000F000F | 0x43004300;
+                    out[p][i / 2][i % 2 * 2 + h] = scaled(subtract(pair, zero), scale);
+                }
+            }
+    }
+};
+#endif
+
 __device__ __forceinline__ void consume(const Arguments& a, u32 ring_w, u32 ring_x, u32 full,
                                         u32 empty, int start, int end, u32 blocks, u32 total,
                                         int* flag) {
     const Shape& shape = a.shape;
     const bool speaks = threadIdx.x % 32 == 0;
+#if INT4
+    const int row = column_group() * GROUP_N + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
+    u32 fragments[2][PARTS][2][4];
+#else
     const u32 base_w = descriptor(ring_w + column_group() * GROUP_N * LINE);
+#endif
     const u32 base_x = descriptor(ring_x + row_group() * 8192);
     float acc[PARTS][ACC];
     auto pin_all = [&] {
@@ -603,7 +690,29 @@ __device__ __forceinline__ void consume(const Arguments& a, u32 ring_w, u32 ring
             for (int j = 0; j < ACC; ++j) acc[p][j] = 0.0f;
         for (; i < stop; ++i) {
             barrier_wait(full + 8 * s, parity);
-            const u32 dw = base_w + s * (W_BYTES >> 4), dx = base_x + s * (X_BYTES >> 4);
+            const u32 dx = base_x + s * (X_BYTES >> 4);
+#if INT4
+            Words words;
+            words.read(ring_w + s * W_BYTES, row);
+            const u32 scales = ring_w + STAGES * W_BYTES + s * SCALE_BYTES;
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                words.widen(fragments[j % 2], j, scales, row);
+                pin_all();
+                multiply_begin();
+#pragma unroll
+                for (int kk = 0; kk < 2; ++kk)
+#pragma unroll
+                    for (int p = 0; p < PARTS; ++p)
+                        multiply(acc[p], fragments[j % 2][p][kk],
+                                 dx + j / 2 * (ROWS * LINE >> 4) + (j % 2 * 2 + kk) * 2);
+                multiply_commit();
+                pin_all();
+                multiply_wait<1>();  // the other fragments may change
+                if (j == 0 && i > from && speaks) barrier_arrive(empty + 8 * previous);
+            }
+#else
+            const u32 dw = base_w + s * (W_BYTES >> 4);
             pin_all();
             multiply_begin();
 #pragma unroll
@@ -620,6 +729,7 @@ __device__ __forceinline__ void consume(const Arguments& a, u32 ring_w, u32 ring
             pin_all();
             multiply_wait<1>();
             if (i > from && speaks) barrier_arrive(empty + 8 * previous);
+#endif
             previous = s;
             if (++s == STAGES) s = 0, parity ^= 1;
         }

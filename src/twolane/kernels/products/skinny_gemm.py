@@ -1,4 +1,4 @@
-"""Launches of skinny_gemm.cu: products of few rows, bfloat16, float16 and e4m3, on Hopper."""
+"""Launches of skinny_gemm.cu: products of few rows, with weights of 16, 8 and 4 bits, on Hopper."""
 
 import ctypes
 from collections.abc import Callable, Iterable, Iterator
@@ -14,8 +14,17 @@ from torch import Tensor
 from twolane.kernels.runtime import nvrtc
 
 E4M3 = torch.float8_e4m3fn
-SCHEMES = {"bf16": torch.bfloat16, "float16": torch.float16, "fp8_channel": E4M3}
-"""The schemes of matrices that the kernel multiplies with, and the type of their values."""
+INT4_GROUPS = {"int4_gpu32": 32, "int4_gpu64": 64, "int4_gpu128": 128}
+"""Columns that share a scale, by the schemes of four bits that the kernel multiplies with."""
+SCHEMES = {
+    "bf16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp8_channel": E4M3,
+    **dict.fromkeys(INT4_GROUPS, torch.bfloat16),
+}
+"""The schemes of matrices that the kernel multiplies with, and the type of what they multiply."""
+INT4_RUN = 128
+"""Columns whose numbers of four bits lie in an order of their own."""
 LINE = 128
 """Bytes of each row of a tile."""
 SWAPPED_ROWS, PLAIN_ROWS = (16, 24, 32, 40, 48, 96), (32, 64, 128)
@@ -30,7 +39,7 @@ block could not start early."""
 _RESERVED = 2048
 """Bytes of shared memory reserved for barriers and alignment."""
 _MOST_STAGES = 16
-_PARTIAL_FLOATS = 2 * 256 * 96
+_PARTIAL_FLOATS = 2 * 256 * 128
 """A block leaves at most two partial tiles, none larger than this."""
 
 
@@ -46,6 +55,8 @@ class Variant:
         wide: y is float32, without bias or residual.
         dtype: of x and w: bfloat16, float16, or e4m3, for which y is bfloat16 and not wide.
         grouped: w has the rows of all experts, each group of rows of x goes to one; with `swap`.
+        group: columns of w that share a scale, of four bits; 0: w is of `dtype`. With `swap` and
+            bfloat16 alone; `rows` of `ROWS`, up to 64 with `block_n` 256, which gates need.
     """
 
     block_n: int
@@ -55,6 +66,7 @@ class Variant:
     wide: bool = False
     dtype: torch.dtype = torch.bfloat16
     grouped: bool = False
+    group: int = 0
 
     @property
     def name(self) -> str:
@@ -69,7 +81,7 @@ class Variant:
     @property
     def column_groups(self) -> int:
         """Warpgroups that share the rows of w in a tile."""
-        return 2 if self.block_n == 256 else 1
+        return 2 if self.block_n == 256 or self.group else 1
 
     @property
     def threads(self) -> int:
@@ -80,12 +92,15 @@ class Variant:
     @property
     def stage_bytes(self) -> int:
         """Shared memory of a stage of the ring."""
+        if self.group:
+            scales = 4 * self.block_n * (INT4_RUN // self.group)
+            return self.block_n * LINE // 2 + self.rows * 2 * LINE + scales
         return (self.block_n + self.rows) * LINE
 
     @property
     def block_k(self) -> int:
         """Elements of each row of a tile."""
-        return LINE // self.dtype.itemsize
+        return INT4_RUN if self.group else LINE // self.dtype.itemsize
 
     @property
     def stages(self) -> int:
@@ -107,6 +122,7 @@ class Variant:
             "GATED": int(self.gated),
             "WIDE": int(self.wide),
             "FP8": int(self.dtype == E4M3),
+            "INT4": self.group,
             "HALF": int(self.dtype == torch.float16),
             "GROUPED": int(self.grouped),
         }
@@ -147,23 +163,33 @@ class Scratch:
         )
 
 
-def serves(weight: Tensor, *, gated: bool = False) -> bool:
-    """Whether the kernel exists for this weight, with up to `MOST_ROWS` rows as torch has them."""
+def serves(weight: Tensor, scheme: str, *, gated: bool = False) -> bool:
+    """Whether the kernel exists for values of a scheme, with up to `MOST_ROWS` rows as torch has
+    them."""
     n, k = weight.shape
-    whole = k * weight.itemsize % 16 == 0
+    whole = k * weight.itemsize % (INT4_RUN // 2 if scheme in INT4_GROUPS else 16) == 0
     sizes = n % (32 if gated else 16) == 0 and whole and n <= 64 * MOST_TILES
-    return (
-        sizes
-        and weight.dtype in SCHEMES.values()
-        and weight.is_contiguous()
-        and nvrtc.available(weight.device)
-    )
+    return sizes and scheme in SCHEMES and weight.is_contiguous() and nvrtc.available(weight.device)
 
 
 def variants(
-    rows: int, dtype: torch.dtype, units: int, *, gated: bool = False, wide: bool = False
+    rows: int,
+    dtype: torch.dtype,
+    units: int,
+    *,
+    gated: bool = False,
+    wide: bool = False,
+    group: int = 0,
 ) -> list[Variant]:
     """Those worth timing: few SMs need the wide tiles."""
+    if group:
+        count = next(count for count in ROWS if count >= rows)
+        widths = (256,) if gated else (128, 256)  # the wide ones have no registers for more rows
+        return [
+            Variant(n, count, swap=True, gated=gated, group=group)
+            for n in widths
+            if n == 128 or count <= 64
+        ]
     swapped = next((count for count in SWAPPED_ROWS if count >= rows), None)
     plain = next(count for count in PLAIN_ROWS if count >= rows)
     sizes = [128, 256] if units <= 48 else [64, 128, 256]
@@ -196,7 +222,8 @@ def text() -> str:
 def source(variant: Variant) -> str:
     """CUDA C++ of a variant."""
     width = variant.rows if variant.swap else variant.block_n // variant.column_groups
-    return _multiply(width, variant.dtype) + text()
+    multiply = _multiply_widened(width) if variant.group else _multiply(width, variant.dtype)
+    return multiply + text()
 
 
 _INSTRUCTIONS = {
@@ -224,6 +251,24 @@ __device__ __forceinline__ void multiply(float (&d)[{count}], unsigned a, unsign
 """
 
 
+def _multiply_widened(n: int) -> str:
+    """`multiply`: one wgmma in bfloat16, 16 columns of 64 rows in registers by those of n rows in
+    shared memory, onto n / 2 registers."""
+    count = n // 2
+    registers = ", ".join(f"%{i}" for i in range(count))
+    fragment = ", ".join(f"%{count + i}" for i in range(4))
+    outputs = ", ".join(f'"+f"(d[{i}])' for i in range(count))
+    inputs = ", ".join(f'"r"(a[{i}])' for i in range(4))
+    return f"""
+__device__ __forceinline__ void multiply(float (&d)[{count}], const unsigned (&a)[4], unsigned b) {{
+    const unsigned long long upper = 0x4000004000000000ull;  // of the descriptor
+    asm volatile("wgmma.mma_async.sync.aligned.m64n{n}k16.f32.bf16.bf16 "
+                 "{{{registers}}}, {{{fragment}}}, %{count + 4}, 1, 1, 1, 0;"
+                 : {outputs} : {inputs}, "l"(upper | b));
+}}
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class Groups:
     """What a grouped product is told of its groups, and of the product that follows it."""
@@ -239,6 +284,8 @@ class Groups:
 
 
 TensorMap = ctypes.c_ubyte * 128
+Describe = Callable[[Tensor, int, int], Any]
+"""The description of a matrix, as boxes of so many rows by so many bytes."""
 Scales = tuple[Tensor, Tensor]
 """The scales, float32, of the rows of x and of the rows of w."""
 
@@ -247,7 +294,7 @@ class _Arguments(ctypes.Structure):
     """As in the source; its tensor maps make its size a multiple of 64."""
 
     _fields_ = (
-        *((name, TensorMap) for name in ("w", "x")),
+        *((name, TensorMap) for name in ("w", "x", "w_groups")),
         *((name, ctypes.c_void_p) for name in ("out", "bias", "x_scales", "w_scales")),
         *((name, ctypes.c_void_p) for name in ("scratch", "arrivals")),
         *((name, ctypes.c_int) for name in ("m", "n", "iterations", "tiles")),
@@ -270,6 +317,7 @@ def launch(
     residual: bool = False,
     scales: Scales | None = None,
     groups: Groups | None = None,
+    w_groups: Tensor | None = None,
 ) -> None:
     """Compute on torch's current stream.
 
@@ -280,14 +328,18 @@ def launch(
         blocks: one for each SM of the stream, or fewer.
         x: [m, k], rows contiguous.
         w: [n, k], contiguous; n is twice out's columns if gated, and times the experts if grouped.
+            Of four bits uint8 [n, k / 2], as `twolane.model.int4.for_registers` orders them.
         bias: [n] or None; None if gated or wide.
         out: [m, columns], rows contiguous.
         scratch: see there.
         residual: add into `out`.
         scales: of e4m3.
         groups: for a grouped variant.
+        w_groups: of four bits, int32 [k / group, n]: a scale and, above it, 128 plus a zero point.
     """
-    packed = arguments(variant, x, w, bias, out, scratch, residual, _tensor_map, scales, groups)
+    packed = arguments(
+        variant, x, w, bias, out, scratch, residual, _tensor_map, scales, groups, w_groups
+    )
     kernel = nvrtc.load(
         source(variant), variant.options(), "skinny_gemm", variant.shared, x.device.index
     )
@@ -303,16 +355,22 @@ def arguments(
     out: Tensor,
     scratch: Scratch,
     residual: bool,
-    tensor_map: Callable[[int, int, int, int, int, torch.dtype], Any],
+    tensor_map: Describe,
     scales: Scales | None = None,
     groups: Groups | None = None,
+    w_groups: Tensor | None = None,
 ) -> _Arguments:
     """What the kernel is given; `tensor_map` as `_tensor_map`."""
     (m, k), n = x.shape, out.shape[1]
     box = variant.columns // variant.column_groups if variant.gated else variant.block_n
+    line = LINE // 2 if variant.group else LINE
+    of_groups = TensorMap()
+    if w_groups is not None:
+        of_groups = tensor_map(w_groups, INT4_RUN // variant.group, 4 * box)
     return _Arguments(
-        tensor_map(w.data_ptr(), w.shape[0], k, w.stride(0), box, w.dtype),
-        tensor_map(x.data_ptr(), m, k, x.stride(0), variant.rows, x.dtype),
+        tensor_map(w, box, line),
+        tensor_map(x, variant.rows, LINE),
+        of_groups,
         out.data_ptr(),
         bias.data_ptr() if bias is not None else None,
         *((None, None) if scales is None else (each.data_ptr() for each in scales)),
@@ -337,19 +395,28 @@ def _of_groups(groups: Groups | None) -> tuple[int | None, int | None, int, int]
     return groups.list.data_ptr(), *following, int(groups.known)
 
 
-@lru_cache(maxsize=4096)
-def _tensor_map(
-    address: int, rows: int, columns: int, stride: int, box_rows: int, dtype: torch.dtype
-) -> Any:
-    """Describes a matrix to the copy engine: boxes of `box_rows` rows by one swizzled 128 bytes.
+def _tensor_map(matrix: Tensor, rows: int, line: int) -> Any:
+    """Describes a matrix, rows contiguous, to the copy engine: boxes of so many rows by `line`
+    bytes of each, swizzled if these are `LINE`.
 
     Raises:
         RuntimeError: the driver refuses.
     """
+    height, width = matrix.shape
+    return _described(matrix.data_ptr(), height, width, matrix.stride(0), rows, line, matrix.dtype)
+
+
+@lru_cache(maxsize=4096)
+def _described(
+    address: int, rows: int, columns: int, stride: int, box_rows: int, line: int, dtype: torch.dtype
+) -> Any:
+    """See `_tensor_map`."""
     from cuda.bindings import driver
 
     kinds, swizzles = driver.CUtensorMapDataType, driver.CUtensorMapSwizzle
-    kind = {torch.float16: "FLOAT16", E4M3: "UINT8"}.get(dtype, "BFLOAT16")
+    names = {torch.float16: "FLOAT16", torch.bfloat16: "BFLOAT16", torch.int32: "INT32"}
+    kind = names.get(dtype, "UINT8")
+    swizzle = "128B" if line == LINE else "NONE"
     memory = (ctypes.c_char * 192)()
     offset = -ctypes.addressof(memory) % 64
     status = _encoder()(
@@ -359,10 +426,10 @@ def _tensor_map(
         address,
         (ctypes.c_uint64 * 2)(columns, rows),
         (ctypes.c_uint64 * 1)(dtype.itemsize * stride),
-        (ctypes.c_uint32 * 2)(LINE // dtype.itemsize, box_rows),
+        (ctypes.c_uint32 * 2)(line // dtype.itemsize, box_rows),
         (ctypes.c_uint32 * 2)(1, 1),
         0,  # not interleaved
-        int(swizzles.CU_TENSOR_MAP_SWIZZLE_128B),
+        int(getattr(swizzles, f"CU_TENSOR_MAP_SWIZZLE_{swizzle}")),
         int(driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B),
         0,  # zeros beyond the edges
     )

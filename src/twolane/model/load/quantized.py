@@ -7,7 +7,7 @@ from torch import Tensor
 
 from twolane.model import fp8, int4
 from twolane.model.load.quantization import Format
-from twolane.model.matrix import GROUPS, Matrix, quantised
+from twolane.model.matrix import GROUPS, Matrix, in_registers, quantised
 
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """The column, among eight, of each four bits of a word that AWQ packs, lowest bits first."""
@@ -32,18 +32,23 @@ def read_module(format: Format, tensors: Mapping[str, Tensor]) -> Matrix:
     return matrix
 
 
-def for_gpu(matrix: Matrix, dtype: torch.dtype) -> Matrix:
+def for_gpu(matrix: Matrix, dtype: torch.dtype, *, four_bits: bool = True) -> Matrix:
     """A matrix as products on a GPU take it.
 
-    Four bits become the numbers that they mean, in `dtype`. Blocks of e4m3 get a scale for each
-    row instead; so do no matrices that `torch._scaled_mm` does not multiply with, or for a `dtype`
-    that it does not give.
+    Blocks of e4m3 get a scale for each row instead. The numbers that are meant, in `dtype`, take
+    the place of what products do not multiply with: values with scales where `dtype` is not
+    bfloat16, e4m3 whose rows or columns are no multiple of 16, and four bits whose columns are none
+    of 128, or without `four_bits`.
     """
     if matrix.scales is None:
         return matrix
+    int4 = matrix.scheme.startswith("int4")
     whole = all(size % 16 == 0 for size in matrix.shape)
-    if matrix.scheme.startswith("int4") or not whole or dtype != torch.bfloat16:
+    whole &= not int4 or (four_bits and matrix.shape[1] % 128 == 0)
+    if not whole or dtype != torch.bfloat16:
         return Matrix.plain(matrix.dequantised().to(dtype))
+    if int4:
+        return in_registers(matrix)
     return (
         matrix if matrix.scheme == "fp8_channel" else quantised(matrix.dequantised(), "fp8_channel")
     )

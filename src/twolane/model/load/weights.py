@@ -490,7 +490,7 @@ class _Loader:
             raise WeightsError(f"{prefix}: {', '.join(names)}: {error}") from error
         if self.device.type == "cpu":
             return joined
-        served = for_gpu(joined, self.dtype)
+        served = for_gpu(joined, self.dtype, four_bits=".experts." not in names[0])
         if served is not joined:
             self.converted[joined.scheme, served.scheme] += 1
         return served
