@@ -6,7 +6,7 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from twolane.common.errors import FieldError
-from twolane.common.grammars import parser_limits
+from twolane.common.grammars import MOST_OPTIONAL, parser_limits
 from twolane.frontend.parsers.tool_calls import FORMATS, ToolCallParser
 from twolane.frontend.structured.grammar import (
     behind_thinking,
@@ -86,6 +86,20 @@ def test_what_cannot_be_served_is_refused_with_the_field(make):
     assert len(str(refused.value)) < 700
 
 
+def test_an_object_may_have_only_so_many_properties_that_any_place_may_hold(vocabulary):
+    """Up to the bound a list of such objects is matched to its end; required ones do not count."""
+    properties = {f"p{i}": {"type": "number"} for i in range(MOST_OPTIONAL)}
+    made = json_schema_grammar({"items": {"type": "object", "properties": properties}})
+    matcher = LLMatcher(vocabulary, made, limits=parser_limits())
+    for token in vocabulary.tokenize_str('[{"p3":1},{"p7":2,"x":[]},{}]'):
+        matcher.compute_bitmask()
+        assert matcher.consume_token(token), matcher.get_error()
+    more = {**properties, "one": {"type": "number"}}
+    json_schema_grammar({"properties": more, "required": ["one"]})
+    with pytest.raises(ValueError, match="400 properties that are not required"):
+        json_schema_grammar({"items": {"properties": more, "required": ["other", 1]}})
+
+
 @pytest.mark.parametrize("opened", [True, False])
 def test_an_answer_may_follow_thinking(takes, opened):
     plain = json_schema_grammar({"type": "integer"})
@@ -134,6 +148,9 @@ HOSTILE = {
     "wide": lambda: json_schema_grammar({"enum": [f"v{i}" for i in range(40_000)]}),
     "properties": lambda: json_schema_grammar(
         {"properties": {f"p{i}": {"type": "number"} for i in range(3_000)}}
+    ),
+    "optional": lambda: json_schema_grammar(
+        {"items": {"properties": {f"p{i}": {"type": "number"} for i in range(MOST_OPTIONAL)}}}
     ),
     "itself": lambda: json_schema_grammar({"$ref": "#"}),
     "circle": lambda: json_schema_grammar(

@@ -1,15 +1,19 @@
 """What other streams feel while clients send grammars that are made to take long.
 
-    python -m tests.hardening.hostile_grammars BASE MODEL [--streams 16] [--out FILE]
+    python -m tests.hardening.hostile_grammars [BASE MODEL] [--streams 16] [--out FILE]
 
-It asks a running server, and prints the gaps between the tokens of some streams: alone, and while
-each hostile request is sent.
+It asks a running server, or one of a tiny model that it starts on the CPU, and prints the gaps
+between the tokens of some streams in turn: alone, while as many harmless requests are sent, and
+while each hostile one is sent. All ratios are of one run.
 """
 
 import argparse
+import statistics
+import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 
@@ -18,17 +22,22 @@ import openai
 from twolane.results.provenance import provenance, save
 
 from ..frontend.test_structured import chain, nested
+from ..server.parrot import TEMPLATE, write_parrot
+from ..server.serving import serving
 
 TOOL = {"name": "f", "parameters": {"properties": {f"p{i}": nested(10) for i in range(300)}}}
+NUMBERS = {f"p{i}": {"type": "number"} for i in range(3_000)}
 HOSTILE = (
-    {"json": {"properties": {f"p{i}": {"type": "number"} for i in range(3_000)}}},
+    {"json": {"properties": NUMBERS}},
     {"json": {"anyOf": [{"properties": {f"a{i}": {"const": i}}} for i in range(2_000)]}},
     {"json": {"enum": [f"v{i}" for i in range(30_000)]}},
     {"json": chain(3_000)},
     {"regex": "|".join(f"w{i}x*" for i in range(10_000))},
     {"regex": "((a{1,1000}){1,1000}){1,1000}"},
     {"grammar": 'start: start start | "a" | '},
+    {"json": {"items": {"properties": dict([*NUMBERS.items()][:400])}, "minItems": 9}},
 )
+HARMLESS = tuple({"regex": f"[a-z]{{{1 + i}}}"} for i in range(len(HOSTILE)))
 
 
 def gaps_until(client, model, ended, at_least=300):
@@ -49,13 +58,14 @@ def felt(gaps):
     return sum(gap * gap for gap in gaps) / sum(gaps)
 
 
-def send_all(client, model, outcomes, ended):
-    """Send each hostile request, one after the other; note how it ended."""
-    asked = {"model": model, "prompt": "a", "max_tokens": 2}
-    ask = {"model": model, "messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
-    tools = {"tools": [{"type": "function", "function": TOOL}], "tool_choice": "required"}
+def send_all(client, model, outcomes, ended, grammars=HOSTILE, tool=TOOL):
+    """Send a request with each grammar and one with the tool, one after the other; note how each
+    ended."""
+    asked = {"model": model, "prompt": "a", "max_tokens": 8}
+    ask = {"model": model, "messages": [{"role": "user", "content": "a"}], "max_tokens": 8}
+    tools = {"tools": [{"type": "function", "function": tool}], "tool_choice": "required"}
     try:
-        for each in HOSTILE:
+        for each in grammars:
             body = {"structured_outputs": each}
             outcomes.append(status(lambda b=body: client.completions.create(extra_body=b, **asked)))
         outcomes.append(status(lambda: client.chat.completions.create(**ask, **tools)))
@@ -80,44 +90,63 @@ def figures(gaps):
 
 
 def measure(client, model, streams, rounds):
-    """The gaps of some streams alone, and while hostile requests are sent."""
-    ended, outcomes, found = threading.Event(), [], {}
-    with ThreadPoolExecutor(streams + 1) as threads:
+    """The gaps of some streams alone, beside harmless requests and beside hostile ones: the medians
+    of all rounds, and their ratios to those alone and beside harmless ones."""
+    outcomes, runs = [], {"alone": [], "harmless": [], "hostile": []}
+    sending = {
+        "alone": lambda ended: ended.set(),
+        "harmless": lambda ended: send_all(
+            client, model, [], ended, HARMLESS, {"name": "f", "parameters": {}}
+        ),
+        "hostile": lambda ended: send_all(client, model, outcomes, ended),
+    }
+    with ThreadPoolExecutor(streams) as threads:
+        for _ in range(1 + rounds):  # the first one warms up
+            for name, send in sending.items():
+                ended = threading.Event()
+                running = [
+                    threads.submit(gaps_until, client, model, ended, 1000) for _ in range(streams)
+                ]
+                send(ended)
+                runs[name].append(figures([gap for each in running for gap in each.result()]))
+    found = {name: middle(each[1:]) for name, each in runs.items()}
+    hostile = found["hostile"]
+    for other in ("alone", "harmless"):
+        hostile |= {f"{key}_over_{other}": hostile[key] / found[other][key] for key in found[other]}
+    return {**found, "rounds": runs, "statuses": outcomes}
 
-        def gaps():
-            running = [threads.submit(gaps_until, client, model, ended) for _ in range(streams)]
-            return [gap for each in running for gap in each.result()]
 
-        ended.set()
-        gaps()
-        found["alone"] = figures(gaps())
-        ended.clear()
+def middle(rounds):
+    return {key: statistics.median(each[key] for each in rounds) for key in rounds[0]}
 
-        def send():
-            for _ in range(rounds):
-                send_all(client, model, outcomes, threading.Event())
-            ended.set()
 
-        sending = threads.submit(send)
-        found["beside hostile grammars"] = figures(gaps())
-        sending.result()
-    found["statuses"] = outcomes
-    return found
+@contextmanager
+def served(given):
+    """The base of the server's URL, and its model's name."""
+    if given.server:
+        yield given.server
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        made = str(write_parrot(Path(folder) / "model", (), TEMPLATE))
+        with serving(made, "--served-model-name", "parrot", "--kv-tokens", "40000") as server:
+            yield server.base, "parrot"
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("base", help="of the server's URL")
-    parser.add_argument("model", help="as the server names it")
+    parser.add_argument("server", nargs="*", help="the base of its URL, and the model's name")
     parser.add_argument("--streams", type=int, default=16)
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
-    with openai.OpenAI(base_url=f"{given.base}/v1", api_key="none", max_retries=0) as client:
-        found = measure(client, given.model, given.streams, given.rounds)
-    print(found)
+    with (
+        served(given) as (base, model),
+        openai.OpenAI(base_url=f"{base}/v1", api_key="none", max_retries=0) as client,
+    ):
+        found = measure(client, model, given.streams, given.rounds)
+    print({name: each for name, each in found.items() if name != "rounds"})
     if given.out is not None:
-        workload = {"model": given.model, "streams": given.streams, "rounds": given.rounds}
+        workload = {"model": model, "streams": given.streams, "rounds": given.rounds}
         save(given.out, provenance(workload), found)
 
 

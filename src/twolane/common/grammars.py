@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from llguidance import LLParserLimits
+    from llguidance import LLMatcher, LLParserLimits
 
 MAX_GRAMMAR_BYTES = 512 * 2**10
 """A grammar may be at most this many bytes long, after it was made from a schema."""
@@ -14,6 +14,18 @@ follows chains of them by recursion, which ends the process at some thousands.""
 MOST_PATTERNS = 64
 """An object of a schema may have this many `patternProperties`: the compiler takes the difference
 of each two of them, whose time grows with their cube."""
+
+
+MOST_OPTIONAL = 400
+"""An object of a schema may have this many properties that are not `required`: any of them may come
+next, and the batch that a request is in waits while its mask is computed, up to 3 ms for these."""
+MOST_SAID = 450
+"""Characters that are told of what a matcher says is wrong."""
+
+
+def problem_of(matcher: "LLMatcher") -> str | None:
+    """Return what is wrong with a matcher's grammar or with a token that it took, on one line."""
+    return " ".join(matcher.get_error().split())[:MOST_SAID] if matcher.is_error() else None
 
 
 def parser_limits() -> "LLParserLimits":

@@ -2,6 +2,8 @@
 
 import os
 import resource
+import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +17,15 @@ def usable_cores() -> list[int]:
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))
+
+
+def yield_processor(niceness: int) -> None:
+    """Have this thread yield to others in its claim on the processor, by so much more than now; see
+    nice(2). Only Linux has a claim for each thread: elsewhere nothing changes."""
+    if sys.platform == "linux":
+        thread = threading.get_native_id()
+        more = os.getpriority(os.PRIO_PROCESS, thread) + niceness
+        os.setpriority(os.PRIO_PROCESS, thread, more)
 
 
 def raise_file_limit() -> int:

@@ -10,14 +10,16 @@ import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLTokenizer
 from llguidance.numpy import fill_next_token_bitmask_par
 
-from twolane.common.grammars import parser_limits
-from twolane.common.resources import usable_cores
+from twolane.common.grammars import parser_limits, problem_of
+from twolane.common.resources import usable_cores, yield_processor
 
 KEPT_MATCHERS = 128
 """The compiler keeps this many compiled matchers, the latest, with what they have found out."""
 KEPT_BYTES = 4 << 20
 """Their grammars have at most this many bytes together: one may take eighty times as many when it
 is compiled."""
+COMPILER_NICENESS = 5
+"""By so much the thread that compiles grammars yields to those that decode; see nice(2)."""
 MOST_THREADS = 8
 """Masks are computed in at most this many threads."""
 
@@ -78,8 +80,8 @@ class Constraint:
         Returns:
             The mask; an error if the grammar has become too complex for its limits.
         """
-        if self.matcher.is_error():
-            return GrammarError(_reason(self.matcher))
+        if (problem := problem_of(self.matcher)) is not None:
+            return GrammarError(problem)
         mask = words[: self._bytes].ljust(self._bytes, b"\0")
         if not any(mask[eos // 8] >> eos % 8 & 1 for eos in self._eos):
             return mask
@@ -131,11 +133,6 @@ def mask_threads() -> int:
     return max(1, min(MOST_THREADS, len(usable_cores()) // 2))
 
 
-def _reason(matcher: LLMatcher) -> str:
-    """What is wrong, on one line of at most 500 characters."""
-    return " ".join(matcher.get_error().split())[:500]
-
-
 class Grammars:
     """Compiles grammars for a model's tokenizer, in a thread of its own.
 
@@ -165,7 +162,9 @@ class Grammars:
         """The matchers that those of a grammar's group are copied from."""
         self._kept_bytes = 0
         self._groups, self._made = groups or 2 * mask_threads(), count()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
+        self._thread = ThreadPoolExecutor(
+            1, "grammars", initializer=yield_processor, initargs=(COMPILER_NICENESS,)
+        )
 
     def constraint(self, grammar: str, stops: Collection[int]) -> Future[tuple[Constraint, bytes]]:
         """Compile a grammar; the future has the constraint of one request and the mask of its
@@ -193,8 +192,8 @@ class Grammars:
         matcher = self._compiled.get((grammar, group))
         if matcher is None:
             matcher = LLMatcher(self._vocabulary_now(), grammar, limits=parser_limits())
-            if matcher.is_error():
-                raise GrammarError(_reason(matcher))
+            if (problem := problem_of(matcher)) is not None:
+                raise GrammarError(problem)
             self._compiled[grammar, group] = matcher
             self._kept_bytes += len(grammar)
             while self._kept_bytes > KEPT_BYTES or len(self._compiled) > KEPT_MATCHERS:

@@ -9,7 +9,13 @@ from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import any_to_lark
 
 from twolane.common.errors import FieldError
-from twolane.common.grammars import MAX_GRAMMAR_BYTES, MOST_PATTERNS, MOST_RULES, parser_limits
+from twolane.common.grammars import (
+    MAX_GRAMMAR_BYTES,
+    MOST_OPTIONAL,
+    MOST_PATTERNS,
+    MOST_RULES,
+    parser_limits,
+)
 from twolane.frontend.parsers.reasoning import END_THINK, THINK
 
 WHITESPACE = r"(\n[ \t]{0,32}| ?)"
@@ -70,7 +76,8 @@ def check_complexity(schema: object) -> None:
     """See that a schema can be compiled in bounded time and stack.
 
     Raises:
-        ValueError: it has too many references, or too many patterns for an object's properties.
+        ValueError: it has too many references, or too many optional properties or patterns of
+            properties in one object.
     """
     references: set[str] = set()
     stack = [schema]
@@ -81,11 +88,26 @@ def check_complexity(schema: object) -> None:
         elif isinstance(part, Mapping):
             stack.extend(part.values())
             references.add(str(part.get("$ref")))
-            patterns = part.get("patternProperties")
-            if isinstance(patterns, Mapping) and len(patterns) > MOST_PATTERNS:
-                raise ValueError(f"patternProperties can be at most {MOST_PATTERNS} of one object")
+            check_object(part)
     if len(references) > MOST_RULES:
         raise ValueError(f"the schema has more than {MOST_RULES} different references")
+
+
+def check_object(schema: Mapping[str, Any]) -> None:
+    """See that no place in an object has too many properties that may come next.
+
+    Raises:
+        ValueError: it has.
+    """
+    patterns = schema.get("patternProperties")
+    if isinstance(patterns, Mapping) and len(patterns) > MOST_PATTERNS:
+        raise ValueError(f"patternProperties can be at most {MOST_PATTERNS} of one object")
+    properties, required = schema.get("properties"), schema.get("required")
+    if isinstance(properties, Mapping) and len(properties) > MOST_OPTIONAL:
+        always = {str(name) for name in required} if isinstance(required, list) else set()
+        if len(properties.keys() - always) > MOST_OPTIONAL:
+            problem = f"an object has more than {MOST_OPTIONAL} properties that are not required"
+            raise ValueError(problem)
 
 
 def behind_thinking(grammar: str, token_of: TokenOf, *, opened: bool) -> str:

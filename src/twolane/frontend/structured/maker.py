@@ -11,6 +11,8 @@ from twolane.frontend.structured.jobs import GrammarJob, Made, Result, Setup
 MODULE = "twolane.frontend.structured.worker"
 LONG_JOB = 1 << 14
 """Jobs of this many bytes and more wait for each other, and no shorter one for them."""
+SHORT_WORK_NICENESS = 5
+"""By so much the process that makes short grammars yields to those that decode; see nice(2)."""
 LIMITS = Limits(seconds=10.0, memory=1 << 30)
 
 
@@ -27,7 +29,10 @@ class GrammarMaker:
     def __init__(self, tokenizer: str, eos_token_ids: Sequence[int]) -> None:
         setup = msgspec.msgpack.encode(Setup(tokenizer, eos_token_ids))
         self._fence = Fence(MODULE, setup, LIMITS)
-        self._lanes = self._fence.lane(), self._fence.lane(LONG_WORK_NICENESS)
+        self._lanes = (
+            self._fence.lane(SHORT_WORK_NICENESS),
+            self._fence.lane(LONG_WORK_NICENESS),
+        )
 
     async def make(self, asked: GrammarJob, client: str = "") -> str:
         """Return a grammar that the engine can match.

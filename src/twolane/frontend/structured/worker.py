@@ -12,7 +12,7 @@ import msgspec
 from llguidance import LLMatcher, LLTokenizer
 
 from twolane.common.errors import FieldError
-from twolane.common.grammars import parser_limits
+from twolane.common.grammars import parser_limits, problem_of
 from twolane.frontend import fenced
 from twolane.frontend.structured import grammar as grammars
 from twolane.frontend.structured.jobs import (
@@ -106,9 +106,8 @@ def try_out(grammar: str, field: str, vocabulary: LLTokenizer) -> None:
     matcher = LLMatcher(vocabulary, grammar, limits=parser_limits())
     if not matcher.is_error():
         matcher.compute_bitmask()
-    if matcher.is_error():
-        said = " ".join(matcher.get_error().split())
-        raise FieldError(field, f"cannot be served: {said}"[:500])
+    if (problem := problem_of(matcher)) is not None:
+        raise FieldError(field, f"cannot be served: {problem}")
 
 
 if __name__ == "__main__":
