@@ -81,10 +81,10 @@ def test_prefill_has_the_whole_device_while_nothing_decodes():
 
 
 @pytest.mark.parametrize(
-    ("more", "times"), [({}, 2), ({"deadline": 60.0}, 1), ({"priority": 1}, 1)]
+    ("more", "times"), [({}, 4), ({"deadline": 60.0}, 1), ({"priority": 1}, 1)]
 )
 def test_batches_are_larger_while_arrival_alone_orders_the_prompts(more, times):
-    asked = [waiting("a", 3000), waiting("b", 3000, **more), waiting("c", 3000)]
+    asked = [waiting("a", 6000), waiting("b", 6000, **more), waiting("c", 6000)]
     made, _ = plan(waiting=asked)
     assert sum(chunk.n for chunk in made.admit) == times * Auto().max_batch_tokens
 
