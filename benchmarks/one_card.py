@@ -99,23 +99,27 @@ def run(
     if guesses.get("auto") and found[0].median:
         off = found[0].median / guesses["auto"]
     for system in given.systems:
+        if found[-1].interrupted:
+            return
         found.append(one(system, system.replace(":", "-").replace("=", "-")))
         yield found
-    if "simulate" not in target and not given.once:
+    if "simulate" not in target and not given.once and not found[-1].interrupted:
         found.append(one("auto", "auto-after"))
         yield found
 
 
 def ratios(found: Sequence[Found]) -> dict[str, float]:
     """Median goodput of each system over that of `auto`, before and after the others."""
-    auto = statistics.median(rate for one in found if one.system == "auto" for rate in one.goodput)
-    return {one.system: one.median / auto for one in found[1:] if auto and one.system != "auto"}
+    own = [rate for one in found if one.system == "auto" for rate in one.goodput]
+    auto = statistics.median(own or [0.0])
+    others = [one for one in found[1:] if one.system != "auto" and not one.interrupted]
+    return {one.system: one.median / auto for one in others if auto}
 
 
 def moved(found: Sequence[Found]) -> float | None:
     """Goodput of `auto` after the others over that before; None: it ran once, or held none."""
-    before, *after = [one.median for one in found if one.system == "auto"]
-    return after[0] / before if after and before else None
+    ended = [one.median for one in found if one.system == "auto" and not one.interrupted]
+    return ended[1] / ended[0] if len(ended) > 1 and ended[0] else None
 
 
 def _options() -> argparse.Namespace:

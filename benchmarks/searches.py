@@ -37,7 +37,8 @@ class Found(msgspec.Struct):
     system: str
     tbt: float
     goodput: list[float]
-    """Requests/s, one for each pattern of arrivals; 0 where no rate held."""
+    """Requests/s, one for each pattern of arrivals; 0 where no rate held. Empty if the search was
+    interrupted: then `runs` say how far it came."""
     server: str | None = None
     """What served: program, version and flags."""
     client_p99_ms: float | None = None
@@ -49,7 +50,12 @@ class Found(msgspec.Struct):
 
     @property
     def median(self) -> float:
-        return statistics.median(self.goodput)
+        """Median goodput in requests/s; 0 of an interrupted search."""
+        return statistics.median(self.goodput or [0.0])
+
+    @property
+    def interrupted(self) -> bool:
+        return not self.goodput
 
 
 def search(
@@ -76,7 +82,10 @@ def search(
 
 
 def searched(asked: Search, systems: Sequence[str], folder: Path, load: BenchConfig) -> list[Found]:
-    """Search each system; runs that the folder has are not repeated. Tells every run."""
+    """Search each system; runs that the folder has are not repeated. Tells every run.
+
+    Ctrl-C ends a search with the runs that it has; the caller asks `Found.interrupted`.
+    """
 
     def tell(trial: Trial, slos: dict[str, float]) -> None:
         verdict = "holds" if trial.holds else "fails"
@@ -94,7 +103,10 @@ def searched(asked: Search, systems: Sequence[str], folder: Path, load: BenchCon
         else:
             run = stack.enter_context(contenders.OwnServers(asked, load, folder, False))
         reads = contenders.reads_slos
-        rates = goodput.find(asked, systems, run, folder, tell, reads_slos=reads)
+        try:
+            rates = goodput.find(asked, systems, run, folder, tell, reads_slos=reads)
+        except KeyboardInterrupt:
+            rates = [{system: [] for system in systems} for _ in asked.points(folder)]
     return [
         _found(system, point, values)
         for point, found in zip(asked.points(folder), rates, strict=True)

@@ -55,14 +55,16 @@ def measured(
 ) -> Iterator[Engine]:
     """The engine after each figure."""
     load = BenchConfig(base_url=server.url, vocab_range=given.vocab_range)
-    records = sent(load, given.rows, given.context, STEPS, given.rows)
-    seconds = step(records)
-    engine.step_ms = None if seconds is None else seconds * 1e3
-    yield engine
-    records = sent(load, PROMPTS, given.prompt, 1, 1)
-    first = statistics.median(one.ttft for one in records if one.ttft is not None)
-    engine.first_token_ms, engine.prefill_tokens_s = first * 1e3, given.prompt / first
-    yield engine
+    if given.rows:
+        records = sent(load, given.rows, given.context, STEPS, given.rows)
+        seconds = step(records)
+        engine.step_ms = None if seconds is None else seconds * 1e3
+        yield engine
+    if given.prompt:
+        records = sent(load, PROMPTS, given.prompt, 1, 1)
+        first = statistics.median(one.ttft for one in records if one.ttft is not None)
+        engine.first_token_ms, engine.prefill_tokens_s = first * 1e3, given.prompt / first
+        yield engine
     if not guess:
         return
     workload = WorkloadSpec(
@@ -74,6 +76,8 @@ def measured(
     folder = given.work / engine.name.replace(" ", "-")
     [engine.found] = searched(asked, [SERVER], folder, load)
     yield engine
+    if engine.found.interrupted:
+        raise KeyboardInterrupt
 
 
 def sent(load: BenchConfig, count: int, prompt: int, output: int, at_once: int) -> list[Record]:
@@ -118,9 +122,9 @@ def _options() -> argparse.Namespace:
         help="requests/s where the search of each engine begins; 0: there is none")  # fmt: skip
     add("--card", required=True, help="name of the GPU in the file")
     add("--tbt", type=float, required=True, help="bound on gaps in ms")
-    add("--rows", type=int, default=64, help="requests that decode at once")
+    add("--rows", type=int, default=64, help="requests that decode at once; 0: no step is measured")
     add("--context", type=int, default=2048, help="their prompt tokens")
-    add("--prompt", type=int, default=8192, help="tokens of the long prompts")
+    add("--prompt", type=int, default=8192, help="tokens of the long prompts; 0: none is sent")
     add("--dataset", default="azure-conv")
     add("--prompts", type=int, default=300, help="requests in a run of the search")
     add("--longest", type=int, default=12_000, help="tokens to which prompts are cut")

@@ -146,17 +146,19 @@ def peers() -> Iterator[list[str]]:
         yield ["vLLM, SGLang", "9, 12, 21, 50", "not run", "-", "not run", "-", "-", "-"]
 
 
+FIGURES = ("step_ms", "first_token_ms")
+"""Figures of an engine that has no load."""
+
+
 def side_by_side() -> Iterator[list[str]]:
     """Rows of engines that took turns on one card, of all files."""
     for path, found in _files("side-by-side/*.json"):
         for engine in found["engines"]:
-            one = engine["found"] or {"goodput": [], "client_p99_ms": None}
-            figures = [engine["step_ms"], engine["first_token_ms"], *one["goodput"]]
-            shown = [f"{each:.1f}" if each else "not reached" for each in figures]
+            one = engine["found"] or {"goodput": [], "runs": [], "client_p99_ms": None}
+            shown = [f"{engine[key]:.1f}" if engine[key] else "-" for key in FIGURES]
             gap = f"{one['client_p99_ms']:.1f}" if one["client_p99_ms"] else "-"
-            shown += ["not reached"] * (3 - len(shown))
             place = f"{engine['name']} on {found['card']}"
-            yield [place, *shown[:2], f"{found['tbt_ms']:g}", shown[2], gap, _made(path, found)]
+            yield [place, *shown, f"{found['tbt_ms']:g}", _held(one), gap, _made(path, found)]
 
 
 def parts() -> Iterator[list[str]]:
@@ -164,11 +166,23 @@ def parts() -> Iterator[list[str]]:
     for path, found in _files("one-card/*/*.json"):
         part = found["provenance"]["workload"]["part"]
         place = f"{part['model']} {DATASETS[part['dataset']]}, {found['card']}"
-        for each in sorted(found["found"], key=lambda one: -median(one["goodput"])):
-            ratio = found["ratios"].get(each["system"], 1.0)
-            held = f"{median(each['goodput']):.1f}"
-            yield [place, f"{part['tbt_ms']:g}", f"`{each['system']}`", held, f"{ratio:.2f}",
+        for each in sorted(found["found"], key=lambda one: -median(one["goodput"] or [0.0])):
+            ratio, held = f"{found['ratios'].get(each['system'], 1.0):.2f}", _held(each)
+            if not each["goodput"]:
+                ratio = "-"
+            yield [place, f"{part['tbt_ms']:g}", f"`{each['system']}`", held, ratio,
                    _made(path, found)]  # fmt: skip
+
+
+def _held(found: dict[str, Any]) -> str:
+    """The median goodput; of a search that was interrupted, what is known."""
+    if found["goodput"]:
+        return f"{median(found['goodput']):.1f}"
+    held = [run["rate"] for run in found["runs"] if run["holds"]]
+    failed = [run["rate"] for run in found["runs"] if not run["holds"]]
+    if held:
+        return f"at least {max(held):.1f}"
+    return f"less than {min(failed):.1f}" if failed else "not reached"
 
 
 def _files(pattern: str) -> Iterator[tuple[Path, dict[str, Any]]]:

@@ -10,8 +10,10 @@ traces; without it workloads are drawn from published statistics.
 """
 
 import argparse
+import contextlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -23,7 +25,7 @@ import msgspec
 import muxwise
 from rich.console import Console
 from rich.table import Table
-from study import Bench, Experiment, Figures, Row, Run, traces_from
+from study import Ask, Bench, Experiment, Figures, Row, Run, traces_from
 
 from twolane.results.provenance import Provenance, provenance, save
 
@@ -138,22 +140,42 @@ def figures_table(experiment: Experiment, runs: Sequence[Done]) -> Table:
     return made
 
 
-def work(name: str, bench: Bench, seeds: int, out: Path, card: str, fresh: bool) -> Saved:
+def chosen(
+    experiment: Experiment, patterns: Sequence[str], served: bool
+) -> Iterator[tuple[str, Run | Ask]]:
+    """The runs whose names match; on servers system by system, so that each is started once."""
+    runs = [
+        (name, run)
+        for name, run in experiment.runs.items()
+        if any(fnmatch(name, pattern) for pattern in patterns)
+    ]
+    systems = list(dict.fromkeys(run.system for _, run in runs if isinstance(run, Run)))
+    if served:
+        runs.sort(key=lambda pair: systems.index(pair[1].system) if isinstance(pair[1], Run) else 0)
+    yield from runs
+
+
+def work(name: str, bench: Bench, given: argparse.Namespace) -> Saved:
     """Run what is missing of an experiment; the file is written after each run."""
+    out = given.out if given.serve is None else given.out / given.card
+    seeds, card = given.seeds or (3 if given.whole else 1), given.card or "simulated"
     experiment, path = EXPERIMENTS[name], out / f"{name}.json"
     about = provenance({"experiment": name, "traces": "public" if bench.traces else "drawn"})
     saved = Saved(about, experiment.where, card, [])
-    if path.exists() and not fresh:
+    if path.exists() and not given.fresh:
         saved = read(path)
         saved.provenance = about
     known = {(done.run, done.seed, done.requests) for done in saved.runs}
-    for run_name, run in experiment.runs.items():
+    for run_name, run in chosen(experiment, given.runs, bench.serve is not None):
         served = isinstance(run, Run)
         count = bench.count(run) if isinstance(run, Run) else 0
         for seed in range(seeds if served else 1):
             if (run_name, seed, count) in known:
                 continue
             found = bench.figures(run, seed)
+            if bench.serve is not None:
+                shown = (f"{figure} {found[figure]:.4g}" for figure in experiment.shown)
+                print(f"{run_name}: {', '.join(shown)}", flush=True)
             day = provenance().date or ""
             saved.runs.append(Done(run_name, seed, count, about.commit, day, found))
             content = msgspec.to_builtins(saved)
@@ -181,6 +203,7 @@ def _options() -> argparse.Namespace:
     add("--whole", action="store_true", help="long runs and three seeds")
     add("--seeds", type=int, help="number of patterns of arrivals; by default 1, whole 3")
     add("--requests", type=int, help="number of requests in each run")
+    add("--runs", nargs="+", default=["*"], metavar="PATTERN", help="only runs of these names")
     add("--traces", type=Path, help="folder of the public traces")
     add("--serve", metavar="FLAGS", help="flags of `twolane serve`: measure on this machine")
     add("--model", help="model in place of the experiments' own, for a trial of --serve")
@@ -216,13 +239,12 @@ def main() -> None:
         model=given.model,
         logs=given.work,
     )
-    out = given.out if given.serve is None else given.out / given.card
-    for name in given.names or EXPERIMENTS:
-        seeds = given.seeds or (3 if given.whole else 1)
-        saved = work(name, bench, seeds, out, given.card or "simulated", given.fresh)
-        console.print(table(name, EXPERIMENTS[name], saved.runs))
-        if EXPERIMENTS[name].shown:
-            console.print(figures_table(EXPERIMENTS[name], saved.runs))
+    with contextlib.closing(bench.servers):
+        for name in given.names or EXPERIMENTS:
+            saved = work(name, bench, given)
+            console.print(table(name, EXPERIMENTS[name], saved.runs))
+            if EXPERIMENTS[name].shown:
+                console.print(figures_table(EXPERIMENTS[name], saved.runs))
 
 
 if __name__ == "__main__":

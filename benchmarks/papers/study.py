@@ -6,19 +6,22 @@ a figure of the paper beside ours, with one sentence on why they differ.
 """
 
 import asyncio
+import contextlib
 import math
 import os
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
 from twolane.bench import serve
 from twolane.bench.contenders import parse_system, system_flags
 from twolane.bench.goodput import Hopeless, highest, shares
-from twolane.bench.server import serving
+from twolane.bench.server import Server, serving
 from twolane.engine.config import EngineConfig
 from twolane.results.result import BenchConfig, Result
 from twolane.sim.config import SimulateConfig
@@ -182,6 +185,29 @@ def beside(
     }
 
 
+class Servers:
+    """Keeps the latest server up, for the runs of one system that follow one another."""
+
+    def __init__(self) -> None:
+        self._open = contextlib.ExitStack()
+        self._words: list[str] = []
+        self._server: Server | None = None
+
+    def get(self, words: list[str], log: Path) -> tuple[Server, bool]:
+        """The server with these arguments, and whether it was started now; one with others is
+        stopped first."""
+        if self._server is not None and words == self._words:
+            return self._server, False
+        self.close()
+        self._server, self._words = self._open.enter_context(serving(words, log)), words
+        return self._server, True
+
+    def close(self) -> None:
+        """Stop the server that is up."""
+        self._open.close()
+        self._server = None
+
+
 @dataclass(frozen=True)
 class Bench:
     """How runs are served: in what form, from which traces, simulated or on a server."""
@@ -197,6 +223,7 @@ class Bench:
     logs: Path = Path("papers-work")
     known: dict[tuple[Run, int], Figures] = field(default_factory=dict)
     """What runs came to: several experiments show the same ones."""
+    servers: Servers = field(default_factory=Servers)
 
     def count(self, run: Run) -> int:
         """Number of requests in one run."""
@@ -263,20 +290,25 @@ class Bench:
         return {**best.get(rate, {}), "goodput": rate}
 
     def _served(self, run: Run, seed: int) -> Figures:
-        """A run on a server of its own over HTTP."""
+        """A run over HTTP on a server that has no other system's requests.
+
+        Loads draw other tokens, or one would find its prompts in the prefix cache of the last.
+        """
         name = "".join(c if c.isalnum() else "-" for c in run.system)
         words = [self.model or run.load.model, *(self.serve or "").split()]
         words += system_flags(run.system)
         if run.load.tbt is not None:
             words.append(f"--slo-tbt-ms={run.load.tbt * 1e3:g}")
         self.logs.mkdir(parents=True, exist_ok=True)
-        with serving(words, self.logs / f"{name}.log") as server:
-            config = BenchConfig(
-                base_url=server.url,
-                workload=run.load.spec(self.count(run), seed, run.load.rate, self.traces),
-                num_warmups=min(WARMUPS, self.count(run)),
-            )
-            return figures(run.load, asyncio.run(serve.run(config)))
+        server, cold = self.servers.get(words, self.logs / f"{name}.log")
+        spec = run.load.spec(self.count(run), seed, run.load.rate, self.traces)
+        config = BenchConfig(
+            base_url=server.url,
+            workload=spec,
+            prompt_seed=zlib.crc32(msgspec.json.encode(spec)),
+            num_warmups=min(WARMUPS, self.count(run)) if cold else 0,
+        )
+        return figures(run.load, asyncio.run(serve.run(config)))
 
 
 def engine(run: Run, model: str) -> EngineConfig:
