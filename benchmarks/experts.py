@@ -24,7 +24,7 @@ from twolane.engine.predict import machine_key
 from twolane.estimate.calibrated.estimator import Calibrated
 from twolane.estimate.profile import Profile
 from twolane.estimate.query import LaunchShape, Load, decode_step, hybrid_pass
-from twolane.model.spec import ModelSpec, skewed
+from twolane.model.spec import skewed
 from twolane.profile.clocks import Clocks
 from twolane.profile.grid import plan
 from twolane.profile.run import empty_profile, work_through
@@ -56,15 +56,15 @@ class Asked:
         return hybrid_pass(Load([1] * self.rows + [self.new], [*contexts, 0]))
 
 
-def step_bytes(spec: ModelSpec, rows: int) -> float:
+def step_bytes(rig: Rig, rows: int) -> float:
     """Bytes that a decode step must read: weights of attention and active experts, head, KV."""
-    assert spec.moe is not None
-    expert = 3 * spec.moe.intermediate_size * spec.hidden_size
-    attention = (2 * spec.q_size + 2 * spec.kv_size) * spec.hidden_size
-    router = spec.moe.experts * spec.hidden_size
-    layer = attention + router + spec.moe.active(rows) * expert
-    weights = 2 * (spec.layers * layer + spec.vocab_size * spec.hidden_size)
-    return weights + rows * CONTEXT * spec.kv_bytes_per_token(2)
+    moe, weights = rig.spec.moe, rig.machine.decoder.weights
+    active = moe.active(rows) / moe.experts
+    moved = weights.head.nbytes + rows * CONTEXT * rig.machine.page_token_bytes
+    for layer in weights.layers:
+        experts = layer.mlp.gate_up.nbytes + layer.mlp.down.nbytes
+        moved += layer.qkv.nbytes + layer.o.nbytes + layer.mlp.router.nbytes + active * experts
+    return moved
 
 
 def fitting(rig: Rig, rows: Sequence[int]) -> list[int]:
@@ -88,7 +88,7 @@ def decode(rig: Rig, details: dict, rate: float) -> list[Figure]:
         asked = rig.decode_rows(rows, CONTEXT)
         steps = {u: decode_seconds(rig, asked, u) for u in rig.machine.partitions.decode_units}
         rig.give_back(asked)
-        floor = step_bytes(rig.spec, rows) / rate
+        floor = step_bytes(rig, rows) / rate
         details[f"step_ms_{rows}"] = {u: s * 1e3 for u, s in steps.items()}
         details[f"floor_ms_{rows}"] = floor * 1e3
         share = floor / steps[units]
@@ -201,6 +201,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     rate, details = reading_rate(), {}
+    about = [args.model, args.quantization or "bf16", f"skew {args.router_skew}"]
     form = {"quantization": args.quantization, "router_skew": args.router_skew}
     roomy = torch.cuda.mem_get_info()[1] > 100e9
     rig = Rig(args.model, (24, 32, 48), pages=12_000 if roomy else 1_500, **form)
@@ -215,7 +216,7 @@ def main() -> int:
 
     def keep() -> None:
         if args.out:
-            save(args.out, provenance([args.model]), {"figures": figures, "details": details})
+            save(args.out, provenance(about), {"figures": figures, "details": details})
 
     keep()
     if args.profile:

@@ -13,11 +13,12 @@ import torch
 from common import partition
 from torch import Tensor
 
+from twolane.kernels.activations import Activations
 from twolane.kernels.experts import products as experts
 from twolane.kernels.experts.products import Buffers, Way, combined
 from twolane.kernels.experts.routing import ActiveRows, Routing
-from twolane.kernels.products.dispatch import Products
-from twolane.model.matrix import Matrix
+from twolane.kernels.products.dispatch import Products, input_of
+from twolane.model.matrix import Matrix, concatenated, quantised
 from twolane.model.shapes import SHAPES
 from twolane.model.spec import ModelSpec
 from twolane.results.provenance import provenance, save
@@ -37,9 +38,9 @@ WAYS = (
 class Layers:
     """Random experts of a few layers, and rows for them."""
 
-    def __init__(self, spec: ModelSpec, skew: float) -> None:
+    def __init__(self, spec: ModelSpec, skew: float, scheme: str) -> None:
         assert spec.moe is not None
-        self.moe, self.hidden = spec.moe, spec.hidden_size
+        self.moe, self.hidden, self.scheme = spec.moe, spec.hidden_size, scheme
         n, inner = self.moe.experts, self.moe.intermediate_size
         self.weights = [
             (self._matrix(n * 2 * inner, self.hidden), self._matrix(n * self.hidden, inner))
@@ -50,7 +51,11 @@ class Layers:
 
     def _matrix(self, rows: int, columns: int) -> Matrix:
         values = torch.empty(rows, columns, dtype=torch.bfloat16, device="cuda")
-        return Matrix.plain(values.normal_(0.0, columns**-0.5))
+        matrix = Matrix.plain(values.normal_(0.0, columns**-0.5))
+        if self.scheme == "bf16":
+            return matrix
+        parts = [quantised(part.float(), "fp8_channel") for part in values.chunk(16)]
+        return concatenated(parts)
 
     def calls(self, rows: int, units: int) -> list[Callable[[], None]]:
         """One call a layer on random rows."""
@@ -59,10 +64,16 @@ class Layers:
         active = ActiveRows(torch.zeros(rows, dtype=torch.int32, device="cuda"), 0)
         lane, calls = Products(units), []
         for gate_up, down in self.weights:
-            wide = (self._rows(rows * moe.per_token, w) for w in (hidden, 2 * inner, inner, hidden))
+            entries = rows * moe.per_token
             logits = (self._rows(rows, moe.experts).float() + self.favour).bfloat16()
-            routing = Routing.of(moe.experts, moe.per_token, rows, torch.device("cuda"))
-            room = Buffers(routing, logits, *wide)
+            room = Buffers(
+                Routing.of(moe.experts, moe.per_token, rows, torch.device("cuda")),
+                logits,
+                self._input(entries, hidden),
+                self._rows(entries, 2 * inner),
+                self._input(entries, inner),
+                self._rows(entries, hidden),
+            )
 
             def call(gate_up: Matrix = gate_up, down: Matrix = down, room: Buffers = room) -> None:
                 given = x, active, gate_up, down, room, lane
@@ -72,6 +83,9 @@ class Layers:
             calls.append(call)
         return calls
 
+    def _input(self, rows: int, width: int) -> Activations:
+        return input_of(self._rows(rows, width), torch.ones(rows, 1, device="cuda"), self.scheme)
+
     @staticmethod
     def _rows(rows: int, width: int) -> Tensor:
         return torch.randn(rows, width, device="cuda").bfloat16()
@@ -80,7 +94,7 @@ class Layers:
         """Bytes of the last call's experts."""
         ends = self.room.routing.ends
         counts = torch.diff(ends, prepend=ends.new_zeros(1))
-        each = 3 * self.moe.intermediate_size * self.hidden * 2
+        each = 3 * self.moe.intermediate_size * self.hidden * (2 if self.scheme == "bf16" else 1)
         return int((counts > 0).sum()) * each
 
 
@@ -117,15 +131,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="qwen3-30b-a3b")
     parser.add_argument("--skew", type=float, default=0.0)
+    parser.add_argument("--scheme", default="bf16", choices=("bf16", "fp8_channel"))
+    parser.add_argument("--rows", type=int, nargs="*", default=list(SHARES))
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    layers, chosen = Layers(SHAPES[options.model], options.skew), experts.way
+    layers = Layers(SHAPES[options.model], options.skew, options.scheme)
+    chosen = experts.way
     streams = {u: partition(u).stream for u in (132, 100, 48, 32, 24)}
     rates = {units: reading(stream) for units, stream in streams.items()}
     print("reading TB/s:", {units: round(rate / 1e12, 2) for units, rate in rates.items()})
     results = []
-    for rows, shares in SHARES.items():
-        for units in shares:
+    for rows in options.rows:
+        for units in SHARES[rows]:
             calls = layers.calls(rows, units)
             found = {}
             for way in WAYS:
@@ -143,7 +160,7 @@ def main() -> None:
             times = "  ".join(f"{name} {took * 1e6:.0f}" for name, took in found.items())
             print(f"{rows:5} rows, {units:3} SMs: floor {floor * 1e6:.0f} us; {times}", flush=True)
     if options.out:
-        about = provenance({"model": options.model, "skew": options.skew})
+        about = provenance({name: getattr(options, name) for name in ("model", "skew", "scheme")})
         save(options.out, about, {"bytes_per_second": rates, "results": results})
 
 
