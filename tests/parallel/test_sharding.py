@@ -80,6 +80,28 @@ def test_ranks_compute_what_one_computes(family: str, tmp_path: Path) -> None:
         torch.testing.assert_close(together(size, ranked)[0], alone, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("family", ["qwen3", "qwen3-moe"])
+def test_ranks_have_parts_of_what_one_rounds(family: str, tmp_path: Path) -> None:
+    """Numbers and scales are those of one rank. Activations are rounded by parts of a row."""
+    source = resolve(str(make_checkpoint(family, tmp_path / "model", seed=2)))
+    spec, whole = load_weights(source, quantization="fp8")
+    with torch.inference_mode():
+        alone = logits(Decoder(spec, whole))
+        exact = logits(Decoder(*load_weights(source)))
+    parts = {}
+
+    def ranked(group: CpuGroup) -> Tensor:
+        spec, weights = load_weights(source, quantization="fp8", rank=group.rank, ranks=2)
+        parts[group.rank] = weights.layers[0]
+        return logits(Decoder(spec, weights, group))
+
+    apart = (together(2, ranked)[0] - alone).norm()
+    assert 0 < apart < 1.5 * (alone - exact).norm()
+    for kind in (lambda layer: layer.o, lambda layer: layer.mlp.down):
+        joined = torch.cat([kind(parts[rank]).dequantised() for rank in range(2)], dim=1)
+        assert torch.equal(joined, kind(whole.layers[0]).dequantised())
+
+
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_round_keys_and_values_as_one_does(size: int, tmp_path: Path) -> None:
     """Each head of a token has a scale of its own, so that it does not matter who has the head."""

@@ -104,8 +104,11 @@ def load_weights(
         modules = None if dummy else stored
         _check(spec, tensors, modules, source.name)
         shard = Shard(spec, rank, ranks)
-        if ranks > 1 and (modules is not None or scheme is not None):
-            raise FieldError("tensor_parallel_size", "above 1 does not serve quantised models yet")
+        if ranks > 1 and (modules is not None or scheme not in (None, "fp8_channel")):
+            raise FieldError(
+                "tensor_parallel_size",
+                "above 1 does not serve quantised checkpoints yet; rounding to fp8 it does",
+            )
         loader = _Loader(shard, tensors, modules, scheme, floats, device)
         weights = loader.weights(progress or (lambda *_: None))
     for (before, after), count in loader.converted.items():
@@ -456,10 +459,10 @@ class _Loader:
         """
         form = None if self.quantization is None else self.quantization.format(name)
         if form is None:
-            if scheme is None:
-                return Matrix.plain(self._get(f"{name}.weight"))
-            wide = torch.as_tensor(self.tensors.get(f"{name}.weight")).to(self.device)
-            return quantised(wide, scheme)
+            weight = f"{name}.weight"
+            return (
+                Matrix.plain(self._get(weight)) if scheme is None else self._rounded(weight, scheme)
+            )
         linear = self._shape(name)
         parts = {end: self.tensors.get(f"{name}.{end}") for end in form.tensors(*linear)}
         try:
@@ -467,6 +470,17 @@ class _Loader:
         except ValueError as error:
             raise WeightsError(f"{name}.{error}") from error
         return matrix if scheme is None else quantised(matrix.dequantised(), scheme)
+
+    def _rounded(self, name: str, scheme: Scheme) -> Matrix:
+        """The rank's part of a tensor, rounded as the whole is: rows of which a rank has some
+        columns have the scales of all of them."""
+        cut = self.shard.cut(name)
+        whole = cut is not None and cut.dim == 1
+        wide = torch.as_tensor(self.tensors.get(name, None if whole else cut)).to(self.device)
+        matrix = quantised(wide, scheme)
+        if cut is None or not whole:
+            return matrix
+        return replace(matrix, values=matrix.values[:, cut.start : cut.stop].contiguous())
 
     def _shape(self, name: str) -> tuple[int, int]:
         if name == "lm_head":
