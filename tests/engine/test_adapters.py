@@ -8,15 +8,19 @@ use it; every output is compared with that of the request alone, by the version 
 import random
 from collections import Counter
 from collections.abc import Collection
+from itertools import product
+from pathlib import Path
 
 import pytest
 
 from tests.engine.test_work_in_flight import RANDOM, policy
 from tests.engine.world import ADAPTERS, World
 from twolane.common.errors import FieldError
+from twolane.common.page_hash import salt_bytes
 from twolane.engine import launch
 from twolane.engine.adapters.registry import AdapterRegistry, LoadedAdapter
 from twolane.engine.state import State
+from twolane.model.load.adapter_files import CONFIG, TENSORS
 from twolane.systems.registry import SYSTEMS
 
 SCHEDULES, FULL_SCHEDULES = 1, 200
@@ -42,10 +46,10 @@ def test_adapters_answer_as_if_alone(system: str, request: pytest.FixtureRequest
 
 
 GUARDS = {
-    "pages are shared by requests of one load alone": (
+    "pages are shared by requests of one adapter alone": (
         LoadedAdapter,
         "salt",
-        lambda _, digest: digest,
+        lambda _, cache_salt: salt_bytes(cache_salt),
     ),
     "an adapter's slot is kept until nobody names it": (State, "adapters_named", lambda _: ()),
     "lanes are told of a slot's adapter": (
@@ -135,8 +139,39 @@ def test_an_adapter_in_use_is_unloaded_when_its_last_request_has_ended():
     assert not lanes.slots
     registry.news = []
     assert loaded(registry, "a", "two") is None
-    assert registry.find("a").salt(b"") != first.salt(b"")
+    assert registry.find("a").salt(None) != first.salt(None)
     assert unloaded(registry, "b", set()) == ["no adapter 'b' is loaded"]
+
+
+def write(folder: Path, weights: bytes) -> str:
+    folder.mkdir(exist_ok=True)
+    (folder / CONFIG).write_text("{}")
+    (folder / TENSORS).write_bytes(weights)
+    return str(folder)
+
+
+def test_pages_are_those_of_the_same_files_whatever_they_are_called(tmp_path):
+    paths = [write(tmp_path / name, name[:1].encode()) for name in ("a", "another", "b")]
+    registries = AdapterRegistry(Files(), 3), AdapterRegistry(Files(), 3)
+    for registry in registries:
+        for name, path in zip("xyz", paths, strict=True):
+            assert loaded(registry, name, path) is None
+    for one, other in product(registries, registries):
+        assert one.find("x").salt("tenant") == other.find("y").salt("tenant")
+        assert one.find("x").salt("tenant") != other.find("x").salt(None)
+        assert one.find("x").salt(None) != other.find("z").salt(None)
+
+
+def test_files_that_change_while_they_are_read_share_no_page(tmp_path):
+    class Changed(Files):
+        def load_adapter(self, slot: int, path: str) -> None:
+            write(Path(path), b"new")
+
+    path = write(tmp_path / "a", b"old")
+    first, second = AdapterRegistry(Changed(), 1), AdapterRegistry(Files(), 1)
+    first.load_at_start("a", path)
+    second.load_at_start("a", path)
+    assert first.find("a").salt(None) != second.find("a").salt(None)
 
 
 def test_an_adapter_that_cannot_be_loaded_at_the_start_is_named():

@@ -292,7 +292,7 @@ def test_pages_of_an_adapter_have_its_name_and_those_of_the_base_have_none(
     published.journal.adapter = registry.name_of
     mine, tokens = registry.find("mine"), list(range(13))
     assert mine is not None
-    for salt in (mine.salt(b""), mine.salt(salt_bytes("tenant")), salt_bytes("tenant"), b""):
+    for salt in (mine.salt(None), mine.salt("tenant"), salt_bytes("tenant"), b""):
         for end in (5, 13):  # the later pages come in an event of their own
             allocation = published.books.allocate(tokens[:end], salt=salt)
             assert allocation is not None
@@ -307,7 +307,7 @@ def test_pages_of_an_adapter_have_its_name_and_those_of_the_base_have_none(
         if isinstance(event, BlockStored)
     ]
     named = {one for event in stored if event.lora_name == "mine" for one in event.block_hashes}
-    salts = mine.salt(b""), mine.salt(salt_bytes("tenant"))
+    salts = mine.salt(None), mine.salt("tenant")
     assert named == {one for salt in salts for one in page_hashes(tokens, PAGE, salt)}
 
 

@@ -14,6 +14,10 @@ ROOT_HASH = 0
 """The hash from which the first page of every sequence is hashed."""
 HASH_BYTES = 8
 """A page's hash has this number of bytes, so that it fits an unsigned 64-bit integer."""
+ADAPTER_MARK = b"lora"
+"""What the salt of an adapter's pages begins with; the adapter's digest follows."""
+DIGEST_BYTES = 32
+"""Bytes of a digest by SHA-256."""
 
 
 def page_key(tokens: Sequence[int], page: int, page_size: int, salt: bytes = b"") -> bytes:
@@ -44,6 +48,20 @@ def page_hashes(tokens: Sequence[int], page_size: int, salt: bytes = b"") -> Ite
         yield hashed
 
 
-def salt_bytes(cache_salt: str | None) -> bytes:
-    """Return what the first page's key begins with for a request's `cache_salt`, if it has one."""
-    return b"" if cache_salt is None else hashlib.sha256(cache_salt.encode()).digest()
+def salt_bytes(cache_salt: str | None, adapter: bytes = b"") -> bytes:
+    """Return what the first page's key begins with for a request.
+
+    Args:
+        cache_salt: of the request, if it has one.
+        adapter: digest of the adapter that it asks for, `DIGEST_BYTES` long; empty: of none.
+    """
+    tenant = b"" if cache_salt is None else hashlib.sha256(cache_salt.encode()).digest()
+    return ADAPTER_MARK + adapter + tenant if adapter else tenant
+
+
+def adapter_of(salt: bytes) -> bytes:
+    """Return the digest of the adapter that computes pages of this salt; empty: none does."""
+    end = len(ADAPTER_MARK) + DIGEST_BYTES
+    if not salt.startswith(ADAPTER_MARK) or len(salt) not in (end, end + DIGEST_BYTES):
+        return b""
+    return salt[len(ADAPTER_MARK) : end]

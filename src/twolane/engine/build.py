@@ -159,6 +159,7 @@ def _ready(
         slo=config.slo,
         profile=None if profile is None else str(profile),
         kv_cache_dtype=config.kv_cache_dtype,
+        adapters=engine.adapters.digests(),
     )
 
 

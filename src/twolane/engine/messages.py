@@ -124,6 +124,8 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     """File of the profile that predictions are fitted on; None: there is none."""
     kv_cache_dtype: str = "auto"
     """Format of keys and values in the KV pool: fp8, or auto, which is that of activations."""
+    adapters: dict[str, str] = {}
+    """Digests of the LoRA adapters that are loaded, in hexadecimal, by name."""
 
 
 class Times(msgspec.Struct, frozen=True):
@@ -233,6 +235,8 @@ class AdapterNews(msgspec.Struct, frozen=True):
     """Whether requests can ask for the adapter from now on."""
     problem: str | None = None
     """Why it was not done; None: it was."""
+    digest: str = ""
+    """Digest of the adapter that was loaded, in hexadecimal."""
 
 
 class LaneWait(msgspec.Struct, frozen=True):

@@ -176,7 +176,7 @@ class Request:
         adapter: LoadedAdapter | None = None,
     ) -> "Request":
         """A new request, waiting; `tokens`, the prompt, is its own."""
-        salt = salt_bytes(submit.cache_salt)
+        salted = salt_bytes if adapter is None else adapter.salt
         prompt, params = len(submit.prompt), submit.params
         limit = min(prompt + (params.max_tokens or max_model_len), max_model_len)
         eos = () if params.ignore_eos else sampling.eos_token_ids
@@ -193,7 +193,7 @@ class Request:
             sampling=sampling,
             stops=frozenset((*eos, *params.stop_token_ids)),
             lookup=lookup,
-            salt=salt if adapter is None else adapter.salt(salt),
+            salt=salted(submit.cache_salt),
             adapter=-1 if adapter is None else adapter.slot,
         )
 

@@ -19,6 +19,8 @@ class AdapterInfo(msgspec.Struct, frozen=True):
     path: str
     created: int
     """When it was loaded, in seconds since the epoch."""
+    digest: str
+    """Digest of its files in hexadecimal, by which its cached pages are known."""
 
 
 class Adapters:
@@ -26,12 +28,18 @@ class Adapters:
 
     Args:
         loaded: path by name, of those that the engine starts with.
+        digests: of the same, by name.
         send: sends a message to the engine.
     """
 
-    def __init__(self, loaded: Mapping[str, str], send: Callable[[ToEngine], None]) -> None:
+    def __init__(
+        self,
+        loaded: Mapping[str, str],
+        digests: Mapping[str, str],
+        send: Callable[[ToEngine], None],
+    ) -> None:
         now = int(time.time())
-        self.loaded = {name: AdapterInfo(path, now) for name, path in loaded.items()}
+        self.loaded = {name: AdapterInfo(path, now, digests[name]) for name, path in loaded.items()}
         """Those that new requests can ask for, by name."""
         self._send = send
         self._changing: dict[str, tuple[str, asyncio.Future[None]]] = {}
@@ -60,7 +68,7 @@ class Adapters:
         for told in news:
             path, waiting = self._changing.pop(told.name)
             if told.loaded:
-                self.loaded[told.name] = AdapterInfo(path, int(time.time()))
+                self.loaded[told.name] = AdapterInfo(path, int(time.time()), told.digest)
             if waiting.done():
                 continue  # whoever waited was cancelled
             if told.problem is None:

@@ -100,7 +100,7 @@ class EngineClient:
         watchdog: bool = False,
     ) -> None:
         self.stats = Stats()
-        self.adapters = Adapters({}, self._send)
+        self.adapters = Adapters({}, {}, self._send)
         """The engine's LoRA adapters."""
         self.liveness = Liveness(hang_seconds)
         """Whether the engine goes on, once it is ready."""
@@ -160,9 +160,9 @@ class EngineClient:
             watchdog = config.tensor_parallel_size > 1
         client = cls(on_progress, hang_seconds=hang_seconds, watchdog=watchdog)
         try:
-            client.adapters = Adapters(config.lora, client._send)
             await client._spawn(config, log_level)
             client.ready = await client._started
+            client.adapters = Adapters(config.lora, client.ready.adapters, client._send)
             client.liveness = Liveness(hang_seconds)  # it counts from now
             client._pinging = asyncio.create_task(client._ping())
         except BaseException:

@@ -1,19 +1,20 @@
 """The LoRA adapters that are loaded: by name, and by slot in the lanes.
 
-A slot is given to another adapter when no request and no launch names it any more. Each load has a
-number of its own, by which the prefix tree tells the pages of two adapters of one name apart.
+A slot is given to another adapter when no request and no launch names it any more. The prefix tree
+tells the pages of adapters apart by the digest of their files, as other servers and routers do.
 """
 
+import os
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from twolane.common.errors import FieldError
+from twolane.common.page_hash import DIGEST_BYTES, adapter_of, salt_bytes
 from twolane.engine.messages import AdapterNews
-
-MARK, LOAD_BYTES, DIGEST_BYTES = b"lora", 8, 32
-"""What the salt of an adapter's pages begins with, and the bytes of the two parts behind it."""
+from twolane.model.load.adapter_files import digest_of
 
 
 class AdapterLanes(Protocol):
@@ -31,24 +32,12 @@ class LoadedAdapter:
     """An adapter in a slot."""
 
     slot: int
-    load: int
-    """Number of the load, unique over the life of the engine."""
+    digest: bytes
+    """Digest of its files, by which its pages are known."""
 
-    def salt(self, digest: bytes) -> bytes:
-        """What keeps a request's pages from those of other adapters, and of other tenants.
-
-        Args:
-            digest: keeps them from other tenants; empty or of fixed length.
-        """
-        return MARK + self.load.to_bytes(LOAD_BYTES, "big") + digest
-
-    @staticmethod
-    def load_of(salt: bytes) -> int | None:
-        """The number of the load that a salt is of; None: it is none of an adapter."""
-        end = len(MARK) + LOAD_BYTES
-        if not salt.startswith(MARK) or len(salt) not in (end, end + DIGEST_BYTES):
-            return None
-        return int.from_bytes(salt[len(MARK) : end], "big")
+    def salt(self, cache_salt: str | None) -> bytes:
+        """What keeps a request's pages from those of other adapters, and of other tenants."""
+        return salt_bytes(cache_salt, self.digest)
 
 
 class AdapterRegistry:
@@ -67,10 +56,10 @@ class AdapterRegistry:
         self._slots = slots
         self._free = list(reversed(range(slots)))
         self._notify = notify
-        self._names: list[str] = []
-        """Name of each load, in the order of their numbers."""
+        self._names: dict[bytes, str] = {}
+        """The latest name of each adapter, by digest."""
         self._loaded: dict[str, LoadedAdapter] = {}
-        self._loading: dict[str, tuple[LoadedAdapter, Future[None]]] = {}
+        self._loading: dict[str, tuple[int, Future[bytes]]] = {}
         self._leaving: dict[str, LoadedAdapter] = {}
         self._reader: ThreadPoolExecutor | None = None
         self.news: list[AdapterNews] = []
@@ -82,8 +71,11 @@ class AdapterRegistry:
 
     def name_of(self, salt: bytes) -> str | None:
         """Name of the adapter that computes pages of this salt; None: it is none of an adapter."""
-        load = LoadedAdapter.load_of(salt)
-        return None if load is None else self._names[load - 1]
+        return self._names.get(adapter_of(salt))
+
+    def digests(self) -> dict[str, str]:
+        """Digests of the adapters that are loaded, in hexadecimal, by name."""
+        return {name: each.digest.hex() for name, each in self._loaded.items()}
 
     def load_at_start(self, name: str, path: str) -> None:
         """Load an adapter before anything is served.
@@ -92,23 +84,23 @@ class AdapterRegistry:
             FieldError: it cannot be.
         """
         try:
-            adapter = self._place(name)
-            self._lanes.load_adapter(adapter.slot, path)
+            slot = self._place(name)
+            digest = self._read(slot, path)
         except ValueError as error:
             raise FieldError("lora", f"{name}: {error}") from error
-        self._loaded[name] = adapter
+        self._add(name, LoadedAdapter(slot, digest))
 
     def load(self, name: str, path: str) -> None:
         """Begin to load an adapter; `settle` tells what came of it."""
         try:
-            adapter = self._place(name)
+            slot = self._place(name)
         except ValueError as error:
             self.news.append(AdapterNews(name, loaded=False, problem=str(error)))
             return
         if self._reader is None:
             self._reader = ThreadPoolExecutor(1, "adapters")
-        done = self._reader.submit(self._lanes.load_adapter, adapter.slot, path)
-        self._loading[name] = adapter, done
+        done = self._reader.submit(self._read, slot, path)
+        self._loading[name] = slot, done
         done.add_done_callback(lambda _: self._notify())
 
     def unload(self, name: str) -> None:
@@ -126,10 +118,10 @@ class AdapterRegistry:
         Args:
             named: gives the slots that requests and launches name.
         """
-        for name, (adapter, done) in list(self._loading.items()):
+        for name, (slot, done) in list(self._loading.items()):
             if done.done():
                 del self._loading[name]
-                self._take(name, adapter, done)
+                self._take(name, slot, done)
         if self._leaving:
             used = named()
             gone = [name for name, each in self._leaving.items() if each.slot not in used]
@@ -144,19 +136,35 @@ class AdapterRegistry:
         if self._reader is not None:
             self._reader.shutdown(wait=False, cancel_futures=True)
 
-    def _take(self, name: str, adapter: LoadedAdapter, done: "Future[None]") -> None:
+    def _read(self, slot: int, path: str) -> bytes:
+        """Load an adapter and return its digest.
+
+        Files that changed meanwhile have a digest that no other has: it is not known which of them
+        were loaded.
+        """
+        before = digest_of(Path(path))
+        self._lanes.load_adapter(slot, path)
+        after = digest_of(Path(path))
+        return after if after is not None and after == before else os.urandom(DIGEST_BYTES)
+
+    def _add(self, name: str, adapter: LoadedAdapter) -> None:
+        self._loaded[name] = adapter
+        self._names[adapter.digest] = name
+
+    def _take(self, name: str, slot: int, done: "Future[bytes]") -> None:
         error = done.exception()
         if error is None:
-            self._loaded[name] = adapter
-            self.news.append(AdapterNews(name, loaded=True))
+            adapter = LoadedAdapter(slot, done.result())
+            self._add(name, adapter)
+            self.news.append(AdapterNews(name, loaded=True, digest=adapter.digest.hex()))
         elif isinstance(error, Exception):  # whatever a file does to who reads it ends nothing else
             problem = str(error) if isinstance(error, ValueError) else repr(error)
-            self._free.append(adapter.slot)
+            self._free.append(slot)
             self.news.append(AdapterNews(name, loaded=False, problem=problem))
         else:
             raise error
 
-    def _place(self, name: str) -> LoadedAdapter:
+    def _place(self, name: str) -> int:
         """A slot for a new adapter.
 
         Raises:
@@ -170,5 +178,4 @@ class AdapterRegistry:
             raise ValueError("adapters are not served: start with --lora or --lora-endpoints")
         if not self._free:
             raise ValueError(f"{self._slots} adapters are loaded, and no more are served at a time")
-        self._names.append(name)
-        return LoadedAdapter(self._free.pop(), len(self._names))
+        return self._free.pop()

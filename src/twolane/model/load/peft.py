@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from twolane.common.checked_json import converted, read_json
+from twolane.model.load.adapter_files import CONFIG, TENSORS
 from twolane.model.load.configs import JOINED
 from twolane.model.load.safetensors import Safetensors
 from twolane.model.lora import MOST_RANK, Adapter, LoraProduct, Section
@@ -27,7 +28,6 @@ from twolane.model.spec import ModelSpec
 
 T = TypeVar("T")
 
-CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _TYPES = ("F32", "F16", "BF16")
 """Types of numbers, as safetensors names them, that are read."""
 _PREFIX = "base_model.model."

@@ -67,15 +67,16 @@ def replica_state(service: Service, known: int) -> ReplicaState:
 
 
 def landmarks(service: Service, body: GenerationBody, tokens: list[int], shown: bool) -> Response:
-    """Return what a router needs to know of a prompt; prefixes of adapters are not published.
+    """Return what a router needs to know of a prompt.
 
     Args:
         tokens: of the prompt.
         shown: whether the answer has the tokens, too, as `prompt_token_ids` takes them.
     """
-    page_size, found = service.engine.ready.page_size, Landmarks()
-    if body.model not in service.engine.adapters.loaded:
-        found = Landmarks.of(tokens, page_size, salt_bytes(body.cache_salt))
+    page_size = service.engine.ready.page_size
+    adapter = service.engine.adapters.loaded.get(body.model or "")
+    salt = salt_bytes(body.cache_salt, bytes.fromhex(adapter.digest) if adapter else b"")
+    found = Landmarks.of(tokens, page_size, salt)
     return json_response(
         {
             "prompt_tokens": len(tokens),
