@@ -11,6 +11,7 @@ from tests.model.checkpoints import make_checkpoint
 from tests.model.quantised_checkpoints import FORMATS, write
 from twolane.kernels import fused
 from twolane.kernels.activations import Quantised
+from twolane.kernels.products import skinny_gemm
 from twolane.kernels.products.dispatch import Case, Products, input_of
 from twolane.kernels.products.skinny_gemm import ROWS
 from twolane.kernels.runtime import nvrtc
@@ -120,8 +121,10 @@ def test_every_way_of_four_bits(rows: int, group: int) -> None:
         }
         for operation, right in expected.items():
             products, case = Products(32), Case.of(operation, matrix)
+            ways = list(products._candidates(case, m))
+            skinny_gemm.compile_all(way.variant for way in ways if way.variant is not None)
             torch.cuda.synchronize()
-            for way in products._candidates(case, m):
+            for way in ways:
                 products.ways = {case: {rows: way}}
                 with torch.cuda.stream(stream):
                     outs = [old[:, : right.shape[1]].contiguous() for _ in range(3)]
