@@ -213,6 +213,14 @@ def launch_gather(dtype: torch.dtype) -> None:
     gather_kernel[(1, 4)](q, q.stride(0), q, pieces, **sizes)
 
 
+def launch_widening() -> None:
+    """Of a matrix of CodeLlama-34B."""
+    from twolane.kernels.products.widening import widen
+
+    values = torch.empty(8192, 11_008, dtype=torch.uint8)
+    widen(values, torch.empty(172, 8192, dtype=torch.int32), slice(0, 1408))
+
+
 def launch_lora(dtype: torch.dtype, rank: int, counts: tuple[int, ...]) -> None:
     """What adapters add to gate and up of Qwen3-8B, in steps and in larger passes."""
     from twolane.kernels import lora
@@ -242,6 +250,7 @@ if __name__ == "__main__":
     launch_fused(torch.bfloat16)
     launch_prefill(torch.bfloat16, 128)
     launch_gather(torch.bfloat16)
+    launch_widening()
     launch_routing(torch.bfloat16)
     launch_lora(torch.bfloat16, 16, (64,))
     launch_sampler(torch.bfloat16, 151_936, 1024)  # small chunks compile faster
