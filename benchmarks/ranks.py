@@ -4,7 +4,8 @@ On GPUs of one host that do nothing else, with dummy weights in the true shapes 
 random numbers. First one process a GPU times all-reduces alone; then the lanes are driven without
 the engine, as in `engine.py`. Values are medians but where a percentile is named; every ratio is of
 two things measured in this run. `--only alone` measures what one of the ranks takes where nothing
-is summed, which tells how much of a step waits for the others.
+is summed, which tells how much of a step waits for the others. `--only beside` also takes one GPU
+(`qwen3-8b 1`), to compare how much longer gaps between tokens are beside prefill.
 """
 
 import argparse
@@ -77,9 +78,10 @@ class RankedRig(Rig):
                 told.add((stage, int(done * 4)))
                 print(f"{time.monotonic() - begun:.1f} s: {stage} {done:.2f}", flush=True)
 
-        if alone:
+        if alone or ranks == 1:
             self.machine = CudaMachine(*load_rank(settings, 0, progress))
-            self.machine.channels = dict.fromkeys(CHANNELS, Silent(0, ranks))
+            if ranks > 1:
+                self.machine.channels = dict.fromkeys(CHANNELS, Silent(0, ranks))
         else:
             self.machine = RankedMachine(settings, progress)
         self.load_seconds = time.monotonic() - begun
@@ -186,6 +188,8 @@ def measure(rig: RankedRig, only: str, note: Notes) -> None:
     note(decode_step_ms={u: round(ms, 3) for u, ms in steps.items()})
     ones = {u: decode_seconds(rig, rows[:1], u) * 1e3 for u in units}
     note(decode_step_of_1_ms={u: round(ms, 3) for u, ms in ones.items()})
+    if only in ("alone", "beside"):
+        beside(rig, rows, note)
     if only != "all":
         return
     sums = note.found["all_reduce_us"]
@@ -202,11 +206,17 @@ def measure(rig: RankedRig, only: str, note: Notes) -> None:
         over_bar=round(steps[whole] / (1.05 * floor), 3),
     )
     note(follower_cpu=follower_use(rig, rows, whole))
-    alone_gaps = gaps(rig, rows, SHARE)
     row = rig.prompt(8192)
     for units in [*(p for p, _ in rig.machine.partitions.levels), whole]:
         seconds = repeat(1, lambda u=units: rig.launch("prefill", u, rig.prefill(row)))
         note(**{f"prefill_tokens_s_{units}": round(8192 / seconds)})
+    rig.give_back([row])
+    beside(rig, rows, note)
+
+
+def beside(rig: RankedRig, rows, note: Notes) -> None:
+    """Gaps of decode steps alone, and beside prefill of 8,192 tokens."""
+    alone_gaps, row = gaps(rig, rows, SHARE), rig.prompt(8192)
     level = next(level for level in rig.machine.partitions.levels if level[1] == SHARE)
     both_lanes(rig, level, rows, row, 4, 1.0)
     both = both_lanes(rig, level, rows, row, 4, 5.0)
@@ -222,7 +232,7 @@ def measure(rig: RankedRig, only: str, note: Notes) -> None:
         decode_idle=round(both.decode_idle, 3),
         prefill_idle=round(both.prefill_idle, 3),
     )
-    rig.give_back([*rows, row])
+    rig.give_back([row])
 
 
 def quantiles(values: np.ndarray) -> dict[int, float]:
@@ -259,7 +269,7 @@ def main() -> int:
     parser.add_argument("model")
     parser.add_argument("ranks", type=int)
     parser.add_argument("--all-reduce", default="nccl", choices=("auto", "nccl", "two-shot"))
-    parser.add_argument("--only", default="all", choices=("all", "steps", "alone"))
+    parser.add_argument("--only", default="all", choices=("all", "steps", "alone", "beside"))
     parser.add_argument("--out", type=Path)
     if sys.argv[1:2] == ["--alone"]:
         ranks, folder, hidden, rank = sys.argv[2:]
