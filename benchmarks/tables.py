@@ -147,18 +147,28 @@ def peers() -> Iterator[list[str]]:
 
 
 FIGURES = ("step_ms", "first_token_ms")
-"""Figures of an engine that has no load."""
+"""Figures of an engine without load, in ms."""
 
 
 def side_by_side() -> Iterator[list[str]]:
     """Rows of engines that took turns on one card, of all files."""
     for path, found in _files("side-by-side/*.json"):
-        for engine in found["engines"]:
+        engines = found["engines"]
+        own = [
+            rate
+            for engine in engines
+            if engine["name"].startswith("twolane") and engine["found"]
+            for rate in engine["found"]["goodput"]
+        ]
+        for engine in engines:
             one = engine["found"] or {"goodput": [], "runs": [], "client_p99_ms": None}
+            ratio = median(own) / median(one["goodput"]) if own and any(one["goodput"]) else 0.0
             shown = [f"{engine[key]:.1f}" if engine[key] else "-" for key in FIGURES]
             gap = f"{one['client_p99_ms']:.1f}" if one["client_p99_ms"] else "-"
             place = f"{engine['name']} on {found['card']}"
-            yield [place, *shown, f"{found['tbt_ms']:g}", _held(one), gap, _made(path, found)]
+            over = f"{ratio:.2f}" if ratio else "-"
+            yield [place, *shown, f"{found['tbt_ms']:g}", _held(one), over, gap,
+                   _made(path, found)]  # fmt: skip
 
 
 def parts() -> Iterator[list[str]]:
@@ -176,13 +186,16 @@ def parts() -> Iterator[list[str]]:
 
 def _held(found: dict[str, Any]) -> str:
     """The median goodput; of a search that was interrupted, what is known."""
-    if found["goodput"]:
+    if any(found["goodput"]):
         return f"{median(found['goodput']):.1f}"
-    held = [run["rate"] for run in found["runs"] if run["holds"]]
-    failed = [run["rate"] for run in found["runs"] if not run["holds"]]
+    runs = found.get("runs", [])
+    held = [run["rate"] for run in runs if run["holds"]]
+    failed = [run["rate"] for run in runs if not run["holds"]]
     if held:
         return f"at least {max(held):.1f}"
-    return f"less than {min(failed):.1f}" if failed else "not reached"
+    if failed:
+        return f"less than {min(failed):.1f}"
+    return "0.0" if found["goodput"] else "not reached"
 
 
 def _files(pattern: str) -> Iterator[tuple[Path, dict[str, Any]]]:
@@ -286,7 +299,7 @@ TABLES = {
     ),
     "side-by-side": (
         "engine and card|step of 64 rows at 2K, ms|first token of 8K, ms|TBT bound, ms|holds|"
-        "P99 gap there, ms|file, commit, date",
+        "`auto` over it|P99 gap there, ms|file, commit, date",
         side_by_side,
     ),
     "peers": (
