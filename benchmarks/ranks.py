@@ -58,9 +58,18 @@ class RankedRig(Rig):
         ranks: number of GPUs.
         all_reduce: how decode steps sum.
         alone: whether this process has one rank's part, and sums nothing.
+        quantization: see `DeviceSettings`.
     """
 
-    def __init__(self, name: str, ranks: int, all_reduce: str, *, alone: bool = False) -> None:
+    def __init__(
+        self,
+        name: str,
+        ranks: int,
+        all_reduce: str,
+        *,
+        alone: bool = False,
+        quantization: str | None = None,
+    ) -> None:
         begun = time.monotonic()
         self.name, self.slots, self.pages = name, SLOTS, POOL_TOKENS // PAGE
         settings = DeviceSettings(
@@ -70,6 +79,7 @@ class RankedRig(Rig):
             levels=(SHARE,),
             tensor_parallel_size=ranks,
             all_reduce=all_reduce,
+            quantization=quantization,
         )
         told: set[tuple[str, int]] = set()
 
