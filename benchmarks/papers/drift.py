@@ -133,7 +133,8 @@ EXPERIMENTS = {
     ),
 }
 MISSING = {
-    "Drift Fig. 9 to 11, LoongServe": "elastic sequence parallelism is not built",
-    "Drift Fig. 9 to 11, Dynamo": "disaggregated serving is not one of the systems of these"
-    " scripts",
+    "Drift Fig. 9 to 11, LoongServe": "elastic sequence parallelism is not built: a launch has one"
+    " group of ranks for its whole life, and LoongServe keeps no prefixes",
+    "Drift Fig. 9 to 11, Dynamo": "a GPU for each phase is simulated"
+    " by benchmarks/two_gpus.py, not in the papers' settings",
 }

@@ -228,7 +228,7 @@ EXPERIMENTS = {
     ),
 }  # fmt: skip
 MISSING = {
-    "DuetServe Fig. 2 and 7, Tab. 3, Dynamo": "disaggregated serving over two GPUs is not one of"
-    " the systems of these scripts",
+    "DuetServe Fig. 2 and 7, Tab. 3, Dynamo": "a GPU for each phase is simulated"
+    " by benchmarks/two_gpus.py, not in the papers' settings",
     "DuetServe Fig. 10": "a timeline of one iteration: a server's `--trace` shows it",
 }

@@ -496,9 +496,12 @@ EXPERIMENTS = {
 MISSING = {
     "MuxWise Fig. 14 to 17, LoongServe": "elastic sequence parallelism is not built: it needs"
     " attention over several GPUs' caches, which no system here has a use for",
-    "MuxWise Fig. 14 to 17, NanoFlow": "an overlap of two half-batches is not simulated",
-    "MuxWise Fig. 14 to 17, SGLang-PD": "disaggregated serving is not one of the systems of these"
-    " scripts",
+    "MuxWise Fig. 14 to 17, NanoFlow": "its half-batches overlap operators within a layer, and the"
+    " device model knows the demand of a whole pass",
+    "MuxWise Fig. 14 to 17, SGLang-PD": "a GPU for each phase is simulated"
+    " by benchmarks/two_gpus.py, not in the papers' settings",
+    "MuxWise §4.1, Bullet §2.3.3, POD": "attention of both phases in one kernel is not built: it"
+    " gains over long contexts, where `auto` turns to lanes (docs/design/simulation.md)",
     "MuxWise Fig. 16, Qwen3-235B on eight GPUs": "the simulator does not repeat KV heads, of which"
     " the model has four; four GPUs stand for eight",
     "MuxWise Fig. 11, Tab. 2": "the grid of contention is the profile's: docs/notes has its errors",

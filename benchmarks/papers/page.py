@@ -5,7 +5,6 @@ import math
 import re
 from collections.abc import Iterator
 from statistics import mean, median
-from typing import Any
 
 from run import EXPERIMENTS, MISSING, OUT, RESULTS, Saved, read, values
 from study import Experiment
@@ -90,45 +89,78 @@ def headlines() -> Iterator[list[str]]:
             continue
         paper = name.partition("-")[0]
         saved = _saved(name)
-        found = values(experiment, saved.runs) if saved else []
-        # A row that divides two systems' goodput or throughput is what the headline is about.
-        claimed = [
-            v for v in found if v.row.over and v.row.figure in ("goodput", "throughput")
-            and not v.row.of.endswith(": auto") and math.isfinite(v.ours)
-        ]  # fmt: skip
-        said = "not run"
-        if claimed:
-            of = ", ".join(f"{v.ours:.2f}" for v in claimed)
-            said = f"{mean(v.ours for v in claimed):.2f} on average ({of})"
-        none = [v for v in found if math.isinf(v.ours) and v.row.paper]
-        if none:
-            beyond = f"{len(none)} times the other held no rate"
-            said = f"{said}; {beyond}" if claimed else beyond
-        yield [PAPERS[paper], experiment.headline, said, goodput_over_chunked(paper), WHY[paper]]
+        simulated = _claimed(experiment, saved) if saved else "not run"
+        if saved:
+            simulated += f" ({_link(name)})"
+        measured = [
+            f"{_claimed(experiment, found)} ({_link(name, card)})"
+            for card in _cards()
+            if (found := _saved(name, card)) is not None
+        ]
+        measured += [over] if (over := goodput_over_chunked(paper)) else []
+        yield [
+            PAPERS[paper],
+            experiment.headline,
+            simulated,
+            "; ".join(measured) or "not run",
+            WHY[paper],
+        ]
+
+
+def _claimed(experiment: Experiment, saved: Saved) -> str:
+    """The rows that divide two systems' goodput or throughput: what the headline is about."""
+    found = values(experiment, saved.runs)
+    claimed = [
+        v for v in found if v.row.over and v.row.figure in ("goodput", "throughput")
+        and not v.row.of.endswith(": auto") and math.isfinite(v.ours)
+    ]  # fmt: skip
+    said = []
+    if claimed:
+        of = ", ".join(f"{v.ours:.2f}" for v in claimed)
+        said.append(f"{mean(v.ours for v in claimed):.2f} on average: {of}")
+    if none := [v for v in found if math.isinf(v.ours) and v.row.paper]:
+        said.append(f"{len(none)} times the other held no rate")
+    return "; ".join(said) or "not run"
+
+
+def _link(name: str, card: str = "") -> str:
+    """A link to a file of results, named after its card."""
+    place = f"{card}/{name}" if card else name
+    return f"[{place}](../benchmarks/results/papers/{place}.json)"
 
 
 def goodput_over_chunked(system: str) -> str:
-    """Measured goodput of a paper's system over that of chunked prefill in the same panel."""
+    """Measured goodput of a paper's system over that of chunked prefill in the same panel; empty
+    where no panel has both."""
     ratios = [
-        median(found[system]["goodput"]) / median(chunked["goodput"])
+        median(found[system]) / median(found[name])
         for found in _panels().values()
         if system in found
-        for name, chunked in found.items()
-        if name.startswith("chunked")
+        for name in found
+        if name.startswith("chunked") and median(found[name])
     ]
     if not ratios:
-        return "not run"
+        return ""
     least, most = min(ratios), max(ratios)
-    panels = f"{len(ratios)} panels on H200s" if len(ratios) > 1 else "1 panel on an H200"
-    return f"{mean(ratios):.2f} of tuned `chunked` on average ({least:.2f} to {most:.2f}, {panels})"
+    panels = f"{len(ratios)} searches on H200s" if len(ratios) > 1 else "1 search on an H200"
+    return (
+        f"goodput {mean(ratios):.2f} of tuned `chunked` on average ({least:.2f} to {most:.2f},"
+        f" {panels}, [goodput-h200](../benchmarks/results/goodput-h200) and"
+        " [one-card](../benchmarks/results/one-card))"
+    )
 
 
-def _panels() -> dict[str, dict[str, dict[str, Any]]]:
-    """The searches on H200s by panel and system."""
-    panels: dict[str, dict[str, dict[str, Any]]] = {}
+def _panels() -> dict[str, dict[str, list[float]]]:
+    """Goodput in the searches on H200s by panel and system."""
+    panels: dict[str, dict[str, list[float]]] = {}
     for path in sorted(RESULTS.glob("goodput-h200/*/*.json")):
         found = json.loads(path.read_text())
-        panels.setdefault(found["panel"], {})[found["system"]] = found
+        panels.setdefault(found["panel"], {})[found["system"]] = found["goodput"]
+    for path in sorted(RESULTS.glob("one-card/h200*/*.json")):
+        one = panels.setdefault(str(path.relative_to(RESULTS)), {})
+        for found in json.loads(path.read_text())["found"]:
+            if found["goodput"]:
+                one[found["system"]] = found["goodput"]
     return panels
 
 
