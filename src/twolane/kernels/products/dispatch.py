@@ -270,7 +270,8 @@ class Products:
             return
         gated = case.operation == "gate_up_silu"
         wide = case.operation == "logits"
-        # SiLU of e4m3 has a kernel behind it either way; narrow tiles exist without gates alone.
+        # Tiles that are narrow, or of many rows, exist without gates alone; e4m3 has a kernel
+        # behind SiLU either way.
         kinds = (gated,) if not gated or case.scheme in PLAIN_SCHEMES else (True, False)
         group = skinny_gemm.INT4_GROUPS.get(case.scheme, 0)
         for kind in kinds:
