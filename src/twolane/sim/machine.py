@@ -23,9 +23,10 @@ CONTEXT_BYTES = 2.6e9
 
 
 def storage_of(config: EngineConfig, spec: ModelSpec) -> Storage:
-    """How wide weights and KV cache are, scales included: a float32 for each row of a matrix."""
-    narrow = config.quantization is not None
-    weights = 1 + 4 / spec.hidden_size if narrow else ITEM
+    """How wide weights and KV cache are, scales included: a float32 for each row of a matrix, or 32
+    bits for each group of 128 numbers of four bits."""
+    widths = {None: float(ITEM), "fp8": 1 + 4 / spec.hidden_size, "int4": 0.5 + 4 / 128}
+    weights = widths[config.quantization]
     return Storage(weights, spec.kv_itemsize(config.kv_cache_dtype, ITEM))
 
 

@@ -29,7 +29,8 @@ class Storage(NamedTuple):
     """How wide weights and KV cache are, in bytes of an element, scales included."""
 
     weights: float = ITEM
-    """Width of the layers' matrices; those of fewer than two bytes are multiplied in e4m3."""
+    """Width of the layers' matrices; those of one byte are multiplied in e4m3, those of less in
+    bfloat16, to which passes widen them first."""
     kv: float = ITEM
 
 
@@ -134,12 +135,16 @@ class OperatorCosts:
                 fixed=fixed, linked=2 * self._all_reduce(tokens, units)
             )
             weights = self._storage.weights
-            moved = weights * shapes.weights + ITEM * tokens * shapes.product_width
-            rate = FP8_RATE if weights < ITEM and not decode else 1.0
+            widened = weights < 1 and not decode
+            read = ITEM if widened else weights
+            moved = read * shapes.weights + ITEM * tokens * shapes.product_width
+            rate = FP8_RATE if 1 <= weights < ITEM and not decode else 1.0
             products = self._product(
                 tokens, shapes.products, moved, units, decode=decode, rate=rate
             )
             cost = small.plus(products)
+            if widened:
+                cost = cost.plus(self._stream((weights + ITEM) * shapes.weights, units))
             if self._spec.moe is not None:
                 cost = cost.plus(self._experts(tokens, self._spec.moe, units, decode=decode))
             self._layers[key] = cost
