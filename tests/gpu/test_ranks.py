@@ -27,6 +27,14 @@ SEEDED = [
     )
     for i in range(8)
 ]
+THIRDS = {
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "vocab_size": 49_152,
+}
+"""The shape of SmolLM2-135M, which three ranks can share."""
 Load = Callable[[int], tuple[Ranks, Judge]]
 
 
@@ -37,7 +45,9 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Load]:
 
     @cache
     def load(size: int) -> tuple[Ranks, Judge]:
-        path = make_checkpoint("qwen3", tmp_path_factory.mktemp("gpu") / "model", seed=1)
+        folder = tmp_path_factory.mktemp("gpu") / "model"
+        family, sizes = ("llama31", THIRDS) if size == 3 else ("qwen3", None)
+        path = make_checkpoint(family, folder, seed=1, sizes=sizes)
         settings = DeviceSettings(
             model=str(path),
             dtype="float32",
@@ -62,7 +72,7 @@ def needs(size: int) -> None:
 
 
 @pytest.mark.parametrize("schedule", tuple(schedules(LAYERS)))
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, 3, 4])
 def test_tokens(size: int, schedule: str, ranks: Load, tally: Tally) -> None:
     needs(size)
     served, judge = ranks(size)
