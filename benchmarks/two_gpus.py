@@ -47,7 +47,8 @@ def search(asked: argparse.Namespace, way: Way) -> Search:
         slos={"ttft": 1.0, "ttft_per_1k": 1.0},
         tbts=tuple(bound / 1e3 for bound in asked.tbt_ms),
         seeds=asked.seeds,
-        start_rate=16.0,
+        start_rate=asked.start,
+        first_step=1.12,
         least_rate=0.5,
         tolerance=0.06,
     )
@@ -75,6 +76,7 @@ def main() -> None:
     parser.add_argument("--dataset", default="azure-conv")
     parser.add_argument("--tbt-ms", type=float, nargs="+", default=[9.0, 12.0, 21.0])
     parser.add_argument("--prompts", type=int, default=250, help="requests in a run")
+    parser.add_argument("--start", type=float, default=16.0, help="rate where searches begin")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--work", type=Path, default=Path("two-gpus-work"))
