@@ -186,7 +186,7 @@ class LLM:
         bars = progress_bars() if self._progress else contextlib.nullcontext(ignore_progress)
         try:
             with bars as show:
-                self._engine, self._texts, sampling = self._run(start_engine(config, show))
+                self._engine, self._texts, sampling, _ = self._run(start_engine(config, show))
                 self._params = SamplingParams(**sampling)
         except BaseException:
             self._stop_loop()

@@ -64,6 +64,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     grammar: str | None = None
     """The output follows this grammar, in llguidance's form: what it does not allow next is never
     chosen, and where it allows nothing more the output ends. Log-probabilities are as without."""
+    embeds: bool = False
+    """The last hidden state of the prompt comes with the first token of the output."""
 
     def __post_init__(self) -> None:
         for name, holds, allowed in (*self._drawing_checks(), *self._ending_checks()):

@@ -83,6 +83,7 @@ class Asked:
     pages: list[int]
     written: int = 0
     told: bool = False
+    embeds: bool = False
     adapters: ClassVar[Mapping[int, int]] = {}
     """Adapter slots by slot of those that have one."""
 
@@ -96,7 +97,8 @@ class Asked:
         if self.told:
             return []
         self.told = True
-        greedy = Sampling(SamplingParams(temperature=0.0), 0, len(self.tokens), ())
+        params = SamplingParams(temperature=0.0, embeds=self.embeds)
+        greedy = Sampling(params, 0, len(self.tokens), ())
         return [SlotUpdate(self.slot, 0, tuple(self.pages), greedy, self.adapter)]
 
 
@@ -418,6 +420,30 @@ def test_masks_may_follow_the_forward_pass(world: World) -> None:
     opens = tokens([prompt]), updates([prompt])
     slices = PrefillWork(7, prompt[1:], 0, world.spec.layers, True, *opens, late=(2,))
     assert chosen(slices, "prefill", s2=33) == [33]
+
+
+def test_hidden_states_that_are_asked_for_come_with_the_first_token(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that the classifier makes the logits of, of a slice and of a pass with a step."""
+    read: list[Mapping[int, torch.Tensor]] = []
+
+    def noted(tokens: torch.Tensor, *_: object, **more: Any) -> PendingStep:
+        read.append(more.get("embeddings", {}))
+        return at_once(tokens)
+
+    monkeypatch.setattr(runner_module, "_read", noted)
+    monkeypatch.setattr(runner_module, "fetch", torch.clone)
+    plain = Asked(0, [9] * 12, [0])
+    first, other = (Asked(s, [5 + s] * 20, [2 * s, 2 * s + 1], embeds=True) for s in (1, 2))
+    right = [world._right(each) for each in (first, other)]
+    slices = [(each, world.chunk(each, len(each.tokens))) for each in (plain, first)]
+    world.slice(7, slices)
+    world.run([plain], [(other, 20)])
+    assert [[*each] for each in read] == [[1], [1]]
+    for states, logits in zip(read, right, strict=True):
+        made = world.right.products.linear(states[1], world.right.weights.head)
+        torch.testing.assert_close(made[0], logits, atol=1e-3, rtol=1e-3)
 
 
 def test_steps_tell_how_many_experts_they_have_read(

@@ -294,6 +294,7 @@ def test_no_such_alias():
 def test_of_a_repository_only_what_is_read_is_fetched():
     """Checked by the hub's own filter, which knows folders as parts of names."""
     wanted = ["config.json", "model-1.safetensors", "additional_chat_templates/tool_use.jinja"]
+    wanted += ["modules.json", "1_Pooling/config.json"]
     others = ["onnx/config.json", "original/model.safetensors", "consolidated.safetensors", "a.bin"]
     chosen = filter_repo_objects(
         wanted + others, allow_patterns=list(hub._HUB_FILES), ignore_patterns=list(hub._HUB_NOT)

@@ -93,7 +93,7 @@ def test_a_front_whose_engine_is_dead_says_so(tiny_model):
         config = EngineConfig(
             model=str(tiny_model), load_format="dummy", kv_tokens=2000, device="cpu"
         )
-        engine, texts, _ = await start_engine(config)
+        engine, texts, *_ = await start_engine(config)
         service = Service(engine, texts, "tiny", max_queue=9)
         try:
             engine.process.kill()

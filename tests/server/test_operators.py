@@ -82,7 +82,7 @@ def test_a_batch_file_is_answered(model, tmp_path):
         {"custom_id": "chat", "url": "/v1/chat/completions", "body": chat},
         {"custom_id": "wrong", "url": "/v1/chat/completions", "body": {**chat, "n": 0}},
         {"custom_id": "stream", "url": "/v1/chat/completions", "body": {**chat, "stream": True}},
-        {"custom_id": "url", "url": "/v1/embeddings", "body": {}},
+        {"custom_id": "url", "url": "/v1/moderations", "body": {}},
         *[{"custom_id": f"{i}", "url": "/v1/responses", "body": RESPONSE} for i in range(5)],
     ]
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"

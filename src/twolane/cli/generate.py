@@ -86,7 +86,7 @@ async def run(
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     with progress_bars() as show:
-        engine, texts, _ = await start_engine(config, show)
+        engine, texts, *_ = await start_engine(config, show)
     try:
         await answer(engine, texts, prompt, params, chat=chat)
     finally:

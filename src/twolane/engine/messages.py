@@ -154,6 +154,9 @@ class Output(msgspec.Struct, frozen=True):
     prompt_logprobs: PackedLogprobs | None = None
     """Log-probabilities of each prompt token but the first, if asked for; they come with the first
     tokens only."""
+    embedding: bytes | None = None
+    """The last hidden state of the prompt's last token in float32, if asked for; with the first
+    tokens only."""
     times: Times | None = None
     """With `finish`."""
     due: float | None = None

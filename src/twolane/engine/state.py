@@ -331,5 +331,6 @@ def _with_token(news: Output, request: Request, sampled: Sampled) -> Output:
         cached=request.cached if first else news.cached,
         logprobs=logprobs,
         prompt_logprobs=request.prompt_logprobs if first and asked else news.prompt_logprobs,
+        embedding=sampled.embedding if first else news.embedding,
         due=news.due,
     )

@@ -55,6 +55,9 @@ class Delta(msgspec.Struct, frozen=True):
     """One for each token, if asked for."""
     prompt_logprobs: PackedLogprobs | None = None
     """One for each prompt token but the first, if asked for; with the first delta only."""
+    embedding: bytes | None = None
+    """The last hidden state of the prompt's last token in float32, if asked for; with the first
+    delta only."""
 
 
 Taker = Callable[[Delta], bool]
@@ -176,6 +179,7 @@ class OutputReader:
             output.cached,
             None if output.logprobs is None else output.logprobs[:kept],
             output.prompt_logprobs,
+            output.embedding,
         )
 
     def _show(self, piece: str) -> tuple[str, str | None]:

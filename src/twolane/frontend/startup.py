@@ -12,6 +12,7 @@ from twolane.engine.messages import Progress
 from twolane.engine.settings import check_settings
 from twolane.frontend.engine_client import EngineClient, ignore_progress
 from twolane.frontend.liveness import HANG_SECONDS
+from twolane.frontend.pooling import Embedding, read_embedding
 from twolane.frontend.text.texts import Texts
 from twolane.model.load.hub import ModelSource, resolve
 
@@ -29,6 +30,7 @@ class Started(NamedTuple):
     texts: Texts
     sampling: Mapping[str, Any]
     """`SamplingParams` where a request says nothing, as the model's authors would have it."""
+    embedding: Embedding
 
 
 async def start_engine(
@@ -51,6 +53,7 @@ async def start_engine(
     check_settings(config)
     source = await fetch(config)
     defaults = source.sampling_defaults()
+    embedding = read_embedding(source.path if source.kind == "dir" else None)
     texts = asyncio.create_task(Texts.load(source))
     try:
         engine = await EngineClient.start(
@@ -60,7 +63,7 @@ async def start_engine(
         await ended(texts)
         raise
     try:
-        return Started(engine, await texts, defaults)
+        return Started(engine, await texts, defaults, embedding)
     except BaseException:
         await ended(texts)
         await engine.close(patience=0.0)

@@ -22,6 +22,9 @@ class Sampled(NamedTuple):
     token: int
     logprobs: TokenLogprobs | None = None
     """If the row asks for them."""
+    embedding: bytes | None = None
+    """The hidden state that it was sampled from, behind the last norm, in float32, if the row asks
+    for it."""
 
 
 class PromptLogprobs(NamedTuple):

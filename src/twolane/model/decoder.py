@@ -147,8 +147,12 @@ class Decoder:
 
         On a rank other than 0 those of its part of the vocabulary.
         """
-        x = self._read(hidden, self.weights.norm)
+        x = self.last(hidden)
         return self.group.gather_columns(self.products.linear(x, self.weights.head).float())
+
+    def last(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Hidden states [R, hidden] behind the last layer's norm, which the classifier reads."""
+        return self._read(hidden, self.weights.norm)
 
     def _read(self, stream: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
         """What a block reads of the residual stream."""

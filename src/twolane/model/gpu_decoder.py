@@ -551,6 +551,11 @@ class GpuDecoder:
     def _no_kv(self) -> GpuKVCache:
         return GpuKVCache(self.spec, 0, 1, self.dtype, self.device)
 
+    def last(self, hidden: Tensor, out: Tensor) -> Tensor:
+        """Hidden states [R, hidden] behind the last layer's norm, written to `out`."""
+        fused.rms_norm(hidden, self.weights.norm, self.spec.stream_eps, out)
+        return out
+
     def head(
         self, hidden: Tensor, logits: Tensor, workspace: Workspace, products: Products
     ) -> None:
@@ -559,8 +564,7 @@ class GpuDecoder:
         On ranks other than 0 nothing is written.
         """
         rows = len(hidden)
-        norm = workspace.get("norm", rows)
-        fused.rms_norm(hidden, self.weights.norm, self.spec.stream_eps, norm)
+        norm = self.last(hidden, workspace.get("norm", rows))
         if (channel := workspace.channel) is None:
             products.logits(norm, self.weights.head, logits)
             return

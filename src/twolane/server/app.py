@@ -13,6 +13,7 @@ from twolane.server.http.handlers import add_error_handlers
 from twolane.server.http.head import Head
 from twolane.server.http.route import Route
 from twolane.server.http.unknown import UnknownFields
+from twolane.server.openai.embeddings import add_embedding_routes
 from twolane.server.openai.refused import add_refused_routes
 from twolane.server.openai.response_routes import add_response_routes
 from twolane.server.openai.response_store import ResponseStore
@@ -24,7 +25,10 @@ from twolane.server.ops.info import add_admin_routes, add_info_routes, add_token
 from twolane.server.service import Service
 
 GENERATION_PATHS = frozenset(
-    {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"}
+    {
+        *("/v1/completions", "/v1/chat/completions", "/v1/embeddings"),
+        *("/v1/responses", "/v1/messages"),
+    }
 )
 STORED_BYTES = 64 << 20
 """Number of bytes that stored responses may take together, unless a server has another bound."""
@@ -68,6 +72,7 @@ def create_app(
     add_fleet_routes(app, service)
     add_token_routes(app, service)
     add_generation_routes(app, service)
+    add_embedding_routes(app, service)
     add_response_routes(app, service, ResponseStore(stored_response_bytes))
     add_message_routes(app, service)
     add_refused_routes(app)

@@ -201,7 +201,7 @@ async def give_up(
 
 def service_of(started: Started, config: EngineConfig, options: ServerOptions) -> Service:
     """Return what serves a running engine's model."""
-    engine, texts, sampling = started
+    engine, texts, sampling, embedding = started
     if options.sampling_defaults == "openai":
         sampling = {}
     for field, value in sampling.items():
@@ -219,6 +219,7 @@ def service_of(started: Started, config: EngineConfig, options: ServerOptions) -
         max_queued_per_key=options.max_queued_per_key,
         allow_priority=options.allow_priority,
         metrics_prefix=options.metrics_prefix,
+        embedding=embedding,
     )
 
 

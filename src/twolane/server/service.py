@@ -16,6 +16,7 @@ from twolane.frontend.fence import Crowded
 from twolane.frontend.forms import FREE, AnswerForm, Forms, grammar_alone
 from twolane.frontend.generation import Generation
 from twolane.frontend.messages import turns_of
+from twolane.frontend.pooling import NO_EMBEDDING, Embedding
 from twolane.frontend.structured.maker import GrammarMaker
 from twolane.frontend.text.codec import TextCodec, TextError
 from twolane.frontend.text.jobs import Chat, Encode, Listed, Listing
@@ -83,6 +84,7 @@ class Service:
         max_queued_per_key: how many of one API key may; None: as many as of all.
         allow_priority: whether requests may have a priority.
         metrics_prefix: names of the metrics.
+        embedding: what embeddings the model gives.
         sampling: fields of `SamplingParams`, for requests that say nothing of them.
         forms: of the model's answers; None: they are found from its chat template.
     """
@@ -99,12 +101,14 @@ class Service:
         max_queued_per_key: int | None = None,
         allow_priority: bool = False,
         metrics_prefix: MetricsPrefix = "twolane",
+        embedding: Embedding = NO_EMBEDDING,
     ) -> None:
         self.engine = engine
         self.texts = texts
         self.codec = texts.codec
         self.model_name = model_name
         self._sampling = sampling
+        self.embedding = embedding
         self.forms = forms or Forms(texts.template_source)
         self._taught = False
         """Whether the engine has the tokenizer."""

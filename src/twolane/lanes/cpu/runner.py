@@ -199,17 +199,26 @@ class Runner:
         samplings = [self._slots.sampling_of(point.slot) for point in points]
         chosen = sample(logits, list(map(self._sample_row, points, samplings)))
         scores = _scores(logits, chosen, samplings)
+        embeddings = self._embeddings(hidden, samplings)
         tokens: list[int] = chosen.tolist()
         for point, token in zip(points, tokens, strict=True):
             self._last_token[point.slot] = token
             if (adjustment := self._adjustments[point.slot]) is not None:
                 adjustment.add(token)
         sampled = [
-            Sampled(row, token, scores.get(i))
+            Sampled(row, token, scores.get(i), embeddings.get(i))
             for i, (row, token) in enumerate(zip(rows, tokens, strict=True))
             if row not in broken
         ]
         return Step(sampled, scored, sorted(broken))
+
+    def _embeddings(self, hidden: Tensor, samplings: Sequence[Sampling]) -> dict[int, bytes]:
+        """The hidden states [R, hidden] that are asked for, by row."""
+        return {
+            i: self._decoder.last(hidden[i : i + 1]).float().numpy().tobytes()
+            for i, sampling in enumerate(samplings)
+            if sampling.params.embeds
+        }
 
     def _sample_row(self, point: SamplingPoint, sampling: Sampling) -> SampleRow:
         position = point.position

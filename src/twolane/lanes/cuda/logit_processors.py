@@ -97,7 +97,7 @@ def score(logits: Tensor, tokens: Tensor, tops: Sequence[int]) -> PendingScores:
     ranks = (logits >= own).sum(dim=-1, keepdim=True)
     best = logits.topk(min(max(tops), logits.shape[1]))
     numbers = torch.cat([own - total, ranks, best.values - total], dim=1)
-    return PendingScores(_fetch(tokens), _fetch(numbers), _fetch(best.indices), tops)
+    return PendingScores(fetch(tokens), fetch(numbers), fetch(best.indices), tops)
 
 
 class LogitProcessors:
@@ -132,7 +132,8 @@ class LogitProcessors:
             if params.penalises or params.logit_bias:
                 self._histories[slot] = TokenHistory(sampling, self._vocab, self._device)
             many_banned = len(sampling.banned(sampling.prompt_tokens)) > MAX_BANNED
-            if slot in self._histories or many_banned or params.logprobs is not None:
+            asked = params.logprobs is not None or params.embeds
+            if slot in self._histories or many_banned or asked:
                 self._wanting.add(slot)
 
     def asked(self, places: Iterable[SamplingPoint]) -> list[SamplingPoint]:
@@ -204,7 +205,7 @@ class LogitProcessors:
         allow_only(logits, upload(board, self._device).view(board.shape))
 
 
-def _fetch(values: Tensor) -> Tensor:
+def fetch(values: Tensor) -> Tensor:
     """A pinned copy, there when the stream has come so far."""
     return torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(
         values, non_blocking=True

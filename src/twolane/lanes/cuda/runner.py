@@ -20,9 +20,15 @@ from twolane.lanes.cuda.events import new_event
 from twolane.lanes.cuda.forward_batch import DecodeRows, MixedRows, places_of, token_ids
 from twolane.lanes.cuda.hybrid_graphs import HybridGraphs, served
 from twolane.lanes.cuda.layer_graphs import LayerGraphs
-from twolane.lanes.cuda.logit_processors import LogitProcessors, PendingScores, score
+from twolane.lanes.cuda.logit_processors import LogitProcessors, PendingScores, fetch, score
 from twolane.lanes.cuda.slots import Slots, upload
-from twolane.lanes.sampling_points import BatchRows, SamplingPoints, ScoredRow, next_point
+from twolane.lanes.sampling_points import (
+    BatchRows,
+    SamplingPoint,
+    SamplingPoints,
+    ScoredRow,
+    next_point,
+)
 from twolane.lanes.work import (
     DecodeRow,
     DecodeWork,
@@ -403,18 +409,30 @@ class CudaRunner:
             return tuple
         ints = [(e, p.slot, p.position - 1) for e, p in zip(ends.where, places, strict=True)]
         _, (where, slots, positions) = upload_parts([*np.array(ints).T], self._decoder.device)
-        logits = self._head(hidden[where], place.memory.logits[: len(places)], place)
+        rows = hidden[where]
+        logits = self._head(rows, place.memory.logits[: len(places)], place)
         if self._decoder.follows:
             self._extras.skip(places)
             return tuple
-        return partial(self._choose, ends, logits, (slots, positions), scored, place)
+        read = partial(_read, scored=scored, embeddings=self._embeddings(rows, places))
+        return partial(self._choose, ends, logits, (slots, positions), read, place)
+
+    def _embeddings(self, hidden: Tensor, places: Sequence[SamplingPoint]) -> dict[int, Tensor]:
+        """The hidden states [R, hidden] that are asked for, by row, on their way to the host."""
+        sampling_of = self.slots.told.sampling_of
+        asked = [i for i, p in enumerate(places) if sampling_of(p.slot).params.embeds]
+        rows = {i: hidden[i : i + 1] for i in asked}
+        return {
+            i: fetch(self._decoder.last(row, torch.empty_like(row)).float())
+            for i, row in rows.items()
+        }
 
     def _choose(
         self,
         ends: SamplingPoints,
         logits: Tensor,
         where: tuple[Tensor, Tensor],
-        scored: Mapping[int, Sequence[PendingScores]],
+        read: Callable[..., PendingStep],
         place: _Place,
     ) -> Sequence[PendingStep]:
         """Sample where a pass ends: the one step.
@@ -423,7 +441,7 @@ class CudaRunner:
             ends: where.
             logits: float32 [R, vocab], a row for each place.
             where: the rows' slots and positions, int32 [R] each.
-            scored: what prompts are scored with, by row of the work.
+            read: brings what it comes to to the host.
             place: where the pass runs.
         """
         places, (slots, positions) = ends.places, where
@@ -433,7 +451,7 @@ class CudaRunner:
         place.memory.sampler.sample(logits, slots, positions, active, params, tokens)
         valid = chosen(tokens)
         self.slots.last_token[slots] = valid
-        return [_read(tokens, range(len(places)), ends.rows, after(valid), scored)]
+        return [read(tokens, range(len(places)), ends.rows, after(valid))]
 
     def _head(self, hidden: Tensor, logits: Tensor, place: _Place) -> Tensor:
         """The classifier, into these logits."""
@@ -462,6 +480,7 @@ def _read(
     scores: Mapping[int, PendingScores],
     scored: Mapping[int, Sequence[PendingScores]] = MappingProxyType({}),
     layers: int = 0,
+    embeddings: Mapping[int, Tensor] = MappingProxyType({}),
 ) -> PendingStep:
     """Bring what a step came to to the host.
 
@@ -472,6 +491,8 @@ def _read(
         scores: log-probabilities by place in `tokens`.
         scored: those of prompts, by row of the work.
         layers: with experts, whose number is the last of `tokens`; 0: it is not there.
+        embeddings: hidden states on their way to the host, float32 [1, hidden] each, by place in
+            `tokens`.
     """
     pinned = torch.empty(len(tokens), dtype=torch.int32, pin_memory=True)
     pinned.copy_(tokens, non_blocking=True)
@@ -486,7 +507,9 @@ def _read(
             if values[i] < 0:
                 broken.append(row)
             else:
-                sampled.append(Sampled(row, values[i], logprobs.get(i)))
+                state = embeddings.get(i)
+                embedding = None if state is None else state.numpy().tobytes()
+                sampled.append(Sampled(row, values[i], logprobs.get(i), embedding))
         prompts = [_joined(row, parts) for row, parts in scored.items()]
         return Step(sampled, prompts, broken, values[-1] / layers if layers else None)
 

@@ -39,8 +39,9 @@ _POLL_SECONDS = 0.1
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 _HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt")
-_BELOW = tuple(f"*/{files}" for files in _HUB_FILES if files != "*.jinja")
-"""What is not wanted of a repository's folders, where only templates are looked for."""
+_BELOW = ("[!0-9]*/*.json", "*/*.safetensors", "*/tokenizer.model", "*/merges.txt")
+"""What is not wanted of a repository's folders, where only templates are looked for, and how a
+vector is made (`1_Pooling/config.json`)."""
 _HUB_NOT = (*_BELOW, "consolidated*", "*.index.fp32.json")
 
 

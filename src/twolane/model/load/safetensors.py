@@ -12,6 +12,9 @@ from safetensors import safe_open
 from twolane.common.checked_json import converted, read_json
 from twolane.model.sharding import Cut
 
+BARE = ("embed_tokens.", "layers.", "norm.")
+"""Names begin with one of these in checkpoints that were saved without a classifier."""
+
 
 class Safetensors:
     """The tensors of safetensors files, memory-mapped.
@@ -25,7 +28,8 @@ class Safetensors:
     """
 
     def __init__(self, paths: Iterable[Path], stack: ExitStack) -> None:
-        self._files: dict[str, Any] = {}
+        self._files: dict[str, tuple[Any, str]] = {}
+        """The file of each tensor, and its name there."""
         for path in paths:
             if not path.is_file():
                 raise ValueError(f"{path.parent} lacks {path.name}, which its index names")
@@ -33,7 +37,8 @@ class Safetensors:
                 file = stack.enter_context(safe_open(path, framework="pt"))
             except Exception as error:  # safetensors raises its own type, derived from Exception
                 raise ValueError(f"{path} is not a whole safetensors file: {error}") from error
-            self._files.update(dict.fromkeys(file.keys(), file))
+            names: list[str] = file.keys()
+            self._files.update({_placed(name): (file, name) for name in names})
 
     def names(self) -> list[str]:
         """See `TensorSource.names`."""
@@ -41,23 +46,30 @@ class Safetensors:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """See `TensorSource.shape`."""
-        return tuple(self._files[name].get_slice(name).get_shape())
+        file, stored = self._files[name]
+        return tuple(file.get_slice(stored).get_shape())
 
     def type(self, name: str) -> str:
         """See `TensorSource.type`."""
-        return str(self._files[name].get_slice(name).get_dtype())
+        file, stored = self._files[name]
+        return str(file.get_slice(stored).get_dtype())
 
     def get(self, name: str, cut: Cut | None = None) -> torch.Tensor:
         """See `TensorSource.get`; of a part no more is read."""
-        file = self._files[name]
+        file, stored = self._files[name]
         tensor: torch.Tensor
         if cut is None:
-            tensor = file.get_tensor(name)
+            tensor = file.get_tensor(stored)
         elif cut.dim == 0:
-            tensor = file.get_slice(name)[cut.start : cut.stop]
+            tensor = file.get_slice(stored)[cut.start : cut.stop]
         else:
-            tensor = file.get_slice(name)[:, cut.start : cut.stop]
+            tensor = file.get_slice(stored)[:, cut.start : cut.stop]
         return tensor
+
+
+def _placed(name: str) -> str:
+    """The tensor's name in a whole model: those of embeddings are stored without their place."""
+    return f"model.{name}" if name.startswith(BARE) else name
 
 
 def model_files(directory: Path) -> list[Path]:

@@ -6,15 +6,14 @@ from fastapi import FastAPI, Response
 
 from twolane.server.http.errors import ApiError
 
-NO_POOLING = (
-    "is not served: the engine keeps the hidden state of a prompt's last token only until its "
-    "logits are made, and no checkpoint's head for embeddings or scores is loaded"
+NO_SCORES = (
+    "is not served: no checkpoint's head for scores is loaded; the vectors of /v1/embeddings can "
+    "be compared instead"
 )
 REFUSED: Mapping[str, str] = {
-    "/v1/embeddings": NO_POOLING,
-    "/v1/rerank": NO_POOLING,
-    "/rerank": NO_POOLING,
-    "/v1/score": NO_POOLING,
+    "/v1/rerank": NO_SCORES,
+    "/rerank": NO_SCORES,
+    "/v1/score": NO_SCORES,
     "/v1/batches": "is not served: `twolane run-batch` answers a file of requests",
     "/v1/files": "is not served: `twolane run-batch` answers a file of requests",
     "/v1/moderations": "is not served: it needs a model of its own",

@@ -87,6 +87,31 @@ class Completion(Shown):
     usage: Usage
 
 
+class EmbeddingUsage(Shown):
+    """Token counts of texts."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingItem(Shown):
+    """The vector of one text."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+    """Its numbers, or with `base64` these in float32, the lowest byte first."""
+
+
+class EmbeddingList(Shown):
+    """The answer of /v1/embeddings."""
+
+    object: Literal["list"]
+    data: list[EmbeddingItem]
+    model: str
+    usage: EmbeddingUsage
+
+
 class ChatToken(Shown):
     """A token and its log-probability."""
 

@@ -1,0 +1,142 @@
+"""Embeddings: the hidden states of prompts' last tokens, for checkpoints that are made for that."""
+
+import asyncio
+import base64
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal
+
+from fastapi import FastAPI, Request, Response
+from msgspec.structs import replace
+
+from twolane.frontend.body import Body
+from twolane.frontend.fields import Prompts
+from twolane.frontend.generation import Generation
+from twolane.frontend.pooling import vector
+from twolane.sampling import SamplingParams
+from twolane.server.http.bounds import BoundedCall
+from twolane.server.http.errors import ApiError
+from twolane.server.http.gone import unless_gone
+from twolane.server.http.route import json_response
+from twolane.server.openai.protocol import CompletionRequest, Count
+from twolane.server.openai.schemas import ERRORS, NO_KEY, QUEUE_FULL, EmbeddingList
+from twolane.server.service import Service
+
+PATH = "/v1/embeddings"
+MOST_BYTES = 1 << 16
+"""Hidden states of more bytes than these are written in a thread, so that streams go on
+meanwhile."""
+
+
+class EmbeddingRequest(Body):
+    """The body of POST /v1/embeddings."""
+
+    inert: ClassVar[frozenset[str]] = frozenset({"user"})
+
+    model: str | None = None
+    input: Prompts
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Count | None = None
+    truncate_prompt_tokens: Count | None = None
+    add_special_tokens: bool | None = None
+    priority: int | None = None
+
+
+class EmbeddedTexts(CompletionRequest):
+    """Texts as the engine takes them: one token is made of each, which is not shown."""
+
+    def sampling(self, defaults: Mapping[str, Any] = {}) -> SamplingParams:
+        """See `GenerationBody.sampling`."""
+        return replace(super().sampling(), embeds=True)
+
+
+def add_embedding_routes(app: FastAPI, service: Service) -> None:
+    """Add what makes vectors of texts."""
+
+    @app.post(
+        PATH,
+        response_class=Response,
+        responses={200: {"model": EmbeddingList}, **ERRORS, **QUEUE_FULL, **NO_KEY},
+    )
+    async def embeddings(body: EmbeddingRequest, request: Request, call: BoundedCall) -> Response:
+        """Make a vector of length 1 of each text, if the checkpoint is one of embeddings."""
+        check_served(service, body)
+        model = service.check_model(body.model)
+        texts = embedded_texts(body)
+        try:
+            prompts = await unless_gone(request, service.completion_prompts(texts))
+            tokens = [prompt.tokens for prompt in prompts]
+            generation = service.generate(texts, tokens, call)
+        except ApiError as error:
+            raise about_input(error) from error
+        with generation:
+            states = await unless_gone(request, hidden_states(generation, len(tokens)))
+        count = sum(map(len, tokens))
+        if sum(map(len, states)) <= MOST_BYTES:
+            return json_response(answer(body, model, states, count))
+        return await asyncio.to_thread(lambda: json_response(answer(body, model, states, count)))
+
+
+def about_input(error: ApiError) -> ApiError:
+    """Return an error about a prompt by the name that the texts have here."""
+    if error.param != "prompt":
+        return error
+    status, headers = error.status_code, error.headers
+    return ApiError(status, error.message, code=error.code, param="input", headers=headers)
+
+
+def check_served(service: Service, body: EmbeddingRequest) -> None:
+    """Refuse what the model does not give.
+
+    Raises:
+        ApiError: 501, the model is not one of embeddings; 400, it has no such dimensions.
+    """
+    if service.embedding.refusal is not None:
+        raise ApiError(501, f"{PATH} {service.embedding.refusal}", code="not_served")
+    if (problem := service.embedding.check_dimensions(body.dimensions)) is not None:
+        message = f"dimensions {problem}"
+        raise ApiError(400, message, code="invalid_value", param="dimensions")
+
+
+def embedded_texts(body: EmbeddingRequest) -> EmbeddedTexts:
+    """Return the texts of a request."""
+    return EmbeddedTexts(
+        model=body.model,
+        prompt=body.input,
+        max_tokens=1,
+        temperature=0.0,
+        ignore_eos=True,
+        truncate_prompt_tokens=body.truncate_prompt_tokens,
+        add_special_tokens=body.add_special_tokens,
+        priority=body.priority,
+    )
+
+
+async def hidden_states(generation: Generation, count: int) -> Sequence[bytes]:
+    """Return the hidden state of each prompt."""
+    states = [b""] * count
+    async for delta in generation:
+        if delta.embedding is not None:
+            states[delta.index] = delta.embedding
+    return states
+
+
+def answer(
+    body: EmbeddingRequest, model: str, states: Sequence[bytes], tokens: int
+) -> dict[str, Any]:
+    """Return the answer in OpenAI's form."""
+    return {
+        "object": "list",
+        "data": [shown(body, index, state) for index, state in enumerate(states)],
+        "model": model,
+        "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+    }
+
+
+def shown(body: EmbeddingRequest, index: int, state: bytes) -> dict[str, Any]:
+    """Return an embedding as OpenAI's API shows it."""
+    numbers = vector(state, body.dimensions)
+    if body.encoding_format == "base64":
+        value: Any = base64.b64encode(numbers.tobytes()).decode()
+    else:
+        value = numbers.tolist()
+    return {"object": "embedding", "index": index, "embedding": value}
