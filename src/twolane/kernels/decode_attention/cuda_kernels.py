@@ -84,7 +84,7 @@ def options(
 @cache
 def source() -> str:
     """The CUDA C++."""
-    return Path(__file__).with_name("decode_attention.cu").read_text()
+    return nvrtc.with_hopper(Path(__file__).with_name("decode_attention.cu"))
 
 
 def arguments(

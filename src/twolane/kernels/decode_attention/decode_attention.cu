@@ -81,32 +81,6 @@ __device__ __forceinline__ void clears_done() {
     __syncwarp();
 }
 
-__device__ __forceinline__ void barrier_init(u32 barrier) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier) : "memory");
-}
-
-__device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
-                 ::"r"(barrier), "r"(bytes) : "memory");
-}
-
-__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
-    u32 done = 0;
-#ifdef WATCHDOG  // tries: a fault instead of a hang
-    for (int tries = 0; !done; ++tries) {
-        if (tries > WATCHDOG) __trap();
-#else
-    while (!done) {
-#endif
-        asm volatile(
-            "{\n"
-            ".reg .pred done;\n"
-            "mbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2;\n"
-            "selp.u32 %0, 1, 0, done;\n"
-            "}" : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
-    }
-}
-
 struct alignas(64) TensorMap {
     char bytes[128];
 };
@@ -134,18 +108,6 @@ __device__ __forceinline__ int load_signed(u32 address) {
     return v;
 }
 
-// True in one lane of the warp, and the compiler knows that it is one.
-__device__ __forceinline__ bool elected() {
-    u32 one;
-    asm volatile(
-        "{\n"
-        ".reg .pred one;\n"
-        "elect.sync _|one, 0xFFFFFFFF;\n"
-        "selp.u32 %0, 1, 0, one;\n"
-        "}" : "=r"(one));
-    return one;
-}
-
 // Four e4m3 numbers as float16: the first two, the last two.
 __device__ __forceinline__ void widen(u32 bytes, u32& low, u32& high) {
     asm("{\n"
@@ -160,12 +122,6 @@ __device__ __forceinline__ void barriers_ready() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     __syncthreads();
-}
-
-__device__ __forceinline__ u64 evict_first() {
-    u64 policy;
-    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-    return policy;
 }
 
 __device__ __forceinline__ u32 load_query(const char* at) {
@@ -208,14 +164,6 @@ __device__ __forceinline__ float power2(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
-}
-
-__device__ __forceinline__ void let_next_start() {
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-}
-
-__device__ __forceinline__ void wait_for_previous() {
-    asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 
 __device__ __forceinline__ char* dynamic_shared() {

@@ -215,7 +215,7 @@ def compile_all(wanted: Iterable[Variant]) -> None:
 @cache
 def text() -> str:
     """The CUDA C++ that is the same for all variants."""
-    return Path(__file__).with_name("skinny_gemm.cu").read_text()
+    return nvrtc.with_hopper(Path(__file__).with_name("skinny_gemm.cu"))
 
 
 @cache

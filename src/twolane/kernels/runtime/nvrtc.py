@@ -1,7 +1,8 @@
 """CUDA C++ compiled at run time, without a toolkit: NVRTC, a cache on disk, launches.
 
-The sources include no headers. Machine code is kept under the user's cache directory, by the hash
-of source, options and compiler, so that only the first start compiles.
+The sources include no headers; what several of them use is text in front (`with_hopper`). Machine
+code is kept under the user's cache directory, by the hash of source, options and compiler, so that
+only the first start compiles.
 """
 
 import ctypes
@@ -33,6 +34,11 @@ def available(device: torch.device) -> bool:
     except ImportError:
         return False
     return True
+
+
+def with_hopper(path: Path) -> str:
+    """A kernel's CUDA C++, behind the instructions of Hopper that several kernels use."""
+    return Path(__file__).with_name("hopper.cuh").read_text() + path.read_text()
 
 
 def cuda_checked(result: tuple[Any, ...]) -> Any:
