@@ -4,7 +4,8 @@ Each replica is a real engine on a simulated H200 that serves an 8B model; all r
 requests. Searched is the highest rate at which 95 % of the requests have their first token within
 1 s and 95 % of the gaps are within 50 ms. Lengths are halved, prompts cut to 16,384 tokens and
 replies to 32, so that a run takes a minute and prefill decides. `--decide` measures how long one
-decision takes, `--at RATE` serves one rate with each router instead of a search. Runs that the
+decision takes, `--at RATE` serves one rate with each router instead of a search, and `--bars` tries
+the others only at our goodput divided by the ratio that it should have to theirs. Runs that the
 folder has are not repeated.
 """
 
@@ -40,6 +41,8 @@ OUT = Path(__file__).parent / "results"
 SLOS = {"ttft": 1.0, "tbt": 0.05}
 GUESS = {"toolagent": 25.5, "conversation": 12.8}
 """Requests a second of one replica at which the search for our own router begins."""
+BARS = {"round-robin": 1.3, "power-of-two": 1.3, "least-loaded": 1.1, "ray-prefix": 1.05}
+"""Our goodput over a router's should be at least this."""
 BESIDE = {
     "predicted": 1.0,
     "ray-prefix": 0.93,
@@ -123,6 +126,32 @@ def compare(dataset: str, replicas: int, options: argparse.Namespace) -> dict[st
             if "predicted" in means and mean and router != "predicted"
         },
     }
+
+
+def against_bars(dataset: str, replicas: int, options: argparse.Namespace) -> dict[str, object]:
+    """Search our goodput, then see whether each other router holds that rate divided by its bar.
+
+    A router that does not hold it has a goodput that ours exceeds by more than the bar.
+    """
+    requests = options.requests or min(MOST_REQUESTS, PER_REPLICA * replicas)
+    guess = options.guess or GUESS.get(dataset, 10.0)
+    search = searched(dataset, replicas, requests, guess, options.seeds)
+    folder, serve = options.runs / f"{Path(dataset).name}-{replicas}", run(replicas, search)
+    guesses = [search.start_rate] * options.seeds
+    ours = find(search, ["predicted"], serve, folder, guesses=guesses)[0]["predicted"]
+    print(f"{dataset} {replicas} replicas predicted: {ours}", flush=True)
+    others: dict[str, object] = {}
+    for router in options.router:
+        if (bar := BARS.get(router)) is None:
+            continue
+        runs = []
+        for seed, rate in enumerate(ours):
+            _, hopeless = serve(router, search.at(rate / bar, seed), [SLOS])
+            runs.append({"rate": rate / bar, "holds": not hopeless})
+        others[router] = {"bar": bar, "runs": runs}
+        print(f"{dataset} {replicas} replicas {router}: {others[router]}", flush=True)
+    about = {"dataset": dataset, "replicas": replicas, "requests": requests}
+    return {**about, "goodput": ours, "others": others}
 
 
 def at_rate(dataset: str, replicas: int, options: argparse.Namespace) -> dict[str, object]:
@@ -219,6 +248,7 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, default=OUT / "fleet-runs", help="folder of runs")
     parser.add_argument("--out", type=Path, help="file of the result")
     parser.add_argument("--at", type=float, help="requests a second of all replicas together")
+    parser.add_argument("--bars", action="store_true", help="try others at our goodput over bars")
     parser.add_argument("--decide", action="store_true", help="time decisions instead")
     parser.add_argument("--rounds", type=int, default=200, help="decisions that are timed")
     options = parser.parse_args()
@@ -238,12 +268,13 @@ def main() -> None:
                 }
             )
         return
-    if options.at is not None:
+    if options.at is not None or options.bars:
         about = provenance({"datasets": options.dataset, "slos": SLOS})
         pairs = [
             (dataset, replicas) for dataset in options.dataset for replicas in options.replicas
         ]
-        runs = [at_rate(*pair, options) for pair in pairs]
+        serve = against_bars if options.bars else at_rate
+        runs = [serve(*pair, options) for pair in pairs]
         save(options.out or OUT / "fleet-at-rate.json", about, {"runs": runs})
         return
     found = []
