@@ -90,6 +90,14 @@ def test_what_was_sent_counts_until_the_replica_has_told_of_it() -> None:
     assert sent_to(made, ask(range(90_000, 92_000)), 1.0) == "a"
 
 
+def test_what_has_ended_does_not_count_although_the_replica_has_not_told_of_it() -> None:
+    made, asked = table(a=state()), ask()
+    sent = made.sent("a", asked, 0.0)
+    assert made.views(asked, 0.0)[0].wait == pytest.approx(2000 * TOKEN_SECONDS)
+    made.ended("a", sent)
+    assert made.views(asked, 0.0)[0].wait == 0.0
+
+
 def test_a_prefix_that_is_on_its_way_is_found() -> None:
     made = table(a=state(), b=state())
     assert sent_to(made, ask()) == sent_to(made, ask())

@@ -25,6 +25,7 @@ from twolane.fleet.pool import Member, Pool
 from twolane.router.choose import Chosen, Refused
 from twolane.router.policies import Policy
 from twolane.router.state import Ask
+from twolane.router.table import Sent
 from twolane.server.http.errors import ANTHROPIC_PATH, ApiError, error_body, error_for
 from twolane.server.http.events import named_event
 from twolane.server.http.gate import refuse
@@ -53,6 +54,8 @@ HOP_HEADERS = frozenset(
     ("connection", "keep-alive", "transfer-encoding", "upgrade", "host", "te", "trailer")
 )
 """Headers that belong to one connection."""
+ANSWERED_FOR = HOP_HEADERS | {"date"}
+"""Headers of a replica's answer that the fleet gives itself."""
 
 
 class _Body(msgspec.Struct):
@@ -220,7 +223,7 @@ class Ingress:
         call, ask = await self._ask(call)
         tried: set[str] = set()
         for _ in range(TRIES):
-            chosen = await self._choose(ask, tried)
+            chosen, sent = await self._choose(ask, tried)
             self.metrics.choosing.observe(self._pool.clock() - call.arrived)
             if call.path in GENERATES:
                 self.metrics.predicted.observe(chosen.ttft)
@@ -241,11 +244,11 @@ class Ingress:
                 self._count("retried")
             finally:
                 member.leave()
-                self._pool.table.ended(member.name)
+                self._pool.table.ended(member.name, sent)
         raise ApiError(503, "no replica could answer", code="unavailable", headers=_retry(1))
 
-    async def _choose(self, ask: Ask, tried: set[str]) -> Chosen:
-        """Return the replica for a request, not one that was tried if there is another.
+    async def _choose(self, ask: Ask, tried: set[str]) -> tuple[Chosen, Sent]:
+        """Send a request to a replica, not to one that was tried if there is another.
 
         Raises:
             ApiError: 429, or 503 when none is ready for a while.
@@ -266,8 +269,7 @@ class Ingress:
             headers = _retry(choice.retry_after)
             raise ApiError(429, choice.reason, code="refused", headers=headers)
         assert isinstance(choice, Chosen)
-        self._pool.table.sent(choice.name, ask, now)
-        return choice
+        return choice, self._pool.table.sent(choice.name, ask, now)
 
     async def _ask(self, call: _Call) -> tuple[_Call, Ask]:
         """Return the request with the tokens of its prompt, and what the router needs to know."""
@@ -331,7 +333,7 @@ class Ingress:
             headers = [
                 (name.lower(), value)
                 for name, value in answer.raw_headers
-                if name.lower().decode("latin-1") not in HOP_HEADERS
+                if name.lower().decode("latin-1") not in ANSWERED_FOR
             ]
             headers.append((REPLICA_HEADER.encode(), member.name.encode()))
             headers.append((PREDICTED_HEADER.encode(), b"%d" % round(1e3 * chosen.ttft)))

@@ -193,8 +193,8 @@ class Table:
             home=replica.name == home,
         )
 
-    def sent(self, name: str, ask: Ask, now: float) -> None:
-        """Note that a request goes to a replica."""
+    def sent(self, name: str, ask: Ask, now: float) -> Sent:
+        """Note that a request goes to a replica; return what `ended` takes."""
         replica = self._replicas[name]
         reused = replica.reused(ask)
         new = ask.prompt_tokens - reused
@@ -215,8 +215,18 @@ class Table:
             self._homes.move_to_end(ask.session)
             if len(self._homes) > MOST_SESSIONS:
                 self._homes.popitem(last=False)
+        return sent
 
-    def ended(self, name: str) -> None:
-        """Note that a request of a replica has ended, however it did."""
-        if name in self._replicas:
-            self._replicas[name].open -= 1
+    def ended(self, name: str, sent: Sent | None = None) -> None:
+        """Note that a request of a replica has ended, however it did.
+
+        Args:
+            name: of the replica.
+            sent: the request, if nothing of it is left to be computed, whatever the state says.
+        """
+        if (replica := self._replicas.get(name)) is None:
+            return
+        replica.open -= 1
+        if sent in replica.sent:
+            replica.sent.remove(sent)
+            replica.form_line()

@@ -22,7 +22,7 @@ from twolane.results.result import Result
 from twolane.router.choose import Chosen
 from twolane.router.policies import POLICIES, Policy
 from twolane.router.state import Ask, ReplicaState
-from twolane.router.table import Table
+from twolane.router.table import Sent, Table
 from twolane.sampling import SamplingParams
 from twolane.sim.config import SimulateConfig
 from twolane.sim.lanes import SimLanes
@@ -140,8 +140,8 @@ class FleetSimulation:
         self._prompts = PromptMaker(config.bench.vocab_range, config.bench.workload.seed)
         self._table = Table()
         self._versions: dict[str, int] = {}
-        self._at: dict[str, str] = {}
-        """Replica of each open request."""
+        self._at: dict[str, tuple[str, Sent]] = {}
+        """Each open request: its replica, and what the router knows of it."""
 
     def run(self) -> None:
         """Serve everything, or until `stopped`."""
@@ -195,9 +195,9 @@ class FleetSimulation:
             problem = Refused(str(index), "refused", choice.reason)
             self._ledger.hear(now, Outputs([], [problem], self.replicas[0].built.engine.stats()))
             return None
-        self._table.sent(choice.name, ask, now)
+        sent = self._table.sent(choice.name, ask, now)
         self.sent[choice.name] += 1
-        self._at[str(index)] = choice.name
+        self._at[str(index)] = choice.name, sent
         params = SamplingParams(max_tokens=request.output_tokens, ignore_eos=True, temperature=0.0)
         replica = self._by_name[choice.name]
         replica.move(now, [Submit(str(index), prompt, params)])
@@ -206,7 +206,7 @@ class FleetSimulation:
     def _hear(self, at: float, news: Outputs) -> None:
         ended = [output.id for output in news.outputs if output.finish is not None]
         for request in (*ended, *(refused.id for refused in news.refused)):
-            self._table.ended(self._at.pop(request))
+            self._table.ended(*self._at.pop(request))
         self._ledger.hear(at, news)
 
 
