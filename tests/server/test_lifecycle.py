@@ -161,7 +161,7 @@ def test_streams_are_whole_and_in_order(tiny, whole, version, late):
 @asynccontextmanager
 async def slow_service():
     """A service whose tokenizer takes half a second a text; see `count_slowly`."""
-    fence = Fence("tests.frontend.fenced_programs", b"slow", Limits())
+    fence = Fence("tests.frontend.fenced_programs", b"slow", Limits(seconds=600.0))
     await fence.start()
     service = service_of(Texts(TextCodec(None), fence))
     try:
@@ -233,10 +233,13 @@ def test_stopping_refuses_what_is_being_tokenised():
 
     async def run():
         async with slow_service() as service:
-            bodies = ({"prompt": ["a", "b"]}, {"prompt": "d"}, {"prompt": "e"})
+            bodies = ({"prompt": ["held", "b"]}, {"prompt": "held"}, {"prompt": "held, too"})
             asked = [asyncio.create_task(ask(service, "/v1/completions", b)) for b in bodies]
-            asked.append(asyncio.create_task(ask(service, "/tokenize", {"prompt": "c"})))
-            await asyncio.sleep(0.2)
+            asked.append(asyncio.create_task(ask(service, "/tokenize", bodies[1])))
+            short, long = service.texts._lanes  # lists are long work
+            async with asyncio.timeout(60):
+                while sum(map(len, short._turns._lines.values())) < 2 or not long._waiting:
+                    await asyncio.sleep(0.01)
             await service.close()
             answers = [*await asyncio.gather(*asked), await ask(service, "/tokenize", bodies[1])]
             return {(status, body.get("error", {}).get("code")) for status, body in answers}

@@ -40,11 +40,11 @@ def test_a_template_without_an_end_holds_nobody_up_but_its_caller(tmp_path, toke
         # While it is at it again, signals are obeyed.
         asking = threading.Thread(target=ask_and_be_left, args=[served])
         asking.start()
-        time.sleep(1.0)
+        wait_for(lambda: served.metrics()["requests_in_flight"])
         started = children(served.process.pid)
         for _ in range(2):
             served.process.send_signal(signal.SIGTERM)
-        served.process.wait(5)
+        served.process.wait(20)
         asking.join()
         wait_for(lambda: not any(map(alive, started)))
 

@@ -159,14 +159,16 @@ class Fence:
         self._control: socket.socket | None = None
         self._lanes: list[Lane] = []
         self._starting = asyncio.Lock()
+        self._closed = False
 
     async def start(self) -> None:
         """Start the nursery, unless it is there.
 
         Raises:
-            FenceError: the program cannot be set up.
+            FenceError: the program cannot be set up, or the fence is closed.
         """
         async with self._starting:
+            self._check_open()
             if self._nursery is None or self._nursery.returncode is not None:
                 await self._start()
 
@@ -219,6 +221,9 @@ class Fence:
                     socket.send_fds(self._control, [bytes([niceness])], [its.fileno()])
                 made = Worker(*await asyncio.open_connection(sock=own))
                 await made.greet()
+                if self._closed:
+                    made.end()
+                self._check_open()
                 return made
             except (EOFError, OSError):
                 own.close()
@@ -234,13 +239,23 @@ class Fence:
         return lane
 
     async def close(self) -> None:
-        """End all of it at once."""
+        """End all of it at once, and for good."""
+        self._closed = True
         for lane in self._lanes:
             lane.close()
         nursery = self._nursery
         self._end_nursery()
         if nursery is not None:
             await nursery.wait()
+
+    def _check_open(self) -> None:
+        """Let what was in line when the fence was closed start nothing.
+
+        Raises:
+            FenceError: it is closed.
+        """
+        if self._closed:
+            raise FenceError("it was ended with the server")
 
     def _end_nursery(self) -> None:
         if self._control is not None:
