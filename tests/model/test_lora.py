@@ -329,3 +329,32 @@ def test_logits_are_those_of_peft(family, tmp_path):
     want = model(tokens[None]).logits[0].float()
     alike(run(decoder, pool, [tokens], [0])[0], want)
     assert (want - alone(decoder, tokens)).abs().max() > 1.0
+
+
+def test_eight_adapters_in_one_batch_are_those_of_peft(decoder, base, tmp_path):
+    """Each module alone, and all of them, with ranks of 1 to 64; in one pass with the base model's
+    own rows."""
+    peft = pytest.importorskip("peft")
+    from .checkpoints import reference
+
+    modules = [module.rpartition(".")[2] for module in MODULES]
+    targets = {**{f"only-{module}": [module] for module in modules}, "all": modules}
+    ranks = zip(targets, (1, 2, 5, 8, 16, 33, 64, 12), strict=True)
+    configs = {n: peft.LoraConfig(r=rank, target_modules=targets[n]) for n, rank in ranks}
+    first, *others = configs
+    model = peft.get_peft_model(reference(base), configs[first], first)
+    for name in others:
+        model.add_adapter(name, configs[name])
+    random = torch.Generator().manual_seed(5)
+    for name, each in model.named_parameters():
+        if "lora_B" in name:
+            each.data.normal_(generator=random)
+    model.save_pretrained(tmp_path)
+    pool, sequences = AdapterPool(decoder.weights, 8), [prompt(9 + i, seed=i) for i in range(9)]
+    for slot, name in enumerate(configs):
+        pool.put(slot, load(tmp_path / name, decoder))
+    ours = run(decoder, pool, sequences, [*range(8), -1])
+    for name, tokens, logits in zip(configs, sequences, ours, strict=False):
+        model.set_adapter(name)
+        alike(logits, model(tokens[None]).logits[0].float())
+    assert torch.equal(ours[8], alone(decoder, sequences[8]))

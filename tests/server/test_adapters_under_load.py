@@ -125,8 +125,10 @@ def test_adapters_come_and_go_under_load(folder, expected):  # noqa: F811
     for churned, each in gaps.items():
         late = each[int(len(each) * 0.999)]
         print(f"churn {churned}: {len(each)} gaps, P99.9 {late:.4f} s, longest {each[-1]:.4f} s")
-    print(len(load.wrong), load.wrong[:5])
-    print(load.seen, {name: f"{size / 2**20:.1f} MiB" for name, size in grown.items()})
+    longest = gaps[True][-1] / gaps[False][-1]
+    print(f"longest gap of others over that without: {longest:.2f} (bar 2)")
+    print(f"{len(load.wrong)} wrong answers", load.wrong[:5])
+    print(load.seen, {name: f"+{size / 2**20:.1f} MiB" for name, size in grown.items()})
     assert not load.wrong
     assert load.seen["turns"] > 5
     assert max(grown.values()) < GROWTH
