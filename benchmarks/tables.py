@@ -146,6 +146,8 @@ def peers() -> Iterator[list[str]]:
         yield ["vLLM, SGLang", "9, 12, 21, 50", "not run", "-", "not run", "-", "-", "-"]
 
 
+SATURATED = "panels-saturated.json"
+"""File of the panels in which more arrives than can be served."""
 FIGURES = ("step_ms", "first_token_ms")
 """Figures of an engine without load, in ms."""
 
@@ -262,6 +264,35 @@ def means() -> Iterator[list[str]]:
         ]
 
 
+def saturated() -> Iterator[list[str]]:
+    """Rows of the panels in which more arrives than can be served, best system first."""
+    panels: dict[tuple[str, float], dict[str, float]] = defaultdict(dict)
+    found = read(SATURATED)
+    for point in found["points"]:
+        panels[point["panel"], point["tbt"]][point["system"]] = point["goodput"]
+    for (panel, tbt), served in panels.items():
+        for system, rate in sorted(served.items(), key=lambda pair: -pair[1]):
+            over = f"{served['auto'] / rate:.2f}" if rate else "-"
+            shown = f"{rate:.2f}" if rate else "bound not kept"
+            yield [panel.removesuffix("-saturated"), f"{tbt * 1e3:.0f}", f"`{system}`", shown, over,
+                   _made(RESULTS / SATURATED, found)]  # fmt: skip
+
+
+def two_gpus() -> Iterator[list[str]]:
+    """Rows of what two simulated GPUs hold in each way, of all files."""
+    ways: dict[str, dict[str, tuple[float, str]]] = defaultdict(dict)
+    for path, found in _files("two-gpus-simulated/*.json"):
+        for way, held in found["goodput"].items():
+            for tbt, rate in held.items():
+                ways[way][tbt] = rate, _made(path, found)
+    bounds = sorted({tbt for held in ways.values() for tbt in held}, key=float)
+    for tbt in bounds:
+        there = {way: held[tbt] for way, held in ways.items() if tbt in held}
+        most = max(rate for rate, _ in there.values())
+        for way, (rate, made) in sorted(there.items(), key=lambda pair: -pair[1][0]):
+            yield [tbt, way, f"{rate:.1f}", f"{rate / most:.2f}", made]
+
+
 def _panels() -> dict[str, dict[str, dict[float, float]]]:
     """Goodput of the simulated panels by panel, system and TBT bound."""
     panels: dict[str, dict[str, dict[float, float]]] = defaultdict(lambda: defaultdict(dict))
@@ -306,6 +337,14 @@ TABLES = {
         "engine and card|TBT bound, ms|`auto`, before and after|best setting|it holds|ratio|"
         "P99 gap at the client; in its engine, ms|file, commit, date",
         peers,
+    ),
+    "saturated": (
+        "setting|TBT bound, ms|system|served, requests/s|`auto` over it|file, commit, date",
+        saturated,
+    ),
+    "two-gpus": (
+        "TBT bound, ms|two GPUs as|requests/s|of the best|file, commit, date",
+        two_gpus,
     ),
     "sharing": (
         "device|system|SMs held|lanes idle|device idle with work|file, commit, date",
