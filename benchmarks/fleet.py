@@ -24,7 +24,7 @@ from rich.table import Table as Grid
 from twolane.bench.goodput import Hopeless, Search, find
 from twolane.common.page_hash import page_hashes
 from twolane.common.prefix_digest import Landmarks, PrefixBook, is_landmark
-from twolane.common.prompt_work import PromptPace, PromptWork
+from twolane.common.prompt_work import PromptPace, PromptWork, WaitingPrompt
 from twolane.engine.config import EngineConfig
 from twolane.results.provenance import provenance, save
 from twolane.results.result import BenchConfig, Result
@@ -56,6 +56,8 @@ PER_REPLICA = 150
 MOST_REQUESTS = 1600
 PAGE = 32
 """Tokens in a page where decisions are timed."""
+QUEUED = 32
+"""Number of prompts that wait at each replica of the timed decisions."""
 PROMPT = 12_000
 """Prompt of the timed decisions, in tokens."""
 
@@ -197,8 +199,10 @@ def timed(replicas: int, rounds: int) -> dict[str, float]:
             pages = enumerate(page_hashes(prompt, PAGE), 1)
             book.change({each: page for page, each in pages if is_landmark(page, PAGE)})
         book.change({draw.getrandbits(64): 100 for _ in range(4000)})
+        waiting = [WaitingPrompt(draw.randrange(2000), 0, draw.random()) for _ in range(QUEUED)]
         state = ReplicaState(
-            queued=PromptWork(4, draw.randrange(20_000), 0),
+            queued=PromptWork(QUEUED, sum(each.new for each in waiting), 0),
+            yielding=waiting,
             prompt_pace=PromptPace(1e-3, 2.5e-5, 1e-9),
             page_size=PAGE,
             pages=20_000,

@@ -46,7 +46,7 @@ FIRST = -(2**31)
 """A priority before all that requests can have."""
 
 
-class Queued(NamedTuple):
+class QueueCount(NamedTuple):
     """What is queued at one moment."""
 
     at: float = -math.inf
@@ -140,7 +140,7 @@ class State:
     """What is reaped later is no news of `launches`."""
     gives_up: bool = False
     """Whether the system gives up prompts that cannot be in time for smaller ones."""
-    queued: Queued = field(default_factory=Queued)
+    queued: QueueCount = field(default_factory=QueueCount)
     """What was queued when that was last counted."""
     launching: LaunchCosts = field(init=False)
     offered: frozenset[int] = field(init=False)
@@ -154,7 +154,7 @@ class State:
         """Seconds on the lanes' clock."""
         return self.lanes.clock()
 
-    def count_queued(self) -> Queued:
+    def count_queued(self) -> QueueCount:
         """Return what is still to be computed for the requests without a first token.
 
         What the prefix cache has is left out, and so are layers that are done. The answer is kept
@@ -162,7 +162,7 @@ class State:
         """
         now = self.now()
         if len(self.requests) == len(self.decoding):
-            self.queued = Queued(now, yielding=[] if self.gives_up else None)
+            self.queued = QueueCount(now, yielding=[] if self.gives_up else None)
         elif now - self.queued.at >= QUEUE_SECONDS or not self.queued.work.tokens:
             prompts = tokens = 0
             pairs = 0.0
@@ -179,7 +179,7 @@ class State:
             for batch in filter(None, (self.open, self.parked, *self.launched)):
                 work = work.plus(batch.work, 1 - batch.layers_done / self.layers)
             largest = heapq.nlargest(MOST_YIELDING, yielding) if self.gives_up else None
-            self.queued = Queued(now, work, largest)
+            self.queued = QueueCount(now, work, largest)
         return self.queued
 
     def adapters_named(self) -> set[int]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from twolane.common.prompt_work import PromptPace, PromptWork
-from twolane.router.line import Line, Place
+from twolane.router.replica_queue import QueuedPrompt, ReplicaQueue
 from twolane.router.state import FORMAT, Ask, ReplicaState
 
 ASSUMED_SECONDS = 30.0
@@ -72,7 +72,7 @@ class Replica:
     """Hashes of its landmarks."""
     sent: list[Sent] = field(default_factory=list)
     """Requests that the state may lack."""
-    line: Line | None = None
+    queue: ReplicaQueue | None = None
     """Its prompts in order; None: their seconds are not known."""
     assumed: dict[int, float] = field(default_factory=dict)
     """Hashes of landmarks that requests will have put there, with when they were sent."""
@@ -103,7 +103,7 @@ class Replica:
             work = work.plus(sent.work)
         return work
 
-    def form_line(self) -> None:
+    def form_queue(self) -> None:
         """Put in order what the state tells, and what was sent since."""
         pace, state = self.state.prompt_pace, self.state
         yielding = state.yielding or []
@@ -111,16 +111,16 @@ class Replica:
         for prompt in yielding:
             begun = begun.plus(prompt.work, -1)
         begin = self.asked_at + max(0.0, pace.seconds(begun))
-        places = [Place(self.asked_at + p.left, pace.seconds(p.work)) for p in yielding]
-        self.line = Line(begin, places) if pace else None
+        prompts = [QueuedPrompt(self.asked_at + p.left, pace.seconds(p.work)) for p in yielding]
+        self.queue = ReplicaQueue(begin, prompts) if pace else None
         for sent in self.sent:
-            self.lengthen_line(sent)
+            self.lengthen_queue(sent)
 
-    def lengthen_line(self, sent: Sent) -> None:
-        """Put a request into the line."""
-        if self.line is not None:
-            place = Place(sent.due, self.state.prompt_pace.seconds(sent.work), sent.at)
-            self.line = self.line.plus(place, yields=self.state.yielding is not None)
+    def lengthen_queue(self, sent: Sent) -> None:
+        """Put a request into the queue."""
+        if self.queue is not None:
+            prompt = QueuedPrompt(sent.due, self.state.prompt_pace.seconds(sent.work), sent.at)
+            self.queue = self.queue.plus(prompt, yields=self.state.yielding is not None)
 
 
 class Table:
@@ -151,7 +151,7 @@ class Table:
         if state.digest is not None:
             replica.known = state.digest.as_set()
         replica.sent = [each for each in replica.sent if each.at > asked_at]
-        replica.form_line()
+        replica.form_queue()
         oldest = asked_at - ASSUMED_SECONDS
         if replica.assumed and next(iter(replica.assumed.values())) < oldest:
             replica.assumed = {h: at for h, at in replica.assumed.items() if at >= oldest}
@@ -175,7 +175,7 @@ class Table:
         state = replica.state
         reused = replica.reused(ask)
         bound = replica.bound(ask, reused)
-        ahead = replica.line and replica.line.ahead(now + (math.inf if bound is None else bound))
+        ahead = replica.queue and replica.queue.ahead(now + (math.inf if bound is None else bound))
         return View(
             name=replica.name,
             queued=replica.queued(),
@@ -203,7 +203,7 @@ class Table:
         due = now + (math.inf if bound is None else bound)
         sent = Sent(now, due, PromptWork.of(new, reused), pages)
         replica.sent.append(sent)
-        replica.lengthen_line(sent)
+        replica.lengthen_queue(sent)
         for landmark in ask.landmarks.hashes:
             replica.assumed.pop(landmark, None)  # so that the oldest come first
             replica.assumed[landmark] = now
@@ -229,4 +229,4 @@ class Table:
         replica.open -= 1
         if sent in replica.sent:
             replica.sent.remove(sent)
-            replica.form_line()
+            replica.form_queue()

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 
-class Place(NamedTuple):
-    """A prompt in the line of a replica; times are on the router's clock."""
+class QueuedPrompt(NamedTuple):
+    """A prompt that a replica has; times are on the router's clock."""
 
     due: float
     """When its first token is due."""
@@ -32,44 +32,44 @@ class Ahead(NamedTuple):
     """Seconds of the longest prompt among it that the replica would give up for a shorter one."""
 
 
-class Line:
+class ReplicaQueue:
     """The prompts that a replica keeps.
 
     Args:
         begin: when it is through with what it has begun.
-        places: prompts that it has not begun.
+        prompts: those that it has not begun.
     """
 
-    def __init__(self, begin: float, places: Sequence[Place] = ()) -> None:
+    def __init__(self, begin: float, prompts: Sequence[QueuedPrompt] = ()) -> None:
         self._begin = begin
-        self._places = _kept(begin, sorted(places))
-        self._dues = [place.due for place in self._places]
+        self._prompts = _kept(begin, sorted(prompts))
+        self._dues = [prompt.due for prompt in self._prompts]
         self._ahead = [Ahead(begin)]
-        for place in self._places:
+        for prompt in self._prompts:
             before = self._ahead[-1]
-            until = max(before.until, place.since) + place.seconds
-            self._ahead.append(Ahead(until, max(before.longest, place.seconds)))
+            until = max(before.until, prompt.since) + prompt.seconds
+            self._ahead.append(Ahead(until, max(before.longest, prompt.seconds)))
 
     def ahead(self, due: float) -> Ahead:
         """Return what is computed before a prompt that is due then."""
         return self._ahead[bisect_right(self._dues, due)]
 
-    def plus(self, place: Place, *, yields: bool) -> "Line":
-        """Return the line with one prompt more, which may be given up, or is done in any case."""
+    def plus(self, prompt: QueuedPrompt, *, yields: bool) -> "ReplicaQueue":
+        """Return the queue with one prompt more, which may be given up, or is done in any case."""
         if yields:
-            return Line(self._begin, [*self._places, place])
-        return Line(max(self._begin, place.since) + place.seconds, self._places)
+            return ReplicaQueue(self._begin, [*self._prompts, prompt])
+        return ReplicaQueue(max(self._begin, prompt.since) + prompt.seconds, self._prompts)
 
 
-def _kept(begin: float, places: Sequence[Place]) -> list[Place]:
-    """Leave out the fewest that must be late, the longest first; `places` are in order."""
+def _kept(begin: float, prompts: Sequence[QueuedPrompt]) -> list[QueuedPrompt]:
+    """Leave out the fewest that must be late, the longest first; `prompts` are in order."""
     at, given_up = begin, set()
     kept: list[tuple[float, int]] = []
-    for i, place in enumerate(places):
-        at = max(at, place.since) + place.seconds
-        heapq.heappush(kept, (-place.seconds, i))
-        if at > place.due:
+    for i, prompt in enumerate(prompts):
+        at = max(at, prompt.since) + prompt.seconds
+        heapq.heappush(kept, (-prompt.seconds, i))
+        if at > prompt.due:
             seconds, longest = heapq.heappop(kept)
             given_up.add(longest)
             at += seconds
-    return [place for i, place in enumerate(places) if i not in given_up]
+    return [prompt for i, prompt in enumerate(prompts) if i not in given_up]
