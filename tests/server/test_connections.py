@@ -15,7 +15,12 @@ import pytest
 import uvicorn
 
 from twolane.common.garbage import uncollected
-from twolane.server.http.connection import CONNECTION, ConnectionLimits, connection_class
+from twolane.server.http.connection import (
+    CONNECTION,
+    SMALL_CHUNKS,
+    ConnectionLimits,
+    connection_class,
+)
 
 from .conftest import TINY
 from .serving import serving, wait_for
@@ -82,6 +87,29 @@ def test_a_plain_head_is_taken_however_it_is_cut(tiny):
             time.sleep(0.002)
             client.sendall(head[cut:])
             assert client.recv(12) == b"HTTP/1.1 200"
+
+
+@pytest.mark.parametrize(
+    ("chunk", "count", "status"),
+    [
+        (b" ", SMALL_CHUNKS - 99, b"200"),
+        (b" ", SMALL_CHUNKS + 99, b"400"),
+        (b" " * 999, 4000, b"200"),
+    ],
+)
+def test_a_body_in_very_many_small_chunks_is_refused(tiny, chunk, count, status):
+    """400,000 chunks of one byte kept other clients waiting for six seconds."""
+    head = JSON + b"Transfer-Encoding: chunked\r\nConnection: close\r\n\r\n"
+    data = b"%x\r\n%b\r\n" % (len(chunk), chunk) * count + CHUNKED
+    for _ in range(2):  # each connection counts its own
+        assert sent(tiny, head + data).startswith(b"HTTP/1.1 " + status)
+
+
+def test_chunks_are_counted_for_each_body(tiny):
+    head = JSON + b"Transfer-Encoding: chunked\r\n"
+    data = b"\r\n" + b"1\r\n \r\n" * (SMALL_CHUNKS - 99) + CHUNKED
+    answers = sent(tiny, (head + data) * 2 + head + b"Connection: close\r\n" + data)
+    assert answers.count(b"HTTP/1.1 200 ") == 3
 
 
 @pytest.fixture(scope="module")
