@@ -231,3 +231,12 @@ def test_decisions_are_timed(tmp_path):
     run("fleet.py", "--decide", "--replicas", 2, "--rounds", 4, "--out", out, cwd=tmp_path)
     (found,) = saved(out)["decisions"]
     assert 0 < found["decide_p50"] <= found["decide_p90"]
+
+
+def test_no_router_holds_more_than_all_servers_as_one(tmp_path):
+    out = tmp_path / "bound.json"
+    words = ("--dataset", "conversation", "--replicas", 2, "--requests", 60, "--seeds", 1)
+    run("fleet_bound.py", *words, "--out", out, cwd=tmp_path)
+    found = saved(out)["goodput"]["conversation"]
+    assert 15 < found["round-robin"][0] <= found["pooled"][0]
+    assert found["exact"][0] <= found["pooled"][0]
