@@ -182,4 +182,6 @@ def restless(seed: int) -> Any:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    sys.stdout.flush()
+    os._exit(code)  # nothing at the exit may wait for a GPU
