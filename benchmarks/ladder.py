@@ -45,7 +45,7 @@ from twolane.workload.prompts import PromptMaker, TokenRange
 from twolane.workload.spec import WorkloadSpec
 from twolane.workload.traces import TraceRequest
 
-BEFORE = 0.2
+BEFORE = 1.0
 """Seconds from the start of an engine to the first step."""
 IN_TIME = 0.99
 """Share of a step's requests whose first token must be in time, and percentile of its gaps."""
@@ -205,7 +205,10 @@ def serve(given: argparse.Namespace, machine: Any, config: EngineConfig, ladder:
         if isinstance(lanes, SimLanes):
             run(built.engine, SimPort(lanes, arrivals, ledger.hear))
         else:
-            ended = lambda: len(ledger.served) == len(requests) and not built.engine.state.flights  # noqa: E731
+
+            def ended() -> bool:
+                return len(ledger.served) == len(requests) and not built.engine.state.flights
+
             run(built.engine, LivePort(lanes.clock, arrivals, ledger.hear, ended, news))
     finally:
         built.close()
@@ -215,7 +218,7 @@ def serve(given: argparse.Namespace, machine: Any, config: EngineConfig, ladder:
 def steps_of(
     given: argparse.Namespace, ladder: Ladder, begin: float, records: Sequence[Record]
 ) -> list[dict[str, Any]]:
-    """What came of each step, until the first that does not hold what it is judged by."""
+    """What came of each step; no step holds above one that does not."""
     ends = begin + len(ladder.rates) * given.seconds
     found, held = [], True
     for step, rate in enumerate(ladder.rates):
