@@ -38,10 +38,15 @@ def sent(served, data):
     """Send bytes; return all that comes until the server closes, or None if it does not."""
     with socket.create_connection(address(served), timeout=30) as client:
         client.sendall(data)
+        answer = b""
         try:
-            return b"".join(iter(lambda: client.recv(65536), b""))
+            while part := client.recv(65536):
+                answer += part
+        except ConnectionResetError:  # it was closed before all was read
+            pass
         except TimeoutError:
             return None
+        return answer
 
 
 BODY = b'{"prompt":[5],"max_tokens":1}'

@@ -80,7 +80,7 @@ _SHORTLIST = 4
 """Ways of the own kernel that are timed in layers."""
 COLD_BYTES = 200 << 20
 """Weights that one timing reads: the L2 cache (60 MB) must not serve them."""
-MOST_TIMED = 512
+MOST_TIMED = 128
 """One timing queues at most this many products; the weights of a model whose layers are so small
 come from the L2 cache when it is served, too."""
 
