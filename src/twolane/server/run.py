@@ -31,7 +31,8 @@ from twolane.server.http.entry import Entry
 from twolane.server.options import ServerOptions
 from twolane.server.service import Service
 
-if TYPE_CHECKING:  # needs an extra
+if TYPE_CHECKING:  # one takes long to import, the other needs an extra
+    from fastapi import FastAPI
     from opentelemetry.sdk.trace import TracerProvider
 
 log = logging.getLogger("twolane.server")
@@ -132,8 +133,8 @@ async def run(config: EngineConfig, options: ServerOptions) -> int:
                 )
             )
             # Its libraries take half a second, in which the engine loads the model.
-            app = asyncio.to_thread(import_module, "twolane.server.app")
-            await asyncio.gather(first_of(starting, stop.asked.wait()), app)
+            importing = asyncio.to_thread(import_module, "twolane.server.app")
+            await asyncio.gather(first_of(starting, stop.asked.wait()), importing)
         if not starting.done() or starting.exception() is not None:
             await give_up(starting, server, serving)
             return 0
@@ -145,18 +146,7 @@ async def run(config: EngineConfig, options: ServerOptions) -> int:
             service.tracing = Tracing(provider, engine, name)
         ticking = asyncio.create_task(tick(service))
         try:
-            from twolane.server.app import create_app
-
-            entry.app = create_app(
-                service,
-                api_keys=options.api_keys,
-                max_body_bytes=options.max_body_bytes,
-                cors_origins=options.cors_origins,
-                stored_response_bytes=options.stored_response_bytes,
-                ignore_unknown_fields=options.unknown_fields == "warn",
-                admin_endpoints=options.admin_endpoints,
-                lora_endpoints=config.lora_endpoints,
-            )
+            entry.app = await application(service, config, options)
             garbage.leave_out(garbage.OLDER_BESIDE_CLIENTS)
             announce(announcement(engine.ready, config, name, address_of(listener)))
             return await serve_until_stopped(service, server, serving, stop, options)
@@ -166,6 +156,25 @@ async def run(config: EngineConfig, options: ServerOptions) -> int:
                 await service.tracing.close()
             await service.close()
             await engine.close(patience=0.0 if stop.insisted.is_set() else CLOSE_SECONDS)
+
+
+async def application(service: Service, config: EngineConfig, options: ServerOptions) -> "FastAPI":
+    """Return what serves HTTP, with its description: to make that takes a quarter of a second, for
+    which no stream is to wait."""
+    from twolane.server.app import create_app
+
+    app = create_app(
+        service,
+        api_keys=options.api_keys,
+        max_body_bytes=options.max_body_bytes,
+        cors_origins=options.cors_origins,
+        stored_response_bytes=options.stored_response_bytes,
+        ignore_unknown_fields=options.unknown_fields == "warn",
+        admin_endpoints=options.admin_endpoints,
+        lora_endpoints=config.lora_endpoints,
+    )
+    await asyncio.to_thread(app.openapi)  # which keeps it
+    return app
 
 
 def check_adapter_names(config: EngineConfig, options: ServerOptions) -> None:
