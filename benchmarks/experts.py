@@ -38,6 +38,8 @@ CONTEXT = 2048
 ROWS = (1, 8, 16, 32, 64)
 CLIFF_ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 PROMPTS = (256, 512, 1024)
+COUNTED = 40
+"""Steps of each size whose experts an estimator sees counted with `--again`."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,11 @@ class Asked:
 
     def __str__(self) -> str:
         return f"{self.rows}+{self.new} on {self.units}"
+
+    @classmethod
+    def parse(cls, text: str) -> "Asked":
+        """Return what `str` has made a text of."""
+        return cls(*(int(part) for part in text.replace(" on ", "+").split("+")))
 
     @property
     def launch(self) -> LaunchShape:
@@ -181,9 +188,9 @@ def profile(rig: Rig, seconds: float, path: Path) -> Profile:
     return taken
 
 
-def predictions(taken: Profile, took: Mapping[Asked, float], details: dict) -> list[Figure]:
+def predictions(estimator: Calibrated, took: Mapping[Asked, float], details: dict) -> list[Figure]:
     """What the calibrated estimator says of the passes that were measured."""
-    estimator, errors = Calibrated(taken), {}
+    errors = {}
     print("rows + prompt tokens on SMs: measured, predicted, ms", flush=True)
     for asked, seconds in took.items():
         predicted = estimator.predict(asked.launch, asked.units)
@@ -191,7 +198,6 @@ def predictions(taken: Profile, took: Mapping[Asked, float], details: dict) -> l
         line = f"  {asked!s:>16}: {seconds * 1e3:7.2f} {predicted * 1e3:7.2f}"
         print(f"{line} {100 * errors[str(asked)]:+.1f} %", flush=True)
     details["predicted_over_measured_less_1"] = errors
-    details["profile"] = {"points": len(taken.done()), "seconds": taken.seconds}
     return [
         at_most(f"estimator's worst error, {kind}", max(map(abs, some)), 0.1)
         for kind, some in (
@@ -199,6 +205,22 @@ def predictions(taken: Profile, took: Mapping[Asked, float], details: dict) -> l
             ("passes with a prompt", [errors[str(asked)] for asked in took if asked.new]),
         )
     ]
+
+
+def again(measured: Path, taken: Profile, out: Path | None) -> list[Figure]:
+    """Predict the passes of a file of results by another profile, which has seen the numbers of
+    experts that steps have read there, as one in use sees them."""
+    there = json.loads(measured.read_text())["details"]
+    took = {Asked.parse(name): ms / 1e3 for name, ms in there["passes_ms"].items()}
+    estimator, details = Calibrated(taken), {"measured": measured.name}
+    counts = {name: count for name, count in there.items() if name.startswith("experts_")}
+    for _ in range(COUNTED):
+        for name, count in counts.items():
+            estimator.observe_experts(int(name.removeprefix("experts_")), count["read"])
+    figures = predictions(estimator, took, details)
+    if out:
+        save(out, provenance([measured.name]), {"figures": figures, "details": details})
+    return figures
 
 
 def started(args: argparse.Namespace) -> Rig:
@@ -218,8 +240,13 @@ def main() -> int:
     parser.add_argument("--quantization", choices=("fp8",), help="see `twolane serve`")
     parser.add_argument("--profile", type=float, default=0.0, help="seconds, and predict by it")
     parser.add_argument("--parts", action="store_true", help="and one row's time, by breakdown.py")
+    parser.add_argument("--again", type=Path, help="results whose passes are predicted, no GPU")
+    parser.add_argument("--by", type=Path, help="the profile that predicts them")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    if args.again:
+        show(again(args.again, Profile.read(args.by), args.out))
+        return 0
     rate, details = reading_rate(), {}
     form = args.quantization or "bf16"
     about = [args.model, form, f"skew {args.router_skew}", f"{args.ranks} GPUs"]
@@ -241,7 +268,8 @@ def main() -> int:
     if args.profile and args.ranks == 1:
         path = args.out or Path("experts.json")
         taken = profile(rig, args.profile, path.with_name(f"{path.stem}-profile.json"))
-        figures += predictions(taken, took, details)
+        details["profile"] = {"points": len(taken.done()), "seconds": taken.seconds}
+        figures += predictions(Calibrated(taken), took, details)
         show(figures[-2:])
         keep()
     if args.parts:
