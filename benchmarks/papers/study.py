@@ -108,6 +108,9 @@ class Run:
     """Name and settings, as `twolane bench goodput --system` takes them."""
     search: bool = False
     """Whether the highest rate is searched at which P99 TBT keeps the SLO."""
+    told: bool = False
+    """Whether the system is told the bound on TTFT by which the search judges; MuxWise and Drift
+    assume one of their own where there is none."""
 
 
 @dataclass(frozen=True)
@@ -315,11 +318,12 @@ def engine(run: Run, model: str) -> EngineConfig:
     """Settings of the engine that a run simulates."""
     system, options = parse_system(run.system)
     load = run.load
+    bound = {"ttft": UNSTABLE["ttft"], "ttft_per_token": UNSTABLE["ttft_per_1k"] / 1024}
     return EngineConfig(
         model=model,
         system=system,
         options=options,
-        slo=Slo(tbt=load.tbt),
+        slo=Slo(tbt=load.tbt, **bound) if run.told else Slo(tbt=load.tbt),
         tbt_buffer=0.0,  # the papers' servers hold no tokens back
         levels=load.levels,
         prefix_cache=load.prefix_cache,
