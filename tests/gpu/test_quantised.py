@@ -127,7 +127,7 @@ def test_every_way_of_four_bits(rows: int, group: int) -> None:
             for way in ways:
                 products.ways = {case: {rows: way}}
                 with torch.cuda.stream(stream):
-                    outs = [old[:, : right.shape[1]].contiguous() for _ in range(3)]
+                    outs = [old[:, : right.shape[1]].clone() for _ in range(3)]
                     for out in outs:
                         if operation == "gate_up_silu":
                             products.gate_up_silu(x, matrix, None, torch.empty_like(old), out)
