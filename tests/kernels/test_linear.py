@@ -217,6 +217,31 @@ def test_four_bits_are_widened_for_a_library(
     torch.testing.assert_close(act.float(), silu, atol=0.3, rtol=0.02)
 
 
+@pytest.mark.parametrize("operation", ["linear", "add_linear", "gate_up_silu"])
+def test_a_kernel_of_four_bits_that_is_wrong_is_not_chosen(
+    operation: linear.Operation, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel is replaced by a product that is right in one kind of tiles and wrong in another;
+    a product that is not a number is wrong, too."""
+    draw = torch.Generator().manual_seed(0)
+    weight = in_registers(quantised(torch.randn(64, 128, generator=draw), "int4_g128").to(device))
+    meant, case = weight.dequantised(), Case.of(operation, weight)
+    right, wrong, broken = (
+        Way(variant=skinny_gemm.Variant(n, 16, swap=True, group=128), blocks=n) for n in (64, 1, 2)
+    )
+
+    def launch(variant, blocks, x, values, bias, out, scratch, *, residual, **_) -> None:
+        product = x.float() @ meant.T
+        out.copy_((product + out if residual else product).to(out.dtype))
+        if blocks < 64:
+            out[0] = 2 * out[0] if blocks == 1 else torch.nan
+
+    monkeypatch.setattr(skinny_gemm, "launch", launch)
+    monkeypatch.setattr(Products, "scratch", lambda self, device: None)
+    kept = Products(8)._agreeing([CUBLAS, right, wrong, broken], case, 3, weight)
+    assert kept == [CUBLAS, right]
+
+
 @pytest.mark.parametrize("biased", [False, True])
 def test_untuned_gate(biased: bool, device: str) -> None:
     draw = torch.Generator().manual_seed(0)

@@ -11,6 +11,7 @@ worth more. What was found is kept on disk.
 """
 
 import json
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -28,6 +29,8 @@ from twolane.kernels.products.widening import parts, widen
 from twolane.kernels.runtime import nvrtc
 from twolane.kernels.runtime.timing import graph_seconds
 from twolane.kernels.sizes import SIZES
+
+log = logging.getLogger("twolane.kernels")
 
 Operation = Literal["linear", "add_linear", "gate_up_silu", "logits", "experts"]
 """What a product does; `kernels.experts` does those with the matrices of "experts"."""
@@ -76,6 +79,8 @@ MARGIN = 1.02
 LAYER_MARGIN = 1.003
 """The same for whole layers, whose times are steadier."""
 _REPEATS, _LAYER_REPEATS = 3, 7
+APART = 0.02
+"""Relative difference of a product to the library's beyond which it is wrong, not only rounded."""
 _SHORTLIST = 4
 """Ways of the own kernel that are timed in layers."""
 COLD_BYTES = 200 << 20
@@ -240,7 +245,8 @@ class Products:
         for count in missing:
             times = {
                 case: {
-                    way: self._seconds(way, case, count, weights) for way in candidates[case, count]
+                    way: self._seconds(way, case, count, weights)
+                    for way in self._agreeing(candidates[case, count], case, count, weights[0])
                 }
                 for case, weights in uses.items()
             }
@@ -253,6 +259,35 @@ class Products:
         for case in uses:
             found = {**self.ways.get(case, {}), **{count: known[case, count] for count in asked}}
             self.ways[case] = dict(sorted(found.items()))
+
+    def _agreeing(
+        self, ways: Sequence[Way], case: Case, rows: int, weight: Stored
+    ) -> Sequence[Way]:
+        """The ways whose products, of random rows, are the library's but for rounding.
+
+        Only those of four bits are tried: their kernel is new on GPUs.
+        """
+        if case.scheme not in skinny_gemm.INT4_GROUPS:
+            return ways
+        draw = torch.Generator(weight.values.device).manual_seed(rows)
+        x = torch.randn(rows, case.k, generator=draw, device=weight.values.device).bfloat16()
+        gated = case.operation == "gate_up_silu"
+
+        def product(way: Way) -> Tensor:
+            wide = x.new_zeros(rows, case.n)
+            if not gated:
+                self._run(way, case.operation, x, weight, None, wide)
+                return wide.float()
+            out = x.new_zeros(rows, case.n // 2)
+            self._gate_up_silu(way, x, weight, None, wide, out)
+            return out.float()
+
+        right = product(CUBLAS)
+        most = APART * float(right.norm())
+        kept = [w for w in ways if w.variant is None or float((product(w) - right).norm()) <= most]
+        for way in set(ways) - set(kept):
+            log.warning("%s of %d rows: %s is wrong here and not used", case, rows, way.name)
+        return kept
 
     def way(self, operation: Operation, rows: int, weight: Stored) -> Way:
         """How this many rows are multiplied with such a weight: as the next more that were timed,
