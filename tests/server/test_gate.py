@@ -1,5 +1,6 @@
 """Keys, ids and bounds, as clients see them on the wire."""
 
+import asyncio
 import http.client
 import json
 import os
@@ -7,6 +8,9 @@ import urllib.parse
 from pathlib import Path
 
 import pytest
+
+from twolane.server.http.bodies import FREE_BYTES, ArrivingBytes, Body
+from twolane.server.http.errors import ApiError
 
 from .serving import serving
 
@@ -166,3 +170,38 @@ def test_the_docs_need_a_key_and_no_third_party(guarded):
     assert "default-src 'none'" in headers["Content-Security-Policy"]
     assert b"<script src=" not in page
     assert b"cdn." not in page
+
+
+def test_bodies_that_arrive_at_once_are_bounded_together_and_for_each_client():
+    """Thirty clients that sent 31 MiB each without an end held 1 GiB."""
+    part = {"type": "http.request", "body": bytes(FREE_BYTES), "more_body": True}
+    arriving = ArrivingBytes(8 * FREE_BYTES)
+
+    def body(client):
+        async def receive():
+            return part
+
+        return Body(receive, 1 << 30, arriving, client)
+
+    async def read(body, parts):
+        for _ in range(parts):
+            await body.receive()
+
+    async def run():
+        ours, ours_too, theirs, small = map(body, ["we", "we", "they", "else"])
+        await read(ours, 1 + 3)
+        with pytest.raises(ApiError, match="too many large bodies"):
+            await read(ours_too, 1 + 2)  # we have half
+        await read(theirs, 1 + 4)
+        with pytest.raises(ApiError, match="too many large bodies"):
+            await read(small, 1 + 1)
+        await read(body("else"), 1)
+        ours.end()
+        ours_too.end()
+        await read(small, 1)
+        part["more_body"] = False
+        await read(theirs, 1)
+        await read(small, 1)
+
+    asyncio.run(run())
+    assert (arriving._together, dict(arriving._held)) == (0, {})

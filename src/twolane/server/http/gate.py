@@ -12,6 +12,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from twolane.server.http.bodies import ARRIVING_BYTES, ArrivingBytes, Body, too_large
 from twolane.server.http.calls import set_reason
 from twolane.server.http.errors import ApiError, error_for
 
@@ -55,6 +56,7 @@ class Gate:
         self._app = app
         self._keys = [digest(key.encode()) for key in api_keys]
         self._max_body_bytes = max_body_bytes
+        self._arriving = ArrivingBytes(max(ARRIVING_BYTES, 4 * max_body_bytes))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
@@ -74,7 +76,11 @@ class Gate:
             return
         if (call := scope.get("state", {}).get("call")) is not None:
             call.key = key
-        await self._app(scope, self._bounded(receive), send)
+        body = Body(receive, self._max_body_bytes, self._arriving, CLIENT.get())
+        try:
+            await self._app(scope, body.receive, send)
+        finally:
+            body.end()
 
     def _check_key(self, path: str, headers: Headers) -> int | None:
         """Return the number of the key that a request brings; None: it needs none."""
@@ -102,25 +108,7 @@ class Gate:
 
     def _check_length(self, length: str) -> None:
         if length.isascii() and length.isdigit() and int(length[:20]) > self._max_body_bytes:
-            raise self._too_large()
-
-    def _too_large(self) -> ApiError:
-        message = f"the body is larger than {self._max_body_bytes} bytes"
-        return ApiError(413, message, code="body_too_large", headers={"Connection": "close"})
-
-    def _bounded(self, receive: Receive) -> Receive:
-        """Give up a body that turns out too long; how long it may take, `Connection` bounds."""
-        read = 0
-
-        async def bounded() -> Message:
-            nonlocal read
-            message = await receive()
-            read += len(message.get("body", b""))
-            if read > self._max_body_bytes:
-                raise self._too_large()
-            return message
-
-        return bounded
+            raise too_large(self._max_body_bytes)
 
 
 def check_room(scope: Scope) -> None:
