@@ -12,7 +12,8 @@ import asyncio
 import itertools
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,7 @@ import torch
 
 from twolane.engine.config import EngineConfig
 from twolane.engine.constrained.constraints import Grammars, Masks
-from twolane.engine.messages import Output, Submit
+from twolane.engine.messages import Output, Progress, Submit
 from twolane.frontend.engine_client import EngineClient
 from twolane.frontend.structured.grammar import json_schema_grammar
 from twolane.frontend.text.tokenizer import load_tokenizer
@@ -104,6 +105,11 @@ def figures(found: Sequence[Sequence[float]]) -> dict[str, float]:
     return {"median_ms": 1e3 * statistics.median(together), "p99_ms": 1e3 * p99}
 
 
+def told(step: Progress) -> None:
+    """Print a step of the engine's start, which may take a minute on a GPU."""
+    print(f"{time.strftime('%T')} {step.stage} {step.fraction:.2f}", flush=True)
+
+
 async def measure(given: argparse.Namespace, tokenizer: str) -> dict[str, object]:
     """Decode batches of one size, some of whose rows are constrained; the first of each round has
     none."""
@@ -112,11 +118,12 @@ async def measure(given: argparse.Namespace, tokenizer: str) -> dict[str, object
         load_format=given.load_format,
         device=given.device,
         system=given.system,
+        levels=given.levels and tuple(given.levels),
         max_model_len=given.prompt + given.tokens + 16,
         prefix_cache=False,
         trace=given.trace,
     )
-    client = await EngineClient.start(config)
+    client = await EngineClient.start(config, told)
     runs: dict[int, dict[str, list[dict[str, float]]]] = {}
     try:
         client.teach(tokenizer)
@@ -206,6 +213,7 @@ def main() -> None:
     parser.add_argument("--load-format", default="dummy")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--system", default="static-split")
+    parser.add_argument("--levels", type=int, nargs="*", help="of the decode lane; few start soon")
     parser.add_argument("--schema", choices=SCHEMAS, default="bounded")
     parser.add_argument("--tokenizer", type=Path, help="tokenizer.json; default: the embedded one")
     parser.add_argument("--vocab-size", type=int, default=151_936)
@@ -223,15 +231,22 @@ def main() -> None:
         tokenizer = load_tokenizer(resolve("smollm2-135m-instruct")).backend.to_str()
     else:
         tokenizer = given.tokenizer.read_text()
-    found = asyncio.run(measure(given, tokenizer))
-    found |= mask_costs(given, tokenizer)
-    if torch.cuda.is_available():
-        found |= upload_costs(given)
-    for part, values in found.items():
-        print(part, values)
-    if given.out is not None:
-        workload = {k: str(v) for k, v in vars(given).items() if k != "out"}
-        save(given.out, provenance(workload), found)
+    workload = {k: str(v) for k, v in vars(given).items() if k != "out"}
+    found: dict[str, object] = {}
+    for part in (lambda: asyncio.run(measure(given, tokenizer)), *parts_of(given, tokenizer)):
+        found |= part()
+        if given.out is not None:  # what was measured before a run is broken off is kept
+            save(given.out, provenance(workload), found)
+    for name, values in found.items():
+        print(name, values)
+
+
+def parts_of(
+    given: argparse.Namespace, tokenizer: str
+) -> Sequence[Callable[[], dict[str, object]]]:
+    """What measures the parts of a step by themselves."""
+    masks = partial(mask_costs, given, tokenizer)
+    return (masks, partial(upload_costs, given)) if torch.cuda.is_available() else (masks,)
 
 
 if __name__ == "__main__":

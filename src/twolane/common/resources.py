@@ -1,5 +1,6 @@
 """What of this machine a process may use: cores, memory and files."""
 
+import contextlib
 import os
 import resource
 import sys
@@ -21,9 +22,11 @@ def usable_cores() -> list[int]:
 
 def yield_processor(niceness: int) -> None:
     """Have this thread yield to others in its claim on the processor, by so much more than now; see
-    nice(2). Only Linux has a claim for each thread: elsewhere nothing changes."""
-    if sys.platform == "linux":
-        thread = threading.get_native_id()
+    nice(2). Where threads have no claims of their own, or may not change them, nothing changes."""
+    if sys.platform != "linux":
+        return
+    thread = threading.get_native_id()
+    with contextlib.suppress(OSError):  # a sandbox may forbid it
         more = os.getpriority(os.PRIO_PROCESS, thread) + niceness
         os.setpriority(os.PRIO_PROCESS, thread, more)
 

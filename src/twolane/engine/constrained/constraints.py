@@ -20,6 +20,14 @@ KEPT_BYTES = 4 << 20
 is compiled."""
 COMPILER_NICENESS = 5
 """By so much the thread that compiles grammars yields to those that decode; see nice(2)."""
+SLICES = (
+    r"[\x20\x0A\x0D\x09]+",
+    *[rf'[^"\\\x00-\x1F\x7F]{{1,{most}}}' for most in (4, 8, 16, 30)],
+    r'[^"\\\x00-\x1F\x7F]+',
+)
+"""Tokens that match one of these, the first that does, are looked at together: space, and text of a
+string of so many characters. With llguidance's own, which lack 4, 8 and 16, the masks of strings
+that are bounded take a third longer at their 99th percentile."""
 MOST_THREADS = 8
 """Masks are computed in at most this many threads."""
 
@@ -94,7 +102,8 @@ class Constraint:
 class Masks:
     """Computes masks beside the loop, those of a call side by side.
 
-    One call of the library computes all of them, because each return to Python waits for its lock.
+    One call of the library computes all of them, because each return to Python waits for the
+    interpreter's lock.
 
     Args:
         notify: called from a thread when the masks of a call are there.
@@ -211,7 +220,9 @@ class Grammars:
         """
         if self._vocabulary is None:
             try:
-                self._vocabulary = LLTokenizer(self._tokenizer, eos_token=list(self._eos))
+                self._vocabulary = LLTokenizer(
+                    self._tokenizer, eos_token=list(self._eos), slices=list(SLICES)
+                )
             except ValueError as error:
                 raise GrammarError(f"the model's tokenizer does not serve: {error}") from error
         return self._vocabulary
