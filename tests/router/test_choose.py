@@ -9,7 +9,7 @@ import pytest
 from twolane.common.page_hash import page_hashes
 from twolane.common.prefix_digest import Landmarks, PrefixBook, is_landmark
 from twolane.common.prompt_work import UNKNOWN, PromptPace, PromptWork, WaitingPrompt
-from twolane.router.choose import TURNS, Chosen, Refused, choose
+from twolane.router.choose import TURNS, Chosen, NoReplica, choose
 from twolane.router.policies import POLICIES
 from twolane.router.state import FORMAT, Ask, ReplicaState
 from twolane.router.table import Table
@@ -106,7 +106,7 @@ def test_a_prefix_that_is_on_its_way_is_found() -> None:
 def test_nobody_is_sent_what_comes_too_late_and_the_client_is_told_when() -> None:
     asked, queue = ask(), round((3 + SLO.ttft) / TOKEN_SECONDS)
     refused = choose(asked, table(a=state(queue), b=state(2 * queue)).views(asked, 0.0))
-    assert isinstance(refused, Refused)
+    assert isinstance(refused, NoReplica)
     assert refused.retry_after == 4  # three seconds of queue, and 0.2 of its own
     barely = round(0.99 * SLO.ttft / TOKEN_SECONDS) - 2000
     assert sent_to(table(a=state(barely)), asked) == "a"
@@ -129,14 +129,14 @@ def test_a_short_prompt_waits_for_those_alone_that_are_kept_before_it() -> None:
     in_order = table(a=state(14_000))
     assert in_order.views(asked, 0.0)[0].wait == pytest.approx(14_000 * TOKEN_SECONDS)
     assert sent_to(given_up, asked) == "a"
-    assert isinstance(choose(asked, in_order.views(asked, 0.0)), Refused)
+    assert isinstance(choose(asked, in_order.views(asked, 0.0)), NoReplica)
 
 
 def test_what_a_replica_has_begun_is_not_given_up() -> None:
     asked = ask()
     [view] = table(a=waiting((4000, 0.95), begun=5000)).views(asked, 0.0)
     assert view.wait == pytest.approx(9000 * TOKEN_SECONDS)
-    assert isinstance(choose(asked, table(a=waiting(begun=9000)).views(asked, 0.0)), Refused)
+    assert isinstance(choose(asked, table(a=waiting(begun=9000)).views(asked, 0.0)), NoReplica)
 
 
 def test_a_prompt_goes_where_no_other_is_given_up_for_it() -> None:
@@ -144,7 +144,9 @@ def test_a_prompt_goes_where_no_other_is_given_up_for_it() -> None:
     assert sent_to(table(a=waiting((9000, 0.95)), b=state(7000)), asked) == "b"
     assert sent_to(table(a=waiting((9000, 0.95)), b=state(9000)), asked) == "a"
     longest = ask(range(100_000, 109_500))
-    assert isinstance(choose(longest, table(a=waiting((9000, 0.95))).views(longest, 0.0)), Refused)
+    assert isinstance(
+        choose(longest, table(a=waiting((9000, 0.95))).views(longest, 0.0)), NoReplica
+    )
 
 
 def test_prompts_that_were_sent_since_give_way_too() -> None:
@@ -171,7 +173,7 @@ def test_without_a_bound_or_a_speed_nobody_is_refused() -> None:
 
 def test_a_requests_own_bound_goes_before_the_replicas() -> None:
     asked = ask(ttft=0.05)
-    assert isinstance(choose(asked, table(a=state()).views(asked, 0.0)), Refused)
+    assert isinstance(choose(asked, table(a=state()).views(asked, 0.0)), NoReplica)
 
 
 def test_no_replica_starves_beside_one_that_has_the_prefix() -> None:
@@ -202,7 +204,7 @@ def test_a_session_stays_while_that_is_not_dearer() -> None:
 @pytest.mark.parametrize("change", [{"draining": True}, {"ready": False}, {"format": FORMAT + 1}])
 def test_a_replica_that_takes_nothing_is_sent_nothing(change) -> None:
     asked = ask()
-    assert choose(asked, table(a=state(**change)).views(asked, 0.0)) == Refused(
+    assert choose(asked, table(a=state(**change)).views(asked, 0.0)) == NoReplica(
         1, "no replica is ready"
     )
     assert sent_to(table(a=state(**change), b=state(7000)), asked) == "b"
@@ -234,7 +236,7 @@ def test_every_router_serves_with_what_is_ready(router) -> None:
         chosen.append(choice.name)
     assert set(chosen) == {"a", "b"}
     none = table(c=state(draining=True))
-    assert isinstance(policy(ask(), none.views(ask(), 0.0)), Refused)
+    assert isinstance(policy(ask(), none.views(ask(), 0.0)), NoReplica)
 
 
 def test_the_cost_of_a_decision_grows_with_the_replicas_and_no_faster() -> None:

@@ -22,7 +22,7 @@ from starlette.types import Message, Receive, Scope, Send
 from twolane.common.prefix_digest import Landmarks
 from twolane.fleet.metrics import CONTENT_TYPE, FleetMetrics
 from twolane.fleet.pool import Member, Pool
-from twolane.router.choose import Chosen, Refused
+from twolane.router.choose import Chosen, NoReplica
 from twolane.router.policies import Policy
 from twolane.router.state import Ask
 from twolane.router.table import Sent
@@ -265,7 +265,7 @@ class Ingress:
                 raise ApiError(503, "no replica is ready", code="unavailable", headers=headers)
             await asyncio.sleep(self._pool.options.probe_seconds)
         choice = self._policy(ask, views)
-        if isinstance(choice, Refused):
+        if isinstance(choice, NoReplica):
             headers = _retry(choice.retry_after)
             raise ApiError(429, choice.reason, code="refused", headers=headers)
         assert isinstance(choice, Chosen)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from twolane.common.prompt_work import UNKNOWN, PromptPace, PromptWork
 from twolane.router.state import Ask
-from twolane.router.table import View
+from twolane.router.table import ReplicaView
 
 WORK = 8.0
 """The most weight of a request's own computation against the seconds that it waits."""
@@ -40,7 +40,7 @@ class Chosen(NamedTuple):
     """Prompt tokens that the replica has."""
 
 
-class Refused(NamedTuple):
+class NoReplica(NamedTuple):
     """No replica can answer in time."""
 
     retry_after: int
@@ -49,7 +49,7 @@ class Refused(NamedTuple):
 
 
 class _Estimate(NamedTuple):
-    view: View
+    view: ReplicaView
     ttft: float
     """Seconds to the first token."""
     cost: float
@@ -58,7 +58,7 @@ class _Estimate(NamedTuple):
     """Whether a longer prompt is given up for it."""
 
 
-def choose(ask: Ask, views: Sequence[View]) -> Chosen | Refused:
+def choose(ask: Ask, views: Sequence[ReplicaView]) -> Chosen | NoReplica:
     """Return the replica for a request, or why none should have it.
 
     Args:
@@ -66,7 +66,7 @@ def choose(ask: Ask, views: Sequence[View]) -> Chosen | Refused:
         views: the replicas that could be sent it, as `Table.views` gives them.
     """
     if not views:
-        return Refused(RETRY_SECONDS[0], "no replica is ready")
+        return NoReplica(RETRY_SECONDS[0], "no replica is ready")
     usual, work = _usual_pace(views), _work_weight(views)
     estimates = [_estimate(ask, view, view.pace or usual, work) for view in views]
     in_time = [each for each in estimates if each.view.ttft is None or each.ttft <= each.view.ttft]
@@ -82,19 +82,19 @@ def choose(ask: Ask, views: Sequence[View]) -> Chosen | Refused:
     return _chosen(best)
 
 
-def _usual_pace(views: Sequence[View]) -> PromptPace:
+def _usual_pace(views: Sequence[ReplicaView]) -> PromptPace:
     """The middle pace of the replicas that know theirs."""
     known = [view.pace for view in views if view.pace]
     known.sort(key=lambda pace: pace.seconds(USUAL))
     return known[len(known) // 2] if known else UNKNOWN
 
 
-def _work_weight(views: Sequence[View]) -> float:
+def _work_weight(views: Sequence[ReplicaView]) -> float:
     """Weight of computing: it delays nobody while a replica is idle, and else those who wait."""
     return min(WORK, 1.0 + min(view.queued.prompts for view in views))
 
 
-def _estimate(ask: Ask, view: View, pace: PromptPace, work: float) -> _Estimate:
+def _estimate(ask: Ask, view: ReplicaView, pace: PromptPace, work: float) -> _Estimate:
     new = max(1, ask.prompt_tokens - view.reused)
     missing = -(-(new + ask.output_tokens) // view.page_size) - view.pages_free
     freed = max(0, missing) * view.page_size  # tokens of others, which must leave first
@@ -119,8 +119,8 @@ def _chosen(estimate: _Estimate) -> Chosen:
     return Chosen(estimate.view.name, estimate.ttft, estimate.view.reused)
 
 
-def _refusal(estimates: Sequence[_Estimate]) -> Refused:
+def _refusal(estimates: Sequence[_Estimate]) -> NoReplica:
     late = min(each.ttft - (each.view.ttft or 0.0) for each in estimates)
     least, most = RETRY_SECONDS
     seconds = min(most, max(least, math.ceil(late)))
-    return Refused(seconds, f"the first token would come {late:.1f} s later than its bound")
+    return NoReplica(seconds, f"the first token would come {late:.1f} s later than its bound")

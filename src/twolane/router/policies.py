@@ -4,15 +4,15 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from twolane.router.choose import Chosen, Refused, choose
+from twolane.router.choose import Chosen, NoReplica, choose
 from twolane.router.state import Ask
-from twolane.router.table import View
+from twolane.router.table import ReplicaView
 
 
 class Policy(Protocol):
     """Chooses a replica; `views` are in order of their names."""
 
-    def __call__(self, ask: Ask, views: Sequence[View]) -> Chosen | Refused:
+    def __call__(self, ask: Ask, views: Sequence[ReplicaView]) -> Chosen | NoReplica:
         """Return the choice for one request, which is then sent there."""
 
 
@@ -22,7 +22,7 @@ class RoundRobin:
     def __init__(self) -> None:
         self._turn = -1
 
-    def __call__(self, ask: Ask, views: Sequence[View]) -> Chosen | Refused:
+    def __call__(self, ask: Ask, views: Sequence[ReplicaView]) -> Chosen | NoReplica:
         """See `Policy`."""
         self._turn += 1
         return _picked(views, lambda: views[self._turn % len(views)])
@@ -34,11 +34,11 @@ class PowerOfTwo:
     def __init__(self, seed: int = 0) -> None:
         self._random = random.Random(seed)
 
-    def __call__(self, ask: Ask, views: Sequence[View]) -> Chosen | Refused:
+    def __call__(self, ask: Ask, views: Sequence[ReplicaView]) -> Chosen | NoReplica:
         """See `Policy`."""
         return _picked(views, lambda: self.pick(views))
 
-    def pick(self, views: Sequence[View]) -> View:
+    def pick(self, views: Sequence[ReplicaView]) -> ReplicaView:
         """Return the better of two."""
         return min(self._random.sample(views, min(2, len(views))), key=lambda view: view.open)
 
@@ -46,7 +46,7 @@ class PowerOfTwo:
 class LeastLoaded:
     """The one with the fewest open requests."""
 
-    def __call__(self, ask: Ask, views: Sequence[View]) -> Chosen | Refused:
+    def __call__(self, ask: Ask, views: Sequence[ReplicaView]) -> Chosen | NoReplica:
         """See `Policy`."""
         return _picked(views, lambda: min(views, key=lambda view: (view.open, -view.passed_over)))
 
@@ -73,14 +73,14 @@ class RayPrefixAware:
         """Landmarks that each replica was sent, with the tokens between it and the one before."""
         self._sizes: dict[str, int] = {}
 
-    def __call__(self, ask: Ask, views: Sequence[View]) -> Chosen | Refused:
+    def __call__(self, ask: Ask, views: Sequence[ReplicaView]) -> Chosen | NoReplica:
         """See `Policy`."""
         chosen = _picked(views, lambda: self._pick(ask, views))
         if isinstance(chosen, Chosen):
             self._insert(chosen.name, ask)
         return chosen
 
-    def _pick(self, ask: Ask, views: Sequence[View]) -> View:
+    def _pick(self, ask: Ask, views: Sequence[ReplicaView]) -> ReplicaView:
         loads = [view.open for view in views]
         if max(loads) - min(loads) >= self._imbalanced:
             return self._two.pick(views)
@@ -110,9 +110,9 @@ class RayPrefixAware:
             before = tokens
 
 
-def _picked(views: Sequence[View], pick: Callable[[], View]) -> Chosen | Refused:
+def _picked(views: Sequence[ReplicaView], pick: Callable[[], ReplicaView]) -> Chosen | NoReplica:
     if not views:
-        return Refused(1, "no replica is ready")
+        return NoReplica(1, "no replica is ready")
     view = pick()
     return Chosen(view.name, 0.0, view.reused)
 

@@ -18,7 +18,7 @@ MOST_SESSIONS = 65_536
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class ReplicaView:
     """One replica as seen for one request."""
 
     name: str
@@ -160,7 +160,7 @@ class Table:
         """Forget a replica."""
         self._replicas.pop(name, None)
 
-    def views(self, ask: Ask, now: float) -> list[View]:
+    def views(self, ask: Ask, now: float) -> list[ReplicaView]:
         """Return the replicas that can be sent a request, in order of their names."""
         home = self._homes.get(ask.session) if ask.session is not None else None
         return [self._view(each, ask, now, home) for each in self._usable(ask)]
@@ -171,12 +171,12 @@ class Table:
             if state.ready and not state.draining and state.format == FORMAT:
                 yield self._replicas[name]
 
-    def _view(self, replica: Replica, ask: Ask, now: float, home: str | None) -> View:
+    def _view(self, replica: Replica, ask: Ask, now: float, home: str | None) -> ReplicaView:
         state = replica.state
         reused = replica.reused(ask)
         bound = replica.bound(ask, reused)
         ahead = replica.queue and replica.queue.ahead(now + (math.inf if bound is None else bound))
-        return View(
+        return ReplicaView(
             name=replica.name,
             queued=replica.queued(),
             pace=state.prompt_pace,
