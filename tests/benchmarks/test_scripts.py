@@ -1,6 +1,7 @@
 """Every benchmark runs: its help everywhere, a tiny size of it where it needs no GPU."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -163,6 +164,22 @@ def test_the_papers_comparisons_run(tmp_path):
     assert "505 ms" in said
 
 
+def test_runs_on_servers_go_system_by_system(monkeypatch):
+    """So that each server is started once, whatever the order of the loads."""
+    monkeypatch.syspath_prepend(str(SCRIPTS / "papers"))
+    import run
+
+    figure = run.EXPERIMENTS["duetserve-fig6"]
+    patterns = ("code 16/s: *", "Mooncake 5/s: DuetServe")
+    named = [name for name, _ in run.chosen(figure, patterns, served=True)]
+    assert named[:3] == [
+        "code 16/s: DuetServe",
+        "Mooncake 5/s: DuetServe",
+        "code 16/s: chunked 8192",
+    ]
+    assert len(named) == 5
+
+
 def test_replays_are_simulated_where_there_is_no_gpu(tmp_path):
     few = ("--length", 2, "--only", "auto-azure-conv", "muxwise-azure-conv")
     run("replay.py", "--gpus", *few, "--work", "work", "--out", "out", cwd=tmp_path)
@@ -203,6 +220,23 @@ def test_every_system_is_compared_on_one_card(tmp_path):
     assert [one["system"] for one in found["found"]] == ["auto", "chunked"]
     auto, chunked = (one["goodput"] for one in found["found"])
     assert found["ratios"] == {"chunked": chunked[0] / auto[0]}
+
+
+def test_a_search_that_is_interrupted_leaves_its_runs(tmp_path):
+    """Ctrl-C after the first run; what follows it is neither searched nor compared."""
+    few = ("qwen3-8b-azure-code-21ms", "--prompts", "8", "--seeds", "1", "--simulate", "h200")
+    words = [sys.executable, "-u", str(SCRIPTS / "one_card.py"), *few, "--out", str(tmp_path)]
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    with subprocess.Popen(words, cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True) as run:
+        assert run.stdout is not None
+        assert run.stdout.readline().startswith("auto at 21 ms")
+        run.send_signal(signal.SIGINT)
+        run.communicate(timeout=240)
+    assert run.returncode == 0
+    found = saved(tmp_path / "simulated/qwen3-8b-azure-code-21ms.json")["found"]
+    assert found[-1]["goodput"] == []
+    assert found[0]["runs"]
+    assert len(found) < 11
 
 
 def test_what_sharing_a_device_costs_is_measured(tmp_path):
