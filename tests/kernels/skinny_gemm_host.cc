@@ -73,6 +73,7 @@ template <class T> static u32 each_half(u32 a, u32 b, T operation) {
     u32 low = narrow<true>(operation(widen<true>(a & 0xffff), widen<true>(b & 0xffff)));
     return low | narrow<true>(operation(widen<true>(a >> 16), widen<true>(b >> 16))) << 16;
 }
+static u32 above_128(u32 word) { return word & 0x000F000F | 0x43004300; }
 static u32 subtract(u32 a, u32 b) { return each_half(a, b, [](float x, float y) { return x - y; }); }
 static u32 scaled(u32 a, u32 b) { return each_half(a, b, [](float x, float y) { return x * y; }); }
 static void multiply_begin() { issued[current].emplace_back(); }

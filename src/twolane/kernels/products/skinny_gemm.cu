@@ -158,6 +158,14 @@ __device__ __forceinline__ void shared_words(u32 (&words)[4], u32 address) {
                  : "r"(address) : "memory");
 }
 
+// bf16 of 128 plus a number of four bits has the number as its lowest bits.
+__device__ __forceinline__ u32 above_128(u32 word) {
+    u32 pair;
+    asm("lop3.b32 %0, %1, %2, %3, 0xEA;"  // a & b | c
+        : "=r"(pair) : "r"(word), "r"(0x000F000F), "r"(0x43004300));
+    return pair;
+}
+
 // Of two pairs of bf16: differences, products.
 __device__ __forceinline__ u32 subtract(u32 a, u32 b) {
     u32 pair;
@@ -583,31 +591,34 @@ __device__ __forceinline__ void prefetch_following(const Arguments& arguments, u
 // What a thread has of a tile of w.
 struct Words {
     u32 numbers[PARTS][2][4];  // of rows 8 apart, each word of 32 columns of K
+    u32 scales[PARTS][2][GROUPS];
 
-    __device__ __forceinline__ void read(u32 tile_w, int row) {
-#pragma unroll
-        for (int p = 0; p < PARTS; ++p)
-#pragma unroll
-            for (int h = 0; h < 2; ++h)
-                shared_words(numbers[p][h],
-                             tile_w + (row + p * 64 + h * 8) * W_LINE + threadIdx.x % 4 * 16);
-    }
-
-    // The fragments of two products, of 16 columns each, from word j.
-    __device__ __forceinline__ void widen(u32 (&out)[PARTS][2][4], int j, u32 scales, int row) const {
+    __device__ __forceinline__ void read(u32 tile_w, u32 tile_scales, int row) {
 #pragma unroll
         for (int p = 0; p < PARTS; ++p)
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
-                const int place = row + p * 64 + h * 8, group = j * 32 / INT4;
-                const u32 both = shared_word(
-                    scales + 4 * ((place / BOX * GROUPS + group) * BOX + place % BOX));
+                const int place = row + p * 64 + h * 8, first = place / BOX * GROUPS;
+                shared_words(numbers[p][h], tile_w + place * W_LINE + threadIdx.x % 4 * 16);
+#pragma unroll
+                for (int g = 0; g < GROUPS; ++g)
+                    scales[p][h][g] =
+                        shared_word(tile_scales + 4 * ((first + g) * BOX + place % BOX));
+            }
+    }
+
+    // The fragments of two products, of 16 columns each, from word j.
+    __device__ __forceinline__ void widen(u32 (&out)[PARTS][2][4], int j) const {
+#pragma unroll
+        for (int p = 0; p < PARTS; ++p)
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                const u32 both = scales[p][h][j * 32 / INT4];
                 const u32 scale = both << 16 | (both & 0xFFFF), zero = both >> 16 | (both & 0xFFFF0000);
 #pragma unroll
-                for (int i = 0; i < 4; ++i) {  // bf16 of 128 plus a number has it as its lowest bits
-                    const u32 pair = numbers[p][h][j] >> (4 * i) & 0x000F000F | 0x43004300;
-                    out[p][i / 2][i % 2 * 2 + h] = scaled(subtract(pair, zero), scale);
-                }
+                for (int i = 0; i < 4; ++i)
+                    out[p][i / 2][i % 2 * 2 + h] =
+                        scaled(subtract(above_128(numbers[p][h][j] >> (4 * i)), zero), scale);
             }
     }
 };
@@ -646,11 +657,10 @@ __device__ __forceinline__ void consume(const Arguments& a, u32 ring_w, u32 ring
             const u32 dx = base_x + s * (X_BYTES >> 4);
 #if INT4
             Words words;
-            words.read(ring_w + s * W_BYTES, row);
-            const u32 scales = ring_w + STAGES * W_BYTES + s * SCALE_BYTES;
+            words.read(ring_w + s * W_BYTES, ring_w + STAGES * W_BYTES + s * SCALE_BYTES, row);
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
-                words.widen(fragments[j % 2], j, scales, row);
+                words.widen(fragments[j % 2], j);
                 pin_all();
                 multiply_begin();
 #pragma unroll
