@@ -192,14 +192,14 @@ class _LinearBase:
             return self._slices(load, layers, finishes, units)
         new, (few, many) = self._computed.tokens(load), BENDS
         row = [*pass_features(self._computed, load), max(0, new - few), max(0, new - many)]
-        return self._in_turns([*row, *self._active(new)], load.chunks, units)
+        return self._in_turns([*row, *self._active(load.new)], load.chunks, units)
 
     def _slices(self, load: Load, layers: int, finishes: bool, units: Sequence[int]) -> Rows:
         """Equation 1, the tokens of prefixes, what ends the pass, and what more new tokens take."""
         row = slice_features(self._computed, load, layers, finishes)
         new, (few, many) = self._computed.tokens(load), BENDS
         bends = layers * max(0, new - few), layers * max(0, new - many)
-        active = [layers * each for each in self._active(new)]
+        active = [layers * each for each in self._active(load.new)]
         row = [*row, layers * load.reused, *bends, *active]
         return self._in_turns(row, load, units)
 
