@@ -1,8 +1,13 @@
-"""Memory that control groups leave a process, as Linux shows it."""
+"""Memory that control groups leave a process, as Linux shows it, and its claim on the processor."""
+
+import os
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from threading import get_native_id
 
 import pytest
 
-from twolane.common.resources import free_memory
+from twolane.common.resources import free_memory, yield_processor
 
 GIB = 2**30
 
@@ -69,3 +74,10 @@ def test_the_first_version_of_control_groups_counts_too(machine):
 
 def test_this_machine_has_some():
     assert free_memory() > 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere only processes have a niceness")
+def test_a_thread_alone_yields_the_processor():
+    with ThreadPoolExecutor(1, initializer=yield_processor, initargs=(3,)) as thread:
+        other = thread.submit(lambda: os.getpriority(os.PRIO_PROCESS, get_native_id())).result()
+    assert other == min(19, os.getpriority(os.PRIO_PROCESS, get_native_id()) + 3)

@@ -1,0 +1,49 @@
+"""Masks of a batch are those of each matcher alone; one that has failed fails its request alone."""
+
+import threading
+
+import numpy as np
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+
+from twolane.common.grammars import parser_limits
+from twolane.engine.constrained.constraints import Constraint, GrammarError, Grammars, Masks
+from twolane.frontend.structured.grammar import regex_grammar
+
+from .test_constraints import EOS, GRAMMARS, tokenizer
+
+STOP = 7
+
+
+def said(vocab_size: int, text: str) -> list[Constraint]:
+    """Requests that have said this much of an answer, by a grammar each, and what is no answer."""
+    grammars = Grammars(tokenizer().to_str(), vocab_size, (EOS,), lambda: None, groups=2)
+    asked = [regex_grammar("[0-9]+"), GRAMMARS[1], regex_grammar("[0-9]+"), GRAMMARS[1]]
+    made = [grammars.constraint(each, {EOS, STOP}).result()[0] for each in asked]
+    for token in tokenizer().encode(text).ids:
+        for constraint in made[:3]:
+            constraint.take(token)
+    made[3].take(tokenizer().token_to_id("-"))
+    return made
+
+
+@pytest.mark.parametrize("vocab_size", [60, 99, 300])
+def test_masks_of_a_batch_are_those_of_each_alone(vocab_size: int) -> None:
+    """Also where the model has fewer tokens than the tokenizer, or more."""
+    told = threading.Event()
+    *masks, failed = Masks(told.set, 2).start(said(vocab_size, "123")).result()
+    assert told.wait(10)
+    assert isinstance(failed, GrammarError)
+    assert "-" in str(failed)
+    vocabulary = LLTokenizer(tokenizer().to_str(), eos_token=[EOS])
+    for grammar, mask in zip((regex_grammar("[0-9]+"), GRAMMARS[1]), masks, strict=False):
+        alone = LLMatcher(vocabulary, grammar, limits=parser_limits())
+        assert alone.consume_tokens(tokenizer().encode("123").ids)
+        bits = np.unpackbits(np.frombuffer(alone.compute_bitmask(), np.uint8), bitorder="little")
+        wanted = {*np.flatnonzero(bits[:vocab_size]).tolist()}
+        wanted |= {STOP} if EOS in wanted else set()
+        assert isinstance(mask, bytes) and len(mask) == -(-vocab_size // 8)
+        got = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")
+        assert {*np.flatnonzero(got).tolist()} == wanted
+    assert masks[0] == masks[2]
+    assert masks[0] != masks[1]
