@@ -229,7 +229,7 @@ def launch_lora(dtype: torch.dtype, rank: int, counts: tuple[int, ...]) -> None:
     lora.launch_options = lambda device: {"EARLY": True, "launch_pdl": True}
     inner, hidden, slots = 12_288, 4096, 8
     a = torch.empty(slots, 2 * rank, hidden, dtype=dtype)
-    b = torch.empty(slots, 2 * inner, rank, dtype=dtype)
+    b = torch.empty(slots, rank, 2 * inner, dtype=dtype)
     ints = torch.zeros(slots, dtype=torch.int32)
     matrices = lora.AdapterMatrices(a, b, ints, (inner, 2 * inner))
     for count in counts:

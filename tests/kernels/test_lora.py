@@ -31,7 +31,7 @@ def matrices(
     room = max(16, rank)
     ranks = torch.tensor([0, max(1, rank // 2), rank], dtype=torch.int32)
     a = random(SLOTS, len(widths) * room, inputs, dtype=dtype) * inputs**-0.5
-    b = random(SLOTS, sum(widths), room, dtype=dtype) * rank**-0.5
+    b = random(SLOTS, room, sum(widths), dtype=dtype) * rank**-0.5
     a.view(SLOTS, len(widths), room, inputs)[:, :, rank:] = torch.nan  # what no adapter has
     ends = torch.tensor(widths).cumsum(0).tolist()
     return AdapterMatrices(a.to(device), b.to(device), ranks.to(device), tuple(ends))
@@ -41,13 +41,13 @@ def added(x: torch.Tensor, adapters: list[int], m: AdapterMatrices) -> torch.Ten
     """x @ A.T @ B.T, row by row."""
     rows = []
     for row, slot in zip(x, adapters, strict=True):
-        out = torch.zeros(m.b.shape[1], dtype=torch.float64, device=x.device)
+        out = torch.zeros(m.outputs, dtype=torch.float64, device=x.device)
         rank, first = 0 if slot < 0 else int(m.ranks[slot]), 0
         for section, end in enumerate(m.ends):
             start = section * m.rank
             if rank:
                 a = m.a[slot, start : start + rank].double()
-                out[first:end] = m.b[slot, first:end, :rank].double() @ (a @ row.double())
+                out[first:end] = m.b[slot, :rank, first:end].double().T @ (a @ row.double())
             first = end
         rows.append(out)
     return torch.stack(rows)

@@ -27,13 +27,18 @@ from twolane.kernels.runtime.launch import launch, power_of_2
 
 LEAST_RANK = 16
 """Least rank that a pool has room for, because matrix units multiply that many numbers at once."""
-_SMALL_PASS = 1024
-"""Most rows of a pass whose tiles have `_SMALL` rows; larger ones have tiles of `_LARGE`."""
-_SMALL, _LARGE = 16, 64
+_STEP_ROWS = 128
+"""The most rows of a pass that is taken for a decode step, in which many rows have an adapter of
+their own."""
+_FEW, _SMALL, _LARGE = 4, 16, 64
 """Rows of a tile."""
-_SPLITS = ((1024, 4), (2048, 2))
-"""Parts that the inputs of a product are cut into, for passes of up to so many rows; those of
-larger ones are not."""
+_TILE_ROWS = ((_STEP_ROWS, _FEW), (1024, _SMALL))
+"""Rows of a tile, for passes of up to this many rows; `_LARGE` in larger ones."""
+_SPLITS = ((_STEP_ROWS, 32), (1024, 4), (2048, 2))
+"""The most parts that the inputs of a product are cut into, for passes of up to this many rows;
+those of larger ones are not cut."""
+_LEAST_PART = 256
+"""The fewest inputs of such a part."""
 _A_BYTES = 32_768
 """Bytes of A that a program multiplies at a time, where few rows leave it room."""
 _NO_END = 1 << 30
@@ -47,7 +52,7 @@ class AdapterMatrices:
     a: Tensor
     """[slots, sections * rank, inputs], contiguous, of the activations' type"""
     b: Tensor
-    """[slots, outputs, rank], contiguous, scaled"""
+    """[slots, rank, outputs], contiguous, scaled"""
     ranks: Tensor
     """The largest rank of each slot's sections, int32 [slots]; 0: it adds nothing here."""
     ends: tuple[int, ...]
@@ -56,6 +61,11 @@ class AdapterMatrices:
     @property
     def rank(self) -> int:
         """Room for the rank of a section, a power of two."""
+        return self.b.shape[1]
+
+    @property
+    def outputs(self) -> int:
+        """Outputs of the product."""
         return self.b.shape[2]
 
 
@@ -69,7 +79,7 @@ class RowTiles:
     """Adapter slot of each tile, int32 [tiles]; -1: the tile is empty; the number of slots: its
     rows have no adapter."""
     sums: Tensor
-    """float32 [splits, count, most sections * rank], flat."""
+    """float32 [count, most sections * rank, splits], flat."""
     count: int
     """Rows of the pass."""
     slots: int
@@ -89,14 +99,14 @@ class RowTiles:
             width: the most of a product's sections times the pool's rank.
             device: where.
         """
-        sizes = {count, *(min(count, rows) for rows in (_SMALL_PASS, *dict(_SPLITS)))}
+        sizes = {count, *(min(count, rows) for rows in (*dict(_TILE_ROWS), *dict(_SPLITS)))}
         rows = max(_tiles(size, slots) * _tile_rows(size) for size in sizes)
         tiles = max(_tiles(size, slots) for size in sizes)
 
         def ints(size: int) -> Tensor:
             return torch.empty(size, dtype=torch.int32, device=device)
 
-        most = max(_splits(size) * size for size in sizes)
+        most = max(_most_splits(size) * size for size in sizes)
         sums = torch.empty(most * width, dtype=torch.float32, device=device)
         return cls(ints(rows), ints(tiles), sums, count, slots)
 
@@ -135,11 +145,12 @@ class RowTiles:
 
 def _block(tile_rows: int, matrices: AdapterMatrices) -> int:
     """Outputs of a program of the second kernel."""
-    return (256 if tile_rows == _SMALL else 128) * 2 // matrices.b.itemsize
+    few = tile_rows < _LARGE and matrices.rank <= 32
+    return (256 if few else 128) * 2 // matrices.b.itemsize
 
 
 def _tile_rows(count: int) -> int:
-    return _SMALL if count <= _SMALL_PASS else _LARGE
+    return next((size for rows, size in _TILE_ROWS if count <= rows), _LARGE)
 
 
 def _tiles(count: int, slots: int) -> int:
@@ -147,9 +158,23 @@ def _tiles(count: int, slots: int) -> int:
     return slots + 1 + count // _tile_rows(count)
 
 
-def _splits(count: int) -> int:
-    """Parts of a product's inputs."""
+def _columns(tile_rows: int, matrices: AdapterMatrices) -> int:
+    """Columns of A.T that a program of the first kernel multiplies with."""
+    return matrices.rank if tile_rows == _FEW else power_of_2(matrices.a.shape[1])
+
+
+def _most_splits(count: int) -> int:
     return next((splits for rows, splits in _SPLITS if count <= rows), 1)
+
+
+def _cut(count: int, matrices: AdapterMatrices) -> tuple[int, int, int]:
+    """Parts of a product's inputs, steps of a part, and inputs of a step."""
+    size, inputs = _tile_rows(count), matrices.a.shape[2]
+    part = max(_LEAST_PART, -(-inputs // _most_splits(count)))
+    most = _A_BYTES // (_columns(size, matrices) * matrices.a.itemsize)
+    block = min(most, 128 if size == _LARGE else 512, power_of_2(part))
+    steps = -(-part // block)
+    return -(-inputs // (steps * block)), steps, block
 
 
 @triton.jit
@@ -224,7 +249,6 @@ def _shrink(
     first: tl.tensor,
     end: tl.tensor,
     x_stride: tl.tensor,
-    split_stride: tl.tensor,
     K: tl.constexpr,
     WIDTH: tl.constexpr,
     RANK: tl.constexpr,
@@ -246,7 +270,7 @@ def _shrink(
             gdc_wait()
         return
     row, there = _rows_of(rows, tile, first, end, ROWS)
-    column = tl.arange(0, COLUMNS)[None, :]
+    column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     kept = (column < WIDTH) & (column % RANK < rank)
     begin = split * STEPS * BLOCK
     k = begin + tl.arange(0, BLOCK)
@@ -272,19 +296,23 @@ def _shrink(
             total = tl.dot(value, weight, total, input_precision="ieee")
     if GROUPS == 1:
         total *= tl.load(scales + row, mask=there, other=0.0)
-    tl.store(
-        sums + split * split_stride + row * WIDTH + column, total, mask=there & (column < WIDTH)
-    )
+    kept_at = sums + (row * WIDTH + column) * tl.num_programs(1) + split
+    tl.store(kept_at, total, mask=there & (column < WIDTH))
 
 
 @triton.jit
 def _weights(
-    b: tl.tensor, column: tl.tensor, stop: tl.tensor, rank: tl.tensor, RANK: tl.constexpr
+    b: tl.tensor,
+    column: tl.tensor,
+    stop: tl.tensor,
+    rank: tl.tensor,
+    OUTPUTS: tl.constexpr,
+    RANK: tl.constexpr,
 ) -> tl.tensor:
-    """B of some outputs, [outputs, RANK]; zeros from `stop` and from the adapter's rank on."""
-    r = tl.arange(0, RANK)[None, :]
-    mask = (column[:, None] < stop) & (r < rank)
-    return tl.load(b + column[:, None] * RANK + r, mask=mask, other=0.0)
+    """B of some outputs, [RANK, outputs]; zeros from `stop` and from the adapter's rank on."""
+    r = tl.arange(0, RANK)[:, None]
+    mask = (column[None, :] < stop) & (r < rank)
+    return tl.load(b + r * OUTPUTS + column[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
@@ -293,19 +321,18 @@ def _added(
     row: tl.tensor,
     there: tl.tensor,
     weight: tl.tensor,
-    split_stride: tl.tensor,
     WIDTH: tl.constexpr,
     RANK: tl.constexpr,
-    ROWS: tl.constexpr,
     SPLITS: tl.constexpr,
+    MOST_SPLITS: tl.constexpr,
 ) -> tl.tensor:
     """What a section adds to the rows of a tile, float32 [ROWS, outputs]; `sums` begins with the
     section's."""
-    place = sums + row * WIDTH + tl.arange(0, RANK)[None, :]
-    total = tl.zeros((ROWS, RANK), tl.float32)
-    for split in tl.static_range(SPLITS):
-        total += tl.load(place + split * split_stride, mask=there, other=0.0)
-    return tl.dot(total.to(weight.dtype), tl.trans(weight), input_precision="ieee")
+    place = sums + (row * WIDTH + tl.arange(0, RANK)[None, :])[:, :, None] * SPLITS
+    split = tl.arange(0, MOST_SPLITS)[None, None, :]
+    mask = there[:, :, None] & (split < SPLITS)
+    total = tl.sum(tl.load(place + split, mask=mask, other=0.0), axis=2)
+    return tl.dot(total.to(weight.dtype), weight, input_precision="ieee")
 
 
 @triton.jit
@@ -319,7 +346,6 @@ def _expand(
     first: tl.tensor,
     end: tl.tensor,
     out_stride: tl.tensor,
-    split_stride: tl.tensor,
     END0: tl.constexpr,
     END1: tl.constexpr,
     OUTPUTS: tl.constexpr,
@@ -328,6 +354,7 @@ def _expand(
     SLOTS: tl.constexpr,
     ROWS: tl.constexpr,
     SPLITS: tl.constexpr,
+    MOST_SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
@@ -347,12 +374,12 @@ def _expand(
     stop = tl.where(section == 0, END0, tl.where(section == 1, END1, OUTPUTS))
     before = tl.where(section == 0, 0, tl.where(section == 1, blocks0, blocks0 + blocks1))
     column = begin + (block - before) * BLOCK + tl.arange(0, BLOCK)
-    weight = _weights(b + owner.to(tl.int64) * OUTPUTS * RANK, column, stop, rank, RANK)
+    weight = _weights(b + owner.to(tl.int64) * OUTPUTS * RANK, column, stop, rank, OUTPUTS, RANK)
     row, there = _rows_of(rows, tile, first, end, ROWS)
     if EARLY:
         gdc_wait()
-    own = sums + section * RANK
-    added = _added(own, row, there, weight, split_stride, WIDTH, RANK, ROWS, SPLITS)
+    own = sums + section * RANK * SPLITS
+    added = _added(own, row, there, weight, WIDTH, RANK, SPLITS, MOST_SPLITS)
     place = out + row * out_stride + column[None, :]
     mask = there & (column < stop)[None, :]
     value = tl.load(place, mask=mask, other=0.0).to(tl.float32)
@@ -370,12 +397,12 @@ def _expand_silu(
     out: tl.tensor,
     first: tl.tensor,
     end: tl.tensor,
-    split_stride: tl.tensor,
     INNER: tl.constexpr,
     RANK: tl.constexpr,
     SLOTS: tl.constexpr,
     ROWS: tl.constexpr,
     SPLITS: tl.constexpr,
+    MOST_SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
@@ -389,8 +416,8 @@ def _expand_silu(
         return
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     matrix = b + owner.to(tl.int64) * 2 * INNER * RANK
-    of_gate = _weights(matrix, column, INNER, rank, RANK)
-    of_up = _weights(matrix + INNER * RANK, column, INNER, rank, RANK)
+    of_gate = _weights(matrix, column, INNER, rank, 2 * INNER, RANK)
+    of_up = _weights(matrix + INNER, column, INNER, rank, 2 * INNER, RANK)
     row, there = _rows_of(rows, tile, first, end, ROWS)
     if EARLY:
         gdc_wait()
@@ -400,9 +427,10 @@ def _expand_silu(
     up = tl.load(place + INNER, mask=mask, other=0.0)
     if rank > 0:
         rest: tl.constexpr = 2 * RANK
-        added = _added(sums, row, there, of_gate, split_stride, rest, RANK, ROWS, SPLITS)
+        added = _added(sums, row, there, of_gate, rest, RANK, SPLITS, MOST_SPLITS)
         gate = (gate.to(tl.float32) + added).to(gate.dtype)
-        added = _added(sums + RANK, row, there, of_up, split_stride, rest, RANK, ROWS, SPLITS)
+        sums_of_up = sums + RANK * SPLITS
+        added = _added(sums_of_up, row, there, of_up, rest, RANK, SPLITS, MOST_SPLITS)
         up = (up.to(tl.float32) + added).to(gate.dtype)
     wide = gate.to(tl.float32)
     silu = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype).to(tl.float32)
@@ -421,13 +449,13 @@ def shrink(x: Activations, matrices: AdapterMatrices, tiles: RowTiles) -> None:
     values, scales = (x.values, x.scales) if isinstance(x, Quantised) else (x, x)
     groups = scales.shape[1] if isinstance(x, Quantised) else 0
     size, inputs, width = tiles.rows.shape[1], values.shape[1], matrices.a.shape[1]
-    splits, columns = _splits(tiles.count), power_of_2(width)
-    block = min(_A_BYTES // (columns * matrices.a.itemsize), 128 if size > _SMALL else 512)
-    if groups > 1:
-        block = min(block, inputs // groups)
+    splits, steps, block = _cut(tiles.count, matrices)
+    columns = _columns(size, matrices)
+    if groups > 1 and block > inputs // groups:
+        steps, block = steps * block * groups // inputs, inputs // groups
     launch(
         _shrink,
-        (len(tiles.owners), splits),
+        (len(tiles.owners), splits, -(-width // columns)),
         values,
         scales,
         matrices.a,
@@ -438,13 +466,12 @@ def shrink(x: Activations, matrices: AdapterMatrices, tiles: RowTiles) -> None:
         tiles.first,
         tiles.end,
         values.stride(0),
-        tiles.count * width,
         K=inputs,
         WIDTH=width,
         RANK=matrices.rank,
         SLOTS=tiles.slots,
         ROWS=size,
-        STEPS=-(-inputs // (splits * block)),
+        STEPS=steps,
         BLOCK=block,
         COLUMNS=columns,
         GROUPS=groups,
@@ -455,7 +482,8 @@ def shrink(x: Activations, matrices: AdapterMatrices, tiles: RowTiles) -> None:
 
 def expand(matrices: AdapterMatrices, tiles: RowTiles, out: Tensor) -> None:
     """`out` [T, outputs] += what `shrink` has kept, times B; its rows may lie apart."""
-    size, outputs = tiles.rows.shape[1], matrices.b.shape[1]
+    size, outputs = tiles.rows.shape[1], matrices.outputs
+    splits, _, _ = _cut(tiles.count, matrices)
     ends = (*matrices.ends, outputs, outputs)
     block = _block(size, matrices)
     parts = (ends[0], ends[1] - ends[0], outputs - ends[1])
@@ -472,7 +500,6 @@ def expand(matrices: AdapterMatrices, tiles: RowTiles, out: Tensor) -> None:
         tiles.first,
         tiles.end,
         out.stride(0),
-        tiles.count * matrices.a.shape[1],
         END0=ends[0],
         END1=ends[1],
         OUTPUTS=outputs,
@@ -480,7 +507,8 @@ def expand(matrices: AdapterMatrices, tiles: RowTiles, out: Tensor) -> None:
         RANK=matrices.rank,
         SLOTS=tiles.slots,
         ROWS=size,
-        SPLITS=_splits(tiles.count),
+        SPLITS=splits,
+        MOST_SPLITS=power_of_2(splits),
         BLOCK=block,
         num_warps=4,
         **launch_options(out.device),
@@ -497,6 +525,7 @@ def expand_silu(matrices: AdapterMatrices, tiles: RowTiles, gate_up: Tensor, out
         out: [T, inner], contiguous.
     """
     size, inner = tiles.rows.shape[1], out.shape[1]
+    splits, _, _ = _cut(tiles.count, matrices)
     block = _block(size, matrices)
     launch(
         _expand_silu,
@@ -510,12 +539,12 @@ def expand_silu(matrices: AdapterMatrices, tiles: RowTiles, gate_up: Tensor, out
         out,
         tiles.first,
         tiles.end,
-        tiles.count * 2 * matrices.rank,
         INNER=inner,
         RANK=matrices.rank,
         SLOTS=tiles.slots,
         ROWS=size,
-        SPLITS=_splits(tiles.count),
+        SPLITS=splits,
+        MOST_SPLITS=power_of_2(splits),
         BLOCK=block,
         num_warps=4,
         **launch_options(out.device),

@@ -72,7 +72,7 @@ class GpuAdapterPool:
     def _room(self, product: _Product, like: Tensor, ranks: Tensor) -> AdapterMatrices:
         sections = len(product.ends)
         a = like.new_zeros((self.slots, sections * self._rank, product.inputs))
-        b = like.new_zeros((self.slots, product.ends[-1], self._rank))
+        b = like.new_zeros((self.slots, self._rank, product.ends[-1]))
         return AdapterMatrices(a, b, ranks, product.ends)
 
     def tiles(self, rows: int) -> RowTiles:
@@ -104,7 +104,7 @@ class GpuAdapterPool:
             first = room.ends.index(section.columns.stop) * self._rank
             rank = len(section.a)
             a[first : first + rank] = section.a
-            b[section.columns, :rank] = section.b
+            b[:rank, section.columns] = section.b.T
         room.a[slot].copy_(a)
         room.b[slot].copy_(b)
 
