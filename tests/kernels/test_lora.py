@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.kernels.interpreter import run_without
 from tests.model.adapters import make_adapter
 from tests.model.checkpoints import make_checkpoint
 from twolane.kernels.activations import Quantised
@@ -110,6 +111,21 @@ def test_silu_of_what_is_added_to(count: int, dtype: torch.dtype, device: str) -
     expected = torch.nn.functional.silu(gate) * up
     bound = 1e-4 if dtype == torch.float32 else 3e-2
     torch.testing.assert_close(out.double(), expected, atol=bound, rtol=bound)
+
+
+ACTED_OUT = (
+    *("7 512 512 16", "12 1000 320,48,48 16", "12 4096 272,272 12 --silu", "9 12288 256 16"),
+    *("9 1024 256 64", "9 1024 256,256 33 --silu", "140 256 256,64,64 16"),
+)
+
+
+@pytest.mark.parametrize(
+    "case",
+    ["7 512 256,256 16 --silu", *(pytest.param(c, marks=pytest.mark.full) for c in ACTED_OUT)],
+)
+def test_what_the_compiler_makes_for_hopper_computes_the_same(case: str, tmp_path: Path) -> None:
+    """In bfloat16, in steps and, with 140 rows, in a larger pass."""
+    assert float(run_without("acting_out.py", tmp_path, *case.split())) < 6e-3
 
 
 @pytest.mark.parametrize("groups", [1, 2])
