@@ -77,6 +77,13 @@ def test_a_prompt_in_a_step_of_few_rows_wakes_every_expert() -> None:
     assert device._operators.layer(8 + 512, 132, decode=False).alone < 1.2 * joined
 
 
+def test_padding_wakes_no_expert() -> None:
+    costs = DeviceModel(GPU, SPEC, 1, 0)._operators
+    padded = costs.layer(64, 132, decode=False, routed=10).alone
+    assert costs.layer(10, 132, decode=False).alone <= padded
+    assert padded < 0.7 * costs.layer(64, 132, decode=False).alone
+
+
 def test_counts_tell_how_skewed_the_choice_is() -> None:
     """Of steps of several sizes, each as many experts as the law expects, within 8 % of noise."""
     even, uneven = (SPECS[skew].moe for skew in (0.0, 0.8))

@@ -187,7 +187,8 @@ class DeviceModel:
         if tiles is not None:
             pairs, split = tiles
             attention = self._operators.attend(prompts, units, pairs)
-            layer = self._operators.layer(padded(tokens, SIZES), units, decode=False).plus(
+            computed = padded(tokens, SIZES)
+            layer = self._operators.layer(computed, units, decode=False, routed=tokens).plus(
                 attention
             )
             more = self.gpu.whole_layer_seconds + split * self.gpu.split_seconds
@@ -201,7 +202,7 @@ class DeviceModel:
     def _pass_layer(self, tokens: int, prompts: Sequence[PromptRow], units: int) -> Cost:
         """A layer of a prefill slice or a hybrid pass; not faster than the host launches it."""
         computed = padded(tokens, SIZES)
-        layer = self._operators.layer(computed, units, decode=False).plus(
+        layer = self._operators.layer(computed, units, decode=False, routed=tokens).plus(
             self._operators.attend(prompts, units)
         )
         more = max(self.gpu.pass_layer_seconds, _least_layer(tokens) - layer.alone)
@@ -213,7 +214,8 @@ class DeviceModel:
         cost = self._steps.get(key)
         if cost is None:
             computed = padded(rows, BUCKETS, BUCKET_STEP)
-            cost = self._operators.layer(computed, units, decode=True).times(self.spec.layers)
+            layer = self._operators.layer(computed, units, decode=True, routed=rows)
+            cost = layer.times(self.spec.layers)
             cost = self._steps[key] = cost.plus(self._operators.head(computed, units))
         return cost
 

@@ -121,12 +121,16 @@ class OperatorCosts:
     def __init__(self, gpu: Gpu, spec: ModelSpec, tp: int, storage: Storage = BFLOAT16) -> None:
         self._gpu, self._spec, self._tp, self._storage = gpu, spec, tp, storage
         self._shapes = shapes_of(spec, tp, storage)
-        self._layers: dict[tuple[int, int, bool], Cost] = {}
+        self._layers: dict[tuple[int, int, int, bool], Cost] = {}
         self._heads: dict[tuple[int, int], Cost] = {}
 
-    def layer(self, tokens: int, units: int, *, decode: bool) -> Cost:
-        """The matrix products, small kernels and all-reduces of a layer."""
-        key = (tokens, units, decode)
+    def layer(self, tokens: int, units: int, *, decode: bool, routed: int | None = None) -> Cost:
+        """The matrix products, small kernels and all-reduces of a layer.
+
+        `routed`: tokens that go to experts, which padding does not; None: all of them.
+        """
+        routed = tokens if routed is None or self._spec.moe is None else routed
+        key = (tokens, routed, units, decode)
         cost = self._layers.get(key)
         if cost is None:
             shapes = self._shapes
@@ -146,7 +150,7 @@ class OperatorCosts:
             if widened:
                 cost = cost.plus(self._stream((weights + ITEM) * shapes.weights, units))
             if self._spec.moe is not None:
-                cost = cost.plus(self._experts(tokens, self._spec.moe, units, decode=decode))
+                cost = cost.plus(self._experts(routed, self._spec.moe, units, decode=decode))
             self._layers[key] = cost
         return cost
 
