@@ -91,7 +91,7 @@ def run(
         guess = off * (guesses.get(system) or part.start)
         asked = search(target, workload, bounds, guess, given.seeds, given.tolerance)
         load = BenchConfig(num_warmups=WARMUPS, vocab_range=given.vocab_range)
-        [answer] = searched(asked, [system], given.work / part.name / turn, load)
+        [answer] = searched(asked, [system], given.work / part.name / turn, load, keep=True)
         return answer
 
     found = [one("auto", "auto-before")]

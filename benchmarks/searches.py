@@ -81,10 +81,13 @@ def search(
     )
 
 
-def searched(asked: Search, systems: Sequence[str], folder: Path, load: BenchConfig) -> list[Found]:
+def searched(
+    asked: Search, systems: Sequence[str], folder: Path, load: BenchConfig, *, keep: bool = False
+) -> list[Found]:
     """Search each system; runs that the folder has are not repeated. Tells every run.
 
-    Ctrl-C ends a search with the runs that it has; the caller asks `Found.interrupted`.
+    With `keep`, Ctrl-C ends the search with the runs that it has; the caller asks
+    `Found.interrupted` and stops.
     """
 
     def tell(trial: Trial, slos: dict[str, float]) -> None:
@@ -106,6 +109,8 @@ def searched(asked: Search, systems: Sequence[str], folder: Path, load: BenchCon
         try:
             rates = goodput.find(asked, systems, run, folder, tell, reads_slos=reads)
         except KeyboardInterrupt:
+            if not keep:
+                raise
             rates = [{system: [] for system in systems} for _ in asked.points(folder)]
     return [
         _found(system, point, values)

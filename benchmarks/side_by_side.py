@@ -74,7 +74,7 @@ def measured(
     bounds = Bounds((given.tbt / 1e3,))
     asked = search(target, workload, bounds, guess, given.seeds, given.tolerance)
     folder = given.work / engine.name.replace(" ", "-")
-    [engine.found] = searched(asked, [SERVER], folder, load)
+    [engine.found] = searched(asked, [SERVER], folder, load, keep=True)
     yield engine
     if engine.found.interrupted:
         raise KeyboardInterrupt

@@ -12,7 +12,7 @@ traces; without it workloads are drawn from published statistics.
 import argparse
 import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 from statistics import median
@@ -142,7 +142,7 @@ def figures_table(experiment: Experiment, runs: Sequence[Done]) -> Table:
 
 def chosen(
     experiment: Experiment, patterns: Sequence[str], served: bool
-) -> Iterator[tuple[str, Run | Ask]]:
+) -> list[tuple[str, Run | Ask]]:
     """The runs whose names match; on servers system by system, so that each is started once."""
     runs = [
         (name, run)
@@ -152,7 +152,7 @@ def chosen(
     systems = list(dict.fromkeys(run.system for _, run in runs if isinstance(run, Run)))
     if served:
         runs.sort(key=lambda pair: systems.index(pair[1].system) if isinstance(pair[1], Run) else 0)
-    yield from runs
+    return runs
 
 
 def work(name: str, bench: Bench, given: argparse.Namespace) -> Saved:
@@ -174,7 +174,7 @@ def work(name: str, bench: Bench, given: argparse.Namespace) -> Saved:
                 continue
             found = bench.figures(run, seed)
             if bench.serve is not None:
-                shown = (f"{figure} {found[figure]:.4g}" for figure in experiment.shown)
+                shown = (f"{n} {found[n]:.4g}" for n in experiment.shown if n in found)
                 print(f"{run_name}: {', '.join(shown)}", flush=True)
             day = provenance().date or ""
             saved.runs.append(Done(run_name, seed, count, about.commit, day, found))
