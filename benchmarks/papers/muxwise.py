@@ -283,7 +283,8 @@ EXPERIMENTS = {
                     ),
                     (
                         ", told",
-                        "not in the paper: both know the bound on TTFT of the search",
+                        "not in the paper: both know the bound on TTFT of the search, beside which"
+                        " a run is short, so serving by deadline holds more than would last",
                     ),
                 )
             ),
