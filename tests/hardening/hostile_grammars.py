@@ -8,11 +8,13 @@ while each hostile one is sent. All ratios are of one run.
 """
 
 import argparse
+import multiprocessing
+import os
 import statistics
 import tempfile
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -89,26 +91,38 @@ def figures(gaps):
     return {f"{name}_ms": 1e3 * value for name, value in zip(names, found, strict=True)}
 
 
+def send(base, model, kind):
+    """Send each request of a kind; return their statuses."""
+    if kind == "alone":
+        return []
+    outcomes, hostile = [], kind == "hostile"
+    given = (HOSTILE, TOOL) if hostile else (HARMLESS, {"name": "f", "parameters": {}})
+    with openai.OpenAI(base_url=base, api_key="none", max_retries=0) as client:
+        send_all(client, model, outcomes, threading.Event(), *given)
+    return outcomes
+
+
 def measure(client, model, streams, rounds):
     """The gaps of some streams alone, beside harmless requests and beside hostile ones: the medians
-    of all rounds, and their ratios to those alone and beside harmless ones."""
+    of all rounds, and their ratios to those alone and beside harmless ones.
+
+    Another process sends, since writing these requests takes long, too.
+    """
     outcomes, runs = [], {"alone": [], "harmless": [], "hostile": []}
-    sending = {
-        "alone": lambda ended: ended.set(),
-        "harmless": lambda ended: send_all(
-            client, model, [], ended, HARMLESS, {"name": "f", "parameters": {}}
-        ),
-        "hostile": lambda ended: send_all(client, model, outcomes, ended),
-    }
-    with ThreadPoolExecutor(streams) as threads:
+    spawn, base = multiprocessing.get_context("spawn"), str(client.base_url)
+    with (
+        ThreadPoolExecutor(streams) as threads,
+        ProcessPoolExecutor(1, spawn, os.nice, (10,)) as sender,
+    ):
         for _ in range(1 + rounds):  # the first one warms up
-            for name, send in sending.items():
+            for kind, found in runs.items():
                 ended = threading.Event()
-                running = [
-                    threads.submit(gaps_until, client, model, ended, 1000) for _ in range(streams)
-                ]
-                send(ended)
-                runs[name].append(figures([gap for each in running for gap in each.result()]))
+                asked = client, model, ended, 1000
+                running = [threads.submit(gaps_until, *asked) for _ in range(streams)]
+                sent = sender.submit(send, base, model, kind)
+                sent.add_done_callback(lambda _, ended=ended: ended.set())
+                found.append(figures([gap for each in running for gap in each.result()]))
+                outcomes += sent.result()
     found = {name: middle(each[1:]) for name, each in runs.items()}
     hostile = found["hostile"]
     for other in ("alone", "harmless"):
