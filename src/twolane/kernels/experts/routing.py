@@ -522,7 +522,6 @@ def norm_and_route(
     (rows, hidden), experts = residual.shape, len(router)
     ranks, padded, width = power_of_2(routing.per_token), power_of_2(rows), power_of_2(hidden)
     part = max(1, _ROUTER_ELEMENTS // width)
-    x_values, x_scales = parts(x)
     launch(
         _norm_and_route,
         (-(-experts // part), rows),
@@ -531,8 +530,7 @@ def norm_and_route(
         router,
         active.marks,
         logits,
-        x_values,
-        x_scales,
+        *parts(x),
         *routing.filled(),
         *parts(out),
         active.least,

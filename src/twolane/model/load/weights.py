@@ -103,13 +103,9 @@ def load_weights(
             spec = replace(spec, max_positions=max_positions)
         modules = None if dummy else stored
         _check(spec, tensors, modules, source.name)
-        shard = Shard(spec, rank, ranks)
-        if ranks > 1 and (modules is not None or scheme not in (None, "fp8_channel")):
-            raise FieldError(
-                "tensor_parallel_size",
-                "above 1 does not serve quantised checkpoints yet; rounding to fp8 it does",
-            )
-        loader = _Loader(shard, tensors, modules, scheme, floats, device)
+        if ranks > 1:
+            _check_shared(modules, scheme)
+        loader = _Loader(Shard(spec, rank, ranks), tensors, modules, scheme, floats, device)
         weights = loader.weights(progress or (lambda *_: None))
     for (before, after), count in loader.converted.items():
         log.info("%d matrices stored as %s are served as %s on a GPU", count, before, after)
@@ -360,6 +356,15 @@ def _module(name: str, module: _Linear, form: Format | None) -> dict[str, Stored
             raise WeightsError(f"{name} cannot be stored as {form.name}: {error}") from error
     bias = {"bias": Stored(((module.rows,),))} if module.bias else {}
     return {f"{name}.{end}": stored for end, stored in (*tensors.items(), *bias.items())}
+
+
+def _check_shared(stored: Quantization | None, scheme: Scheme | None) -> None:
+    """Refuse weights that ranks cannot share yet."""
+    if stored is not None or scheme not in (None, "fp8_channel"):
+        raise FieldError(
+            "tensor_parallel_size",
+            "above 1 does not serve quantised checkpoints yet; rounding to fp8 it does",
+        )
 
 
 def _check(
