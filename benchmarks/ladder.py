@@ -1,8 +1,8 @@
 """What rate systems hold over one loaded model: `benchmarks/ladder.py MODEL RANKS SYSTEM@RATES`.
 
-For machines that are lent for minutes: the model is loaded and its graphs are made once, on as many
-GPUs as there are ranks, and every system then serves alone, with engine and lanes as in a server
-but without HTTP. Its requests come at rates that rise by steps, `auto@6,7,8` at three. A rate holds
+For comparisons of minutes: the model is loaded and its graphs are made once, on as many GPUs as
+there are ranks, and every system then serves alone, with engine and lanes as in a server but
+without HTTP. Its requests come at rates that rise by steps, `auto@6,7,8` at three. A rate holds
 if P99 of all gaps in its step is within the bound on TBT and 99 % of its requests have their first
 token in time; what is under way when the last step ends is aborted. `--simulate h200` tells first
 what a simulation of the same requests says; predictions on the GPUs are by that simulation's
