@@ -102,7 +102,7 @@ def headlines() -> Iterator[list[str]]:
             PAPERS[paper],
             experiment.headline,
             simulated,
-            "; ".join(measured) or "not run ([ready](notes/next-gpu-session.md))",
+            "; ".join(measured) or "not run ([ready](notes/next-on-gpus.md))",
             WHY[paper],
         ]
 
