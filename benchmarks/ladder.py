@@ -137,25 +137,12 @@ class Kept:
             self._lanes = self._machine.start(*args)
             self._lanes.fill_kv()
             garbage.leave_out()
-        return Lent(self._lanes)
+        return self._lanes
 
     def close(self) -> None:
         """End the lanes."""
         if self._lanes is not None:
             self._lanes.close()
-
-
-class Lent:
-    """Lanes that an engine does not end."""
-
-    def __init__(self, lanes: Any) -> None:
-        self._lanes = lanes
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._lanes, name)
-
-    def close(self) -> None:
-        """Others go on with them."""
 
 
 def asked_of(given: argparse.Namespace, ladder: Ladder, begin: float) -> list[TraceRequest]:
@@ -192,7 +179,10 @@ def messages(given: argparse.Namespace, requests: Sequence[TraceRequest], end: f
 
 
 def serve(given: argparse.Namespace, machine: Any, config: EngineConfig, ladder: Ladder) -> Any:
-    """Serve one system's ladder; (seconds of its first step, records)."""
+    """Serve one system's ladder; (seconds of its first step, records).
+
+    The lanes stay: whoever has the machine ends them.
+    """
     news: threading.Event = given.news
     built = assemble(config, machine, news.set, lambda stage, share: tell(given, stage, share))
     lanes = built.lanes
@@ -201,17 +191,14 @@ def serve(given: argparse.Namespace, machine: Any, config: EngineConfig, ladder:
     end = begin + len(ladder.rates) * given.seconds
     ledger = Ledger(requests, lambda record: False, lambda index, times, new: False)
     arrivals = messages(given, requests, end)
-    try:
-        if isinstance(lanes, SimLanes):
-            run(built.engine, SimPort(lanes, arrivals, ledger.hear))
-        else:
+    if isinstance(lanes, SimLanes):
+        run(built.engine, SimPort(lanes, arrivals, ledger.hear))
+    else:
 
-            def ended() -> bool:
-                return len(ledger.served) == len(requests) and not built.engine.state.flights
+        def ended() -> bool:
+            return len(ledger.served) == len(requests) and not built.engine.state.flights
 
-            run(built.engine, LivePort(lanes.clock, arrivals, ledger.hear, ended, news))
-    finally:
-        built.close()
+        run(built.engine, LivePort(lanes.clock, arrivals, ledger.hear, ended, news))
     return begin, [one.record for one in ledger.in_order()]
 
 

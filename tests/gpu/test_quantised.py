@@ -17,9 +17,9 @@ from twolane.kernels.products.skinny_gemm import ROWS
 from twolane.kernels.runtime import nvrtc
 from twolane.lanes.cuda.green_contexts import GreenContexts
 from twolane.model import fp8
-from twolane.model.decoder import Decoder
+from twolane.model.decoder import Decoder, Weights
 from twolane.model.gpu_decoder import GpuDecoder
-from twolane.model.load.hub import resolve
+from twolane.model.load.hub import ModelSource, resolve
 from twolane.model.load.weights import load_weights
 from twolane.model.matrix import GROUPS, in_registers, quantised
 
@@ -31,14 +31,15 @@ if torch.cuda.is_available() and not nvrtc.available(torch.device("cuda", 0)):
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
 
-@pytest.mark.parametrize("form", FORMATS)
-def test_logits(form: str, tmp_path: Path) -> None:
-    quantised_path, floats = tmp_path / "quantised", tmp_path / "floats"
-    sizes = SIZES if form.startswith(("fp8", "float")) else FOUR_BITS
-    write(quantised_path, floats, form, **sizes)
-    spec, weights = load_weights(resolve(str(quantised_path)), dtype="bfloat16")
-    _, there = load_weights(resolve(str(quantised_path)), dtype="bfloat16", device="cuda")
-    _, plain = load_weights(resolve(str(floats)), dtype="float32")
+def compared(
+    rounded: ModelSource, floats: ModelSource, quantization: str | None = None
+) -> tuple[Weights, float, float]:
+    """The rounded weights on a GPU, and how far the logits of a CPU and of the GPU are from those
+    of the floats in float32, relatively."""
+    asked = {"dtype": "bfloat16", "quantization": quantization}
+    spec, weights = load_weights(rounded, **asked)
+    _, there = load_weights(rounded, device="cuda", **asked)
+    _, plain = load_weights(floats, dtype="float32")
     tokens = torch.randint(3, 250, (PROMPT,), generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
         cpu, meant = on_cpu(Decoder(spec, weights), tokens), on_cpu(Decoder(spec, plain), tokens)
@@ -46,28 +47,24 @@ def test_logits(form: str, tmp_path: Path) -> None:
         hidden = there.embedding[tokens.cuda()]
         gpu.layers(0, spec.layers, hidden, gpu.prompt())
         logits = gpu.logits(hidden).cpu()
-    cost = (cpu - meant).norm() / meant.norm()
-    apart = (logits - meant).norm() / meant.norm()
+    cost, apart = (float((one - meant).norm() / meant.norm()) for one in (cpu, logits))
+    return there, cost, apart
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_logits(form: str, tmp_path: Path) -> None:
+    quantised_path, floats = tmp_path / "quantised", tmp_path / "floats"
+    sizes = SIZES if form.startswith(("fp8", "float")) else FOUR_BITS
+    write(quantised_path, floats, form, **sizes)
+    there, cost, apart = compared(resolve(str(quantised_path)), resolve(str(floats)))
     print(f"{form}: {there.layers[0].qkv.scheme}, CPU {cost:.4f}, GPU {apart:.4f} from float32")
     assert apart < (1.6 if form == "fp8" else 1.25) * cost + 0.01  # blocks are rounded twice
 
 
 @pytest.mark.parametrize("family", ["qwen3-moe", "mixtral"])
 def test_logits_of_rounded_experts(family: str, tmp_path: Path) -> None:
-    path = make_checkpoint(family, tmp_path / family, seed=1, **SIZES)
-    source, rounded = resolve(str(path)), {"dtype": "bfloat16", "quantization": "fp8"}
-    spec, weights = load_weights(source, **rounded)
-    _, there = load_weights(source, device="cuda", **rounded)
-    _, plain = load_weights(source, dtype="float32")
-    tokens = torch.randint(3, 250, (PROMPT,), generator=torch.Generator().manual_seed(0))
-    with torch.inference_mode():
-        cpu, meant = on_cpu(Decoder(spec, weights), tokens), on_cpu(Decoder(spec, plain), tokens)
-        gpu = OnGpu(GpuDecoder(spec, there), torch.bfloat16)
-        hidden = there.embedding[tokens.cuda()]
-        gpu.layers(0, spec.layers, hidden, gpu.prompt())
-        logits = gpu.logits(hidden).cpu()
-    cost = (cpu - meant).norm() / meant.norm()
-    apart = (logits - meant).norm() / meant.norm()
+    source = resolve(str(make_checkpoint(family, tmp_path / family, seed=1, **SIZES)))
+    there, cost, apart = compared(source, source, quantization="fp8")
     print(f"{family}: CPU {cost:.4f}, GPU {apart:.4f} from float32")
     assert there.layers[0].mlp.down.scheme == "fp8_channel"
     assert apart < 1.5 * cost + 0.01  # tokens whose experts are about equally likely may change

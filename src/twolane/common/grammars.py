@@ -14,8 +14,6 @@ follows chains of them by recursion, which ends the process at some thousands.""
 MOST_PATTERNS = 64
 """An object of a schema may have this many `patternProperties`: the compiler takes the difference
 of each two of them, whose time grows with their cube."""
-
-
 MOST_OPTIONAL = 400
 """An object of a schema may have this many properties that are not `required`: any of them may come
 next, and the batch that a request is in waits while its mask is computed, up to 3 ms for these."""

@@ -171,8 +171,9 @@ class State:
                 new = request.known_new
                 prompts, tokens = prompts + 1, tokens + new
                 pairs += new * (len(request.tokens) - new / 2)
-                bound = request.slo.first_token(new)
-                if request.yields and bound is not None:
+                if not self.gives_up or not request.yields:
+                    continue
+                if (bound := request.slo.first_token(new)) is not None:
                     left = request.arrival + bound - now
                     yielding.append(WaitingPrompt(new, len(request.tokens) - new, left))
             work = PromptWork(prompts, tokens, pairs)
