@@ -38,7 +38,7 @@ ROOMS: Mapping[str, tuple[str, ...]] = {
     "server": ("frontend", "router.state", *MESSAGES, *FACTS),
     "fleet": ("server", "router", "fleet"),
     "llm": ("frontend", *MESSAGES),
-    "router": (),
+    "router": ("engine.messages",),
     "workload": (),
     "results": ("workload",),
     "profile": ("engine", "estimate", "lanes", *FACTS),

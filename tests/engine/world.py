@@ -16,7 +16,7 @@ import torch
 
 from tests.engine.stepped import SteppedLanes
 from tests.model.adapters import make_adapter
-from tests.model.checkpoints import make_checkpoint
+from tests.model.checkpoints import load_decoder, make_checkpoint
 from tests.model.doubled import doubled
 from twolane.engine.adapters.registry import AdapterRegistry
 from twolane.engine.engine import Engine
@@ -50,7 +50,6 @@ from twolane.lanes.work import (
 from twolane.model.attention import KVCache
 from twolane.model.decoder import Decoder
 from twolane.model.load.hub import resolve
-from twolane.model.load.weights import load_decoder
 from twolane.model.lora import AdapterPool
 from twolane.sampling import SamplingParams, TokenLogprobs
 from twolane.slo import Slo

@@ -14,7 +14,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from tests.model.checkpoints import POSITIONS, VOCAB, make_checkpoint
+from tests.model.checkpoints import POSITIONS, VOCAB, load_decoder, make_checkpoint
 from tests.model.doubled import doubled
 from twolane.engine.messages import Submit
 from twolane.lanes.cpu.runner import Runner
@@ -32,7 +32,6 @@ from twolane.lanes.work import (
 from twolane.model.attention import KVCache
 from twolane.model.decoder import Decoder
 from twolane.model.load.hub import resolve
-from twolane.model.load.weights import load_decoder
 from twolane.sampling import SamplingParams
 
 PAGE = 16

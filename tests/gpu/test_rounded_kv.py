@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.gpu.serving import LEVELS, PAGE, serve
-from tests.model.checkpoints import LAYERS, VOCAB, make_checkpoint
+from tests.model.checkpoints import LAYERS, VOCAB, load_decoder, make_checkpoint
 from tests.model.doubled import doubled
 from tests.parity.judge import Judge, Tally
 from tests.parity.prompts import random_requests
@@ -16,7 +16,7 @@ from twolane.lanes.cuda.machine import CudaMachine
 from twolane.model.attention import Batch, KVCache, Segment
 from twolane.model.decoder import Decoder
 from twolane.model.load.hub import resolve
-from twolane.model.load.weights import load_decoder, load_weights
+from twolane.model.load.weights import load_weights
 
 REQUESTS = random_requests(VOCAB)[::2]
 SURE = 0.02

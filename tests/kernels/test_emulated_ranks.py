@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 
 from tests.model.adapters import make_adapter
-from tests.model.checkpoints import make_checkpoint
+from tests.model.checkpoints import load_decoder, make_checkpoint
 from tests.parity.serving import serve
 from twolane.engine.messages import Submit
 from twolane.model.load.hub import resolve
-from twolane.model.load.weights import load_decoder
 from twolane.sampling import SamplingParams
 from twolane.systems.registry import make_system
 

@@ -8,14 +8,13 @@ import torch
 
 from tests.kernels.interpreter import run_without
 from tests.model.adapters import make_adapter
-from tests.model.checkpoints import make_checkpoint
+from tests.model.checkpoints import load_decoder, make_checkpoint
 from twolane.kernels.activations import Quantised
 from twolane.kernels.lora import AdapterMatrices, RowTiles, expand, expand_silu, shrink
 from twolane.kernels.products.dispatch import Products
 from twolane.model.gpu_lora import AdaptedProducts, GpuAdapterPool, pool_bytes
 from twolane.model.load.hub import resolve
 from twolane.model.load.peft import read_adapter
-from twolane.model.load.weights import load_decoder
 from twolane.model.lora import AdapterPool
 
 SLOTS = 3

@@ -24,6 +24,10 @@ from transformers import (
     SmolLM3Config,
 )
 
+from twolane.model.decoder import Decoder
+from twolane.model.load.hub import ModelSource
+from twolane.model.load.weights import load_weights
+
 VOCAB = 256
 POSITIONS = 1024
 LAYERS = 4
@@ -75,6 +79,11 @@ _GRANITE: dict[str, Any] = {
     "residual_multiplier": 0.7,
     "logits_scaling": 0.4,
 }
+
+
+def load_decoder(source: ModelSource, **options: Any) -> Decoder:
+    """The model for the CPU; for options see `load_weights`."""
+    return Decoder(*load_weights(source, **options))
 
 
 def _configs(

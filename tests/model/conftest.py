@@ -4,9 +4,9 @@ from functools import cache
 import pytest
 import torch
 
+from tests.model.checkpoints import load_decoder
 from twolane.model.decoder import Decoder
 from twolane.model.load.hub import DEFAULT_MODEL, ModelSource, pull, resolve
-from twolane.model.load.weights import load_decoder
 
 from .checkpoints import make_checkpoint, reference
 

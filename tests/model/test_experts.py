@@ -6,13 +6,13 @@ import pytest
 import torch
 from transformers import MixtralConfig, Phi3Config, Qwen3MoeConfig
 
-from tests.model.checkpoints import make_checkpoint
+from tests.model.checkpoints import load_decoder, make_checkpoint
 from tests.model.passes import in_chunks, prompt
 from twolane.common.errors import FieldError
 from twolane.model import mlp
 from twolane.model.load.configs import spec_from_config
 from twolane.model.load.hub import resolve
-from twolane.model.load.weights import load_decoder, load_weights
+from twolane.model.load.weights import load_weights
 from twolane.model.mlp import Experts
 from twolane.model.routing import route
 from twolane.model.spec import MoeSpec, UnsupportedModel

@@ -10,11 +10,11 @@ from gguf import GGUFReader, GGUFWriter, RopeScalingType
 from gguf.quants import dequantize, quantize
 from safetensors.torch import load_file, save_file
 
+from tests.model.checkpoints import load_decoder
 from twolane.model.load import gguf
 from twolane.model.load.configs import spec_from_directory
 from twolane.model.load.gguf import _LAYER, _OWN, _PERMUTED, _TOP, GGUFModel
 from twolane.model.load.hub import resolve
-from twolane.model.load.weights import load_decoder
 from twolane.model.rope import frequencies
 from twolane.model.spec import UnsupportedModel
 

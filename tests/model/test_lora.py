@@ -5,10 +5,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.model.checkpoints import load_decoder
 from twolane.model.attention import Batch, Segment
 from twolane.model.load.hub import resolve
 from twolane.model.load.peft import AdapterError, read_adapter
-from twolane.model.load.weights import load_decoder
 from twolane.model.lora import AdapterPool
 from twolane.model.sharding import Shard
 

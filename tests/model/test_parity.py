@@ -7,9 +7,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.model.checkpoints import load_decoder
 from twolane.model.attention import Batch, Segment
 from twolane.model.load.hub import resolve
-from twolane.model.load.weights import load_decoder
 
 from .checkpoints import FAMILIES, make_checkpoint, reference
 from .passes import PAGE, Pool, close, expected, forward, in_chunks, prompt

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
+from tests.model.checkpoints import load_decoder
 from tests.model.passes import in_chunks
 from twolane.frontend.text.tokenizer import load_tokenizer
 from twolane.model.load.hub import DEFAULT_MODEL, pull, resolve
-from twolane.model.load.weights import load_decoder
 
 TEXT = Path(__file__).parents[2] / "LICENSE"
 TOKENS = 1536

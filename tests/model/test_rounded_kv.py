@@ -7,7 +7,7 @@ from tempfile import TemporaryDirectory
 import pytest
 import torch
 
-from tests.model.checkpoints import LAYERS, VOCAB, make_checkpoint, reference
+from tests.model.checkpoints import LAYERS, VOCAB, load_decoder, make_checkpoint, reference
 from tests.model.doubled import doubled
 from tests.model.passes import PAGE, expected, prompt
 from tests.parity.prompts import random_requests
@@ -17,7 +17,6 @@ from twolane.model import fp8
 from twolane.model.attention import Batch, KVCache, Segment
 from twolane.model.decoder import Decoder
 from twolane.model.load.hub import resolve
-from twolane.model.load.weights import load_decoder
 
 FAMILIES = ("qwen3", "qwen2-sliding")
 REQUESTS = random_requests(VOCAB)[::3]

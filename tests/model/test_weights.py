@@ -4,8 +4,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.model.checkpoints import load_decoder
 from twolane.model.load.hub import resolve
-from twolane.model.load.weights import WeightsError, load_decoder
+from twolane.model.load.weights import WeightsError
 
 from .checkpoints import VOCAB, make_checkpoint, reference
 from .passes import Pool, close, in_chunks, prompt

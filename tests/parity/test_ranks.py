@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.model.checkpoints import VOCAB, make_checkpoint, reference
+from tests.model.checkpoints import VOCAB, load_decoder, make_checkpoint, reference
 from tests.parity.judge import Judge, Tally
 from tests.parity.prompts import random_requests
 from tests.parity.ranks import Ranks, on_cpu
@@ -15,7 +15,6 @@ from tests.parity.serving import serve
 from tests.server.serving import wait_for
 from twolane.engine.messages import Submit
 from twolane.model.load.hub import resolve
-from twolane.model.load.weights import load_decoder
 from twolane.sampling import SamplingParams
 from twolane.systems.registry import SYSTEMS, make_system
 

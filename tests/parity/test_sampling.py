@@ -13,7 +13,7 @@ from transformers import (
     SequenceBiasLogitsProcessor,
 )
 
-from tests.model.checkpoints import LAYERS, VOCAB, make_checkpoint, reference
+from tests.model.checkpoints import LAYERS, VOCAB, load_decoder, make_checkpoint, reference
 from tests.parity.judge import SURE
 from tests.parity.prompts import random_requests
 from tests.parity.schedules import schedules
@@ -21,7 +21,6 @@ from tests.parity.serving import Served, serve
 from twolane.engine.messages import Submit
 from twolane.model.decoder import Decoder
 from twolane.model.load.hub import resolve
-from twolane.model.load.weights import load_decoder
 from twolane.sampling import SamplingParams, TokenLogprobs
 
 PAGE = 8

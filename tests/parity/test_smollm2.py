@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.model.checkpoints import load_decoder
 from tests.model.passes import close, expected, in_chunks
 from tests.parity.axes import Case, all_cases
 from tests.parity.judge import Judge, Tally
@@ -22,7 +23,6 @@ from twolane.frontend.text.tokenizer import load_tokenizer
 from twolane.lanes.cpu.runner import Runner
 from twolane.model.decoder import Decoder
 from twolane.model.load.hub import DEFAULT_MODEL, ModelSource, pull, resolve
-from twolane.model.load.weights import load_decoder
 from twolane.model.shapes import SHAPES
 from twolane.sampling import SamplingParams
 

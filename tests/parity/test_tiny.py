@@ -8,7 +8,14 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from tests.model.checkpoints import FAMILIES, LAYERS, VOCAB, make_checkpoint, reference
+from tests.model.checkpoints import (
+    FAMILIES,
+    LAYERS,
+    VOCAB,
+    load_decoder,
+    make_checkpoint,
+    reference,
+)
 from tests.parity.axes import Case, all_cases, pairwise_cases
 from tests.parity.judge import Judge, Tally
 from tests.parity.prompts import LENGTHS, MAX_TOKENS, random_requests
@@ -21,7 +28,6 @@ from twolane.lanes.work import DecodeRow, PrefillWork
 from twolane.model.attention import Batch
 from twolane.model.decoder import Decoder
 from twolane.model.load.hub import resolve
-from twolane.model.load.weights import load_decoder
 
 PAGE = 8
 REQUESTS = random_requests(VOCAB)

@@ -6,13 +6,12 @@ import pytest
 import torch
 
 from tests.model.adapters import make_adapter
-from tests.model.checkpoints import make_checkpoint
+from tests.model.checkpoints import load_decoder, make_checkpoint
 from tests.model.passes import prompt
 from tests.model.test_lora import alone, load, run
 from twolane import LLM, SamplingParams
 from twolane.frontend.generation import GenerationRefused
 from twolane.model.load.hub import resolve
-from twolane.model.load.weights import load_decoder
 from twolane.model.lora import AdapterPool
 from twolane.server.anthropic.request import MessagesRequest
 from twolane.server.openai.response_request import ResponsesRequest

@@ -13,6 +13,8 @@ from pathlib import Path
 from types import FrameType
 from typing import TypeVar
 
+from twolane.common.resources import yield_processor
+
 T = TypeVar("T")
 HEAD = struct.Struct("<cQ")
 """What comes before each message: its kind, and how many bytes it has."""
@@ -53,7 +55,7 @@ def run(set_up: SetUp) -> None:
         descriptor, niceness = given
         if os.fork() == 0:
             control.close()
-            os.nice(niceness)
+            yield_processor(niceness)
             with socket.socket(fileno=descriptor) as own:
                 work(own, handler, seconds, memory)
             os._exit(0)

@@ -4,8 +4,9 @@ from dataclasses import dataclass
 
 import msgspec
 
-from twolane.common.prefix_digest import Landmarks, PrefixDigest
+from twolane.common.prefix_digest import Landmarks, PrefixBook, PrefixDigest
 from twolane.common.prompt_work import UNKNOWN, PromptPace, PromptWork, WaitingPrompt
+from twolane.engine.messages import Ready, Stats
 from twolane.slo import Slo
 
 NO_LANDMARKS = Landmarks()
@@ -47,6 +48,30 @@ class ReplicaState(msgspec.Struct, frozen=True, kw_only=True):
     """Share of the latest first tokens that came within their TTFT bound; None: no bound."""
     digest: PrefixDigest | None = None
     """Landmarks of the prefix tree; None: as in the version that the caller named."""
+
+    @classmethod
+    def of(cls, ready: Ready, stats: Stats, prefixes: PrefixBook, known: int) -> "ReplicaState":
+        """Return the state of an engine.
+
+        Args:
+            ready: what the engine said of itself when it had started.
+            stats: its gauges now.
+            prefixes: landmarks of its prefix tree.
+            known: version of the digest that the router has; such a digest is left out.
+        """
+        return cls(
+            running=stats.running,
+            waiting=stats.waiting + stats.prefilling,
+            queued=stats.queued,
+            yielding=stats.yielding,
+            prompt_pace=stats.prompt_pace,
+            page_size=ready.page_size,
+            pages=stats.kv_pages,
+            pages_free=stats.kv_pages_free + stats.kv_pages_cached,
+            max_model_len=ready.max_model_len,
+            slo=ready.slo,
+            digest=None if known == prefixes.version else prefixes.digest(),
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,20 +85,7 @@ class SimReplica:
         Args:
             known: version of the digest that the router has.
         """
-        engine, kv = self.built.engine, self.built.engine.state.kv
-        stats = engine.stats()
-        return ReplicaState(
-            running=stats.running,
-            waiting=stats.waiting + stats.prefilling,
-            queued=stats.queued,
-            yielding=stats.yielding,
-            prompt_pace=stats.prompt_pace,
-            page_size=kv.page_size,
-            pages=kv.total_pages,
-            pages_free=kv.free_pages + kv.reclaimable_pages,
-            slo=self.built.ready.slo,
-            digest=None if known == self._book.version else self._book.digest(),
-        )
+        return ReplicaState.of(self.built.ready, self.built.engine.stats(), self._book, known)
 
     def _send(self, news: Outputs) -> None:
         if news.landmarks:

@@ -1,4 +1,4 @@
-"""Weights into a `Decoder`: safetensors, GGUF or random numbers."""
+"""Loads the weights of a decoder: safetensors, GGUF or random numbers."""
 
 import logging
 import math
@@ -6,13 +6,12 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from twolane.common.errors import FieldError
-from twolane.model.decoder import Decoder, LayerWeights, Weights
+from twolane.model.decoder import LayerWeights, Weights
 from twolane.model.load.configs import JOINED, quantization_from_directory
 from twolane.model.load.dummy import STD, Dummy
 from twolane.model.load.gguf import GGUFModel
@@ -45,11 +44,6 @@ _IGNORED_SUFFIX = "rotary_emb.inv_freq"
 
 class WeightsError(ValueError):
     """The checkpoint's tensors are not those of its config; the message names them."""
-
-
-def load_decoder(source: ModelSource, **options: Any) -> Decoder:
-    """Load a model for the CPU: `load_weights` into a `Decoder`."""
-    return Decoder(*load_weights(source, **options))
 
 
 def load_weights(

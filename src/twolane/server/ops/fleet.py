@@ -1,5 +1,6 @@
 """The endpoints that a router of several replicas asks."""
 
+import msgspec
 from fastapi import FastAPI, Request, Response
 
 from twolane.common.page_hash import salt_bytes
@@ -45,24 +46,13 @@ def add_fleet_routes(app: FastAPI, service: Service) -> None:
 
 def replica_state(service: Service, known: int) -> ReplicaState:
     """Return what the server publishes; without the digest if the caller has this version."""
-    engine, stats = service.engine, service.engine.stats
-    book = engine.prefixes
-    return ReplicaState(
+    engine = service.engine
+    return msgspec.structs.replace(
+        ReplicaState.of(engine.ready, engine.stats, engine.prefixes, known),
         model=service.model_name,
         ready=service.unavailable is None,
         draining=service.draining,
-        running=stats.running,
-        waiting=stats.waiting + stats.prefilling,
-        queued=stats.queued,
-        yielding=stats.yielding,
-        prompt_pace=stats.prompt_pace,
-        page_size=engine.ready.page_size,
-        pages=stats.kv_pages,
-        pages_free=stats.kv_pages_free + stats.kv_pages_cached,
-        max_model_len=engine.ready.max_model_len,
-        slo=engine.ready.slo,
         attainment=service.dashboard.attainment("ttft"),
-        digest=None if known == book.version else book.digest(),
     )
 
 
