@@ -363,7 +363,7 @@ class Products:
                 w_groups=weight.scales if way.variant.group else None,
             )
             return
-        with _cublaslt(self.units) if way.library == "cublaslt" else _AS_IT_IS:
+        with cublaslt(self.units) if way.library == "cublaslt" else _AS_IT_IS:
             if isinstance(x, Quantised):
                 _multiply_scaled(x, weight, bias, out, add=add)
                 return
@@ -559,7 +559,7 @@ def sm_carveout(units: int) -> Iterator[None]:
 
 
 @contextmanager
-def _cublaslt(units: int) -> Iterator[None]:
+def cublaslt(units: int) -> Iterator[None]:
     """torch calls cuBLASLt, with `sm_carveout`; see there."""
     before = torch.backends.cuda.preferred_blas_library()
     torch.backends.cuda.preferred_blas_library("cublaslt")
