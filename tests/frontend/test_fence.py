@@ -100,6 +100,21 @@ def test_a_killed_nursery_and_a_killed_worker_are_replaced():
     run(work())
 
 
+def test_workers_yield_to_other_processes_and_get_no_signal_of_the_terminal():
+    """Niceness may count for nothing between sessions; see autogroup in sched(7)."""
+
+    async def work():
+        async with fenced() as fence:
+            pid, nice = [int(await fence.lane(n).run([b"pid"])) for n in (0, 10)]
+            own, group = os.getpriority(os.PRIO_PROCESS, 0), fence._nursery.pid
+            assert os.getpriority(os.PRIO_PROCESS, nice) == min(own + 10, 19)
+            assert os.getpriority(os.PRIO_PROCESS, pid) == own
+            assert os.getsid(pid) == os.getsid(nice) == os.getsid(0)
+            assert os.getpgid(pid) == os.getpgid(nice) == group != os.getpgid(0)
+
+    run(work())
+
+
 def test_nothing_is_left_of_a_closed_fence():
     async def work():
         async with fenced(limits=Limits(seconds=60.0)) as fence:

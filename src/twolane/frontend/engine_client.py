@@ -254,13 +254,15 @@ class EngineClient:
         to_engine, from_engine = (f"ipc://{self._folder}/{name}" for name in ("in", "out"))
         self._push.bind(to_engine)
         self._pull.bind(from_engine)
-        # A session of its own keeps a terminal's Ctrl-C away from the engine: the API process
-        # drains first. The pipe's end, however the API process dies, tells the engine to exit.
+        # A group of its own keeps a terminal's Ctrl-C away from the engine: the API process drains
+        # first. A session of its own would do so, too, but Linux may share the processor between
+        # sessions (sched(7), autogroup), where nice(2) counts for nothing. The pipe's end, however
+        # the API process dies, tells the engine to exit.
         self.process = await asyncio.create_subprocess_exec(
             *(sys.executable, *self.arguments),
             stdin=asyncio.subprocess.PIPE,
             stdout=sys.__stderr__.fileno() if sys.__stderr__ else None,
-            start_new_session=True,
+            process_group=0,
             env={name: value for name, value in os.environ.items() if name not in SECRETS},
         )
         assert self.process.stdin is not None
@@ -333,7 +335,7 @@ class EngineClient:
             await asyncio.sleep(PING_SECONDS)
 
     def _kill(self) -> None:
-        """Kill the engine and its other ranks, which are in its session."""
+        """Kill the engine and its other ranks, which are in its group."""
         with contextlib.suppress(ProcessLookupError):  # it has just ended by itself
             os.killpg(self.process.pid, signal.SIGKILL)
 

@@ -182,7 +182,9 @@ class Fence:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.DEVNULL,
                 pass_fds=[its.fileno()],
-                start_new_session=True,  # which is ended with all that the conversion starts
+                # Which is ended with all that the conversion starts. In the session of the engine,
+                # since a worker's niceness may count for nothing in one of its own (see `_spawn`).
+                process_group=0,
             )
         try:
             async with asyncio.timeout(SETUP_SECONDS):
