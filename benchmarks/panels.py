@@ -55,6 +55,8 @@ class Panel(msgspec.Struct, frozen=True):
     """Seconds more for each 1,024 new tokens."""
     gpu: str = "h200"
     tp: int = 1
+    seeds: int = 2
+    """Patterns of arrivals, of which a point is the median: in half a minute there is luck."""
     saturated: bool = False
     """Whether the rate is far above what can be served and TTFT has no bound: a point is the number
     of requests served a second, the median of three seeds, or 0 where TBT was not kept."""
@@ -70,7 +72,7 @@ class Panel(msgspec.Struct, frozen=True):
             ),
             slos={} if self.saturated else self._ttft(),
             tbts=self.tbts[1::2] if quick else self.tbts,
-            seeds=1 if quick else SEEDS,
+            seeds=1 if quick else self.seeds,
             seed=seed,
             start_rate=self.start,
             least_rate=self.start / 4,
@@ -116,8 +118,6 @@ PANELS = (
 )
 """Those whose runs take longest come first."""
 QUICK = ("8b-azure-conv", "8b-azure-code")
-SEEDS = 2
-"""Patterns of arrivals, of which a point is the mean: in half a minute there is luck."""
 
 
 class Point(msgspec.Struct, frozen=True):
@@ -126,8 +126,10 @@ class Point(msgspec.Struct, frozen=True):
     panel: str
     system: str
     tbt: float
+    rates: list[float]
+    """Requests a second, one for each pattern of arrivals."""
     goodput: float
-    """Requests a second, the mean of the seeds; the median in a saturated panel."""
+    """Their median."""
 
 
 def searched(task: tuple[Panel, str, int, bool, Path]) -> list[Point]:
@@ -140,7 +142,7 @@ def searched(task: tuple[Panel, str, int, bool, Path]) -> list[Point]:
     found = goodput.find(search, [system], run, folder, reads_slos=reads)
     tbts = [point.search.slos["tbt"] for point in search.points(folder)]
     return [
-        Point(panel.name, system, tbt, statistics.fmean(rates[system]))
+        Point(panel.name, system, tbt, rates[system], statistics.median(rates[system]))
         for tbt, rates in zip(tbts, found, strict=True)
     ]
 
@@ -152,7 +154,7 @@ def served(panel: Panel, system: str, seed: int) -> Point:
     for each in range(seed, seed + 3):
         result, hopeless = run(system, search.at(panel.start, each), [{"tbt": tbt}])
         rates.append(0.0 if hopeless else len(result.records) / result.duration)
-    return Point(panel.name, system, tbt, statistics.median(rates))
+    return Point(panel.name, system, tbt, rates, statistics.median(rates))
 
 
 class Verdict(NamedTuple):
@@ -263,19 +265,32 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/panels.json"))
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--prompts", type=int, help="requests in a run; by default the panel's")
+    parser.add_argument("--seeds", type=int, help="patterns of arrivals; by default the panel's")
+    parser.add_argument("--bounds", type=float, nargs="+", help="only these TBT SLOs, in ms")
     given = parser.parse_args()
     if {*given.systems} == {"auto"}:
         parser.error("--systems: one at least to compare auto with")
     return given
 
 
+def _changed(panel: Panel, given: argparse.Namespace) -> Panel:
+    """The panel as the options want it."""
+    tbts = panel.tbts
+    if given.bounds:
+        tbts = tuple(tbt for tbt in tbts if round(tbt * 1e3, 6) in given.bounds)
+    return msgspec.structs.replace(
+        panel,
+        tbts=tbts,
+        prompts=given.prompts or panel.prompts,
+        seeds=given.seeds or panel.seeds,
+    )
+
+
 def main() -> None:
     """Search what is missing, write the file and the figure."""
     given = _options()
     names = given.panels or (QUICK if given.quick else [p.name for p in PANELS])
-    panels = [panel for name in names for panel in PANELS if panel.name == name]
-    if given.prompts:
-        panels = [msgspec.structs.replace(panel, prompts=given.prompts) for panel in panels]
+    panels = [_changed(panel, given) for name in names for panel in PANELS if panel.name == name]
     asked = dict.fromkeys((*given.systems, "auto"))
     systems = [variant for one in asked for variant in goodput.variants(one)]
     systems.sort(key=goodput_cli.reads_slos, reverse=True)  # these take longest

@@ -2,7 +2,7 @@
 
 `--engine NAME=COMMAND`, once for each, is the command of a server with OpenAI's API, `auto` among
 them. Each is started once and measured by the same client: the decode step of `--rows` requests,
-the first token of long prompts that come one at a time, and goodput at one bound, searched from
+the first token of long prompts that come one at a time, and goodput at its bound, searched from
 its `--guess`. Flags are taken as they are, where `peers.py` tunes them. Give all the same model
 folder. The file is written after each figure.
 """
@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
-from searches import Bounds, Found, search, searched
+from searches import WARMUPS, Bounds, Found, search, searched
 
 from twolane.bench import serve
 from twolane.bench.server import Server, serving_by
@@ -30,6 +30,8 @@ from twolane.workload.spec import WorkloadSpec
 STEPS = 640
 """Output tokens of the requests whose decode step is measured: the first still decodes when the
 last prompt has been prefilled."""
+WARM_STEPS = 32
+"""Output tokens of the requests that warm a server up where no step is measured."""
 PROMPTS = 5
 """Number of long prompts."""
 
@@ -41,6 +43,8 @@ class Engine(msgspec.Struct):
     server: str
     """Program, version, address and flags."""
     start_seconds: float
+    tbt_ms: float
+    """Bound on gaps of its search."""
     step_ms: float | None = None
     """Mean gap between tokens while all rows decode."""
     first_token_ms: float | None = None
@@ -60,6 +64,8 @@ def measured(
         seconds = step(records)
         engine.step_ms = None if seconds is None else seconds * 1e3
         yield engine
+    else:
+        sent(load, WARMUPS, given.context, WARM_STEPS, WARMUPS)
     if given.prompt:
         records = sent(load, PROMPTS, given.prompt, 1, 1)
         first = statistics.median(one.ttft for one in records if one.ttft is not None)
@@ -71,7 +77,7 @@ def measured(
         dataset=given.dataset, num_prompts=given.prompts, max_input_len=given.longest
     )
     target = {"base_url": server.url, "model": None}
-    bounds = Bounds((given.tbt / 1e3,))
+    bounds = Bounds((engine.tbt_ms / 1e3,))
     asked = search(target, workload, bounds, guess, given.seeds, given.tolerance)
     folder = given.work / engine.name.replace(" ", "-")
     [engine.found] = searched(asked, [SERVER], folder, load, keep=True)
@@ -121,7 +127,8 @@ def _options() -> argparse.Namespace:
     add("--guess", type=float, nargs="+", required=True,
         help="requests/s where the search of each engine begins; 0: there is none")  # fmt: skip
     add("--card", required=True, help="name of the GPU in the file")
-    add("--tbt", type=float, required=True, help="bound on gaps in ms")
+    add("--tbt", type=float, nargs="+", required=True,
+        help="bound on gaps in ms: one for all engines, or one for each")  # fmt: skip
     add("--rows", type=int, default=64, help="requests that decode at once; 0: no step is measured")
     add("--context", type=int, default=2048, help="their prompt tokens")
     add("--prompt", type=int, default=8192, help="tokens of the long prompts; 0: none is sent")
@@ -138,6 +145,10 @@ def _options() -> argparse.Namespace:
     given = parser.parse_args()
     if len(given.guess) != len(given.engine):
         parser.error("give each engine its guess")
+    if len(given.tbt) == 1:
+        given.tbt *= len(given.engine)
+    if len(given.tbt) != len(given.engine):
+        parser.error("give one bound, or each engine its own")
     return given
 
 
@@ -146,17 +157,22 @@ def main() -> None:
     given = _options()
     given.work.mkdir(parents=True, exist_ok=True)
     engines: list[Engine] = []
-    for asked, guess in zip(given.engine, given.guess, strict=True):
+    for asked, tbt, guess in zip(given.engine, given.tbt, given.guess, strict=True):
         name, _, command = asked.partition("=")
         try:
-            for _ in served(name, command, guess, engines, given):
+            for _ in served(name, command, tbt, guess, engines, given):
                 _save(engines, given)
         except serve.BenchError as error:
             print(f"{name}: {error}", flush=True)
 
 
 def served(
-    name: str, command: str, guess: float, engines: list[Engine], given: argparse.Namespace
+    name: str,
+    command: str,
+    tbt_ms: float,
+    guess: float,
+    engines: list[Engine],
+    given: argparse.Namespace,
 ) -> Iterator[Engine]:
     """Start an engine and measure it; it joins the others once it is up.
 
@@ -165,7 +181,7 @@ def served(
     """
     begun = time.monotonic()
     with serving_by(shlex.split(command), given.work / f"{name}.log") as server:
-        engine = Engine(name, server.announcement, time.monotonic() - begun)
+        engine = Engine(name, server.announcement, time.monotonic() - begun, tbt_ms)
         engines.append(engine)
         print(f"{name}: up after {engine.start_seconds:.0f} s", flush=True)
         for so_far in measured(server, engine, guess, given):
@@ -177,7 +193,7 @@ def _save(engines: list[Engine], given: argparse.Namespace) -> None:
     """Write what was measured so far."""
     workload = {"dataset": given.dataset, "prompts": given.prompts, "seeds": given.seeds}
     shape = {"rows": given.rows, "context": given.context, "prompt": given.prompt}
-    content = {"card": given.card, "tbt_ms": given.tbt, "tolerance": given.tolerance, **shape}
+    content = {"card": given.card, "tolerance": given.tolerance, **shape}
     save(given.out, provenance(workload), {**content, "engines": engines})
 
 

@@ -156,20 +156,20 @@ def side_by_side() -> Iterator[list[str]]:
     """Rows of engines that took turns on one card, of all files."""
     for path, found in _files("side-by-side/*.json"):
         engines = found["engines"]
-        own = [
-            rate
-            for engine in engines
-            if engine["name"].startswith("twolane") and engine["found"]
-            for rate in engine["found"]["goodput"]
-        ]
+        own: dict[float, list[float]] = defaultdict(list)
         for engine in engines:
+            engine.setdefault("tbt_ms", found.get("tbt_ms"))  # early files have one for all
+            if engine["name"].startswith("twolane") and engine["found"]:
+                own[engine["tbt_ms"]] += engine["found"]["goodput"]
+        for engine in engines:
+            auto = own[engine["tbt_ms"]]
             one = engine["found"] or {"goodput": [], "runs": [], "client_p99_ms": None}
-            ratio = median(own) / median(one["goodput"]) if own and any(one["goodput"]) else 0.0
+            ratio = median(auto) / median(one["goodput"]) if auto and any(one["goodput"]) else 0.0
             shown = [f"{engine[key]:.1f}" if engine[key] else "-" for key in FIGURES]
             gap = f"{one['client_p99_ms']:.1f}" if one["client_p99_ms"] else "-"
             place = f"{engine['name']} on {found['card']}"
             over = f"{ratio:.2f}" if ratio else "-"
-            yield [place, *shown, f"{found['tbt_ms']:g}", _held(one), over, gap,
+            yield [place, *shown, f"{engine['tbt_ms']:g}", _held(one), over, gap,
                    _made(path, found)]  # fmt: skip
 
 
