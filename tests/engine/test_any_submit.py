@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.engine.random_plans import RandomPlans
 from tests.engine.stepped import SteppedLanes
 from tests.engine.world import tiny_decoder
-from twolane.engine.engine import Engine
+from twolane.engine.engine import Engine, ServedModel
 from twolane.engine.kv import KVBooks
 from twolane.engine.messages import (
     Abort,
@@ -110,10 +110,7 @@ def small_engine(seed: int) -> tuple[Engine, SteppedLanes]:
         RandomPlans(seed),
         lanes,
         KVBooks(PAGES, PAGE, SLOTS, prefix_cache=True),
-        layers=decoder.spec.layers,
-        vocab_size=VOCAB,
-        eos_token_ids=EOS,
-        max_model_len=24,
+        model=ServedModel(decoder.spec.layers, VOCAB, EOS, 24),
         estimator=OnlineEstimator(),
     )
     return engine, lanes

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from tests.engine.stepped import SteppedLanes
 from tests.engine.world import EOS, MODEL_LEN, PAGE, alone, tiny_decoder
-from twolane.engine.engine import Engine
+from twolane.engine.engine import Engine, ServedModel
 from twolane.engine.kv import KVBooks
 from twolane.engine.messages import Output, Refused, Submit
 from twolane.estimate.online import OnlineEstimator
@@ -39,10 +39,7 @@ def run(decoder: Decoder, system: str, submits: list[Submit]) -> tuple[Engine, d
         make_system(system),
         lanes,
         KVBooks(PAGES, PAGE, SLOTS, prefix_cache=True),
-        layers=decoder.spec.layers,
-        vocab_size=decoder.spec.vocab_size,
-        eos_token_ids=EOS,
-        max_model_len=MODEL_LEN,
+        model=ServedModel(decoder.spec.layers, decoder.spec.vocab_size, EOS, MODEL_LEN),
         estimator=OnlineEstimator(),
     )
     rng, events = random.Random(1), {submit.id: [] for submit in submits}

@@ -8,7 +8,7 @@ import pytest
 
 from tests.systems.simulation import LEVELS, SIZES, UNITS, submit
 from twolane.engine.constrained.constraints import Constraint, Masks
-from twolane.engine.engine import Engine
+from twolane.engine.engine import Engine, ServedModel
 from twolane.engine.kv import KVBooks
 from twolane.estimate.online import OnlineEstimator
 from twolane.lanes.base import Sampled, Step, Ticket
@@ -83,10 +83,7 @@ def test_two_launches_wait_for_masks_and_each_gets_its_own(masks: list[Any]) -> 
         make_system("static-split", {}),
         lanes,
         KVBooks(100, 16, 4, prefix_cache=True),
-        layers=LAYERS,
-        vocab_size=1000,
-        eos_token_ids=(),
-        max_model_len=1000,
+        model=ServedModel(LAYERS, 1000, (), 1000),
         pass_sizes=SIZES,
         estimator=OnlineEstimator(),
     )

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from tests.engine.test_rules import Script, one_by_one
 from tests.systems.simulation import LAYERS, UNITS, submit
 from twolane.common.vocabulary import LaneName
-from twolane.engine.engine import Engine
+from twolane.engine.engine import Engine, ServedModel
 from twolane.engine.kv import KVBooks
 from twolane.engine.messages import LaneWait, Ping
 from twolane.estimate.online import OnlineEstimator
@@ -50,10 +50,7 @@ def make_engine(lanes: HeldLanes) -> Engine:
         Script(lambda view: one_by_one(view, k=4)),
         lanes,
         KVBooks(64, 16, 8, prefix_cache=True),
-        layers=LAYERS,
-        vocab_size=100_000,
-        eos_token_ids=(),
-        max_model_len=512,
+        model=ServedModel(LAYERS, 100_000, (), 512),
         estimator=OnlineEstimator(),
     )
 

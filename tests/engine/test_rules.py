@@ -8,8 +8,9 @@ import pytest
 from msgspec.structs import replace
 
 from tests.sim.durations import FixedDurations
+from tests.systems.scripted import ScriptedSystem
 from tests.systems.simulation import LAYERS, UNITS, Simulation, simulate, submit
-from twolane.engine.engine import Engine
+from twolane.engine.engine import Engine, ServedModel
 from twolane.engine.kv import KVBooks
 from twolane.engine.messages import Abort, Finish, Outputs, Submit, ToEngine, Watch
 from twolane.engine.pacing import Pacer
@@ -24,13 +25,10 @@ from twolane.systems.view import View
 
 
 @dataclass
-class Script:
+class Script(ScriptedSystem):
     """Plans as a function of the view."""
 
     decide: Callable[[View], Plan]
-
-    def start(self) -> None:
-        return None
 
     def plan(self, view: View, memory: None) -> tuple[Plan, None]:
         return self.decide(view), None
@@ -185,10 +183,7 @@ def small_engine(
         system or make_system("chunked"),
         SimLanes(UNITS, (), FixedDurations()),
         KVBooks(4, 16, 4, prefix_cache=True),
-        layers=LAYERS,
-        vocab_size=1000,
-        eos_token_ids=(),
-        max_model_len=4096,
+        model=ServedModel(LAYERS, 1000, (), 4096),
         estimator=OnlineEstimator(),
         slo=slo,
         pacer=pacer,

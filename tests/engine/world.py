@@ -19,7 +19,7 @@ from tests.model.adapters import make_adapter
 from tests.model.checkpoints import load_decoder, make_checkpoint
 from tests.model.doubled import doubled
 from twolane.engine.adapters.registry import AdapterRegistry
-from twolane.engine.engine import Engine
+from twolane.engine.engine import Engine, ServedModel
 from twolane.engine.kv import KVBooks
 from twolane.engine.messages import (
     Abort,
@@ -171,10 +171,7 @@ class World:
             self.system,
             lanes,
             books,
-            layers=spec.layers,
-            vocab_size=spec.vocab_size,
-            eos_token_ids=EOS,
-            max_model_len=MODEL_LEN,
+            model=ServedModel(spec.layers, spec.vocab_size, EOS, MODEL_LEN),
             estimator=OnlineEstimator(),
             pacer=Pacer(buffer=1e-9),
         )

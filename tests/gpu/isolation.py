@@ -32,7 +32,7 @@ from tests.gpu.catalogue import EOS, PAGE, Answer, Catalogue, Entry, prepare
 from tests.gpu.guards import GUARDS
 from tests.parity.serving import LaunchLog
 from twolane.common.vocabulary import LaneName
-from twolane.engine.engine import Engine
+from twolane.engine.engine import Engine, ServedModel
 from twolane.engine.kv import KVBooks
 from twolane.engine.messages import Output, Submit, ToEngine
 from twolane.engine.request import Request
@@ -142,14 +142,12 @@ class GpuWorld(World):
         self.pages = self.rng.randint(*(LONG_POOL if self.long else SHORT_POOL))
         self.slots = self.rng.randint(3, SLOTS)
         self.lanes = BENCH.lanes
+        spec = BENCH.spec
         self.engine = Engine(
             self.system,
             self.lanes,
             KVBooks(self.pages, PAGE, self.slots, prefix_cache=self.prefix_cache),
-            layers=BENCH.spec.layers,
-            vocab_size=BENCH.spec.vocab_size,
-            eos_token_ids=EOS,
-            max_model_len=BENCH.spec.max_positions,
+            model=ServedModel(spec.layers, spec.vocab_size, EOS, spec.max_positions),
             estimator=OnlineEstimator(),
             trace=self.log,
         )

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from tests.gpu.serving import LEVELS, PAGE, lanes_on
 from tests.model.checkpoints import make_checkpoint
-from twolane.engine.engine import Engine
+from twolane.engine.engine import Engine, ServedModel
 from twolane.engine.kv import KVBooks
 from twolane.engine.messages import Output, Refused, Submit
 from twolane.estimate.online import OnlineEstimator
@@ -48,10 +48,7 @@ def serve(machine: CudaMachine, system: str, submits: list[Submit]) -> dict[str,
         make_system(system),
         lanes,
         KVBooks(PAGES, PAGE, SLOTS, prefix_cache=True),
-        layers=spec.layers,
-        vocab_size=spec.vocab_size,
-        eos_token_ids=spec.eos_token_ids,
-        max_model_len=512,
+        model=ServedModel(spec.layers, spec.vocab_size, spec.eos_token_ids, 512),
         pass_sizes=machine.pass_sizes,
         estimator=OnlineEstimator(),
     )

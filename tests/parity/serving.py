@@ -13,7 +13,7 @@ import torch
 from twolane.common.resources import usable_cores
 from twolane.common.vocabulary import LaneName
 from twolane.engine.adapters.registry import AdapterRegistry
-from twolane.engine.engine import Engine
+from twolane.engine.engine import Engine, ServedModel
 from twolane.engine.kv import KVBooks
 from twolane.engine.loop import run
 from twolane.engine.messages import Outputs, Submit, ToEngine
@@ -193,10 +193,7 @@ def serve_on(
         system,
         lanes,
         books,
-        layers=spec.layers,
-        vocab_size=spec.vocab_size,
-        eos_token_ids=spec.eos_token_ids,
-        max_model_len=spec.max_positions,
+        model=ServedModel(spec.layers, spec.vocab_size, spec.eos_token_ids, spec.max_positions),
         estimator=OnlineEstimator(),
         trace=log,
         adapters=registry,

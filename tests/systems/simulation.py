@@ -6,7 +6,7 @@ from typing import Any
 
 from tests.sim.durations import FixedDurations
 from twolane.common.vocabulary import LaneName
-from twolane.engine.engine import Engine
+from twolane.engine.engine import Engine, ServedModel
 from twolane.engine.kv import KVBooks
 from twolane.engine.loop import run
 from twolane.engine.messages import Launched, Output, Outputs, Refused, Submit, ToEngine
@@ -137,11 +137,8 @@ def simulate(
         system,
         lanes,
         KVBooks(pages, 16, slots, prefix_cache=True),
-        layers=LAYERS,
+        model=ServedModel(LAYERS, 1000, (), 8192),
         pass_sizes=SIZES,
-        vocab_size=1000,
-        eos_token_ids=(),
-        max_model_len=8192,
         estimator=estimator or OnlineEstimator(),
         slo=slo,
         pacer=pacer,

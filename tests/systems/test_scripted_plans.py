@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import pytest
 
 from tests.estimate import synthetic
+from tests.systems.scripted import ScriptedSystem
 from tests.systems.simulation import LAYERS, UNITS, Ran, simulate, submit
 from twolane.estimate.calibrated.estimator import Calibrated
 from twolane.systems.common.admission import next_chunks
@@ -30,12 +31,9 @@ def busy(view: View) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Bullet:
+class Bullet(ScriptedSystem):
     """Two layers a step; decode gets 66 units, overlapping with prefill's 100, for the last ones;
     decode is paused while the second prompt's first four layers run (§3.3.1)."""
-
-    def start(self) -> None:
-        return None
 
     def plan(self, view: View, memory: None) -> tuple[Plan, None]:
         chunks = () if view.batch else next_chunks(view, 4096, split=False)
@@ -67,11 +65,8 @@ def test_bullet_overlapping_hand_over_and_paused_decode() -> None:
 
 
 @dataclass(frozen=True)
-class DuetServe:
+class DuetServe(ScriptedSystem):
     """A chunk of at most 64 tokens on 100 units beside k = 3 steps on 32; both sides join."""
-
-    def start(self) -> None:
-        return None
 
     def plan(self, view: View, memory: None) -> tuple[Plan, None]:
         if not (idle(view, "prefill") and idle(view, "decode")):
@@ -100,12 +95,9 @@ def test_duetserve_gang_of_look_ahead_steps_and_a_chunk() -> None:
 
 
 @dataclass(frozen=True)
-class MuxWise:
+class MuxWise(ScriptedSystem):
     """Two layers a round beside each decode step; a short prompt preempts a long one once; the
     long one goes on at another level when decode has ended (§3.2.3, §3.4.2)."""
-
-    def start(self) -> None:
-        return None
 
     def plan(self, view: View, memory: None) -> tuple[Plan, None]:
         short = [request for request in view.waiting if request.new <= 64]
@@ -153,11 +145,8 @@ def test_muxwise_preempts_resumes_and_changes_level_in_mid_prefill() -> None:
 
 
 @dataclass(frozen=True)
-class Drift:
+class Drift(ScriptedSystem):
     """Blocks of two layers, one with every decode step, decode launched first (§3.3)."""
-
-    def start(self) -> None:
-        return None
 
     def plan(self, view: View, memory: None) -> tuple[Plan, None]:
         if not (idle(view, "prefill") and idle(view, "decode")):
@@ -187,14 +176,11 @@ def test_drift_blocks_beside_decode_steps() -> None:
 
 
 @dataclass(frozen=True)
-class PassBehindLanes:
+class PassBehindLanes(ScriptedSystem):
     """One prompt alone, the next one beside a decode step, the third in a pass behind both."""
 
     untils: list[dict[str, float | None]]
     """What the lanes were said to last, with all three queued."""
-
-    def start(self) -> None:
-        return None
 
     def plan(self, view: View, memory: None) -> tuple[Plan, None]:
         queued = busy(view)
@@ -226,13 +212,10 @@ def test_a_pass_behind_both_lanes_decodes_those_whose_prompts_end_before_it() ->
 
 
 @dataclass(frozen=True)
-class SliceBehindStep:
+class SliceBehindStep(ScriptedSystem):
     """A prompt in its lane, behind a step on the whole device."""
 
     untils: list[dict[str, float | None]]
-
-    def start(self) -> None:
-        return None
 
     def plan(self, view: View, memory: None) -> tuple[Plan, None]:
         queued = busy(view)

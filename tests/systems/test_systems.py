@@ -10,6 +10,7 @@ from msgspec import structs
 
 from tests.estimate import synthetic
 from tests.sim.durations import FixedDurations
+from tests.systems.scripted import ScriptedSystem
 from tests.systems.simulation import LAYERS, UNITS, simulate, submit
 from twolane.common.vocabulary import EstimatorName
 from twolane.engine.build import assemble
@@ -174,14 +175,11 @@ def test_systems_do_not_import_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-class Once:
+class Once(ScriptedSystem):
     """Answers with one plan, once something waits."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-
-    def start(self) -> None:
-        return None
 
     def plan(self, view: object, memory: None) -> tuple[Plan, None]:
         return (self._plan if view.waiting else Plan()), None  # type: ignore[attr-defined]

@@ -9,7 +9,7 @@ import msgspec
 from twolane.common.errors import FieldError
 from twolane.engine.adapters.registry import AdapterRegistry
 from twolane.engine.config import EngineConfig
-from twolane.engine.engine import Engine
+from twolane.engine.engine import Engine, ServedModel
 from twolane.engine.kv import KVBooks
 from twolane.engine.kv_events.events import KVJournal
 from twolane.engine.kv_events.publisher import KVEventPublisher
@@ -93,11 +93,8 @@ def assemble(
         system,
         lanes,
         books,
-        layers=spec.layers,
+        model=ServedModel(spec.layers, spec.vocab_size, spec.eos_token_ids, max_model_len),
         pass_sizes=machine.pass_sizes,
-        vocab_size=spec.vocab_size,
-        eos_token_ids=spec.eos_token_ids,
-        max_model_len=max_model_len,
         estimator=estimator,
         seed=config.seed,
         trace=trace,
@@ -106,7 +103,6 @@ def assemble(
         slo=config.slo,
         pacer=Pacer(config.tbt_buffer, config.transport),
         adapters=load_adapters(config, lanes, notify, kv_events),
-        gives_up=system.gives_up,
     )
     ready = _ready(config, name, engine, machine, profile)
     trace.about(

@@ -4,6 +4,7 @@ import random
 from array import array
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any
 
 from msgspec.structs import replace
@@ -51,6 +52,20 @@ NOBODY: dict[LaneName, list[Request]] = {lane: [] for lane in LANES}
 """Who joins when no batch is launched to the end."""
 
 
+@dataclass(frozen=True)
+class ServedModel:
+    """What the engine knows of the model that it serves."""
+
+    layers: int
+    """Number of the decoder's layers."""
+    vocab_size: int
+    """Number of tokens in the model's vocabulary."""
+    eos_token_ids: Sequence[int]
+    """Tokens that end a request unless it ignores them."""
+    max_model_len: int
+    """The most tokens, prompt and output together, that one request can have."""
+
+
 class Engine:
     """Requests in, plans carried out, tokens out. Single-threaded; never blocks.
 
@@ -58,11 +73,8 @@ class Engine:
         system: decides.
         lanes: where work runs.
         kv: slots and pages.
-        layers: of the model.
-        vocab_size: of the model.
+        model: what is served.
         pass_sizes: tokens that the device pads passes to; empty: to none.
-        eos_token_ids: end a request that does not ignore them.
-        max_model_len: the most tokens of one request.
         estimator: predicts.
         seed: of requests without a seed of their own.
         slo: the latency bounds of requests that bring none.
@@ -72,7 +84,6 @@ class Engine:
         notify: wakes the loop; called from another thread when a grammar has been compiled, and
             when masks are there.
         adapters: those that requests may ask for; None: there are none.
-        gives_up: whether the system gives up prompts, see `System.gives_up`.
     """
 
     def __init__(
@@ -81,10 +92,7 @@ class Engine:
         lanes: Lanes,
         kv: KVBooks,
         *,
-        layers: int,
-        vocab_size: int,
-        eos_token_ids: Sequence[int],
-        max_model_len: int,
+        model: ServedModel,
         pass_sizes: Sequence[int] = (),
         estimator: Estimator,
         seed: int = 0,
@@ -94,20 +102,19 @@ class Engine:
         kv_events: KVEventPublisher | None = None,
         notify: Callable[[], None] = lambda: None,
         adapters: AdapterRegistry | None = None,
-        gives_up: bool = False,
     ) -> None:
         pacer = pacer or Pacer()
         bounds = pacer.planned(slo or Slo())
-        self.state = State(kv, lanes, layers, estimator, trace or Trace(), bounds, pacer)
-        self.state.gives_up = gives_up
-        self.max_model_len = min(max_model_len, kv.total_pages * kv.page_size)
+        self.state = State(kv, lanes, model.layers, estimator, trace or Trace(), bounds, pacer)
+        self.state.gives_up = system.gives_up
+        self.max_model_len = min(model.max_model_len, kv.total_pages * kv.page_size)
         self._landmarks = LandmarkWatcher(kv.page_size)
         kv.tree.watchers.append(self._landmarks)
         self._system = system
         self._memory: Any = system.start()
-        self._vocab_size = vocab_size
+        self._vocab_size = model.vocab_size
         self._pass_sizes = pass_sizes
-        self._eos_token_ids = tuple(eos_token_ids)
+        self._eos_token_ids = tuple(model.eos_token_ids)
         self._seeds = random.Random(seed)
         self._kv_events = kv_events
         self._notify = notify
@@ -308,7 +315,7 @@ class Engine:
                 except GrammarError as error:
                     state.fail(request, f"grammar {error}")
                 else:
-                    state.release_waiters(_compiler_of(id))
+                    state.release_held(_compiler_of(id))
         self._moved |= bool(compiled)
         return bool(compiled)
 

@@ -31,6 +31,7 @@ from twolane.slo import Slo
 from twolane.systems.view import LaneView
 
 LANDED = 256
+"""Number of finished launches that are remembered for each lane."""
 QUEUE_SECONDS = 0.02
 """Seconds for which the count of queued tokens holds: with a long queue it takes a while."""
 MOST_YIELDING = 128
@@ -218,12 +219,8 @@ class State:
         request.leader = leader
         self.held.setdefault(leader, []).append(request)
 
-    def release_held(self, leader: Request) -> None:
-        """Let those that were held back for it wait as everybody does."""
-        self.release_waiters(leader.id)
-
-    def release_waiters(self, leader: str) -> None:
-        """Let those that were held back for whatever has that name wait as everybody does."""
+    def release_held(self, leader: str) -> None:
+        """Let the requests that were held back for the bearer of this name wait in the queue."""
         for request in self.held.pop(leader, ()):
             request.leader = None
             self.wait(request)
@@ -273,7 +270,7 @@ class State:
         self.release(request)
         request.phase = Phase.FINISHED
         del self.requests[request.id]
-        self.release_held(request)
+        self.release_held(request.id)
 
     def say(self, request: Request, sampled: Sampled) -> None:
         """Add a token to the news of this turn; `request` has it already."""
