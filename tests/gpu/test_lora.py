@@ -36,7 +36,7 @@ from twolane.lanes.work import (
 )
 from twolane.model.decoder import Decoder
 from twolane.model.gpu_decoder import GpuDecoder
-from twolane.model.gpu_lora import AdaptedProducts, GpuAdapterPool
+from twolane.model.gpu_lora import GpuAdaptedProducts, GpuAdapterPool
 from twolane.model.load.hub import resolve
 from twolane.model.load.peft import read_adapter
 from twolane.model.load.weights import load_weights
@@ -173,7 +173,7 @@ def test_adapters_over_fp8_weights(tmp_path: Path) -> None:
         tiles = pool.tiles(PROMPT).of_first(PROMPT)
         tiles.arrange(ints(*range(PROMPT)), ints(*slots.tolist()))
         hidden = there.embedding[tokens.cuda()]
-        products = AdaptedProducts(Products(132), pool, tiles)
+        products = GpuAdaptedProducts(Products(132), pool, tiles)
         gpu.layers(0, spec.layers, hidden, gpu.prompt(), products)
         logits = gpu.logits(hidden).cpu()
     cost = (cpu - meant).norm() / meant.norm()

@@ -17,8 +17,7 @@ from twolane.model import fp8
 from twolane.model.attention import Batch, KVCache, Segment
 from twolane.model.decoder import Decoder
 from twolane.model.gpu_decoder import GpuDecoder, GpuKVCache, Rows, Workspace
-from twolane.model.gpu_lora import AdaptedProducts as GpuAdaptedProducts
-from twolane.model.gpu_lora import GpuAdapterPool
+from twolane.model.gpu_lora import GpuAdaptedProducts, GpuAdapterPool
 from twolane.model.load.hub import resolve
 from twolane.model.load.peft import read_adapter
 from twolane.model.load.weights import load_weights

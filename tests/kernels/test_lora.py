@@ -12,10 +12,11 @@ from tests.model.checkpoints import load_decoder, make_checkpoint
 from twolane.kernels.activations import Quantised
 from twolane.kernels.lora import AdapterMatrices, RowTiles, expand, expand_silu, shrink
 from twolane.kernels.products.dispatch import Products
-from twolane.model.gpu_lora import AdaptedProducts, GpuAdapterPool, pool_bytes
+from twolane.model.gpu_lora import GpuAdaptedProducts, GpuAdapterPool, pool_bytes
 from twolane.model.load.hub import resolve
 from twolane.model.load.peft import read_adapter
-from twolane.model.lora import AdapterPool
+from twolane.model.load.weights import load_weights
+from twolane.model.lora import AdapterPool, places
 
 SLOTS = 3
 
@@ -172,26 +173,31 @@ def test_a_row_does_not_depend_on_the_others(device: str) -> None:
     assert torch.equal(*outs)
 
 
-def test_nothing_is_left_of_an_adapter_whose_slot_another_takes(tmp_path: Path) -> None:
+def test_nothing_is_left_of_an_adapter_whose_slot_another_takes(
+    tmp_path: Path, device: str
+) -> None:
     """That one has a smaller rank, and some modules of some layers."""
-    base = make_checkpoint("qwen3", tmp_path / "base", seed=1, layers=2)
-    decoder = load_decoder(resolve(str(base)))
+    source = resolve(str(make_checkpoint("qwen3", tmp_path / "base", seed=1, layers=2)))
+    decoder = load_decoder(source)
     shard, weights = decoder.shard, decoder.weights
-    there, here = GpuAdapterPool(shard, weights, 2, 20), AdapterPool(weights, 2)
+    _, weights_there = load_weights(source, dtype="float32", device=device)
+    there, here = GpuAdapterPool(shard, weights_there, 2, 20), AdapterPool(weights, 2)
     held = [t for m in there.matrices.values() for t in (m.a, m.b)]
     assert sum(t.nbytes for t in held) == pool_bytes(shard, 2, 20, decoder.dtype.itemsize)
     some = {"rank": 3, "modules": ["self_attn.v_proj", "mlp.down_proj"], "layers": [1], "seed": 1}
     slots, x = np.array([0, -1, 0]), random(3, 256)
     for name, kind in (("first", {"rank": 20}), ("second", some)):
-        adapter = read_adapter(make_adapter(base, tmp_path / name, **kind), shard, decoder.dtype)
+        path = make_adapter(tmp_path / "base", tmp_path / name, **kind)
+        adapter = read_adapter(path, shard, decoder.dtype)
         here.put(0, adapter)
         there.put(0, adapter)
         tiles = there.tiles(3).of_first(3)
-        tiles.arrange(torch.arange(3).int(), torch.from_numpy(slots).int())
-        products = AdaptedProducts(Products(1), there, tiles)
+        tiles.arrange(torch.arange(3).int().to(device), torch.from_numpy(slots).int().to(device))
+        products = GpuAdaptedProducts(Products(1), there, tiles)
         right = here.products(decoder.products, slots)
-        for matrix in there.matrices:
-            rows = x[:, : matrix.shape[1]]
-            out = torch.empty(3, matrix.shape[0])
-            products.linear(rows, matrix, None, out)
-            torch.testing.assert_close(out, right.linear(rows, matrix), atol=1e-4, rtol=1e-4)
+        for (mine, _), (theirs, _) in zip(places(weights), places(weights_there), strict=True):
+            rows = x[:, : mine.shape[1]]
+            out = torch.empty(3, mine.shape[0], device=device)
+            products.linear(rows.to(device), theirs, None, out)
+            expected = right.linear(rows, mine)
+            torch.testing.assert_close(out.cpu(), expected, atol=1e-4, rtol=1e-4)

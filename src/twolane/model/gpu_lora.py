@@ -120,7 +120,7 @@ def _room_of(most_rank: int) -> int:
     return power_of_2(max(most_rank, LEAST_RANK))
 
 
-class AdaptedProducts(Products):
+class GpuAdaptedProducts(Products):
     """The products of a pass in which some rows have adapters.
 
     Args:
@@ -133,9 +133,9 @@ class AdaptedProducts(Products):
         super().__init__(base.units, base.ways, base._scratch)
         self._pool, self._tiles = pool, tiles
 
-    def part(self, rows: slice) -> "AdaptedProducts":
+    def part(self, rows: slice) -> "GpuAdaptedProducts":
         """See `Products.part`."""
-        return AdaptedProducts(self, self._pool, self._tiles.part(rows))
+        return GpuAdaptedProducts(self, self._pool, self._tiles.part(rows))
 
     def linear(self, x: Activations, weight: Stored, bias: Tensor | None, out: Tensor) -> None:
         """See `Products.linear`."""

@@ -31,7 +31,7 @@ from twolane.lanes.cuda.green_contexts import GreenContexts
 from twolane.lanes.cuda.slots import Slots, upload
 from twolane.lanes.work import DecodeRow
 from twolane.model.gpu_decoder import GpuDecoder, GpuKVCache, Workspace
-from twolane.model.gpu_lora import AdaptedProducts, GpuAdapterPool
+from twolane.model.gpu_lora import GpuAdaptedProducts, GpuAdapterPool
 from twolane.parallel.channel import Channel
 from twolane.parallel.two_shot import TwoShot
 
@@ -284,7 +284,7 @@ class DecodeGraphs:
             assert self.adapters is not None and self._tiles is not None
             tiles = self._tiles.of_first(bucket)
             tiles.arrange(rows.slots, self._slots.adapters)
-            products = AdaptedProducts(products, self.adapters, tiles)
+            products = GpuAdaptedProducts(products, self.adapters, tiles)
         last, embedding = self._slots.last_token, decoder.weights.embedding
         if (channel := self.workspace.channel) is not None:
             channel.broadcast(last)

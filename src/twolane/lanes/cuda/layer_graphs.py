@@ -32,7 +32,7 @@ from twolane.lanes.cuda.forward_batch import DecodeRows, MixedRows, PromptRows
 from twolane.lanes.cuda.green_contexts import GreenContexts
 from twolane.lanes.cuda.slots import Slots
 from twolane.model.gpu_decoder import GpuDecoder, GpuKVCache, Workspace
-from twolane.model.gpu_lora import AdaptedProducts
+from twolane.model.gpu_lora import GpuAdaptedProducts
 
 LARGER: tuple[int, ...] = tuple(range(SIZES[-1] + 1, 8192 + 1, 251))
 """Tokens of the passes that are multiplied once before any is served: odd steps, for what cuBLAS
@@ -217,7 +217,7 @@ class LayerGraphs:
         if not adapted:
             return products
         assert self._adapters is not None and self._tiles is not None
-        return AdaptedProducts(products, self._adapters, self._tiles.of_first(size))
+        return GpuAdaptedProducts(products, self._adapters, self._tiles.of_first(size))
 
     def _load_kernels(self, stream: torch.cuda.Stream, units: int) -> None:
         """Multiply once what has no graphs. cuBLAS has a kernel for every few sizes and shares, and

@@ -39,7 +39,7 @@ from twolane.lanes.work import (
     Work,
 )
 from twolane.model.gpu_decoder import GpuDecoder, GpuKVCache, Workspace
-from twolane.model.gpu_lora import AdaptedProducts
+from twolane.model.gpu_lora import GpuAdaptedProducts
 from twolane.model.load.peft import read_adapter
 from twolane.parallel.channel import Channel
 
@@ -361,7 +361,7 @@ class CudaRunner:
         assert adapters is not None
         tiles = adapters.tiles(len(owners)).of_first(len(owners))
         tiles.arrange(owners, self.slots.adapters)
-        return AdaptedProducts(products, adapters, tiles)
+        return GpuAdaptedProducts(products, adapters, tiles)
 
     def _plans(
         self, batch: _Pass, place: _Place, first: int, last: int
