@@ -136,6 +136,9 @@ def test_configs_written_before_rope_parameters(tmp_path):
             "beta_slow": 2,
             "truncate": False,
         },
+        {"rope_type": "yarn", "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 0.7},
+        {"rope_type": "yarn", "factor": 4.0, "mscale": 0.7},
+        {"rope_type": "dynamic", "factor": 2.0},
     ],
 )
 def test_frequencies_are_those_of_transformers(scaling):
@@ -148,6 +151,39 @@ def test_frequencies_are_those_of_transformers(scaling):
     want, scale = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config)
     torch.testing.assert_close(frequencies(rope, 128), want, rtol=1e-6, atol=0.0)
     assert rope.attention_factor == pytest.approx(scale)
+
+
+@pytest.mark.parametrize("positions", [2048, 4096, 4097, 16_384])
+def test_a_dynamic_base_is_that_of_the_longest_sequence(positions):
+    config = LlamaConfig(
+        max_position_embeddings=4096, rope_parameters={"rope_type": "dynamic", "factor": 2.0}
+    )
+    rope = spec_from_config(named(config, "LlamaForCausalLM")).rope
+    want, _ = ROPE_INIT_FUNCTIONS["dynamic"](config, seq_len=positions)
+    torch.testing.assert_close(frequencies(rope, 128, positions), want, rtol=1e-6, atol=0.0)
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"rope_type": "llama3", "factor": 8.0} | LOW_AND_HIGH,
+        {"rope_type": "yarn", "factor": 4.0},
+        {"rope_type": "longrope", "short_factor": [1.0] * 64, "long_factor": [2.0] * 64},
+    ],
+)
+def test_original_positions_of_the_config_itself_come_first(scaling):
+    raw = {"model_type": "llama", "original_max_position_embeddings": 512}
+    scaling = {**scaling, "original_max_position_embeddings": 1024}
+    config = AutoConfig.for_model(**raw, rope_scaling=dict(scaling))
+    config.standardize_rope_params()
+    read = config.rope_parameters
+    rope = spec_from_config({**raw, "rope_scaling": scaling}).rope
+    assert rope.original_positions == read["original_max_position_embeddings"] == 512
+
+
+def test_the_older_name_of_rope_parameters_may_say_what_is_rotated():
+    raw = {"model_type": "phi3", "rope_scaling": {"type": "default", "partial_rotary_factor": 0.5}}
+    assert spec_from_config(raw).rope.rotated == 48
 
 
 @pytest.mark.parametrize("positions", [4096, 4097])
@@ -228,10 +264,10 @@ def test_yarn_stretches_the_context(scaling, positions):
         (named(LlamaConfig(hidden_act="gelu"), "LlamaForCausalLM"), "activation 'gelu'"),
         (
             named(
-                LlamaConfig(rope_parameters={"rope_type": "dynamic", "factor": 2.0}),
+                LlamaConfig(rope_parameters={"rope_type": "proportional", "factor": 2.0}),
                 "LlamaForCausalLM",
             ),
-            "rope type 'dynamic'; these work: default, linear, llama3, yarn",
+            "rope type 'proportional'; these work: default, linear, dynamic, llama3, yarn",
         ),
     ],
 )
@@ -302,6 +338,10 @@ def test_what_a_config_leaves_out_is_as_in_transformers(architecture, said, rope
         ({"quantization_config": "int8"}, r"config\.json: .*quantization_config"),
         ({"rope_scaling": {"type": "linear"}}, "have no 'factor'"),
         ({"rope_scaling": {"type": "linear", "factor": None}}, "have no 'factor'"),
+        (
+            {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}},
+            "long_factor must have 64 numbers",
+        ),
         ({"rope_parameters": {"rope_theta": [1e4]}}, "rope_parameters: .*rope_theta"),
         ({"rope_scaling": {"type": "yarn", "factor": 4, "beta_fast": "a"}}, "beta_fast"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "'full_attention'"),

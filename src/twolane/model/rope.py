@@ -61,12 +61,13 @@ def frequencies(rope: RopeSpec, rotated: int, positions: int = 0) -> Tensor:
     Args:
         rope: how they are stretched.
         rotated: dimensions of a head that are rotated.
-        positions: of the model, which chooses between the two lists of "longrope".
+        positions: of the model, which choose the base of "dynamic" and the list of "longrope".
     """
     exponents = torch.arange(0, rotated, 2, dtype=torch.float32) / rotated
-    plain = 1.0 / (rope.theta**exponents)
+    theta = _raised(rope, rotated, positions) if rope.type == "dynamic" else rope.theta
+    plain = 1.0 / (theta**exponents)
     match rope.type:
-        case "default":
+        case "default" | "dynamic":
             return plain
         case "linear":
             return plain / rope.factor
@@ -80,6 +81,13 @@ def frequencies(rope: RopeSpec, rotated: int, positions: int = 0) -> Tensor:
             return _llama3(rope, plain)
         case "yarn":
             return _yarn(rope, plain, rotated)
+
+
+def _raised(rope: RopeSpec, rotated: int, positions: int) -> float:
+    """The base that `transformers` takes for a sequence of this many positions."""
+    grown = max(positions / rope.original_positions, 1.0)
+    raised = rope.factor * grown - (rope.factor - 1.0)
+    return rope.theta * math.pow(raised, rotated / (rotated - 2))
 
 
 def _llama3(rope: RopeSpec, plain: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,7 @@ Family = Literal[
     "glm",
     "glm4",
 ]
-RopeType = Literal["default", "linear", "llama3", "yarn", "factors", "longrope"]
+RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn", "factors", "longrope"]
 
 MOST_SHARE = 0.45
 """Largest share of tokens that one expert gets under a skew. A router of random numbers without a
@@ -44,16 +44,17 @@ class UnsupportedModel(ValueError):
 class RopeSpec:
     """Rotary position embedding: base frequency and how it is stretched.
 
-    "linear" divides all frequencies by `factor`; "llama3" and "yarn" stretch the low ones
-    (Llama 3.1; arXiv:2309.00071); "factors" divides each by its own number, as GGUF files store it;
-    "longrope" does so by one of two lists (arXiv:2402.13753).
+    "linear" divides all frequencies by `factor`; "dynamic" raises the base of a model that serves
+    more than `original_positions` to that of its longest sequence; "llama3" and "yarn" stretch the
+    low frequencies (Llama 3.1; arXiv:2309.00071); "factors" divides each by its own number, as GGUF
+    files store it; "longrope" does so by one of two lists (arXiv:2402.13753).
     """
 
     theta: float = 10_000.0
     type: RopeType = "default"
     factor: float = 1.0
     original_positions: int = 0
-    """Positions the model was trained for before stretching (llama3, yarn, longrope)."""
+    """Positions the model was trained for before stretching (dynamic, llama3, yarn, longrope)."""
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     beta_fast: float = 32.0

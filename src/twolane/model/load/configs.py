@@ -531,20 +531,32 @@ def _rope(config: HFConfig, family: Family) -> RopeSpec:
         UnsupportedModel: that is not built.
         ValueError: `rope_parameters` lacks a number, or has something else in its place.
     """
-    given = config.rope_parameters or {}
-    share = given.get("partial_rotary_factor", config.partial_rotary_factor)
+    share = _given_rope(config).get("partial_rotary_factor", config.partial_rotary_factor)
     rope = _stretched(config, family)
-    if family not in _PARTLY_ROTATED:
-        if share not in (None, 1.0):
-            raise UnsupportedModel.because("partial_rotary_factor", share, ("1.0",))
-        return rope
+    if family not in _PARTLY_ROTATED and share not in (None, 1.0):
+        raise UnsupportedModel.because("partial_rotary_factor", share, ("1.0",))
     rotated = int(_head_dim(config) * (1.0 if share is None else share))
-    if len({rotated // 2, len(rope.divisors) or rotated // 2}) > 1:
+    if len(rope.divisors) not in (0, rotated // 2):
         raise ValueError(f"config.json: long_factor must have {rotated // 2} numbers")
     return replace(
         rope,
         rotated=None if rotated == _head_dim(config) else rotated,
         interleaved=family in ("glm", "glm4"),
+    )
+
+
+def _given_rope(config: HFConfig) -> dict[str, Any]:
+    """What a config says of the rotary embedding, under its older name first, as in
+    `transformers`."""
+    return config.rope_scaling or config.rope_parameters or {}
+
+
+def _original_positions(rope: Mapping[str, Any], config: HFConfig) -> int:
+    """The positions before stretching: those of the config itself come first, as in
+    `transformers`."""
+    name = "original_max_position_embeddings"
+    return int(
+        config.original_max_position_embeddings or rope.get(name) or config.max_position_embeddings
     )
 
 
@@ -555,8 +567,7 @@ def _stretched(config: HFConfig, family: Family) -> RopeSpec:
         UnsupportedModel: the type of scaling is not built.
         ValueError: it lacks a number, or has something else in its place.
     """
-    given = config.rope_scaling or config.rope_parameters or {}
-    rope = {name: value for name, value in given.items() if value is not None}
+    rope = {name: value for name, value in _given_rope(config).items() if value is not None}
     for name, value in rope.items():
         if isinstance(value, dict):
             raise UnsupportedModel.because("rope_parameters of", name, ("one for all layers",))
@@ -571,24 +582,27 @@ def _stretched(config: HFConfig, family: Family) -> RopeSpec:
                 return RopeSpec(theta)
             case "linear":
                 return RopeSpec(theta, "linear", float(rope["factor"]))
+            case "dynamic":
+                factor, positions = float(rope["factor"]), config.max_position_embeddings
+                return RopeSpec(theta, "dynamic", factor, original_positions=positions)
             case "llama3":
-                return _llama3(theta, rope, config.max_position_embeddings)
+                return _llama3(theta, rope, _original_positions(rope, config))
             case "yarn":
-                return _yarn(theta, rope, config.max_position_embeddings)
+                return _yarn(theta, rope, config)
             case "longrope":
                 return _longrope(theta, rope, config)
     except KeyError as error:
         raise ValueError(f"config.json: rope_parameters of type {kind} have no {error}") from error
-    works = ("default", "linear", "llama3", "yarn", "longrope")
+    works = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
     raise UnsupportedModel.because("rope type", kind, works)
 
 
-def _llama3(theta: float, rope: Mapping[str, Any], max_positions: int) -> RopeSpec:
+def _llama3(theta: float, rope: Mapping[str, Any], original: int) -> RopeSpec:
     return RopeSpec(
         theta,
         "llama3",
         float(rope["factor"]),
-        original_positions=int(rope.get("original_max_position_embeddings") or max_positions),
+        original_positions=original,
         low_freq_factor=float(rope["low_freq_factor"]),
         high_freq_factor=float(rope["high_freq_factor"]),
     )
@@ -596,12 +610,7 @@ def _llama3(theta: float, rope: Mapping[str, Any], max_positions: int) -> RopeSp
 
 def _longrope(theta: float, rope: Mapping[str, Any], config: HFConfig) -> RopeSpec:
     """LongRoPE; the scale of the attention follows from the factor where the config gives none."""
-    positions = config.max_position_embeddings
-    original = int(
-        rope.get("original_max_position_embeddings")
-        or config.original_max_position_embeddings
-        or positions
-    )
+    positions, original = config.max_position_embeddings, _original_positions(rope, config)
     long, short = (tuple(map(float, rope[name])) for name in ("long_factor", "short_factor"))
     if len(long) != len(short) or min(*long, *short) <= 0.0:
         raise ValueError(
@@ -622,16 +631,17 @@ def _longrope(theta: float, rope: Mapping[str, Any], config: HFConfig) -> RopeSp
     )
 
 
-def _yarn(theta: float, rope: Mapping[str, Any], max_positions: int) -> RopeSpec:
+def _yarn(theta: float, rope: Mapping[str, Any], config: HFConfig) -> RopeSpec:
     """YaRN; the scale of the attention follows from the factor where the config gives none."""
-    for key in ("mscale", "mscale_all_dim"):
-        if rope.get(key):
-            raise UnsupportedModel.because(f"yarn {key}", rope[key], ("none",))
-    original = int(rope.get("original_max_position_embeddings") or max_positions)
-    factor = float(rope.get("factor") or max_positions / original)
+    original = _original_positions(rope, config)
+    factor = float(rope.get("factor") or config.max_position_embeddings / original)
     scale = rope.get("attention_factor")
     if scale is None:
-        scale = 0.1 * math.log(factor) + 1.0 if factor > 1.0 else 1.0
+        growths = [float(rope.get(name) or 0.0) for name in ("mscale", "mscale_all_dim")]
+        if not all(growths):
+            growths = [1.0, 0.0]
+        own, shared = (_yarn_scale(factor, growth) for growth in growths)
+        scale = own / shared
     return RopeSpec(
         theta,
         "yarn",
@@ -642,3 +652,7 @@ def _yarn(theta: float, rope: Mapping[str, Any], max_positions: int) -> RopeSpec
         truncate=bool(rope.get("truncate", True)),
         attention_factor=float(scale),
     )
+
+
+def _yarn_scale(factor: float, growth: float) -> float:
+    return 0.1 * growth * math.log(factor) + 1.0 if factor > 1.0 else 1.0
