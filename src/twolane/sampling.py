@@ -29,19 +29,19 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     temperature: Annotated[float, Option(ANSWER)] = 1.0
-    """Divides the logits; 0 is greedy."""
+    """Number that divides the logits; 0 always takes the most likely token."""
     top_p: Annotated[float, Option(ANSWER)] = 1.0
-    """Keep the smallest set of most likely tokens whose probabilities add up to this, in (0, 1]."""
+    """Sum of probabilities, above 0 and at most 1, at which the set of most likely tokens ends."""
     top_k: Annotated[int, Option(ANSWER)] = 0
-    """Keep the k most likely tokens; 0 and -1 keep all."""
+    """Number of most likely tokens to choose among; 0 and -1 take all."""
     min_p: Annotated[float, Option(ANSWER)] = 0.0
-    """Keep tokens at least this fraction as likely as the most likely one, in [0, 1]."""
+    """Share, from 0 to 1, of the most likely token's probability that a token needs."""
     seed: int | None = None
     """Fixes the random numbers of this request, whatever runs beside it."""
     max_tokens: Annotated[int | None, Option(ANSWER)] = 16
-    """Largest number of tokens to generate; None is up to the model's context length."""
+    """Largest number of tokens to generate; without one, as many as the context length leaves."""
     min_tokens: Annotated[int, Option(ANSWER)] = 0
-    """End-of-sequence and stop tokens are not chosen before this many tokens."""
+    """Number of tokens before which no end-of-sequence or stop token is chosen."""
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end the request; the one that did is the last token of the output."""
     ignore_eos: bool = False

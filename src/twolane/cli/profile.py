@@ -35,14 +35,17 @@ def profile(
     config: EngineConfig,
     out: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Default: in the cache, where `serve` finds it."),
+        typer.Option(
+            metavar="FILE",
+            help="File of the profile; by default in the cache, where `serve` finds it.",
+        ),
     ] = None,
     seconds: Annotated[
         float,
         typer.Option(
             min=0.0,
             callback=finite,
-            help="How long to measure, beside the start; the next run goes on from there.",
+            help="Seconds to measure after the start; the next run goes on from there.",
         ),
     ] = 480.0,
 ) -> None:

@@ -68,15 +68,15 @@ def goodput(
         bool,
         typer.Option(
             "--trace",
-            help="With --serve: write each server's trace into the folder.",
+            help="Whether each server that --serve starts writes its trace into the folder.",
             rich_help_panel=MEASURE,
         ),
     ] = False,
     guess: Annotated[
         list[float] | None,
         typer.Option(
-            help="Where the answer is thought to be, such as a simulation's; once for each seed. "
-            "What the first is off by corrects the next.",
+            help="Requests per second near which a search begins, such as a simulation's answer; "
+            "once for each seed. The error of the first guess corrects the others.",
             rich_help_panel=MEASURE,
         ),
     ] = None,

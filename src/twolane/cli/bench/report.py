@@ -37,18 +37,24 @@ def report(
     ] = Path("report"),
     trace_file: Annotated[
         list[str] | None,
-        typer.Option(help="A trace (`--trace` of serve or simulate), or NAME=FILE; may repeat."),
+        typer.Option(
+            help="Trace that serve or simulate wrote, as FILE or NAME=FILE; may be repeated."
+        ),
     ] = None,
     trace_from: Annotated[
         float | None,
         typer.Option(
             callback=finite,
-            help="Seconds into the trace where the timeline begins. (default: where most happens)",
+            help="Seconds into the trace where the timeline begins; by default where most happens.",
         ),
     ] = None,
     trace_seconds: Annotated[
         float | None,
-        typer.Option(min=0.001, callback=finite, help="Seconds that the timeline shows."),
+        typer.Option(
+            min=0.001,
+            callback=finite,
+            help="Seconds that the timeline shows; by default as many as its launches fill well.",
+        ),
     ] = None,
 ) -> None:
     """Draw what came out: one page, its figures as PNG, and a table for a README."""

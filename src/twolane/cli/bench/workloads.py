@@ -15,8 +15,10 @@ app = command_app()
 
 @app.command()
 def workloads(
-    num_prompts: Annotated[int, typer.Option(min=1, help="Requests to draw of each.")] = 20_000,
-    seed: Annotated[int, typer.Option(min=0, help="Of the draws.")] = 0,
+    num_prompts: Annotated[
+        int, typer.Option(min=1, help="Number of requests to draw of each workload.")
+    ] = 20_000,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the draws.")] = 0,
 ) -> None:
     """Draw every workload, and print its lengths beside the published ones.
 
