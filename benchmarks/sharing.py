@@ -14,6 +14,7 @@ machine. The third drives lanes without an engine: simulated ones, a GPU's or a 
 import argparse
 import asyncio
 import contextlib
+import itertools
 import statistics
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -161,9 +162,14 @@ def rig(given: argparse.Namespace) -> Iterator[Rig]:
 
 
 def slicing(made: Rig, runs: Sequence[Run]) -> dict[str, float]:
-    """Seconds of a batch in one launch and layer by layer, on the whole device; medians."""
+    """Seconds of a batch in one launch and layer by layer, on the whole device; medians.
+
+    Of the slices also: `between`, the seconds in which the device ran none of them; `launching`,
+    those of the host; `waited`, how many of them the device waited for.
+    """
     batch, layers, units = made.prompts(runs), made.layers, made.lanes.units
-    seconds: dict[str, list[float]] = {"whole": [], "sliced": []}
+    names = ("whole", "sliced", "between", "launching", "waited")
+    seconds: dict[str, list[float]] = {name: [] for name in names}
     for turn in range(REPEATS + 1):
         for name, step in (("whole", layers), ("sliced", 1)):
             tickets: list[Ticket] = []
@@ -173,13 +179,16 @@ def slicing(made: Rig, runs: Sequence[Run]) -> dict[str, float]:
                 work = PrefillWork(turn, batch.rows, first, last, last == layers, chunks)
                 tickets.append(made.launch("prefill", units, work))
             made.wait(lambda tickets=tickets: tickets[-1].done, tickets)
-            end, start = tickets[-1].end, tickets[0].start
-            assert end is not None and start is not None
-            seconds[name].append(end - start)
+            times = [(t.start, t.end) for t in tickets if t.start is not None and t.end is not None]
+            seconds[name].append(times[-1][1] - times[0][0])
+        gaps = [after[0] - before[1] for before, after in itertools.pairwise(times)]
+        seconds["between"].append(sum(gaps))
+        seconds["launching"].append(sum(t.launching for t in tickets))
+        seconds["waited"].append(sum(t.waited for t in tickets))
     made.give_back(batch.rows)
     # The first of each warms up.
-    whole, sliced = (statistics.median(values[1:]) for values in seconds.values())
-    return {"whole": whole, "sliced": sliced, "cost": sliced / whole - 1}
+    found = {name: statistics.median(values[1:]) for name, values in seconds.items()}
+    return {**found, "cost": found["sliced"] / found["whole"] - 1}
 
 
 def _options() -> argparse.Namespace:
@@ -192,7 +201,7 @@ def _options() -> argparse.Namespace:
     add("--model", default="qwen3-8b")
     add("--flags", default="--load-format dummy --device cuda --max-model-len 16384",
         help="flags of the servers")  # fmt: skip
-    add("--systems", nargs="+", default=SYSTEMS)
+    add("--systems", nargs="*", default=SYSTEMS, help="none: only the cost of slicing")
     add("--dataset", default="azure-conv")
     add("--rate", type=float, default=14.0, help="requests/s")
     add("--prompts", type=int, default=300, help="requests of each system")
