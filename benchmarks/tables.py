@@ -1,8 +1,8 @@
-"""The tables of docs/results.md, made from the files under benchmarks/results.
+"""The tables of docs/results.md and results-in-full.md, from the files under benchmarks/results.
 
     python benchmarks/tables.py
 
-It replaces what stands between `<!-- NAME -->` and `<!-- end -->` in the page by the table of that
+It replaces what stands between `<!-- NAME -->` and `<!-- end -->` in a page by the table of that
 name. Where a file has no date, the row has that of its commit, which needs the history of the
 repository.
 """
@@ -15,6 +15,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import partial
+from math import inf
 from pathlib import Path
 from statistics import mean, median
 from typing import Any, NamedTuple
@@ -24,13 +25,8 @@ sys.path.insert(0, str(ROOT / "benchmarks/papers"))
 import page as papers  # noqa: E402 - it lies in the folder of the papers' experiments
 
 RESULTS = ROOT / "benchmarks/results"
-PAGE = ROOT / "docs/results.md"
+PAGES = (ROOT / "docs/results.md", ROOT / "docs/results-in-full.md")
 MODELS = {"qwen3-8b": "8B", "codellama-34b": "34B"}
-SYSTEMS = (
-    *("drift", "muxwise", "bullet", "duetserve", "chunked"),
-    *("static-split", "two-stream", "temporal", "prefill-first"),
-)
-"""Systems that are compared with `auto` on one card."""
 DATASETS = {"azure-conv": "conversations", "azure-code": "code", "conversation": "Mooncake"}
 """Names of the workloads in the tables."""
 
@@ -51,18 +47,11 @@ class Search(NamedTuple):
 
 def measured(flat: bool) -> Iterator[list[str]]:
     """Rows of the searches on H200s; `flat`: those whose TTFT bound ignores the prompt's length."""
-    searches: dict[str, list[Search]] = defaultdict(list)
-    panels = {}
-    for path in sorted(RESULTS.glob("goodput-h200/*/*.json")):
-        found = json.loads(path.read_text())
-        panels[found["panel"]] = found["provenance"]["workload"]
-        searches[found["panel"]].append(_search(found))
-    for name, panel in sorted(panels.items(), key=lambda each: _place(each[1])):
+    panels, searches = _searches()
+    for name, panel in panels.items():
         if flat != name.endswith("-flat"):
             continue
-        auto = next(each for each in searches[name] if each.system == "auto")
-        others = [each for each in searches[name] if each.system != "auto"]
-        best = max(others, key=lambda each: each.median)
+        auto, best = _rivals(searches[name])
         yield [
             f"{MODELS[panel['model']]} {DATASETS[panel['dataset']]}",
             str(panel["tbt_ms"]),
@@ -75,15 +64,27 @@ def measured(flat: bool) -> Iterator[list[str]]:
         ]
 
 
-def one_card() -> Iterator[list[str]]:
-    """Rows of every system on H200s beside `auto`; those without a file are named, too."""
+def _searches() -> tuple[dict[str, Any], dict[str, list[Search]]]:
+    """Workloads and searches of the panels on H200s, in the order of the tables."""
     searches: dict[str, list[Search]] = defaultdict(list)
     panels = {}
-    for path in sorted(RESULTS.glob("goodput-h200/*/*.json")):
-        found = json.loads(path.read_text())
+    for _, found in _files("goodput-h200/*/*.json"):
         panels[found["panel"]] = found["provenance"]["workload"]
         searches[found["panel"]].append(_search(found))
-    for name, panel in sorted(panels.items(), key=lambda each: _place(each[1])):
+    return dict(sorted(panels.items(), key=lambda each: _place(each[1]))), searches
+
+
+def _rivals(searches: list[Search]) -> tuple[Search, Search]:
+    """`auto`, and the best other system of a panel."""
+    auto = next(each for each in searches if each.system == "auto")
+    others = [each for each in searches if each.system != "auto"]
+    return auto, max(others, key=lambda each: each.median)
+
+
+def one_card() -> Iterator[list[str]]:
+    """Rows of the systems on H200s beside `auto`."""
+    panels, searches = _searches()
+    for name, panel in panels.items():
         if name.endswith("-flat"):
             continue
         place = f"{MODELS[panel['model']]} {DATASETS[panel['dataset']]}"
@@ -93,9 +94,6 @@ def one_card() -> Iterator[list[str]]:
             patterns = f"{len(each.goodput)}"
             shown = (f"`{each.system}`", _spread(each), patterns, ratio, each.where)
             yield [place, str(panel["tbt_ms"]), *shown]
-        names = {each.system.partition(":")[0] for each in searches[name]}
-        rest = ", ".join(f"`{system}`" for system in SYSTEMS if system not in names)
-        yield [place, str(panel["tbt_ms"]), rest, "not run", "-", "-", "-"]
 
 
 def sharing() -> Iterator[list[str]]:
@@ -173,9 +171,11 @@ def side_by_side() -> Iterator[list[str]]:
                    _made(path, found)]  # fmt: skip
 
 
-def parts() -> Iterator[list[str]]:
-    """Rows of every system beside `auto` on one card, simulated or not, of all files."""
+def parts(simulated: bool) -> Iterator[list[str]]:
+    """Rows of every system beside `auto` on one card, of all files."""
     for path, found in _files("one-card/*/*.json"):
+        if simulated != found["card"].startswith("simulated"):
+            continue
         part = found["provenance"]["workload"]["part"]
         place = f"{part['model']} {DATASETS[part['dataset']]}, {found['card']}"
         for each in sorted(found["found"], key=lambda one: -median(one["goodput"] or [0.0])):
@@ -249,6 +249,62 @@ def simulated() -> Iterator[list[str]]:
             ]
 
 
+class Bound(NamedTuple):
+    """A bound of a simulated panel: the rates that held, one for each pattern."""
+
+    panel: str
+    tbt: float
+    auto: list[float]
+    rival: str
+    """The best other system by its median."""
+    best: list[float]
+    made: str
+    """File, commit and date."""
+
+    @property
+    def ratio(self) -> float:
+        """Of the medians."""
+        return median(self.auto) / median(self.best)
+
+    @property
+    def paired(self) -> float:
+        """The median of the ratios pattern by pattern; a rival that held nothing counts as lost."""
+        each = zip(self.auto, self.best, strict=True)
+        return median(own / other if other else inf for own, other in each)
+
+
+def _bounds() -> Iterator[Bound]:
+    """The simulated bounds with three patterns."""
+    for path, found in _files("panels-three-seeds/*.json"):
+        rates: dict[float, dict[str, list[float]]] = defaultdict(dict)
+        for point in found["points"]:
+            rates[point["tbt"]][point["system"]] = point["rates"]
+        panel = found["points"][0]["panel"]
+        for tbt, row in sorted(rates.items()):
+            auto = row.pop("auto")
+            rival = max(row, key=lambda system: median(row[system]))
+            yield Bound(panel, tbt, auto, rival, row[rival], _made(path, found))
+
+
+def three_seeds() -> Iterator[list[str]]:
+    """Rows of the simulated panels with three patterns: `auto` beside the best at each bound."""
+    for bound in _bounds():
+        spread = (
+            f"{median(r):.1f} ({min(r):.1f} to {max(r):.1f})" for r in (bound.auto, bound.best)
+        )
+        auto, best = spread
+        yield [
+            bound.panel,
+            f"{bound.tbt * 1e3:.0f}",
+            auto,
+            f"`{bound.rival}`",
+            best,
+            f"**{bound.ratio:.2f}**",
+            f"{bound.paired:.2f}",
+            bound.made,
+        ]
+
+
 def means() -> Iterator[list[str]]:
     """Rows of the simulated panels' means over their bounds."""
     for panel, points in _panels().items():
@@ -264,17 +320,27 @@ def means() -> Iterator[list[str]]:
         ]
 
 
-def saturated() -> Iterator[list[str]]:
-    """Rows of the panels in which more arrives than can be served, best system first."""
+def _saturated() -> dict[tuple[str, float], dict[str, float]]:
+    """Requests served a second by panel and bound, where more arrives than can be served."""
     panels: dict[tuple[str, float], dict[str, float]] = defaultdict(dict)
-    found = read(SATURATED)
-    for point in found["points"]:
+    for point in read(SATURATED)["points"]:
         panels[point["panel"], point["tbt"]][point["system"]] = point["goodput"]
-    for (panel, tbt), served in panels.items():
-        for system, rate in sorted(served.items(), key=lambda pair: -pair[1]):
+    return panels
+
+
+def saturated(shown: int | None) -> Iterator[list[str]]:
+    """Rows of the panels in which more arrives than can be served, best system first.
+
+    `shown`: as many other systems of a panel; None: all.
+    """
+    found = read(SATURATED)
+    for (panel, tbt), served in _saturated().items():
+        ranked = sorted(served.items(), key=lambda pair: -pair[1])
+        others = [pair for pair in ranked if pair[0] != "auto"][:shown]
+        for system, rate in (pair for pair in ranked if pair[0] == "auto" or pair in others):
             over = f"{served['auto'] / rate:.2f}" if rate else "-"
-            shown = f"{rate:.2f}" if rate else "bound not kept"
-            yield [panel.removesuffix("-saturated"), f"{tbt * 1e3:.0f}", f"`{system}`", shown, over,
+            held = f"{rate:.2f}" if rate else "bound not kept"
+            yield [panel.removesuffix("-saturated"), f"{tbt * 1e3:.0f}", f"`{system}`", held, over,
                    _made(RESULTS / SATURATED, found)]  # fmt: skip
 
 
@@ -301,6 +367,64 @@ def _panels() -> dict[str, dict[str, dict[float, float]]]:
     return panels
 
 
+def summary() -> Iterator[list[str]]:
+    """Rows that say in a line what each section has."""
+    panels, searches = _searches()
+    pairs = [_rivals(searches[name]) for name in panels if not name.endswith("-flat")]
+    ratios = [auto.median / best.median for auto, best in pairs]
+    yield ["goodput over the best other system, tuned", _range(ratios, "bounds"), "H200s, measured"]
+    yield from _engines()
+    bounds = list(_bounds())
+    yield [
+        "the same, simulated, three patterns",
+        _range([bound.ratio for bound in bounds], "bounds"),
+        "simulated H200 and A100s",
+    ]
+    for (panel, _), served in _saturated().items():
+        auto = served.pop("auto")
+        best = max(served, key=served.__getitem__)
+        name = panel.removesuffix("-saturated")
+        yield [
+            f"requests served when too many arrive, {name}",
+            f"{auto / served[best]:.2f} of `{best}`",
+            "eight simulated A100s",
+        ]
+    for path, found in _files("sharing-h200.json"):
+        auto = found["sharing"]["auto"]
+        costs = [cost["cost"] for cost in found["slicing"].values()]
+        shares = f"{auto['utilisation']:.1%}; {auto['idle with work']:.1%}"
+        on = _made(path, found).partition(",")[0]
+        yield ["SMs held under load; time idle with work", shares, on]
+        cost = f"{min(costs):+.1%} to {max(costs):+.1%}"
+        yield ["cost of one launch a layer instead of one for all", cost, on]
+
+
+def _engines() -> Iterator[list[str]]:
+    """Rows of `auto` over another engine at each bound, where both have a figure."""
+    for path, found in _files("side-by-side/*.json"):
+        held: dict[float, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+        for engine in found["engines"]:
+            name = "auto" if engine["name"].startswith("twolane") else engine["name"]
+            tbt = engine.get("tbt_ms", found.get("tbt_ms"))
+            held[tbt][name] += (engine["found"] or {"goodput": []})["goodput"]
+        for tbt, rates in held.items():
+            auto = rates.pop("auto", [])
+            others = {name: median(each) for name, each in rates.items() if any(each)}
+            if any(auto) and others:
+                best = max(others, key=others.__getitem__)
+                ratio = f"**{median(auto) / others[best]:.2f}** of {best}"
+                yield [
+                    f"goodput over another engine at {tbt:g} ms",
+                    f"{ratio} ({median(auto):.1f} and {others[best]:.1f} requests/s)",
+                    _made(path, found).partition(",")[0],
+                ]
+
+
+def _range(ratios: list[float], of: str) -> str:
+    """Median and range."""
+    return f"**{median(ratios):.2f}** ({min(ratios):.2f} to {max(ratios):.2f}, {len(ratios)} {of})"
+
+
 TABLES = {
     "measured": (
         "workload|TBT bound, ms|`auto`|card, commit, date|best competitor|it holds|"
@@ -324,9 +448,17 @@ TABLES = {
         "workload|TBT bound, ms|system|holds|patterns|of `auto`|card, commit, date",
         one_card,
     ),
-    "one-card-parts": (
-        "workload and card|TBT bound, ms|system|holds|of `auto`|file, commit, date",
-        parts,
+    **{
+        name: (
+            "workload and card|TBT bound, ms|system|holds|of `auto`|file, commit, date",
+            partial(parts, simulated),
+        )
+        for name, simulated in (("one-card-parts", False), ("one-card-simulated", True))
+    },
+    "three-seeds": (
+        "workload|TBT bound, ms|`auto`|best other system|it holds|ratio of the medians|"
+        "median ratio of the patterns|file, commit, date",
+        three_seeds,
     ),
     "side-by-side": (
         "engine and card|step of 64 rows at 2K, ms|first token of 8K, ms|TBT bound, ms|holds|"
@@ -338,10 +470,13 @@ TABLES = {
         "P99 gap at the client; in its engine, ms|file, commit, date",
         peers,
     ),
-    "saturated": (
-        "setting|TBT bound, ms|system|served, requests/s|`auto` over it|file, commit, date",
-        saturated,
-    ),
+    **{
+        name: (
+            "setting|TBT bound, ms|system|served, requests/s|`auto` over it|file, commit, date",
+            partial(saturated, shown),
+        )
+        for name, shown in (("saturated", 3), ("saturated-all", None))
+    },
     "two-gpus": (
         "TBT bound, ms|two GPUs as|requests/s|of the best|file, commit, date",
         two_gpus,
@@ -354,6 +489,8 @@ TABLES = {
         "device|prefill batch|one launch|layer by layer|cost|file, commit, date",
         slicing,
     ),
+    "summary": ("what|result|on", summary),
+    "experiments": (papers.EXPERIMENTS_HEAD, papers.experiments),
     "headlines": (papers.HEADLINES, papers.headlines),
     "missing": ("what|why it is not here", papers.missing),
     **{f"rows-{name}": (papers.HEAD, partial(papers.rows, name)) for name in papers.PAPERS},
@@ -391,4 +528,5 @@ def page(text: str) -> str:
 
 if __name__ == "__main__":
     argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
-    PAGE.write_text(page(PAGE.read_text()))
+    for path in PAGES:
+        path.write_text(page(path.read_text()))

@@ -1,19 +1,24 @@
 """The papers' tables of docs/results.md, from the rows of `run.py` and the files of results."""
 
 import json
-import math
 import re
 from collections.abc import Iterator
 from statistics import mean, median
 
 from run import EXPERIMENTS, MISSING, OUT, RESULTS, Saved, read, values
-from study import Experiment
+from study import Experiment, Run
 
 COMMIT = 7
 """Letters of a commit that the tables show."""
 PAPERS = {"muxwise": "MuxWise", "duetserve": "DuetServe", "bullet": "Bullet", "drift": "Drift"}
 """Name of each paper by the beginning of its experiments' names."""
 HEAD = "experiment|what is compared|paper|simulated|simulated / paper|measured|why they differ"
+EXPERIMENTS_HEAD = (
+    "experiment|rows near the paper's|the row that it is about|paper|simulated|measured|patterns|"
+    "file, commit, date"
+)
+NEAR = 1.25
+"""Within how many times the paper's figure a row counts as near it."""
 HEADLINES = "paper|claims|simulated|measured|why they differ"
 RUNS = "experiment|file|runs|requests a run|patterns|commit|date"
 WHY = {
@@ -47,7 +52,15 @@ def _measured(name: str, experiment: Experiment, what: str) -> str:
         saved = _saved(name, card)
         rows = values(experiment, saved.runs) if saved else []
         found += [f"{value.shown} ({card})" for value in rows if value.row.what == what]
-    return ", ".join(found) or ("not run" if experiment.single else "several GPUs")
+    return ", ".join(found) or _unmeasured(experiment)
+
+
+def _unmeasured(experiment: Experiment) -> str:
+    """Why there is no row measured on a GPU."""
+    loads = [run.load for run in experiment.runs.values() if isinstance(run, Run)]
+    if not loads:
+        return "nothing is served"
+    return "needs several GPUs" if any(load.tp > 1 for load in loads) else "not run"
 
 
 def rows(paper: str) -> Iterator[list[str]]:
@@ -82,6 +95,32 @@ def runs(paper: str) -> Iterator[list[str]]:
             yield [experiment.where, link, *counts, " ".join(commits), " to ".join(dates)]
 
 
+def experiments() -> Iterator[list[str]]:
+    """One row for each experiment."""
+    for name, experiment in EXPERIMENTS.items():
+        saved = _saved(name)
+        found = values(experiment, saved.runs) if saved else []
+        if saved is None or not found:
+            continue
+        ratios = [value.ratio for value in found if value.ratio is not None]
+        other = "lower bounds" if any(value.more for value in found) else "no figures there"
+        near = sum(1 / NEAR <= ratio <= NEAR for ratio in ratios)
+        about = next((value for value in found if value.row.paper is not None), found[0])
+        commits = sorted({(done.commit or "unknown")[:COMMIT] for done in saved.runs})
+        latest = max(done.date[:10] for done in saved.runs)
+        row = about.row
+        yield [
+            experiment.where,
+            f"{near} of {len(ratios)}" if ratios else other,
+            row.what,
+            "-" if row.paper is None else f"{row.paper:g}{_unit(row.unit)}",
+            about.shown,
+            _measured(name, experiment, row.what),
+            f"{len({done.seed for done in saved.runs})}",
+            f"{_link(name)}, {' '.join(commits)}, {latest}",
+        ]
+
+
 def headlines() -> Iterator[list[str]]:
     """What the abstracts claim, beside what comes out."""
     for name, experiment in EXPERIMENTS.items():
@@ -112,14 +151,14 @@ def _claimed(experiment: Experiment, saved: Saved) -> str:
     found = values(experiment, saved.runs)
     claimed = [
         v for v in found if v.row.over and v.row.figure in ("goodput", "throughput")
-        and ": auto" not in v.row.of and math.isfinite(v.ours)
+        and ": auto" not in v.row.of
     ]  # fmt: skip
     said = []
-    if claimed:
-        of = ", ".join(f"{v.ours:.2f}" for v in claimed)
-        said.append(f"{mean(v.ours for v in claimed):.2f} on average: {of}")
-    if none := [v for v in found if math.isinf(v.ours) and v.row.paper]:
-        said.append(f"{len(none)} times the other held no rate")
+    if exact := [v for v in claimed if not v.more]:
+        of = ", ".join(f"{v.ours:.2f}" for v in exact)
+        said.append(f"{mean(v.ours for v in exact):.2f} on average: {of}")
+    if none := [f"{v.ours:.1f}" for v in claimed if v.more]:
+        said.append(f"more than {', '.join(none)}, since the other held no rate")
     return "; ".join(said) or "not run"
 
 

@@ -25,7 +25,7 @@ import msgspec
 import muxwise
 from rich.console import Console
 from rich.table import Table
-from study import Ask, Bench, Experiment, Figures, Row, Run, traces_from
+from study import LEAST, Ask, Bench, Experiment, Figures, Row, Run, traces_from
 
 from twolane.results.provenance import Provenance, provenance, save
 
@@ -69,23 +69,25 @@ class Value(NamedTuple):
 
     row: Row
     ours: float
-    """In the row's unit; the median of the seeds. Infinite where the other system held no rate."""
+    """In the row's unit; the median of the seeds."""
     low: float
     high: float
     seeds: int
+    more: bool
+    """Whether the other system held no rate, and `ours` is over the lowest that was tried."""
 
     @property
     def ratio(self) -> float | None:
         """Ours over the paper's."""
-        if self.row.paper is None or math.isinf(self.ours):
+        if self.row.paper is None or self.more:
             return None
         return self.ours / self.row.paper
 
     @property
     def shown(self) -> str:
         """Ours, with the spread over the seeds."""
-        if math.isinf(self.ours):
-            return "the other held no rate"
+        if self.more:
+            return f"more than {self.ours:.3g}"
         spread = f" ({self.low:.3g} to {self.high:.3g})" if self.seeds > 1 else ""
         unit = "" if self.row.unit == "times" else f" {self.row.unit}"
         return f"{self.ours:.3g}{spread}{unit}"
@@ -96,21 +98,26 @@ def values(experiment: Experiment, runs: Sequence[Done]) -> list[Value]:
     by_run: dict[str, dict[int, Figures]] = {}
     for done in runs:
         by_run.setdefault(done.run, {})[done.seed] = done.figures
-    return [made for row in experiment.rows if (made := _value(row, by_run)) is not None]
+    made = [_value(row, by_run, experiment.runs) for row in experiment.rows]
+    return [value for value in made if value is not None]
 
 
-def _value(row: Row, by_run: Mapping[str, Mapping[int, Figures]]) -> Value | None:
+def _value(
+    row: Row, by_run: Mapping[str, Mapping[int, Figures]], runs: Mapping[str, Run | Ask]
+) -> Value | None:
     above, below = by_run.get(row.of, {}), by_run.get(row.over, {})
-    found = []
+    over = runs.get(row.over)
+    least = LEAST * over.load.rate if isinstance(over, Run) else math.inf
+    found, more = [], False
     for seed, figures in above.items():
         if row.figure not in figures or (row.over and row.figure not in below.get(seed, {})):
             continue
         divisor = below[seed][row.figure] if row.over else 1.0
-        value = row.scale * figures[row.figure]
-        found.append(value / divisor if divisor else math.inf)
+        more = more or not divisor
+        found.append(row.scale * figures[row.figure] / (divisor or least))
     if not found:
         return None
-    return Value(row, median(found), min(found), max(found), len(found))
+    return Value(row, median(found), min(found), max(found), len(found), more)
 
 
 def read(path: Path) -> Saved:

@@ -49,6 +49,10 @@ ATTAINMENT = 0.99
 """Fraction of gaps and of first tokens that must keep the bounds in a search."""
 OCTAVE = 9
 """Rates that a search tries from one to its double; neighbours are 8 % apart."""
+SPAN = 6
+"""How many times the rate where a search begins its highest one may be, and it its lowest one."""
+LEAST = 2 ** (math.ceil(-OCTAVE * math.log2(SPAN)) / OCTAVE)
+"""The lowest rate that a search tries, over the one where it begins."""
 WARMUPS = 24
 """Requests that a server gets at once before its runs: its first memory is slow."""
 Figures = dict[str, float]
@@ -289,7 +293,7 @@ class Bench:
             return good
 
         start = run.load.rate
-        rate = highest(holds, start, OCTAVE, floor=start / 6, top=start * 6, stride=3)
+        rate = highest(holds, start, OCTAVE, floor=start / SPAN, top=start * SPAN, stride=3)
         return {**best.get(rate, {}), "goodput": rate}
 
     def _served(self, run: Run, seed: int) -> Figures:
