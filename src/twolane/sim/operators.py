@@ -11,9 +11,12 @@ from twolane.sim.gpus import Gpu
 
 ITEM = 2
 """Bytes of an element of activations, the embedding and the classifier: bfloat16."""
-FP8_RATE = 1.9
-"""FLOP/s of large matrix products in e4m3 over those in bfloat16, from products of 8,192 rows on an
-H100 and an H200. Products of decode steps gain from their bytes alone, as measured."""
+FP8_RATE, FP8_STEP_RATE = 1.9, 1.3
+"""FLOP/s of matrix products in e4m3 over those in bfloat16: of large ones, from products of 8,192
+rows on an H100 and an H200, and of decode steps, from steps on 24 and 32 SMs of an H200."""
+FP8_KV_RATE = 0.575
+"""Bytes/s that an SM reads of a KV cache in e4m3 over those of one in bfloat16: it converts as fast
+as it can (docs/notes/kernels-h200.md)."""
 KERNELS, EXPERT_KERNELS = 10, 6
 """Number of small kernels in a layer, and how many experts add."""
 TILE = 64
@@ -142,7 +145,7 @@ class OperatorCosts:
             widened = weights < 1 and not decode
             read = ITEM if widened else weights
             moved = read * shapes.weights + ITEM * tokens * shapes.product_width
-            rate = FP8_RATE if 1 <= weights < ITEM and not decode else 1.0
+            rate = (FP8_STEP_RATE if decode else FP8_RATE) if 1 <= weights < ITEM else 1.0
             products = self._product(
                 tokens, shapes.products, moved, units, decode=decode, rate=rate
             )
@@ -277,7 +280,8 @@ class OperatorCosts:
     def read(self, contexts: int, units: int) -> Cost:
         """Attention of a decode step: all layers read the keys and values of these tokens."""
         gpu, shapes = self._gpu, self._shapes
-        reach = min(units * gpu.unit_bandwidth, gpu.bandwidth * gpu.decode_attention_share)
+        each = gpu.unit_bandwidth * (FP8_KV_RATE if self._storage.kv < ITEM else 1.0)
+        reach = min(units * each, gpu.bandwidth * gpu.decode_attention_share)
         return self._by_reach(contexts * shapes.kv_bytes * shapes.layers, reach)
 
     def _stream(self, moved: float, units: int) -> Cost:
