@@ -40,6 +40,12 @@ def fp8_blocks(weight: Tensor) -> tuple[Module, Tensor]:
     return {"weight": values, "weight_scale_inv": scales}, meant
 
 
+def fp8_compressed_blocks(weight: Tensor) -> tuple[Module, Tensor]:
+    """compressed-tensors `float-quantized`, strategy "block": the same blocks."""
+    module, meant = fp8_blocks(weight)
+    return {"weight": module["weight"], "weight_scale": module["weight_scale_inv"]}, meant
+
+
 def fp8_channels(weight: Tensor) -> tuple[Module, Tensor]:
     """compressed-tensors `float-quantized`, strategy "channel": bfloat16 scales [n, 1]."""
     scales = (weight.abs().amax(1, keepdim=True) / 440).bfloat16()
@@ -143,6 +149,8 @@ def _compressed(form: str, weights: dict[str, Any], inputs: Any, ignore: list[st
 _TOKEN = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
 _FLOAT = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
 _INT = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP}
+_GROUP = {**_TOKEN, "strategy": "group", "group_size": 128}
+_BLOCK = {**_FLOAT, "strategy": "block", "block_structure": [128, 128]}
 _FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 
 FORMATS: dict[str, tuple[Callable[[Tensor], tuple[Module, Tensor]], dict[str, Any]]] = {
@@ -154,6 +162,10 @@ FORMATS: dict[str, tuple[Callable[[Tensor], tuple[Module, Tensor]], dict[str, An
     "float-quantized-tensor": (
         fp8_tensor,
         _compressed("float-quantized", {**_FLOAT, "strategy": "tensor"}, _TOKEN, ["lm_head"]),
+    ),
+    "float-quantized-block": (
+        fp8_compressed_blocks,
+        _compressed("float-quantized", _BLOCK, _GROUP, ["lm_head"]),
     ),
     "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True}),
     "gptq": (gptq, {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False}),

@@ -1,5 +1,6 @@
 """Quantised checkpoints: each public format against the floats that it means."""
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from tests.model.checkpoints import load_decoder, reference
 from tests.model.passes import close, expected, in_chunks, prompt
-from tests.model.quantised_checkpoints import FORMATS, edit_config, write
+from tests.model.quantised_checkpoints import FORMATS, GROUP, edit_config, write
 from twolane.model import fp8
 from twolane.model.load.hub import resolve
 from twolane.model.load.quantized import for_gpu
@@ -23,6 +24,7 @@ from twolane.model.spec import UnsupportedModel
 SIZES = {"hidden_size": 192, "intermediate_size": 320}
 """Blocks of 128 end short in rows and in columns, and q, k and v end within blocks."""
 EIGHT_BITS = [name for name in FORMATS if name.startswith(("fp8", "float"))]
+BLOCKS = ("fp8", "float-quantized-block")
 FOUR_BITS = [name for name in FORMATS if name not in EIGHT_BITS]
 
 
@@ -87,7 +89,7 @@ def test_eight_bits_are_what_they_mean(folders, form):
     decoder = load_decoder(resolve(str(quantised)))
     ours = in_chunks(decoder, tokens, [50, *[1] * 10])
     plain = expected(model, tokens)
-    round_activations(model, blocks=form == "fp8")
+    round_activations(model, blocks=form in BLOCKS)
     same = expected(model, tokens)
     apart = (ours - same).abs().mean() / (ours - plain).abs().mean()
     assert apart < 0.2
@@ -269,14 +271,165 @@ def test_modules_of_one_matrix_must_be_stored_alike(tmp_path):
         ("gptq", {"desc_act": True}, "desc_act of gptq True"),
         ("gptq", {"group_size": 16}, "group_size of gptq 16"),
         ("pack-quantized", {"format": "marlin-24"}, "format of compressed-tensors 'marlin-24'"),
-        ("pack-quantized", {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
+        ("pack-quantized", {"transform_config": {"config_groups": {"R4": {}}}}, "transform_config"),
+        ("awq", {"checkpoint_format": "gemv_fast"}, "version of awq 'gemv_fast'"),
+        ("gptq", {"is_marlin_format": True}, "is_marlin_format of gptq True"),
+        ("gptq", {"format": "marlin"}, "checkpoint_format of gptq 'marlin'"),
+        ("gptq", {"dynamic": {"+:.*down.*": {"bits": 8}}}, r"dynamic of gptq \['\+:\.\*down"),
         ("gptq", {"quant_method": "bitsandbytes"}, "quantisation 'bitsandbytes'"),
+        ("gptq", {"quant_method": None, "load_in_4bit": True}, "quantisation 'bitsandbytes'"),
+        ("gptq", {"quant_method": None}, "quantisation 'without a quant_method'"),
     ],
 )
 def test_other_quantisations_are_refused_by_name(checkpoint, form, change, message):
     path = checkpoint(form)
     edit_config(path, quantization_config={**FORMATS[form][1], **change})
     with pytest.raises(UnsupportedModel, match=message):
+        load_decoder(resolve(str(path)))
+
+
+@pytest.mark.parametrize(
+    ("form", "change"),
+    [
+        ("awq", {"w_bit": 4, "q_group_size": GROUP, "version": "GEMM", "group_size": 128}),
+        ("awq", {"format": "gemm", "checkpoint_format": "gemm", "sym": False, "lm_head": False}),
+        ("gptq", {"format": "gptq", "dynamic": {}, "meta": {"quantizer": ["gptqmodel:2"]}}),
+        ("pack-quantized", {"transform_config": {}, "version": "0.11.0", "sparsity_config": {}}),
+    ],
+)
+def test_other_spellings_mean_the_same(checkpoint, folders, form, change):
+    """The names of older and of newer writers."""
+    path = checkpoint(form)
+    edit_config(path, quantization_config={**FORMATS[form][1], **change})
+    same_weights(path, folders(form)[0])
+
+
+def same_weights(one: Path, other: Path) -> None:
+    """Two checkpoints have the same matrices."""
+    loaded = [load_decoder(resolve(str(path))).weights.layers for path in (one, other)]
+    for ours, theirs in zip(*loaded, strict=True):
+        assert torch.equal(ours.qkv.dequantised(), theirs.qkv.dequantised())
+        assert torch.equal(ours.mlp.down.dequantised(), theirs.mlp.down.dequantised())
+
+
+@pytest.mark.parametrize(
+    ("form", "place"),
+    [
+        ("float-quantized-channel", "compression_config"),
+        ("gptq", "quantize_config.json"),
+        ("awq", "quant_config.json"),
+    ],
+)
+def test_the_format_may_be_told_elsewhere(checkpoint, folders, form, place):
+    """Old writers have another name in config.json, or a file of their own."""
+    path, config = checkpoint(form), FORMATS[form][1]
+    edit_config(path, quantization_config=None)
+    if place.endswith(".json"):
+        own = {name: value for name, value in config.items() if name != "quant_method"}
+        (path / place).write_text(json.dumps(own))
+    else:
+        edit_config(path, **{place: config})
+    same_weights(path, folders(form)[0])
+
+
+def test_a_format_that_a_file_of_its_own_names_is_refused_by_name(checkpoint):
+    path = checkpoint("fp8")
+    edit_config(path, quantization_config=None)
+    (path / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "FP8"}}')
+    with pytest.raises(UnsupportedModel, match="quantisation 'modelopt'"):
+        load_decoder(resolve(str(path)))
+
+
+@pytest.mark.parametrize(
+    ("form", "change"),
+    [
+        ("fp8", {"modules_to_not_convert": ["re:model\\.layers\\.1\\.self_attn\\.o_proj"]}),
+        ("awq", {"modules_to_not_convert": ["layers.1.self_attn.o_proj"]}),
+        ("gptq", {"dynamic": {"-:.*layers\\.1\\.self_attn\\.o_proj": {}}}),
+        ("pack-quantized", {"ignore": ["re:.*lm_head", "re:.*1\\.self_attn\\.o.*"]}),
+    ],
+)
+def test_patterns_leave_modules_in_floats(tmp_path, form, change):
+    write(tmp_path / "a", tmp_path / "b", form, left=lambda name: name == O, **SIZES)
+    edit_config(tmp_path / "a", quantization_config={**FORMATS[form][1], **change})
+    layers = load_decoder(resolve(str(tmp_path / "a"))).weights.layers
+    assert [layer.o.scheme == "float32" for layer in layers] == [False, True, False, False]
+
+
+def test_only_named_modules_of_a_block_may_be_quantised(tmp_path):
+    """GPTQ's `modules_in_block_to_quantize`."""
+
+    def stays(name: str) -> bool:
+        return ".mlp." in name
+
+    write(tmp_path / "a", tmp_path / "b", "gptq", left=stays, **SIZES)
+    attention = [["self_attn.k_proj", "self_attn.v_proj", "self_attn.q_proj"], ["self_attn.o_proj"]]
+    config = {**FORMATS["gptq"][1], "modules_in_block_to_quantize": attention}
+    edit_config(tmp_path / "a", quantization_config=config)
+    layer = load_decoder(resolve(str(tmp_path / "a"))).weights.layers[0]
+    assert (layer.o.scheme, layer.mlp.down.scheme) == ("int4_g32", "float32")
+
+
+def test_the_group_that_names_a_module_holds(tmp_path):
+    """Whatever the order in which compressed-tensors' groups are written."""
+    base = FORMATS["pack-quantized"][1]
+    [general] = base["config_groups"].values()
+    [eight] = FORMATS["float-quantized-channel"][1]["config_groups"].values()
+    special = {**eight, "targets": ["re:.*down_proj"], "format": "float-quantized"}
+    write(tmp_path / "a", tmp_path / "b", "pack-quantized", **SIZES)
+    write(tmp_path / "eight", tmp_path / "c", "float-quantized-channel", **SIZES)
+    file, down = tmp_path / "a/model.safetensors", "mlp.down_proj."
+    tensors = {n: t for n, t in load_file(file).items() if down not in n}
+    others = load_file(tmp_path / "eight/model.safetensors")
+    save_file(tensors | {n: t for n, t in others.items() if down in n}, file, {"format": "pt"})
+    groups = {"group_0": general, "group_1": special}
+    edit_config(tmp_path / "a", quantization_config={**base, "config_groups": groups})
+    layer = load_decoder(resolve(str(tmp_path / "a"))).weights.layers[0]
+    assert (layer.o.scheme, layer.mlp.down.scheme) == ("int4_g32", "fp8_channel")
+
+
+@pytest.mark.parametrize(
+    ("form", "scheme"),
+    [
+        ("float-quantized-tensor", {"num_bits": 8, "type": "float", "strategy": "tensor"}),
+        ("fp8", "static"),
+    ],
+)
+def test_scales_of_a_kv_cache_are_left_out(checkpoint, folders, form, scheme):
+    """They are for a cache of eight bits that was calibrated; ours needs no calibration."""
+    path = checkpoint(form)
+    file = path / "model.safetensors"
+    scales = {
+        f"model.layers.{i}.self_attn.{end}": torch.tensor(0.02)
+        for i in range(4)
+        for end in ("k_scale", "v_scale", "k_proj.output_scale", "v_proj.output_scale")
+    }
+    save_file(load_file(file) | scales, file, {"format": "pt"})
+    with pytest.raises(WeightsError, match=r"surplus tensors: .*_scale"):
+        load_decoder(resolve(str(path)))
+    edit_config(path, quantization_config={**FORMATS[form][1], "kv_cache_scheme": scheme})
+    same_weights(path, folders(form)[0])
+
+
+def test_groups_of_attention_are_about_the_cache(checkpoint, folders):
+    path, config = checkpoint("float-quantized-channel"), FORMATS["float-quantized-channel"][1]
+    attention = {"targets": ["Qwen2Attention"], "input_activations": {"num_bits": 8}}
+    groups = {"attention": attention, **config["config_groups"]}
+    edit_config(path, quantization_config={**config, "config_groups": groups})
+    same_weights(path, folders("float-quantized-channel")[0])
+
+
+@pytest.mark.parametrize(
+    ("form", "change"),
+    [
+        ("pack-quantized", {"ignore": ["re:*lm_head"]}),
+        ("gptq", {"dynamic": {"-:(": {}}}),
+    ],
+)
+def test_a_broken_pattern_is_named(checkpoint, form, change):
+    path = checkpoint(form)
+    edit_config(path, quantization_config={**FORMATS[form][1], **change})
+    with pytest.raises(ValueError, match=r"config\.json: quantization_config: .* is not a pattern"):
         load_decoder(resolve(str(path)))
 
 

@@ -71,6 +71,21 @@ class _Kind(msgspec.Struct):
     architectures: list[str] | None = None
     model_type: str | None = None
     quantization_config: dict[str, Any] | None = None
+    compression_config: dict[str, Any] | None = None
+    """The name that compressed-tensors wrote at first."""
+
+    @property
+    def quantization(self) -> dict[str, Any] | None:
+        """What says how matrices are stored, if anything does."""
+        return self.quantization_config or self.compression_config
+
+
+_QUANTIZATION_FILES = {
+    "quantize_config.json": "gptq",
+    "quant_config.json": "awq",
+    "hf_quant_config.json": "modelopt",
+}
+"""Files in which checkpoints of a `quant_method` have what others have in `config.json`."""
 
 
 class _RopeNumbers(msgspec.Struct):
@@ -340,8 +355,11 @@ def check_architecture(config: Mapping[str, Any]) -> Family:
     family = ARCHITECTURES[name]
     if kind.model_type not in (None, family):
         raise UnsupportedModel.because(f"model_type of {name}", kind.model_type, (family,))
-    if read_quantization(kind.quantization_config) is not None and family in JOINED:
-        raise UnsupportedModel.because(f"quantisation of {name}", "any", ("--quantization fp8",))
+    if read_quantization(kind.quantization) is not None and family in JOINED:
+        raise UnsupportedModel(
+            f"quantised checkpoints of {name} are not read; use one of 16 bits and "
+            "--quantization fp8"
+        )
     return family
 
 
@@ -360,7 +378,11 @@ def quantization_from_directory(path: Path) -> Quantization | None:
         UnsupportedModel: the quantisation is not built.
         ValueError: a value of `quantization_config` has the wrong type.
     """
-    return read_quantization(converted(read_json(path / "config.json"), _Kind).quantization_config)
+    raw = converted(read_json(path / "config.json"), _Kind).quantization
+    for name, method in _QUANTIZATION_FILES.items():
+        if not raw and (path / name).is_file():
+            raw = {"quant_method": method, **read_json(path / name)}
+    return read_quantization(raw)
 
 
 def check_counts(layers: int, heads: int) -> None:

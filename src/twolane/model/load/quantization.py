@@ -16,6 +16,8 @@ GROUPS = (32, 64, 128)
 """Columns of the groups of four-bit schemes that are read."""
 FLOATS = ("F32", "BF16", "F16")
 """Types of tensors that are no quantised values, as safetensors names them."""
+KV_SCALES = (".k_scale", ".v_scale", ".kv_scale", ".k_proj.output_scale", ".v_proj.output_scale")
+"""Ends of the names of scales that were calibrated for a KV cache of eight bits."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,8 @@ class Format:
     """Whether a scheme of four bits has no zero points."""
     old_zeros: bool = False
     """Whether stored zero points are one less than those that are meant (GPTQ's first format)."""
+    scales: str = "weight_scale"
+    """The end of the name of the scales of blocks."""
 
     def tensors(self, rows: int, columns: int) -> Mapping[str, Stored]:
         """The tensors of a module [rows, columns], by the end of their names.
@@ -53,7 +57,7 @@ class Format:
             blocks = -(-rows // BLOCK), -(-columns // BLOCK)
             return {
                 "weight": Stored(((rows, columns),), ("F8_E4M3",)),
-                "weight_scale_inv": Stored((blocks,)),
+                self.scales: Stored((blocks,)),
             }
         if self.kind == "fp8_scale":
             return {
@@ -116,7 +120,9 @@ class Quantization:
     head: bool
     """Whether the classifier counts as a linear module."""
     by_pattern: bool
-    """Whether names are whole, or patterns behind "re:"; otherwise a name means all below it."""
+    """Whether a name without "re:" before a pattern is whole; otherwise it means all below it."""
+    kv_scales: bool = False
+    """Whether the checkpoint may have `KV_SCALES`, which are not used."""
 
     @property
     def name(self) -> str:
@@ -140,23 +146,42 @@ class Quantization:
         """How a linear module is stored; None: in 16 bits."""
         if (module == "lm_head" and not self.head) or self._matches(module, self.ignored):
             return None
-        fitting = (group for group in self.groups if self._matches(module, group.targets))
-        return next((group.format for group in fitting), None)
+        fitting = [group for group in self.groups if self._matches(module, group.targets)]
+        return min(fitting, key=lambda group: _rank(module, group)).format if fitting else None
 
     def _matches(self, module: str, names: Sequence[str]) -> bool:
-        if not self.by_pattern:
-            return any(name == "Linear" or f".{name}." in f".{module}." for name in names)
-        return any(
-            name in ("Linear", module)
-            or (name.startswith("re:") and re.match(name[3:], module) is not None)
-            for name in names
-        )
+        return any(self._names(name, module) for name in names)
+
+    def _names(self, name: str, module: str) -> bool:
+        """Whether a name or pattern means a module."""
+        if name.startswith("re:"):
+            return re.match(name[3:], module) is not None
+        if name in ("Linear", module):
+            return True
+        return not self.by_pattern and f".{name}." in f".{module}."
+
+
+def _rank(module: str, group: _Group) -> int:
+    """0 for a group that names a module, 1 for one with patterns, 2 for one of all linear modules:
+    the first of these holds, in whatever order groups are written."""
+    if module in group.targets:
+        return 0
+    return 2 if "Linear" in group.targets else 1
 
 
 class _Method(msgspec.Struct):
     """The name of the method, which says what the rest means."""
 
-    quant_method: str = "unknown"
+    quant_method: str | None = None
+    load_in_4bit: bool = False
+    load_in_8bit: bool = False
+
+    @property
+    def name(self) -> str:
+        """The method; old configs of bitsandbytes do not name it."""
+        if self.quant_method is None and (self.load_in_4bit or self.load_in_8bit):
+            return "bitsandbytes"
+        return self.quant_method or "without a quant_method"
 
 
 class _Fp8(msgspec.Struct):
@@ -167,16 +192,22 @@ class _Fp8(msgspec.Struct):
     weight_block_size: list[int] | None = None
     ignored_layers: list[str] | None = None
     modules_to_not_convert: list[str] | None = None
+    kv_cache_scheme: Any = None
 
 
 class _Awq(msgspec.Struct):
-    """Configuration of `quant_method` "awq"."""
+    """Configuration of `quant_method` "awq"; files of its own have the older of two names."""
 
     bits: int = 4
+    w_bit: int | None = None
     group_size: int = 128
+    q_group_size: int | None = None
     zero_point: bool = True
-    version: str = "gemm"
+    version: str | None = None
+    checkpoint_format: str | None = None
+    format: str | None = None
     modules_to_not_convert: list[str] | None = None
+    dynamic: dict[str, Any] | None = None
 
 
 class _Gptq(msgspec.Struct):
@@ -187,7 +218,12 @@ class _Gptq(msgspec.Struct):
     desc_act: bool = False
     sym: bool = True
     lm_head: bool = False
-    checkpoint_format: str = "gptq"
+    checkpoint_format: str | None = None
+    format: str | None = None
+    is_marlin_format: bool = False
+    pack_dtype: str = "int32"
+    modules_to_not_convert: list[str] | None = None
+    modules_in_block_to_quantize: list[Any] | None = None
     dynamic: dict[str, Any] | None = None
 
 
@@ -220,8 +256,9 @@ class _CompressedTensors(msgspec.Struct):
     config_groups: dict[str, _ConfigGroup]
     format: str = "float-quantized"
     ignore: list[str] | None = None
-    kv_cache_scheme: dict[str, Any] | None = None
+    kv_cache_scheme: Any = None
     sparsity_config: dict[str, Any] | None = None
+    transform_config: dict[str, Any] | None = None
 
 
 def read_quantization(raw: Mapping[str, Any] | None) -> Quantization | None:
@@ -233,7 +270,7 @@ def read_quantization(raw: Mapping[str, Any] | None) -> Quantization | None:
     """
     if not raw:
         return None
-    method = converted(raw, _Method, _WHERE).quant_method
+    method = converted(raw, _Method, _WHERE).name
     match method:
         case "fp8":
             return _fp8(converted(raw, _Fp8, _WHERE))
@@ -260,29 +297,83 @@ def _fp8(config: _Fp8) -> Quantization:
     _only("activation_scheme of fp8", config.activation_scheme, "dynamic")
     _only("fmt of fp8", config.fmt, "e4m3")
     _only("weight_block_size of fp8", config.weight_block_size, [BLOCK, BLOCK], None)
-    form = Format("fp8_block" if config.weight_block_size else "fp8_scale", "fp8")
-    ignored = (*(config.ignored_layers or ()), *(config.modules_to_not_convert or ()))
-    return Quantization((_Group(form, ("Linear",)),), ignored, head=False, by_pattern=False)
+    blocks = config.weight_block_size is not None
+    form = Format(_kind(blocks), "fp8", scales="weight_scale_inv")
+    left = (*(config.ignored_layers or ()), *(config.modules_to_not_convert or ()))
+    return _of_all(form, left, kv_scales=bool(config.kv_cache_scheme))
+
+
+def _kind(blocks: bool) -> Literal["fp8_block", "fp8_scale"]:
+    return "fp8_block" if blocks else "fp8_scale"
 
 
 def _awq(config: _Awq) -> Quantization:
-    _only("bits of awq", config.bits, 4)
-    _only("version of awq", config.version.lower(), "gemm")
+    _only("bits of awq", config.w_bit or config.bits, 4)
+    version = config.version or config.checkpoint_format or config.format or "gemm"
+    _only("version of awq", version.lower(), "gemm")
     _only("zero_point of awq", config.zero_point, True)
-    form = Format("awq", "awq", _group(config.group_size, "awq"), symmetric=False)
-    ignored = tuple(config.modules_to_not_convert or ())
-    return Quantization((_Group(form, ("Linear",)),), ignored, head=False, by_pattern=False)
+    columns = _group(config.q_group_size or config.group_size, "awq")
+    left = (*(config.modules_to_not_convert or ()), *_left_out(config.dynamic, "awq"))
+    return _of_all(Format("awq", "awq", columns, symmetric=False), left)
 
 
 def _gptq(config: _Gptq) -> Quantization:
     _only("bits of gptq", config.bits, 4)
     _only("desc_act of gptq", config.desc_act, False)
     _only("lm_head of gptq", config.lm_head, False)
-    _only("checkpoint_format of gptq", config.checkpoint_format, "gptq", "gptq_v2")
-    _only("dynamic of gptq", config.dynamic or None, None)
-    old = config.checkpoint_format == "gptq"
-    form = Format("gptq", "gptq", _group(config.group_size, "gptq"), symmetric=False, old_zeros=old)
-    return Quantization((_Group(form, ("Linear",)),), (), head=False, by_pattern=False)
+    _only("is_marlin_format of gptq", config.is_marlin_format, False)
+    _only("pack_dtype of gptq", config.pack_dtype, "int32")
+    layout = config.checkpoint_format or config.format or "gptq"
+    _only("checkpoint_format of gptq", layout, "gptq", "gptq_v2")
+    columns = _group(config.group_size, "gptq")
+    form = Format("gptq", "gptq", columns, symmetric=False, old_zeros=layout == "gptq")
+    left = (*(config.modules_to_not_convert or ()), *_left_out(config.dynamic, "gptq"))
+    return _of_all(form, left, _in_blocks(config.modules_in_block_to_quantize))
+
+
+def _of_all(
+    form: Format,
+    left: Sequence[str],
+    targets: Sequence[str] = ("Linear",),
+    kv_scales: bool = False,
+) -> Quantization:
+    """All linear modules of the layers, or those of some names, in one format."""
+    group = _Group(form, _checked(targets))
+    return Quantization((group,), _checked(left), head=False, by_pattern=False, kv_scales=kv_scales)
+
+
+def _left_out(dynamic: Mapping[str, Any] | None, method: str) -> list[str]:
+    """The modules that GPTQModel's `dynamic` leaves in 16 bits, as patterns.
+
+    Raises:
+        UnsupportedModel: it gives modules another format.
+    """
+    others = [name for name in dynamic or () if not name.startswith("-:")]
+    _only(f"dynamic of {method}", others, [])
+    return [f"re:{name[2:]}" for name in dynamic or ()]
+
+
+def _in_blocks(blocks: list[Any] | None) -> list[str]:
+    """The modules of a layer that are quantised: all, or those of `modules_in_block_to_quantize`,
+    a list of names or of lists of names."""
+    if not blocks:
+        return ["Linear"]
+    flat = [name for block in blocks for name in (block if isinstance(block, list) else [block])]
+    return converted(flat, list[str], f"{_WHERE}: modules_in_block_to_quantize")
+
+
+def _checked(names: Sequence[str]) -> tuple[str, ...]:
+    """The names of modules.
+
+    Raises:
+        ValueError: what follows "re:" is no pattern.
+    """
+    for name in names:
+        try:
+            re.compile(name[3:] if name.startswith("re:") else "")
+        except re.error as error:
+            raise ValueError(f"{_WHERE}: {name!r} is not a pattern: {error}") from error
+    return tuple(names)
 
 
 def _group(size: int, method: str) -> int:
@@ -292,16 +383,24 @@ def _group(size: int, method: str) -> int:
 
 def _compressed(config: _CompressedTensors) -> Quantization:
     what = "of compressed-tensors"
-    _only(f"kv_cache_scheme {what}", config.kv_cache_scheme, None)
+    _only(f"transform_config {what}", config.transform_config or None, None)
     if config.sparsity_config:
         _only(f"sparsity {what}", config.sparsity_config.get("format"), "dense")
-    if not config.config_groups:
-        raise ValueError(f"{_WHERE}: config_groups is empty")
-    groups = tuple(
-        _Group(_compressed_format(group, group.format or config.format), tuple(group.targets))
+    # Groups of attention say how queries and keys are rounded, beside the KV cache.
+    chosen = [
+        group
         for group in config.config_groups.values()
+        if not (group.targets and all(name.endswith("Attention") for name in group.targets))
+    ]
+    if not chosen:
+        raise ValueError(f"{_WHERE}: config_groups has no group of linear modules")
+    groups = tuple(
+        _Group(_compressed_format(group, group.format or config.format), _checked(group.targets))
+        for group in chosen
     )
-    return Quantization(groups, tuple(config.ignore or ()), head=True, by_pattern=True)
+    ignored = _checked(config.ignore or ())
+    kept = config.kv_cache_scheme is not None or len(chosen) < len(config.config_groups)
+    return Quantization(groups, ignored, head=True, by_pattern=True, kv_scales=kept)
 
 
 def _compressed_format(group: _ConfigGroup, form: str) -> Format:
@@ -323,12 +422,22 @@ def _compressed_format(group: _ConfigGroup, form: str) -> Format:
     _only(f"type of weights {what}", weights.type, "float")
     _only(f"num_bits of weights {what}", weights.num_bits, 8)
     _only(f"symmetric of weights {what}", weights.symmetric, True)
-    _only(f"strategy of weights {what}", weights.strategy, "channel", "tensor")
-    inputs = group.input_activations
+    _only(f"strategy of weights {what}", weights.strategy, "channel", "tensor", "block")
+    blocks = weights.strategy == "block"
+    if blocks:
+        _only(f"block_structure of weights {what}", weights.block_structure, [BLOCK, BLOCK])
+    _dynamic(group.input_activations, ("group",) if blocks else ("token", "tensor"))
+    return Format(_kind(blocks), "compressed-tensors")
+
+
+def _dynamic(inputs: _Numbers | None, strategies: Sequence[str]) -> None:
+    """Refuse activations that are not rounded to e4m3 as they come."""
+    what = "input_activations of compressed-tensors"
     if inputs is None:
-        raise UnsupportedModel.because(f"input_activations {what}", None, ("dynamic ones",))
-    _only(f"dynamic of input_activations {what}", inputs.dynamic, True)
-    _only(f"type of input_activations {what}", inputs.type, "float")
-    _only(f"num_bits of input_activations {what}", inputs.num_bits, 8)
-    _only(f"strategy of input_activations {what}", inputs.strategy, "token", "tensor")
-    return Format("fp8_scale", "compressed-tensors")
+        raise UnsupportedModel.because(what, None, ("dynamic ones",))
+    _only(f"dynamic of {what}", inputs.dynamic, True)
+    _only(f"type of {what}", inputs.type, "float")
+    _only(f"num_bits of {what}", inputs.num_bits, 8)
+    _only(f"strategy of {what}", inputs.strategy, *strategies)
+    if "group" in strategies:
+        _only(f"group_size of {what}", inputs.group_size, BLOCK)

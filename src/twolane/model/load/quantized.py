@@ -26,7 +26,8 @@ def read_module(format: Format, tensors: Mapping[str, Tensor]) -> Matrix:
     matrix = _READERS[format.kind](format, tensors)
     assert matrix.scales is not None
     if not bool((matrix.scales.isfinite() & (matrix.scales > 0)).all()):
-        raise ValueError(f"{_SCALES[format.kind]} has scales that are not above 0 and finite")
+        name = format.scales if format.kind == "fp8_block" else _SCALES[format.kind]
+        raise ValueError(f"{name} has scales that are not above 0 and finite")
     if matrix.values.dtype == fp8.E4M3 and bool(matrix.values.isnan().any()):
         raise ValueError("weight has values that are not numbers")
     return matrix
@@ -55,7 +56,6 @@ def for_gpu(matrix: Matrix, dtype: torch.dtype, *, four_bits: bool = True) -> Ma
 
 
 _SCALES = {
-    "fp8_block": "weight_scale_inv",
     "fp8_scale": "weight_scale",
     "awq": "scales",
     "gptq": "scales",
@@ -65,7 +65,7 @@ _SCALES = {
 
 
 def _fp8_block(format: Format, tensors: Mapping[str, Tensor]) -> Matrix:
-    return Matrix(tensors["weight"], "fp8_block128", tensors["weight_scale_inv"].float())
+    return Matrix(tensors["weight"], "fp8_block128", tensors[format.scales].float())
 
 
 def _fp8_scale(format: Format, tensors: Mapping[str, Tensor]) -> Matrix:
