@@ -8,12 +8,12 @@ import numpy as np
 from twolane.estimate.profile import Key, Neighbour, Profile, Sample, load_of, model_digest
 from twolane.estimate.query import Load
 from twolane.model.shapes import SHAPES
-from twolane.profile.grid import Limits, Point, plan
+from twolane.profile.grid import LaneCapacity, Point, plan
 
 SHAPE = SHAPES["qwen3-8b"]
 UNITS = 132
 LEVELS = ((116, 16), (100, 32), (84, 48), (52, 80), (132, 0), (0, 132))
-LIMITS = Limits(UNITS, LEVELS, 600_000, 32, 256, 40_960, 16_384)
+LIMITS = LaneCapacity(UNITS, LEVELS, 600_000, 32, 256, 40_960, 16_384)
 
 
 def prefill_layer(load: Load, units: int) -> float:

@@ -8,7 +8,7 @@ import pytest
 
 from twolane.common.errors import FieldError
 from twolane.frontend.structured import maker
-from twolane.frontend.structured.jobs import Calls, Choice, GrammarJob, Regex, Schema, SchemaText
+from twolane.frontend.structured.jobs import Calls, Choices, GrammarJob, Regex, Schema, SchemaText
 from twolane.frontend.structured.tools import Tool
 
 from .test_structured import chain
@@ -34,7 +34,7 @@ async def problem(made, answer):
 
 def test_grammars_of_all_kinds_are_made(tokenizer):
     calls = Calls("hermes", [Tool("f", {"type": "object"}, strict=True)], several=True, free=True)
-    answers = (Regex("a+"), Choice(["a", "b"]), SchemaText('{"type": "null"}'), calls)
+    answers = (Regex("a+"), Choices(["a", "b"]), SchemaText('{"type": "null"}'), calls)
 
     async def run():
         async with making(tokenizer) as made:

@@ -3,13 +3,13 @@
 import pytest
 
 from tests.estimate.synthetic import LIMITS
-from twolane.profile.grid import HYBRIDS, Limits, plan
+from twolane.profile.grid import HYBRIDS, LaneCapacity, plan
 
-SMALL = Limits(2, ((1, 1), (2, 0), (0, 2)), 3000, 16, 16, 512, 511)
+SMALL = LaneCapacity(2, ((1, 1), (2, 0), (0, 2)), 3000, 16, 16, 512, 511)
 
 
 @pytest.mark.parametrize("limits", [LIMITS, SMALL])
-def test_points_fit_and_have_names_of_their_own(limits: Limits):
+def test_points_fit_and_have_names_of_their_own(limits: LaneCapacity):
     points = plan(limits, seed=3, rounds=5)
     assert len({point.name for point in points}) == len(points)
     assert all(limits.fits(point.prompts, point.contexts) for point in points)
@@ -18,7 +18,7 @@ def test_points_fit_and_have_names_of_their_own(limits: Limits):
 
 
 @pytest.mark.parametrize("limits", [LIMITS, SMALL])
-def test_every_round_has_some_of_everything(limits: Limits):
+def test_every_round_has_some_of_everything(limits: LaneCapacity):
     for number in range(4):
         points = [p for p in plan(limits, 0, 4) if p.name.startswith(f"{number}/")]
         solo = {(p.kind, p.prefill_units or p.decode_units) for p in points if p.kind}

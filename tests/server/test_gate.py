@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from twolane.server.http.bodies import FREE_BYTES, ArrivingBytes, Body
+from twolane.server.http.bodies import FREE_BYTES, ArrivingBytes, BodyReader
 from twolane.server.http.errors import ApiError
 
 from .serving import serving
@@ -181,7 +181,7 @@ def test_bodies_that_arrive_at_once_are_bounded_together_and_for_each_client():
         async def receive():
             return part
 
-        return Body(receive, 1 << 30, arriving, client)
+        return BodyReader(receive, 1 << 30, arriving, client)
 
     async def read(body, parts):
         for _ in range(parts):

@@ -157,7 +157,7 @@ class Job(msgspec.Struct, frozen=True):
     body: bytes
 
 
-class Tally:
+class RunCounts:
     """Counts of a run in progress, for whoever shows it."""
 
     def __init__(self, total: int) -> None:
@@ -364,7 +364,7 @@ class LoadRun:
         jobs: Sequence[Job],
         *,
         max_concurrency: int | None = None,
-        on_change: Callable[[Tally], None] = lambda tally: None,
+        on_change: Callable[[RunCounts], None] = lambda tally: None,
         on_record: Callable[[Record], None] = lambda record: None,
         on_first: Callable[[int, float], None] = lambda index, ttft: None,
     ) -> None:
@@ -375,7 +375,7 @@ class LoadRun:
         self._on_record = on_record
         self._on_first = on_first
         self._clock = client.clock
-        self._tally = Tally(len(jobs))
+        self._tally = RunCounts(len(jobs))
         self._tasks: list[asyncio.Task[None]] = []
         self.records: list[Record] = []
         """One record for each request sent, in the order in which they ended."""

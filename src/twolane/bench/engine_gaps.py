@@ -32,7 +32,7 @@ TAIL = 0.99
 """Quantile of the gaps that is reported."""
 
 
-class Look(msgspec.Struct, frozen=True):
+class GapHistogram(msgspec.Struct, frozen=True):
     """A histogram of gaps as it stood at one time."""
 
     name: str
@@ -42,7 +42,7 @@ class Look(msgspec.Struct, frozen=True):
     """Sum of all gaps in seconds."""
 
 
-async def look(base_url: str, headers: Mapping[str, str]) -> Look | None:
+async def look(base_url: str, headers: Mapping[str, str]) -> GapHistogram | None:
     """Read a server's histogram of gaps; None if it has none, or no metrics."""
     try:
         status, page = await http.get(base_url.rstrip("/") + "/metrics", headers, TIMEOUT)
@@ -51,7 +51,7 @@ async def look(base_url: str, headers: Mapping[str, str]) -> Look | None:
         return None
 
 
-def parse(page: str) -> Look | None:
+def parse(page: str) -> GapHistogram | None:
     """The histogram of gaps in a page of metrics, summed over its labels; None if there is none."""
     families = {family.name: family for family in text_string_to_metric_families(page)}
     name = next((name for name in HISTOGRAMS if name in families), None)
@@ -65,10 +65,10 @@ def parse(page: str) -> Look | None:
             counts[edge] = counts.get(edge, 0.0) + sample.value
         elif sample.name.endswith("_sum"):
             seconds += sample.value
-    return Look(name, dict(sorted(counts.items())), seconds)
+    return GapHistogram(name, dict(sorted(counts.items())), seconds)
 
 
-def between(before: Look | None, after: Look | None) -> EngineGaps | None:
+def between(before: GapHistogram | None, after: GapHistogram | None) -> EngineGaps | None:
     """The gaps that were counted between two looks; None without both, or without a gap."""
     if before is None or after is None or before.name != after.name:
         return None

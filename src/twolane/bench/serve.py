@@ -8,7 +8,7 @@ from datetime import datetime
 import msgspec
 
 from twolane.bench import engine_gaps, http
-from twolane.bench.client import Client, Job, LoadRun, Tally
+from twolane.bench.client import Client, Job, LoadRun, RunCounts
 from twolane.bench.http import Clock
 from twolane.results.metrics import LAG_PERCENTILES, Distribution
 from twolane.results.record import Record, status_outcome
@@ -29,7 +29,7 @@ async def run(
     config: BenchConfig,
     *,
     stop: asyncio.Event | None = None,
-    on_change: Callable[[Tally], None] = lambda tally: None,
+    on_change: Callable[[RunCounts], None] = lambda tally: None,
     on_record: Callable[[Record], None] = lambda record: None,
     on_first: Callable[[int, float], None] = lambda index, ttft: None,
     clock: Clock = time.perf_counter,
@@ -81,7 +81,7 @@ async def run(
     )
 
 
-async def _engine_gaps(config: BenchConfig) -> engine_gaps.Look | None:
+async def _engine_gaps(config: BenchConfig) -> engine_gaps.GapHistogram | None:
     """The server's own count of gaps so far, if it is asked for."""
     if not config.engine_gaps:
         return None

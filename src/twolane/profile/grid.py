@@ -29,7 +29,7 @@ DRAWS = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class LaneCapacity:
     """What the lanes can hold."""
 
     units: int
@@ -104,7 +104,7 @@ SMALLEST, LARGEST = 16, 32_000
 """Bounds on the new tokens, contexts and prefixes that are drawn."""
 
 
-def plan(limits: Limits, seed: int, rounds: int = ROUNDS) -> list[Point]:
+def plan(limits: LaneCapacity, seed: int, rounds: int = ROUNDS) -> list[Point]:
     """The points in the order of measurement; those that do not fit are left out."""
     points = list(_anchors(limits))
     for number in range(rounds):
@@ -112,7 +112,7 @@ def plan(limits: Limits, seed: int, rounds: int = ROUNDS) -> list[Point]:
     return points
 
 
-def _anchors(limits: Limits) -> Iterator[Point]:
+def _anchors(limits: LaneCapacity) -> Iterator[Point]:
     prompts = _shrunk(PROMPT_ANCHORS, lambda run: limits.fits((run,), ()))
     contexts = _shrunk(CONTEXT_ANCHORS, lambda run: limits.fits((), (run,)))
     for i, (prompt, context) in enumerate(zip(prompts, contexts, strict=False)):
@@ -143,7 +143,7 @@ def _shrunk(anchors: Sequence[Run], fits: Callable[[Run], bool]) -> list[Run]:
     return list(shrunk)
 
 
-def _round(limits: Limits, draw: random.Random, number: int) -> Iterator[Point]:
+def _round(limits: LaneCapacity, draw: random.Random, number: int) -> Iterator[Point]:
     def point(name: str, kind: Kind | None, p: int, d: int) -> Iterator[Point]:
         drawn = _drawn(draw, limits, prompts=kind != "decode", contexts=kind != "prefill")
         if drawn is not None:
@@ -160,7 +160,7 @@ def _round(limits: Limits, draw: random.Random, number: int) -> Iterator[Point]:
 
 
 def _drawn(
-    draw: random.Random, limits: Limits, *, prompts: bool, contexts: bool
+    draw: random.Random, limits: LaneCapacity, *, prompts: bool, contexts: bool
 ) -> tuple[tuple[Run, ...], tuple[Run, ...]] | None:
     """A prefill batch, a decode batch, or both, that fit; None: none were found."""
     for _ in range(DRAWS):
@@ -173,7 +173,7 @@ def _drawn(
     return None
 
 
-def _prompts(draw: random.Random, limits: Limits) -> tuple[Run, ...]:
+def _prompts(draw: random.Random, limits: LaneCapacity) -> tuple[Run, ...]:
     """A prefill batch: one to eight prompts alike or not, with a prefix or not."""
     total = _log_uniform(draw, SMALLEST, limits.batch_tokens)
     count = min(draw.choice((1, 1, 1, 2, 4, 8)), max(1, total // SMALLEST))
@@ -186,7 +186,7 @@ def _prompts(draw: random.Random, limits: Limits) -> tuple[Run, ...]:
     return tuple(runs_of((max(1, n), r) for n, r in pairs))
 
 
-def _contexts(draw: random.Random, limits: Limits) -> tuple[Run, ...]:
+def _contexts(draw: random.Random, limits: LaneCapacity) -> tuple[Run, ...]:
     """A decode batch: requests with contexts alike or not."""
     rows = _log_uniform(draw, 1, limits.slots - 8)
     longest = min(LARGEST, limits.max_model_len // 2, int(0.6 * limits.pool_tokens) // rows)

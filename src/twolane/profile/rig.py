@@ -21,7 +21,7 @@ from twolane.lanes.work import (
     Work,
     pack,
 )
-from twolane.profile.grid import Limits
+from twolane.profile.grid import LaneCapacity
 from twolane.sampling import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
@@ -67,9 +67,9 @@ class Rig:
         random.Random(self.seed).shuffle(self._free)  # as scattered as after hours of serving
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> LaneCapacity:
         """What fits."""
-        return Limits(
+        return LaneCapacity(
             units=self.lanes.units,
             levels=self.lanes.levels,
             pool_tokens=self.pages * self.page_size,

@@ -6,7 +6,7 @@ from fastapi import FastAPI
 
 import twolane
 from twolane.server.anthropic.routes import add_message_routes
-from twolane.server.http.calls import Calls
+from twolane.server.http.calls import CallMiddleware
 from twolane.server.http.cross_origin import CORS, Cors
 from twolane.server.http.gate import MAX_BODY_BYTES, Gate
 from twolane.server.http.handlers import add_error_handlers
@@ -65,7 +65,10 @@ def create_app(
     if cors_origins:  # around the gate: a browser asks whether it may without the key
         app.add_middleware(Cors, allow_origins=list(cors_origins), **CORS)
     app.add_middleware(  # the outermost
-        Calls, metrics=service.metrics, paths=GENERATION_PATHS, quiet=service.engine.wait_for_gap
+        CallMiddleware,
+        metrics=service.metrics,
+        paths=GENERATION_PATHS,
+        quiet=service.engine.wait_for_gap,
     )
     add_error_handlers(app, service.admission.retry_after)
     add_info_routes(app, service)

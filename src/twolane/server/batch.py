@@ -24,7 +24,7 @@ from twolane.server.run import service_of
 Json = dict[str, Any]
 
 
-class Asked(msgspec.Struct, frozen=True):
+class BatchLine(msgspec.Struct, frozen=True):
     """A line of a batch file."""
 
     custom_id: str
@@ -47,7 +47,7 @@ class Reply(NamedTuple):
     body: bytes
 
 
-class Tally(NamedTuple):
+class BatchCounts(NamedTuple):
     """How the lines of a file ended."""
 
     completed: int
@@ -56,7 +56,7 @@ class Tally(NamedTuple):
 
 async def run_batch(
     config: EngineConfig, options: ServerOptions, source: Path, target: Path, concurrency: int
-) -> Tally:
+) -> BatchCounts:
     """Answer a batch file; lines of the output come in the order in which they are done.
 
     Args:
@@ -82,7 +82,9 @@ async def run_batch(
             await service.engine.close()
 
 
-async def answer_all(app: ASGIApp, lines: IO[bytes], out: IO[bytes], concurrency: int) -> Tally:
+async def answer_all(
+    app: ASGIApp, lines: IO[bytes], out: IO[bytes], concurrency: int
+) -> BatchCounts:
     """Answer all lines, some at a time."""
     counts = {True: 0, False: 0}
 
@@ -96,14 +98,14 @@ async def answer_all(app: ASGIApp, lines: IO[bytes], out: IO[bytes], concurrency
 
     shared = enumerate(lines, 1)
     await asyncio.gather(*[work(shared) for _ in range(concurrency)])
-    return Tally(counts[True], counts[False])
+    return BatchCounts(counts[True], counts[False])
 
 
 async def answer_line(app: ASGIApp, line: bytes, number: int) -> Json:
     """Return the line of the output for a line of the input."""
     answer: Json = {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": None}
     try:
-        asked = msgspec.json.decode(line, type=Asked)
+        asked = msgspec.json.decode(line, type=BatchLine)
     except msgspec.MsgspecError as error:
         return answer | refused("invalid_line", f"line {number}: {error}")
     answer["custom_id"] = asked.custom_id

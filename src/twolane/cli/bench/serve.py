@@ -15,7 +15,7 @@ from twolane.common import garbage
 from twolane.results.result import MEASURE, BenchConfig
 
 if TYPE_CHECKING:
-    from twolane.bench.client import Tally
+    from twolane.bench.client import RunCounts
     from twolane.results.result import Result
 
 HELP = """\
@@ -101,7 +101,7 @@ def _run(config: BenchConfig) -> "Result":
     ) as progress:
         task = progress.add_task("preparing", total=None)
 
-        def show(tally: "Tally") -> None:
+        def show(tally: "RunCounts") -> None:
             text = f"{tally.running} running, {tally.failed} failed"
             done = tally.ok + tally.failed
             progress.update(task, description=text, completed=done, total=tally.total)

@@ -26,7 +26,7 @@ class Regex(msgspec.Struct, frozen=True, tag=True):
     regex: str
 
 
-class Choice(msgspec.Struct, frozen=True, tag=True):
+class Choices(msgspec.Struct, frozen=True, tag=True):
     """Some texts."""
 
     choices: Sequence[str]
@@ -50,7 +50,7 @@ class Calls(msgspec.Struct, frozen=True, tag=True):
     """Whether the model may also answer without a call."""
 
 
-Wanted = Schema | SchemaText | Regex | Choice | ContextFree
+Wanted = Schema | SchemaText | Regex | Choices | ContextFree
 """The answers that a request may ask for."""
 
 
@@ -66,7 +66,7 @@ class GrammarJob(msgspec.Struct, frozen=True):
     """Whether the prompt has opened the thinking."""
 
 
-class Setup(msgspec.Struct, frozen=True):
+class GrammarSetup(msgspec.Struct, frozen=True):
     """The model whose answers grammars are for."""
 
     tokenizer: str
@@ -80,10 +80,10 @@ class Made(msgspec.Struct, frozen=True, tag=True):
     grammar: str
 
 
-class Wrong(msgspec.Struct, frozen=True, tag=True):
+class WrongGrammar(msgspec.Struct, frozen=True, tag=True):
     """Why there is no grammar, as a clause about the field."""
 
     problem: str
 
 
-Result = Made | Wrong
+Result = Made | WrongGrammar

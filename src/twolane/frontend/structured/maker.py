@@ -6,7 +6,7 @@ import msgspec
 
 from twolane.common.errors import FieldError
 from twolane.frontend.fence import LONG_WORK_NICENESS, Fence, FenceError, Limits
-from twolane.frontend.structured.jobs import GrammarJob, Made, Result, Setup
+from twolane.frontend.structured.jobs import GrammarJob, GrammarSetup, Made, Result
 
 MODULE = "twolane.frontend.structured.worker"
 LONG_JOB = 1 << 14
@@ -27,7 +27,7 @@ class GrammarMaker:
     """
 
     def __init__(self, tokenizer: str, eos_token_ids: Sequence[int]) -> None:
-        setup = msgspec.msgpack.encode(Setup(tokenizer, eos_token_ids))
+        setup = msgspec.msgpack.encode(GrammarSetup(tokenizer, eos_token_ids))
         self._fence = Fence(MODULE, setup, LIMITS)
         self._lanes = (
             self._fence.lane(SHORT_WORK_NICENESS),

@@ -17,17 +17,17 @@ from twolane.frontend import fenced
 from twolane.frontend.structured import grammar as grammars
 from twolane.frontend.structured.jobs import (
     Calls,
-    Choice,
+    Choices,
     ContextFree,
     GrammarJob,
+    GrammarSetup,
     Made,
     Regex,
     Result,
     Schema,
     SchemaText,
-    Setup,
     Wanted,
-    Wrong,
+    WrongGrammar,
 )
 from twolane.frontend.structured.tools import calls_grammar, strict_grammar
 
@@ -37,12 +37,12 @@ STACK = 2 << 20
 
 def set_up(given: bytes) -> tuple[bytes, fenced.Handler]:
     """Read the vocabulary."""
-    setup = msgspec.msgpack.decode(given, type=Setup)
+    setup = msgspec.msgpack.decode(given, type=GrammarSetup)
     try:
         vocabulary = LLTokenizer(setup.tokenizer, eos_token=list(setup.eos_token_ids))
     except ValueError as error:  # it does not go with the model
         problem = f"cannot be served: the model's tokenizer does not serve: {error}"
-        wrong = msgspec.msgpack.encode(Wrong(problem))
+        wrong = msgspec.msgpack.encode(WrongGrammar(problem))
         return b"", lambda _: wrong
     added = msgspec.json.decode(setup.tokenizer).get("added_tokens", ())
     token_of = {token["content"]: token["id"] for token in added}.get
@@ -67,7 +67,7 @@ def result(asked: GrammarJob, token_of: grammars.TokenOf, vocabulary: LLTokenize
         made = grammars.made_grammar(maker(asked, token_of), asked.field)
         try_out(made, asked.field, vocabulary)
     except FieldError as error:
-        return Wrong(error.problem)
+        return WrongGrammar(error.problem)
     return Made(made)
 
 
@@ -88,7 +88,7 @@ def answer_maker(answer: Wanted | Calls, token_of: grammars.TokenOf) -> grammars
             return lambda: grammars.json_schema_grammar(msgspec.json.decode(text))
         case Regex(regex):
             return lambda: grammars.regex_grammar(regex)
-        case Choice(choices):
+        case Choices(choices):
             return lambda: grammars.choice_grammar(choices)
         case ContextFree(text):
             return lambda: grammars.context_free_grammar(text)

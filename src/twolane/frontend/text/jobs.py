@@ -63,14 +63,14 @@ class Decoded(msgspec.Struct, tag=True, frozen=True):
     text: str
 
 
-class Wrong(msgspec.Struct, tag=True, frozen=True):
+class WrongText(msgspec.Struct, tag=True, frozen=True):
     """Why a text cannot be made tokens of: see `TextError`."""
 
     message: str
     param: str | None
 
 
-class Setup(msgspec.Struct, frozen=True):
+class TokenizerSetup(msgspec.Struct, frozen=True):
     """The checkpoint whose programs are set up."""
 
     name: str
@@ -92,7 +92,7 @@ class Loaded(msgspec.Struct, frozen=True):
 
 
 Job = Encode | Chat | Decode
-Result = Encoded | Listed | Decoded | Wrong
+Result = Encoded | Listed | Decoded | WrongText
 read_job = msgspec.msgpack.Decoder(Job).decode
 read_result = msgspec.msgpack.Decoder(Result).decode
 

@@ -20,8 +20,8 @@ from twolane.frontend.text.jobs import (
     Listed,
     Loaded,
     Result,
-    Setup,
-    Wrong,
+    TokenizerSetup,
+    WrongText,
     packed,
     read_result,
     unpacked,
@@ -70,7 +70,7 @@ class Texts:
         """
         if source.tokenizer is None:
             return cls(TextCodec(None))
-        setup = msgspec.msgpack.encode(Setup(source.name, str(source.tokenizer)))
+        setup = msgspec.msgpack.encode(TokenizerSetup(source.name, str(source.tokenizer)))
         fence = Fence("twolane.frontend.text.worker", setup, limits)
         try:
             await fence.start()
@@ -169,6 +169,6 @@ class Texts:
         except FenceError as error:
             raise TextError(f"the model's {what} failed: {error}") from error
         result: Result = read_result(said)
-        if isinstance(result, Wrong):
+        if isinstance(result, WrongText):
             raise TextError(result.message, result.param)
         return result

@@ -16,8 +16,8 @@ from twolane.frontend.text.jobs import (
     Listing,
     Loaded,
     Result,
-    Setup,
-    Wrong,
+    TokenizerSetup,
+    WrongText,
     packed,
     read_job,
     unpacked,
@@ -35,7 +35,7 @@ def set_up(given: bytes) -> tuple[bytes, fenced.Handler]:
     Raises:
         ValueError: they cannot be read.
     """
-    setup = msgspec.msgpack.decode(given, type=Setup)
+    setup = msgspec.msgpack.decode(given, type=TokenizerSetup)
     source = ModelSource("dir", setup.name, None, Path(setup.tokenizer))
     file, tokenizer = load_both(source)
     codec = TextCodec(tokenizer)
@@ -68,7 +68,7 @@ def answer(codec: TextCodec, job: bytes) -> Result:
             else listed(codec, tokens, asked.listing)
         )
     except TextError as error:
-        return Wrong(str(error), error.param)
+        return WrongText(str(error), error.param)
 
 
 def listed(codec: TextCodec, tokens: list[int], listing: Listing) -> Listed:

@@ -46,7 +46,7 @@ class ArrivingBytes:
             del self._held[client]
 
 
-class Body:
+class BodyReader:
     """The body of one request; how long it may take to arrive, `Connection` bounds.
 
     Args:

@@ -77,7 +77,7 @@ class Call:
 
 
 def call_of(request: Request) -> Call:
-    """Return the call that `Calls` has made of a request."""
+    """Return the call that `CallMiddleware` has made of a request."""
     call: Call = request.state.call
     return call
 
@@ -101,7 +101,7 @@ def set_refusal(state: dict[str, Any], status: int, code: str, message: str) -> 
     state["refused"] = status, (code, message)
 
 
-class Calls:
+class CallMiddleware:
     """ASGI middleware, the outermost: counts every HTTP request, and settles every call.
 
     Args:

@@ -12,7 +12,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from twolane.server.http.bodies import ARRIVING_BYTES, ArrivingBytes, Body, too_large
+from twolane.server.http.bodies import ARRIVING_BYTES, ArrivingBytes, BodyReader, too_large
 from twolane.server.http.calls import set_reason
 from twolane.server.http.errors import ApiError, error_for
 
@@ -76,7 +76,7 @@ class Gate:
             return
         if (call := scope.get("state", {}).get("call")) is not None:
             call.key = key
-        body = Body(receive, self._max_body_bytes, self._arriving, CLIENT.get())
+        body = BodyReader(receive, self._max_body_bytes, self._arriving, CLIENT.get())
         try:
             await self._app(scope, body.receive, send)
         finally:

@@ -22,7 +22,7 @@ MODULE = "twolane.server.http.judging"
 LIMITS = Limits(seconds=10.0, memory=1 << 30)
 
 
-class Refusal(msgspec.Struct, frozen=True):
+class BodyRefusal(msgspec.Struct, frozen=True):
     """Why a body is refused: the arguments of `ApiError`."""
 
     status: int
@@ -58,7 +58,7 @@ class Judge:
                 message = "the server is shutting down"
                 raise ApiError(503, message, code="unavailable") from error
             raise ApiError(413, f"reading the body: {error}", code="body_too_large") from error
-        refusal = msgspec.msgpack.decode(said, type=Refusal | None)
+        refusal = msgspec.msgpack.decode(said, type=BodyRefusal | None)
         if refusal is not None:
             raise ApiError(refusal.status, refusal.message, code=refusal.code, param=refusal.param)
 

@@ -10,7 +10,7 @@ from twolane.frontend import fenced
 from twolane.frontend.body import IGNORED
 from twolane.server.http import strict_json
 from twolane.server.http.errors import ApiError, from_validation
-from twolane.server.http.judge import IGNORING, Refusal
+from twolane.server.http.judge import IGNORING, BodyRefusal
 
 MOST_PARTS = 1 << 15
 """A body has at most this many objects, lists and fields: each takes some microseconds to read."""
@@ -46,7 +46,7 @@ def check_parts(body: Any) -> None:
             raise ApiError(413, message, code="body_too_large")
 
 
-def judge(asked: bytes) -> Refusal | None:
+def judge(asked: bytes) -> BodyRefusal | None:
     """Return why a body, which comes after the name of its model and a line's end, is refused."""
     what, _, data = asked.partition(b"\n")
     name = what.decode()
@@ -66,9 +66,9 @@ def judge(asked: bytes) -> Refusal | None:
     return None
 
 
-def refusal(error: ApiError) -> Refusal:
+def refusal(error: ApiError) -> BodyRefusal:
     """Return an error as a message."""
-    return Refusal(error.status_code, error.message, error.code, error.param)
+    return BodyRefusal(error.status_code, error.message, error.code, error.param)
 
 
 def set_up(_: bytes) -> tuple[bytes, fenced.Handler]:

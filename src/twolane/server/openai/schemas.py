@@ -224,7 +224,7 @@ class Health(Shown):
     """Seconds since each other rank gave a sign of life, where there are several."""
 
 
-class Load(Shown):
+class ServerLoad(Shown):
     """The answer of /load."""
 
     server_load: int

@@ -69,7 +69,7 @@ class StructuredOutputs(_Fields):
         if self.regex is not None:
             return jobs.Regex(self.regex)
         if self.choice is not None:
-            return jobs.Choice(self.choice)
+            return jobs.Choices(self.choice)
         if self.grammar is not None:
             return jobs.ContextFree(self.grammar)
         if isinstance(self.json_, str):

@@ -16,9 +16,9 @@ from twolane.server.openai.schemas import (
     NO_KEY,
     UNAVAILABLE,
     Health,
-    Load,
     Model,
     ModelList,
+    ServerLoad,
     Text,
     Tokens,
     Version,
@@ -95,8 +95,8 @@ def _add_state_routes(app: FastAPI, service: Service) -> None:
         """Say which version serves."""
         return json_response({"version": twolane.__version__})
 
-    @app.get("/load", response_class=Response, responses={200: {"model": Load}})
-    @app.get("/v1/load", response_class=Response, responses={200: {"model": Load}, **NO_KEY})
+    @app.get("/load", response_class=Response, responses={200: {"model": ServerLoad}})
+    @app.get("/v1/load", response_class=Response, responses={200: {"model": ServerLoad}, **NO_KEY})
     async def load() -> Response:
         """Say how busy the server is: `server_load` is the number of open requests."""
         stats = service.engine.stats
