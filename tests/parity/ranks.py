@@ -58,7 +58,11 @@ class Lent:
         """Others go on with them."""
 
 
-def on_cpu(path: Path, size: int, pages: int, page: int, running: int) -> Ranks:
+def on_cpu(
+    path: Path, size: int, pages: int, page: int, running: int, halve_from: int | None = None
+) -> Ranks:
     """Ranks that share the cores of this machine."""
-    settings = DeviceSettings(model=str(path), device="cpu", tensor_parallel_size=size)
+    settings = DeviceSettings(
+        model=str(path), device="cpu", tensor_parallel_size=size, halve_from=halve_from
+    )
     return Ranks(CpuMachine(settings, lambda *_: None), pages, page, running)

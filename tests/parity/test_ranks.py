@@ -19,6 +19,8 @@ from twolane.sampling import SamplingParams
 from twolane.systems.registry import SYSTEMS, make_system
 
 PAGES, PAGE, RUNNING = 96, 16, 8
+HALVE_FROM = 24
+"""Tokens from which on passes are computed in halves, one of which is summed meanwhile."""
 ENDS_WITHIN = 10.0
 """Seconds until a server whose rank is lost must have said so."""
 
@@ -35,7 +37,7 @@ def judge(checkpoint: Path) -> Judge:
 
 @pytest.fixture(scope="module")
 def two(checkpoint: Path) -> Iterator[Ranks]:
-    ranks = on_cpu(checkpoint, 2, PAGES, PAGE, RUNNING)
+    ranks = on_cpu(checkpoint, 2, PAGES, PAGE, RUNNING, HALVE_FROM)
     yield ranks
     ranks.close()
     assert [process.returncode for process in ranks.processes] == [0]

@@ -38,13 +38,13 @@ def load_rank(
 
 
 def connect(
-    machine: CudaMachine, all_reduce: str, store: dist.Store, check: Callable[[], None]
+    machine: CudaMachine, settings: DeviceSettings, store: dist.Store, check: Callable[[], None]
 ) -> int:
     """Meet the other ranks and make a communicator for each lane.
 
     Args:
-        machine: this rank's; its `channels` and `step_channel` are set.
-        all_reduce: how decode steps sum, see `EngineConfig`.
+        machine: this rank's; its `channels`, `step_channel` and `halve_from` are set.
+        settings: how ranks sum.
         store: where they meet.
         check: called while others have not come; raises if they will not.
 
@@ -74,8 +74,9 @@ def connect(
         for name in sorted(set(CHANNELS.values()))
     }
     machine.channels = {lane: channels[name] for lane, name in CHANNELS.items()}
-    if all_reduce != "nccl":
-        here, forced = dist.PrefixStore("two-shot", store), all_reduce == "two-shot"
+    machine.halve_from = settings.halve_from or 0
+    if settings.all_reduce != "nccl":
+        here, forced = dist.PrefixStore("two-shot", store), settings.all_reduce == "two-shot"
         machine.step_channel = TwoShot(channels[CHANNELS["decode"]], here, forced=forced)
     return min(int(free) for _, free in notes)
 
@@ -108,7 +109,7 @@ class RankedMachine(CudaMachine):
         self._least_free: int | None = None
         super().__init__(*load_rank(settings, 0, progress))  # type: ignore[arg-type]
         followers = self.followers
-        self._least_free = connect(self, settings.all_reduce, followers.store, followers.check)
+        self._least_free = connect(self, settings, followers.store, followers.check)
 
     def free_bytes(self) -> int:
         """See `CudaMachine.free_bytes`: of the rank that has the fewest."""
