@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.systems.simulation import LEVELS, SIZES, UNITS, submit
-from twolane.engine.constrained.constraints import Constraint, Masks
+from twolane.engine.constrained.constraints import SLOW_MASK_SECONDS, Constraint, Masks, Pace
 from twolane.engine.engine import Engine, ServedModel
 from twolane.engine.kv import KVBooks
 from twolane.estimate.online import OnlineEstimator
@@ -46,11 +46,11 @@ class Lanes:
     def check(self) -> None:
         pass
 
-    def end(self, number: int, token: int) -> None:
-        """End a launch that has sampled this token for the only row."""
+    def end(self, number: int, *tokens: int) -> None:
+        """End a launch that has sampled these tokens, one for each row."""
         ticket = self.tickets[number]
         ticket.start = self.clock()
-        ticket.add(Step([Sampled(0, token)]), self.clock())
+        ticket.add(Step([Sampled(row, token) for row, token in enumerate(tokens)]), self.clock())
         ticket.end = self.clock()
 
 
@@ -59,6 +59,7 @@ class Free(Constraint):
 
     def __init__(self) -> None:
         self.taken: list[int] = []
+        self.pace = Pace()
 
     def take(self, token: int) -> None:
         self.taken.append(token)
@@ -74,24 +75,34 @@ def masks(monkeypatch: pytest.MonkeyPatch) -> list[Future[Sequence[bytes]]]:
         return asked[-1]
 
     monkeypatch.setattr(Masks, "start", start)
+    monkeypatch.setattr(Masks, "start_apart", start)
     return asked
 
 
-def test_two_launches_wait_for_masks_and_each_gets_its_own(masks: list[Any]) -> None:
-    lanes: Any = Lanes()
-    engine = Engine(
+def engine_of(lanes: Any, pages: int = 100) -> Engine:
+    return Engine(
         make_system("static-split", {}),
         lanes,
-        KVBooks(100, 16, 4, prefix_cache=True),
+        KVBooks(pages, 16, 4, prefix_cache=True),
         model=ServedModel(LAYERS, 1000, (), 1000),
         pass_sizes=SIZES,
         estimator=OnlineEstimator(),
     )
+
+
+def prefill(engine: Engine, *names: str) -> None:
+    chunks = tuple([Chunk(name, engine.state.requests[name].new) for name in names])
+    slices = (Launch("prefill", 100, PrefillSlice(0, LAYERS)),)
+    engine.carry_out(Plan(admit=chunks, launches=slices))
+
+
+def test_two_launches_wait_for_masks_and_each_gets_its_own(masks: list[Any]) -> None:
+    lanes: Any = Lanes()
+    engine = engine_of(lanes)
     engine.take([submit("a", 20, 8)])
     request = engine.state.requests["a"]
     request.constraint, request.mask = Free(), b"first"
-    slices = (Launch("prefill", 100, PrefillSlice(0, LAYERS)),)
-    engine.carry_out(Plan(admit=(Chunk("a", 20),), launches=slices))
+    prefill(engine, "a")
     slot = lanes.works[0].rows[0].slot
     lanes.end(0, 7)
     engine.reap()
@@ -113,3 +124,82 @@ def test_two_launches_wait_for_masks_and_each_gets_its_own(masks: list[Any]) -> 
     engine._end("a", "abort")
     engine.reap()
     assert lanes.told[3:] == [(4, ()), (5, ())], "launches that nobody is left in wait for nothing"
+
+
+def slow() -> Free:
+    made = Free()
+    made.pace.note(SLOW_MASK_SECONDS)
+    return made
+
+
+def decoding(engine: Engine) -> list[str]:
+    return [request.id for request in engine.view().decoding]
+
+
+def test_others_go_on_while_a_slow_mask_is_computed(masks: list[Any]) -> None:
+    lanes: Any = Lanes()
+    engine = engine_of(lanes)
+    engine.take([submit("a", 20, 8), submit("b", 20, 8)])
+    a, b = (engine.state.requests[name] for name in "ab")
+    a.constraint, a.mask = slow(), b"first"
+    prefill(engine, "a", "b")
+    assert [each.id for each in engine.view().joining["prefill"]] == ["b"]
+    lanes.end(0, 7, 7)
+    engine.reap()
+    assert len(masks) == 1
+    for number in (1, 2, 3):
+        assert decoding(engine) == ["b"]
+        assert engine.carry_out(STEP)
+        assert (lanes.works[-1].late, lanes.works[-1].k) == ((), 1)
+        lanes.end(number, 8)
+        engine.reap()
+    masks[0].set_result([b"second"])
+    engine.take([])
+    assert decoding(engine) == ["a", "b"]
+    assert engine.carry_out(STEP)
+    slot = a.allocation.slot if a.allocation is not None else -1
+    assert (lanes.works[-1].late, lanes.works[-1].masks) == ((), (TokenMask(slot, b"second"),))
+    assert decoding(engine) == ["b"], "its next mask is the one behind a token in flight"
+    lanes.end(4, 9, 9)
+    engine.reap()
+    assert [len(a.tokens), len(b.tokens)] == [22, 25]
+    assert not lanes.told
+
+
+def test_a_request_sent_back_waits_for_its_slow_mask_unseen(masks: list[Any]) -> None:
+    lanes: Any = Lanes()
+    engine = engine_of(lanes)
+    engine.take([submit("a", 20, 8)])
+    request = engine.state.requests["a"]
+    request.constraint, request.mask = slow(), b"first"
+    prefill(engine, "a")
+    lanes.end(0, 7)
+    engine.reap()
+    engine.state.send_back(request)
+    assert not engine.view().waiting
+    masks[0].set_result([b"second"])
+    engine.take([])
+    assert [each.id for each in engine.view().waiting] == ["a"]
+
+    prefill(engine, "a")
+    engine.state.send_back(request)
+    assert [each.id for each in engine.view().waiting] == ["a"], "the mask is known"
+    engine._end("a", "abort")
+    assert not engine.state.held
+
+
+def test_one_that_sits_out_gives_up_its_pages_for_others(masks: list[Any]) -> None:
+    lanes: Any = Lanes()
+    engine = engine_of(lanes, pages=4)
+    engine.take([submit("b", 20, 30), submit("a", 20, 30)])
+    a = engine.state.requests["a"]
+    a.constraint, a.mask = slow(), b"first"
+    prefill(engine, "b", "a")
+    lanes.end(0, 7, 7)
+    engine.reap()
+    for number in range(1, 14):
+        assert engine.carry_out(STEP)
+        lanes.end(number, 8)
+        engine.reap()
+    assert a.allocation is None
+    assert len(engine.state.requests["b"].tokens) == 34

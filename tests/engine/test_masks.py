@@ -7,8 +7,13 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from twolane.common.grammars import parser_limits
+from twolane.engine.constrained import constraints
 from twolane.engine.constrained.constraints import Constraint, GrammarError, Grammars, Masks
-from twolane.frontend.structured.grammar import regex_grammar
+from twolane.frontend.structured.grammar import (
+    choice_grammar,
+    json_schema_grammar,
+    regex_grammar,
+)
 
 from .test_constraints import EOS, GRAMMARS, tokenizer
 
@@ -47,3 +52,39 @@ def test_masks_of_a_batch_are_those_of_each_alone(vocab_size: int) -> None:
         assert {*np.flatnonzero(got).tolist()} == wanted
     assert masks[0] == masks[2]
     assert masks[0] != masks[1]
+
+
+def test_a_mask_that_is_computed_by_itself_is_the_same() -> None:
+    masks = Masks(lambda: None, 2)
+    together = masks.start(said(99, "123")[:3]).result()
+    apart = [masks.start_apart(each).result()[0] for each in said(99, "123")[:3]]
+    assert apart == together
+
+
+def grammars() -> Grammars:
+    return Grammars(tokenizer().to_str(), 99, (EOS,), lambda: None, groups=2)
+
+
+def test_a_grammar_that_takes_long_to_compile_is_slow_in_all_groups() -> None:
+    names = [{"properties": {f"a{i}": {"const": i}}} for i in range(1000)]
+    large = json_schema_grammar({"properties": {"k": {"anyOf": names}}, "required": ["k"]})
+    made = grammars()
+    paces = [made.constraint(large, {EOS}).result()[0].pace for _ in range(3)]
+    assert paces[0] is paces[1] is paces[2]
+    assert paces[0].apart
+    small = made.constraint(choice_grammar(["a", "b"]), {EOS}).result()[0].pace
+    assert small is not paces[0]
+
+
+def test_grammars_of_a_call_that_took_long_are_tried_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constraints, "SLOW_COMPILE_SECONDS", 1e9)
+    monkeypatch.setattr(constraints, "SUSPECT_SECONDS", 0.0)
+    made = grammars()
+    monkeypatch.setattr(constraints, "SLOW_MASK_SECONDS", 1e9)
+    one = made.constraint(choice_grammar(["aa", "bb"]), {EOS}).result()[0]
+    assert not one.pace.apart
+    masks = Masks(lambda: None, 2)
+    masks.start([one]).result()
+    assert one.pace.apart, "the call may have waited for it"
+    masks.start_apart(one).result()
+    assert not one.pace.apart, "it did not"

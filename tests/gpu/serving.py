@@ -49,8 +49,9 @@ def serve(
     running: int,
     prefix_cache: bool,
     adapters: Mapping[str, Path] = MappingProxyType({}),
+    vocabulary: str | None = None,
 ) -> Served:
-    """Serve these requests to their ends, with these adapters by name; nothing may be left over."""
+    """See `serve_on`."""
     books = KVBooks(pages, PAGE, running, prefix_cache=prefix_cache)
     lanes = lanes_on(machine, pages, running)
-    return serve_on(lanes, machine.spec, books, system, submits, adapters)
+    return serve_on(lanes, machine.spec, books, system, submits, adapters, vocabulary)

@@ -40,9 +40,10 @@ class Ranks:
         system: Any,
         submits: list[Submit],
         adapters: Mapping[str, Path] = MappingProxyType({}),
+        vocabulary: str | None = None,
     ) -> Served:
         books, spec = KVBooks(*self._pool, prefix_cache=True), self.machine.spec
-        return serve_on(self.launch_lanes, spec, books, system, submits, adapters)
+        return serve_on(self.launch_lanes, spec, books, system, submits, adapters, vocabulary)
 
 
 class Lent:

@@ -16,7 +16,7 @@ from twolane.engine.adapters.registry import AdapterRegistry
 from twolane.engine.engine import Engine, ServedModel
 from twolane.engine.kv import KVBooks
 from twolane.engine.loop import run
-from twolane.engine.messages import Outputs, Submit, ToEngine
+from twolane.engine.messages import Outputs, Submit, ToEngine, Vocabulary
 from twolane.engine.trace import Trace
 from twolane.estimate.online import OnlineEstimator
 from twolane.lanes.base import Lanes, Step
@@ -70,11 +70,14 @@ class OneThread(Runner):
 
 
 class LocalPort:
-    """Submits two thirds of the requests at once, the rest when the first one has ended."""
+    """Submits two thirds of the requests at once, the rest when the first one has ended; before
+    all of them a tokenizer, if there is one."""
 
-    def __init__(self, submits: Sequence[Submit]) -> None:
+    def __init__(self, submits: Sequence[Submit], vocabulary: str | None) -> None:
         first = -(-2 * len(submits) // 3)
-        self._now, self._later = list(submits[:first]), list(submits[first:])
+        self._now: list[ToEngine] = [] if vocabulary is None else [Vocabulary(vocabulary)]
+        self._now += submits[:first]
+        self._later = list(submits[first:])
         self._unfinished = {submit.id for submit in submits}
         self._woken = threading.Event()
         self._clock = CpuLanes.clock
@@ -152,6 +155,7 @@ def serve(
     runner: type[Runner] = OneThread,
     rounded: bool = False,
     adapters: Mapping[str, Path] = MappingProxyType({}),
+    vocabulary: str | None = None,
 ) -> Served:
     """Serve these requests to their ends on all cores; nothing may be left over."""
     kv = KVCache(decoder.spec, pages, page_size, decoder.dtype, rounded=rounded)
@@ -164,7 +168,7 @@ def serve(
         return CpuLanes(runner(decoder, kv, page_size, running, pool), usable_cores(), wake)
 
     try:
-        return serve_on(lanes, decoder.spec, books, system, submits, adapters)
+        return serve_on(lanes, decoder.spec, books, system, submits, adapters, vocabulary)
     finally:
         # Lanes and workers refer to each other: the pool would stay until they are collected.
         for part in (kv.layers, kv.k, kv.v):
@@ -182,9 +186,11 @@ def serve_on(
     system: System,
     submits: Sequence[Submit],
     adapters: Mapping[str, Path] = MappingProxyType({}),
+    vocabulary: str | None = None,
 ) -> Served:
-    """Serve these requests to their ends, with these adapters by name; nothing may be left over."""
-    port, log = LocalPort(submits), LaunchLog()
+    """Serve these requests to their ends, with these adapters by name, and a `tokenizer.json` if
+    some have grammars; nothing may be left over."""
+    port, log = LocalPort(submits, vocabulary), LaunchLog()
     lanes = make_lanes(port.wake)
     registry = AdapterRegistry(lanes, len(adapters))
     for name, path in adapters.items():
@@ -196,6 +202,7 @@ def serve_on(
         model=ServedModel(spec.layers, spec.vocab_size, spec.eos_token_ids, spec.max_positions),
         estimator=OnlineEstimator(),
         trace=log,
+        notify=port.wake,
         adapters=registry,
     )
     slots = books.free_slots

@@ -16,7 +16,7 @@ MOST_PATTERNS = 64
 of each two of them, whose time grows with their cube."""
 MOST_OPTIONAL = 400
 """An object of a schema may have this many properties that are not `required`: any of them may come
-next, and the batch that a request is in waits while its mask is computed, up to 3 ms for these."""
+next, and their masks take up to 3 ms."""
 MOST_SAID = 450
 """Characters that are told of what a matcher says is wrong."""
 
@@ -29,7 +29,8 @@ def problem_of(matcher: "LLMatcher") -> str | None:
 def parser_limits() -> "LLParserLimits":
     """Return the limits on a grammar's compilation and on each of its masks.
 
-    With them, compiling takes at most about 0.2 s and a mask about 15 ms, whatever the grammar.
+    With them, compiling takes up to about 0.3 s and a mask mostly 15 ms, but up to 0.4 s where
+    thousands of objects may begin. The engine lets no other request wait for such masks.
     """
     from llguidance import LLParserLimits
 

@@ -17,7 +17,7 @@ from twolane.engine.constrained.late_masks import LateMasks
 from twolane.engine.kv import KVBooks, Lookup
 from twolane.engine.kv_events.publisher import KVEventPublisher
 from twolane.engine.landmarks import LandmarkWatcher
-from twolane.engine.launch import carry_out, joining
+from twolane.engine.launch import carry_out, decodes, joining
 from twolane.engine.messages import (
     Abort,
     FinishReason,
@@ -257,7 +257,7 @@ class Engine:
             batch=state.open,
             launched_batches=tuple(state.launched),
             parked=state.parked,
-            decoding=[request for request in state.decoding if request.to_generate > 0],
+            decoding=[request for request in state.decoding if decodes(request)],
             joining={lane: joining(state, lane) for lane in LANES} if state.launched else NOBODY,
             lanes=state.lane_views(now),
             free_pages=state.kv.free_pages,

@@ -69,8 +69,13 @@ def joining(state: State, *lanes: LaneName) -> list[Request]:
         for batch in state.launched
         if batch.last_lane in lanes
         for chunk in batch.chunks
-        if chunk.final and chunk.request.phase is Phase.PREFILL and chunk.request.to_generate > 0
+        if chunk.final and chunk.request.phase is Phase.PREFILL and decodes(chunk.request)
     ]
+
+
+def decodes(request: Request) -> bool:
+    """Whether a decode launch would serve a request whose prompt is done."""
+    return request.to_generate > 0 and not request.sits_out
 
 
 def _refuse(state: State, request_id: str, message: str) -> None:
@@ -202,7 +207,7 @@ def _launch_decode(state: State, launch: Launch, steps: DecodeSteps, reason: str
     ready = _ready(state, _joined(launch.lane, steps.waits))
     if any(request.owed == MOST_OWED for request in ready):
         return False
-    constrained = any(request.constraint is not None for request in ready)
+    constrained = any(request.constraint is not None for request in (*ready, *state.decoding))
     reserved = _reserve(state, ready, 1 if constrained else steps.k)
     if not reserved.rows:
         return False
@@ -425,7 +430,7 @@ def _reserve(state: State, rows: Sequence[Request], k: int) -> _Reserved:
 def _ready(state: State, lanes: Sequence[LaneName]) -> list[Request]:
     """Requests that decode, with those who join from these lanes."""
     ready = [*state.decoding, *joining(state, *lanes)] if state.launched else state.decoding
-    return [request for request in ready if request.to_generate > 0]
+    return [request for request in ready if decodes(request)]
 
 
 def _make_room(state: State, rows: Sequence[Request]) -> None:
@@ -435,12 +440,13 @@ def _make_room(state: State, rows: Sequence[Request]) -> None:
             state.send_back(chunk.request)
         state.drop_empty_batches()
     # The first in rank is never sent back: with the pool to itself it fits, so there is progress.
-    victims = [request for request in rows if request.phase is Phase.DECODE][1:]
+    # Those that sit out this launch hold pages, too.
+    victims = [request for request in state.decoding if request.to_generate > 0][1:]
     left = list(rows)
     while _missing(state, left, 1) > _available(state) + state.kv.returning_pages:
         if victims:
             victim = victims.pop()
-            left.remove(victim)
+            left = [request for request in left if request is not victim]
         elif state.started:
             victim = state.started[-1]
             state.unwait(victim)

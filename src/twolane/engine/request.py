@@ -95,6 +95,12 @@ class Request:
         return None if self.in_flight else self.mask
 
     @property
+    def sits_out(self) -> bool:
+        """Whether decode launches go without it now: they wait for no mask of a slow grammar."""
+        constraint = self.constraint
+        return constraint is not None and constraint.pace.apart and self.next_mask is None
+
+    @property
     def started(self) -> bool:
         """Whether it holds a slot and pages."""
         return self.allocation is not None

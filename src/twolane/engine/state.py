@@ -211,6 +211,8 @@ class State:
         """Take a request out of the waiting line."""
         if request.leader is not None:
             self.held[request.leader].remove(request)
+            if not self.held[request.leader]:
+                del self.held[request.leader]
         else:
             (self.started if request.started else self.queue).remove(request)
 
@@ -244,7 +246,11 @@ class State:
     def send_back(self, request: Request) -> None:
         """The request loses its pages and will be computed anew from prompt and sent tokens."""
         self.release(request)
-        self.wait(request)
+        request.phase = Phase.WAITING
+        if request.sits_out:  # or the launch that ends its prompt would wait for the mask
+            self.hold(request, masks_of(request.id))
+        else:
+            self.wait(request)
         self.counters.preemptions += 1
         self.trace.request_event(request.id, "preempted", self.now())
 
@@ -332,3 +338,8 @@ def _with_token(news: Output, request: Request, sampled: Sampled) -> Output:
         embedding=sampled.embedding if first else news.embedding,
         due=news.due,
     )
+
+
+def masks_of(request_id: str) -> str:
+    """For what a request is held back whose next mask is being computed: no request has this id."""
+    return f"masks of {request_id}"

@@ -1,10 +1,12 @@
 """Grammars that constrain answers: compiled beside the loop, with one matcher for each request."""
 
+import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from itertools import count
+from weakref import WeakValueDictionary
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLTokenizer
@@ -30,10 +32,43 @@ string of so many characters. With llguidance's own, which lack 4, 8 and 16, the
 that are bounded take a third longer at their 99th percentile."""
 MOST_THREADS = 8
 """Masks are computed in at most this many threads."""
+SUSPECT_SECONDS = 0.01
+"""If a call takes this many seconds for its masks, the next mask of each of its grammars is
+computed by itself, and its processor time is measured."""
+SLOW_MASK_SECONDS = 0.002
+"""A grammar of which one mask took this many seconds of processor time is slow from then on."""
+SLOW_COMPILE_SECONDS = 0.03
+"""A grammar that took this many seconds of processor time to compile is slow: its masks may take as
+long, in whichever place."""
 
 
 class GrammarError(ValueError):
     """A grammar cannot be compiled, or no more tokens can be matched against it."""
+
+
+class Pace:
+    """How long the masks of a grammar take; all its requests share it.
+
+    Launches wait for the masks of their rows, so that one slow mask would hold up all rows. A row
+    whose grammar is `apart` sits out launches until its mask is known.
+    """
+
+    def __init__(self) -> None:
+        self._suspect = self._slow = False
+
+    @property
+    def apart(self) -> bool:
+        """Whether its masks are computed by themselves, and no launch waits for one."""
+        return self._slow or self._suspect
+
+    def suspect(self) -> None:
+        """Note that a call with one of its masks took long."""
+        self._suspect = True
+
+    def note(self, seconds: float, most: float = SLOW_MASK_SECONDS) -> None:
+        """Note the processor time of one mask, or of something else that should take less."""
+        self._suspect = False
+        self._slow |= seconds >= most
 
 
 class Constraint:
@@ -47,6 +82,7 @@ class Constraint:
         words: 32-bit words of its masks, by the tokenizer's vocabulary.
         group: number of the matchers that share what they have found out about their grammar; one
             of a group at a time can compute a mask.
+        pace: of the grammar.
         vocab_size: of the model, which may have tokens that the tokenizer has not.
         stops: tokens that may end the answer where the grammar allows an end.
         eos_token_ids: what the matcher takes for an end.
@@ -57,11 +93,12 @@ class Constraint:
         matcher: LLMatcher,
         words: int,
         group: int,
+        pace: Pace,
         vocab_size: int,
         stops: Collection[int],
         eos_token_ids: Sequence[int],
     ) -> None:
-        self.matcher, self.words, self.group = matcher, words, group
+        self.matcher, self.words, self.group, self.pace = matcher, words, group, pace
         self._bytes = -(-vocab_size // 8)
         self._stops = stops
         self._eos = eos_token_ids
@@ -100,10 +137,10 @@ class Constraint:
 
 
 class Masks:
-    """Computes masks beside the loop, those of a call side by side.
+    """Computes masks beside the loop.
 
-    One call of the library computes all of them, because each return to Python waits for the
-    interpreter's lock.
+    One call of the library computes those of a turn, because each return to Python waits for the
+    interpreter's lock. Masks of slow grammars are computed by themselves.
 
     Args:
         notify: called from a thread when the masks of a call are there.
@@ -114,10 +151,21 @@ class Masks:
         self._notify = notify
         self._count = threads or mask_threads()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="masks")
+        self._apart = ThreadPoolExecutor(
+            self._count, "slow masks", initializer=yield_processor, initargs=(COMPILER_NICENESS,)
+        )
 
     def start(self, constraints: Sequence[Constraint]) -> Future[Sequence[bytes | GrammarError]]:
         """Compute the mask of each; at least one, all of one vocabulary."""
-        masks = self._thread.submit(self._compute, constraints)
+        return self._notifying(self._thread.submit(self._compute, constraints))
+
+    def start_apart(self, constraint: Constraint) -> Future[Sequence[bytes | GrammarError]]:
+        """Compute one mask, which may take long, and measure it."""
+        return self._notifying(self._apart.submit(_compute_apart, constraint))
+
+    def _notifying(
+        self, masks: Future[Sequence[bytes | GrammarError]]
+    ) -> Future[Sequence[bytes | GrammarError]]:
         masks.add_done_callback(lambda _: self._notify())
         return masks
 
@@ -127,6 +175,7 @@ class Masks:
         return LLExecutor(self._count)
 
     def _compute(self, constraints: Sequence[Constraint]) -> Sequence[bytes | GrammarError]:
+        began = time.monotonic()
         for constraint in constraints:
             constraint.advance()
         # Neighbours go to one thread: those of a group would wait for each other in several.
@@ -134,7 +183,18 @@ class Masks:
         board = np.zeros((len(constraints), constraints[0].words), np.int32)
         matchers = [(constraints[place].matcher, place) for place in order]
         fill_next_token_bitmask_par(self._executor, matchers, board)
+        if time.monotonic() - began >= SUSPECT_SECONDS:
+            for constraint in constraints:
+                constraint.pace.suspect()
         return [each.mask(row.tobytes()) for each, row in zip(constraints, board, strict=True)]
+
+
+def _compute_apart(constraint: Constraint) -> Sequence[bytes | GrammarError]:
+    began = time.thread_time()
+    constraint.advance()
+    words = constraint.matcher.compute_bitmask()
+    constraint.pace.note(time.thread_time() - began)
+    return [constraint.mask(words)]
 
 
 def mask_threads() -> int:
@@ -167,8 +227,10 @@ class Grammars:
         self._eos = eos_token_ids
         self._notify = notify
         self._vocabulary: LLTokenizer | None = None
-        self._compiled: OrderedDict[tuple[str, int], LLMatcher] = OrderedDict()
+        self._compiled: OrderedDict[tuple[str, int], tuple[LLMatcher, Pace]] = OrderedDict()
         """The matchers that those of a grammar's group are copied from."""
+        self._paces: WeakValueDictionary[str, Pace] = WeakValueDictionary()
+        """Of all grammars that are kept, or that a request has."""
         self._kept_bytes = 0
         self._groups, self._made = groups or 2 * mask_threads(), count()
         self._thread = ThreadPoolExecutor(
@@ -184,33 +246,37 @@ class Grammars:
 
     def _constraint(self, grammar: str, stops: Collection[int]) -> tuple[Constraint, bytes]:
         group = next(self._made) % self._groups
-        matcher = self._matcher(grammar, group).deep_copy()
+        kept, pace = self._matcher(grammar, group)
+        matcher = kept.deep_copy()
         words = -(-self._vocabulary_now().vocab_size // 32)
-        constraint = Constraint(matcher, words, group, self._vocab_size, stops, self._eos)
-        mask = constraint.mask(matcher.compute_bitmask())
+        constraint = Constraint(matcher, words, group, pace, self._vocab_size, stops, self._eos)
+        [mask] = _compute_apart(constraint)
         if isinstance(mask, GrammarError):
             raise mask
         return constraint, mask
 
-    def _matcher(self, grammar: str, group: int) -> LLMatcher:
-        """The matcher of a group, at its start.
+    def _matcher(self, grammar: str, group: int) -> tuple[LLMatcher, Pace]:
+        """The matcher of a group, at its start, and the grammar's pace.
 
         Raises:
             GrammarError: the grammar cannot be compiled.
         """
-        matcher = self._compiled.get((grammar, group))
-        if matcher is None:
-            matcher = LLMatcher(self._vocabulary_now(), grammar, limits=parser_limits())
-            if (problem := problem_of(matcher)) is not None:
-                raise GrammarError(problem)
-            self._compiled[grammar, group] = matcher
-            self._kept_bytes += len(grammar)
-            while self._kept_bytes > KEPT_BYTES or len(self._compiled) > KEPT_MATCHERS:
-                (oldest, _), _ = self._compiled.popitem(last=False)
-                self._kept_bytes -= len(oldest)
-        else:
+        found = self._compiled.get((grammar, group))
+        if found is not None:
             self._compiled.move_to_end((grammar, group))
-        return matcher
+            return found
+        vocabulary, began = self._vocabulary_now(), time.thread_time()
+        matcher = LLMatcher(vocabulary, grammar, limits=parser_limits())
+        if (problem := problem_of(matcher)) is not None:
+            raise GrammarError(problem)
+        pace = self._paces.setdefault(grammar, Pace())
+        pace.note(time.thread_time() - began, SLOW_COMPILE_SECONDS)
+        self._compiled[grammar, group] = matcher, pace
+        self._kept_bytes += len(grammar)
+        while self._kept_bytes > KEPT_BYTES or len(self._compiled) > KEPT_MATCHERS:
+            (oldest, _), _ = self._compiled.popitem(last=False)
+            self._kept_bytes -= len(oldest)
+        return matcher, pace
 
     def _vocabulary_now(self) -> LLTokenizer:
         """The tokenizer as llguidance has it, made once.

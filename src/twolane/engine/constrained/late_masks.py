@@ -1,13 +1,12 @@
 """Masks that are computed while the launches that they are for run, and follow them."""
 
-from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import NamedTuple
 
-from twolane.engine.constrained.constraints import GrammarError, Masks
+from twolane.engine.constrained.constraints import Constraint, GrammarError, Masks
 from twolane.engine.request import Flight, Phase, Request
-from twolane.engine.state import State
+from twolane.engine.state import State, masks_of
 from twolane.lanes.work import TokenMask
 
 
@@ -20,7 +19,7 @@ class LateMasks:
     """Has the masks of delivered tokens computed, and tells the lanes those that launches wait for.
 
     A matcher is asked for one mask at a time: a request gets no token before the mask of the one
-    before it was told.
+    before it was told. No launch waits for the mask of a slow grammar (see `Request.sits_out`).
 
     Args:
         state: the engine's.
@@ -29,28 +28,35 @@ class LateMasks:
 
     def __init__(self, state: State, masks: Masks) -> None:
         self._state, self._masks = state, masks
-        self._started: deque[_Started] = deque()
+        self._started: list[_Started] = []
 
     def start(self) -> None:
         """Begin with the masks of requests that got a token; release launches that they left."""
         state = self._state
         asked = [request for request in state.unmasked if request.phase is not Phase.FINISHED]
         state.unmasked.clear()
-        constraints = [each.constraint for each in asked if each.constraint is not None]
-        if constraints:
-            self._started.append(_Started(asked, self._masks.start(constraints)))
+        together: dict[Request, Constraint] = {}
+        for request in asked:
+            assert request.constraint is not None
+            if request.constraint.pace.apart:
+                found = self._masks.start_apart(request.constraint)
+                self._started.append(_Started([request], found))
+            else:
+                together[request] = request.constraint
+        if together:
+            found = self._masks.start([*together.values()])
+            self._started.append(_Started([*together], found))
         self._tell()
 
     def take(self) -> bool:
-        """Take the masks that are there, in the order of the tokens; whether there were any."""
-        taken = False
-        while self._started and self._started[0].masks.done():
-            requests, masks = self._started.popleft()
-            for request, mask in zip(requests, masks.result(), strict=True):
+        """Take the masks that are there; whether there were any."""
+        ready = [started for started in self._started if started.masks.done()]
+        for started in ready:
+            self._started.remove(started)
+            for request, mask in zip(started.requests, started.masks.result(), strict=True):
                 self._note(request, mask)
-            taken = True
         self._tell()
-        return taken
+        return bool(ready)
 
     def _note(self, request: Request, mask: bytes | GrammarError) -> None:
         if request.phase is Phase.FINISHED:
@@ -60,6 +66,7 @@ class LateMasks:
             self._state.drop_empty_batches()
         else:
             request.mask = mask
+            self._state.release_held(masks_of(request.id))
 
     def _tell(self) -> None:
         """Tell the lanes the masks of launches of which none is missing."""

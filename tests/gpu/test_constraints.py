@@ -1,0 +1,76 @@
+"""Masks on a GPU: constrained rows and those beside them say what they should, in every way."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.engine.test_constraints import tokenizer
+from tests.gpu.serving import LEVELS, PAGE, serve
+from tests.model.checkpoints import LAYERS, make_checkpoint, reference
+from tests.parity.constrained import compare, constrained, judges_of
+from tests.parity.judge import Judge, Tally
+from tests.parity.prompts import LENGTHS, MAX_TOKENS
+from tests.parity.ranks import Ranks
+from tests.parity.schedules import schedules
+from twolane.lanes.cuda.machine import CudaMachine
+from twolane.lanes.cuda.ranks import RankedMachine
+from twolane.lanes.settings import DeviceSettings
+from twolane.model.load.hub import resolve
+from twolane.model.load.weights import load_weights
+
+SMALL = -(-(max(LENGTHS) + MAX_TOKENS + PAGE) // PAGE)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint("qwen3", tmp_path_factory.mktemp("gpu") / "qwen3", seed=1)
+
+
+@pytest.fixture(scope="module")
+def judge(path: Path) -> Judge:
+    return Judge(reference(path))
+
+
+@pytest.fixture(scope="module")
+def machine(path: Path) -> CudaMachine:
+    spec, weights = load_weights(resolve(str(path)), dtype="float32", device="cuda")
+    return CudaMachine(spec, weights, LEVELS[1:2])
+
+
+@pytest.mark.parametrize("schedule", tuple(schedules(LAYERS)))
+def test_tokens(schedule: str, machine: CudaMachine, judge: Judge, tally: Tally) -> None:
+    """In slices, passes and steps of one lane and of two, also of requests computed again."""
+    turn, submits = list(schedules(LAYERS)).index(schedule), constrained()
+    served = serve(
+        machine,
+        schedules(LAYERS)[schedule](),
+        submits,
+        pages=(SMALL, 2048)[turn % 2],
+        running=(16, 32)[turn % 2],
+        prefix_cache=turn % 4 > 0,
+        vocabulary=tokenizer().to_str(),
+    )
+    compare(submits, served, judges_of(judge), tally)
+    assert bool(served.preemptions) == (turn % 2 == 0)
+
+
+def test_tokens_on_two_ranks(path: Path, judge: Judge) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    settings = DeviceSettings(
+        model=str(path),
+        dtype="float32",
+        device="cuda",
+        levels=LEVELS[1:2],
+        tensor_parallel_size=2,
+        gpu_memory_utilization=0.5,
+    )
+    ranks, submits = Ranks(RankedMachine(settings, lambda *_: None), 2048, PAGE, 16), constrained()
+    try:
+        served = ranks.serve(
+            schedules(LAYERS)["static-split-k3"](), submits, vocabulary=tokenizer().to_str()
+        )
+    finally:
+        ranks.close()
+    compare(submits, served, judges_of(judge), Tally())
