@@ -7,13 +7,21 @@ from contextlib import asynccontextmanager
 import pytest
 
 from twolane.common.errors import FieldError
+from twolane.frontend.fence import Limits
 from twolane.frontend.structured import maker
 from twolane.frontend.structured.jobs import Calls, Choices, GrammarJob, Regex, Schema, SchemaText
 from twolane.frontend.structured.tools import Tool
 
 from .test_structured import chain
 
+PATIENT = Limits(seconds=300.0, memory=maker.LIMITS.memory)
+"""A busy machine takes many times as long as a grammar's own second or two."""
 INTEGER = GrammarJob("response_format", Schema({"type": "integer"}))
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch):
+    monkeypatch.setattr(maker, "LIMITS", PATIENT)
 
 
 @asynccontextmanager
