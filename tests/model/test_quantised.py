@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -264,7 +265,7 @@ def test_modules_of_one_matrix_must_be_stored_alike(tmp_path):
 @pytest.mark.parametrize(
     ("form", "change", "message"),
     [
-        ("fp8", {"activation_scheme": "static"}, "activation_scheme of fp8 'static'"),
+        ("fp8", {"fmt": "e5m2"}, "fmt of fp8 'e5m2'"),
         ("fp8", {"weight_block_size": [64, 64]}, r"weight_block_size of fp8 \[64, 64\]"),
         ("awq", {"version": "gemv"}, "version of awq 'gemv'"),
         ("awq", {"bits": 8}, "bits of awq 8"),
@@ -277,6 +278,7 @@ def test_modules_of_one_matrix_must_be_stored_alike(tmp_path):
         ("gptq", {"format": "marlin"}, "checkpoint_format of gptq 'marlin'"),
         ("gptq", {"dynamic": {"+:.*down.*": {"bits": 8}}}, r"dynamic of gptq \['\+:\.\*down"),
         ("gptq", {"quant_method": "bitsandbytes"}, "quantisation 'bitsandbytes'"),
+        ("gptq", {"quant_method": "auto-round"}, "packing_format of auto-round 'auto_round'"),
         ("gptq", {"quant_method": None, "load_in_4bit": True}, "quantisation 'bitsandbytes'"),
         ("gptq", {"quant_method": None}, "quantisation 'without a quant_method'"),
     ],
@@ -335,8 +337,8 @@ def test_the_format_may_be_told_elsewhere(checkpoint, folders, form, place):
 def test_a_format_that_a_file_of_its_own_names_is_refused_by_name(checkpoint):
     path = checkpoint("fp8")
     edit_config(path, quantization_config=None)
-    (path / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "FP8"}}')
-    with pytest.raises(UnsupportedModel, match="quantisation 'modelopt'"):
+    (path / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "NVFP4"}}')
+    with pytest.raises(UnsupportedModel, match="quant_algo of modelopt 'NVFP4'"):
         load_decoder(resolve(str(path)))
 
 
@@ -388,27 +390,74 @@ def test_the_group_that_names_a_module_holds(tmp_path):
     assert (layer.o.scheme, layer.mlp.down.scheme) == ("int4_g32", "fp8_channel")
 
 
+_CACHE = {"num_bits": 8, "type": "float", "strategy": "tensor"}
+
+
 @pytest.mark.parametrize(
-    ("form", "scheme"),
+    ("form", "change", "ends"),
     [
-        ("float-quantized-tensor", {"num_bits": 8, "type": "float", "strategy": "tensor"}),
-        ("fp8", "static"),
+        ("float-quantized-tensor", {"kv_cache_scheme": _CACHE}, ("k_scale", "v_scale")),
+        ("fp8", {"kv_cache_scheme": "static"}, ("k_proj.output_scale", "v_proj.output_scale")),
+        ("fp8", {"activation_scheme": "static"}, ("q_proj.input_scale", "k_proj.input_scale")),
     ],
 )
-def test_scales_of_a_kv_cache_are_left_out(checkpoint, folders, form, scheme):
-    """They are for a cache of eight bits that was calibrated; ours needs no calibration."""
+def test_calibrated_scales_are_left_out(checkpoint, folders, form, change, ends):
+    """Those of a KV cache and of activations: ours follow each token."""
     path = checkpoint(form)
-    file = path / "model.safetensors"
-    scales = {
-        f"model.layers.{i}.self_attn.{end}": torch.tensor(0.02)
-        for i in range(4)
-        for end in ("k_scale", "v_scale", "k_proj.output_scale", "v_proj.output_scale")
-    }
-    save_file(load_file(file) | scales, file, {"format": "pt"})
+    with_scales(path, ends)
     with pytest.raises(WeightsError, match=r"surplus tensors: .*_scale"):
         load_decoder(resolve(str(path)))
-    edit_config(path, quantization_config={**FORMATS[form][1], "kv_cache_scheme": scheme})
+    edit_config(path, quantization_config={**FORMATS[form][1], **change})
     same_weights(path, folders(form)[0])
+
+
+def with_scales(path: Path, ends: Sequence[str]) -> None:
+    """Add calibrated scales of attention to each layer."""
+    file = path / "model.safetensors"
+    names = [f"model.layers.{i}.self_attn.{end}" for i in range(4) for end in ends]
+    scales = {name: torch.tensor(0.02) for name in names}
+    save_file(load_file(file) | scales, file, {"format": "pt"})
+
+
+def test_static_activations_of_compressed_tensors(checkpoint, folders):
+    form = "float-quantized-tensor"
+    path, config = checkpoint(form), FORMATS[form][1]
+    with_scales(path, ("o_proj.input_scale",))
+    [group] = config["config_groups"].values()
+    static = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
+    groups = {"group_0": {**group, "input_activations": static}}
+    edit_config(path, quantization_config={**config, "config_groups": groups})
+    same_weights(path, folders(form)[0])
+
+
+@pytest.mark.parametrize("nested", [True, False])
+def test_modelopt_stores_one_scale_for_each_module(checkpoint, folders, nested):
+    """In config.json, or in the older hf_quant_config.json."""
+    path = checkpoint("float-quantized-tensor")
+    with_scales(path, ("o_proj.input_scale", "k_proj.k_scale", "v_proj.v_scale"))
+    said = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head", "*x"]}
+    config = None if nested else {"quant_method": "modelopt", **said}
+    edit_config(path, quantization_config=config)
+    if nested:
+        (path / "hf_quant_config.json").write_text(json.dumps({"quantization": said}))
+    same_weights(path, folders("float-quantized-tensor")[0])
+
+
+@pytest.mark.parametrize("form", ["gptq", "awq"])
+def test_auto_round_writes_the_layouts_of_others(tmp_path, form):
+    write(tmp_path / "a", tmp_path / "b", form, left=lambda name: name == O, **SIZES)
+    shutil.copytree(tmp_path / "a", tmp_path / "c")
+    left = {"modules_to_not_convert": [O]}
+    edit_config(tmp_path / "c", quantization_config={**FORMATS[form][1], **left})
+    config = {
+        "quant_method": "auto-round",
+        "bits": 4,
+        "group_size": GROUP,
+        "packing_format": f"auto_round:auto_{form}",
+        "extra_config": {O: {"bits": 16}},
+    }
+    edit_config(tmp_path / "a", quantization_config=config)
+    same_weights(tmp_path / "a", tmp_path / "c")
 
 
 def test_groups_of_attention_are_about_the_cache(checkpoint, folders):

@@ -1,5 +1,6 @@
 """What a config says of quantised matrices: which module is stored how. No torch."""
 
+import fnmatch
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,8 +17,13 @@ GROUPS = (32, 64, 128)
 """Columns of the groups of four-bit schemes that are read."""
 FLOATS = ("F32", "BF16", "F16")
 """Types of tensors that are no quantised values, as safetensors names them."""
-KV_SCALES = (".k_scale", ".v_scale", ".kv_scale", ".k_proj.output_scale", ".v_proj.output_scale")
+CALIBRATED_KV = (
+    *(".k_scale", ".v_scale", ".kv_scale"),
+    *(".k_proj.output_scale", ".v_proj.output_scale"),
+)
 """Ends of the names of scales that were calibrated for a KV cache of eight bits."""
+CALIBRATED_INPUTS = (".input_scale",)
+"""Ends of the names of scales that were calibrated for activations."""
 
 
 @dataclass(frozen=True)
@@ -121,8 +127,9 @@ class Quantization:
     """Whether the classifier counts as a linear module."""
     by_pattern: bool
     """Whether a name without "re:" before a pattern is whole; otherwise it means all below it."""
-    kv_scales: bool = False
-    """Whether the checkpoint may have `KV_SCALES`, which are not used."""
+    unused: tuple[str, ...] = ()
+    """Ends of the names of calibrated scales that the checkpoint may have. They are not used, for
+    ours follow the numbers of each token."""
 
     @property
     def name(self) -> str:
@@ -193,6 +200,29 @@ class _Fp8(msgspec.Struct):
     ignored_layers: list[str] | None = None
     modules_to_not_convert: list[str] | None = None
     kv_cache_scheme: Any = None
+
+
+class _ModelOpt(msgspec.Struct):
+    """Configuration of `quant_method` "modelopt"; a file of its own nests it in `quantization`."""
+
+    quant_algo: str | None = None
+    kv_cache_quant_algo: str | None = None
+    kv_cache_scheme: Any = None
+    ignore: list[str] | None = None
+    exclude_modules: list[str] | None = None
+    quantization: dict[str, Any] | None = None
+
+
+class _AutoRound(msgspec.Struct):
+    """Configuration of `quant_method` "auto-round"."""
+
+    bits: int = 4
+    group_size: int = 128
+    sym: bool = True
+    data_type: str = "int"
+    act_bits: int | None = None
+    packing_format: str = "auto_round"
+    extra_config: dict[str, dict[str, Any]] | None = None
 
 
 class _Awq(msgspec.Struct):
@@ -278,9 +308,13 @@ def read_quantization(raw: Mapping[str, Any] | None) -> Quantization | None:
             return _awq(converted(raw, _Awq, _WHERE))
         case "gptq":
             return _gptq(converted(raw, _Gptq, _WHERE))
+        case "auto-round":
+            return _auto_round(converted(raw, _AutoRound, _WHERE))
+        case "modelopt":
+            return _modelopt(converted(raw, _ModelOpt, _WHERE))
         case "compressed-tensors":
             return _compressed(converted(raw, _CompressedTensors, _WHERE))
-    served = ("fp8", "compressed-tensors", "awq", "gptq", "GGUF files")
+    served = ("fp8", "compressed-tensors", "awq", "gptq", "auto-round", "modelopt", "GGUF files")
     raise UnsupportedModel.because("quantisation", method, served)
 
 
@@ -294,13 +328,48 @@ def _only(what: str, given: object, *works: object) -> None:
 
 
 def _fp8(config: _Fp8) -> Quantization:
-    _only("activation_scheme of fp8", config.activation_scheme, "dynamic")
+    _only("activation_scheme of fp8", config.activation_scheme, "dynamic", "static")
     _only("fmt of fp8", config.fmt, "e4m3")
     _only("weight_block_size of fp8", config.weight_block_size, [BLOCK, BLOCK], None)
     blocks = config.weight_block_size is not None
     form = Format(_kind(blocks), "fp8", scales="weight_scale_inv")
     left = (*(config.ignored_layers or ()), *(config.modules_to_not_convert or ()))
-    return _of_all(form, left, kv_scales=bool(config.kv_cache_scheme))
+    static = config.activation_scheme == "static"
+    return _of_all(form, left, unused=_unused(static, bool(config.kv_cache_scheme)))
+
+
+def _unused(static: bool, cache: bool) -> tuple[str, ...]:
+    """The calibrated scales of a checkpoint whose activations, or KV cache, have such."""
+    return (*(CALIBRATED_INPUTS if static else ()), *(CALIBRATED_KV if cache else ()))
+
+
+def _modelopt(config: _ModelOpt) -> Quantization:
+    if config.quantization is not None:
+        config = converted(config.quantization, _ModelOpt, f"{_WHERE}: quantization")
+    _only("quant_algo of modelopt", config.quant_algo, "FP8")
+    names = (*(config.ignore or ()), *(config.exclude_modules or ()))
+    left = [f"re:{fnmatch.translate(name)}" if "*" in name else name for name in names]
+    cache = config.kv_cache_quant_algo is not None or config.kv_cache_scheme is not None
+    return _of_all(Format("fp8_scale", "modelopt"), left, unused=_unused(True, cache))
+
+
+def _auto_round(config: _AutoRound) -> Quantization:
+    """AutoRound writes the layouts of GPTQ and AWQ."""
+    what = "of auto-round"
+    _only(f"bits {what}", config.bits, 4)
+    _only(f"data_type {what}", config.data_type, "int")
+    _only(f"act_bits {what}", config.act_bits, None, 16)
+    layouts: dict[str, Literal["awq", "gptq"]] = {
+        "auto_round:auto_gptq": "gptq",
+        "auto_round:auto_awq": "awq",
+    }
+    _only(f"packing_format {what}", config.packing_format, *layouts)
+    kind, others = layouts[config.packing_format], config.extra_config or {}
+    for name, other in others.items():
+        _only(f"extra_config {what}: bits of {name}", other.get("bits", config.bits), 16, 32)
+    columns = _group(config.group_size, "auto-round")
+    form = Format(kind, "auto-round", columns, symmetric=False, old_zeros=kind == "gptq")
+    return _of_all(form, list(others))
 
 
 def _kind(blocks: bool) -> Literal["fp8_block", "fp8_scale"]:
@@ -335,11 +404,11 @@ def _of_all(
     form: Format,
     left: Sequence[str],
     targets: Sequence[str] = ("Linear",),
-    kv_scales: bool = False,
+    unused: tuple[str, ...] = (),
 ) -> Quantization:
     """All linear modules of the layers, or those of some names, in one format."""
     group = _Group(form, _checked(targets))
-    return Quantization((group,), _checked(left), head=False, by_pattern=False, kv_scales=kv_scales)
+    return Quantization((group,), _checked(left), head=False, by_pattern=False, unused=unused)
 
 
 def _left_out(dynamic: Mapping[str, Any] | None, method: str) -> list[str]:
@@ -399,8 +468,10 @@ def _compressed(config: _CompressedTensors) -> Quantization:
         for group in chosen
     )
     ignored = _checked(config.ignore or ())
-    kept = config.kv_cache_scheme is not None or len(chosen) < len(config.config_groups)
-    return Quantization(groups, ignored, head=True, by_pattern=True, kv_scales=kept)
+    cache = config.kv_cache_scheme is not None or len(chosen) < len(config.config_groups)
+    static = any(each.input_activations and not each.input_activations.dynamic for each in chosen)
+    unused = _unused(static, cache)
+    return Quantization(groups, ignored, head=True, by_pattern=True, unused=unused)
 
 
 def _compressed_format(group: _ConfigGroup, form: str) -> Format:
@@ -426,16 +497,16 @@ def _compressed_format(group: _ConfigGroup, form: str) -> Format:
     blocks = weights.strategy == "block"
     if blocks:
         _only(f"block_structure of weights {what}", weights.block_structure, [BLOCK, BLOCK])
-    _dynamic(group.input_activations, ("group",) if blocks else ("token", "tensor"))
+    _rounded(group.input_activations, ("group",) if blocks else ("token", "tensor"))
     return Format(_kind(blocks), "compressed-tensors")
 
 
-def _dynamic(inputs: _Numbers | None, strategies: Sequence[str]) -> None:
-    """Refuse activations that are not rounded to e4m3 as they come."""
+def _rounded(inputs: _Numbers | None, strategies: Sequence[str]) -> None:
+    """Refuse activations that are not rounded to e4m3."""
     what = "input_activations of compressed-tensors"
     if inputs is None:
-        raise UnsupportedModel.because(what, None, ("dynamic ones",))
-    _only(f"dynamic of {what}", inputs.dynamic, True)
+        raise UnsupportedModel.because(what, None, ("those of eight bits",))
+    _only(f"dynamic of {what}", inputs.dynamic, True, False)
     _only(f"type of {what}", inputs.type, "float")
     _only(f"num_bits of {what}", inputs.num_bits, 8)
     _only(f"strategy of {what}", inputs.strategy, *strategies)

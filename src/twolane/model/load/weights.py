@@ -17,7 +17,7 @@ from twolane.model.load.dummy import STD, Dummy
 from twolane.model.load.gguf import GGUFModel
 from twolane.model.load.hub import ModelSource, Progress
 from twolane.model.load.joined import Joined
-from twolane.model.load.quantization import KV_SCALES, Format, Quantization, Stored
+from twolane.model.load.quantization import Format, Quantization, Stored
 from twolane.model.load.quantized import for_gpu, read_module
 from twolane.model.load.safetensors import Safetensors, model_files
 from twolane.model.load.source import TensorSource
@@ -366,8 +366,10 @@ def _check(
 ) -> None:
     """Refuse a checkpoint whose tensors are not exactly those of its config."""
     expected = _stored(spec, quantization)
-    unused = (_IGNORED_SUFFIX, *(KV_SCALES if quantization and quantization.kv_scales else ()))
-    found = {t for t in tensors.names() if not t.endswith(unused)}
+    unused = quantization.unused if quantization is not None else ()
+    found = {t for t in tensors.names() if not t.endswith((_IGNORED_SUFFIX, *unused))}
+    if left := sum(t.endswith(unused) for t in tensors.names()):
+        log.info("%s: %d calibrated scales are not used: ours follow each token", name, left)
     if spec.tie_embeddings and "lm_head.weight" in found:
         found.remove("lm_head.weight")  # it equals the embeddings
     there = {t: stored for t, stored in expected.items() if t in found}
