@@ -31,7 +31,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     temperature: Annotated[float, Option(ANSWER)] = 1.0
     """Number that divides the logits; 0 always takes the most likely token."""
     top_p: Annotated[float, Option(ANSWER)] = 1.0
-    """Sum of probabilities, above 0 and at most 1, at which the set of most likely tokens ends."""
+    """Sum of probabilities, from 0 to 1, at which the set of most likely tokens ends; at 0 it has
+    one."""
     top_k: Annotated[int, Option(ANSWER)] = 0
     """Number of most likely tokens to choose among; 0 and -1 take all."""
     min_p: Annotated[float, Option(ANSWER)] = 0.0
@@ -76,7 +77,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         biases = self.logit_bias.values()
         return (
             ("temperature", 0.0 <= self.temperature <= 100.0, "between 0 and 100"),
-            ("top_p", 0.0 < self.top_p <= 1.0, "above 0 and at most 1"),
+            ("top_p", 0.0 <= self.top_p <= 1.0, "between 0 and 1"),
             ("top_k", -1 <= self.top_k < 2**63, "-1, 0 (both: all tokens) or positive"),
             ("min_p", 0.0 <= self.min_p <= 1.0, "between 0 and 1"),
             # Compared, not looked up in a range, which walks to what is no `int`.
@@ -112,7 +113,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def greedy(self) -> bool:
         """Whether the most likely token is always taken."""
-        return self.temperature < GREEDY_TEMPERATURE
+        return self.temperature < GREEDY_TEMPERATURE or self.top_p == 0.0
 
     @property
     def penalises(self) -> bool:

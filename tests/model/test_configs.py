@@ -409,7 +409,7 @@ def test_clear_values_in_odd_types_are_read(tmp_path, field, value, read):
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        *(("temperature", -1), ("temperature", "hot"), ("top_k", 1.5), ("top_p", 0)),
+        *(("temperature", -1), ("temperature", "hot"), ("top_k", 1.5), ("top_p", -1)),
         *(("min_p", [1]), ("repetition_penalty", 0.0), ("top_p", math.nan)),
     ],
 )

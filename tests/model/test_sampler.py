@@ -107,6 +107,11 @@ def test_rounding_hardly_ever_changes_a_draw():
     assert sample(hidden @ weight, rows).tolist() == sample(rounded @ weight, rows).tolist()
 
 
+def test_a_share_of_zero_keeps_the_most_likely_token():
+    rows = [SampleRow(SamplingParams(top_p=0.0, temperature=2.0), seed, 0) for seed in range(20)]
+    assert sample(LOGITS.expand(20, -1), rows).tolist() == [int(LOGITS.argmax())] * 20
+
+
 def test_greedy_takes_the_lowest_of_the_best():
     logits = torch.zeros(3, 100)
     logits[0, [40, 7, 99]] = 5.0

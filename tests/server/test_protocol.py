@@ -1,3 +1,4 @@
+import json
 from collections.abc import Iterable
 
 import pytest
@@ -6,15 +7,18 @@ from pydantic import ValidationError
 from twolane.frontend.messages import turns_of
 from twolane.frontend.text.template import as_object
 from twolane.sampling import SamplingParams
+from twolane.server.anthropic.request import MessagesRequest
 from twolane.server.http import strict_json
 from twolane.server.http.errors import ApiError, from_validation
 from twolane.server.openai import protocol
+from twolane.server.openai.embeddings import EmbeddingRequest
 from twolane.server.openai.protocol import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
 )
+from twolane.server.openai.response_request import ResponsesRequest
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
 
@@ -80,6 +84,26 @@ def test_wrong_types_name_the_field(field, value):
     assert field in error.message
 
 
+FORMS = {
+    CompletionRequest: {"prompt": "x"},
+    ChatRequest: {"messages": MESSAGES, "logprobs": True},
+    ResponsesRequest: {"input": "x"},
+    MessagesRequest: {"messages": MESSAGES, "max_tokens": 5},
+    EmbeddingRequest: {"input": "x"},
+}
+
+
+@pytest.mark.parametrize("kind", FORMS)
+def test_whole_numbers_may_be_written_with_a_fraction_of_zero(kind):
+    """As JSON Schema has it: clients whose language has one type of numbers write 8.0."""
+    fields = kind.model_json_schema()["properties"]
+    whole = [name for name, field in fields.items() if "integer" in json.dumps(field)]
+    for name in set(whole) - {"prompt", "input", "stop_token_ids", "prompt_token_ids"}:
+        value = getattr(kind.model_validate({**FORMS[kind], name: 1.0}), name)
+        assert isinstance(value, int) or value is None, name
+        assert refusal(kind, {**FORMS[kind], name: 1.5}).param == name
+
+
 @pytest.mark.parametrize("prompt", [None, 3, {"a": 1}, [1, "a"], [[1], "a"], [[1.5]], [True]])
 def test_a_wrong_prompt_is_one_clear_error(prompt):
     error = refusal(CompletionRequest, {"prompt": prompt})
@@ -132,7 +156,6 @@ def test_messages_as_templates_know_them():
         ({"role": "user", "content": 5}, "content"),
         ({"role": "function", "content": "x"}, "role"),
         ({"role": "user"}, "content"),
-        ({"role": "tool", "tool_call_id": "1"}, "content"),
         ({"role": "user", "content": "x", "tool_calls": [CALL]}, "tool_calls"),
         ({"role": "user", "content": "x", "reasoning": "y"}, "reasoning"),
         ({"role": "assistant", "content": "x", "tool_call_id": "1"}, "tool_call_id"),
@@ -148,6 +171,13 @@ def test_messages_as_templates_know_them():
 )
 def test_unserved_messages_are_refused(message, param):
     assert refusal(ChatRequest, {"messages": [message]}).param == f"messages[0].{param}"
+
+
+def test_a_tool_may_return_nothing():
+    """Agents send what a function returns, and that is often null."""
+    nothing = {"role": "tool", "tool_call_id": "1", "content": None}
+    (turn,) = turns_of(ChatRequest.model_validate({"messages": [nothing]}).messages)
+    assert turn == nothing
 
 
 def test_what_an_answer_contains_may_be_sent_back():
@@ -327,6 +357,17 @@ def test_errors_repeat_little_of_what_came():
     with pytest.raises(ApiError) as twice:
         strict_json.parse(f'{{"{name}": 1, "{name}": 2}}'.encode())
     assert len(twice.value.message) < 300
+
+
+@pytest.mark.parametrize("text", ['{"a": "\\ud83d"}', '{"a": "\\ude00"}', '{"\\ud83d\\u0041": 1}'])
+def test_half_of_an_emoji_is_told_as_such(text):
+    with pytest.raises(ApiError, match="half of a surrogate pair"):
+        strict_json.parse(text.encode())
+
+
+def test_a_byte_order_mark_is_skipped():
+    data = '\ufeff{"a": "\\ud83d\\ude00"}'.encode()
+    assert strict_json.parse(data) == strict_json.parse_again(data) == {"a": "😀"}
 
 
 @pytest.mark.parametrize(

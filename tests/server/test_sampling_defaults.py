@@ -56,4 +56,4 @@ def test_what_cannot_be_is_left_out_with_a_warning(tmp_path, caplog):
     path = write_tiny_model(tmp_path)
     (path / "generation_config.json").write_text(json.dumps({"top_p": 2, "temperature": 0}))
     assert resolve(str(path)).sampling_defaults() == {"temperature": 0}
-    assert "generation_config.json: top_p is not used: top_p must be above 0" in caplog.text
+    assert "generation_config.json: top_p is not used: top_p must be between 0 and 1" in caplog.text

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, cast
 
-from pydantic import Field, TypeAdapter, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError, model_validator
 
 from twolane.frontend.body import Body, first_finding, one_message, wrong
 from twolane.frontend.generation import TextOptions
@@ -11,6 +11,15 @@ from twolane.frontend.messages import Messages, Turn, turns_of
 from twolane.frontend.text.stops import LONGEST_STRING, MOST_STRINGS
 
 INT32_MAX = 2**31 - 1
+
+
+def _whole(value: object) -> object:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Whole = Annotated[int, BeforeValidator(_whole)]
+"""An integer, which JSON may write as 8.0: its numbers have one type."""
+TopP = Annotated[float, Field(ge=0, le=1)]
 TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 """All lists fail fast: only the first error is told, and millions could be sent."""
@@ -67,12 +76,12 @@ class Rendering(Body):
 class TextFields(Body):
     """How a prompt becomes tokens and its answers text, and who shares its prefix."""
 
-    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
+    n: Annotated[Whole, Field(ge=1, le=MOST_CHOICES)] | None = None
     stop: Stop | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
-    truncate_prompt_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    truncate_prompt_tokens: Annotated[Whole, Field(ge=1, lt=2**31)] | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=LONGEST_SALT)] | None = None
 
     @property

@@ -114,7 +114,7 @@ class Message(Body):
     def fields_fit_the_role(self) -> "Message":
         """Refuse a message that says nothing, and what only other roles say."""
         if self.role != "assistant":
-            if self.content is None:
+            if self.content is None and self.role != "tool":  # a tool may return nothing
                 raise wrong("content", "is required")
             for name in ("tool_calls", "reasoning_content", "reasoning", "refusal"):
                 if getattr(self, name):

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from twolane.frontend.body import Body
-from twolane.frontend.fields import INT32_MAX, StopString
+from twolane.frontend.fields import INT32_MAX, StopString, TopP, Whole
 from twolane.frontend.text.stops import MOST_STRINGS
 from twolane.server.anthropic.blocks import Message, Text, Turn
 from twolane.server.http.errors import ApiError, from_validation
@@ -162,11 +162,11 @@ class CountTokensRequest(Body):
 class MessagesRequest(CountTokensRequest):
     """The body of POST /v1/messages."""
 
-    max_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)]
+    max_tokens: Annotated[Whole, Field(ge=1, le=INT32_MAX)]
     temperature: Temperature | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
-    priority: Annotated[int, Field(ge=-INT32_MAX, le=INT32_MAX)] | None = None
+    top_p: TopP | None = None
+    top_k: Annotated[Whole, Field(ge=-1, le=INT32_MAX)] | None = None
+    priority: Annotated[Whole, Field(ge=-INT32_MAX, le=INT32_MAX)] | None = None
     stop_sequences: (
         Annotated[list[StopString], Field(max_length=MOST_STRINGS, fail_fast=True)] | None
     ) = None

@@ -9,7 +9,7 @@ from fastapi import FastAPI, Request, Response
 from msgspec.structs import replace
 
 from twolane.frontend.body import Body
-from twolane.frontend.fields import Prompts
+from twolane.frontend.fields import Prompts, Whole
 from twolane.frontend.generation import Generation
 from twolane.frontend.pooling import vector
 from twolane.sampling import SamplingParams
@@ -38,7 +38,7 @@ class EmbeddingRequest(Body):
     dimensions: Count | None = None
     truncate_prompt_tokens: Count | None = None
     add_special_tokens: bool | None = None
-    priority: int | None = None
+    priority: Whole | None = None
 
 
 class EmbeddedTexts(CompletionRequest):

@@ -20,6 +20,8 @@ from twolane.frontend.fields import (
     Rendering,
     TextFields,
     TokenIds,
+    TopP,
+    Whole,
     prompt_list,
 )
 from twolane.frontend.forms import Asked
@@ -80,8 +82,8 @@ WHY_UNSUPPORTED: Mapping[str, str] = {
     "chat_template": "is not supported: the model's own is the only one that is rendered",
 }
 
-Count = Annotated[int, Field(ge=0, le=INT32_MAX)]
-LogprobCount = Annotated[int, Field(ge=0, le=MOST_LOGPROBS)]
+Count = Annotated[Whole, Field(ge=0, le=INT32_MAX)]
+LogprobCount = Annotated[Whole, Field(ge=0, le=MOST_LOGPROBS)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 RepetitionPenalty = Annotated[float, Field(ge=0.01)]
 """Logits are divided by it, and what is almost 0 in float64 is 0 in float32."""
@@ -112,22 +114,22 @@ class GenerationBody(TextFields):
     why_unsupported = WHY_UNSUPPORTED
 
     model: str | None = None
-    best_of: int | None = None
+    best_of: Whole | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
+    top_p: TopP | None = None
+    top_k: Annotated[Whole, Field(ge=-1, le=INT32_MAX)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: RepetitionPenalty | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     logit_bias: LogitBias | None = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    seed: Annotated[Whole, Field(ge=-(2**63), lt=2**63)] | None = None
     max_tokens: Count | None = None
     min_tokens: Count | None = None
     stop_token_ids: TokenIds | None = None
     ignore_eos: bool | None = None
     prompt_logprobs: LogprobCount | None = None
-    priority: Annotated[int, Field(ge=-INT32_MAX, le=INT32_MAX)] | None = None
+    priority: Annotated[Whole, Field(ge=-INT32_MAX, le=INT32_MAX)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
