@@ -1,0 +1,207 @@
+"""Sum over ranks, residual and norm in one launch: `benchmarks/kernels/reduce_norm.py 2 5120`.
+
+Beside it, as a step computes now: NCCL's or PyTorch's two-shot sum, then the fused norm. On GPUs of
+one host; microseconds are medians over graphs of forty, as the first rank has timed them.
+"""
+
+import argparse
+import ctypes
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from twolane.kernels import fused
+from twolane.kernels.runtime import nvrtc
+from twolane.kernels.runtime.timing import graph_seconds
+from twolane.lanes.cuda.green_contexts import GreenContexts
+from twolane.parallel import nccl
+from twolane.parallel.group import meet
+from twolane.parallel.two_shot import GROUP, TwoShot
+from twolane.results.provenance import provenance, save
+
+CALLS, REPLAYS = 40, 9
+EPS = 1e-6
+BLOCKS = (8, 16, 32)
+SHARE = 32
+"""SMs of the smaller share."""
+
+
+def source() -> str:
+    """The CUDA C++."""
+    return Path(__file__).with_suffix(".cu").read_text()
+
+
+def arguments(ranks: int) -> type[ctypes.Structure]:
+    """The kernel's parameter."""
+
+    class Arguments(ctypes.Structure):
+        _fields_ = (
+            ("partial", ctypes.c_uint64 * ranks),
+            ("normal", ctypes.c_uint64 * ranks),
+            ("flags", ctypes.c_uint64 * ranks),
+            ("residual", ctypes.c_uint64),
+            ("weight", ctypes.c_uint64),
+            ("rows", ctypes.c_int),
+            ("rank", ctypes.c_int),
+            ("eps", ctypes.c_float),
+        )
+
+    return Arguments
+
+
+class Rig:
+    """One rank's buffers for some rows.
+
+    Args:
+        rank: of this process.
+        ranks: their number.
+        store: where they meet.
+        hidden: numbers in a row.
+        rows: of the largest sum.
+    """
+
+    def __init__(self, rank: int, ranks: int, store: dist.Store, hidden: int, rows: int) -> None:
+        self.rank, self.ranks, self.hidden = rank, ranks, hidden
+        device = torch.device("cuda", rank)
+        if rank == 0:
+            store.set("id", nccl.unique_id())
+        self.nccl = nccl.Communicator(rank, ranks, store.get("id"))
+        self.two_shot = TwoShot(self.nccl, dist.PrefixStore("two-shot", store), forced=True)
+        self.partial = self.two_shot.buffer(rows, hidden, torch.bfloat16, device)
+        self.two_shot.choose([rows], lambda *_: 0.0)
+        self._shared = _mapped((rows + 1, hidden), torch.bfloat16, device)
+        self.normal = self._shared[:-1]
+        self._shared.zero_()
+        torch.cuda.synchronize()
+        meet(rank, ranks, dist.PrefixStore("zeroed", store), lambda: None)
+        self.residual = torch.zeros(rows, hidden, device=device, dtype=torch.bfloat16)
+        self.weight = torch.ones(hidden, device=device, dtype=torch.bfloat16)
+        flags = _pointers(self._shared, rank, rows * hidden * 2)
+        self._given = arguments(ranks)(
+            (ctypes.c_uint64 * ranks)(*_pointers(self.partial, rank)),
+            (ctypes.c_uint64 * ranks)(*_pointers(self._shared, rank)),
+            (ctypes.c_uint64 * ranks)(*flags),
+            *(self.residual.data_ptr(), self.weight.data_ptr(), rows, rank, EPS),
+        )
+        options = f"-DHIDDEN={hidden}", f"-DRANKS={ranks}"
+        self._kernel = nvrtc.load(source(), options, "reduce_norm", 0, rank)
+
+    def fused(self, blocks: int) -> None:
+        """The one launch."""
+        self._kernel.launch(blocks, self.hidden // 8, 0, self._given)
+
+    def norm(self) -> None:
+        """The norm behind a sum."""
+        fused.add_rms_norm(self.partial, self.residual, self.weight, EPS, self.normal)
+
+    def by(self, sum_up: Callable[[Tensor], None]) -> None:
+        """A sum, then the norm."""
+        sum_up(self.partial)
+        self.norm()
+
+    def error(self, blocks: int) -> float:
+        """Largest difference of a normalised row of random ones to float32's, relative to it."""
+        parts = []
+        for rank in range(self.ranks):
+            draw = torch.Generator("cuda").manual_seed(rank)
+            parts.append(torch.randn(self.partial.shape, generator=draw, device="cuda").bfloat16())
+        draw = torch.Generator("cuda").manual_seed(99)
+        residual = torch.randn(self.partial.shape, generator=draw, device="cuda").bfloat16()
+        self.residual.copy_(residual)
+        self.partial.copy_(parts[self.rank])
+        self.normal.fill_(float("nan"))
+        torch.cuda.synchronize()
+        self.fused(blocks)
+        total = sum(part.float() for part in parts) + residual.float()
+        right = total * (total.square().mean(1, keepdim=True) + EPS).rsqrt()
+        torch.cuda.synchronize()
+        return float(((self.normal.float() - right).norm(dim=1) / right.norm(dim=1)).max())
+
+    def times(self, stream: torch.cuda.Stream) -> Iterator[tuple[str, float]]:
+        """Microseconds of each way on this stream."""
+        ways: dict[str, Callable[[], None]] = {
+            "norm": self.norm,
+            "NCCL": partial(self.nccl.all_reduce, self.partial),
+            "two-shot": partial(self.two_shot.all_reduce, self.partial),
+            "NCCL, norm": partial(self.by, self.nccl.all_reduce),
+            "two-shot, norm": partial(self.by, self.two_shot.all_reduce),
+            **{f"one launch, {n} blocks": partial(self.fused, n) for n in BLOCKS},
+        }
+        self.partial.zero_()
+        self.residual.zero_()
+        torch.cuda.synchronize()
+        for name, way in ways.items():
+            with torch.cuda.stream(stream):
+                yield name, round(1e6 * _seconds(way), 2)
+
+
+def _seconds(way: Callable[[], None]) -> float:
+    def calls() -> None:
+        for _ in range(CALLS):
+            way()
+
+    return graph_seconds(calls, REPLAYS) / CALLS
+
+
+def _mapped(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor that all ranks map."""
+    from torch._C._distributed_c10d import _SymmetricMemory
+
+    return _SymmetricMemory.empty_strided_p2p(shape, (shape[1], 1), dtype, device)
+
+
+def _pointers(tensor: Tensor, rank: int, offset: int = 0) -> list[int]:
+    """Where each rank's tensor is, so many bytes into it."""
+    from torch._C._distributed_c10d import _SymmetricMemory
+
+    bases: list[int] = _SymmetricMemory.rendezvous(tensor, GROUP).buffer_ptrs
+    offset += tensor.data_ptr() - bases[rank]
+    return [base + offset for base in bases]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("ranks", type=int)
+    parser.add_argument("hidden", type=int)
+    parser.add_argument("--rows", type=int, default=64)
+    parser.add_argument("--rank", type=int, default=0)
+    parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    begins, others = not args.port, []
+    store = dist.TCPStore("127.0.0.1", args.port, is_master=begins, wait_for_workers=False)
+    if begins:
+        command = [sys.executable, *sys.argv, "--port", str(store.port), "--rank"]
+        others = [subprocess.Popen([*command, str(rank)]) for rank in range(1, args.ranks)]
+    torch.cuda.set_device(args.rank)
+    torch.zeros(1, device="cuda")
+    parts, figures = GreenContexts(args.rank, (SHARE,)), {}
+
+    def note(name: str, value: object) -> None:
+        figures[name] = value
+        if args.rank == 0:
+            print(name, value, flush=True)
+            if args.out:
+                workload = {"ranks": args.ranks, "hidden": args.hidden, "rows": args.rows}
+                save(args.out, provenance(workload), {"figures": figures})
+
+    rig = Rig(args.rank, args.ranks, store, args.hidden, args.rows)
+    for blocks in BLOCKS:
+        note(f"error of {blocks} blocks", rig.error(blocks))
+    for units in (parts.units, SHARE):
+        for name, us in rig.times(parts.stream("decode", units)):
+            note(f"{name} on {units} SMs, us", us)
+    for other in others:
+        other.wait(20)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
