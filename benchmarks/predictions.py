@@ -1,6 +1,7 @@
 """What the simulator says before anything is run: `python benchmarks/predictions.py [--goodput]`.
 
-Llama-3.1-70B on eight H100s and H200s (decode step, prefill, goodput with Tool&Agent), and two
+Llama-3.1-70B on eight H100s and H200s (decode step, prefill, goodput with Tool&Agent), the steps
+and prefill of the papers' other models there, and two
 figures of the papers that the device model was not fitted on: MuxWise's token budget (Fig. 6) and
 Bullet's cost of chunks (§2.3.2, Fig. 5). docs/notes has what came out.
 """
@@ -13,11 +14,13 @@ import msgspec
 
 from twolane.bench import contenders, goodput
 from twolane.bench.goodput import Search
+from twolane.engine.config import EngineConfig
 from twolane.lanes.work import DecodeRow, DecodeWork, HybridWork, PrefillWork, PromptRow, Work
 from twolane.model.shapes import SHAPES
 from twolane.results.provenance import provenance, save
 from twolane.sim.device import DeviceModel
 from twolane.sim.gpus import GPUS
+from twolane.sim.machine import storage_of
 from twolane.workload.spec import WorkloadSpec
 
 OUT = Path(__file__).parent / "results" / "predictions.json"
@@ -32,12 +35,14 @@ class Simulated:
         gpu: its name.
         model: the model's name.
         tp: number of ranks.
+        quantization: that of `EngineConfig`.
     """
 
-    def __init__(self, gpu: str, model: str, tp: int) -> None:
+    def __init__(self, gpu: str, model: str, tp: int, quantization: str | None = None) -> None:
         quiet = msgspec.structs.replace(GPUS[gpu], noise=0.0)
-        self._units, self._layers = quiet.units, SHAPES[model].layers
-        self._device = DeviceModel(quiet, SHAPES[model], tp)
+        spec, config = SHAPES[model], EngineConfig(model=model, quantization=quantization)
+        self._units, self._layers = quiet.units, spec.layers
+        self._device = DeviceModel(quiet, spec, tp, storage=storage_of(config, spec))
 
     def decode(self, rows: int, context: int) -> float:
         """Return the seconds of a step."""
@@ -71,6 +76,10 @@ def launches() -> dict[str, float]:
         eight = Simulated(gpu, LARGE, 8)
         found[f"{gpu} x8, step of 64 x 2K, ms"] = 1e3 * eight.decode(64, 2048)
         found[f"{gpu} x8, prefill of 8K, tokens/s"] = 8192 / eight.prefill(8192)
+        for model, scheme in (("qwen3-32b", None), ("qwen3-235b-a22b", "fp8")):
+            other, name = Simulated(gpu, model, 8, scheme), f"{model} {scheme or 'bf16'}, {gpu} x8"
+            found[f"{name}, step of 64 x 2K, ms"] = 1e3 * other.decode(64, 2048)
+            found[f"{name}, prefill of 8K, tokens/s"] = 8192 / other.prefill(8192)
     a100 = Simulated("a100-80gb", LARGE, 8)
     for budget in (256, 512, 1024, 2048, 4096):
         found[f"MuxWise Fig. 6a, budget {budget}, ms"] = 1e3 * a100.hybrid(budget, 32, 1024)

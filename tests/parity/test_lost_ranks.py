@@ -58,6 +58,24 @@ def lose(ranks: Ranks, victim: int, number: signal.Signals, after: float) -> tup
     return time.monotonic() - sent[0], str(lost.value)
 
 
+@pytest.mark.full
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.parametrize("victim", [1, 4, 7])
+def test_a_lost_rank_of_eight_ends_the_engine(
+    number: signal.Signals, victim: int, tmp_path: Path
+) -> None:
+    sizes = {"num_attention_heads": 8, "num_key_value_heads": 8}
+    path = make_checkpoint("qwen3", tmp_path / "model", seed=1, sizes=sizes)
+    ranks = on_cpu(path, 8, 256, 16, 8)
+    took, said = lose(ranks, victim, number, 1.0)
+    assert took < ENDS_WITHIN
+    assert f"rank {victim}" in said, said
+    ranks.processes[victim - 1].send_signal(signal.SIGCONT)
+    ranks.close(1.0)
+    assert not any(_lives(process.pid) for process in ranks.processes)
+
+
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("number", SIGNALS)
 def test_a_lost_rank_ends_the_engine(

@@ -68,6 +68,28 @@ def test_two_ranks_say_what_one_says(system: str, two: Ranks, judge: Judge, tall
     assert DECIDED.setdefault("two", served.outputs) == served.outputs
 
 
+@pytest.mark.full
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("kv_heads", [8, 4])
+def test_eight_ranks_say_what_one_says(kv_heads: int, tmp_path: Path, tally: Tally) -> None:
+    """Under every system, whole and in halves; with four KV heads each is on two ranks."""
+    sizes = {"num_attention_heads": 8, "num_key_value_heads": kv_heads}
+    path = make_checkpoint("qwen3", tmp_path / "model", seed=1, sizes=sizes)
+    judge, decided = Judge(reference(path)), []
+    for halve_from, systems in ((0, ("static-split",)), (HALVE_FROM, tuple(SYSTEMS))):
+        ranks = on_cpu(path, 8, PAGES, PAGE, RUNNING, halve_from)
+        for system in systems:
+            served = ranks.serve(make_system(system, {}), [*GREEDY, *SEEDED])
+            decided.append(served.outputs)
+            for request, output in zip(GREEDY, served.outputs, strict=False):
+                tally.forgiven += judge.forgiven(request.prompt, output)
+                tally.tokens += len(output)
+            tally.runs += 1
+        ranks.close()
+        assert {process.returncode for process in ranks.processes} == {0}
+    assert all(outputs == decided[0] for outputs in decided)
+
+
 def test_seeded_tokens_are_those_of_one_rank(two: Ranks, checkpoint: Path) -> None:
     decoder = load_decoder(resolve(str(checkpoint)))
     system = make_system("static-split", {})

@@ -264,6 +264,13 @@ def test_gpus_that_share_a_layer() -> None:
         DeviceModel(gpu, SHAPES[LLAMA], tp=3)
 
 
+def test_more_gpus_than_kv_heads_have_each_head_several_times() -> None:
+    spec = SHAPES["qwen3-235b-a22b"]
+    kept = [DeviceModel(H200, spec, tp).layer_kv_bytes for tp in (2, 4, 8)]
+    assert kept == [2 * kept[1], kept[1], kept[1]]
+    assert spec.kv_heads == 4
+
+
 def test_two_ranks_on_h200s() -> None:
     """Qwen3-14B, as measured (docs/notes/ranks-h200.md); the link's figures are of other points."""
     model = "qwen3-14b"

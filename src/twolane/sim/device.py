@@ -72,8 +72,6 @@ class DeviceModel:
         seed: int = 0,
         storage: Storage = BFLOAT16,
     ) -> None:
-        if tp < 1 or spec.kv_heads % tp:
-            raise ValueError(f"tp {tp} does not divide the model's {spec.kv_heads} KV heads")
         self.gpu = gpu
         self.spec = spec
         self.tp = tp

@@ -12,7 +12,7 @@ from twolane.sim.device import DeviceModel
 from twolane.sim.disaggregated import DisaggregatedDevice
 from twolane.sim.gpus import Gpu, revision
 from twolane.sim.lanes import SimLanes
-from twolane.sim.operators import ITEM, Storage, shapes_of
+from twolane.sim.operators import ITEM, Storage, kv_parts, shapes_of
 
 LEVEL_STEP = 16
 """Units between two of the levels that are offered when none are asked for, as on a GPU."""
@@ -68,7 +68,7 @@ class SimulatedMachine:
         self.name = f"simulated {gpu.name}" + (f" x{tp}" if tp > 1 else "")
         self.itemsize = ITEM
         self.weight_itemsize, self.kv_itemsize = float(storage.weights), float(storage.kv)
-        self.page_token_bytes = spec.kv_bytes_per_token(storage.kv) // tp
+        self.page_token_bytes = spec.kv_bytes_per_token(storage.kv) // kv_parts(spec, tp)
         self.tp = tp
         self.revision = revision(gpu)
         self._utilization = config.gpu_memory_utilization
@@ -78,7 +78,8 @@ class SimulatedMachine:
         """See `Machine.kv_bytes`: of one GPU, what weights, both lanes and graphs leave."""
         device, spec = self.device, self.spec
         tokens = min(max_model_len, WORKSPACE_TOKENS)
-        attention = spec.hidden_size + (3 * spec.q_size + 2 * spec.kv_size) / device.tp
+        attention = spec.hidden_size + 3 * spec.q_size / device.tp
+        attention += 2 * spec.kv_size / kv_parts(spec, device.tp)
         width = 3 * spec.intermediate_size / device.tp
         if spec.moe is not None:
             inner = 3 * spec.moe.intermediate_size / device.tp

@@ -60,20 +60,32 @@ class LayerShapes(NamedTuple):
     hidden: int
 
 
+def kv_parts(spec: ModelSpec, tp: int) -> int:
+    """Number of parts that the KV heads are divided into: where there are more GPUs than KV heads,
+    several GPUs have the same one.
+
+    Raises:
+        ValueError: the model's heads cannot be shared by this many GPUs.
+    """
+    if tp < 1 or (spec.kv_heads % tp and tp % spec.kv_heads):
+        raise ValueError(f"tp {tp} does not divide the model's {spec.kv_heads} KV heads")
+    return min(tp, spec.kv_heads)
+
+
 def shapes_of(spec: ModelSpec, tp: int, storage: Storage = BFLOAT16) -> LayerShapes:
     """One GPU's part of a model."""
-    h, q, kv = spec.hidden_size, spec.q_size, spec.kv_size
+    h, q, kv = spec.hidden_size, spec.q_size, spec.kv_size / kv_parts(spec, tp)
     mlp = 0 if spec.moe is not None else spec.intermediate_size
-    wide = (q + 2 * kv + 2 * mlp) / tp
-    products = ((h, (q + 2 * kv) / tp), (q / tp, h), (h, 2 * mlp / tp), (mlp / tp, h))
+    wide = (q + 2 * mlp) / tp + 2 * kv
+    products = ((h, q / tp + 2 * kv), (q / tp, h), (h, 2 * mlp / tp), (mlp / tp, h))
     return LayerShapes(
         layers=spec.layers,
         products=products,
         weights=sum(inputs * outputs for inputs, outputs in products),
         product_width=4 * h + wide + (q + mlp) / tp,
-        small_bytes=ITEM * (8 * h + (2 * (q + 2 * kv) + 3 * mlp) / tp),
+        small_bytes=ITEM * (8 * h + 4 * kv + (2 * q + 3 * mlp) / tp),
         q_size=q / tp,
-        kv_bytes=2 * kv * storage.kv / tp,
+        kv_bytes=2 * kv * storage.kv,
         head=h * spec.vocab_size / tp,
         hidden=h,
     )

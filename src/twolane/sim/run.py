@@ -94,7 +94,7 @@ def simulate(
     config.check()
     requests = config.bench.workload.build() if workload is None else workload
     seed, gpu, spec = config.bench.workload.seed, config.device(), shapes_of(config.engine)
-    if spec.kv_heads % config.tp:
+    if spec.kv_heads % config.tp and config.tp % spec.kv_heads:
         raise FieldError("tp", f"{config.tp} does not divide the model's {spec.kv_heads} KV heads")
     machine = SimulatedMachine(
         gpu, spec, config.engine, tp=config.tp, seed=seed, disaggregated=config.disaggregated
