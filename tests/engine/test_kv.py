@@ -251,10 +251,10 @@ def test_nothing_that_was_forgotten_is_found_again() -> None:
     running = allocate(kv, tokens)
     kv.share(held, tokens, 13)  # it goes on below what was forgotten
     assert kv.lookup(tokens).reused == 0
-    kv.landed([held])
-    kv.check()
     kv.share(running, tokens, 13)
     kv.give_up(running)
+    kv.landed([held])  # it was in use later than what is found
+    kv.check()
     assert kv.lookup(tokens).reused == 12
     assert kv.reclaimable_pages == 6
     assert allocate(kv, list(range(50, 90))).pages  # ten pages are free: none is reclaimed

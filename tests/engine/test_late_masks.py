@@ -203,3 +203,25 @@ def test_one_that_sits_out_gives_up_its_pages_for_others(masks: list[Any]) -> No
         engine.reap()
     assert a.allocation is None
     assert len(engine.state.requests["b"].tokens) == 34
+
+
+def test_no_mask_is_told_for_a_slot_that_its_request_has_left(masks: list[Any]) -> None:
+    """Another request may have the slot by then."""
+    lanes: Any = Lanes()
+    engine = engine_of(lanes)
+    engine.take([submit("a", 20, 8), submit("b", 20, 8)])
+    a, b = (engine.state.requests[name] for name in "ab")
+    for each in (a, b):
+        each.constraint, each.mask = Free(), b"first"
+    prefill(engine, "a", "b")
+    lanes.end(0, 7, 7)
+    engine.reap()
+    assert engine.carry_out(STEP)
+    assert len(lanes.works[1].late) == 2
+    a.mask = b"of a"  # known, but the launch waits for that of b
+    engine.state.send_back(a)
+    masks[0].set_result([b"of a", b"of b"])
+    engine.take([])
+    assert b.allocation is not None
+    assert lanes.told == [(1, (TokenMask(b.allocation.slot, b"of b"),))]
+    assert (a.owed, b.owed) == (0, 0)

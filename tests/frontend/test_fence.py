@@ -92,7 +92,7 @@ def test_a_killed_nursery_and_a_killed_worker_are_replaced():
             lane = fence.lane()
             for victim in (fence._nursery.pid, int(await lane.run([b"pid"]))):
                 os.kill(victim, 9)
-                await asyncio.sleep(0.3)
+                await asyncio.to_thread(wait_for, lambda pid=victim: not alive(pid))
                 assert await lane.run([b"next"]) == b"next"
             lane.close()
             assert await lane.run([b"next"]) == b"next"

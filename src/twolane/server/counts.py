@@ -33,6 +33,6 @@ class AnswerCounts:
         self.output += len(delta.tokens)
         self.finish, self.stop = delta.finish, delta.stop_reason
         pieces = reader.read(delta.text, ended=delta.finish is not None)
-        if reader.thinking and not reader.content and not reader.calls:
+        if reader.only_thinks:
             self.thinking = self.output
         return pieces

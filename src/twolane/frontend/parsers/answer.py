@@ -48,6 +48,11 @@ class AnswerReader:
         """The text for the user so far."""
         return "".join(self._content)
 
+    @property
+    def only_thinks(self) -> bool:
+        """Whether the model has thought, and written nothing else so far."""
+        return any(self._thinking) and not any(self._content) and not self.calls
+
     def read(self, text: str, *, ended: bool) -> list[Piece]:
         """Take some more text; return the pieces that are certain now.
 
