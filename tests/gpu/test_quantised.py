@@ -63,7 +63,7 @@ def test_logits(form: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", ["qwen3-moe", "mixtral"])
 def test_logits_of_rounded_experts(family: str, tmp_path: Path) -> None:
-    source = resolve(str(make_checkpoint(family, tmp_path / family, seed=1, **SIZES)))
+    source = resolve(str(make_checkpoint(family, tmp_path / family, seed=1, sizes=SIZES)))
     there, cost, apart = compared(source, source, quantization="fp8")
     print(f"{family}: CPU {cost:.4f}, GPU {apart:.4f} from float32")
     assert there.layers[0].mlp.down.scheme == "fp8_channel"
