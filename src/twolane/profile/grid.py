@@ -20,7 +20,7 @@ HELD_OUT = 0.2
 """Share of the points beside the anchors that estimators are not fitted on."""
 ROUNDS = 100
 """Rounds of the whole plan."""
-REVISION = 4
+REVISION = 5
 """Raised when other points are planned, or they are measured in another way."""
 HYBRIDS = 4
 """Hybrid passes of a round."""
@@ -132,14 +132,16 @@ def _anchors(limits: LaneCapacity) -> Iterator[Point]:
 
 
 def _shrunk(anchors: Sequence[Run], fits: Callable[[Run], bool]) -> list[Run]:
-    """The anchors, each halved until it fits; those that become alike are one."""
+    """The anchors: of each, lengths are halved until one request fits, then there are fewer
+    requests until all fit; those that become alike are one."""
     shrunk: dict[Run, None] = {}
     for n, r, count in anchors:
-        run = n, r, count
-        while not fits(run) and run != (1, 0, 1):
-            run = max(1, run[0] // 2), run[1] // 2, (run[2] + 1) // 2
-        if fits(run):
-            shrunk[run] = None
+        while not fits((n, r, 1)) and (n, r) != (1, 0):
+            n, r = max(1, n // 2), r // 2
+        while not fits((n, r, count)) and count > 1:
+            count = 3 * count // 4
+        if fits((n, r, count)):
+            shrunk[n, r, count] = None
     return list(shrunk)
 
 
