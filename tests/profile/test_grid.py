@@ -50,7 +50,7 @@ def test_the_rounds_do_not_depend_on_how_many_there_are():
 @pytest.mark.parametrize("pool", [100_000, 384_000])
 def test_a_small_pool_is_measured_to_its_end(pool: int):
     """Nothing should be extrapolated far beyond the largest step, of few rows and of many."""
-    limits = Limits(132, ((100, 32), (132, 0), (0, 132)), pool, 32, 256, 40_960, 8192)
+    limits = LaneCapacity(132, ((100, 32), (132, 0), (0, 132)), pool, 32, 256, 40_960, 8192)
     steps = [p.contexts for p in plan(limits, 0, 0) if p.kind == "decode"]
     held = [sum(r * count for _, r, count in contexts) for contexts in steps]
     assert max(held) > 0.6 * pool
