@@ -160,5 +160,5 @@ def test_the_pool_takes_the_bytes_it_says(checkpoint):
     decoder = load_decoder(resolve(str(checkpoint)))
     pool = Pool(decoder, pages=10)
     held = sum(layer.numel() * layer.itemsize for layer in pool.kv.layers)
-    assert held == 10 * pool.kv.bytes_per_page(decoder.spec, 8, decoder.dtype)
+    assert held == 80 * decoder.spec.kv_bytes_per_token(decoder.dtype.itemsize)
     assert pool.kv.k[0].shape == pool.kv.v[0].shape == (80, 2, 16)

@@ -189,7 +189,6 @@ class Client:
         timeout: float,
         clock: Clock = time.perf_counter,
     ) -> None:
-        self._url = url
         self._connections = Connections(url, {"Content-Type": "application/json", **headers}, clock)
         self._timeout = timeout
         self.clock = clock

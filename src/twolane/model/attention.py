@@ -104,11 +104,6 @@ class KVCache:
         pool.exponents.index_copy_(0, slots, exponents)
         return fp8.dequantise_heads(values, exponents, new.dtype)
 
-    @staticmethod
-    def bytes_per_page(spec: ModelSpec, page_size: int, dtype: torch.dtype) -> int:
-        """Bytes of one page in all layers, if it is not rounded."""
-        return page_size * spec.kv_bytes_per_token(dtype.itemsize)
-
 
 @dataclass(frozen=True)
 class Segment:

@@ -260,13 +260,9 @@ class DecodeGraphs:
         else:
             graphs.finish[bucket].replay()
 
-    def step_tokens(self, step: int, bucket: int) -> Tensor:
-        """Tokens of a launch's step, int32 [bucket], on the device until the next launch."""
-        return self.step_results(step, bucket)[:bucket]
-
     def step_results(self, step: int, bucket: int) -> Tensor:
         """The tokens of a launch's step, and with experts how many were read: int32 [bucket] or
-        [bucket + 1]."""
+        [bucket + 1], on the device until the next launch."""
         width = bucket + (self._woken is not None)
         return self.ring[step * width : (step + 1) * width]
 
