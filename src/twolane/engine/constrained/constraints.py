@@ -35,7 +35,7 @@ MOST_THREADS = 8
 SUSPECT_SECONDS = 0.01
 """If a call takes this many seconds for its masks, the next mask of each of its grammars is
 computed by itself, and its processor time is measured."""
-SLOW_MASK_SECONDS = 0.002
+SLOW_MASK_SECONDS = 0.005
 """A grammar of which one mask took this many seconds of processor time is slow from then on."""
 SLOW_COMPILE_SECONDS = 0.03
 """A grammar that took this many seconds of processor time to compile is slow: its masks may take as
