@@ -13,7 +13,9 @@ import pytest
 
 pytest.importorskip("aiohttp")
 
-from tests.server.serving import Served, alive, wait_for, write_tiny_model
+from tests.model.adapters import make_adapter
+from tests.server.parrot import TEMPLATE, write_parrot
+from tests.server.serving import Served, alive, parsed, wait_for, write_tiny_model
 
 PAGE = "https://page.example"
 PROMPT = [3 + i % 97 for i in range(300)]
@@ -75,11 +77,20 @@ def counted(served, outcome: str) -> float:
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory):
+def model(tmp_path_factory):
+    return write_parrot(tmp_path_factory.mktemp("fleet") / "model", (), TEMPLATE)
+
+
+@pytest.fixture(scope="module")
+def adapter(model):
+    return str(make_adapter(model, model.parent / "adapter", rank=2))
+
+
+@pytest.fixture(scope="module")
+def pair(model):
     """Two tiny servers with little patience for silence."""
-    model = write_tiny_model(tmp_path_factory.mktemp("fleet"))
     patience = ("--probe-timeout", "1", "--silent-seconds", "2", "--probe-seconds", "0.1")
-    args = (str(model), "--load-format", "dummy", "--kv-tokens", "20000", *patience)
+    args = (str(model), "--kv-tokens", "20000", "--lora-endpoints", *patience)
     with fleet(*args, "--replicas", "2", "--drain-seconds", "30", "--cors-origins", PAGE) as served:
         wait_for(lambda: len(serving(served)) == 2, 180)
         yield served
@@ -119,6 +130,57 @@ def test_a_prompt_goes_where_its_beginning_was_computed(pair):
     assert any(together(seed) for seed in range(5, 10))
 
 
+def adapters(replica: dict) -> set[str]:
+    """The adapters that a server lists."""
+    with urllib.request.urlopen(f"{replica['url']}/v1/models", timeout=60) as response:
+        return {each["id"] for each in parsed(response.read())["data"] if each.get("parent")}
+
+
+def both(served) -> list[dict]:
+    wait_for(lambda: len(serving(served)) == 2, 180)
+    return serving(served)
+
+
+def test_adapters_are_loaded_by_all_servers_or_by_none(pair, adapter):
+    one, other = both(pair)
+    load = {"lora_name": "fine", "lora_path": adapter}
+    status, _, answer = pair.request("/v1/load_lora_adapter", {**load, "lora_path": "nowhere"})
+    assert (status, answer["error"]["param"]) == (400, "lora_path")
+    assert pair.request("/v1/load_lora_adapter", load)[0] == 200
+    assert adapters(one) == adapters(other) == {"fine"}
+    assert [ask(pair, model="fine")[0] for _ in range(4)] == [200] * 4
+    assert pair.request("/v1/unload_lora_adapter", {"lora_name": "fine"})[0] == 200
+    assert adapters(one) == adapters(other) == set()
+    assert ask(pair, model="fine")[0] == 404
+
+    alone = Served(pair.process, f"x | {one['url']}")
+    assert alone.request("/v1/load_lora_adapter", load)[0] == 200
+    assert pair.request("/v1/load_lora_adapter", load)[0] == 400, "one of them has it"
+    assert adapters(other) == set()
+    assert alone.request("/v1/unload_lora_adapter", {"lora_name": "fine"})[0] == 200
+
+
+def respond(served, **body):
+    return served.request("/v1/responses", {"input": "Hello", "max_output_tokens": 3, **body})
+
+
+def test_a_response_is_gone_on_with_at_the_server_that_stores_it(pair):
+    both(pair)
+    stored: dict[str, str] = {}
+    for _ in range(60):
+        _, headers, first = respond(pair)
+        stored[headers["x-replica"]] = first["id"]
+        if len(stored) == 2:
+            break
+    assert len(stored) == 2, "one server got all requests"
+    for name, id in stored.items():
+        status, headers, answer = respond(pair, previous_response_id=id)
+        assert (status, headers["x-replica"]) == (200, name), answer
+        assert pair.request(f"/v1/responses/{id}")[2]["id"] == id
+    status, _, answer = respond(pair, previous_response_id="resp_0")
+    assert (status, answer["error"]["code"]) == (400, "response_not_found")
+
+
 def test_a_stopped_server_is_left_out_and_taken_back(pair):
     name, stopped = next(iter(replicas(pair).items()))
     os.kill(stopped["pid"], signal.SIGSTOP)
@@ -130,8 +192,10 @@ def test_a_stopped_server_is_left_out_and_taken_back(pair):
     wait_for(lambda: replicas(pair)[name]["phase"] == "serving")
 
 
-def test_a_killed_servers_stream_ends_with_an_error_and_another_takes_its_place(pair):
-    wait_for(lambda: len(serving(pair)) == 2, 180)
+def test_a_killed_servers_stream_ends_with_an_error_and_another_takes_its_place(pair, adapter):
+    both(pair)
+    load = {"lora_name": "kept", "lora_path": adapter}
+    assert pair.request("/v1/load_lora_adapter", load)[0] == 200
     ended: list[list[dict]] = []
     thread = threading.Thread(target=lambda: ended.append(stream(pair, 15_000)))
     thread.start()
@@ -142,6 +206,7 @@ def test_a_killed_servers_stream_ends_with_an_error_and_another_takes_its_place(
     assert ended[0][-1]["error"]["code"] == "replica_gone"
     assert ask(pair)[0] == 200
     wait_for(lambda: len(serving(pair)) == 2 and victim["name"] not in replicas(pair), 180)
+    assert [adapters(each) for each in serving(pair)] == [{"kept"}] * 2
 
 
 @pytest.mark.full

@@ -10,7 +10,9 @@ import asyncio
 import hmac
 import logging
 import math
-from collections.abc import AsyncIterator, Awaitable
+import re
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import NamedTuple, TypeVar
 
@@ -20,6 +22,7 @@ from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope, Send
 
 from twolane.common.prefix_digest import Landmarks
+from twolane.fleet.changes import EVERYWHERE, LOST
 from twolane.fleet.metrics import CONTENT_TYPE, FleetMetrics
 from twolane.fleet.pool import Member, Pool
 from twolane.router.choose import Chosen, NoReplica
@@ -35,7 +38,16 @@ T = TypeVar("T")
 
 LANDMARKS = {"/v1/chat/completions": "chat", "/v1/completions": "completions"}
 """Paths whose prompts replicas can turn into landmarks."""
-GENERATES = (*LANDMARKS, "/v1/responses", "/v1/messages")
+RESPONSES = "/v1/responses"
+GENERATES = (*LANDMARKS, RESPONSES, "/v1/messages")
+REDIRECTED = (*LANDMARKS, "/v1/messages")
+"""Not `RESPONSES`: the fleet has to know which replica stores a response."""
+RESPONSE_ID = re.compile(rb'"id": ?"(resp_[0-9a-f]+)"')
+"""The first one in an answer of `RESPONSES`, or in the first event of its stream, is its own."""
+RESPONSE_HEAD = 1024
+"""It stands within this many bytes."""
+KNOWN_RESPONSES = 65536
+"""Number of responses of which the fleet knows the replica that may have stored them."""
 PROBES = ("/health", "/health/ready", "/ping", "/livez", "/health/live")
 LANDMARK_SECONDS = 1.0
 """Seconds within which a replica must say the landmarks of a prompt; else it counts as new."""
@@ -65,6 +77,8 @@ class _Body(msgspec.Struct):
     max_completion_tokens: int | None = None
     stream: bool | None = None
     user: str | None = None
+    model: str | None = None
+    previous_response_id: str | None = None
 
 
 class _Landmarks(msgspec.Struct):
@@ -84,6 +98,8 @@ class _Call(NamedTuple):
     send: Send
     arrived: float
     """When it came, on the pool's clock."""
+    homes: frozenset[str] = frozenset()
+    """The replicas that have what it needs; none: all have it."""
 
     @property
     def path(self) -> str:
@@ -114,6 +130,8 @@ class Ingress:
         self._session = session
         self._most_body = most_body
         self.metrics = FleetMetrics(pool.members.values)
+        self._responses: OrderedDict[str, str] = OrderedDict()
+        """Names of the replicas that answered, by the response's id."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
@@ -220,23 +238,28 @@ class Ingress:
         Raises:
             ApiError: 429 or 503.
         """
+        if call.path in EVERYWHERE and call.scope["method"] == "POST":
+            # Some replicas would be changed and others not if this ended with the client.
+            await asyncio.shield(self._change_all(call))
+            return
         call, ask = await self._ask(call)
         tried: set[str] = set()
         for _ in range(TRIES):
-            chosen, sent = await self._choose(ask, tried)
+            chosen, sent = await self._choose(ask, tried, call.homes)
             self.metrics.choosing.observe(self._pool.clock() - call.arrived)
             if call.path in GENERATES:
                 self.metrics.predicted.observe(chosen.ttft)
             member = self._pool.members[chosen.name]
             tried.add(member.name)
-            if self._pool.options.direct and call.path in GENERATES:
+            if self._pool.options.direct and call.path in REDIRECTED:
                 await _redirect(call, member)
                 self._pool.table.ended(member.name)
                 self._count("redirected")
                 return
             member.enter()
             try:
-                if await self._forward(call, chosen, last=len(tried) == TRIES):
+                last = len(tried) == TRIES or tried >= call.homes > frozenset()
+                if await self._forward(call, chosen, last=last):
                     return
             except BrokenOff as error:
                 log.warning("%s: %s", member.name, error)
@@ -247,29 +270,78 @@ class Ingress:
                 self._pool.table.ended(member.name, sent)
         raise ApiError(503, "no replica could answer", code="unavailable", headers=_retry(1))
 
-    async def _choose(self, ask: Ask, tried: set[str]) -> tuple[Chosen, Sent]:
+    async def _change_all(self, call: _Call) -> None:
+        """Have all replicas that take requests make a change, and the others later.
+
+        Raises:
+            ApiError: 503, there is none.
+        """
+        serving = await self._awaited(lambda: self._pool.serving)
+        members = {member.name: member for member in serving}
+        replies = await self._pool.changes.make(
+            [*members.values()], call.path, call.body, _forwarded(call.scope)
+        )
+        for reply in replies:
+            if reply.status == LOST:
+                self._pool.leave_out(members[reply.name])
+        said = [reply for reply in replies if reply.status != LOST]
+        if not said:
+            raise ApiError(503, "no replica could answer", code="unavailable", headers=_retry(1))
+        shown = max(said, key=lambda reply: reply.status)
+        self._count("answered")
+        await _answer(call.send, shown.status, shown.body, "application/json")
+
+    async def _choose(
+        self, ask: Ask, tried: set[str], homes: frozenset[str]
+    ) -> tuple[Chosen, Sent]:
         """Send a request to a replica, not to one that was tried if there is another.
 
         Raises:
             ApiError: 429, or 503 when none is ready for a while.
         """
-        end = self._pool.clock() + WAIT_SECONDS
-        while True:
-            now = self._pool.clock()
-            views = self._pool.table.views(ask, now)
-            views = [view for view in views if view.name not in tried] or views
-            if views:
-                break
-            if now > end:
-                headers = _retry(RETRY_UNREADY)
-                raise ApiError(503, "no replica is ready", code="unavailable", headers=headers)
-            await asyncio.sleep(self._pool.options.probe_seconds)
+        views = await self._awaited(lambda: self._pool.table.views(ask, self._pool.clock()))
+        views = [view for view in views if view.name in homes] or views
+        views = [view for view in views if view.name not in tried] or views
         choice = self._policy(ask, views)
         if isinstance(choice, NoReplica):
             headers = _retry(choice.retry_after)
             raise ApiError(429, choice.reason, code="refused", headers=headers)
         assert isinstance(choice, Chosen)
-        return choice, self._pool.table.sent(choice.name, ask, now)
+        return choice, self._pool.table.sent(choice.name, ask, self._pool.clock())
+
+    async def _awaited(self, ready: Callable[[], Sequence[T]]) -> Sequence[T]:
+        """Wait until there are such replicas, and return them.
+
+        Raises:
+            ApiError: 503, there are none for a while.
+        """
+        end = self._pool.clock() + WAIT_SECONDS
+        while not (found := ready()):
+            if self._pool.clock() > end:
+                headers = _retry(RETRY_UNREADY)
+                raise ApiError(503, "no replica is ready", code="unavailable", headers=headers)
+            await asyncio.sleep(self._pool.options.probe_seconds)
+        return found
+
+    def _homes(self, path: str, known: _Body) -> frozenset[str]:
+        """Names of the replicas that have a request's adapter or its earlier response; none: any
+        will do, or there is none, as that will say."""
+        response = known.previous_response_id
+        if path.startswith(f"{RESPONSES}/"):
+            response = path.removeprefix(f"{RESPONSES}/").partition("/")[0]
+        if (home := self._responses.get(response or "")) is not None:
+            return frozenset((home,))
+        if known.model not in self._pool.changes.adapters:
+            return frozenset()
+        serving = self._pool.serving
+        return frozenset(each.name for each in serving if known.model in each.adapters)
+
+    def _note_response(self, call: _Call, member: Member, begun: bytes) -> None:
+        """Remember which replica may have stored a response, by how its answer begins."""
+        if call.path == RESPONSES and (found := RESPONSE_ID.search(begun)):
+            self._responses[found[1].decode()] = member.name
+            if len(self._responses) > KNOWN_RESPONSES:
+                self._responses.popitem(last=False)
 
     async def _ask(self, call: _Call) -> tuple[_Call, Ask]:
         """Return the request with the tokens of its prompt, and what the router needs to know."""
@@ -277,6 +349,7 @@ class Ingress:
         known = _Body()
         with suppress(msgspec.DecodeError):
             known = msgspec.json.decode(body, type=_Body)
+        call = call._replace(homes=self._homes(call.path, known))
         found = None
         if call.path in LANDMARKS and len(self._pool.serving) > 1:
             found = await self._landmarks(call, LANDMARKS[call.path])
@@ -343,6 +416,7 @@ class Ingress:
             # Nothing is sent before all of it is here, so that it can be tried again.
             whole = await _unless_lost(member, answer.read())
             self._count("answered")
+            self._note_response(call, member, whole[:RESPONSE_HEAD])
             await _start(call.send, answer.status, headers)
             await call.send({"type": "http.response.body", "body": whole})
             return True
@@ -359,6 +433,7 @@ class Ingress:
         """Send events on as they come; one that breaks off ends with an error event."""
         pieces = _pieces(member, answer)
         first, send = await anext(pieces, b""), call.send
+        self._note_response(call, member, first[:RESPONSE_HEAD])
         self.metrics.first_events.observe(self._pool.clock() - call.arrived)
         await _start(send, answer.status, headers)
         try:

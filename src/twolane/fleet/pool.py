@@ -10,6 +10,7 @@ from typing import Any, Literal
 import aiohttp
 import msgspec
 
+from twolane.fleet.changes import Changes
 from twolane.fleet.hosts import Hosts, Place
 from twolane.fleet.options import FleetOptions
 from twolane.fleet.process import StartError
@@ -47,6 +48,8 @@ class Member:
     """Requests that the ingress has sent."""
     idle: asyncio.Event = field(default_factory=asyncio.Event)
     """Set while no request is open."""
+    adapters: dict[str, bytes] = field(default_factory=dict)
+    """Bodies of the requests that loaded its adapters, by their names."""
 
     def enter(self) -> None:
         """Note that a request goes there."""
@@ -86,6 +89,7 @@ class Pool:
         self._session = session
         self.keys = keys
         self._headers = {"Authorization": f"Bearer {keys[0]}"} if keys else {}
+        self.changes = Changes(session, self._headers)
         self._serial = 0
         self._target = options.replicas
         self._successors = 0
@@ -169,6 +173,8 @@ class Pool:
             if member.name not in self.members:
                 return
             if answer is not None:
+                if member.phase in ("starting", "out"):
+                    await self.changes.bring_up_to_date(member)
                 self._heard(member, answer, asked_at)
             elif await self._missed(member):
                 return
@@ -206,8 +212,7 @@ class Pool:
         silent = self.clock() - member.heard_at
         if member.phase == "serving":
             log.warning("%s does not say its state: it is sent nothing", member.name)
-            member.phase, member.version = "out", -1
-        self.table.remove(member.name)
+        self.leave_out(member)
         alive = await self._hosts.alive(member.name)
         if alive and silent < self.options.silent_seconds:
             return False
@@ -219,6 +224,12 @@ class Pool:
         self.members.pop(member.name, None)
         await self._hosts.stop(member.name, 0.0)
         return True
+
+    def leave_out(self, member: Member) -> None:
+        """Send a replica nothing until it says its state again, and is up to date."""
+        if member.phase == "serving":
+            member.phase, member.version = "out", -1
+        self.table.remove(member.name)
 
     def _scale(self) -> None:
         """Start what is missing, and drain what is too much."""
