@@ -3,11 +3,13 @@
 import math
 from dataclasses import replace
 
-from muxwise import BURSTS, FIXED, REAL, REREAD, SEARCHED, SMALL_CHUNKS
-from study import Experiment, Load, Row, beside
+from muxwise import BURSTS, FIXED, HALVES, REAL, REREAD, SEARCHED, SMALL_CHUNKS
+from study import APART, Experiment, Load, Row, beside
 
 PAIR = {"drift": "drift", "chunked 512": "chunked:token_budget=512"}
 """The paper's best budget is 512."""
+SEVENTY = {name: load for name, load in REAL.items() if name.startswith("70B")}
+"""Loads for which Dynamo has as many GPUs for each phase; for 8B the paper gives it 2:1."""
 SYNTHETIC = {name: FIXED[name] for name in ("ShareGPT", "LooGLE")}
 ALONE = {
     f"{name}, no sharing": replace(load, prefix_cache=False) for name, load in SYNTHETIC.items()
@@ -20,21 +22,23 @@ AT_ONCE = {
 EXPERIMENTS = {
     "drift-fig9": Experiment(
         where="Drift Fig. 9",
-        runs=beside(REAL, PAIR),
+        runs={**beside(REAL, PAIR), **beside(SEVENTY, {"Dynamo 1P1D": APART})},
         rows=[
             Row(
-                what=f"{what} over chunked 512 (mean of all), {load}",
+                what=f"{what} over {rival} (mean of all), {load}",
                 figure=figure,
-                of=f"{load}: chunked 512",
+                of=f"{load}: {rival}",
                 over=f"{load}: drift",
                 paper=paper,
                 why=why,
             )
-            for what, figure, paper, why in (
-                ("P99 TTFT", "p99_ttft", 2.62, BURSTS),
-                ("P99 TBT", "p99_tbt", 2.59, SMALL_CHUNKS),
+            for loads, rival, what, figure, paper, why in (
+                (REAL, "chunked 512", "P99 TTFT", "p99_ttft", 2.62, BURSTS),
+                (REAL, "chunked 512", "P99 TBT", "p99_tbt", 2.59, SMALL_CHUNKS),
+                (SEVENTY, "Dynamo 1P1D", "P99 TTFT", "p99_ttft", 9.88, HALVES),
+                (SEVENTY, "Dynamo 1P1D", "P99 TBT", "p99_tbt", 2.67, HALVES),
             )
-            for load in REAL
+            for load in loads
         ],
         shown=("p99_ttft", "p99_tbt", "throughput"),
     ),
@@ -135,6 +139,6 @@ EXPERIMENTS = {
 MISSING = {
     "Drift Fig. 9 to 11, LoongServe": "elastic sequence parallelism is not built: a launch has one"
     " group of ranks for its whole life, and LoongServe keeps no prefixes",
-    "Drift Fig. 9 to 11, Dynamo": "a GPU for each phase is simulated"
-    " by benchmarks/two_gpus.py, not in the papers' settings",
+    "Drift Fig. 9 to 11, Dynamo with 8B": "two GPUs of three prefill there, and the two phases have"
+    " as many GPUs each in simulations",
 }

@@ -2,7 +2,7 @@
 
 import study
 from device import ask, roofline_signs
-from study import Experiment, Load, Row, beside
+from study import APART, Experiment, Load, Row, Run, beside
 
 CHEAP = "chunks cost the simulated device less than their engine, whose host time it has not"
 H100 = {"model": "qwen3-8b", "gpu": "h100"}
@@ -36,6 +36,27 @@ TWO = {
     )
     for rate in (10, 16)
 }
+PLANNED = (
+    "its planner moves GPUs between the phases, 40 s each time; here four ranks serve each phase"
+)
+HALVES = "one half idles whenever the load does not split as the GPUs do, as in the paper"
+FIG2 = (4, 7, 10)
+"""Requests/s of Figure 2: where TTFT rises with a GPU for each phase, where two replicas are full,
+and more than both serve."""
+EVEN = {"model": "qwen3-8b", "gpu": "h100", "lengths": (8000, 200)}
+
+
+def fig2() -> dict[str, Run]:
+    """A GPU for each phase, and one of two replicas of chunked prefill with half of the load."""
+    runs = {}
+    for rate in FIG2:
+        apart = Load(tp=2, rate=rate, requests=20 * rate, **EVEN)
+        replica = Load(rate=rate / 2, requests=10 * rate, **EVEN)
+        runs[f"1P1D at {rate}/s"] = Run(apart, APART)
+        runs[f"replica at {rate}/s"] = Run(replica, "chunked:token_budget=8192")
+    return runs
+
+
 LENGTHS = {
     f"4096/{osl}": Load(lengths=(4096, osl), rate=rate, requests=count, whole=400, **H100)
     for osl, rate, count in ((64, 16.0, 200), (1024, 10.0, 200), (2048, 8.0, 160))
@@ -56,6 +77,38 @@ def over(
 
 
 EXPERIMENTS = {
+    "duetserve-fig2": Experiment(
+        where="DuetServe Fig. 2",
+        runs=fig2(),
+        rows=[
+            *(
+                Row(
+                    what=f"tokens/s of 1P1D over two replicas, at {rate}/s",
+                    figure="tokens",
+                    of=f"1P1D at {rate}/s",
+                    over=f"replica at {rate}/s",
+                    scale=0.5,
+                    paper=0.5 if rate == FIG2[-1] else None,
+                    why="the paper says less than half; one GPU prefills half as fast as two",
+                )
+                for rate in FIG2
+            ),
+            *(
+                Row(
+                    what=f"mean {name} at {rate}/s, {system}",
+                    figure=figure,
+                    of=f"{run} at {rate}/s",
+                    unit="ms",
+                    scale=1e3,
+                    why="in the paper TTFT of 1P1D rises above 4/s and two replicas fill at 7/s",
+                )
+                for rate in FIG2
+                for name, figure in (("TTFT", "mean_ttft"), ("TBT", "mean_tbt"))
+                for system, run in (("1P1D", "1P1D"), ("two replicas", "replica"))
+            ),
+        ],
+        shown=("mean_ttft", "mean_tbt", "tokens"),
+    ),
     "duetserve-fig6": Experiment(
         where="DuetServe Fig. 6",
         headline="request throughput up to 1.3 times the baselines'",
@@ -111,12 +164,16 @@ EXPERIMENTS = {
     ),
     "duetserve-fig7": Experiment(
         where="DuetServe Fig. 7",
-        runs=beside(TWO, SYSTEMS),
+        runs=beside(TWO, {**SYSTEMS, "Dynamo 1P1D": APART}),
         rows=[
             over("code 16/s", "throughput", "requests/s over chunked 8,192 (above 1 in the paper)",
                  None, "chunked 8192", CHEAP),
             over("code 16/s", "mean_tbt", "mean TBT of chunked 8,192 over its own", 1.33,
                  "chunked 8192", "the paper says above 200 against below 150 ms", more=False),
+            over("code 16/s", "throughput", "requests/s over Dynamo 1P1D (above 1 in the paper)",
+                 None, "Dynamo 1P1D", HALVES),
+            over("code 16/s", "mean_tbt", "mean TBT of Dynamo 1P1D over its own (below 1 there)",
+                 None, "Dynamo 1P1D", HALVES, more=False),
         ],
         shown=("mean_ttft", "mean_tbt", "throughput"),
     ),
@@ -202,19 +259,41 @@ EXPERIMENTS = {
                     requests=300,
                 )
             },
-            {"DuetServe": "duetserve", "chunked 8192": "chunked:token_budget=8192"},
+            {
+                "DuetServe": "duetserve",
+                "chunked 8192": "chunked:token_budget=8192",
+                "Dynamo 4P4D": APART,
+            },
         ),
         rows=[
-            Row(
-                what=f"{what}, DuetServe",
-                figure=figure,
-                of="32B on 8 H100: DuetServe",
-                paper=paper,
-                unit=unit,
-                scale=scale,
-                why=why,
-            )
-            for what, figure, paper, unit, scale, why in (
+            over("32B on 8 H100", "throughput", "requests/s over Dynamo 4P4D", 1.41,
+                 "Dynamo 4P4D", PLANNED),
+            *(
+                Row(
+                    what=f"{what}, Dynamo 4P4D",
+                    figure=figure,
+                    of="32B on 8 H100: Dynamo 4P4D",
+                    paper=paper,
+                    unit=unit,
+                    scale=scale,
+                    why=PLANNED,
+                )
+                for what, figure, paper, unit, scale in (
+                    ("requests/s", "throughput", 5.69, "req/s", 1.0),
+                    ("mean TBT", "mean_tbt", 23.1, "ms", 1e3),
+                )
+            ),
+            *(
+                Row(
+                    what=f"{what}, DuetServe",
+                    figure=figure,
+                    of="32B on 8 H100: DuetServe",
+                    paper=paper,
+                    unit=unit,
+                    scale=scale,
+                    why=why,
+                )
+                for what, figure, paper, unit, scale, why in (
                 ("requests/s", "throughput", 8.02, "req/s", 1.0,
                  "the paper serves the whole trace, and its eight ranks share one CPU's launches"),
                 ("mean TTFT", "mean_ttft", 58.9, "s", 1.0,
@@ -222,13 +301,12 @@ EXPERIMENTS = {
                 ("mean TBT", "mean_tbt", 104.7, "ms", 1e3, "fewer requests are in flight"),
                 ("GPU utilisation", "utilisation", 93.5, "%", 100.0,
                  "here SMs that a launch holds count as used"),
-            )
+                )
+            ),
         ],
         shown=("throughput", "mean_ttft", "mean_tbt"),
     ),
 }  # fmt: skip
 MISSING = {
-    "DuetServe Fig. 2 and 7, Tab. 3, Dynamo": "a GPU for each phase is simulated"
-    " by benchmarks/two_gpus.py, not in the papers' settings",
     "DuetServe Fig. 10": "a timeline of one iteration: a server's `--trace` shows it",
 }

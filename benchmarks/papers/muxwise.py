@@ -2,7 +2,7 @@
 
 import msgspec
 from device import ask, budgets, demand, hit_rates
-from study import Experiment, Load, Row, Run, beside
+from study import APART, Experiment, Load, Row, Run, beside
 
 from twolane.workload.spec import WorkloadSpec
 from twolane.workload.traces import TraceRequest
@@ -15,6 +15,7 @@ REREAD = (
     " prefill keeps up at none of the rates tried"
 )
 BURSTS = "the paper replays a bursty trace that it scaled down; here arrivals are Poisson"
+HALVES = "both halves keep every page here, so none is sent back, and the link is theirs alone"
 FASTER = "the paper names neither rates nor its budget on these GPUs"
 
 REUSED = (0, 8192, 16_384, 32_768)
@@ -31,17 +32,24 @@ REAL = {
 CHUNKED = "chunked:token_budget=256"
 PAIR = {"muxwise": "muxwise", "chunked 256": CHUNKED}
 TUNED = {"muxwise": "muxwise", **{f"chunked {n}": f"chunked:token_budget={n}" for n in (256, 512)}}
+CHUNKS = ("chunked 256", "chunked 512")
+PD = {"SGLang-PD": APART}
 
 
 def ratios(
-    loads: dict[str, Load], paper: float | None, figure: str, what: str, why: str, budget: int = 256
+    loads: dict[str, Load],
+    paper: float | None,
+    figure: str,
+    what: str,
+    why: str,
+    rival: str = "chunked 256",
 ) -> list[Row]:
-    """One row a load: chunked prefill over MuxWise."""
+    """One row a load: another system's latency over MuxWise's."""
     return [
         Row(
             what=f"{what}, {load}",
             figure=figure,
-            of=f"{load}: chunked {budget}",
+            of=f"{load}: {rival}",
             over=f"{load}: muxwise",
             paper=paper,
             why=why,
@@ -50,8 +58,8 @@ def ratios(
     ]
 
 
-def others(load: str, figures: dict[str, tuple[float, float, float]]) -> list[Row]:
-    """Tables 3 and 4: figure name, scale, and the paper's two values."""
+def others(load: str, figures: dict[str, tuple[float, float, float, float]]) -> list[Row]:
+    """Tables 3 and 4: figure name, scale, and the paper's values."""
     return [
         Row(
             what=f"{figure.replace('_', ' ')}, {system}",
@@ -60,25 +68,25 @@ def others(load: str, figures: dict[str, tuple[float, float, float]]) -> list[Ro
             paper=value,
             unit="s" if scale == 1 else "ms",
             scale=scale,
-            why=BURSTS,
+            why=HALVES if system == "SGLang-PD" else BURSTS,
         )
-        for figure, (scale, own, chunked) in figures.items()
-        for system, value in (("muxwise", own), ("chunked 256", chunked))
+        for figure, (scale, own, chunked, apart) in figures.items()
+        for system, value in (("muxwise", own), ("chunked 256", chunked), ("SGLang-PD", apart))
     ]
 
 
-def goodput(load: str, budgets: tuple[int, ...], paper: float | None, why: str) -> list[Row]:
-    """The highest rate over that of chunked prefill with each budget."""
+def goodput(load: str, rivals: tuple[str, ...], paper: float | None, why: str) -> list[Row]:
+    """The highest rate over those of other systems."""
     return [
         Row(
-            what=f"goodput over chunked {n}, {load}",
+            what=f"goodput over {rival}, {load}",
             figure="goodput",
             of=f"{load}: muxwise",
-            over=f"{load}: chunked {n}",
+            over=f"{load}: {rival}",
             paper=paper,
             why=why,
         )
-        for n in budgets
+        for rival in rivals
     ]
 
 
@@ -217,38 +225,41 @@ EXPERIMENTS = {
     ),
     "muxwise-fig14": Experiment(
         where="MuxWise Fig. 14",
-        runs=beside(REAL, PAIR),
+        runs=beside(REAL, {**PAIR, **PD}),
         rows=[
             *ratios(REAL, 3.57, "p99_ttft", "P99 TTFT over chunked 256 (mean of all)", BURSTS),
+            *ratios(
+                REAL, 1.66, "p99_ttft", "P99 TTFT over SGLang-PD (mean of all)", HALVES, "SGLang-PD"
+            ),
             *ratios(REAL, None, "p99_tbt", "P99 TBT over chunked 256", SMALL_CHUNKS),
         ],
         shown=("p99_ttft", "p99_tbt", "throughput"),
     ),
     "muxwise-tab3": Experiment(
         where="MuxWise Tab. 3",
-        runs=beside({"70B conversation": REAL["70B conversation"]}, PAIR),
+        runs=beside({"70B conversation": REAL["70B conversation"]}, {**PAIR, **PD}),
         rows=others(
             "70B conversation",
             {
-                "mean_ttft": (1, 3.1, 12.0),
-                "p50_ttft": (1, 1.4, 7.2),
-                "mean_tbt": (1e3, 30.2, 45.3),
-                "mean_e2e": (1, 13.1, 27.0),
-                "mean_tpot": (1e3, 31.1, 46.9),
+                "mean_ttft": (1, 3.1, 12.0, 7.38),
+                "p50_ttft": (1, 1.4, 7.2, 3.95),
+                "mean_tbt": (1e3, 30.2, 45.3, 32.9),
+                "mean_e2e": (1, 13.1, 27.0, 18.4),
+                "mean_tpot": (1e3, 31.1, 46.9, 33.5),
             },
         ),
     ),
     "muxwise-tab4": Experiment(
         where="MuxWise Tab. 4",
-        runs=beside({"70B toolagent": REAL["70B toolagent"]}, PAIR),
+        runs=beside({"70B toolagent": REAL["70B toolagent"]}, {**PAIR, **PD}),
         rows=others(
             "70B toolagent",
             {
-                "mean_ttft": (1, 1.3, 2.4),
-                "p50_ttft": (1, 1.0, 1.1),
-                "mean_tbt": (1e3, 27.2, 30.5),
-                "mean_e2e": (1, 4.0, 5.5),
-                "mean_tpot": (1e3, 33.1, 45.9),
+                "mean_ttft": (1, 1.3, 2.4, 2.1),
+                "p50_ttft": (1, 1.0, 1.1, 1.5),
+                "mean_tbt": (1e3, 27.2, 30.5, 31.6),
+                "mean_e2e": (1, 4.0, 5.5, 5.2),
+                "mean_tpot": (1e3, 33.1, 45.9, 37.1),
             },
         ),
     ),
@@ -256,7 +267,7 @@ EXPERIMENTS = {
         where="MuxWise Fig. 15",
         headline="goodput 2.20 times the baselines' on average, at most 3.06 times",
         runs={
-            **beside(SEARCHED, {**TUNED, "auto": "auto"}, search=True),
+            **beside(SEARCHED, {**TUNED, **PD, "auto": "auto"}, search=True),
             **{
                 f"{load}: {system}, told": Run(SEARCHED[load], system, search=True, told=True)
                 for load in SEARCHED
@@ -264,8 +275,10 @@ EXPERIMENTS = {
             },
         },
         rows=[
-            *goodput("8B toolagent", (256, 512), 2.6, REREAD),
-            *goodput("70B toolagent", (256, 512), 3.06, REREAD),
+            *goodput("8B toolagent", CHUNKS, 2.6, REREAD),
+            *goodput("70B toolagent", CHUNKS, 3.06, REREAD),
+            *goodput("8B toolagent", ("SGLang-PD",), 1.3, HALVES),
+            *goodput("70B toolagent", ("SGLang-PD",), 1.62, HALVES),
             *(
                 Row(
                     what=f"goodput of auto over muxwise, {load}{told}",
@@ -335,19 +348,38 @@ EXPERIMENTS = {
         runs=beside(H100S, {"muxwise": "muxwise", "chunked 512": "chunked:token_budget=512"}),
         rows=[
             *ratios(
-                H100S, 2.28, "p99_ttft", "P99 TTFT over chunked 512 (mean of all)", FASTER, 512
+                H100S,
+                2.28,
+                "p99_ttft",
+                "P99 TTFT over chunked 512 (mean of all)",
+                FASTER,
+                "chunked 512",
             ),
-            *ratios(H100S, 1.81, "p99_tbt", "P99 TBT over chunked 512 (mean of all)", FASTER, 512),
+            *ratios(
+                H100S,
+                1.81,
+                "p99_tbt",
+                "P99 TBT over chunked 512 (mean of all)",
+                FASTER,
+                "chunked 512",
+            ),
         ],
         shown=("p99_ttft", "p99_tbt", "throughput"),
     ),
     "muxwise-fig17": Experiment(
         where="MuxWise Fig. 17",
-        runs=beside(SYNTHETIC, TUNED, search=True),
+        runs=beside(SYNTHETIC, {**TUNED, **PD}, search=True),
         rows=[
             row
-            for load, paper in (("ShareGPT", 1.9), ("LooGLE", 1.71), ("OpenThoughts", 2.0))
-            for row in goodput(load, (256, 512), paper, SMALL_CHUNKS)
+            for load, paper, halves in (
+                ("ShareGPT", 1.9, 1.46),
+                ("LooGLE", 1.71, 2.0),
+                ("OpenThoughts", 2.0, 2.0),
+            )
+            for row in (
+                *goodput(load, CHUNKS, paper, SMALL_CHUNKS),
+                *goodput(load, ("SGLang-PD",), halves, HALVES),
+            )
         ],
         shown=("goodput", "p99_ttft", "p99_tbt"),
     ),
@@ -369,7 +401,7 @@ EXPERIMENTS = {
             search=True,
         ),
         rows=[
-            *goodput("ShareGPT", (256, 512), 1.2, "the paper's budget is not named"),
+            *goodput("ShareGPT", CHUNKS, 1.2, "the paper's budget is not named"),
             Row(
                 what="goodput over two streams (WindServe, §6)",
                 figure="goodput",
@@ -517,8 +549,6 @@ MISSING = {
     " attention over several GPUs' caches, which no system here has a use for",
     "MuxWise Fig. 14 to 17, NanoFlow": "its half-batches overlap operators within a layer, and the"
     " device model knows the demand of a whole pass",
-    "MuxWise Fig. 14 to 17, SGLang-PD": "a GPU for each phase is simulated"
-    " by benchmarks/two_gpus.py, not in the papers' settings",
     "MuxWise §4.1, Bullet §2.3.3, POD": "attention of both phases in one kernel is not built: it"
     " gains over long contexts, where `auto` turns to lanes (docs/design/simulation.md)",
     "MuxWise Fig. 16, Qwen3-235B on eight GPUs": "the simulator does not repeat KV heads, of which"

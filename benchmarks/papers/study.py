@@ -53,6 +53,8 @@ SPAN = 6
 """How many times the rate where a search begins its highest one may be, and it its lowest one."""
 LEAST = 2 ** (math.ceil(-OCTAVE * math.log2(SPAN)) / OCTAVE)
 """The lowest rate that a search tries, over the one where it begins."""
+APART = "1P1D"
+"""System of a run in which prefill has one half of the GPUs and decode the other (simulated)."""
 WARMUPS = 24
 """Requests that a server gets at once before its runs: its first memory is slow."""
 Figures = dict[str, float]
@@ -109,7 +111,7 @@ class Run:
 
     load: Load
     system: str
-    """Name and settings, as `twolane bench goodput --system` takes them."""
+    """Name and settings, as `twolane bench goodput --system` takes them; or `APART`."""
     search: bool = False
     """Whether the highest rate is searched at which P99 TBT keeps the SLO."""
     told: bool = False
@@ -268,7 +270,8 @@ class Bench:
         asked = SimulateConfig(
             engine=engine(run, load.model),
             gpu=load.gpu,
-            tp=load.tp,
+            tp=load.tp // 2 if run.system == APART else load.tp,
+            disaggregated=run.system == APART,
             link_bandwidth=load.link,
             bench=BenchConfig(workload=workload, goodput=slos or {}),
         )
@@ -320,7 +323,7 @@ class Bench:
 
 def engine(run: Run, model: str) -> EngineConfig:
     """Settings of the engine that a run simulates."""
-    system, options = parse_system(run.system)
+    system, options = parse_system("two-stream" if run.system == APART else run.system)
     load = run.load
     bound = {"ttft": UNSTABLE["ttft"], "ttft_per_token": UNSTABLE["ttft_per_1k"] / 1024}
     return EngineConfig(
