@@ -142,6 +142,23 @@ def test_a_batch_may_have_more_requests_than_are_predicted(roofline, count):
     assert set(units(plan)) == {"decode", "prefill"}
 
 
+def test_a_batch_ends_where_its_arithmetic_intensity_has_its_limit(roofline):
+    """§3.3.2: many short prompts together make a matrix product worth its weights, and from some
+    number on another one brings nothing; on fewer SMs that is sooner."""
+    line = [waiting(f"p{i}", 32, deadline=60.0) for i in range(64)]
+    by_tokens = Bullet(max_batch_tokens=2048)
+    by_intensity = Bullet(max_batch_tokens=2048, by_intensity=True)
+
+    def count(system, memory, **more):
+        return len(system.plan(view(roofline, waiting=line, **more), memory)[0].admit)
+
+    assert count(by_tokens, BulletMemory()) == 64
+    alone = count(by_intensity, BulletMemory())
+    few = BulletMemory(level=SPLITS[-1])
+    beside = count(by_intensity, few, decoding=running(4))
+    assert 1 < beside < alone < 64
+
+
 # The units
 
 

@@ -39,6 +39,8 @@ QUEUE = 64
 them as they are."""
 PERCENTILE = 90.0
 """Percentile of TTFT and of TPOT over requests (Algorithm 1, lines 10 to 18)."""
+GROWTH = 0.01
+"""Share by which a further request must raise a batch's predicted tokens a second to join it."""
 
 
 def reorder(
@@ -145,6 +147,29 @@ class Pace:
         return percentile(shares, PERCENTILE)
 
 
+def _intense(view: View, memory: BulletMemory, chunks: Sequence[Chunk]) -> int:
+    """Number of the first chunks that bring a batch to the limit of its arithmetic intensity.
+
+    The execution state is that of the moment: the units of prefill, and decode beside it.
+    """
+    known = {request.id: request for request in view.waiting}
+    units, beside = view.units, None
+    if view.decoding and memory.level is not None:
+        units, beside = memory.level[0], Corunner(decode_load(view.decoding), memory.level[1])
+    new = [chunk.n for chunk in chunks]
+    reused = [known[chunk.request].reused for chunk in chunks]
+    rate = 0.0
+    for count in range(1, len(chunks) + 1):
+        whole = prefill_slice(Load(new[:count], reused[:count]), view.layers, finishes=True)
+        seconds = view.estimator.predict(whole, units, beside)
+        if seconds is None:
+            break
+        before, rate = rate, sum(new[:count]) / seconds
+        if rate < before * (1 + GROWTH):
+            return count - 1
+    return len(chunks)
+
+
 class Bullet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Layer-wise prefill beside decode; units follow predicted TTFT and TPOT at every step."""
 
@@ -162,6 +187,9 @@ class Bullet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_batch_tokens: int = 2048
     """New tokens at which the arithmetic intensity of a batch is taken to be at its peak
     (Table 2); a longer prompt is a batch of its own."""
+    by_intensity: bool = False
+    """Whether a batch ends earlier where a further request raises its predicted rate by less than
+    1 %: arithmetic intensity has its limit there under the execution state (§3.3.2)."""
     partition: bool = True
     """False: both lanes on all units (Figure 23: with the scheduler only)."""
     schedule: bool = True
@@ -212,6 +240,8 @@ class Bullet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         memory = replace(memory, latencies=latencies)
         waiting = self._ordered(view, latencies, start)
         chunks = next_chunks(view, self.max_batch_tokens, split=False, waiting=waiting)
+        if self.by_intensity:
+            chunks = chunks[: _intense(view, memory, chunks)]
         prompts, count = PrefillJob.coming(view, chunks), len(chunks)
         assert prompts is not None
         # The batch may have more requests than are predicted: many short ones.
