@@ -151,7 +151,10 @@ def rig(given: argparse.Namespace) -> Iterator[Rig]:
         pass
 
     config = EngineConfig(
-        model=given.model, load_format="dummy", device="cpu" if given.card == "cpu" else "auto"
+        model=given.model,
+        load_format="dummy",
+        device="cpu" if given.card == "cpu" else "auto",
+        levels=given.levels and tuple(given.levels),
     )
     if given.simulate:
         machine = SimulatedMachine(GPUS[given.simulate], shapes_of(config), config)
@@ -207,6 +210,8 @@ def _options() -> argparse.Namespace:
     add("--prompts", type=int, default=300, help="requests of each system")
     add("--longest", type=int, default=12_000, help="tokens to which prompts are cut")
     add("--tbt", type=float, default=12.0, help="TBT SLO in ms")
+    add("--levels", type=int, nargs="+",
+        help="of the decode lane while slices are measured; few start soon")  # fmt: skip
     add("--batches", nargs="+", default=list(BATCHES), choices=list(BATCHES))
     add("--vocab-range", type=TokenRange.parse, default=TokenRange(), metavar="LOW:HIGH")
     add("--out", type=Path, help="write the figures here as JSON")
