@@ -46,7 +46,8 @@ class Found(msgspec.Struct):
     engine_itl_ms: dict[str, Any] | None = None
     """Gaps that the server counted itself in that run."""
     runs: list[dict[str, Any]] = []
-    """Every run of the search, in order of its rate: seed, rate, whether it held, P99 in ms."""
+    """Every run of the search, in order of its rate: seed, rate, whether it held, P99 in ms, and
+    requests answered a second over the whole run, which tells a backlog."""
 
     @property
     def median(self) -> float:
@@ -130,7 +131,8 @@ def _found(system: str, point: goodput.BoundSearch, rates: list[float]) -> Found
         trial = saved["trial"]
         if trial["system"] != system:
             continue
-        shown = {key: saved.get(key) for key in ("p99_itl_ms", "p99_ttft_ms")}
+        keys = ("p99_itl_ms", "p99_ttft_ms", "request_throughput")
+        shown = {key: saved.get(key) for key in keys}
         runs.append({**{key: trial[key] for key in ("seed", "rate", "holds")}, **shown})
         if trial["holds"]:
             held.append((trial["rate"], saved))
