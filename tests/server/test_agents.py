@@ -6,12 +6,19 @@ import json
 
 import openai
 import pytest
+from openai.lib.streaming.chat import ChatCompletionStreamState
 
 from .parrot import TEMPLATE, Learnt, write_parrot
 from .serving import serving
 
 ASK = "What is the weather in Rome?"
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+TOWNS = (
+    '<tool_call>\n{"name": "weather", "arguments": {"ci',
+    'ty": "Oslo"}}\n</tool_call>\n<tool_call>\n{"name": "weather", "arguments": {"city": "Bern"}}',
+    "\n</tool_call> ",
+)
+"""A token begins a call and its arguments, and another one ends it and begins the next."""
 WEATHER = {
     "type": "function",
     "function": {
@@ -29,6 +36,7 @@ CLOCK = {"type": "function", "function": {"name": "clock"}}
 FRANCE = "What is the capital of France?"
 LEARNT = [
     Learnt(ASK, CALL),
+    Learnt("Two towns", TOWNS),
     Learnt("21 degrees", "It is 21 degrees in Rome."),
     Learnt(FRANCE, "<think>\nEasy.\n</think>\n\nParis."),
 ]
@@ -112,6 +120,18 @@ def test_a_streamed_call_adds_up_to_the_whole_one(parrot):
     assert call["name"] == "weather"
     assert call["id"]
     assert json.loads(call["arguments"]) == {"city": "Rome"}
+
+
+def test_openais_own_helper_adds_up_calls_that_begin_in_one_delta(parrot):
+    state = ChatCompletionStreamState()
+    for chunk in chat(parrot, "Two towns", stream=True, tools=[WEATHER]):
+        [choice] = chunk.choices
+        indexes = [part.index for part in choice.delta.tool_calls or ()]
+        assert len(indexes) == len(set(indexes))
+        state.handle_chunk(chunk)
+    calls = state.get_final_completion().choices[0].message.tool_calls
+    towns = [json.loads(call.function.arguments)["city"] for call in calls]
+    assert towns == ["Oslo", "Bern"]
 
 
 def test_without_tools_a_call_is_text(parrot):

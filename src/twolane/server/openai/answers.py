@@ -95,6 +95,15 @@ def shown_call(call: ToolCall) -> Json:
     return {"id": call.id, "type": "function", "function": function}
 
 
+def add_arguments(calls: list[Json], call: int, text: str) -> None:
+    """Add arguments of a call to a delta. Clients want each call of a delta in one entry: the
+    first list of a stream is kept by some as it is."""
+    if calls and calls[-1]["index"] == call:
+        calls[-1]["function"]["arguments"] += text
+    else:
+        calls.append({"index": call, "function": {"arguments": text}})
+
+
 class Answer:
     """One request's answer under way: a choice for each answer to each prompt.
 
@@ -284,13 +293,13 @@ class Answer:
                     said["reasoning_content"] = said.get("reasoning_content", "") + text
                 case Content(text):
                     said["content"] = said.get("content", "") + text
-                case CallStart() | CallArguments():
+                case CallStart():
                     said.setdefault("tool_calls", []).append(self._call_delta(index, piece))
+                case CallArguments(call, text):
+                    add_arguments(said.setdefault("tool_calls", []), call, text)
         return said
 
-    def _call_delta(self, index: int, piece: CallStart | CallArguments) -> Json:
-        if isinstance(piece, CallArguments):
-            return {"index": piece.index, "function": {"arguments": piece.text}}
+    def _call_delta(self, index: int, piece: CallStart) -> Json:
         assert self._readers is not None
         call = self._readers[index].calls[piece.index]
         function = {"name": call.name, "arguments": ""}
