@@ -104,6 +104,24 @@ def test_thinking_is_an_item_of_its_own(client):
         assert response.usage.output_tokens_details.reasoning_tokens > 0
 
 
+@pytest.mark.parametrize(
+    ("said", "kinds"), [(FRANCE, ("reasoning_text", "output_text")), (ASK, ("function_call",))]
+)
+def test_each_item_is_added_grows_and_is_done_in_order(client, said, kinds):
+    _, events = last_of(client, said, tools=[WEATHER])
+    order = []
+    for event in events[2:-1]:
+        if event.type != (order or [None])[-1]:  # deltas follow each other
+            order.append(event.type)
+    expected = []
+    for kind in kinds:
+        steps = ("content_part.added", f"{kind}.delta", f"{kind}.done", "content_part.done")
+        if kind == "function_call":
+            steps = ("function_call_arguments.delta", "function_call_arguments.done")
+        expected += ["output_item.added", *steps, "output_item.done"]
+    assert order == [f"response.{step}" for step in expected]
+
+
 def test_a_whole_turn_with_a_tool(client):
     streamed, events = last_of(client, ASK, tools=[WEATHER])
     response = ask(client, ASK, tools=[WEATHER], store=False)

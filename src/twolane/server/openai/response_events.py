@@ -157,8 +157,7 @@ class ResponseAnswer:
         if kind == "message":
             part |= {"annotations": [], "logprobs": []}
         item["content"].append(part)
-        if kind == "message":
-            self._emit_part("response.content_part.added", part=dict(part))
+        self._emit_part("response.content_part.added", part=dict(part))
 
     def _open_call(self, call_id: str, called: CalledTool) -> None:
         kind = "custom_tool_call" if called.custom else "function_call"
@@ -200,8 +199,7 @@ class ResponseAnswer:
             part = item["content"][0]
             text = part["text"]
             self._emit_part(f"response.{TEXT_OF[kind]}.done", text=text, **LOGPROBS[kind])
-            if kind == "message":
-                self._emit_part("response.content_part.done", part=dict(part))
+            self._emit_part("response.content_part.done", part=dict(part))
         shown = copy.deepcopy(item)
         self._emit("response.output_item.done", output_index=len(self._items) - 1, item=shown)
 
