@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from twolane.engine.config import EngineConfig
 from twolane.engine.predict import find_profile
@@ -23,6 +24,14 @@ def test_the_package_s_profile_serves_until_the_machine_has_its_own(own: Path):
     assert find_profile(CONFIG, shipped.key) == SHIPPED / "qwen3-8b-h200.json"
     shipped.save(own)
     assert find_profile(CONFIG, shipped.key) == own
+
+
+def test_weights_and_cache_of_eight_bits_have_a_profile_of_their_own(own: Path):
+    wide = Profile.read(SHIPPED / "qwen3-8b-h200.json").key
+    narrow = Profile.read(SHIPPED / "qwen3-8b-fp8-h200.json").key
+    assert find_profile(CONFIG, narrow) == SHIPPED / "qwen3-8b-fp8-h200.json"
+    mixed = structs.replace(narrow, kv_itemsize=wide.kv_itemsize)
+    assert find_profile(CONFIG, mixed) is None
 
 
 def test_a_broken_profile_of_the_machine_is_passed_over(own: Path, caplog):

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from tests.model.checkpoints import FAMILIES, make_checkpoint
+from tests.model.quantised_checkpoints import write
 from twolane.common.errors import FieldError
 from twolane.lanes.machine import load
 from twolane.lanes.settings import DeviceSettings
@@ -21,7 +22,7 @@ from twolane.model.decoder import Decoder
 from twolane.model.load.dummy import Dummy
 from twolane.model.load.hub import resolve
 from twolane.model.load.safetensors import Safetensors
-from twolane.model.load.weights import _expected, _Loader, load_weights
+from twolane.model.load.weights import WeightsError, _expected, _Loader, load_weights
 from twolane.model.sharding import Shard
 from twolane.model.spec import ModelSpec, MoeSpec
 from twolane.parallel import group as group_module
@@ -106,6 +107,53 @@ def test_ranks_have_parts_of_what_one_rounds(family: str, tmp_path: Path) -> Non
     for kind in (lambda layer: layer.o, lambda layer: layer.mlp.down):
         joined = torch.cat([kind(parts[rank]).dequantised() for rank in range(2)], dim=1)
         assert torch.equal(joined, kind(whole.layers[0]).dequantised())
+
+
+SIZES = {"hidden_size": 256, "intermediate_size": 512}
+"""Whole blocks of 128 columns on two ranks, while keys and values end within blocks of rows."""
+
+
+@pytest.mark.parametrize(
+    ("family", "form"),
+    [
+        ("qwen2", "fp8"),
+        ("qwen2", "float-quantized-tensor"),
+        ("qwen2", "awq"),
+        ("qwen2", "pack-quantized-zeros"),
+        ("qwen3-moe", "float-quantized-channel"),
+        ("qwen3-moe", "gptq"),
+    ],
+)
+def test_ranks_share_quantised_checkpoints(family: str, form: str, tmp_path: Path) -> None:
+    """Together their matrices are those of one rank."""
+    write(tmp_path / "quantised", tmp_path / "floats", form, family, **SIZES)
+    source = resolve(str(tmp_path / "quantised"))
+    spec, whole = load_weights(source)
+    with torch.inference_mode():
+        alone = logits(Decoder(spec, whole))
+    parts = {}
+
+    def ranked(group: CpuGroup) -> Tensor:
+        spec, weights = load_weights(source, rank=group.rank, ranks=2)
+        parts[group.rank] = weights.layers[0]
+        return logits(Decoder(spec, weights, group))
+
+    found = together(2, ranked)[0]
+    joined = torch.cat([parts[rank].o.dequantised() for rank in range(2)], dim=1)
+    assert torch.equal(joined, whole.layers[0].o.dequantised())
+    if form.startswith(("fp8", "float")):  # activations are rounded by parts of a row
+        exact = logits(Decoder(*load_weights(resolve(str(tmp_path / "floats")))))
+        assert (found - alone).norm() < 1.5 * (alone - exact).norm()
+    else:
+        torch.testing.assert_close(found, alone, rtol=1e-4, atol=1e-4)
+
+
+def test_columns_that_share_a_scale_stay_together(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 192, "intermediate_size": 512}
+    write(tmp_path / "quantised", tmp_path / "floats", "fp8", **sizes)
+    source = resolve(str(tmp_path / "quantised"))
+    with pytest.raises(WeightsError, match=r"o_proj: 2 ranks cannot share it: columns 0 to 96 cut"):
+        load_weights(source, rank=0, ranks=2)
 
 
 @pytest.mark.parametrize("size", [2, 4])

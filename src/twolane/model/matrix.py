@@ -91,21 +91,41 @@ class Matrix:
         return fp8.scaled_blocks(fp8.widen(self.values), _each_row(self))
 
     def part(self, first: int, last: int) -> "Matrix":
-        """Rows `first:last`, which share this matrix's memory.
-
-        Raises:
-            ValueError: they would cut a block of scales.
-        """
+        """Rows `first:last`, whose values share this matrix's memory."""
         rows = slice(first, last)
         if self.scheme == "fp8_block128":
             if first % fp8.BLOCK or (last % fp8.BLOCK and last != len(self.values)):
-                raise ValueError(f"rows {first} to {last} cut blocks of {fp8.BLOCK}")
+                return _by_rows(self).part(first, last)
             blocks = slice(first // fp8.BLOCK, -(-last // fp8.BLOCK))
         else:
             blocks = rows
         scales = None if self.scales is None else self.scales[blocks]
         zeros = None if self.zeros is None else self.zeros[rows]
         return Matrix(self.values[rows], self.scheme, scales, zeros)
+
+    def columns(self, first: int, last: int) -> "Matrix":
+        """Columns `first:last`, whose values share this matrix's memory.
+
+        Raises:
+            ValueError: they would cut columns that share a scale.
+        """
+        width = _shared_columns(self.scheme)
+        cut = first % width or (last % width and last != self.shape[1])
+        if cut or self.scheme.startswith("int4_gpu"):
+            raise ValueError(f"columns {first} to {last} cut groups of {width} of {self.scheme}")
+        packed = 2 if self.scheme.startswith("int4") else 1
+        values = self.values[:, first // packed : -(-last // packed)]
+        if self.scales is None or self.scheme == "fp8_channel":
+            return replace(self, values=values)
+        groups = slice(first // width, -(-last // width))
+        zeros = None if self.zeros is None else self.zeros[:, groups]
+        return Matrix(values, self.scheme, self.scales[:, groups], zeros)
+
+    def contiguous(self) -> "Matrix":
+        """The same matrix in memory of its own, where it shares another one's."""
+        parts = (self.scales, self.zeros)
+        held = [None if part is None else part.contiguous() for part in parts]
+        return Matrix(self.values.contiguous(), self.scheme, *held)
 
     def reordered(self, order: Tensor) -> "Matrix":
         """The rows in another order, int64 [rows]."""
@@ -116,6 +136,13 @@ class Matrix:
             return _by_rows(self).reordered(order)
         chosen = [None if t is None else t[order] for t in (self.scales, self.zeros)]
         return Matrix(self.values[order], self.scheme, *chosen)
+
+
+def _shared_columns(scheme: Scheme) -> int:
+    """How many neighbouring columns of a row share a scale; 1 where all do or there is none."""
+    if scheme in ("fp8_block128", "fp8_row128"):
+        return fp8.BLOCK
+    return next((size for size, name in GROUPS.items() if name == scheme), 1)
 
 
 def in_registers(matrix: Matrix) -> Matrix:

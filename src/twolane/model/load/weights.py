@@ -98,7 +98,7 @@ def load_weights(
         modules = None if dummy else stored
         _check(spec, tensors, modules, source.name)
         if ranks > 1:
-            _check_shared(modules, scheme)
+            _check_shared(scheme)
         loader = _Loader(Shard(spec, rank, ranks), tensors, modules, scheme, floats, device)
         weights = loader.weights(progress or (lambda *_: None))
     for (before, after), count in loader.converted.items():
@@ -352,12 +352,11 @@ def _module(name: str, module: _Linear, form: Format | None) -> dict[str, Stored
     return {f"{name}.{end}": stored for end, stored in (*tensors.items(), *bias.items())}
 
 
-def _check_shared(stored: Quantization | None, scheme: Scheme | None) -> None:
-    """Refuse weights that ranks cannot share yet."""
-    if stored is not None or scheme not in (None, "fp8_channel"):
+def _check_shared(scheme: Scheme | None) -> None:
+    """Refuse weights whose numbers would differ with the number of ranks."""
+    if scheme not in (None, "fp8_channel"):
         raise FieldError(
-            "tensor_parallel_size",
-            "above 1 does not serve quantised checkpoints yet; rounding to fp8 it does",
+            "tensor_parallel_size", "above 1 goes with weights as they are stored, or with fp8"
         )
 
 
@@ -471,7 +470,24 @@ class _Loader:
             matrix = read_module(form, parts).to(self.device)
         except ValueError as error:
             raise WeightsError(f"{name}.{error}") from error
-        return matrix if scheme is None else quantised(matrix.dequantised(), scheme)
+        whole = matrix if scheme is None else quantised(matrix.dequantised(), scheme)
+        return self._part(name, whole)
+
+    def _part(self, name: str, matrix: Matrix) -> Matrix:
+        """The rank's part of a whole module.
+
+        Raises:
+            WeightsError: it would cut columns that share a scale.
+        """
+        cut = self.shard.cut(f"{name}.weight") if self.shard.size > 1 else None
+        if cut is None:
+            return matrix
+        try:
+            part = matrix.columns if cut.dim else matrix.part
+            return part(cut.start, cut.stop).contiguous()
+        except ValueError as error:
+            ranks = f"{self.shard.size} ranks cannot share it"
+            raise WeightsError(f"{name}: {ranks}: {error}") from error
 
     def _rounded(self, name: str, scheme: Scheme) -> Matrix:
         """The rank's part of a tensor, rounded as the whole is: rows of which a rank has some
@@ -485,10 +501,11 @@ class _Loader:
         return replace(matrix, values=matrix.values[:, cut.start : cut.stop].contiguous())
 
     def _shape(self, name: str) -> tuple[int, int]:
+        spec = self.shard.spec
         if name == "lm_head":
-            return self.spec.vocab_size, self.spec.hidden_size
+            return spec.vocab_size, spec.hidden_size
         _, _, layer, rest = name.split(".", 3)
-        linear = _linears(self.spec, int(layer))[rest]
+        linear = _linears(spec, int(layer))[rest]
         return linear.rows, linear.columns
 
     def _fused(self, prefix: str, *names: str) -> Matrix:
