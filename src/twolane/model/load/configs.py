@@ -10,7 +10,8 @@ from typing import Any
 import msgspec
 
 from twolane.common.checked_json import converted, read_json
-from twolane.model.load.quantization import Quantization, read_quantization
+from twolane.model.load.quantization import Quantization
+from twolane.model.load.quantization_configs import read_quantization
 from twolane.model.spec import (
     MOST_HEADS,
     MOST_LAYERS,

@@ -1,0 +1,362 @@
+"""The `quantization_config` of each method by which checkpoints are quantised. No torch."""
+
+import fnmatch
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from twolane.common.checked_json import converted
+from twolane.model.load.quantization import BLOCK, Format, ModuleGroup, Quantization
+from twolane.model.spec import UnsupportedModel
+
+GROUPS = (32, 64, 128)
+"""Columns of the groups of four-bit schemes that are read."""
+CALIBRATED_KV = (
+    *(".k_scale", ".v_scale", ".kv_scale"),
+    *(".k_proj.output_scale", ".v_proj.output_scale"),
+)
+"""Ends of the names of scales that were calibrated for a KV cache of eight bits."""
+CALIBRATED_INPUTS = (".input_scale",)
+"""Ends of the names of scales that were calibrated for activations."""
+
+
+class _Method(msgspec.Struct):
+    """The name of the method, which says what the rest means."""
+
+    quant_method: str | None = None
+    load_in_4bit: bool = False
+    load_in_8bit: bool = False
+
+    @property
+    def name(self) -> str:
+        """The method; old configs of bitsandbytes do not name it."""
+        if self.quant_method is None and (self.load_in_4bit or self.load_in_8bit):
+            return "bitsandbytes"
+        return self.quant_method or "without a quant_method"
+
+
+class _Fp8(msgspec.Struct):
+    """Configuration of `quant_method` "fp8"."""
+
+    activation_scheme: str = "dynamic"
+    fmt: str = "e4m3"
+    weight_block_size: list[int] | None = None
+    ignored_layers: list[str] | None = None
+    modules_to_not_convert: list[str] | None = None
+    kv_cache_scheme: Any = None
+
+
+class _ModelOpt(msgspec.Struct):
+    """Configuration of `quant_method` "modelopt"; a file of its own nests it in `quantization`."""
+
+    quant_algo: str | None = None
+    kv_cache_quant_algo: str | None = None
+    kv_cache_scheme: Any = None
+    ignore: list[str] | None = None
+    exclude_modules: list[str] | None = None
+    quantization: dict[str, Any] | None = None
+
+
+class _AutoRound(msgspec.Struct):
+    """Configuration of `quant_method` "auto-round"."""
+
+    bits: int = 4
+    group_size: int = 128
+    sym: bool = True
+    data_type: str = "int"
+    act_bits: int | None = None
+    packing_format: str = "auto_round"
+    extra_config: dict[str, dict[str, Any]] | None = None
+
+
+class _Awq(msgspec.Struct):
+    """Configuration of `quant_method` "awq"; files of its own have the older of two names."""
+
+    bits: int = 4
+    w_bit: int | None = None
+    group_size: int = 128
+    q_group_size: int | None = None
+    zero_point: bool = True
+    version: str | None = None
+    checkpoint_format: str | None = None
+    format: str | None = None
+    modules_to_not_convert: list[str] | None = None
+    dynamic: dict[str, Any] | None = None
+
+
+class _Gptq(msgspec.Struct):
+    """Configuration of `quant_method` "gptq"."""
+
+    bits: int = 4
+    group_size: int = 128
+    desc_act: bool = False
+    sym: bool = True
+    lm_head: bool = False
+    checkpoint_format: str | None = None
+    format: str | None = None
+    is_marlin_format: bool = False
+    pack_dtype: str = "int32"
+    modules_to_not_convert: list[str] | None = None
+    modules_in_block_to_quantize: list[Any] | None = None
+    dynamic: dict[str, Any] | None = None
+
+
+class _Numbers(msgspec.Struct):
+    """How weights or activations of a group are stored."""
+
+    num_bits: int = 8
+    type: str = "int"
+    strategy: str | None = None
+    symmetric: bool = True
+    dynamic: bool | str = False
+    group_size: int | None = None
+    block_structure: list[int] | None = None
+    actorder: str | bool | None = None
+
+
+class _ConfigGroup(msgspec.Struct):
+    """Modules of a compressed-tensors checkpoint that are stored alike."""
+
+    targets: list[str]
+    weights: _Numbers | None = None
+    input_activations: _Numbers | None = None
+    output_activations: _Numbers | None = None
+    format: str | None = None
+
+
+class _CompressedTensors(msgspec.Struct):
+    """Configuration of `quant_method` "compressed-tensors"."""
+
+    config_groups: dict[str, _ConfigGroup]
+    format: str = "float-quantized"
+    ignore: list[str] | None = None
+    kv_cache_scheme: Any = None
+    sparsity_config: dict[str, Any] | None = None
+    transform_config: dict[str, Any] | None = None
+
+
+def read_quantization(raw: Mapping[str, Any] | None) -> Quantization | None:
+    """What a `quantization_config` says; None where there is none.
+
+    Raises:
+        UnsupportedModel: the quantisation, or one of its options, is not built.
+        ValueError: a value has the wrong type.
+    """
+    if not raw:
+        return None
+    method = converted(raw, _Method, _WHERE).name
+    match method:
+        case "fp8":
+            return _fp8(converted(raw, _Fp8, _WHERE))
+        case "awq":
+            return _awq(converted(raw, _Awq, _WHERE))
+        case "gptq":
+            return _gptq(converted(raw, _Gptq, _WHERE))
+        case "auto-round":
+            return _auto_round(converted(raw, _AutoRound, _WHERE))
+        case "modelopt":
+            return _modelopt(converted(raw, _ModelOpt, _WHERE))
+        case "compressed-tensors":
+            return _compressed(converted(raw, _CompressedTensors, _WHERE))
+    served = ("fp8", "compressed-tensors", "awq", "gptq", "auto-round", "modelopt", "GGUF files")
+    raise UnsupportedModel.because("quantisation", method, served)
+
+
+_WHERE = "config.json: quantization_config"
+
+
+def _only(what: str, given: object, *works: object) -> None:
+    """Refuse a value that is not among those that work."""
+    if given not in works:
+        raise UnsupportedModel.because(what, given, [str(each) for each in works])
+
+
+def _fp8(config: _Fp8) -> Quantization:
+    _only("activation_scheme of fp8", config.activation_scheme, "dynamic", "static")
+    _only("fmt of fp8", config.fmt, "e4m3")
+    _only("weight_block_size of fp8", config.weight_block_size, [BLOCK, BLOCK], None)
+    blocks = config.weight_block_size is not None
+    form = Format(_kind(blocks), "fp8", scales="weight_scale_inv")
+    left = (*(config.ignored_layers or ()), *(config.modules_to_not_convert or ()))
+    static = config.activation_scheme == "static"
+    return _of_all(form, left, unused=_unused(static, bool(config.kv_cache_scheme)))
+
+
+def _unused(static: bool, cache: bool) -> tuple[str, ...]:
+    """The calibrated scales of a checkpoint whose activations, or KV cache, have such."""
+    return (*(CALIBRATED_INPUTS if static else ()), *(CALIBRATED_KV if cache else ()))
+
+
+def _modelopt(config: _ModelOpt) -> Quantization:
+    if config.quantization is not None:
+        config = converted(config.quantization, _ModelOpt, f"{_WHERE}: quantization")
+    _only("quant_algo of modelopt", config.quant_algo, "FP8")
+    names = (*(config.ignore or ()), *(config.exclude_modules or ()))
+    left = [f"re:{fnmatch.translate(name)}" if "*" in name else name for name in names]
+    cache = config.kv_cache_quant_algo is not None or config.kv_cache_scheme is not None
+    return _of_all(Format("fp8_scale", "modelopt"), left, unused=_unused(True, cache))
+
+
+def _auto_round(config: _AutoRound) -> Quantization:
+    """AutoRound writes the layouts of GPTQ and AWQ."""
+    what = "of auto-round"
+    _only(f"bits {what}", config.bits, 4)
+    _only(f"data_type {what}", config.data_type, "int")
+    _only(f"act_bits {what}", config.act_bits, None, 16)
+    layouts: dict[str, Literal["awq", "gptq"]] = {
+        "auto_round:auto_gptq": "gptq",
+        "auto_round:auto_awq": "awq",
+    }
+    _only(f"packing_format {what}", config.packing_format, *layouts)
+    kind, others = layouts[config.packing_format], config.extra_config or {}
+    for name, other in others.items():
+        _only(f"extra_config {what}: bits of {name}", other.get("bits", config.bits), 16, 32)
+    columns = _group(config.group_size, "auto-round")
+    form = Format(kind, "auto-round", columns, symmetric=False, old_zeros=kind == "gptq")
+    return _of_all(form, list(others))
+
+
+def _kind(blocks: bool) -> Literal["fp8_block", "fp8_scale"]:
+    return "fp8_block" if blocks else "fp8_scale"
+
+
+def _awq(config: _Awq) -> Quantization:
+    _only("bits of awq", config.w_bit or config.bits, 4)
+    version = config.version or config.checkpoint_format or config.format or "gemm"
+    _only("version of awq", version.lower(), "gemm")
+    _only("zero_point of awq", config.zero_point, True)
+    columns = _group(config.q_group_size or config.group_size, "awq")
+    left = (*(config.modules_to_not_convert or ()), *_left_out(config.dynamic, "awq"))
+    return _of_all(Format("awq", "awq", columns, symmetric=False), left)
+
+
+def _gptq(config: _Gptq) -> Quantization:
+    _only("bits of gptq", config.bits, 4)
+    _only("desc_act of gptq", config.desc_act, False)
+    _only("lm_head of gptq", config.lm_head, False)
+    _only("is_marlin_format of gptq", config.is_marlin_format, False)
+    _only("pack_dtype of gptq", config.pack_dtype, "int32")
+    layout = config.checkpoint_format or config.format or "gptq"
+    _only("checkpoint_format of gptq", layout, "gptq", "gptq_v2")
+    columns = _group(config.group_size, "gptq")
+    form = Format("gptq", "gptq", columns, symmetric=False, old_zeros=layout == "gptq")
+    left = (*(config.modules_to_not_convert or ()), *_left_out(config.dynamic, "gptq"))
+    return _of_all(form, left, _in_blocks(config.modules_in_block_to_quantize))
+
+
+def _of_all(
+    form: Format,
+    left: Sequence[str],
+    targets: Sequence[str] = ("Linear",),
+    unused: tuple[str, ...] = (),
+) -> Quantization:
+    """All linear modules of the layers, or those of some names, in one format."""
+    group = ModuleGroup(form, _checked(targets))
+    return Quantization((group,), _checked(left), head=False, by_pattern=False, unused=unused)
+
+
+def _left_out(dynamic: Mapping[str, Any] | None, method: str) -> list[str]:
+    """The modules that GPTQModel's `dynamic` leaves in 16 bits, as patterns.
+
+    Raises:
+        UnsupportedModel: it gives modules another format.
+    """
+    others = [name for name in dynamic or () if not name.startswith("-:")]
+    _only(f"dynamic of {method}", others, [])
+    return [f"re:{name[2:]}" for name in dynamic or ()]
+
+
+def _in_blocks(blocks: list[Any] | None) -> list[str]:
+    """The modules of a layer that are quantised: all, or those of `modules_in_block_to_quantize`,
+    a list of names or of lists of names."""
+    if not blocks:
+        return ["Linear"]
+    flat = [name for block in blocks for name in (block if isinstance(block, list) else [block])]
+    return converted(flat, list[str], f"{_WHERE}: modules_in_block_to_quantize")
+
+
+def _checked(names: Sequence[str]) -> tuple[str, ...]:
+    """The names of modules.
+
+    Raises:
+        ValueError: what follows "re:" is no pattern.
+    """
+    for name in names:
+        try:
+            re.compile(name[3:] if name.startswith("re:") else "")
+        except re.error as error:
+            raise ValueError(f"{_WHERE}: {name!r} is not a pattern: {error}") from error
+    return tuple(names)
+
+
+def _group(size: int, method: str) -> int:
+    _only(f"group_size of {method}", size, *GROUPS, -1)
+    return max(size, 0)
+
+
+def _compressed(config: _CompressedTensors) -> Quantization:
+    what = "of compressed-tensors"
+    _only(f"transform_config {what}", config.transform_config or None, None)
+    if config.sparsity_config:
+        _only(f"sparsity {what}", config.sparsity_config.get("format"), "dense")
+    # Groups of attention say how queries and keys are rounded, beside the KV cache.
+    chosen = [
+        group
+        for group in config.config_groups.values()
+        if not (group.targets and all(name.endswith("Attention") for name in group.targets))
+    ]
+    if not chosen:
+        raise ValueError(f"{_WHERE}: config_groups has no group of linear modules")
+    groups = tuple(
+        ModuleGroup(
+            _compressed_format(group, group.format or config.format), _checked(group.targets)
+        )
+        for group in chosen
+    )
+    ignored = _checked(config.ignore or ())
+    cache = config.kv_cache_scheme is not None or len(chosen) < len(config.config_groups)
+    static = any(each.input_activations and not each.input_activations.dynamic for each in chosen)
+    unused = _unused(static, cache)
+    return Quantization(groups, ignored, head=True, by_pattern=True, unused=unused)
+
+
+def _compressed_format(group: _ConfigGroup, form: str) -> Format:
+    """The format of a group of modules."""
+    what, weights = "of compressed-tensors", group.weights
+    _only(f"format {what}", form, "float-quantized", "pack-quantized")
+    if weights is None:
+        raise UnsupportedModel.because(f"weights {what}", None, ("quantised ones",))
+    _only(f"output_activations {what}", group.output_activations, None)
+    if form == "pack-quantized":
+        _only(f"type of weights {what}", weights.type, "int")
+        _only(f"num_bits of weights {what}", weights.num_bits, 4)
+        _only(f"strategy of weights {what}", weights.strategy, "group", "channel")
+        _only(f"actorder of weights {what}", weights.actorder, None, False, "weight", "static")
+        _only(f"input_activations of {form} {what}", group.input_activations, None)
+        size = -1 if weights.strategy == "channel" else weights.group_size or -1
+        columns = _group(size, "compressed-tensors")
+        return Format("packed", "compressed-tensors", columns, weights.symmetric)
+    _only(f"type of weights {what}", weights.type, "float")
+    _only(f"num_bits of weights {what}", weights.num_bits, 8)
+    _only(f"symmetric of weights {what}", weights.symmetric, True)
+    _only(f"strategy of weights {what}", weights.strategy, "channel", "tensor", "block")
+    blocks = weights.strategy == "block"
+    if blocks:
+        _only(f"block_structure of weights {what}", weights.block_structure, [BLOCK, BLOCK])
+    _rounded(group.input_activations, ("group",) if blocks else ("token", "tensor"))
+    return Format(_kind(blocks), "compressed-tensors")
+
+
+def _rounded(inputs: _Numbers | None, strategies: Sequence[str]) -> None:
+    """Refuse activations that are not rounded to e4m3."""
+    what = "input_activations of compressed-tensors"
+    if inputs is None:
+        raise UnsupportedModel.because(what, None, ("those of eight bits",))
+    _only(f"dynamic of {what}", inputs.dynamic, True, False)
+    _only(f"type of {what}", inputs.type, "float")
+    _only(f"num_bits of {what}", inputs.num_bits, 8)
+    _only(f"strategy of {what}", inputs.strategy, *strategies)
+    if "group" in strategies:
+        _only(f"group_size of {what}", inputs.group_size, BLOCK)
