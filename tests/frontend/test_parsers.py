@@ -9,7 +9,14 @@ from twolane.frontend.parsers.pieces import CallArguments, CallStart, Content, R
 from twolane.frontend.parsers.reasoning import ReasoningParser
 from twolane.frontend.parsers.tool_calls import FORMATS, ToolCallParser, format_of
 
-TYPES = {"weather": {"city": "string", "days": "integer"}}
+TYPES = {
+    "weather": {"city": frozenset(("string",)), "days": frozenset(("integer",))},
+    "f": {
+        "maybe": frozenset(("string", "null")),
+        "either": frozenset(("string", "number")),
+        "sure": frozenset(("boolean",)),
+    },
+}
 HERMES = """I look it up.
 
 <tool_call>
@@ -45,6 +52,27 @@ DEEPSEEK_31 = (
     '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>{"city": "Rome"}'
     "<｜tool▁call▁end｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
 )
+CALL = '<tool_call>{"name": "f", "arguments": '
+DEEP = {"a": ['"}', {"b": None}]}
+SOME = {"maybe": "12", "either": 3, "sure": True}
+UNMARKED = """Now:
+<function=f>
+<parameter=maybe>
+12
+</parameter>
+<parameter=either>
+3
+</parameter>
+<parameter=sure>
+True
+</parameter>
+</function>
+</tool_call>
+<function=f>
+<parameter=x>
+1
+</parameter>
+</function>"""
 ROME = [("weather", {"city": "Rome"}), ("f", {})]
 WRITTEN = {
     "hermes": (
@@ -70,6 +98,11 @@ WRITTEN = {
     "no object": (("hermes", "<tool_call>hm</tool_call>"), "<tool_call>hm</tool_call>", []),
     "no name": (("llama3_json", '{"a": 1} and so on'), '{"a": 1} and so on', []),
     "JSON for the user": (("llama3_json", ' {"name": 3}'), ' {"name": 3}', []),
+    "null for arguments": (("hermes", f"{CALL}null}}"), "", [("f", {})]),
+    "JSON in a string": (("hermes", f"{CALL}{json.dumps(json.dumps(DEEP))}}}"), "", [("f", DEEP)]),
+    "text with a mark": (("hermes", "I write <tool_call> so."), "I write <tool_call> so.", []),
+    "no opening mark": (("qwen3_coder", UNMARKED), "Now:", [("f", SOME), ("f", {"x": 1})]),
+    "no function": (("qwen3_coder", "a <function=\nb> c"), "a <function=\nb> c", []),
     "cut in the name": (("hermes", '<tool_call>{"name": "we'), '<tool_call>{"name": "we', []),
 }
 

@@ -10,7 +10,7 @@ class JsonCall:
     """Scans one object such as {"name": "f", "arguments": {…}} character by character.
 
     The arguments are passed on as they are written, as soon as the name is known; those of a call
-    that has none are {}.
+    that has none are {}. What begins as no object is passed on when it has ended (`as_object`).
 
     Invariant: `name` and the characters of `arguments` depend on the text so far alone.
     """
@@ -43,13 +43,18 @@ class JsonCall:
 
     def take(self) -> str:
         """Return the arguments' characters since the last call, once the name is known."""
-        if self.name is None:
+        if self.name is None or self._held:
             return ""
         if self.done and not self._arguments:
             self._arguments = ["{}"]
         new = "".join(self._arguments[self._taken :])
         self._taken = len(self._arguments)
         return new
+
+    @property
+    def _held(self) -> bool:
+        """Whether arguments that are no object, so far, are still being written."""
+        return self._key in ARGUMENTS and self._arguments[:1] != ["{"]
 
     def _begin(self, char: str) -> None:
         if char == "{":
@@ -94,6 +99,8 @@ class JsonCall:
         """A value at the top has ended."""
         if self._key == "name":
             self.name = self._read()
+        elif self._held:
+            self._arguments = [as_object("".join(self._arguments))]
         self._key, self._scalar = None, []
 
     def _read(self) -> str | None:
@@ -105,3 +112,16 @@ class JsonCall:
             value = None
         self.broken |= not isinstance(value, str)
         return value if isinstance(value, str) else None
+
+
+def as_object(arguments: str) -> str:
+    """Return arguments that were written as null or as a string of JSON as the object that they
+    mean; others as they are."""
+    try:
+        value = json.loads(arguments)
+        within = json.loads(value) if isinstance(value, str) else None
+    except ValueError:
+        return arguments
+    if value is None:
+        return "{}"
+    return str(value) if isinstance(within, dict) else arguments

@@ -7,8 +7,8 @@ from typing import Protocol
 
 from twolane.frontend.parsers.json_call import WHITE, JsonCall
 
-Types = Mapping[str, Mapping[str, str]]
-"""The JSON type of each parameter of each tool, by the tool's name, where its schema says one."""
+Types = Mapping[str, Mapping[str, frozenset[str]]]
+"""The JSON types of each parameter of each tool, by the tool's name, where its schema says some."""
 
 
 class CallReader(Protocol):
@@ -148,6 +148,8 @@ class XmlCall:
             self.broken = found is None
             if found:
                 self.name, self._body = found["name"].strip(), len(self._text)
+        elif self.name is None and char == "\n":
+            self.broken = bool(self._text.strip())
         elif self.name is not None and char == ">" and self._text.endswith(END_FUNCTION):
             self.done = True
             self._arguments = self._read(self._text[self._body : -len(END_FUNCTION)])
@@ -164,11 +166,26 @@ class XmlCall:
         return json.dumps(values, ensure_ascii=False)
 
 
-def typed(value: str, kind: str | None) -> object:
-    """Return a value that was written as plain text, as JSON of the type that is wanted."""
-    if kind == "string":
-        return value
+def typed(value: str, kinds: frozenset[str] | None) -> object:
+    """Return a value that was written as plain text, as JSON of one of the types that are wanted;
+    None: all are."""
+    if kinds == frozenset(("boolean",)):
+        value = value.lower()  # some write Python's True
     try:
-        return json.loads(value)
+        read = json.loads(value)
     except ValueError:
         return value
+    fits = kinds is None or "string" not in kinds or kinds & KINDS[type(read)]
+    return read if fits else value
+
+
+KINDS: Mapping[type, frozenset[str]] = {
+    bool: frozenset(("boolean",)),
+    dict: frozenset(("object",)),
+    float: frozenset(("number",)),
+    int: frozenset(("integer", "number")),
+    list: frozenset(("array",)),
+    str: frozenset(),  # quoted text, where text is wanted, has its quotes
+    type(None): frozenset(("null",)),
+}
+"""The JSON types of what is read as JSON."""

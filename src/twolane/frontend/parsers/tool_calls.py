@@ -31,12 +31,16 @@ class CallFormat:
     """Characters with which another call begins behind one, without a mark."""
     bare: bool = False
     """Whether an answer that begins with `again` begins with a call."""
+    within: tuple[str, ...] = ()
+    """What a call begins with where the model leaves out the mark that should open it."""
 
 
 FORMATS: Mapping[str, CallFormat] = MappingProxyType(
     {
         "hermes": CallFormat(lambda _: JsonCall(), ("<tool_call>",), ("</tool_call>",)),
-        "qwen3_coder": CallFormat(XmlCall, ("<tool_call>",), ("</tool_call>",)),
+        "qwen3_coder": CallFormat(
+            XmlCall, ("<tool_call>",), ("</tool_call>",), within=("<function=",)
+        ),
         "llama3_json": CallFormat(
             lambda _: JsonCall(), ("<|python_tag|>",), separators="; \t\r\n", again="{", bare=True
         ),
@@ -89,7 +93,7 @@ class ToolCallParser:
     def __init__(self, form: CallFormat, types: Types = MappingProxyType({})) -> None:
         self._form = form
         self._types = types
-        self._marks = (*form.begin, *LISTS)
+        self._marks = (*form.begin, *form.within, *LISTS)
         self._text = ""
         """Text that is not decided yet."""
         self._reader: CallReader | None = None
@@ -129,7 +133,7 @@ class ToolCallParser:
         if not begun:
             return False
         if self._form.bare and begun[0] in self._form.again:
-            self._open("")
+            self._open()
         else:
             self._text = begun if self._calls else self._text
             self._state = "text"
@@ -139,10 +143,14 @@ class ToolCallParser:
         found = [(self._text.find(mark), mark) for mark in self._marks if mark in self._text]
         if found:
             place, mark = min(found)
-            self._show(self._text[:place].rstrip(), pieces)
-            self._text = self._text[place + len(mark) :]
+            shown = self._text[:place].rstrip()
+            space = self._text[len(shown) : place]
+            self._show(shown, pieces)
+            self._text = self._text[place:].removeprefix("" if mark in self._form.within else mark)
             if mark in self._form.begin:
-                self._open(mark)
+                self._open(space + mark)
+            elif mark in self._form.within:
+                self._open(space)
             return True
         kept = held_back(self._text, self._marks)
         certain = self._text[: len(self._text) - kept].rstrip()
@@ -150,8 +158,9 @@ class ToolCallParser:
         self._text = self._text[len(certain) :]
         return False
 
-    def _open(self, mark: str) -> None:
-        self._reader, self._raw, self._named = self._form.reader(self._types), [mark], False
+    def _open(self, before: str = "") -> None:
+        """Begin to read a call; the text before it is shown if it turns out to be none."""
+        self._reader, self._raw, self._named = self._form.reader(self._types), [before], False
         self._state = "call"
 
     def _call(self, pieces: list[Piece]) -> bool:
@@ -192,7 +201,7 @@ class ToolCallParser:
             if mark.startswith(self._text):
                 return False  # it may become the mark
         if self._text[0] in self._form.again:
-            self._open("")
+            self._open()
         else:
             self._state = "first"
         return True

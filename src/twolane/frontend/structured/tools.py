@@ -34,15 +34,24 @@ class Tool(msgspec.Struct, frozen=True):
         return self.parameters or NO_PARAMETERS
 
     @property
-    def types(self) -> Mapping[str, str]:
-        """The JSON type of each parameter, where the schema says one."""
+    def types(self) -> Mapping[str, frozenset[str]]:
+        """The JSON types of each parameter, where the schema says some."""
         properties = self.schema.get("properties")
         known = properties if isinstance(properties, dict) else {}
-        return {
-            name: schema["type"]
-            for name, schema in known.items()
-            if isinstance(schema, dict) and isinstance(schema.get("type"), str)
-        }
+        return {name: kinds for name, schema in known.items() if (kinds := kinds_of(schema))}
+
+
+def kinds_of(schema: object) -> frozenset[str]:
+    """Return the JSON types that a schema names; none: it names none, or not of all branches."""
+    if not isinstance(schema, dict):
+        return frozenset()
+    given = schema.get("type")
+    if given is not None:
+        listed = given if isinstance(given, list) else [given]
+        return frozenset(kind for kind in listed if isinstance(kind, str))
+    branches = schema.get("anyOf", schema.get("oneOf"))
+    kinds = [kinds_of(branch) for branch in branches] if isinstance(branches, list) else []
+    return frozenset().union(*kinds) if all(kinds) else frozenset()
 
 
 def calls_grammar(form: str, tools: Sequence[Tool], token_of: TokenOf, *, several: bool) -> str:
