@@ -250,28 +250,26 @@ def main() -> int:
     rate, details = reading_rate(), {}
     form = args.quantization or "bf16"
     about = [args.model, form, f"skew {args.router_skew}", f"{args.ranks} GPUs"]
-    rig = started(args)
+    rig, figures = started(args), []
     details |= {"start_seconds": rig.start_seconds, "reading_tb_s": rate / 1e12}
-    figures = decode(rig, details, rate)
-    show(figures)
-    figures += prefill(rig, details)
-    show(figures[-1:])
-    figures += law(rig, details)
-    took = cliff(rig, details)
-    print(json.dumps(details, default=float), flush=True)
 
-    def keep() -> None:
+    def keep(*more: Figure) -> None:
+        figures.extend(more)
+        show(more)
         if args.out:
             save(args.out, provenance(about), {"figures": figures, "details": details})
 
+    keep(*decode(rig, details, rate))
+    keep(*prefill(rig, details))
+    keep(*law(rig, details))
+    took = cliff(rig, details)
+    print(json.dumps(details, default=float), flush=True)
     keep()
     if args.profile and args.ranks == 1:
         path = args.out or Path("experts.json")
         taken = profile(rig, args.profile, path.with_name(f"{path.stem}-profile.json"))
         details["profile"] = {"points": len(taken.done()), "seconds": taken.seconds}
-        figures += predictions(Calibrated(taken), took, details)
-        show(figures[-2:])
-        keep()
+        keep(*predictions(Calibrated(taken), took, details))
     if args.parts:
         details["1 row"] = by_parts(rig, 1)
         keep()
