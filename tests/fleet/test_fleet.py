@@ -18,6 +18,8 @@ from tests.server.parrot import TEMPLATE, write_parrot
 from tests.server.serving import Served, alive, parsed, wait_for, write_tiny_model
 
 PAGE = "https://page.example"
+LONGEST_BODY = 33 << 20
+"""More than a server takes unless it is told to."""
 PROMPT = [3 + i % 97 for i in range(300)]
 
 
@@ -91,7 +93,8 @@ def pair(model):
     """Two tiny servers with little patience for silence."""
     patience = ("--probe-timeout", "1", "--silent-seconds", "2", "--probe-seconds", "0.1")
     args = (str(model), "--kv-tokens", "20000", "--lora-endpoints", *patience)
-    with fleet(*args, "--replicas", "2", "--drain-seconds", "30", "--cors-origins", PAGE) as served:
+    shared = ("--cors-origins", PAGE, "--max-body-bytes", str(LONGEST_BODY))
+    with fleet(*args, "--replicas", "2", "--drain-seconds", "30", *shared) as served:
         wait_for(lambda: len(serving(served)) == 2, 180)
         yield served
 
@@ -116,6 +119,12 @@ def test_answers_name_a_pages_origin_once_and_are_counted(pair):
         assert response.headers.get_all("access-control-allow-origin") == [PAGE]
     stream(pair, 3)
     assert counted(pair, "answered") == before + 2
+
+
+def test_the_bound_on_bodies_is_that_of_the_servers(pair):
+    body = json.dumps({"prompt": PROMPT, "max_tokens": 1}).encode()
+    for size, status in ((LONGEST_BODY, 200), (LONGEST_BODY + 1, 413)):
+        assert pair.request("/v1/completions", data=body.ljust(size))[0] == status
 
 
 def test_a_prompt_goes_where_its_beginning_was_computed(pair):

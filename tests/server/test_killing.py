@@ -19,6 +19,7 @@ from fastapi.testclient import TestClient
 from twolane.engine.config import EngineConfig
 from twolane.frontend.startup import start_engine
 from twolane.server.app import create_app
+from twolane.server.options import ServerOptions
 from twolane.server.service import Service
 
 from .conftest import TINY
@@ -86,7 +87,7 @@ def test_killing_the_engine(tiny_model, moment, seed):
         assert not alive(engine)
 
 
-def test_a_front_whose_engine_is_dead_says_so(tiny_model):
+def test_an_api_process_whose_engine_is_dead_says_so(tiny_model):
     """In this process, where it lives for as long as it is asked."""
 
     async def statuses():
@@ -94,7 +95,7 @@ def test_a_front_whose_engine_is_dead_says_so(tiny_model):
             model=str(tiny_model), load_format="dummy", kv_tokens=2000, device="cpu"
         )
         engine, texts, *_ = await start_engine(config)
-        service = Service(engine, texts, "tiny", max_queue=9)
+        service = Service(engine, texts, "tiny", ServerOptions(max_queue=9))
         try:
             engine.process.kill()
             await engine.failed.wait()
@@ -152,7 +153,7 @@ def test_killing_the_server(tiny_model, moment):
 
 
 def test_the_front_has_no_torch(real):
-    """What is mapped into the process tells: the front serves text without PyTorch."""
+    """What is mapped into the process tells: the API process serves text without PyTorch."""
     body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
     assert real.request("/v1/chat/completions", body)[0] == 200
     mapped = Path(f"/proc/{real.process.pid}/maps").read_text()

@@ -24,6 +24,7 @@ from twolane.frontend.liveness import Liveness
 from twolane.frontend.text.codec import TextCodec
 from twolane.frontend.text.texts import Texts
 from twolane.server.app import create_app
+from twolane.server.options import ServerOptions
 from twolane.server.service import Service
 from twolane.slo import Slo
 
@@ -186,7 +187,7 @@ def service_of(texts):
         watchers=[],
         wait_for_gap=no_wait,
     )
-    return Service(engine, texts, "slow", max_queue=9, forms=Forms(None))
+    return Service(engine, texts, "slow", ServerOptions(max_queue=9), forms=Forms(None))
 
 
 async def ask(service, path, body, leaves=None):
@@ -279,7 +280,7 @@ def test_a_signal_drains(doomed, number):
 
 
 def test_a_supervisors_signal_to_all_processes_drains(doomed):
-    """As systemd sends it: the engine leaves it to the front."""
+    """As systemd sends it: the engine leaves it to the API process."""
     stream = Stream(doomed, {**LONG, "max_tokens": 300})
     stream.next_token()
     for pid in (doomed.engine_pid, doomed.process.pid):
@@ -373,7 +374,7 @@ def test_a_second_signal_stops_at_once(tiny_model):
         assert not alive(engine)
 
 
-def test_a_terminals_interrupt_reaches_only_the_front(tiny):
+def test_a_terminals_interrupt_reaches_only_the_api_process(tiny):
     assert os.getpgid(tiny.engine_pid) == tiny.engine_pid
 
 

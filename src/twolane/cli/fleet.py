@@ -12,7 +12,7 @@ from twolane.cli.errors import fail, one_line_errors
 from twolane.cli.lazy import command_app
 from twolane.cli.options import takes
 from twolane.cli.serve import ServedModelArgument
-from twolane.fleet.options import FleetOptions
+from twolane.fleet.options import FleetOptions, ReplicaOptions
 
 EPILOG = """Every other option is one of `twolane serve`, for each server. Ctrl-C ends the fleet
 when open answers have ended; SIGHUP restarts its servers one after the other.
@@ -41,8 +41,9 @@ def fleet(ctx: typer.Context, model: ServedModelArgument, options: dict[str, Any
             from twolane.fleet import run
         except ImportError as error:
             raise fail(f"fleet needs an extra: pip install 'twolane[ray]' ({error})") from error
-        keys, origins = server.get("api_key") or (), server.get("cors_origins") or ()
-        code = run.serve_fleet(arguments, FleetOptions(**options), keys, origins)
+        keys, origins = server["api_key"] or (), server["cors_origins"] or ()
+        shared = ReplicaOptions(keys, origins, server["max_body_bytes"])
+        code = run.serve_fleet(arguments, FleetOptions(**options), shared)
     sys.stdout.flush()
     os._exit(code)  # as `serve` does
 

@@ -1,6 +1,7 @@
 """Settings of a fleet, beside those of its replicas."""
 
-from typing import Annotated, Literal
+from collections.abc import Sequence
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 
@@ -10,6 +11,17 @@ from twolane.common.options import Option
 PANEL = "Fleet"
 RouterName = Literal["predicted", "round-robin", "power-of-two", "least-loaded", "ray-prefix"]
 """The names of `router.policies.POLICIES`."""
+
+
+class ReplicaOptions(NamedTuple):
+    """Options of the replicas that hold at the fleet's own address, too."""
+
+    api_keys: Sequence[str]
+    """Keys that replicas accept; none: they want none."""
+    cors_origins: Sequence[str]
+    """Origins of pages that may ask from a browser; see `cross_origin`."""
+    max_body_bytes: int
+    """Number of bytes that a request body may have."""
 
 
 class FleetOptions(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,11 +11,10 @@ from starlette.types import ASGIApp
 
 from twolane.fleet.hosts import Hosts, LocalHosts, RayHosts
 from twolane.fleet.ingress import Ingress
-from twolane.fleet.options import FleetOptions
+from twolane.fleet.options import FleetOptions, ReplicaOptions
 from twolane.fleet.pool import Pool
 from twolane.router.policies import POLICIES
 from twolane.server.http.cross_origin import cross_origin
-from twolane.server.http.gate import MAX_BODY_BYTES
 from twolane.server.run import (
     BACKLOG,
     KEEP_ALIVE_SECONDS,
@@ -32,8 +31,7 @@ log = logging.getLogger("twolane.fleet")
 def serve_fleet(
     arguments: Sequence[str],
     options: FleetOptions,
-    keys: Sequence[str] = (),
-    origins: Sequence[str] = (),
+    shared: ReplicaOptions,
 ) -> int:
     """Serve until told to stop; return the exit code.
 
@@ -43,8 +41,7 @@ def serve_fleet(
     Args:
         arguments: of `twolane serve` for each replica, without host and port.
         options: of the fleet.
-        keys: API keys that replicas accept; none: they want none.
-        origins: of pages that may ask from a browser; see `cross_origin`.
+        shared: of the replicas, as far as they hold at the fleet's address.
 
     Raises:
         FieldError: options contradict each other.
@@ -54,7 +51,7 @@ def serve_fleet(
     logging.basicConfig(level="INFO", format="%(asctime)s %(levelname)s %(message)s")
     for name in ("uvicorn", "uvicorn.error", "asyncio"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    return asyncio.run(_run(arguments, options, keys, origins))
+    return asyncio.run(_run(arguments, options, shared))
 
 
 def hosts_of(arguments: Sequence[str], options: FleetOptions) -> Hosts:
@@ -67,9 +64,7 @@ def hosts_of(arguments: Sequence[str], options: FleetOptions) -> Hosts:
     return RayHosts(arguments, options.ray_address, cpus, gpus, most + 1)
 
 
-async def _run(
-    arguments: Sequence[str], options: FleetOptions, keys: Sequence[str], origins: Sequence[str]
-) -> int:
+async def _run(arguments: Sequence[str], options: FleetOptions, shared: ReplicaOptions) -> int:
     least, _ = options.bounds
     stop, again = asyncio.Event(), asyncio.Event()
     with bind(options.host, options.port) as listener:
@@ -85,15 +80,16 @@ async def _run(
             auto_decompress=False,
         )
         async with session:
-            pool = Pool(hosts, options, session, keys)
+            pool = Pool(hosts, options, session, shared.api_keys)
             keeping = asyncio.create_task(pool.run())
             await first_of(pool.started.wait(), stop.wait())
             if pool.failure is not None or stop.is_set():
                 keeping.cancel()
                 await pool.close()
                 return 0 if stop.is_set() else 1
-            ingress = Ingress(pool, POLICIES[options.router](), session, MAX_BODY_BYTES)
-            server = UvicornServer(_uvicorn(cross_origin(ingress, origins)))
+            policy = POLICIES[options.router]()
+            ingress = Ingress(pool, policy, session, shared.max_body_bytes)
+            server = UvicornServer(_uvicorn(cross_origin(ingress, shared.cors_origins)))
             serving = asyncio.create_task(server.serve(sockets=[listener]))
             restarting = asyncio.create_task(_restart(pool, again))
             announce(

@@ -1,14 +1,12 @@
 """The application: every endpoint of the server, and what each request passes first."""
 
-from collections.abc import Sequence
-
 from fastapi import FastAPI
 
 import twolane
 from twolane.server.anthropic.routes import add_message_routes
 from twolane.server.http.calls import CallMiddleware
 from twolane.server.http.cross_origin import CORS, Cors
-from twolane.server.http.gate import MAX_BODY_BYTES, Gate
+from twolane.server.http.gate import Gate
 from twolane.server.http.handlers import add_error_handlers
 from twolane.server.http.head import Head
 from twolane.server.http.route import Route
@@ -22,6 +20,7 @@ from twolane.server.ops.adapters import add_adapter_routes
 from twolane.server.ops.dashboard.page import add_dashboard_routes
 from twolane.server.ops.fleet import add_fleet_routes
 from twolane.server.ops.info import add_admin_routes, add_info_routes, add_token_routes
+from twolane.server.options import ServerOptions
 from twolane.server.service import Service
 
 GENERATION_PATHS = frozenset(
@@ -30,24 +29,18 @@ GENERATION_PATHS = frozenset(
         *("/v1/responses", "/v1/messages"),
     }
 )
-STORED_BYTES = 64 << 20
-"""Number of bytes that stored responses may take together, unless a server has another bound."""
+DEFAULTS = ServerOptions()
 
 
 def create_app(
-    service: Service,
-    *,
-    api_keys: Sequence[str] = (),
-    max_body_bytes: int = MAX_BODY_BYTES,
-    cors_origins: Sequence[str] = (),
-    stored_response_bytes: int = STORED_BYTES,
-    ignore_unknown_fields: bool = False,
-    admin_endpoints: bool = False,
-    lora_endpoints: bool = False,
+    service: Service, options: ServerOptions = DEFAULTS, *, lora_endpoints: bool = False
 ) -> FastAPI:
-    """Return the application that serves `service`; for keys and bound see `Gate`.
+    """Return the application that serves `service`.
 
-    Pages of `cors_origins` may ask it from a browser; "*" is every page.
+    Args:
+        service: what answers.
+        options: keys, bounds, origins, and which endpoints there are.
+        lora_endpoints: whether adapters can be loaded and unloaded.
     """
     app = FastAPI(
         title="Twolane",
@@ -59,11 +52,11 @@ def create_app(
     )
     app.router.route_class = Route
     app.state.judge = service.judge
-    app.state.unknown_fields = UnknownFields(ignore=ignore_unknown_fields)
+    app.state.unknown_fields = UnknownFields(ignore=options.unknown_fields == "warn")
     app.add_middleware(Head)
-    app.add_middleware(Gate, api_keys=api_keys, max_body_bytes=max_body_bytes)
-    if cors_origins:  # around the gate: a browser asks whether it may without the key
-        app.add_middleware(Cors, allow_origins=list(cors_origins), **CORS)
+    app.add_middleware(Gate, api_keys=options.api_keys, max_body_bytes=options.max_body_bytes)
+    if options.cors_origins:  # around the gate: a browser asks whether it may without the key
+        app.add_middleware(Cors, allow_origins=list(options.cors_origins), **CORS)
     app.add_middleware(  # the outermost
         CallMiddleware,
         metrics=service.metrics,
@@ -76,10 +69,10 @@ def create_app(
     add_token_routes(app, service)
     add_generation_routes(app, service)
     add_embedding_routes(app, service)
-    add_response_routes(app, service, ResponseStore(stored_response_bytes))
+    add_response_routes(app, service, ResponseStore(options.stored_response_bytes))
     add_message_routes(app, service)
     add_refused_routes(app)
-    if admin_endpoints:
+    if options.admin_endpoints:
         add_admin_routes(app, service)
     if lora_endpoints:
         add_adapter_routes(app, service)

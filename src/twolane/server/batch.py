@@ -75,7 +75,7 @@ async def run_batch(
             started = await start_engine(config, show, options.log_level)
         service = service_of(started, config, options)
         try:
-            app = create_app(service, ignore_unknown_fields=options.unknown_fields == "warn")
+            app = create_app(service, ServerOptions(unknown_fields=options.unknown_fields))
             return await answer_all(app, lines, out, concurrency)
         finally:
             await service.close()

@@ -163,16 +163,7 @@ async def application(service: Service, config: EngineConfig, options: ServerOpt
     which no stream is to wait."""
     from twolane.server.app import create_app
 
-    app = create_app(
-        service,
-        api_keys=options.api_keys,
-        max_body_bytes=options.max_body_bytes,
-        cors_origins=options.cors_origins,
-        stored_response_bytes=options.stored_response_bytes,
-        ignore_unknown_fields=options.unknown_fields == "warn",
-        admin_endpoints=options.admin_endpoints,
-        lora_endpoints=config.lora_endpoints,
-    )
+    app = create_app(service, options, lora_endpoints=config.lora_endpoints)
     await asyncio.to_thread(app.openapi)  # which keeps it
     return app
 
@@ -222,13 +213,10 @@ def service_of(started: Started, config: EngineConfig, options: ServerOptions) -
         engine,
         texts,
         name,
-        options.max_queue,
+        options,
         sampling,
         forms,
-        max_queued_per_key=options.max_queued_per_key,
-        allow_priority=options.allow_priority,
-        metrics_prefix=options.metrics_prefix,
-        embedding=embedding,
+        embedding,
     )
 
 

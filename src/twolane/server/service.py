@@ -36,7 +36,7 @@ from twolane.server.openai.protocol import (
 )
 from twolane.server.ops.dashboard.data import Dashboard
 from twolane.server.ops.metrics import ServerMetrics
-from twolane.server.options import MetricsPrefix
+from twolane.server.options import ServerOptions
 
 if TYPE_CHECKING:  # needs an extra
     from twolane.server.ops.tracing import RequestTrace, Tracing
@@ -80,10 +80,7 @@ class Service:
         engine: a running engine.
         texts: its tokenizer and chat template.
         model_name: what clients call it.
-        max_queue: how many requests may wait for their first token.
-        max_queued_per_key: how many of one API key may; None: as many as of all.
-        allow_priority: whether requests may have a priority.
-        metrics_prefix: names of the metrics.
+        options: bounds of the queue, whether requests may have a priority, names of the metrics.
         embedding: what embeddings the model gives.
         sampling: fields of `SamplingParams`, for requests that say nothing of them.
         forms: of the model's answers; None: they are found from its chat template.
@@ -94,13 +91,9 @@ class Service:
         engine: EngineClient,
         texts: Texts,
         model_name: str,
-        max_queue: int,
+        options: ServerOptions,
         sampling: Mapping[str, Any] = MappingProxyType({}),
         forms: Forms | None = None,
-        *,
-        max_queued_per_key: int | None = None,
-        allow_priority: bool = False,
-        metrics_prefix: MetricsPrefix = "twolane",
         embedding: Embedding = NO_EMBEDDING,
     ) -> None:
         self.engine = engine
@@ -113,9 +106,11 @@ class Service:
         self._taught = False
         """Whether the engine has the tokenizer."""
         self.created = int(time.time())
-        self._allow_priority = allow_priority
+        self._allow_priority = options.allow_priority
         self.admission = Admission(
-            max_queue, max_queued_per_key, lambda: engine.stats.prompt_token_seconds
+            options.max_queue,
+            options.max_queued_per_key,
+            lambda: engine.stats.prompt_token_seconds,
         )
         self.metrics = ServerMetrics(
             lambda: engine.stats,
@@ -123,7 +118,7 @@ class Service:
             model_name,
             engine.ready.slo,
             engine.ready.page_size,
-            metrics_prefix,
+            options.metrics_prefix,
             engine.ready.kv_cache_dtype,
         )
         self.dashboard = Dashboard(engine, self.metrics)

@@ -22,7 +22,6 @@ KEY_HEADER = "x-api-key"
 ID_LONGEST = 128
 NOT_IN_IDS = re.compile(r"[^!-~]")
 """All but visible ASCII."""
-MAX_BODY_BYTES = 32 << 20
 GUARDED = (
     *("/v1/", "/fleet/", "/tokenize", "/detokenize", "/rerank", "/reset_prefix_cache"),
     *("/dashboard/data", "/docs", "/openapi.json"),
@@ -47,12 +46,7 @@ class Gate:
         max_body_bytes: longer bodies are refused (413) without being read.
     """
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        api_keys: Iterable[str] = (),
-        max_body_bytes: int = MAX_BODY_BYTES,
-    ) -> None:
+    def __init__(self, app: ASGIApp, api_keys: Iterable[str], max_body_bytes: int) -> None:
         self._app = app
         self._keys = [digest(key.encode()) for key in api_keys]
         self._max_body_bytes = max_body_bytes
