@@ -354,6 +354,23 @@ def test_files_that_are_refused(tmp_path, wrong, message):
         spec_from_directory(tmp_path)
 
 
+def test_a_window_of_zero_is_none():
+    raw = {"model_type": "mistral", "sliding_window": 0}
+    assert spec_from_config(raw).sliding_window is None
+    with pytest.raises(ValueError, match="sliding_window must be 1 or more, not -1"):
+        spec_from_config({**raw, "sliding_window": -1})
+
+
+def test_null_says_no_where_only_yes_and_no_can_be():
+    raw = {"model_type": "smollm3", "tie_word_embeddings": None, "attention_bias": None}
+    assert not spec_from_config(raw).tie_embeddings
+
+
+def test_a_byte_order_mark_before_a_config_is_skipped(tmp_path):
+    (tmp_path / "config.json").write_text('\ufeff{"model_type": "llama"}', encoding="utf-8")
+    assert spec_from_directory(tmp_path).family == "llama"
+
+
 @pytest.mark.parametrize("architectures", [None, [], "left out"])
 def test_the_type_of_a_model_names_its_architecture(architectures):
     """After vllm PR #51665: `transformers` goes by `model_type`, too."""

@@ -23,6 +23,9 @@ def test_names_that_lead_nowhere(tmp_path):
         resolve("qwen3-8b")
     file = tmp_path / "model.bin"
     file.write_bytes(b"")
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ModelNotFound, match="is a LoRA adapter: serve the model"):
+        resolve(str(tmp_path))
     with pytest.raises(ModelNotFound, match=r"not a \.gguf file"):
         resolve(str(file))
 

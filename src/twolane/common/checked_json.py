@@ -10,13 +10,13 @@ T = TypeVar("T")
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON file that holds an object.
+    """Read a JSON file that holds an object, behind a byte order mark if there is one.
 
     Raises:
         ValueError: it does not; the message names the file.
     """
     try:
-        return msgspec.convert(json.loads(path.read_text(encoding="utf-8")), dict[str, Any])
+        return msgspec.convert(json.loads(path.read_text(encoding="utf-8-sig")), dict[str, Any])
     except (ValueError, RecursionError) as error:  # of JSON, of UTF-8, or msgspec's
         raise ValueError(f"{path} is not a JSON object: {error}") from error
 

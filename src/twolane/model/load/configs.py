@@ -296,7 +296,7 @@ def declared_eos(path: Path) -> dict[str, tuple[int, ...]]:
     """
     raw = read_json(path / "config.json")
     family = check_architecture(raw)
-    config = converted(raw, _CONFIGS[family], lax=True)
+    config = _read_as(family, raw)
     place = "config.json" if "eos_token_id" in raw else f"the default of {family}"
     found = {GENERATION_FILE: _generation_eos(path), place: config.eos_token_id}
     merged = {name: merge_eos(config.vocab_size, ids, None) for name, ids in found.items()}
@@ -412,7 +412,7 @@ def spec_from_config(
         ValueError: a value has the wrong type, or sizes do not fit each other.
     """
     family = check_architecture(raw)
-    config = converted(raw, _CONFIGS[family], lax=True)
+    config = _read_as(family, raw)
     check_counts(config.num_hidden_layers, config.num_attention_heads)
     if config.hidden_act != "silu":
         raise UnsupportedModel.because("activation", config.hidden_act, ("silu",))
@@ -451,6 +451,19 @@ def spec_from_config(
         eos_token_ids=merge_eos(config.vocab_size, config.eos_token_id, generation_eos),
         **_factors(config),
     )
+
+
+def _read_as(family: Family, raw: Mapping[str, Any]) -> HFConfig:
+    """A raw config as one of a family; null says no where only yes and no can be, as in
+    `transformers`.
+
+    Raises:
+        ValueError: a value has the wrong type.
+    """
+    form = _CONFIGS[family]
+    switches = [field.name for field in msgspec.structs.fields(form) if field.type is bool]
+    given = {**raw, **{name: False for name in switches if raw.get(name, ...) is None}}
+    return converted(given, form, lax=True)
 
 
 def _factors(config: HFConfig) -> dict[str, float]:
@@ -530,10 +543,18 @@ def _head_dim(config: HFConfig) -> int:
 
 def _sliding(config: HFConfig, family: Family) -> tuple[int | None, tuple[int, ...]]:
     """The sliding window and its layers: all of Mistral's, for Qwen and SmolLM3 those of
-    `layer_types`, otherwise those from `max_window_layers` on and those that are not rotated."""
+    `layer_types`, otherwise those from `max_window_layers` on and those that are not rotated.
+
+    A window of 0 is none, as in vLLM and llama.cpp.
+
+    Raises:
+        ValueError: it is negative.
+    """
     window = config.sliding_window
-    if family in _GLOBAL or window is None:
+    if family in _GLOBAL or not window:
         return None, ()
+    if window < 0:
+        raise ValueError(f"config.json: sliding_window must be 1 or more, not {window}")
     if family in ("mistral", "mixtral", "phi3"):
         return window, tuple(range(config.num_hidden_layers))
     if not config.use_sliding_window:

@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 from twolane.common.checked_json import read_json
 from twolane.common.files import keep
+from twolane.model.load import adapter_files
 from twolane.model.load.configs import (
     check_architecture,
     sampling_from_directory,
@@ -177,6 +178,11 @@ def resolve(
 
 
 def _directory(name: str, path: Path) -> ModelSource:
+    if (path / adapter_files.CONFIG).is_file() and not (path / "config.json").is_file():
+        raise ModelNotFound(
+            f"{name} is a LoRA adapter: serve the model that it was made for, with "
+            f"--lora NAME={name}"
+        )
     has_tokenizer = any((path / file).is_file() for file in _TOKENIZER_FILES)
     return ModelSource("dir", name, path, path if has_tokenizer else None)
 
