@@ -18,15 +18,17 @@ from torch import Tensor
 from torch import distributed as dist
 
 from twolane.kernels import fused
+from twolane.kernels.products.dispatch import Case, Products
 from twolane.kernels.runtime import nvrtc
 from twolane.kernels.runtime.timing import graph_seconds
 from twolane.lanes.cuda.green_contexts import GreenContexts
+from twolane.model.matrix import Matrix
 from twolane.parallel import nccl
 from twolane.parallel.group import meet
 from twolane.parallel.two_shot import GROUP, TwoShot
 from twolane.results.provenance import provenance, save
 
-CALLS, REPLAYS = 40, 9
+CALLS, REPLAYS, COLD = 40, 9, 8
 EPS = 1e-6
 BLOCKS = (8, 16, 32)
 SHARE = 32
@@ -44,9 +46,10 @@ def arguments(ranks: int) -> type[ctypes.Structure]:
     class Arguments(ctypes.Structure):
         _fields_ = (
             ("partial", ctypes.c_uint64 * ranks),
-            ("normal", ctypes.c_uint64 * ranks),
+            ("total", ctypes.c_uint64 * ranks),
             ("flags", ctypes.c_uint64 * ranks),
             ("residual", ctypes.c_uint64),
+            ("out", ctypes.c_uint64),
             ("weight", ctypes.c_uint64),
             ("rows", ctypes.c_int),
             ("rank", ctypes.c_int),
@@ -77,25 +80,30 @@ class Rig:
         self.partial = self.two_shot.buffer(rows, hidden, torch.bfloat16, device)
         self.two_shot.choose([rows], lambda *_: 0.0)
         self._shared = _mapped((rows + 1, hidden), torch.bfloat16, device)
-        self.normal = self._shared[:-1]
         self._shared.zero_()
         torch.cuda.synchronize()
         meet(rank, ranks, dist.PrefixStore("zeroed", store), lambda: None)
         self.residual = torch.zeros(rows, hidden, device=device, dtype=torch.bfloat16)
+        self.normal = torch.zeros_like(self.residual)
         self.weight = torch.ones(hidden, device=device, dtype=torch.bfloat16)
         flags = _pointers(self._shared, rank, rows * hidden * 2)
         self._given = arguments(ranks)(
             (ctypes.c_uint64 * ranks)(*_pointers(self.partial, rank)),
             (ctypes.c_uint64 * ranks)(*_pointers(self._shared, rank)),
             (ctypes.c_uint64 * ranks)(*flags),
-            *(self.residual.data_ptr(), self.weight.data_ptr(), rows, rank, EPS),
+            *(self.residual.data_ptr(), self.normal.data_ptr(), self.weight.data_ptr()),
+            *(rows, rank, EPS),
         )
         options = f"-DHIDDEN={hidden}", f"-DRANKS={ranks}"
-        self._kernel = nvrtc.load(source(), options, "reduce_norm", 0, rank)
+        self._kernels = [
+            nvrtc.load(source(), (*options, f"-DEARLY={early}"), "reduce_norm", 0, rank)
+            for early in (0, 1)
+        ]
 
-    def fused(self, blocks: int) -> None:
+    def fused(self, blocks: int, *, early: bool = False) -> None:
         """The one launch."""
-        self._kernel.launch(blocks, self.hidden // 8, 0, self._given)
+        kernel = self._kernels[early]
+        kernel.launch(blocks, self.hidden // 8, 0, self._given, early=early)
 
     def norm(self) -> None:
         """The norm behind a sum."""
@@ -123,6 +131,47 @@ class Rig:
         right = total * (total.square().mean(1, keepdim=True) + EPS).rsqrt()
         torch.cuda.synchronize()
         return float(((self.normal.float() - right).norm(dim=1) / right.norm(dim=1)).max())
+
+    def chain(
+        self, width: int, units: int, stream: torch.cuda.Stream
+    ) -> Iterator[tuple[str, float]]:
+        """Microseconds of each way between the products that end a block and begin the next.
+
+        Args:
+            width: inputs of the first product, and outputs of the second.
+            units: SMs of the stream.
+            stream: where.
+        """
+        draw = partial(torch.randn, device="cuda", dtype=torch.bfloat16)
+        into = [Matrix.plain(draw(self.hidden, width).mul_(0.01)) for _ in range(COLD)]
+        out_of = [Matrix.plain(draw(2 * width, self.hidden).mul_(0.01)) for _ in range(COLD)]
+        rows = len(self.partial)
+        x, y = draw(rows, width), draw(rows, 2 * width)
+        products = Products(units)
+        uses = {Case.of("linear", some[0]): some for some in (into, out_of)}
+        with torch.cuda.stream(stream):
+            products._tune("steps", uses, [rows], products._candidates)
+        for name, between in self._between().items():
+
+            def calls(between: Callable[[], None] = between) -> None:
+                for first, second in zip(into, out_of, strict=True):
+                    products.linear(x, first, None, self.partial)
+                    between()
+                    products.linear(self.normal, second, None, y)
+
+            with torch.cuda.stream(stream):
+                yield name, round(1e6 * graph_seconds(calls, REPLAYS) / COLD, 2)
+
+    def _between(self) -> dict[str, Callable[[], None]]:
+        """What may lie between two products."""
+        return {
+            "nothing": lambda: None,
+            "norm": self.norm,
+            "NCCL, norm": partial(self.by, self.nccl.all_reduce),
+            "two-shot, norm": partial(self.by, self.two_shot.all_reduce),
+            **{f"one launch, {n} blocks": partial(self.fused, n) for n in BLOCKS},
+            **{f"one early, {n} blocks": partial(self.fused, n, early=True) for n in BLOCKS},
+        }
 
     def times(self, stream: torch.cuda.Stream) -> Iterator[tuple[str, float]]:
         """Microseconds of each way on this stream."""
@@ -170,6 +219,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("ranks", type=int)
     parser.add_argument("hidden", type=int)
+    parser.add_argument("--width", type=int, default=8704, help="of the products around it")
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--port", type=int, default=0)
@@ -198,6 +248,9 @@ def main() -> int:
     for units in (parts.units, SHARE):
         for name, us in rig.times(parts.stream("decode", units)):
             note(f"{name} on {units} SMs, us", us)
+    for units in (parts.units, SHARE):
+        for name, us in rig.chain(args.width, units, parts.stream("decode", units)):
+            note(f"between products: {name} on {units} SMs, us", us)
     for other in others:
         other.wait(20)
     os._exit(0)
