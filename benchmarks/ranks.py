@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import torch
@@ -25,6 +26,7 @@ from engine import Rig, both_lanes, decode_seconds, finished, repeat
 from measured import cpu_seconds
 
 from twolane.common import garbage
+from twolane.engine.config import AllReduce
 from twolane.lanes.cuda.decode_graphs import captured
 from twolane.lanes.cuda.green_contexts import GreenContexts
 from twolane.lanes.cuda.machine import CudaMachine
@@ -298,7 +300,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model")
     parser.add_argument("ranks", type=int)
-    parser.add_argument("--all-reduce", default="nccl", choices=("auto", "nccl", "two-shot"))
+    parser.add_argument("--all-reduce", default="nccl", choices=get_args(AllReduce))
     only = "all", "steps", "alone", "beside", "prefill"
     parser.add_argument("--only", default="all", choices=only)
     parser.add_argument("--halve-from", type=int, default=0, help="tokens; 0: all passes are whole")

@@ -85,6 +85,7 @@ def test_eight_ranks_say_what_one_says(kv_heads: int, tmp_path: Path, tally: Tal
                 tally.forgiven += judge.forgiven(request.prompt, output)
                 tally.tokens += len(output)
             tally.runs += 1
+            tally.side_by_side += served.side_by_side
         ranks.close()
         assert {process.returncode for process in ranks.processes} == {0}
     assert all(outputs == decided[0] for outputs in decided)

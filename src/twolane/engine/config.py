@@ -16,7 +16,7 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "dummy"]
 Device = Literal["auto", "cpu", "cuda"]
 Quantization = Literal["fp8", "fp8_block128", "int4"]
-AllReduce = Literal["auto", "nccl", "two-shot"]
+AllReduce = Literal["auto", "nccl", "two-shot", "joined"]
 KVCacheDType = Literal["auto", "fp8"]
 
 LORA = ("lora", "lora_endpoints", "max_loras", "max_lora_rank")
@@ -120,8 +120,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     cores."""
     all_reduce: Annotated[AllReduce, Option(DEVICE)] = "nccl"
     """How several GPUs sum what each has computed in a decode step: by nccl, or, on trial, by
-    two-shot over memory that all of them map; `auto` takes what is faster at the start, for each
-    number of rows."""
+    two-shot over memory that all of them map; `auto` takes what is faster of these at the start,
+    for each number of rows. `joined`, also on trial, sums as two-shot does, joined with the norm
+    behind it in one launch."""
     halve_from: Annotated[int | None, Option(DEVICE, "TOKENS", least=0)] = None
     """Number of tokens from which on several ranks compute a prefill pass in two halves, of which
     one is summed over ranks while the other computes (on GPUs passes of up to 2,048 tokens stay

@@ -20,6 +20,7 @@ from torch.nn import functional
 
 from twolane.kernels import fused
 from twolane.kernels.activations import Activations, Quantised
+from twolane.kernels.collectives import reduce_norm
 from twolane.kernels.experts.products import Buffers as ExpertBuffers
 from twolane.kernels.experts.routing import ActiveRows, Routing
 from twolane.kernels.pool import E4M3, Pool, RoundedPool
@@ -31,6 +32,7 @@ from twolane.model.rope import rotation
 from twolane.model.sharding import Shard
 from twolane.model.spec import ModelSpec, MoeSpec
 from twolane.parallel.channel import Channel, Silent
+from twolane.parallel.two_shot import Mapped, TwoShot
 
 TUNED_LAYERS = 4
 """Layers that products are timed in, or more where these would stay in the cache."""
@@ -147,6 +149,32 @@ class PartialSum:
     ) -> fused.Out:
         """See `Left.add_and_norm`."""
         return fused.add_rms_norm(self.partial, residual, weight, eps, out)
+
+
+@dataclass(frozen=True, slots=True)
+class UnsummedPart:
+    """This rank's part of a block's output, which one launch sums, adds and normalises."""
+
+    partial: Tensor
+    """[T, hidden]"""
+    channel: TwoShot
+    mapped: Mapped
+    """Where all ranks have it."""
+
+    def add_into(self, residual: Tensor) -> None:
+        """See `Left.add_into`."""
+        self.channel.all_reduce(self.partial)
+        residual.add_(self.partial)
+
+    def add_and_norm(
+        self, residual: Tensor, weight: Tensor, eps: float, out: fused.Out
+    ) -> fused.Out:
+        """See `Left.add_and_norm`."""
+        if not isinstance(out, Tensor) or not reduce_norm.served(self.partial, out):
+            self.channel.all_reduce(self.partial)
+            return fused.add_rms_norm(self.partial, residual, weight, eps, out)
+        reduce_norm.reduce_norm(*self.mapped, residual, weight, eps, out)
+        return out
 
 
 class Workspace:
@@ -465,12 +493,11 @@ class GpuDecoder:
             products.add_linear(rounded, w.o, w.o_bias, residual)
             norm = fused.Norm(w.mlp_norm, self.spec.stream_eps)
             return w.mlp.add_into(residual, norm, active, workspace, products)
-        left = PartialSum(workspace.get("partial", count))
-        self.end_attention(i, attended, left.partial, workspace, products)
-        self._end_block(left.partial, w.attention_out_norm, workspace)
-        self.run_mlp(i, residual, left, active, workspace, products)
-        self._end_block(left.partial, w.mlp_out_norm, workspace)
-        return left
+        partial = workspace.get("partial", count)
+        self.end_attention(i, attended, partial, workspace, products)
+        left = self._end_block(partial, w.attention_out_norm, workspace)
+        self.run_mlp(i, residual, partial, left, active, workspace, products)
+        return self._end_block(partial, w.mlp_out_norm, workspace)
 
     def end_attention(
         self, i: int, attended: Tensor, partial: Tensor, workspace: Workspace, products: Products
@@ -488,27 +515,33 @@ class GpuDecoder:
         self,
         i: int,
         residual: Tensor,
-        left: PartialSum,
+        partial: Tensor,
+        left: Left,
         active: ActiveRows,
         workspace: Workspace,
         products: Products,
     ) -> None:
-        """Add what attention has left in layer i, then write there this rank's part of what the
-        MLP adds."""
+        """Add what attention has left in layer i, then write this rank's part of what the MLP adds
+        to `partial` [T, hidden]."""
         w = self.weights.layers[i]
         x = self._read(residual, w.mlp_norm, w.mlp.scheme, workspace, left)
-        w.mlp.write_into(left.partial, x, active, workspace, products)
+        w.mlp.write_into(partial, x, active, workspace, products)
 
     def _sums(self, workspace: Workspace) -> bool:
         """Whether what blocks add to the residual stream is not complete when their products end:
         it is summed over ranks, or normalised."""
         return workspace.channel is not None or self.spec.post_norms
 
-    def _end_block(self, partial: Tensor, weight: Tensor | None, workspace: Workspace) -> None:
-        """Complete what a block adds to the residual stream, in place."""
-        if (channel := workspace.channel) is not None:
+    def _end_block(self, partial: Tensor, weight: Tensor | None, workspace: Workspace) -> Left:
+        """Complete what a block adds to the residual stream, in place, or leave that to what adds
+        it."""
+        channel = workspace.channel
+        if weight is None and isinstance(channel, TwoShot) and (mapped := channel.mapped(partial)):
+            return UnsummedPart(partial, channel, mapped)
+        if channel is not None:
             channel.all_reduce(partial)
         self.norm_block(partial, weight)
+        return PartialSum(partial)
 
     def norm_block(self, partial: Tensor, weight: Tensor | None) -> None:
         """Normalise, in place, what a block adds to the residual stream, if the family does."""

@@ -78,7 +78,7 @@ class HalvedPass:
             left, residual = self._left[number], self._residual[number]
             self._decoder.norm_block(left.partial, norm)
             parts = self._workspace, self._products
-            self._decoder.run_mlp(i, residual, left, active.part(half), *parts)
+            self._decoder.run_mlp(i, residual, left.partial, left, active.part(half), *parts)
             self._sums.begin(number, left.partial)
 
     def _summed(self, number: int, i: int) -> PartialSum:

@@ -8,6 +8,7 @@ one hop less than NCCL takes. Its operations must not run on two streams at once
 import logging
 import os
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +28,17 @@ GAIN = 0.97
 """Share of NCCL's time that the two-shot sum may take at most, to be chosen."""
 
 
+class Mapped(NamedTuple):
+    """Partial sums that all ranks map, as this process sees them."""
+
+    rank: int
+    """Rank of this process."""
+    partials: tuple[int, ...]
+    """Address of each rank's partial sums."""
+    flags: tuple[int, ...]
+    """Address of each rank's flags."""
+
+
 class TwoShot:
     """A channel whose sums may go over shared memory; all else is the other channel's.
 
@@ -36,10 +48,20 @@ class TwoShot:
         channel: of the same ranks and the same lane.
         store: where they meet to map each other's memory.
         forced: whether every sum that can goes over shared memory; `choose` decides otherwise.
+        flag_bytes: bytes of flags that others set, for kernels that sum by themselves; 0: there
+            are none.
     """
 
-    def __init__(self, channel: Channel, store: dist.Store, *, forced: bool = False) -> None:
+    def __init__(
+        self,
+        channel: Channel,
+        store: dist.Store,
+        *,
+        forced: bool = False,
+        flag_bytes: int = 0,
+    ) -> None:
         self.rank, self.size = channel.rank, channel.size
+        self._flag_bytes, self._addresses = flag_bytes, (0,) * self.size
         self._channel, self._store, self._forced = channel, store, forced
         self._buffer: Tensor | None = None
         """What all ranks map; None: they cannot."""
@@ -107,8 +129,18 @@ class TwoShot:
         self._counts = frozenset(tensor.numel() for tensor, chosen in kept if chosen)
         return {len(x): pair for x, pair in zip(summed, times, strict=True)}
 
+    def mapped(self, tensor: Tensor) -> Mapped | None:
+        """Where all ranks have such partial sums, for a kernel that sums them by itself; None: they
+        are summed by `all_reduce`."""
+        buffer = self._buffer
+        if not self._flag_bytes or tensor.numel() not in self._counts or not self._shared(tensor):
+            return None
+        assert buffer is not None
+        flags = tuple(address + buffer.nbytes for address in self._addresses)
+        return Mapped(self.rank, self._addresses, flags)
+
     def _map(self, rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate memory that all ranks map."""
+        """Allocate memory that all ranks map, with the flags behind it."""
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
         from torch._C._distributed_c10d import _register_process_group, _SymmetricMemory
 
@@ -119,9 +151,15 @@ class TwoShot:
         self._group._set_default_backend(kind)
         self._group._set_group_name(GROUP)
         _register_process_group(GROUP, self._group)
-        buffer = _SymmetricMemory.empty_strided_p2p((rows, width), (width, 1), dtype, device)
-        _SymmetricMemory.rendezvous(buffer, GROUP)
-        return buffer
+        flagged = -(-self._flag_bytes // (width * dtype.itemsize))
+        shape = rows + flagged, width
+        memory = _SymmetricMemory.empty_strided_p2p(shape, (width, 1), dtype, device)
+        memory.zero_()
+        torch.cuda.synchronize(device)
+        bases = _SymmetricMemory.rendezvous(memory, GROUP).buffer_ptrs
+        offset = memory.data_ptr() - bases[self.rank]
+        self._addresses = tuple(base + offset for base in bases)
+        return memory[:rows]
 
     def _sum(self, tensor: Tensor) -> None:
         """Sum over shared memory."""

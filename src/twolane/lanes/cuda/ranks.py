@@ -11,6 +11,7 @@ import torch
 from torch import distributed as dist
 
 from twolane.common.errors import FieldError
+from twolane.kernels.collectives.reduce_norm import flag_bytes
 from twolane.lanes.cuda.lanes import CudaLanes
 from twolane.lanes.cuda.launch_thread import Launcher
 from twolane.lanes.cuda.machine import CudaMachine
@@ -76,8 +77,12 @@ def connect(
     machine.channels = {lane: channels[name] for lane, name in CHANNELS.items()}
     machine.halve_from = settings.halve_from or 0
     if settings.all_reduce != "nccl":
-        here, forced = dist.PrefixStore("two-shot", store), settings.all_reduce == "two-shot"
-        machine.step_channel = TwoShot(channels[CHANNELS["decode"]], here, forced=forced)
+        here, joined = dist.PrefixStore("two-shot", store), settings.all_reduce == "joined"
+        machine.step_channel = TwoShot(
+            *(channels[CHANNELS["decode"]], here),
+            forced=settings.all_reduce != "auto",
+            flag_bytes=flag_bytes(shard.size) if joined else 0,
+        )
     return min(int(free) for _, free in notes)
 
 

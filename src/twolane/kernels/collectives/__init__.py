@@ -1,0 +1,1 @@
+"""Sums over the ranks of a model, joined with what follows them."""
