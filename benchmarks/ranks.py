@@ -45,8 +45,6 @@ POOL_TOKENS = 262_144
 """Tokens of the KV pool: 64 requests of 2K and a prompt of 8K have room."""
 SLOTS = 80
 """Most requests at a time."""
-PROMPTS = (8192, 4096, 2304)
-"""Tokens of prompts that are prefilled by themselves."""
 SHARE = 48
 """SMs of the decode lane beside prefill."""
 ROWS = (16, 64, 512, 2048, 8192)
@@ -63,7 +61,6 @@ class RankedRig(Rig):
         all_reduce: how decode steps sum.
         alone: whether this process has one rank's part, and sums nothing.
         quantization: see `DeviceSettings`.
-        halve_from: likewise.
     """
 
     def __init__(
@@ -74,7 +71,6 @@ class RankedRig(Rig):
         *,
         alone: bool = False,
         quantization: str | None = None,
-        halve_from: int = 0,
     ) -> None:
         begun = time.monotonic()
         self.name, self.slots, self.pages = name, SLOTS, POOL_TOKENS // PAGE
@@ -86,7 +82,6 @@ class RankedRig(Rig):
             tensor_parallel_size=ranks,
             all_reduce=all_reduce,
             quantization=quantization,
-            halve_from=halve_from,
         )
         told: set[tuple[str, int]] = set()
 
@@ -199,9 +194,6 @@ def measure(rig: RankedRig, only: str, note: Notes) -> None:
     """The figures of issue and notes."""
     spec, tp, whole = rig.spec, rig.machine.tp, rig.machine.partitions.units
     note(start_s=round(rig.start_seconds, 1), load_s=round(rig.load_seconds, 1))
-    if only == "prefill":
-        prefills(rig, note)
-        return
     rows = rig.decode_rows(64, 2048)
     units = rig.machine.partitions.decode_units
     steps = {u: decode_seconds(rig, rows, u) * 1e3 for u in units}
@@ -232,18 +224,6 @@ def measure(rig: RankedRig, only: str, note: Notes) -> None:
         note(**{f"prefill_tokens_s_{units}": round(8192 / seconds)})
     rig.give_back([row])
     beside(rig, rows, note)
-
-
-def prefills(rig: RankedRig, note: Notes) -> None:
-    """Tokens a second of prompts of some lengths, on all SMs and beside the decode lane's share."""
-    whole = rig.machine.partitions.units
-    for count, units in itertools.product(
-        PROMPTS, (whole, *(p for p, _ in rig.machine.partitions.levels))
-    ):
-        row = rig.prompt(count)
-        seconds = repeat(3, lambda u=units, r=row: rig.launch("prefill", u, rig.prefill(r)))
-        note(**{f"prefill_of_{count}_tokens_s_{units}": round(count / seconds)})
-        rig.give_back([row])
 
 
 def beside(rig: RankedRig, rows, note: Notes) -> None:
@@ -301,9 +281,7 @@ def main() -> int:
     parser.add_argument("model")
     parser.add_argument("ranks", type=int)
     parser.add_argument("--all-reduce", default="nccl", choices=get_args(AllReduce))
-    only = "all", "steps", "alone", "beside", "prefill"
-    parser.add_argument("--only", default="all", choices=only)
-    parser.add_argument("--halve-from", type=int, default=0, help="tokens; 0: all passes are whole")
+    parser.add_argument("--only", default="all", choices=("all", "steps", "alone", "beside"))
     parser.add_argument("--out", type=Path)
     if sys.argv[1:2] == ["--alone"]:
         ranks, folder, hidden, rank = sys.argv[2:]
@@ -313,15 +291,11 @@ def main() -> int:
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")  # tells what sums were chosen
     workload = {"model": args.model, "ranks": args.ranks, "all_reduce": args.all_reduce}
-    note = Notes(args.out, {**workload, "only": args.only, "halve_from": args.halve_from})
+    note = Notes(args.out, {**workload, "only": args.only})
     if args.only == "all":
         hidden = resolve(args.model, "dummy").spec().hidden_size
         note(all_reduce_us=all_reduces(args.ranks, hidden))
-    rig = RankedRig(
-        *(args.model, args.ranks, args.all_reduce),
-        alone=args.only == "alone",
-        halve_from=args.halve_from,
-    )
+    rig = RankedRig(args.model, args.ranks, args.all_reduce, alone=args.only == "alone")
     measure(rig, args.only, note)
     rig.close()
     return 0

@@ -5,7 +5,6 @@ one host; microseconds are medians over graphs of forty, as the first rank has t
 """
 
 import argparse
-import ctypes
 import os
 import subprocess
 import sys
@@ -18,14 +17,13 @@ from torch import Tensor
 from torch import distributed as dist
 
 from twolane.kernels import fused
+from twolane.kernels.collectives.reduce_norm import flag_bytes, reduce_norm
 from twolane.kernels.products.dispatch import Case, Products
-from twolane.kernels.runtime import nvrtc
 from twolane.kernels.runtime.timing import graph_seconds
 from twolane.lanes.cuda.green_contexts import GreenContexts
 from twolane.model.matrix import Matrix
 from twolane.parallel import nccl
-from twolane.parallel.group import meet
-from twolane.parallel.two_shot import GROUP, TwoShot
+from twolane.parallel.two_shot import TwoShot
 from twolane.results.provenance import provenance, save
 
 CALLS, REPLAYS, COLD = 40, 9, 8
@@ -33,30 +31,6 @@ EPS = 1e-6
 BLOCKS = (8, 16, 32)
 SHARE = 32
 """SMs of the smaller share."""
-
-
-def source() -> str:
-    """The CUDA C++."""
-    return Path(__file__).with_suffix(".cu").read_text()
-
-
-def arguments(ranks: int) -> type[ctypes.Structure]:
-    """The kernel's parameter."""
-
-    class Arguments(ctypes.Structure):
-        _fields_ = (
-            ("partial", ctypes.c_uint64 * ranks),
-            ("total", ctypes.c_uint64 * ranks),
-            ("flags", ctypes.c_uint64 * ranks),
-            ("residual", ctypes.c_uint64),
-            ("out", ctypes.c_uint64),
-            ("weight", ctypes.c_uint64),
-            ("rows", ctypes.c_int),
-            ("rank", ctypes.c_int),
-            ("eps", ctypes.c_float),
-        )
-
-    return Arguments
 
 
 class Rig:
@@ -76,34 +50,21 @@ class Rig:
         if rank == 0:
             store.set("id", nccl.unique_id())
         self.nccl = nccl.Communicator(rank, ranks, store.get("id"))
-        self.two_shot = TwoShot(self.nccl, dist.PrefixStore("two-shot", store), forced=True)
+        here, bytes_ = dist.PrefixStore("two-shot", store), flag_bytes(ranks)
+        self.two_shot = TwoShot(self.nccl, here, forced=True, flag_bytes=bytes_)
         self.partial = self.two_shot.buffer(rows, hidden, torch.bfloat16, device)
         self.two_shot.choose([rows], lambda *_: 0.0)
-        self._shared = _mapped((rows + 1, hidden), torch.bfloat16, device)
-        self._shared.zero_()
-        torch.cuda.synchronize()
-        meet(rank, ranks, dist.PrefixStore("zeroed", store), lambda: None)
         self.residual = torch.zeros(rows, hidden, device=device, dtype=torch.bfloat16)
         self.normal = torch.zeros_like(self.residual)
         self.weight = torch.ones(hidden, device=device, dtype=torch.bfloat16)
-        flags = _pointers(self._shared, rank, rows * hidden * 2)
-        self._given = arguments(ranks)(
-            (ctypes.c_uint64 * ranks)(*_pointers(self.partial, rank)),
-            (ctypes.c_uint64 * ranks)(*_pointers(self._shared, rank)),
-            (ctypes.c_uint64 * ranks)(*flags),
-            *(self.residual.data_ptr(), self.normal.data_ptr(), self.weight.data_ptr()),
-            *(rows, rank, EPS),
-        )
-        options = f"-DHIDDEN={hidden}", f"-DRANKS={ranks}"
-        self._kernels = [
-            nvrtc.load(source(), (*options, f"-DEARLY={early}"), "reduce_norm", 0, rank)
-            for early in (0, 1)
-        ]
+        mapped = self.two_shot.mapped(self.partial)
+        assert mapped is not None
+        self._mapped = mapped
 
     def fused(self, blocks: int, *, early: bool = False) -> None:
         """The one launch."""
-        kernel = self._kernels[early]
-        kernel.launch(blocks, self.hidden // 8, 0, self._given, early=early)
+        rest = self.residual, self.weight, EPS, self.normal
+        reduce_norm(*self._mapped, *rest, blocks=blocks, early=early)
 
     def norm(self) -> None:
         """The norm behind a sum."""
@@ -197,22 +158,6 @@ def _seconds(way: Callable[[], None]) -> float:
             way()
 
     return graph_seconds(calls, REPLAYS) / CALLS
-
-
-def _mapped(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor that all ranks map."""
-    from torch._C._distributed_c10d import _SymmetricMemory
-
-    return _SymmetricMemory.empty_strided_p2p(shape, (shape[1], 1), dtype, device)
-
-
-def _pointers(tensor: Tensor, rank: int, offset: int = 0) -> list[int]:
-    """Where each rank's tensor is, so many bytes into it."""
-    from torch._C._distributed_c10d import _SymmetricMemory
-
-    bases: list[int] = _SymmetricMemory.rendezvous(tensor, GROUP).buffer_ptrs
-    offset += tensor.data_ptr() - bases[rank]
-    return [base + offset for base in bases]
 
 
 def main() -> int:

@@ -10,7 +10,7 @@ from tests.gpu.serving import LEVELS, PAGE
 from tests.model.checkpoints import LAYERS, make_checkpoint, reference
 from tests.parity.judge import Judge, Tally
 from tests.parity.ranks import Ranks
-from tests.parity.schedules import Sliced, schedules
+from tests.parity.schedules import schedules
 from tests.parity.test_tiny import REQUESTS, compare
 from twolane.engine.messages import Submit
 from twolane.lanes.cuda.ranks import RankedMachine
@@ -35,19 +35,16 @@ THIRDS = {
     "vocab_size": 49_152,
 }
 """The shape of SmolLM2-135M, which three ranks can share."""
-HALVE_FROM = 64
-"""Tokens from which on passes that are no graphs are computed in halves."""
-Load = Callable[[int, int], tuple[Ranks, Judge]]
+Load = Callable[[int], tuple[Ranks, Judge]]
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Load]:
-    """size, tokens from which on passes are cut → (so many GPUs with a model, the same checkpoint
-    in transformers)."""
+    """size → (so many GPUs with a model, the same checkpoint in transformers)."""
     open_ranks: list[Ranks] = []
 
     @cache
-    def load(size: int, halve_from: int) -> tuple[Ranks, Judge]:
+    def load(size: int) -> tuple[Ranks, Judge]:
         folder = tmp_path_factory.mktemp("gpu") / "model"
         family, sizes = ("llama31", THIRDS) if size == 3 else ("qwen3", None)
         path = make_checkpoint(family, folder, seed=1, sizes=sizes)
@@ -57,7 +54,6 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Load]:
             device="cuda",
             levels=LEVELS,
             tensor_parallel_size=size,
-            halve_from=halve_from,
             gpu_memory_utilization=0.5,
         )
         machine = RankedMachine(settings, lambda *_: None)
@@ -79,24 +75,14 @@ def needs(size: int) -> None:
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_tokens(size: int, schedule: str, ranks: Load, tally: Tally) -> None:
     needs(size)
-    served, judge = ranks(size, 0)
+    served, judge = ranks(size)
     compare(REQUESTS, served.serve(schedules(LAYERS)[schedule](), REQUESTS), judge, tally)
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_tokens_of_passes_in_halves(size: int, ranks: Load, tally: Tally) -> None:
-    """Slices of the decode lane are no graphs, nor is a batch of more than 2,048 tokens."""
-    needs(size)
-    served, judge = ranks(size, HALVE_FROM)
-    system = Sliced((1, 2), lanes=("prefill", "decode"), batch_tokens=4096)
-    compare(REQUESTS, served.serve(system, REQUESTS), judge, tally)
-    assert {lane for lane, _ in served.lanes.runner._side_sums} >= {"prefill", "decode"}
 
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_every_system_lets_them_sample_the_same(size: int, ranks: Load) -> None:
     needs(size)
-    served, _ = ranks(size, 0)
+    served, _ = ranks(size)
     names = ("static-split", "chunked", "temporal")
     said = [served.serve(make_system(name, {}), SEEDED).outputs for name in names]
     assert said[0] == said[1] == said[2]

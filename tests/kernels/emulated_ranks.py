@@ -49,7 +49,6 @@ def main(path: Path, size: int) -> None:
         device="cuda",
         tensor_parallel_size=size,
         all_reduce="auto",
-        halve_from=24,
         lora_endpoints=True,
         max_loras=1,
     )

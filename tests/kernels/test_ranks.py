@@ -21,10 +21,9 @@ from tests.model.checkpoints import make_checkpoint
 from twolane.common.vocabulary import LANES, LaneName
 from twolane.kernels.prefill_attention import flashinfer_kernels as fa3
 from twolane.lanes.cuda.logit_processors import LogitProcessors
-from twolane.lanes.cuda.runner import CudaRunner, Halves
+from twolane.lanes.cuda.runner import CudaRunner
 from twolane.lanes.work import TokenMask, used_by
 from twolane.parallel.channel import Channel
-from twolane.parallel.side_sums import SideSums
 
 PATIENCE = 60.0
 
@@ -104,69 +103,14 @@ def steps(world: World) -> None:
     world.decode([second, first], 3)
 
 
-class Side:
-    """A stream beside a lane's, which sums as late as it may: when a sum is waited for."""
-
-    current = threading.local()
-    """The stream that this thread queues on, if it is one of these."""
-
-    def __init__(self) -> None:
-        self.queued: list[Callable[[], None]] = []
-        self.summed = 0
-
-    def wait_event(self, event: object) -> None: ...
-
-    def catch_up(self, count: int) -> None:
-        """Run what was queued first."""
-        while self.summed < count:
-            self.summed += 1
-            self.queued[self.summed - 1]()
-
-
-@contextmanager
-def on_stream(stream: Any) -> Any:
-    Side.current.stream = stream
-    try:
-        yield
-    finally:
-        Side.current.stream = None
-
-
-class Mark:
-    """An event: how far a stream was when it was recorded."""
-
-    def __init__(self) -> None:
-        self.stream: Side | None = None
-        self.count = 0
-
-    def record(self, stream: Side | None = None) -> None:
-        self.stream, self.count = stream, 0 if stream is None else len(stream.queued)
-
-    def wait(self) -> None:
-        assert self.stream is not None, "a pass waits for a sum that nobody has begun"
-        self.stream.catch_up(self.count)
-
-
-class Deferring(Local):
-    """A channel whose sums on a stream beside the lane's are put off."""
-
-    def all_reduce(self, tensor: Tensor) -> None:
-        side = getattr(Side.current, "stream", None)
-        if side is None:
-            super().all_reduce(tensor)
-        else:
-            side.queued.append(lambda: Local.all_reduce(self, tensor))
-
-
-def on_ranks(size: int, path: Path, scenario: Callable[[World], None], halve_from: int = 0) -> None:
+def on_ranks(size: int, path: Path, scenario: Callable[[World], None]) -> None:
     """Have every rank run it; the channels of the two lanes are apart."""
     meeting = Meeting(size)
-    halves = Halves(halve_from, lambda lane, units: Side()) if halve_from else None  # type: ignore[arg-type, return-value]
 
     def rank(number: int) -> None:
-        channels: list[Channel] = [Deferring(meeting, number) for _ in range(2)]
+        channels: list[Channel] = [Local(meeting, number) for _ in range(2)]
         with meeting.computing():
-            scenario(World(path, channels, halves=halves))
+            scenario(World(path, channels))
 
     with ThreadPoolExecutor(size) as threads:
         list(threads.map(rank, range(size)))
@@ -194,43 +138,6 @@ def test_decode_steps_with_norms_over_the_heads_of_all_ranks(tmp_path: Path, pat
 @pytest.mark.parametrize("graphs", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_slices_take_up_where_the_last_one_ended(path: Path, graphs: bool) -> None:
     on_ranks(2, path, lambda world: slices(world, graphs=graphs))
-
-
-@pytest.fixture
-def beside(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Streams on which sums are put off."""
-    monkeypatch.setattr(torch.cuda, "Event", Mark)
-    monkeypatch.setattr(torch.cuda, "stream", on_stream)
-
-
-def halved(world: World) -> None:
-    """Two slices of a prompt, and a pass with a decode row, in halves."""
-    running, other = Asked(4, [5] * 9, [0]), Asked(1, [*range(9, 16)], [3])
-    chunk = [(running, world.chunk(running, 9))]
-    world.slice(1, chunk, 0, 1, "decode")
-    world.slice(1, chunk, 1, None, "decode")
-    world.run([running], [(other, 7)], lane="decode")
-    assert len(world.runner._side_sums) == 1
-
-
-def test_halves_of_passes_say_what_whole_ones_say(
-    path: Path, beside: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    on_ranks(2, path, halved, halve_from=8)
-    monkeypatch.setattr(SideSums, "wait", lambda self, half: None)
-    with pytest.raises((AssertionError, threading.BrokenBarrierError)):
-        on_ranks(2, path, halved, halve_from=8)
-
-
-def test_norms_over_all_heads_keep_passes_whole(tmp_path: Path, path: Path, beside: None) -> None:
-    """They are summed in the lane's own stream: two sums of a channel would be under way."""
-    olmo = make_checkpoint("olmo2", tmp_path / "olmo2", seed=1, layers=1)
-
-    def scenario(world: World) -> None:
-        world.prefill(Asked(0, [*range(3, 23)], [7, 2]), 20)
-        assert not world.runner._side_sums
-
-    on_ranks(2, olmo, scenario, halve_from=8)
 
 
 def test_passes_follow_each_other(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ from twolane.lanes.cuda import hybrid_graphs as module
 from twolane.lanes.cuda import runner as runner_module
 from twolane.lanes.cuda.decode_graphs import DecodeGraphs
 from twolane.lanes.cuda.layer_graphs import PassGraphs, _Layer
-from twolane.lanes.cuda.runner import CudaRunner, Halves, PendingStep
+from twolane.lanes.cuda.runner import CudaRunner, PendingStep
 from twolane.lanes.cuda.slots import Slots
 from twolane.lanes.sampling_points import SamplingPoints
 from twolane.lanes.work import (
@@ -109,11 +109,7 @@ class World:
     """
 
     def __init__(
-        self,
-        path: Path,
-        channels: Sequence[Channel] = (),
-        adapters: Sequence[Path] = (),
-        halves: Halves | None = None,
+        self, path: Path, channels: Sequence[Channel] = (), adapters: Sequence[Path] = ()
     ) -> None:
         device = torch.device("cpu")
         self.spec, weights = load_weights(resolve(str(path)))
@@ -131,7 +127,7 @@ class World:
         shard, count = self.decoder.shard, len(adapters)
         pool = GpuAdapterPool(shard, there, count, MOST_RANK) if adapters else None
         steps = DecodeGraphs(*common, SLOTS, UNITS, lanes.get("decode"), pool)
-        self.runner = CudaRunner(*common, steps, LARGEST, UNITS, lanes, halves)
+        self.runner = CudaRunner(*common, steps, LARGEST, UNITS, lanes)
         self.adapters = AdapterPool(weights, count)
         for slot, adapter in enumerate(adapters):
             self.runner.load_adapter(slot, str(adapter))

@@ -56,8 +56,6 @@ from twolane.sampling import SamplingParams
 from twolane.systems.registry import make_system
 
 WORLDS, FULL_WORLDS = 4, 100
-HALVE_FROM = 6
-"""Tokens from which on passes are computed in halves."""
 DELAY = 0.004
 """Most seconds that a rank is held up before a step."""
 
@@ -104,7 +102,7 @@ def ranks(pages: int, slots: int) -> list[Runner]:
         kv = KVCache(decoder.spec, pages, PAGE, torch.float64)
         for layer in (*kv.k, *kv.v):
             layer.fill_(1e3)  # what nobody wrote must not be read: it would show
-        return Late(decoder, kv, PAGE, slots, halve_from=HALVE_FROM)
+        return Late(decoder, kv, PAGE, slots)
 
     with ThreadPoolExecutor(2) as threads:
         return list(threads.map(rank, range(2)))
@@ -238,7 +236,7 @@ def test_rank_0_ends_a_launch_last(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_launch_that_ends_without_a_sum_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 would not know when the others are through."""
-    monkeypatch.setattr(CpuGroup, "begin_sum", lambda self, partial: lambda: partial)
+    monkeypatch.setattr(CpuGroup, "all_reduce", lambda self, partial: partial)
     monkeypatch.setattr(CpuGroup, "gather_columns", lambda self, part: torch.cat([part, part], 1))
     assert not all(ended >= touched for ended, touched in last_accesses(monkeypatch))
 

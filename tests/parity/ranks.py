@@ -59,11 +59,7 @@ class Lent:
         """Others go on with them."""
 
 
-def on_cpu(
-    path: Path, size: int, pages: int, page: int, running: int, halve_from: int | None = None
-) -> Ranks:
+def on_cpu(path: Path, size: int, pages: int, page: int, running: int) -> Ranks:
     """Ranks that share the cores of this machine."""
-    settings = DeviceSettings(
-        model=str(path), device="cpu", tensor_parallel_size=size, halve_from=halve_from
-    )
+    settings = DeviceSettings(model=str(path), device="cpu", tensor_parallel_size=size)
     return Ranks(CpuMachine(settings, lambda *_: None), pages, page, running)

@@ -19,8 +19,6 @@ from twolane.sampling import SamplingParams
 from twolane.systems.registry import SYSTEMS, make_system
 
 PAGES, PAGE, RUNNING = 96, 16, 8
-HALVE_FROM = 24
-"""Tokens from which on passes are computed in halves, one of which is summed meanwhile."""
 ENDS_WITHIN = 10.0
 """Seconds until a server whose rank is lost must have said so."""
 
@@ -37,7 +35,7 @@ def judge(checkpoint: Path) -> Judge:
 
 @pytest.fixture(scope="module")
 def two(checkpoint: Path) -> Iterator[Ranks]:
-    ranks = on_cpu(checkpoint, 2, PAGES, PAGE, RUNNING, HALVE_FROM)
+    ranks = on_cpu(checkpoint, 2, PAGES, PAGE, RUNNING)
     yield ranks
     ranks.close()
     assert [process.returncode for process in ranks.processes] == [0]
@@ -72,22 +70,21 @@ def test_two_ranks_say_what_one_says(system: str, two: Ranks, judge: Judge, tall
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("kv_heads", [8, 4])
 def test_eight_ranks_say_what_one_says(kv_heads: int, tmp_path: Path, tally: Tally) -> None:
-    """Under every system, whole and in halves; with four KV heads each is on two ranks."""
+    """Under every system; with four KV heads each is on two ranks."""
     sizes = {"num_attention_heads": 8, "num_key_value_heads": kv_heads}
     path = make_checkpoint("qwen3", tmp_path / "model", seed=1, sizes=sizes)
     judge, decided = Judge(reference(path)), []
-    for halve_from, systems in ((0, ("static-split",)), (HALVE_FROM, tuple(SYSTEMS))):
-        ranks = on_cpu(path, 8, PAGES, PAGE, RUNNING, halve_from)
-        for system in systems:
-            served = ranks.serve(make_system(system, {}), [*GREEDY, *SEEDED])
-            decided.append(served.outputs)
-            for request, output in zip(GREEDY, served.outputs, strict=False):
-                tally.forgiven += judge.forgiven(request.prompt, output)
-                tally.tokens += len(output)
-            tally.runs += 1
-            tally.side_by_side += served.side_by_side
-        ranks.close()
-        assert {process.returncode for process in ranks.processes} == {0}
+    ranks = on_cpu(path, 8, PAGES, PAGE, RUNNING)
+    for system in SYSTEMS:
+        served = ranks.serve(make_system(system, {}), [*GREEDY, *SEEDED])
+        decided.append(served.outputs)
+        for request, output in zip(GREEDY, served.outputs, strict=False):
+            tally.forgiven += judge.forgiven(request.prompt, output)
+            tally.tokens += len(output)
+        tally.runs += 1
+        tally.side_by_side += served.side_by_side
+    ranks.close()
+    assert {process.returncode for process in ranks.processes} == {0}
     assert all(outputs == decided[0] for outputs in decided)
 
 

@@ -36,7 +36,7 @@ MEANT = (*common.WORKLOAD - {"seed"}, "vocab_range", "metric_percentiles")
 @takes_engine_settings(
     *("load_format", "dtype", "profile", *LORA, *KV_EVENTS),
     # Where it runs is `SimulateConfig`'s.
-    *("device", "cores", "tensor_parallel_size", "all_reduce", "halve_from"),
+    *("device", "cores", "tensor_parallel_size", "all_reduce"),
 )
 @takes(SimulateConfig, "where")
 @takes(BenchConfig, "load", only=MEANT)

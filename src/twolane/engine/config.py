@@ -123,10 +123,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     two-shot over memory that all of them map; `auto` takes what is faster of these at the start,
     for each number of rows. `joined`, also on trial, sums as two-shot does, joined with the norm
     behind it in one launch."""
-    halve_from: Annotated[int | None, Option(DEVICE, "TOKENS", least=0)] = None
-    """Number of tokens from which on several ranks compute a prefill pass in two halves, of which
-    one is summed over ranks while the other computes (on GPUs passes of up to 2,048 tokens stay
-    whole); 0 keeps all whole, which is the default."""
     cores: Annotated[int | None, Option(DEVICE)] = None
     """Number of CPU cores for both lanes; by default all that this process may use."""
     levels: Annotated[tuple[int, ...] | None, Option(DEVICE, "SMS,…")] = None

@@ -19,8 +19,6 @@ other kernel."""
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 40, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 """Rows of decode steps, and from there on every `BUCKET_STEP`."""
 BUCKET_STEP = 64
-HALF_STEP = 128
-"""Tokens of which the first half of a pass is a multiple, if it has as many: rows of a tile."""
 GRAPH_BYTES = 3 * 2**30
 """Kept free for the graphs of all levels, which are captured when the KV pool exists."""
 WORKSPACE_TOKENS = 16_384
@@ -31,18 +29,6 @@ grow."""
 def tile_tokens(head_dim: int) -> int:
     """New tokens of one head in a large tile of attention (CTA_Q of FlashInfer's FA3)."""
     return 192 if head_dim == 64 else 128
-
-
-def first_half(tokens: int, halve_from: int) -> int:
-    """Number of tokens in the first half of a pass; 0: the pass stays whole.
-
-    Args:
-        tokens: of the pass.
-        halve_from: number of tokens from which on passes are cut; 0: none is.
-    """
-    if not halve_from or tokens < max(2, halve_from):
-        return 0
-    return tokens // 2 if tokens < 2 * HALF_STEP else tokens // (2 * HALF_STEP) * HALF_STEP
 
 
 def padded(count: int, sizes: Sequence[int], step: int = 1) -> int:

@@ -92,8 +92,6 @@ def load(settings: DeviceSettings, progress: Progress) -> Machine:
     device = chosen_device(settings)
     if settings.all_reduce != "nccl" and (device == "cpu" or settings.tensor_parallel_size == 1):
         raise FieldError("all_reduce", "is a choice of several GPUs")
-    if settings.halve_from and settings.tensor_parallel_size == 1:
-        raise FieldError("halve_from", "is a choice of several ranks")
     if device == "cpu":
         return CpuMachine(settings, progress)
     if settings.tensor_parallel_size > 1:

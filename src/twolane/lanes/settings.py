@@ -28,7 +28,6 @@ class DeviceSettings(msgspec.Struct, frozen=True, kw_only=True):
     device: str = "auto"
     tensor_parallel_size: int = 1
     all_reduce: str = "nccl"
-    halve_from: int | None = None
     cores: int | None = None
     levels: tuple[int, ...] | None = None
     gpu_memory_utilization: float = 0.9

@@ -113,7 +113,6 @@ class Decoder:
         batch: Batch,
         kv: KVCache,
         products: Products | None = None,
-        cut: int = 0,
     ) -> torch.Tensor:
         """Run layer `i`: write the batch's keys and values, attend over the pages, then the MLP.
 
@@ -123,8 +122,6 @@ class Decoder:
             batch: the T tokens, in the order of `hidden`.
             kv: the pool that the batch's pages belong to.
             products: the decoder's own, with what adapters add to them; None: without.
-            cut: number of tokens in the first of two halves, one of which computes while the
-                other is summed over ranks; 0: all tokens are summed at once.
 
         Returns:
             [T, hidden]
@@ -139,17 +136,11 @@ class Decoder:
         if self.group.size == 1 and not spec.post_norms:
             hidden = products.add_linear(hidden, attended, w.o, w.o_bias)
             return w.mlp.add(hidden, self._read(hidden, w.mlp_norm), products)
-        parts = (slice(0, cut), slice(cut, len(x))) if cut else (slice(None),)
-        sums = [
-            self.group.begin_sum(products.linear(attended[rows], w.o, w.o_bias)) for rows in parts
-        ]
-        outs = []
-        for rows, total in zip(parts, sums, strict=True):
-            middle = hidden[rows] + self._normalised(total(), w.attention_out_norm, spec.norm_eps)
-            normal, nothing = self._read(middle, w.mlp_norm), torch.zeros_like(middle)
-            outs.append((middle, self.group.begin_sum(w.mlp.add(nothing, normal, products))))
-        ends = [m + self._normalised(total(), w.mlp_out_norm, spec.norm_eps) for m, total in outs]
-        return torch.cat(ends) if cut else ends[0]
+        out = self.group.all_reduce(products.linear(attended, w.o, w.o_bias))
+        hidden = hidden + self._normalised(out, w.attention_out_norm, spec.norm_eps)
+        x, nothing = self._read(hidden, w.mlp_norm), torch.zeros_like(hidden)
+        out = self.group.all_reduce(w.mlp.add(nothing, x, products))
+        return hidden + self._normalised(out, w.mlp_out_norm, spec.norm_eps)
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits, float32 [R, vocab], of hidden states [R, hidden] after the last layer.

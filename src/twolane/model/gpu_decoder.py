@@ -419,26 +419,13 @@ class GpuDecoder:
 
         `left`: what the layer before has left to add.
         """
-        q, qkv, _ = self.attended(workspace, len(residual))
-        self.project(i, residual, qkv, workspace, products, left)
-        if self.spec.qk_norm_whole:
-            self._norm_whole(qkv, self.weights.layers[i], workspace.channel)
-        rows.write(qkv, q, i, pool)
-
-    def project(
-        self,
-        i: int,
-        residual: Tensor,
-        qkv: Tensor,
-        workspace: Workspace,
-        products: Products,
-        left: "Left | None",
-    ) -> None:
-        """Write queries, keys and values of layer i, not normalised yet, to `qkv`; see
-        `before_attention`."""
         w = self.weights.layers[i]
+        q, qkv, _ = self.attended(workspace, len(residual))
         x = self._read(residual, w.input_norm, w.qkv.scheme, workspace, left)
         products.linear(x, w.qkv, w.qkv_bias, qkv)
+        if self.spec.qk_norm_whole:
+            self._norm_whole(qkv, w, workspace.channel)
+        rows.write(qkv, q, i, pool)
 
     def _read(
         self,
@@ -487,45 +474,19 @@ class GpuDecoder:
         """Layer i from its attention on; returns what is left to add to the residual stream."""
         w, count = self.weights.layers[i], len(residual)
         attended = workspace.get("attended", count)
+        room = workspace.input("q", count, w.o.scheme)  # the queries are not needed any more
+        rounded = fused.quantise(attended, room) if isinstance(room, Quantised) else attended
         if not self._sums(workspace):
             assert w.mlp_norm is not None
-            rounded = self._rounded(attended, w.o.scheme, workspace)
             products.add_linear(rounded, w.o, w.o_bias, residual)
             norm = fused.Norm(w.mlp_norm, self.spec.stream_eps)
             return w.mlp.add_into(residual, norm, active, workspace, products)
         partial = workspace.get("partial", count)
-        self.end_attention(i, attended, partial, workspace, products)
+        products.linear(rounded, w.o, w.o_bias, partial)
         left = self._end_block(partial, w.attention_out_norm, workspace)
-        self.run_mlp(i, residual, partial, left, active, workspace, products)
-        return self._end_block(partial, w.mlp_out_norm, workspace)
-
-    def end_attention(
-        self, i: int, attended: Tensor, partial: Tensor, workspace: Workspace, products: Products
-    ) -> None:
-        """Write this rank's part of what attention adds in layer i to `partial` [T, hidden]."""
-        w = self.weights.layers[i]
-        products.linear(self._rounded(attended, w.o.scheme, workspace), w.o, w.o_bias, partial)
-
-    def _rounded(self, attended: Tensor, scheme: str, workspace: Workspace) -> Activations:
-        """What attention has written, as a matrix of this scheme is multiplied with."""
-        room = workspace.input("q", len(attended), scheme)  # queries are not needed any more
-        return fused.quantise(attended, room) if isinstance(room, Quantised) else attended
-
-    def run_mlp(
-        self,
-        i: int,
-        residual: Tensor,
-        partial: Tensor,
-        left: Left,
-        active: ActiveRows,
-        workspace: Workspace,
-        products: Products,
-    ) -> None:
-        """Add what attention has left in layer i, then write this rank's part of what the MLP adds
-        to `partial` [T, hidden]."""
-        w = self.weights.layers[i]
         x = self._read(residual, w.mlp_norm, w.mlp.scheme, workspace, left)
         w.mlp.write_into(partial, x, active, workspace, products)
+        return self._end_block(partial, w.mlp_out_norm, workspace)
 
     def _sums(self, workspace: Workspace) -> bool:
         """Whether what blocks add to the residual stream is not complete when their products end:
@@ -540,13 +501,9 @@ class GpuDecoder:
             return UnsummedPart(partial, channel, mapped)
         if channel is not None:
             channel.all_reduce(partial)
-        self.norm_block(partial, weight)
-        return PartialSum(partial)
-
-    def norm_block(self, partial: Tensor, weight: Tensor | None) -> None:
-        """Normalise, in place, what a block adds to the residual stream, if the family does."""
         if weight is not None:
             fused.rms_norm(partial, weight, self.spec.norm_eps, partial)
+        return PartialSum(partial)
 
     @contextmanager
     def in_turn(self, channel: Channel | None) -> Iterator[None]:

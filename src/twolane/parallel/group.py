@@ -49,10 +49,6 @@ class Group(Protocol):
     def all_reduce(self, partial: Tensor) -> Tensor:
         """The sum over all ranks, added in rank order, so that its bits depend on nothing else."""
 
-    def begin_sum(self, partial: Tensor) -> Callable[[], Tensor]:
-        """Begin `all_reduce`: what is returned waits for the sum. Until then this thread may
-        compute, and begin other sums."""
-
     def broadcast(self, tensor: Tensor) -> Tensor:
         """Rank 0's tensor; the others' give its shape and type."""
 
@@ -72,10 +68,6 @@ class Alone:
     def all_reduce(self, partial: Tensor) -> Tensor:
         """See `Group.all_reduce`."""
         return partial
-
-    def begin_sum(self, partial: Tensor) -> Callable[[], Tensor]:
-        """See `Group.begin_sum`."""
-        return lambda: partial
 
     def broadcast(self, tensor: Tensor) -> Tensor:
         """See `Group.broadcast`."""
@@ -117,24 +109,10 @@ class CpuGroup:
 
     def all_reduce(self, partial: Tensor) -> Tensor:
         """See `Group.all_reduce`."""
-        return self.begin_sum(partial)()
-
-    def begin_sum(self, partial: Tensor) -> Callable[[], Tensor]:
-        """See `Group.begin_sum`."""
-        partial = partial.contiguous()
-        parts = [torch.empty_like(partial) for _ in range(self.size)]
-        with self._waiting():
-            gathered = self._bound.channel.allgather([parts], [partial])
-
-        def total() -> Tensor:
-            with self._waiting():
-                gathered.wait()
-            first, *others = parts
-            for part in others:
-                first += part
-            return first
-
-        return total
+        first, *others = self._gathered(partial)
+        for part in others:
+            first += part
+        return first
 
     def broadcast(self, tensor: Tensor) -> Tensor:
         """See `Group.broadcast`."""
@@ -151,6 +129,13 @@ class CpuGroup:
         with self._waiting():
             self._bound.channel.gather([parts] if parts else [], [part], options).wait()
         return torch.cat(parts, dim=1) if parts else part
+
+    def _gathered(self, tensor: Tensor) -> list[Tensor]:
+        tensor = tensor.contiguous()
+        parts = [torch.empty_like(tensor) for _ in range(self.size)]
+        with self._waiting():
+            self._bound.channel.allgather([parts], [tensor]).wait()
+        return parts
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:

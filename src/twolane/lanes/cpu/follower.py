@@ -64,8 +64,7 @@ def main() -> int:
     rounded = settings.kv_cache_dtype == "fp8"
     kv = KVCache(decoder.spec, pool.pages, pool.page_size, decoder.dtype, rounded=rounded)
     adapters = AdapterPool(weights, settings.adapter_slots, settings.max_lora_rank)
-    parts = decoder, kv, pool.page_size, pool.slots, adapters
-    runner = _OrDie(*parts, halve_from=settings.halve_from or 0)
+    runner = _OrDie(decoder, kv, pool.page_size, pool.slots, adapters)
     lanes = CpuLanes(runner, start.cores, lambda: None)
     for record in read_log(start.answers):
         carry_out(lanes, record)

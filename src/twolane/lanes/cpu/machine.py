@@ -56,7 +56,6 @@ class CpuMachine:
             raise FieldError("lora", "adapters are served with dense models, and this has experts")
         self._adapters = AdapterPool(weights, settings.adapter_slots, settings.max_lora_rank)
         self._rounded = settings.kv_cache_dtype == "fp8"
-        self._halve_from = settings.halve_from or 0
         self.kv_itemsize = self.spec.kv_itemsize(settings.kv_cache_dtype, self.itemsize)
         self.page_token_bytes = self._decoder.spec.kv_bytes_per_token(self.kv_itemsize)
 
@@ -76,8 +75,7 @@ class CpuMachine:
         """See `Machine.start`."""
         spec, dtype = self._decoder.spec, self._decoder.dtype
         kv = KVCache(spec, pages, page_size, dtype, rounded=self._rounded)
-        parts = self._decoder, kv, page_size, slots, self._adapters
-        runner = Runner(*parts, halve_from=self._halve_from)
+        runner = Runner(self._decoder, kv, page_size, slots, self._adapters)
         lanes = CpuLanes(runner, self._cores, notify)
         if self.followers is None:
             return lanes

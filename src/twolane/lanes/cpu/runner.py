@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from twolane.common.vocabulary import LaneName
-from twolane.kernels.sizes import first_half
 from twolane.lanes.base import PromptLogprobs, Sampled, Step
 from twolane.lanes.sampling_points import BatchRows, SamplingPoint, SamplingPoints, next_point
 from twolane.lanes.slot_table import SlotTable
@@ -65,15 +64,6 @@ class Runner:
 
     Two lanes may run work at the same time: the engine sees to it that no slot and no page that
     one of them writes is named by the other.
-
-    Args:
-        decoder: the model.
-        kv: its pool.
-        page_size: tokens in a page.
-        slots: number of requests at a time.
-        adapters: those that are loaded; None: none is served.
-        halve_from: number of tokens from which on a pass of several ranks is computed in halves,
-            see `Decoder.layer`; 0: none is.
     """
 
     def __init__(
@@ -83,14 +73,12 @@ class Runner:
         page_size: int,
         slots: int,
         adapters: AdapterPool | None = None,
-        halve_from: int = 0,
     ) -> None:
         self._decoder = decoder
         self._kv = kv
         self._page_size = page_size
         self._slots = SlotTable(slots)
         self._adapters = adapters or AdapterPool(decoder.weights, 0)
-        self._halve_from = halve_from if decoder.group.size > 1 else 0
         self._follows = decoder.group.rank > 0
         """Whether another rank has the logits, and samples."""
         self._last_token = [0] * slots
@@ -244,10 +232,8 @@ class Runner:
         return self._decoder.group.broadcast(tokens) if slots else tokens
 
     def _layers(self, hidden: Tensor, rows: _Rows, first: int, last: int) -> Tensor:
-        plain = rows.products is self._decoder.products  # adapters' products are of all rows
-        cut = first_half(len(hidden), self._halve_from) if plain else 0
         for i in range(first, last):
-            hidden = self._decoder.layer(i, hidden, rows.batch, self._kv, rows.products, cut)
+            hidden = self._decoder.layer(i, hidden, rows.batch, self._kv, rows.products)
         return hidden
 
     def _rows(self, places: Sequence[tuple[int, int, int]]) -> _Rows:

@@ -124,7 +124,7 @@ def main() -> int:
         return 0
     machine = CudaMachine(*load_rank(start.settings, start.rank, lambda *_: None))  # type: ignore[arg-type]
     store = dist.TCPStore("127.0.0.1", start.port, is_master=False, wait_for_workers=False)
-    connect(machine, start.settings, store, lambda: None)
+    connect(machine, start.settings.all_reduce, store, lambda: None)
     if (pool := read_pool()) is None:
         return 0
     args = pool.pages, pool.page_size, pool.slots, pool.max_model_len

@@ -82,12 +82,8 @@ class GreenContexts:
         """
         return self._new_stream(lane, units)
 
-    def side_stream(self, lane: LaneName, units: int) -> torch.cuda.Stream:
-        """A new stream beside a lane's own, on the same share; what waits there goes first."""
-        return self._new_stream(lane, units, first=True)
-
-    def _new_stream(self, lane: LaneName, units: int, *, first: bool = False) -> torch.cuda.Stream:
-        priority = -1 if first or lane == "decode" else 0
+    def _new_stream(self, lane: LaneName, units: int) -> torch.cuda.Stream:
+        priority = -1 if lane == "decode" else 0
         if units == self.units:
             return torch.cuda.Stream(self.device, priority=priority)  # type: ignore[no-untyped-call]
         cu = _driver()

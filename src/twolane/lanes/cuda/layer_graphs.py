@@ -26,7 +26,7 @@ from twolane.common.garbage import uncollected
 from twolane.kernels.experts.routing import ActiveRows
 from twolane.kernels.prefill_attention.batch import PrefillWorkspace
 from twolane.kernels.products.dispatch import Products
-from twolane.kernels.sizes import SIZES, first_half, padded
+from twolane.kernels.sizes import SIZES, padded
 from twolane.lanes.cuda.decode_graphs import DecodeGraphs, captured
 from twolane.lanes.cuda.forward_batch import DecodeRows, MixedRows, PromptRows
 from twolane.lanes.cuda.green_contexts import GreenContexts
@@ -114,7 +114,6 @@ class LayerGraphs:
         partitions: GreenContexts,
         whole: Callable[[torch.cuda.Stream, Any], None] | None,
         progress: Callable[[float], None],
-        halve_from: int = 0,
     ) -> None:
         """Tune the products and make the graphs of every share that prefill can have.
 
@@ -123,8 +122,6 @@ class LayerGraphs:
             whole: makes the graphs of whole passes with a stream and a memory pool, if there are
                 any; called for the share that is the whole device.
             progress: told the share that is done.
-            halve_from: number of tokens from which on passes that are no graphs are computed in
-                halves; 0: none is.
         """
         shares, self._whole = partitions.prefill_units, partitions.units
         with uncollected():  # to free device memory or events while a graph is captured ends it
@@ -136,7 +133,7 @@ class LayerGraphs:
                     products, adapted = self._steps.products(units), self._adapters is not None
                     self._decoder.tune_passes(products, adapted=adapted)
                 tuning = time.monotonic() - begun
-                self._load_kernels(stream, units, halve_from)
+                self._load_kernels(stream, units)
                 torch.cuda.empty_cache()  # what tuning allocated does not count, nor stay
                 free, begun = torch.cuda.mem_get_info()[0], time.monotonic()
                 # The largest first: the others find their memory.
@@ -222,13 +219,11 @@ class LayerGraphs:
         assert self._adapters is not None and self._tiles is not None
         return GpuAdaptedProducts(products, self._adapters, self._tiles.of_first(size))
 
-    def _load_kernels(self, stream: torch.cuda.Stream, units: int, halve_from: int) -> None:
+    def _load_kernels(self, stream: torch.cuda.Stream, units: int) -> None:
         """Multiply once what has no graphs. cuBLAS has a kernel for every few sizes and shares, and
         it is loaded when it is first chosen: a millisecond or two in which nothing is launched, or
         until the device is through with what is queued (CUDA Programming Guide, Lazy Loading)."""
-        larger = [n for n in LARGER if n <= self.workspace.rows]
-        cuts = [(n, first_half(n, halve_from)) for n in larger]
-        counts = sorted({*larger, *(part for n, cut in cuts if cut for part in (cut, n - cut))})
+        counts = [n for n in LARGER if n <= self.workspace.rows]
         most = self._steps.buckets[-1]
         ends = most if units == self._whole else min(ENDING, most)
         rows = max([*counts, ends])

@@ -21,7 +21,7 @@ from twolane.lanes.cuda.green_contexts import GreenContexts, NoGreenContexts
 from twolane.lanes.cuda.lanes import CudaLanes
 from twolane.lanes.cuda.launch_thread import Launcher
 from twolane.lanes.cuda.layer_graphs import PassGraphs
-from twolane.lanes.cuda.runner import CudaRunner, Halves
+from twolane.lanes.cuda.runner import CudaRunner
 from twolane.lanes.cuda.slots import Slots
 from twolane.lanes.work import (
     DecodeRow,
@@ -93,9 +93,6 @@ class CudaMachine:
         """Those of the lanes, if several ranks share the model."""
         self.step_channel: Channel | None = None
         """The decode graphs', if it is not the decode lane's."""
-        self.halve_from = 0
-        """Number of tokens from which on a pass of several ranks is computed in halves; 0: none
-        is."""
         self.decoder = GpuDecoder(spec, weights, rank, ranks)
         _check_heads(self.decoder.spec)
         _check_schemes(weights)
@@ -205,15 +202,12 @@ class CudaMachine:
         )
         channel = self.step_channel or channels.get("decode")
         steps = DecodeGraphs(decoder, kv, known, slots, units, channel, self.adapters)
-        halved = self.halve_from and channels
-        halves = Halves(self.halve_from, self.partitions.side_stream) if halved else None
-        runner = CudaRunner(decoder, kv, known, steps, most, units, channels, halves)
+        runner = CudaRunner(decoder, kv, known, steps, most, units, channels)
         with torch.inference_mode():
             steps.capture(self.partitions, lambda done: progress("graphs", done / 2))
             whole = None if runner.whole is None else runner.whole.capture
             runner.passes.capture(
-                *(self.partitions, whole, lambda done: progress("graphs", (1 + done) / 2)),
-                self.halve_from,
+                self.partitions, whole, lambda done: progress("graphs", (1 + done) / 2)
             )
         _log_graphs("decode", steps.levels)
         _log_graphs("prefill", runner.passes.levels)

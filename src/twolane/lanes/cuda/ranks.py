@@ -39,13 +39,13 @@ def load_rank(
 
 
 def connect(
-    machine: CudaMachine, settings: DeviceSettings, store: dist.Store, check: Callable[[], None]
+    machine: CudaMachine, all_reduce: str, store: dist.Store, check: Callable[[], None]
 ) -> int:
     """Meet the other ranks and make a communicator for each lane.
 
     Args:
-        machine: this rank's; its `channels`, `step_channel` and `halve_from` are set.
-        settings: how ranks sum.
+        machine: this rank's; its `channels` and `step_channel` are set.
+        all_reduce: how decode steps sum, see `EngineConfig`.
         store: where they meet.
         check: called while others have not come; raises if they will not.
 
@@ -75,12 +75,11 @@ def connect(
         for name in sorted(set(CHANNELS.values()))
     }
     machine.channels = {lane: channels[name] for lane, name in CHANNELS.items()}
-    machine.halve_from = settings.halve_from or 0
-    if settings.all_reduce != "nccl":
-        here, joined = dist.PrefixStore("two-shot", store), settings.all_reduce == "joined"
+    if all_reduce != "nccl":
+        here, joined = dist.PrefixStore("two-shot", store), all_reduce == "joined"
         machine.step_channel = TwoShot(
             *(channels[CHANNELS["decode"]], here),
-            forced=settings.all_reduce != "auto",
+            forced=all_reduce != "auto",
             flag_bytes=flag_bytes(shard.size) if joined else 0,
         )
     return min(int(free) for _, free in notes)
@@ -114,7 +113,7 @@ class RankedMachine(CudaMachine):
         self._least_free: int | None = None
         super().__init__(*load_rank(settings, 0, progress))  # type: ignore[arg-type]
         followers = self.followers
-        self._least_free = connect(self, settings, followers.store, followers.check)
+        self._least_free = connect(self, settings.all_reduce, followers.store, followers.check)
 
     def free_bytes(self) -> int:
         """See `CudaMachine.free_bytes`: of the rank that has the fewest."""

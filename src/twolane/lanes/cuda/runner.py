@@ -14,7 +14,6 @@ from twolane.kernels.prefill_attention.batch import upload as upload_parts
 from twolane.kernels.prefill_attention.dispatch import PrefillPlan, PrefillWorkspace
 from twolane.kernels.products.dispatch import Products
 from twolane.kernels.sampling import Sampler, chosen
-from twolane.kernels.sizes import first_half
 from twolane.lanes.base import PromptLogprobs, Sampled, Step
 from twolane.lanes.cuda.decode_graphs import MAX_STEPS, DecodeGraphs
 from twolane.lanes.cuda.events import new_event
@@ -41,10 +40,8 @@ from twolane.lanes.work import (
 )
 from twolane.model.gpu_decoder import GpuDecoder, GpuKVCache, Workspace
 from twolane.model.gpu_lora import GpuAdaptedProducts
-from twolane.model.halves import HalvedPass
 from twolane.model.load.peft import read_adapter
 from twolane.parallel.channel import Channel
-from twolane.parallel.side_sums import SideSums
 
 SCORED_LOGITS = 2**26
 """The most logits made at a time for a prompt's log-probabilities: 256 MiB."""
@@ -115,20 +112,9 @@ class _LaneMemory:
 
 
 @dataclass(frozen=True, slots=True)
-class Halves:
-    """Which passes of several ranks are computed in two halves, and where these are summed."""
-
-    tokens: int
-    """Number of tokens from which on passes that are no graphs are cut."""
-    stream: Callable[[LaneName, int], torch.cuda.Stream]
-    """The stream beside a lane's own on so many SMs."""
-
-
-@dataclass(frozen=True, slots=True)
 class _Place:
     """Where a launch runs."""
 
-    lane: LaneName
     units: int
     memory: _LaneMemory
     between: Callable[[], None] | None
@@ -149,7 +135,6 @@ class CudaRunner:
         units: SMs of the device.
         channels: of the lanes, if several ranks share the model; a rank other than 0 carries out
             the same work, but samples nothing and has no steps.
-        halves: None: every pass is computed as a whole.
     """
 
     def __init__(
@@ -161,12 +146,8 @@ class CudaRunner:
         max_batch_tokens: int,
         units: int,
         channels: Mapping[LaneName, Channel | None] = MappingProxyType({}),
-        halves: Halves | None = None,
     ) -> None:
         self._decoder, self.kv, self.slots, self.steps = decoder, kv, slots, steps
-        # A norm over the heads of all ranks is summed in the lane's own stream.
-        self._halves = None if decoder.spec.qk_norm_whole else halves
-        self._side_sums: dict[tuple[LaneName, int], SideSums] = {}
         self._extras = LogitProcessors(slots.told, decoder.spec.vocab_size, decoder.device)
         self._paused: dict[int, _Pass] = {}
         """Batches between two slices, by id."""
@@ -199,7 +180,7 @@ class CudaRunner:
         `between` is called between two layers of it that are graphs, and may run what uses nothing
         of the same (`used_by`).
         """
-        place = _Place(lane, units, self._memory[lane], between)
+        place = _Place(units, self._memory[lane], between)
         self.slots.take(work.slots)
         self.constrain(work.masks)
         if isinstance(work, PrefillWork):
@@ -372,20 +353,7 @@ class CudaRunner:
         products, activations = self.steps.products(units), place.memory.activations
         if placed.owners is not None:
             products = self._adapted(products, placed.owners)
-        elif self._halves is not None and (cut := first_half(len(hidden), self._halves.tokens)):
-            parts = cut, activations, products, self._sums(place, self._halves)
-            HalvedPass(self._decoder, placed, hidden, *parts).run(first, last, self.kv)
-            return
         self._decoder.layers(first, last, hidden, placed, self.kv, activations, products)
-
-    def _sums(self, place: _Place, halves: Halves) -> SideSums:
-        """The sums beside a lane's stream."""
-        where = place.lane, place.units
-        if where not in self._side_sums:
-            channel = place.memory.activations.channel
-            assert channel is not None
-            self._side_sums[where] = SideSums(channel, halves.stream(*where))
-        return self._side_sums[where]
 
     def _adapted(self, products: Products, owners: Tensor) -> Products:
         """The products of a pass that is no graph, some of whose requests have adapters."""
