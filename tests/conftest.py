@@ -3,7 +3,7 @@
 import signal
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
 
 from tests.kernels import interpreter
@@ -18,7 +18,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # also tries constants of whatever local modules are loaded by then, which varies with the order of
 # the files; none of them.
 providers._get_local_constants = lambda: providers._local_constants
-settings.register_profile("same", derandomize=True)
+slow = HealthCheck.too_slow  # a busy machine is no fault of what is tested
+settings.register_profile("same", derandomize=True, deadline=None, suppress_health_check=[slow])
 settings.load_profile("same")
 
 
