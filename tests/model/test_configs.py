@@ -249,12 +249,40 @@ def test_yarn_stretches_the_context(scaling, positions):
     assert spec_from_config({**raw, "rope_scaling": scaling}).max_positions == positions
 
 
+def test_yarn_of_deepseek_leaves_the_scale_of_attention_alone():
+    """DeepSeek-R1-0528-Qwen3-8B's own factor undoes that of YaRN, as vLLM and llama.cpp have it."""
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}
+    raw = {"architectures": ["Qwen3ForCausalLM"], "max_position_embeddings": 131_072}
+    spec = spec_from_config({**raw, "rope_scaling": {**scaling, "attn_factor": 0.8782488562869419}})
+    assert spec.rope.attention_factor == pytest.approx(1.0)
+
+
+def test_attention_in_two_kinds_of_chunks_is_served_within_one():
+    """Qwen2.5-7B-Instruct-1M: positions within a chunk are those of every attention."""
+    chunks = {"chunk_size": 262_144, "local_size": 8192}
+    raw = {"architectures": ["Qwen2ForCausalLM"], "max_position_embeddings": 1_010_000}
+    spec = spec_from_config({**raw, "dual_chunk_attention_config": chunks})
+    assert spec.max_positions == 253_952
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
         (
             named(GemmaConfig(), "GemmaForCausalLM"),
             "architecture 'GemmaForCausalLM': heads of 256 are not built",
+        ),
+        (
+            {"architectures": ["Qwen2MoeForCausalLM"], "shared_expert_intermediate_size": 5632},
+            "'Qwen2MoeForCausalLM': experts that all tokens share are not built",
+        ),
+        (
+            {"architectures": ["GptOssForCausalLM"]},
+            "'GptOssForCausalLM': attention sinks and MXFP4 experts are not built",
+        ),
+        (
+            {"architectures": ["Qwen3VLMoeForConditionalGeneration"]},
+            "'Qwen3VLMoeForConditionalGeneration': models of images are not built",
         ),
         (
             {"architectures": ["FalconForCausalLM"]},

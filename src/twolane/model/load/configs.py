@@ -54,7 +54,26 @@ _LACKING = {
         "heads of 256 are not built",
     ),
     **dict.fromkeys(
-        ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"), "latent attention is not built"
+        ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM"),
+        "latent attention is not built",
+    ),
+    **dict.fromkeys(
+        ("Qwen2MoeForCausalLM", "Glm4MoeForCausalLM"),
+        "experts that all tokens share are not built",
+    ),
+    **dict.fromkeys(
+        ("Qwen3NextForCausalLM", "GraniteMoeHybridForCausalLM"), "linear attention is not built"
+    ),
+    **dict.fromkeys(
+        (
+            "Qwen2VLForConditionalGeneration",
+            "Qwen2_5_VLForConditionalGeneration",
+            "Qwen3VLForConditionalGeneration",
+            "Qwen3VLMoeForConditionalGeneration",
+            "Mistral3ForConditionalGeneration",
+            "Llama4ForConditionalGeneration",
+        ),
+        "models of images are not built",
     ),
 }
 """Why much used architectures do not work."""
@@ -100,6 +119,7 @@ class _RopeNumbers(msgspec.Struct):
     beta_fast: float | None = None
     beta_slow: float | None = None
     attention_factor: float | None = None
+    attn_factor: float | None = None
     partial_rotary_factor: float | None = None
     short_factor: list[float] | None = None
     long_factor: list[float] | None = None
@@ -122,6 +142,13 @@ class _Sampling(msgspec.Struct):
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
+
+
+class _DualChunk(msgspec.Struct):
+    """Attention of Qwen2.5-1M, which is not built: positions are compared within chunks."""
+
+    chunk_size: int = 8192
+    local_size: int = 1024
 
 
 class HFConfig(msgspec.Struct, kw_only=True):
@@ -155,6 +182,7 @@ class HFConfig(msgspec.Struct, kw_only=True):
     rope_theta: float | None = None
     partial_rotary_factor: float | None = None
     original_max_position_embeddings: int | None = None
+    dual_chunk_attention_config: _DualChunk | None = None
 
 
 class _Mistral(HFConfig, kw_only=True):
@@ -417,13 +445,11 @@ def spec_from_config(
     if config.hidden_act != "silu":
         raise UnsupportedModel.because("activation", config.hidden_act, ("silu",))
     window, sliding_layers = _sliding(config, family)
-    rope, positions = _rope(config, family), config.max_position_embeddings
+    rope = _rope(config, family)
     if family == "phi3" and rope.type not in ("default", "longrope"):
         works = ("default", "longrope")
         raise UnsupportedModel.because("rope type of Phi3ForCausalLM", rope.type, works)
     biased = config.attention_bias and family not in ("mixtral", "phi3")  # these have none at all
-    if rope.type == "yarn":  # those of the config may be the ones before stretching
-        positions = round(rope.original_positions * rope.factor)
     return ModelSpec(
         family=family,
         layers=config.num_hidden_layers,
@@ -433,7 +459,7 @@ def spec_from_config(
         head_dim=_head_dim(config),
         intermediate_size=config.intermediate_size,
         vocab_size=config.vocab_size,
-        max_positions=positions,
+        max_positions=_positions(config, rope),
         norm_eps=config.rms_norm_eps,
         rope=rope,
         tie_embeddings=config.tie_word_embeddings,
@@ -464,6 +490,16 @@ def _read_as(family: Family, raw: Mapping[str, Any]) -> HFConfig:
     switches = [field.name for field in msgspec.structs.fields(form) if field.type is bool]
     given = {**raw, **{name: False for name in switches if raw.get(name, ...) is None}}
     return converted(given, form, lax=True)
+
+
+def _positions(config: HFConfig, rope: RopeSpec) -> int:
+    """The most tokens of a sequence."""
+    positions, chunks = config.max_position_embeddings, config.dual_chunk_attention_config
+    if rope.type == "yarn":  # those of the config may be the ones before stretching
+        positions = round(rope.original_positions * rope.factor)
+    if chunks is not None:  # shorter ones are within one chunk
+        positions = min(positions, chunks.chunk_size - chunks.local_size)
+    return positions
 
 
 def _factors(config: HFConfig) -> dict[str, float]:
@@ -676,7 +712,10 @@ def _longrope(theta: float, rope: Mapping[str, Any], config: HFConfig) -> RopeSp
 
 
 def _yarn(theta: float, rope: Mapping[str, Any], config: HFConfig) -> RopeSpec:
-    """YaRN; the scale of the attention follows from the factor where the config gives none."""
+    """YaRN; the scale of the attention follows from the factor where the config gives none.
+
+    `attn_factor` multiplies it, as in vLLM and llama.cpp; `transformers` does not know it.
+    """
     original = _original_positions(rope, config)
     factor = float(rope.get("factor") or config.max_position_embeddings / original)
     scale = rope.get("attention_factor")
@@ -685,7 +724,7 @@ def _yarn(theta: float, rope: Mapping[str, Any], config: HFConfig) -> RopeSpec:
         if not all(growths):
             growths = [1.0, 0.0]
         own, shared = (_yarn_scale(factor, growth) for growth in growths)
-        scale = own / shared
+        scale = own / shared * float(rope.get("attn_factor") or 1.0)
     return RopeSpec(
         theta,
         "yarn",
