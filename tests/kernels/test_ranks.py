@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch import distributed as dist
 
 from tests.kernels.test_runner import Asked, World, fakes, passes, slices
 from tests.model.checkpoints import make_checkpoint
@@ -23,7 +24,9 @@ from twolane.kernels.prefill_attention import flashinfer_kernels as fa3
 from twolane.lanes.cuda.logit_processors import LogitProcessors
 from twolane.lanes.cuda.runner import CudaRunner
 from twolane.lanes.work import TokenMask, used_by
+from twolane.model.gpu_decoder import UnsummedPart
 from twolane.parallel.channel import Channel
+from twolane.parallel.two_shot import TwoShot
 
 PATIENCE = 60.0
 
@@ -94,6 +97,18 @@ class Local:
         self._meeting.meet(self.rank, parts, act)
 
 
+class Joined(TwoShot):
+    """A channel of steps whose sums are put off until their norm. Its memory is nobody else's."""
+
+    def buffer(self, rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        self._buffer = torch.empty((rows, width), dtype=dtype, device=device)
+        self._counts = frozenset(width * count for count in range(1, rows + 1))
+        return self._buffer
+
+    def _sum(self, tensor: Tensor) -> None:
+        self._channel.all_reduce(tensor)
+
+
 def steps(world: World) -> None:
     """Requests decode several steps at a time, one of them after the other has come."""
     first, second = Asked(1, [*range(3, 23)], [7, 2]), Asked(3, [*range(40, 71)], [5, 11, 9])
@@ -103,12 +118,16 @@ def steps(world: World) -> None:
     world.decode([second, first], 3)
 
 
-def on_ranks(size: int, path: Path, scenario: Callable[[World], None]) -> None:
-    """Have every rank run it; the channels of the two lanes are apart."""
+def on_ranks(
+    size: int, path: Path, scenario: Callable[[World], None], *, joined: bool = False
+) -> None:
+    """Have every rank run it; the channels of the two lanes are apart. `joined`: see `Joined`."""
     meeting = Meeting(size)
 
     def rank(number: int) -> None:
         channels: list[Channel] = [Local(meeting, number) for _ in range(2)]
+        if joined:
+            channels[1] = Joined(channels[1], dist.HashStore(), forced=True, flag_bytes=1)
         with meeting.computing():
             scenario(World(path, channels))
 
@@ -125,6 +144,21 @@ def path(tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_decode_steps(path: Path, size: int) -> None:
     on_ranks(size, path, steps)
+
+
+@pytest.mark.full
+def test_decode_steps_whose_sums_are_put_off(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no kernel joins them with the norm, they are summed when this comes."""
+    put_off: list[int] = []
+    add_and_norm = UnsummedPart.add_and_norm
+
+    def noted(part: UnsummedPart, residual: Tensor, *rest: Any) -> Any:
+        put_off.append(len(residual))
+        return add_and_norm(part, residual, *rest)
+
+    monkeypatch.setattr(UnsummedPart, "add_and_norm", noted)
+    on_ranks(2, path, steps, joined=True)
+    assert put_off
 
 
 @pytest.mark.full
