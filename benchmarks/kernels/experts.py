@@ -15,7 +15,7 @@ from torch import Tensor
 
 from twolane.kernels.activations import Activations
 from twolane.kernels.experts import products as experts
-from twolane.kernels.experts.products import Buffers, Way, combined
+from twolane.kernels.experts.products import ExpertBuffers, ExpertWay, combined
 from twolane.kernels.experts.routing import ActiveRows, Routing
 from twolane.kernels.products.dispatch import Products, input_of
 from twolane.model.matrix import Matrix, concatenated, quantised
@@ -30,8 +30,8 @@ SHARES = {
 }  # fmt: skip
 """SMs that each number of rows is measured on."""
 WAYS = (
-    Way("own", 16), Way("own", 24), Way("own", 32), Way("own", 48), Way("own", 96),
-    Way("torch", 64), Way("triton", 64), Way("triton", 128),
+    *(ExpertWay("own", rows) for rows in (16, 24, 32, 48, 96)),
+    ExpertWay("torch", 64), ExpertWay("triton", 64), ExpertWay("triton", 128),
 )  # fmt: skip
 
 
@@ -66,7 +66,7 @@ class Layers:
         for gate_up, down in self.weights:
             entries = rows * moe.per_token
             logits = (self._rows(rows, moe.experts).float() + self.favour).bfloat16()
-            room = Buffers(
+            room = ExpertBuffers(
                 Routing.of(moe.experts, moe.per_token, rows, torch.device("cuda")),
                 logits,
                 self._input(entries, hidden),
@@ -75,7 +75,9 @@ class Layers:
                 self._rows(entries, hidden),
             )
 
-            def call(gate_up: Matrix = gate_up, down: Matrix = down, room: Buffers = room) -> None:
+            def call(
+                gate_up: Matrix = gate_up, down: Matrix = down, room: ExpertBuffers = room
+            ) -> None:
                 given = x, active, gate_up, down, room, lane
                 combined(*given, normalised=moe.normalised).add_into(residual)
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from twolane.kernels.experts import products as experts
-from twolane.kernels.experts.products import Buffers, Way, combined, norm_and_combined
+from twolane.kernels.experts.products import ExpertBuffers, ExpertWay, combined, norm_and_combined
 from twolane.kernels.experts.routing import ActiveRows, Routing
 from twolane.kernels.fused import Norm
 from twolane.kernels.products.dispatch import Products, input_of
@@ -18,12 +18,12 @@ from twolane.model.routing import route
 
 EXPERTS, PER_TOKEN, HIDDEN, INNER = 32, 4, 512, 384
 WAYS = (
-    Way("own", 16),
-    Way("own", 32),
-    Way("own", 96),
-    Way("torch", 64),
-    Way("triton", 64),
-    Way("triton", 128),
+    ExpertWay("own", 16),
+    ExpertWay("own", 32),
+    ExpertWay("own", 96),
+    ExpertWay("torch", 64),
+    ExpertWay("triton", 64),
+    ExpertWay("triton", 128),
 )
 
 
@@ -88,14 +88,14 @@ class Layer:
         left.add_into(out)
         return out
 
-    def buffers(self, rows: int) -> Buffers:
+    def buffers(self, rows: int) -> ExpertBuffers:
         def room(count: int, width: int) -> Tensor:
             return torch.full((count, width), torch.nan, device="cuda", dtype=torch.bfloat16)
 
         routing = Routing.of(EXPERTS, PER_TOKEN, rows, torch.device("cuda"))
         entries, scheme = rows * PER_TOKEN, self.gate_up.scheme
         scales = [torch.full((entries, 1), torch.nan, device="cuda") for _ in range(2)]
-        return Buffers(
+        return ExpertBuffers(
             routing,
             room(rows, EXPERTS),
             input_of(room(entries, HIDDEN), scales[0], scheme),
@@ -132,7 +132,7 @@ class Layer:
 def test_against_float32(
     monkeypatch: pytest.MonkeyPatch,
     stream: torch.cuda.Stream,
-    way: Way,
+    way: ExpertWay,
     rows: int,
     skew: float,
     scheme: Scheme | None,

@@ -6,7 +6,7 @@ import torch
 from tests.kernels.interpreter import DEVICE
 from twolane.kernels.activations import Quantised
 from twolane.kernels.experts import grouped_gemm
-from twolane.kernels.experts.products import Buffers, combined
+from twolane.kernels.experts.products import ExpertBuffers, combined
 from twolane.kernels.experts.routing import (
     ActiveRows,
     Combination,
@@ -169,7 +169,7 @@ def stored(values: torch.Tensor, scheme: Scheme | None) -> Matrix:
     return Matrix.plain(values) if scheme is None else quantised(values, scheme)
 
 
-def buffers(rows: int, hidden: int, inner: int, scheme: str) -> Buffers:
+def buffers(rows: int, hidden: int, inner: int, scheme: str) -> ExpertBuffers:
     routing, entries = (
         Routing.of(EXPERTS, PER_TOKEN, rows, torch.device(DEVICE)),
         rows * PER_TOKEN,
@@ -180,7 +180,7 @@ def buffers(rows: int, hidden: int, inner: int, scheme: str) -> Buffers:
 
     x, act = (input_of(room(entries, w), room(entries, 1), scheme) for w in (hidden, inner))
     gate_up, outs = (room(entries, width) for width in (2 * inner, hidden))
-    return Buffers(routing, room(rows, EXPERTS), x, gate_up, act, outs)
+    return ExpertBuffers(routing, room(rows, EXPERTS), x, gate_up, act, outs)
 
 
 def test_rows_of_an_expert_with_several_groups() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from twolane.kernels.pool import RoundedPool
 from twolane.kernels.prefill_attention import flashinfer_kernels as fa3
-from twolane.kernels.prefill_attention.batch import Block, PrefillBatch
+from twolane.kernels.prefill_attention.batch import AttentionBatch, Block
 from twolane.kernels.prefill_attention.dispatch import (
     PrefillPlan,
     PrefillWorkspace,
@@ -170,7 +170,7 @@ def test_pages_are_widened_in_their_order(device):
     pool = torch.randn(6, 2, 2, 16, 64, generator=draw).to(device)
     values, exponents = fp8.quantise_heads(pool)
     shape = (16, 4, 2, 64, torch.bfloat16, None, PrefillWorkspace(device))
-    batch = PrefillBatch.build([(40, 5)], [[4, 1, 5]], *shape)
+    batch = AttentionBatch.build([(40, 5)], [[4, 1, 5]], *shape)
     assert fa3.unpackable(batch)
     unpacked = fa3.Unpacked.of(batch, 3)
     unpacked.fill(RoundedPool(values, exponents), batch.pages, unpacked.count)
@@ -291,7 +291,7 @@ def test_fa3_is_replayed_with_batch_after_batch(device, monkeypatch):
     monkeypatch.setattr(fa3, "_load", lambda dtype, dim: (Fa3(132), None))
     shape = (64, 2, 1, 64, torch.float32, None, PrefillWorkspace(device))
     most = 256
-    first = PrefillBatch.build([(0, 1)], [[0]], *shape)
+    first = AttentionBatch.build([(0, 1)], [[0]], *shape)
     replayed = fa3.Replayed(first, 10, most)
     block = Block([3, *replayed.sizes, 40, 1], torch.device(device))
     replayed.read(block.memory, block.lists[1:-2], *block.lists[-2:])
@@ -306,7 +306,7 @@ def test_fa3_is_replayed_with_batch_after_batch(device, monkeypatch):
         costs = {"item": 0, "split": 0} if splits else {"split": 10**9}
         monkeypatch.setattr(fa3, "_PAGED", replace(fa3._PAGED, **costs))
         q, pool, tables = make(segments, 2, 1, 64, 64, torch.float32, device)
-        batch = PrefillBatch.build(segments, tables, *shape, first_row=decoding)
+        batch = AttentionBatch.build(segments, tables, *shape, first_row=decoding)
         rows = decoding + len(q)
         padded = torch.full((most, 2, 64), torch.nan)
         padded[decoding:rows] = q
@@ -326,12 +326,12 @@ def test_what_does_not_fit_a_graph_is_not_sent(device, monkeypatch):
         pytest.skip("FlashInfer itself is there: tests/gpu/test_logits.py replays it")
     monkeypatch.setattr(fa3, "_load", lambda dtype, dim: (Fa3(132), None))
     shape = (64, 2, 1, 64, torch.float32, None, PrefillWorkspace(device))
-    first = PrefillBatch.build([(0, 1)], [[0]], *shape)
+    first = AttentionBatch.build([(0, 1)], [[0]], *shape)
     replayed = fa3.Replayed(first, 2, 256)
 
     def splits(segments):
         tables = [[*range(-(-(reused + new) // 64))] for reused, new in segments]
-        parts = replayed.parts(PrefillBatch.build(segments, tables, *shape).segments)
+        parts = replayed.parts(AttentionBatch.build(segments, tables, *shape).segments)
         return None if parts is None else parts[1]
 
     assert splits([(0, 1)] * 20) is False

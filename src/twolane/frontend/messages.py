@@ -75,7 +75,7 @@ class FunctionCall(Body):
     arguments: str | dict[str, Any] | None = None
 
 
-class ToolCall(Body):
+class MessageToolCall(Body):
     """A call of a tool that the assistant made."""
 
     inert = frozenset({"index"})
@@ -104,7 +104,7 @@ class Message(Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[str | Parts | None, WrapValidator(_content)] = None
     name: str | None = None
-    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
+    tool_calls: Annotated[list[MessageToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None

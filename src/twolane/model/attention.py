@@ -27,7 +27,7 @@ tokens, or lacks at most `_GROUP_SLACK` of them: padding costs less than another
 
 
 @dataclass(frozen=True, eq=False)
-class RoundedPool:
+class CpuRoundedPool:
     """A layer's keys and values in e4m3, with a power of two for each token and head."""
 
     values: torch.Tensor
@@ -43,7 +43,7 @@ class RoundedPool:
         return fp8.dequantise_heads(values, self.exponents.index_select(dim, slots), self.dtype)
 
 
-Pool = torch.Tensor | RoundedPool
+Pool = torch.Tensor | CpuRoundedPool
 """A layer's keys and values, [slots, 2 * kv_heads, head_dim]."""
 
 
@@ -81,7 +81,7 @@ class KVCache:
             if not rounded:
                 return values
             exponents = torch.empty(shape[:2], dtype=torch.int8, device=device)
-            return RoundedPool(values, exponents, dtype)
+            return CpuRoundedPool(values, exponents, dtype)
 
         self.layers = [layer() for _ in range(spec.layers)]
         stored = [pool if isinstance(pool, torch.Tensor) else pool.values for pool in self.layers]

@@ -21,7 +21,7 @@ from torch.nn import functional
 from twolane.kernels import fused
 from twolane.kernels.activations import Activations, Quantised
 from twolane.kernels.collectives import reduce_norm
-from twolane.kernels.experts.products import Buffers as ExpertBuffers
+from twolane.kernels.experts.products import ExpertBuffers
 from twolane.kernels.experts.routing import ActiveRows, Routing
 from twolane.kernels.pool import E4M3, Pool, RoundedPool
 from twolane.kernels.products.dispatch import COLD_BYTES, Case, Operation, Products, input_of

@@ -13,7 +13,7 @@ from twolane.model.routing import route
 
 if TYPE_CHECKING:  # these import Triton, which only a GPU needs
     from twolane.kernels.activations import Activations
-    from twolane.kernels.experts.products import Buffers as ExpertBuffers
+    from twolane.kernels.experts.products import ExpertBuffers
     from twolane.kernels.experts.routing import ActiveRows, Combination
     from twolane.kernels.fused import Norm
     from twolane.kernels.products.dispatch import Operation
@@ -23,7 +23,7 @@ MLP_ROWS = 8192
 """Rows that go through the MLP at a time on a GPU, which bounds the size of its workspace."""
 
 
-class Buffers(Protocol):
+class MlpBuffers(Protocol):
     """Where a GPU's lane has room for activations."""
 
     def get(self, name: str, rows: int) -> Tensor:
@@ -59,7 +59,7 @@ class Mlp(Protocol):
         residual: Tensor,
         norm: "Norm",
         active: "ActiveRows",
-        buffers: Buffers,
+        buffers: MlpBuffers,
         products: "GpuProducts",
     ) -> "Combination | None":
         """Add the MLP of the active rows of `residual` [T, hidden], normalised, to these in place,
@@ -75,7 +75,7 @@ class Mlp(Protocol):
         out: Tensor,
         x: "Activations",
         active: "ActiveRows",
-        buffers: Buffers,
+        buffers: MlpBuffers,
         products: "GpuProducts",
     ) -> None:
         """Write the MLP of the normalised rows `x` [T, hidden], for `scheme`, to `out` [T, hidden];
@@ -116,7 +116,7 @@ class DenseMlp:
         residual: Tensor,
         norm: "Norm",
         active: "ActiveRows",
-        buffers: Buffers,
+        buffers: MlpBuffers,
         products: "GpuProducts",
     ) -> None:
         """See `Mlp.add_into`."""
@@ -132,7 +132,7 @@ class DenseMlp:
         out: Tensor,
         x: "Activations",
         active: "ActiveRows",
-        buffers: Buffers,
+        buffers: MlpBuffers,
         products: "GpuProducts",
     ) -> None:
         """See `Mlp.write_into`."""
@@ -140,7 +140,7 @@ class DenseMlp:
             products.part(rows).linear(act, self.down, self.down_bias, out[rows])
 
     def _activated(
-        self, x: "Activations", buffers: Buffers, products: "GpuProducts"
+        self, x: "Activations", buffers: MlpBuffers, products: "GpuProducts"
     ) -> "Iterator[tuple[slice, Activations]]":
         """silu(gate(x)) * up(x) of some rows after others, in a buffer that all of them share."""
         for first in range(0, len(x), MLP_ROWS):
@@ -194,7 +194,7 @@ class Experts:
         residual: Tensor,
         norm: "Norm",
         active: "ActiveRows",
-        buffers: Buffers,
+        buffers: MlpBuffers,
         products: "GpuProducts",
     ) -> "Combination | None":
         """See `Mlp.add_into`. What all rows fit the buffers for is added by the next norm."""
@@ -224,7 +224,7 @@ class Experts:
         residual: Tensor,
         x: Tensor,
         active: "ActiveRows",
-        buffers: Buffers,
+        buffers: MlpBuffers,
         products: "GpuProducts",
     ) -> "Combination | None":
         """Add the experts of the normalised rows `x` [T, hidden]; see `add_into`."""
@@ -254,7 +254,7 @@ class Experts:
         out: Tensor,
         x: "Activations",
         active: "ActiveRows",
-        buffers: Buffers,
+        buffers: MlpBuffers,
         products: "GpuProducts",
     ) -> None:
         """See `Mlp.write_into`."""

@@ -14,7 +14,7 @@ from twolane.frontend.parsers.pieces import (
 
 
 @dataclass
-class ToolCall:
+class ParsedCall:
     """A tool call of an answer, as far as it has come."""
 
     name: str
@@ -32,7 +32,7 @@ class AnswerReader:
     """
 
     def __init__(self, reasoning: Parser | None = None, tools: Parser | None = None) -> None:
-        self.calls: list[ToolCall] = []
+        self.calls: list[ParsedCall] = []
         self._reasoning_parser = reasoning
         self._tools_parser = tools
         self._thinking: list[str] = []
@@ -68,7 +68,7 @@ class AnswerReader:
                 case Content(text):
                     self._content.append(text)
                 case CallStart(_, name):
-                    self.calls.append(ToolCall(name))
+                    self.calls.append(ParsedCall(name))
                 case CallArguments(index, text):
                     self.calls[index].arguments += text
         return pieces

@@ -21,7 +21,7 @@ MAX_WORKERS = 12
 
 
 @dataclass(frozen=True)
-class Tuning:
+class TritonTuning:
     """What may be tuned to a device."""
 
     workers: int
@@ -32,17 +32,17 @@ class Tuning:
     """Stages of its pipeline; page numbers take about half of them, pages the rest."""
 
 
-def tuning(tile_bytes: int) -> Tuning:
+def tuning(tile_bytes: int) -> TritonTuning:
     """What fits 227 KB of shared memory an SM, for pages of this many bytes a KV head."""
     if tile_bytes <= 8 << 10:
-        return Tuning(workers=12, warps=1, stages=6)
+        return TritonTuning(workers=12, warps=1, stages=6)
     if tile_bytes <= 16 << 10:
-        return Tuning(workers=6, warps=1, stages=6)
+        return TritonTuning(workers=6, warps=1, stages=6)
     if tile_bytes <= 32 << 10:
-        return Tuning(workers=5, warps=4, stages=4)
+        return TritonTuning(workers=5, warps=4, stages=4)
     if tile_bytes <= 64 << 10:
-        return Tuning(workers=2, warps=4, stages=3)
-    return Tuning(workers=1, warps=4, stages=2)
+        return TritonTuning(workers=2, warps=4, stages=3)
+    return TritonTuning(workers=1, warps=4, stages=2)
 
 
 @triton.jit
@@ -233,7 +233,7 @@ def attend(
     units: int,
     window: int,
     scale: float,
-    tuned: Tuning,
+    tuned: TritonTuning,
 ) -> None:
     """`decode_attention` of checked arguments, with the tensors of a `DecodeScratch`."""
     values = values_of(pool)

@@ -39,7 +39,7 @@ Kernel = Literal["own", "torch", "triton"]
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class ExpertWay:
     """How one batch is multiplied."""
 
     kernel: Kernel
@@ -48,7 +48,7 @@ class Way:
 
 
 @dataclass(frozen=True, slots=True)
-class Buffers:
+class ExpertBuffers:
     """Where a lane has room for the experts of T tokens; rows are entries, T * per_token."""
 
     routing: Routing
@@ -64,17 +64,17 @@ class Buffers:
     """[entries, hidden]"""
 
 
-def way(entries: int, experts: int, gate_up: Stored, down: Stored) -> Way:
+def way(entries: int, experts: int, gate_up: Stored, down: Stored) -> ExpertWay:
     """The way for this many rows that are spread over the experts."""
     device, dtype = gate_up.values.device, gate_up.values.dtype
     hopper, mean = device.type == "cuda" and nvrtc.available(device), entries / experts
     if hopper and skinny_gemm.serves(gate_up.values, gate_up.scheme, gated=True):
         for rows, most in OWN_MEANS.items():
             if mean <= most:
-                return Way("own", rows)
+                return ExpertWay("own", rows)
     if hopper and mean > TRITON_MEANS.get(dtype, math.inf):
-        return Way("torch", LEAST_GROUP)
-    return Way("triton", grouped_gemm.ROWS[0])
+        return ExpertWay("torch", LEAST_GROUP)
+    return ExpertWay("triton", grouped_gemm.ROWS[0])
 
 
 def combined(
@@ -82,7 +82,7 @@ def combined(
     active: ActiveRows,
     gate_up: Stored,
     down: Stored,
-    buffers: Buffers,
+    buffers: ExpertBuffers,
     products: Products,
     *,
     normalised: bool,
@@ -112,7 +112,7 @@ def norm_and_combined(
     gate_up: Stored,
     down: Stored,
     x: Activations,
-    buffers: Buffers,
+    buffers: ExpertBuffers,
     products: Products,
     *,
     normalised: bool,
@@ -133,7 +133,7 @@ def norm_and_combined(
 
 
 def _multiplied(
-    chosen: Way, gate_up: Stored, down: Stored, buffers: Buffers, products: Products
+    chosen: ExpertWay, gate_up: Stored, down: Stored, buffers: ExpertBuffers, products: Products
 ) -> Combination:
     """The products of the sorted entries."""
     routing, outs = buffers.routing, buffers.outs
@@ -163,7 +163,7 @@ def _few_rows(
     weight: Stored,
     out: Tensor,
     routing: Routing,
-    chosen: Way,
+    chosen: ExpertWay,
     products: Products,
     *,
     following: Stored | None = None,

@@ -30,7 +30,7 @@ class PrefillWorkspace:
 
 
 @dataclass(frozen=True)
-class PrefillBatch:
+class AttentionBatch:
     """What a batch's plans share at all levels."""
 
     segments: Segments
@@ -60,7 +60,7 @@ class PrefillBatch:
         window: int | None,
         workspace: PrefillWorkspace,
         first_row: int = 0,
-    ) -> "PrefillBatch":
+    ) -> "AttentionBatch":
         """Check the arguments of `PrefillPlan.build` and upload the pages.
 
         `first_row`: rows of the pass before the segments'.

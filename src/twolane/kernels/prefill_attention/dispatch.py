@@ -20,7 +20,7 @@ import torch
 
 from twolane.kernels.pool import E4M3, Pool, RoundedPool, values_of
 from twolane.kernels.prefill_attention import flashinfer_kernels as fa3
-from twolane.kernels.prefill_attention.batch import NewKV, PrefillBatch, PrefillWorkspace
+from twolane.kernels.prefill_attention.batch import AttentionBatch, NewKV, PrefillWorkspace
 from twolane.kernels.prefill_attention.triton_kernels import TritonProgram
 from twolane.kernels.sizes import FILLED
 
@@ -41,7 +41,7 @@ class PrefillPlan:
     stream, or on one that waits for it, and keep it until its launches have ended.
     """
 
-    batch: PrefillBatch
+    batch: AttentionBatch
     units: int
     backend: Backend
     why: str
@@ -91,7 +91,7 @@ class PrefillPlan:
             ValueError: an argument is out of range, or the backend cannot do it.
         """
         shape = (page_size, heads, kv_heads, dim, dtype, window)
-        batch = PrefillBatch.build(segments, tables, *shape, workspace)
+        batch = AttentionBatch.build(segments, tables, *shape, workspace)
         best, why = _choose(batch)
         if backend is not None and backend != best:
             able, problem = choose(dtype, dim, workspace.device, batch.window)
@@ -169,7 +169,7 @@ def choose(
     return "flashinfer", "FA3 on Hopper"
 
 
-def _choose(batch: PrefillBatch) -> tuple[Backend, str]:
+def _choose(batch: AttentionBatch) -> tuple[Backend, str]:
     """As `choose`, but Triton where FA3's tiles, of one head each, would be rather empty."""
     best, why = choose(batch.dtype, batch.dim, batch.workspace.device, batch.window)
     if best == "flashinfer" and fa3.filled(batch) < FILLED:
@@ -178,7 +178,7 @@ def _choose(batch: PrefillBatch) -> tuple[Backend, str]:
 
 
 def _program(
-    batch: PrefillBatch, units: int, backend: Backend, dense: bool, rounded: bool
+    batch: AttentionBatch, units: int, backend: Backend, dense: bool, rounded: bool
 ) -> _Program:
     if units < 1:
         raise ValueError(f"units={units} must be at least 1")

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from twolane.kernels.pool import Pool, RoundedPool
-from twolane.kernels.prefill_attention.batch import NewKV, PrefillBatch, upload
+from twolane.kernels.prefill_attention.batch import AttentionBatch, NewKV, upload
 from twolane.kernels.prefill_attention.schedule import (
     COLUMNS,
     HEAD,
@@ -56,7 +56,7 @@ _SEGMENTS = 64
 """Prompts of a pass that a graph's lists have room for."""
 
 
-def filled(batch: PrefillBatch) -> float:
+def filled(batch: AttentionBatch) -> float:
     """The share of the rows of a batch's tiles that have a token, weighted by their keys."""
     new, keys = batch.segments.new, batch.segments.reused + batch.segments.new
     rows = -(-new // tile_tokens(batch.dim)) * tile_tokens(batch.dim)
@@ -101,7 +101,7 @@ class _Launch:
     def paged(
         self,
         module: Any,
-        batch: PrefillBatch,
+        batch: AttentionBatch,
         q: torch.Tensor,
         pool: torch.Tensor,
         out: torch.Tensor,
@@ -119,7 +119,7 @@ class _Launch:
     def dense(
         self,
         module: Any,
-        batch: PrefillBatch,
+        batch: AttentionBatch,
         q: torch.Tensor,
         new: NewKV,
         out: torch.Tensor,
@@ -131,7 +131,7 @@ class _Launch:
 
     @staticmethod
     def _common(
-        batch: PrefillBatch, out: torch.Tensor, lse: torch.Tensor | None, mask: int, layout: int
+        batch: AttentionBatch, out: torch.Tensor, lse: torch.Tensor | None, mask: int, layout: int
     ) -> tuple[Any, ...]:
         no_dependent_launch = False
         # Prefix lengths, positions and longest item of multi-item scoring; scales of v.
@@ -160,7 +160,7 @@ class _Fronts:
     @classmethod
     def of(
         cls,
-        batch: PrefillBatch,
+        batch: AttentionBatch,
         pieces: int,
         merges: int,
         buffer: torch.Tensor,
@@ -183,7 +183,7 @@ class _Fronts:
         launch = _Launch(buffer, _plan_info(sent[:_LISTS]))
         return cls(launch, sent[_LISTS], pieces, slot_q, slot_out, slot_lse, merge)
 
-    def run(self, module: Any, batch: PrefillBatch, q: torch.Tensor, pool: torch.Tensor) -> None:
+    def run(self, module: Any, batch: AttentionBatch, q: torch.Tensor, pool: torch.Tensor) -> None:
         """Fill the slots."""
         merge = self.merge
         launch(
@@ -205,13 +205,13 @@ class _Fronts:
 class FlashInferProgram:
     """A batch's attention by FA3 on a lane's SMs."""
 
-    batch: PrefillBatch
+    batch: AttentionBatch
     module: Any
     main: _Launch
     fronts: _Fronts | None
 
     @classmethod
-    def plan(cls, batch: PrefillBatch, units: int) -> "FlashInferProgram":
+    def plan(cls, batch: AttentionBatch, units: int) -> "FlashInferProgram":
         """Deal the batch's tiles to `units` SMs, splitting some where that is faster."""
         plan = _paged(batch, units)
         buffer, sent = upload(_parts(batch, plan), batch.workspace.device)
@@ -238,7 +238,7 @@ UNPACKED_TOKENS = 32_768
 scratch memory for 8 KV heads of 128."""
 
 
-def unpackable(batch: PrefillBatch) -> bool:
+def unpackable(batch: AttentionBatch) -> bool:
     """Whether the scratch memory for a batch's widened pages is bearable."""
     return len(batch.pages) * batch.page_size <= UNPACKED_TOKENS
 
@@ -255,7 +255,7 @@ class Unpacked:
     """[pages, kv_heads, 2, page_size, dim]"""
 
     @classmethod
-    def of(cls, batch: PrefillBatch, count: int) -> "Unpacked":
+    def of(cls, batch: AttentionBatch, count: int) -> "Unpacked":
         """Room for this many pages, in the batch's workspace."""
         shape = count, batch.kv_heads, 2, batch.page_size, batch.dim
         room = batch.workspace.take("unpacked", math.prod(shape), batch.dtype)
@@ -289,7 +289,7 @@ class UnpackingProgram:
     program: FlashInferProgram
 
     @classmethod
-    def plan(cls, batch: PrefillBatch, units: int) -> "UnpackingProgram":
+    def plan(cls, batch: AttentionBatch, units: int) -> "UnpackingProgram":
         """As `FlashInferProgram.plan`."""
         unpacked = Unpacked.of(batch, len(batch.pages))
         inner = FlashInferProgram.plan(replace(batch, pages=unpacked.pages), units)
@@ -315,7 +315,7 @@ class Replayed:
         rounded: the pool is a `RoundedPool`.
     """
 
-    def __init__(self, batch: PrefillBatch, units: int, rows: int, rounded: bool = False) -> None:
+    def __init__(self, batch: AttentionBatch, units: int, rows: int, rounded: bool = False) -> None:
         self._units, self._module = units, _load(batch.dtype, batch.dim)[0]
         items = batch.heads * (rows // tile_tokens(batch.dim) + _SEGMENTS)
         self._merges = 2 * units  # the most tiles that are split
@@ -381,12 +381,12 @@ class Replayed:
 class DenseProgram:
     """Attention of a batch without reused tokens by FA3, on keys and values outside the pool."""
 
-    batch: PrefillBatch
+    batch: AttentionBatch
     module: Any
     launch: _Launch
 
     @classmethod
-    def plan(cls, batch: PrefillBatch, units: int) -> "DenseProgram":
+    def plan(cls, batch: AttentionBatch, units: int) -> "DenseProgram":
         """Deal the batch's tiles to `units` SMs."""
         # A sequence's keys are found by its first row, as if by pages of one token.
         segments = replace(batch.segments, tables=batch.segments.rows)
@@ -406,14 +406,14 @@ _LISTS = 7
 _NOTHING = np.zeros(0, dtype=np.int64)
 
 
-def _paged(batch: PrefillBatch, units: int) -> Schedule:
+def _paged(batch: AttentionBatch, units: int) -> Schedule:
     """The batch's tiles on `units` SMs, some split where that is faster."""
     items, cost = tiles(batch.segments, tile_tokens(batch.dim), batch.heads, None, _PAGED)
     granule = math.lcm(_PAGED.block, batch.page_size)
     return schedule(items, cost, units, _PAGED, granule, own_launch=True, split=True)
 
 
-def _parts(batch: PrefillBatch, plan: Schedule) -> list[Ints]:
+def _parts(batch: AttentionBatch, plan: Schedule) -> list[Ints]:
     """What is uploaded of a plan: lists, and those of fronts, pieces and merges if there are."""
     parts = _lists(plan.main, batch.page_size)
     if plan.fronts is not None:

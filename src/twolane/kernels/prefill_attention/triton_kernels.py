@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from twolane.kernels.pool import Pool, RoundedPool, exponents_of, values_of
-from twolane.kernels.prefill_attention.batch import NewKV, PrefillBatch, upload
+from twolane.kernels.prefill_attention.batch import AttentionBatch, NewKV, upload
 from twolane.kernels.prefill_attention.schedule import Costs, schedule, tiles
 from twolane.kernels.runtime.launch import launch, power_of_2
 
@@ -358,7 +358,7 @@ class Merge:
     lse_stride: int
     lse_shift: int
 
-    def run(self, batch: PrefillBatch, out: torch.Tensor) -> None:
+    def run(self, batch: AttentionBatch, out: torch.Tensor) -> None:
         """Launch it."""
         launch(
             merge_kernel,
@@ -386,7 +386,7 @@ class Merge:
 class TritonProgram:
     """A batch's attention by `prefill_kernel` on a lane's SMs."""
 
-    batch: PrefillBatch
+    batch: AttentionBatch
     tiling: Tiling
     blocks: int
     items: torch.Tensor
@@ -395,7 +395,9 @@ class TritonProgram:
     """Its buffers are passed where nothing is split, too."""
 
     @classmethod
-    def plan(cls, batch: PrefillBatch, units: int, shape: Tiling | None = None) -> "TritonProgram":
+    def plan(
+        cls, batch: AttentionBatch, units: int, shape: Tiling | None = None
+    ) -> "TritonProgram":
         """Deal the batch's tiles to `units` SMs; `shape` None: `tiling` chooses."""
         longest = int(batch.segments.new.max()) * batch.group
         shape = shape or tiling(longest, batch.dim, batch.dtype)

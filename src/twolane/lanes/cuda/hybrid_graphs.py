@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from twolane.kernels import fused
-from twolane.kernels.prefill_attention.batch import Block, PrefillBatch, laid_out
+from twolane.kernels.prefill_attention.batch import AttentionBatch, Block, laid_out
 from twolane.kernels.prefill_attention.dispatch import choose
 from twolane.kernels.prefill_attention.flashinfer_kernels import Replayed
 from twolane.kernels.sampling import Sampler
@@ -72,7 +72,7 @@ class HybridGraphs:
         self._decoder, self._kv, self._slots, self._steps = decoder, kv, slots, steps
         self._passes, self._logits, self._sampler = passes, logits, sampler
         shape = kv.page_size, spec.heads, spec.kv_heads, spec.head_dim, decoder.dtype, None
-        batch = PrefillBatch.build([(0, 1)], [[0]], *shape, passes.scratch)
+        batch = AttentionBatch.build([(0, 1)], [[0]], *shape, passes.scratch)
         self._units = units
         self._attention = Replayed(batch, units, WHOLE, kv.rounded)
         self._most_pages = min(kv.pages, self._attention.most_pages or kv.pages)

@@ -64,7 +64,7 @@ class _Half:
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _Deferred:
     """A launch, or the end of a batch, that may have to come behind one that waits for masks."""
 
     names: frozenset[str]
@@ -73,7 +73,7 @@ class _Asked:
     ticket: CudaTicket | None = None
     after: Sequence[CudaTicket] = ()
 
-    def behind(self, other: "_Half | _Asked") -> bool:
+    def behind(self, other: "_Half | _Deferred") -> bool:
         """Whether it must come behind that one, which was asked for earlier."""
         return not self.names.isdisjoint(other.names) or other.ticket in self.after
 
@@ -125,7 +125,7 @@ class CudaLanes:
         """Launches that wait for masks, by number."""
         self._told: dict[int, Sequence[TokenMask]] = {}
         """Masks of launches that have not begun, by number: a slice may be launched later."""
-        self._behind: list[_Asked] = []
+        self._behind: list[_Deferred] = []
         """What must come behind these, in the order in which it was asked for."""
         self._watchers = {lane: _Watcher(lane, partitions.device, notify) for lane in LANES}
         self.units = partitions.units
@@ -191,13 +191,13 @@ class CudaLanes:
     def _launch(self, ticket: CudaTicket, work: Work, after: Sequence[CudaTicket]) -> None:
         queue = partial(self._queue, ticket, work, after)
         names = _names(ticket.lane, work)
-        self._go_on(_Asked(names, partial(self._timed, ticket, queue), ticket, after))
+        self._go_on(_Deferred(names, partial(self._timed, ticket, queue), ticket, after))
         self._end_told()
 
-    def _go_on(self, asked: _Asked) -> None:
+    def _go_on(self, asked: _Deferred) -> None:
         """Run what is asked for, if it must not come behind a launch that waits for masks: such a
         launch has recorded nothing yet that others could wait for on the device."""
-        earlier: list[_Half | _Asked] = [*self._halves.values(), *self._behind]
+        earlier: list[_Half | _Deferred] = [*self._halves.values(), *self._behind]
         if any(asked.behind(other) for other in earlier):
             self._behind.append(asked)
         else:
@@ -267,7 +267,7 @@ class CudaLanes:
         return None if queued.end is not None else _Watched(ticket, begun, queued, before)
 
     def _drop(self, batch: int) -> None:
-        self._go_on(_Asked(frozenset((_name(batch),)), partial(self._drop_now, batch)))
+        self._go_on(_Deferred(frozenset((_name(batch),)), partial(self._drop_now, batch)))
 
     def _drop_now(self, batch: int) -> None:
         self._log(DropRecord(batch))

@@ -12,7 +12,7 @@ FLOATS = ("F32", "BF16", "F16")
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredTensor:
     """One tensor of a checkpoint."""
 
     shapes: tuple[tuple[int, ...], ...]
@@ -38,7 +38,7 @@ class Format:
     scales: str = "weight_scale"
     """The end of the name of the scales of blocks."""
 
-    def tensors(self, rows: int, columns: int) -> Mapping[str, Stored]:
+    def tensors(self, rows: int, columns: int) -> Mapping[str, StoredTensor]:
         """The tensors of a module [rows, columns], by the end of their names.
 
         Raises:
@@ -47,34 +47,38 @@ class Format:
         if self.kind == "fp8_block":
             blocks = -(-rows // BLOCK), -(-columns // BLOCK)
             return {
-                "weight": Stored(((rows, columns),), ("F8_E4M3",)),
-                self.scales: Stored((blocks,)),
+                "weight": StoredTensor(((rows, columns),), ("F8_E4M3",)),
+                self.scales: StoredTensor((blocks,)),
             }
         if self.kind == "fp8_scale":
             return {
-                "weight": Stored(((rows, columns),), ("F8_E4M3",)),
-                "weight_scale": Stored(((rows, 1), (rows,), (1,), (), (1, 1))),
+                "weight": StoredTensor(((rows, columns),), ("F8_E4M3",)),
+                "weight_scale": StoredTensor(((rows, 1), (rows,), (1,), (), (1, 1))),
             }
         groups = self._groups(rows, columns)
         words, wholes = rows // 8, ("I32",)
         if self.kind == "awq":
             return {
-                "qweight": Stored(((columns, words),), wholes),
-                "qzeros": Stored(((groups, words),), wholes),
-                "scales": Stored(((groups, rows),)),
+                "qweight": StoredTensor(((columns, words),), wholes),
+                "qzeros": StoredTensor(((groups, words),), wholes),
+                "scales": StoredTensor(((groups, rows),)),
             }
         if self.kind == "gptq":
             return {
-                "qweight": Stored(((columns // 8, rows),), wholes),
-                "qzeros": Stored(((groups, words),), wholes),
-                "scales": Stored(((groups, rows),)),
-                "g_idx": Stored(((columns,),), wholes),
+                "qweight": StoredTensor(((columns // 8, rows),), wholes),
+                "qzeros": StoredTensor(((groups, words),), wholes),
+                "scales": StoredTensor(((groups, rows),)),
+                "g_idx": StoredTensor(((columns,),), wholes),
             }
-        zeros = {} if self.symmetric else {"weight_zero_point": Stored(((words, groups),), wholes)}
+        zeros = (
+            {}
+            if self.symmetric
+            else {"weight_zero_point": StoredTensor(((words, groups),), wholes)}
+        )
         return {
-            "weight_packed": Stored(((rows, columns // 8),), wholes),
-            "weight_scale": Stored(((rows, groups),)),
-            "weight_shape": Stored(((2,),), ("I64", "I32")),
+            "weight_packed": StoredTensor(((rows, columns // 8),), wholes),
+            "weight_scale": StoredTensor(((rows, groups),)),
+            "weight_shape": StoredTensor(((2,),), ("I64", "I32")),
             **zeros,
         }
 

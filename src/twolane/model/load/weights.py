@@ -17,7 +17,7 @@ from twolane.model.load.dummy import STD, Dummy
 from twolane.model.load.gguf import GGUFModel
 from twolane.model.load.hub import ModelSource, Progress
 from twolane.model.load.joined import Joined
-from twolane.model.load.quantization import Format, Quantization, Stored
+from twolane.model.load.quantization import Format, Quantization, StoredTensor
 from twolane.model.load.quantized import for_gpu, read_module
 from twolane.model.load.safetensors import Safetensors, model_files
 from twolane.model.load.source import TensorSource
@@ -290,33 +290,33 @@ def _expected(spec: ModelSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield name, stored.shapes[0]
 
 
-def _stored(spec: ModelSpec, quantization: Quantization | None) -> dict[str, Stored]:
+def _stored(spec: ModelSpec, quantization: Quantization | None) -> dict[str, StoredTensor]:
     """Every tensor of a model, as Hugging Face checkpoints store them.
 
     Raises:
         ValueError: a module cannot be stored as the quantisation says.
     """
-    hidden, stored = spec.hidden_size, dict[str, Stored]()
+    hidden, stored = spec.hidden_size, dict[str, StoredTensor]()
 
     def linear(name: str, module: _Linear) -> None:
         form = None if quantization is None else quantization.format(name)
         stored.update(_module(name, module, form))
 
-    stored["model.embed_tokens.weight"] = Stored(((spec.vocab_size, hidden),))
-    stored["model.norm.weight"] = Stored(((hidden,),))
+    stored["model.embed_tokens.weight"] = StoredTensor(((spec.vocab_size, hidden),))
+    stored["model.norm.weight"] = StoredTensor(((hidden,),))
     if not spec.tie_embeddings:
         linear("lm_head", _Linear(spec.vocab_size, hidden, bias=False))
     for i in range(spec.layers):
         prefix = f"model.layers.{i}"
         for norm in norm_names(spec).values():
-            stored[f"{prefix}.{norm}.weight"] = Stored(((hidden,),))
+            stored[f"{prefix}.{norm}.weight"] = StoredTensor(((hidden,),))
         if spec.qk_norm:
             for name, size in (("q_norm", spec.q_size), ("k_norm", spec.kv_size)):
                 shape = size if spec.qk_norm_whole else spec.head_dim
-                stored[f"{prefix}.self_attn.{name}.weight"] = Stored(((shape,),))
+                stored[f"{prefix}.self_attn.{name}.weight"] = StoredTensor(((shape,),))
         if spec.has_experts(i) and spec.moe is not None:
             router = spec.moe.experts, hidden
-            stored[f"{prefix}.{_expert_names(spec).router}.weight"] = Stored((router,))
+            stored[f"{prefix}.{_expert_names(spec).router}.weight"] = StoredTensor((router,))
         for name, module in _linears(spec, i).items():
             linear(f"{prefix}.{name}", module)
     return stored
@@ -339,16 +339,18 @@ def norm_names(spec: ModelSpec) -> dict[str, str]:
     }
 
 
-def _module(name: str, module: _Linear, form: Format | None) -> dict[str, Stored]:
+def _module(name: str, module: _Linear, form: Format | None) -> dict[str, StoredTensor]:
     """The tensors of a linear module."""
     if form is None:
-        tensors: Mapping[str, Stored] = {"weight": Stored(((module.rows, module.columns),))}
+        tensors: Mapping[str, StoredTensor] = {
+            "weight": StoredTensor(((module.rows, module.columns),))
+        }
     else:
         try:
             tensors = form.tensors(module.rows, module.columns)
         except ValueError as error:
             raise WeightsError(f"{name} cannot be stored as {form.name}: {error}") from error
-    bias = {"bias": Stored(((module.rows,),))} if module.bias else {}
+    bias = {"bias": StoredTensor(((module.rows,),))} if module.bias else {}
     return {f"{name}.{end}": stored for end, stored in (*tensors.items(), *bias.items())}
 
 

@@ -105,7 +105,7 @@ def _content(value: Any) -> list[Block]:
     return _BLOCKS.validate_python(value)
 
 
-class Message(Body):
+class AnthropicMessage(Body):
     """One turn of a conversation."""
 
     null_says_nothing = True

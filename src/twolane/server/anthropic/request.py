@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from twolane.frontend.body import Body
 from twolane.frontend.fields import INT32_MAX, StopString, TopP, Whole
 from twolane.frontend.text.stops import MOST_STRINGS
-from twolane.server.anthropic.blocks import Message, Text, Turn
+from twolane.server.anthropic.blocks import AnthropicMessage, Text, Turn
 from twolane.server.http.errors import ApiError, from_validation
 from twolane.server.openai.protocol import ChatRequest
 from twolane.server.openai.tools import MOST_TOOLS
@@ -26,7 +26,7 @@ RENAMED: Mapping[str, str] = {
 Temperature = Annotated[float, Field(ge=0, le=100)]
 
 
-class ToolDefinition(Body):
+class AnthropicTool(Body):
     """A tool that the client runs."""
 
     inert = frozenset(
@@ -108,9 +108,9 @@ class CountTokensRequest(Body):
     }
 
     model: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+    messages: Annotated[list[AnthropicMessage], Field(min_length=1, fail_fast=True)]
     system: Text | None = None
-    tools: Annotated[list[ToolDefinition], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = (
+    tools: Annotated[list[AnthropicTool], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = (
         None
     )
     tool_choice: ToolChoice | None = None

@@ -11,7 +11,7 @@ import msgspec
 
 from twolane.engine.messages import FinishReason, PackedLogprobs, TokenLogprobs
 from twolane.frontend.generation import Delta
-from twolane.frontend.parsers.answer import AnswerReader, ToolCall
+from twolane.frontend.parsers.answer import AnswerReader, ParsedCall
 from twolane.frontend.parsers.pieces import CallArguments, CallStart, Content, Piece, Reasoning
 from twolane.server.openai.logprobs import JsonList, LogprobWriter, TokenPlace, offsets_in
 
@@ -89,7 +89,7 @@ class AnswerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the request named the tool to call: then calling it is no reason to finish."""
 
 
-def shown_call(call: ToolCall) -> Json:
+def shown_call(call: ParsedCall) -> Json:
     """Return a tool call as a message has it."""
     function = {"name": call.name, "arguments": call.arguments}
     return {"id": call.id, "type": "function", "function": function}

@@ -58,7 +58,7 @@ def _input(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
 Input = Annotated[str | Items, WrapValidator(_input)]
 
 
-class Reasoning(Body):
+class ReasoningOptions(Body):
     """How the model thinks."""
 
     inert = frozenset({"summary", "generate_summary", "context"})
@@ -141,7 +141,7 @@ class ResponsesRequest(Body):
     tools: ResponseTools | None = None
     tool_choice: ResponseToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    reasoning: Reasoning | None = None
+    reasoning: ReasoningOptions | None = None
     text: TextConfig | None = None
     include: list[Literal["reasoning.encrypted_content"]] | None = None
     """Without effect: the thinking comes as text."""

@@ -53,7 +53,7 @@ class FunctionTool(Body):
         return {qualified(namespace, self.name): CalledTool(self.name, namespace)}
 
 
-class TextFormat(Body):
+class CustomToolFormat(Body):
     """The form of a custom tool's input."""
 
     type: Literal["text"]
@@ -68,7 +68,7 @@ class CustomTool(Body):
     type: Literal["custom"]
     name: Name
     description: str | None = None
-    format: TextFormat | None = None
+    format: CustomToolFormat | None = None
 
     @property
     def repeated(self) -> Json:
