@@ -5,12 +5,14 @@ import threading
 import numpy as np
 import pytest
 from llguidance import LLMatcher, LLTokenizer
+from tokenizers import AddedToken, Tokenizer
 
 from twolane.common.grammars import parser_limits
 from twolane.engine.constrained import constraints
 from twolane.engine.constrained.constraints import Constraint, GrammarError, Grammars, Masks
 from twolane.frontend.structured.grammar import (
     choice_grammar,
+    context_free_grammar,
     json_schema_grammar,
     regex_grammar,
 )
@@ -88,3 +90,16 @@ def test_grammars_of_a_call_that_took_long_are_tried_apart(monkeypatch: pytest.M
     assert one.pace.apart, "the call may have waited for it"
     masks.start_apart(one).result()
     assert not one.pace.apart, "it did not"
+
+
+def test_a_grammar_that_takes_longer_with_each_token_is_given_up() -> None:
+    """Its last token is taken with the lock of the interpreter held, for tenths of a second."""
+    words = Tokenizer.from_str(tokenizer().to_str())
+    words.add_tokens([AddedToken("a" * 200, normalized=False)])
+    made = Grammars(words.to_str(), 150, (EOS,), lambda: None, groups=1)
+    constraint = made.constraint(context_free_grammar("start: s\ns: s s | /./"), {EOS}).result()[0]
+    for _ in range(3):
+        constraint.take(words.token_to_id("a" * 200))
+    [mask] = Masks(lambda: None, 1).start([constraint]).result()
+    assert isinstance(mask, GrammarError)
+    assert "ambiguous" in str(mask)

@@ -17,6 +17,11 @@ of each two of them, whose time grows with their cube."""
 MOST_OPTIONAL = 400
 """An object of a schema may have this many properties that are not `required`: any of them may come
 next, and their masks take up to 3 ms."""
+TAKING_SECONDS, TAKING_TOKEN_SECONDS = 0.05, 0.001
+"""A grammar may take this many seconds of processor time to take an answer's tokens, and so many
+more for each token, while the library holds the interpreter's lock. Harmless ones take up to 0.5 ms
+for a token, and 10 ms for one of the first; what is ambiguous takes longer with each."""
+AMBIGUOUS = "is too ambiguous: each token takes milliseconds to match, and more with each"
 MOST_SAID = 450
 """Characters that are told of what a matcher says is wrong."""
 
@@ -24,6 +29,11 @@ MOST_SAID = 450
 def problem_of(matcher: "LLMatcher") -> str | None:
     """Return what is wrong with a matcher's grammar or with a token that it took, on one line."""
     return " ".join(matcher.get_error().split())[:MOST_SAID] if matcher.is_error() else None
+
+
+def takes_too_long(seconds: float, tokens: int) -> bool:
+    """Return whether a grammar has taken too much processor time for so many tokens."""
+    return seconds > TAKING_SECONDS + TAKING_TOKEN_SECONDS * tokens
 
 
 def parser_limits() -> "LLParserLimits":

@@ -12,7 +12,7 @@ import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLTokenizer
 from llguidance.numpy import fill_next_token_bitmask_par
 
-from twolane.common.grammars import parser_limits, problem_of
+from twolane.common.grammars import AMBIGUOUS, parser_limits, problem_of, takes_too_long
 from twolane.common.resources import usable_cores, yield_processor
 
 KEPT_MATCHERS = 128
@@ -104,6 +104,10 @@ class Constraint:
         self._eos = eos_token_ids
         self._delivered: deque[int] = deque()
         """Tokens that the matcher has not taken."""
+        self._seconds, self._taken = 0.0, 0
+        """Processor time of the tokens that it has taken, and their number."""
+        self.ambiguous = False
+        """Whether they took so long that it is given up."""
 
     def take(self, token: int) -> None:
         """Go on behind an output token that was delivered."""
@@ -113,8 +117,12 @@ class Constraint:
         """Have the matcher take all tokens that were delivered."""
         while self._delivered:
             token = self._delivered.popleft()
-            if not self.matcher.is_stopped():
+            if not (self.ambiguous or self.matcher.is_stopped()):
+                began = time.thread_time()
                 self.matcher.consume_token(token)
+                self._seconds += time.thread_time() - began
+                self._taken += 1
+                self.ambiguous = takes_too_long(self._seconds, self._taken)
 
     def mask(self, words: bytes) -> bytes | GrammarError:
         """Return a bit for each token of the model, the lowest first: whether it may be next.
@@ -125,7 +133,8 @@ class Constraint:
         Returns:
             The mask; an error if the grammar has become too complex for its limits.
         """
-        if (problem := problem_of(self.matcher)) is not None:
+        problem = AMBIGUOUS if self.ambiguous else problem_of(self.matcher)
+        if problem is not None:
             return GrammarError(problem)
         mask = words[: self._bytes].ljust(self._bytes, b"\0")
         if not any(mask[eos // 8] >> eos % 8 & 1 for eos in self._eos):
@@ -181,8 +190,10 @@ class Masks:
         # Neighbours go to one thread: those of a group would wait for each other in several.
         order = sorted(range(len(constraints)), key=lambda place: constraints[place].group)
         board = np.zeros((len(constraints), constraints[0].words), np.int32)
-        matchers = [(constraints[place].matcher, place) for place in order]
-        fill_next_token_bitmask_par(self._executor, matchers, board)
+        serve = [place for place in order if not constraints[place].ambiguous]
+        matchers = [(constraints[place].matcher, place) for place in serve]
+        if matchers:
+            fill_next_token_bitmask_par(self._executor, matchers, board)
         if time.monotonic() - began >= SUSPECT_SECONDS:
             for constraint in constraints:
                 constraint.pace.suspect()
@@ -192,7 +203,7 @@ class Masks:
 def _compute_apart(constraint: Constraint) -> Sequence[bytes | GrammarError]:
     began = time.thread_time()
     constraint.advance()
-    words = constraint.matcher.compute_bitmask()
+    words = b"" if constraint.ambiguous else constraint.matcher.compute_bitmask()
     constraint.pace.note(time.thread_time() - began)
     return [constraint.mask(words)]
 

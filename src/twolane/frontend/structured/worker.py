@@ -6,13 +6,15 @@ this process.
 """
 
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
+from heapq import nlargest
 
 import msgspec
 from llguidance import LLMatcher, LLTokenizer
 
 from twolane.common.errors import FieldError
-from twolane.common.grammars import parser_limits, problem_of
+from twolane.common.grammars import AMBIGUOUS, parser_limits, problem_of, takes_too_long
 from twolane.frontend import fenced
 from twolane.frontend.structured import grammar as grammars
 from twolane.frontend.structured.jobs import (
@@ -31,6 +33,9 @@ from twolane.frontend.structured.jobs import (
 )
 from twolane.frontend.structured.tools import calls_grammar, strict_grammar
 
+TRIED_STEPS, TRIED_TOKENS = 3, 1024
+"""A grammar is tried with this many tokens, one behind the other, chosen from this many of the
+vocabulary's longest."""
 STACK = 2 << 20
 """Grammars are made with a stack of this many bytes: a quarter of that of the engine's threads."""
 
@@ -44,6 +49,7 @@ def set_up(given: bytes) -> tuple[bytes, fenced.Handler]:
         problem = f"cannot be served: the model's tokenizer does not serve: {error}"
         wrong = msgspec.msgpack.encode(WrongGrammar(problem))
         return b"", lambda _: wrong
+    longest = longest_tokens(vocabulary)
     added = msgspec.json.decode(setup.tokenizer).get("added_tokens", ())
     token_of = {token["content"]: token["id"] for token in added}.get
     threading.stack_size(STACK)
@@ -52,7 +58,7 @@ def set_up(given: bytes) -> tuple[bytes, fenced.Handler]:
         asked = msgspec.msgpack.decode(job, type=GrammarJob)
         results: list[Result] = []
         thread = threading.Thread(
-            target=lambda: results.append(result(asked, token_of, vocabulary))
+            target=lambda: results.append(result(asked, token_of, vocabulary, longest))
         )
         thread.start()
         thread.join()
@@ -61,11 +67,22 @@ def set_up(given: bytes) -> tuple[bytes, fenced.Handler]:
     return b"", handle
 
 
-def result(asked: GrammarJob, token_of: grammars.TokenOf, vocabulary: LLTokenizer) -> Result:
+def longest_tokens(vocabulary: LLTokenizer) -> Sequence[int]:
+    """Return the tokens with the longest texts, the longest first."""
+    ordinary = [i for i in range(vocabulary.vocab_size) if not vocabulary.is_special_token(i)]
+    return nlargest(TRIED_TOKENS, ordinary, key=lambda token: len(vocabulary.decode_bytes([token])))
+
+
+def result(
+    asked: GrammarJob,
+    token_of: grammars.TokenOf,
+    vocabulary: LLTokenizer,
+    longest: Sequence[int],
+) -> Result:
     """Return the grammar, or why it cannot be served."""
     try:
         made = grammars.made_grammar(maker(asked, token_of), asked.field)
-        try_out(made, asked.field, vocabulary)
+        try_out(made, asked.field, vocabulary, longest)
     except FieldError as error:
         return WrongGrammar(error.problem)
     return Made(made)
@@ -97,17 +114,39 @@ def answer_maker(answer: Wanted | Calls, token_of: grammars.TokenOf) -> grammars
             return lambda: write(form, tools, token_of, several=several)
 
 
-def try_out(grammar: str, field: str, vocabulary: LLTokenizer) -> None:
-    """See that a grammar can be matched, up to the mask of the first token.
+def try_out(grammar: str, field: str, vocabulary: LLTokenizer, longest: Sequence[int]) -> None:
+    """See that a grammar can be matched, up to the mask behind some tokens.
+
+    Args:
+        grammar: as the engine compiles it.
+        field: the request's, which asks for it.
+        vocabulary: the model's.
+        longest: tokens of which those that the grammar allows are tried, the first one first.
 
     Raises:
         FieldError: it cannot.
     """
     matcher = LLMatcher(vocabulary, grammar, limits=parser_limits())
-    if not matcher.is_error():
-        matcher.compute_bitmask()
-    if (problem := problem_of(matcher)) is not None:
+    seconds, problem = 0.0, problem_of(matcher)
+    for taken in range(1 + TRIED_STEPS):
+        if problem is not None or matcher.is_stopped():
+            break
+        mask = matcher.compute_bitmask()
+        if (problem := problem_of(matcher)) is None:
+            seconds += seconds_to_take(matcher, mask, longest)
+            problem = AMBIGUOUS if takes_too_long(seconds, taken) else problem_of(matcher)
+    if problem is not None:
         raise FieldError(field, f"cannot be served: {problem}")
+
+
+def seconds_to_take(matcher: LLMatcher, mask: bytes, longest: Sequence[int]) -> float:
+    """Have a matcher take the first of these tokens that may come next, if there is one; return the
+    processor time."""
+    allowed = next((token for token in longest if mask[token // 8] >> token % 8 & 1), None)
+    began = time.thread_time()
+    if allowed is not None:
+        matcher.consume_token(allowed)
+    return time.thread_time() - began
 
 
 if __name__ == "__main__":
