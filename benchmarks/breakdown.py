@@ -27,7 +27,7 @@ from twolane.kernels.experts import products as experts
 from twolane.kernels.experts import routing
 from twolane.kernels.experts.routing import Combination
 from twolane.kernels.products import skinny_gemm
-from twolane.kernels.products.dispatch import Products
+from twolane.kernels.products.dispatch import GpuProducts
 from twolane.lanes.cuda.decode_graphs import captured
 from twolane.lanes.cuda.forward_batch import DecodeRows
 from twolane.model.gpu_decoder import GpuDecoder
@@ -43,7 +43,7 @@ PARTS: Mapping[str, tuple[tuple[Any, str], ...]] = {
     "combination": ((Combination, "add_into"), (Combination, "add_and_norm")),
     "attention": ((DecodeRows, "attend"),),
     "rotation": ((DecodeRows, "write"),),
-    "dense products": ((Products, "linear"), (Products, "add_linear")),
+    "dense products": ((GpuProducts, "linear"), (GpuProducts, "add_linear")),
     "norms": ((fused, "rms_norm"),),
     "head": ((GpuDecoder, "head"),),
 }

@@ -20,7 +20,7 @@ from kernels.common import seconds
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from twolane.kernels.products.dispatch import Products
+from twolane.kernels.products.dispatch import GpuProducts
 from twolane.lanes.work import DecodeRow, DecodeWork
 from twolane.results.provenance import provenance, save
 
@@ -84,7 +84,7 @@ def stream(rig: Rig, units: int) -> torch.cuda.Stream:
 
 def each_product(rig: Rig, units: int) -> dict[str, dict]:
     """Each product behind a norm: the way that was chosen, and microseconds of every way."""
-    products: Products = rig.lanes.runner.steps.products(units)
+    products: GpuProducts = rig.lanes.runner.steps.products(units)
     found = {}
     with torch.inference_mode(), torch.cuda.stream(stream(rig, units)):
         for case, matrices in rig.machine.decoder._uses().items():

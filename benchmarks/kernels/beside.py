@@ -25,7 +25,7 @@ from products import CASES, HIDDEN, INNER, LAYERS, QKV
 
 from twolane.kernels import fused
 from twolane.kernels.products import dispatch as linear
-from twolane.kernels.products.dispatch import ROWS, Products
+from twolane.kernels.products.dispatch import ROWS, GpuProducts
 from twolane.lanes.cuda.green_contexts import GreenContexts
 from twolane.model.matrix import Matrix
 
@@ -71,7 +71,7 @@ class Busy:
 
 
 def layers(
-    products: Products, rows: int, weights: list[tuple[Matrix, ...]], scale: Tensor
+    products: GpuProducts, rows: int, weights: list[tuple[Matrix, ...]], scale: Tensor
 ) -> Callable[[], None]:
     """What queues the norms and products of all layers for so many random rows."""
 
@@ -104,9 +104,9 @@ def main() -> None:
     partitions = GreenContexts(0, UNITS)
     for prefill, units in partitions.levels:
         stream, other = partitions.stream("decode", units), partitions.stream("prefill", prefill)
-        busy = Busy(other, layers(Products(prefill), TOKENS, weights, scale))
+        busy = Busy(other, layers(GpuProducts(prefill), TOKENS, weights, scale))
         for chosen, seconds in (("alone", linear.graph_seconds), ("beside", busy.seconds)):
-            products = Products(units)
+            products = GpuProducts(units)
             with torch.cuda.stream(stream), patch.object(linear, "graph_seconds", seconds):
                 products.tune(
                     uses, ROWS[-2], partial(layers, products, weights=weights, scale=scale)

@@ -17,7 +17,7 @@ from twolane.kernels.activations import Activations
 from twolane.kernels.experts import products as experts
 from twolane.kernels.experts.products import ExpertBuffers, ExpertWay, combined
 from twolane.kernels.experts.routing import ActiveRows, Routing
-from twolane.kernels.products.dispatch import Products, input_of
+from twolane.kernels.products.dispatch import GpuProducts, input_of
 from twolane.model.matrix import Matrix, concatenated, quantised
 from twolane.model.shapes import SHAPES
 from twolane.model.spec import ModelSpec
@@ -62,7 +62,7 @@ class Layers:
         moe, hidden, inner = self.moe, self.hidden, self.moe.intermediate_size
         x, residual = (self._rows(rows, hidden) for _ in range(2))
         active = ActiveRows(torch.zeros(rows, dtype=torch.int32, device="cuda"), 0)
-        lane, calls = Products(units), []
+        lane, calls = GpuProducts(units), []
         for gate_up, down in self.weights:
             entries = rows * moe.per_token
             logits = (self._rows(rows, moe.experts).float() + self.favour).bfloat16()

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from common import Report, partition
 
 from twolane.kernels.products import skinny_gemm
-from twolane.kernels.products.dispatch import CUBLAS, CUBLASLT, ROWS, Case, Products, Way
+from twolane.kernels.products.dispatch import CUBLAS, CUBLASLT, ROWS, Case, GpuProducts, Way
 from twolane.model.matrix import Matrix
 
 HIDDEN, INNER, QKV, LAYERS = 4096, 12288, 6144, 8
@@ -35,7 +35,7 @@ SIZES = (*range(64, 1024, 64), *range(1024, 2048 + 1, 128))
 
 
 def layer(
-    products: Products, ways: Sequence[Sequence[Way]], rows: int, weights: Sequence[Sequence]
+    products: GpuProducts, ways: Sequence[Sequence[Way]], rows: int, weights: Sequence[Sequence]
 ) -> float:
     """Microseconds with the fastest of each product's ways."""
     each = (
@@ -53,7 +53,7 @@ def main() -> None:
     ]
     flops = sum(2.0 * case.n * case.k for case in CASES)
     for units in PREFILL:
-        products, stream = Products(units), partition(units).stream
+        products, stream = GpuProducts(units), partition(units).stream
         for rows in SIZES:
             with report.attempt(f"{units} {rows}"), torch.cuda.stream(stream):
                 took = {
@@ -63,7 +63,7 @@ def main() -> None:
                 best = 1e-6 * flops * rows / min(took.values())
                 report.add(prefill=units, rows=rows, **took, tflops=best)
     for units in DECODE:
-        products, stream = Products(units), partition(units).stream
+        products, stream = GpuProducts(units), partition(units).stream
         for rows in ROWS:
             own = [[w for w in products._candidates(c, rows) if w.variant] for c in CASES]
             skinny_gemm.compile_all({way.variant for ways in own for way in ways if way.variant})

@@ -18,7 +18,7 @@ from torch import distributed as dist
 
 from twolane.kernels import fused
 from twolane.kernels.collectives.reduce_norm import flag_bytes, reduce_norm
-from twolane.kernels.products.dispatch import Case, Products
+from twolane.kernels.products.dispatch import Case, GpuProducts
 from twolane.kernels.runtime.timing import graph_seconds
 from twolane.lanes.cuda.green_contexts import GreenContexts
 from twolane.model.matrix import Matrix
@@ -108,7 +108,7 @@ class Rig:
         out_of = [Matrix.plain(draw(2 * width, self.hidden).mul_(0.01)) for _ in range(COLD)]
         rows = len(self.partial)
         x, y = draw(rows, width), draw(rows, 2 * width)
-        products = Products(units)
+        products = GpuProducts(units)
         uses = {Case.of("linear", some[0]): some for some in (into, out_of)}
         with torch.cuda.stream(stream):
             products._tune("steps", uses, [rows], products._candidates)

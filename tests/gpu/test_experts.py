@@ -10,7 +10,7 @@ from twolane.kernels.experts import products as experts
 from twolane.kernels.experts.products import ExpertBuffers, ExpertWay, combined, norm_and_combined
 from twolane.kernels.experts.routing import ActiveRows, Routing
 from twolane.kernels.fused import Norm
-from twolane.kernels.products.dispatch import Products, input_of
+from twolane.kernels.products.dispatch import GpuProducts, input_of
 from twolane.lanes.cuda.green_contexts import GreenContexts
 from twolane.model import fp8
 from twolane.model.matrix import Matrix, Scheme, quantised
@@ -74,7 +74,7 @@ class Layer:
         room = self.buffers(rows)
         room.logits.copy_(self.logits)
         weights = self.gate_up, self.down
-        lane = Products(units)
+        lane = GpuProducts(units)
         if self.router is None:
             left = combined(self.x, self.active, *weights, room, lane, normalised=True)
         else:

@@ -18,7 +18,7 @@ from tests.parity.schedules import schedules
 from tests.parity.serving import Served
 from tests.parity.test_tiny import REQUESTS
 from twolane.engine.messages import Submit
-from twolane.kernels.products.dispatch import Products
+from twolane.kernels.products.dispatch import GpuProducts
 from twolane.lanes.cuda.machine import CudaMachine
 from twolane.lanes.cuda.ranks import RankedMachine
 from twolane.lanes.settings import DeviceSettings
@@ -173,7 +173,7 @@ def test_adapters_over_fp8_weights(tmp_path: Path) -> None:
         tiles = pool.tiles(PROMPT).of_first(PROMPT)
         tiles.arrange(ints(*range(PROMPT)), ints(*slots.tolist()))
         hidden = there.embedding[tokens.cuda()]
-        products = GpuAdaptedProducts(Products(132), pool, tiles)
+        products = GpuAdaptedProducts(GpuProducts(132), pool, tiles)
         gpu.layers(0, spec.layers, hidden, gpu.prompt(), products)
         logits = gpu.logits(hidden).cpu()
     cost = (cpu - meant).norm() / meant.norm()

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from twolane.kernels.products.dispatch import CUBLAS, CUBLASLT, Case, Operation, Products
+from twolane.kernels.products.dispatch import CUBLAS, CUBLASLT, Case, GpuProducts, Operation
 from twolane.kernels.products.skinny_gemm import ROWS
 from twolane.kernels.runtime import nvrtc
 from twolane.kernels.sizes import SIZES
@@ -59,7 +59,7 @@ class Problem:
         if operation == "add_linear":
             self.expected += self.old.float()
 
-    def run(self, products: Products) -> Tensor:
+    def run(self, products: GpuProducts) -> Tensor:
         out = self.old.clone()
         if self.operation == "linear":
             products.linear(self.x, self.matrix, self.bias, out)
@@ -81,7 +81,7 @@ def test_every_way(
 ) -> None:
     """Right, and the same each time, queued behind one another."""
     for m, n, k in ((rows, 4096, 1024), (rows - 3, 1552, 1096)):
-        problem, products = Problem(operation, m, n, k, dtype), Products(32)
+        problem, products = Problem(operation, m, n, k, dtype), GpuProducts(32)
         case = Case.of(operation, problem.matrix)
         torch.cuda.synchronize()
         for way in products._candidates(case, m):
@@ -104,11 +104,11 @@ def test_tuning_is_remembered(stream: torch.cuda.Stream, monkeypatch: pytest.Mon
         x, out = random(rows, 2048, dtype=BF16), torch.empty(rows, 3072, device="cuda", dtype=BF16)
         return lambda: [first.linear(x, w, None, out) for w in weights]
 
-    first = Products(32)
+    first = GpuProducts(32)
     with torch.cuda.stream(stream):
         first.tune(uses, 40, layers)
-        monkeypatch.setattr(Products, "_seconds", None)  # nothing may be timed again
-        again = Products(32)
+        monkeypatch.setattr(GpuProducts, "_seconds", None)  # nothing may be timed again
+        again = GpuProducts(32)
         again.tune(uses, 40, layers)
     assert list(first.ways[case]) == [16, 24, 32, 40]
     assert again.ways == first.ways
@@ -123,7 +123,7 @@ def test_products_of_passes() -> None:
     and each size is tuned."""
     partitions = GreenContexts(0, (32,))
     units = partitions.prefill_units[0]
-    stream, products = partitions.capture_stream("prefill", units), Products(units)
+    stream, products = partitions.capture_stream("prefill", units), GpuProducts(units)
     for size in (64, 640, 2048, 3000):
         problem = Problem("linear", size, 3072, 2048, BF16)
         case = Case.of("linear", problem.matrix)
@@ -142,7 +142,7 @@ def test_products_of_passes() -> None:
 
 
 def test_float32_stays_with_the_library() -> None:
-    products = Products(132)
+    products = GpuProducts(132)
     weight = Matrix.plain(torch.randn(64, 64, device="cuda"))
     products.tune({Case.of("linear", weight): [weight]}, 64)
     products.tune_passes({Case.of("linear", weight): [weight]})
@@ -153,6 +153,6 @@ def test_records_are_files_of_the_cache(stream: torch.cuda.Stream, tmp_path: Pat
     with torch.cuda.stream(stream), pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path))
         weight = Matrix.plain(random(512, 512, dtype=BF16))
-        Products(32).tune({Case.of("linear", weight): [weight]}, 16)
+        GpuProducts(32).tune({Case.of("linear", weight): [weight]}, 16)
     names = {path.suffix for path in (tmp_path / "twolane" / "kernels").iterdir()}
     assert names == {".cubin", ".json"}

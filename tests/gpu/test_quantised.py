@@ -12,7 +12,7 @@ from tests.model.quantised_checkpoints import FORMATS, write
 from twolane.kernels import fused
 from twolane.kernels.activations import Quantised
 from twolane.kernels.products import skinny_gemm
-from twolane.kernels.products.dispatch import Case, Products, input_of
+from twolane.kernels.products.dispatch import Case, GpuProducts, input_of
 from twolane.kernels.products.skinny_gemm import ROWS
 from twolane.kernels.runtime import nvrtc
 from twolane.lanes.cuda.green_contexts import GreenContexts
@@ -81,7 +81,7 @@ def test_gates(rows: int) -> None:
     seen = (rounded.values.float() * rounded.scales) @ matrix.dequantised().T
     gate, up = seen.chunk(2, dim=1)
     expected = torch.nn.functional.silu(gate) * up
-    products, case = Products(32), Case.of("gate_up_silu", matrix)
+    products, case = GpuProducts(32), Case.of("gate_up_silu", matrix)
     buffer = torch.empty(rows - 3, 2 * inner, device="cuda", dtype=torch.bfloat16)
     room = torch.empty(rows - 3, inner, device="cuda", dtype=torch.bfloat16)
     out = input_of(room, torch.empty(rows - 3, 1, device="cuda"), "fp8_channel")
@@ -117,7 +117,7 @@ def test_every_way_of_four_bits(rows: int, group: int) -> None:
             "gate_up_silu": torch.nn.functional.silu(gate) * up,
         }
         for operation, right in expected.items():
-            products, case = Products(32), Case.of(operation, matrix)
+            products, case = GpuProducts(32), Case.of(operation, matrix)
             ways = list(products._candidates(case, m))
             skinny_gemm.compile_all(way.variant for way in ways if way.variant is not None)
             torch.cuda.synchronize()
@@ -152,7 +152,7 @@ def test_every_way(rows: int) -> None:
         assert torch.equal(rounded.values.float(), values.float())
         old, bias = (torch.randn(*s, device="cuda").bfloat16() for s in ((m, n), (n,)))
         seen = (values.float() * scales) @ matrix.dequantised().T + bias.float()
-        products = Products(32)
+        products = GpuProducts(32)
         for operation in ("linear", "add_linear"):
             case = Case.of(operation, matrix)
             expected = seen + old.float() if operation == "add_linear" else seen

@@ -17,10 +17,10 @@ from twolane.kernels.experts.routing import (
     routes_few,
 )
 from twolane.kernels.fused import Norm, rms_norm
-from twolane.kernels.products.dispatch import Products, input_of
+from twolane.kernels.products.dispatch import GpuProducts, input_of
 from twolane.model.matrix import Matrix, Scheme, quantised
 from twolane.model.mlp import Experts
-from twolane.model.products import Products as CpuProducts
+from twolane.model.products import Products
 from twolane.model.routing import route as on_cpu
 
 EXPERTS, PER_TOKEN, UNITS = 12, 3, 4
@@ -152,14 +152,14 @@ def test_experts_are_those_of_the_cpu(rows: int, scheme: Scheme | None) -> None:
     down = stored(random(EXPERTS * hidden, inner, seed=2) / 5, scheme)
     mlp = Experts(router, gate_up, down, PER_TOKEN, normalised=True)
     x, residual, active = random(rows, hidden, seed=3), random(rows, hidden), some_active(rows)
-    expected, there = mlp.add(residual, x, CpuProducts()), active.marks > 0
+    expected, there = mlp.add(residual, x, Products()), active.marks > 0
     room = buffers(rows, hidden, inner, gate_up.scheme)
     close = {"atol": 1e-5, "rtol": 1e-5} if scheme is None else {"atol": 2e-2, "rtol": 1e-2}
     for _ in range(2):
         x[~there] = x[~there] * -7
         out = residual.clone()
         torch.mm(x, router.values.t(), out=room.logits)
-        left = combined(x, active, gate_up, down, room, Products(UNITS), normalised=True)
+        left = combined(x, active, gate_up, down, room, GpuProducts(UNITS), normalised=True)
         left.add_into(out)
         torch.testing.assert_close(out[there], expected[there], **close)
         assert torch.equal(out[~there], residual[~there])

@@ -11,7 +11,7 @@ from tests.model.adapters import make_adapter
 from tests.model.checkpoints import make_checkpoint
 from twolane.kernels.decode_attention.dispatch import decode_scratch
 from twolane.kernels.prefill_attention.dispatch import PrefillPlan, PrefillWorkspace
-from twolane.kernels.products.dispatch import Products
+from twolane.kernels.products.dispatch import GpuProducts
 from twolane.lanes.cuda.forward_batch import DecodeRows, MixedRows
 from twolane.model import fp8
 from twolane.model.attention import Batch, KVCache, Segment
@@ -23,7 +23,7 @@ from twolane.model.load.peft import read_adapter
 from twolane.model.load.weights import load_weights
 from twolane.model.lora import AdaptedProducts, AdapterPool
 from twolane.model.matrix import Matrix
-from twolane.model.products import Products as CpuProducts
+from twolane.model.products import Products
 
 PAGE = 16
 PAGES = [3, 1, 4, 2]
@@ -64,14 +64,14 @@ class OnGpu:
         last: int,
         hidden: torch.Tensor,
         rows: Rows,
-        products: Products | None = None,
+        products: GpuProducts | None = None,
     ) -> None:
-        products = products or Products(UNITS)
+        products = products or GpuProducts(UNITS)
         self.decoder.layers(first, last, hidden, rows, self.kv, self.workspace, products)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         logits = hidden.new_empty((len(hidden), self.spec.vocab_size), dtype=torch.float32)
-        self.decoder.head(hidden, logits, self.workspace, Products(UNITS))
+        self.decoder.head(hidden, logits, self.workspace, GpuProducts(UNITS))
         return logits
 
     def prompt(self) -> MixedRows:
@@ -173,7 +173,7 @@ def test_adapters_add_what_they_add_on_a_cpu(
         expected = on_cpu(right, tokens, pool.products(right.products, slots)).to(DEVICE)
         tiles = there_too.tiles(PROMPT).of_first(PROMPT)
         tiles.arrange(ints(*range(PROMPT)), ints(*slots.tolist()))
-        products = GpuAdaptedProducts(Products(UNITS), there_too, tiles)
+        products = GpuAdaptedProducts(GpuProducts(UNITS), there_too, tiles)
         hidden = there.embedding[tokens.to(DEVICE)] * spec.stream_scale
         gpu.layers(0, spec.layers, hidden, gpu.prompt(), products)
         logits = gpu.logits(hidden)
@@ -184,7 +184,7 @@ def test_adapters_add_what_they_add_on_a_cpu(
 
 
 def on_cpu(
-    decoder: Decoder, tokens: torch.Tensor, products: CpuProducts | None = None
+    decoder: Decoder, tokens: torch.Tensor, products: Products | None = None
 ) -> torch.Tensor:
     """Logits of every token; by these products of the layers, if they are not the decoder's."""
     pages = range(-(-len(tokens) // PAGE))

@@ -13,7 +13,7 @@ from twolane.kernels.products import skinny_gemm, widening
 from twolane.kernels.products.dispatch import (
     CUBLAS,
     Case,
-    Products,
+    GpuProducts,
     Way,
     choose,
     improve,
@@ -47,7 +47,7 @@ def test_noise_does_not_choose(seconds: dict[Way, float], chosen: Way) -> None:
 
 def test_a_product_goes_the_way_of_the_next_more_rows() -> None:
     weight = Matrix.plain(torch.zeros(64, 32, dtype=torch.bfloat16))
-    products = Products(48, {Case.of("linear", weight): {16: LT, 64: OWN}})
+    products = GpuProducts(48, {Case.of("linear", weight): {16: LT, 64: OWN}})
     ways = [products.way("linear", rows, weight) for rows in (1, 16, 17, 64, 65)]
     assert ways == [LT, LT, OWN, OWN, CUBLAS]  # the own kernel has no more rows
     products.ways[Case.of("linear", weight)][2048] = LT
@@ -63,7 +63,7 @@ def test_a_product_goes_the_way_of_the_next_more_rows() -> None:
 def test_candidates(operation: linear.Operation, units: int, rows: int) -> None:
     """They have names of their own, hold the rows, and have no more blocks than SMs."""
     case = Case(operation, 24_576, 4096, "bf16")
-    ways = list(Products(units)._candidates(case, rows))
+    ways = list(GpuProducts(units)._candidates(case, rows))
     assert ways[:2] == [CUBLAS, LT]
     assert len({way.name for way in ways}) == len(ways)
     assert (len(ways) > 2) == (rows <= skinny_gemm.MOST_ROWS)
@@ -132,7 +132,7 @@ def test_what_is_timed_is_more_than_the_cache_and_bounded() -> None:
 
 def test_nothing_is_tuned_without_the_kernel() -> None:
     """On the CPU, and for float32 everywhere, products are the library's."""
-    products, weight = Products(8), torch.zeros(64, 32)
+    products, weight = GpuProducts(8), torch.zeros(64, 32)
     for each in (Matrix.plain(weight), Matrix.plain(weight.bfloat16())):
         products.tune({Case.of("linear", each): [each]}, 64)
         products.tune_passes({Case.of("linear", each): [each]})
@@ -150,12 +150,12 @@ def test_passes_choose_a_library_for_every_size(
     weight = Matrix.plain(torch.zeros(64, 32, dtype=torch.bfloat16))
     case, timed = Case.of("linear", weight), []
 
-    def seconds(self: Products, way: Way, case: Case, rows: int, weights: object) -> float:
+    def seconds(self: GpuProducts, way: Way, case: Case, rows: int, weights: object) -> float:
         timed.append(rows)
         return 1.0 if way == CUBLAS else 0.9 if rows > 512 else 0.99
 
-    monkeypatch.setattr(Products, "_seconds", seconds)
-    first = Products(100, {case: {64: OWN, 128: LT}})
+    monkeypatch.setattr(GpuProducts, "_seconds", seconds)
+    first = GpuProducts(100, {case: {64: OWN, 128: LT}})
     first.tune_passes({case: [weight]})
     left = [size for size in SIZES if size > 128]
     assert timed == [size for size in left for _ in range(2)]
@@ -163,10 +163,10 @@ def test_passes_choose_a_library_for_every_size(
     ways = [first.way("linear", rows, weight) for rows in (20, 128, 129, 512, 513, 2048, 5000)]
     assert ways == [OWN, LT, CUBLAS, CUBLAS, LT, LT, LT]
     timed.clear()
-    again = Products(100, {case: {64: OWN, 128: LT}})
+    again = GpuProducts(100, {case: {64: OWN, 128: LT}})
     again.tune_passes({case: [weight]})
     assert again.ways == first.ways and not timed
-    Products(84).tune_passes({case: [weight]})
+    GpuProducts(84).tune_passes({case: [weight]})
     assert timed  # another share is another matter
 
 
@@ -174,7 +174,7 @@ def test_untuned_products() -> None:
     draw = torch.Generator().manual_seed(0)
     x, w = torch.randn(5, 32, generator=draw), torch.randn(48, 32, generator=draw)
     bias, old = torch.randn(48, generator=draw), torch.randn(5, 48, generator=draw)
-    products, out, matrix = Products(8), torch.empty(5, 48), Matrix.plain(w)
+    products, out, matrix = GpuProducts(8), torch.empty(5, 48), Matrix.plain(w)
     products.linear(x, matrix, bias, out)
     torch.testing.assert_close(out, x @ w.T + bias)
     products.logits(x, matrix, out)
@@ -202,7 +202,7 @@ def test_four_bits_are_widened_for_a_library(
     wide = [widening.widen(weight.values, weight.scales, rows) for rows in widening.parts(272, 640)]
     assert [len(part) for part in wide] == [128, 128, 16]
     assert torch.equal(torch.cat(wide), meant.bfloat16())
-    products, out = Products(8), torch.empty_like(old)
+    products, out = GpuProducts(8), torch.empty_like(old)
     expected = x.float() @ meant.bfloat16().float().T
     close = {"atol": 0.3, "rtol": 0.01}
     products.linear(x, weight, bias, out)
@@ -237,8 +237,8 @@ def test_a_kernel_of_four_bits_that_is_wrong_is_not_chosen(
             out[0] = 2 * out[0] if blocks == 1 else torch.nan
 
     monkeypatch.setattr(skinny_gemm, "launch", launch)
-    monkeypatch.setattr(Products, "scratch", lambda self, device: None)
-    kept = Products(8)._agreeing([CUBLAS, right, wrong, broken], case, 3, weight)
+    monkeypatch.setattr(GpuProducts, "scratch", lambda self, device: None)
+    kept = GpuProducts(8)._agreeing([CUBLAS, right, wrong, broken], case, 3, weight)
     assert kept == [CUBLAS, right]
 
 
@@ -250,6 +250,6 @@ def test_untuned_gate(biased: bool, device: str) -> None:
     )
     bias = bias if biased else None
     gate_up, out = torch.empty(5, 48, device=device), torch.empty(5, 24, device=device)
-    Products(8).gate_up_silu(x, Matrix.plain(w), bias, gate_up, out)
+    GpuProducts(8).gate_up_silu(x, Matrix.plain(w), bias, gate_up, out)
     gate, up = torch.nn.functional.linear(x, w, bias).tensor_split(2, dim=1)
     torch.testing.assert_close(out, torch.nn.functional.silu(gate) * up)

@@ -11,7 +11,7 @@ from tests.model.adapters import make_adapter
 from tests.model.checkpoints import load_decoder, make_checkpoint
 from twolane.kernels.activations import Quantised
 from twolane.kernels.lora import AdapterMatrices, RowTiles, expand, expand_silu, shrink
-from twolane.kernels.products.dispatch import Products
+from twolane.kernels.products.dispatch import GpuProducts
 from twolane.model.gpu_lora import GpuAdaptedProducts, GpuAdapterPool, pool_bytes
 from twolane.model.load.hub import resolve
 from twolane.model.load.peft import read_adapter
@@ -193,7 +193,7 @@ def test_nothing_is_left_of_an_adapter_whose_slot_another_takes(
         there.put(0, adapter)
         tiles = there.tiles(3).of_first(3)
         tiles.arrange(torch.arange(3).int().to(device), torch.from_numpy(slots).int().to(device))
-        products = GpuAdaptedProducts(Products(1), there, tiles)
+        products = GpuAdaptedProducts(GpuProducts(1), there, tiles)
         right = here.products(decoder.products, slots)
         for (mine, _), (theirs, _) in zip(places(weights), places(weights_there), strict=True):
             rows = x[:, : mine.shape[1]]

@@ -1,4 +1,4 @@
-"""The decoder on an NVIDIA GPU: `Products` for the matrix products, own kernels for all between.
+"""The decoder on an NVIDIA GPU: `GpuProducts` for the matrix products, own kernels for all between.
 
 The residual stream is updated in place, by the products that end a block. Where several ranks share
 the model, these products are partial: the lane's channel sums them, and the next norm adds the sum
@@ -24,7 +24,7 @@ from twolane.kernels.collectives import reduce_norm
 from twolane.kernels.experts.products import ExpertBuffers
 from twolane.kernels.experts.routing import ActiveRows, Routing
 from twolane.kernels.pool import E4M3, Pool, RoundedPool
-from twolane.kernels.products.dispatch import COLD_BYTES, Case, Operation, Products, input_of
+from twolane.kernels.products.dispatch import COLD_BYTES, Case, GpuProducts, Operation, input_of
 from twolane.model.decoder import LayerWeights, Weights
 from twolane.model.matrix import Matrix
 from twolane.model.mlp import MLP_ROWS, DenseMlp
@@ -376,7 +376,7 @@ class GpuDecoder:
         rows: Rows,
         kv: GpuKVCache,
         workspace: Workspace,
-        products: Products,
+        products: GpuProducts,
     ) -> None:
         """Run layers `first:last` on the current stream.
 
@@ -412,7 +412,7 @@ class GpuDecoder:
         rows: Writes,
         pool: Pool,
         workspace: Workspace,
-        products: Products,
+        products: GpuProducts,
         left: "Left | None" = None,
     ) -> None:
         """Layer i up to its attention: `attended` has what that reads, the pool what is kept.
@@ -469,7 +469,7 @@ class GpuDecoder:
         residual: Tensor,
         active: ActiveRows,
         workspace: Workspace,
-        products: Products,
+        products: GpuProducts,
     ) -> "Left | None":
         """Layer i from its attention on; returns what is left to add to the residual stream."""
         w, count = self.weights.layers[i], len(residual)
@@ -519,7 +519,7 @@ class GpuDecoder:
         if channel is not None and not self.follows:
             channel.broadcast(told)
 
-    def tune(self, products: Products, rows: int, *, adapted: bool = False) -> None:
+    def tune(self, products: GpuProducts, rows: int, *, adapted: bool = False) -> None:
         """Choose how steps of up to this many rows multiply, on torch's current stream.
 
         `adapted`: adapters are served, too.
@@ -530,7 +530,7 @@ class GpuDecoder:
         if adapted:
             products.tune(self._adapted_uses(), rows)
 
-    def tune_passes(self, products: Products, *, adapted: bool = False) -> None:
+    def tune_passes(self, products: GpuProducts, *, adapted: bool = False) -> None:
         """Choose how prefill and hybrid passes multiply, on torch's current stream."""
         products.tune_passes(self._uses())
         if adapted:
@@ -559,7 +559,7 @@ class GpuDecoder:
             partial = sums and operation == "add_linear"
             yield ("linear" if partial else operation), matrix
 
-    def _without_attention(self, products: Products, count: int) -> Callable[[], None]:
+    def _without_attention(self, products: GpuProducts, count: int) -> Callable[[], None]:
         """What queues norms and products of the first layers, for this many random rows."""
         rank, ranks = self.shard.rank, self.shard.size
         alone = Silent(rank, ranks) if ranks > 1 else None  # each rank times its own
@@ -572,7 +572,7 @@ class GpuDecoder:
         return lambda: self.multiply(last, residual, workspace, products)
 
     def multiply(
-        self, last: int, residual: Tensor, workspace: Workspace, products: Products
+        self, last: int, residual: Tensor, workspace: Workspace, products: GpuProducts
     ) -> None:
         """Run layers `:last` without attention on the current stream; see `layers`."""
         marks = torch.zeros(len(residual), dtype=torch.int32, device=self.device)
@@ -589,7 +589,7 @@ class GpuDecoder:
         return out
 
     def head(
-        self, hidden: Tensor, logits: Tensor, workspace: Workspace, products: Products
+        self, hidden: Tensor, logits: Tensor, workspace: Workspace, products: GpuProducts
     ) -> None:
         """Write the logits, float32 [R, vocab], of the last layer's hidden states [R, hidden].
 

@@ -18,7 +18,7 @@ from twolane.kernels.lora import (
     expand_silu,
     shrink,
 )
-from twolane.kernels.products.dispatch import Products, Stored
+from twolane.kernels.products.dispatch import GpuProducts, Stored
 from twolane.kernels.runtime.launch import power_of_2
 from twolane.model.decoder import Weights
 from twolane.model.lora import Adapter, LoraProduct, Section, places
@@ -120,7 +120,7 @@ def _room_of(most_rank: int) -> int:
     return power_of_2(max(most_rank, LEAST_RANK))
 
 
-class GpuAdaptedProducts(Products):
+class GpuAdaptedProducts(GpuProducts):
     """The products of a pass in which some rows have adapters.
 
     Args:
@@ -129,23 +129,23 @@ class GpuAdaptedProducts(Products):
         tiles: the rows of the pass, arranged before its first product.
     """
 
-    def __init__(self, base: Products, pool: GpuAdapterPool, tiles: RowTiles) -> None:
+    def __init__(self, base: GpuProducts, pool: GpuAdapterPool, tiles: RowTiles) -> None:
         super().__init__(base.units, base.ways, base._scratch)
         self._pool, self._tiles = pool, tiles
 
     def part(self, rows: slice) -> "GpuAdaptedProducts":
-        """See `Products.part`."""
+        """See `GpuProducts.part`."""
         return GpuAdaptedProducts(self, self._pool, self._tiles.part(rows))
 
     def linear(self, x: Activations, weight: Stored, bias: Tensor | None, out: Tensor) -> None:
-        """See `Products.linear`."""
+        """See `GpuProducts.linear`."""
         matrices = self._shrunk(x, weight)
         super().linear(x, weight, bias, out)
         if matrices is not None:
             expand(matrices, self._tiles, out)
 
     def add_linear(self, x: Activations, weight: Stored, bias: Tensor | None, into: Tensor) -> None:
-        """See `Products.add_linear`."""
+        """See `GpuProducts.add_linear`."""
         matrices = self._shrunk(x, weight)
         super().add_linear(x, weight, bias, into)
         if matrices is not None:
@@ -159,7 +159,7 @@ class GpuAdaptedProducts(Products):
         gate_up: Tensor,
         out: Activations,
     ) -> None:
-        """See `Products.gate_up_silu`."""
+        """See `GpuProducts.gate_up_silu`."""
         matrices = self._shrunk(x, weight)
         assert matrices is not None, "every MLP of the model can have adapters"
         super().linear(x, weight, bias, gate_up)

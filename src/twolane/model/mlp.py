@@ -16,8 +16,7 @@ if TYPE_CHECKING:  # these import Triton, which only a GPU needs
     from twolane.kernels.experts.products import ExpertBuffers
     from twolane.kernels.experts.routing import ActiveRows, Combination
     from twolane.kernels.fused import Norm
-    from twolane.kernels.products.dispatch import Operation
-    from twolane.kernels.products.dispatch import Products as GpuProducts
+    from twolane.kernels.products.dispatch import GpuProducts, Operation
 
 MLP_ROWS = 8192
 """Rows that go through the MLP at a time on a GPU, which bounds the size of its workspace."""

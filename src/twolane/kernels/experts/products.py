@@ -27,7 +27,7 @@ from twolane.kernels.experts.routing import (
 )
 from twolane.kernels.fused import Norm
 from twolane.kernels.products import skinny_gemm
-from twolane.kernels.products.dispatch import Products, Stored, factors, sm_carveout
+from twolane.kernels.products.dispatch import GpuProducts, Stored, factors, sm_carveout
 from twolane.kernels.runtime import nvrtc
 
 OWN_MEANS = {16: 8.0, 32: 16.0}
@@ -83,7 +83,7 @@ def combined(
     gate_up: Stored,
     down: Stored,
     buffers: ExpertBuffers,
-    products: Products,
+    products: GpuProducts,
     *,
     normalised: bool,
 ) -> Combination:
@@ -113,7 +113,7 @@ def norm_and_combined(
     down: Stored,
     x: Activations,
     buffers: ExpertBuffers,
-    products: Products,
+    products: GpuProducts,
     *,
     normalised: bool,
 ) -> Combination:
@@ -133,7 +133,7 @@ def norm_and_combined(
 
 
 def _multiplied(
-    chosen: ExpertWay, gate_up: Stored, down: Stored, buffers: ExpertBuffers, products: Products
+    chosen: ExpertWay, gate_up: Stored, down: Stored, buffers: ExpertBuffers, products: GpuProducts
 ) -> Combination:
     """The products of the sorted entries."""
     routing, outs = buffers.routing, buffers.outs
@@ -164,7 +164,7 @@ def _few_rows(
     out: Tensor,
     routing: Routing,
     chosen: ExpertWay,
-    products: Products,
+    products: GpuProducts,
     *,
     following: Stored | None = None,
 ) -> None:
@@ -194,7 +194,7 @@ def _few_rows(
     )
 
 
-def _many_rows(x: Activations, weight: Stored, routing: Routing, products: Products) -> Tensor:
+def _many_rows(x: Activations, weight: Stored, routing: Routing, products: GpuProducts) -> Tensor:
     """PyTorch's grouped product, [entries, rows of an expert]."""
     values, scales = factors(x, weight)
     each = weight.values.view(routing.experts, -1, values.shape[1]).transpose(1, 2)

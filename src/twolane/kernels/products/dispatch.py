@@ -123,7 +123,7 @@ class Case(NamedTuple):
 
 
 @dataclass
-class Products:
+class GpuProducts:
     """x @ weight.T (+ bias); weights are [out, in], rows dense.
 
     The x of a scheme in `FP8_SCHEMES` is `Quantised`. What was not tuned is cuBLAS's.
@@ -138,7 +138,7 @@ class Products:
     _scratch: dict[int, skinny_gemm.Scratch] = field(default_factory=dict)
     """Scratch memory of each stream, since launches on several may overlap."""
 
-    def part(self, rows: slice) -> "Products":
+    def part(self, rows: slice) -> "GpuProducts":
         """The products of only these rows of a pass; so they are called where rows differ."""
         return self
 

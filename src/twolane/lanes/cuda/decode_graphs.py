@@ -22,7 +22,7 @@ from torch import Tensor
 from twolane.common.garbage import uncollected
 from twolane.kernels import fused
 from twolane.kernels.decode_attention.dispatch import decode_scratch
-from twolane.kernels.products.dispatch import Products
+from twolane.kernels.products.dispatch import GpuProducts
 from twolane.kernels.runtime.timing import graph_seconds
 from twolane.kernels.sampling import Sampler
 from twolane.kernels.sizes import BUCKET_STEP, BUCKETS
@@ -175,7 +175,7 @@ class DecodeGraphs:
         self._tiles = None if adapters is None else adapters.tiles(max_rows)
         self._pool = torch.cuda.graph_pool_handle()
         self.levels: dict[int, LevelGraphs] = {}
-        self._products: dict[int, Products] = {}
+        self._products: dict[int, GpuProducts] = {}
 
     def capture(self, partitions: GreenContexts, progress: Callable[[float], None]) -> None:
         """Tune the products and make the graphs of every level.
@@ -233,9 +233,9 @@ class DecodeGraphs:
         taken = free - torch.cuda.mem_get_info()[0]
         return LevelGraphs(forward, finish, taken, time.monotonic() - begun, tuning)
 
-    def products(self, units: int) -> Products:
+    def products(self, units: int) -> GpuProducts:
         """Matrix products on this many SMs: a level's, and those of prefill on as many."""
-        return self._products.setdefault(units, Products(units))
+        return self._products.setdefault(units, GpuProducts(units))
 
     def bucket(self, rows: int) -> int:
         """The smallest bucket that holds this many rows."""

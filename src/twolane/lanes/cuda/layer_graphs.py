@@ -25,7 +25,7 @@ from torch import Tensor
 from twolane.common.garbage import uncollected
 from twolane.kernels.experts.routing import ActiveRows
 from twolane.kernels.prefill_attention.batch import PrefillWorkspace
-from twolane.kernels.products.dispatch import Products
+from twolane.kernels.products.dispatch import GpuProducts
 from twolane.kernels.sizes import SIZES, padded
 from twolane.lanes.cuda.decode_graphs import DecodeGraphs, captured
 from twolane.lanes.cuda.forward_batch import DecodeRows, MixedRows, PromptRows
@@ -211,7 +211,7 @@ class LayerGraphs:
         assert self._tiles is not None
         self._tiles.of_first(len(owners)).arrange(owners, self._slots.adapters)
 
-    def _products(self, units: int, size: int, adapted: bool) -> Products:
+    def _products(self, units: int, size: int, adapted: bool) -> GpuProducts:
         """The products of a pass of so many rows, whose tiles are arranged before its layers."""
         products = self._steps.products(units)
         if not adapted:

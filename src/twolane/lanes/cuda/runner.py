@@ -12,7 +12,7 @@ from torch import Tensor
 from twolane.common.vocabulary import LaneName
 from twolane.kernels.prefill_attention.batch import upload as upload_parts
 from twolane.kernels.prefill_attention.dispatch import PrefillPlan, PrefillWorkspace
-from twolane.kernels.products.dispatch import Products
+from twolane.kernels.products.dispatch import GpuProducts
 from twolane.kernels.sampling import Sampler, chosen
 from twolane.lanes.base import PromptLogprobs, Sampled, Step
 from twolane.lanes.cuda.decode_graphs import MAX_STEPS, DecodeGraphs
@@ -355,7 +355,7 @@ class CudaRunner:
             products = self._adapted(products, placed.owners)
         self._decoder.layers(first, last, hidden, placed, self.kv, activations, products)
 
-    def _adapted(self, products: Products, owners: Tensor) -> Products:
+    def _adapted(self, products: GpuProducts, owners: Tensor) -> GpuProducts:
         """The products of a pass that is no graph, some of whose requests have adapters."""
         adapters = self.steps.adapters
         assert adapters is not None
