@@ -190,7 +190,7 @@ FORMATS: dict[str, tuple[Callable[[Tensor], tuple[Module, Tensor]], dict[str, An
 
 def is_linear(name: str) -> bool:
     """Whether a tensor is the weight of a linear module of a layer."""
-    return name.endswith("_proj.weight")
+    return name.endswith(("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight"))
 
 
 def write(

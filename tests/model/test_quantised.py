@@ -97,19 +97,24 @@ def test_eight_bits_are_what_they_mean(folders, form):
     assert (ours - plain).abs().mean() < 0.15 * plain.abs().mean()
 
 
-@pytest.mark.parametrize("form", [*EIGHT_BITS, "awq"])
-def test_experts_are_what_they_mean(form, tmp_path):
+@pytest.mark.parametrize(
+    ("form", "family"),
+    [*((form, "qwen3-moe") for form in (*EIGHT_BITS, "awq")), ("gptq", "mixtral")],
+)
+def test_experts_are_what_they_mean(form, family, tmp_path):
     """Each expert's matrices are stored by themselves, and end within blocks."""
-    write(tmp_path / "quantised", tmp_path / "floats", form, "qwen3-moe", **SIZES)
+    write(tmp_path / "quantised", tmp_path / "floats", form, family, **SIZES)
     decoder, floats = (load_decoder(resolve(str(tmp_path / n))) for n in ("quantised", "floats"))
     for ours, meant in zip(decoder.weights.layers, floats.weights.layers, strict=True):
-        assert ours.mlp.matrices()[-1][1].scheme.startswith("int4" if form == "awq" else "fp8")
+        assert ours.mlp.matrices()[-1][1].scheme.startswith("fp8" if form in EIGHT_BITS else "int4")
         for (_, matrix), (_, plain) in zip(ours.mlp.matrices(), meant.mlp.matrices(), strict=True):
             close(matrix.dequantised().float(), plain.values)
     tokens = prompt(40)
     logits, plain = in_chunks(decoder, tokens, [30, *[1] * 10]), in_chunks(floats, tokens, [40])
-    assert (logits - plain).abs().mean() < (1e-3 if form == "awq" else 0.3) * plain.abs().mean()
-    if form != "awq":
+    assert (logits - plain).abs().mean() < (
+        0.3 if form in EIGHT_BITS else 1e-3
+    ) * plain.abs().mean()
+    if form in EIGHT_BITS:
         assert not torch.equal(logits, plain)  # activations are rounded, too
 
 
