@@ -35,16 +35,37 @@ UNSERVED = {
     "--lora-modules": "use --lora NAME=PATH",
     "--disable-log-requests": "requests are logged only with --log-level debug",
     "--uvicorn-log-level": "use --log-level",
-    "--ssl-keyfile": "put a proxy that ends TLS in front of the server",
+    **dict.fromkeys(
+        ("--ssl-keyfile", "--ssl-certfile"), "put a proxy that ends TLS in front of the server"
+    ),
+    "--uds": "the server listens on TCP: see --host and --port",
+    "--allowed-origins": "use --cors-origins",
+    "--generation-config": "use --sampling-defaults",
+    "--override-generation-config": "edit generation_config.json, or use --sampling-defaults",
+    "--max-logprobs": "requests may ask for 20",
+    "--hf-token": "set HF_TOKEN",
+    "--attention-backend": "the fastest that is installed is used",
+    "--disable-log-stats": "figures are at /metrics, not in the log",
     "--root-path": "put a proxy that rewrites the path in front of the server",
     "--context-length": "use --max-model-len",
     "--mem-fraction-static": "use --gpu-memory-utilization",
-    "--tp-size": "use --tensor-parallel-size",
+    **dict.fromkeys(("--tp", "--tp-size", "--num-shard"), "use --tensor-parallel-size"),
+    **dict.fromkeys(
+        ("--model-path", "--model-id"), "the model is the first argument: twolane serve MODEL"
+    ),
+    "--disable-radix-cache": "use --no-prefix-cache",
+    "--schedule-policy": "use --system",
+    "--max-total-tokens": "use --max-model-len",
+    "--max-input-length": "use --max-model-len",
+    "--max-batch-prefill-tokens": "use --system chunked --option token_budget=TOKENS",
     "--chunked-prefill-size": "use --system chunked --option token_budget=TOKENS",
     "--ctx-size": "use --max-model-len",
+    "--threads": "use --cores",
+    "--parallel": "use --max-running",
+    "--alias": "use --served-model-name",
     "--n-gpu-layers": "all layers run on one device: see --device",
 }
-"""Options of vLLM, SGLang and llama.cpp that have another name or no counterpart here."""
+"""Options of vLLM, SGLang, TGI and llama.cpp that have another name or no counterpart here."""
 
 
 def unserved(error: Any) -> str | None:
