@@ -195,6 +195,14 @@ def test_sentencepiece_alone_is_read_or_its_package_is_named(tmp_path):
         codec(tmp_path / "m")
 
 
+def test_a_tokenizer_in_mistrals_own_form_alone_is_refused_by_name(tmp_path):
+    folder = write(tmp_path / "m", None)
+    (folder / "tokenizer_config.json").unlink()
+    (folder / "tekken.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"no tokenizer\.json .*: tekken\.json is not read"):
+        codec(folder)
+
+
 WITH_BOS = "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano tekken"
 IGNORING_MERGES = WITH_BOS + " minicpm5"
 BUILT = (

@@ -75,6 +75,21 @@ def test_tokens_and_texts_are_those_of_the_library(tmp_path, legacy, prefix, tri
     assert load_file(resolve(str(tmp_path / "m"))).origin == "tokenizer.model"
 
 
+@pytest.mark.parametrize(
+    ("config", "begins"),
+    [
+        ({"tokenizer_class": "LlamaTokenizer"}, [1]),
+        ({"tokenizer_class": "LlamaTokenizer", "add_bos_token": False}, []),
+        ({"tokenizer_class": "XglmTokenizer"}, []),
+        ({}, [1]),
+    ],
+)
+def test_texts_begin_with_the_bos_by_default(tmp_path, config, begins):
+    """Which the file cannot say: the class of `transformers` and llama.cpp say so."""
+    own = trained(tmp_path / "m", config, **BPE)
+    assert codec(tmp_path / "m").encode("fox") == [*begins, *own.encode("fox")]
+
+
 @pytest.mark.parametrize("legacy", [True, False])
 def test_a_space_follows_each_special_token_if_it_is_legacy(tmp_path, legacy):
     own = trained(tmp_path / "m", {**LLAMA, "legacy": legacy}, **BPE)

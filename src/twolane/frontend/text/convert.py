@@ -31,6 +31,8 @@ CLASS_DEFAULTS: Mapping[str, Mapping[str, str]] = {
     "Qwen2Tokenizer": {"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"},
 }
 """Special tokens of classes of `transformers`, for files that name the class and not the tokens."""
+SENTENCEPIECE = "tokenizer.model"
+"""The file of a SentencePiece tokenizer, which cannot say whether texts begin with the BOS."""
 FORM_SECONDS = 10.0
 """Finding out how a chat template reads messages may take this many seconds."""
 
@@ -119,6 +121,8 @@ def from_directory(source: Path) -> Parts:
     named = optional_json(source / "special_tokens_map.json")
     backend, origin = read_backend(source, config)
     kind = str(config.get("tokenizer_class") or "").removesuffix("Fast")
+    if origin == SENTENCEPIECE and not kind:
+        kind = "LlamaTokenizer"
     special_tokens = {}
     for name in NAMES:
         token = content(config.get(name)) or content(named.get(name))
@@ -127,7 +131,10 @@ def from_directory(source: Path) -> Parts:
             token = default
         if token is not None:
             special_tokens[name] = token
-    parts = Parts(backend, origin, special_tokens, config.get("add_bos_token"))
+    begins = config.get("add_bos_token")
+    if begins is None and origin == SENTENCEPIECE and kind == "LlamaTokenizer":
+        begins = True  # its documented default; llama.cpp's, too
+    parts = Parts(backend, origin, special_tokens, begins)
     parts.add_eos = config.get("add_eos_token")
     parts.templates = read_templates(source, config)
     add_declared_tokens(parts, config.get("added_tokens_decoder") or {})
@@ -142,14 +149,18 @@ def read_backend(source: Path, config: Mapping[str, Any]) -> tuple[Tokenizer, st
     """
     if (source / "tokenizer.json").is_file():
         return Tokenizer.from_file(str(source / "tokenizer.json")), "tokenizer.json"
-    if (source / "tokenizer.model").is_file():
+    if (source / SENTENCEPIECE).is_file():
         from twolane.frontend.text.sentencepiece import read_model
 
         legacy = config.get("legacy") is not False
-        return read_model(source / "tokenizer.model", legacy=legacy), "tokenizer.model"
+        return read_model(source / SENTENCEPIECE, legacy=legacy), SENTENCEPIECE
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    tokenizer = AutoTokenizer.from_pretrained(source)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source)
+    except Exception as error:
+        there = "tekken.json is not read" if (source / "tekken.json").is_file() else error
+        raise ValueError(f"there is no tokenizer.json beside the weights: {there}") from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise ValueError("its tokenizer has no fast form")
     return tokenizer.backend_tokenizer, "vocab.json"

@@ -38,7 +38,10 @@ DEFAULT_MODEL = "smollm2-135m-instruct"
 
 _POLL_SECONDS = 0.1
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+_TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json"),
+    "tekken.json",  # which is refused by name where it is the only one
+)
 _HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt")
 _BELOW = ("[!0-9]*/*.json", "*/*.safetensors", "*/tokenizer.model", "*/merges.txt")
 """What is not wanted of a repository's folders, where only templates are looked for, and how a
