@@ -155,12 +155,13 @@ class LogitProcessors:
             What to call with the tokens, int [R], when they are; it gives the log-probabilities
             that were asked for, by row of the logits.
         """
-        samplings = {place.row: self._slots.sampling_of(place.slot) for place in places}
+        wanting = [place for place in places if place.slot in self._wanting]
+        samplings = {place.row: self._slots.sampling_of(place.slot) for place in wanting}
         tops = {row: sampling.params.logprobs for row, sampling in samplings.items()}
         scored = {row: top for row, top in tops.items() if top is not None}
         raw = {row: logits[row : row + 1].clone() for row in scored}
-        broken = self._broken(logits, [p for p in places if p.slot in self._wanting])
-        for place in places:
+        broken = self._broken(logits, wanting)
+        for place in wanting:
             row = logits[place.row]
             if (history := self._histories.get(place.slot)) is not None:
                 history.apply(row)
@@ -173,7 +174,7 @@ class LogitProcessors:
             logits[rows, 0] = torch.where(flags, torch.nan, logits[rows, 0])
 
         def after(tokens: Tensor) -> dict[int, PendingScores]:
-            for place in places:
+            for place in wanting:
                 if (history := self._histories.get(place.slot)) is not None:
                     history.add(tokens[place.row : place.row + 1])
             return {
@@ -197,12 +198,16 @@ class LogitProcessors:
         masked = [(p.row, self._allowed.pop(p.slot)) for p in places if p.slot in self._allowed]
         if not masked:
             return
-        words = -(-self._vocab // 32)
-        board = np.zeros((len(masked), 1 + words), np.int32)
-        for line, (row, allowed) in zip(board, masked, strict=True):
-            line[0] = row
-            line[1:].view(np.uint8)[: len(allowed)] = np.frombuffer(allowed, np.uint8)
-        allow_only(logits, upload(board, self._device).view(board.shape))
+        # Filled where the device reads it: launches wait for this. Bits behind the vocabulary's
+        # are not read.
+        shape = len(masked), 1 + -(-self._vocab // 32)
+        pinned = torch.empty(shape, dtype=torch.int32, pin_memory=self._device.type == "cuda")
+        board = pinned.numpy()
+        masks = board.view(np.uint8)[:, 4:]
+        for line, (row, allowed) in enumerate(masked):
+            board[line, 0] = row
+            masks[line, : len(allowed)] = np.frombuffer(allowed, np.uint8)
+        allow_only(logits, pinned.to(self._device, non_blocking=True))
 
 
 def fetch(values: Tensor) -> Tensor:

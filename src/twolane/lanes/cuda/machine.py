@@ -31,6 +31,7 @@ from twolane.lanes.work import (
     PromptRow,
     Sampling,
     SlotUpdate,
+    TokenMask,
     pack,
 )
 from twolane.model.decoder import Weights
@@ -223,6 +224,7 @@ class CudaMachine:
         units, layers = self.partitions.units, self.spec.layers
         pages = tuple(range(-(-most // lanes.runner.kv.page_size)))
         greedy = SamplingParams(temperature=0.0)
+        masks = (TokenMask(0, b"\xff" * -(-self.spec.vocab_size // 8)),)
         tickets = []
         kinds = (-1,) if self.adapters is None else (-1, 0)  # without, and with an adapter
         for adapter, (reused, new) in product(kinds, warm_up_prompts(self.decoder.spec, most)):
@@ -230,7 +232,7 @@ class CudaMachine:
             slots = (SlotUpdate(0, 0, pages, sampling, adapter),)
             row, chunks = PromptRow(0, reused, new, samples=True), (PromptChunk(pack([0] * new)),)
             step = DecodeRow(0, most - 1, 1)
-            whole = PrefillWork(0, (row,), 0, layers, finishes=True, chunks=chunks, slots=slots)
+            whole = PrefillWork(0, (row,), 0, layers, True, chunks, slots, masks)
             hybrid = HybridWork((step,), (row,), chunks, slots)
             tickets.append(lanes.launch("prefill", units, whole, ()))
             tickets.append(lanes.launch("device", units, hybrid, ()))
