@@ -308,8 +308,6 @@ def _check_schemes(weights: Weights) -> None:
                 f"quantization: {what} stored as {scheme} are not served on a GPU yet; "
                 f"these are: {', '.join(served)}"
             )
-        if of_experts and scheme in FP8_SCHEMES:
-            log.warning("experts in FP8 are on trial: their kernels have not been checked on a GPU")
 
 
 def _check_heads(spec: ModelSpec) -> None:
