@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.systems.simulation import LEVELS, SIZES, UNITS, submit
-from twolane.engine.constrained.constraints import SLOW_MASK_SECONDS, Constraint, Masks, Pace
+from twolane.engine.constrained.constraints import SLOW_MASK_SECONDS, Constraint, MaskPace, Masks
 from twolane.engine.engine import Engine, ServedModel
 from twolane.engine.kv import KVBooks
 from twolane.estimate.online import OnlineEstimator
@@ -59,7 +59,7 @@ class Free(Constraint):
 
     def __init__(self) -> None:
         self.taken: list[int] = []
-        self.pace = Pace()
+        self.pace = MaskPace()
 
     def take(self, token: int) -> None:
         self.taken.append(token)

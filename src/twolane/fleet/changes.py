@@ -36,7 +36,7 @@ class Reply(msgspec.Struct, frozen=True):
     """What a replica answered."""
 
     name: str
-    """Of the replica."""
+    """Name of the replica."""
     status: int
     body: bytes = b""
 

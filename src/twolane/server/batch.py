@@ -40,7 +40,7 @@ class BatchLine(msgspec.Struct, frozen=True):
         return "body.stream cannot be true in a batch" if self.body.get("stream") else None
 
 
-class Reply(NamedTuple):
+class BatchReply(NamedTuple):
     """An application's answer."""
 
     status: int
@@ -125,7 +125,7 @@ def refused(code: str, message: str) -> Json:
     return {"response": None, "error": {"code": code, "message": message}}
 
 
-async def post(app: ASGIApp, path: str, body: bytes) -> Reply:
+async def post(app: ASGIApp, path: str, body: bytes) -> BatchReply:
     """Ask an application as its server would."""
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
     scope = {
@@ -159,4 +159,4 @@ async def post(app: ASGIApp, path: str, body: bytes) -> Reply:
             parts.append(message.get("body", b""))
 
     await app(scope, receive, send)
-    return Reply(status, b"".join(parts))
+    return BatchReply(status, b"".join(parts))

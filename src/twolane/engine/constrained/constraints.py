@@ -47,7 +47,7 @@ class GrammarError(ValueError):
     """A grammar cannot be compiled, or no more tokens can be matched against it."""
 
 
-class Pace:
+class MaskPace:
     """How long the masks of a grammar take; all its requests share it.
 
     Launches wait for the masks of their rows, so that one slow mask would hold up all rows. A row
@@ -94,7 +94,7 @@ class Constraint:
         matcher: LLMatcher,
         words: int,
         group: int,
-        pace: Pace,
+        pace: MaskPace,
         vocab_size: int,
         stops: Collection[int],
         eos_token_ids: Sequence[int],
@@ -248,10 +248,10 @@ class Grammars:
         self._eos = eos_token_ids
         self._notify = notify
         self._vocabulary: LLTokenizer | None = None
-        self._compiled: OrderedDict[tuple[str, int], tuple[LLMatcher, Pace]] = OrderedDict()
+        self._compiled: OrderedDict[tuple[str, int], tuple[LLMatcher, MaskPace]] = OrderedDict()
         """The matchers that those of a grammar's group are copied from."""
-        self._paces: WeakValueDictionary[str, Pace] = WeakValueDictionary()
-        """Of all grammars that are kept, or that a request has."""
+        self._paces: WeakValueDictionary[str, MaskPace] = WeakValueDictionary()
+        """The pace of each grammar that is kept or that a request has, by grammar."""
         self._kept_bytes = 0
         self._groups, self._made = groups or 2 * mask_threads(), count()
         self._thread = ThreadPoolExecutor(
@@ -276,7 +276,7 @@ class Grammars:
             raise mask
         return constraint, mask
 
-    def _matcher(self, grammar: str, group: int) -> tuple[LLMatcher, Pace]:
+    def _matcher(self, grammar: str, group: int) -> tuple[LLMatcher, MaskPace]:
         """The matcher of a group, at its start, and the grammar's pace.
 
         Raises:
@@ -290,7 +290,7 @@ class Grammars:
         matcher = LLMatcher(vocabulary, grammar, limits=parser_limits())
         if (problem := problem_of(matcher)) is not None:
             raise GrammarError(problem)
-        pace = self._paces.setdefault(grammar, Pace())
+        pace = self._paces.setdefault(grammar, MaskPace())
         pace.note(time.thread_time() - began, SLOW_COMPILE_SECONDS)
         self._compiled[grammar, group] = matcher, pace
         self._kept_bytes += len(grammar)
