@@ -140,8 +140,8 @@ def test_phi3_is_refused_where_it_differs() -> None:
     lists = {"short_factor": [1.0] * 3, "long_factor": [1.0] * 3}
     with pytest.raises(ValueError, match="long_factor must have 48 numbers"):
         spec_from_config({**raw, "rope_scaling": {"rope_type": "longrope", **lists}})
-    with pytest.raises(UnsupportedModel, match="quantised checkpoints of Phi3ForCausalLM"):
-        spec_from_config({**raw, "quantization_config": {"quant_method": "awq"}})
+    with pytest.raises(UnsupportedModel, match="quantisation 'eetq'"):
+        spec_from_config({**raw, "quantization_config": {"quant_method": "eetq"}})
 
 
 def test_which_layers_have_experts_follows_from_the_config() -> None:

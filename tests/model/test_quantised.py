@@ -363,6 +363,34 @@ def test_patterns_leave_modules_in_floats(tmp_path, form, change):
     assert [layer.o.scheme == "float32" for layer in layers] == [False, True, False, False]
 
 
+JOINED_FORMS = ["fp8", "float-quantized-tensor", "awq", "gptq", "pack-quantized-zeros"]
+
+
+@pytest.mark.parametrize("form", JOINED_FORMS)
+@pytest.mark.parametrize("family", ["phi3", "glm"])
+def test_joined_modules_are_what_they_mean(family, form, tmp_path):
+    """Checkpoints that join gate and up, and q, k and v too."""
+    write(tmp_path / "a", tmp_path / "b", form, family, **SIZES)
+    decoder, floats = (load_decoder(resolve(str(tmp_path / n))) for n in "ab")
+    for ours, meant in zip(decoder.weights.layers, floats.weights.layers, strict=True):
+        assert ours.qkv.scheme.startswith("int4" if form in FOUR_BITS else "fp8")
+        for kind in (lambda layer: layer.qkv, lambda layer: layer.mlp.gate_up):
+            close(kind(ours).dequantised().float(), kind(meant).values)
+    if form in FOUR_BITS:
+        tokens = prompt(40)
+        close(in_chunks(decoder, tokens, [40]), in_chunks(floats, tokens, [40]))
+
+
+def test_a_joined_module_may_stay_in_floats(tmp_path):
+    left = "model.layers.1.self_attn.qkv_proj"
+    write(tmp_path / "a", tmp_path / "b", "awq", "phi3", lambda name: name == left, **SIZES)
+    config = {**FORMATS["awq"][1], "modules_to_not_convert": [left]}
+    edit_config(tmp_path / "a", quantization_config=config)
+    layers = load_decoder(resolve(str(tmp_path / "a"))).weights.layers
+    assert [layer.qkv.scheme for layer in layers] == ["int4_g32", "float32", "int4_g32", "int4_g32"]
+    assert layers[1].mlp.gate_up.scheme == "int4_g32"
+
+
 def test_only_named_modules_of_a_block_may_be_quantised(tmp_path):
     """GPTQ's `modules_in_block_to_quantize`."""
 

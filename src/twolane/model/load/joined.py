@@ -1,10 +1,54 @@
 """Checkpoints that join modules which others store apart (Phi-3, GLM)."""
 
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
 import torch
 
 from twolane.model.load.source import TensorSource
 from twolane.model.sharding import Cut
 from twolane.model.spec import ModelSpec
+
+_QKV = "self_attn.qkv_proj"
+
+
+class Place(NamedTuple):
+    """Where a module is that another one holds."""
+
+    module: str
+    """The name of the module that holds it."""
+    first: int
+    """The first of its rows there."""
+    rows: int
+    """The number of rows that the other one has."""
+
+
+def place_of(name: str, spec: ModelSpec) -> Place | None:
+    """Where a checkpoint of a family that joins modules has this one; None: by itself."""
+    for joined, parts in _parts(spec).items():
+        if joined == _QKV and spec.family != "phi3":
+            continue  # GLM joins gate and up alone
+        first = 0
+        for part, rows in parts.items():
+            if name.endswith(part):
+                return Place(name.removesuffix(part) + joined, first, sum(parts.values()))
+            first += rows
+    return None
+
+
+def _parts(spec: ModelSpec) -> Mapping[str, Mapping[str, int]]:
+    """The modules that each module joins, and their numbers of rows."""
+    return {
+        _QKV: {
+            "self_attn.q_proj": spec.q_size,
+            "self_attn.k_proj": spec.kv_size,
+            "self_attn.v_proj": spec.kv_size,
+        },
+        "mlp.gate_up_proj": {
+            "mlp.gate_proj": spec.intermediate_size,
+            "mlp.up_proj": spec.intermediate_size,
+        },
+    }
 
 
 class Joined:
@@ -13,26 +57,24 @@ class Joined:
     Args:
         source: of the tensors.
         spec: of the model, which says where to cut.
+        whole: tells of which modules the bias alone is seen so, for they are quantised.
     """
 
-    def __init__(self, source: TensorSource, spec: ModelSpec) -> None:
+    def __init__(
+        self,
+        source: TensorSource,
+        spec: ModelSpec,
+        whole: Callable[[str], bool] = lambda module: False,
+    ) -> None:
         self._source = source
-        parts = {
-            "self_attn.qkv_proj": {
-                "self_attn.q_proj": spec.q_size,
-                "self_attn.k_proj": spec.kv_size,
-                "self_attn.v_proj": spec.kv_size,
-            },
-            "mlp.gate_up_proj": {
-                "mlp.gate_proj": spec.intermediate_size,
-                "mlp.up_proj": spec.intermediate_size,
-            },
-        }
+        parts = _parts(spec)
         self._rows: dict[str, tuple[str, int, int]] = {}
         """Where a tensor is: in which one, its first row there and its number of rows."""
         for name in source.names():
             stem, _, end = name.rpartition(".")
             joined = next((j for j in parts if stem.endswith(f".{j}")), None)
+            if joined is not None and end != "bias" and whole(stem):
+                continue
             first = 0
             for part, rows in parts.get(joined or "", {}).items():
                 own = f"{stem.removesuffix(joined or '')}{part}.{end}"

@@ -16,7 +16,7 @@ from twolane.model.load.configs import JOINED, quantization_from_directory
 from twolane.model.load.dummy import STD, Dummy
 from twolane.model.load.gguf import GGUFModel
 from twolane.model.load.hub import ModelSource, Progress
-from twolane.model.load.joined import Joined
+from twolane.model.load.joined import Joined, Place, place_of
 from twolane.model.load.quantization import Format, Quantization, StoredTensor
 from twolane.model.load.quantized import for_gpu, read_module
 from twolane.model.load.safetensors import Safetensors, model_files
@@ -92,7 +92,7 @@ def load_weights(
     stored = quantization_of(source)
     scheme = asked_scheme(quantization, stored, dummy)
     with ExitStack() as stack:
-        spec, tensors = _open(source, dummy, seed, router_skew, device, stack)
+        spec, tensors = _open(source, dummy, seed, router_skew, device, stack, stored)
         if max_positions is not None:
             spec = replace(spec, max_positions=max_positions)
         modules = None if dummy else stored
@@ -155,6 +155,7 @@ def _open(
     router_skew: float,
     device: torch.device,
     stack: ExitStack,
+    stored: Quantization | None,
 ) -> tuple[ModelSpec, TensorSource]:
     if dummy:
         spec = skewed(source.spec(), router_skew)
@@ -167,7 +168,9 @@ def _open(
     if source.kind == "dir" and source.path is not None:
         tensors = Safetensors(model_files(source.path), stack)
         spec = with_stored_head(source.spec(), tensors, source.name)
-        return spec, Joined(tensors, spec) if spec.family in JOINED else tensors
+        if spec.family not in JOINED:
+            return spec, tensors
+        return spec, Joined(tensors, spec, lambda m: stored is not None and bool(stored.format(m)))
     raise ValueError(f"{source.name} is a built-in shape without weights; load it as dummy")
 
 
@@ -299,8 +302,14 @@ def _stored(spec: ModelSpec, quantization: Quantization | None) -> dict[str, Sto
     hidden, stored = spec.hidden_size, dict[str, StoredTensor]()
 
     def linear(name: str, module: _Linear) -> None:
-        form = None if quantization is None else quantization.format(name)
-        stored.update(_module(name, module, form))
+        form, place = _format(name, spec, quantization)
+        if place is None:
+            stored.update(_module(name, module, form))
+            return
+        whole = _Linear(place.rows, module.columns, bias=False)
+        stored.update(_module(place.module, whole, form))
+        if module.bias:
+            stored[f"{name}.bias"] = StoredTensor(((module.rows,),))
 
     stored["model.embed_tokens.weight"] = StoredTensor(((spec.vocab_size, hidden),))
     stored["model.norm.weight"] = StoredTensor(((hidden,),))
@@ -352,6 +361,17 @@ def _module(name: str, module: _Linear, form: Format | None) -> dict[str, Stored
             raise WeightsError(f"{name} cannot be stored as {form.name}: {error}") from error
     bias = {"bias": StoredTensor(((module.rows,),))} if module.bias else {}
     return {f"{name}.{end}": stored for end, stored in (*tensors.items(), *bias.items())}
+
+
+def _format(
+    name: str, spec: ModelSpec, quantization: Quantization | None
+) -> tuple[Format | None, Place | None]:
+    """How a linear module is stored, and where, if it is a part of a quantised one."""
+    if quantization is None:
+        return None, None
+    place = place_of(name, spec) if spec.family in JOINED else None
+    form = quantization.format(name if place is None else place.module)
+    return form, None if form is None else place
 
 
 def _check_shared(scheme: Scheme | None) -> None:
@@ -460,18 +480,22 @@ class _Loader:
         Raises:
             WeightsError: its numbers cannot be.
         """
-        form = None if self.quantization is None else self.quantization.format(name)
+        form, place = _format(name, self.shard.spec, self.quantization)
         if form is None:
             weight = f"{name}.weight"
             return (
                 Matrix.plain(self._get(weight)) if scheme is None else self._rounded(weight, scheme)
             )
-        linear = self._shape(name)
-        parts = {end: self.tensors.get(f"{name}.{end}") for end in form.tensors(*linear)}
+        rows, columns = self._shape(name)
+        at = place or Place(name, 0, rows)
+        ends = form.tensors(at.rows, columns)
+        parts = {end: self.tensors.get(f"{at.module}.{end}") for end in ends}
         try:
             matrix = read_module(form, parts).to(self.device)
         except ValueError as error:
-            raise WeightsError(f"{name}.{error}") from error
+            raise WeightsError(f"{at.module}.{error}") from error
+        if place is not None:
+            matrix = matrix.part(at.first, at.first + rows)
         whole = matrix if scheme is None else quantised(matrix.dequantised(), scheme)
         return self._part(name, whole)
 
