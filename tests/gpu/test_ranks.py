@@ -35,18 +35,21 @@ THIRDS = {
     "vocab_size": 49_152,
 }
 """The shape of SmolLM2-135M, which three ranks can share."""
-Load = Callable[[int], tuple[Ranks, Judge]]
+JOINED = {"hidden_size": 128}
+"""Rows of float32 that the kernel of joined sums serves."""
+Load = Callable[[int, str], tuple[Ranks, Judge]]
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Load]:
-    """size → (so many GPUs with a model, the same checkpoint in transformers)."""
+    """size, how steps sum → (so many GPUs with a model, the same checkpoint in transformers)."""
     open_ranks: list[Ranks] = []
 
     @cache
-    def load(size: int) -> tuple[Ranks, Judge]:
+    def load(size: int, all_reduce: str) -> tuple[Ranks, Judge]:
         folder = tmp_path_factory.mktemp("gpu") / "model"
         family, sizes = ("llama31", THIRDS) if size == 3 else ("qwen3", None)
+        sizes = JOINED if all_reduce == "joined" else sizes
         path = make_checkpoint(family, folder, seed=1, sizes=sizes)
         settings = DeviceSettings(
             model=str(path),
@@ -54,6 +57,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Load]:
             device="cuda",
             levels=LEVELS,
             tensor_parallel_size=size,
+            all_reduce=all_reduce,
             gpu_memory_utilization=0.5,
         )
         machine = RankedMachine(settings, lambda *_: None)
@@ -75,14 +79,23 @@ def needs(size: int) -> None:
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_tokens(size: int, schedule: str, ranks: Load, tally: Tally) -> None:
     needs(size)
-    served, judge = ranks(size)
+    served, judge = ranks(size, "nccl")
     compare(REQUESTS, served.serve(schedules(LAYERS)[schedule](), REQUESTS), judge, tally)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_tokens_where_sums_are_joined_with_norms(size: int, ranks: Load, tally: Tally) -> None:
+    needs(size)
+    served, judge = ranks(size, "joined")
+    for schedule in ("static-split", "chunked-48"):
+        outputs = served.serve(schedules(LAYERS)[schedule](), REQUESTS)
+        compare(REQUESTS, outputs, judge, tally)
 
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_every_system_lets_them_sample_the_same(size: int, ranks: Load) -> None:
     needs(size)
-    served, _ = ranks(size)
+    served, _ = ranks(size, "nccl")
     names = ("static-split", "chunked", "temporal")
     said = [served.serve(make_system(name, {}), SEEDED).outputs for name in names]
     assert said[0] == said[1] == said[2]
