@@ -69,9 +69,22 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """The last hidden state of the prompt comes with the first token of the output."""
 
     def __post_init__(self) -> None:
-        for name, holds, allowed in (*self._drawing_checks(), *self._ending_checks()):
+        try:
+            checks = (*self._drawing_checks(), *self._ending_checks())
+        except (TypeError, AttributeError) as error:
+            raise self._mistyped(error) from error
+        for name, holds, allowed in checks:
             if not holds:
                 raise FieldError(name, f"must be {allowed}, not {getattr(self, name)!r}")
+
+    def _mistyped(self, error: Exception) -> Exception:
+        """Return the error of the first field of a wrong type; `error` where there is none."""
+        for field in msgspec.structs.fields(type(self)):
+            try:
+                msgspec.convert(getattr(self, field.name), field.type)
+            except msgspec.ValidationError as wrong:
+                return FieldError(field.name, f"has the wrong type: {wrong}")
+        return error
 
     def _drawing_checks(self) -> tuple[tuple[str, bool, str], ...]:
         biases = self.logit_bias.values()

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from twolane.common.errors import FieldError
 from twolane.model.sampler import Adjustment, SampleRow, exponentials, sample, score
 from twolane.sampling import SamplingParams
 
@@ -105,6 +106,18 @@ def test_rounding_hardly_ever_changes_a_draw():
     weight = 0.7 * torch.randn(8, 49_152, generator=generator)
     rows = [SampleRow(SamplingParams(temperature=1.5), 3, p) for p in range(400)]
     assert sample(hidden @ weight, rows).tolist() == sample(rounded @ weight, rows).tolist()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("temperature", "0.5"), ("max_tokens", "5"), ("top_p", None), ("min_tokens", None)),
+        *(("logit_bias", {"5": 1.0}), ("logit_bias", [(5, 1.0)]), ("stop_token_ids", 5)),
+    ],
+)
+def test_values_that_cannot_be_compared_name_their_field(field, value):
+    with pytest.raises(FieldError, match=f"{field} has the wrong type: Expected"):
+        SamplingParams(**{field: value})
 
 
 def test_a_share_of_zero_keeps_the_most_likely_token():
