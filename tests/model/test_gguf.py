@@ -158,6 +158,21 @@ def test_linear_scaling_and_biases(tmp_path):
     same(checkpoint, file)
 
 
+@pytest.mark.parametrize(
+    ("kind", "factor", "kept"),
+    [(None, 2.0, ("linear", 2.0)), (RopeScalingType.NONE, 2.0, ("default", 1.0))]
+    + [(kind, 0.0, ("default", 1.0)) for kind in (None, RopeScalingType.LINEAR)],
+)
+def test_factors_count_as_in_llama_cpp(tmp_path, kind, factor, kept):
+    """One alone is linear, one of 0 is none, and one beside "none" does not count."""
+    checkpoint, file = make_checkpoint("llama2", tmp_path / "model"), tmp_path / "m.gguf"
+    kinds = [] if kind is None else [("add_rope_scaling_type", kind)]
+    fields = [*kinds, ("add_rope_scaling_factor", factor)]
+    write_gguf(checkpoint, file, "llama", Type.F32, fields=fields)
+    rope = GGUFModel(file).spec.rope
+    assert (rope.type, rope.factor) == kept
+
+
 def test_yarn(tmp_path):
     """After llama.cpp#13322."""
     checkpoint = make_checkpoint("qwen3-yarn", tmp_path / "model", seed=4)

@@ -266,13 +266,14 @@ class GGUFModel:
         if _ROPE_FREQS in self._tensors:
             divisors = self._tensors[_ROPE_FREQS].data.astype(np.float32).reshape(-1).tolist()
             return RopeSpec(theta, "factors", divisors=tuple(divisors))
-        kind = self._key("rope.scaling.type", "none")
-        factor = float(self._key("rope.scaling.factor", self._key("rope.scale_linear", 1.0)))
-        if kind == "linear" or (kind == "none" and factor != 1.0):
+        # As in llama.cpp: a factor alone is linear, and one of 0 is none.
+        kind = self._key("rope.scaling.type", "linear")
+        factor = float(self._key("rope.scaling.factor", self._key("rope.scale_linear", 1.0))) or 1.0
+        if kind == "linear" and factor != 1.0:
             return RopeSpec(theta, "linear", factor)
         if kind == "yarn":
             return self._yarn(theta, factor, positions)
-        if kind != "none":
+        if kind not in ("none", "linear"):
             raise UnsupportedModel.because("GGUF rope scaling", kind, ("none", "linear", "yarn"))
         return RopeSpec(theta)
 
