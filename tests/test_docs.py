@@ -53,6 +53,14 @@ def test_the_tables_of_the_results_pages_are_those_of_the_files() -> None:
     assert texts == made, "run `python benchmarks/tables.py`"
 
 
+def test_the_architecture_page_lists_every_package() -> None:
+    page = (ROOT / "docs/design/architecture.md").read_text()
+    rows = re.findall(r"^\| (`[a-z`, ]+`) \|", page, re.MULTILINE)
+    listed = {name for row in rows for name in re.findall(r"[a-z]+", row)}
+    packages = {path.parent.name for path in (ROOT / "src/twolane").glob("*/__init__.py")}
+    assert packages <= listed
+
+
 def test_the_index_lists_every_page() -> None:
     index = (ROOT / "docs/README.md").read_text()
     pages = [

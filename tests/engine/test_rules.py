@@ -219,11 +219,13 @@ def test_a_plan_may_refuse_who_waits_and_says_why() -> None:
 def test_a_deadline_allows_for_new_tokens_only() -> None:
     """1 s per 1,024 new tokens (Drift §5.1); what the prefix cache has costs nothing."""
     engine = small_engine(Slo(ttft=0.5, ttft_per_token=1 / 1024))
+    assert isinstance(engine.state.lanes, SimLanes)
+    engine.state.lanes.advance(3.0)
     engine.take([Submit("a", [7] * 33, SamplingParams())])
     request = engine.state.requests["a"]
-    assert request.deadline == pytest.approx(0.5 + 33 / 1024)
+    assert request.deadline == pytest.approx(3.5 + 33 / 1024)
     request.cached = 32
-    assert request.deadline == pytest.approx(0.5 + 1 / 1024)
+    assert request.deadline == pytest.approx(3.5 + 1 / 1024)
 
 
 def siblings(prompt: int, count: int = 3, output: int = 4) -> list[Submit]:
@@ -411,6 +413,10 @@ def test_a_prompt_between_two_chunks_gives_up_its_pages_before_decode_stalls() -
     sim = simulate(Script(decide), arrivals, pages=7)
     assert preempted(sim) == ["long"]
     assert {name: len(times) for name, times in sim.times.items()} == {"short": 40, "long": 4}
+    long = sim.outputs["long"]
+    assert long.cached == 0, "what it finds of its own pages was computed for it"
+    assert long.times is not None and long.times.queue is not None
+    assert long.times.queue < 0.05, "it waited until it was first admitted"
 
 
 def test_a_system_is_asked_again_when_its_launch_came_to_nothing() -> None:
