@@ -31,7 +31,10 @@ KEY = "secret"
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    template = TEMPLATE + "{%- if enable_thinking is false %}Do not think.{% endif %}"
+    shown = TEMPLATE.replace(
+        "{{ message.content", "{{ message.reasoning_content }}{{ message.content"
+    )
+    template = shown + "{%- if enable_thinking is false %}Do not think.{% endif %}"
     made = str(write_parrot(tmp_path_factory.mktemp("parrot") / "model", LEARNT, template))
     arguments = ("--kv-tokens", "20000", "--api-key", KEY)
     with serving(made, "--served-model-name", "parrot", *arguments) as server:
@@ -105,6 +108,37 @@ def test_thinking_comes_back_in_the_history(client):
     assert whole(client, history).content[-1].text == "Madrid."
 
 
+def test_thinking_of_earlier_answers_is_cleared_as_asked(client):
+    thought = {"type": "thinking", "thinking": "Easy, I know that. " * 9, "signature": ""}
+    answer = {"role": "assistant", "content": [thought, {"type": "text", "text": "Paris."}]}
+    asked = {"role": "user", "content": FRANCE}
+    history = [asked, answer, asked, answer, {"role": "user", "content": "And Spain?"}]
+    plain = {**answer, "content": "Paris."}
+
+    def counted(said, **keep):
+        edits = {"edits": [{"type": "clear_thinking_20251015", **keep}]}
+        fields = {"model": "parrot", "messages": said, "context_management": edits}
+        return client.beta.messages.count_tokens(betas=["x"], **fields).input_tokens
+
+    every = client.messages.count_tokens(model="parrot", messages=history).input_tokens
+    latest = counted([asked, plain, *history[2:]], keep="all")
+    assert counted(history, keep="all") == every > latest
+    assert counted(history) == latest
+    assert counted(history, keep={"type": "thinking_turns", "value": 2}) == every
+
+
+def test_what_claude_code_says_of_itself_is_not_for_the_model(client):
+    header = {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1; cch=12345;"}
+    brief = {"type": "text", "text": "Be brief.\nx-anthropic-billing-header: no"}
+
+    def counted(**system):
+        said = [{"role": "user", "content": "And Spain?"}]
+        return client.messages.count_tokens(model="parrot", messages=said, **system).input_tokens
+
+    assert counted(system=[header, brief]) == counted(system=brief["text"]) > counted()
+    assert counted(system=[header]) == counted()
+
+
 def test_calls_are_enforced(client):
     fields = {"tools": [WEATHER], "max_tokens": 200}
     for choice in ({"type": "any"}, {"type": "tool", "name": "weather"}):
@@ -145,6 +179,10 @@ def test_tokens_are_counted(client):
         ({"extra_body": {"container": "x"}}, "container"),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type"),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
+        (
+            {"extra_body": {"context_management": {"edits": [{"type": "clear_tool_uses"}]}}},
+            "context_management.edits[0].type",
+        ),
         ({"extra_body": {"max_tokens": 10**6}}, "max_tokens"),
         ({"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "x"}}, "tool_choice"),
         (

@@ -23,6 +23,9 @@ RENAMED: Mapping[str, str] = {
     "stop": "stop_sequences",
 }
 """Fields of /v1/chat/completions by which they are set here."""
+BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n*")
+"""What Claude Code puts in front of its system prompt: it is not for the model, and would keep all
+behind it from being found in the prefix cache where it differs from request to request."""
 Temperature = Annotated[float, Field(ge=0, le=100)]
 
 
@@ -93,13 +96,40 @@ class OutputConfig(Body):
     format: OutputFormat | None = None
 
 
+class KeptThinking(Body):
+    """Of how many answers the thinking stays in the conversation."""
+
+    type: Literal["thinking_turns"]
+    value: Annotated[int, Field(ge=1)]
+
+
+class ContextEdit(Body):
+    """What is taken out of the conversation: the thinking of earlier answers."""
+
+    type: Literal["clear_thinking_20251015"]
+    keep: Literal["all"] | KeptThinking = KeptThinking(type="thinking_turns", value=1)
+
+    def apply(self, turns: Sequence[Turn]) -> None:
+        """Take it out."""
+        if self.keep == "all":
+            return
+        thinking = [turn for turn in turns if "reasoning_content" in turn]
+        for turn in thinking[: -self.keep.value]:
+            del turn["reasoning_content"]
+
+
+class ContextManagement(Body):
+    """How the conversation is made shorter."""
+
+    edits: list[ContextEdit] = Field(default_factory=list)
+
+
 class CountTokensRequest(Body):
     """The body of POST /v1/messages/count_tokens."""
 
     inert = frozenset({"cache_control", "metadata", "service_tier"})
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "container": (),
-        "context_management": (),
         "diagnostics": (),
         "inference_geo": (),
         "mcp_servers": ([],),
@@ -116,6 +146,7 @@ class CountTokensRequest(Body):
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    context_management: ContextManagement | None = None
 
     @property
     def shows_thinking(self) -> bool:
@@ -137,8 +168,11 @@ class CountTokensRequest(Body):
             raise renamed(from_validation(error.errors())) from error
 
     def _chat_fields(self, has_variable: Callable[[str], bool]) -> dict[str, Any]:
-        system: list[Turn] = [{"role": "system", "content": self.system}] if self.system else []
+        said = "" if self.system is None else BILLING.sub("", self.system)
+        system: list[Turn] = [{"role": "system", "content": said}] if said else []
         turns = [turn for message in self.messages for turn in message.turns()]
+        for edit in self.context_management.edits if self.context_management else ():
+            edit.apply(turns)
         choice, config = self.tool_choice, self.output_config or OutputConfig()
         fields: dict[str, Any] = {
             "model": self.model,
