@@ -111,6 +111,20 @@ def gptq(weight: Tensor, old: bool = True, symmetric: bool = True) -> tuple[Modu
     return module, _meant(numbers, scales, zeros)
 
 
+def gptq_ordered(weight: Tensor) -> tuple[Module, Tensor]:
+    """GPTQ with act-order: the columns of a group lie anywhere."""
+    order = torch.randperm(weight.shape[1], generator=torch.Generator().manual_seed(len(weight)))
+    back = order.argsort()
+    numbers, scales, zeros = _four_bits(weight[:, order], symmetric=False)
+    module = {
+        "qweight": _words(numbers[:, back]).t().contiguous(),
+        "qzeros": _words((zeros.t() - 1) & 15),
+        "scales": scales.t().half().contiguous(),
+        "g_idx": (back // GROUP).int(),
+    }
+    return module, _meant(numbers, scales, zeros)[:, back]
+
+
 def gptq_v2(weight: Tensor) -> tuple[Module, Tensor]:
     """GPTQ's second format, with zero points."""
     return gptq(weight, old=False, symmetric=False)
@@ -169,6 +183,10 @@ FORMATS: dict[str, tuple[Callable[[Tensor], tuple[Module, Tensor]], dict[str, An
     ),
     "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True}),
     "gptq": (gptq, {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False}),
+    "gptq-act-order": (
+        gptq_ordered,
+        {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": True},
+    ),
     "gptq_v2": (
         gptq_v2,
         {

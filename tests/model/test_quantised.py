@@ -26,7 +26,8 @@ SIZES = {"hidden_size": 192, "intermediate_size": 320}
 """Blocks of 128 end short in rows and in columns, and q, k and v end within blocks."""
 EIGHT_BITS = [name for name in FORMATS if name.startswith(("fp8", "float"))]
 BLOCKS = ("fp8", "float-quantized-block")
-FOUR_BITS = [name for name in FORMATS if name not in EIGHT_BITS]
+ORDERED = "gptq-act-order"
+FOUR_BITS = [name for name in FORMATS if name not in (*EIGHT_BITS, ORDERED)]
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +80,19 @@ def test_four_bits_are_what_they_mean(folders, form):
     decoder = load_decoder(resolve(str(quantised)))
     assert decoder.weights.layers[0].qkv.scheme == "int4_g32"
     close(in_chunks(decoder, tokens, [50, *[1] * 10]), expected(reference(floats), tokens))
+
+
+def test_act_order_is_served_in_floats(folders, caplog):
+    """Its groups are no neighbours, which no kernel multiplies with; or it is rounded again."""
+    quantised, floats = folders(ORDERED)
+    tokens = prompt(60)
+    with caplog.at_level("INFO"):
+        decoder = load_decoder(resolve(str(quantised)))
+    assert decoder.weights.layers[0].qkv.scheme == "float32"
+    assert "28 matrices stored as gptq with act-order are served as float32" in caplog.text
+    close(in_chunks(decoder, tokens, [60]), expected(reference(floats), tokens))
+    rounded = load_decoder(resolve(str(quantised)), quantization="fp8")
+    assert rounded.weights.layers[0].qkv.scheme == "fp8_channel"
 
 
 @pytest.mark.parametrize("form", EIGHT_BITS)
@@ -228,7 +242,10 @@ REFUSED = {
         "fp8", "weight", lambda t: _with((0, 0), 127)(t.view(torch.uint8)).view(t.dtype),
         "o_proj.weight has values that are not numbers",
     ),
-    "act-order": ("gptq", "g_idx", lambda t: t.flip(0).contiguous(), "act-order"),
+    "act-order": ("gptq", "g_idx", lambda t: t.flip(0).contiguous(), "but desc_act is false"),
+    "a group from nowhere": (
+        "gptq-act-order", "g_idx", lambda t: t + 1, r"o_proj.g_idx names others than the 6 groups"
+    ),
     "another shape": ("pack-quantized", "weight_shape", lambda t: t + 1, "o_proj.weight_shape is"),
     "a bias from nowhere": ("gptq", "bias", lambda t: t + 1, "surplus tensors: .*o_proj.bias"),
 }  # fmt: skip
@@ -274,7 +291,6 @@ def test_modules_of_one_matrix_must_be_stored_alike(tmp_path):
         ("fp8", {"weight_block_size": [64, 64]}, r"weight_block_size of fp8 \[64, 64\]"),
         ("awq", {"version": "gemv"}, "version of awq 'gemv'"),
         ("awq", {"bits": 8}, "bits of awq 8"),
-        ("gptq", {"desc_act": True}, "desc_act of gptq True"),
         ("gptq", {"group_size": 16}, "group_size of gptq 16"),
         ("pack-quantized", {"format": "marlin-24"}, "format of compressed-tensors 'marlin-24'"),
         ("pack-quantized", {"transform_config": {"config_groups": {"R4": {}}}}, "transform_config"),
@@ -562,7 +578,7 @@ def test_four_bits_may_be_rounded_again(folders):
     assert 0 < (ours - plain).abs().mean() < 0.15 * plain.abs().mean()
 
 
-@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("form", [*EIGHT_BITS, *FOUR_BITS])
 def test_what_a_gpu_gets_means_the_same(folders, form):
     """Four bits stay so where columns allow; e4m3 has a scale for each row, or is as it was."""
     layer = load_decoder(resolve(str(folders(form)[0]))).weights.layers[0]

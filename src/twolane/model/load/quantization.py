@@ -35,6 +35,8 @@ class Format:
     """Whether a scheme of four bits has no zero points."""
     old_zeros: bool = False
     """Whether stored zero points are one less than those that are meant (GPTQ's first format)."""
+    ordered: bool = False
+    """Whether columns may belong to groups that are no neighbours (GPTQ's act-order)."""
     scales: str = "weight_scale"
     """The end of the name of the scales of blocks."""
 

@@ -234,14 +234,20 @@ def _awq(config: _Awq) -> Quantization:
 
 def _gptq(config: _Gptq) -> Quantization:
     _only("bits of gptq", config.bits, 4)
-    _only("desc_act of gptq", config.desc_act, False)
     _only("lm_head of gptq", config.lm_head, False)
     _only("is_marlin_format of gptq", config.is_marlin_format, False)
     _only("pack_dtype of gptq", config.pack_dtype, "int32")
     layout = config.checkpoint_format or config.format or "gptq"
     _only("checkpoint_format of gptq", layout, "gptq", "gptq_v2")
     columns = _group(config.group_size, "gptq")
-    form = Format("gptq", "gptq", columns, symmetric=False, old_zeros=layout == "gptq")
+    form = Format(
+        "gptq",
+        "gptq",
+        columns,
+        symmetric=False,
+        old_zeros=layout == "gptq",
+        ordered=config.desc_act,
+    )
     left = (*(config.modules_to_not_convert or ()), *_left_out(config.dynamic, "gptq"))
     return _of_all(form, left, _in_blocks(config.modules_in_block_to_quantize))
 

@@ -24,8 +24,8 @@ def read_module(format: Format, tensors: Mapping[str, Tensor]) -> Matrix:
         ValueError: a number in a tensor cannot be; the message begins with the tensor's name.
     """
     matrix = _READERS[format.kind](format, tensors)
-    assert matrix.scales is not None
-    if not bool((matrix.scales.isfinite() & (matrix.scales > 0)).all()):
+    scales = tensors["scales"] if matrix.scales is None else matrix.scales  # None: act-order
+    if not bool((scales.isfinite() & (scales > 0)).all()):
         name = format.scales if format.kind == "fp8_block" else _SCALES[format.kind]
         raise ValueError(f"{name} has scales that are not above 0 and finite")
     if matrix.values.dtype == fp8.E4M3 and bool(matrix.values.isnan().any()):
@@ -85,14 +85,21 @@ def _awq(format: Format, tensors: Mapping[str, Tensor]) -> Matrix:
 
 
 def _gptq(format: Format, tensors: Mapping[str, Tensor]) -> Matrix:
-    """[columns, rows], eight columns in a word of the numbers, eight rows in one of the zeros."""
-    index = tensors["g_idx"]
-    group = format.group or len(index)
-    if not torch.equal(index.long(), torch.arange(len(index), device=index.device) // group):
-        raise ValueError("g_idx orders columns by activations (act-order), which is not read")
+    """[columns, rows], eight columns in a word of the numbers, eight rows in one of the zeros.
+
+    With act-order, where groups are no neighbours, the numbers that are meant.
+    """
+    index, scales = tensors["g_idx"].long(), tensors["scales"].t()
     numbers = _halves(tensors["qweight"].t())
-    zeros = _halves(tensors["qzeros"]).t()
-    return _int4(format, numbers, tensors["scales"].t(), (zeros + format.old_zeros) & 15)
+    zeros = (_halves(tensors["qzeros"]).t() + format.old_zeros) & 15
+    group = format.group or len(index)
+    if torch.equal(index, torch.arange(len(index), device=index.device) // group):
+        return _int4(format, numbers, scales, zeros)
+    if not format.ordered:
+        raise ValueError("g_idx orders columns by activations, but desc_act is false")
+    if not bool(((index >= 0) & (index < scales.shape[1])).all()):
+        raise ValueError(f"g_idx names others than the {scales.shape[1]} groups")
+    return Matrix.plain((numbers.float() - zeros.float()[:, index]) * scales.float()[:, index])
 
 
 def _packed(format: Format, tensors: Mapping[str, Tensor]) -> Matrix:

@@ -102,7 +102,7 @@ def load_weights(
         loader = _Loader(Shard(spec, rank, ranks), tensors, modules, scheme, floats, device)
         weights = loader.weights(progress or (lambda *_: None))
     for (before, after), count in loader.converted.items():
-        log.info("%d matrices stored as %s are served as %s on a GPU", count, before, after)
+        log.info("%d matrices stored as %s are served as %s", count, before, after)
     return spec, weights
 
 
@@ -434,8 +434,9 @@ class _Loader:
     """What matrices of layers that are stored in floats are rounded to; None: `dtype`."""
     dtype: torch.dtype
     device: torch.device
-    converted: Counter[tuple[Scheme, Scheme]] = field(default_factory=Counter)
-    """How many matrices got another scheme because the device is a GPU, by both schemes."""
+    converted: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """How many matrices got another scheme, by both: because the device is a GPU, or since nothing
+    multiplies with columns in act-order."""
 
     @property
     def spec(self) -> ModelSpec:
@@ -494,6 +495,9 @@ class _Loader:
             matrix = read_module(form, parts).to(self.device)
         except ValueError as error:
             raise WeightsError(f"{at.module}.{error}") from error
+        if matrix.scales is None and scheme is None:
+            matrix = Matrix.plain(matrix.values.to(self.dtype))
+            self.converted[f"{form.name} with act-order", matrix.scheme] += 1
         if place is not None:
             matrix = matrix.part(at.first, at.first + rows)
         whole = matrix if scheme is None else quantised(matrix.dequantised(), scheme)
