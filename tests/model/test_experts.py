@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import MixtralConfig, Phi3Config, Qwen3MoeConfig
 
-from tests.model.checkpoints import load_decoder, make_checkpoint
+from tests.model.checkpoints import load_decoder, make_checkpoint, random_model, reference
 from tests.model.passes import in_chunks, prompt
 from twolane.common.errors import FieldError
 from twolane.model import mlp
@@ -16,6 +16,17 @@ from twolane.model.load.weights import load_weights
 from twolane.model.mlp import Experts
 from twolane.model.routing import route
 from twolane.model.spec import MoeSpec, UnsupportedModel
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
 
 
 @pytest.mark.parametrize("normalised", [True, False])
@@ -55,6 +66,25 @@ def test_layers_may_be_dense(tiny) -> None:
     assert decoder.spec.parameters == model.num_parameters()
     mixtral, model = tiny("mixtral")
     assert mixtral.spec.parameters == model.num_parameters()
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        Qwen3MoeConfig(**SIZES, num_experts=8, num_experts_per_tok=3, norm_topk_prob=False),
+        Qwen3MoeConfig(**SIZES, num_experts=8, decoder_sparse_step=2, sliding_window=16,
+            use_sliding_window=True, max_window_layers=0),
+        MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=1, sliding_window=16),
+    ],
+    ids=["shares not divided", "each second layer", "one expert a token"],
+)  # fmt: skip
+def test_options_mean_what_they_mean_in_transformers(config, tmp_path) -> None:
+    random_model(config, seed=1).save_pretrained(tmp_path)
+    tokens = torch.randint(3, 60, (40,), generator=torch.Generator().manual_seed(0))
+    ours = in_chunks(load_decoder(resolve(str(tmp_path))), tokens, [32, *[1] * 8])
+    with torch.inference_mode():
+        expected = reference(tmp_path)(tokens[None]).logits[0]
+    torch.testing.assert_close(ours, expected, rtol=1e-3, atol=1e-3)
 
 
 def test_dummy_and_rounded_experts(tmp_path) -> None:
