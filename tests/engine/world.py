@@ -330,6 +330,8 @@ class World:
         """What must hold between any two turns."""
         state = self.engine.state
         state.kv.check()
+        for request in state.requests.values():
+            _check_left(request)
         for request in state.pacer.held:
             told = self.answers.get(request.id)
             assert told is None or not told.tokens
@@ -463,6 +465,13 @@ class World:
         self.seen["biased"] += bool(params.logit_bias)
         self.seen["scored"] += params.logprobs is not None
         self.seen["scored prompts"] += params.prompt_logprobs is not None
+
+
+def _check_left(request: Request) -> None:
+    """A request is launched for as many tokens as it may still get, and no more."""
+    computed = request.phase is Phase.DECODE or request.context >= len(request.tokens)
+    known = request.context + 1 if computed else len(request.tokens)
+    assert known + request.to_generate == request.limit, request
 
 
 def _compare(got: list[TokenLogprobs], want: list[TokenLogprobs]) -> None:
