@@ -11,7 +11,7 @@ from twolane.server.anthropic.request import MessagesRequest
 from twolane.server.http import strict_json
 from twolane.server.http.errors import ApiError, from_validation
 from twolane.server.openai import protocol
-from twolane.server.openai.embeddings import EmbeddingRequest
+from twolane.server.openai.embeddings import EmbeddingRequest, embedded_texts
 from twolane.server.openai.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -102,6 +102,18 @@ def test_whole_numbers_may_be_written_with_a_fraction_of_zero(kind):
         value = getattr(kind.model_validate({**FORMS[kind], name: 1.0}), name)
         assert isinstance(value, int) or value is None, name
         assert refusal(kind, {**FORMS[kind], name: 1.5}).param == name
+
+
+@pytest.mark.parametrize("value", [-(2**40), -1, 0, 1, 2**31 - 1, 2**31, 2**40])
+@pytest.mark.parametrize("field", ["priority", "truncate_prompt_tokens", "dimensions"])
+def test_texts_to_embed_are_refused_by_the_field_of_their_own_body(field, value):
+    """They are sent on as a completion, whose refusals are no answers of this endpoint."""
+    try:
+        body = EmbeddingRequest.model_validate({"input": "x", field: value})
+    except ValidationError as error:
+        assert from_validation(error.errors()).param == field
+    else:
+        embedded_texts(body)
 
 
 @pytest.mark.parametrize("prompt", [None, 3, {"a": 1}, [1, "a"], [[1], "a"], [[1.5]], [True]])

@@ -20,6 +20,8 @@ def _whole(value: object) -> object:
 Whole = Annotated[int, BeforeValidator(_whole)]
 """An integer, which JSON may write as 8.0: its numbers have one type."""
 TopP = Annotated[float, Field(ge=0, le=1)]
+Priority = Annotated[Whole, Field(ge=-INT32_MAX, le=INT32_MAX)]
+Truncation = Annotated[Whole, Field(ge=1, le=INT32_MAX)]
 TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 """All lists fail fast: only the first error is told, and millions could be sent."""
@@ -81,7 +83,7 @@ class TextFields(Body):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
-    truncate_prompt_tokens: Annotated[Whole, Field(ge=1, lt=2**31)] | None = None
+    truncate_prompt_tokens: Truncation | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=LONGEST_SALT)] | None = None
 
     @property

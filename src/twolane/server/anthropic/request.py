@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from twolane.frontend.body import Body
-from twolane.frontend.fields import INT32_MAX, StopString, TopP, Whole
+from twolane.frontend.fields import INT32_MAX, Priority, StopString, TopP, Whole
 from twolane.frontend.text.stops import MOST_STRINGS
 from twolane.server.anthropic.blocks import AnthropicMessage, Text, Turn
 from twolane.server.http.errors import ApiError, from_validation
@@ -200,7 +200,7 @@ class MessagesRequest(CountTokensRequest):
     temperature: Temperature | None = None
     top_p: TopP | None = None
     top_k: Annotated[Whole, Field(ge=-1, le=INT32_MAX)] | None = None
-    priority: Annotated[Whole, Field(ge=-INT32_MAX, le=INT32_MAX)] | None = None
+    priority: Priority | None = None
     stop_sequences: (
         Annotated[list[StopString], Field(max_length=MOST_STRINGS, fail_fast=True)] | None
     ) = None

@@ -9,7 +9,7 @@ from fastapi import FastAPI, Request, Response
 from msgspec.structs import replace
 
 from twolane.frontend.body import Body
-from twolane.frontend.fields import Prompts, Whole
+from twolane.frontend.fields import Priority, Prompts, Truncation
 from twolane.frontend.generation import Generation
 from twolane.frontend.pooling import vector
 from twolane.sampling import SamplingParams
@@ -36,9 +36,9 @@ class EmbeddingRequest(Body):
     input: Prompts
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Count | None = None
-    truncate_prompt_tokens: Count | None = None
+    truncate_prompt_tokens: Truncation | None = None
     add_special_tokens: bool | None = None
-    priority: Whole | None = None
+    priority: Priority | None = None
 
 
 class EmbeddedTexts(CompletionRequest):

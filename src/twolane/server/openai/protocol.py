@@ -16,6 +16,7 @@ from twolane.common.errors import FieldError
 from twolane.frontend.body import Body, one_message, wrong
 from twolane.frontend.fields import (
     INT32_MAX,
+    Priority,
     Prompts,
     Rendering,
     TextFields,
@@ -129,7 +130,7 @@ class GenerationBody(TextFields):
     stop_token_ids: TokenIds | None = None
     ignore_eos: bool | None = None
     prompt_logprobs: LogprobCount | None = None
-    priority: Annotated[Whole, Field(ge=-INT32_MAX, le=INT32_MAX)] | None = None
+    priority: Priority | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None

@@ -17,7 +17,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from twolane.frontend.body import Body, wrong
-from twolane.frontend.fields import INT32_MAX, TopP, Whole
+from twolane.frontend.fields import INT32_MAX, Priority, TopP, Whole
 from twolane.server.http.errors import ApiError, from_validation
 from twolane.server.openai.protocol import INERT, ChatRequest
 from twolane.server.openai.response_items import Items, Turn, joined
@@ -137,7 +137,7 @@ class ResponsesRequest(Body):
     top_p: TopP | None = None
     top_k: Annotated[Whole, Field(ge=-1, le=INT32_MAX)] | None = None
     seed: Annotated[Whole, Field(ge=-(2**63), lt=2**63)] | None = None
-    priority: Annotated[Whole, Field(ge=-INT32_MAX, le=INT32_MAX)] | None = None
+    priority: Priority | None = None
     tools: ResponseTools | None = None
     tool_choice: ResponseToolChoice | None = None
     parallel_tool_calls: bool | None = None
