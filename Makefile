@@ -46,7 +46,7 @@ test-gpu: $(VENV)/.ready-dev
 test-fleet: $(VENV)/.ready-dev
 	$(BIN)/python -m pytest --full tests/fleet tests/router
 
-# Real clients in environments of their own; Codex comes by npm.
+# Real clients in environments of their own; Codex and Claude Code come by npm.
 test-clients: $(VENV)/.ready-dev .clients/.ready
 	$(BIN)/python -m tests.clients.run .clients
 
@@ -56,7 +56,8 @@ test-clients: $(VENV)/.ready-dev .clients/.ready
 	    $(PYTHON) -m venv $$made && $$made/bin/python -m pip install --quiet -r $$file || exit 1; \
 	done
 	npm install --silent --prefix .clients @openai/codex@0.171.0 openai@6.49.0 zod@4.6.7 \
-	    ai@6.0.326 @ai-sdk/openai-compatible@2.0.92 @langchain/openai@1.5.8 @langchain/core@1
+	    ai@6.0.326 @ai-sdk/openai-compatible@2.0.92 @langchain/openai@1.5.8 @langchain/core@1 \
+	    @anthropic-ai/claude-code@2.1.197
 	touch $@
 
 # Charts, manifests, container files and the unit by their own tools; what cannot be installed is

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from twolane.frontend.text.tokenizer import load_tokenizer
@@ -53,6 +54,7 @@ LEARNT = [
     Learnt("Finish a cat", call("final_result", CAT.replace(" ", ""))),
     Learnt("Say it", call("final_answer", '{"answer": "It is said."}')),
     Learnt("Look it up", call("exec_command", COMMAND)),
+    Learnt("Find it out", call("Bash", COMMAND.replace("cmd", "command"))),
 ]
 CONFIG = """model = "parrot"
 model_provider = "twolane"
@@ -64,16 +66,14 @@ env_key = "TWOLANE_KEY"
 """
 
 
-def codex_turn(codex: str, base: str, folder: Path) -> bool:
-    """Whether Codex runs the command that the model calls for and shows its final answer."""
-    (folder / "config.toml").write_text(CONFIG.format(base=base))
-    options = ("exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox")
-    environment = {**os.environ, "CODEX_HOME": str(folder), "TWOLANE_KEY": "none"}
+def whole_turn(program: str, arguments: Sequence[str], **environment: str) -> bool:
+    """Whether an agent runs the command that the model calls for and shows its final answer."""
+    own = {k: v for k, v in os.environ.items() if not k.startswith(("ANTHROPIC", "CLAUDE"))}
     run = subprocess.run(
-        [codex, *options, "-C", str(folder), "Look it up"],
+        [program, *arguments],
         capture_output=True,
         text=True,
-        env=environment,
+        env={**own, **environment},
         timeout=240,
         stdin=subprocess.DEVNULL,
         check=False,
@@ -81,9 +81,29 @@ def codex_turn(codex: str, base: str, folder: Path) -> bool:
     works = "It is 21 degrees in Rome." in run.stdout
     if not works:
         print(run.stdout[-3000:], run.stderr[-3000:], sep="\n")
-    version = subprocess.run([codex, "--version"], capture_output=True, text=True, check=False)
+    version = subprocess.run([program, "--version"], capture_output=True, text=True, check=False)
     print(f"{version.stdout.strip()} | whole turn | {'works' if works else 'FAILS'}", flush=True)
     return works
+
+
+def codex_turn(codex: str, base: str, folder: Path) -> bool:
+    """Codex through `/v1/responses`."""
+    (folder / "config.toml").write_text(CONFIG.format(base=base))
+    options = ("exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox")
+    arguments = (*options, "-C", str(folder), "Look it up")
+    return whole_turn(codex, arguments, CODEX_HOME=str(folder), TWOLANE_KEY="none")
+
+
+def claude_turn(claude: str, base: str, folder: Path) -> bool:
+    """Claude Code through `/v1/messages`."""
+    return whole_turn(
+        claude,
+        ("-p", "Find it out", "--model", "parrot", "--allowedTools", "Bash"),
+        HOME=str(folder),
+        ANTHROPIC_BASE_URL=base,
+        ANTHROPIC_AUTH_TOKEN="none",
+        CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC="1",
+    )
 
 
 def main() -> int:
@@ -102,9 +122,10 @@ def main() -> int:
             shutil.copy(Path(__file__).with_name("cases.mjs"), clients)
             program = ["node", "cases.mjs", server.base]
             failed += subprocess.run(program, cwd=clients, check=False).returncode
-            home = Path(folder) / "codex"
-            home.mkdir()
-            failed += not codex_turn(str(clients / "node_modules/.bin/codex"), server.base, home)
+            for name, turn in (("codex", codex_turn), ("claude", claude_turn)):
+                home = Path(folder) / name
+                home.mkdir()
+                failed += not turn(str(clients / "node_modules/.bin" / name), server.base, home)
     return failed
 
 

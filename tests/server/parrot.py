@@ -110,7 +110,9 @@ def saying(marks: Sequence[str], learnt: Sequence[Learnt]) -> str:
     """Return the part of a chat template that writes the mark of the answer that is due."""
     if not learnt:
         return ""
-    last = "{%- set last = messages[-1].content or '' %}"
+    # Claude Code says something as the system behind what its user says.
+    said = "{%- set said = messages | rejectattr('role', 'equalto', 'system') | list or messages %}"
+    last = said + "{%- set last = said[-1].content or '' %}"
     cases = [
         f"{{%- {'elif' if i else 'if'} {json.dumps(each.said)} in last %}}{mark}"
         for i, (mark, each) in enumerate(zip(marks, learnt, strict=True))
