@@ -17,6 +17,7 @@ GREEDY_TEMPERATURE = 1e-5
 MOST_LOGPROBS = 20
 """Alternatives that may be asked for, as in OpenAI's API."""
 MOST_LOGIT_BIAS = 100.0
+"""Largest bias of a token, up or down, as in OpenAI's API."""
 PACKED_TOGETHER = 64
 """Log-probabilities of at most this many tokens are packed and unpacked in one piece."""
 

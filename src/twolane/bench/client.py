@@ -18,7 +18,9 @@ from twolane.results import record as outcomes
 from twolane.results.record import Record
 
 _DRAIN_SECONDS = 1.0
+"""Seconds for which the end of an answer is awaited so that its connection can be used again."""
 _PROBE_SECONDS = 0.01
+"""Seconds between two looks at how late the event loop is."""
 
 
 class _Details(msgspec.Struct, gc=False):

@@ -25,6 +25,7 @@ _IDLE_SECONDS = 15.0
 _SECOND_ADDRESS_SECONDS = 0.25
 """After which a name's next address is tried beside the first (RFC 8305)."""
 _BUFFER_BYTES = 64 << 10
+"""Bytes that one read of a socket may bring."""
 _PORTS = {"http": 80, "https": 443}
 _URL_CHARACTERS = "/%:@!$&'()*+,;=?~"
 

@@ -19,6 +19,7 @@ from twolane.workload.traces import TraceRequest
 _WARMUP_SEED = 1 << 32
 """Added to the seed, so that warm-up prompts are not found in the prefix cache later."""
 _MODELS_TIMEOUT = 30.0
+"""Seconds that a server may take to list its models."""
 
 
 class BenchError(RuntimeError):

@@ -11,7 +11,9 @@ from twolane.common.options import settings_of
 from twolane.engine.config import EngineConfig
 
 USAGE_ERROR = 2
+"""Exit code after a wrong setting."""
 INTERRUPTED = 130
+"""Exit code after Ctrl-C, as shells have it."""
 
 
 def fail(message: str, code: int = 1) -> typer.Exit:

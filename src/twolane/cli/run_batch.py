@@ -19,6 +19,7 @@ OFFERED = (
 )
 """The server's options that say how requests are read and answered."""
 MANY = 1 << 30
+"""Bound of the queue, in requests: a batch file waits in its own order."""
 
 app = command_app()
 

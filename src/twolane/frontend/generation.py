@@ -24,6 +24,7 @@ from twolane.sampling import SamplingParams
 from twolane.slo import Slo
 
 SEEDS = 2**64
+"""Number of different seeds, which are signed numbers of 64 bits."""
 
 
 class TextOptions(msgspec.Struct, frozen=True, kw_only=True):

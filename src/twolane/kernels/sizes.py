@@ -19,6 +19,7 @@ other kernel."""
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 40, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 """Rows of decode steps, and from there on every `BUCKET_STEP`."""
 BUCKET_STEP = 64
+"""Rows between two sizes of large decode steps."""
 GRAPH_BYTES = 3 * 2**30
 """Kept free for the graphs of all levels, which are captured when the KV pool exists."""
 WORKSPACE_TOKENS = 16_384

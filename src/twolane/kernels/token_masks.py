@@ -7,6 +7,7 @@ import triton.language as tl
 from twolane.kernels.runtime.launch import launch
 
 _BLOCK = 4096
+"""Tokens that one program masks."""
 _WARPS = 8
 
 

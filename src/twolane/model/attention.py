@@ -21,6 +21,7 @@ from twolane.model.spec import ModelSpec
 _Ints = npt.NDArray[np.int64]
 
 _GROUP_SLACK = 64
+"""Tokens by which contexts of one group may differ, however short they are."""
 _GROUP_SHARE = 0.75
 """Decode rows share one padded attention call when the shortest has this share of the longest's
 tokens, or lacks at most `_GROUP_SLACK` of them: padding costs less than another call."""

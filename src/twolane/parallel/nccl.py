@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 ID_BYTES = 128
+"""Bytes of a communicator's id."""
 _TYPES = {
     torch.uint8: 1,
     torch.int32: 2,
@@ -25,6 +26,7 @@ _TYPES = {
 }
 """`ncclDataType_t` by PyTorch's type (nccl.h)."""
 _SUM = 0
+"""NCCL's number of the operation that adds."""
 _SUCCESS, _IN_PROGRESS = 0, 7
 ENVIRONMENT = {
     "NCCL_NVLS_ENABLE": "0",  # no NVLink multicast

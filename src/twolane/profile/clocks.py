@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import NamedTuple
 
 INTERVAL_MS = 50
+"""Milliseconds between two readings of the clocks."""
 QUERY = "clocks.sm,clocks.mem,power.draw.instant"
 
 

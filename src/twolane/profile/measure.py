@@ -23,6 +23,7 @@ ALONE_SECONDS = 0.1
 BOTH_SECONDS = 0.25
 """The same with both lanes at work; and at least `REPEATS` in each lane."""
 REPEATS = 3
+"""Number of launches that a point has at least."""
 MOST_SECONDS = 2.0
 """Most seconds of a point once that many launches were counted."""
 SLICE_SECONDS = 0.012

@@ -27,6 +27,7 @@ from twolane.sampling import SamplingParams
 GREEDY = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
 RANDOM = SamplingParams(temperature=1.0, max_tokens=None, ignore_eos=True)
 POLL_SECONDS = 5e-5
+"""Seconds between two looks at tickets."""
 HANGS_SECONDS = 120.0
 """A launch that takes longer than this is taken for one that never ends."""
 

@@ -28,6 +28,7 @@ from twolane.profile.rig import Rig
 log = logging.getLogger("twolane.profile")
 
 SAVE_SECONDS = 5.0
+"""Seconds between two writes of the profile."""
 LONGEST_BATCH = 16_384
 """New tokens of the largest prefill batch that is measured."""
 

@@ -121,6 +121,7 @@ H200 = Gpu(
 )
 """Fitted by `benchmarks/fit_device.py`; docs/design/simulation.md compares it with measurements."""
 _HBM3 = 3.35 / 4.8  # the H100's fraction of the H200's bandwidth, by the data sheets
+"""Bandwidth of an H100's memory, as a share of an H200's."""
 H100 = msgspec.structs.replace(
     H200,
     name="h100",

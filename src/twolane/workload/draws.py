@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
 STRATA = 1024
+"""Number of equal parts of [0, 1), of which as many draws in a row have one each."""
 
 
 def spread(rng: np.random.Generator, count: int, columns: int) -> Floats:

@@ -9,6 +9,7 @@ from twolane.workload.papers import K
 from twolane.workload.traces import TraceRequest
 
 TOLERANCE = 0.03
+"""Share by which a drawn mean, median or P90 may differ from the published one."""
 
 
 class Statistics(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -10,6 +10,7 @@ from twolane.workload.draws import Floats, Lengths, spread
 from twolane.workload.traces import BLOCK_TOKENS, TraceRequest
 
 MOST_TURNS = 30
+"""Number of turns that a session has at most."""
 MOST_TOKENS = 123_392
 """A session ends before a longer prompt: MuxWise (Table 1) has up to 122,880 tokens reused."""
 

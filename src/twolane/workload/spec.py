@@ -24,8 +24,11 @@ RANDOM = "random"
 DRAWN: dict[str, LengthTable | Single | Sessions] = {**TABLES, **WORKLOADS}
 """The workloads that come with Twolane."""
 DEFAULT_COUNT = 1000
+"""Number of requests if neither the user nor a trace says one."""
 DEFAULT_INPUT = 1024
+"""Prompt tokens of each request of `random`, unless told."""
 DEFAULT_OUTPUT = 128
+"""Output tokens of each request of `random`, unless told."""
 
 
 class WorkloadSpec(msgspec.Struct, frozen=True, kw_only=True):

@@ -26,6 +26,7 @@ BUFFER_BYTES = 64 << 20
 FOLD_SECONDS = 1.0
 """Batches that gave way are taken into the snapshot after this many seconds at most."""
 NUMBER_BYTES = 8
+"""Bytes of a message's number."""
 END_OF_REPLAY = (-1).to_bytes(NUMBER_BYTES, "big", signed=True)
 
 

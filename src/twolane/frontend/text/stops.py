@@ -5,8 +5,9 @@ from collections.abc import Sequence
 import msgspec
 
 MOST_STRINGS = 32
+"""Number of stop strings that one request may have."""
 LONGEST_STRING = 1024
-"""Characters."""
+"""Characters that a stop string may have."""
 
 
 class StopResult(msgspec.Struct, frozen=True):

@@ -15,6 +15,7 @@ HEAD_DIMS = (64, 128)
 MAX_WORKERS = 12
 """Most warps of a block; there is one block an SM."""
 _HALF_BYTES = 8192
+"""Bytes of keys or of values that one copy brings."""
 _POWERS = 128
 """Bytes of the exponents of a tile of a rounded pool."""
 COMBINERS = 4

@@ -28,8 +28,10 @@ from twolane.kernels.pool import E4M3, Pool, RoundedPool, values_of
 MAX_GROUP = 16
 """Most query heads that share a KV head."""
 MAX_ROWS = 1024
+"""Number of rows that one call serves."""
 PAGE_SIZES = (16, 32, 64)
 _EVERYTHING = 1 << 30
+"""Tokens of a window that hides nothing."""
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,7 @@ Progress = Callable[[str, float], None]
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
 _POLL_SECONDS = 0.1
+"""Seconds between two looks at how far a download is."""
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json"),

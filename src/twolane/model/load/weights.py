@@ -38,6 +38,7 @@ QUANTIZATIONS: dict[str, Scheme] = {
 }
 """What `quantization` may ask for, and the scheme that matrices get."""
 _NAMED_AT_MOST = 5
+"""Number of tensors that an error names; it counts the others."""
 _IGNORED_SUFFIX = "rotary_emb.inv_freq"
 """Old Llama checkpoints store what follows from the config."""
 

@@ -20,6 +20,7 @@ REQUEST_ID = "X-Request-Id"
 KEY_HEADER = "x-api-key"
 """Header in which Anthropic's clients send the key."""
 ID_LONGEST = 128
+"""Characters of a client's request id that are kept."""
 NOT_IN_IDS = re.compile(r"[^!-~]")
 """All but visible ASCII."""
 GUARDED = (

@@ -23,6 +23,7 @@ from twolane.slo import Slo
 
 PREFIX = OURS
 MS = 1e-3
+"""Seconds in a millisecond."""
 # Steps of 1 ms up to 15 ms: quantiles are interpolated within a bucket, and SLOs of 10 ms are met.
 START_BUCKETS = (
     *(round(ms * MS, 3) for ms in range(1, 16)),
@@ -42,9 +43,11 @@ WHOLE_BUCKETS = (
 )
 """Buckets of the time of whole requests, in seconds."""
 REFUSALS_KEPT = 20
+"""Number of latest kinds of refusals that the dashboard shows."""
 MOST_ADAPTERS, OTHER_ADAPTERS = 100, "(others)"
 """Number of adapters that have a label of their own, and the label of all others."""
 MESSAGE_LONGEST = 200
+"""Characters of a refusal's message that are kept."""
 TOKEN_BUCKETS = tuple(step * 10**power for power in range(6) for step in (1, 2, 5))
 
 

@@ -19,7 +19,8 @@ from twolane.systems.view import View
 GROUPS = {3: (28,), 4: (24, 36), 5: (24, 28, 36)}
 """SMs for decode of 108, in groups that share the device; with (108, 0) and (0, 108) these are 3,
 4 and 5 groups (§4, §5.3.2)."""
-OF = 108
+PAPER_SMS = 108
+"""SMs of the device that these numbers are given for."""
 
 
 class Drift(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -64,5 +65,7 @@ class Drift(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def levels(self, view: View) -> list[Level]:
         """The groups' shares as far as they are on offer, each by the nearest level."""
         offered = shared_levels(view)
-        chosen = {nearest_level(offered, units / OF * view.units) for units in GROUPS[self.groups]}
+        chosen = {
+            nearest_level(offered, units / PAPER_SMS * view.units) for units in GROUPS[self.groups]
+        }
         return sorted(chosen, key=lambda level: level[1])

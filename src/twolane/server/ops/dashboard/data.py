@@ -16,6 +16,7 @@ from twolane.server.ops.metrics import ServerMetrics
 WATCH_SECONDS = 5.0
 """How long after the last look the engine tells of launches."""
 LAUNCHES_KEPT = 4096
+"""Number of latest launches that the dashboard has."""
 
 
 class Dashboard:
