@@ -12,7 +12,7 @@ from typing import Protocol
 import aiohttp
 import msgspec
 
-from twolane.fleet.hosts import Place
+from twolane.fleet.hosts import ReplicaAddress
 
 log = logging.getLogger("twolane.fleet")
 
@@ -27,7 +27,7 @@ class Changed(Protocol):
     """A replica, as far as changes are concerned."""
 
     name: str
-    place: Place | None
+    place: ReplicaAddress | None
     adapters: dict[str, bytes]
     """Bodies of the requests that loaded its adapters, by their names."""
 

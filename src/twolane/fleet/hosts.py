@@ -10,18 +10,18 @@ ACTOR_SECONDS = 10.0
 """Seconds within which an actor must answer; it does nothing but hold a process."""
 
 
-class Place(NamedTuple):
+class ReplicaAddress(NamedTuple):
     """Where a replica answers."""
 
     url: str
     pid: int
-    """On its machine."""
+    """Number of its process, on its machine."""
 
 
 class Hosts(Protocol):
     """Starts and ends replicas."""
 
-    async def start(self, name: str) -> Place:
+    async def start(self, name: str) -> ReplicaAddress:
         """Start a replica; return when it serves.
 
         Raises:
@@ -53,12 +53,12 @@ class LocalHosts:
         self._environment = environment
         self._processes: dict[str, ReplicaProcess] = {}
 
-    async def start(self, name: str) -> Place:
+    async def start(self, name: str) -> ReplicaAddress:
         """See `Hosts.start`."""
         how = self._arguments, "127.0.0.1", self._environment
         process = await asyncio.to_thread(ReplicaProcess, *how)
         self._processes[name] = process
-        return Place(process.url, process.pid)
+        return ReplicaAddress(process.url, process.pid)
 
     async def alive(self, name: str) -> bool:
         """See `Hosts.alive`."""
@@ -80,13 +80,13 @@ class Actor:
 
     def start(
         self, arguments: Sequence[str], host: str | None, environment: Mapping[str, str]
-    ) -> Place:
+    ) -> ReplicaAddress:
         """Start the replica on the actor's machine; it listens at `host`, or where Ray does."""
         import ray
 
         host = host or ray.util.get_node_ip_address()
         self._process = ReplicaProcess(arguments, host, environment)
-        return Place(self._process.url, self._process.pid)
+        return ReplicaAddress(self._process.url, self._process.pid)
 
     def alive(self) -> bool:
         """Whether the process has not ended."""
@@ -139,12 +139,12 @@ class RayHosts:
         self._environment = dict(environment or {})
         self._actors: dict[str, Any] = {}
 
-    async def start(self, name: str) -> Place:
+    async def start(self, name: str) -> ReplicaAddress:
         """See `Hosts.start`."""
         actor = self._class.remote()
         try:
             how = self._arguments, self._host, self._environment
-            started: Place = await actor.start.remote(*how)
+            started: ReplicaAddress = await actor.start.remote(*how)
         except self._ray.exceptions.RayError as error:
             self._ray.kill(actor)
             raise StartError(str(error).strip().splitlines()[-1]) from error

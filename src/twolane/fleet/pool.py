@@ -11,7 +11,7 @@ import aiohttp
 import msgspec
 
 from twolane.fleet.changes import Changes
-from twolane.fleet.hosts import Hosts, Place
+from twolane.fleet.hosts import Hosts, ReplicaAddress
 from twolane.fleet.options import FleetOptions
 from twolane.fleet.process import StartError
 from twolane.fleet.scale import Trend, wanted
@@ -32,7 +32,7 @@ class Member:
     """One replica."""
 
     name: str
-    place: Place | None = None
+    place: ReplicaAddress | None = None
     phase: Phase = "starting"
     """Where it is in its life; a replica that is `out` tells no state and gets no requests."""
     heard_at: float = 0.0

@@ -97,7 +97,7 @@ class OutputConfig(Body):
 
 
 class KeptThinking(Body):
-    """Of how many answers the thinking stays in the conversation."""
+    """The number of answers whose thinking stays in the conversation."""
 
     type: Literal["thinking_turns"]
     value: Annotated[int, Field(ge=1)]
