@@ -184,6 +184,19 @@ class TestErrors:
             assert error["type"] == "invalid_request_error"
             assert param in error["message"] or param == "model"
 
+    @pytest.mark.parametrize(
+        ("prompts", "message"),
+        [
+            (["x", ""], "prompt 1 is empty"),
+            ([[5], [5], [1] * 8192], "prompt 2 has 8192 tokens"),
+            ([[]], "the prompt is empty"),
+        ],
+    )
+    def test_one_of_several_prompts_is_named(self, real, prompts, message):
+        _, _, answer = real.request("/v1/completions", {"prompt": prompts})
+        assert answer["error"]["message"].startswith(message)
+        assert answer["error"]["param"] == "prompt"
+
     def test_another_model_is_not_repeated_whole(self, real):
         """However long the name is."""
         status, _, answer = real.request("/v1/completions", {"prompt": "x", "model": "m" * 10**6})

@@ -472,7 +472,7 @@ class Service:
         if body.truncate_prompt_tokens is not None or least == 0:
             self._check_length(length, param)
         if least >= self.engine.ready.max_model_len and body.truncate_prompt_tokens is None:
-            raise self._too_long(f"at least {least}", param)
+            raise self._too_long("the prompt", f"at least {least}", param)
 
     def _fitted(self, prompts: list[Prompt], body: GenerationBody, param: str) -> list[Prompt]:
         """Cut the prompts as the request asks, and check them."""
@@ -481,18 +481,19 @@ class Service:
         most = body.truncate_prompt_tokens
         if most is not None:
             prompts = [prompt.last(most) for prompt in prompts]
-        for prompt in prompts:
+        for place, prompt in enumerate(prompts):
+            name = "the prompt" if len(prompts) == 1 else f"prompt {place}"
             if not prompt.tokens:
-                raise ApiError(400, "the prompt is empty", code="invalid_prompt", param=param)
+                raise ApiError(400, f"{name} is empty", code="invalid_prompt", param=param)
             if len(prompt.tokens) >= self.engine.ready.max_model_len:
-                raise self._too_long(str(len(prompt.tokens)), param)
+                raise self._too_long(name, str(len(prompt.tokens)), param)
             self.check_ids(param, prompt.tokens)
         return prompts
 
-    def _too_long(self, tokens: str, param: str) -> ApiError:
+    def _too_long(self, name: str, tokens: str, param: str) -> ApiError:
         return ApiError(
             400,
-            f"the prompt has {tokens} tokens; the context has "
+            f"{name} has {tokens} tokens; the context has "
             f"{self.engine.ready.max_model_len}, and at least one is for the answer",
             code="context_length_exceeded",
             param=param,
