@@ -29,6 +29,7 @@ from ..server.serving import serving
 
 TOOL = {"name": "f", "parameters": {"properties": {f"p{i}": nested(10) for i in range(300)}}}
 NUMBERS = {f"p{i}": {"type": "number"} for i in range(3_000)}
+MANY = [{"properties": {f"a{i}": {"const": i}}} for i in range(600)]
 HOSTILE = (
     {"json": {"properties": NUMBERS}},
     {"json": {"anyOf": [{"properties": {f"a{i}": {"const": i}}} for i in range(2_000)]}},
@@ -38,6 +39,8 @@ HOSTILE = (
     {"regex": "((a{1,1000}){1,1000}){1,1000}"},
     {"grammar": 'start: start start | "a" | '},
     {"json": {"items": {"properties": dict([*NUMBERS.items()][:400])}, "minItems": 9}},
+    {"json": {"properties": {"k": {"anyOf": MANY}}, "required": ["k"]}},  # slow in the middle
+    {"grammar": "start: s\ns: s s | /./"},  # slower with each token
 )
 HARMLESS = tuple({"regex": f"[a-z]{{{1 + i}}}"} for i in range(len(HOSTILE)))
 
