@@ -417,6 +417,9 @@ def test_a_prompt_between_two_chunks_gives_up_its_pages_before_decode_stalls() -
     assert long.cached == 0, "what it finds of its own pages was computed for it"
     assert long.times is not None and long.times.queue is not None
     assert long.times.queue < 0.05, "it waited until it was first admitted"
+    chunks = [ran.tokens for ran in sim.record.launches if ran.requests == ["long"]][:2]
+    assert chunks[0] == 94
+    assert chunks[1] < 95, "the pages of its first chunk were shared when that had ended"
 
 
 def test_a_system_is_asked_again_when_its_launch_came_to_nothing() -> None:
