@@ -186,6 +186,21 @@ def parts(simulated: bool) -> Iterator[list[str]]:
                    _made(path, found)]  # fmt: skip
 
 
+def lengths() -> Iterator[list[str]]:
+    """Rows of one simulated search with runs of several lengths, of all files."""
+    found = [(path, content) for path, content in _files("run-lengths/*/*/*.json")]
+    for path, content in sorted(found, key=lambda pair: pair[1]["prompts"]):
+        auto, other = content["found"]
+        best = median(auto["goodput"]), median(other["goodput"])
+        yield [
+            f"{content['prompts']}",
+            f"{best[0]:.1f}",
+            f"`{other['system']}` {best[1]:.1f}",
+            f"{best[0] / best[1]:.2f}",
+            _made(path, content),
+        ]
+
+
 def _held(found: dict[str, Any]) -> str:
     """The median goodput; of a search that was interrupted, what is known."""
     if any(found["goodput"]):
@@ -414,7 +429,7 @@ def _engines() -> Iterator[list[str]]:
                 best = max(others, key=others.__getitem__)
                 ratio = f"**{median(auto) / others[best]:.2f}** of {best}"
                 yield [
-                    f"goodput over another engine at {tbt:g} ms, short runs",
+                    f"goodput over another engine at {tbt:g} ms, bursts of 300 requests",
                     f"{ratio} ({median(auto):.1f} and {others[best]:.1f} requests/s)",
                     _made(path, found).partition(",")[0],
                 ]
@@ -464,6 +479,10 @@ TABLES = {
         "engine and card|step of 64 rows at 2K, ms|first token of 8K, ms|TBT bound, ms|holds|"
         "`auto` over it|P99 gap there, ms|file, commit, date",
         side_by_side,
+    ),
+    "lengths": (
+        "requests in a run|`auto`|the other|ratio|file, commit, date",
+        lengths,
     ),
     "peers": (
         "engine and card|TBT bound, ms|`auto`, before and after|best setting|it holds|ratio|"
