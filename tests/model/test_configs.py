@@ -370,6 +370,17 @@ def test_what_a_config_leaves_out_is_as_in_transformers(architecture, said, rope
             {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}},
             "long_factor must have 64 numbers",
         ),
+        ({"rope_scaling": {"type": "linear", "factor": 0}}, "factor must be above 0, not 0"),
+        ({"rope_scaling": {"type": "yarn", "factor": -4.0}}, "factor must be above 0, not -4"),
+        (
+            {"rope_scaling": {"type": "llama3", "factor": 8.0} | dict.fromkeys(LOW_AND_HIGH, 1.0)},
+            "low_freq_factor 1.* must be below high_freq_factor 1",
+        ),
+        ({"rope_theta": -5}, "rope_theta must be above 1, not -5"),
+        (
+            {"rope_scaling": {"type": "yarn"}, "max_position_embeddings": 0},
+            "max_position_embeddings must be 1 or more, not 0",
+        ),
         ({"rope_parameters": {"rope_theta": [1e4]}}, "rope_parameters: .*rope_theta"),
         ({"rope_scaling": {"type": "yarn", "factor": 4, "beta_fast": "a"}}, "beta_fast"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "'full_attention'"),

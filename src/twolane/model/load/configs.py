@@ -125,6 +125,11 @@ class _RopeNumbers(msgspec.Struct):
     long_factor: list[float] | None = None
 
 
+_ABOVE_0 = (
+    *("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
+    *("attention_factor", "partial_rotary_factor"),
+)
+"""The numbers of `rope_parameters` that are divided by or multiply everything."""
 GENERATION_FILE = "generation_config.json"
 
 
@@ -438,6 +443,9 @@ def spec_from_config(
     family = check_architecture(raw)
     config = _read_as(family, raw)
     check_counts(config.num_hidden_layers, config.num_attention_heads)
+    if config.max_position_embeddings < 1:
+        said = f"must be 1 or more, not {config.max_position_embeddings}"
+        raise ValueError(f"config.json: max_position_embeddings {said}")
     if config.hidden_act != "silu":
         raise UnsupportedModel.because("activation", config.hidden_act, ("silu",))
     window, sliding_layers = _sliding(config, family)
@@ -647,8 +655,10 @@ def _stretched(config: HFConfig, family: Family) -> RopeSpec:
     for name, value in rope.items():
         if isinstance(value, dict):
             raise UnsupportedModel.because("rope_parameters of", name, ("one for all layers",))
-    converted(rope, _RopeNumbers, "config.json: rope_parameters", lax=True)
+    _check_rope(converted(rope, _RopeNumbers, "config.json: rope_parameters", lax=True))
     theta = float(rope.get("rope_theta") or config.rope_theta or 10_000.0)
+    if not theta > 1.0:
+        raise ValueError(f"config.json: rope_theta must be above 1, not {theta:g}")
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if family == "phi3" and kind in ("su", "yarn"):  # older names of the same
         kind = "longrope"
@@ -671,6 +681,22 @@ def _stretched(config: HFConfig, family: Family) -> RopeSpec:
         raise ValueError(f"config.json: rope_parameters of type {kind} have no {error}") from error
     works = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
     raise UnsupportedModel.because("rope type", kind, works)
+
+
+def _check_rope(numbers: _RopeNumbers) -> None:
+    """Refuse numbers by which no position can be rotated.
+
+    Raises:
+        ValueError: there is one.
+    """
+    for name in _ABOVE_0:
+        value = getattr(numbers, name)
+        if value is not None and not 0.0 < value < math.inf:
+            raise ValueError(f"config.json: rope_parameters: {name} must be above 0, not {value}")
+    low, high = numbers.low_freq_factor, numbers.high_freq_factor
+    if low is not None and high is not None and not low < high:
+        said = f"low_freq_factor {low} must be below high_freq_factor {high}"
+        raise ValueError(f"config.json: rope_parameters: {said}")
 
 
 def _llama3(theta: float, rope: Mapping[str, Any], original: int) -> RopeSpec:
