@@ -1,4 +1,4 @@
-"""Launches whose masks are late: how many are queued, and which mask each of them gets."""
+"""What launches are told late or piece by piece: masks, of which two may be missing, and pages."""
 
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -225,3 +225,21 @@ def test_no_mask_is_told_for_a_slot_that_its_request_has_left(masks: list[Any]) 
     assert b.allocation is not None
     assert lanes.told == [(1, (TokenMask(b.allocation.slot, b"of b"),))]
     assert (a.owed, b.owed) == (0, 0)
+
+
+def test_a_launch_tells_only_the_pages_that_lanes_do_not_know() -> None:
+    lanes: Any = Lanes()
+    engine = engine_of(lanes)
+    engine.take([submit("a", 20, 16)])
+    prefill(engine, "a")
+    lanes.end(0, 7)
+    engine.reap()
+    told = [update for work in lanes.works for update in work.slots]
+    assert [(update.first, len(update.pages)) for update in told] == [(0, 2)]
+    step = Plan(launches=(Launch("decode", 32, DecodeSteps(1)),))
+    for number in range(1, 15):
+        assert engine.carry_out(step)
+        lanes.end(number, 8)
+        engine.reap()
+    told = [update for work in lanes.works for update in work.slots]
+    assert [(update.first, len(update.pages)) for update in told] == [(0, 2), (2, 1)]
