@@ -388,13 +388,13 @@ def summary() -> Iterator[list[str]]:
     pairs = [_rivals(searches[name]) for name in panels if not name.endswith("-flat")]
     ratios = [auto.median / best.median for auto, best in pairs]
     yield ["goodput over the best other system, tuned", _range(ratios, "bounds"), "H200s, measured"]
-    yield from _engines()
     bounds = list(_bounds())
     yield [
         "the same, simulated, three patterns",
         _range([bound.ratio for bound in bounds], "bounds"),
         "simulated H200 and A100s",
     ]
+    yield from _engines()
     for (panel, _), served in _saturated().items():
         auto = served.pop("auto")
         best = max(served, key=served.__getitem__)

@@ -151,7 +151,7 @@ def _claimed(experiment: Experiment, saved: Saved) -> str:
     found = values(experiment, saved.runs)
     claimed = [
         v for v in found if v.row.over and v.row.figure in ("goodput", "throughput")
-        and ": auto" not in v.row.of
+        and not v.row.why.startswith("not in the paper")
     ]  # fmt: skip
     said = []
     if exact := [v for v in claimed if not v.more]:
