@@ -393,6 +393,21 @@ def test_files_that_are_refused(tmp_path, wrong, message):
         spec_from_directory(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("raw", "name"),
+    [
+        *(({name: -1}, name) for name in ("vocab_size", "intermediate_size")),
+        ({"hidden_size": 0}, "hidden_size"),
+        ({"num_key_value_heads": -1}, "kv_heads"),
+        *(({"rms_norm_eps": value}, "norm_eps") for value in (-1.0, math.nan, math.inf)),
+        ({"partial_rotary_factor": math.inf}, "partial_rotary_factor"),
+    ],
+)
+def test_sizes_of_no_model_are_refused(raw, name):
+    with pytest.raises(ValueError, match=rf"{name} must be .*not"):
+        spec_from_config({"model_type": "glm", "head_dim": None, **raw})
+
+
 def test_a_window_of_zero_is_none():
     raw = {"model_type": "mistral", "sliding_window": 0}
     assert spec_from_config(raw).sliding_window is None

@@ -1,5 +1,6 @@
 """What a model is made of, without its weights."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
@@ -176,6 +177,11 @@ class ModelSpec:
     """The experts, or None where every layer has a dense MLP."""
 
     def __post_init__(self) -> None:
+        for name in ("hidden_size", "intermediate_size", "vocab_size", "kv_heads", "head_dim"):
+            if (size := getattr(self, name)) < 1:
+                raise ValueError(f"{name} must be 1 or more, not {size}")
+        if not 0.0 <= self.norm_eps < math.inf:
+            raise ValueError(f"norm_eps must be 0 or more, not {self.norm_eps}")
         if self.heads % self.kv_heads:
             raise ValueError(f"{self.heads} heads cannot share {self.kv_heads} key-value heads")
         if self.head_dim % 2:

@@ -619,6 +619,8 @@ def _rope(config: HFConfig, family: Family) -> RopeSpec:
     rope = _stretched(config, family)
     if family not in _PARTLY_ROTATED and share not in (None, 1.0):
         raise UnsupportedModel.because("partial_rotary_factor", share, ("1.0",))
+    if share is not None and not 0.0 < share <= 1.0:
+        raise ValueError(f"config.json: partial_rotary_factor must be above 0, not {share}")
     rotated = int(_head_dim(config) * (1.0 if share is None else share))
     if len(rope.divisors) not in (0, rotated // 2):
         raise ValueError(f"config.json: long_factor must have {rotated // 2} numbers")
