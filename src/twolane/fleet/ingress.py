@@ -132,6 +132,8 @@ class Ingress:
         self.metrics = FleetMetrics(pool.members.values)
         self._responses: OrderedDict[str, str] = OrderedDict()
         """Names of the replicas that answered, by the response's id."""
+        self._changing: set[asyncio.Task[None]] = set()
+        """Changes of all replicas that go on without their clients."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
@@ -240,7 +242,10 @@ class Ingress:
         """
         if call.path in EVERYWHERE and call.scope["method"] == "POST":
             # Some replicas would be changed and others not if this ended with the client.
-            await asyncio.shield(self._change_all(call))
+            changing = asyncio.create_task(self._change_all(call))
+            self._changing.add(changing)
+            changing.add_done_callback(self._changing.discard)
+            await asyncio.shield(changing)
             return
         call, ask = await self._ask(call)
         tried: set[str] = set()
