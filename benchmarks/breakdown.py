@@ -23,8 +23,8 @@ from engine import DecodeWork, Rig, finished
 
 from twolane.common.garbage import uncollected
 from twolane.kernels import fused
+from twolane.kernels.experts import few_rows
 from twolane.kernels.experts import products as experts
-from twolane.kernels.experts import routing
 from twolane.kernels.experts.routing import Combination
 from twolane.kernels.products import skinny_gemm
 from twolane.kernels.products.dispatch import GpuProducts
@@ -38,7 +38,7 @@ CONTEXT = 2048
 REPLAYS = 12
 PARTS: Mapping[str, tuple[tuple[Any, str], ...]] = {
     "experts": ((Experts, "add_into"),),
-    "routing": ((experts, "route"), (experts, "gather"), (experts, "norm_and_route")),
+    "routing": ((experts, "route"), (experts, "gather"), (few_rows, "norm_and_route")),
     "experts' products": ((experts, "_few_rows"),),
     "combination": ((Combination, "add_into"), (Combination, "add_and_norm")),
     "attention": ((DecodeRows, "attend"),),
@@ -86,7 +86,7 @@ def ways() -> dict[str, Any]:
     """What a step could do in another way."""
     groups = skinny_gemm.Groups
     return {
-        "routing apart": replaced(routing, "routes_few", lambda *_: False),
+        "routing apart": replaced(experts, "routes_few", lambda *_: False),
         "nothing fetched early": replaced(
             skinny_gemm, "Groups", lambda *a, **k: groups(*a, **{**k, "following": None})
         ),

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config
+from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from tests.gpu.forced import Forced
 from tests.model.checkpoints import random_model, reference
@@ -49,6 +49,15 @@ SHAPES: dict[str, PreTrainedConfig] = {
     ),
     "head-64": LlamaConfig(**_TINY, head_dim=64, num_key_value_heads=1, attention_bias=True),
     "head-128": Qwen3Config(**_TINY, head_dim=128, num_key_value_heads=2),
+    "experts": Qwen3MoeConfig(
+        **_TINY,
+        head_dim=128,
+        num_key_value_heads=2,
+        num_experts=32,
+        num_experts_per_tok=4,
+        moe_intermediate_size=128,
+        norm_topk_prob=True,
+    ),
 }
 TYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 ATTENTION = ("flashinfer", "triton")

@@ -132,32 +132,20 @@ def launch_routing(dtype: torch.dtype) -> None:
         Combination,
         Routing,
         gather,
-        norm_and_route,
         route,
     )
-    from twolane.kernels.fused import Norm
     from twolane.kernels.products.dispatch import input_of
 
-    norm, router = Norm(torch.empty(2048, dtype=dtype), 1e-6), torch.empty(128, 2048, dtype=dtype)
-    for rows in (1, 8, 16):  # few rows have one kernel, more have three
-        routing = Routing.of(128, 8, rows, torch.device("cpu"))
-        x, logits = torch.empty(rows, 2048, dtype=dtype), torch.empty(rows, 128, dtype=dtype)
-        out, marks = torch.empty(rows * 8, 2048, dtype=dtype), torch.empty(rows, dtype=torch.int32)
-        active = ActiveRows(marks, 0)
-        if rows == 16:
-            route(logits, active, routing, 16, normalised=True)
-        for scheme in ("bf16", "fp8_channel") if rows > 1 else ("bf16",):
-            normal, entries = (
-                input_of(each, torch.empty(len(each), 1), scheme) for each in (x.clone(), out)
-            )
-            if rows == 16:
-                gather(x, routing, entries)
-                continue
-            rest = logits, normal, routing, entries, 16
-            norm_and_route(x, norm, router, active, *rest, normalised=True)
+    weight, rows = torch.empty(2048, dtype=dtype), 16
+    routing = Routing.of(128, 8, rows, torch.device("cpu"))
+    x, logits = torch.empty(rows, 2048, dtype=dtype), torch.empty(rows, 128, dtype=dtype)
+    out, marks = torch.empty(rows * 8, 2048, dtype=dtype), torch.empty(rows, dtype=torch.int32)
+    route(logits, ActiveRows(marks, 0), routing, 16, normalised=True)
+    for scheme in ("bf16", "fp8_channel"):
+        gather(x, routing, input_of(out, torch.empty(len(out), 1), scheme))
     left = Combination(out, routing)
     left.add_into(x)
-    left.add_and_norm(x, norm.weight, norm.eps, x)
+    left.add_and_norm(x, weight, 1e-6, x)
 
 
 def launch_grouped(dtype: torch.dtype) -> None:

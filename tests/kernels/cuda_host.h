@@ -31,11 +31,15 @@ typedef unsigned long long u64;
 struct float2 { float x, y; };
 struct int2 { int x, y; };
 struct uint2 { u32 x, y; };
+struct int4 { int x, y, z, w; };
+struct uint4 { u32 x, y, z, w; };
 struct float4 { float x, y, z, w; };
 struct Index { u32 x; };
 
 static int2 make_int2(int x, int y) { return {x, y}; }
 static uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
+static int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
+static uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
 static float2 make_float2(float x, float y) { return {x, y}; }
 static float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 static float __int_as_float(u32 i) { float f; memcpy(&f, &i, 4); return f; }
@@ -112,6 +116,10 @@ template <class T> static std::vector<T> exchange(const T& mine) {
 template <class T> static T __shfl_sync(u32, T v, int lane) { return exchange(v)[lane & 31]; }
 template <class T> static T __shfl_xor_sync(u32, T v, int mask) {
     return exchange(v)[current % 32 ^ mask];
+}
+template <class T> static T __shfl_up_sync(u32, T v, int d) {
+    auto all = exchange(v);
+    return all[current % 32 < d ? current % 32 : current % 32 - d];
 }
 
 // Shared memory, barriers and copies.

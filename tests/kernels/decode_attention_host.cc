@@ -2,10 +2,6 @@
 
 #include "cuda_host.h"
 
-template <class T> static T __shfl_up_sync(u32, T v, int d) {
-    auto all = exchange(v);
-    return all[current % 32 < d ? current % 32 : current % 32 - d];
-}
 static u32 __ballot_sync(u32, bool v) {
     u32 bits = 0;
     auto all = exchange<int>(v);

@@ -17,8 +17,9 @@ def build(host: str, source: str, options: Sequence[str], folder: Path) -> ctype
     number = len(list(folder.iterdir()))
     cuda, library = folder / f"{number}.cu", folder / f"{number}.so"
     cuda.write_text(source)
-    command = ["g++", "-O1", "-std=c++17", "-w", "-shared", "-fPIC", f'-DSOURCE="{cuda}"', *options]
-    subprocess.run([*command, str(HERE / host), "-o", str(library)], check=True)
+    apart = "-fno-gnu-unique"  # libraries have shared memory of their own
+    command = ["g++", "-O1", "-std=c++17", "-w", "-shared", "-fPIC", apart, f'-DSOURCE="{cuda}"']
+    subprocess.run([*command, *options, str(HERE / host), "-o", str(library)], check=True)
     loaded = ctypes.CDLL(str(library))
     loaded.run.restype = ctypes.c_char_p
     return loaded

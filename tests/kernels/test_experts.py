@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from tests.kernels.interpreter import DEVICE
-from twolane.kernels.activations import Quantised
 from twolane.kernels.experts import grouped_gemm
 from twolane.kernels.experts.products import ExpertBuffers, combined
 from twolane.kernels.experts.routing import (
@@ -12,11 +11,9 @@ from twolane.kernels.experts.routing import (
     Combination,
     Routing,
     gather,
-    norm_and_route,
     route,
-    routes_few,
 )
-from twolane.kernels.fused import Norm, rms_norm
+from twolane.kernels.fused import rms_norm
 from twolane.kernels.products.dispatch import GpuProducts, input_of
 from twolane.model.matrix import Matrix, Scheme, quantised
 from twolane.model.mlp import Experts
@@ -60,59 +57,6 @@ def test_routing_is_that_of_the_cpu(rows: int, normalised: bool) -> None:
         assert torch.equal(routing.ends.cpu().long(), counts.cumsum(0))
         assert groups(routing) == listed(counts.tolist(), 16)
     assert int(routing.woken) == 2 * int((counts > 0).sum())
-
-
-@pytest.mark.parametrize(("rows", "group"), [(1, 16), (5, 16), (13, 64)])
-def test_one_kernel_normalises_and_routes_few_rows(rows: int, group: int) -> None:
-    """What it routes is what the kernels that do so one by one make of the same logits."""
-    hidden, norm = 40, Norm(random(40, seed=7), 1e-6)
-    residual, router, active = random(rows, hidden), random(EXPERTS, hidden), some_active(rows)
-    x, logits = torch.empty_like(residual), random(rows, EXPERTS)
-    both = [Routing.of(EXPERTS, PER_TOKEN, rows, torch.device(DEVICE)) for _ in range(2)]
-    outs = [torch.full((rows * PER_TOKEN, hidden), torch.nan, device=DEVICE) for _ in range(2)]
-    assert routes_few(rows, PER_TOKEN)
-    for _ in range(2):  # the second finds what the first left
-        rest = logits, x, both[0], outs[0], group
-        norm_and_route(residual, norm, router, active, *rest, normalised=True)
-        normal = rms_norm(residual, norm.weight, norm.eps, torch.empty_like(residual))
-        torch.testing.assert_close(x, normal, rtol=1e-6, atol=1e-6)
-        torch.testing.assert_close(logits, x @ router.t(), rtol=1e-5, atol=1e-5)
-        route(logits, active, both[1], group, normalised=True)
-        gather(x, both[1], outs[1])
-        count = int(both[1].ends[-1])
-        for name in ("ends", "chosen", "positions", "weights"):
-            assert torch.equal(getattr(both[0], name), getattr(both[1], name)), name
-        assert torch.equal(both[0].tokens[:count], both[1].tokens[:count])
-        assert torch.equal(outs[0][:count], outs[1][:count])
-        assert groups(both[0]) == groups(both[1])
-        assert torch.equal(both[0].woken, both[1].woken)
-
-
-@pytest.mark.parametrize("rows", [1, 5])
-def test_one_kernel_rounds_what_it_routes(rows: int) -> None:
-    """As rows are rounded that are normalised and copied one kernel after the other."""
-    hidden, norm = 40, Norm(random(40, seed=7), 1e-6)
-    residual, router, active = random(rows, hidden), random(EXPERTS, hidden), some_active(rows)
-    routing = Routing.of(EXPERTS, PER_TOKEN, rows, torch.device(DEVICE))
-    x, outs = rounded_room(rows, hidden), [rounded_room(rows * PER_TOKEN, hidden) for _ in range(2)]
-    logits = random(rows, EXPERTS)
-    norm_and_route(residual, norm, router, active, logits, x, routing, outs[0], 16, normalised=True)
-    normal = rms_norm(residual, norm.weight, norm.eps, torch.empty_like(residual))
-    torch.testing.assert_close(logits, normal @ router.t(), rtol=1e-5, atol=1e-5)
-    gather(normal, routing, outs[1])
-    count = int(routing.ends[-1])
-    of_gather = outs[1].values[:count].float() * outs[1].scales[:count]
-    order = routing.tokens[:count].long()
-    torch.testing.assert_close(of_gather, normal[order], rtol=0.07, atol=1e-2)
-    torch.testing.assert_close(outs[0].scales[:count], outs[1].scales[:count])
-    apart = outs[0].values[:count].float() != outs[1].values[:count].float()
-    assert apart.float().mean() < 0.02  # norms differ in a last bit
-
-
-def rounded_room(rows: int, width: int) -> Quantised:
-    """Room for rows in e4m3, each with a scale."""
-    wide = torch.full((rows, width), torch.nan, device=DEVICE)
-    return input_of(wide, torch.full((rows, 1), torch.nan, device=DEVICE), "fp8_channel")
 
 
 def test_what_experts_leave_is_added_by_the_next_norm() -> None:

@@ -240,6 +240,37 @@ def test_rows_grouped_by_expert(build, counts: list[int], gated: bool, dtype: to
         assert bool((out[-1] == 7).all())
 
 
+@pytest.mark.parametrize("dtype", [BF16, E4M3])
+def test_rows_of_a_batch_found_by_masks(build, dtype: torch.dtype) -> None:
+    """A row goes to several experts; what an expert makes of its rows lies together, in order."""
+    n, k, rows = 96, 208, 13
+    variant = Variant(128, 16, swap=True, gated=True, dtype=dtype, grouped=True, spread=True)
+    draw = torch.Generator().manual_seed(rows)
+    x = torch.randn(rows, k, generator=draw).to(dtype)
+    w = torch.randn(4, 2 * n, k, generator=draw).to(dtype)
+    of_x = torch.randn(rows, 1, generator=draw).exp()
+    of_w = torch.randn(4, 2 * n, generator=draw).exp()
+    scales = (of_x, of_w.flatten()) if dtype == E4M3 else None
+    lists, expected, first = [], [], 0
+    for expert, mine in ((0, [4]), (2, list(range(rows))), (3, [0, 4, 5, 12])):
+        lists += [expert, first, len(mine), sum(1 << row for row in mine)]
+        wide = x[mine].float() @ w[expert].float().T
+        if scales is not None:
+            wide *= of_x[mine] * of_w[expert]
+        gate, up = wide.chunk(2, dim=1)
+        expected.append(torch.nn.functional.silu(gate) * up)
+        first += len(mine)
+    numbers = torch.tensor([3, 0, 0, 0, *lists], dtype=torch.int32)
+    groups = Groups(numbers, 4, known=False, following=None)
+    for blocks in (1, 5, 13):
+        out = torch.full((first + 1, n), 7.0, dtype=BF16)
+        given = x, w.flatten(0, 1), None, out[:-1]
+        run(build, variant, blocks, *given, scales=scales, groups=groups)
+        reference = torch.cat(expected)
+        assert (out[:-1].float() - reference).norm() < 4e-3 * reference.norm()
+        assert bool((out[-1] == 7).all())
+
+
 def test_a_grouped_product_brings_the_next_ones_weights_into_the_cache(build) -> None:
     """All of those of experts that have rows, each once, where the blocks' shares are small."""
     n, k, variant = 96, 200, Variant(128, 16, swap=True, gated=True, grouped=True)

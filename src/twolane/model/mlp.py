@@ -197,12 +197,11 @@ class Experts:
         products: "GpuProducts",
     ) -> "Combination | None":
         """See `Mlp.add_into`. What all rows fit the buffers for is added by the next norm."""
-        from twolane.kernels.experts.products import norm_and_combined
-        from twolane.kernels.experts.routing import routes_few
+        from twolane.kernels.experts.products import norm_and_combined, routes_few
         from twolane.kernels.fused import rms_norm
 
         count = len(residual)
-        if not routes_few(count, self.per_token):
+        if not routes_few(count, self.per_token, self.router, self.gate_up):
             x = rms_norm(residual, norm.weight, norm.eps, buffers.get("norm", count))
             return self._add_into(residual, x, active, buffers, products)
         return norm_and_combined(

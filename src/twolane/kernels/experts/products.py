@@ -1,4 +1,4 @@
-"""Products of rows sorted by expert, each with its expert's matrix.
+"""GpuProducts of rows sorted by expert, each with its expert's matrix.
 
 Few rows go through the project's own kernel on Hopper (`skinny_gemm.cu`, grouped), which deals the
 tiles of the active experts out to the lane's SMs and reads each expert's weights once. Many go
@@ -15,14 +15,13 @@ from torch import Tensor
 
 from twolane.kernels import fused
 from twolane.kernels.activations import Activations, Quantised
-from twolane.kernels.experts import grouped_gemm
+from twolane.kernels.experts import few_rows, grouped_gemm
 from twolane.kernels.experts.routing import (
     LEAST_GROUP,
     ActiveRows,
     Combination,
     Routing,
     gather,
-    norm_and_route,
     route,
 )
 from twolane.kernels.fused import Norm
@@ -45,6 +44,8 @@ class ExpertWay:
     kernel: Kernel
     rows: int
     """The most rows of a group."""
+    spread: bool = False
+    """Whether the own kernel's rows are those of the batch; masks tell which an expert has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +102,15 @@ def combined(
     chosen = way(len(buffers.x), buffers.routing.experts, gate_up, down)
     route(buffers.logits, active, buffers.routing, chosen.rows, normalised=normalised)
     gather(x, buffers.routing, buffers.x)
-    return _multiplied(chosen, gate_up, down, buffers, products)
+    return _multiplied(chosen, buffers.x, gate_up, down, buffers, products)
+
+
+def routes_few(rows: int, per_token: int, router: Stored, gate_up: Stored) -> bool:
+    """Whether `norm_and_combined` serves this many rows."""
+    own = gate_up.values.device.type == "cuda" and skinny_gemm.serves(
+        gate_up.values, gate_up.scheme, gated=True
+    )
+    return own and few_rows.serves(rows, per_token, router.values)
 
 
 def norm_and_combined(
@@ -126,33 +135,38 @@ def norm_and_combined(
         x: [T, hidden], where the normalised rows go, rounded if the experts' matrices are.
         active, gate_up, down, buffers, products, normalised: as in `combined`, without logits.
     """
-    chosen = way(len(buffers.x), buffers.routing.experts, gate_up, down)
-    rows = (buffers.logits, x, buffers.routing, buffers.x, chosen.rows)
-    norm_and_route(residual, norm, router.values, active, *rows, normalised=normalised)
-    return _multiplied(chosen, gate_up, down, buffers, products)
+    rows = residual, norm, router.values, active
+    few_rows.norm_and_route(*rows, buffers.logits, x, buffers.routing, normalised=normalised)
+    chosen = ExpertWay("own", few_rows.MOST_ROWS, spread=True)
+    return _multiplied(chosen, x, gate_up, down, buffers, products)
 
 
 def _multiplied(
-    chosen: ExpertWay, gate_up: Stored, down: Stored, buffers: ExpertBuffers, products: GpuProducts
+    chosen: ExpertWay,
+    x: Activations,
+    gate_up: Stored,
+    down: Stored,
+    buffers: ExpertBuffers,
+    products: GpuProducts,
 ) -> Combination:
-    """The products of the sorted entries."""
+    """The products of the sorted entries, or of the batch's rows where `chosen` spreads these."""
     routing, outs = buffers.routing, buffers.outs
     if chosen.kernel == "own":
         act = buffers.act
         if isinstance(act, Quantised):
             rows, inner = act.values.shape
             wide = buffers.gate_up.flatten()[: rows * inner].view(rows, inner)
-            _few_rows(buffers.x, gate_up, wide, routing, chosen, products, following=down)
+            _few_rows(x, gate_up, wide, routing, chosen, products, following=down)
             fused.quantise(wide, act)
         else:
-            _few_rows(buffers.x, gate_up, act, routing, chosen, products, following=down)
+            _few_rows(x, gate_up, act, routing, chosen, products, following=down)
         _few_rows(act, down, outs, routing, chosen, products)
     elif chosen.kernel == "torch":
-        fused.silu_mul(_many_rows(buffers.x, gate_up, routing, products), buffers.act)
+        fused.silu_mul(_many_rows(x, gate_up, routing, products), buffers.act)
         outs = _many_rows(buffers.act, down, routing, products)
     else:
         tiles = chosen.rows, products.units
-        grouped_gemm.grouped_gemm(buffers.x, gate_up, routing, buffers.gate_up, *tiles)
+        grouped_gemm.grouped_gemm(x, gate_up, routing, buffers.gate_up, *tiles)
         fused.silu_mul(buffers.gate_up, buffers.act)
         grouped_gemm.grouped_gemm(buffers.act, down, routing, outs, *tiles)
     return Combination(outs, routing)
@@ -174,7 +188,13 @@ def _few_rows(
     wide = 256 if products.units <= 48 else 128
     values, scales = factors(x, weight)
     variant = skinny_gemm.Variant(
-        wide, chosen.rows, swap=True, gated=gated, dtype=values.dtype, grouped=True
+        wide,
+        chosen.rows,
+        swap=True,
+        gated=gated,
+        dtype=values.dtype,
+        grouped=True,
+        spread=chosen.spread and gated,
     )
     skinny_gemm.launch(
         variant,

@@ -14,7 +14,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from twolane.kernels.activations import Activations, Quantised
-from twolane.kernels.fused import Norm, Out, launch_options, parts, quantised, rms_normal, warps
+from twolane.kernels.fused import Out, launch_options, parts, quantised, rms_normal, warps
 from twolane.kernels.runtime.launch import launch, power_of_2
 
 _SORTED = 1024
@@ -23,11 +23,6 @@ _ELEMENTS = 2048
 """Elements that one program copies or sums."""
 _HEAD = 4
 """Numbers in front of the list of groups."""
-_FEW_ENTRIES = 64
-"""Entries up to which one program deals all rows out."""
-_ROUTER_ELEMENTS = 8192
-"""Elements of the router that a program multiplies with, twice those of rows that it copies at a
-time: with as many, registers spill."""
 LEAST_GROUP = 16
 """The fewest rows that a group is made for, which bounds the length of the list."""
 
@@ -64,7 +59,7 @@ class Routing:
     groups: Tensor
     """How many groups there are, a counter of programs that is 0 between launches, the sum of
     active experts (`woken`), padding, and for each group its expert, its first sorted entry, how
-    many there are, and padding: int32."""
+    many there are, and a mask of rows or padding: int32."""
 
     @classmethod
     def of(cls, experts: int, per_token: int, rows: int, device: torch.device) -> "Routing":
@@ -85,10 +80,6 @@ class Routing:
             ints(experts),
             ints(_HEAD + 4 * groups),
         )
-
-    def filled(self) -> tuple[Tensor, ...]:
-        """What `norm_and_route` fills, in the order of its kernel's arguments."""
-        return self.chosen, self.weights, self.positions, self.tokens, self.ends, self.groups
 
     def first(self, rows: int) -> "Routing":
         """The same buffers for so few tokens."""
@@ -259,140 +250,6 @@ def _gather(
 
 
 @triton.jit
-def _picks(
-    logits: tl.tensor,
-    marks: tl.tensor,
-    least: tl.tensor,
-    rows: tl.tensor,
-    EXPERTS: tl.constexpr,
-    PER_TOKEN: tl.constexpr,
-    NORMALISED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    RANKS: tl.constexpr,
-    ROWS: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:
-    """What `_choose` finds for up to ROWS rows: experts and shares [ROWS, RANKS]; where a row is
-    not active, or a rank is none, the expert is EXPERTS."""
-    row = tl.arange(0, ROWS)[:, None]
-    expert = tl.arange(0, BLOCK)[None, :]
-    rank = tl.arange(0, RANKS)[None, :]
-    known = (row < rows) & (expert < EXPERTS)
-    at = logits + row * EXPERTS + expert
-    wide = tl.load(at, mask=known, other=float("-inf"), cache_modifier=".cg")
-    wide = tl.where(expert < EXPERTS, tl.where(row < rows, wide.to(tl.float32), 0.0), float("-inf"))
-    wide = tl.exp(wide - tl.max(wide, axis=1, keep_dims=True))
-    left = tl.where(expert < EXPERTS, wide / tl.sum(wide, axis=1, keep_dims=True), -1.0)
-    picks = tl.full((ROWS, RANKS), EXPERTS, tl.int32)
-    shares = tl.zeros((ROWS, RANKS), tl.float32)
-    for i in tl.static_range(PER_TOKEN):
-        best = tl.max(left, axis=1, keep_dims=True)
-        pick = tl.min(tl.where(left == best, expert, EXPERTS), axis=1, keep_dims=True)
-        picks = tl.where(rank == i, pick, picks)
-        shares = tl.where(rank == i, best, shares)
-        left = tl.where(expert == pick, -2.0, left)
-    if NORMALISED:
-        shares = shares / tl.sum(shares, axis=1, keep_dims=True)
-    mark = tl.load(marks + row, mask=row < rows, other=0)
-    active = (row < rows) & (mark >= least)
-    return tl.where(active, picks, EXPERTS), shares
-
-
-@triton.jit
-def _norm_and_route(
-    residual: tl.tensor,
-    norm: tl.tensor,
-    router: tl.tensor,
-    marks: tl.tensor,
-    logits: tl.tensor,
-    x: tl.tensor,
-    x_scales: tl.tensor,
-    chosen: tl.tensor,
-    weights: tl.tensor,
-    positions: tl.tensor,
-    tokens: tl.tensor,
-    ends: tl.tensor,
-    groups: tl.tensor,
-    out: tl.tensor,
-    out_scales: tl.tensor,
-    least: tl.tensor,
-    rows: tl.tensor,
-    eps: tl.tensor,
-    EXPERTS: tl.constexpr,
-    PER_TOKEN: tl.constexpr,
-    NORMALISED: tl.constexpr,
-    HIDDEN: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK: tl.constexpr,
-    RANKS: tl.constexpr,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PART: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    QUANTISED: tl.constexpr,
-    EARLY: tl.constexpr,
-) -> None:
-    # Every program normalises a row and makes some of its logits; the last one to come deals the
-    # rows out.
-    row = tl.program_id(1).to(tl.int64)
-    expert = tl.program_id(0) * PART + tl.arange(0, PART)
-    column = tl.arange(0, WIDTH)
-    inside = column < HIDDEN
-    known = (expert < EXPERTS)[:, None] & inside[None, :]
-    w = tl.load(router + expert[:, None] * HIDDEN + column[None, :], mask=known, other=0.0)
-    scale = tl.load(norm + column, mask=inside, other=0.0).to(tl.float32)
-    if EARLY:
-        gdc_launch_dependents()
-        gdc_wait()
-    value = tl.load(residual + row * HIDDEN + column, mask=inside, other=0.0)
-    normal = rms_normal(value, scale, eps, HIDDEN)
-    if tl.program_id(0) == 0:
-        if QUANTISED:
-            rounded, row_scale = quantised(normal)
-            tl.store(x_scales + row, row_scale)
-            tl.store(x + row * HIDDEN + column, rounded, mask=inside)
-        else:
-            tl.store(x + row * HIDDEN + column, normal, mask=inside)
-    logit = tl.sum(w.to(tl.float32) * normal.to(tl.float32)[None, :], axis=1)
-    tl.store(logits + row * EXPERTS + expert, logit.to(value.dtype), mask=expert < EXPERTS)
-    tl.debug_barrier()
-    arrived = tl.atomic_add(groups + 1, 1, sem="acq_rel")
-    if arrived == tl.num_programs(0) * tl.num_programs(1) - 1:
-        tl.store(groups + 1, 0)  # for the next launch
-        picks, shares = _picks(
-            logits, marks, least, rows, EXPERTS, PER_TOKEN, NORMALISED, BLOCK, RANKS, ROWS
-        )
-        flat = tl.reshape(picks, (ROWS * RANKS,))
-        entry = tl.arange(0, ROWS * RANKS)
-        token = entry // RANKS
-        there = flat < EXPERTS
-        # Sums in one dimension over `flat` are wrong: Triton 3.6 miscompiles reductions of what
-        # was reshaped from a tensor with fewer elements than threads.
-        key = flat * (ROWS * RANKS) + entry
-        place = tl.sum((key[None, :] < key[:, None]).to(tl.int32), axis=1)
-        at = token * PER_TOKEN + entry % RANKS
-        real = (token < rows) & (entry % RANKS < PER_TOKEN)
-        tl.store(chosen + at, flat, mask=real)
-        tl.store(weights + at, tl.reshape(shares, (ROWS * RANKS,)), mask=real)
-        tl.store(positions + at, tl.where(there, place, -1), mask=real)
-        tl.store(tokens + place, token, mask=there)
-        number = tl.arange(0, BLOCK)
-        count = tl.sum((flat[:, None] == number[None, :]).to(tl.int32), axis=0)
-        count = tl.where(number < EXPERTS, count, 0)
-        end = tl.cumsum(count, axis=0)
-        tl.store(ends + number, end, mask=number < EXPERTS)
-        _list_groups(groups, number, end - count, count, GROUP)
-        if QUANTISED:
-            scales = tl.load(x_scales + token, mask=there, other=0.0, cache_modifier=".cg")
-            tl.store(out_scales + place, scales, mask=there)
-        for first in range(0, HIDDEN, COLUMNS):
-            part = first + tl.arange(0, COLUMNS)[None, :]
-            copied = there[:, None] & (part < HIDDEN)
-            source = x + token[:, None] * HIDDEN + part
-            taken = tl.load(source, mask=copied, cache_modifier=".cg")
-            tl.store(out + place[:, None] * HIDDEN + part, taken, mask=copied)
-
-
-@triton.jit
 def _combine(
     outs: tl.tensor,
     positions: tl.tensor,
@@ -484,72 +341,6 @@ def route(
         ALL=block,
         num_warps=4,
         **launch_options(logits.device),
-    )
-
-
-def routes_few(rows: int, per_token: int) -> bool:
-    """Whether one kernel may route this many rows."""
-    return power_of_2(rows) * power_of_2(per_token) <= _FEW_ENTRIES
-
-
-def norm_and_route(
-    residual: Tensor,
-    norm: Norm,
-    router: Tensor,
-    active: ActiveRows,
-    logits: Tensor,
-    x: Out,
-    routing: Routing,
-    out: Out,
-    group_rows: int,
-    *,
-    normalised: bool,
-) -> None:
-    """Normalise few rows (`routes_few`), multiply them with the router, `route`, `gather`.
-
-    Args:
-        residual: [T, hidden].
-        norm: what is applied to it first.
-        router: [experts, hidden].
-        active: the T rows.
-        logits: [T, experts], which is filled.
-        x: [T, hidden], where the normalised rows go, rounded if `out` is.
-        routing: buffers of T tokens, which are filled.
-        out: [T * per_token, hidden], of which only the sorted entries of active rows are written.
-        group_rows: as in `route`.
-        normalised: as in `route`.
-    """
-    (rows, hidden), experts = residual.shape, len(router)
-    ranks, padded, width = power_of_2(routing.per_token), power_of_2(rows), power_of_2(hidden)
-    part = max(1, _ROUTER_ELEMENTS // width)
-    launch(
-        _norm_and_route,
-        (-(-experts // part), rows),
-        residual,
-        norm.weight,
-        router,
-        active.marks,
-        logits,
-        *parts(x),
-        *routing.filled(),
-        *parts(out),
-        active.least,
-        rows,
-        norm.eps,
-        EXPERTS=experts,
-        PER_TOKEN=routing.per_token,
-        NORMALISED=normalised,
-        HIDDEN=hidden,
-        GROUP=group_rows,
-        BLOCK=power_of_2(experts),
-        RANKS=ranks,
-        ROWS=padded,
-        WIDTH=width,
-        PART=part,
-        COLUMNS=min(width, _ROUTER_ELEMENTS // (2 * padded * ranks)),
-        QUANTISED=isinstance(out, Quantised),
-        num_warps=4,
-        **launch_options(residual.device),
     )
 
 

@@ -12,13 +12,14 @@
 //
 // Grouped by expert, w holds the rows of all experts one behind the other, and x and y have the rows
 // that go to an expert next to one another. The list of groups (an expert and up to ROWS rows) is
-// read on the device; its tiles are laid end to end as those of one product are.
+// read on the device; its tiles are laid end to end as those of one product are. With SPREAD, x has
+// the rows of a batch in their order, and a group has a mask of those that go to its expert.
 //
 // The compiler is given BLOCK_N, ROWS (M rounded up), STAGES, SWAP (w on the 64-row side of the
 // product, for small batches), GATED (w = gate and up rows, y = silu(gate) * up), WIDE (y is float32,
 // without bias or residual), FP8 (x and w are e4m3, each row of both with a scale), INT4 (w has four
 // bits, with a scale and a zero point for so many columns; 0: it does not), HALF (y, and without FP8 x
-// and w, are fp16, not bf16), GROUPED (with SWAP), and `multiply` (one wgmma).
+// and w, are fp16, not bf16), GROUPED (with SWAP), SPREAD (with GROUPED), and `multiply` (one wgmma).
 //
 // Numbers of four bits lie as the registers of a wgmma want them, so that a thread reads 16 bytes of
 // a row of w and has 32 of its numbers. It makes bf16 of them, which the product takes from registers;
@@ -68,15 +69,17 @@ struct Arguments {
     float4* scratch;
     int* arrivals;
     Shape shape;
-    const int* groups;  // their number, three other numbers, then expert, first row, rows, 0 of each
+    const int* groups;  // their number, three other numbers, then expert, first row, rows, mask of each
     const char* following;  // the weights that the kernel behind reads, of all experts, or null
     int following_bytes;    // of one expert
     int groups_known;       // before the kernel in front has ended
 };
 
-// Where a tile lies: rows of w and of y from here on, and the first column of y in its expert's w.
+// Where a tile lies: rows of w and of y from here on, the first column of y in its expert's w, and,
+// with SPREAD, which rows of x it has.
 struct Tile {
     int w_row, first, rows, column;
+    u32 mask;
 };
 
 #ifndef ON_HOST  // tests run the rest with these instructions acted out by threads of the CPU
@@ -221,9 +224,9 @@ __device__ __forceinline__ Tile tile_of(const Arguments& arguments, int tile) {
 #if GROUPED
     const int* group = arguments.groups + 4 + tile / shape.tiles * 4;
     const int column = tile % shape.tiles * OUT_N;
-    return {group[0] * shape.n * (GATED ? 2 : 1) + column, group[1], group[2], column};
+    return {group[0] * shape.n * (GATED ? 2 : 1) + column, group[1], group[2], column, u32(group[3])};
 #else
-    return {tile * OUT_N, 0, shape.m, tile * OUT_N};
+    return {tile * OUT_N, 0, shape.m, tile * OUT_N, 0};
 #endif
 }
 
@@ -318,13 +321,19 @@ __device__ __forceinline__ float result(const float (&acc)[PARTS][ACC], int part
 }
 
 #if SWAP
+// The row of y, among those of its tile, that a row of x goes to; one outside if there is none.
+__device__ __forceinline__ int row_of_y(const Shape& shape, const Tile& place, int row) {
+    if (!SPREAD) return row;
+    return place.mask >> row & 1 ? __popc(place.mask & ((1u << row) - 1)) : shape.m;
+}
+
 // Rows of the product are columns of y: lanes 4 apart hold neighbours. Each trades with one of them,
 // so that it has pairs to write.
 __device__ __forceinline__ void write_tile(const float (&acc)[PARTS][ACC], unsigned short* out,
                                            const unsigned short* bias, const Shape& shape,
-                                           int first_column) {
+                                           const Tile& place) {
     const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
-    const int base = first_column + column_group() * GROUP_OUT;
+    const int base = place.column + column_group() * GROUP_OUT;
     const bool odd = (lane / 4) % 2;
     const int row = (lane % 4) * 2 + odd;
 #pragma unroll
@@ -334,7 +343,8 @@ __device__ __forceinline__ void write_tile(const float (&acc)[PARTS][ACC], unsig
             const int column = base + p * 64 + warp * 16 + 8 * h + (lane / 4) - odd;
             Place<2> places[ACC / 4];
 #pragma unroll
-            for (int j = 0; j < ACC / 4; ++j) places[j] = Place<2>(out, shape, 8 * j + row, column);
+            for (int j = 0; j < ACC / 4; ++j)
+                places[j] = Place<2>(out, shape, row_of_y(shape, place, 8 * j + row), column);
 #pragma unroll
             for (int j = 0; j < ACC / 4; ++j) {
                 const float a = result(acc, p, 4 * j + 2 * h), b = result(acc, p, 4 * j + 2 * h + 1);
@@ -349,11 +359,11 @@ __device__ __forceinline__ void write_tile(const float (&acc)[PARTS][ACC], unsig
 // the other of the odd ones.
 __device__ __forceinline__ void write_tile(const float (&acc)[PARTS][ACC], unsigned short* out,
                                            const unsigned short* bias, const Shape& shape,
-                                           int first_column) {
+                                           const Tile& place) {
     constexpr int BATCH = GROUP_OUT < 64 ? GROUP_OUT / 16 : 4;  // reads of the residual in flight
     const int lane = threadIdx.x % 32;
     const bool odd = lane % 2;
-    const int column = first_column + column_group() * GROUP_OUT + (odd ? 8 : 0) + (lane % 4 / 2) * 4;
+    const int column = place.column + column_group() * GROUP_OUT + (odd ? 8 : 0) + (lane % 4 / 2) * 4;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
         const int row = row_group() * 64 + threadIdx.x % 128 / 32 * 16 + lane / 4 + 8 * h;
@@ -383,7 +393,8 @@ __device__ __forceinline__ void write_tile(const float (&acc)[PARTS][ACC], unsig
 __device__ __forceinline__ void scale_tile(float (&acc)[PARTS][ACC], const Arguments& a,
                                            const Tile& place) {
     const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
-    const float* x_scales = a.x_scales + place.first;
+    const float* x_scales = SPREAD ? a.x_scales : a.x_scales + place.first;
+    const int x_rows = SPREAD ? a.shape.m : place.rows;
     const float* w_scales = a.w_scales + place.w_row - place.column;
     // The row of w of a row of this warpgroup's part of the tile: gates come before ups.
     auto w_row = [&](int row) {
@@ -391,7 +402,7 @@ __device__ __forceinline__ void scale_tile(float (&acc)[PARTS][ACC], const Argum
         const int column = place.column + column_group() * GROUP_OUT + (up ? row - GROUP_OUT : row);
         return min(column, a.shape.n - 1) + (up ? a.shape.n : 0);
     };
-    auto x_scale = [&](int row) { return __ldcg(x_scales + min(row, place.rows - 1)); };
+    auto x_scale = [&](int row) { return __ldcg(x_scales + min(row, x_rows - 1)); };
     auto w_scale = [&](int row) { return __ldcg(w_scales + w_row(row)); };
 #if SWAP
 #pragma unroll
@@ -546,8 +557,8 @@ __device__ __forceinline__ void produce(const Arguments& arguments, u32 ring_w, 
     auto load_x = [&](const Cursor& at, int s) {
 #pragma unroll
         for (int line = 0; line < X_LINES; ++line)
-            load_tile(ring_x + s * X_BYTES + line * ROWS * LINE, x, at.k + line * 64, at.place.first,
-                      full + 8 * s, kept);
+            load_tile(ring_x + s * X_BYTES + line * ROWS * LINE, x, at.k + line * 64,
+                      SPREAD ? 0 : at.place.first, full + 8 * s, kept);
     };
     const int tile = start / shape.iterations;
     const Cursor begin = {tile, start % shape.iterations * BLOCK_K, tile_of(arguments, tile)};
@@ -708,8 +719,7 @@ __device__ __forceinline__ void consume(const Arguments& a, u32 ring_w, u32 ring
 #if FP8
                 scale_tile(acc, a, place);
 #endif
-                write_tile(acc, a.out + u64(place.first) * shape.out_stride, a.bias, rows,
-                           place.column);
+                write_tile(acc, a.out + u64(place.first) * shape.out_stride, a.bias, rows, place);
             }
         }
     }

@@ -55,6 +55,8 @@ class Variant:
         wide: y is float32, without bias or residual.
         dtype: of x and w: bfloat16, float16, or e4m3, for which y is bfloat16 and not wide.
         grouped: w has the rows of all experts, each group of rows of x goes to one; with `swap`.
+        spread: grouped, and a group's rows lie anywhere in x, whose rows fit one tile: the group's
+            fourth number is a mask of them. Those of y lie next to one another.
         group: columns of w that share a scale, of four bits; 0: w is of `dtype`. With `swap` and
             bfloat16 alone; `rows` of `ROWS`, up to 64 with `block_n` 256, which gates need.
     """
@@ -66,6 +68,7 @@ class Variant:
     wide: bool = False
     dtype: torch.dtype = torch.bfloat16
     grouped: bool = False
+    spread: bool = False
     group: int = 0
 
     @property
@@ -125,6 +128,7 @@ class Variant:
             "INT4": self.group,
             "HALF": int(self.dtype == torch.float16),
             "GROUPED": int(self.grouped),
+            "SPREAD": int(self.spread),
         }
         return tuple(f"-D{name}={value}" for name, value in values.items())
 

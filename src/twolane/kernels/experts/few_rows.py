@@ -1,0 +1,114 @@
+"""Launches of few_rows.cu: norm, router and routing of few rows in one kernel, on Hopper."""
+
+import ctypes
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from twolane.kernels.activations import Activations, Quantised
+from twolane.kernels.experts.routing import ActiveRows, Routing
+from twolane.kernels.fused import Norm, parts
+from twolane.kernels.runtime import nvrtc
+
+MOST_ROWS = 16
+"""Rows that the kernel routes at most, which are those of one tile of the products behind it."""
+_APART = 8
+"""Rows that have blocks of their own; with more, a block has several."""
+_WARPS = 8
+_COLUMNS = 256
+"""Numbers of a row that a warp reads at a time."""
+_MOST_HIDDEN = 4096
+"""Numbers of a row whose part of the router the registers of a warp hold."""
+_MOST_PER_TOKEN = 32
+
+
+def serves(rows: int, per_token: int, router: Tensor) -> bool:
+    """Whether the kernel routes so many rows by this router, [experts, hidden], on Hopper."""
+    hidden = router.shape[1]
+    sizes = hidden % _COLUMNS == 0 and hidden <= _MOST_HIDDEN and per_token <= _MOST_PER_TOKEN
+    kinds = router.dtype in (torch.bfloat16, torch.float16) and router.is_contiguous()
+    return rows <= MOST_ROWS and sizes and kinds
+
+
+class Arguments(ctypes.Structure):
+    """As in the source."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("residual", "norm", "router", "marks", "logits")),
+        *((name, ctypes.c_void_p) for name in ("x", "x_scales", "weights", "positions", "groups")),
+        *((name, ctypes.c_int) for name in ("rows", "least")),
+        ("eps", ctypes.c_float),
+    )
+
+
+def norm_and_route(
+    residual: Tensor,
+    norm: Norm,
+    router: Tensor,
+    active: ActiveRows,
+    logits: Tensor,
+    x: Activations,
+    routing: Routing,
+    *,
+    normalised: bool,
+) -> None:
+    """Normalise few rows (`serves`), multiply them with the router, and choose their experts.
+
+    Args:
+        residual: [T, hidden].
+        norm: what is applied to it first.
+        router: [experts, hidden].
+        active: the T rows.
+        logits: [T, experts], which is filled.
+        x: [T, hidden], where the normalised rows go.
+        routing: buffers of T tokens, of which weights, positions and groups are filled. Each expert
+            has one group, whose fourth number is a mask of its rows of `x`.
+        normalised: whether the chosen experts' probabilities are divided by their sum.
+    """
+    told = options(router, routing.per_token, x, normalised=normalised)
+    kernel = nvrtc.load(source(), told, "few_rows", 0, residual.device.index)
+    packed = arguments(residual, norm, router, active, logits, x, routing)
+    kernel.launch(blocks(*logits.shape), 32 * _WARPS, 0, packed, early=True)
+
+
+def blocks(rows: int, experts: int) -> int:
+    """Number of blocks for so many rows."""
+    return -(-experts // _WARPS) * min(rows, _APART)
+
+
+@cache
+def source() -> str:
+    """The CUDA C++."""
+    return nvrtc.with_hopper(Path(__file__).with_name("few_rows.cu"))
+
+
+def options(router: Tensor, per_token: int, x: Activations, *, normalised: bool) -> tuple[str, ...]:
+    """What the compiler is told."""
+    experts, hidden = router.shape
+    values = {
+        "HIDDEN": hidden,
+        "EXPERTS": experts,
+        "PER_TOKEN": per_token,
+        "NORMALISED": int(normalised),
+        "FP8": int(isinstance(x, Quantised)),
+        "HALF": int(router.dtype == torch.float16),
+    }
+    return tuple(f"-D{name}={value}" for name, value in values.items())
+
+
+def arguments(
+    residual: Tensor,
+    norm: Norm,
+    router: Tensor,
+    active: ActiveRows,
+    logits: Tensor,
+    x: Activations,
+    routing: Routing,
+) -> Arguments:
+    """What the kernel is given; see `norm_and_route`."""
+    filled = (logits, *parts(x), routing.weights, routing.positions, routing.groups)
+    given = residual, norm.weight, router, active.marks, *filled
+    pointers = (tensor.data_ptr() for tensor in given)
+    return Arguments(*pointers, len(residual), active.least, norm.eps)
