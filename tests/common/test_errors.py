@@ -12,7 +12,7 @@ from twolane.slo import Slo
 @pytest.mark.parametrize(
     ("make", "field", "problem"),
     [
-        (lambda: SamplingParams(top_p=2.0), "top_p", "must be above 0 and at most 1, not 2.0"),
+        (lambda: SamplingParams(top_p=2.0), "top_p", "must be between 0 and 1, not 2.0"),
         (lambda: Slo(tbt=-1.0), "tbt", "must be above 0, not -1.0"),
     ],
 )
