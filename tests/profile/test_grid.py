@@ -55,3 +55,4 @@ def test_a_small_pool_is_measured_to_its_end(pool: int):
     held = [sum(r * count for _, r, count in contexts) for contexts in steps]
     assert max(held) > 0.6 * pool
     assert max(contexts[0][2] for contexts in steps) > 100
+    assert len({contexts[0] for contexts in steps}) == 10

@@ -20,7 +20,7 @@ HELD_OUT = 0.2
 """Share of the points beside the anchors that estimators are not fitted on."""
 ROUNDS = 100
 """Rounds of the whole plan."""
-REVISION = 5
+REVISION = 6
 """Raised when other points are planned, or they are measured in another way."""
 HYBRIDS = 4
 """Hybrid passes of a round."""
@@ -118,8 +118,7 @@ def _anchors(limits: LaneCapacity) -> Iterator[Point]:
     for i, (prompt, context) in enumerate(zip(prompts, contexts, strict=False)):
         for units in limits.prefill_units:
             yield Point(f"{ANCHOR}/{i}/prefill/{units}", "prefill", (prompt,), (), units, 0, False)
-        for units in limits.decode_units:
-            yield Point(f"{ANCHOR}/{i}/decode/{units}", "decode", (), (context,), 0, units, False)
+        yield from _alone(limits, i, context)
         if limits.fits((prompt,), (context,)):
             whole = limits.units
             name = f"{ANCHOR}/{i}/hybrid"
@@ -129,6 +128,15 @@ def _anchors(limits: LaneCapacity) -> Iterator[Point]:
             if limits.fits((prompt,), (contexts[j],)):
                 name = f"{ANCHOR}/{i}+{j}/both/{p}+{d}"
                 yield Point(name, None, (prompt,), (contexts[j],), p, d, False)
+    for i in range(len(prompts), len(contexts)):
+        yield from _alone(limits, i, contexts[i])
+
+
+def _alone(limits: LaneCapacity, number: int, context: Run) -> Iterator[Point]:
+    """Steps of an anchor on every level."""
+    for units in limits.decode_units:
+        name = f"{ANCHOR}/{number}/decode/{units}"
+        yield Point(name, "decode", (), (context,), 0, units, False)
 
 
 def _shrunk(anchors: Sequence[Run], fits: Callable[[Run], bool]) -> list[Run]:

@@ -191,8 +191,15 @@ class _LinearBase:
         if kind == "prefill":
             return self._slices(load, layers, finishes, units)
         new, (few, many) = self._computed.tokens(load), BENDS
-        row = [*pass_features(self._computed, load), max(0, new - few), max(0, new - many)]
+        bends = max(0, new - few), max(0, new - many)
+        row = [*pass_features(self._computed, load), *bends, self._whole(load)]
         return self._in_turns([*row, *self._active(load.new)], load.chunks, units)
+
+    def _whole(self, load: Load) -> int:
+        """Tokens that decode rows see in a pass that has no graphs, whose attention is one kernel
+        for rows and prompts: for each row it computes a tile."""
+        passes = self._computed.passes
+        return load.decoding.reused if passes and load.new > passes[-1] else 0
 
     def _slices(self, load: Load, layers: int, finishes: bool, units: Sequence[int]) -> Rows:
         """Equation 1, the tokens of prefixes, what ends the pass, and what more new tokens take."""
