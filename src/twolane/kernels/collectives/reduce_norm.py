@@ -89,7 +89,7 @@ def source() -> str:
 def _arguments(ranks: int) -> type[ctypes.Structure]:
     """The kernel's parameter."""
 
-    class Arguments(ctypes.Structure):
+    class ReduceNormArguments(ctypes.Structure):
         _fields_ = (
             ("partial", ctypes.c_uint64 * ranks),
             ("flags", ctypes.c_uint64 * ranks),
@@ -101,4 +101,4 @@ def _arguments(ranks: int) -> type[ctypes.Structure]:
             ("eps", ctypes.c_float),
         )
 
-    return Arguments
+    return ReduceNormArguments

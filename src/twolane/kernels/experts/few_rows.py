@@ -32,7 +32,7 @@ def serves(rows: int, per_token: int, router: Tensor) -> bool:
     return rows <= MOST_ROWS and sizes and kinds
 
 
-class Arguments(ctypes.Structure):
+class FewRowsArguments(ctypes.Structure):
     """As in the source."""
 
     _fields_ = (
@@ -106,9 +106,9 @@ def arguments(
     logits: Tensor,
     x: Activations,
     routing: Routing,
-) -> Arguments:
+) -> FewRowsArguments:
     """What the kernel is given; see `norm_and_route`."""
     filled = (logits, *parts(x), routing.weights, routing.positions, routing.groups)
     given = residual, norm.weight, router, active.marks, *filled
     pointers = (tensor.data_ptr() for tensor in given)
-    return Arguments(*pointers, len(residual), active.least, norm.eps)
+    return FewRowsArguments(*pointers, len(residual), active.least, norm.eps)
