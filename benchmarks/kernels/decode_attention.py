@@ -162,7 +162,7 @@ class Problem:
         return lambda: hopper.attend(*arguments, scratch.cuts, **settings), out
 
     def triton(
-        self, units: int, tuned: portable.Tuning | None = None, window: int | None = None
+        self, units: int, tuned: portable.TritonTuning | None = None, window: int | None = None
     ) -> tuple[Callable[[], None], torch.Tensor]:
         """A call of the Triton kernel with a scratch of its own, and what it writes to."""
         scratch, out = decode_scratch(*self.q.shape, units, "cuda"), torch.full_like(self.q, 7.0)
