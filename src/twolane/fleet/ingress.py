@@ -358,7 +358,9 @@ class Ingress:
         found = None
         if call.path in LANDMARKS and len(self._pool.serving) > 1:
             found = await self._landmarks(call, LANDMARKS[call.path])
-            call = call._replace(body=_with_tokens(body, found))
+            told = _with_tokens(body, found)
+            if len(told) <= self._most_body:  # or the replica would refuse what its client may send
+                call = call._replace(body=told)
         most = known.max_completion_tokens or known.max_tokens or 256
         return call, Ask(
             prompt_tokens=found.prompt_tokens if found else max(1, len(body) // CHARACTERS),
