@@ -195,7 +195,7 @@ def expert_products(steps: Steps) -> dict[str, float]:
     runner, weights = steps.runner, steps.rig.machine.decoder.weights
     steps.forward().replay()  # routes
     room = runner.steps.workspace.experts(steps.bucket, "bf16")
-    few, lane = experts.Way("own", 16), runner.steps.products(steps.units)
+    few, lane = experts.ExpertWay("own", 16), runner.steps.products(steps.units)
     scratch = lane.scratch(torch.device("cuda"))
     kinds = {
         gated: [
