@@ -195,6 +195,15 @@ template <bool BFLOAT> static u32 narrow(float f) {
     memcpy(&b, &h, 2);
     return b;
 }
+#ifdef HALF
+static float to_float(u32 bits) { return widen<!HALF>(bits); }
+static u32 to_pair(float low, float high) { return narrow<!HALF>(low) | narrow<!HALF>(high) << 16; }
+#endif
+
+static int count_arrival(int* arrivals) {
+    need_previous();
+    return (*arrivals)++;
+}
 
 static void begin(int seed) {
     dice.seed(seed);

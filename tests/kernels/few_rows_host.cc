@@ -14,12 +14,6 @@ static int __reduce_min_sync(u32, int v) {
     return *std::min_element(all.begin(), all.end());
 }
 static void atomicOr(u32* p, u32 bits) { *p |= bits; }
-static int count_arrival(int* arrivals) {
-    need_previous();
-    return (*arrivals)++;
-}
-static float to_float(u32 bits) { return widen<!HALF>(bits); }
-static u32 to_pair(float low, float high) { return narrow<!HALF>(low) | narrow<!HALF>(high) << 16; }
 
 static float of_e4m3(u32 bits) {
     int exponent = bits >> 3 & 15, fraction = bits & 7;

@@ -66,7 +66,7 @@ static u32 narrow(float f) {
     const u32 i = __float_as_uint(f);
     return (i + 0x7FFF + (i >> 16 & 1)) >> 16;
 }
-static u32 packed(float low, float high) { return narrow(low) | narrow(high) << 16; }
+static u32 to_pair(float low, float high) { return narrow(low) | narrow(high) << 16; }
 static u64 now() { return 0; }  // a slow machine is no fault
 static void let_next_start() {}
 static void wait_for_previous() {}

@@ -8,12 +8,6 @@ static bool elected() { return current % 32 == 0; }
 static void barriers_ready() {}
 static Meeting consumers_meeting;
 static void consumers_sync();
-static int count_arrival(int* arrivals) {
-    need_previous();
-    return (*arrivals)++;
-}
-static float to_float(unsigned short bits) { return widen<!HALF>(bits); }
-static u32 to_pair(float low, float high) { return narrow<!HALF>(low) | narrow<!HALF>(high) << 16; }
 
 // What a thread has issued and not waited for, by groups.
 static std::map<int, std::vector<std::vector<std::function<void()>>>> issued;

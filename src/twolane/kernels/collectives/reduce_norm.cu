@@ -61,24 +61,10 @@ __device__ __forceinline__ u32 swapped_before(u32* word, u32 old, u32 with) {
     return was;
 }
 
-__device__ __forceinline__ u32 packed(float low, float high) {
-    u32 pair;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-    return pair;
-}
-
 __device__ __forceinline__ u64 now() {
     u64 t;
     asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t));
     return t;
-}
-
-__device__ __forceinline__ void let_next_start() {
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-}
-
-__device__ __forceinline__ void wait_for_previous() {
-    asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 
 __device__ __forceinline__ float* shared_sums() {
@@ -110,7 +96,7 @@ __device__ __forceinline__ Vector rounded(const Numbers& n) {
 #pragma unroll
     for (int i = 0; i < 4; ++i)
         v.words[i] = FLOAT ? __float_as_uint(n.of[i])
-                           : packed(n.of[2 * i % PER], n.of[(2 * i + 1) % PER]);
+                           : to_pair(n.of[2 * i % PER], n.of[(2 * i + 1) % PER]);
     return v;
 }
 

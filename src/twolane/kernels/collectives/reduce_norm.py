@@ -82,7 +82,7 @@ def reduce_norm(
 @cache
 def source() -> str:
     """The CUDA C++."""
-    return Path(__file__).with_name("reduce_norm.cu").read_text()
+    return nvrtc.with_hopper(Path(__file__).with_name("reduce_norm.cu"))
 
 
 @cache

@@ -39,33 +39,6 @@ struct Arguments {
 };
 
 #ifndef ON_HOST  // tests run the rest with these instructions acted out by threads of the CPU
-__device__ __forceinline__ int count_arrival(int* arrivals) {
-    int before;
-    asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], 1;"
-                 : "=r"(before) : "l"(arrivals) : "memory");
-    return before;
-}
-
-__device__ __forceinline__ float to_float(u32 bits) {
-#if HALF
-    float value;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"((unsigned short)bits));
-    return value;
-#else
-    return __uint_as_float(bits << 16);
-#endif
-}
-
-__device__ __forceinline__ u32 to_pair(float low, float high) {
-    u32 pair;
-#if HALF
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-#else
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-#endif
-    return pair;
-}
-
 __device__ __forceinline__ u32 to_e4m3(float low, float high) {
     unsigned short pair;
     asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));

@@ -1,4 +1,4 @@
-"""GpuProducts of rows sorted by expert, each with its expert's matrix.
+"""Products of rows sorted by expert, each with its expert's matrix.
 
 Few rows go through the project's own kernel on Hopper (`skinny_gemm.cu`, grouped), which deals the
 tiles of the active experts out to the lane's SMs and reads each expert's weights once. Many go

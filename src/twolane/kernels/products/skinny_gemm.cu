@@ -138,13 +138,6 @@ __device__ __forceinline__ void multiply_wait() {
 // Tells the compiler that a wgmma may change this register now.
 __device__ __forceinline__ void pin(float& value) { asm volatile("" : "+f"(value)::"memory"); }
 
-__device__ __forceinline__ int count_arrival(int* arrivals) {
-    int before;
-    asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], 1;"
-                 : "=r"(before) : "l"(arrivals) : "memory");
-    return before;
-}
-
 __device__ __forceinline__ void consumers_sync() {
     asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory");
 }
@@ -179,26 +172,6 @@ __device__ __forceinline__ u32 subtract(u32 a, u32 b) {
 __device__ __forceinline__ u32 scaled(u32 a, u32 b) {
     u32 pair;
     asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(pair) : "r"(a), "r"(b));
-    return pair;
-}
-
-__device__ __forceinline__ float to_float(unsigned short bits) {
-#if HALF
-    float value;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
-    return value;
-#else
-    return __uint_as_float(u32(bits) << 16);
-#endif
-}
-
-__device__ __forceinline__ u32 to_pair(float low, float high) {
-    u32 pair;
-#if HALF
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-#else
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-#endif
     return pair;
 }
 #endif

@@ -53,5 +53,34 @@ __device__ __forceinline__ void let_next_start() {
 __device__ __forceinline__ void wait_for_previous() {
     asm volatile("griddepcontrol.wait;" ::: "memory");
 }
+
+// How many have arrived before, which have written all that is read behind it.
+__device__ __forceinline__ int count_arrival(int* arrivals) {
+    int before;
+    asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], 1;"
+                 : "=r"(before) : "l"(arrivals) : "memory");
+    return before;
+}
+
+// Numbers of 16 bits: float16 where HALF is set, bf16 elsewhere.
+__device__ __forceinline__ float to_float(unsigned bits) {
+#if HALF
+    float value;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"((unsigned short)bits));
+    return value;
+#else
+    return __uint_as_float(bits << 16);
+#endif
+}
+
+__device__ __forceinline__ unsigned to_pair(float low, float high) {
+    unsigned pair;
+#if HALF
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+#else
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+#endif
+    return pair;
+}
 #endif
 
