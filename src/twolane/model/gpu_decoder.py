@@ -163,18 +163,20 @@ class UnsummedPart:
 
     def add_into(self, residual: Tensor) -> None:
         """See `Left.add_into`."""
-        self.channel.all_reduce(self.partial)
-        residual.add_(self.partial)
+        self._summed().add_into(residual)
 
     def add_and_norm(
         self, residual: Tensor, weight: Tensor, eps: float, out: fused.Out
     ) -> fused.Out:
         """See `Left.add_and_norm`."""
-        if not isinstance(out, Tensor) or not reduce_norm.served(self.partial, out):
-            self.channel.all_reduce(self.partial)
-            return fused.add_rms_norm(self.partial, residual, weight, eps, out)
-        reduce_norm.reduce_norm(*self.mapped, residual, weight, eps, out)
-        return out
+        if isinstance(out, Tensor) and reduce_norm.served(self.partial, out):
+            reduce_norm.reduce_norm(*self.mapped, residual, weight, eps, out)
+            return out
+        return self._summed().add_and_norm(residual, weight, eps, out)
+
+    def _summed(self) -> PartialSum:
+        self.channel.all_reduce(self.partial)
+        return PartialSum(self.partial)
 
 
 class Workspace:

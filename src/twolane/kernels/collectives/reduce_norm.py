@@ -22,12 +22,11 @@ def flag_bytes(ranks: int) -> int:
     return 4 * BLOCKS * ranks
 
 
-def served(partial: Tensor, out: object) -> bool:
+def served(partial: Tensor, out: Tensor) -> bool:
     """Whether the kernel serves such rows, and such a result."""
     threads, rest = divmod(partial.shape[1] * partial.element_size(), VECTOR_BYTES)
     return (
-        isinstance(out, Tensor)
-        and partial.dtype == out.dtype
+        partial.dtype == out.dtype
         and partial.dtype in (torch.bfloat16, torch.float32)
         and not rest
         and threads % WARP == 0
