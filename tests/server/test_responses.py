@@ -93,7 +93,7 @@ def test_a_stream_ends_with_the_whole_response(client):
     assert same(streamed, ask(client, "And Spain?"))
     deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
     assert "".join(deltas) == "Madrid."
-    assert len(deltas) == 3
+    assert all(deltas)  # a slow reader gets several tokens in one event
 
 
 def test_thinking_is_an_item_of_its_own(client):
