@@ -111,6 +111,55 @@ def test_special_tokens_may_be_in_a_file_of_their_own(tmp_path):
     assert codec(tmp_path / "m").ends == (2,)
 
 
+@pytest.mark.parametrize(("config", "eos"), [({}, 0), ({"added_tokens_decoder": {}}, 2)])
+def test_a_map_of_special_tokens_holds_where_nothing_is_of_the_newer_form(tmp_path, config, eos):
+    folder = write(tmp_path / "m", byte_level(), **NAMED, **config)
+    (folder / "special_tokens_map.json").write_text(json.dumps({"eos_token": "<|end|>"}))
+    theirs = AutoTokenizer.from_pretrained(folder)
+    assert codec(folder).ends == (eos,) == (theirs.eos_token_id,)
+
+
+def flags(content, **more):
+    """A token as `added_tokens_decoder` has it."""
+    plain = dict.fromkeys(("lstrip", "rstrip", "normalized", "single_word", "special"), False)
+    return {"content": content, **plain, **more}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"added_tokens_decoder": {"260": flags("<tool>", special=True)}},
+        {"added_tokens_decoder": {"260": flags("<tool>", lstrip=True, rstrip=True)}},
+        {"added_tokens_decoder": {"0": flags("<|end|>"), "260": flags("<tool>")}},
+        {"eos_token": {"__type": "AddedToken", **flags("<tool>")}},
+        {"eos_token": "<tool>"},
+    ],
+)
+def test_flags_of_declared_tokens_hold_as_in_transformers(tmp_path, config):
+    """After OpenHermes, whose file has the end of a turn as plain text."""
+    folder = write(tmp_path / "m", byte_level(added=["<tool>"]), **{**NAMED, **config})
+    theirs, made = AutoTokenizer.from_pretrained(folder), codec(folder)
+    for text in ("a <tool> b<|end|>", "<tool><tool>"):
+        tokens = theirs(text).input_ids
+        assert made.encode(text) == tokens
+        shown = theirs.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        assert made.decode(tokens, skip_special_tokens=True) == shown
+        stream = made.detokenizer()
+        assert "".join(map(stream.step, tokens)) + stream.flush() == shown
+
+
+@pytest.mark.parametrize("kind", ["Qwen2Tokenizer", None])
+def test_tokens_may_be_added_by_a_file_of_their_own(tmp_path, kind):
+    """As `transformers` wrote them before `added_tokens_decoder`; pieces may stand there, too."""
+    folder = write(tmp_path / "m", byte_level(), tokenizer_class=kind, eos_token="</tool>")
+    added = {"</tool>": 261, "<tool>": 260, "a": 3 + ord("a")}
+    (folder / "added_tokens.json").write_text(json.dumps(added))
+    made = codec(folder)
+    assert made.encode("<tool>b</tool>") == [260, 3 + ord("b"), 261]
+    assert made.decode([260, 261], skip_special_tokens=True) == "<tool>"
+    assert made.encode(" a") == [259]  # which a token of its own would cut
+
+
 def test_templates_without_a_default_stop_chat_alone(tmp_path):
     templates = [{"name": "tool_use", "template": "{{ messages[0].content }}"}]
     write(tmp_path / "m", byte_level(), chat_template=templates)

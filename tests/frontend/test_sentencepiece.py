@@ -90,6 +90,23 @@ def test_texts_begin_with_the_bos_by_default(tmp_path, config, begins):
     assert codec(tmp_path / "m").encode("fox") == [*begins, *own.encode("fox")]
 
 
+def test_pieces_may_be_renamed_and_tokens_added_by_other_files(tmp_path):
+    """As instruction models put the marks of a chat where the base model reserved pieces."""
+    reserved = {"user_defined_symbols": ["<unused0>", "<unused1>"]}
+    declared = {"3": {"content": "<turn>", "special": True}, "4": {"content": "<tool>"}}
+    config = {**LLAMA, "legacy": False, "added_tokens_decoder": declared}
+    own = trained(tmp_path / "m", config, **BPE, **reserved)
+    made = codec(tmp_path / "m")
+    assert made.encode("<turn>fox<tool>") == [1, 3, own.piece_to_id("fox"), 4]
+    assert made.decode([3, 4], skip_special_tokens=True) == "<tool>"
+    own = trained(tmp_path / "n", {**LLAMA, "eos_token": "<end>"}, **BPE)
+    size = own.get_piece_size()
+    (tmp_path / "n" / "added_tokens.json").write_text(f'{{"<end>": {size}, "<s>": 1}}')
+    made = codec(tmp_path / "n")
+    assert made.encode("fox<end>") == [1, *own.encode("fox"), size]
+    assert made.ends == (size,)
+
+
 @pytest.mark.parametrize("legacy", [True, False])
 def test_a_space_follows_each_special_token_if_it_is_legacy(tmp_path, legacy):
     own = trained(tmp_path / "m", {**LLAMA, "legacy": legacy}, **BPE)

@@ -31,6 +31,8 @@ CLASS_DEFAULTS: Mapping[str, Mapping[str, str]] = {
     "Qwen2Tokenizer": {"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"},
 }
 """Special tokens of classes of `transformers`, for files that name the class and not the tokens."""
+FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
+"""How an added token is found in a text, and whether it is hidden."""
 SENTENCEPIECE = "tokenizer.model"
 """The file of a SentencePiece tokenizer, which cannot say whether texts begin with the BOS."""
 FORM_SECONDS = 10.0
@@ -119,13 +121,16 @@ def from_directory(source: Path) -> Parts:
     """
     config = optional_json(source / "tokenizer_config.json")
     named = optional_json(source / "special_tokens_map.json")
-    backend, origin = read_backend(source, config)
+    declared = declared_tokens(source, config)
+    backend, origin = read_backend(source, config, declared)
     kind = str(config.get("tokenizer_class") or "").removesuffix("Fast")
     if origin == SENTENCEPIECE and not kind:
         kind = "LlamaTokenizer"
+    # As in `transformers`, the map is of an older form, and holds where nothing is of the newer.
+    first, second = (config, named) if "added_tokens_decoder" in config else (named, config)
     special_tokens = {}
     for name in NAMES:
-        token = content(config.get(name)) or content(named.get(name))
+        token = content(first.get(name)) or content(second.get(name))
         default = CLASS_DEFAULTS.get(kind, {}).get(name)
         if token is None and default is not None and backend.token_to_id(default) is not None:
             token = default
@@ -137,12 +142,31 @@ def from_directory(source: Path) -> Parts:
     parts = Parts(backend, origin, special_tokens, begins)
     parts.add_eos = config.get("add_eos_token")
     parts.templates = read_templates(source, config)
-    add_declared_tokens(parts, config.get("added_tokens_decoder") or {})
+    add_declared_tokens(parts, declared)
     return parts
 
 
-def read_backend(source: Path, config: Mapping[str, Any]) -> tuple[Tokenizer, str]:
+def declared_tokens(source: Path, config: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
+    """Return the tokens that files beside the tokenizer add to it, by id.
+
+    As in `transformers`, `added_tokens.json` counts without an `added_tokens_decoder` alone.
+    """
+    if "added_tokens_decoder" in config:
+        declared = config["added_tokens_decoder"] or {}
+        return {int(place): entry for place, entry in declared.items()}
+    added = optional_json(source / "added_tokens.json")
+    return {int(place): {"content": token} for token, place in added.items()}
+
+
+def read_backend(
+    source: Path, config: Mapping[str, Any], declared: Mapping[int, Mapping[str, Any]]
+) -> tuple[Tokenizer, str]:
     """Read the tokens of a directory, and name the file they come from.
+
+    Args:
+        source: the directory.
+        config: its `tokenizer_config.json`.
+        declared: see `declared_tokens`; those of SentencePiece's ids take the place of its pieces.
 
     Raises:
         ValueError: no file can be read.
@@ -153,7 +177,8 @@ def read_backend(source: Path, config: Mapping[str, Any]) -> tuple[Tokenizer, st
         from twolane.frontend.text.sentencepiece import read_model
 
         legacy = config.get("legacy") is not False
-        return read_model(source / SENTENCEPIECE, legacy=legacy), SENTENCEPIECE
+        names = {place: content(entry) for place, entry in declared.items()}
+        return read_model(source / SENTENCEPIECE, names, legacy=legacy), SENTENCEPIECE
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     try:
@@ -202,31 +227,44 @@ def content(token: object) -> str | None:
     return token if isinstance(token, str) and token else None
 
 
-def add_declared_tokens(parts: Parts, declared: Mapping[str, Any]) -> None:
-    """Add the tokens of `added_tokens_decoder` that the tokenizer lacks, where their ids fit."""
-    for text_id, entry in sorted(declared.items(), key=lambda item: int(item[0])):
-        token, known = content(entry), parts.backend.token_to_id(content(entry) or "")
-        if token is None or known == int(text_id):
+def add_declared_tokens(parts: Parts, declared: Mapping[int, Mapping[str, Any]]) -> None:
+    """Add the declared tokens that the tokenizer lacks, where their ids fit.
+
+    Those that it has are found in texts, and hidden, as they are declared.
+    """
+    backend, added = parts.backend, parts.backend.get_added_tokens_decoder()
+    for place, entry in sorted(declared.items()):
+        token, known = content(entry), backend.token_to_id(content(entry) or "")
+        if token is None:
             continue
-        if known is not None or int(text_id) != parts.backend.get_vocab_size():
+        if known != place and (known is not None or place != backend.get_vocab_size()):
             there = "lacks it" if known is None else f"has {known}"
-            note = f"tokenizer_config.json gives {token!r} the id {text_id}, {parts.origin} {there}"
+            note = f"{token!r} is declared with the id {place}, and {parts.origin} {there}"
             parts.notes.append(note)
             continue
-        flags = {f: bool(entry.get(f)) for f in ("lstrip", "rstrip", "normalized", "special")}
-        parts.backend.add_tokens([AddedToken(token, **flags)])
+        flags = {flag: bool(entry[flag]) for flag in FLAGS if flag in entry}
+        if place in added:
+            flags = {**flags_of(added[place]), **flags}
+            flags["special"] |= added[place].special
+        elif known is not None and not flags:
+            continue  # an older file, which names pieces, too
+        backend.add_tokens([AddedToken(token, **{"normalized": False, **flags})])
+
+
+def flags_of(token: AddedToken) -> dict[str, bool]:
+    """Return the flags of an added token."""
+    return {flag: getattr(token, flag) for flag in FLAGS}
 
 
 def add_named_tokens(parts: Parts) -> None:
     """Let special tokens that files name be special, if the tokenizer has them as plain ones."""
-    added = {entry.content for entry in parts.backend.get_added_tokens_decoder().values()}
+    added = {e.content: e for e in parts.backend.get_added_tokens_decoder().values()}
     for name, token in parts.special_tokens.items():
-        if token in added:
-            continue
         if parts.backend.token_to_id(token) is None:
             parts.notes.append(f"{name} {token!r} is no token of {parts.origin}")
-        else:
-            parts.backend.add_special_tokens([AddedToken(token, special=True, normalized=False)])
+        elif token not in added or not added[token].special:
+            flags = flags_of(added[token]) if token in added else {"normalized": False}
+            parts.backend.add_special_tokens([AddedToken(token, **{**flags, "special": True})])
 
 
 def settle_bos(parts: Parts) -> Declared | None:

@@ -1,6 +1,6 @@
 """SentencePiece vocabularies as `tokenizers`: those of `tokenizer.model` and of GGUF files."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -91,11 +91,14 @@ def add_pieces(made: Tokenizer, pieces: Sequence[str], kinds: Sequence[int]) -> 
             made.add_tokens([AddedToken(piece, special=False, normalized=False)])
 
 
-def read_model(path: Path, *, legacy: bool = True) -> Tokenizer:
+def read_model(
+    path: Path, names: Mapping[int, str | None] | None = None, *, legacy: bool = True
+) -> Tokenizer:
     """Read a `tokenizer.model`.
 
     Args:
         path: of the file.
+        names: other names of some pieces, by id; each is found as it is in a text.
         legacy: whether a space is put after each special token, too; `transformers` has a setting
             of this name.
 
@@ -124,6 +127,9 @@ def read_model(path: Path, *, legacy: bool = True) -> Tokenizer:
             f"{how.name or 'none'}; "
             "BPE without normalisation works, and any kind as tokenizer.json"
         )
+    for place, name in (names or {}).items():
+        if name is not None and place < len(pieces) and pieces[place].piece != name:
+            pieces[place].piece, pieces[place].type = name, USER_DEFINED
     prefix: Literal["each", "first", "none"] = "each" if legacy else "first"
     return build(
         [p.piece for p in pieces],
