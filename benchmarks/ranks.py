@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from engine import Rig, both_lanes, decode_seconds, finished, repeat
 from measured import cpu_seconds
+from torch import distributed as dist
 
 from twolane.common import garbage
 from twolane.engine.config import AllReduce
@@ -111,13 +112,7 @@ def time_all_reduces(rank: int, ranks: int, folder: Path, hidden: int) -> dict[s
     """Microseconds of an all-reduce by rows and SMs, as graphs of forty; one process a GPU."""
     torch.cuda.set_device(rank)
     torch.zeros(1, device="cuda")
-    place = folder / "id"
-    if rank == 0:
-        place.with_suffix(".new").write_bytes(nccl.unique_id())
-        place.with_suffix(".new").rename(place)
-    while not place.exists():
-        time.sleep(0.01)
-    channel = nccl.Communicator(rank, ranks, place.read_bytes())
+    channel = nccl.join(rank, ranks, dist.FileStore(str(folder / "ids"), ranks))
     parts, times = GreenContexts(rank, (SHARE,)), {}
     for rows, units in itertools.product(ROWS, (parts.units, SHARE)):
         x = torch.randn(rows, hidden, device="cuda", dtype=torch.bfloat16)

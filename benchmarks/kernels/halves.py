@@ -12,12 +12,12 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch import distributed as dist
 
 from twolane.kernels import fused
 from twolane.kernels.products.dispatch import cublaslt
@@ -45,13 +45,7 @@ class Layers:
 
     def __init__(self, name: str, rank: int, ranks: int, most: int, folder: Path) -> None:
         torch.cuda.set_device(rank)
-        place = folder / "id"
-        if rank == 0:
-            place.with_suffix(".new").write_bytes(nccl.unique_id())
-            place.with_suffix(".new").rename(place)
-        while not place.exists():
-            time.sleep(0.01)
-        self.channel = nccl.Communicator(rank, ranks, place.read_bytes())
+        self.channel = nccl.join(rank, ranks, dist.FileStore(str(folder / "ids"), ranks))
         self.parts = GreenContexts(rank, SHARES)
         shapes = shapes_of(resolve(name, "dummy").spec(), ranks)
         torch.manual_seed(1)

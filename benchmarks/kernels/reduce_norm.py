@@ -47,9 +47,7 @@ class Rig:
     def __init__(self, rank: int, ranks: int, store: dist.Store, hidden: int, rows: int) -> None:
         self.rank, self.ranks, self.hidden = rank, ranks, hidden
         device = torch.device("cuda", rank)
-        if rank == 0:
-            store.set("id", nccl.unique_id())
-        self.nccl = nccl.Communicator(rank, ranks, store.get("id"))
+        self.nccl = nccl.join(rank, ranks, store)
         here, bytes_ = dist.PrefixStore("two-shot", store), flag_bytes(ranks)
         self.two_shot = TwoShot(self.nccl, here, forced=True, flag_bytes=bytes_)
         self.partial = self.two_shot.buffer(rows, hidden, torch.bfloat16, device)

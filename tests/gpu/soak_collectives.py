@@ -64,18 +64,17 @@ def soak(args: argparse.Namespace, store: Any) -> dict[str, Any]:
 
     torch.cuda.set_device(args.rank)
     torch.zeros(1, device="cuda")
-    parts, channels = GreenContexts(args.rank, (SHARE,)), []
-    for name in ("prefill", "decode"):
-        if args.rank == 0:
-            store.set(name, nccl.unique_id())
-        channels.append(nccl.Communicator(args.rank, args.ranks, store.get(name)))
-    prefill: Channel = channels[0]
-    decode: Channel = channels[1]
+    parts = GreenContexts(args.rank, (SHARE,))
+    prefill, decode = (
+        nccl.join(args.rank, args.ranks, dist.PrefixStore(name, store))
+        for name in ("prefill", "decode")
+    )
+    steps: Channel = decode
     if args.all_reduce == "two-shot":
-        decode = TwoShot(decode, dist.PrefixStore("memory", store), forced=True)
+        steps = TwoShot(decode, dist.PrefixStore("memory", store), forced=True)
     level = parts.levels[0]
     lanes = [
-        Lane(parts.stream("decode", level[1]), decode, *DECODE),
+        Lane(parts.stream("decode", level[1]), steps, *DECODE),
         Lane(parts.stream("prefill", level[0]), prefill, *PREFILL),
     ]
     order, late = random.Random(0), random.Random(args.rank + 1)
@@ -91,7 +90,7 @@ def soak(args: argparse.Namespace, store: Any) -> dict[str, Any]:
         for lane in lanes:
             lane.stream.synchronize()
         stop.fill_(time.monotonic() - begun > args.seconds)  # rank 0 decides for all
-        channels[0].broadcast(stop)
+        prefill.broadcast(stop)
         if args.rank == 0 and time.monotonic() - told > 5:
             told = time.monotonic()
             print(f"{told - begun:.0f} s: {done} sums", flush=True)

@@ -186,6 +186,7 @@ def _ranks() -> None:
     from twolane.lanes import base
     from twolane.lanes.cuda import ranks
     from twolane.lanes.settings import load_shard
+    from twolane.parallel import nccl
 
     base.PATIENCE_SECONDS = base.UNPREDICTED_SECONDS = 900.0  # interpreted kernels take long
 
@@ -195,7 +196,8 @@ def _ranks() -> None:
         stores.append(dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
         return str(stores[-1].port).encode()
 
-    ranks.Communicator, ranks.unique_id = Gloo, unique_id  # type: ignore[misc, assignment]
+    ranks.Communicator = nccl.Communicator = Gloo  # type: ignore[misc, assignment]
+    nccl.unique_id = unique_id
     ranks.TwoShot = _mapped()
     ranks.FOLLOWER = "tests.kernels.emulated_follower"
     ranks.load_shard = lambda settings, device, *rest: load_shard(settings, "cpu", *rest)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch import distributed as dist
 
 ID_BYTES = 128
 """Bytes of a communicator's id."""
@@ -141,6 +142,22 @@ class Communicator:
             if self._aborted:
                 raise NcclError(f"{name} was called after another rank was lost")
             _check(getattr(self._nccl, name)(*args, self._handle, _stream()), name)
+
+
+def join(rank: int, size: int, store: dist.Store) -> Communicator:
+    """Make a communicator of all ranks; returns when each of them has called this.
+
+    Args:
+        rank: of this process, whose current device it is.
+        size: number of ranks.
+        store: carries the communicator's id, so each communicator needs a part of its own.
+
+    Raises:
+        NcclError: it cannot be made.
+    """
+    if rank == 0:
+        store.set("id", unique_id())
+    return Communicator(rank, size, store.get("id"))
 
 
 def version() -> str:

@@ -40,8 +40,6 @@ class ReplicaState(msgspec.Struct, frozen=True, kw_only=True):
     """Number of KV pages of the pool."""
     pages_free: int = 0
     """Number of KV pages that are free or hold only prefixes that nobody uses."""
-    max_model_len: int = 0
-    """The most tokens, prompt and output together, that one request can have."""
     slo: Slo = Slo()
     """Bounds of requests that bring none."""
     attainment: float | None = None
@@ -68,7 +66,6 @@ class ReplicaState(msgspec.Struct, frozen=True, kw_only=True):
             page_size=ready.page_size,
             pages=stats.kv_pages,
             pages_free=stats.kv_pages_free + stats.kv_pages_cached,
-            max_model_len=ready.max_model_len,
             slo=ready.slo,
             digest=None if known == prefixes.version else prefixes.digest(),
         )

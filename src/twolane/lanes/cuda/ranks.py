@@ -19,7 +19,7 @@ from twolane.lanes.cuda.runner import CudaRunner
 from twolane.lanes.followers import FollowerPool, Followers
 from twolane.lanes.settings import DeviceSettings, load_shard
 from twolane.parallel.group import CHANNELS, awaited, connected, meet
-from twolane.parallel.nccl import Communicator, NcclError, unique_id, version
+from twolane.parallel.nccl import Communicator, NcclError, join, version
 from twolane.parallel.two_shot import TwoShot
 
 T = TypeVar("T")
@@ -65,9 +65,7 @@ def connect(
 
     def communicator(store: dist.Store) -> Communicator:
         torch.cuda.set_device(machine.device)  # of this thread
-        if shard.rank == 0:
-            store.set("id", unique_id())
-        return Communicator(shard.rank, shard.size, store.get("id"))
+        return join(shard.rank, shard.size, store)
 
     ranks = shard.rank, shard.size
     channels = {
