@@ -81,6 +81,45 @@ def test_windows():
     ]
 
 
+@pytest.mark.parametrize(
+    ("architecture", "more", "layers"),
+    [
+        ("MistralForCausalLM", {}, (0, 2)),
+        ("MinistralForCausalLM", {"model_type": "ministral"}, (0, 2)),
+        ("MistralForCausalLM", {"layer_types": ["full_attention"] * 4}, ()),
+        ("MixtralForCausalLM", {}, (0, 1, 2, 3)),
+        ("Qwen3MoeForCausalLM", {"use_sliding_window": True}, (0, 1, 2, 3)),
+        ("Qwen3ForCausalLM", {"use_sliding_window": True}, (0, 2)),
+        ("Qwen3ForCausalLM", {}, ()),
+        ("SmolLM3ForCausalLM", {}, (0, 2)),
+    ],
+)
+def test_the_layers_with_a_window_are_those_of_transformers(architecture, more, layers):
+    """Ministral is written as Mistral with `layer_types`."""
+    types = ["sliding_attention", "full_attention"] * 2
+    raw = {"sliding_window": 48, "num_hidden_layers": 4, "layer_types": types, **more}
+    assert spec_from_config({"architectures": [architecture], **raw}).sliding_layers == layers
+
+
+def test_checkpoints_without_a_classifier_are_named_after_their_base():
+    """As those of embeddings are (E5-Mistral)."""
+    raw = {"architectures": ["MistralModel"], "model_type": "mistral"}
+    assert spec_from_config(raw).family == "mistral"
+
+
+def test_attention_to_later_tokens_is_refused():
+    """As models of embeddings have it (GTE-Qwen2)."""
+    raw = {"architectures": ["Qwen2ForCausalLM"], "is_causal": False}
+    with pytest.raises(UnsupportedModel, match="is_causal False"):
+        spec_from_config(raw)
+    assert spec_from_config({**raw, "is_causal": None}).family == "qwen2"
+
+
+def test_a_function_may_have_another_name():
+    raw = {"architectures": ["Qwen2ForCausalLM"]}
+    assert spec_from_config({**raw, "hidden_act": "swish"}) == spec_from_config(raw)
+
+
 def test_end_tokens_of_both_configs_count(tmp_path):
     LlamaConfig(eos_token_id=[5, 6], architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [6, 7]}))

@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,8 +39,18 @@ ARCHITECTURES: dict[str, Family] = {
     "Olmo2ForCausalLM": "olmo2",
     "GlmForCausalLM": "glm",
     "Glm4ForCausalLM": "glm4",
+    "MinistralForCausalLM": "mistral",
 }
 """The architectures that work, as `config.json` names them."""
+
+_BASES = {
+    f"{name.removesuffix('ForCausalLM')}Model": name
+    for name in ARCHITECTURES
+    if name.endswith("ForCausalLM")
+}
+"""The architectures of checkpoints that were saved without a classifier."""
+_MODEL_TYPES = {"ministral": "mistral"}
+"""Other names of families, as `model_type`."""
 
 _LACKING = {
     "GptOssForCausalLM": "attention sinks and MXFP4 experts are not built",
@@ -171,6 +181,7 @@ class HFConfig(msgspec.Struct, kw_only=True):
     num_key_value_heads: int | None = None
     head_dim: int | None = None
     hidden_act: str = "silu"
+    is_causal: bool | None = True
     max_position_embeddings: int = 2048
     rms_norm_eps: float = 1e-6
     tie_word_embeddings: bool = False
@@ -381,13 +392,15 @@ def check_architecture(config: Mapping[str, Any]) -> Family:
         ValueError: one of these has the wrong type.
     """
     kind = converted(config, _Kind)
-    name = kind.architectures[0] if kind.architectures else _named_by_type(kind.model_type)
+    model_type = _MODEL_TYPES.get(kind.model_type or "", kind.model_type)
+    name = kind.architectures[0] if kind.architectures else _named_by_type(model_type)
+    name = _BASES.get(name, name)
     if name in _LACKING:
         raise UnsupportedModel(f"unsupported architecture {name!r}: {_LACKING[name]}")
     if name not in ARCHITECTURES:
         raise UnsupportedModel.because("architecture", name, ARCHITECTURES)
     family = ARCHITECTURES[name]
-    if kind.model_type not in (None, family):
+    if model_type not in (None, family):
         raise UnsupportedModel.because(f"model_type of {name}", kind.model_type, (family,))
     read_quantization(kind.quantization)  # it may be none that is built
     return family
@@ -446,8 +459,10 @@ def spec_from_config(
     if config.max_position_embeddings < 1:
         said = f"must be 1 or more, not {config.max_position_embeddings}"
         raise ValueError(f"config.json: max_position_embeddings {said}")
-    if config.hidden_act != "silu":
+    if config.hidden_act not in ("silu", "swish"):  # two names of one function
         raise UnsupportedModel.because("activation", config.hidden_act, ("silu",))
+    if config.is_causal is False:  # each token would be attended to by those before it, too
+        raise UnsupportedModel.because("is_causal", config.is_causal, ("True",))
     window, sliding_layers = _sliding(config, family)
     rope = _rope(config, family)
     if family == "phi3" and rope.type not in ("default", "longrope"):
@@ -582,30 +597,32 @@ def _head_dim(config: HFConfig) -> int:
 
 
 def _sliding(config: HFConfig, family: Family) -> tuple[int | None, tuple[int, ...]]:
-    """The sliding window and its layers: all of Mistral's, for Qwen and SmolLM3 those of
-    `layer_types`, otherwise those from `max_window_layers` on and those that are not rotated.
+    """The sliding window and its layers: those of `layer_types`, which some families do not read.
 
-    A window of 0 is none, as in vLLM and llama.cpp.
+    Without it, all layers of Mistral, Mixtral, Phi-3 and Qwen3-MoE have one, of Qwen those from
+    `max_window_layers` on, of SmolLM3 those that are not rotated. A window of 0 is none, as in vLLM
+    and llama.cpp.
 
     Raises:
         ValueError: it is negative.
     """
-    window = config.sliding_window
+    window, types = config.sliding_window, config.layer_types
     if family in _GLOBAL or not window:
         return None, ()
     if window < 0:
         raise ValueError(f"config.json: sliding_window must be 1 or more, not {window}")
-    if family in ("mistral", "mixtral", "phi3"):
-        return window, tuple(range(config.num_hidden_layers))
-    if not config.use_sliding_window:
+    switched = family in ("qwen2", "qwen3", "qwen3_moe", "smollm3")
+    if switched and not config.use_sliding_window and not (family == "smollm3" and types):
         return None, ()
-    if config.layer_types is None and family == "smollm3":
+    layers: Iterable[int] = range(config.num_hidden_layers)
+    if types is not None and family not in ("mixtral", "phi3", "qwen3_moe"):
+        layers = (i for i, t in enumerate(types) if t == "sliding_attention")
+    elif family == "smollm3":
         layers = _unrotated(config)
-    elif config.layer_types is None:
-        layers = tuple(range(config.max_window_layers, config.num_hidden_layers))
-    else:
-        layers = tuple(i for i, t in enumerate(config.layer_types) if t == "sliding_attention")
-    return (window, layers) if layers else (None, ())
+    elif family in ("qwen2", "qwen3"):
+        layers = range(config.max_window_layers, config.num_hidden_layers)
+    chosen = tuple(layers)
+    return (window, chosen) if chosen else (None, ())
 
 
 def _rope(config: HFConfig, family: Family) -> RopeSpec:
