@@ -37,7 +37,7 @@ class GapHistogram(msgspec.Struct, frozen=True):
 
     name: str
     counts: dict[float, float]
-    """Number of gaps of at most so many seconds."""
+    """Number of gaps that lasted at most the key, in seconds."""
     seconds: float
     """Sum of all gaps in seconds."""
 

@@ -20,7 +20,7 @@ from twolane.server.options import ServerOptions
 
 EPILOG = """**Examples**
 
-- `twolane serve smollm2-135m-instruct` — the small model that comes with Twolane
+- `twolane serve smollm2-135m-instruct` — a small model, fetched on the first start
 
 - `twolane serve ./my-model --system chunked --option token_budget=512 --port 9000`
 

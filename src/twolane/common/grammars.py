@@ -18,12 +18,13 @@ MOST_OPTIONAL = 400
 """An object of a schema may have this many properties that are not `required`: any of them may come
 next, and their masks take up to 3 ms."""
 TAKING_SECONDS, TAKING_TOKEN_SECONDS = 0.05, 0.001
-"""A grammar may take this many seconds of processor time to take an answer's tokens, and so many
-more for each token, while the library holds the interpreter's lock. Harmless ones take up to 0.5 ms
-for a token, and 10 ms for one of the first; what is ambiguous takes longer with each."""
+"""To take the tokens of an answer, a grammar may use the first number of seconds of processor time,
+and the second for each token more, while the library holds the interpreter's lock. Harmless ones
+take up to 0.5 ms for a token, and 10 ms for one of the first; what is ambiguous takes longer with
+each."""
 AMBIGUOUS = "is too ambiguous: each token takes milliseconds to match, and more with each"
 MOST_SAID = 450
-"""Characters that are told of what a matcher says is wrong."""
+"""An error message has at most this many characters of what a matcher says is wrong."""
 
 
 def problem_of(matcher: "LLMatcher") -> str | None:
@@ -32,7 +33,7 @@ def problem_of(matcher: "LLMatcher") -> str | None:
 
 
 def takes_too_long(seconds: float, tokens: int) -> bool:
-    """Return whether a grammar has taken too much processor time for so many tokens."""
+    """Return whether a grammar has taken too much processor time for its number of tokens."""
     return seconds > TAKING_SECONDS + TAKING_TOKEN_SECONDS * tokens
 
 

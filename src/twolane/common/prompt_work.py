@@ -18,7 +18,7 @@ class PromptWork(NamedTuple):
 
     @classmethod
     def of(cls, new: float, reused: float) -> "PromptWork":
-        """Return that of one prompt with so many new and reused tokens."""
+        """Return that of one prompt by its numbers of new and of reused tokens."""
         return cls(1.0, new, new * (reused + new / 2))
 
     def plus(self, other: "PromptWork", share: float = 1.0) -> "PromptWork":
@@ -84,7 +84,7 @@ class PromptPaces:
         self._shape, self._age = UNKNOWN, 0
 
     def note(self, work: PromptWork, seconds: float) -> None:
-        """Learn that a work took so many seconds."""
+        """Learn how many seconds a work took."""
         weight = 1.0 / max(work.tokens, 1.0)  # a prompt counts by its length, not by its square
         for i, mine in enumerate(work):
             self._products[i] = KEPT * self._products[i] + weight * mine * seconds

@@ -90,7 +90,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Policy that shares the device between prefill and decode; `twolane doctor` lists them; by
     default `auto` on a GPU and in simulation, `static-split` on a CPU."""
     options: Annotated[dict[str, str], Option(SCHEDULING, "KEY=VALUE", name="option")] = {}
-    """Setting of the system; may be repeated. `twolane doctor` lists them."""
+    """Setting of the system; may be repeated. `twolane doctor --system NAME` lists them."""
     slo: Annotated[Slo, Nested("slo_")] = Slo()
     """Latency bounds of requests that bring none of their own."""
     tbt_buffer: Annotated[float, milliseconds(SCHEDULING, "tbt_buffer", least=0)] = 0.020
@@ -119,10 +119,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Number of ranks that share each layer of the model: a GPU for each, or processes on the same
     cores."""
     all_reduce: Annotated[AllReduce, Option(DEVICE)] = "nccl"
-    """How several GPUs sum what each has computed in a decode step: by nccl, or, on trial, by
-    two-shot over memory that all of them map; `auto` takes what is faster of these at the start,
-    for each number of rows. `joined`, also on trial, sums as two-shot does, joined with the norm
-    behind it in one launch."""
+    """How several GPUs sum what each has computed in a decode step. On trial are `two-shot`, over
+    memory that all of them map; `joined`, which does that in one launch with the norm behind it;
+    and `auto`, the faster of nccl and two-shot at the start, for each number of rows."""
     cores: Annotated[int | None, Option(DEVICE)] = None
     """Number of CPU cores for both lanes; by default all that this process may use."""
     levels: Annotated[tuple[int, ...] | None, Option(DEVICE, "SMS,…")] = None

@@ -32,7 +32,7 @@ class Hosts(Protocol):
         """Whether a replica's process has not ended."""
 
     async def stop(self, name: str, patience: float) -> None:
-        """Ask a replica to end, and kill it after so many seconds."""
+        """Ask a replica to end, and kill it after `patience` seconds."""
 
     async def close(self) -> None:
         """Kill all replicas."""

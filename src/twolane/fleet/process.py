@@ -67,7 +67,7 @@ class ReplicaProcess:
         return self._process.poll() is None
 
     def stop(self, patience: float) -> None:
-        """Ask it to end, and kill it after so many seconds; return when it has ended."""
+        """Ask it to end, and kill it after `patience` seconds; return when it has ended."""
         if patience > 0 and self.alive:
             with suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGTERM)

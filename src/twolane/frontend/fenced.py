@@ -87,7 +87,7 @@ class TookTooLong(BaseException):
 
 
 def within(seconds: float, work: Callable[[], T]) -> T:
-    """Run Python code in a process's main thread, and break it off after so many seconds.
+    """Run Python code in a process's main thread, and break it off after some seconds.
 
     Raises:
         TookTooLong: it was broken off.
@@ -125,7 +125,7 @@ def reason(error: BaseException) -> str:
 
 
 def limit_memory(memory: int) -> None:
-    """Let this process take so many bytes of memory beyond those that it has."""
+    """Let this process take `memory` bytes beyond those that it has."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[5])
     except OSError:  # this system tells of no such figure, nor keeps such a limit
@@ -151,7 +151,7 @@ def receive(by: socket.socket) -> bytes | None:
 
 
 def receive_exactly(by: socket.socket, size: int) -> bytes | None:
-    """Return so many bytes; None: they will not come."""
+    """Return `size` bytes; None: they will not come."""
     into, done = memoryview(bytearray(size)), 0
     while done < size:
         got = by.recv_into(into[done:])

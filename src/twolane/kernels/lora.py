@@ -91,7 +91,7 @@ class RowTiles:
 
     @classmethod
     def of(cls, count: int, slots: int, width: int, device: torch.device) -> "RowTiles":
-        """Room for a pass of up to so many rows.
+        """Room for a pass of at most `count` rows.
 
         Args:
             count: the most rows.

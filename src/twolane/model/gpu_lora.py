@@ -76,7 +76,7 @@ class GpuAdapterPool:
         return AdapterMatrices(a, b, ranks, product.ends)
 
     def tiles(self, rows: int) -> RowTiles:
-        """Room for the tiles of a pass of up to so many rows."""
+        """Room for the tiles of a pass of at most `rows` rows."""
         return RowTiles.of(rows, self.slots, SECTIONS * self._rank, self.device)
 
     def put(self, slot: int, adapter: Adapter) -> None:

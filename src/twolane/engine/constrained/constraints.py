@@ -28,8 +28,8 @@ SLICES = (
     *[rf'[^"\\\x00-\x1F\x7F]{{1,{most}}}' for most in (4, 8, 16, 30)],
     r'[^"\\\x00-\x1F\x7F]+',
 )
-"""Tokens that match one of these, the first that does, are looked at together: space, and text of a
-string of so many characters. With llguidance's own, which lack 4, 8 and 16, the masks of strings
+"""Tokens that match the same one of these first are looked at together: space, and text of a string
+by its number of characters. With llguidance's own, which lack 4, 8 and 16, the masks of strings
 that are bounded take a third longer at their 99th percentile."""
 MOST_THREADS = 8
 """Masks are computed in at most this many threads."""

@@ -25,7 +25,7 @@ _MOST_PER_TOKEN = 32
 
 
 def serves(rows: int, per_token: int, router: Tensor) -> bool:
-    """Whether the kernel routes so many rows by this router, [experts, hidden], on Hopper."""
+    """Whether the kernel routes `rows` rows by this router, [experts, hidden], on Hopper."""
     hidden = router.shape[1]
     sizes = hidden % _COLUMNS == 0 and hidden <= _MOST_HIDDEN and per_token <= _MOST_PER_TOKEN
     kinds = router.dtype in (torch.bfloat16, torch.float16) and router.is_contiguous()
@@ -74,7 +74,7 @@ def norm_and_route(
 
 
 def blocks(rows: int, experts: int) -> int:
-    """Number of blocks for so many rows."""
+    """Number of blocks for `rows` rows."""
     return -(-experts // _WARPS) * min(rows, _APART)
 
 

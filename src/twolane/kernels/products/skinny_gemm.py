@@ -289,7 +289,7 @@ class Groups:
 
 TensorMap = ctypes.c_ubyte * 128
 Describe = Callable[[Tensor, int, int], Any]
-"""The description of a matrix, as boxes of so many rows by so many bytes."""
+"""Describes a matrix as boxes; the numbers are the rows and the bytes of a box."""
 Scales = tuple[Tensor, Tensor]
 """The scales, float32, of the rows of x and of the rows of w."""
 
@@ -400,7 +400,7 @@ def _of_groups(groups: Groups | None) -> tuple[int | None, int | None, int, int]
 
 
 def _tensor_map(matrix: Tensor, rows: int, line: int) -> Any:
-    """Describes a matrix, rows contiguous, to the copy engine: boxes of so many rows by `line`
+    """Describes a matrix, rows contiguous, to the copy engine: boxes of `rows` rows by `line`
     bytes of each, swizzled if these are `LINE`.
 
     Raises:

@@ -212,7 +212,7 @@ class LayerGraphs:
         self._tiles.of_first(len(owners)).arrange(owners, self._slots.adapters)
 
     def _products(self, units: int, size: int, adapted: bool) -> GpuProducts:
-        """The products of a pass of so many rows, whose tiles are arranged before its layers."""
+        """The products of a pass of `size` rows, whose tiles are arranged before its layers."""
         products = self._steps.products(units)
         if not adapted:
             return products

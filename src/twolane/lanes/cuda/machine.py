@@ -67,7 +67,7 @@ class CudaMachine:
         most_rank: the largest rank of one.
 
     Raises:
-        FieldError: there is no room for so many adapters, or the model has experts.
+        FieldError: there is no room for the adapters, or the model has experts.
         ValueError: a level cannot be had, or the kernels do not serve the model's heads.
     """
 
@@ -111,7 +111,7 @@ class CudaMachine:
         self.adapters = self._adapter_pool(weights, adapter_slots, most_rank)
 
     def _adapter_pool(self, weights: Weights, slots: int, most_rank: int) -> GpuAdapterPool | None:
-        """The pool of so many adapters; None: none are served."""
+        """The pool of LoRA adapters; None: none are served."""
         if not slots:
             return None
         if self.spec.moe is not None:

@@ -26,8 +26,8 @@ GRACE_SECONDS = 1.0
 CROWD = 64
 """Connections beyond the bound that are still read, so that probes are served and others told."""
 SMALL_CHUNKS, CHUNK_BYTES = 2048, 512
-"""A body may come in this many chunks, and in one more for each of its next so many bytes: a chunk
-takes the loop 10 µs, however small it is, and a thousand of them fit into what is read at once."""
+"""A body may come in this many chunks, and in one more for each of this many bytes. A chunk takes
+the loop 10 µs, however small it is, and a thousand of them fit into what is read at once."""
 LOG_SECONDS = 60.0
 """A full server writes one line about it into the log in this many seconds."""
 
