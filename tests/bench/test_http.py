@@ -15,6 +15,8 @@ from twolane.bench.http import ConnectError, Connections, HTTPError, get
 
 from .scripted import EXPIRE, expire_timeouts, settle
 
+PATIENCE = 60.0
+"""Seconds for what must happen."""
 PLAIN = (
     b"HTTP/1.1 200 OK\r\nContent-Type: Text/Plain; charset=utf-8\r\nContent-Length: 5\r\n\r\nhello"
 )
@@ -220,7 +222,7 @@ def test_a_request_as_it_is_sent():
                 connections = Connections(url, headers)
                 await connections.request(b"{}", Kept())
                 connections.close()
-            assert await get(f"http://{at}/v1/models", {"X": "y"}, 5.0) == (200, b"hello")
+            assert await get(f"http://{at}/v1/models", {"X": "y"}, PATIENCE) == (200, b"hello")
         return at, server.requests
 
     at, (first, second, third) = asyncio.run(main())
@@ -247,7 +249,7 @@ def test_a_cancelled_exchange_hangs_up():
             asking.cancel()
             await asyncio.wait({asking})
             assert asking.cancelled()
-            await asyncio.wait_for(server.left.wait(), 5.0)
+            await asyncio.wait_for(server.left.wait(), PATIENCE)
             await connections.request(b"{}", Kept())
             connections.close()
         return server.connections
@@ -265,7 +267,7 @@ def test_what_a_receiver_raises_ends_the_exchange():
         async with server.serving() as port:
             with pytest.raises(LookupError, match="a"):
                 await Connections(f"http://127.0.0.1:{port}/", {}).request(b"{}", Picky())
-            await asyncio.wait_for(server.left.wait(), 5.0)
+            await asyncio.wait_for(server.left.wait(), PATIENCE)
 
     asyncio.run(main())
 
@@ -288,7 +290,7 @@ def test_ipv6():
     async def main():
         server = Server(lambda number: [PLAIN])
         async with server.serving("::1") as port:
-            assert await get(f"http://[::1]:{port}/", {}, 5.0) == (200, b"hello")
+            assert await get(f"http://[::1]:{port}/", {}, PATIENCE) == (200, b"hello")
         assert f"Host: [::1]:{port}\r\n".encode() in server.requests[0]
 
     asyncio.run(main())
@@ -313,7 +315,7 @@ def test_https(tmp_path, monkeypatch):
         async with server.serving(ssl=context) as port:
             url = f"https://127.0.0.1:{port}/"
             with pytest.raises(ConnectError, match="certificate"):
-                await get(url, {}, 5.0)
+                await get(url, {}, PATIENCE)
             monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
             connections = Connections(url, {})
             for _ in range(3):

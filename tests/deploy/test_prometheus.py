@@ -3,7 +3,6 @@
 import json
 import math
 import shutil
-import socket
 import subprocess
 import time
 import urllib.parse
@@ -15,7 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.server.serving import serving, wait_for, write_tiny_model
+from tests.server.serving import PATIENCE, free_port, serving, wait_for, write_tiny_model
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 PROMETHEUS = shutil.which("prometheus")
@@ -34,7 +33,7 @@ class Scraped:
 
     def get(self, path, **query):
         url = f"{self.base}/{path}?{urllib.parse.urlencode(query)}"
-        with urllib.request.urlopen(url, timeout=10) as response:
+        with urllib.request.urlopen(url, timeout=PATIENCE) as response:
             return json.load(response)["data"]
 
     def up(self):
@@ -52,8 +51,7 @@ def scraping(base, folder):
     [job] = config["scrape_configs"]
     job["static_configs"] = [{"targets": [base.removeprefix("http://")]}]
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     command = [PROMETHEUS, f"--config.file={folder / 'prometheus.yml'}", "--log.level=error"]
     command += [f"--storage.tsdb.path={folder / 'data'}", f"--web.listen-address=127.0.0.1:{port}"]
     process = subprocess.Popen(command)
@@ -61,7 +59,7 @@ def scraping(base, folder):
         yield Scraped(port)
     finally:
         process.terminate()
-        process.wait(10)
+        process.wait(PATIENCE)
 
 
 def load(served):

@@ -7,6 +7,7 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken, Tokenizer
 
+from tests.server.serving import PATIENCE
 from twolane.common.grammars import parser_limits
 from twolane.engine.constrained import constraints
 from twolane.engine.constrained.constraints import Constraint, GrammarError, Grammars, Masks
@@ -39,7 +40,7 @@ def test_masks_of_a_batch_are_those_of_each_alone(vocab_size: int) -> None:
     """Also where the model has fewer tokens than the tokenizer, or more."""
     told = threading.Event()
     *masks, failed = Masks(told.set, 2).start(said(vocab_size, "123")).result()
-    assert told.wait(10)
+    assert told.wait(PATIENCE)
     assert isinstance(failed, GrammarError)
     assert "-" in str(failed)
     vocabulary = LLTokenizer(tokenizer().to_str(), eos_token=[EOS])

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.model.checkpoints import make_checkpoint
+from tests.server.serving import PATIENCE
 from twolane.engine.config import EngineConfig
 from twolane.engine.messages import Output, Submit
 from twolane.frontend.engine_client import EngineClient, EngineError, Event
@@ -68,7 +69,7 @@ def resident(pid: int) -> float:
 
 
 async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE):
         while not holds():
             await asyncio.sleep(0.01)
 

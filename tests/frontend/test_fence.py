@@ -14,7 +14,7 @@ from twolane.frontend.text.codec import TextCodec, TextError
 from twolane.frontend.text.jobs import Loaded
 from twolane.frontend.text.texts import Texts
 
-from ..server.serving import alive, wait_for
+from ..server.serving import PATIENCE, alive, wait_for
 
 HELLO = [{"role": "user", "content": "Hello"}]
 TIGHT = Limits(seconds=1.0, memory=256 << 20)
@@ -32,7 +32,7 @@ async def fenced(setup="", limits=TIGHT):
 
 
 def run(work):
-    return asyncio.run(asyncio.wait_for(work, 60))
+    return asyncio.run(asyncio.wait_for(work, PATIENCE))
 
 
 def loop_for_ever():
@@ -79,7 +79,7 @@ def test_a_job_whose_client_leaves_is_broken_off():
                 await asyncio.wait_for(lane.run([b"loop"]), 0.2)
             began = time.monotonic()
             assert await lane.run([b"next"]) == b"next"
-            assert time.monotonic() - began < 10
+            assert time.monotonic() - began < 30
             assert int(await lane.run([b"pid"])) != pid
             await asyncio.to_thread(wait_for, lambda: not alive(pid))
 
@@ -229,7 +229,7 @@ def test_a_template_that_takes_too_much_is_refused(bomb):
             began = time.monotonic()
             with pytest.raises(TextError):
                 await texts.chat(HELLO)
-            assert time.monotonic() - began < 10
+            assert time.monotonic() - began < 30
             assert await texts.encode("Hello")
 
     run(work())

@@ -18,11 +18,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..server.serving import Served, alive, children, serving, wait_for, write_tiny_model
+from ..server.serving import PATIENCE, Served, alive, children, serving, wait_for, write_tiny_model
 
 STREAMS, CALLS = 8, 6
 STREAM_TOKENS, CALL_TOKENS = 300, 120
-GONE_SECONDS = 30.0
+GONE_SECONDS = PATIENCE
 """Seconds in which everything must be over: the drain, the patience of collectives, and room."""
 ARGUMENTS = ("--load-format", "dummy", "--kv-tokens", "60000", "--drain-seconds", "2")
 RANKS = ("--tensor-parallel-size", "2")

@@ -12,14 +12,14 @@ import urllib.error
 import pytest
 
 from ..model.checkpoints import POSITIONS
-from ..server.serving import alive, serving, wait_for
+from ..server.serving import PATIENCE, alive, serving, wait_for
 from .footprint import MIB
 from .load import Ask, Clients, Tally
 from .overload import ORDERLY, SHORT_QUEUE, judge, overload, report
 from .target import ARGUMENTS, Target
 
-DEATH_SECONDS = 30.0
-NOTICE_SECONDS = 10.0
+DEATH_SECONDS = PATIENCE
+NOTICE_SECONDS = 60.0
 """In which the front surely learns that its engine is dead, however busy the machine."""
 LONGEST = 7000
 """Tokens of a stream that is surely cut off: it takes seven times as long as one that fills the

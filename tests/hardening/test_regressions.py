@@ -44,7 +44,7 @@ def test_what_never_arrives_is_given_up(given_up, name):
     outcome = given_up[name]
     assert not outcome.faults
     assert outcome.statuses[-1:] == [408]
-    assert outcome.seconds < 10
+    assert outcome.seconds < 60
     assert b'"code":"request_timeout"' in outcome.bodies[-1]
 
 

@@ -11,7 +11,9 @@ from typing import Literal
 
 import h11
 
-ANSWER_SECONDS = 30.0
+from ..server.serving import PATIENCE
+
+ANSWER_SECONDS = PATIENCE
 """A request without an answer and without an end for so long counts as hung."""
 PIECE_SECONDS = 0.01
 """Between two pieces of a request."""

@@ -29,7 +29,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(measure, name, 0.002)
 
 
-def taken(config: EngineConfig, path: Path | None, seconds: float = 60.0, **more) -> Outcome:
+def taken(config: EngineConfig, path: Path | None, seconds: float = 3600.0, **more) -> Outcome:
     more.setdefault("progress", lambda stage, fraction: None)
     return take_profile(config, out=path, seconds=seconds, rounds=1, **more)
 

@@ -2,7 +2,9 @@
 
 import json
 import os
+import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -12,6 +14,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+PATIENCE = 120.0
+"""Seconds that a test waits for what must happen: right programs end the wait far sooner, also on a
+machine that is so busy that a server takes half a minute to start."""
 TINY = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -54,7 +59,7 @@ class Served:
         path: str,
         body: object | None = None,
         data: bytes | None = None,
-        seconds: float = 60.0,
+        seconds: float = PATIENCE,
     ):
         """Return status, headers and parsed body."""
         if body is not None:
@@ -85,7 +90,7 @@ def parsed(data: bytes):
         return data.decode()
 
 
-def wait_for(condition: Callable[[], object], seconds: float = 30.0) -> object:
+def wait_for(condition: Callable[[], object], seconds: float = PATIENCE) -> object:
     """Wait until `condition` returns something true, and return that."""
     end = time.monotonic() + seconds
     while not (result := condition()):
@@ -114,6 +119,26 @@ def engine_of(pid: int) -> int | None:
             if b"twolane.engine" in Path(f"/proc/{child}/cmdline").read_bytes():
                 return child
     return None
+
+
+@contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    """Have a process stand still."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        with suppress(ProcessLookupError):  # it was killed meanwhile
+            os.kill(pid, signal.SIGCONT)
+
+
+def free_port() -> int:
+    """Return a port that nobody listens on, and that no connection of others gets meanwhile: it is
+    below those that the system gives out."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 def alive(pid: int) -> bool:

@@ -5,7 +5,7 @@ import urllib.request
 
 import pytest
 
-from .serving import serving
+from .serving import PATIENCE, serving
 
 ORIGIN = "http://localhost:3000"
 
@@ -22,7 +22,7 @@ def ask(served, path, method="GET", **headers):
     given = {name.replace("_", "-"): value for name, value in headers.items()}
     request = urllib.request.Request(served.base + path, headers=given, method=method)
     try:
-        with urllib.request.urlopen(request, timeout=30) as answer:
+        with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
             return answer.status, answer.headers, answer.read()
     except urllib.error.HTTPError as error:
         return error.code, error.headers, error.read()

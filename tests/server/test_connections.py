@@ -17,13 +17,14 @@ import uvicorn
 from twolane.common.garbage import uncollected
 from twolane.server.http.connection import (
     CONNECTION,
+    LOG_SECONDS,
     SMALL_CHUNKS,
     ConnectionLimits,
     connection_class,
 )
 
 from .conftest import TINY
-from .serving import serving, wait_for
+from .serving import PATIENCE, engine_of, free_port, serving, stopped, wait_for
 
 FILES = 240
 """The limit on open files under which a server is tested."""
@@ -36,13 +37,13 @@ def address(served):
 
 def sent(served, data):
     """Send bytes; return all that comes until the server closes, or None if it does not."""
-    with socket.create_connection(address(served), timeout=30) as client:
-        client.sendall(data)
+    with socket.create_connection(address(served), timeout=PATIENCE) as client:
         answer = b""
         try:
+            client.sendall(data)
             while part := client.recv(65536):
                 answer += part
-        except ConnectionResetError:  # it was closed before all was read
+        except ConnectionError:  # it was closed before all was read
             pass
         except TimeoutError:
             return None
@@ -87,7 +88,7 @@ def test_a_head_that_can_be_read_in_two_ways_is_refused_and_the_connection_close
 def test_a_plain_head_is_taken_however_it_is_cut(tiny):
     head = JSON + b"Transfer-Encoding: chunked\r\nConnection: close\r\n\r\n" + CHUNKED
     for cut in range(1, len(head), 7):
-        with socket.create_connection(address(tiny), timeout=30) as client:
+        with socket.create_connection(address(tiny), timeout=PATIENCE) as client:
             client.sendall(head[:cut])
             time.sleep(0.002)
             client.sendall(head[cut:])
@@ -119,11 +120,11 @@ def test_chunks_are_counted_for_each_body(tiny):
 
 @pytest.fixture(scope="module")
 def narrow(tiny_model, tmp_path_factory):
-    """A server that may open few files, with its log."""
-    log = tmp_path_factory.mktemp("narrow") / "log"
+    """A server that may open few files, its log, and when this was begun."""
+    log, began = tmp_path_factory.mktemp("narrow") / "log", time.monotonic()
     limited = ["prlimit", f"--nofile={FILES // 2}:{FILES}"]
     with serving(str(tiny_model), *TINY, stderr=log, before=limited) as served:
-        yield served, log
+        yield served, log, began
 
 
 def test_the_limit_on_files_is_raised(narrow):
@@ -133,7 +134,7 @@ def test_the_limit_on_files_is_raised(narrow):
 
 
 def test_many_idle_connections_keep_nobody_out(narrow):
-    served, log = narrow
+    served, log, _ = narrow
     idle = [socket.create_connection(address(served)) for _ in range(2 * FILES)]
     try:
         assert served.request("/health")[0] == 200
@@ -146,7 +147,7 @@ def test_many_idle_connections_keep_nobody_out(narrow):
 
 
 def test_when_all_connections_are_busy_probes_are_served_and_others_told(narrow):
-    served, log = narrow
+    served, log, began = narrow
     head = JSON + b"Content-Length: 100\r\n\r\n"
     busy = []
     for _ in range(FILES):
@@ -154,7 +155,7 @@ def test_when_all_connections_are_busy_probes_are_served_and_others_told(narrow)
         client.sendall(head)
         busy.append(client)
     try:
-        wait_for(lambda: served.request("/v1/models")[0] == 503, seconds=10)
+        wait_for(lambda: served.request("/v1/models")[0] == 503)
         status, headers, body = served.request("/v1/models")
         assert (status, body["error"]["code"]) == (503, "too_many_connections")
         assert headers["Connection"] == "close"
@@ -163,7 +164,8 @@ def test_when_all_connections_are_busy_probes_are_served_and_others_told(narrow)
         for client in busy:
             client.close()
     wait_for(lambda: served.request("/v1/models")[0] == 200)
-    assert log.read_text().count("connections are busy") == 1
+    lines = log.read_text().count("connections are busy")
+    assert 1 <= lines <= 1 + (time.monotonic() - began) / LOG_SECONDS
 
 
 def test_a_client_that_does_not_read_is_disconnected_and_holds_no_end(tiny_model, tmp_path):
@@ -184,14 +186,22 @@ def test_a_client_that_does_not_read_is_disconnected_and_holds_no_end(tiny_model
 
         before = files()
         with stall():
-            wait_for(lambda: files() == before + 1)
-            wait_for(lambda: files() == before, seconds=60)
-        made = served.metrics()["generation_tokens_total"]
+            wait_for(lambda: served.metrics()["requests_received_total"])
+            wait_for(lambda: files() == before)
+        first = served.metrics()
+
+        def stalled():
+            """So much was made; or less on a slow machine, and the client is disconnected again."""
+            now = served.metrics()
+            more = now["generation_tokens_total"] - first["generation_tokens_total"]
+            came = now["requests_received_total"] > first["requests_received_total"]
+            return more > 3000 or (came and now["requests_in_flight"] == 0)
+
         with stall():
-            wait_for(lambda: served.metrics()["generation_tokens_total"] > made + 3000)
+            wait_for(stalled)
             served.process.terminate()
             served.process.terminate()
-            assert served.process.wait(20) == 0
+            assert served.process.wait(PATIENCE) == 0
     assert "Traceback" not in log.read_text()
 
 
@@ -199,7 +209,7 @@ def test_a_slow_reader_gets_all_of_its_answer(tiny_model):
     many = {"prompt": [5], "max_tokens": 300, "n": 16, "logprobs": 20, "stream": True}
     body = json.dumps({**many, "ignore_eos": True}).encode()
     with (
-        serving(str(tiny_model), *TINY, "--stall-seconds", "2") as served,
+        serving(str(tiny_model), *TINY, "--stall-seconds", "3") as served,
         socket.socket() as client,
     ):
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -225,14 +235,13 @@ def test_the_second_server_on_a_port_ends_before_it_loads(tiny_model):
 
 
 def test_while_the_model_loads_probes_are_told(tiny_model):
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port, seen = free_port(), []
     command = [sys.executable, "-m", "twolane", "serve", str(tiny_model), *TINY]
     process = subprocess.Popen([*command, "--port", str(port)], stdout=subprocess.PIPE)
-    seen = []
 
     def ready():
-        client = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+        """Ask, and tell whether the server is up; it may not listen yet."""
+        client = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)
         try:
             for path in ("/livez", "/health"):
                 client.request("GET", path)
@@ -247,32 +256,33 @@ def test_while_the_model_loads_probes_are_told(tiny_model):
             client.close()
         return seen[-1][:2] == ("/health", 200)
 
+    def early():
+        return [body for _, status, body in seen if status == 503]
+
     try:
-        wait_for(ready, 60)
+        with stopped(wait_for(lambda: engine_of(process.pid))):  # it does not get ready meanwhile
+            wait_for(lambda: ready() or early())
+        wait_for(ready)
     finally:
         process.terminate()
         process.wait()
     assert all(status == 200 for path, status, _ in seen if path == "/livez")
-    early = [body for path, status, body in seen if status == 503]
-    assert early
-    assert {body["error"]["code"] for body in early} == {"loading"}
+    assert {body["error"]["code"] for body in early()} == {"loading"}
 
 
 def test_a_full_disk_behind_standard_output_is_no_reason_not_to_serve(tiny_model, tmp_path):
-    log, port = tmp_path / "log", None
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    log, port = tmp_path / "log", free_port()
     command = [sys.executable, "-m", "twolane", "serve", str(tiny_model), *TINY]
     with Path("/dev/full").open("w") as full, log.open("w") as errors:
         process = subprocess.Popen([*command, "--port", str(port)], stdout=full, stderr=errors)
     try:
         wait_for(lambda: "No space left" in log.read_text())
-        client = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+        client = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)
         client.request("GET", "/health")
         assert client.getresponse().status == 200
     finally:
         process.terminate()
-        assert process.wait(20) == 0
+        assert process.wait(PATIENCE) == 0
 
 
 def test_the_folder_of_a_killed_server_is_removed_by_the_next(tiny_model, tmp_path, monkeypatch):
@@ -323,7 +333,7 @@ def test_a_connection_that_has_ended_leaves_no_cycles_to_be_collected():
         with uncollected():
             for whole in (True, False, True):
                 await ask(address, whole=whole)
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(PATIENCE):
                 while len(seen) < 2 or any(connection() is not None for connection in seen):
                     await asyncio.sleep(0.01)
         server.should_exit = True

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from .serving import serving, wait_for
+from .serving import PATIENCE, serving, wait_for
 from .test_gate import ask, bearer
 from .test_killing import Client
 from .test_lifecycle import LONG
@@ -39,7 +39,7 @@ def guarded(tiny_model):
 def test_a_key_has_its_share_of_the_queue(guarded):
     """While one request runs, a key may have two in the queue, and another key two more."""
     running = Client(guarded, LONG, **bearer(KEYS[0]))
-    assert running.first.wait(30)
+    assert running.first.wait(PATIENCE)
     waiting = [Client(guarded, SHORT, **bearer(KEYS[0])) for _ in range(2)]
     wait_for(lambda: guarded.metrics()["num_requests_waiting"] == 2)
     first, second = Keyed(guarded, KEYS[0]), Keyed(guarded, KEYS[1])
@@ -51,7 +51,7 @@ def test_a_key_has_its_share_of_the_queue(guarded):
     others = Client(guarded, SHORT, **bearer(KEYS[1]))
     wait_for(lambda: guarded.metrics()["num_requests_waiting"] == 3)
     running.leave()
-    assert all(client.first.wait(30) for client in (*waiting, others))
+    assert all(client.first.wait(PATIENCE) for client in (*waiting, others))
     wait_for(lambda: guarded.metrics()["requests_in_flight"] == 0)
 
 

@@ -287,7 +287,7 @@ def sees_return_tokens_as_token_ids(ask):
 def sees_stream(ask):
     chunks = list(ask.raw(stream=True))
     pieces = [c.choices[0].delta.content if ask._chat else c.choices[0].text for c in chunks]
-    return len(chunks) > 2 and "".join(pieces) == ask.text()
+    return chunks[-1].choices[0].finish_reason == "length" and "".join(pieces) == ask.text()
 
 
 def sees_stream_options(ask):

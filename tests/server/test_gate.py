@@ -12,7 +12,7 @@ import pytest
 from twolane.server.http.bodies import FREE_BYTES, ArrivingBytes, BodyReader
 from twolane.server.http.errors import ApiError
 
-from .serving import serving
+from .serving import PATIENCE, serving
 
 KEYS = ("first-key", "second-key")
 ASK = {"prompt": [5, 6], "max_tokens": 2, "ignore_eos": True}
@@ -34,7 +34,7 @@ def guarded(tiny_model, tmp_path_factory):
 
 def ask(served, method, path, body=b"", headers=None, **send):
     address = urllib.parse.urlsplit(served.base)
-    connection = http.client.HTTPConnection(address.hostname, address.port, timeout=30)
+    connection = http.client.HTTPConnection(address.hostname, address.port, timeout=PATIENCE)
     headers = {"Content-Type": "application/json", **(headers or {})}
     connection.request(method, path, body, headers, **send)
     response = connection.getresponse()

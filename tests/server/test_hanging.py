@@ -3,12 +3,11 @@
 import os
 import signal
 import time
-from contextlib import contextmanager, suppress
 
 import pytest
 
 from .conftest import TINY
-from .serving import alive, children, serving, wait_for, write_tiny_model
+from .serving import PATIENCE, alive, children, serving, stopped, wait_for, write_tiny_model
 from .test_killing import Client
 from .test_lifecycle import LONG
 
@@ -37,16 +36,6 @@ def health(served):
     return status, body.get("error", {}).get("message", "")
 
 
-@contextmanager
-def stopped(pid):
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        with suppress(ProcessLookupError):  # it was killed meanwhile
-            os.kill(pid, signal.SIGCONT)
-
-
 @pytest.fixture
 def hangable(tiny_model, tmp_path):
     """Start a server whose decode lane hangs while a file is there."""
@@ -64,7 +53,7 @@ def hangable(tiny_model, tmp_path):
 
 def test_health_tells_that_an_engine_stands_still_and_that_it_goes_on(tiny_model):
     with serving(str(tiny_model), *TINY, "--hang-seconds", SECONDS) as served:
-        assert health(served) == (200, "")
+        wait_for(lambda: health(served) == (200, ""))
         with stopped(served.engine_pid):
             wait_for(lambda: health(served)[0] == 503)
             assert "the engine has made no turn for" in health(served)[1]
@@ -73,20 +62,20 @@ def test_health_tells_that_an_engine_stands_still_and_that_it_goes_on(tiny_model
             assert served.metrics()["engine_hung"] == 1
             assert served.metrics()["engine_silence_seconds"] > 1
         wait_for(lambda: health(served)[0] == 200)
-        assert served.metrics()["engine_hung"] == 0
-        assert served.request("/v1/completions", {"prompt": [5], "max_tokens": 2})[0] == 200
+        wait_for(lambda: served.metrics()["engine_hung"] == 0)
+        asked = {"prompt": [5], "max_tokens": 2}
+        wait_for(lambda: served.request("/v1/completions", asked)[0] == 200)
 
 
 def test_health_tells_of_a_lane_that_finishes_nothing(hangable):
     start, flag = hangable
     with start() as served:
         client = Client(served, LONG)
-        assert client.first.wait(30)
+        assert client.first.wait(PATIENCE)
         flag.touch()
-        wait_for(lambda: health(served)[0] == 503)
-        assert "the decode lane has finished nothing for" in health(served)[1]
+        wait_for(lambda: "the decode lane has finished nothing for" in health(served)[1])
         assert served.metrics()["launch_wait_seconds"] > 1
-        assert served.metrics()["engine_silence_seconds"] < 1.5  # the loop itself makes turns
+        wait_for(lambda: served.metrics()["engine_silence_seconds"] < 1)  # the loop makes turns
         flag.unlink()
         wait_for(lambda: health(served)[0] == 200)
         assert not client.ended.is_set()
@@ -99,14 +88,14 @@ def test_the_watchdog_ends_a_hung_engine_with_a_reason(hangable, tmp_path, how):
     with start("--watchdog", log=log) as served:
         engine = served.engine_pid
         client = Client(served, LONG)
-        assert client.first.wait(30)
+        assert client.first.wait(PATIENCE)
         if how == "loop":
             os.kill(engine, signal.SIGSTOP)
         else:
             flag.touch()
-        assert client.ended.wait(30)
+        assert client.ended.wait(PATIENCE)
         assert "the watchdog has killed the engine" in client.last["error"]["message"]
-        assert served.process.wait(10) == 1
+        assert served.process.wait(PATIENCE) == 1
         assert not alive(engine)
     reason = {"loop": "has made no turn", "lane": "decode lane has finished nothing"}[how]
     assert f"{reason} for" in log.read_text(), log.read_text()
@@ -116,10 +105,11 @@ def test_the_watchdog_ends_a_hung_engine_with_a_reason(hangable, tmp_path, how):
 def test_a_server_that_stood_still_itself_kills_no_engine(tiny_model):
     with serving(str(tiny_model), *TINY, "--hang-seconds", "3", "--watchdog") as served:
         assert health(served) == (200, "")
+        engine = served.engine_pid
         with stopped(served.process.pid):
             time.sleep(4.0)
-        time.sleep(0.5)
-        assert health(served) == (200, "")
+        wait_for(lambda: health(served) == (200, ""))
+        assert alive(engine)
 
 
 @pytest.mark.full
@@ -150,7 +140,7 @@ def test_the_watchdog_is_on_with_several_ranks(tmp_path):
         engine = served.engine_pid
         (follower,) = children(engine)
         with stopped(engine):
-            assert served.process.wait(30) == 1
+            assert served.process.wait(PATIENCE) == 1
             assert not alive(engine)
         wait_for(lambda: not alive(follower))
     assert "the watchdog has killed the engine" in log.read_text()

@@ -23,7 +23,7 @@ from twolane.server.options import ServerOptions
 from twolane.server.service import Service
 
 from .conftest import TINY
-from .serving import alive, children, serving, wait_for
+from .serving import PATIENCE, alive, engine_of, serving, wait_for
 from .test_lifecycle import LONG, Stream
 
 PROMPT = {**LONG, "prompt": [3 + k % 100 for k in range(8000)], "max_tokens": 50_000}
@@ -64,7 +64,7 @@ def busy(served, moment):
     clients = []
     if moment in ("stream", "both"):
         clients += [Client(served, LONG) for _ in range(3)]
-        assert all(client.first.wait(30) for client in clients)
+        assert all(client.first.wait(PATIENCE) for client in clients)
     if moment in ("prefill", "both"):
         clients += [Client(served, PROMPT) for _ in range(4)]
     wait_for(lambda: served.metrics()["requests_in_flight"] == len(clients))
@@ -80,10 +80,10 @@ def test_killing_the_engine(tiny_model, moment, seed):
         time.sleep(random.Random(f"{moment}{seed}").uniform(0.0, 0.3))
         os.kill(engine, signal.SIGKILL)
         for client in clients:
-            assert client.ended.wait(30)
+            assert client.ended.wait(PATIENCE)
             assert "signal 9" in client.last["error"]["message"]
             assert client.last["error"]["code"] == "unavailable"
-        assert served.process.wait(30) == 1
+        assert served.process.wait(PATIENCE) == 1
         assert not alive(engine)
 
 
@@ -118,7 +118,7 @@ def test_an_api_process_whose_engine_is_dead_says_so(tiny_model):
 def start(model):
     command = [sys.executable, "-m", "twolane", "serve", str(model), *TINY, "--port", "0"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    (engine,) = wait_for(lambda: children(process.pid))
+    engine = wait_for(lambda: engine_of(process.pid))
     return process, engine
 
 
@@ -127,7 +127,7 @@ def test_killing_the_engine_while_it_starts(tiny_model, seed):
     process, engine = start(tiny_model)
     time.sleep(random.Random(seed).uniform(0.0, 1.5))
     os.kill(engine, signal.SIGKILL)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=PATIENCE)
     if not out:  # it was not up yet
         assert b"the engine process ended on signal 9 while it started" in err
     assert process.returncode == 1

@@ -29,7 +29,7 @@ from twolane.server.service import Service
 from twolane.slo import Slo
 
 from .conftest import TINY
-from .serving import alive, children, serving, wait_for
+from .serving import PATIENCE, alive, children, serving, wait_for
 
 LONG = {"prompt": [5, 6, 7], "max_tokens": 60_000, "ignore_eos": True}
 
@@ -238,7 +238,7 @@ def test_stopping_refuses_what_is_being_tokenised():
             asked = [asyncio.create_task(ask(service, "/v1/completions", b)) for b in bodies]
             asked.append(asyncio.create_task(ask(service, "/tokenize", bodies[1])))
             short, long = service.texts._lanes  # lists are long work
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(PATIENCE):
                 while sum(map(len, short._turns._lines.values())) < 2 or not long._waiting:
                     await asyncio.sleep(0.01)
             await service.close()
@@ -255,7 +255,7 @@ def test_killing_the_engine_ends_streams_and_the_server(doomed):
     os.kill(engine, signal.SIGKILL)
     *_, last = stream.events()
     assert "signal 9" in last["error"]["message"]
-    assert doomed.process.wait(30) == 1
+    assert doomed.process.wait(PATIENCE) == 1
     assert not alive(engine)
 
 
@@ -275,7 +275,7 @@ def test_a_signal_drains(doomed, number):
     doomed.process.send_signal(number)
     *_, last = stream.events()
     assert last["choices"][0]["finish_reason"] == "length"
-    assert doomed.process.wait(30) == 0
+    assert doomed.process.wait(PATIENCE) == 0
     assert not alive(engine)
 
 
@@ -287,7 +287,7 @@ def test_a_supervisors_signal_to_all_processes_drains(doomed):
         os.kill(pid, signal.SIGTERM)
     *_, last = stream.events()
     assert last["choices"][0]["finish_reason"] == "length"
-    assert doomed.process.wait(30) == 0
+    assert doomed.process.wait(PATIENCE) == 0
 
 
 @pytest.mark.parametrize("model", ["smollm2-135m-instruct", "owner/name"])
@@ -304,7 +304,7 @@ def test_a_signal_ends_the_fetching_of_a_model(model, tmp_path):
             pids = children(process.pid)
             process.send_signal(signal.SIGTERM)
             try:
-                assert process.wait(20) == 0
+                assert process.wait(PATIENCE) == 0
             finally:
                 process.kill()
     assert not any(map(alive, pids))
@@ -315,7 +315,8 @@ def test_a_draining_server_says_so(tiny_model):
     """Probes fail and new requests are refused, on new connections and old ones, while a stream
     goes on; the server ends with it."""
     with serving(str(tiny_model), *TINY, "--drain-seconds", "600") as served:
-        old = http.client.HTTPConnection(urllib.parse.urlsplit(served.base).netloc, timeout=30)
+        address = urllib.parse.urlsplit(served.base).netloc
+        old = http.client.HTTPConnection(address, timeout=PATIENCE)
         old.request("GET", "/health")
         assert old.getresponse().read() == b'{"status":"ok"}'
         stream = Stream(served)
@@ -333,7 +334,7 @@ def test_a_draining_server_says_so(tiny_model):
         stream.next_token()
         stream.close()
         old.close()
-        assert served.process.wait(30) == 0
+        assert served.process.wait(PATIENCE) == 0
 
 
 def test_draining_is_bounded(tiny_model):
@@ -343,7 +344,7 @@ def test_draining_is_bounded(tiny_model):
         served.process.send_signal(signal.SIGTERM)
         *_, last = stream.events()
         assert last["error"]["message"] == "the server is shutting down"
-        assert served.process.wait(30) == 0
+        assert served.process.wait(PATIENCE) == 0
 
 
 def test_what_clients_send_writes_no_lines_into_the_log(tiny_model, tmp_path):
@@ -353,10 +354,10 @@ def test_what_clients_send_writes_no_lines_into_the_log(tiny_model, tmp_path):
     )
     log = tmp_path / "log"
     with serving(str(tiny_model), *TINY, stderr=log) as served:
-        address = served.base.removeprefix("http://").split(":")
+        host, port = served.base.removeprefix("http://").split(":")
         before = log.read_text()
         for sent, status in ((upgrade, b" 200 "), (b"nonsense\r\n\r\n", b" 400 ")):
-            with socket.create_connection((address[0], int(address[1])), timeout=30) as client:
+            with socket.create_connection((host, int(port)), timeout=PATIENCE) as client:
                 client.sendall(sent)
                 assert status in client.recv(1000).split(b"\r\n")[0]
         assert log.read_text() == before
@@ -370,7 +371,7 @@ def test_a_second_signal_stops_at_once(tiny_model):
         served.process.send_signal(signal.SIGINT)
         wait_for(lambda: served.request("/health")[0] == 503)
         served.process.send_signal(signal.SIGINT)
-        assert served.process.wait(30) == 0
+        assert served.process.wait(PATIENCE) == 0
         assert not alive(engine)
 
 

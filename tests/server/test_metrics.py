@@ -24,7 +24,7 @@ from twolane.server.ops.metrics import ServerMetrics
 from twolane.server.service import RequestAccounting
 from twolane.slo import Slo
 
-from .serving import serving, wait_for
+from .serving import PATIENCE, serving, wait_for
 
 PAGE = Path(__file__).parents[2] / "docs" / "guides" / "metrics.md"
 DUMMY = ("--load-format", "dummy", "--kv-tokens", "20000")
@@ -191,6 +191,7 @@ class Traffic:
             else:
                 head.cancel()
                 self.left += 1
+                self.left_served += 1
 
     async def not_a_call(self):
         async with self.session.get(self.rng.choice([*PATHS, "/nowhere", "/health"])) as response:
@@ -266,7 +267,7 @@ def test_random_traffic_adds_up_at_every_moment(tiny_model):
 def raw(served, *parts):
     """Send bytes on a connection of its own; return the status of the answer."""
     address = urllib.parse.urlsplit(served.base)
-    with socket.create_connection((address.hostname, address.port), timeout=30) as connection:
+    with socket.create_connection((address.hostname, address.port), timeout=PATIENCE) as connection:
         for part in parts:
             connection.sendall(part)
         return int(connection.makefile("rb").readline().split()[1])
@@ -281,19 +282,23 @@ def test_what_the_connection_refuses_is_counted_as_answered(tiny_model):
         for path in (b"/v1/completions", b"/tokenize"):
             assert raw(served, malformed % path) == 400
             assert raw(served, slow % path) == 408
+        statuses, paths = ("400", "408"), ("/v1/completions", "/tokenize")
+        expected = {(path, status): 1 for path in paths for status in statuses}
+
+        def counted():
+            return {
+                (dict(labels)["handler"], dict(labels)["status"]): value
+                for labels, value in series(served)["http_requests_total"].items()
+                if dict(labels)["method"] == "POST"
+            }
+
+        wait_for(lambda: counted() == expected)  # endpoints hear of it after the client does
         figures = idle(served)
         assert by(figures, "requests_refused_total", "reason") == {
             "invalid_http": 1,
             "request_timeout": 1,
         }
         assert total(figures, "requests_aborted_total") == 0
-        counted = {
-            (dict(labels)["handler"], dict(labels)["status"]): value
-            for labels, value in figures["http_requests_total"].items()
-            if dict(labels)["method"] == "POST"
-        }
-        statuses, paths = ("400", "408"), ("/v1/completions", "/tokenize")
-        assert counted == {(path, status): 1 for path in paths for status in statuses}
 
 
 def test_every_page_has_its_handler(tiny):

@@ -55,7 +55,14 @@ def test_the_async_client_asks_side_by_side(real, client):
     assert texts[5] == alone.choices[0].text
 
 
+def wait_until_quiet(real):
+    """Until nothing is left of what clients of other tests have given up, either."""
+    for name in ("requests_in_flight", "num_requests_running"):
+        wait_for(lambda name=name: real.metrics()[name] == 0)
+
+
 def test_a_timeout_of_the_client_aborts_the_request(real, client):
+    wait_until_quiet(real)
     aborted = real.metrics().get("requests_aborted_total", 0)
     with pytest.raises(openai.APITimeoutError):
         client.with_options(timeout=0.5).completions.create(
@@ -75,8 +82,7 @@ def test_a_client_that_leaves_several_choices_frees_all_of_them(real, client):
         if len(seen) == 4:
             break
     stream.close()
-    wait_for(lambda: real.metrics()["requests_in_flight"] == 0)
-    wait_for(lambda: real.metrics()["num_requests_running"] == 0)
+    wait_until_quiet(real)
 
 
 def test_choices_stream_by_index_and_say_the_same(client):
@@ -148,6 +154,7 @@ class TestStopStrings:
 
     def test_tokens_after_one_are_not_counted(self, real, client):
         asked = {**TEXT, "max_tokens": 3000, "stop": ","}
+        wait_until_quiet(real)
         before = real.metrics()["generation_tokens_total"]
         answer = client.completions.create(**asked, n=3, extra_body={"ignore_eos": True})
         counted = real.metrics()["generation_tokens_total"] - before

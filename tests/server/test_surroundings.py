@@ -14,7 +14,7 @@ from twolane.model.load.hub import resolve
 
 from .conftest import TINY
 from .parrot import write_parrot
-from .serving import write_tiny_model
+from .serving import PATIENCE, write_tiny_model
 
 
 def serve(*args, **more):
@@ -25,7 +25,7 @@ def serve(*args, **more):
 def test_the_second_server_on_a_port_ends_before_it_loads_anything(tiny, tiny_model):
     port = str(urllib.parse.urlsplit(tiny.base).port)
     second = serve(str(tiny_model), *TINY, "--port", port, stdout=subprocess.PIPE)
-    out, err = second.communicate(timeout=30)
+    out, err = second.communicate(timeout=PATIENCE)
     assert (second.returncode, out) == (1, "")
     assert "in use" in err
     assert "weights" not in err
@@ -38,12 +38,12 @@ def test_a_standard_output_that_takes_nothing_stops_no_server(tiny_model):
     try:
         told = next(line for line in server.stderr if " | http" in line)
         base = next(part for part in told.split(" | ") if part.startswith("http"))
-        with urllib.request.urlopen(f"{base}/health", timeout=30) as answer:
+        with urllib.request.urlopen(f"{base}/health", timeout=PATIENCE) as answer:
             assert answer.status == 200
     finally:
         server.terminate()
         server.stderr.close()
-        assert server.wait(30) == 0
+        assert server.wait(PATIENCE) == 0
 
 
 @pytest.mark.parametrize("damage", ["cut", "other backend", "no JSON"])
@@ -79,7 +79,7 @@ def test_odd_numbers_of_a_config_are_one_line_at_once(tmp_path, config, message)
     if isinstance(config, str):
         (path / "config.json").write_text(config)
     server = serve(str(path), *TINY, "--port", "0", stdout=subprocess.PIPE)
-    out, err = server.communicate(timeout=40)
+    out, err = server.communicate(timeout=PATIENCE)
     assert (server.returncode, out) == (1, "")
     last = err.splitlines()[-1]
     assert message in last

@@ -12,7 +12,7 @@ import pytest
 
 from twolane.server.run import span_provider
 
-from .serving import serving, wait_for
+from .serving import PATIENCE, serving, wait_for
 
 pytest.importorskip("opentelemetry.exporter", reason="twolane[otel] is not installed")
 
@@ -102,7 +102,7 @@ def traced(tiny_model):
 
 def post(served, body, trace=TRACE, flags="01", leave=False):
     address = urllib.parse.urlsplit(served.base)
-    connection = http.client.HTTPConnection(address.hostname, address.port, timeout=30)
+    connection = http.client.HTTPConnection(address.hostname, address.port, timeout=PATIENCE)
     headers = {"Content-Type": "application/json", "traceparent": f"00-{trace}-{PARENT}-{flags}"}
     connection.request("POST", "/v1/completions", json.dumps(body), headers)
     response = connection.getresponse()
@@ -196,6 +196,6 @@ def test_spans_are_sent_before_the_server_ends(traced):
     trace = "3" * 32
     assert post(traced, {"prompt": [5], "max_tokens": 2, "ignore_eos": True}, trace) == 200
     traced.process.terminate()
-    assert traced.process.wait(20) == 0
+    assert traced.process.wait(PATIENCE) == 0
     [(_, parts)] = traced.collector.trees(trace)
     assert parts.keys() == {"queue", "prefill", "decode"}
