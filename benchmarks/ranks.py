@@ -4,8 +4,9 @@ On GPUs of one host that do nothing else, with dummy weights in the true shapes 
 random numbers. First one process a GPU times all-reduces alone; then the lanes are driven without
 the engine, as in `engine.py`. Values are medians but where a percentile is named; every ratio is of
 two things measured in this run. `--only alone` measures what one of the ranks takes where nothing
-is summed, which tells how much of a step waits for the others. `--only beside` also takes one GPU
-(`qwen3-8b 1`), to compare how much longer gaps between tokens are beside prefill.
+is summed, which tells how much of a step waits for the others. `--only passes` times hybrid passes,
+as `alone` does with nothing summed. `--only beside` also takes one GPU (`qwen3-8b 1`), to compare
+how much longer gaps between tokens are beside prefill.
 """
 
 import argparse
@@ -34,7 +35,7 @@ from twolane.lanes.cuda.machine import CudaMachine
 from twolane.lanes.cuda.ranks import RankedMachine, load_rank
 from twolane.lanes.settings import DeviceSettings
 from twolane.lanes.slot_table import UntoldSlots
-from twolane.lanes.work import DecodeWork
+from twolane.lanes.work import DecodeWork, HybridWork
 from twolane.model.load.hub import resolve
 from twolane.parallel import nccl
 from twolane.parallel.channel import Silent
@@ -48,9 +49,13 @@ SLOTS = 80
 """Most requests at a time."""
 SHARE = 48
 """SMs of the decode lane beside prefill."""
-ROWS = (16, 64, 512, 2048, 8192)
+ROWS = (16, 64, 128, 256, 320, 512, 1024, 2048, 8192)
 """Rows of the all-reduces that are timed alone."""
+PASSES, PASS_ROWS = (192, 256, 320, 384, 512), 10
+"""Tokens of the hybrid passes, and how many of these are decode rows."""
 PATIENCE = 60.0
+ONLY = ("all", "steps", "passes", "alone", "beside")
+"""What to measure."""
 
 
 class RankedRig(Rig):
@@ -195,6 +200,8 @@ def measure(rig: RankedRig, only: str, note: Notes) -> None:
     note(decode_step_ms={u: round(ms, 3) for u, ms in steps.items()})
     ones = {u: decode_seconds(rig, rows[:1], u) * 1e3 for u in units}
     note(decode_step_of_1_ms={u: round(ms, 3) for u, ms in ones.items()})
+    if only in ("alone", "passes"):
+        passes(rig, rows[:PASS_ROWS], note)
     if only in ("alone", "beside"):
         beside(rig, rows, note)
     if only != "all":
@@ -219,6 +226,18 @@ def measure(rig: RankedRig, only: str, note: Notes) -> None:
         note(**{f"prefill_tokens_s_{units}": round(8192 / seconds)})
     rig.give_back([row])
     beside(rig, rows, note)
+
+
+def passes(rig: RankedRig, rows, note: Notes) -> None:
+    """Hybrid passes of the whole device, by their tokens and how many the prompt reuses."""
+    took = {}
+    for tokens, reused in itertools.product(PASSES, (0, 4096)):
+        row = rig.prompt(tokens - len(rows), reused)
+        work = HybridWork(rows, (row,), (rig.chunk(row),))
+        seconds = repeat(7, lambda w=work: rig.launch("device", rig.machine.partitions.units, w))
+        took[f"{tokens} on {reused}"] = round(seconds * 1e3, 3)
+        rig.give_back([row])
+    note(hybrid_ms=took)
 
 
 def beside(rig: RankedRig, rows, note: Notes) -> None:
@@ -276,7 +295,7 @@ def main() -> int:
     parser.add_argument("model")
     parser.add_argument("ranks", type=int)
     parser.add_argument("--all-reduce", default="nccl", choices=get_args(AllReduce))
-    parser.add_argument("--only", default="all", choices=("all", "steps", "alone", "beside"))
+    parser.add_argument("--only", default="all", choices=ONLY)
     parser.add_argument("--out", type=Path)
     if sys.argv[1:2] == ["--alone"]:
         ranks, folder, hidden, rank = sys.argv[2:]

@@ -113,11 +113,16 @@ KINDS = ("prefill", None), ("decode", None), ("hybrid", None), ("prefill", "deco
 
 
 def errors(
-    model: str, kind: Kind, beside: str | None = None, most: float = math.inf
+    model: str,
+    kind: Kind,
+    beside: str | None = None,
+    most: float = math.inf,
+    storage: Storage = BFLOAT16,
 ) -> list[float]:
     """log(model / measured) of the profile's samples of so many new tokens at most."""
-    profile = Profile.read(SHIPPED / f"{model}-h200.json")
-    device = DeviceModel(quiet(H200), SHAPES[model])
+    name = model if storage == BFLOAT16 else f"{model}-fp8"
+    profile = Profile.read(SHIPPED / f"{name}-h200.json")
+    device = DeviceModel(quiet(H200), SHAPES[model], storage=storage)
     found = []
     for sample in profile.of(kind, beside=beside is not None):
         if sample.load.new > most:
@@ -127,6 +132,15 @@ def errors(
             running += device.steps(work_of(sample.beside, beside), sample.beside.units)
         found.append(math.log(device.seconds(running)[0] / sample.median))
     return found
+
+
+@pytest.mark.parametrize(("kind", "bias", "mean"), [("decode", 0.02, 0.05), ("hybrid", 0.05, 0.1)])
+def test_fp8_on_an_h200(kind: Kind, bias: float, mean: float) -> None:
+    """Steps and passes alone, with weights and KV cache in e4m3, by the profile of another day."""
+    found = errors(QWEN, kind, storage=Storage(1.001, 1 + 1 / 128))
+    assert len(found) >= 20
+    assert abs(statistics.fmean(found)) < bias
+    assert statistics.fmean(map(abs, found)) < mean
 
 
 @pytest.mark.parametrize(("kind", "beside"), [*KINDS, ("decode", "prefill")])
@@ -271,6 +285,25 @@ def test_more_gpus_than_kv_heads_have_each_head_several_times() -> None:
     assert spec.kv_heads == 4
 
 
+@pytest.mark.parametrize(
+    ("model", "measured"),
+    [
+        ("llama-3.1-70b", {16: 12.6, 64: 19.7, 512: 58.5, 2048: 181.9, 8192: 637.0}),
+        ("qwen3-14b", {16: 6.3, 64: 10.0, 512: 34.8, 2048: 88.9, 8192: 309.6}),
+    ],
+    ids=["four", "two"],
+)
+def test_an_all_reduce_on_h200s(model: str, measured: dict[int, float]) -> None:
+    """NCCL's of so many rows, alone (docs/notes/ranks-h200.md): within 10 %, for few bytes and for
+    many."""
+    device = DeviceModel(quiet(H200), SHAPES[model], tp=4 if model == "llama-3.1-70b" else 2)
+    for rows, microseconds in measured.items():
+        work = decode(rows, 1) if rows < 512 else prefill(model, rows)
+        [demand] = device.steps(work, 132)
+        each = demand.linked / (2 * SHAPES[model].layers)
+        assert each * 1e6 == pytest.approx(microseconds, rel=0.1)
+
+
 def test_two_ranks_on_h200s() -> None:
     """Qwen3-14B, as measured (docs/notes/ranks-h200.md); the link's figures are of other points."""
     model = "qwen3-14b"
@@ -353,7 +386,7 @@ def test_noise_is_that_of_the_seed() -> None:
         (decode(64, 2048), 132, Storage(weights=1.001), 0.8, 0.9),  # measured: 0.87
         (decode(64, 2048), 32, Storage(weights=1.001), 0.8, 0.9),  # measured: 0.87
         (decode(64, 2048), 132, Storage(1.001, 1 + 1 / 128), 0.5, 0.65),  # measured: 0.63
-        (decode(64, 2048), 32, Storage(1.001, 1 + 1 / 128), 0.65, 0.75),  # measured: 0.69
+        (decode(64, 2048), 32, Storage(1.001, 1 + 1 / 128), 0.65, 0.78),  # measured: 0.69
         (decode(64, 2048), 24, Storage(1.001, 1 + 1 / 128), 0.75, 0.85),  # measured: 0.84
         (prefill(QWEN, 8192), 132, Storage(weights=1.001), 0.6, 0.72),  # measured: 0.67
         (decode(64, 2048), 132, Storage(weights=0.53), 0.65, 0.8),

@@ -80,10 +80,14 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     link_units: int = 32
     """Number of SMs that an all-reduce needs for this rate; on fewer it takes longer in proportion
     (the knee N_w of Bullet §3.2.2)."""
-    link_seconds: float = 6.0e-6
-    """Seconds of an all-reduce, beside those of its hops and bytes."""
-    hop_seconds: float = 1.0e-6
-    """Seconds of each of the 2 (tp - 1) hops of an all-reduce's ring."""
+    link_seconds: float = 2.8e-6
+    """Seconds of an all-reduce of few bytes, beside those of its hops and bytes."""
+    hop_seconds: float = 1.2e-6
+    """Seconds of each of the 2 (tp - 1) hops of such an all-reduce's ring."""
+    bulk_seconds: float = 1.8e-5
+    """Seconds of an all-reduce of many bytes, beside those of its bytes."""
+    behind_seconds: float = 2.0e-6
+    """Seconds by which kernels wait longer behind an all-reduce than behind each other."""
     noise: float = 0.01
     """Standard deviation of the logarithm of a step's time."""
 
@@ -164,7 +168,7 @@ H20 = msgspec.structs.replace(
 )
 """The data sheet's 78 SMs, 148 TFLOP/s in bfloat16 and 4.0 TB/s, of which it reaches the H200's
 fractions. So little arithmetic does not reach the power cap."""
-FORMULAS = 10
+FORMULAS = 11
 """Version of the formulas that times are computed with; it is raised when they change."""
 
 

@@ -14,6 +14,11 @@ ITEM = 2
 FP8_RATE, FP8_STEP_RATE = 1.9, 1.3
 """FLOP/s of matrix products in e4m3 over those in bfloat16: of large ones, from products of 8,192
 rows on an H100 and an H200, and of decode steps, from steps on 24 and 32 SMs of an H200."""
+FP8_SECONDS = 1.6e-5
+"""Seconds by which a layer takes longer than its products in e4m3 do by their rates."""
+FP8_PASS_ROWS = 120
+"""Number of rows that the products of a pass take longer for in e4m3 than their rate says. It and
+`FP8_SECONDS` were fitted to a profile of Qwen3-8B on an H200."""
 FP8_KV_RATE = 0.575
 """Bytes/s that an SM reads of a KV cache in e4m3 over those of one in bfloat16: it converts as fast
 as it can (docs/notes/kernels-h200.md)."""
@@ -150,6 +155,7 @@ class OperatorCosts:
         if cost is None:
             shapes = self._shapes
             fixed = KERNELS * self._gpu.kernel_seconds
+            fixed += 2 * self._gpu.behind_seconds * (self._tp > 1)
             small = self._stream(tokens * shapes.small_bytes, units)._replace(
                 fixed=fixed, linked=2 * self._all_reduce(tokens, units)
             )
@@ -162,12 +168,23 @@ class OperatorCosts:
                 tokens, shapes.products, moved, units, decode=decode, rate=rate
             )
             cost = small.plus(products)
+            if rate > 1:
+                cost = cost.plus(self._fp8(units, decode=decode))
             if widened:
                 cost = cost.plus(self._stream((weights + ITEM) * shapes.weights, units))
             if self._spec.moe is not None:
                 cost = cost.plus(self._experts(routed, self._spec.moe, units, decode=decode))
             self._layers[key] = cost
         return cost
+
+    def _fp8(self, units: int, *, decode: bool) -> Cost:
+        """What products in e4m3 add to a layer, whatever its rows."""
+        if decode:
+            return Cost(fixed=FP8_SECONDS)
+        gpu = self._gpu
+        flops = 2.0 / FP8_RATE * FP8_PASS_ROWS * self._shapes.weights
+        seconds = flops / (units * gpu.unit_flops * gpu.product_share)
+        return Cost(fixed=FP8_SECONDS, clocked=seconds)
 
     def _experts(self, tokens: int, moe: MoeSpec, units: int, *, decode: bool) -> Cost:
         """Router and experts of a layer: the active ones are read, rows count in whole tiles."""
@@ -315,10 +332,15 @@ class OperatorCosts:
         return Cost(clocked=seconds - streamed, streamed=streamed, memory=memory)
 
     def _all_reduce(self, tokens: int, units: int) -> float:
-        """A ring: each GPU sends and receives 2 (tp − 1) / tp of the bytes (DuetServe §4.1)."""
+        """A ring: each GPU sends and receives 2 (tp − 1) / tp of the bytes (DuetServe §4.1).
+
+        Few bytes go with a flag beside each word, so that the link carries twice as many, and need
+        not be waited for; many go without, behind a start that takes longer (NCCL's LL and Simple).
+        """
         if self._tp == 1:
             return 0.0
         gpu, hops = self._gpu, 2 * (self._tp - 1)
-        moved = hops / self._tp * tokens * self._shapes.hidden * ITEM
-        seconds = gpu.link_seconds + hops * gpu.hop_seconds + moved / gpu.link_bandwidth
+        moved = hops / self._tp * tokens * self._shapes.hidden * ITEM / gpu.link_bandwidth
+        quick = gpu.link_seconds + hops * gpu.hop_seconds + 2 * moved
+        seconds = min(quick, gpu.bulk_seconds + moved)
         return seconds * max(1.0, gpu.link_units / units)
