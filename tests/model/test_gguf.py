@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Type
-from gguf import GGUFReader, GGUFWriter, RopeScalingType
+from gguf import GGUFEndian, GGUFReader, GGUFWriter, RopeScalingType
 from gguf.quants import dequantize, quantize
 from safetensors.torch import load_file, save_file
 
@@ -307,6 +307,17 @@ def test_refused_by_name(tmp_path, architecture, fields, message):
     write_gguf(checkpoint, file, architecture, Type.F32, fields=fields)
     with pytest.raises(UnsupportedModel, match=message):
         load_decoder(resolve(str(file)))
+
+
+def test_another_byte_order_is_refused(tmp_path):
+    """As by llama.cpp: blocks of quantised numbers would be read as other ones."""
+    writer = GGUFWriter(tmp_path / "m.gguf", "llama", endianess=GGUFEndian.BIG)
+    writer.add_token_list(["word"] * 2000)
+    for step in ("header", "kv_data", "tensors"):
+        getattr(writer, f"write_{step}_to_file")()
+    writer.close()
+    with pytest.raises(ValueError, match="is big-endian; gguf-convert-endian makes it little"):
+        GGUFModel(tmp_path / "m.gguf")
 
 
 def test_broken_files_are_refused(tmp_path):

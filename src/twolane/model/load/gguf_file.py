@@ -6,8 +6,10 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from gguf import GGUFEndian, GGUFReader, GGUFValueType
+from gguf import GGUFReader, GGUFValueType
 
+_LENGTH = struct.Struct("<Q")
+"""How the length of a text is written."""
 _LONG = 1024
 """A list with more entries than this is one of a tokenizer, not one of layers."""
 
@@ -21,10 +23,14 @@ class GGUFFile(GGUFReader):
         path: of the file.
 
     Raises:
-        ValueError: it is not a whole GGUF file.
+        ValueError: it is not a whole GGUF file, or one of another byte order.
     """
 
     def __init__(self, path: Path) -> None:
+        with path.open("rb") as file:
+            magic, version = file.read(4), file.read(4)
+        if magic == b"GGUF" and version[:2] == b"\0\0":  # as llama.cpp tells it
+            raise ValueError(f"{path} is big-endian; gguf-convert-endian makes it little-endian")
         try:
             super().__init__(path)
         except (ValueError, IndexError, KeyError, OverflowError, struct.error) as error:
@@ -60,20 +66,15 @@ class GGUFFile(GGUFReader):
         """Return where this many values of a kind end that begin at an offset."""
         if kind != GGUFValueType.STRING:
             return offset + count * np.dtype(self.gguf_scalar_to_np[kind]).itemsize
-        length = self._length
         for _ in range(count):
-            offset += 8 + length.unpack_from(self.data.data, offset)[0]
+            offset += 8 + _LENGTH.unpack_from(self.data.data, offset)[0]
         return offset
 
     def _texts(self, offset: int, count: int) -> list[str]:
         """Return this many texts that begin at an offset."""
-        length, data, found = self._length, self.data.data, []
+        data, found = self.data.data, []
         for _ in range(count):
             begin = offset + 8
-            offset = begin + length.unpack_from(data, offset)[0]
+            offset = begin + _LENGTH.unpack_from(data, offset)[0]
             found.append(str(data[begin:offset], encoding="utf-8"))
         return found
-
-    @property
-    def _length(self) -> struct.Struct:
-        return struct.Struct("<Q" if self.endianess == GGUFEndian.LITTLE else ">Q")
