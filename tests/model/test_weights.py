@@ -6,6 +6,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.model.checkpoints import load_decoder
 from twolane.model.load.hub import resolve
+from twolane.model.load.safetensors import INDEX
 from twolane.model.load.weights import WeightsError
 
 from .checkpoints import VOCAB, make_checkpoint, reference
@@ -51,7 +52,8 @@ def test_long_lists_are_cut(checkpoint):
 def test_tied_embeddings_may_be_stored_twice(checkpoint):
     tokens = prompt(10)
     want = in_chunks(load_decoder(resolve(str(checkpoint))), tokens, [10])
-    buffers = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
+    ends = "inv_freq", "cos_cached", "sin_cached"
+    buffers = {f"model.layers.0.self_attn.rotary_emb.{end}": torch.ones(8) for end in ends}
     edit(
         checkpoint,
         lambda t: t.update(buffers | {"lm_head.weight": t["model.embed_tokens.weight"].clone()}),
@@ -79,6 +81,46 @@ def test_a_head_is_used_as_the_tensors_have_it(checkpoint, caplog, tied, stored)
     tie(checkpoint, not tied)
     close(logits, reference(checkpoint)(tokens[None]).logits[0])
     assert "lm_head.weight" in caplog.text
+
+
+def test_of_tied_tensors_the_classifier_may_be_the_one_that_is_stored(checkpoint):
+    """As `safetensors.torch.save_model` leaves it, which keeps one name of each tensor."""
+    edit(checkpoint, lambda t: t.update({"lm_head.weight": t.pop("model.embed_tokens.weight")}))
+    tokens = prompt(10)
+    logits = in_chunks(load_decoder(resolve(str(checkpoint))), tokens, [10])
+    close(logits, reference(checkpoint)(tokens[None]).logits[0])
+
+
+def test_a_classifier_that_only_the_index_names_is_missing(tmp_path):
+    """The embeddings would give other tokens."""
+    folder = make_checkpoint("llama2", tmp_path / "model", shards=3)
+    file = folder / json.loads((folder / INDEX).read_text())["weight_map"]["lm_head.weight"]
+    tensors = load_file(file)
+    del tensors["lm_head.weight"]
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(WeightsError, match=r"missing tensors: lm_head\.weight"):
+        load_decoder(resolve(str(folder)))
+
+
+def test_numbered_files_need_no_index(tmp_path):
+    """As other servers read them; of a part of them nothing is known."""
+    folder = make_checkpoint("llama2", tmp_path / "model", shards=3)
+    whole = load_decoder(resolve(str(folder)))
+    (folder / INDEX).unlink()
+    (folder / "consolidated.safetensors").write_bytes(b"")
+    found = load_decoder(resolve(str(folder)))
+    assert torch.equal(found.weights.embedding, whole.weights.embedding)
+    first, *_ = sorted(folder.glob("model-*"))
+    first.unlink()
+    with pytest.raises(ValueError, match=r"neither model\.safetensors nor"):
+        load_decoder(resolve(str(folder)))
+
+
+def test_files_that_git_has_not_fetched_are_told(checkpoint):
+    text = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a21\nsize 12345\n"
+    (checkpoint / "model.safetensors").write_text(text)
+    with pytest.raises(ValueError, match=r"model\.safetensors waits for git lfs pull"):
+        load_decoder(resolve(str(checkpoint)))
 
 
 def test_broken_files(checkpoint):

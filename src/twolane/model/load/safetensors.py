@@ -1,5 +1,6 @@
 """The safetensors files of a model directory."""
 
+import re
 from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,6 +15,12 @@ from twolane.model.sharding import Cut
 
 BARE = ("embed_tokens.", "layers.", "norm.")
 """Names begin with one of these in checkpoints that were saved without a classifier."""
+INDEX = "model.safetensors.index.json"
+_LFS = b"version https://git-lfs"
+"""What a file of Git LFS begins with while its content has not been fetched."""
+_SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d+)-of-(?P<count>\d+)\.safetensors")
+_OF_OTHERS = ("consolidated", "adapter_model")
+"""Names of files in a model's folder begin so that are not the model in the form that is read."""
 
 
 class Safetensors:
@@ -36,13 +43,17 @@ class Safetensors:
             try:
                 file = stack.enter_context(safe_open(path, framework="pt"))
             except Exception as error:  # safetensors raises its own type, derived from Exception
-                raise ValueError(f"{path} is not a whole safetensors file: {error}") from error
+                raise ValueError(f"{path} {_broken(path)}: {error}") from error
             names: list[str] = file.keys()
             self._files.update({_placed(name): (file, name) for name in names})
 
     def names(self) -> list[str]:
         """See `TensorSource.names`."""
         return list(self._files)
+
+    def rename(self, name: str, new: str) -> None:
+        """Give a tensor another name."""
+        self._files[new] = self._files.pop(name)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """See `TensorSource.shape`."""
@@ -72,8 +83,17 @@ def _placed(name: str) -> str:
     return f"model.{name}" if name.startswith(BARE) else name
 
 
+def _broken(path: Path) -> str:
+    """What is wrong with a file that cannot be opened."""
+    with path.open("rb") as file:
+        pointer = file.read(len(_LFS)) == _LFS
+    return "waits for git lfs pull" if pointer else "is not a whole safetensors file"
+
+
 def model_files(directory: Path) -> list[Path]:
     """The files of a model's folder; an index may name some that are not there.
+
+    Without one they are a complete row of numbered files, or the only file.
 
     Raises:
         ValueError: there are none.
@@ -82,13 +102,38 @@ def model_files(directory: Path) -> list[Path]:
     single = directory / "model.safetensors"
     if single.is_file():
         return [single]
-    index = directory / "model.safetensors.index.json"
+    index = directory / INDEX
     if index.is_file():
         return [directory / name for name in _shards(index)]
+    others = sorted(
+        path for path in directory.glob("*.safetensors") if not path.name.startswith(_OF_OTHERS)
+    )
+    if len(others) == 1 or _is_row([path.name for path in others]):
+        return others
     raise ValueError(
-        f"{directory} has neither model.safetensors nor model.safetensors.index.json; "
+        f"{directory} has neither model.safetensors nor {INDEX}; "
         "other weight formats than safetensors and GGUF are not read"
     )
+
+
+def _is_row(names: list[str]) -> bool:
+    """Whether files are all the numbered ones of a model."""
+    shards = [_SHARD.fullmatch(name) for name in names]
+    rows = {(shard["stem"], int(shard["count"])) for shard in shards if shard}
+    numbers = sorted(int(shard["number"]) for shard in shards if shard)
+    return None not in shards and len(rows) == 1 and numbers == [*range(1, rows.pop()[1] + 1)]
+
+
+def indexed(directory: Path) -> set[str]:
+    """The tensors that a model's index names; none where a model has but one file.
+
+    Raises:
+        ValueError: the index is broken.
+    """
+    index = directory / INDEX
+    if (directory / "model.safetensors").is_file() or not index.is_file():
+        return set()
+    return {*converted(read_json(index), _Index, str(index)).weight_map}
 
 
 class _Index(msgspec.Struct):

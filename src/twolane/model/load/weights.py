@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from twolane.model.load.hub import ModelSource, Progress
 from twolane.model.load.joined import Joined, Place, place_of
 from twolane.model.load.quantization import Format, Quantization, StoredTensor
 from twolane.model.load.quantized import for_gpu, read_module
-from twolane.model.load.safetensors import Safetensors, model_files
+from twolane.model.load.safetensors import Safetensors, indexed, model_files
 from twolane.model.load.source import TensorSource
 from twolane.model.matrix import Matrix, Scheme, concatenated, quantised
 from twolane.model.mlp import DenseMlp, Experts
@@ -39,8 +40,9 @@ QUANTIZATIONS: dict[str, Scheme] = {
 """What `quantization` may ask for, and the scheme that matrices get."""
 _NAMED_AT_MOST = 5
 """Number of tensors that an error names; it counts the others."""
-_IGNORED_SUFFIX = "rotary_emb.inv_freq"
-"""Old Llama checkpoints store what follows from the config."""
+_IGNORED = tuple(f"rotary_emb.{name}" for name in ("inv_freq", "cos_cached", "sin_cached"))
+"""Ends of the names of tensors in old checkpoints that follow from the config."""
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 class WeightsError(ValueError):
@@ -167,12 +169,28 @@ def _open(
         model = GGUFModel(source.path)
         return model.spec, Joined(model, model.spec) if model.spec.family in JOINED else model
     if source.kind == "dir" and source.path is not None:
-        tensors = Safetensors(model_files(source.path), stack)
-        spec = with_stored_head(source.spec(), tensors, source.name)
+        spec, tensors = _open_directory(source, source.path, stack)
         if spec.family not in JOINED:
             return spec, tensors
         return spec, Joined(tensors, spec, lambda m: stored is not None and bool(stored.format(m)))
     raise ValueError(f"{source.name} is a built-in shape without weights; load it as dummy")
+
+
+def _open_directory(
+    source: ModelSource, path: Path, stack: ExitStack
+) -> tuple[ModelSpec, Safetensors]:
+    """The tensors of a directory, and its spec with `tie_embeddings` as they have it.
+
+    Raises:
+        WeightsError: the files lack a classifier that their index names.
+    """
+    tensors, spec = Safetensors(model_files(path), stack), source.spec()
+    if not spec.tie_embeddings:  # without an index, the embeddings might be meant
+        _refuse(source.name, "missing", sorted({_HEAD} & indexed(path) - {*tensors.names()}))
+    spec = with_stored_head(spec, tensors, source.name)
+    if spec.tie_embeddings and _HEAD in tensors.names() and _EMBEDDING not in tensors.names():
+        tensors.rename(_HEAD, _EMBEDDING)  # of two names of one tensor, either may be stored
+    return spec, tensors
 
 
 def _dummy(spec: ModelSpec, seed: int, device: torch.device) -> Dummy:
@@ -194,7 +212,7 @@ def _deviations(spec: ModelSpec, shapes: Mapping[str, tuple[int, ...]]) -> dict[
     added = STD / math.sqrt(2 * spec.layers)
     ends = ("self_attn.o_proj.weight", f".{_expert_names(spec).down}.weight")
     small = {name: added for name in shapes if name.endswith(ends)}
-    return {"model.embed_tokens.weight": 1.0, **small}
+    return {_EMBEDDING: 1.0, **small}
 
 
 def with_stored_head(spec: ModelSpec, tensors: TensorSource, name: str) -> ModelSpec:
@@ -203,14 +221,14 @@ def with_stored_head(spec: ModelSpec, tensors: TensorSource, name: str) -> Model
     A head that differs from the embeddings is used, as `transformers` uses it; where there is none
     the embeddings serve as one, for nothing else can be meant.
     """
-    embedding, stored = "model.embed_tokens.weight", set(tensors.names())
+    stored = set(tensors.names())
     has_head = any(tensor.startswith("lm_head.") for tensor in stored)
     if not has_head and not spec.tie_embeddings:
         log.warning("%s: there is no lm_head.weight, so that the embeddings serve as one", name)
         return replace(spec, tie_embeddings=True)
-    if not has_head or not spec.tie_embeddings or embedding not in stored:
+    if not has_head or not spec.tie_embeddings or _EMBEDDING not in stored:
         return spec
-    if "lm_head.weight" in stored and same(tensors, "lm_head.weight", embedding):
+    if _HEAD in stored and same(tensors, _HEAD, _EMBEDDING):
         return spec
     log.warning(
         "%s: lm_head.weight is used: it differs from the embeddings, despite tie_word_embeddings",
@@ -312,7 +330,7 @@ def _stored(spec: ModelSpec, quantization: Quantization | None) -> dict[str, Sto
         if module.bias:
             stored[f"{name}.bias"] = StoredTensor(((module.rows,),))
 
-    stored["model.embed_tokens.weight"] = StoredTensor(((spec.vocab_size, hidden),))
+    stored[_EMBEDDING] = StoredTensor(((spec.vocab_size, hidden),))
     stored["model.norm.weight"] = StoredTensor(((hidden,),))
     if not spec.tie_embeddings:
         linear("lm_head", _Linear(spec.vocab_size, hidden, bias=False))
@@ -389,11 +407,11 @@ def _check(
     """Refuse a checkpoint whose tensors are not exactly those of its config."""
     expected = _stored(spec, quantization)
     unused = quantization.unused if quantization is not None else ()
-    found = {t for t in tensors.names() if not t.endswith((_IGNORED_SUFFIX, *unused))}
+    found = {t for t in tensors.names() if not t.endswith((*_IGNORED, *unused))}
     if left := sum(t.endswith(unused) for t in tensors.names()):
         log.info("%s: %d calibrated scales are not used: ours follow each token", name, left)
-    if spec.tie_embeddings and "lm_head.weight" in found:
-        found.remove("lm_head.weight")  # it equals the embeddings
+    if spec.tie_embeddings and _HEAD in found:
+        found.remove(_HEAD)  # it equals the embeddings
     there = {t: stored for t, stored in expected.items() if t in found}
     surplus = sorted(found - expected.keys())
     if quantization is not None:  # the writers of AWQ and GPTQ files add biases of zeros
@@ -446,7 +464,7 @@ class _Loader:
 
     def weights(self, progress: Progress) -> Weights:
         """The rank's part of all weights, layer by layer."""
-        embedding = self._get("model.embed_tokens.weight")
+        embedding = self._get(_EMBEDDING)
         layers = []
         for i in range(self.spec.layers):
             progress("weights", i / self.spec.layers)
