@@ -25,6 +25,7 @@ from tests.systems.simulation import submit
 from twolane.engine.config import EngineConfig
 from twolane.engine.launch_costs import LaunchCosts
 from twolane.engine.pacing import PACE_FRACTION
+from twolane.estimate.base import Estimator
 from twolane.estimate.calibrated.estimator import Calibrated
 from twolane.estimate.online import OnlineEstimator
 from twolane.estimate.query import Corunner, Load, decode_step, hybrid_pass, prefill_slice
@@ -33,7 +34,14 @@ from twolane.results.result import BenchConfig
 from twolane.sim.config import SimulateConfig
 from twolane.sim.run import simulate
 from twolane.slo import Slo
-from twolane.systems.auto.candidates import Candidate, Candidates, choose, largest, passes
+from twolane.systems.auto.candidates import (
+    UNSEEN,
+    Candidate,
+    Candidates,
+    choose,
+    largest,
+    passes,
+)
 from twolane.systems.auto.margin import UNHURRIED_FRACTION
 from twolane.systems.auto.order import PATIENCE, make_line
 from twolane.systems.auto.system import SLACK_PARTS, Auto, AutoMemory, Standing
@@ -73,6 +81,15 @@ def test_decode_has_the_whole_device_while_no_prompt_waits():
     made, _ = plan(decoding=rows(8, 1000, 0.02))
     assert [(launch.lane, launch.units) for launch in made.launches] == [("device", UNITS)]
     assert isinstance(made.launches[0].work, DecodeSteps)
+
+
+def test_steps_that_are_shorter_than_the_lead_are_launched_together_unless_somebody_waits():
+    decode = rows(8, 1000, 0.02)
+    step = KNOWN.predict(decode_step(Load.decode([1000] * 8)), UNITS, bound=True)
+    made, _ = plan(decoding=decode)
+    assert made.launches[0].work == DecodeSteps(int(LEAD / step)) != DecodeSteps(1)
+    made, _ = plan(decoding=decode, waiting=[waiting("a", 500)], free_slots=0)
+    assert made.launches[0].work == DecodeSteps(1)
 
 
 def test_prefill_has_the_whole_device_while_nothing_decodes():
@@ -181,6 +198,7 @@ def way(level, gap, score):
 def test_a_choice_stays_until_another_is_better_by_the_hysteresis():
     now, close, far = way(BOTH[1], 0.01, 1.0), way(BOTH[0], 0.01, 1.04), way(BOTH[2], 0.01, 1.06)
     assert choose([now, close], 0.02, now, 0.05) is now
+    assert choose([close, now], 0.02, now, 0.05) is now
     assert choose([now, far], 0.02, now, 0.05) is far
     assert choose([now, close], 0.02, None, 0.05) is close
     assert choose([replace(now, gap=0.03), close], 0.02, now, 0.05) is close  # breaks the bound
@@ -424,6 +442,23 @@ def test_passes_are_no_faster_than_the_host_launches_them():
             launching < memory.standing.choice.gap
         )
         assert (slow.standing.choice.mode == "hybrid") == (launching < 0.019)
+
+
+class Slow(Estimator):
+    """Knows all launches; a hybrid pass lasts much longer than its parts."""
+
+    def _seconds(self, launch, units, corunner, bound):
+        return [{"prefill": 0.1, "decode": 0.01, "hybrid": 1.0}[launch.kind] for _ in units]
+
+
+@pytest.mark.parametrize(("promises", "gap"), [(True, 1.0), (False, UNSEEN * 0.11)])
+def test_a_pass_lasts_no_longer_than_its_parts_unless_that_is_promised(promises, gap):
+    estimator = Slow()
+    estimator.promises = promises
+    decode, prompts = Load.decode([1000]), Load([200], [0])
+    here = Candidates(estimator, LAYERS, UNITS, (), decode, 0.01, prompts, 2.0)
+    (pass_,) = [way for way in here.all(sliced=False) if way.mode == "hybrid"]
+    assert (pass_.tokens, pass_.gap) == (200, pytest.approx(gap))
 
 
 def test_no_pass_is_a_little_larger_than_the_graphs():

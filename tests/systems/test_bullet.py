@@ -131,6 +131,13 @@ def test_nobody_passes_a_request_that_waits_for_memory(roofline):
     assert not plan.admit
 
 
+def test_where_the_shortest_does_not_fit_prompts_go_in_order_of_arrival(roofline):
+    line = [waiting("long", 900, page_cost=2), waiting("short", 30, page_cost=50)]
+    for pages, admitted in ((40, ["long"]), (60, ["short", "long"])):
+        plan, _ = Bullet().plan(view(roofline, waiting=line, free_pages=pages), BulletMemory())
+        assert [chunk.request for chunk in plan.admit] == admitted
+
+
 @pytest.mark.parametrize("count", [10, QUEUE, QUEUE + 1, QUEUE + 36])
 def test_a_batch_may_have_more_requests_than_are_predicted(roofline, count):
     """Table 2: a batch of short prompts is filled up to its tokens, whoever waits behind it; those
@@ -207,6 +214,14 @@ def test_tpot_counts_the_tokens_so_far(roofline):
         requests = running(generated=50, slo=Slo(tpot=0.020), **history)
         asked = view(roofline, decoding=requests, batch=batch(waiting("p", 4000)))
         assert units(Bullet().plan(asked, BulletMemory())[0])["decode"] == expected
+
+
+def test_a_gap_between_tokens_counts_from_the_last_token_or_the_end_of_the_step_in_flight(roofline):
+    asked = {"decoding": running(slo=Slo(tbt=0.05), last_token_at=-0.03)}
+    asked["batch"] = batch(waiting("p", 4000))
+    for lanes, expected in (({}, 32), ({"decode": LaneView(1, 16, 0.001)}, 16)):
+        _, memory = Bullet().plan(view(roofline, lanes=lanes, **asked), BulletMemory())
+        assert memory.level[1] == expected
 
 
 def test_prefill_runs_a_fixed_number_of_layers_a_step(roofline):

@@ -72,6 +72,15 @@ def test_decode_gets_the_fewest_units_that_keep_its_slo(solo, factor, decode_uni
     assert f"of {tbt * 1e3:g} ms" in plan.reason
 
 
+def test_decode_keeps_to_its_units_while_the_last_block_of_prefill_runs(solo):
+    asked = {"decoding": running(1.01 * solo.predict(decode_step(STEP), 32))}
+    ending = batch(waiting("p", 2000), layers=LAYERS)
+    lanes = {"prefill": LaneView(1, 100, 0.02)}
+    for more, units in (({"launched_batches": [ending], "lanes": lanes}, 32), ({}, UNITS)):
+        plan, _ = Drift().plan(view(solo, **asked, **more), frozenset())
+        assert plan.launches == (Launch("decode", units, DecodeSteps()),)
+
+
 def test_the_decode_graph_is_launched_first_and_blocks_last_as_long(solo):
     """§3.3: enough blocks to occupy prefill's units until the step ends."""
     asked = view(solo, decoding=running(0.05), waiting=[waiting("p", 2000)])

@@ -167,7 +167,7 @@ def test_every_number_is_refused_by_name_or_served_with(
         sim = simulate(system, [*arrivals, *bounded], estimator=solo)
         assert len(sim.finish) + len(sim.refused) == 7
         assert value not in ("nan", "inf", "-1")
-        assert value != "0" or key not in ("max_batch_tokens", "token_budget")
+        assert value != "0" or key not in ("max_batch_tokens", "token_budget", "tbt_seconds")
 
 
 def test_systems_do_not_import_torch() -> None:
