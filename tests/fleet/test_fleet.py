@@ -3,9 +3,11 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
+import urllib.parse
 import urllib.request
 from contextlib import contextmanager
 
@@ -15,7 +17,7 @@ pytest.importorskip("aiohttp")
 
 from tests.model.adapters import make_adapter
 from tests.server.parrot import TEMPLATE, write_parrot
-from tests.server.serving import Served, alive, parsed, wait_for, write_tiny_model
+from tests.server.serving import Served, alive, children, parsed, wait_for, write_tiny_model
 
 PAGE = "https://page.example"
 LONGEST_BODY = 33 << 20
@@ -123,8 +125,41 @@ def test_answers_name_a_pages_origin_once_and_are_counted(pair):
 
 def test_the_bound_on_bodies_is_that_of_the_servers(pair):
     body = json.dumps({"prompt": PROMPT, "max_tokens": 1}).encode()
-    for size, status in ((LONGEST_BODY, 200), (LONGEST_BODY + 1, 413)):
-        assert pair.request("/v1/completions", data=body.ljust(size))[0] == status
+    assert pair.request("/v1/completions", data=body.ljust(LONGEST_BODY))[0] == 200
+    length = f"Content-Length: {LONGEST_BODY + 1}\r\n".encode()
+    answer = sent(pair, b"POST /v1/completions HTTP/1.1\r\n" + length)  # it is refused unread
+    assert b" 413 " in answer.splitlines()[0]
+
+
+def sent(served, head: bytes) -> bytes:
+    """The answer to a head as it stands."""
+    place = urllib.parse.urlsplit(served.base)
+    with socket.create_connection((place.hostname, place.port), 60) as connection:
+        connection.sendall(head + b"Host: x\r\nConnection: close\r\n\r\n")
+        return b"".join(iter(lambda: connection.recv(65536), b""))
+
+
+def test_no_target_makes_the_fleet_ask_another_server(pair):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        other.setblocking(False)
+        place = f"127.0.0.1:{other.getsockname()[1]}/"
+        for target in (f"@{place}", f"http://{place}", f"//{place}", f"/@{place}"):
+            answer = sent(pair, f"GET {target} HTTP/1.1\r\n".encode())
+            assert b" 404 " in answer.splitlines()[0]
+        with pytest.raises(BlockingIOError):
+            other.accept()
+
+
+def test_a_replica_gets_the_path_as_the_client_wrote_it(pair):
+    for target in ("/v1/models%3Fx=1", "/v1/models%23x", "/x/../v1/models", "/v1/x%2f..%2fmodels"):
+        assert b" 404 " in sent(pair, f"GET {target} HTTP/1.1\r\n".encode()).splitlines()[0]
+    assert b" 200 " in sent(pair, b"GET /v1/models?x=%23 HTTP/1.1\r\n").splitlines()[0]
+
+
+def test_the_address_is_as_strict_about_heads_as_a_server(pair):
+    both_lengths = b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n"
+    assert b"invalid_http" in sent(pair, b"POST /v1/models HTTP/1.1\r\n" + both_lengths)
+    assert b"invalid_http" in sent(pair, b"GET /v1/models HTTP/1.1\n")
 
 
 def test_a_prompt_goes_where_its_beginning_was_computed(pair):
@@ -260,6 +295,37 @@ def test_a_rolling_restart_fails_nothing(pair):
     assert set(statuses) == {200}
     newest = max(int(name.split("-")[1]) for name in replicas(pair))
     assert newest == max(int(name.split("-")[1]) for name in before) + 2  # one successor for each
+
+
+def test_a_fleet_that_is_stopped_while_its_servers_start_ends_with_them(tmp_path):
+    model = write_tiny_model(tmp_path)
+    words = [sys.executable, "-m", "twolane", "fleet", str(model), "--load-format", "dummy"]
+    how = ("--hosts", "local", "--port", "0", "--device", "cpu")
+    process = subprocess.Popen([*words, *how], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    with process:
+        started = wait_for(lambda: len(children(process.pid)) == 2 and children(process.pid))
+        process.terminate()
+        assert process.wait(60) == 0
+        assert process.stdout.read() == b""
+    wait_for(lambda: not any(map(alive, started)))
+
+
+def test_a_second_signal_ends_a_fleet_with_open_answers(tmp_path):
+    model = write_tiny_model(tmp_path)
+    args = (str(model), "--load-format", "dummy", "--kv-tokens", "70000", "--replicas", "1")
+    with fleet(*args, "--drain-seconds", "600") as served:
+        pid = serving(served)[0]["pid"]
+        ended: list[list[dict]] = []
+        thread = threading.Thread(target=lambda: ended.append(stream(served, 60_000)))
+        thread.start()
+        wait_for(lambda: serving(served)[0]["state"]["running"])
+        served.process.terminate()
+        wait_for(lambda: replicas(served)["replica-1"]["phase"] == "draining")
+        served.process.terminate()
+        served.process.wait(60)
+        wait_for(lambda: not alive(pid))
+        thread.join(60)
+        assert ended[0][-1]["error"]["code"] == "replica_gone"
 
 
 def test_nothing_is_left_behind(tmp_path):

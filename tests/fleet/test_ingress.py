@@ -11,11 +11,11 @@ pytest.importorskip("aiohttp")
 import aiohttp
 
 from twolane.fleet.hosts import LocalHosts
-from twolane.fleet.ingress import Ingress, _bound, _Landmarks, _with_tokens
+from twolane.fleet.ingress import _bound, _known, _Landmarks, _with_tokens, session_key
 from twolane.fleet.options import FleetOptions
-from twolane.fleet.pool import Pool
-from twolane.router.choose import choose
-from twolane.server.http.cross_origin import cross_origin
+from twolane.fleet.pool import Member, Pool
+from twolane.fleet.run import application
+from twolane.server.options import ServerOptions
 
 PAGE = "https://page.example"
 
@@ -35,8 +35,8 @@ def ask(path: str, keys=(), origins=(), **headers: str) -> tuple[int, dict[str, 
     async def answer():
         async with aiohttp.ClientSession() as session:
             pool = Pool(LocalHosts(()), FleetOptions(), session, keys)
-            app = cross_origin(Ingress(pool, choose, session, 1000), origins)
-            await app(scope, receive, send)
+            shared = ServerOptions(api_keys=keys, cors_origins=origins, max_body_bytes=1000)
+            await application(pool, session, shared)(scope, receive, send)
 
     asyncio.run(answer())
     begun = {name.decode(): each.decode() for name, each in sent[0]["headers"]}
@@ -67,6 +67,48 @@ def test_metrics_need_no_key_and_count_the_replicas() -> None:
     assert b'twolane:fleet_replicas{phase="serving"} 0.0' in body
 
 
+def test_without_a_key_no_path_but_probes_reaches_a_replica() -> None:
+    for path in ("/v1/completions", "/fleet/state", "/tokenize", "/dashboard/data"):
+        assert ask(path, ("one",))[0] == 401
+
+
+@pytest.mark.parametrize("path", ["@elsewhere.example/", "http://elsewhere.example/", ":1/", "*"])
+def test_a_target_that_is_no_path_is_joined_to_no_address(path) -> None:
+    assert ask(path)[0] == 404
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b'{"user": ' + b"[" * 100_000, b"[" * 100_000, b'{"user": "\xff"}', b'{"user": 1}', b""],
+)
+def test_of_a_body_that_cannot_be_read_the_router_knows_nothing(body) -> None:
+    assert _known(body) == _known(b"{}")
+
+
+@pytest.mark.parametrize(
+    ("asked", "believed"), [(b"7", 7), (b"-5", 1), (b"9" * 40, 1 << 20), (b"null", 256)]
+)
+def test_the_router_believes_no_odd_length_of_an_answer(asked, believed) -> None:
+    assert _known(b'{"max_tokens": ' + asked + b"}").most_output == believed
+
+
+def test_sessions_take_no_more_memory_than_their_number() -> None:
+    assert len(session_key("x" * 10**6)) == len(session_key("")) == 32
+    assert session_key("a") != session_key("b")
+
+
+def test_a_restart_whose_first_successor_does_not_start_leaves_the_others(monkeypatch) -> None:
+    monkeypatch.setattr("twolane.fleet.pool.RETRY_SECONDS", 0.0)
+
+    async def restart():
+        async with aiohttp.ClientSession() as session:
+            pool = Pool(LocalHosts(("--no-such-option",)), FleetOptions(), session)
+            old = pool.members["old"] = Member("old", phase="serving")
+            return await pool.restart(), old.phase, list(pool.members)
+
+    assert asyncio.run(restart()) == (False, "serving", ["old"])
+
+
 FOUND = _Landmarks(3, [], [], [5, 6, 7])
 
 
@@ -93,7 +135,10 @@ def test_a_body_is_left_as_it_is_where_tokens_are_unknown_or_not_its_prompts(bod
     ("path", "asked", "bound"),
     [
         ("/v1/chat/completions", "250", 0.25),
+        ("/v1/completions", "2.5", 0.0025),
         ("/v1/completions", "", None),
+        ("/v1/completions", "9" * 5000, None),
+        ("/v1/completions", "nan", None),
         ("/v1/completions", "soon", None),
         ("/v1/models", "250", math.inf),
     ],

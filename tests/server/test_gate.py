@@ -11,6 +11,7 @@ import pytest
 
 from twolane.server.http.bodies import FREE_BYTES, ArrivingBytes, BodyReader
 from twolane.server.http.errors import ApiError
+from twolane.server.http.gate import CLIENT, Gate, client
 
 from .serving import PATIENCE, serving
 
@@ -172,6 +173,56 @@ def test_the_docs_need_a_key_and_no_third_party(guarded):
     assert b"cdn." not in page
 
 
+def test_bodies_that_are_kept_count_until_they_are_needed_no_more():
+    arriving = ArrivingBytes(8 * FREE_BYTES)
+
+    async def receive():
+        return {"type": "http.request", "body": bytes(3 * FREE_BYTES), "more_body": False}
+
+    body = BodyReader(receive, 1 << 30, arriving, "we", kept=True)
+    asyncio.run(body.receive())
+    assert arriving._together == 2 * FREE_BYTES
+    body.end()
+    assert arriving._together == 0
+
+
+@pytest.mark.parametrize(
+    ("address", "network"),
+    [
+        ("192.0.2.7", "192.0.2.7"),
+        ("2001:db8:1:2:3:4:5:6", "2001:db8:1:2::/64"),
+        ("2001:db8:1:2:ffff::1", "2001:db8:1:2::/64"),
+        ("fe80::1%eth0", "fe80::/64"),
+        ("::ffff:192.0.2.7", "192.0.2.7"),
+        ("no address", "no address"),
+    ],
+)
+def test_a_client_is_told_from_others_by_what_it_cannot_choose(address, network):
+    assert client({"client": (address, 1)}) == network
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"authorization": "Bearer one"},
+        {"authorization": "bearer  one "},
+        {"x-api-key": "one"},
+        {"x-api-key": "one", "authorization": "Bearer whatever"},
+    ],
+)
+def test_one_key_is_one_client_however_it_is_sent(headers):
+    """Who was another one by each spelling took the turns of several."""
+    seen = []
+
+    async def app(scope, receive, send):
+        seen.append(CLIENT.get())
+
+    raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+    scope = {"type": "http", "path": "/v1/models", "headers": raw, "client": ("192.0.2.7", 1)}
+    asyncio.run(Gate(app, ["none", "one"], 1000)(scope, None, None))
+    assert seen == ["key 1"]
+
+
 def test_bodies_that_arrive_at_once_are_bounded_together_and_for_each_client():
     """Thirty clients that sent 31 MiB each without an end held 1 GiB."""
     part = {"type": "http.request", "body": bytes(FREE_BYTES), "more_body": True}
@@ -181,7 +232,7 @@ def test_bodies_that_arrive_at_once_are_bounded_together_and_for_each_client():
         async def receive():
             return part
 
-        return BodyReader(receive, 1 << 30, arriving, client)
+        return BodyReader(receive, 1 << 30, arriving, client, kept=False)
 
     async def read(body, parts):
         for _ in range(parts):

@@ -12,7 +12,8 @@ from twolane.cli.errors import fail, one_line_errors
 from twolane.cli.lazy import command_app
 from twolane.cli.options import takes
 from twolane.cli.serve import ServedModelArgument
-from twolane.fleet.options import FleetOptions, ReplicaOptions
+from twolane.fleet.options import FleetOptions
+from twolane.server.options import ServerOptions
 
 EPILOG = """Every other option is one of `twolane serve`, for each server. Ctrl-C ends the fleet
 when open answers have ended; SIGHUP restarts its servers one after the other.
@@ -24,6 +25,9 @@ when open answers have ended; SIGHUP restarts its servers one after the other.
 - `twolane fleet qwen3-8b --max-replicas 4 --replica-gpus 1 --ray-address auto --slo-ttft-ms 1000`
   — on a Ray cluster, with as many servers as the load needs
 """
+
+AT_THE_ADDRESS = ("max_body_bytes", "max_connections", "arrival_seconds", "stall_seconds")
+"""Options of `twolane serve` that hold at the fleet's address, beside its keys and origins."""
 
 app = command_app()
 
@@ -41,8 +45,11 @@ def fleet(ctx: typer.Context, model: ServedModelArgument, options: dict[str, Any
             from twolane.fleet import run
         except ImportError as error:
             raise fail(f"fleet needs an extra: pip install 'twolane[ray]' ({error})") from error
-        keys, origins = server["api_key"] or (), server["cors_origins"] or ()
-        shared = ReplicaOptions(keys, origins, server["max_body_bytes"])
+        shared = ServerOptions(
+            api_keys=tuple(server["api_key"] or ()),
+            cors_origins=tuple(server["cors_origins"] or ()),
+            **{name: server[name] for name in AT_THE_ADDRESS},
+        )
         code = run.serve_fleet(arguments, FleetOptions(**options), shared)
     sys.stdout.flush()
     os._exit(code)  # as `serve` does

@@ -57,8 +57,8 @@ class LocalHosts:
         """See `Hosts.start`."""
         how = self._arguments, "127.0.0.1", self._environment
         process = await asyncio.to_thread(ReplicaProcess, *how)
-        self._processes[name] = process
-        return ReplicaAddress(process.url, process.pid)
+        self._processes[name] = process  # so that it can be stopped before it serves
+        return ReplicaAddress(await asyncio.to_thread(process.announced), process.pid)
 
     async def alive(self, name: str) -> bool:
         """See `Hosts.alive`."""
@@ -66,9 +66,9 @@ class LocalHosts:
 
     async def stop(self, name: str, patience: float) -> None:
         """See `Hosts.stop`."""
-        process = self._processes.pop(name, None)
-        if process is not None:
+        if (process := self._processes.get(name)) is not None:
             await asyncio.to_thread(process.stop, patience)
+            self._processes.pop(name, None)
 
     async def close(self) -> None:
         """See `Hosts.close`."""
@@ -86,7 +86,7 @@ class Actor:
 
         host = host or ray.util.get_node_ip_address()
         self._process = ReplicaProcess(arguments, host, environment)
-        return ReplicaAddress(self._process.url, self._process.pid)
+        return ReplicaAddress(self._process.announced(), self._process.pid)
 
     def alive(self) -> bool:
         """Whether the process has not ended."""

@@ -7,7 +7,7 @@ it is no stream of events.
 """
 
 import asyncio
-import hmac
+import hashlib
 import logging
 import math
 import re
@@ -20,6 +20,7 @@ import aiohttp
 import msgspec
 from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope, Send
+from yarl import URL
 
 from twolane.common.prefix_digest import Landmarks
 from twolane.fleet.changes import EVERYWHERE, LOST
@@ -53,6 +54,8 @@ LANDMARK_SECONDS = 1.0
 """Seconds within which a replica must say the landmarks of a prompt; else it counts as new."""
 CHARACTERS = 4
 """Bytes of a body for each prompt token where nothing else is known."""
+USUAL_OUTPUT, MOST_OUTPUT = 256, 1 << 20
+"""Tokens of an answer whose request names none, and the most that the router believes."""
 TRIES = 4
 """Replicas that a request is sent to until one begins to answer."""
 RETRY_UNREADY = 5
@@ -66,6 +69,12 @@ HOP_HEADERS = frozenset(
     ("connection", "keep-alive", "transfer-encoding", "upgrade", "host", "te", "trailer")
 )
 """Headers that belong to one connection."""
+NOT_FORWARDED = HOP_HEADERS | {
+    *("content-length", "accept-encoding", "expect"),
+    *("x-forwarded-for", "x-forwarded-proto"),  # replicas believe them, and clients can invent them
+    "origin",  # the fleet answers for a browser's page, so that its headers stand in answers once
+}
+"""Headers of a request that a replica does not get."""
 ANSWERED_FOR = HOP_HEADERS | {"date"}
 """Headers of a replica's answer that the fleet gives itself."""
 
@@ -79,6 +88,12 @@ class _Body(msgspec.Struct):
     user: str | None = None
     model: str | None = None
     previous_response_id: str | None = None
+
+    @property
+    def most_output(self) -> int:
+        """Tokens that the answer may have, as far as a router believes it."""
+        asked = self.max_completion_tokens or self.max_tokens or USUAL_OUTPUT
+        return min(max(asked, 1), MOST_OUTPUT)
 
 
 class _Landmarks(msgspec.Struct):
@@ -145,7 +160,7 @@ class Ingress:
         elif path == "/metrics":
             await _answer(send, 200, self.metrics.render(), CONTENT_TYPE)
         elif path == "/fleet":
-            await self._show(Headers(scope=scope), send)
+            await _json(send, 200, self.overview())
         else:
             await self._serve(scope, receive, send)
 
@@ -167,16 +182,6 @@ class Ingress:
             ],
         }
 
-    async def _show(self, headers: Headers, send: Send) -> None:
-        """Answer with the overview, if the client has one of the replicas' keys."""
-        given = headers.get("authorization", "").removeprefix("Bearer ").encode("latin-1")
-        fitting = [hmac.compare_digest(given, key.encode()) for key in self._pool.keys]
-        if not fitting or any(fitting):
-            await _json(send, 200, self.overview())
-        else:
-            error = ApiError(401, "a valid API key is needed", code="invalid_api_key")
-            await refuse(error, "/fleet", send)
-
     async def _probe(self, path: str, send: Send) -> None:
         live = path in ("/livez", "/health/live")
         if live or self._pool.serving:
@@ -194,7 +199,8 @@ class Ingress:
 
         path = scope["path"]
         try:
-            body = await self._read(receive)
+            check_target(scope)
+            body = await _read(receive)
             call = _Call(scope, body, noted, self._pool.clock())
             answering = asyncio.create_task(self._try_all(call))
             gone = asyncio.create_task(_gone(receive))
@@ -211,28 +217,15 @@ class Ingress:
             self._count(error.code or "invalid")
             if not began:
                 await refuse(error, path, send)
+        except Exception:
+            log.exception("%s %r failed", scope["method"], path)
+            self._count("internal_error")
+            if began:
+                raise
+            await refuse(ApiError(500, "internal error", code="internal_error"), path, send)
 
     def _count(self, outcome: str) -> None:
         self.metrics.requests.labels(outcome).inc()
-
-    async def _read(self, receive: Receive) -> bytes:
-        """Read a body.
-
-        Raises:
-            ApiError: 413.
-        """
-        parts, size, more = [], 0, True
-        while more:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                raise ApiError(400, "the client left", code="client_gone")
-            parts.append(message.get("body", b""))
-            size += len(parts[-1])
-            if size > self._most_body:
-                what = f"the body is larger than {self._most_body} bytes"
-                raise ApiError(413, what, code="body_too_large", headers={"Connection": "close"})
-            more = message.get("more_body", False)
-        return b"".join(parts)
 
     async def _try_all(self, call: _Call) -> None:
         """Send a request to one replica after the other until one answers.
@@ -257,9 +250,9 @@ class Ingress:
             member = self._pool.members[chosen.name]
             tried.add(member.name)
             if self._pool.options.direct and call.path in REDIRECTED:
-                await _redirect(call, member)
                 self._pool.table.ended(member.name)
                 self._count("redirected")
+                await _redirect(call, member)
                 return
             member.enter()
             try:
@@ -351,9 +344,7 @@ class Ingress:
     async def _ask(self, call: _Call) -> tuple[_Call, Ask]:
         """Return the request with the tokens of its prompt, and what the router needs to know."""
         headers, body = Headers(scope=call.scope), call.body
-        known = _Body()
-        with suppress(msgspec.DecodeError):
-            known = msgspec.json.decode(body, type=_Body)
+        known = _known(body)
         call = call._replace(homes=self._homes(call.path, known))
         found = None
         if call.path in LANDMARKS and len(self._pool.serving) > 1:
@@ -361,13 +352,13 @@ class Ingress:
             told = _with_tokens(body, found)
             if len(told) <= self._most_body:  # or the replica would refuse what its client may send
                 call = call._replace(body=told)
-        most = known.max_completion_tokens or known.max_tokens or 256
+        asked = headers.get(SESSION_HEADER) or known.user
         return call, Ask(
             prompt_tokens=found.prompt_tokens if found else max(1, len(body) // CHARACTERS),
-            output_tokens=most,
+            output_tokens=known.most_output,
             landmarks=Landmarks(found.tokens, found.hashes) if found else Landmarks(),
             ttft=_bound(call.path, headers.get("x-slo-ttft-ms", "")),
-            session=headers.get(SESSION_HEADER) or known.user,
+            session=asked and session_key(asked),
         )
 
     async def _landmarks(self, call: _Call, kind: str) -> _Landmarks | None:
@@ -397,11 +388,9 @@ class Ingress:
         """
         member = self._pool.members[chosen.name]
         assert member.place is not None
-        url = member.place.url + call.path
-        query = call.scope["query_string"].decode("latin-1")
         request = self._session.request(
             call.scope["method"],
-            f"{url}?{query}" if query else url,
+            URL(member.place.url + target(call.scope), encoded=True),
             data=call.body,
             headers=_forwarded(call.scope),
             allow_redirects=False,
@@ -462,7 +451,30 @@ def _bound(path: str, asked: str) -> float | None:
     has no bound, and is never refused."""
     if path not in GENERATES:
         return math.inf
-    return float(asked) / 1e3 if asked.isdecimal() and int(asked) else None
+    with suppress(ValueError):  # the replica says what is wrong
+        if 0.0 < (seconds := float(asked) / 1e3) < math.inf:
+            return seconds
+    return None
+
+
+def _known(body: bytes) -> _Body:
+    """Read what the router wants to know of a body, which may be anything."""
+    # The decoder's own error, deep nesting, and strings that are no UTF-8.
+    with suppress(msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+        return msgspec.json.decode(body, type=_Body)
+    return _Body()
+
+
+def session_key(name: str) -> str:
+    """Return what stands for a session in the router's table: clients choose how long names are."""
+    return hashlib.blake2b(name.encode(errors="replace"), digest_size=16).hexdigest()
+
+
+def target(scope: Scope) -> str:
+    """Return path and query as the client wrote them, for the address of a replica."""
+    query = scope["query_string"]
+    whole = scope["raw_path"] + (b"?" + query if query else b"")
+    return str(whole.replace(b"#", b"%23").decode("ascii"))
 
 
 def _with_tokens(body: bytes, found: _Landmarks | None) -> bytes:
@@ -481,9 +493,8 @@ def _with_tokens(body: bytes, found: _Landmarks | None) -> bytes:
 async def _redirect(call: _Call, member: Member) -> None:
     """Tell the client where to ask."""
     assert member.place is not None
-    query = call.scope["query_string"]
-    place = (member.place.url + call.path).encode() + (b"?" + query if query else b"")
-    await _start(call.send, 307, [(b"location", place), (b"content-length", b"0")])
+    place = member.place.url + target(call.scope)
+    await _start(call.send, 307, [(b"location", place.encode()), (b"content-length", b"0")])
     await call.send({"type": "http.response.body", "body": b""})
 
 
@@ -518,6 +529,32 @@ async def _pieces(member: Member, answer: aiohttp.ClientResponse) -> AsyncIterat
         yield piece
 
 
+def check_target(scope: Scope) -> None:
+    """Refuse a target that is no path: what is joined to a replica's address must not change it.
+
+    Raises:
+        ApiError: 404.
+    """
+    if not scope["path"].startswith("/"):
+        raise ApiError(404, f"{scope['path']!r} is not a path", code="not_found")
+
+
+async def _read(receive: Receive) -> bytes:
+    """Read a body.
+
+    Raises:
+        ApiError: see `BodyReader`; or the client is gone.
+    """
+    parts, more = [], True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ApiError(400, "the client left", code="client_gone")
+        parts.append(message.get("body", b""))
+        more = message.get("more_body", False)
+    return b"".join(parts)
+
+
 async def _gone(receive: Receive) -> None:
     """Wait until the client has left."""
     while (await receive())["type"] != "http.disconnect":
@@ -525,11 +562,23 @@ async def _gone(receive: Receive) -> None:
 
 
 def _forwarded(scope: Scope) -> dict[str, str]:
-    """The client's headers for a replica."""
-    headers = Headers(scope=scope)
-    # A browser's page is answered for by the fleet, so that its headers stand in answers once.
-    dropped = {*HOP_HEADERS, "content-length", "accept-encoding", "origin"}
-    return {name: value for name, value in headers.items() if name not in dropped}
+    """The client's headers for a replica, and the client's address."""
+    headers = {
+        name.decode("latin-1"): as_sent(value)
+        for name, value in scope["headers"]
+        if name.decode("latin-1") not in NOT_FORWARDED
+    }
+    client = scope.get("client")
+    return headers | ({"x-forwarded-for": client[0]} if client else {})
+
+
+def as_sent(value: bytes) -> str:
+    """Return the text of a header that the client library writes as the same bytes, if it can be
+    had: the library writes UTF-8."""
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        return value.decode("latin-1")
 
 
 def _failure(path: str) -> bytes:

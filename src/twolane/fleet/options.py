@@ -1,7 +1,6 @@
 """Settings of a fleet, beside those of its replicas."""
 
-from collections.abc import Sequence
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -11,17 +10,6 @@ from twolane.common.options import Option
 PANEL = "Fleet"
 RouterName = Literal["predicted", "round-robin", "power-of-two", "least-loaded", "ray-prefix"]
 """The names of `router.policies.POLICIES`."""
-
-
-class ReplicaOptions(NamedTuple):
-    """Options of the replicas that hold at the fleet's own address, too."""
-
-    api_keys: Sequence[str]
-    """Keys that replicas accept; none: they want none."""
-    cors_origins: Sequence[str]
-    """Origins of pages that may ask from a browser; see `cross_origin`."""
-    max_body_bytes: int
-    """Number of bytes that a request body may have."""
 
 
 class FleetOptions(msgspec.Struct, frozen=True, kw_only=True):

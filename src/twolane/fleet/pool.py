@@ -128,8 +128,11 @@ class Pool:
             task.cancel()
         await self._hosts.close()
 
-    async def restart(self) -> None:
-        """Replace all replicas one by one; each is stopped when its successor serves."""
+    async def restart(self) -> bool:
+        """Replace all replicas one by one; each is stopped when its successor serves.
+
+        A successor that cannot start ends it: whether all were replaced.
+        """
         for old in self.present:
             if old.name not in self.members or old.phase == "draining":
                 continue
@@ -138,10 +141,13 @@ class Pool:
                 new = self._start()
                 while new.phase == "starting" and new.name in self.members:
                     await asyncio.sleep(self.options.probe_seconds)
+                if new.name not in self.members:
+                    return False
                 old.phase = "draining"
             finally:
                 self._successors -= 1
             await self._end(old)
+        return True
 
     def _start(self) -> Member:
         self._serial += 1

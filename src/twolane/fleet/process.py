@@ -33,9 +33,6 @@ class ReplicaProcess:
         arguments: of `twolane serve`, without host and port.
         host: address to listen on.
         environment: variables beside those of this process.
-
-    Raises:
-        StartError: it ended before it served.
     """
 
     def __init__(
@@ -54,7 +51,6 @@ class ReplicaProcess:
             env={**os.environ, **(environment or {})},
             start_new_session=True,
         )
-        self.url = self._announced()
 
     @property
     def pid(self) -> int:
@@ -77,8 +73,12 @@ class ReplicaProcess:
             os.killpg(self.pid, signal.SIGKILL)
         self._process.wait()
 
-    def _announced(self) -> str:
-        """Wait for the line with the address."""
+    def announced(self) -> str:
+        """Wait until it serves; return its URL.
+
+        Raises:
+            StartError: it ended before.
+        """
         assert self._process.stdout is not None
         late = threading.Timer(START_SECONDS, self._process.kill)
         late.start()

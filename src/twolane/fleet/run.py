@@ -6,37 +6,43 @@ import signal
 from collections.abc import Sequence
 
 import aiohttp
-import uvicorn
 from starlette.types import ASGIApp
 
 from twolane.fleet.hosts import Hosts, LocalHosts, RayHosts
 from twolane.fleet.ingress import Ingress
-from twolane.fleet.options import FleetOptions, ReplicaOptions
+from twolane.fleet.options import FleetOptions
 from twolane.fleet.pool import Pool
 from twolane.router.policies import POLICIES
 from twolane.server.http.cross_origin import cross_origin
+from twolane.server.http.gate import Gate
+from twolane.server.options import ServerOptions
 from twolane.server.run import (
-    BACKLOG,
-    KEEP_ALIVE_SECONDS,
+    Stop,
     UvicornServer,
     address_of,
     announce,
     bind,
+    end,
     first_of,
+    set_up_log,
+    uvicorn_config,
 )
 
 log = logging.getLogger("twolane.fleet")
+
+FILES_EACH = 3
+"""Open files that a client's connection takes: its own, and those to two replicas."""
 
 
 def serve_fleet(
     arguments: Sequence[str],
     options: FleetOptions,
-    shared: ReplicaOptions,
+    shared: ServerOptions,
 ) -> int:
     """Serve until told to stop; return the exit code.
 
-    SIGINT and SIGTERM end it when open answers have ended; SIGHUP restarts all replicas, one after
-    the other.
+    SIGINT and SIGTERM end it when open answers have ended, and a second one at once; SIGHUP
+    restarts all replicas, one after the other.
 
     Args:
         arguments: of `twolane serve` for each replica, without host and port.
@@ -48,10 +54,16 @@ def serve_fleet(
         OSError: the address cannot be had.
         ValueError: Ray is not installed.
     """
-    logging.basicConfig(level="INFO", format="%(asctime)s %(levelname)s %(message)s")
-    for name in ("uvicorn", "uvicorn.error", "asyncio"):
-        logging.getLogger(name).setLevel(logging.WARNING)
+    set_up_log("info")
     return asyncio.run(_run(arguments, options, shared))
+
+
+def application(pool: Pool, session: aiohttp.ClientSession, shared: ServerOptions) -> ASGIApp:
+    """Return what serves the fleet's address; its door is that of every replica."""
+    ingress = Ingress(pool, POLICIES[pool.options.router](), session, shared.max_body_bytes)
+    # Bodies are kept, to be sent to another replica.
+    gate = Gate(ingress, shared.api_keys, shared.max_body_bytes, keeps_bodies=True)
+    return cross_origin(gate, shared.cors_origins)
 
 
 def hosts_of(arguments: Sequence[str], options: FleetOptions) -> Hosts:
@@ -64,14 +76,13 @@ def hosts_of(arguments: Sequence[str], options: FleetOptions) -> Hosts:
     return RayHosts(arguments, options.ray_address, cpus, gpus, most + 1)
 
 
-async def _run(arguments: Sequence[str], options: FleetOptions, shared: ReplicaOptions) -> int:
+async def _run(arguments: Sequence[str], options: FleetOptions, shared: ServerOptions) -> int:
     least, _ = options.bounds
-    stop, again = asyncio.Event(), asyncio.Event()
+    again = asyncio.Event()
     with bind(options.host, options.port) as listener:
         hosts = hosts_of(arguments, options)
         loop = asyncio.get_running_loop()  # after Ray, which has handlers of its own
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, stop.set)
+        stop = Stop()
         loop.add_signal_handler(signal.SIGHUP, again.set)
         # Answers may take as long as they do: who watches the replicas ends them.
         session = aiohttp.ClientSession(
@@ -82,26 +93,29 @@ async def _run(arguments: Sequence[str], options: FleetOptions, shared: ReplicaO
         async with session:
             pool = Pool(hosts, options, session, shared.api_keys)
             keeping = asyncio.create_task(pool.run())
-            await first_of(pool.started.wait(), stop.wait())
-            if pool.failure is not None or stop.is_set():
+            await first_of(pool.started.wait(), stop.asked.wait())
+            if pool.failure is not None or stop.asked.is_set():
                 keeping.cancel()
-                await pool.close()
-                return 0 if stop.is_set() else 1
-            policy = POLICIES[options.router]()
-            ingress = Ingress(pool, policy, session, shared.max_body_bytes)
-            server = UvicornServer(_uvicorn(cross_origin(ingress, shared.cors_origins)))
+                await first_of(pool.close(), stop.insisted.wait())
+                await hosts.close()
+                return 0 if stop.asked.is_set() else 1
+            app = application(pool, session, shared)
+            server = UvicornServer(uvicorn_config(app, shared, files_each=FILES_EACH))
             serving = asyncio.create_task(server.serve(sockets=[listener]))
             restarting = asyncio.create_task(_restart(pool, again))
             announce(
                 f"twolane fleet of {options.replicas} | {address_of(listener)} | "
                 f"router {options.router}, {options.hosts} hosts, at least {least}"
             )
-            await first_of(stop.wait(), serving)
+            await first_of(stop.asked.wait(), serving)
             for task in (keeping, restarting):
                 task.cancel()
-            await pool.close()
-            server.should_exit = True
-            await serving
+            log.info(
+                "stopping: open answers have %g s; a second signal stops now", options.drain_seconds
+            )
+            await first_of(pool.close(), stop.insisted.wait())
+            await hosts.close()
+            await end(server, serving)
     return 0
 
 
@@ -111,20 +125,7 @@ async def _restart(pool: Pool, asked: asyncio.Event) -> None:
         await asked.wait()
         asked.clear()
         log.info("all replicas are restarted, one after the other")
-        await pool.restart()
-        log.info("all replicas were restarted")
-
-
-def _uvicorn(app: ASGIApp) -> uvicorn.Config:
-    return uvicorn.Config(
-        app,
-        ws="none",
-        http="h11",
-        backlog=BACKLOG,
-        timeout_keep_alive=KEEP_ALIVE_SECONDS,
-        lifespan="off",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        timeout_graceful_shutdown=2,
-    )
+        if await pool.restart():
+            log.info("all replicas were restarted")
+        else:
+            log.error("a new replica did not start: the others are left as they are")

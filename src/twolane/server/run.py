@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import uvicorn
+from starlette.types import ASGIApp
 
 from twolane.common import garbage
 from twolane.common.errors import FieldError
@@ -97,15 +98,19 @@ def serve(config: EngineConfig, options: ServerOptions) -> int:
         OSError: the address cannot be had.
         ValueError: see `start_engine`, as for PullError and EngineError.
     """
-    logging.basicConfig(
-        level=options.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s"
-    )
+    set_up_log(options.log_level)
+    garbage.bound_heaps()
+    return asyncio.run(run(config, options))
+
+
+def set_up_log(level: str) -> None:
+    """Have the log's lines of this level written to standard error, with those of libraries that a
+    person can use."""
+    logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)s %(message)s")
     for name in ("uvicorn", "asyncio", "transformers"):
         logging.getLogger(name).setLevel(logging.WARNING)
     # Its warnings are about what clients send; who sends nonsense is answered, and fills no log.
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
-    garbage.bound_heaps()
-    return asyncio.run(run(config, options))
 
 
 async def run(config: EngineConfig, options: ServerOptions) -> int:
@@ -234,10 +239,16 @@ def span_provider(endpoint: str) -> "TracerProvider":
     return make_provider(endpoint)
 
 
-def uvicorn_config(app: Entry, options: ServerOptions) -> uvicorn.Config:
-    """Return uvicorn's settings; the limit on open files is raised first."""
+def uvicorn_config(app: ASGIApp, options: ServerOptions, *, files_each: int = 1) -> uvicorn.Config:
+    """Return uvicorn's settings; the limit on open files is raised first.
+
+    Args:
+        app: what answers.
+        options: the bounds on connections.
+        files_each: open files that a connection takes.
+    """
     most = raise_file_limit() - len(list(Path("/dev/fd").iterdir())) - FILES_BESIDE
-    most = max(1, most - CROWD - ACCEPTED_AT_ONCE)
+    most = max(1, (most - CROWD - ACCEPTED_AT_ONCE) // files_each)
     wanted = options.max_connections or MOST_CONNECTIONS
     if options.max_connections is not None and wanted > most:
         log.warning("--max-connections is %d: the limit on open files allows no more", most)

@@ -54,13 +54,15 @@ class BodyReader:
         longest: bytes that it may have.
         arriving: what all bodies hold.
         client: who sends it.
+        kept: whether its bytes count on when it is whole, until `end`.
     """
 
     def __init__(
-        self, receive: Receive, longest: int, arriving: ArrivingBytes, client: str
+        self, receive: Receive, longest: int, arriving: ArrivingBytes, client: str, *, kept: bool
     ) -> None:
         self._receive, self._longest = receive, longest
         self._arriving, self._client = arriving, client
+        self._kept = kept
         self._read = self._held = 0
 
     async def receive(self) -> Message:
@@ -73,7 +75,7 @@ class BodyReader:
         self._read += len(message.get("body", b""))
         if self._read > self._longest:
             raise too_large(self._longest)
-        if not message.get("more_body"):
+        if not message.get("more_body") and not self._kept:
             self.end()
         elif (more := self._read - FREE_BYTES - self._held) > 0:
             self._arriving.add(self._client, more)
@@ -81,7 +83,7 @@ class BodyReader:
         return message
 
     def end(self) -> None:
-        """Hold nothing any more: the body is whole, or nobody waits for it."""
+        """Hold nothing any more: the body is whole, or nobody needs it."""
         if self._held:
             self._arriving.remove(self._client, self._held)
             self._held = 0

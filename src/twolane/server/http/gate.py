@@ -2,6 +2,7 @@
 
 import hashlib
 import hmac
+import ipaddress
 import re
 import uuid
 from collections.abc import Iterable, Sequence
@@ -21,10 +22,12 @@ KEY_HEADER = "x-api-key"
 """Header in which Anthropic's clients send the key."""
 ID_LONGEST = 128
 """Characters of a client's request id that are kept."""
+IPV6_NETWORK = 64
+"""Bits of an IPv6 address that name a client's network."""
 NOT_IN_IDS = re.compile(r"[^!-~]")
 """All but visible ASCII."""
 GUARDED = (
-    *("/v1/", "/fleet/", "/tokenize", "/detokenize", "/rerank", "/reset_prefix_cache"),
+    *("/v1/", "/fleet", "/tokenize", "/detokenize", "/rerank", "/reset_prefix_cache"),
     *("/dashboard/data", "/docs", "/openapi.json"),
 )
 """Paths that need a key, where there are keys. The others are for probes and scrapers."""
@@ -35,7 +38,7 @@ PROBES = frozenset({*LIVE_PATHS, "/health", "/health/ready", "/ping", "/metrics"
 
 
 CLIENT: ContextVar[str] = ContextVar("client", default="")
-"""Who sends the request that is served: the digest of its key or, without keys, its address."""
+"""Who sends the request that is served: the number of its key or, without one, its network."""
 
 
 class Gate:
@@ -45,12 +48,21 @@ class Gate:
         app: the endpoints.
         api_keys: those that may ask; none: everybody may.
         max_body_bytes: longer bodies are refused (413) without being read.
+        keeps_bodies: whether `app` holds each body until its request has ended.
     """
 
-    def __init__(self, app: ASGIApp, api_keys: Iterable[str], max_body_bytes: int) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        api_keys: Iterable[str],
+        max_body_bytes: int,
+        *,
+        keeps_bodies: bool = False,
+    ) -> None:
         self._app = app
         self._keys = [digest(key.encode()) for key in api_keys]
         self._max_body_bytes = max_body_bytes
+        self._keeps_bodies = keeps_bodies
         self._arriving = ArrivingBytes(max(ARRIVING_BYTES, 4 * max_body_bytes))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -58,12 +70,13 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        headers = Headers(scope=scope)
-        send = with_request_id(send, request_id(headers))
-        CLIENT.set(self._client(scope, headers))
+        headers = MutableHeaders(scope=scope)
+        headers[REQUEST_ID] = id = request_id(headers)
+        send = with_request_id(send, id)
         try:
             check_room(scope)
             key = self._check_key(scope["path"], headers)
+            CLIENT.set(client(scope) if key is None else f"key {key}")
             self._check_length(headers.get("content-length", "0"))
         except ApiError as error:
             set_reason(Request(scope), error.code, error.message)
@@ -71,7 +84,8 @@ class Gate:
             return
         if (call := scope.get("state", {}).get("call")) is not None:
             call.key = key
-        body = BodyReader(receive, self._max_body_bytes, self._arriving, CLIENT.get())
+        whose, kept = CLIENT.get(), self._keeps_bodies
+        body = BodyReader(receive, self._max_body_bytes, self._arriving, whose, kept=kept)
         try:
             await self._app(scope, body.receive, send)
         finally:
@@ -96,14 +110,22 @@ class Gate:
             )
         return fitting.index(True)
 
-    def _client(self, scope: Scope, headers: Headers) -> str:
-        if self._keys and "authorization" in headers:
-            return digest(headers["authorization"].encode("latin-1")).hex()
-        return (scope.get("client") or ("", 0))[0]
-
     def _check_length(self, length: str) -> None:
         if length.isascii() and length.isdigit() and int(length[:20]) > self._max_body_bytes:
             raise too_large(self._max_body_bytes)
+
+
+def client(scope: Scope) -> str:
+    """Return the network that a request comes from: an IPv4 address, or the half of an IPv6 address
+    that a client cannot choose."""
+    address: str = (scope.get("client") or ("", 0))[0]
+    try:
+        known = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return address
+    if isinstance(known, ipaddress.IPv4Address):
+        return address
+    return str(known.ipv4_mapped or ipaddress.ip_network((known, IPV6_NETWORK), strict=False))
 
 
 def check_room(scope: Scope) -> None:
