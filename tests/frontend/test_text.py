@@ -243,12 +243,20 @@ def test_bytes_of_sentencepiece_tokens(sentencepiece):
 
 
 def turns_beside(work):
-    """Do `work` in a thread; return how often this one had its turn meanwhile."""
-    thread, turns = threading.Thread(target=work), 0
+    """Do `work` in a thread; return how often this one had its turn meanwhile, and not while the
+    thread began or ended, which it may do slowly."""
+    at_work = threading.Event()
+
+    def run():
+        at_work.set()
+        work()
+        at_work.clear()
+
+    thread, turns = threading.Thread(target=run), 0
     thread.start()
     while thread.is_alive():
         time.sleep(0.001)
-        turns += 1
+        turns += at_work.is_set()
     return turns
 
 

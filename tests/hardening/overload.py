@@ -30,6 +30,8 @@ WARM_UP = 0.25
 GROWTH_LIMIT = 16 * MIB
 """What a process may grow by the fitted line after the warm-up: allocators are never still."""
 LOOK_SECONDS = 1.0
+MORE_SECONDS = 60.0
+"""So much longer the load may last until a request is refused."""
 SHORT_QUEUE = ("--max-queue", "16")
 """So that it is full soon, also where the machine is slow."""
 ORDERLY = {"finished", "too long", "queue full", "left"}
@@ -102,7 +104,13 @@ async def overload(target: Target, seconds: float, seed: int = 0) -> tuple[Tally
     async with Clients(target.served.base, target.context, seed).connected() as clients:
         capacity = await clients.measure_capacity()
         end = time.monotonic() + seconds
-        loading = asyncio.create_task(clients.overload(capacity, lambda: time.monotonic() > end))
+
+        def over() -> bool:
+            """Where a machine is suddenly faster, its queue is full when that has been measured."""
+            late = time.monotonic() - end
+            return late > MORE_SECONDS or (late > 0 and clients.tally.ends["queue full"] > 0)
+
+        loading = asyncio.create_task(clients.overload(capacity, over))
         while not loading.done():
             await asyncio.to_thread(watch.look, target.served)
             await asyncio.wait({loading}, timeout=chance.uniform(0.0, 2 * LOOK_SECONDS))

@@ -25,8 +25,9 @@ from twolane.parallel.group import RankLost
 from twolane.sampling import SamplingParams
 from twolane.systems.registry import make_system
 
-ENDS_WITHIN = 10.0
-"""Seconds until an engine whose rank is lost must have said so."""
+ENDS_WITHIN = 30.0
+"""Seconds until an engine whose rank is lost must have said so; it takes 9 of them by itself, and a
+launch without a prediction would have 60."""
 SHORT_PATIENCE = 4.0
 """Seconds that launches of most rounds may take; a busy machine takes over one for the first."""
 OF_EIGHT_PATIENCE = 6.0

@@ -19,8 +19,6 @@ from twolane.sampling import SamplingParams
 from twolane.systems.registry import SYSTEMS, make_system
 
 PAGES, PAGE, RUNNING = 96, 16, 8
-ENDS_WITHIN = 10.0
-"""Seconds until a server whose rank is lost must have said so."""
 
 
 @pytest.fixture(scope="module")

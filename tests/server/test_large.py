@@ -30,31 +30,42 @@ BODIES = {
 }
 
 
-@pytest.fixture(scope="module")
-def watched(tiny):
-    """What became of every kind of body, and the longest gaps of another client meanwhile."""
-    tiny.request("/v1/completions", data=BODIES["bad UTF-8"])  # the judge starts
+def watch(tiny, kinds):
+    """What becomes of these bodies, and the longest gaps of another client meanwhile."""
     stream, health = Watcher(tiny.base, "stream"), Watcher(tiny.base, "health")
     time.sleep(2.0)
     answers, at = {}, [time.monotonic()]
-    for kind, body in BODIES.items():
-        answers[kind] = tiny.request("/v1/completions", data=body)
+    for kind in kinds:
+        answers[kind] = tiny.request("/v1/completions", data=BODIES[kind])
         at.append(time.monotonic())
     time.sleep(2.0)
     gaps = stream.close() + health.close()
     calm = max(longest(gaps, 0, at[0]), longest(gaps, at[-1], at[-1] + 99))
     during = [longest(gaps, begin, end) for begin, end in pairwise(at)]
-    return answers, dict(zip(BODIES, during, strict=True)), calm
+    # 0.03 to 0.15 s here, alone; whole on the loop, such a body took 5 s.
+    held_up = {kind for kind, gap in zip(kinds, during, strict=True) if gap >= max(1.0, 3 * calm)}
+    return answers, held_up
+
+
+@pytest.fixture(scope="module")
+def watched(tiny):
+    """What became of every kind of body, and those that held another client up whenever they were
+    sent: on a busy machine any of them may seem to do so once."""
+    tiny.request("/v1/completions", data=BODIES["bad UTF-8"])  # the judge starts
+    answers, held_up = watch(tiny, [*BODIES])
+    for _ in range(2):
+        if held_up:
+            _, held_up = watch(tiny, sorted(held_up))
+    return answers, held_up
 
 
 @pytest.mark.parametrize("kind", BODIES)
 def test_a_large_body_is_refused_while_a_stream_goes_on(watched, kind):
-    answers, during, calm = watched
+    answers, held_up = watched
     status, _, body = answers[kind]
     assert status in (400, 413)
     assert body["error"]["message"]
-    # 0.03 to 0.15 s here, alone; whole on the loop, such a body took 5 s.
-    assert during[kind] < max(1.0, 3 * calm)
+    assert kind not in held_up
 
 
 def test_a_large_body_that_is_good_is_served(tiny):
