@@ -342,7 +342,7 @@ def speed(report: Report, memory: torch.Tensor, lanes: Sequence[Partition]) -> N
                 report.add(**row)
 
 
-class _Timed(hopper._Arguments):
+class _Timed(hopper._AttentionArguments):
     _fields_ = (("timeline", ctypes.c_void_p),)
 
 
@@ -363,7 +363,7 @@ def timeline(report: Report, problems: Sequence[Problem], lane: Partition) -> No
         window=EVERYTHING,
         scale=128**-0.5,
     )
-    values = [getattr(base, name) for name, _ in hopper._Arguments._fields_]
+    values = [getattr(base, name) for name, _ in hopper._AttentionArguments._fields_]
     arguments = _Timed(*values, times.data_ptr())
     shared = tuned.warps * tuned.stages * hopper._HALF_BYTES + 8 * len(problem.lengths)
     with torch.cuda.stream(lane.stream):

@@ -4,16 +4,12 @@ import asyncio
 import contextlib
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, TypeVar, Unpack
 
 import msgspec
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from twolane.engine.config import EngineConfig
 from twolane.engine.messages import FinishReason
@@ -27,7 +23,7 @@ from twolane.frontend.fields import (
     read_prompts,
 )
 from twolane.frontend.generation import Delta, Generation, TextOptions
-from twolane.frontend.progress import progress_bars
+from twolane.frontend.progress import AnswerBar, progress_bars
 from twolane.frontend.startup import start_engine
 from twolane.frontend.text.texts import Texts
 from twolane.sampling import PackedLogprobs, SamplingParams, TokenLogprobs
@@ -73,7 +69,7 @@ class AdapterChoice(Body):
     lora: str | None = None
 
 
-class Wishes(NamedTuple):
+class AnswerOptions(NamedTuple):
     """What is asked for beside the sampling parameters, as `Generation` takes it."""
 
     n: int
@@ -199,7 +195,7 @@ class LLM:
         params: Params = None,
         *,
         progress: bool | None = None,
-        **wishes: Unpack[GenerateOptions],
+        **options: Unpack[GenerateOptions],
     ) -> list[RequestOutput]:
         """Continue prompts of text or token ids, all side by side; answers are in their order.
 
@@ -208,7 +204,7 @@ class LLM:
             params: for all prompts, or one each; None: as the model's `generation_config.json` has
                 it, and otherwise `SamplingParams()`.
             progress: whether to show a bar; None: as the LLM does, for more than one prompt.
-            wishes: see `GenerateOptions`.
+            options: see `GenerateOptions`.
 
         Raises:
             ValueError: a prompt is empty, too long or not text where text is needed, or something
@@ -216,10 +212,10 @@ class LLM:
             EngineError, GenerationFailed: the engine died.
         """
         given = read_prompts(prompts)
-        fields = text_fields(wishes)
+        fields = text_fields(options)
         tokens = [self._tokens(prompt, fields) for prompt in given]
         texts = [prompt if isinstance(prompt, str) else None for prompt in given]
-        return self._answer(texts, tokens, params, progress, self._wishes(fields, wishes))
+        return self._answer(texts, tokens, params, progress, self._options(fields, options))
 
     def chat(
         self,
@@ -227,26 +223,26 @@ class LLM:
         params: Params = None,
         *,
         progress: bool | None = None,
-        **wishes: Unpack[ChatOptions],
+        **options: Unpack[ChatOptions],
     ) -> list[RequestOutput]:
         """Answer one conversation, or several side by side, through the model's chat template.
 
         Messages are those of /v1/chat/completions. Arguments and errors are those of `generate`; it
         is a ValueError, too, if there is no template, or it refuses the messages or drops a word.
         """
-        fields, rendering = text_fields(wishes, Rendering), chosen(Rendering, wishes)
+        fields, rendering = text_fields(options, Rendering), chosen(Rendering, options)
         tokens = [
             self._conversation(turns, name, fields, rendering)
             for name, turns in conversations(messages)
         ]
         nothing = [None] * len(tokens)
-        return self._answer(nothing, tokens, params, progress, self._wishes(fields, wishes))
+        return self._answer(nothing, tokens, params, progress, self._options(fields, options))
 
     def stream(
         self,
         prompt: Prompt | Conversation,
         params: SamplingParams | None = None,
-        **wishes: Unpack[ChatOptions],
+        **options: Unpack[ChatOptions],
     ) -> Iterator[CompletionOutput]:
         """Answer one prompt or conversation piece by piece, as the tokens come.
 
@@ -261,15 +257,15 @@ class LLM:
             ValueError, EngineError, GenerationFailed: see `generate`; the last two while reading.
         """
         if is_conversation(prompt):
-            fields, rendering = text_fields(wishes, Rendering), chosen(Rendering, wishes)
+            fields, rendering = text_fields(options, Rendering), chosen(Rendering, options)
             tokens = self._conversation(prompt, "messages", fields, rendering)
         else:
-            fields = text_fields(wishes)
+            fields = text_fields(options)
             tokens = self._tokens(read_prompt(prompt), fields)
         self._check([tokens])
         params = params or self._params
         check_type(params, SamplingParams, "sampling parameters")
-        return self._pieces(tokens, params, self._wishes(fields, wishes))
+        return self._pieces(tokens, params, self._options(fields, options))
 
     def close(self) -> None:
         """End the engine process. Closing twice does nothing.
@@ -286,12 +282,7 @@ class LLM:
     def __enter__(self) -> "LLM":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _tokens(self, prompt: Prompt, fields: TextFields) -> list[int]:
@@ -320,10 +311,10 @@ class LLM:
             if not 0 <= min(prompt) <= max(prompt) < ready.vocab_size:
                 raise ValueError(f"prompt {index} has token ids outside 0..{ready.vocab_size - 1}")
 
-    def _wishes(self, fields: TextFields, wishes: GenerateOptions) -> Wishes:
+    def _options(self, fields: TextFields, options: GenerateOptions) -> AnswerOptions:
         self._texts.codec.check_stop(fields.stop_strings)
-        lora = chosen(AdapterChoice, wishes).lora
-        return Wishes(fields.choices, fields.text_options, fields.cache_salt, lora)
+        lora = chosen(AdapterChoice, options).lora
+        return AnswerOptions(fields.choices, fields.text_options, fields.cache_salt, lora)
 
     def _answer(
         self,
@@ -331,7 +322,7 @@ class LLM:
         tokens: Sequence[list[int]],
         params: Params,
         progress: bool | None,
-        wishes: Wishes,
+        options: AnswerOptions,
     ) -> list[RequestOutput]:
         if params is None or isinstance(params, SamplingParams):
             params = [params or self._params] * len(tokens)
@@ -341,15 +332,15 @@ class LLM:
         for one in params:
             check_type(one, SamplingParams, "sampling parameters")
         shown = self._progress and len(tokens) > 1 if progress is None else progress
-        with Bar(len(tokens), shown=shown) as bar:
-            work = self._answer_all(list(zip(texts, tokens, params, strict=True)), wishes, bar)
+        with AnswerBar(len(tokens), shown=shown) as bar:
+            work = self._answer_all(list(zip(texts, tokens, params, strict=True)), options, bar)
             return self._run(work)
 
     async def _answer_all(
         self,
         prompts: Sequence[tuple[str | None, list[int], SamplingParams]],
-        wishes: Wishes,
-        bar: "Bar",
+        options: AnswerOptions,
+        bar: AnswerBar,
     ) -> list[RequestOutput]:
         """Keep a bounded number of prompts with the engine, until all are answered."""
         answers: dict[int, RequestOutput] = {}
@@ -357,10 +348,12 @@ class LLM:
 
         async def work() -> None:
             for index, (text, tokens, params) in waiting:  # shared: each prompt is taken once
-                answers[index] = await self._one(text, tokens, params, wishes)
-                bar.add(answers[index])
+                answers[index] = await self._one(text, tokens, params, options)
+                bar.add(
+                    len(tokens), sum(len(output.token_ids) for output in answers[index].outputs)
+                )
 
-        workers = min(len(prompts), max(1, OPEN_MOST // wishes.n))
+        workers = min(len(prompts), max(1, OPEN_MOST // options.n))
         try:
             async with asyncio.TaskGroup() as group:
                 for _ in range(workers):
@@ -374,10 +367,10 @@ class LLM:
         text: str | None,
         tokens: list[int],
         params: SamplingParams,
-        wishes: Wishes,
+        options: AnswerOptions,
     ) -> RequestOutput:
-        choices = [Choice(tokens) for _ in range(wishes.n)]
-        with self._generation(tokens, params, wishes) as generation:
+        choices = [Choice(tokens) for _ in range(options.n)]
+        with self._generation(tokens, params, options) as generation:
             async for delta in generation:
                 choices[delta.index].add(delta)
         return RequestOutput(
@@ -392,12 +385,12 @@ class LLM:
         )
 
     def _pieces(
-        self, tokens: list[int], params: SamplingParams, wishes: Wishes
+        self, tokens: list[int], params: SamplingParams, options: AnswerOptions
     ) -> Iterator[CompletionOutput]:
         """Fetch the deltas of one prompt from the loop's thread, one by one."""
 
         async def begin() -> Generation:
-            return self._generation(tokens, params, wishes)
+            return self._generation(tokens, params, options)
 
         async def more() -> Delta | None:
             return await anext(deltas, None)
@@ -419,8 +412,10 @@ class LLM:
             with contextlib.suppress(RuntimeError):  # closed: it ended with the engine
                 self._loop.call_soon_threadsafe(generation.close)
 
-    def _generation(self, tokens: list[int], params: SamplingParams, wishes: Wishes) -> Generation:
-        return Generation(self._engine, self._texts.codec, [tokens], [params], **wishes._asdict())
+    def _generation(
+        self, tokens: list[int], params: SamplingParams, options: AnswerOptions
+    ) -> Generation:
+        return Generation(self._engine, self._texts.codec, [tokens], [params], **options._asdict())
 
     async def _end(self) -> None:
         """End the engine, and let all fail that waited for it, before the loop stops."""
@@ -468,49 +463,6 @@ def end_dropped(engine: EngineClient, texts: Texts, loop: asyncio.AbstractEventL
     asyncio.run_coroutine_threadsafe(end(), loop)
 
 
-class Bar:
-    """How many prompts are answered, and how fast tokens come; on standard error.
-
-    Args:
-        total: prompts.
-        shown: whether there is a bar at all.
-    """
-
-    def __init__(self, total: int, *, shown: bool) -> None:
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[rates]}"),
-        )
-        self._progress = Progress(*columns, console=Console(stderr=True), disable=not shown)
-        self._task = self._progress.add_task("prompts", total=total, rates="")
-        self._began = time.monotonic()
-        self._read = self._written = 0
-
-    def __enter__(self) -> "Bar":
-        self._progress.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._progress.stop()
-
-    def add(self, answer: RequestOutput) -> None:
-        """A prompt is answered."""
-        self._read += len(answer.prompt_token_ids)
-        self._written += sum(len(output.token_ids) for output in answer.outputs)
-        seconds = max(time.monotonic() - self._began, 1e-9)
-        read, written = self._read / seconds, self._written / seconds
-        rates = f"{read:,.0f} prompt tokens/s, {written:,.0f} output tokens/s"
-        self._progress.update(self._task, advance=1, rates=rates)
-
-
 def is_conversation(
     given: Prompt | Conversation | Sequence[Conversation],
 ) -> "TypeIs[Conversation]":
@@ -532,11 +484,11 @@ def conversations(
         yield f"messages[{place}]", turns  # type: ignore[misc]
 
 
-def text_fields(wishes: GenerateOptions, *others: type[Body]) -> TextFields:
-    """Return the wishes about answers and their text.
+def text_fields(options: GenerateOptions, *others: type[Body]) -> TextFields:
+    """Return the options of answers and their text.
 
     Args:
-        wishes: by keyword.
+        options: as given, by keyword.
         others: forms that have the keywords which `TextFields` lacks.
 
     Raises:
@@ -545,9 +497,9 @@ def text_fields(wishes: GenerateOptions, *others: type[Body]) -> TextFields:
     """
     forms: tuple[type[Body], ...] = (TextFields, AdapterChoice, *others)
     known = {name for form in forms for name in form.model_fields}
-    if unknown := wishes.keys() - known:
+    if unknown := options.keys() - known:
         raise TypeError(f"there is no argument {min(unknown)!r}")
-    return chosen(TextFields, wishes)
+    return chosen(TextFields, options)
 
 
 def unpacked(logprobs: PackedLogprobs | None) -> list[TokenLogprobs] | None:
@@ -556,18 +508,18 @@ def unpacked(logprobs: PackedLogprobs | None) -> list[TokenLogprobs] | None:
 
 
 def last(tokens: list[int], fields: TextFields) -> list[int]:
-    """Return the tokens of a prompt that the wishes keep: the last ones."""
+    """Return the last tokens of a prompt, as many as `truncate_prompt_tokens` keeps."""
     most = fields.truncate_prompt_tokens
     return tokens if most is None else tokens[-most:]
 
 
-def chosen(form: type[B], wishes: Mapping[str, Any]) -> B:
-    """Return those of the wishes that a form has.
+def chosen(form: type[B], options: Mapping[str, Any]) -> B:
+    """Return those of the options that a form has.
 
     Raises:
         ValueError: one of them cannot be.
     """
-    return read(form, {name: wishes[name] for name in form.model_fields.keys() & wishes.keys()})
+    return read(form, {name: options[name] for name in form.model_fields.keys() & options.keys()})
 
 
 def check_type(given: object, form: type, name: str) -> None:

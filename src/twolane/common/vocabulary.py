@@ -1,4 +1,4 @@
-"""Words that several rooms share."""
+"""Names that several packages share: lanes, estimators, kinds of machines."""
 
 from typing import Literal
 

@@ -1,1 +1,1 @@
-"""The books: requests, queue, KV cache, and the loop that drives the lanes."""
+"""The engine: the loop that drives the lanes, and its accounting: requests, queue, KV cache."""

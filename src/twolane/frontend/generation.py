@@ -4,7 +4,6 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
-from types import TracebackType
 from typing import Protocol
 
 import msgspec
@@ -271,12 +270,7 @@ class Generation:
     def __enter__(self) -> "Generation":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def offer(self, taker: Taker) -> None:

@@ -17,7 +17,7 @@ TINY = 1e-12
 """A hidden state shorter than this is divided by it, as `torch.nn.functional.normalize` does."""
 
 
-class _Module(msgspec.Struct):
+class _ModuleEntry(msgspec.Struct):
     type: str
     path: str = ""
 
@@ -33,7 +33,7 @@ class _Pooling(msgspec.Struct):
     include_prompt: bool = True
 
 
-class _Config(msgspec.Struct):
+class _ModelConfig(msgspec.Struct):
     is_matryoshka: bool = False
     matryoshka_dimensions: list[int] = []
 
@@ -74,9 +74,9 @@ def vector(state: bytes, dimensions: int | None) -> npt.NDArray[np.float32]:
     return (numbers / max(float(np.linalg.norm(numbers)), TINY)).astype(np.float32)
 
 
-def _modules(file: Path) -> list[_Module]:
+def _modules(file: Path) -> list[_ModuleEntry]:
     try:
-        return msgspec.json.decode(file.read_bytes(), type=list[_Module])
+        return msgspec.json.decode(file.read_bytes(), type=list[_ModuleEntry])
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{file}: {error}") from error
 
@@ -101,5 +101,5 @@ def read_embedding(directory: Path | None) -> Embedding:
     pooling = converted(read_json(file), _Pooling, str(file))
     if not (pooling.pooling_mode_lasttoken or pooling.pooling_mode == "lasttoken"):
         return Embedding("is not served: the checkpoint pools other tokens than the last one")
-    config = converted(read_json(directory / "config.json"), _Config, "config.json")
+    config = converted(read_json(directory / "config.json"), _ModelConfig, "config.json")
     return Embedding(None, config.is_matryoshka, tuple(config.matryoshka_dimensions))

@@ -1,11 +1,12 @@
-"""Shows the engine's start in the terminal."""
+"""Shows progress in the terminal: of the engine's start, and of prompts that are answered."""
 
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Iterator
 
 from rich.console import Console
-from rich.progress import BarColumn, TaskID, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
 from twolane.engine.messages import Progress
@@ -54,3 +55,41 @@ class ProgressBars:
         if progress.stage not in self._stages:
             self._stages[progress.stage] = self._bar.add_task(progress.stage, total=1.0)
         self._bar.update(self._stages[progress.stage], completed=progress.fraction)
+
+
+class AnswerBar:
+    """How many prompts are answered, and how fast tokens come; on standard error.
+
+    Args:
+        total: prompts.
+        shown: whether there is a bar at all.
+    """
+
+    def __init__(self, total: int, *, shown: bool) -> None:
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[rates]}"),
+        )
+        self._bar = Bar(*columns, console=Console(stderr=True), disable=not shown)
+        self._task = self._bar.add_task("prompts", total=total, rates="")
+        self._began = time.monotonic()
+        self._read = self._written = 0
+
+    def __enter__(self) -> "AnswerBar":
+        self._bar.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._bar.stop()
+
+    def add(self, read: int, written: int) -> None:
+        """A prompt is answered: its tokens, and those of its answers."""
+        self._read += read
+        self._written += written
+        seconds = max(time.monotonic() - self._began, 1e-9)
+        read_rate, rate = self._read / seconds, self._written / seconds
+        rates = f"{read_rate:,.0f} prompt tokens/s, {rate:,.0f} output tokens/s"
+        self._bar.update(self._task, advance=1, rates=rates)

@@ -140,7 +140,7 @@ class _PromptSegment:
 
 
 @dataclass(frozen=True)
-class _Rows:
+class _SingleTokenRows:
     """Attention of several segments with one new token each, padded to the longest."""
 
     rows: torch.Tensor
@@ -162,7 +162,7 @@ class _Rows:
         return out.flatten(1, 2)
 
 
-_Part = _PromptSegment | _Rows
+_Part = _PromptSegment | _SingleTokenRows
 
 
 @dataclass(eq=False)
@@ -289,7 +289,7 @@ class Batch:
         slots = self._slots(np.array([index]), np.arange(first, end)[None, :])
         return _PromptSegment(rows, self._put(slots), mask.to(self.device))
 
-    def _rows(self, indices: _Ints, lengths: _Ints, dtype: torch.dtype) -> _Rows:
+    def _rows(self, indices: _Ints, lengths: _Ints, dtype: torch.dtype) -> _SingleTokenRows:
         ends = np.array([self.segments[i].start + 1 for i in indices], dtype=np.int64)
         steps = np.arange(lengths.max())
         positions = np.minimum((ends - lengths)[:, None] + steps, (ends - 1)[:, None])
@@ -299,7 +299,7 @@ class Batch:
             mask = torch.zeros(padding.shape, dtype=dtype).masked_fill_(padding, -torch.inf)
             mask = mask[:, None, None, :].to(self.device)
         rows = np.array([self.offsets[i] for i in indices], dtype=np.int64)
-        return _Rows(self._put(rows), self._put(self._slots(indices, positions)), mask)
+        return _SingleTokenRows(self._put(rows), self._put(self._slots(indices, positions)), mask)
 
     def _slots(self, indices: _Ints, positions: _Ints) -> _Ints:
         """Slots of `positions` [R, L] of the segments `indices` [R], flattened."""

@@ -4,7 +4,6 @@ import shutil
 import subprocess
 import threading
 import time
-from types import TracebackType
 from typing import NamedTuple
 
 INTERVAL_MS = 50
@@ -44,12 +43,7 @@ class Clocks:
             threading.Thread(target=self._read, daemon=True, name="clocks").start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._process is not None:
             self._process.terminate()
             self._process.wait()

@@ -191,7 +191,7 @@ def _arrivals(
 
 
 @dataclass
-class _Open:
+class _OpenRequest:
     """A request under way."""
 
     times: list[float] = field(default_factory=list)
@@ -210,7 +210,7 @@ class Ledger:
         self._requests = requests
         self._on_record = on_record
         self._on_tokens = on_tokens
-        self._open: dict[str, _Open] = {}
+        self._open: dict[str, _OpenRequest] = {}
         self.served: list[Served] = []
         self.stop: Callable[[], None]
         """Ends the run."""
@@ -228,7 +228,7 @@ class Ledger:
         ended = {one.record.index for one in self.served}
         for index, asked in enumerate(self._requests):
             if index not in ended and (asked.arrival or 0.0) <= at:
-                request = self._open.get(str(index), _Open())
+                request = self._open.get(str(index), _OpenRequest())
                 self._add(at, index, INTERRUPTED, "the run was stopped", request, Times())
 
     def in_order(self) -> list[Served]:
@@ -253,7 +253,7 @@ class Ledger:
     def _output(self, at: float, output: Output) -> None:
         request = self._open.get(output.id)
         if request is None:
-            request = self._open[output.id] = _Open(cached=output.cached)
+            request = self._open[output.id] = _OpenRequest(cached=output.cached)
         at = at if output.due is None else max(at, output.due)
         request.times += [at] * len(output.tokens)
         if output.tokens and self._on_tokens(int(output.id), request.times, len(output.tokens)):
@@ -265,10 +265,10 @@ class Ledger:
 
     def _refused(self, at: float, refused: Refused) -> None:
         status = 429 if refused.code == "refused" else 400
-        self._end(at, refused.id, status_outcome(status), refused.message, _Open(), Times())
+        self._end(at, refused.id, status_outcome(status), refused.message, _OpenRequest(), Times())
 
     def _end(
-        self, at: float, name: str, outcome: str, error: str, request: _Open, times: Times
+        self, at: float, name: str, outcome: str, error: str, request: _OpenRequest, times: Times
     ) -> None:
         record = self._add(at, int(name), outcome, error, request, times)
         if self._on_record(record):
@@ -276,7 +276,7 @@ class Ledger:
             self.stop()
 
     def _add(
-        self, at: float, index: int, outcome: str, error: str, request: _Open, times: Times
+        self, at: float, index: int, outcome: str, error: str, request: _OpenRequest, times: Times
     ) -> Record:
         asked = self._requests[index]
         record = Record(

@@ -254,7 +254,7 @@ def _reused(tokens: int) -> float:
     return log2(1 + tokens / 16)
 
 
-class _Model:
+class _KindModel:
     """Base and processes of one kind of launch, alone or beside the other lane.
 
     Args:
@@ -278,16 +278,18 @@ class _Model:
         asked = _Question.of(sample)
         return log(self.base.seconds(asked)[0] + LEAST) + self.missed(asked)[0]
 
-    def taught(self, samples: Sequence[Sample], first: int, like: "_Model | None") -> "_Model":
+    def taught(
+        self, samples: Sequence[Sample], first: int, like: "_KindModel | None"
+    ) -> "_KindModel":
         """With one more process, over what is left of these."""
         states = np.array([self.base.states(_Question.of(sample))[0][first:] for sample in samples])
         logs = np.array([log(sample.median) - self.predicted(sample) for sample in samples])
         groups = [sample.configuration for sample in samples]
         residual = Residual(states, logs, groups, like.parts[-1][1] if like is not None else None)
-        return _Model(self.base, *self.parts, (first, residual))
+        return _KindModel(self.base, *self.parts, (first, residual))
 
 
-Fit = Callable[[Sequence[Sample], _Model | None], _Model]
+Fit = Callable[[Sequence[Sample], _KindModel | None], _KindModel]
 """On some samples, with the parameters of a model that was fitted before, if any."""
 
 
@@ -301,7 +303,7 @@ class _Promise:
     1951), but not above the profile's.
     """
 
-    def __init__(self, model: _Model, fit: Fit, samples: Sequence[Sample]) -> None:
+    def __init__(self, model: _KindModel, fit: Fit, samples: Sequence[Sample]) -> None:
         missed: list[Floats] = []
         folds = _folds(samples)
         for fold in folds:
@@ -353,7 +355,7 @@ class Calibrated(Estimator):
 
     def __init__(self, profile: Profile) -> None:
         self._base = _LinearBase(profile)
-        self._models: dict[tuple[Kind, bool], _Model] = {}
+        self._models: dict[tuple[Kind, bool], _KindModel] = {}
         """Models of launches alone and beside the other lane, by kind."""
         self._promises: dict[tuple[Kind, bool], _Promise] = {}
         self._seen = 0
@@ -386,13 +388,13 @@ class Calibrated(Estimator):
             self._known.clear()
 
     def _fit_alone(self, kind: Kind) -> Fit:
-        return lambda samples, like: _Model(self._base.fitted(kind, samples)).taught(
+        return lambda samples, like: _KindModel(self._base.fitted(kind, samples)).taught(
             samples, 0, like
         )
 
     def _fit_beside(self, kind: Kind) -> Fit:
         alone = self._models[kind, False]
-        base = _Model(self._base, *alone.parts)
+        base = _KindModel(self._base, *alone.parts)
         return lambda samples, like: base.taught(samples, CONTENDS[kind], like)
 
     def _fit(self, case: tuple[Kind, bool], samples: Sequence[Sample], fit: Fit) -> None:

@@ -179,7 +179,7 @@ def read_file(
     return file, made
 
 
-class _Model(msgspec.Struct):
+class _TokenizerModel(msgspec.Struct):
     """What decoding needs of a tokenizer's model."""
 
     vocab: msgspec.Raw
@@ -189,7 +189,7 @@ class _Model(msgspec.Struct):
 class _Decoding(msgspec.Struct):
     """What decoding needs of a `tokenizer.json`."""
 
-    model: _Model
+    model: _TokenizerModel
     decoder: msgspec.Raw
     normalizer: msgspec.Raw
     """Added tokens may have their ids by their normalised form."""

@@ -36,7 +36,7 @@ class Tuning:
     """Half tiles (8 KB) in flight a worker."""
 
 
-class _Arguments(ctypes.Structure):
+class _AttentionArguments(ctypes.Structure):
     """As in the source."""
 
     _fields_ = (
@@ -113,7 +113,7 @@ def arguments(
         cuts if exponents is None else exponents,
         cuts,
     )
-    return _Arguments(
+    return _AttentionArguments(
         *(t.data_ptr() for t in tensors),
         *(q.shape[0], kv_heads, q.shape[1] // kv_heads),
         *(q.stride(0) * q.element_size(), tables.stride(0)),

@@ -294,7 +294,7 @@ Scales = tuple[Tensor, Tensor]
 """The scales, float32, of the rows of x and of the rows of w."""
 
 
-class _Arguments(ctypes.Structure):
+class _GemmArguments(ctypes.Structure):
     """As in the source; its tensor maps make its size a multiple of 64."""
 
     _fields_ = (
@@ -363,7 +363,7 @@ def arguments(
     scales: Scales | None = None,
     groups: Groups | None = None,
     w_groups: Tensor | None = None,
-) -> _Arguments:
+) -> _GemmArguments:
     """What the kernel is given; `tensor_map` as `_tensor_map`."""
     (m, k), n = x.shape, out.shape[1]
     box = variant.columns // variant.column_groups if variant.gated else variant.block_n
@@ -371,7 +371,7 @@ def arguments(
     of_groups = TensorMap()
     if w_groups is not None:
         of_groups = tensor_map(w_groups, INT4_RUN // variant.group, 4 * box)
-    return _Arguments(
+    return _GemmArguments(
         tensor_map(w, box, line),
         tensor_map(x, variant.rows, LINE),
         of_groups,

@@ -51,7 +51,7 @@ class _Paused:
 
 
 @dataclass(frozen=True, slots=True)
-class _Rows:
+class _PassRows:
     """The rows of one pass."""
 
     batch: Batch
@@ -231,12 +231,12 @@ class Runner:
         tokens = torch.tensor([self._last_token[slot] for slot in slots], dtype=torch.long)
         return self._decoder.group.broadcast(tokens) if slots else tokens
 
-    def _layers(self, hidden: Tensor, rows: _Rows, first: int, last: int) -> Tensor:
+    def _layers(self, hidden: Tensor, rows: _PassRows, first: int, last: int) -> Tensor:
         for i in range(first, last):
             hidden = self._decoder.layer(i, hidden, rows.batch, self._kv, rows.products)
         return hidden
 
-    def _rows(self, places: Sequence[tuple[int, int, int]]) -> _Rows:
+    def _rows(self, places: Sequence[tuple[int, int, int]]) -> _PassRows:
         """The rows of a pass: slot, first position and number of tokens of each segment."""
         pages, adapters = self._slots.pages, self._slots.adapters
         segments = [Segment(start, count, pages[slot]) for slot, start, count in places]
@@ -246,7 +246,7 @@ class Runner:
         if max(slots) >= 0:
             each = np.repeat(slots, [count for _, _, count in places])
             products = self._adapters.products(products, each)
-        return _Rows(batch, products)
+        return _PassRows(batch, products)
 
 
 def _tokens(chunks: Sequence[PromptChunk]) -> Tensor:

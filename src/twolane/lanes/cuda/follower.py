@@ -34,7 +34,7 @@ from twolane.lanes.work import (
 )
 
 
-class _Open(NamedTuple):
+class _OpenLaunch(NamedTuple):
     """A launch that may be under way."""
 
     number: int
@@ -55,7 +55,7 @@ class FollowerLanes:
         self, runner: CudaRunner, partitions: GreenContexts, log: Iterator[Record]
     ) -> None:
         self._runner, self._partitions, self._log = runner, partitions, log
-        self._open: deque[_Open] = deque()
+        self._open: deque[_OpenLaunch] = deque()
         self._last: dict[str, int] = {}
         """Number of the last launch that used each of what launches share."""
         self._reader = ThreadPoolExecutor(1, "adapters")
@@ -104,7 +104,7 @@ class FollowerLanes:
                 self._layers = 0
             queued = self._runner.run(record.work, record.lane, record.units, between)
             ended.record(stream)
-        self._open.append(_Open(record.number, ended, queued.kept))
+        self._open.append(_OpenLaunch(record.number, ended, queued.kept))
         self._last.update(dict.fromkeys(used, record.number))
 
     def _between(self) -> None:

@@ -50,7 +50,7 @@ class AdapterError(ValueError):
     """An adapter cannot be served; the message says why."""
 
 
-class _Config(msgspec.Struct):
+class _AdapterConfig(msgspec.Struct):
     """The fields of an `adapter_config.json` that are honoured."""
 
     peft_type: str
@@ -76,7 +76,7 @@ class _Config(msgspec.Struct):
 
 
 @dataclass(frozen=True)
-class _Module:
+class _LinearModule:
     """A linear module of a layer, as checkpoints of the family have it."""
 
     product: LoraProduct
@@ -140,7 +140,7 @@ def _read(path: Path, shard: Shard, dtype: torch.dtype, most_rank: int) -> Adapt
     return Adapter(layers, max(found.values()))
 
 
-def _config(path: Path) -> _Config:
+def _config(path: Path) -> _AdapterConfig:
     """The config of an adapter that asks for nothing that is not served."""
     if not path.is_dir():
         raise AdapterError(f"{path} is no directory")
@@ -152,12 +152,12 @@ def _config(path: Path) -> _Config:
         raise AdapterError(f"{CONFIG}: peft_type must be 'LORA', not {raw.get('peft_type')!r}")
     if raw.get("bias", "none") != "none":
         raise AdapterError(f"{CONFIG}: bias must be 'none', not {raw['bias']!r}")
-    known = {*_Config.__struct_fields__, *_WITHOUT_EFFECT}
+    known = {*_AdapterConfig.__struct_fields__, *_WITHOUT_EFFECT}
     for name, value in raw.items():
         if name not in known and value:
             raise AdapterError(f"{CONFIG}: {name} is not served (it is {_short(value)})")
     given = {name: value for name, value in raw.items() if value is not None}
-    config = converted(given, _Config, CONFIG, lax=True)
+    config = converted(given, _AdapterConfig, CONFIG, lax=True)
     if config.fan_in_fan_out:
         raise AdapterError(f"{CONFIG}: fan_in_fan_out is not served")
     if config.init_lora_weights not in _PLAIN_STARTS:
@@ -191,20 +191,20 @@ def _of(pattern: Mapping[str, T], module: str) -> T | None:
     return next(matches, None)
 
 
-def _modules(spec: ModelSpec) -> dict[str, _Module]:
+def _modules(spec: ModelSpec) -> dict[str, _LinearModule]:
     """The linear modules of a layer, by the names that checkpoints of the family have."""
     hidden, inner, q, kv = spec.hidden_size, spec.intermediate_size, spec.q_size, spec.kv_size
-    down = _Module("down", hidden, inner, ("mlp.down_proj",))
-    o = _Module("o", hidden, q, ("self_attn.o_proj",))
+    down = _LinearModule("down", hidden, inner, ("mlp.down_proj",))
+    o = _LinearModule("o", hidden, q, ("self_attn.o_proj",))
     names = tuple(f"self_attn.{n}_proj" for n in "qkv")
     halves = "mlp.gate_proj", "mlp.up_proj"
     rows = dict(zip(names, (q, kv, kv), strict=True))
-    attention = {name: _Module("qkv", rows[name], hidden, (name,)) for name in names}
-    mlp = {name: _Module("gate_up", inner, hidden, (name,)) for name in halves}
+    attention = {name: _LinearModule("qkv", rows[name], hidden, (name,)) for name in names}
+    mlp = {name: _LinearModule("gate_up", inner, hidden, (name,)) for name in halves}
     if spec.family == "phi3":
-        attention = {"self_attn.qkv_proj": _Module("qkv", q + 2 * kv, hidden, names)}
+        attention = {"self_attn.qkv_proj": _LinearModule("qkv", q + 2 * kv, hidden, names)}
     if spec.family in JOINED:
-        mlp = {"mlp.gate_up_proj": _Module("gate_up", 2 * inner, hidden, halves)}
+        mlp = {"mlp.gate_up_proj": _LinearModule("gate_up", 2 * inner, hidden, halves)}
     return {**attention, **mlp, "self_attn.o_proj": o, "mlp.down_proj": down}
 
 
@@ -222,7 +222,9 @@ def _parts(shard: Shard) -> dict[str, _Part]:
     }
 
 
-def _found(tensors: Safetensors, spec: ModelSpec, modules: Mapping[str, _Module]) -> dict[str, int]:
+def _found(
+    tensors: Safetensors, spec: ModelSpec, modules: Mapping[str, _LinearModule]
+) -> dict[str, int]:
     """The rank of each module that the tensors are of, by its name in the base model."""
     names, found = set(tensors.names()), dict[str, int]()
     for name in sorted(names):
@@ -243,7 +245,7 @@ def _found(tensors: Safetensors, spec: ModelSpec, modules: Mapping[str, _Module]
     return found
 
 
-def _rank(tensors: Safetensors, module: str, kind: _Module) -> int:
+def _rank(tensors: Safetensors, module: str, kind: _LinearModule) -> int:
     """The rank of a module whose tensors have the shapes that the base model wants."""
     a, b = (tensors.shape(f"{_PREFIX}{module}.lora_{end}.weight") for end in "AB")
     rank = a[0] if a else 0
@@ -255,7 +257,7 @@ def _rank(tensors: Safetensors, module: str, kind: _Module) -> int:
     return rank
 
 
-def _kind(module: str, spec: ModelSpec, modules: Mapping[str, _Module]) -> str | None:
+def _kind(module: str, spec: ModelSpec, modules: Mapping[str, _LinearModule]) -> str | None:
     """The name of a module within its layer; None: no layer of the model has it."""
     for i in range(spec.layers):
         prefix = f"model.layers.{i}."
@@ -264,7 +266,7 @@ def _kind(module: str, spec: ModelSpec, modules: Mapping[str, _Module]) -> str |
     return None
 
 
-def _check_targets(config: _Config, found: Mapping[str, int]) -> None:
+def _check_targets(config: _AdapterConfig, found: Mapping[str, int]) -> None:
     """See that tensors and `target_modules` agree, as far as that is a list of names."""
     targets = config.target_modules
     if isinstance(targets, str):
@@ -277,7 +279,7 @@ def _check_targets(config: _Config, found: Mapping[str, int]) -> None:
             raise AdapterError(f"{TENSORS} has {module}, which is not in target_modules")
 
 
-def _check_ranks(config: _Config, found: Mapping[str, int], most: int) -> None:
+def _check_ranks(config: _AdapterConfig, found: Mapping[str, int], most: int) -> None:
     for module, rank in found.items():
         asked = config.rank(module)
         if rank != asked or rank < 1:
@@ -290,9 +292,9 @@ def _layer(
     i: int,
     found: Mapping[str, int],
     tensors: Safetensors,
-    config: _Config,
+    config: _AdapterConfig,
     shard: Shard,
-    modules: Mapping[str, _Module],
+    modules: Mapping[str, _LinearModule],
     dtype: torch.dtype,
 ) -> dict[LoraProduct, list[Section]]:
     """The rank's part of an adapter in one layer."""
@@ -313,7 +315,7 @@ def _matrix(tensors: Safetensors, name: str) -> Tensor:
 
 
 def _sections(
-    prefix: str, module: _Module, a: Tensor, b: Tensor, shard: Shard, dtype: torch.dtype
+    prefix: str, module: _LinearModule, a: Tensor, b: Tensor, shard: Shard, dtype: torch.dtype
 ) -> Iterator[Section]:
     """The sections that a module's A and B are; B is scaled.
 
