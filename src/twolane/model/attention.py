@@ -4,7 +4,7 @@ A *slot* is one token's place in the pool: page * page_size + offset in the page
 stored in the decoder's own order of dimensions (see `decoder.py`); attention does not care.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import cast
@@ -48,6 +48,10 @@ Pool = torch.Tensor | CpuRoundedPool
 """A layer's keys and values, [slots, 2 * kv_heads, head_dim]."""
 
 
+Allocate = Callable[[Sequence[int], torch.dtype], torch.Tensor]
+"""Makes a tensor of a shape and a type, uninitialised."""
+
+
 class KVCache:
     """Keys and values of all layers, in pages that the engine hands out.
 
@@ -62,6 +66,7 @@ class KVCache:
         dtype: in which attention computes.
         device: where.
         rounded: keep numbers in e4m3.
+        allocate: makes the pool's tensors; None: PyTorch does, on the device.
     """
 
     def __init__(
@@ -73,16 +78,20 @@ class KVCache:
         device: torch.device | str = "cpu",
         *,
         rounded: bool = False,
+        allocate: Allocate | None = None,
     ) -> None:
         self.page_size = page_size
         shape = (pages * page_size, 2 * spec.kv_heads, spec.head_dim)
 
+        def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype, device=device)
+
         def layer() -> Pool:
-            values = torch.empty(shape, dtype=fp8.E4M3 if rounded else dtype, device=device)
+            make = allocate or empty
+            values = make(shape, fp8.E4M3 if rounded else dtype)
             if not rounded:
                 return values
-            exponents = torch.empty(shape[:2], dtype=torch.int8, device=device)
-            return CpuRoundedPool(values, exponents, dtype)
+            return CpuRoundedPool(values, make(shape[:2], torch.int8), dtype)
 
         self.layers = [layer() for _ in range(spec.layers)]
         stored = [pool if isinstance(pool, torch.Tensor) else pool.values for pool in self.layers]
