@@ -271,7 +271,6 @@ class Bench:
             engine=engine(run, load.model),
             gpu=load.gpu,
             tp=load.tp // 2 if run.system == APART else load.tp,
-            disaggregated=run.system == APART,
             link_bandwidth=load.link,
             bench=BenchConfig(workload=workload, goodput=slos or {}),
         )
@@ -336,6 +335,7 @@ def engine(run: Run, model: str) -> EngineConfig:
         prefix_cache=load.prefix_cache,
         quantization=load.quantization,  # type: ignore[arg-type]
         kv_cache_dtype=load.kv_cache_dtype,  # type: ignore[arg-type]
+        disaggregated=run.system == APART,
     )
 
 

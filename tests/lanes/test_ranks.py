@@ -121,7 +121,7 @@ class Nearby:
     def log(self, record: Record) -> None:
         self._records.put(encode(record))
 
-    def watch(self, launches: object) -> None:
+    def watch(self, *launches: object) -> None:
         """Nobody is taken away here."""
 
     def explain(self, error: BaseException) -> BaseException:

@@ -5,9 +5,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import torch
+
 from tests.parity.serving import Served, serve_on
 from twolane.engine.kv import KVBooks
 from twolane.engine.messages import Submit
+from twolane.lanes.cpu.disaggregated import DisaggregatedMachine
 from twolane.lanes.cpu.machine import CpuMachine
 from twolane.lanes.settings import DeviceSettings
 
@@ -57,6 +60,16 @@ class Lent:
 
     def close(self) -> None:
         """Others go on with them."""
+
+
+def apart(path: Path, pages: int, page: int, running: int, **settings: Any) -> Ranks:
+    """Two ranks, of which the other one computes prompts; what nobody wrote is no number."""
+    asked = DeviceSettings(model=str(path), device="cpu", disaggregated=True, **settings)
+    ranks = Ranks(DisaggregatedMachine(asked, lambda *_: None), pages, page, running)
+    for cache in (ranks.lanes._kv, ranks.lanes._kv.other):
+        for layer in (*cache.k, *cache.v):
+            layer.copy_(torch.tensor(torch.nan))
+    return ranks
 
 
 def on_cpu(path: Path, size: int, pages: int, page: int, running: int) -> Ranks:

@@ -129,10 +129,11 @@ def test_a_rank_that_stands_still_at_rest_ends_the_server(tmp_path):
     assert "rank 1 is stopped" in log.read_text()
 
 
-def test_the_watchdog_is_on_with_several_ranks(tmp_path):
+@pytest.mark.parametrize("how", [("--tensor-parallel-size", "2"), ("--disaggregated",)])
+def test_the_watchdog_is_on_with_several_ranks(how, tmp_path):
     model = write_tiny_model(tmp_path / "ranks", num_key_value_heads=2)
     log = tmp_path / "log"
-    args = ("--tensor-parallel-size", "2", "--hang-seconds", SECONDS)
+    args = (*how, "--hang-seconds", SECONDS)
     with serving(str(model), *TINY, *args, stderr=log) as served:
         wait_for(lambda: served.request("/health")[2].get("ranks"))
         assert served.request("/health")[2]["ranks"].keys() == {"1"}

@@ -256,11 +256,11 @@ def simulation(search: Search) -> Run:
                 profile=where.profile,
                 quantization=where.quantization,
                 kv_cache_dtype=where.kv_cache_dtype,
+                disaggregated=where.disaggregated,
             ),
             gpu=where.simulate,
             tp=where.tp,
             link_bandwidth=where.link_bandwidth,
-            disaggregated=where.disaggregated,
             uneven=where.uneven,
             bench=BenchConfig(workload=workload, goodput=points[0], percentiles=search.percentiles),
         )

@@ -94,6 +94,7 @@ def findings() -> Iterator[tuple[str, RenderableType]]:
     yield "cpu lanes", problem or f"work; partitions (prefill, decode): {cpu_partitions()}"
     yield "cuda lanes", "none: see the CPU lanes" if problem else cuda_lanes()
     yield "ranks", problem or ranks()
+    yield "1P1D", problem or disaggregated()
     yield "fp8", problem or fp8_support()
     for place, name in enumerate(SYSTEMS):
         yield "systems" if place == 0 else "", f"{name}: {describe(name)}"
@@ -170,6 +171,14 @@ def ranks() -> str:
         return f"up to {count} GPUs, which sum by {ways_to_sum(count)} ({names[0]})"
     except RuntimeError as error:
         return f"none: {error}"
+
+
+def disaggregated() -> str:
+    """Return which devices prefill and decode can have for themselves (--disaggregated)."""
+    from twolane.lanes.cpu.disaggregated import halves
+
+    prefill, decode = (", ".join(map(str, cores)) for cores in halves(usable_cores()))
+    return f"prefill on cores {prefill}, decode on cores {decode}; not on GPUs yet"
 
 
 def fp8_support() -> str:

@@ -73,7 +73,8 @@ def assemble(
         ValueError: a setting does not go with the machine or its model.
         OSError: the trace cannot be written.
     """
-    name = config.system or default_system(machine.kind)
+    apart = config.disaggregated
+    name = config.system or default_system(machine.kind, disaggregated=apart)
     config = msgspec.structs.replace(config, system=name)
     system = make_system(name, config.options)
     spec = machine.spec

@@ -28,7 +28,8 @@ KV_EVENTS = (
 """Names of the options of `KVEventsConfig`."""
 UNPROFILED = (
     "system", "option", "slo_ttft_ms", "slo_ttft_per_1k_ms", "slo_tbt_ms", "slo_tpot_ms",
-    "tbt_buffer_ms", "prefix_cache", "profile", "estimator", "trace", *LORA, *KV_EVENTS,
+    "tbt_buffer_ms", "prefix_cache", "disaggregated", "profile", "estimator", "trace", *LORA,
+    *KV_EVENTS,
 )  # fmt: skip
 """Names of the options that do not change how long launches take; `twolane profile` has the
 others."""
@@ -122,6 +123,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """How several GPUs sum what each has computed in a decode step. On trial are `two-shot`, over
     memory that all of them map; `joined`, which does that in one launch with the norm behind it;
     and `auto`, the faster of nccl and two-shot at the start, for each number of rows."""
+    disaggregated: Annotated[bool, Option(DEVICE)] = False
+    """Whether prefill and decode have devices of their own (1P1D): halves of the CPU's cores with a
+    process each, or simulated GPUs. Keys and values are pushed layer by layer; the system is
+    two-stream."""
     cores: Annotated[int | None, Option(DEVICE)] = None
     """Number of CPU cores for both lanes; by default all that this process may use."""
     levels: Annotated[tuple[int, ...] | None, Option(DEVICE, "SMS,…")] = None

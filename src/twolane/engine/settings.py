@@ -9,7 +9,7 @@ from twolane.common.errors import FieldError
 from twolane.common.options import check_ranges
 from twolane.common.resources import usable_cores
 from twolane.engine.config import EngineConfig
-from twolane.systems.registry import make_system
+from twolane.systems.registry import DISAGGREGATED, make_system
 
 
 def check_settings(config: EngineConfig) -> None:
@@ -29,6 +29,7 @@ def check_settings(config: EngineConfig) -> None:
     if config.cores is not None and not 1 <= config.cores <= usable:
         raise FieldError("cores", f"must be between 1 and {usable} here, not {config.cores}")
     _check_device(config)
+    _check_disaggregated(config)
     length, positions, pool = config.max_model_len, config.max_positions, config.kv_tokens
     if length is not None and positions is not None and length > positions:
         raise FieldError("max_model_len", f"{length} exceeds max_positions {positions}")
@@ -53,6 +54,20 @@ def check_settings(config: EngineConfig) -> None:
     elif config.options:
         first = next(iter(config.options))
         raise FieldError("options", f"{first!r} is a setting of a system, and no system is named")
+
+
+def _check_disaggregated(config: EngineConfig) -> None:
+    """Refuse what does not go with devices of their own for prefill and decode."""
+    if not config.disaggregated:
+        return
+    if config.system not in (None, DISAGGREGATED):
+        raise FieldError(
+            "system",
+            f"is {DISAGGREGATED} where prefill and decode have devices of their own, not "
+            f"{config.system}, which shares one device between them",
+        )
+    if config.tensor_parallel_size > 1:
+        raise FieldError("disaggregated", "has one rank for prefill and one for decode")
 
 
 def _check_kv_events(config: EngineConfig) -> None:

@@ -157,7 +157,7 @@ class EngineClient:
             EngineError: it could not start.
         """
         if watchdog is None:
-            watchdog = config.tensor_parallel_size > 1
+            watchdog = config.tensor_parallel_size > 1 or config.disaggregated
         client = cls(on_progress, hang_seconds=hang_seconds, watchdog=watchdog)
         try:
             await client._spawn(config, log_level)

@@ -51,6 +51,8 @@ class FollowerStart(msgspec.Struct, frozen=True):
     """Process id of rank 0."""
     answers: int
     """File to which it writes a byte when it begins with the log, and one for each ping."""
+    files: tuple[int, ...] = ()
+    """Other files that it inherits."""
 
 
 class FollowerPool(msgspec.Struct, frozen=True):
@@ -129,10 +131,17 @@ class Followers:
         settings: the model and the number of ranks.
         module: what a follower runs.
         cores: all ranks run on them.
+        files: of this process, which all of them inherit.
     """
 
-    def __init__(self, settings: DeviceSettings, module: str, cores: Sequence[int] = ()) -> None:
-        self.size = settings.tensor_parallel_size
+    def __init__(
+        self,
+        settings: DeviceSettings,
+        module: str,
+        cores: Sequence[int] = (),
+        files: Sequence[int] = (),
+    ) -> None:
+        self.size = settings.ranks
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         """Where the ranks meet."""
         self.on_lost: Callable[[], None] = lambda: None
@@ -148,7 +157,7 @@ class Followers:
             os.set_blocking(answers, False)
             self._answers.append(answers)
             meeting = self.store.port, os.getpid(), answer
-            start = FollowerStart(settings, rank, tuple(cores), *meeting)
+            start = FollowerStart(settings, rank, tuple(cores), *meeting, tuple(files))
             self._spawn(module, start)
             os.close(answer)
         self._pulse = Pulse(self._answers)
@@ -179,11 +188,16 @@ class Followers:
         """Have them make their KV pools and be ready for the log."""
         self._send(msgspec.json.encode(pool) + b"\n")
 
-    def watch(self, launches: OpenLaunches) -> None:
+    def watch(self, launches: OpenLaunches, progress: Callable[[], int] = lambda: 0) -> None:
         """Hold a rank for lost, from now on, when launches do not go on within their patience or
-        when it does not answer while there are none."""
+        when it does not answer while there are none.
+
+        Args:
+            launches: those in which all ranks take part.
+            progress: changes when one goes on, also before it has ended a step.
+        """
         self._started.set()
-        self._thread(self._watch, launches)
+        self._thread(self._watch, launches, progress)
 
     def log(self, record: Record) -> None:
         """Have all of them carry it out behind what was logged before; does not wait."""
@@ -207,7 +221,10 @@ class Followers:
         command = [sys.executable, "-m", module]
         environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}  # ranks share the cores
         process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, env=environment, pass_fds=(start.answers,)
+            command,
+            stdin=subprocess.PIPE,
+            env=environment,
+            pass_fds=(start.answers, *start.files),
         )
         self.processes.append(process)
         queue: SimpleQueue[bytes | None] = SimpleQueue()
@@ -247,15 +264,21 @@ class Followers:
         processes = enumerate(self.processes, start=1)
         return [rank for rank, process in processes if _is_stopped(process.pid)]
 
-    def _watch(self, launches: OpenLaunches) -> None:
+    def _watch(self, launches: OpenLaunches, progress: Callable[[], int]) -> None:
         looked, now, went_on = time.monotonic(), 0.0, 0.0
         before: dict[Ticket, int] = {}
+        progressed = progress()
         pulse = self._pulse
         while not self._closing.wait(LOOK_SECONDS) and self._lost is None:
             last, looked = looked, time.monotonic()
             now += min(looked - last, LOOK_MOST_SECONDS)
             steps = {ticket: len(ticket.steps) for ticket in launches.waiting()}
-            if not before or any(steps.get(ticket) != count for ticket, count in before.items()):
+            last_progress, progressed = progressed, progress()
+            if (
+                not before
+                or progressed != last_progress
+                or any(steps.get(ticket) != count for ticket, count in before.items())
+            ):
                 went_on = now
                 if before:
                     pulse.heard(now)

@@ -8,6 +8,7 @@ import torch
 from twolane.common.errors import FieldError
 from twolane.common.vocabulary import MachineKind
 from twolane.lanes.base import Lanes
+from twolane.lanes.cpu.disaggregated import DisaggregatedMachine
 from twolane.lanes.cpu.machine import CpuMachine
 from twolane.lanes.settings import DeviceSettings, load_shard
 from twolane.model.spec import ModelSpec
@@ -93,7 +94,11 @@ def load(settings: DeviceSettings, progress: Progress) -> Machine:
     if settings.all_reduce != "nccl" and (device == "cpu" or settings.tensor_parallel_size == 1):
         raise FieldError("all_reduce", "is a choice of several GPUs")
     if device == "cpu":
-        return CpuMachine(settings, progress)
+        return (DisaggregatedMachine if settings.disaggregated else CpuMachine)(settings, progress)
+    if settings.disaggregated:
+        raise FieldError(
+            "disaggregated", "is served on a CPU alone: pages are not pushed between GPUs yet"
+        )
     if settings.tensor_parallel_size > 1:
         from twolane.lanes.cuda.ranks import RankedMachine
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -74,6 +75,12 @@ class SamplingPoints:
                 rows.append(i)
                 where.append(end - 1)
         return cls(rows, where, places, len(decode), scored)
+
+    @property
+    def needed(self) -> list[int]:
+        """Rows of the pass whose hidden states are read, ascending."""
+        scored = [range(row.first, row.first + len(row.targets)) for row in self.scored]
+        return sorted({*self.where, *chain.from_iterable(scored)})
 
     @property
     def begun(self) -> list[SamplingPoint]:

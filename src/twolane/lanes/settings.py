@@ -28,6 +28,7 @@ class DeviceSettings(msgspec.Struct, frozen=True, kw_only=True):
     device: str = "auto"
     tensor_parallel_size: int = 1
     all_reduce: str = "nccl"
+    disaggregated: bool = False
     cores: int | None = None
     levels: tuple[int, ...] | None = None
     gpu_memory_utilization: float = 0.9
@@ -36,6 +37,11 @@ class DeviceSettings(msgspec.Struct, frozen=True, kw_only=True):
     def adapter_slots(self) -> int:
         """Number of LoRA adapters that can be loaded at a time; 0: none is served."""
         return self.max_loras if self.lora or self.lora_endpoints else 0
+
+    @property
+    def ranks(self) -> int:
+        """Number of processes that serve one engine."""
+        return 2 if self.disaggregated else self.tensor_parallel_size
 
     @classmethod
     def of(cls, config: object) -> "DeviceSettings":

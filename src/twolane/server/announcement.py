@@ -43,8 +43,11 @@ def profile_line(ready: Ready, config: EngineConfig) -> str:
     """Return which profile predictions come from, or the command that makes one."""
     if ready.profile is not None:
         return f"Profile: {ready.profile}"
+    none = "Profile: none, so latencies are learnt while serving"
+    if config.disaggregated:
+        return none
     command = shlex.join(("twolane", "profile", config.model, *profile_options(config)))
-    return f"Profile: none, so latencies are learnt while serving; to make one: {command}"
+    return f"{none}; to make one: {command}"
 
 
 def profile_options(config: EngineConfig) -> Iterator[str]:

@@ -32,7 +32,8 @@ class SimulateConfig(msgspec.Struct, frozen=True, kw_only=True):
     """One run of `twolane simulate`."""
 
     engine: EngineConfig
-    """Its device, dtype and load format do not apply."""
+    """Its device, dtype and load format do not apply; `disaggregated` gives prefill and decode as
+    many GPUs each as share a layer."""
     gpu: Annotated[str, Option(DEVICE)] = "h200"
     """GPU to simulate: a100-80gb, h20, h100 or h200."""
     tp: Annotated[int, Option(DEVICE, name="tensor_parallel_size", alias="tp", least=1)] = 1
@@ -42,9 +43,6 @@ class SimulateConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
     """Bytes per second, in each direction, that collectives reach between GPUs; by default those of
     the GPU's NVLink."""
-    disaggregated: Annotated[bool, Option(DEVICE)] = False
-    """Whether prefill and decode have GPUs of their own, as many each as share a layer, and pages
-    are pushed over the link by layer; the system is two-stream then."""
     bench: BenchConfig
     """Workload, SLOs and percentiles; what concerns HTTP does not apply."""
     uneven: Unevenness | None = None
@@ -79,20 +77,6 @@ class SimulateConfig(msgspec.Struct, frozen=True, kw_only=True):
         if self.engine.cores is not None or self.engine.device != "auto":
             name = "device" if self.engine.cores is None else "cores"
             raise FieldError(name, "has no meaning in a simulation")
-        self._check_disaggregated()
-        self.bench.check()
-
-    def _check_disaggregated(self) -> None:
-        """Refuse what has no meaning where prefill and decode have GPUs of their own.
-
-        Raises:
-            FieldError: naming the setting.
-        """
-        if not self.disaggregated:
-            return
-        if self.engine.system != "two-stream":
-            raise FieldError(
-                "system", f"is two-stream where lanes have GPUs, not {self.engine.system}"
-            )
-        if self.uneven is not None:
+        if self.engine.disaggregated and self.uneven is not None:
             raise FieldError("disaggregated", "has no meaning for an emulated card")
+        self.bench.check()

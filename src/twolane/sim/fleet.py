@@ -202,10 +202,9 @@ def _engines(config: SimulateConfig, replicas: int) -> list[Built]:
     gpu, spec = config.device(), shapes_of(config.engine)
     profile = config.engine.profile or str(simulated_profile(gpu, spec, config.tp, config.engine))
     engine = msgspec.structs.replace(config.engine, profile=profile)
-    apart = config.disaggregated
     seed = config.bench.workload.seed
     machines = (
-        SimulatedMachine(gpu, spec, config.engine, tp=config.tp, seed=seed + i, disaggregated=apart)
+        SimulatedMachine(gpu, spec, config.engine, tp=config.tp, seed=seed + i)
         for i in range(replicas)
     )
     return [

@@ -37,9 +37,9 @@ class SimulatedMachine:
         gpu: of which kind they are.
         spec: the model's shape.
         config: the engine's settings.
-        tp: how many share each layer.
+        tp: how many share each layer, in each of the two groups if the engine is disaggregated
+            (`sim/disaggregated.py`).
         seed: of the device's noise.
-        disaggregated: whether prefill and decode have this many GPUs each (`sim/disaggregated.py`).
 
     Raises:
         FieldError: a level leaves a lane without units.
@@ -59,11 +59,10 @@ class SimulatedMachine:
         *,
         tp: int = 1,
         seed: int = 0,
-        disaggregated: bool = False,
     ) -> None:
         self.spec = spec
         self._storage = storage = storage_of(config, spec)
-        model = DisaggregatedDevice if disaggregated else DeviceModel
+        model = DisaggregatedDevice if config.disaggregated else DeviceModel
         self.device = model(gpu, spec, tp, seed, storage)
         self.name = f"simulated {gpu.name}" + (f" x{tp}" if tp > 1 else "")
         self.itemsize = ITEM

@@ -96,9 +96,7 @@ def simulate(
     seed, gpu, spec = config.bench.workload.seed, config.device(), shapes_of(config.engine)
     if spec.kv_heads % config.tp and config.tp % spec.kv_heads:
         raise FieldError("tp", f"{config.tp} does not divide the model's {spec.kv_heads} KV heads")
-    machine = SimulatedMachine(
-        gpu, spec, config.engine, tp=config.tp, seed=seed, disaggregated=config.disaggregated
-    )
+    machine = SimulatedMachine(gpu, spec, config.engine, tp=config.tp, seed=seed)
     if config.uneven is not None:
         machine = EmulatedMachine(gpu, spec, config.engine, config.uneven, seed=seed)
     profile = config.engine.profile or str(simulated_profile(gpu, spec, config.tp, config.engine))
@@ -306,7 +304,7 @@ def _engine_figures(config: SimulateConfig, built: Built) -> dict[str, object]:
     return {
         "device": built.ready.device,
         "tp": config.tp,
-        "disaggregated": config.disaggregated,
+        "disaggregated": config.engine.disaggregated,
         "system": built.ready.system,
         "options": config.engine.options,
         "estimator": config.engine.estimator or SYSTEMS[built.ready.system].estimator,

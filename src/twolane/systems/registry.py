@@ -60,12 +60,19 @@ SYSTEMS: dict[str, type[System]] = {
 }
 
 
-def default_system(kind: MachineKind) -> str:
+DISAGGREGATED = "two-stream"
+"""Name of the system that serves where prefill and decode have devices of their own. All others
+decide how the lanes share one device."""
+
+
+def default_system(kind: MachineKind, *, disaggregated: bool = False) -> str:
     """Return the name of the system that serves on such a device if none is named.
 
     On CPU cores `auto` has no profile to plan by, and its hybrid passes take several decode steps'
     time: gaps between tokens are shorter under `static-split` (docs/design/systems.md).
     """
+    if disaggregated:
+        return DISAGGREGATED
     return "static-split" if kind == "cpu" else "auto"
 
 

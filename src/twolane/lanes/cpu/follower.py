@@ -20,10 +20,11 @@ from twolane.model.lora import AdapterPool
 from twolane.parallel.group import CpuGroup, RankLost
 
 
-class _OrDie(Runner):
+class OrDie(Runner):
     """A runner whose first error ends the process: the ranks have parted ways."""
 
     def run(self, work: Work, masks: LateMasks = nothing_late) -> Iterator[Step]:
+        """See `Runner.run`."""
         try:
             yield from super().run(work, masks)
         except RankLost as lost:
@@ -64,7 +65,7 @@ def main() -> int:
     rounded = settings.kv_cache_dtype == "fp8"
     kv = KVCache(decoder.spec, pool.pages, pool.page_size, decoder.dtype, rounded=rounded)
     adapters = AdapterPool(weights, settings.adapter_slots, settings.max_lora_rank)
-    runner = _OrDie(decoder, kv, pool.page_size, pool.slots, adapters)
+    runner = OrDie(decoder, kv, pool.page_size, pool.slots, adapters)
     lanes = CpuLanes(runner, start.cores, lambda: None)
     for record in read_log(start.answers):
         carry_out(lanes, record)

@@ -42,7 +42,7 @@ class CpuMachine:
     revision = ""
 
     def __init__(self, settings: DeviceSettings, progress: Callable[[str, float], None]) -> None:
-        self._cores = usable_cores()[: settings.cores]
+        self._cores: Sequence[int] = usable_cores()[: settings.cores]
         self.tp = settings.tensor_parallel_size
         torch.set_num_threads(len(self._cores))  # for loading; each lane sets its own
         self.spec, weights = load_shard(settings, "cpu", progress)

@@ -16,8 +16,8 @@ class RankedLanes:
         self._lanes, self._followers = lanes, followers
         self.units = lanes.units
         self.levels = lanes.levels
-        followers.watch(lanes)
         lanes.explain = followers.explain
+        self._watch()
 
     clock = staticmethod(CpuLanes.clock)
 
@@ -35,6 +35,10 @@ class RankedLanes:
         """See `Lanes.drop`."""
         self._followers.log(DropRecord(batch))
         self._lanes.drop(batch)
+
+    def _watch(self) -> None:
+        """Have the other ranks watched."""
+        self._followers.watch(self._lanes)
 
     def load_adapter(self, slot: int, path: str) -> None:
         """See `Lanes.load_adapter`; what this rank can read the others can."""

@@ -1,0 +1,1 @@
+"""KV pages between two processes of one engine, which both keep every page."""

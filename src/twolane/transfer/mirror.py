@@ -1,0 +1,57 @@
+"""A KV pool of which another process keeps a copy.
+
+Each process writes the tokens that it computes into both pools, layer by layer, so both hold every
+page. The engine lets no two launches write one token, and none read what a launch writes before
+that has ended; a launch has ended when all of its writes are made, in both pools.
+"""
+
+import torch
+
+from twolane.model.attention import KVCache
+from twolane.model.spec import ModelSpec
+from twolane.transfer.memory import SharedMemory
+
+
+class MirroredCache(KVCache):
+    """This process's pool, whose every write is pushed into the other process's pool.
+
+    Args:
+        spec: of the model.
+        pages: of each layer.
+        page_size: tokens in a page.
+        dtype: in which attention computes.
+        memories: of this process's pool, and of the other one's.
+        rounded: keep numbers in e4m3.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        pages: int,
+        page_size: int,
+        dtype: torch.dtype,
+        memories: tuple[SharedMemory, SharedMemory],
+        *,
+        rounded: bool = False,
+    ) -> None:
+        ours, theirs = memories
+        self._received = ours.tensor((1,), torch.int64)
+        self._pushed = theirs.tensor((1,), torch.int64)
+        super().__init__(spec, pages, page_size, dtype, rounded=rounded, allocate=ours.tensor)
+        self.other = KVCache(spec, pages, page_size, dtype, rounded=rounded, allocate=theirs.tensor)
+        """The other process's pool."""
+
+    @property
+    def received(self) -> int:
+        """How many times the other process has pushed a layer of a pass."""
+        return int(self._received)
+
+    def write(self, layer: int, slots: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+        """See `KVCache.write`."""
+        self.push(layer, slots, new)
+        return super().write(layer, slots, new)
+
+    def push(self, layer: int, slots: torch.Tensor, new: torch.Tensor) -> None:
+        """Put keys and values of a layer, as for `write`, into the other process's pool."""
+        self.other.write(layer, slots, new)
+        self._pushed += 1

@@ -1,0 +1,169 @@
+"""Prefill and decode in a process each say what one process says, and do not outlive each other."""
+
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.model.adapters import make_adapter
+from tests.model.checkpoints import VOCAB, load_decoder, make_checkpoint, reference
+from tests.parity.judge import Judge, Tally
+from tests.parity.lost_rank_0 import endless
+from tests.parity.prompts import random_requests
+from tests.parity.ranks import Ranks, apart
+from tests.parity.serving import serve
+from tests.parity.test_lost_ranks import ENDS_WITHIN, SHORT_PATIENCE, SIGNALS, _lives
+from tests.parity.test_ranks import SEEDED
+from twolane.engine.messages import Submit
+from twolane.lanes import base
+from twolane.model.load.hub import resolve
+from twolane.parallel.group import RankLost
+from twolane.sampling import SamplingParams
+from twolane.systems.registry import make_system
+
+PAGE, RUNNING = 16, 8
+PAGES = 34
+"""Less than the longest requests need together, so that some are preempted."""
+REQUESTS = random_requests(VOCAB)
+ROUNDS, FULL_ROUNDS = 1, 20
+SHORT = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint("qwen3", tmp_path_factory.mktemp("apart") / "model", seed=1)
+
+
+@pytest.fixture(scope="module")
+def judge(checkpoint: Path) -> Judge:
+    return Judge(reference(checkpoint))
+
+
+@pytest.fixture(scope="module")
+def two(checkpoint: Path) -> Iterator[Ranks]:
+    ranks = apart(checkpoint, PAGES, PAGE, RUNNING, lora={"some": ""}, max_lora_rank=8)
+    yield ranks
+    ranks.close()
+    assert [process.returncode for process in ranks.processes] == [0]
+
+
+def test_greedy_tokens_are_those_of_the_reference(two: Ranks, judge: Judge, tally: Tally) -> None:
+    """With shared prefixes, where memory runs out, and prompts beside decode steps."""
+    served = two.serve(make_system("two-stream"), REQUESTS)
+    assert served.prefix_hits
+    assert served.preemptions
+    for request, output in zip(REQUESTS, served.outputs, strict=True):
+        assert len(output) == request.params.max_tokens
+        tally.forgiven += judge.forgiven(request.prompt, output)
+        tally.tokens += len(output)
+    tally.runs += 1
+    tally.side_by_side += served.side_by_side
+
+
+def test_seeded_tokens_and_log_probabilities_are_those_of_one_process(
+    two: Ranks, checkpoint: Path
+) -> None:
+    decoder, system = load_decoder(resolve(str(checkpoint))), make_system("two-stream")
+    scored = SamplingParams(temperature=0.0, max_tokens=4, prompt_logprobs=1, logprobs=1)
+    asked = [*SEEDED, Submit("scored", list(range(3, 60)), scored)]
+    pool = {"pages": PAGES, "page_size": PAGE, "running": RUNNING}
+    alone = serve(decoder, system, asked, prefix_cache=True, **pool)  # type: ignore[arg-type]
+    served = two.serve(system, asked)
+    assert served.outputs == alone.outputs
+    ours, theirs = served.prompt_logprobs[-1], alone.prompt_logprobs[-1]
+    assert ours is not None
+    assert theirs is not None
+    assert [each.token for each in ours] == [each.token for each in theirs]
+    close = [each.logprob for each in theirs]
+    assert [each.logprob for each in ours] == pytest.approx(close, abs=1e-4)
+
+
+def test_a_next_turn_reuses_what_decode_has_written(two: Ranks, judge: Judge) -> None:
+    """The keys and values of generated tokens are in the prefill process's pool, too."""
+    rng = random.Random(5)
+    params = SamplingParams(temperature=0.0, max_tokens=3 * PAGE, ignore_eos=True)
+    first = Submit("first", [rng.randrange(3, VOCAB) for _ in range(PAGE)], params)
+    answer = two.serve(make_system("two-stream"), [first]).outputs[0]
+    prompt = [*first.prompt, *answer, *(rng.randrange(3, VOCAB) for _ in range(9))]
+    other = Submit("other", [9, 8, 7], SamplingParams(temperature=0.0, max_tokens=1))
+    served = two.serve(make_system("two-stream"), [first, other, Submit("next", prompt, params)])
+    assert served.outputs[0] == answer
+    assert not judge.forgiven(prompt, served.outputs[2])
+
+
+def test_adapters_answer_as_in_one_process(two: Ranks, checkpoint: Path, tmp_path: Path) -> None:
+    make_adapter(checkpoint, tmp_path / "some", rank=8, seed=3, strength=0.5)
+    adapters, system = {"some": tmp_path / "some"}, make_system("two-stream")
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    names = (None, "some", "some")
+    asked = [Submit(f"a{i}", [5, 6, 7 + i], params, lora=name) for i, name in enumerate(names)]
+    pool = {"pages": PAGES, "page_size": PAGE, "running": RUNNING}
+    decoder = load_decoder(resolve(str(checkpoint)))
+    alone = serve(decoder, system, asked, prefix_cache=True, adapters=adapters, **pool)  # type: ignore[arg-type]
+    plain = [Submit("p", [5, 6, 8], params)]
+    assert two.serve(system, asked, adapters).outputs == alone.outputs
+    assert two.serve(system, plain).outputs[0] != alone.outputs[1], "the adapter changes nothing"
+
+
+def lose(ranks: Ranks, number: signal.Signals, after: float) -> tuple[float, str]:
+    """Send rank 1 a signal while both serve; seconds until the engine says so, and what."""
+    sent: list[float] = []
+
+    def send() -> None:
+        sent.append(time.monotonic())
+        ranks.processes[0].send_signal(number)
+
+    threading.Timer(after, send).start()
+    with pytest.raises(RankLost) as lost:
+        endless(ranks, system="two-stream")
+    return time.monotonic() - sent[0], str(lost.value)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_prefill_process_that_is_lost_ends_the_engine(
+    checkpoint: Path,
+    number: signal.Signals,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Most of the time decode steps go on without it."""
+    monkeypatch.setattr(base, "PATIENCE_SECONDS", SHORT_PATIENCE)
+    monkeypatch.setattr(base, "UNPREDICTED_SECONDS", SHORT_PATIENCE)
+    for turn in range(FULL_ROUNDS if request.config.getoption("--full") else ROUNDS):
+        ranks = apart(checkpoint, 256, PAGE, RUNNING)
+        took, said = lose(ranks, number, random.Random(turn).random())
+        assert took < ENDS_WITHIN
+        assert "rank 1" in said, said
+        ranks.processes[0].send_signal(signal.SIGCONT)
+        ranks.close(1.0)
+        assert not _lives(ranks.processes[0].pid)
+
+
+@pytest.mark.full
+def test_a_prefill_process_that_dies_at_rest_is_noticed(checkpoint: Path) -> None:
+    ranks, news = apart(checkpoint, 256, PAGE, RUNNING), threading.Event()
+    ranks.wake = news.set
+    ranks.processes[0].kill()
+    assert news.wait(ENDS_WITHIN)
+    with pytest.raises(RankLost, match="rank 1 of 2 has died"):
+        ranks.lanes.check()
+    ranks.close(1.0)
+
+
+def test_the_prefill_process_does_not_outlive_rank_0(checkpoint: Path) -> None:
+    command = [sys.executable, "-m", "tests.parity.lost_rank_0", str(checkpoint), "apart"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as rank_0:
+        assert rank_0.stdout is not None
+        follower = int(rank_0.stdout.readline())
+        rank_0.kill()
+    end = time.monotonic() + ENDS_WITHIN
+    while _lives(follower):
+        assert time.monotonic() < end, "an orphan"
+        time.sleep(0.05)
