@@ -151,8 +151,11 @@ def test_only_the_last_tokens_of_a_prompt_are_kept(llm):
     assert turn.prompt_token_ids == llm.chat(chat, GREEDY)[0].prompt_token_ids[-3:]
     streamed = llm.stream(whole.prompt, GREEDY, truncate_prompt_tokens=5)
     assert "".join(piece.text for piece in streamed) == cut.text
-    with pytest.raises(ValueError, match="truncate_prompt_tokens"):
-        llm.generate("a", GREEDY, truncate_prompt_tokens=0)
+    (full,) = llm.generate(whole.prompt_token_ids, GREEDY, truncate_prompt_tokens=-1)
+    assert full.prompt_token_ids == whole.prompt_token_ids
+    for count in (0, -2):
+        with pytest.raises(ValueError, match="truncate_prompt_tokens"):
+            llm.generate("a", GREEDY, truncate_prompt_tokens=count)
 
 
 def test_several_answers_to_each_prompt(llm):

@@ -18,6 +18,7 @@ from twolane.frontend.engine_client import EngineClient, ignore_progress
 from twolane.frontend.fields import (
     Rendering,
     TextFields,
+    kept_tokens,
     read_messages,
     read_prompt,
     read_prompts,
@@ -56,7 +57,8 @@ class GenerateOptions(TypedDict, total=False):
     """Put the tokens around the prompt that the model expects; True, but False for conversations,
     whose chat template does it."""
     truncate_prompt_tokens: int
-    """Keep only this many tokens of a prompt, the last ones; all of them."""
+    """Keep only this many tokens of a prompt, the last ones; -1 keeps as many as the context holds;
+    all of them."""
     cache_salt: str
     """Prefixes are reused from calls with the same salt alone; none."""
     lora: str
@@ -287,9 +289,9 @@ class LLM:
 
     def _tokens(self, prompt: Prompt, fields: TextFields) -> list[int]:
         if isinstance(prompt, list):
-            return last(prompt, fields)
+            return self._last(prompt, fields)
         special = fields.add_special_tokens is not False
-        return last(self._run(self._texts.encode(prompt, add_special_tokens=special)), fields)
+        return self._last(self._run(self._texts.encode(prompt, add_special_tokens=special)), fields)
 
     def _conversation(
         self, turns: Conversation, name: str, fields: TextFields, rendering: Rendering
@@ -297,7 +299,14 @@ class LLM:
         special = bool(fields.add_special_tokens)
         read = read_messages(turns, name)
         how = {"add_special_tokens": special, **rendering.rendering}
-        return last(self._run(self._texts.chat(read, **how)), fields)
+        return self._last(self._run(self._texts.chat(read, **how)), fields)
+
+    def _last(self, tokens: list[int], fields: TextFields) -> list[int]:
+        """The tokens of a prompt that the wishes keep: the last ones."""
+        if fields.truncate_prompt_tokens is None:
+            return tokens
+        context = self._engine.ready.max_model_len
+        return tokens[-kept_tokens(fields.truncate_prompt_tokens, context, None) :]
 
     def _check(self, prompts: Sequence[list[int]]) -> None:
         ready = self._engine.ready
@@ -505,12 +514,6 @@ def text_fields(options: GenerateOptions, *others: type[Body]) -> TextFields:
 def unpacked(logprobs: PackedLogprobs | None) -> list[TokenLogprobs] | None:
     """Return log-probabilities as objects."""
     return None if logprobs is None else list(logprobs)
-
-
-def last(tokens: list[int], fields: TextFields) -> list[int]:
-    """Return the last tokens of a prompt, as many as `truncate_prompt_tokens` keeps."""
-    most = fields.truncate_prompt_tokens
-    return tokens if most is None else tokens[-most:]
 
 
 def chosen(form: type[B], options: Mapping[str, Any]) -> B:

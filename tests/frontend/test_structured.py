@@ -58,6 +58,8 @@ def takes(tokenizer, vocabulary):
         (json_schema_grammar(WEATHER.parameters), '{ "city":\n"Rome" }', "{}"),
         (regex_grammar("[0-9]{2}-x+"), "12-xxx", "12-"),
         (choice_grammar(["a b", 'quoted "c"', "ü"]), 'quoted "c"', "a"),
+        (choice_grammar(["", "a"]), "a", "b"),
+        (choice_grammar([f"option {i}" for i in range(3000)]), "option 2999", "option 3000"),
         (context_free_grammar('start: "a" start | "b"'), "aab", "aa"),
         (context_free_grammar('root ::= "a" root | "b"'), "aab", "aa"),
     ],

@@ -182,6 +182,8 @@ def test_answers_follow_a_schema(client, n):
         ({"choice": ["yes", "no"]}, "yes"),
         ({"grammar": 'root ::= "(" root ")" | "x"'}, "((x))"),
         ({"json": {"type": "boolean"}}, "true"),
+        ({"json": None, "choice": ["no"], "regex": None, "json_object": False}, "no"),
+        ({"regex": "yes", "whitespace_pattern": None, "disable_fallback": False}, "yes"),
     ],
 )
 def test_structured_outputs_hold_completions_too(client, asked, pattern):

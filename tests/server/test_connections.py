@@ -85,6 +85,24 @@ def test_a_head_that_can_be_read_in_two_ways_is_refused_and_the_connection_close
     assert answer.count(b"HTTP/1.1 ") == 1
 
 
+@pytest.mark.parametrize(
+    ("target", "status"),
+    [
+        (b"http://x/health", b"200"),
+        (b"HTTPS://x:80/health?a=http://b/c", b"200"),
+        (b"http://x", b"307"),
+        (b"http://x?a=b", b"307"),
+        (b"http:///health", b"404"),
+        (b"http://user@x/health", b"404"),
+        (b"/http://x/health", b"404"),
+    ],
+)
+def test_a_target_may_name_the_server(tiny, target, status):
+    """Clients that take the server for a proxy write it so (RFC 9112, section 3.2.2)."""
+    head = b"GET " + target + b" HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+    assert sent(tiny, head).startswith(b"HTTP/1.1 " + status)
+
+
 def test_a_plain_head_is_taken_however_it_is_cut(tiny):
     head = JSON + b"Transfer-Encoding: chunked\r\nConnection: close\r\n\r\n" + CHUNKED
     for cut in range(1, len(head), 7):

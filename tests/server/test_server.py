@@ -112,6 +112,15 @@ class TestCompletions:
         assert choice.prompt_token_ids == ids
         assert tokenizer.backend.decode(choice.token_ids) == choice.text
 
+    def test_a_prompt_may_be_cut_to_leave_room_for_the_answer(self, real):
+        ends = {"logit_bias": {"2": 100}, "truncate_prompt_tokens": -1}
+        for prompt, room, kept in ((9, 8187, 5), (9, 8000, 9), (8200, 8190, 2), (9, None, 9)):
+            body = {"prompt": [7] * prompt, "max_tokens": room, **ends}
+            status, _, answer = real.request("/v1/completions", body)
+            assert (status, answer["usage"]["prompt_tokens"]) == (200, kept)
+        body = {"prompt": [7], "max_tokens": 8192, **ends}
+        assert real.request("/v1/completions", body)[2]["error"]["param"] == "max_tokens"
+
     def test_a_stop_token_ends_and_is_not_shown(self, client, tokenizer):
         (paris,) = tokenizer.backend.encode(" Paris").ids
         answer = client.completions.create(

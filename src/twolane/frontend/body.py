@@ -6,6 +6,7 @@ the same ones with the same words.
 
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
+from functools import cache
 from typing import Any, ClassVar, LiteralString, NamedTuple, TypeVar
 
 from pydantic import (
@@ -63,7 +64,7 @@ class Body(BaseModel):
         """Drop fields that say nothing; refuse the first that is unknown or not served."""
         if not isinstance(body, dict):
             return body
-        fields = cls.model_fields
+        fields = field_names(cls)
         for name, value in body.items():
             if name in fields or name in cls.inert or (cls.null_says_nothing and value is None):
                 continue
@@ -76,6 +77,12 @@ class Body(BaseModel):
                 why = cls.why_unsupported.get(name, "is not supported")
                 raise wrong(name, why, "unsupported_field")
         return {name: value for name, value in body.items() if name in fields}
+
+
+@cache
+def field_names(form: type[Body]) -> frozenset[str]:
+    """Return the names of a form's fields as senders write them."""
+    return frozenset(field.alias or name for name, field in form.model_fields.items())
 
 
 def is_neutral(value: object, neutral: tuple[Any, ...]) -> bool:

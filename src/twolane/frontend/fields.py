@@ -3,7 +3,15 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, cast
 
-from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
 
 from twolane.frontend.body import Body, first_finding, one_message, wrong
 from twolane.frontend.generation import TextOptions
@@ -17,11 +25,21 @@ def _whole(value: object) -> object:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
+def _leaves_tokens(count: int) -> int:
+    if count == 0 or not -1 <= count <= INT32_MAX:
+        text = f"must be -1 or between 1 and {INT32_MAX}"
+        raise PydanticCustomError("invalid_value", "{text}", {"text": text})
+    return count
+
+
 Whole = Annotated[int, BeforeValidator(_whole)]
 """An integer, which JSON may write as 8.0: its numbers have one type."""
 TopP = Annotated[float, Field(ge=0, le=1)]
 Priority = Annotated[Whole, Field(ge=-INT32_MAX, le=INT32_MAX)]
-Truncation = Annotated[Whole, Field(ge=1, le=INT32_MAX)]
+Truncation = Annotated[
+    Whole, AfterValidator(_leaves_tokens), Field(json_schema_extra={"not": {"const": 0}})
+]
+"""How many of a prompt's last tokens are kept; -1: as many as leave room for the answer."""
 TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 """All lists fail fast: only the first error is told, and millions could be sent."""
@@ -104,6 +122,17 @@ class TextFields(Body):
             include_stop=bool(self.include_stop_str_in_output),
             skip_special_tokens=self.skip_special_tokens is not False,
         )
+
+
+def kept_tokens(truncation: int, context: int, answer: int | None) -> int:
+    """Return how many of a prompt's last tokens a value of `truncate_prompt_tokens` keeps.
+
+    Args:
+        truncation: the value.
+        context: tokens of the model's context.
+        answer: tokens of the answer, for which -1 leaves room; None: one at least.
+    """
+    return truncation if truncation > 0 else max(1, context - (answer or 1))
 
 
 def read_messages(messages: object, name: str) -> list[Turn]:

@@ -13,6 +13,7 @@ from twolane.engine.messages import Output, Refused
 from twolane.frontend.body import shortened
 from twolane.frontend.engine_client import EngineClient, EngineError, EngineGone, Event
 from twolane.frontend.fence import Crowded
+from twolane.frontend.fields import kept_tokens
 from twolane.frontend.forms import FREE, AnswerForm, Forms, grammar_alone
 from twolane.frontend.generation import Generation
 from twolane.frontend.messages import turns_of
@@ -478,14 +479,16 @@ class Service:
         """Cut the prompts as the request asks, and check them."""
         if not prompts:
             raise ApiError(400, "there is no prompt", code="invalid_prompt", param=param)
-        most = body.truncate_prompt_tokens
-        if most is not None:
+        context = self.engine.ready.max_model_len
+        if body.truncate_prompt_tokens is not None:
+            answer = body.limit[1] or body.min_tokens
+            most = kept_tokens(body.truncate_prompt_tokens, context, answer)
             prompts = [prompt.last(most) for prompt in prompts]
         for place, prompt in enumerate(prompts):
             name = "the prompt" if len(prompts) == 1 else f"prompt {place}"
             if not prompt.tokens:
                 raise ApiError(400, f"{name} is empty", code="invalid_prompt", param=param)
-            if len(prompt.tokens) >= self.engine.ready.max_model_len:
+            if len(prompt.tokens) >= context:
                 raise self._too_long(name, str(len(prompt.tokens)), param)
             self.check_ids(param, prompt.tokens)
         return prompts

@@ -48,8 +48,9 @@ def regex_grammar(regex: str) -> str:
 
 
 def choice_grammar(choices: Sequence[str]) -> str:
-    """Return the grammar of some strings."""
-    return lark_grammar("start: " + " | ".join(map(json.dumps, choices)))
+    """Return the grammar of some strings, which are one terminal: as rules, a few thousand are more
+    than the parser may hold side by side."""
+    return lark_grammar("start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, choices)))
 
 
 def context_free_grammar(text: str) -> str:

@@ -3,6 +3,7 @@
 import asyncio
 import fcntl
 import logging
+import re
 import sys
 import termios
 import time
@@ -30,6 +31,10 @@ SMALL_CHUNKS, CHUNK_BYTES = 2048, 512
 the loop 10 µs, however small it is, and a thousand of them fit into what is read at once."""
 LOG_SECONDS = 60.0
 """A full server writes one line about it into the log in this many seconds."""
+
+
+ABSOLUTE_FORM = re.compile(rb"(?i)^([A-Z]+) https?://[^/?#@ ]+([^ ]*)(?= HTTP/)")
+"""The beginning of a request line that names the server, as clients send it to a proxy."""
 
 
 class ConnectionLimits(msgspec.Struct, frozen=True):
@@ -86,7 +91,17 @@ class StrictBuffer(ReceiveBuffer):
             if self._data[:1] == b"\n" or found is not None:
                 check_head(bytes(self._data[: found.end() if found else 1]))
         self._chunks = self._body_bytes = 0
-        return super().maybe_extract_lines()
+        lines = super().maybe_extract_lines()
+        if lines:
+            lines[0] = bytearray(ABSOLUTE_FORM.sub(origin_form, bytes(lines[0])))
+        return lines
+
+
+def origin_form(line: re.Match[bytes]) -> bytes:
+    """Return the beginning of a request line with the path alone; servers must take both forms
+    (RFC 9112, section 3.2.2)."""
+    method, target = line.groups()
+    return method + b" " + (target if target.startswith(b"/") else b"/" + target)
 
 
 def check_head(head: bytes) -> None:

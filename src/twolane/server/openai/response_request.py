@@ -5,8 +5,6 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
-    BaseModel,
-    ConfigDict,
     Field,
     TypeAdapter,
     ValidationError,
@@ -67,10 +65,8 @@ class ReasoningOptions(Body):
     effort: str | None = None
 
 
-class TextFormat(BaseModel):
+class TextFormat(Body):
     """What form the answer has."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None

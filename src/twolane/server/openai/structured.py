@@ -1,22 +1,19 @@
 """The fields of structured output: OpenAI's `response_format`, vLLM's `structured_outputs`."""
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from twolane.frontend.body import wrong
+from twolane.frontend.body import Body, wrong
 from twolane.frontend.structured import jobs
 from twolane.frontend.structured.grammar import ANY_OBJECT
 
 Schema = dict[str, Any] | bool
 
 
-class _Fields(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-
-class JsonSchema(_Fields):
+class JsonSchema(Body):
     """A JSON schema with OpenAI's fields around it."""
 
     name: str
@@ -26,7 +23,7 @@ class JsonSchema(_Fields):
     """Without effect: answers follow the schema in any case."""
 
 
-class ResponseFormat(_Fields):
+class ResponseFormat(Body):
     """What form the answer has (OpenAI)."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -47,11 +44,19 @@ class ResponseFormat(_Fields):
         return jobs.Schema(ANY_OBJECT if schema is None else schema)
 
 
-class StructuredOutputs(_Fields):
+class StructuredOutputs(Body):
     """What form the answer has (vLLM): exactly one of the fields is given."""
 
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "disable_fallback": (False,),
+        "disable_any_whitespace": (False,),
+        "disable_additional_properties": (False,),
+        "whitespace_pattern": (),
+        "structural_tag": (),
+    }
+
     json_: Schema | str | None = Field(default=None, alias="json")
-    json_object: Literal[True] | None = None
+    json_object: bool | None = None
     regex: str | None = None
     choice: Annotated[list[str], Field(min_length=1, fail_fast=True)] | None = None
     grammar: str | None = None
@@ -59,7 +64,8 @@ class StructuredOutputs(_Fields):
     @model_validator(mode="after")
     def exactly_one(self) -> "StructuredOutputs":
         """Refuse none and several."""
-        if len(self.model_fields_set) != 1:
+        given = (self.json_, self.json_object or None, self.regex, self.choice, self.grammar)
+        if sum(one is not None for one in given) != 1:
             known = "json, json_object, regex, choice and grammar"
             raise PydanticCustomError("invalid_value", f"must have exactly one of {known}")
         return self
