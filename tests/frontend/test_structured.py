@@ -17,6 +17,7 @@ from twolane.frontend.structured.grammar import (
     made_grammar,
     regex_grammar,
 )
+from twolane.frontend.structured.schema import plain_schema
 from twolane.frontend.structured.tools import OPENINGS, Tool, calls_grammar, strict_grammar
 
 from .test_parsers import DEEPSEEK, DEEPSEEK_31, LLAMA, MISTRAL, read
@@ -69,10 +70,62 @@ def test_a_grammar_takes_what_it_says(takes, grammar, yes, no):
     assert not takes(grammar, no)
 
 
+INTEGER = {"type": "integer"}
+NUMBERS = {"type": "object", "additionalProperties": INTEGER}
+
+
+@pytest.mark.parametrize(
+    ("schema", "yes", "no"),
+    [
+        (True, "[1]", "x"),
+        ({**NUMBERS, "propertyNames": {"type": "string", "title": "x"}}, '{"b":1}', '{"b":"1"}'),
+        ({**NUMBERS, "propertyNames": {"enum": ["a", "b"]}}, '{"b":1}', '{"c":1}'),
+        ({**NUMBERS, "propertyNames": {"const": "a"}, "required": ["a"]}, '{"a":1}', "{}"),
+        ({**NUMBERS, "propertyNames": {"pattern": "^x_"}}, '{"x_b":1}', '{"b":1}'),
+        ({**NUMBERS, "propertyNames": {"minLength": 2, "maxLength": 3.0}}, '{"ab":1}', '{"a":1}'),
+        (
+            {**NUMBERS, "propertyNames": {"$ref": "#/$defs/K"}, "$defs": {"K": {"enum": ["k"]}}},
+            *('{"k":1}', '{"a":1}'),
+        ),
+        ({"type": "array", "items": INTEGER, "uniqueItems": False, "minContains": 1}, "[1]", "1"),
+        ({"type": "array", "items": INTEGER, "unevaluatedItems": {}}, "[1]", '["a"]'),
+        ({"dependentRequired": {}, "not": False, "dependencies": {}, **INTEGER}, "1", '"a"'),
+        ({"type": "string", "maxLength": 2.0, "enum": None, "format": None}, '"ab"', '"abc"'),
+        ({"type": "object", "properties": None, "required": None, "items": None}, "{}", "1"),
+        ({"const": None}, "null", "1"),
+        ({"type": ["string", "null"], "format": "password"}, '"a"', "1"),
+        ({"type": "string", "format": "date"}, '"2026-11-28"', '"a"'),
+        ({"$defs": {"A[B] Ü%": INTEGER}, "$ref": "#/$defs/A[B] Ü%"}, "1", '"a"'),
+        ({"$defs": {"A|B": INTEGER}, "$ref": "#/$defs/A%7CB"}, "1", '"a"'),
+        ({"$id": "my schema", "$defs": {"A": INTEGER}, "$ref": "#/$defs/A"}, "1", '"a"'),
+        ({"$schema": "https://json-schema.org/draft-07/schema#", **INTEGER}, "1", '"a"'),
+        ({"$schema": "https://spec.openapis.org/oas/3.1/dialect/base", **INTEGER}, "1", '"a"'),
+        (
+            {
+                "$schema": "https://json-schema.org/draft-04/schema#",
+                **{**INTEGER, "minimum": 5, "exclusiveMinimum": True},
+            },
+            *("6", "5"),
+        ),
+    ],
+)
+def test_what_generators_of_schemas_write_is_understood(takes, schema, yes, no):
+    grammar = json_schema_grammar(schema)
+    assert takes(grammar, yes)
+    assert not takes(grammar, no)
+
+
+def test_keywords_are_looked_for_where_schemas_are():
+    schema = {"properties": {"format": {"const": None}}, "default": {"format": "x", "enum": None}}
+    assert plain_schema(schema) == schema
+
+
 @pytest.mark.parametrize(
     "make",
     [
         lambda: json_schema_grammar({"type": "thing"}),
+        lambda: json_schema_grammar({"type": "object", "propertyNames": {"format": "uuid"}}),
+        lambda: json_schema_grammar({"type": "string", "format": "uri-template"}),
         lambda: json_schema_grammar({"type": "array", "uniqueItems": True}),
         lambda: json_schema_grammar({"$ref": "#/$defs/none"}),
         lambda: regex_grammar("("),
@@ -286,6 +339,51 @@ def test_strict_tools_follow_thinking(takes):
         grammar = behind_thinking(calls, lambda _: None, opened=opened)
         assert takes(grammar, f"{begin}Rome?\n</think>\n\nLooking.\n{call}")
         assert not takes(grammar, f"{begin}Rome?\n</think>\n\n" + call.replace("city", "town"))
+
+
+@pytest.mark.parametrize(
+    ("schema", "written", "value"),
+    [
+        ({"type": "string", "enum": ["a b", '"q"']}, "a b", "a b"),
+        ({"type": "string", "enum": ["a b", '"q"']}, '"q"', '"q"'),
+        ({"const": "7", "type": "string"}, "7", "7"),
+        ({"enum": ["x", 1, None]}, "x", "x"),
+        ({"enum": ["x", 1, None]}, "1", 1),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "Rome", "Rome"),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "null", None),
+        ({"$ref": "#/$defs/Unit"}, "km", "km"),
+        ({"allOf": [{"$ref": "#/$defs/Unit"}], "default": "km"}, "km", "km"),
+        ({"type": "array", "items": {"$ref": "#/$defs/Unit"}}, '["km"]', ["km"]),
+        ({"type": "object"}, '{"a": 1}', {"a": 1}),
+        (True, '"a"', "a"),
+    ],
+)
+def test_values_in_xml_are_enforced_as_the_parser_reads_them(takes, schema, written, value):
+    properties = {"p": schema}
+    defined = {"Unit": {"type": "string", "enum": ["km", "mi"]}}
+    tool = Tool("f", {"properties": properties, "required": ["p"], "$defs": defined})
+    grammar = calls_grammar("qwen3_coder", [tool], lambda _: None, several=False)
+    call = "<tool_call>\n<function=f>\n<parameter=p>\n{}\n</parameter>\n</function>\n</tool_call>"
+    assert takes(grammar, call.format(written))
+    parser = ToolCallParser(FORMATS["qwen3_coder"], {"f": tool.types})
+    assert read(parser, [call.format(written)])[2] == [("f", json.dumps({"p": value}))]
+
+
+@pytest.mark.parametrize(
+    ("parameters", "yes", "no"),
+    [
+        (None, "{}", '{"a": 1}'),
+        ({}, '{"a": 1}', "1"),
+        ({"properties": {"a": INTEGER}}, '{"a": 1}', "1"),
+        ({"type": None, "anyOf": [{}]}, "{}", "[]"),
+    ],
+)
+def test_arguments_are_an_object(takes, parameters, yes, no):
+    tool = Tool("f", parameters)
+    grammar = calls_grammar("hermes", [tool], lambda _: None, several=False)
+    call = '<tool_call>\n{"name": "f", "arguments": %s}\n</tool_call>'
+    assert takes(grammar, call % yes)
+    assert not takes(grammar, call % no)
 
 
 def test_what_stays_within_the_bounds_is_served(takes):

@@ -17,6 +17,7 @@ from twolane.common.grammars import (
     parser_limits,
 )
 from twolane.frontend.parsers.reasoning import END_THINK, THINK
+from twolane.frontend.structured.schema import plain_schema
 
 WHITESPACE = r"(\n[ \t]{0,32}| ?)"
 """White space that JSON may have between two tokens: a space, or a line's end and an indentation.
@@ -34,11 +35,12 @@ def json_schema_grammar(schema: Mapping[str, Any] | bool) -> str:
     """Return the grammar of all JSON values that a JSON schema allows.
 
     Raises:
-        ValueError: the schema is no JSON, as a number that JSON has no form for, or it is too
-            complex to compile.
+        ValueError: the schema is no JSON, as a number that JSON has no form for, allows no value,
+            or is too complex to compile.
     """
-    text = json.dumps(schema, allow_nan=False)
-    check_complexity(schema)
+    plain = plain_schema(schema)
+    text = json.dumps(plain, allow_nan=False)
+    check_complexity(plain)
     return LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": WHITESPACE})
 
 

@@ -15,8 +15,17 @@ from twolane.frontend.structured.grammar import (
     lark_grammar,
     terminal,
 )
+from twolane.frontend.structured.schema import (
+    kinds_of,
+    plain_schema,
+    resolved,
+    values_of,
+    with_objects_only,
+)
 
-NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
+NO_PARAMETERS: Mapping[str, Any] = {
+    **{"type": "object", "properties": {}, "additionalProperties": False},
+}
 
 
 class Tool(msgspec.Struct, frozen=True):
@@ -31,27 +40,15 @@ class Tool(msgspec.Struct, frozen=True):
     @property
     def schema(self) -> Mapping[str, Any]:
         """The JSON schema of its arguments."""
-        return self.parameters or NO_PARAMETERS
+        return NO_PARAMETERS if self.parameters is None else with_objects_only(self.parameters)
 
     @property
     def types(self) -> Mapping[str, frozenset[str]]:
         """The JSON types of each parameter, where the schema says some."""
         properties = self.schema.get("properties")
         known = properties if isinstance(properties, dict) else {}
-        return {name: kinds for name, schema in known.items() if (kinds := kinds_of(schema))}
-
-
-def kinds_of(schema: object) -> frozenset[str]:
-    """Return the JSON types that a schema names; none: it names none, or not of all branches."""
-    if not isinstance(schema, dict):
-        return frozenset()
-    given = schema.get("type")
-    if given is not None:
-        listed = given if isinstance(given, list) else [given]
-        return frozenset(kind for kind in listed if isinstance(kind, str))
-    branches = schema.get("anyOf", schema.get("oneOf"))
-    kinds = [kinds_of(branch) for branch in branches] if isinstance(branches, list) else []
-    return frozenset().union(*kinds) if all(kinds) else frozenset()
+        kinds = {name: kinds_of(schema, self.schema) for name, schema in known.items()}
+        return {name: some for name, some in kinds.items() if some}
 
 
 def calls_grammar(form: str, tools: Sequence[Tool], token_of: TokenOf, *, several: bool) -> str:
@@ -138,8 +135,9 @@ class _Marks:
         Raises:
             ValueError: it is too complex to compile.
         """
-        check_complexity(schema)
-        return "%json " + json.dumps({**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}})
+        plain = plain_schema(schema)
+        check_complexity(plain)
+        return "%json " + json.dumps({**plain, "x-guidance": {"whitespace_pattern": WHITESPACE}})
 
     def text_until(self, mark: str) -> str:
         """Return a rule for any text up to a mark, which is part of it."""
@@ -178,10 +176,7 @@ def _xml_call(tool: Tool, marks: _Marks) -> str:
     required = tool.schema.get("required") or ()
     body = [] if "properties" in tool.schema else [marks.any_parameters()]
     for name, schema in (tool.schema.get("properties") or {}).items():
-        opened = json.dumps(f"<parameter={name}>\n")
-        text = isinstance(schema, dict) and schema.get("type") == "string" and "enum" not in schema
-        end = json.dumps(END_PARAMETER)
-        value = marks.text_until(END_PARAMETER) if text else f"{marks.json(schema)} {end}"
+        opened, value = json.dumps(f"<parameter={name}>\n"), _xml_value(schema, tool, marks)
         body.append(f"({opened} {value})" + ("" if name in required else "?"))
     inside = " ".join(body)
     head = marks.of("<tool_call>") + " " + json.dumps(f"\n<function={tool.name}>\n")
@@ -190,6 +185,23 @@ def _xml_call(tool: Tool, marks: _Marks) -> str:
     )
 
 
+def _xml_value(schema: Any, tool: Tool, marks: _Marks) -> str:
+    """What matches a parameter's value and its end. Where it may be text, it is written as it is,
+    and the parser reads it so."""
+    known = resolved(schema, tool.schema)
+    if "string" not in kinds_of(known, tool.schema):
+        defined = {name: tool.schema[name] for name in DEFINITIONS & tool.schema.keys()}
+        given = defined if schema is True else {**schema, **defined}
+        return f"{marks.json(given)} {json.dumps(END_PARAMETER)}"
+    values = values_of(known)
+    if values is None:
+        return marks.text_until(END_PARAMETER)
+    written = [value if isinstance(value, str) else json.dumps(value) for value in values]
+    return f"({' | '.join(json.dumps(each) for each in written)}) {json.dumps(END_PARAMETER)}"
+
+
+DEFINITIONS = frozenset(("$defs", "definitions"))
+"""Keywords under which a schema has those that it refers to."""
 END_PARAMETER = "\n</parameter>\n"
 SEP = "<｜tool▁sep｜>"
 CALL, END_CALL = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"

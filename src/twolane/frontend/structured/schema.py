@@ -1,0 +1,227 @@
+"""JSON schemas in the words that llguidance knows.
+
+Generators of schemas write keywords that say nothing, and others for which there are plainer ones.
+What is left is llguidance's to refuse by name.
+"""
+
+import re
+import urllib.parse
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Json = dict[str, Any]
+
+ONE = frozenset(
+    {
+        *("additionalItems", "additionalProperties", "contains", "else", "if", "items", "not"),
+        *("propertyNames", "then", "unevaluatedItems", "unevaluatedProperties"),
+    }
+)
+"""Keywords with a schema; `items` may also have several."""
+SEVERAL = frozenset({"allOf", "anyOf", "items", "oneOf", "prefixItems"})
+"""Keywords with a list of schemas."""
+NAMED = frozenset({"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"})
+"""Keywords with schemas by name."""
+COUNTS = frozenset(
+    {"maxItems", "maxLength", "maxProperties", "minItems", "minLength", "minProperties"}
+)
+"""Keywords with a whole number, which JSON may write as 8.0."""
+NULLS = frozenset({"const", "default", "type"})
+"""Keywords that keep null; elsewhere generators write it for what is not there."""
+EMPTY = frozenset({"dependencies", "dependentRequired", "dependentSchemas"})
+"""Keywords that say nothing where they are empty."""
+OF_CONTAINS = frozenset({"maxContains", "minContains"})
+"""Keywords that say nothing without `contains`."""
+ANNOTATIONS = frozenset(
+    {
+        *("$comment", "default", "deprecated", "description", "examples", "readOnly", "title"),
+        "writeOnly",
+    }
+)
+"""Keywords that allow everything."""
+FORMATS = frozenset(
+    {
+        *("date", "date-time", "duration", "email", "hostname", "idn-email", "idn-hostname"),
+        *("ipv4", "ipv6", "iri", "iri-reference", "json-pointer", "regex", "uri"),
+        *("relative-json-pointer", "time", "uri-reference", "uri-template", "uuid"),
+    }
+)
+"""The formats that JSON Schema defines; by it, another one is an annotation and never an error."""
+DIALECT = re.compile(
+    r"https?://json-schema\.org/(?:draft-(0[3467])|draft/(2019-09|2020-12))/(?:hyper-)?schema#?"
+)
+"""The dialects that change how llguidance reads a schema."""
+URI_CHARACTERS = "!#$%&'()*+,-./:;=?@_~"
+"""Characters that a reference may have beside letters and digits."""
+LOOSE_PERCENT = re.compile("%(?![0-9A-Fa-f]{2})")
+MOST_STEPS = 32
+"""References to references are followed this far."""
+
+
+def plain_schema(schema: object) -> Json:
+    """Return an equal schema without what says nothing, in words that llguidance knows.
+
+    Raises:
+        ValueError: it allows no value, or is no schema.
+    """
+    if schema is True:
+        return {}
+    if not isinstance(schema, Mapping):
+        raise ValueError(f"a schema is an object, not {schema!r}"[:100])
+    plain: Json = _plain(schema, schema)
+    return plain
+
+
+def with_objects_only(schema: Mapping[str, Any]) -> Json:
+    """Return the schema of a tool's arguments, which are objects also where it does not say so."""
+    return {**schema, "type": "object"} if schema.get("type") is None else dict(schema)
+
+
+def resolved(schema: Any, root: Mapping[str, Any]) -> Any:
+    """Return the schema to which a local reference leads; one that is none as it is."""
+    for _ in range(MOST_STEPS):
+        if not isinstance(schema, Mapping):
+            break
+        inherited = schema.get("allOf")
+        if isinstance(inherited, list) and len(inherited) == 1 and "type" not in schema:
+            schema = inherited[0]
+        elif isinstance(schema.get("$ref"), str):
+            schema = _pointed(root, schema["$ref"])
+        else:
+            break
+    return schema
+
+
+def _pointed(root: Any, reference: str) -> Any:
+    """The part of a document that a JSON pointer (RFC 6901) names; None: there is none."""
+    if not reference.startswith("#/"):
+        return None
+    part = root
+    for step in urllib.parse.unquote(reference[2:]).split("/"):
+        name = step.replace("~1", "/").replace("~0", "~")
+        part = part.get(name) if isinstance(part, Mapping) else None
+    return part
+
+
+def _plain(schema: Any, root: Mapping[str, Any]) -> Any:
+    if not isinstance(schema, Mapping):
+        return schema
+    plain = {name: _value(name, value, root) for name, value in schema.items()}
+    plain = {name: value for name, value in plain.items() if not _says_nothing(name, value)}
+    if "contains" not in plain:
+        plain = {name: value for name, value in plain.items() if name not in OF_CONTAINS}
+    names = plain.pop("propertyNames", None)
+    return plain if names is None else _with_names(plain, names, root)
+
+
+def _value(name: str, value: Any, root: Mapping[str, Any]) -> Any:
+    if name in NAMED and isinstance(value, Mapping):
+        return {key: _plain(each, root) for key, each in value.items()}
+    if name in SEVERAL and isinstance(value, list):
+        return [_plain(each, root) for each in value]
+    if name in ONE:
+        return _plain(value, root)
+    if name in COUNTS and isinstance(value, float) and value.is_integer():
+        return int(value)
+    if name in ("$ref", "$id") and isinstance(value, str):
+        return urllib.parse.quote(LOOSE_PERCENT.sub("%25", value), safe=URI_CHARACTERS)
+    if name == "$schema":
+        return _dialect(value)
+    return value
+
+
+def _dialect(uri: object) -> str | None:
+    """The name by which llguidance knows a dialect; None: it is another, or the default."""
+    found = DIALECT.fullmatch(uri) if isinstance(uri, str) else None
+    if found is None:
+        return None
+    old, new = found.groups()
+    if old is None:
+        return f"https://json-schema.org/draft/{new}/schema"
+    return f"http://json-schema.org/draft-{old}/schema#"
+
+
+def _says_nothing(name: str, value: Any) -> bool:
+    match name:
+        case "uniqueItems":
+            return value is False or value is None
+        case "not":
+            return value is False or value is None
+        case "unevaluatedItems" | "unevaluatedProperties":
+            return value is None or _allows_all(value)
+        case "propertyNames":
+            return value is None or _allows_all(value, kind="string")
+        case "format":
+            return value is None or (isinstance(value, str) and value not in FORMATS)
+        case _ if name in EMPTY:
+            return not value
+    return value is None and name not in NULLS
+
+
+def _allows_all(schema: object, kind: str | None = None) -> bool:
+    """Whether a schema allows every value, or every value of a type."""
+    if not isinstance(schema, Mapping):
+        return schema is True
+    return schema.get("type", kind) == kind and not schema.keys() - ANNOTATIONS - {"type"}
+
+
+def _with_names(schema: Json, names: Any, root: Mapping[str, Any]) -> Json:
+    """A schema of objects whose properties have certain names, where these can be said otherwise;
+    else with `propertyNames`."""
+    known = resolved(names, root)
+    if not isinstance(known, Mapping) or schema.keys() & {"patternProperties", "properties"}:
+        return {**schema, "propertyNames": names}
+    value = schema.get("additionalProperties", {})
+    match {key: known[key] for key in known.keys() - ANNOTATIONS - {"type"}}:
+        case {"enum": [*allowed], **others} if not others:
+            said: Json = {"properties": {n: value for n in allowed if isinstance(n, str)}}
+        case {"const": str(only), **others} if not others:
+            said = {"properties": {only: value}}
+        case {"pattern": str(pattern), **others} if not others:
+            said = {"patternProperties": {pattern: value}}
+        case {"minLength": _} | {"maxLength": _} as lengths if not _unknown_lengths(lengths):
+            said = {"patternProperties": {_of_length(lengths): value}}
+        case _:
+            return {**schema, "propertyNames": names}
+    return {**schema, **said, "additionalProperties": False}
+
+
+def _unknown_lengths(lengths: Mapping[str, Any]) -> bool:
+    known = {"minLength", "maxLength"}
+    return bool(lengths.keys() - known) or not all(type(n) is int for n in lengths.values())
+
+
+def _of_length(lengths: Mapping[str, int]) -> str:
+    least, most = lengths.get("minLength", 0), lengths.get("maxLength", "")
+    return rf"^[\s\S]{{{least},{most}}}$"
+
+
+def kinds_of(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
+    """Return the JSON types that a schema names; none: it names none, or not of all branches."""
+    schema = resolved(schema, root)
+    if not isinstance(schema, Mapping):
+        return frozenset()
+    given = schema.get("type")
+    if given is not None:
+        listed = given if isinstance(given, list) else [given]
+        return frozenset(kind for kind in listed if isinstance(kind, str))
+    if (values := values_of(schema)) is not None:
+        return frozenset(KINDS[type(value)] for value in values)
+    branches = schema.get("anyOf", schema.get("oneOf"))
+    kinds = [kinds_of(each, root) for each in branches] if isinstance(branches, list) else []
+    return frozenset().union(*kinds) if all(kinds) else frozenset()
+
+
+def values_of(schema: Mapping[str, Any]) -> Sequence[Any] | None:
+    """Return the values that a schema lists; None: it lists none."""
+    if "const" in schema:
+        return [schema["const"]]
+    listed = schema.get("enum")
+    return listed if isinstance(listed, list) else None
+
+
+KINDS: Mapping[type, str] = {
+    **{str: "string", bool: "boolean", int: "integer", float: "number"},
+    **{dict: "object", list: "array", type(None): "null"},
+}
+"""The JSON types of Python's values."""
