@@ -22,7 +22,7 @@ import gpus
 import msgspec
 
 from twolane.bench import goodput
-from twolane.bench.goodput import LISTS, Trial
+from twolane.bench.goodput import SAMPLE_KEYS, Trial
 from twolane.results.provenance import Provenance, provenance, save
 
 MEASURED, SIMULATED = "goodput-h200", "goodput-simulated"
@@ -218,8 +218,8 @@ def _about(summary: Path, now: Provenance) -> Provenance:
 def _run(path: Path) -> Run:
     """A run, whose lists of single latencies are dropped: hundreds of runs have to travel."""
     saved = msgspec.json.decode(path.read_bytes())
-    if saved.keys() & set(LISTS):
-        saved = {key: value for key, value in saved.items() if key not in LISTS}
+    if saved.keys() & set(SAMPLE_KEYS):
+        saved = {key: value for key, value in saved.items() if key not in SAMPLE_KEYS}
         path.write_bytes(msgspec.json.encode(saved))
     figures = {key: saved[key] for key in KEYS if key in saved}
     return Run(msgspec.convert(saved["trial"], Trial), figures)

@@ -8,11 +8,16 @@ import pytest
 
 from tests.estimate import synthetic
 from twolane.engine.config import EstimatorName
-from twolane.estimate.calibrated.estimator import MOST_SLOW, USUAL, Calibrated, _Question
+from twolane.estimate.calibrated.estimator import (
+    LAUNCH_EXCESS,
+    MOST_SLOW_EXCESS,
+    Calibrated,
+    _Question,
+)
 from twolane.estimate.catalog import ESTIMATORS
 from twolane.estimate.errors import prediction_seconds, table
 from twolane.estimate.papers.attention_roofline import AttentionRoofline
-from twolane.estimate.papers.guard import OWN, ContentionGuard
+from twolane.estimate.papers.guard import OWN_SAMPLES, ContentionGuard
 from twolane.estimate.papers.operators import Shape
 from twolane.estimate.papers.sm_roofline import SmRoofline, inflection
 from twolane.estimate.papers.solo_run import SoloRun
@@ -182,7 +187,7 @@ def test_bounds_are_longer_while_the_device_is_slow(profile):
         return step, estimator.predict(hybrid_pass(STEP), 132, bound=True)
 
     usual, mean = bounds(), estimator.predict(decode_step(STEP), 48)
-    slow, stalled = 1.25 * np.exp(-USUAL), np.exp(MOST_SLOW - USUAL)
+    slow, stalled = 1.25 * np.exp(-LAUNCH_EXCESS), np.exp(MOST_SLOW_EXCESS - LAUNCH_EXCESS)
     for times, longer in (
         *((1.25, 1.0), (1.25, slow), (2.0, stalled), (1.09, 1.0)),
         *((2.0, 1.0), (1.25, slow), (40.0, 1.0), (1.25, 1.0), (1.25, slow)),
@@ -229,7 +234,7 @@ def test_a_borrowed_cell_falls_when_it_has_enough_of_its_own(profile):
         guard.predict(decode_step(far), 48, beside, bound=True),
     )
     assert borrowed > solo
-    for _ in range(OWN - 1):
+    for _ in range(OWN_SAMPLES - 1):
         guard.observe(decode_step(far), 48, 1.01 * solo, beside)
     assert guard.predict(decode_step(far), 48, beside, bound=True) == borrowed
     guard.observe(decode_step(far), 48, 1.01 * solo, beside)
@@ -241,7 +246,7 @@ def test_a_cell_that_was_profiled_does_not_fall(profile):
     sample = profile.training("decode", beside=True)[0]
     beside = sample.corunner
     before = guard.predict(decode_step(sample.load), sample.units, beside, bound=True)
-    for _ in range(2 * OWN):
+    for _ in range(2 * OWN_SAMPLES):
         guard.observe(decode_step(sample.load), sample.units, 0.5 * before, beside)
     assert guard.predict(decode_step(sample.load), sample.units, beside, bound=True) == before
 

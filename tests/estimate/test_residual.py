@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from twolane.estimate.calibrated.estimator import ENOUGH, _quantile
+from twolane.estimate.calibrated.estimator import LEAST_FOR_QUANTILE, _quantile
 from twolane.estimate.calibrated.residual import Means, Residual
 
 
@@ -49,5 +49,5 @@ def test_a_hiccup_of_the_host_is_not_the_bound(draw):
 
 
 def test_where_there_are_enough_it_is_their_percentile(draw):
-    missed = [draw.normal(0, 0.02, 10) for _ in range(5 * ENOUGH)]
-    assert _quantile(missed, 5 * ENOUGH) == pytest.approx(2.33 * 0.02, rel=0.1)
+    missed = [draw.normal(0, 0.02, 10) for _ in range(5 * LEAST_FOR_QUANTILE)]
+    assert _quantile(missed, 5 * LEAST_FOR_QUANTILE) == pytest.approx(2.33 * 0.02, rel=0.1)

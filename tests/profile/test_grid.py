@@ -3,7 +3,7 @@
 import pytest
 
 from tests.estimate.synthetic import LIMITS
-from twolane.profile.grid import HYBRIDS, LaneCapacity, plan
+from twolane.profile.grid import HYBRIDS_PER_ROUND, LaneCapacity, plan
 
 SMALL = LaneCapacity(2, ((1, 1), (2, 0), (0, 2)), 3000, 16, 16, 512, 511)
 
@@ -26,7 +26,7 @@ def test_every_round_has_some_of_everything(limits: LaneCapacity):
         assert {("decode", u) for u in limits.decode_units} <= solo
         both = [p for p in points if p.kind is None]
         assert [(p.prefill_units, p.decode_units) for p in both] == limits.shared
-        assert sum(p.kind == "hybrid" for p in points) == HYBRIDS
+        assert sum(p.kind == "hybrid" for p in points) == HYBRIDS_PER_ROUND
 
 
 def test_each_point_of_a_round_is_another_batch():

@@ -9,7 +9,7 @@ import pytest
 from twolane.common.page_hash import page_hashes
 from twolane.common.prefix_digest import Landmarks, PrefixBook, is_landmark
 from twolane.common.prompt_work import UNKNOWN, PromptPace, PromptWork, WaitingPrompt
-from twolane.router.choose import TURNS, Chosen, NoReplica, choose
+from twolane.router.choose import FAIR_TURNS, Chosen, NoReplica, choose
 from twolane.router.policies import POLICIES
 from twolane.router.state import FORMAT, Ask, ReplicaState
 from twolane.router.table import Table
@@ -179,7 +179,7 @@ def test_a_requests_own_bound_goes_before_the_replicas() -> None:
 def test_no_replica_starves_beside_one_that_has_the_prefix() -> None:
     made = table(a=state(prompt=range(1000, 3000)), b=state())
     names = []
-    for turn in range(4 * 2 * TURNS):
+    for turn in range(4 * 2 * FAIR_TURNS):
         made.publish("a", state(prompt=range(1000, 3000)), float(turn))
         made.publish("b", state(), float(turn))
         asked = Ask(2000, 16, Landmarks.of(range(1000, 3000), PAGE))

@@ -13,7 +13,7 @@ from twolane.lanes.work import DecodeRow, DecodeWork
 from twolane.model.shapes import SHAPES
 from twolane.results.result import BenchConfig
 from twolane.sim.config import SimulateConfig, Unevenness
-from twolane.sim.emulated import EVERY, MOMENT, EmulatedDevice
+from twolane.sim.emulated import SLOW_EVERY_SECONDS, SLOW_SECONDS, EmulatedDevice
 from twolane.sim.gpus import H200
 from twolane.sim.run import simulate
 from twolane.slo import Slo
@@ -61,9 +61,9 @@ def test_noise_configurations_and_moments_are_as_large_as_asked():
     own = device(configurations=0.1)
     assert seconds(own) == seconds(own) != plain
     slow = device(moments=0.25, slower=1.1)
-    slow.clock = lambda: EVERY + MOMENT / 2
+    slow.clock = lambda: SLOW_EVERY_SECONDS + SLOW_SECONDS / 2
     assert seconds(slow) == pytest.approx(1.1 * 1.25 * plain)
-    slow.clock = lambda: EVERY + 2 * MOMENT
+    slow.clock = lambda: SLOW_EVERY_SECONDS + 2 * SLOW_SECONDS
     assert seconds(slow) == pytest.approx(1.1 * plain)
 
 

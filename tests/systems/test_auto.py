@@ -35,7 +35,7 @@ from twolane.sim.config import SimulateConfig
 from twolane.sim.run import simulate
 from twolane.slo import Slo
 from twolane.systems.auto.candidates import (
-    UNSEEN,
+    UNPROMISED_PASS_FRACTION,
     Candidate,
     Candidates,
     choose,
@@ -43,7 +43,7 @@ from twolane.systems.auto.candidates import (
     passes,
 )
 from twolane.systems.auto.margin import UNHURRIED_FRACTION
-from twolane.systems.auto.order import PATIENCE, make_line
+from twolane.systems.auto.order import REFUSAL_FACTOR, make_line
 from twolane.systems.auto.system import SLACK_PARTS, Auto, AutoMemory, Standing
 from twolane.systems.auto.target import TbtTarget
 from twolane.systems.auto.turns import (
@@ -451,7 +451,9 @@ class Slow(Estimator):
         return [{"prefill": 0.1, "decode": 0.01, "hybrid": 1.0}[launch.kind] for _ in units]
 
 
-@pytest.mark.parametrize(("promises", "gap"), [(True, 1.0), (False, UNSEEN * 0.11)])
+@pytest.mark.parametrize(
+    ("promises", "gap"), [(True, 1.0), (False, UNPROMISED_PASS_FRACTION * 0.11)]
+)
 def test_a_pass_lasts_no_longer_than_its_parts_unless_that_is_promised(promises, gap):
     estimator = Slow()
     estimator.promises = promises
@@ -561,7 +563,7 @@ def test_only_who_would_wait_twice_its_bound_is_refused(pairs):
     backlog = sum(r.new for r in line.order)
     for request in asked:
         if request.id in refused:
-            assert backlog > PATIENCE * request.deadline
+            assert backlog > REFUSAL_FACTOR * request.deadline
     assert not queue(*[replace(r, deadline=None) for r in asked]).refusals
 
 

@@ -32,13 +32,13 @@ from twolane.results.summary import result_dict, workload_dict
 from twolane.workload.spec import WorkloadSpec
 from twolane.workload.traces import TraceRequest
 
-GIVEN = ("generated_texts", "workload", "queue_times")
+REPRODUCED_KEYS = ("generated_texts", "workload", "queue_times")
 """Keys of a result that are left out of a run's file: the seed gives them again."""
-LISTS = ("itls", "ttfts", "latencies", "start_times")
+SAMPLE_KEYS = ("itls", "ttfts", "latencies", "start_times")
 """Left out too if they were simulated, for the same reason."""
-LOWEST, HIGHEST = 1e-3, 1e5
+LOWEST_RATE, HIGHEST_RATE = 1e-3, 1e5
 """Requests a second between which is searched."""
-SHORT = 4.0
+SHORT_RUN_FACTOR = 4.0
 """A run is called short if it lasts less than this multiple of the mean TTFT bound: it may serve a
 quarter of its requests after the arrivals have ended."""
 
@@ -66,7 +66,7 @@ class Search(msgspec.Struct, frozen=True, kw_only=True):
     first_step: Annotated[float, Option(MEASURE)] = 2.0
     """Factor from the first rate to the second, up or down; 1.2 saves runs where the first is a
     good guess."""
-    least_rate: Annotated[float, Option(MEASURE)] = LOWEST
+    least_rate: Annotated[float, Option(MEASURE)] = LOWEST_RATE
     """Requests per second below which a system counts as 0."""
     tolerance: Annotated[float, Option(MEASURE)] = 0.02
     """Share by which the rate that fails may be above the one that holds when the search ends."""
@@ -102,8 +102,8 @@ class Search(msgspec.Struct, frozen=True, kw_only=True):
             )
         if self.seeds < 1:
             raise FieldError("seeds", f"must be positive, not {self.seeds}")
-        if not LOWEST <= self.least_rate <= self.start_rate <= HIGHEST:
-            problem = f"must be in [{LOWEST}, {HIGHEST:g}], and --least-rate not above it"
+        if not LOWEST_RATE <= self.least_rate <= self.start_rate <= HIGHEST_RATE:
+            problem = f"must be in [{LOWEST_RATE}, {HIGHEST_RATE:g}], and --least-rate not above it"
             raise FieldError("start_rate", problem)
         if not 1 < self.first_step <= 1024:
             raise FieldError("first_step", f"must be in (1, 1024], not {self.first_step}")
@@ -237,7 +237,7 @@ def short_runs(search: Search, found: Mapping[str, Sequence[float]]) -> str | No
     sent = search.at(rate, search.seed).build()
     bound = statistics.fmean(bound_for(each.prompt_tokens, "ttft", search.slos) for each in sent)
     seconds = len(sent) / rate
-    if seconds >= SHORT * bound:
+    if seconds >= SHORT_RUN_FACTOR * bound:
         return None
     return (
         f"Runs of {seconds:.1f} s, where a first token may take {bound:.1f} s (mean): what waits "
@@ -262,8 +262,8 @@ def highest(
     start: float,
     octave: int,
     near: float | None = None,
-    floor: float = LOWEST,
-    top: float = HIGHEST,
+    floor: float = LOWEST_RATE,
+    top: float = HIGHEST_RATE,
     stride: int | None = None,
 ) -> float:
     """The highest rate that holds, 0 if none does: bracketing by longer and longer strides, then
@@ -356,7 +356,7 @@ def find(
                     tell(trial, points[0].search.slos)
                     return None if trial.alone and not trial.holds else trial.holds
 
-                looser = found[i - 1][system][turn] if i else HIGHEST
+                looser = found[i - 1][system][turn] if i else HIGHEST_RATE
                 near = looser if i else _near(guesses, found[i].get(system, []))
                 begin, least, stride = search.start_rate, search.least_rate, search.stride
                 rate = looser and highest(holds, begin, search.octave, near, least, looser, stride)
@@ -451,7 +451,7 @@ def _keep(point: BoundSearch, name: str, system: str, result: Result, hopeless: 
         shares=kept,
         alone=result.metrics.max_concurrent <= 1,
     )
-    known = GIVEN if result.simulated is None else GIVEN + LISTS
+    known = REPRODUCED_KEYS if result.simulated is None else REPRODUCED_KEYS + SAMPLE_KEYS
     report = {key: value for key, value in result_dict(result).items() if key not in known}
     _save(point.folder / name, {"trial": msgspec.to_builtins(trial), **report})
     return trial

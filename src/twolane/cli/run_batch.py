@@ -18,7 +18,7 @@ OFFERED = (
     *("tool_call_parser", "reasoning_parser", "log_level"),
 )
 """The server's options that say how requests are read and answered."""
-MANY = 1 << 30
+UNBOUNDED_QUEUE = 1 << 30
 """Bound of the queue, in requests: a batch file waits in its own order."""
 
 app = command_app()
@@ -42,7 +42,7 @@ def run_batch(
     """Answer a file of requests in OpenAI's batch format, without a server."""
     from twolane.server import batch
 
-    options = ServerOptions(**server, max_queue=MANY)
+    options = ServerOptions(**server, max_queue=UNBOUNDED_QUEUE)
     logging.basicConfig(level=options.log_level.upper(), format="%(levelname)s %(message)s")
     with one_line_errors():
         done = asyncio.run(batch.run_batch(config, options, source, target, concurrency))

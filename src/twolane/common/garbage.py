@@ -5,7 +5,7 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-YOUNG, OLDER = 2_000, 500
+YOUNG_CONTAINERS, OLDER_EVERY = 2_000, 500
 """Containers more than at the last collection, after which the young ones are looked at, and how
 often that is before older ones are, too. A server's containers are open requests and prefixes in
 the KV cache, hardly ever garbage; the fewer are looked at, the shorter it stands still."""
@@ -19,7 +19,7 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """Numbers by which glibc's `mallopt` knows these two bounds (malloc.h)."""
 
 
-def leave_out(older: int = OLDER) -> None:
+def leave_out(older: int = OLDER_EVERY) -> None:
     """What exists now is never looked at again, and the rest seldom or a little at a time.
 
     Args:
@@ -32,7 +32,7 @@ def leave_out(older: int = OLDER) -> None:
     gc.collect()
     gc.freeze()
     gc.collect()  # the oldest are looked at by their number at the last time, which is small now
-    gc.set_threshold(YOUNG, older)
+    gc.set_threshold(YOUNG_CONTAINERS, older)
 
 
 @contextmanager

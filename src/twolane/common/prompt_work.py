@@ -62,7 +62,7 @@ class PromptPace(msgspec.Struct, frozen=True):
 
 
 UNKNOWN = PromptPace()
-KEPT = 0.99
+KEPT_SHAPE = 0.99
 """Share of the weight that earlier works keep at each one, as far as the pace's shape goes."""
 KEPT_LEVEL = 0.97
 """The same for its level, which follows the load beside the prompts."""
@@ -87,9 +87,9 @@ class PromptPaces:
         """Learn how many seconds a work took."""
         weight = 1.0 / max(work.tokens, 1.0)  # a prompt counts by its length, not by its square
         for i, mine in enumerate(work):
-            self._products[i] = KEPT * self._products[i] + weight * mine * seconds
+            self._products[i] = KEPT_SHAPE * self._products[i] + weight * mine * seconds
             for j, other in enumerate(work):
-                self._squares[i][j] = KEPT * self._squares[i][j] + weight * mine * other
+                self._squares[i][j] = KEPT_SHAPE * self._squares[i][j] + weight * mine * other
         spent, done = self._level
         level = PromptWork(*(KEPT_LEVEL * each for each in done)).plus(work)
         self._level = KEPT_LEVEL * spent + seconds, level

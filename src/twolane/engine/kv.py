@@ -14,7 +14,7 @@ from typing import Protocol
 from twolane.common.page_hash import ROOT_HASH, page_hash, page_key
 from twolane.lanes.base import Ticket
 
-SPARE = 1000
+SPARE_OFFERS = 1000
 """Offers that may be made, beside one for each idle leaf, until stale ones are dropped."""
 
 
@@ -61,7 +61,7 @@ class PrefixTree:
         """Roots of what was forgotten while it was pinned: it is found no more."""
         self._idle_leaves: list[tuple[int, Node]] = []
         """A heap of what was offered, stale or not."""
-        self._most_offers = SPARE
+        self._most_offers = SPARE_OFFERS
         self._tick = 0
         self.version = 0
         """Changes whenever a match or its cost may."""
@@ -174,7 +174,7 @@ class PrefixTree:
         if len(self._idle_leaves) > self._most_offers:
             self._idle_leaves = [each for each in self._idle_leaves if _stands(*each)]
             heapq.heapify(self._idle_leaves)
-            self._most_offers = 2 * len(self._idle_leaves) + SPARE
+            self._most_offers = 2 * len(self._idle_leaves) + SPARE_OFFERS
 
 
 def _stands(used: int, node: Node) -> bool:

@@ -30,20 +30,20 @@ from twolane.lanes.base import Lanes, Sampled
 from twolane.slo import Slo
 from twolane.systems.view import LaneView
 
-LANDED = 256
+LANDED_KEPT = 256
 """Number of finished launches that are remembered for each lane."""
 QUEUE_SECONDS = 0.02
 """Seconds for which the count of queued tokens holds: with a long queue it takes a while."""
 MOST_YIELDING = 128
 """Number of queued prompts that are told one by one; the others are told as a sum."""
-HALVED_TOKENS = 16384.0
+HALF_LIFE_TOKENS = 16384.0
 """The weight of earlier launches with prompts halves within this many prompt tokens: a few short
 prompts do not outweigh a queue of long ones."""
 LEAST_TOKENS = 64.0
 """Each prompt counts as one of at least this many tokens: shorter ones take as long."""
 ELDER_SHARE = 8
 """One admission in this many is that of the request that waits longest."""
-FIRST = -(2**31)
+FIRST_PRIORITY = -(2**31)
 """A priority before all that requests can have."""
 
 
@@ -83,7 +83,7 @@ class Counters:
     def note_prompts(self, seconds: float, work: PromptWork) -> None:
         """Count a launch with prompts."""
         tokens = max(work.tokens, LEAST_TOKENS * work.prompts)
-        kept = 0.5 ** (tokens / HALVED_TOKENS)
+        kept = 0.5 ** (tokens / HALF_LIFE_TOKENS)
         self.prompt_seconds = kept * self.prompt_seconds + seconds
         self.prompt_tokens = kept * self.prompt_tokens + tokens
         self.paces.note(work, seconds)
@@ -121,7 +121,7 @@ class State:
     flights: list[Flight] = field(default_factory=list)
     """Launches that were not reaped, in launch order."""
     landed: dict[LaneName, deque[Flight]] = field(
-        default_factory=lambda: defaultdict(lambda: deque(maxlen=LANDED))
+        default_factory=lambda: defaultdict(lambda: deque(maxlen=LANDED_KEPT))
     )
     """The latest that were, by lane, as far as a launch of the other lane may have overlapped."""
     unlearnt: list[Flight] = field(default_factory=list)
@@ -204,7 +204,7 @@ class State:
         if self.queue[0].priority < self.queue[-1].priority:
             eldest = min(self.queue, key=lambda r: r.order)
             self.queue.remove(eldest)
-            eldest.priority = FIRST
+            eldest.priority = FIRST_PRIORITY
             self.wait(eldest)
 
     def unwait(self, request: Request) -> None:

@@ -7,11 +7,11 @@ from twolane.model.spec import MoeSpec
 
 SKEWS = tuple(step / 16 for step in range(33))
 """Exponents of Zipf's law that counts are compared with."""
-WEIGHT = 0.02
+SIZE_WEIGHT = 0.02
 """Weight of the newest step in the mean of its size."""
-EVERY = 32
+COMPARE_EVERY = 32
 """One step in this many is followed by a comparison."""
-MOST_OFF = 0.15
+MOST_ERROR = 0.15
 """The counts of a profile teach nothing if the best skew is off by more than this, as the root mean
 square of relative errors: its rows resembled one another."""
 
@@ -44,7 +44,7 @@ class ExpertCounts:
         if not seen:
             return
         skew = min(SKEWS, key=lambda skew: self._error(skew, seen))
-        if self._error(skew, seen) <= MOST_OFF**2 * len(seen):
+        if self._error(skew, seen) <= MOST_ERROR**2 * len(seen):
             for rows, woken in seen:
                 self._note(rows, woken)
             self.moe = replace(self.moe, skew=skew)
@@ -53,7 +53,7 @@ class ExpertCounts:
         """Note a step; whether the skew has changed."""
         self._note(rows, woken)
         self._seen += 1
-        if self._seen % EVERY:
+        if self._seen % COMPARE_EVERY:
             return False
         before, sizes = self.moe.skew, [(s.rows, s.woken) for s in self._sizes.values()]
         self.moe = replace(self.moe, skew=min(SKEWS, key=lambda skew: self._error(skew, sizes)))
@@ -61,8 +61,8 @@ class ExpertCounts:
 
     def _note(self, rows: int, woken: float) -> None:
         size = self._sizes.setdefault(rows.bit_length(), _Size(rows, woken))
-        size.rows += WEIGHT * (rows - size.rows)
-        size.woken += WEIGHT * (woken - size.woken)
+        size.rows += SIZE_WEIGHT * (rows - size.rows)
+        size.woken += SIZE_WEIGHT * (woken - size.woken)
 
     def _error(self, skew: float, seen: Sequence[tuple[float, float]]) -> float:
         """Sum of squared relative errors of the experts that steps are expected to read."""

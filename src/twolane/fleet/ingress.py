@@ -52,11 +52,11 @@ KNOWN_RESPONSES = 65536
 PROBES = ("/health", "/health/ready", "/ping", "/livez", "/health/live")
 LANDMARK_SECONDS = 1.0
 """Seconds within which a replica must say the landmarks of a prompt; else it counts as new."""
-CHARACTERS = 4
+BYTES_PER_TOKEN = 4
 """Bytes of a body for each prompt token where nothing else is known."""
 USUAL_OUTPUT, MOST_OUTPUT = 256, 1 << 20
 """Tokens of an answer whose request names none, and the most that the router believes."""
-TRIES = 4
+MOST_TRIES = 4
 """Replicas that a request is sent to until one begins to answer."""
 RETRY_UNREADY = 5
 """Whole seconds after which a client should come again when no replica is ready."""
@@ -242,7 +242,7 @@ class Ingress:
             return
         call, ask = await self._ask(call)
         tried: set[str] = set()
-        for _ in range(TRIES):
+        for _ in range(MOST_TRIES):
             chosen, sent = await self._choose(ask, tried, call.homes)
             self.metrics.choosing.observe(self._pool.clock() - call.arrived)
             if call.path in GENERATES:
@@ -256,7 +256,7 @@ class Ingress:
                 return
             member.enter()
             try:
-                last = len(tried) == TRIES or tried >= call.homes > frozenset()
+                last = len(tried) == MOST_TRIES or tried >= call.homes > frozenset()
                 if await self._forward(call, chosen, last=last):
                     return
             except BrokenOff as error:
@@ -354,7 +354,7 @@ class Ingress:
                 call = call._replace(body=told)
         asked = headers.get(SESSION_HEADER) or known.user
         return call, Ask(
-            prompt_tokens=found.prompt_tokens if found else max(1, len(body) // CHARACTERS),
+            prompt_tokens=found.prompt_tokens if found else max(1, len(body) // BYTES_PER_TOKEN),
             output_tokens=known.most_output,
             landmarks=Landmarks(found.tokens, found.hashes) if found else Landmarks(),
             ttft=_bound(call.path, headers.get("x-slo-ttft-ms", "")),

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from twolane.fleet.options import FleetOptions
 from twolane.router.state import ReplicaState
 
-ATTAINED = 0.95
+LEAST_ATTAINMENT = 0.95
 """Share of the first tokens within their bound below which a replica is added."""
-SPARE = 0.5
+SPARE_LOAD = 0.5
 """Share of the load for one more replica that the others may have when one is stopped."""
 
 
@@ -39,7 +39,7 @@ def wanted(
         return present, Trend()
     high, low = _high(states, options, len(states)), False
     if len(states) > 1:
-        low = not high and not _high(states, options, SPARE * (len(states) - 1))
+        low = not high and not _high(states, options, SPARE_LOAD * (len(states) - 1))
     since = Trend(
         (now if trend.high_since is None else trend.high_since) if high else None,
         (now if trend.low_since is None else trend.low_since) if low else None,
@@ -56,7 +56,7 @@ def _high(states: Sequence[ReplicaState], options: FleetOptions, replicas: float
     seconds = sum(each.prompt_pace.seconds(each.queued) for each in states)
     open_ = sum(each.running + each.waiting for each in states)
     late = any(
-        each.waiting and each.attainment is not None and each.attainment < ATTAINED
+        each.waiting and each.attainment is not None and each.attainment < LEAST_ATTAINMENT
         for each in states
     )
     return (

@@ -22,9 +22,9 @@ ROUNDS = 100
 """Rounds of the whole plan."""
 REVISION = 6
 """Raised when other points are planned, or they are measured in another way."""
-HYBRIDS = 4
+HYBRIDS_PER_ROUND = 4
 """Hybrid passes of a round."""
-DRAWS = 20
+DRAW_TRIES = 20
 """Draws of a batch before the planner gives up finding one that fits."""
 
 
@@ -165,7 +165,7 @@ def _round(limits: LaneCapacity, draw: random.Random, number: int) -> Iterator[P
         yield from point(f"decode/{units}", "decode", 0, units)
     for p, d in limits.shared:
         yield from point(f"both/{p}+{d}", None, p, d)
-    for i in range(HYBRIDS):
+    for i in range(HYBRIDS_PER_ROUND):
         yield from point(f"hybrid/{i}", "hybrid", limits.units, limits.units)
 
 
@@ -173,7 +173,7 @@ def _drawn(
     draw: random.Random, limits: LaneCapacity, *, prompts: bool, contexts: bool
 ) -> tuple[tuple[Run, ...], tuple[Run, ...]] | None:
     """A prefill batch, a decode batch, or both, that fit; None: none were found."""
-    for _ in range(DRAWS):
+    for _ in range(DRAW_TRIES):
         pair = (
             _prompts(draw, limits) if prompts else (),
             _contexts(draw, limits) if contexts else (),

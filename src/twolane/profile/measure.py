@@ -28,9 +28,9 @@ MOST_SECONDS = 2.0
 """Most seconds of a point once that many launches were counted."""
 SLICE_SECONDS = 0.012
 """Layers are measured in slices of about this, as they are served."""
-AHEAD = 2
+QUEUED_LAUNCHES = 2
 """Launches queued in a lane, at least."""
-AHEAD_SECONDS = 0.01
+QUEUED_SECONDS = 0.01
 """Least seconds of work queued behind the launch that runs, as when serving, so that the device
 does not wait for the host."""
 
@@ -62,7 +62,7 @@ class _Feed:
     def feed(self) -> None:
         """Take what has ended, queue more."""
         self.reap()
-        while len(self.queued) < AHEAD or self._ahead < AHEAD_SECONDS:
+        while len(self.queued) < QUEUED_LAUNCHES or self._ahead < QUEUED_SECONDS:
             which = next(self._next)
             ticket = self.rig.launch(self.lane, self.units, self.works[which])
             self.queued.append((which, ticket))
@@ -70,7 +70,7 @@ class _Feed:
     @property
     def _ahead(self) -> float:
         """Seconds behind the launch that runs; what never ran is taken to be enough."""
-        return sum(self.took.get(which, AHEAD_SECONDS) for which, _ in self.queued[1:])
+        return sum(self.took.get(which, QUEUED_SECONDS) for which, _ in self.queued[1:])
 
     def reap(self) -> None:
         """Take what has ended."""

@@ -16,15 +16,15 @@ from twolane.common.prompt_work import UNKNOWN, PromptPace, PromptWork
 from twolane.router.state import Ask
 from twolane.router.table import ReplicaView
 
-WORK = 8.0
+MOST_WORK_WEIGHT = 8.0
 """The most weight of a request's own computation against the seconds that it waits."""
-MEMORY = 0.2
+MEMORY_SECONDS = 0.2
 """Weight of the share of a replica's KV pages that are in use, in seconds."""
-STAY = 0.05
+SESSION_TOLERANCE = 0.05
 """Share by which a session's replica may be worse than the best, and the session stays."""
-TURNS = 8
+FAIR_TURNS = 8
 """A replica that keeps the bound gets one request of this many times the number of replicas."""
-USUAL = PromptWork.of(1024, 0)
+REFERENCE_PROMPT = PromptWork.of(1024, 0)
 """Prompt by which the paces of replicas are compared."""
 RETRY_SECONDS = (1, 60)
 """The least and the most whole seconds that a refusal asks to wait."""
@@ -72,12 +72,12 @@ def choose(ask: Ask, views: Sequence[ReplicaView]) -> Chosen | NoReplica:
     in_time = [each for each in estimates if each.view.ttft is None or each.ttft <= each.view.ttft]
     if not in_time:
         return _refusal(estimates)
-    if starved := [each for each in in_time if each.view.passed_over >= TURNS * len(views)]:
+    if starved := [each for each in in_time if each.view.passed_over >= FAIR_TURNS * len(views)]:
         return _chosen(max(starved, key=lambda each: each.view.passed_over))
     candidates = [each for each in in_time if not each.displaces] or in_time
     best = min(candidates, key=_by_cost)
     for each in candidates:
-        if each.view.home and each.cost <= (1 + STAY) * best.cost:
+        if each.view.home and each.cost <= (1 + SESSION_TOLERANCE) * best.cost:
             return _chosen(each)
     return _chosen(best)
 
@@ -85,13 +85,13 @@ def choose(ask: Ask, views: Sequence[ReplicaView]) -> Chosen | NoReplica:
 def _usual_pace(views: Sequence[ReplicaView]) -> PromptPace:
     """The middle pace of the replicas that know theirs."""
     known = [view.pace for view in views if view.pace]
-    known.sort(key=lambda pace: pace.seconds(USUAL))
+    known.sort(key=lambda pace: pace.seconds(REFERENCE_PROMPT))
     return known[len(known) // 2] if known else UNKNOWN
 
 
 def _work_weight(views: Sequence[ReplicaView]) -> float:
     """Weight of computing: it delays nobody while a replica is idle, and else those who wait."""
-    return min(WORK, 1.0 + min(view.queued.prompts for view in views))
+    return min(MOST_WORK_WEIGHT, 1.0 + min(view.queued.prompts for view in views))
 
 
 def _estimate(ask: Ask, view: ReplicaView, pace: PromptPace, work: float) -> _Estimate:
@@ -107,7 +107,7 @@ def _estimate(ask: Ask, view: ReplicaView, pace: PromptPace, work: float) -> _Es
     if displaces:
         wait -= view.longest
     used = 1 - view.pages_free / view.pages if view.pages else 0.0
-    cost = wait + work * own + MEMORY * max(0.0, used)
+    cost = wait + work * own + MEMORY_SECONDS * max(0.0, used)
     return _Estimate(view, wait + own, cost, displaces)
 
 

@@ -34,11 +34,11 @@ from twolane.sim.gpus import Gpu
 from twolane.sim.lanes import Demand, SimLanes
 from twolane.sim.machine import SimulatedMachine
 
-OUTLIER = 1.3
+OUTLIER_FACTOR = 1.3
 """Factor by which an outlier takes longer than other decode steps."""
-EVERY, MOMENT = 7.0, 0.08
+SLOW_EVERY_SECONDS, SLOW_SECONDS = 7.0, 0.08
 """Seconds from one slow moment to the next, and seconds that one lasts."""
-ROWS, TOKENS = 8, 128
+ROWS_ALIKE, TOKENS_ALIKE = 8, 128
 """Decode rows and new tokens that count as one configuration."""
 
 
@@ -54,7 +54,7 @@ class EmulatedLaunch(NamedTuple):
     def configuration(self) -> tuple[object, ...]:
         """What it has in common with launches that are off by the same."""
         kind, load = self.shape.kind, self.shape.load
-        size = load.requests // ROWS if kind == "decode" else load.new // TOKENS
+        size = load.requests // ROWS_ALIKE if kind == "decode" else load.new // TOKENS_ALIKE
         return kind, size, self.units
 
 
@@ -96,7 +96,7 @@ class EmulatedDevice(DeviceModel):
     def seconds(self, running: Sequence[Demand]) -> Sequence[float]:
         """See `Device.seconds`."""
         launches = [demand.launch for demand in running if isinstance(demand, LaunchDemand)]
-        slow = self._uneven.moments if self.clock() % EVERY < MOMENT else 0.0
+        slow = self._uneven.moments if self.clock() % SLOW_EVERY_SECONDS < SLOW_SECONDS else 0.0
         factor = (1.0 + slow) * self._uneven.slower
         return [
             factor * self._takes(one, [o for o in launches if o is not one]) for one in launches
@@ -106,7 +106,7 @@ class EmulatedDevice(DeviceModel):
         if isinstance(work, DecodeWork):
             rows = [row.position + step for row in work.rows if not step or step < row.steps]
             scale = self._off(self._uneven.noise)
-            scale *= OUTLIER if self._rng.random() < self._uneven.outliers else 1.0
+            scale *= OUTLIER_FACTOR if self._rng.random() < self._uneven.outliers else 1.0
             return EmulatedLaunch(decode_step(Load.decode(rows)), units, scale)
         prompts = work.rows if isinstance(work, PrefillWork) else work.prompts
         new, reused = [row.count for row in prompts], [row.start for row in prompts]

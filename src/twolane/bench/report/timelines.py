@@ -19,7 +19,7 @@ WINDOW_LAUNCHES = 60
 """In the timeline's window, unless it is asked for."""
 BINS = 200
 """Number of time bins in the figure of the whole run."""
-SHORTEST = 1e-6
+LEAST_IDLE_SECONDS = 1e-6
 """Seconds between two launches that count as idle: traces tell tenths of a microsecond."""
 MOST_POINTS = 4000
 """In the scatter of predictions."""
@@ -265,7 +265,7 @@ def spent(trace: TraceFile) -> Table:
         cells += _spread(launches.launching[mine] * 1e3)
         rows.append((share, cells))
     waits = launches.start[1:] - np.maximum.accumulate(launches.end)[:-1]
-    waits = waits[waits > SHORTEST]
+    waits = waits[waits > LEAST_IDLE_SECONDS]
     idle = float(waits.sum()) / whole
     rows.append((idle, ["idle", f"{waits.size}", f"{idle:.1%}", *["-"] * 7]))
     heads = ["work", "launches", "of the time", "tokens (P50)", "took, ms (P50)", "(P99)"]

@@ -36,37 +36,37 @@ from twolane.estimate.papers.solo_run import LevelModel, Rows, pass_features, sl
 from twolane.estimate.profile import Profile, Sample
 from twolane.estimate.query import Corunner, Floats, Kind, LaunchShape, Load
 
-COVERED = 0.99
+BOUND_QUANTILE = 0.99
 """Share of launches that the bound is for."""
-ENOUGH = 100
+LEAST_FOR_QUANTILE = 100
 """Configurations that have a 99th percentile."""
 FOLDS = 6
 """Parts of the configurations that are left out in turn."""
-WEIGHT = 0.08
+MEAN_WEIGHT = 0.08
 """Weight of the newest launch in the online correction of the mean."""
-EVERY = 4
+CORRECT_EVERY = 4
 """One launch in this many corrects the mean and the bound."""
-LEAST = 1e-6
+LEAST_SECONDS = 1e-6
 """Seconds; less is not told apart."""
-MOST_CORRECTED = 0.2
+MOST_CORRECTION = 0.2
 """Largest online correction, as a logarithm: beyond it something else is wrong."""
-STEP = 0.01
+BOUND_GAIN = 0.01
 """Share by which a launch above its bound raises the next bounds."""
-SLOW = 0.1
+SLOW_EXCESS = 0.1
 """Launches above their bounds and as far above their predictions, as a logarithm, say that the
 device is slow: an H200 is, for 60 to 100 ms every few seconds, by 0.08 to 0.26
 (docs/notes/host-h200.md). A single one says nothing of the next: of steps beside slices one in a
 hundred takes a quarter longer there."""
-USUAL = 0.05
+LAUNCH_EXCESS = 0.05
 """Share of that excess which is put down to the launch itself, as a logarithm."""
-MOST_SLOW = 0.3
+MOST_SLOW_EXCESS = 0.3
 """What was above by more stood still."""
-MOMENT = 0.02
+SLOW_SECONDS = 0.02
 """Seconds; behind a launch that took longer, such a moment is over before another plan is carried
 out."""
-DIGITS = 6
+CONTEXT_BITS = 6
 """Binary ones of a decode step's context that the processes see: 1.6 % off at most."""
-MOST_KNOWN = 4096
+MOST_CACHED = 4096
 """Answers that are remembered."""
 SKEWS = (0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0)
 """Exponents of Zipf's law that the times of decode steps are compared with."""
@@ -76,9 +76,9 @@ TURNS_GAIN = 0.5
 """Fraction of the squared errors that may remain for turns of tiles to be believed in."""
 LEAST_STEPS = 24
 """Samples of decode steps that tell how skewed the choice of experts is."""
-OTHER: dict[Kind, Kind] = {"prefill": "decode", "decode": "prefill"}
+CORUNNER: dict[Kind, Kind] = {"prefill": "decode", "decode": "prefill"}
 """What runs beside it."""
-CONTENDS: dict[Kind, int] = {"prefill": 2, "decode": 2}
+OWN_FEATURES: dict[Kind, int] = {"prefill": 2, "decode": 2}
 """Features of a state that the process of contention does not look at: it begins with the layers
 and units of a slice, the units of a step."""
 
@@ -162,7 +162,7 @@ class _LinearBase:
         if corunner is None:
             return own
         mine = self._rates(kind, launch.load, units)
-        its = self._rates(OTHER[kind], corunner.load, corunner.each(len(units)))
+        its = self._rates(CORUNNER[kind], corunner.load, corunner.each(len(units)))
         return [[*state, *a, *b] for state, a, b in zip(own, mine, its, strict=True)]
 
     def _rates(self, kind: Kind, load: Load, units: Sequence[int]) -> list[tuple[float, ...]]:
@@ -181,7 +181,7 @@ class _LinearBase:
         if self._shape.tensor_parallel > 1:
             amounts.append(2 * layers * self._shape.reduced_bytes(rows))
         every = self._models[kind].predict(features, units)
-        return [tuple(amount / (each + LEAST) for amount in amounts) for each in every]
+        return [tuple(amount / (each + LEAST_SECONDS) for amount in amounts) for each in every]
 
     def _features(self, asked: _Question) -> Rows:
         """What the base is linear in, at each of the units."""
@@ -276,7 +276,7 @@ class _KindModel:
     def predicted(self, sample: Sample) -> float:
         """log(seconds)"""
         asked = _Question.of(sample)
-        return log(self.base.seconds(asked)[0] + LEAST) + self.missed(asked)[0]
+        return log(self.base.seconds(asked)[0] + LEAST_SECONDS) + self.missed(asked)[0]
 
     def taught(
         self, samples: Sequence[Sample], first: int, like: "_KindModel | None"
@@ -299,8 +299,8 @@ class _Promise:
     Base and processes are fitted anew without each part of the configurations: so far are launches
     of configurations above that nobody has seen. What is served is seen again and again, the mean's
     correction follows it, and fewer launches are above. The quantile goes down with each, and up by
-    `STEP` with one above its bound, so that it rests where one in a hundred is (Robbins and Monro
-    1951), but not above the profile's.
+    `BOUND_GAIN` with one above its bound, so that it rests where one in a hundred is (Robbins and
+    Monro 1951), but not above the profile's.
     """
 
     def __init__(self, model: _KindModel, fit: Fit, samples: Sequence[Sample]) -> None:
@@ -316,9 +316,9 @@ class _Promise:
 
     def learn(self, log_missed: float) -> None:
         """A launch took exp(log_missed) times what was predicted."""
-        moved = self.correction + WEIGHT * log_missed
-        self.correction = max(-MOST_CORRECTED, min(MOST_CORRECTED, moved))
-        moved = self.quantile + STEP * ((log_missed > self.quantile) - (1 - COVERED))
+        moved = self.correction + MEAN_WEIGHT * log_missed
+        self.correction = max(-MOST_CORRECTION, min(MOST_CORRECTION, moved))
+        moved = self.quantile + BOUND_GAIN * ((log_missed > self.quantile) - (1 - BOUND_QUANTILE))
         self.quantile = min(self._most, max(0.0, moved))
 
 
@@ -338,13 +338,15 @@ def _quantile(missed: Sequence[Floats], configurations: int) -> float:
     Each sample's launches count as one. Fewer than a hundred configurations have no such rank:
     there it is Student's, of the samples' medians.
     """
-    if configurations < ENOUGH:
+    if configurations < LEAST_FOR_QUANTILE:
         medians = [float(np.median(each)) for each in missed] or [0.0]
-        return float(stdtrit(max(1, configurations), COVERED) * np.sqrt(np.square(medians).mean()))
+        return float(
+            stdtrit(max(1, configurations), BOUND_QUANTILE) * np.sqrt(np.square(medians).mean())
+        )
     launches = np.concatenate(missed)
     shares = np.concatenate([np.full(len(each), 1.0 / len(each)) for each in missed])
     order = np.argsort(launches)
-    place = np.searchsorted(np.cumsum(shares[order]), COVERED * len(missed))
+    place = np.searchsorted(np.cumsum(shares[order]), BOUND_QUANTILE * len(missed))
     return float(launches[order][place])
 
 
@@ -369,7 +371,7 @@ class Calibrated(Estimator):
             alone = profile.training(kind, beside=False)
             self._base = self._base.fitted(kind, alone)
             self._fit((kind, False), alone, self._fit_alone(kind))
-        for kind in OTHER:
+        for kind in CORUNNER:
             if both := profile.training(kind, beside=True):
                 self._fit((kind, True), both, self._fit_beside(kind))
 
@@ -395,7 +397,7 @@ class Calibrated(Estimator):
     def _fit_beside(self, kind: Kind) -> Fit:
         alone = self._models[kind, False]
         base = _KindModel(self._base, *alone.parts)
-        return lambda samples, like: base.taught(samples, CONTENDS[kind], like)
+        return lambda samples, like: base.taught(samples, OWN_FEATURES[kind], like)
 
     def _fit(self, case: tuple[Kind, bool], samples: Sequence[Sample], fit: Fit) -> None:
         model = self._models[case] = fit(samples, None)
@@ -403,7 +405,7 @@ class Calibrated(Estimator):
 
     def _looks(self) -> bool:
         """Whether this launch is one to learn from."""
-        self._seen = (self._seen + 1) % EVERY
+        self._seen = (self._seen + 1) % CORRECT_EVERY
         return self._seen == 0
 
     def _seconds(
@@ -427,11 +429,11 @@ class Calibrated(Estimator):
         (kind, load, layers, _, _), units, corunner, _ = asked
         others: tuple[object, ...] = ()
         if corunner is not None:
-            others = (*corunner.each(len(units)), *_sums(corunner.load, OTHER[kind]))
+            others = (*corunner.each(len(units)), *_sums(corunner.load, CORUNNER[kind]))
         key = (kind, layers, *units, *_sums(load, kind), others)
         means = self._known.get(key)
         if means is None:
-            if len(self._known) == MOST_KNOWN:
+            if len(self._known) == MOST_CACHED:
                 self._known.clear()
             means = self._known[key] = self._missed(asked)
         return means
@@ -444,14 +446,16 @@ class Calibrated(Estimator):
         self, kind: Kind, seconds: float, predicted: float | None, corunner: Corunner | None
     ) -> None:
         """From two launches in a row that make tokens, whether the device is slow; from one in
-        `EVERY`, how far predictions are off."""
+        `CORRECT_EVERY`, how far predictions are off."""
         promise = self._promises.get((kind, corunner is not None))
         if predicted is None or promise is None:
             return
         missed = log(seconds / predicted)
         if kind != "prefill":
-            slow = missed > max(SLOW, promise.quantile) and seconds <= MOMENT
-            self.lately = min(missed, MOST_SLOW) - USUAL if slow and self._slow else 0.0
+            slow = missed > max(SLOW_EXCESS, promise.quantile) and seconds <= SLOW_SECONDS
+            self.lately = (
+                min(missed, MOST_SLOW_EXCESS) - LAUNCH_EXCESS if slow and self._slow else 0.0
+            )
             self._slow = slow
             if not self._looks():
                 return
@@ -466,6 +470,6 @@ def _sums(load: Load, kind: Kind) -> tuple[object, ...]:
 
 
 def _rounded(tokens: int) -> int:
-    """To `DIGITS` binary ones."""
-    dropped = max(0, tokens.bit_length() - DIGITS)
+    """To `CONTEXT_BITS` binary ones."""
+    dropped = max(0, tokens.bit_length() - CONTEXT_BITS)
     return (tokens + (1 << dropped >> 1)) >> dropped << dropped

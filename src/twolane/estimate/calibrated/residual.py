@@ -8,17 +8,17 @@ from scipy.optimize import minimize
 
 from twolane.estimate.query import Floats
 
-MOST = 400
+MOST_SAMPLES = 400
 """Samples that are kept; more would make predictions slow, and add little."""
-SEARCHED = 200
+SEARCH_SAMPLES = 200
 """Samples that the parameters are chosen on."""
-STEPS = 30
+SEARCH_STEPS = 30
 """Steps of the search for the length scales."""
-SMOOTH = 0.7
+SCALE_DEVIATION = 0.7
 """Standard deviation of the length scales' logarithms, before there are samples."""
-NOISE = 0.01
+EXPECTED_NOISE = 0.01
 """Median of both noises before there are samples: to measure again changes a percent or less."""
-FAR = 3.0
+MOST_DEVIATIONS = 3.0
 """Deviations from what was expected that are searched: beyond them no covariance has an inverse."""
 JITTER = 1e-8
 """Added to variances, so that covariances have an inverse."""
@@ -51,7 +51,7 @@ class Residual:
         same = _same([groups[i] for i in order])
         self.mean = float(np.median(logs))
         if like is None:
-            few = slice(SEARCHED)
+            few = slice(SEARCH_SAMPLES)
             spread = np.maximum(states[few].std(axis=0), 1e-3)
             unit = _likeliest(states[few] / spread, logs[few] - self.mean, same[few, few])
             self.scales, self._variances = spread * unit[0], unit[1]
@@ -118,10 +118,10 @@ def _same(groups: Sequence[str]) -> Floats:
 
 
 def _shuffled(groups: Sequence[str]) -> list[int]:
-    """Places of at most `MOST` samples, whole configurations in random order."""
+    """Places of at most `MOST_SAMPLES` samples, whole configurations in random order."""
     names = sorted(set(groups))
     rank = dict(zip(names, np.random.default_rng(0).permutation(len(names)), strict=True))
-    return sorted(range(len(groups)), key=lambda i: int(rank[groups[i]]))[:MOST]
+    return sorted(range(len(groups)), key=lambda i: int(rank[groups[i]]))[:MOST_SAMPLES]
 
 
 def _likeliest(states: Floats, logs: Floats, same: Floats) -> tuple[Floats, Floats]:
@@ -133,8 +133,15 @@ def _likeliest(states: Floats, logs: Floats, same: Floats) -> tuple[Floats, Floa
         same: [S, S].
     """
     squares, features = _squares(states), states.shape[1]
-    centre = np.log([*[features**0.5] * features, max(logs.std(), NOISE), NOISE, NOISE])
-    width = np.array([*[SMOOTH] * features, 1.0, 1.0, 1.0])
+    centre = np.log(
+        [
+            *[features**0.5] * features,
+            max(logs.std(), EXPECTED_NOISE),
+            EXPECTED_NOISE,
+            EXPECTED_NOISE,
+        ]
+    )
+    width = np.array([*[SCALE_DEVIATION] * features, 1.0, 1.0, 1.0])
     eye = np.eye(len(logs))
 
     def loss(logarithms: Floats) -> tuple[float, Floats]:
@@ -155,7 +162,9 @@ def _likeliest(states: Floats, logs: Floats, same: Floats) -> tuple[Floats, Floa
         gradient = np.array([*by_scales, *by_variances, noise * np.trace(slope)])
         return float(value), gradient + far / width
 
-    bounds = list(zip(centre - FAR * width, centre + FAR * width, strict=True))
-    options = {"maxiter": STEPS}
+    bounds = list(
+        zip(centre - MOST_DEVIATIONS * width, centre + MOST_DEVIATIONS * width, strict=True)
+    )
+    options = {"maxiter": SEARCH_STEPS}
     found = minimize(loss, centre, jac=True, method="L-BFGS-B", bounds=bounds, options=options).x
     return np.exp(found[:features]), np.exp(2.0 * found[features:])

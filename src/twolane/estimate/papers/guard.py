@@ -8,8 +8,8 @@ slowdown is the time of a step beside prefill over the solo-run model's predicti
 answers for the model's error, too. The paper measures every cell. Here one without samples of its
 own borrows a mean of those that have some, near ones above all, and as much more as covers all but
 one in a hundred of those, each left out in turn. Whatever is seen online and is larger raises a
-cell; a borrowed cell falls to its own largest once it has `OWN` samples. Prefill is not guarded
-(§3.4.1).
+cell; a borrowed cell falls to its own largest once it has `OWN_SAMPLES` samples. Prefill is not
+guarded (§3.4.1).
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,11 +23,11 @@ from twolane.estimate.papers.solo_run import SoloRun
 from twolane.estimate.profile import Profile
 from twolane.estimate.query import Corunner, Floats, LaunchShape, Load, decode_step
 
-OWN = 20
+OWN_SAMPLES = 20
 """Samples after which a borrowed cell stands on its own."""
-OFFSET = 0.5
+DISTANCE_OFFSET = 0.5
 """Added to distances: a cell next to one is not all that is known of it."""
-COVERED = 0.99
+COVERED_CELLS = 0.99
 """Share of cells that are not slower than they would borrow."""
 
 Cell = tuple[int, int, int, int, int]
@@ -77,7 +77,7 @@ class ContentionGuard(Estimator):
         (known,) = self._known([cell])
         known.own = max(known.own, slowdown)
         known.count += 1
-        if known.borrowed and known.count >= OWN:
+        if known.borrowed and known.count >= OWN_SAMPLES:
             known.borrowed, known.slowdown = False, known.own
         known.slowdown = max(known.slowdown, known.own)
 
@@ -120,11 +120,11 @@ class ContentionGuard(Estimator):
         distances = _distances(self._places, self._places)
         np.fill_diagonal(distances, np.inf)
         above = self._logs - self._means(distances)
-        return float(np.quantile(above, COVERED, method="higher"))
+        return float(np.quantile(above, COVERED_CELLS, method="higher"))
 
     def _means(self, distances: Floats) -> Floats:
         """Means of the measured cells' logarithms, weighted by distances [L, measured]: [L]."""
-        weights = 1.0 / np.square(np.square(distances + OFFSET))
+        weights = 1.0 / np.square(np.square(distances + DISTANCE_OFFSET))
         return np.asarray(weights.dot(self._logs) / weights.sum(axis=1))
 
 

@@ -22,7 +22,7 @@ from twolane.estimate.papers.sweep import Curve, Sweep, step_bytes
 from twolane.estimate.profile import Profile, ProfileError, Sample
 from twolane.estimate.query import Corunner, Floats, LaunchShape, Load
 
-ONLINE = 128
+LAUNCHES_KEPT = 128
 """Launches that are remembered, of each kind."""
 UNITS_WEIGHT = 4.0
 """A doubling of the units is as far as this many doublings of the tokens."""
@@ -39,13 +39,13 @@ class Scaling:
     """
 
     def __init__(self, states: Sequence[State], alphas: Sequence[float]) -> None:
-        far: list[State] = [(1e6,) * len(states[0])] * ONLINE
+        far: list[State] = [(1e6,) * len(states[0])] * LAUNCHES_KEPT
         self._lifted = np.array([_column(state) for state in (*states, *far)]).T
         """Times (x, |x|², 1) the squared distances of x to the samples, and a little more, so that
         none is zero: [features + 2, S]."""
-        self._logs = np.ones((len(states) + ONLINE, 2))
+        self._logs = np.ones((len(states) + LAUNCHES_KEPT, 2))
         """Logarithms of the factors, and ones: weighted sum and sum of weights are one product."""
-        self._logs[:, 0] = [*np.log(alphas), *[0.0] * ONLINE]
+        self._logs[:, 0] = [*np.log(alphas), *[0.0] * LAUNCHES_KEPT]
         self._first = self._next = len(states)
 
     def at(self, states: Sequence[State]) -> Floats:

@@ -17,10 +17,10 @@ from twolane.systems.common.multiplex import Level
 
 Mode = Literal["hybrid", "temporal", "spatial"]
 
-TILES: Sequence[int] = range(64, 2048 + 1, 64)
+TRIED_SIZES: Sequence[int] = range(64, 2048 + 1, 64)
 """Sizes of passes that are tried where the device pads them to none: products compute whole tiles
 (tile quantisation, Sarathi-Serve §4.3), so a row more may cost as much as 64."""
-UNSEEN = 0.95
+UNPROMISED_PASS_FRACTION = 0.95
 """A hybrid pass is taken to last at most this fraction of the sum of its parts where the estimator
 promises no bound, since it may have seen no such pass."""
 DECODE_WEIGHT = 0.1
@@ -134,7 +134,7 @@ class Candidates:
         """
         most, rows = self.batch.new, self.decode.requests
         sizes = [size - rows for size in passes(self.pass_sizes) if rows < size < rows + most]
-        if rows + most <= (self.pass_sizes or TILES)[-1] or not sizes:
+        if rows + most <= (self.pass_sizes or TRIED_SIZES)[-1] or not sizes:
             sizes.append(most)
         gaps: dict[int, float] = {}
 
@@ -159,14 +159,14 @@ class Candidates:
         load = Load([*self.decode.n, *chunks.n], [*self.decode.r, *chunks.r])
         seconds = self.estimator.predict(hybrid_pass(load), self.units, bound=bound)
         if seconds is None or not self.estimator.promises:
-            parts = UNSEEN * (self.step + alone * tokens / self.batch.new)
+            parts = UNPROMISED_PASS_FRACTION * (self.step + alone * tokens / self.batch.new)
             seconds = parts if seconds is None else min(seconds, parts)
         return max(seconds, self.launching)
 
 
 def passes(padded: Sequence[int]) -> Sequence[int]:
     """Rows that a hybrid pass may have, the decode rows included."""
-    padded = padded or TILES
+    padded = padded or TRIED_SIZES
     return (16, 32, *padded, *range(padded[-1] + 512, 8192 + 1, 512))
 
 

@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from twolane.systems.plan import Refusal
 from twolane.systems.view import RequestView
 
-PATIENCE = 2.0
+REFUSAL_FACTOR = 2.0
 """A request is refused if its prefill would begin later than this multiple of its TTFT bound."""
-OVERTAKING = 0.1
+OVERTAKING_FRACTION = 0.1
 """Fraction of the seconds left of a begun prompt that shorter ones may take before it goes on."""
-SAFE = 1.2
+LATE_SAFETY_FACTOR = 1.2
 """Prompts behind a begun one count as late if this multiple of the predicted seconds exceeds their
 deadline."""
-HURRY = 0.5
+HURRY_FRACTION = 0.5
 """Fraction of its TTFT bound after which a prompt that is not done is in a hurry."""
 UNBOUND_SECONDS = 1.0
 """Requests without a TTFT bound are ordered as if they had this one."""
@@ -59,7 +59,7 @@ class _Queued:
     def hurried(self, done: float) -> bool:
         """Whether it has little time to spare if it is done then."""
         request = self.request
-        return request.deadline is None or done > request.arrival + HURRY * self.bound
+        return request.deadline is None or done > request.arrival + HURRY_FRACTION * self.bound
 
 
 def make_line(
@@ -112,11 +112,11 @@ def _overtaking(places: Sequence[_Queued], begin: float) -> list[_Queued]:
     if not places or places[0].yields:
         return []
     begun, found = places[0], []
-    spare, slack = OVERTAKING * begun.seconds, begun.deadline - begin - begun.seconds
+    spare, slack = OVERTAKING_FRACTION * begun.seconds, begun.deadline - begin - begun.seconds
     if slack > 0.0:
         spare = min(spare, slack)
     for place in places[1:]:
-        ends = begin + SAFE * (begun.seconds + place.seconds)
+        ends = begin + LATE_SAFETY_FACTOR * (begun.seconds + place.seconds)
         late = place.request.deadline is not None and ends > place.deadline
         if late and place.seconds <= spare and place.request.priority == begun.request.priority:
             found.append(place)
@@ -139,10 +139,10 @@ def _give_up(places: Sequence[_Queued], begin: float) -> None:
 
 
 def _refusal(place: _Queued, begins: float) -> Refusal | None:
-    """Return a refusal if its prefill would begin after more than `PATIENCE` times its bound."""
+    """Return a refusal if its prefill would begin later than `REFUSAL_FACTOR` times its bound."""
     request = place.request
     wait = begins - request.arrival
-    if not place.yields or wait <= PATIENCE * place.bound:
+    if not place.yields or wait <= REFUSAL_FACTOR * place.bound:
         return None
     return Refusal(
         request.id,

@@ -16,7 +16,7 @@ from twolane.systems.view import BatchView, RequestView, View
 Level = tuple[int, int]
 """(prefill units, decode units)"""
 
-RULE = 1.0 / 1024
+TTFT_PER_TOKEN = 1.0 / 1024
 """Seconds of TTFT for each new token: 1 s per 1K (Drift §5.1)."""
 
 
@@ -71,7 +71,7 @@ def deadline(request: RequestView, new: int) -> float:
     if request.generated:
         return math.inf
     wanted = request.deadline
-    return request.arrival + RULE * new if wanted is None else wanted
+    return request.arrival + TTFT_PER_TOKEN * new if wanted is None else wanted
 
 
 def tbt_slo(requests: Iterable[RequestView]) -> float:

@@ -34,12 +34,12 @@ from twolane.systems.common.settings import at_least
 from twolane.systems.plan import Chunk, DecodeSteps, Launch, Plan, PrefillSlice
 from twolane.systems.view import RequestView, View
 
-QUEUE = 64
+MOST_PREDICTED = 64
 """Waiting requests whose latency is predicted, and which may be reordered; the others come after
 them as they are."""
 PERCENTILE = 90.0
 """Percentile of TTFT and of TPOT over requests (Algorithm 1, lines 10 to 18)."""
-GROWTH = 0.01
+LEAST_GROWTH = 0.01
 """Share by which a further request must raise a batch's predicted tokens a second to join it."""
 
 
@@ -165,7 +165,7 @@ def _intense(view: View, memory: BulletMemory, chunks: Sequence[Chunk]) -> int:
         if seconds is None:
             break
         before, rate = rate, sum(new[:count]) / seconds
-        if rate < before * (1 + GROWTH):
+        if rate < before * (1 + LEAST_GROWTH):
             return count - 1
     return len(chunks)
 
@@ -254,7 +254,7 @@ class Bullet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def _latencies(self, view: View, memory: BulletMemory) -> dict[str, tuple[int, float]]:
         """Latencies of the first waiting requests, predicted once; empty if nothing is known."""
         known: dict[str, tuple[int, float]] = {}
-        for request in view.waiting[:QUEUE]:
+        for request in view.waiting[:MOST_PREDICTED]:
             entry, new = memory.latencies.get(request.id), request.new
             if entry is None or entry[0] != new:
                 load = Load([new], [request.reused])
@@ -273,14 +273,14 @@ class Bullet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         waiting = list(view.waiting)
         if not self.schedule or not latencies:
             return waiting
-        queue = waiting[:QUEUE]
+        queue = waiting[:MOST_PREDICTED]
         order = reorder(
             [(request.started, request.priority) for request in queue],
             [latencies[request.id][1] for request in queue],
             [self._due(request) for request in queue],
             start,
         )
-        ordered = [queue[i] for i in order] + waiting[QUEUE:]
+        ordered = [queue[i] for i in order] + waiting[MOST_PREDICTED:]
         fits = next_chunks(view, 1, split=False, waiting=ordered)
         return ordered if fits else waiting
 
