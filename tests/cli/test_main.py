@@ -158,6 +158,8 @@ def test_version():
         (("--trace", "/nowhere/t.json"), ("--trace", "/nowhere/t.json")),
         (("--trace", "/"), ("--trace / cannot be written",)),
         (("--profile", "/"), ("--profile / cannot be read",)),
+        (("--trace", "x" * 300), ("--trace x", "cannot be written")),
+        (("--lora", "a=" + "x" * 300), ("--lora a=x", "no such directory")),
         (("--slo-tbt-ms", "-1"), ("--slo-tbt-ms", "or equal to 0")),
         (("--slo-ttft-ms", "nan"), ("--slo-ttft-ms", "or equal to 0")),
         (("--slo-ttft-per-1k-ms", "9"), ("--slo-ttft-per-1k-ms", "added to --slo-ttft-ms")),

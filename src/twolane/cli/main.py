@@ -65,6 +65,9 @@ def main() -> None:
         code = app(prog_name="twolane", standalone_mode=False)
     except typer.Abort:
         code = INTERRUPTED
+    except OSError as error:  # a file or an address that cannot be had, wherever it was asked for
+        fail(str(error))
+        code = 1
     except Exception as error:
         if not hasattr(error, "format_message"):  # the parser's own errors have it
             raise

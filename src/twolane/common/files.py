@@ -1,8 +1,22 @@
-"""Files that are there whole or not at all, whoever else writes them."""
+"""Whether files are there, and files that are written whole or not at all."""
 
 import contextlib
 import tempfile
 from pathlib import Path
+
+
+def is_folder(path: Path) -> bool:
+    """Whether this is a folder; a name that no file can have is none."""
+    with contextlib.suppress(OSError):
+        return path.is_dir()
+    return False
+
+
+def is_file(path: Path) -> bool:
+    """Whether this is a file; a name that no file can have is none."""
+    with contextlib.suppress(OSError):
+        return path.is_file()
+    return False
 
 
 def write_whole(path: Path, content: bytes) -> None:

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from twolane.common.errors import FieldError
+from twolane.common.files import is_folder
 from twolane.common.options import check_ranges
 from twolane.common.resources import usable_cores
 from twolane.engine.config import EngineConfig
@@ -42,7 +43,7 @@ def check_settings(config: EngineConfig) -> None:
             "lora", f"has {len(config.lora)} adapters, and max_loras is {config.max_loras}"
         )
     for name, path in config.lora.items():
-        if not name or not Path(path).is_dir():
+        if not name or not is_folder(Path(path)):
             raise FieldError("lora", f"{name}={path}: there is no such directory")
     _check_kv_events(config)
     if config.trace is not None and not _is_writable(Path(config.trace)):
@@ -82,13 +83,16 @@ def _check_kv_events(config: EngineConfig) -> None:
 
 def _is_readable(file: Path) -> bool:
     """Whether a file is there and can be read."""
-    return not file.is_dir() and os.access(file, os.R_OK)
+    return not is_folder(file) and os.access(file, os.R_OK)
 
 
 def _is_writable(file: Path) -> bool:
     """Whether a file can be written, which need not be there yet."""
-    if file.exists():
-        return not file.is_dir() and os.access(file, os.W_OK)
+    try:
+        if file.exists():
+            return not file.is_dir() and os.access(file, os.W_OK)
+    except OSError:  # no file can have this name
+        return False
     return os.access(file.absolute().parent, os.W_OK)
 
 

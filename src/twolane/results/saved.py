@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from twolane.common.errors import FieldError
+from twolane.common.files import is_file, is_folder
 from twolane.results.metrics import TTFT_PER_1K, bounded
 
 TRACE = "a trace: give it with --trace-file"
@@ -131,13 +132,13 @@ def read(inputs: list[str], traces: list[str]) -> Saved:
     saved = Saved()
     for text in inputs:
         name, path = _named(text)
-        if path.is_dir():
+        if is_folder(path):
             _read_search(saved, path, name)
         else:
             saved.runs.append(_read_run(path, name))
     for text in traces:
         name, path = _named(text)
-        if not path.is_file():
+        if not is_file(path):
             raise FieldError("trace_file", f"{path} is no file")
         _add_trace(saved, name or _stem(path), path)
     return saved
@@ -146,7 +147,7 @@ def read(inputs: list[str], traces: list[str]) -> Saved:
 def _named(text: str) -> tuple[str | None, Path]:
     """A path with an equals sign in it, such as a search's file, needs no name."""
     name, equals, rest = text.partition("=")
-    if equals and not Path(text).exists():
+    if equals and not (is_file(Path(text)) or is_folder(Path(text))):
         return name, Path(rest)
     return None, Path(text)
 

@@ -10,6 +10,7 @@ from typing import Annotated
 import msgspec
 
 from twolane.common.errors import FieldError
+from twolane.common.files import is_file
 from twolane.common.options import Option
 from twolane.workload import traces
 from twolane.workload.arrivals import arrivals
@@ -108,7 +109,7 @@ class WorkloadSpec(msgspec.Struct, frozen=True, kw_only=True):
         return requests[: self.num_prompts]
 
     def _read(self) -> list[TraceRequest]:
-        if not Path(self.dataset).is_file():
+        if not is_file(Path(self.dataset)):
             known = ", ".join([RANDOM, *DRAWN])
             raise FieldError("dataset", f"{self.dataset!r} is neither a file nor one of {known}")
         return traces.read_trace(self.dataset)

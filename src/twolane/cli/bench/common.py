@@ -107,7 +107,12 @@ def slos_and_tbts(
 
 def need_folder(option: str, path: Any) -> None:
     """Refuse a file whose folder is not there, or that is a folder itself."""
-    if path is not None and path.is_dir():
-        raise typer.BadParameter(f"{option}: {path} is a folder")
-    if path is not None and not path.absolute().parent.is_dir():
+    if path is None:
+        return
+    try:
+        if path.is_dir():
+            raise typer.BadParameter(f"{option}: {path} is a folder")
+    except OSError as error:
+        raise typer.BadParameter(f"{option}: {error}") from error
+    if not path.absolute().parent.is_dir():
         raise typer.BadParameter(f"{option}: no folder {path.absolute().parent}")

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from twolane.common.checked_json import read_json
-from twolane.common.files import keep
+from twolane.common.files import is_file, is_folder, keep
 from twolane.model.load import adapter_files
 from twolane.model.load.configs import (
     check_architecture,
@@ -160,9 +160,9 @@ def resolve(
         path = pull(name, given_up=given_up)
         return ModelSource("gguf", name, path, path, ALIASES[name].recommended)
     path = Path(name).expanduser()
-    if path.is_dir():
+    if is_folder(path):
         return _directory(name, path)
-    if path.is_file():
+    if is_file(path):
         if path.suffix.lower() != ".gguf":
             raise ModelNotFound(f"{name} is a file, but not a .gguf file")
         return ModelSource("gguf", name, path, path)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from twolane.common.checked_json import converted, read_json
+from twolane.common.files import is_folder
 from twolane.model.load.adapter_files import CONFIG, TENSORS
 from twolane.model.load.configs import JOINED
 from twolane.model.load.safetensors import Safetensors
@@ -142,7 +143,7 @@ def _read(path: Path, shard: Shard, dtype: torch.dtype, most_rank: int) -> Adapt
 
 def _config(path: Path) -> _AdapterConfig:
     """The config of an adapter that asks for nothing that is not served."""
-    if not path.is_dir():
+    if not is_folder(path):
         raise AdapterError(f"{path} is no directory")
     file = path / CONFIG
     if not file.is_file():
