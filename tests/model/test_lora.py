@@ -248,7 +248,7 @@ CONFIGS = {
     "bias": "all",
     "peft_type": "IA3",
     "init_lora_weights": "pissa",
-    "rank_pattern": {"(a+)+b": 4},
+    "rank_pattern": {"(a+)+b": 4, ".*.*.*.*a": 4},
     "alpha_pattern": {"[": 4},
     "lora_alpha": "many",
     "r": None,
@@ -268,6 +268,7 @@ def test_fields_that_are_empty_or_without_effect_are_taken(decoder, base, tmp_pa
         **{"use_dora": False, "modules_to_save": None, "loftq_config": {}, "rank_pattern": None},
         **{"layers_to_transform": [1], "lora_dropout": 0.1, "megatron_core": "megatron.core"},
         "something_new": [],
+        "target_modules": [*(module.rpartition(".")[2] for module in MODULES), "c_attn"],
     }
     path = make_adapter(base, tmp_path / "adapter", layers=[1], config=config)
     assert load(path, decoder).layers[0] == {}
@@ -315,7 +316,8 @@ def test_logits_are_those_of_peft(family, tmp_path):
     base = make_checkpoint(family, tmp_path / "base", seed=1, layers=2)
     config = peft.LoraConfig(
         r=6, lora_alpha=9, target_modules="all-linear", init_lora_weights="gaussian",
-        rank_pattern={"o_proj": 2}, alpha_pattern={"down_proj": 30}, use_rslora=True,
+        rank_pattern={"o_proj": 2}, alpha_pattern={r".*\.1\..*down_proj": 30}, use_rslora=True,
+        exclude_modules=["model.layers.1.self_attn.o_proj"],
     )  # fmt: skip
     model = peft.get_peft_model(reference(base), config)
     random = torch.Generator().manual_seed(5)

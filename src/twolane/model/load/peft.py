@@ -7,7 +7,7 @@ unless it is empty.
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,14 +37,18 @@ _WITHOUT_EFFECT = frozenset(
         *("auto_mapping", "base_model_name_or_path", "inference_mode", "lora_dropout"),
         *("megatron_core", "peft_version", "qalora_group_size", "revision", "task_type"),
         # Which modules there are is read from the tensors.
-        *("exclude_modules", "layers_pattern", "layers_to_transform"),
+        *("layers_pattern", "layers_to_transform"),
     }
 )
 """Fields of a config that change nothing of what an adapter computes."""
 _PLAIN_STARTS = (True, False, None, "gaussian", "orthogonal", "eva")
 """Values of `init_lora_weights` that leave the base model's weights as they are."""
 _PATTERN = re.compile(r"\^?[\w.\\|()\[\]-]+\$?")
-"""Keys of `rank_pattern` and `alpha_pattern` that are read: expressions that repeat nothing."""
+"""Keys of `rank_pattern` and `alpha_pattern` that are read: expressions that repeat nothing, but
+for `.*` at most `_MOST_GAPS` times."""
+_MOST_GAPS = 3
+_ENDS = ("lm_head", "model.embed_tokens")
+"""The modules outside of layers that PEFT makes adapters of."""
 
 
 class AdapterError(ValueError):
@@ -63,6 +67,7 @@ class _AdapterConfig(msgspec.Struct):
     alpha_pattern: dict[str, float] = {}
     fan_in_fan_out: bool = False
     bias: str = "none"
+    exclude_modules: list[str] | str | None = None
     init_lora_weights: Any = True
 
     def rank(self, module: str) -> int:
@@ -132,7 +137,7 @@ def _read(path: Path, shard: Shard, dtype: torch.dtype, most_rank: int) -> Adapt
         tensors = Safetensors([file], stack)
         modules = _modules(shard.spec)
         found = _found(tensors, shard.spec, modules)
-        _check_targets(config, found)
+        _check_targets(config, found, [*_ENDS, *_names(shard.spec, modules)])
         _check_ranks(config, found, most_rank)
         layers = [
             _layer(i, found, tensors, config, shard, modules, dtype)
@@ -178,7 +183,7 @@ def _config(path: Path) -> _AdapterConfig:
 
 def _check_pattern(field: str, key: str) -> None:
     problem = AdapterError(f"{CONFIG}: {field}: {_short(key)} is no name of modules")
-    if not _PATTERN.fullmatch(key):
+    if not _PATTERN.fullmatch(key.replace(".*", "", _MOST_GAPS)):
         raise problem
     try:
         re.compile(key)
@@ -267,17 +272,32 @@ def _kind(module: str, spec: ModelSpec, modules: Mapping[str, _LinearModule]) ->
     return None
 
 
-def _check_targets(config: _AdapterConfig, found: Mapping[str, int]) -> None:
-    """See that tensors and `target_modules` agree, as far as that is a list of names."""
+def _names(spec: ModelSpec, modules: Mapping[str, _LinearModule]) -> Iterator[str]:
+    """The names of all linear modules of the layers."""
+    for i in range(spec.layers):
+        yield from (f"model.layers.{i}.{module}" for module in modules)
+
+
+def _check_targets(config: _AdapterConfig, found: Mapping[str, int], there: Sequence[str]) -> None:
+    """See that tensors and `target_modules` agree, as far as that is a list of names.
+
+    As in PEFT, a name that no module of the base model has means none.
+    """
     targets = config.target_modules
     if isinstance(targets, str):
         return  # an expression, of which the tensors are the result
     for target in targets:
-        if not any(f".{module}".endswith(f".{target}") for module in found):
+        meant = [module for module in there if _ends_with(module, target)]
+        if meant and not config.exclude_modules and not found.keys() & meant:
             raise AdapterError(f"{CONFIG}: target_modules has {target}, and {TENSORS} has not")
     for module in found:
-        if not any(f".{module}".endswith(f".{target}") for target in targets):
+        if not any(_ends_with(module, target) for target in targets):
             raise AdapterError(f"{TENSORS} has {module}, which is not in target_modules")
+
+
+def _ends_with(module: str, target: str) -> bool:
+    """Whether a name of `target_modules` means a module."""
+    return f".{module}".endswith(f".{target}")
 
 
 def _check_ranks(config: _AdapterConfig, found: Mapping[str, int], most: int) -> None:
