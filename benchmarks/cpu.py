@@ -6,7 +6,8 @@ nothing else:
 1. Do lanes help? Four requests decode while a 600-token prompt comes every 3 seconds, under
    `static-split`, `auto` and `prefill-first`, in turn. Time between tokens is taken where
    the API process receives them; throughput is prompt tokens of prompts answered plus
-   output tokens.
+   output tokens. `--systems` names others; `1P1D` gives prefill and decode half of the cores each
+   (`--disaggregated`). With `--lanes-only` the other two questions are left out.
 2. Is the base slow? One stream against `transformers.generate`, 16 streams against one, and a
    prompt whose prefix is cached against the same prompt for the first time.
 3. What does an idle engine cost?
@@ -36,6 +37,8 @@ DECODING = 4
 ANSWER = 8
 """Output tokens of each prompt that comes meanwhile."""
 LANE_SYSTEMS = ("prefill-first", "static-split", "auto")
+DISAGGREGATED = "1P1D"
+"""Name of the way in which prefill and decode have halves of the cores, with a process each."""
 PAGE = 16
 """Tokens of a page of the KV cache on a CPU: the prefix cache holds whole pages."""
 TOKENS = 1000, 40_000
@@ -62,6 +65,8 @@ class Load(msgspec.Struct, frozen=True):
     """Output tokens of each stream in the second question."""
     idle: float
     """Seconds in which an idle engine is watched."""
+    systems: tuple[str, ...] = LANE_SYSTEMS
+    """What the first question compares: systems, or `DISAGGREGATED`."""
 
     def tokens(self, rng: random.Random, n: int) -> list[int]:
         """Return a random prompt of n tokens."""
@@ -100,7 +105,10 @@ class Stream:
 
 
 async def start(model: str, system: str) -> EngineClient:
-    return await EngineClient.start(EngineConfig(model=model, system=system, kv_tokens=60_000))
+    apart = system == DISAGGREGATED
+    name = None if apart else system
+    config = EngineConfig(model=model, system=name, disaggregated=apart, kv_tokens=60_000)
+    return await EngineClient.start(config)
 
 
 async def load(asked: Load, system: str, seed: int) -> tuple[list[float], float]:
@@ -132,7 +140,7 @@ async def lanes(asked: Load) -> tuple[Measured, list[Figure]]:
     rates: dict[str, list[float]] = {}
     longest: dict[str, list[float]] = {}
     for seed in range(asked.rounds):
-        for system in LANE_SYSTEMS:
+        for system in asked.systems:
             some, rate = await load(asked, system, seed)
             gaps.setdefault(system, []).extend(some)
             longest.setdefault(system, []).append(max(some))
@@ -147,11 +155,17 @@ async def lanes(asked: Load) -> tuple[Measured, list[Figure]]:
         measured[f"{system}, longest gap of all rounds (ms)"] = max(longest[system]) * 1e3
         measured[f"{system}, tokens/s"] = statistics.mean(rates[system])
 
+    return measured, compared(measured) if {*LANE_SYSTEMS} <= gaps.keys() else []
+
+
+def compared(measured: Measured) -> list[Figure]:
+    """`static-split` beside the others."""
+
     def ratio(what: str, system: str = "prefill-first") -> float:
         return measured[f"{system}, {what}"] / measured[f"static-split, {what}"]
 
     gap, rate = "longest gap of a round", ratio("tokens/s")
-    return measured, [
+    return [
         at_least("P99 TBT, prefill-first / static-split", ratio("P99 TBT (ms)"), 3),
         at_least(f"{gap}, prefill-first / static-split", ratio(f"{gap} (ms)"), 5),
         at_least("throughput, static-split / prefill-first", 1 / rate, 0.85),
@@ -254,12 +268,16 @@ def main() -> None:
     add("--every", type=float, default=3.0, help="seconds between two of them")
     add("--output", type=int, default=96, help="output tokens of each stream alone")
     add("--idle", type=float, default=5.0, help="seconds in which an idle engine is watched")
+    add("--systems", nargs="+", default=LANE_SYSTEMS, help="of the first question")
+    add("--lanes-only", action="store_true", help="leave out the other two questions")
     add("--out", type=Path, help="write the figures here as JSON")
     given = vars(parser.parse_args())
-    out, asked = given.pop("out"), Load(**given)
-    with_lanes, figures = asyncio.run(lanes(asked))
-    of_base, more = asyncio.run(base(asked))
-    measured, figures = with_lanes | of_base, figures + more
+    out, lanes_only = given.pop("out"), given.pop("lanes_only")
+    asked = Load(**given | {"systems": tuple(given["systems"])})
+    measured, figures = asyncio.run(lanes(asked))
+    if not lanes_only:
+        of_base, more = asyncio.run(base(asked))
+        measured, figures = measured | of_base, figures + more
     for name, value in measured.items():
         print(f"{name:55} {value:8.1f}")
     show(figures)

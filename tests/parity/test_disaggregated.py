@@ -134,16 +134,18 @@ def test_a_prefill_process_that_is_lost_ends_the_engine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Most of the time decode steps go on without it."""
-    monkeypatch.setattr(base, "PATIENCE_SECONDS", SHORT_PATIENCE)
-    monkeypatch.setattr(base, "UNPREDICTED_SECONDS", SHORT_PATIENCE)
     for turn in range(FULL_ROUNDS if request.config.getoption("--full") else ROUNDS):
         ranks = apart(checkpoint, 256, PAGE, RUNNING)
+        ranks.serve(make_system("two-stream"), [Submit("first", [5, 6, 7], SHORT)])
+        monkeypatch.setattr(base, "PATIENCE_SECONDS", SHORT_PATIENCE)
+        monkeypatch.setattr(base, "UNPREDICTED_SECONDS", SHORT_PATIENCE)
         took, said = lose(ranks, number, random.Random(turn).random())
         assert took < ENDS_WITHIN
         assert "rank 1" in said, said
         ranks.processes[0].send_signal(signal.SIGCONT)
         ranks.close(1.0)
         assert not _lives(ranks.processes[0].pid)
+        monkeypatch.undo()
 
 
 @pytest.mark.full
