@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from twolane.frontend.parsers.pieces import CallArguments, CallStart, Content, Reasoning
+from twolane.frontend.parsers.readers import typed
 from twolane.frontend.parsers.reasoning import ReasoningParser
 from twolane.frontend.parsers.tool_calls import FORMATS, ToolCallParser, format_of
 
@@ -37,6 +38,7 @@ XML = """Now:
 </function>
 </tool_call>
 done"""
+DAYS = "<function=weather><parameter=days>\n{}\n</parameter></function>"
 LLAMA = '{"name": "weather", "parameters": {"city": "Rome"}}; {"name": "f", "parameters": {}}'
 MISTRAL = (
     '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Rome"}}, '
@@ -103,6 +105,82 @@ WRITTEN = {
     "text with a mark": (("hermes", "I write <tool_call> so."), "I write <tool_call> so.", []),
     "no opening mark": (("qwen3_coder", UNMARKED), "Now:", [("f", SOME), ("f", {"x": 1})]),
     "no function": (("qwen3_coder", "a <function=\nb> c"), "a <function=\nb> c", []),
+    "a brace too few": (("hermes", f'{CALL}{{"a": 1}} </tool_call>x'), "x", [("f", {"a": 1})]),
+    "a brace too many": (("hermes", f"{CALL}{{}}}}}}</tool_call>x"), "x", [("f", {})]),
+    "two calls behind one mark": (
+        ("hermes", '<tool_call>{"name": "f"}\n{"name": "g"}\n</tool_call>'),
+        *("", [("f", {}), ("g", {})]),
+    ),
+    "an object behind a call": (
+        ("hermes", f'{CALL}{{}}}}</tool_call>{{"a": 1}}'),
+        *('{"a": 1}', [("f", {})]),
+    ),
+    "an empty string for arguments": (("hermes", f'{CALL}""}}'), "", [("f", {})]),
+    "line ends in strings": (
+        ("hermes", f'{CALL}{{"a":\n"b\n\tc"}}}}'),
+        *("", [("f", {"a": "b\n\tc"})]),
+    ),
+    "line ends in strings, 3.1": (
+        ("deepseek_v31", DEEPSEEK_31.replace("Rome", "Ro\nme")),
+        *("", [("weather", {"city": "Ro\nme"}), ("f", {})]),
+    ),
+    "arguments by both names": (
+        ("hermes", f'{CALL}{{"a": 1}}, "parameters": {{}}}}'),
+        *("", [("f", {"a": 1})]),
+    ),
+    "function for name": (
+        ("llama3_json", '{"type": "function", "function": "f", "parameters": {}}'),
+        *("", [("f", {})]),
+    ),
+    "a function as an object": (
+        ("llama3_json", '{"function": {"name": "f"}}'),
+        *('{"function": {"name": "f"}}', []),
+    ),
+    "half of a character as the name": (
+        ("hermes", '<tool_call>{"name": "\\ud83d"}'),
+        *('<tool_call>{"name": "\\ud83d"}', []),
+    ),
+    "deepseek without a fence": (
+        ("deepseek_v3", DEEPSEEK.replace("```json\n", "").replace("\n```", "")),
+        *("", ROME),
+    ),
+    "deepseek 3.1 with a fence": (
+        ("deepseek_v31", DEEPSEEK_31.replace("{", "```json\n{").replace("}", "}\n```")),
+        *("", ROME),
+    ),
+    "the end of a function in a value": (
+        ("qwen3_coder", XML.replace("12", "<a></function>\n</a>", 1)),
+        *("Now:done", [("weather", {"city": "<a></function>\n</a>", "days": 12})]),
+    ),
+    "the beginning of a parameter in a value": (
+        ("qwen3_coder", XML.replace("12", "a <parameter=b> c", 1)),
+        *("Now:done", [("weather", {"city": "a <parameter=b> c", "days": 12})]),
+    ),
+    "parameters without their ends": (
+        ("qwen3_coder", XML.replace("</parameter>\n", "")),
+        *("Now:done", [("weather", {"city": "12", "days": 12})]),
+    ),
+    "a function without its end": (
+        ("qwen3_coder", XML.replace("</function>\n", "")),
+        *("Now:done", [("weather", {"city": "12", "days": 12})]),
+    ),
+    "neither end": (
+        ("qwen3_coder", XML[: XML.index("</function>")]),
+        *("Now:", [("weather", {"city": "12", "days": 12})]),
+    ),
+    "JSON in a function": (
+        ("qwen3_coder", '<tool_call><function=f>\n{"a": 1}\n</function></tool_call>'),
+        *("", [("f", {"a": 1})]),
+    ),
+    "a value as Python writes it": (
+        ("qwen3_coder", DAYS.format("{'a': [True]}")),
+        *("", [("weather", {"days": {"a": [True]}})]),
+    ),
+    "half of a character as a value": (
+        ("qwen3_coder", DAYS.format('["\\ud83d"]')),
+        *("", [("weather", {"days": '["\\ud83d"]'})]),
+    ),
+    "no number": (("qwen3_coder", DAYS.format("NaN")), "", [("weather", {"days": "NaN"})]),
     "cut in the name": (("hermes", '<tool_call>{"name": "we'), '<tool_call>{"name": "we', []),
 }
 
@@ -155,6 +233,27 @@ def test_arguments_come_before_the_call_has_ended():
     parser = tools("hermes")
     pieces = parser.feed('<tool_call>{"name": "weather", "arguments": {"city": "Ro')
     assert pieces == [CallStart(0, "weather"), CallArguments(0, '{"city": "Ro')]
+
+
+def test_arguments_that_are_cut_are_no_whole_object():
+    """A client must not take what `max_tokens` has cut for what the model wanted."""
+    cut = XML[: XML.rindex("12") + 1]
+    for form, text in (("qwen3_coder", cut), ("hermes", HERMES[:80])):
+        [(_, arguments)] = read(tools(form), [text])[2]
+        assert arguments.startswith('{"city": ')
+        with pytest.raises(ValueError, match="line 1"):
+            json.loads(arguments)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "{'a':" * 9000, "1" * 5000, "1e999", "(" * 9000])
+def test_values_that_cannot_be_read_are_text(text):
+    kinds = frozenset(("array",))
+    assert typed(text, kinds) == text
+
+
+def test_a_long_value_is_read():
+    text = XML.replace("12", "<a>\n" * 50_000, 1)
+    assert len(read(tools("qwen3_coder"), [text])[2][0][1]) > 200_000
 
 
 THOUGHT = "<think>\nSo, <b>\n\nhm.\n</think>\n\nParis </think> it is.\n"

@@ -1,9 +1,34 @@
 """A tool call in JSON, read as it comes: its name, then its arguments."""
 
 import json
+from typing import Any, NoReturn
 
 WHITE = " \t\r\n"
+NAMES = ("name", "function")
 ARGUMENTS = ("arguments", "parameters")
+
+
+def parsed(text: str) -> Any:
+    """Return a value that a model wrote in JSON.
+
+    Raises:
+        ValueError: it is no JSON, or cannot be written as such: NaN, half of a character.
+    """
+    try:
+        value = json.loads(text, parse_constant=_no_json)
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    return value
+
+
+def _no_json(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+def in_string(char: str) -> str:
+    """Return a character as JSON has it in strings; models leave line ends and tabs as they are."""
+    return char if char >= " " else json.dumps(char)[1:-1]
 
 
 class JsonCall:
@@ -21,6 +46,8 @@ class JsonCall:
         """Whether the object has been closed."""
         self.broken = False
         """Whether it is no such object, whatever comes."""
+        self.spare = ""
+        """What was fed and belongs no more to the call."""
         self._depth = 0
         self._in_string = self._escaped = False
         self._key: str | None = None
@@ -41,6 +68,9 @@ class JsonCall:
         else:
             self._structure(char)
 
+    def end(self) -> None:
+        """Nothing follows: what has come was passed on."""
+
     def take(self) -> str:
         """Return the arguments' characters since the last call, once the name is known."""
         if self.name is None or self._held:
@@ -55,6 +85,11 @@ class JsonCall:
     def _held(self) -> bool:
         """Whether arguments that are no object, so far, are still being written."""
         return self._key in ARGUMENTS and self._arguments[:1] != ["{"]
+
+    @property
+    def _arguments_ended(self) -> bool:
+        ended = self._key in ARGUMENTS and self._depth == 1 and self._arguments[-1:] == ["}"]
+        return ended and not self._held
 
     def _begin(self, char: str) -> None:
         if char == "{":
@@ -72,6 +107,9 @@ class JsonCall:
             self._in_string = False
 
     def _structure(self, char: str) -> None:
+        if self._arguments_ended and char not in WHITE + ",}":  # the last brace is missing
+            self.done, self.broken, self.spare = True, self.name is None, char
+            return
         if char == '"':
             self._in_string = True
         elif char in "{[":
@@ -79,7 +117,8 @@ class JsonCall:
         elif char in "}]":
             self._depth -= 1
         if self._depth == 1 and char == ":" and self._key is None:
-            self._key = self._read()
+            key = self._read()
+            self._key = "" if key in ARGUMENTS and self._arguments else key
         elif self._depth == 0 or (self._depth == 1 and char == ","):
             self._value()
             self.done = self._depth == 0
@@ -91,13 +130,13 @@ class JsonCall:
         if self._depth == 1 and not self._in_string and char in WHITE:
             return  # between two values
         if self._key in ARGUMENTS:
-            self._arguments.append(char)
+            self._arguments.append(in_string(char) if self._in_string else char)
         else:
             self._scalar.append(char)
 
     def _value(self) -> None:
         """A value at the top has ended."""
-        if self._key == "name":
+        if self._key in NAMES and self.name is None:
             self.name = self._read()
         elif self._held:
             self._arguments = [as_object("".join(self._arguments))]
@@ -107,7 +146,7 @@ class JsonCall:
         """The string that was read, if it is one."""
         text, self._scalar = "".join(self._scalar).strip(), []
         try:
-            value = json.loads(text)
+            value = parsed(text)
         except ValueError:
             value = None
         self.broken |= not isinstance(value, str)
@@ -118,10 +157,10 @@ def as_object(arguments: str) -> str:
     """Return arguments that were written as null or as a string of JSON as the object that they
     mean; others as they are."""
     try:
-        value = json.loads(arguments)
-        within = json.loads(value) if isinstance(value, str) else None
+        value = parsed(arguments)
+        if value is None or (isinstance(value, str) and not value.strip()):
+            return "{}"
+        within = parsed(value) if isinstance(value, str) else None
     except ValueError:
         return arguments
-    if value is None:
-        return "{}"
     return str(value) if isinstance(within, dict) else arguments

@@ -37,25 +37,31 @@ class CallFormat:
 
 FORMATS: Mapping[str, CallFormat] = MappingProxyType(
     {
-        "hermes": CallFormat(lambda _: JsonCall(), ("<tool_call>",), ("</tool_call>",)),
+        "hermes": CallFormat(
+            lambda _: JsonCall(),
+            ("<tool_call>",),
+            ("</tool_call>",),
+            separators="} \t\r\n",
+            again="{",
+        ),
         "qwen3_coder": CallFormat(
             XmlCall, ("<tool_call>",), ("</tool_call>",), within=("<function=",)
         ),
         "llama3_json": CallFormat(
-            lambda _: JsonCall(), ("<|python_tag|>",), separators="; \t\r\n", again="{", bare=True
+            lambda _: JsonCall(), ("<|python_tag|>",), separators="}; \t\r\n", again="{", bare=True
         ),
         "mistral": CallFormat(
-            lambda _: ListedCall(), ("[TOOL_CALLS]",), separators=",] \t\r\n", again="{"
+            lambda _: ListedCall(), ("[TOOL_CALLS]",), separators=",]} \t\r\n", again="{"
         ),
         "deepseek_v3": CallFormat(
-            lambda _: NamedCall(r"function<｜tool▁sep｜>(?P<name>[^\n]+)\n```json\s*"),
+            lambda _: NamedCall(r"function<｜tool▁sep｜>(?P<name>[^\n]+)\n(```json)?\s*"),
             ("<｜tool▁call▁begin｜>",),
             ("```", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
         ),
         "deepseek_v31": CallFormat(
-            lambda _: NamedCall(r"(?P<name>[^\n<]+)<｜tool▁sep｜>\s*"),
+            lambda _: NamedCall(r"(?P<name>[^\n<]+)<｜tool▁sep｜>\s*(```json)?\s*"),
             ("<｜tool▁call▁begin｜>",),
-            ("<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
+            ("```", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
         ),
     }
 )
@@ -121,11 +127,20 @@ class ToolCallParser:
     def finish(self) -> list[Piece]:
         """See `Parser.finish`."""
         rest, self._text = self._text, ""
-        if self._state == "call" and not self._named:
+        if self._state == "call" and self._named:
+            return self._ended()
+        if self._state == "call":
             rest = "".join(self._raw)
-        elif self._state in ("call", "after") or (self._calls and not rest.strip()):
+        elif self._state == "after" or (self._calls and not rest.strip()):
             rest = ""
         return [Content(rest)] if rest else []
+
+    def _ended(self) -> list[Piece]:
+        """What an open call still says when nothing follows."""
+        assert self._reader is not None
+        self._reader.end()
+        arguments = self._reader.take()
+        return [CallArguments(self._calls - 1, arguments)] if arguments else []
 
     def _first(self, pieces: list[Piece]) -> bool:
         """Nothing but white space has come, in front of the answer or behind a call."""
@@ -179,6 +194,7 @@ class ToolCallParser:
         if reader.name is not None:
             self._pass_on(reader, pieces)
         if reader.done:
+            self._text = reader.spare + self._text
             self._state = "after"
         return True
 
