@@ -114,6 +114,21 @@ def test_a_whole_turn_with_a_tool(parrot):
     assert last.message.tool_calls is None
 
 
+def test_tokens_of_a_conversation_are_those_of_its_prompt(client):
+    fields = {"messages": [{"role": "user", "content": "Hello"}], "tools": [CLOCK]}
+    counted = client.post("../tokenize", body=fields, cast_to=object)["count"]
+    assert (
+        counted
+        == client.chat.completions.create(
+            model="parrot", max_tokens=1, **fields
+        ).usage.prompt_tokens
+    )
+    del fields["tools"]
+    assert client.post("../tokenize", body=fields, cast_to=object)["count"] < counted
+    with pytest.raises(openai.BadRequestError, match="tools needs messages"):
+        client.post("../tokenize", body={"prompt": "a", "tools": [CLOCK]}, cast_to=object)
+
+
 def test_a_streamed_call_adds_up_to_the_whole_one(parrot):
     content, _, [call], finish = streamed(parrot, ASK, tools=[WEATHER])
     assert (content, finish) == ("", "tool_calls")

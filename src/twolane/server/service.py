@@ -281,7 +281,7 @@ class Service:
         messages = body.messages or []
         self._check_length(sum(len(message.text) for message in messages), "messages")
         turns = [dict(turn) for turn in turns_of(messages)]
-        job = Chat(turns, self._how(body), listing)
+        job = Chat(turns, {**self._how(body), "tools": body.shown_tools}, listing)
         return await self._text(self.texts.listed(job, CLIENT.get()), "messages")
 
     async def detokenize(self, tokens: Sequence[int]) -> str:

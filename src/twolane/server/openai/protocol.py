@@ -30,7 +30,7 @@ from twolane.frontend.messages import Messages
 from twolane.frontend.structured.jobs import Wanted
 from twolane.sampling import MOST_LOGPROBS, SamplingParams
 from twolane.server.openai.structured import ResponseFormat, StructuredOutputs
-from twolane.server.openai.tools import NamedChoice, ToolChoice, Tools, enforced
+from twolane.server.openai.tools import NamedChoice, ToolChoice, Tools, enforced, shown
 
 INERT = frozenset(
     {
@@ -275,9 +275,7 @@ class ChatRequest(GenerationBody, Rendering):
     @property
     def shown_tools(self) -> list[dict[str, Any]] | None:
         """The tools as the chat template shows them; None: it shows none."""
-        if not self.tools or self.tool_choice == "none":
-            return None
-        return [tool.for_template() for tool in self.tools]
+        return None if self.tool_choice == "none" else shown(self.tools)
 
     @property
     def asked(self) -> Asked:
@@ -333,15 +331,21 @@ class TokenizeRequest(Rendering):
     model: str | None = None
     prompt: str | None = None
     messages: Messages | None = None
+    tools: Tools | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
+
+    @property
+    def shown_tools(self) -> list[dict[str, Any]] | None:
+        """The tools as the chat template shows them; None: it shows none."""
+        return shown(self.tools)
 
     @model_validator(mode="after")
     def text_or_conversation(self) -> "TokenizeRequest":
         """Refuse both and neither, and what only a conversation has."""
         if (self.prompt is None) == (self.messages is None):
             raise wrong("prompt", "or messages is required, and only one of them")
-        for name in Rendering.model_fields if self.messages is None else ():
+        for name in (*Rendering.model_fields, "tools") if self.messages is None else ():
             if getattr(self, name) is not None:
                 raise wrong(name, "needs messages")
         return self

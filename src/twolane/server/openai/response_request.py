@@ -160,6 +160,8 @@ class ResponsesRequest(Body):
             if qualified(one.namespace, one.name) not in shown:
                 names = ", ".join(sorted(shown))[:200]
                 raise wrong("tool_choice", f"names no tool; there are: {names}")
+        if choice == "required" and not shown:
+            raise wrong("tool_choice", "needs tools that the model is told of")
         return self
 
     @property

@@ -59,8 +59,11 @@ def add_response_routes(app: FastAPI, service: Service, store: ResponseStore) ->
         return await respond(request, generation, answer, streams=bool(body.stream))
 
     @app.get("/v1/responses/{id}", response_class=Response, responses=STORED)
-    async def stored(id: str) -> Response:
+    async def stored(id: str, stream: bool = False) -> Response:
         """Return a response that is still in memory."""
+        if stream:
+            message = "stream is not supported: a stored response comes whole"
+            raise ApiError(400, message, code="unsupported_parameter", param="stream")
         found = store.response(id)
         if found is None:
             raise not_stored(store, id, 404, "id")

@@ -61,6 +61,11 @@ ToolChoice = Annotated[
 ]
 
 
+def shown(tools: Sequence[ToolDefinition] | None) -> list[dict[str, Any]] | None:
+    """Return tools as chat templates show them; None: there are none."""
+    return [tool.for_template() for tool in tools] if tools else None
+
+
 def enforced(tools: Sequence[ToolDefinition], choice: "ToolChoice | None") -> list[Tool]:
     """Return the tools of which one must be called; none: the model is free.
 
