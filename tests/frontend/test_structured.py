@@ -115,6 +115,24 @@ def test_what_generators_of_schemas_write_is_understood(takes, schema, yes, no):
     assert not takes(grammar, no)
 
 
+@pytest.mark.parametrize(
+    ("gbnf", "yes", "no"),
+    [
+        (r'root ::= "\x41\u00e9\U0001F600\x22\[" # "c', 'Aé😀"[', "Aé"),
+        (r"root ::= [\u0041\u00e9-\u00ef]+", "Aéï", "B"),
+        (r"root ::= [a&&b~~c\-d]+", "a&b~c-d", "e"),
+        (r'root ::= [^"\\\x7F\x00-\x1F]+', "a/é[b", 'a"'),
+        ('root ::= . "\t" .', "a\t\n", "a\t"),
+        ('\ufeffstart-1 ::= "x"\nroot ::= start-1', "x", "y"),
+        ('?start: "a" | start "b"', "ab", "b"),
+    ],
+)
+def test_grammars_in_llama_cpps_form_mean_what_they_say(takes, gbnf, yes, no):
+    grammar = context_free_grammar(gbnf)
+    assert takes(grammar, yes)
+    assert not takes(grammar, no)
+
+
 def test_keywords_are_looked_for_where_schemas_are():
     schema = {"properties": {"format": {"const": None}}, "default": {"format": "x", "enum": None}}
     assert plain_schema(schema) == schema
