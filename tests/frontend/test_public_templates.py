@@ -13,6 +13,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from twolane.frontend.messages import Messages, turns_of
 from twolane.frontend.text.codec import TextCodec, TextError
+from twolane.frontend.text.template import ChatTemplate
 from twolane.frontend.text.tokenizer import ModelTokenizer
 
 from .checkpoints import BYTES
@@ -140,6 +141,16 @@ def test_prompts_are_those_of_transformers(name, conversation, tools):
     else:
         tokens = codec.chat(turns, tools=tools)
         assert codec.decode(tokens, skip_special_tokens=False) == expected
+
+
+@pytest.mark.parametrize("name", ["qwen2", "llama3.1", "mistral-tools", "vision", "harmony"])
+def test_what_a_template_always_says_tells_nothing_of_its_form(name):
+    """A prompt of the system may speak of developers, of None, or of calls as Python writes them:
+    Hermes 2's does."""
+    said = "You help a developer. Nonetheless: {'type': {'b': 1}} or " + '{"type": "text"}'
+    source = TEMPLATES[name].source
+    talking = ChatTemplate(f"{{{{ {said!r} }}}}{source}", SPECIALS).form
+    assert talking == ChatTemplate(source, SPECIALS).form
 
 
 def test_there_are_twenty_templates():

@@ -220,7 +220,10 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
         if form is not None:
             self.form = form
-        wanted = meta.find_undeclared_variables(made.parse(source))
+        program = made.parse(source)
+        self.names_developer = any(c.value == "developer" for c in program.find_all(nodes.Const))
+        """Whether the template compares something with the role "developer"."""
+        wanted = meta.find_undeclared_variables(program)
         self.variables = wanted - RESERVED - self._special_tokens.keys() - made.globals.keys()
         """What `chat_template_kwargs` may set."""
 
@@ -229,10 +232,13 @@ class ChatTemplate:
         """How the template reads messages."""
         return find_form(self)
 
-    @property
-    def mentions_developer(self) -> bool:
-        """Whether the template knows the role "developer"."""
-        return "developer" in self.source
+    @cached_property
+    def usual(self) -> str:
+        """What the template makes of a short message; nothing if it refuses that."""
+        try:
+            return self.raw([HELLO])
+        except Exception:  # templates are programs that come with the model
+            return ""
 
     def render(
         self,
@@ -317,7 +323,8 @@ def find_form(template: ChatTemplate) -> TemplateForm:
         arguments,
         null_content=None in contents,
         empty_content="" in contents or not contents,
-        developer=template.mentions_developer,
+        developer=template.names_developer
+        and shows(template, [{"role": "developer", "content": SEEN}, HELLO]),
         turn_end=find_turn_end(template, "assistant" in text_roles),
     )
 
@@ -361,7 +368,10 @@ def find_call_form(
 
 
 def shows(template: ChatTemplate, turns: Sequence[Message], *words: str, times: int = 1) -> bool:
-    """Whether the template shows `SEEN` and `words`, and shows them as text, not as Python does."""
+    """Whether the template shows `SEEN` and `words`, and shows them as text, not as Python does.
+
+    What it always says may look like Python.
+    """
     try:
         text = template.raw(turns)
     except Exception:  # templates are programs that come with the model
@@ -370,7 +380,7 @@ def shows(template: ChatTemplate, turns: Sequence[Message], *words: str, times: 
     return (
         text.count(SEEN) >= times
         and all(word in text for word in words)
-        and not any(mark in text for mark in pythonic)
+        and all(text.count(mark) <= template.usual.count(mark) for mark in pythonic)
     )
 
 
