@@ -19,11 +19,12 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return cached_profile(tmp_path, Profile.read(SHIPPED / "qwen3-8b-h200.json").key)
 
 
-def test_the_package_s_profile_serves_until_the_machine_has_its_own(own: Path):
+def test_the_package_s_profile_serves_until_the_machine_has_its_own(own: Path, caplog):
     shipped = Profile.read(SHIPPED / "qwen3-8b-h200.json")
     assert find_profile(CONFIG, shipped.key) == SHIPPED / "qwen3-8b-h200.json"
     shipped.save(own)
     assert find_profile(CONFIG, shipped.key) == own
+    assert not caplog.records
 
 
 def test_weights_and_cache_of_eight_bits_have_a_profile_of_their_own(own: Path):

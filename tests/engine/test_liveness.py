@@ -8,8 +8,9 @@ from twolane.common.vocabulary import LaneName
 from twolane.engine.engine import Engine, ServedModel
 from twolane.engine.kv import KVBooks
 from twolane.engine.messages import LaneWait, Ping
+from twolane.estimate.base import Estimator
 from twolane.estimate.online import OnlineEstimator
-from twolane.lanes.base import OpenTickets, Sampled, Step, Ticket
+from twolane.lanes.base import PATIENCE_FACTOR, OpenTickets, Sampled, Step, Ticket
 from twolane.lanes.work import Work
 from twolane.systems.plan import Plan
 
@@ -45,13 +46,20 @@ class HeldLanes:
         ticket.add(Step([Sampled(row, 7) for row in range(rows)]), self.now)
 
 
-def make_engine(lanes: HeldLanes) -> Engine:
+class Known(Estimator):
+    """Predicts the same for every launch."""
+
+    def _seconds(self, *_: object) -> list[float]:
+        return [100.0]
+
+
+def make_engine(lanes: HeldLanes, estimator: Estimator | None = None) -> Engine:
     return Engine(
         Script(lambda view: one_by_one(view, k=4)),
         lanes,
         KVBooks(64, 16, 8, prefix_cache=True),
         model=ServedModel(LAYERS, 100_000, (), 512),
-        estimator=OnlineEstimator(),
+        estimator=estimator or OnlineEstimator(),
     )
 
 
@@ -117,3 +125,11 @@ def test_a_launch_that_waits_for_another_lane_is_not_late() -> None:
     waits = turn(engine)
     assert waits is not None
     assert [wait.lane for wait in waits] == [engine.state.flights[0].launch.lane]
+
+
+def test_lanes_are_told_how_long_a_launch_may_take_by_its_prediction() -> None:
+    lanes = HeldLanes()
+    engine = make_engine(lanes, Known())
+    engine.take([submit("a", 16, 8)])
+    turn(engine)
+    assert lanes.tickets[0].patience == 100.0 * PATIENCE_FACTOR

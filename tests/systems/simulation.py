@@ -149,7 +149,8 @@ def simulate(
     run(engine, port)
     kv = engine.state.kv
     kv.check()
-    assert not engine.state.requests
+    state = engine.state
+    assert not (state.requests or state.flights or state.launched)
     assert kv.free_pages + kv.reclaimable_pages == pages
     times: dict[str, list[float]] = {}
     finish: dict[str, str] = {}

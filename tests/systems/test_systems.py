@@ -4,6 +4,7 @@ import itertools
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec import structs
@@ -12,7 +13,7 @@ from tests.estimate import synthetic
 from tests.sim.durations import FixedDurations
 from tests.systems.scripted import ScriptedSystem
 from tests.systems.simulation import LAYERS, UNITS, simulate, submit
-from twolane.common.vocabulary import EstimatorName
+from twolane.common.vocabulary import EstimatorName, LaneName
 from twolane.engine.build import assemble
 from twolane.engine.config import EngineConfig
 from twolane.engine.messages import Abort, ToEngine
@@ -25,7 +26,17 @@ from twolane.model.shapes import SHAPES
 from twolane.sim.gpus import GPUS
 from twolane.sim.machine import SimulatedMachine
 from twolane.slo import Slo
-from twolane.systems.plan import DecodeSteps, Hybrid, Launch, Plan, PlanError, PrefillSlice
+from twolane.systems.plan import (
+    Chunk,
+    DecodeSteps,
+    Hybrid,
+    Launch,
+    Plan,
+    PlanError,
+    PrefillSlice,
+    Refusal,
+    Work,
+)
 from twolane.systems.registry import SYSTEMS, defaults, describe, make_system
 
 
@@ -175,30 +186,55 @@ def test_systems_do_not_import_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-class Once(ScriptedSystem):
-    """Answers with one plan, once something waits."""
+class InTurn(ScriptedSystem):
+    """Answers with one plan after the other."""
 
-    def __init__(self, plan: Plan) -> None:
-        self._plan = plan
+    def __init__(self, *plans: Plan) -> None:
+        self._plans = iter(plans)
 
     def plan(self, view: object, memory: None) -> tuple[Plan, None]:
-        return (self._plan if view.waiting else Plan()), None  # type: ignore[attr-defined]
+        return next(self._plans), None
 
 
-ILLEGAL = {
-    "on offer": Plan(launches=(Launch("decode", 7, DecodeSteps()),)),
-    "not where the open batch is": Plan(launches=(Launch("prefill", 100, PrefillSlice(0, 2)),)),
-    "without an open batch": Plan(launches=(Launch("device", UNITS, Hybrid()),)),
-    "0 decode steps": Plan(launches=(Launch("decode", 32, DecodeSteps(0)),)),
-    "preempts without": Plan(preempt=True),
-    "resumes without": Plan(resume=True),
-}
+def launched(lane: LaneName, units: int, work: Work, **more: Any) -> Plan:
+    return Plan(launches=(Launch(lane, units, work),), **more)
 
 
-@pytest.mark.parametrize("message", ILLEGAL)
-def test_illegal_plans_are_refused_by_what_is_wrong(message: str) -> None:
+ADMIT_A, ADMIT_B = (Plan(admit=(Chunk(name, 8),)) for name in "ab")
+PARK, RESUME = Plan(preempt=True), Plan(resume=True)
+ILLEGAL = [
+    ("on offer", [launched("decode", 7, DecodeSteps())]),
+    ("not where the open batch is", [launched("prefill", 100, PrefillSlice(0, 2))]),
+    ("not where the open batch is", [ADMIT_A, launched("prefill", 100, PrefillSlice(1, 2))]),
+    ("with 8 layers", [ADMIT_A, launched("prefill", 100, PrefillSlice(0, LAYERS + 1))]),
+    ("with 8 layers", [ADMIT_A, launched("prefill", 100, PrefillSlice(0, 0))]),
+    ("without an open batch", [launched("device", UNITS, Hybrid())]),
+    (
+        "begun in slices",
+        [
+            structs.replace(ADMIT_A, launches=(Launch("prefill", 100, PrefillSlice(0, 2)),)),
+            launched("device", UNITS, Hybrid()),
+        ],
+    ),
+    ("0 decode steps", [launched("decode", 32, DecodeSteps(0))]),
+    ("preempts without", [PARK]),
+    ("while another is parked", [ADMIT_A, PARK, ADMIT_B, PARK]),
+    ("resumes without", [RESUME]),
+    ("while another is open", [ADMIT_A, PARK, ADMIT_B, RESUME]),
+    ("admits while a batch is open", [ADMIT_A, ADMIT_B]),
+    ("admits a, which is not waiting", [ADMIT_A, PARK, ADMIT_A]),
+    ("admits 9 tokens of a, which has 8", [Plan(admit=(Chunk("a", 9),))]),
+    ("admits 0 tokens of a", [Plan(admit=(Chunk("a", 0),))]),
+    ("refuses a, which is not waiting", [ADMIT_A, Plan(refuse=(Refusal("a", "why"),))]),
+]
+
+
+@pytest.mark.parametrize(("message", "plans"), ILLEGAL)
+def test_illegal_plans_are_refused_by_what_is_wrong(message: str, plans: list[Plan]) -> None:
+    system = InTurn(*plans)
     with pytest.raises(PlanError, match=message):
-        simulate(Once(ILLEGAL[message]), [(0.0, submit("a", 8, 2))])
+        simulate(system, [(0.0, submit("a", 8, 2)), (0.0, submit("b", 8, 2))])
+    assert not [*system._plans], "refused too early"
 
 
 @pytest.mark.parametrize(
