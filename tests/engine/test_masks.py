@@ -20,7 +20,7 @@ from twolane.frontend.structured.grammar import (
 
 from .test_constraints import EOS, GRAMMARS, tokenizer
 
-STOP = 7
+STOP = 17
 
 
 def said(vocab_size: int, text: str) -> list[Constraint]:

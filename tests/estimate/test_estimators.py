@@ -19,7 +19,7 @@ from twolane.estimate.errors import prediction_seconds, table
 from twolane.estimate.papers.attention_roofline import AttentionRoofline
 from twolane.estimate.papers.guard import OWN_SAMPLES, ContentionGuard
 from twolane.estimate.papers.operators import Shape
-from twolane.estimate.papers.sm_roofline import SmRoofline, inflection
+from twolane.estimate.papers.sm_roofline import SmRoofline, execution_states, inflection
 from twolane.estimate.papers.solo_run import SoloRun
 from twolane.estimate.papers.sweep import Curve
 from twolane.estimate.profile import Interconnect, Probe, ProfileError
@@ -107,6 +107,17 @@ def test_a_profile_that_was_cut_off_is_refused_or_good_for_every_launch(name, ki
     else:
         with pytest.raises(ProfileError, match="measure for longer"):
             ESTIMATORS[name](cut_off)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_profile_without_lanes_side_by_side_is_good_for_launches_that_are(name):
+    alone = synthetic.profile(rounds=1)
+    alone.samples = [sample for sample in alone.samples if sample.beside is None]
+    estimator = ESTIMATORS[name](alone)
+    for launch, other in ((decode_step(STEP), PROMPTS), (prefill_slice(PROMPTS, 3), STEP)):
+        before = estimator.predict(launch, 40, Corunner(other, 84))
+        estimator.observe(launch, 40, 1.1 * before, Corunner(other, 84))
+        assert estimator.predict(launch, 40, Corunner(other, 84)) > 0
 
 
 def test_the_cost_of_a_prediction_is_told_where_there_is_something_to_ask():
@@ -270,6 +281,15 @@ def test_sm_roofline_meets_its_samples_and_learns_from_launches(profile):
     for _ in range(200):  # older launches leave
         estimator.observe(decode_step(STEP), 40, before)
     assert estimator.predict(decode_step(STEP), 40) == pytest.approx(before, rel=0.02)
+
+
+def test_sm_roofline_knows_what_runs_beside_a_launch():
+    """Bullet's execution state (§3.2.1) has the load of the other lane, too."""
+    states = [
+        execution_states(STEP, (48,), Corunner(Load([new], [0]), 84))[0] for new in (64, 8192)
+    ]
+    assert states[0] != states[1]
+    assert len(states[0]) == len(states[1]) == 8
 
 
 def test_attention_roofline_is_its_formula(profile):

@@ -38,3 +38,10 @@ def test_larger_passes_bound_no_smaller_ones() -> None:
     estimator.observe(hybrid(16), UNITS, 0.3)
     estimator.observe(hybrid(64), UNITS, 0.1)
     assert predicted(estimator, 16) == 0.3
+
+
+def test_smaller_passes_on_other_units_are_no_bound() -> None:
+    estimator = OnlineEstimator()
+    estimator.observe(hybrid(64), UNITS, 1.0)
+    estimator.observe(hybrid(16), 2 * UNITS, 0.05)
+    assert predicted(estimator, 64) == 1.0

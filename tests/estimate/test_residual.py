@@ -48,6 +48,10 @@ def test_a_hiccup_of_the_host_is_not_the_bound(draw):
     assert 0.02 < _quantile(missed, 40) < 0.06
 
 
+def test_nothing_is_above_a_prediction_that_no_sample_was_left_out_of():
+    assert _quantile([], 0) == 0.0
+
+
 def test_where_there_are_enough_it_is_their_percentile(draw):
     missed = [draw.normal(0, 0.02, 10) for _ in range(5 * LEAST_FOR_QUANTILE)]
     assert _quantile(missed, 5 * LEAST_FOR_QUANTILE) == pytest.approx(2.33 * 0.02, rel=0.1)
