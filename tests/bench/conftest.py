@@ -22,7 +22,7 @@ class Thirdparty(BaseHTTPRequestHandler):
         counts = usage(len(body["prompt"]), body["max_tokens"])
         if body["max_tokens"] == 999:
             self.server.stalled.set()
-            self.server.release.wait(60)
+            self.server.release.wait(300)
         self._send("text/event-stream", b"".join(pieces) + counts + DONE)
 
     def _send(self, kind, payload):

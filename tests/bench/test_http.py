@@ -10,13 +10,12 @@ import subprocess
 
 import pytest
 
+from tests.server.serving import PATIENCE
 from twolane.bench.client import Client, Job
 from twolane.bench.http import ConnectError, Connections, HTTPError, get
 
 from .scripted import EXPIRE, expire_timeouts, settle
 
-PATIENCE = 60.0
-"""Seconds for what must happen."""
 PLAIN = (
     b"HTTP/1.1 200 OK\r\nContent-Type: Text/Plain; charset=utf-8\r\nContent-Length: 5\r\n\r\nhello"
 )

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import twolane
-from tests.server.serving import alive, children, wait_for, write_tiny_model
+from tests.server.serving import PATIENCE, alive, children, wait_for, write_tiny_model
 from twolane.bench import server
 from twolane.common.resources import usable_cores
 
@@ -64,10 +64,10 @@ def test_two_systems_on_servers_of_its_own(model, tmp_path):
         wait_for(lambda: list(out.glob("*-rate100000*.json")), 200)
         servers = children(p.pid)
         p.send_signal(signal.SIGTERM)
-        assert p.wait(60) == 130
+        assert p.wait(PATIENCE) == 130
         assert "the same command goes on" in p.stderr.read()
     assert not any(map(alive, first))
-    wait_for(lambda: not any(map(alive, servers)), 30)  # one that it was just starting is told
+    wait_for(lambda: not any(map(alive, servers)))  # one that it was just starting is told
     kept = {file: file.stat().st_mtime_ns for file in out.glob("*-rate*.json")}
     done = run(*words, systems=BOTH)
     assert done.returncode == 0, done.stderr
@@ -91,9 +91,9 @@ def test_ctrl_c_while_it_stops_its_server_leaves_none_behind(model, tmp_path):
         try:
             wait_for(lambda: status(server_pid)["State"].startswith("T"))
             p.send_signal(signal.SIGINT)
-            wait_for(lambda: has_pending(server_pid, signal.SIGTERM), 60)
+            wait_for(lambda: has_pending(server_pid, signal.SIGTERM))
             p.send_signal(signal.SIGINT)
-            assert p.wait(60) == 130
+            assert p.wait(PATIENCE) == 130
             assert not alive(server_pid)
         finally:
             with contextlib.suppress(ProcessLookupError):
@@ -191,7 +191,7 @@ def test_a_killed_search_leaves_no_server(model, tmp_path):
         wait_for(lambda: b" levels " in p.stdout.readline(), 120)
         (server,) = children(p.pid)
         p.kill()
-    wait_for(lambda: not alive(server), 60)
+    wait_for(lambda: not alive(server))
 
 
 def test_a_server_that_does_not_start_is_a_line_with_the_end_of_its_log(tmp_path):

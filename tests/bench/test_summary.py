@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from tests.server.serving import PATIENCE
 from twolane.cli.bench.main import app
 from twolane.results.metrics import LAG_PERCENTILES, Distribution
 from twolane.results.record import Record
@@ -243,9 +244,9 @@ def test_a_run_that_is_ended_still_writes_what_was_measured(thirdparty, tmp_path
     words = ["serve", "--base-url", thirdparty.url, "--dataset", str(trace)]
     words += ["--max-concurrency", "1", "--result-file", str(path)]
     process = subprocess.Popen([sys.executable, "-c", program, *words], stdout=subprocess.PIPE)
-    assert thirdparty.stalled.wait(60)
+    assert thirdparty.stalled.wait(PATIENCE)
     process.send_signal(number)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130
     assert b"Interrupted" in output
     saved = json.loads(path.read_text())

@@ -28,7 +28,8 @@ from twolane.model.gpu_decoder import UnsummedPart
 from twolane.parallel.channel import Channel
 from twolane.parallel.two_shot import TwoShot
 
-PATIENCE = 60.0
+PATIENCE = 200.0
+"""Seconds that a rank waits for another, whose kernels are interpreted."""
 
 
 class Meeting:
