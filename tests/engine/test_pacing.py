@@ -73,6 +73,15 @@ def test_a_first_token_is_not_held_back_beyond_its_deadline() -> None:
     assert due == pytest.approx([0.992, 1.0, 1.502])
 
 
+def test_the_only_token_of_a_request_is_not_held_back() -> None:
+    """No later one needs the buffer that it would fill."""
+    pacer = Pacer(0.1)
+    one, two = requests(pacer, Slo(tbt=0.02), 2)
+    one.limit = len(one.tokens)
+    assert scheduled(pacer, one, 1.0) == 1.0
+    assert scheduled(pacer, two, 1.0) == pytest.approx(1.02)
+
+
 def test_gaps_and_slack_are_those_that_the_client_sees() -> None:
     """The device's gaps are 8, 12 and 26 ms; a bound of 10 ms is missed once."""
     pacer = Pacer(0.02)

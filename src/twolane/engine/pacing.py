@@ -110,12 +110,15 @@ class Pacer:
     def _due(self, request: Request, at: float) -> float | None:
         """Return when to deliver a token made at `at`; None: at once.
 
-        A first token fills the buffer, unless it would miss its deadline for that.
+        A first token fills the buffer, unless it would miss its deadline for that or is the only
+        one.
         """
         bound = request.slo.tbt
         if bound is None or not self._buffer:
             return None
         at += self._delay
+        if request.due is None and len(request.tokens) >= request.limit:
+            return at
         latest = at + min(self._buffer, bound)
         wanted = request.deadline if request.due is None else request.due + PACE_FRACTION * bound
         return latest if wanted is None else max(at, min(wanted, latest))
