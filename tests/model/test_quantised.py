@@ -301,6 +301,8 @@ def test_modules_of_one_matrix_must_be_stored_alike(tmp_path):
         ("gptq", {"quant_method": "bitsandbytes"}, "quantisation 'bitsandbytes'"),
         ("gptq", {"quant_method": "auto-round"}, "packing_format of auto-round 'auto_round'"),
         ("gptq", {"quant_method": None, "load_in_4bit": True}, "quantisation 'bitsandbytes'"),
+        ("gptq", {"quant_method": "intel/auto-round"}, "packing_format of auto-round"),
+        ("float-quantized-channel", {"format": "int-quantized"}, "format of compressed-tensors"),
         ("gptq", {"quant_method": None}, "quantisation 'without a quant_method'"),
     ],
 )
@@ -317,7 +319,10 @@ def test_other_quantisations_are_refused_by_name(checkpoint, form, change, messa
         ("awq", {"w_bit": 4, "q_group_size": GROUP, "version": "GEMM", "group_size": 128}),
         ("awq", {"format": "gemm", "checkpoint_format": "gemm", "sym": False, "lm_head": False}),
         ("gptq", {"format": "gptq", "dynamic": {}, "meta": {"quantizer": ["gptqmodel:2"]}}),
+        ("gptq", {"desc_act": None, "sym": None, "bits": "4", "pack_dtype": None}),
         ("pack-quantized", {"transform_config": {}, "version": "0.11.0", "sparsity_config": {}}),
+        ("pack-quantized", {"quant_method": "compressed_tensors"}),
+        ("float-quantized-channel", {"format": "naive-quantized"}),
     ],
 )
 def test_other_spellings_mean_the_same(checkpoint, folders, form, change):
@@ -479,15 +484,16 @@ def test_static_activations_of_compressed_tensors(checkpoint, folders):
     same_weights(path, folders(form)[0])
 
 
-@pytest.mark.parametrize("nested", [True, False])
+@pytest.mark.parametrize("nested", [False, True, "config"])
 def test_modelopt_stores_one_scale_for_each_module(checkpoint, folders, nested):
     """In config.json, or in the older hf_quant_config.json."""
     path = checkpoint("float-quantized-tensor")
     with_scales(path, ("o_proj.input_scale", "k_proj.k_scale", "v_proj.v_scale"))
     said = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head", "*x"]}
-    config = None if nested else {"quant_method": "modelopt", **said}
+    own = {"producer": {"name": "modelopt", "version": "0.29"}, "quantization": said}
+    config = {False: {"quant_method": "modelopt", **said}, True: None, "config": own}[nested]
     edit_config(path, quantization_config=config)
-    if nested:
+    if config is None:
         (path / "hf_quant_config.json").write_text(json.dumps({"quantization": said}))
     same_weights(path, folders("float-quantized-tensor")[0])
 

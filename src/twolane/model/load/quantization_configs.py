@@ -22,19 +22,26 @@ CALIBRATED_INPUTS = (".input_scale",)
 """Ends of the names of scales that were calibrated for activations."""
 
 
+_SERVED = ("fp8", "compressed-tensors", "awq", "gptq", "auto-round", "modelopt")
+
+
 class _Method(msgspec.Struct):
     """The name of the method, which says what the rest means."""
 
     quant_method: str | None = None
     load_in_4bit: bool = False
     load_in_8bit: bool = False
+    producer: dict[str, Any] = {}
 
     @property
     def name(self) -> str:
-        """The method; old configs of bitsandbytes do not name it."""
-        if self.quant_method is None and (self.load_in_4bit or self.load_in_8bit):
+        """The method; old configs of bitsandbytes and of ModelOpt do not name it."""
+        if self.quant_method is not None:
+            name = self.quant_method.lower().replace("_", "-").removeprefix("intel/")
+            return name if name in _SERVED else self.quant_method
+        if self.load_in_4bit or self.load_in_8bit:
             return "bitsandbytes"
-        return self.quant_method or "without a quant_method"
+        return "modelopt" if self.producer.get("name") == "modelopt" else "without a quant_method"
 
 
 class _Fp8(msgspec.Struct):
@@ -112,7 +119,8 @@ class _Numbers(msgspec.Struct):
     symmetric: bool = True
     dynamic: bool | str = False
     group_size: int | None = None
-    block_structure: list[int] | None = None
+    block_structure: list[int] | str | None = None
+    """Rows and columns; older writers have them as "128x128"."""
     actorder: str | bool | None = None
 
 
@@ -146,22 +154,22 @@ def read_quantization(raw: Mapping[str, Any] | None) -> Quantization | None:
     """
     if not raw:
         return None
-    method = converted(raw, _Method, _WHERE).name
+    given = {name: value for name, value in raw.items() if value is not None}
+    method = converted(given, _Method, _WHERE).name
     match method:
         case "fp8":
-            return _fp8(converted(raw, _Fp8, _WHERE))
+            return _fp8(converted(given, _Fp8, _WHERE, lax=True))
         case "awq":
-            return _awq(converted(raw, _Awq, _WHERE))
+            return _awq(converted(given, _Awq, _WHERE, lax=True))
         case "gptq":
-            return _gptq(converted(raw, _Gptq, _WHERE))
+            return _gptq(converted(given, _Gptq, _WHERE, lax=True))
         case "auto-round":
-            return _auto_round(converted(raw, _AutoRound, _WHERE))
+            return _auto_round(converted(given, _AutoRound, _WHERE, lax=True))
         case "modelopt":
-            return _modelopt(converted(raw, _ModelOpt, _WHERE))
+            return _modelopt(converted(given, _ModelOpt, _WHERE, lax=True))
         case "compressed-tensors":
-            return _compressed(converted(raw, _CompressedTensors, _WHERE))
-    served = ("fp8", "compressed-tensors", "awq", "gptq", "auto-round", "modelopt", "GGUF files")
-    raise UnsupportedModel.because("quantisation", method, served)
+            return _compressed(converted(given, _CompressedTensors, _WHERE, lax=True))
+    raise UnsupportedModel.because("quantisation", method, (*_SERVED, "GGUF files"))
 
 
 _WHERE = "config.json: quantization_config"
@@ -331,7 +339,8 @@ def _compressed(config: _CompressedTensors) -> Quantization:
 def _compressed_format(group: _ConfigGroup, form: str) -> Format:
     """The format of a group of modules."""
     what, weights = "of compressed-tensors", group.weights
-    _only(f"format {what}", form, "float-quantized", "pack-quantized")
+    # Naive is the older name: each number as it is, of a type that is checked below.
+    _only(f"format {what}", form, "float-quantized", "naive-quantized", "pack-quantized")
     if weights is None:
         raise UnsupportedModel.because(f"weights {what}", None, ("quantised ones",))
     _only(f"output_activations {what}", group.output_activations, None)
@@ -350,7 +359,8 @@ def _compressed_format(group: _ConfigGroup, form: str) -> Format:
     _only(f"strategy of weights {what}", weights.strategy, "channel", "tensor", "block")
     blocks = weights.strategy == "block"
     if blocks:
-        _only(f"block_structure of weights {what}", weights.block_structure, [BLOCK, BLOCK])
+        whole = [BLOCK, BLOCK], f"{BLOCK}x{BLOCK}"
+        _only(f"block_structure of weights {what}", weights.block_structure, *whole)
     _rounded(group.input_activations, ("group",) if blocks else ("token", "tensor"))
     return Format(_kind(blocks), "compressed-tensors")
 
