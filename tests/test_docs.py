@@ -1,15 +1,26 @@
-"""What README and docs promise about the repository: links lead somewhere, named files exist."""
+"""What README and docs promise of the repository is there: links, files, names, commands."""
 
 import re
 import runpy
+import shlex
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.main import get_command
+
+from twolane.cli.lazy import LazyCommands
+from twolane.cli.main import app
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/*.md")])
 LINK = re.compile(r"\]\(([^)\s]+)\)")
+WORD = re.compile(r"\w+")
+NAME = re.compile(r"`([A-Za-z_]\w*\.[A-Za-z_]\w*)(?:\(\))?`")
+"""A name with its owner, such as `KVBooks.match`."""
+BLOCK = re.compile(r"^```(?:console|bash|sh)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 FILE = re.compile(r"`(?:src/twolane/)?([a-z0-9_]+(?:/[a-z0-9_]+)*\.(?:py|cu|json))`")
 
 
@@ -41,6 +52,38 @@ def test_every_source_file_that_a_page_names_exists(page: Path) -> None:
     for path in FILE.findall(page.read_text()):
         if "/" in path:
             assert any((root / path).exists() for root in roots), f"{name(page)} names {path}"
+
+
+def test_every_name_of_a_design_page_is_one_of_the_source() -> None:
+    files = [*(ROOT / "src").rglob("*.py")]
+    words = {path.stem for path in files}.union(*(WORD.findall(path.read_text()) for path in files))
+    for page in ROOT.glob("docs/design/*.md"):
+        for found in NAME.findall(page.read_text()):
+            assert words.issuperset(found.split(".")), f"{name(page)} names {found}"
+
+
+def commands(page: Path) -> Iterator[list[str]]:
+    """The words behind `twolane` of each command in a page's blocks."""
+    for block in BLOCK.findall(page.read_text()):
+        for line in block.replace("\\\n", " ").splitlines():
+            if line.removeprefix("$ ").startswith("twolane "):
+                yield shlex.split(line.removeprefix("$ "), comments=True)[1:]
+
+
+def options(words: list[str]) -> set[str]:
+    """The options of the command that these words name."""
+    command: Any = get_command(app)
+    for word in words:
+        command = command.load(word) if isinstance(command, LazyCommands) else command
+    return {one for param in command.params for one in (*param.opts, *param.secondary_opts)}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_every_option_of_a_command_that_a_page_shows_is_one_of_it(page: Path) -> None:
+    for words in commands(page):
+        known = options(words) | (options(["serve"]) if "fleet" in words else set())
+        used = {word.partition("=")[0] for word in words if re.match(r"--[a-z]", word)}
+        assert used <= known | {"--help"}, words
 
 
 def test_the_tables_of_the_results_pages_are_those_of_the_files() -> None:

@@ -11,7 +11,7 @@ pytest.importorskip("aiohttp")
 import aiohttp
 
 from twolane.fleet.hosts import LocalHosts
-from twolane.fleet.ingress import _bound, _known, _Landmarks, _with_tokens, session_key
+from twolane.fleet.inquiry import _bound, _known, _Landmarks, _with_tokens, session_key
 from twolane.fleet.options import FleetOptions
 from twolane.fleet.pool import Member, Pool
 from twolane.fleet.run import application

@@ -74,6 +74,10 @@ class FleetMetrics:
             f"{PREFIX}{name}_seconds", about, buckets=START_BUCKETS, registry=self.registry
         )
 
+    def count(self, outcome: str) -> None:
+        """Count a request by what came of it."""
+        self.requests.labels(outcome).inc()
+
     def render(self) -> bytes:
         """Return the answer of /metrics."""
         return prometheus_client.generate_latest(self.registry)

@@ -1,0 +1,156 @@
+"""Sends a request to one replica, and its answer back as it comes."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable
+from typing import TypeVar
+
+import aiohttp
+import msgspec
+from yarl import URL
+
+from twolane.fleet.calls import ANSWERED_FOR, Call, forwarded, start, target
+from twolane.fleet.inquiry import RESPONSE_HEAD, Inquiry
+from twolane.fleet.metrics import FleetMetrics
+from twolane.fleet.pool import Member, Pool
+from twolane.router.choose import Chosen
+from twolane.server.http.errors import ANTHROPIC_PATH, error_body, error_for
+from twolane.server.http.events import named_event
+
+log = logging.getLogger("twolane.fleet")
+T = TypeVar("T")
+
+REPLICA_HEADER = "x-replica"
+PREDICTED_HEADER = "x-predicted-ttft-ms"
+"""Header of answers: milliseconds to the first token as the router predicted, 0 if unknown."""
+
+
+class BrokenOff(Exception):
+    """A replica is gone while it answered, or before it did."""
+
+
+class Forwarder:
+    """Has replicas answer.
+
+    Args:
+        pool: the replicas.
+        session: for requests to replicas.
+        inquiry: is told which replica may have stored a response.
+        metrics: counts the answers.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        session: aiohttp.ClientSession,
+        inquiry: Inquiry,
+        metrics: FleetMetrics,
+    ) -> None:
+        self._pool = pool
+        self._session = session
+        self._inquiry = inquiry
+        self._metrics = metrics
+
+    async def forward(self, call: Call, chosen: Chosen, *, last: bool) -> bool:
+        """Have a replica answer; whether it did, or else another one may be asked.
+
+        Raises:
+            BrokenOff: the replica is gone, and the answer has not begun.
+        """
+        member = self._pool.members[chosen.name]
+        assert member.place is not None
+        request = self._session.request(
+            call.scope["method"],
+            URL(member.place.url + target(call.scope), encoded=True),
+            data=call.body,
+            headers=forwarded(call.scope),
+            allow_redirects=False,
+        )
+        answer = await _unless_lost(member, request)
+        try:
+            if answer.status in (429, 503) and not last and len(self._pool.serving) > 1:
+                return False
+            headers = [
+                (name.lower(), value)
+                for name, value in answer.raw_headers
+                if name.lower().decode("latin-1") not in ANSWERED_FOR
+            ]
+            headers.append((REPLICA_HEADER.encode(), member.name.encode()))
+            headers.append((PREDICTED_HEADER.encode(), b"%d" % round(1e3 * chosen.ttft)))
+            if answer.content_type == "text/event-stream":
+                await self._stream(call, member, answer, headers)
+                return True
+            # Nothing is sent before all of it is here, so that it can be tried again.
+            whole = await _unless_lost(member, answer.read())
+            self._metrics.count("answered")
+            self._inquiry.note_response(call, member, whole[:RESPONSE_HEAD])
+            await start(call.send, answer.status, headers)
+            await call.send({"type": "http.response.body", "body": whole})
+            return True
+        finally:
+            answer.close()
+
+    async def _stream(
+        self,
+        call: Call,
+        member: Member,
+        answer: aiohttp.ClientResponse,
+        headers: list[tuple[bytes, bytes]],
+    ) -> None:
+        """Send events on as they come; one that breaks off ends with an error event."""
+        pieces = _pieces(member, answer)
+        first, send = await anext(pieces, b""), call.send
+        self._inquiry.note_response(call, member, first[:RESPONSE_HEAD])
+        self._metrics.first_events.observe(self._pool.clock() - call.arrived)
+        await start(send, answer.status, headers)
+        try:
+            await send({"type": "http.response.body", "body": first, "more_body": True})
+            async for piece in pieces:
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+        except BrokenOff as error:
+            log.warning("%s: an answer broke off: %s", member.name, error)
+            self._metrics.count("broken_off")
+            body = _failure(call.path)
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+        else:
+            self._metrics.count("answered")
+        await send({"type": "http.response.body", "body": b""})
+
+
+async def _unless_lost(member: Member, work: Awaitable[T]) -> T:
+    """Wait for a replica.
+
+    Raises:
+        BrokenOff: it failed, or nothing more can be expected of it.
+    """
+    task = asyncio.ensure_future(work)
+    lost = asyncio.create_task(member.lost.wait())
+    try:
+        await asyncio.wait({task, lost}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise BrokenOff("it does not answer any more")
+    except (aiohttp.ClientError, OSError) as error:
+        raise BrokenOff(str(error) or type(error).__name__) from error
+    finally:
+        lost.cancel()
+        if not task.done():
+            task.cancel()
+
+
+async def _pieces(member: Member, answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    """Yield what comes of an answer.
+
+    Raises:
+        BrokenOff: see `_unless_lost`.
+    """
+    while piece := await _unless_lost(member, answer.content.readany()):
+        yield piece
+
+
+def _failure(path: str) -> bytes:
+    """The event with which a stream ends that its replica does not go on with."""
+    body = error_for(path, error_body(503, "the replica is gone", "replica_gone"))
+    if path.startswith(ANTHROPIC_PATH):
+        return named_event(body)
+    return b"data: " + msgspec.json.encode(body) + b"\n\n"
