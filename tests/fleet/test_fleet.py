@@ -143,9 +143,11 @@ def test_no_target_makes_the_fleet_ask_another_server(pair):
     with socket.create_server(("127.0.0.1", 0)) as other:
         other.setblocking(False)
         place = f"127.0.0.1:{other.getsockname()[1]}/"
-        for target in (f"@{place}", f"http://{place}", f"//{place}", f"/@{place}"):
+        for target in (f"@{place}", f"//{place}", f"/@{place}"):
             answer = sent(pair, f"GET {target} HTTP/1.1\r\n".encode())
             assert b" 404 " in answer.splitlines()[0]
+        answer = sent(pair, f"GET http://{place} HTTP/1.1\r\n".encode())
+        assert b"\r\nlocation: /dashboard\r\n" in answer  # whose path is /, whomever it names
         with pytest.raises(BlockingIOError):
             other.accept()
 
