@@ -114,6 +114,14 @@ def test_a_whole_turn_with_a_tool(parrot):
     assert last.message.tool_calls is None
 
 
+def test_one_call_is_shown_where_several_are_not_wanted(parrot):
+    wanted = {"tools": [WEATHER], "parallel_tool_calls": False}
+    answer = chat(parrot, "Two towns", **wanted).choices[0]
+    assert [call.function.arguments for call in answer.message.tool_calls] == ['{"city": "Oslo"}']
+    _, _, [call], finish = streamed(parrot, "Two towns", **wanted)
+    assert (call["arguments"], finish) == ('{"city": "Oslo"}', "tool_calls")
+
+
 def test_tokens_of_a_conversation_are_those_of_its_prompt(client):
     fields = {"messages": [{"role": "user", "content": "Hello"}], "tools": [CLOCK]}
     counted = client.post("../tokenize", body=fields, cast_to=object)["count"]

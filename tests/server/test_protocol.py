@@ -197,13 +197,15 @@ def test_what_an_answer_contains_may_be_sent_back():
     answer = {
         "role": "assistant",
         "content": None,
-        "tool_calls": [{**CALL, "index": 0}],
+        "tool_calls": [
+            {**CALL, "index": 0, "function": {**CALL["function"], "parsed_arguments": {"a": 1}}}
+        ],
         "reasoning_content": "Hm.",
         "refusal": None,
         "annotations": [],
         "audio": None,
         "function_call": None,
-        "parsed": None,
+        "parsed": {"a": 1},
     }
     parts = [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}]
     result = {"role": "tool", "tool_call_id": "1", "name": "f", "content": parts}
@@ -225,7 +227,15 @@ def test_what_an_answer_contains_may_be_sent_back():
 
 @pytest.mark.parametrize(
     ("given", "read"),
-    [('{"a": 1}', {"a": 1}), ("", {}), (None, {}), ("[1]", "[1]"), ("{", "{"), ({"a": 1},) * 2],
+    [
+        ('{"a": 1}', {"a": 1}),
+        ("", {}),
+        (None, {}),
+        ("null", {}),
+        ("[1]", "[1]"),
+        ("{", "{"),
+        ({"a": 1},) * 2,
+    ],
 )
 def test_arguments_of_calls(given, read):
     call = {**CALL, "function": {"name": "f", "arguments": given}}

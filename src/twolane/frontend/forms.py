@@ -120,7 +120,8 @@ class Forms:
 
         def reader() -> AnswerReader:
             calls = None if form is None else ToolCallParser(form, types)
-            return AnswerReader(ReasoningParser(thinking=opened) if thinks else None, calls)
+            thinking = ReasoningParser(thinking=opened) if thinks else None
+            return AnswerReader(thinking, calls, several=asked.several)
 
         return reader
 

@@ -69,6 +69,8 @@ def _content(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
 class FunctionCall(Body):
     """The function that a tool call names, and its arguments."""
 
+    inert = frozenset({"parsed_arguments"})
+    """OpenAI's client adds it to answers."""
     null_says_nothing = True
 
     name: str
@@ -98,7 +100,7 @@ class Message(Body):
     """One turn of a conversation."""
 
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {"audio": (), "function_call": ()}
-    inert = frozenset({"annotations", "cache_control"})
+    inert = frozenset({"annotations", "cache_control", "parsed"})
     null_says_nothing = True
 
     role: Literal["system", "developer", "user", "assistant", "tool"]

@@ -29,9 +29,17 @@ class AnswerReader:
     Args:
         reasoning: tells the thinking apart; None: the model does not think.
         tools: finds tool calls in what is left; None: there can be none.
+        several: whether more than the first call is kept.
     """
 
-    def __init__(self, reasoning: Parser | None = None, tools: Parser | None = None) -> None:
+    def __init__(
+        self,
+        reasoning: Parser | None = None,
+        tools: Parser | None = None,
+        *,
+        several: bool = True,
+    ) -> None:
+        self._several = several
         self.calls: list[ParsedCall] = []
         self._reasoning_parser = reasoning
         self._tools_parser = tools
@@ -83,4 +91,10 @@ class AnswerReader:
         found: list[Piece] = []
         for piece in pieces:
             found += tools.feed(piece.text) if isinstance(piece, Content) else [piece]
-        return found + (tools.finish() if ended else [])
+        found += tools.finish() if ended else []
+        return found if self._several else [piece for piece in found if not is_later(piece)]
+
+
+def is_later(piece: Piece) -> bool:
+    """Return whether a piece is of a call behind the first one."""
+    return isinstance(piece, CallStart | CallArguments) and piece.index > 0

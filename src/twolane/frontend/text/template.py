@@ -174,10 +174,11 @@ def as_object(arguments: Any) -> Any:
     if not isinstance(arguments, str):
         return arguments
     try:
-        value = json.loads(arguments) if arguments.strip() else {}
+        value = json.loads(arguments) if arguments.strip() else None
     except ValueError:
         return arguments
-    return value if isinstance(value, dict) else arguments
+    known = {} if value is None else value
+    return known if isinstance(known, dict) else arguments
 
 
 def part(text: str) -> dict[str, str]:

@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from twolane.frontend.body import Body
 from twolane.frontend.fields import INT32_MAX, Priority, StopString, TopP, Whole
@@ -78,10 +78,10 @@ class Thinking(Body):
     display: Literal["summarized", "omitted"] | None = None
 
 
-class OutputFormat(BaseModel):
+class OutputFormat(Body):
     """What form the answer has."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    null_says_nothing = True
 
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")

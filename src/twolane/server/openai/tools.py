@@ -15,6 +15,8 @@ MOST_TOOLS = 128
 class FunctionDefinition(Body):
     """What a model is told of a function."""
 
+    null_says_nothing = True
+
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,256}$")]
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -24,6 +26,9 @@ class FunctionDefinition(Body):
 
 class ToolDefinition(Body):
     """A tool that the model may call: a function."""
+
+    inert = frozenset({"cache_control"})
+    null_says_nothing = True
 
     type: Literal["function"]
     function: FunctionDefinition
