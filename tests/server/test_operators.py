@@ -87,16 +87,17 @@ def test_a_batch_file_is_answered(model, tmp_path):
         {"custom_id": "wrong", "url": "/v1/chat/completions", "body": {**chat, "n": 0}},
         {"custom_id": "stream", "url": "/v1/chat/completions", "body": {**chat, "stream": True}},
         {"custom_id": "url", "url": "/v1/moderations", "body": {}},
+        {"custom_id": "no body", "url": "/v1/responses", "body": None},
         *[{"custom_id": f"{i}", "url": "/v1/responses", "body": RESPONSE} for i in range(5)],
     ]
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     texts = [json.dumps({"method": "POST", **line}) for line in lines]
-    source.write_text("\n".join([*texts, "", "no JSON"]) + "\n")
+    source.write_text("\n".join([*texts, "", "no JSON"]) + "\n", "utf-8-sig")
     command = [sys.executable, "-m", "twolane", "run-batch", model, str(source), str(target)]
     options = ("--device", "cpu", "--kv-tokens", "20000", "--concurrency", "3")
     run = subprocess.run([*command, *options], capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr
-    assert "6 completed, 4 failed" in run.stderr
+    assert "6 completed, 5 failed" in run.stderr
     answers = {line["custom_id"]: line for line in map(json.loads, target.read_text().splitlines())}
     assert answers.keys() == {line["custom_id"] for line in lines} | {None}
     told = answers["chat"]["response"]
@@ -106,7 +107,8 @@ def test_a_batch_file_is_answered(model, tmp_path):
     assert answers["wrong"]["response"]["body"]["error"]["param"] == "n"
     assert "stream" in answers["stream"]["error"]["message"]
     assert answers["url"]["error"]["code"] == "invalid_request"
-    assert answers[None]["error"]["code"] == "invalid_line"
+    for line in (None, "no body"):
+        assert answers[line]["error"]["code"] == "invalid_line"
 
 
 RESPONSE = {"input": SPAIN[0]["content"], "temperature": 0}

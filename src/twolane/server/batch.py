@@ -7,6 +7,7 @@ same application as those of `twolane serve`.
 
 import asyncio
 import uuid
+from codecs import BOM_UTF8
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -105,10 +106,12 @@ async def answer_line(app: ASGIApp, line: bytes, number: int) -> Json:
     """Return the line of the output for a line of the input."""
     answer: Json = {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": None}
     try:
-        asked = msgspec.json.decode(line, type=BatchLine)
+        given = msgspec.json.decode(line.removeprefix(BOM_UTF8))
+        if isinstance(given, dict) and isinstance(given.get("custom_id"), str):
+            answer["custom_id"] = given["custom_id"]
+        asked = msgspec.convert(given, BatchLine)
     except msgspec.MsgspecError as error:
         return answer | refused("invalid_line", f"line {number}: {error}")
-    answer["custom_id"] = asked.custom_id
     if asked.refusal is not None:
         return answer | refused("invalid_request", asked.refusal)
     reply = await post(app, asked.url, msgspec.json.encode(asked.body))
