@@ -18,17 +18,34 @@ class Engine:
     ready = SimpleNamespace(eos_token_ids=())
     aborted = False
 
+    def __init__(self):
+        self.submits = []
+
     def submit(self, request, sink):
+        self.submits.append(request)
         self.say = lambda tokens, finish=None: sink(Output(request.id, tokens, finish))
 
     def abort(self, id):
         self.aborted = True
 
 
+class Observer:
+    """Keeps what it is told."""
+
+    def __init__(self):
+        self.told = []
+
+    def tokens(self, index, count, now, cached):
+        self.told.append(count)
+
+    def ended(self, index, event, now):
+        self.told.append(event.finish)
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_deltas_are_taken_or_iterated_over_once_and_in_order(seed):
     """However slow the iteration is, and whenever the taker has no time."""
-    draw, sent, taken = random.Random(seed), [], []
+    draw, sent, taken, observer = random.Random(seed), [], [], Observer()
 
     async def pause(most):
         for _ in range(draw.randrange(most)):
@@ -48,7 +65,9 @@ def test_deltas_are_taken_or_iterated_over_once_and_in_order(seed):
 
     async def run():
         engine = Engine()
-        with Generation(engine, TextCodec(None), [[5]], [SamplingParams()]) as generation:
+        with Generation(
+            engine, TextCodec(None), [[5]], [SamplingParams()], observer=observer
+        ) as generation:
             generation.offer(take)
             sending = asyncio.create_task(iterate(generation))
             for token in range(300):
@@ -61,6 +80,7 @@ def test_deltas_are_taken_or_iterated_over_once_and_in_order(seed):
     assert sent == list(range(300))
     assert 50 < len(taken) < 250
     assert 299 not in taken
+    assert observer.told == [1] * 300 + ["length"]
 
 
 def test_an_error_of_the_taker_ends_the_iteration_alone():
@@ -81,3 +101,21 @@ def test_an_error_of_the_taker_ends_the_iteration_alone():
         assert engine.aborted
 
     asyncio.run(run())
+
+
+def test_answers_to_a_prompt_follow_the_first_of_them_and_have_seeds_of_their_own():
+    engine = Engine()
+    params = [SamplingParams(seed=1, prompt_logprobs=0), SamplingParams(seed=None)]
+
+    async def run():
+        Generation(engine, TextCodec(None), [[5], [6]], params, n=3).close()
+
+    asyncio.run(run())
+    first, *_, second, _, _ = ids = [submit.id for submit in engine.submits]
+    leaders = [submit.leader for submit in engine.submits]
+    assert leaders == [None, first, first, None, second, second]
+    assert len(set(ids)) == 6
+    assert [submit.prompt for submit in engine.submits] == [[5]] * 3 + [[6]] * 3
+    chosen = [submit.params for submit in engine.submits]
+    assert [each.seed for each in chosen] == [1, 2, 3, None, None, None]
+    assert [each.prompt_logprobs for each in chosen] == [0, *[None] * 5]

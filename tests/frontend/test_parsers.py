@@ -102,6 +102,7 @@ WRITTEN = {
     "JSON for the user": (("llama3_json", ' {"name": 3}'), ' {"name": 3}', []),
     "null for arguments": (("hermes", f"{CALL}null}}"), "", [("f", {})]),
     "JSON in a string": (("hermes", f"{CALL}{json.dumps(json.dumps(DEEP))}}}"), "", [("f", DEEP)]),
+    "a call without its mark": (("hermes", LLAMA), LLAMA, []),
     "text with a mark": (("hermes", "I write <tool_call> so."), "I write <tool_call> so.", []),
     "no opening mark": (("qwen3_coder", UNMARKED), "Now:", [("f", SOME), ("f", {"x": 1})]),
     "no function": (("qwen3_coder", "a <function=\nb> c"), "a <function=\nb> c", []),

@@ -13,6 +13,7 @@ from twolane.frontend.text.tokenizer import ModelTokenizer
 from twolane.sampling import SamplingParams
 
 VOCABULARY = 49152
+ANY = SamplingParams()
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +46,16 @@ def test_an_emoji_comes_whole(codec, tokenizer):
     tokens = tokenizer.backend.encode("👍🏽").ids
     assert len(tokens) > 2
     assert [p for p in pieces(codec.detokenizer(), tokens) if p] == ["👍", "🏽"]
+
+
+def test_no_mark_stands_for_what_the_prompt_breaks_off_and_nothing_completes(codec, tokenizer):
+    first, second, letter = map(tokenizer.backend.token_to_id, "ðŁa")
+    for rest, text in (
+        ([letter], "a"),
+        ([second, letter], "a"),
+        ([letter, first, letter], "a\ufffda"),
+    ):
+        assert "".join(pieces(codec.detokenizer([first]), rest)) == text
 
 
 def test_special_tokens_have_no_text(codec, tokenizer):
@@ -84,6 +95,49 @@ def test_the_space_behind_a_prompt_is_shown(sentencepiece):
     codec = TextCodec(ModelTokenizer(sentencepiece, None, {}))
     reader = OutputReader(0, codec, [257], SamplingParams(), TextOptions(), ())
     assert reader.read(Output("id", [258, 259])).text == " cats"
+
+
+def reader(sentencepiece, params=ANY, **options):
+    codec = TextCodec(ModelTokenizer(sentencepiece, None, {}))
+    return OutputReader(0, codec, [257], params, TextOptions(**options), (263,))
+
+
+@pytest.mark.parametrize(("include_stop", "text"), [(False, " cat"), (True, " catsa")])
+def test_a_stop_string_ends_an_answer_where_it_begins(sentencepiece, include_stop, text):
+    read = reader(sentencepiece, stop=("sa",), include_stop=include_stop)
+    delta = read.read(Output("id", [258, 259, 262, 263]))
+    assert (delta.text, delta.finish, delta.stop_reason) == (text, "stop", "sa")
+    assert (delta.tokens, delta.offsets) == ([258, 259, 262], [0, 4, 5])
+    assert (read.stopped, read.count) == (True, 3)
+
+
+def test_what_may_begin_a_stop_string_is_shown_with_what_follows_or_at_the_end(sentencepiece):
+    read = reader(sentencepiece, stop=("sab", "ss"))
+    news = ([258, 259], None), ([262, 262], None), ([259], "length")
+    deltas = [read.read(Output("id", tokens, finish)) for tokens, finish in news]
+    assert [delta.text for delta in deltas] == [" cat", "saa", "s"]
+    assert (deltas[-1].finish, deltas[-1].stop_reason) == ("length", None)
+    assert not read.stopped
+
+
+def test_stop_strings_are_looked_for_from_the_least_number_of_tokens_on(sentencepiece):
+    delta = reader(sentencepiece, SamplingParams(min_tokens=3), stop=("s",)).read(
+        Output("id", [259, 262, 259, 262])
+    )
+    assert (delta.text, len(delta.tokens), delta.stop_reason) == ("sa", 3, "s")
+
+
+@pytest.mark.parametrize(
+    ("token", "include_stop", "text", "reason"),
+    [(259, False, " cat", 259), (259, True, " cats", 259), (263, False, " cat", None)],
+)
+def test_the_token_that_ends_an_answer_is_its_reason_unless_all_answers_end_so(
+    sentencepiece, token, include_stop, text, reason
+):
+    read = reader(sentencepiece, include_stop=include_stop)
+    delta = read.read(Output("id", [258, token], "stop"))
+    assert (delta.text, delta.tokens, delta.finish) == (text, [258, token], "stop")
+    assert delta.stop_reason == reason
 
 
 def test_a_character_that_the_prompt_breaks_off_is_shown(sentencepiece):
