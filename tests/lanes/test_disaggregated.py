@@ -123,7 +123,7 @@ class ApartWorld(ThreadedWorld):
         ours.close()
         theirs.close()
         decode = LateDecode(decoder, kv, *common, adapters[1], Arrivals(read))
-        self.decode, self.written = decode, write
+        self.decode, self.prompts, self.written = decode, prompts, write
         lanes = CpuLanes(decode, usable_cores(), self.news.set)
         return DisaggregatedLanes(lanes, Nearby(prompts), kv)  # type: ignore[arg-type]
 
@@ -133,6 +133,7 @@ class ApartWorld(ThreadedWorld):
         finally:
             os.close(self.written)  # which ends the reader
         assert not self.decode._batches, "rows of a batch were kept"
+        assert not self.prompts._paused, "hidden states were kept"
 
 
 def run_worlds(system: str, seeds: range, kind: type[ApartWorld] = ApartWorld) -> Counter[str]:

@@ -8,11 +8,14 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.engine.test_constraints import tokenizer
 from tests.model.adapters import make_adapter
 from tests.model.checkpoints import VOCAB, load_decoder, make_checkpoint, reference
+from tests.parity.constrained import compare, constrained, judges_of
 from tests.parity.judge import Judge, Tally
 from tests.parity.lost_rank_0 import endless
 from tests.parity.prompts import random_requests
@@ -22,6 +25,9 @@ from tests.parity.test_lost_ranks import ENDS_WITHIN, SHORT_PATIENCE, SIGNALS, _
 from tests.parity.test_ranks import SEEDED
 from twolane.engine.messages import Submit
 from twolane.lanes import base
+from twolane.lanes.base import Step
+from twolane.lanes.cpu import disaggregated
+from twolane.lanes.cpu.disaggregated import DecodeRunner
 from twolane.model.load.hub import resolve
 from twolane.parallel.group import RankLost
 from twolane.sampling import SamplingParams
@@ -111,6 +117,29 @@ def test_adapters_answer_as_in_one_process(two: Ranks, checkpoint: Path, tmp_pat
     assert two.serve(system, plain).outputs[0] != alone.outputs[1], "the adapter changes nothing"
 
 
+def test_grammars_hold_for_every_token(two: Ranks, judge: Judge, tally: Tally) -> None:
+    """Also for the first, whose mask is computed while the prompt is."""
+    submits = constrained(REQUESTS[1::5])
+    served = two.serve(make_system("two-stream"), submits, vocabulary=tokenizer().to_str())
+    compare(submits, served, judges_of(judge), tally)
+
+
+@pytest.mark.full
+def test_a_prompt_may_take_long_while_its_layers_arrive(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Longer than a launch may: rank 1 is not held for lost."""
+    monkeypatch.setattr(disaggregated, "FOLLOWER", "tests.parity.slow_prompts")
+    monkeypatch.setattr(base, "PATIENCE_SECONDS", 3.0)
+    monkeypatch.setattr(base, "UNPREDICTED_SECONDS", 3.0)
+    ranks = apart(checkpoint, 256, PAGE, RUNNING)
+    began = time.monotonic()
+    served = ranks.serve(make_system("two-stream"), [Submit("slow", [5, 6, 7], SHORT)])
+    assert time.monotonic() - began > 2 * base.PATIENCE_SECONDS
+    assert [len(tokens) for tokens in served.outputs] == [SHORT.max_tokens]
+    ranks.close()
+
+
 def lose(ranks: Ranks, number: signal.Signals, after: float) -> tuple[float, str]:
     """Send rank 1 a signal while both serve; seconds until the engine says so, and what."""
     sent: list[float] = []
@@ -133,10 +162,17 @@ def test_a_prefill_process_that_is_lost_ends_the_engine(
     request: pytest.FixtureRequest,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Most of the time decode steps go on without it."""
+    """Decode steps go on without it, for longer than the engine may."""
+    decode = DecodeRunner._decode
+
+    def slow(*args: Any) -> Step:
+        time.sleep(0.012)
+        return decode(*args)
+
     for turn in range(FULL_ROUNDS if request.config.getoption("--full") else ROUNDS):
         ranks = apart(checkpoint, 256, PAGE, RUNNING)
         ranks.serve(make_system("two-stream"), [Submit("first", [5, 6, 7], SHORT)])
+        monkeypatch.setattr(DecodeRunner, "_decode", slow)
         monkeypatch.setattr(base, "PATIENCE_SECONDS", SHORT_PATIENCE)
         monkeypatch.setattr(base, "UNPREDICTED_SECONDS", SHORT_PATIENCE)
         took, said = lose(ranks, number, random.Random(turn).random())

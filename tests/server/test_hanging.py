@@ -113,10 +113,11 @@ def test_a_server_that_stood_still_itself_kills_no_engine(tiny_model):
 
 
 @pytest.mark.full
-def test_a_rank_that_stands_still_at_rest_ends_the_server(tmp_path):
+@pytest.mark.parametrize("how", [("--tensor-parallel-size", "2"), ("--disaggregated",)])
+def test_a_rank_that_stands_still_at_rest_ends_the_server(how, tmp_path):
     model = write_tiny_model(tmp_path / "ranks", num_key_value_heads=2)
     log = tmp_path / "log"
-    with serving(str(model), *TINY, "--tensor-parallel-size", "2", stderr=log) as served:
+    with serving(str(model), *TINY, *how, stderr=log) as served:
         engine = served.engine_pid
         assert served.request("/v1/completions", {"prompt": [5], "max_tokens": 2})[0] == 200
         (follower,) = children(engine)

@@ -37,7 +37,7 @@ class SharedMemory:
         """Map the next tensor, whose numbers are zeros at first.
 
         Raises:
-            OSError: there is not enough memory.
+            OSError: the system gives this process no more of its address space.
         """
         count, begin = prod(shape), self._end
         unit = mmap.ALLOCATIONGRANULARITY

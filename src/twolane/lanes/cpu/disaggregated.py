@@ -75,8 +75,8 @@ class DecodeRunner(Runner):
 
         Nothing may read the pages before.
         """
-        opened = BatchRows(work.rows, work.chunks)
-        batch = self._batches.get(work.batch, opened) if work.first else opened
+        opens = work.first == 0
+        batch = BatchRows(work.rows, work.chunks) if opens else self._batches[work.batch]
         if batch.rows != work.rows:
             batch, _ = batch.left(work.rows)
         arrival = self._arrivals.take(work.batch, work.last)
