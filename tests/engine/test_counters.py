@@ -1,9 +1,11 @@
-"""What the engine says of its pace, from which Retry-After is told."""
+"""What the engine says of its queue and its pace, from which Retry-After is told."""
 
 import pytest
 
+from tests.engine.test_liveness import HeldLanes, make_engine, turn
+from tests.systems.simulation import submit
 from twolane.common.prompt_work import PromptWork
-from twolane.engine.state import LEAST_TOKENS, Counters
+from twolane.engine.state import LEAST_TOKENS, QUEUE_SECONDS, Counters
 
 TOKEN_SECONDS, SHORT_SECONDS = 1e-4, 0.02
 """Seconds for each token of long prompts, and for a prompt of one token."""
@@ -43,3 +45,15 @@ def test_a_pace_that_changes_is_known_after_some_prompts() -> None:
     for _ in range(100):
         counters.note_prompts(2 * 700 * TOKEN_SECONDS, LONG)
     assert counters.prompt_token_seconds == pytest.approx(2 * TOKEN_SECONDS, rel=0.1)
+
+
+def test_the_count_of_what_is_queued_is_taken_anew_after_a_while() -> None:
+    lanes = HeldLanes()
+    engine = make_engine(lanes)
+    engine.take([submit("a", 16, 8)])
+    turn(engine)
+    first = engine.state.count_queued()
+    engine.take([submit("b", 32, 8)])
+    assert engine.state.count_queued() is first
+    lanes.now += QUEUE_SECONDS
+    assert engine.state.count_queued().work.tokens == first.work.tokens + 32

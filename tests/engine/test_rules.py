@@ -17,7 +17,7 @@ from twolane.engine.pacing import Pacer
 from twolane.engine.state import ELDER_SHARE
 from twolane.estimate.online import OnlineEstimator
 from twolane.sampling import SamplingParams
-from twolane.sim.lanes import SimLanes
+from twolane.sim.lanes import TOKEN, SimLanes
 from twolane.slo import Slo
 from twolane.systems.plan import Chunk, DecodeSteps, Launch, Plan, PrefillSlice, Refusal
 from twolane.systems.registry import SYSTEMS, System, make_system
@@ -203,6 +203,16 @@ def test_a_request_stops_at_the_context_length() -> None:
     sim = simulate(make_system("static-split"), [(0.0, submit("a", 40, 500))], pages=4)
     assert len(sim.times["a"]) == 64 - 40
     assert sim.finish == {"a": "length"}
+
+
+@pytest.mark.parametrize(("ignores", "ends"), [(True, ("length", 8)), (False, ("stop", 1))])
+def test_an_end_token_ends_a_request_unless_it_ignores_those(
+    ignores: bool, ends: tuple[str, int]
+) -> None:
+    """Simulated lanes say the same token at every step."""
+    asked = Submit("a", [5] * 16, SamplingParams(max_tokens=8, ignore_eos=ignores))
+    sim = simulate(Script(one_by_one), [(0.0, asked)], eos=(TOKEN,))
+    assert sim.record.ends["a"] == ends
 
 
 def test_a_plan_may_refuse_who_waits_and_says_why() -> None:

@@ -210,7 +210,29 @@ def test_a_replica_that_takes_nothing_is_sent_nothing(change) -> None:
     assert sent_to(table(a=state(**change), b=state(7000)), asked) == "b"
 
 
+def test_every_replica_has_its_own_speed_or_else_the_usual_one() -> None:
+    asked, slow = ask(), PromptPace(token=3 * TOKEN_SECONDS)
+    for pace, expected in ((slow, 3 * TOKEN_SECONDS), (UNKNOWN, TOKEN_SECONDS)):
+        made = table(a=state(1000, prompt_pace=pace), b=state(9000), c=state(9000))
+        chosen = choose(asked, made.views(asked, 0.0))
+        assert isinstance(chosen, Chosen)
+        assert (chosen.name, chosen.ttft) == ("a", pytest.approx(3000 * expected))
+
+
+def test_a_new_replica_was_not_passed_over_before_it_came() -> None:
+    made = table(a=state())
+    for turn in range(4 * FAIR_TURNS):
+        made.ended("a", made.sent("a", ask(range(turn * 5000, turn * 5000 + 2000)), 0.0))
+    made.publish("b", state(5000), 1.0)
+    assert sent_to(made, ask(range(500_000, 502_000)), 1.0) == "a"
+
+
 def test_full_memory_counts_as_waiting() -> None:
+    asked = ask()
+    choice = choose(asked, table(a=state(pages_free=10)).views(asked, 0.0))
+    assert isinstance(choice, Chosen)
+    freed = (2000 + 16) - 10 * PAGE  # tokens of others
+    assert choice.ttft == pytest.approx((2000 + freed) * TOKEN_SECONDS)
     assert sent_to(table(a=state(pages_free=10), b=state(500)), ask()) == "b"
 
 
@@ -237,6 +259,32 @@ def test_every_router_serves_with_what_is_ready(router) -> None:
     assert set(chosen) == {"a", "b"}
     none = table(c=state(draining=True))
     assert isinstance(policy(ask(), none.views(ask(), 0.0)), NoReplica)
+
+
+def test_power_of_two_takes_the_less_loaded_of_two_that_it_draws() -> None:
+    policy, made = POLICIES["power-of-two"](), table(a=state(), b=state(), c=state())
+    made["b"].open, made["c"].open = 1, 2
+    choices = [policy(ask(), made.views(ask(), 0.0)) for _ in range(60)]
+    assert {choice.name for choice in choices if isinstance(choice, Chosen)} == {"a", "b"}
+
+
+def test_ray_prefix_follows_what_was_sent_unless_the_load_is_uneven() -> None:
+    policy, made = POLICIES["ray-prefix"](), table(a=state(), b=state())
+
+    def chosen(prompt: range) -> str:
+        asked = ask(prompt)
+        choice = policy(asked, made.views(asked, 0.0))
+        assert isinstance(choice, Chosen)
+        return choice.name
+
+    home = chosen(range(2000))
+    other = {"a": "b", "b": "a"}[home]
+    assert [chosen(range(2000)) for _ in range(5)] == [home] * 5
+    assert chosen(range(50_000, 51_000)) == other  # whose tree is smaller
+    made[home].open = 9
+    assert chosen(range(2000)) == home
+    made[home].open = 10
+    assert chosen(range(2000)) == other
 
 
 def test_the_cost_of_a_decision_grows_with_the_replicas_and_no_faster() -> None:

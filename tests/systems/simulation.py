@@ -129,6 +129,7 @@ def simulate(
     estimator: Estimator | None = None,
     slo: Slo | None = None,
     pacer: Pacer | None = None,
+    eos: tuple[int, ...] = (),
 ) -> Simulation:
     """Run until everything has ended; no page may be missing then."""
     lanes = lanes or SimLanes(UNITS, LEVELS, durations or FixedDurations())
@@ -137,7 +138,7 @@ def simulate(
         system,
         lanes,
         KVBooks(pages, 16, slots, prefix_cache=True),
-        model=ServedModel(LAYERS, 1000, (), 8192),
+        model=ServedModel(LAYERS, 1000, eos, 8192),
         pass_sizes=SIZES,
         estimator=estimator or OnlineEstimator(),
         slo=slo,

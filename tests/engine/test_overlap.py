@@ -1,0 +1,120 @@
+"""What is said of the other lane, and until when lanes are taken to be busy."""
+
+from collections import deque
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.engine.test_liveness import HeldLanes, make_engine, turn
+from tests.systems.simulation import submit
+from twolane.common.vocabulary import LANES, LaneName
+from twolane.engine.overlap import Mixed, corunner_then
+from twolane.engine.state import State
+from twolane.estimate.base import Estimator
+from twolane.estimate.query import Corunner, LaunchShape, Load, decode_step
+from twolane.lanes.base import Ticket
+from twolane.systems.plan import DecodeSteps, Launch
+
+ROW = Load.decode([10])
+
+
+def flight(
+    lane: LaneName,
+    start: float | None = None,
+    end: float | None = None,
+    *,
+    units: int = 48,
+    predicted: float | None = None,
+    after: tuple[Ticket, ...] = (),
+) -> Any:
+    ticket = Ticket(lane, units)
+    ticket.start, ticket.end = start, end
+    launch = Launch(lane, units, DecodeSteps())
+    return SimpleNamespace(
+        ticket=ticket, launch=launch, shape=decode_step(ROW), predicted=predicted, after=after
+    )
+
+
+def beside(*others: Any) -> Corunner | None:
+    """What ran beside a prefill launch from 1.0 to 2.0."""
+    landed = {"decode": deque(each for each in others if each.ticket.end is not None)}
+    flights = [each for each in others if each.ticket.end is None]
+    state: Any = SimpleNamespace(landed=landed, flights=flights)
+    return corunner_then(state, flight("prefill", 1.0, 2.0, units=84))
+
+
+@pytest.mark.parametrize(("start", "end"), [(0.9, 2.1), (1.0, 1.96), (1.02, None)])
+def test_what_ran_nearly_all_the_while_ran_beside_it(start: float, end: float | None) -> None:
+    assert beside(flight("decode", start, end)) == Corunner(ROW, 48)
+
+
+@pytest.mark.parametrize(
+    ("start", "end"), [(0.0, 1.0), (0.5, 1.01), (1.99, 3.0), (2.0, 3.0), (None, None)]
+)
+def test_what_hardly_ran_meanwhile_did_not(start: float | None, end: float | None) -> None:
+    assert beside(flight("decode", start, end)) is None
+
+
+@pytest.mark.parametrize(
+    ("start", "end"), [(1.0, 1.9), (1.1, 2.5), (1.5, None), (0.5, 1.5), (1.2, 1.8)]
+)
+def test_what_ran_for_a_part_is_neither(start: float, end: float | None) -> None:
+    with pytest.raises(Mixed):
+        beside(flight("decode", start, end))
+
+
+def test_of_several_the_longest_counts() -> None:
+    short, long = flight("decode", 0.5, 1.3, units=16), flight("decode", 1.3, 2.0, units=32)
+    assert beside(short, long) == Corunner(ROW, 32)
+
+
+class Asked(Estimator):
+    """Keeps what it is asked of launches."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, Corunner | None]] = []
+
+    def _seconds(
+        self, launch: LaunchShape, units: Any, corunner: Corunner | None, bound: bool
+    ) -> list[float]:
+        self.asked.append((launch.kind, corunner))
+        return [1.0]
+
+
+def test_a_launch_is_predicted_beside_what_is_in_flight_then() -> None:
+    lanes, estimator = HeldLanes(), Asked()
+    engine = make_engine(lanes, estimator)
+    engine.take([submit("a", 16, 8), submit("b", 32, 8)])
+    turn(engine)
+    lanes.step(lanes.tickets[0])
+    lanes.tickets[0].end = lanes.now = 1.0
+    turn(engine)  # the prompt of b is launched, then a's steps beside it
+    prompt = Corunner(Load([32], [0]), lanes.units)
+    assert estimator.asked == [("prefill", None), ("prefill", None), ("decode", prompt)]
+
+
+def busy(now: float, *flights: Any) -> dict[LaneName, float | None]:
+    """Until when each lane is busy that has anything queued."""
+    state: Any = SimpleNamespace(
+        flights=flights, launching=SimpleNamespace(longest=dict.fromkeys(LANES, 0.0))
+    )
+    views = State.lane_views(state, now)
+    return {lane: view.until for lane, view in views.items() if view.queued}
+
+
+def test_a_lane_is_busy_until_its_launches_and_those_that_they_wait_for_are_done() -> None:
+    slices = flight("prefill", 0.0, predicted=2.0)
+    step = flight("device", predicted=1.0)
+    assert busy(1.0, slices, step) == {"prefill": 2.0, "device": 3.0}
+    assert busy(2.5, slices) == {"prefill": 2.5}  # late already
+    unknown = flight("prefill", 0.0)
+    assert busy(1.0, unknown, step) == {"prefill": None, "device": None}
+
+
+def test_a_launch_does_not_wait_for_the_lane_of_one_that_has_ended() -> None:
+    queued, ended = flight("prefill", 0.0, predicted=5.0), flight("prefill", 0.0, 0.5)
+    waits = flight("decode", predicted=1.0, after=(queued.ticket,))
+    free = flight("decode", predicted=1.0, after=(ended.ticket,))
+    assert busy(1.0, queued, waits) == {"prefill": 5.0, "decode": 6.0}
+    assert busy(1.0, queued, free) == {"prefill": 5.0, "decode": 2.0}
