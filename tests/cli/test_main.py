@@ -170,6 +170,8 @@ def test_version():
         (("--dtype", "int4"), ("--dtype", "bfloat16")),
         (("--port", "99999"), ("--port", "65535")),
         (("--max-queue", "0"), ("--max-queue",)),
+        (("--kv-tokens", "9" * 23), ("--kv-tokens", "must be at most")),
+        (("--max-running", "100000000"), ("--max-running", "65536")),
         (("--nope",), ("--nope",)),
     ],
 )

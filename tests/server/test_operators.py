@@ -1,12 +1,18 @@
 """What operators choose: unknown fields, the prefix cache's end, load, and what is not served."""
 
+import asyncio
 import json
 import subprocess
 import sys
+from codecs import BOM_UTF8
 
 import pytest
 
+from twolane.engine.config import EngineConfig
+from twolane.model.load.hub import PullError
+from twolane.server.batch import run_batch
 from twolane.server.openai.refused import REFUSED
+from twolane.server.options import ServerOptions
 
 from .parrot import Learnt, write_parrot
 from .serving import serving, wait_for
@@ -92,12 +98,14 @@ def test_a_batch_file_is_answered(model, tmp_path):
     ]
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     texts = [json.dumps({"method": "POST", **line}) for line in lines]
-    source.write_text("\n".join([*texts, "", "no JSON"]) + "\n", "utf-8-sig")
+    odd = ["no JSON", '{"body": ' + "[" * 5000]
+    text = BOM_UTF8 + "\n".join([*texts, "", *odd]).encode()
+    source.write_bytes(text + b'\n{"url": "\xff"}\n')
     command = [sys.executable, "-m", "twolane", "run-batch", model, str(source), str(target)]
     options = ("--device", "cpu", "--kv-tokens", "20000", "--concurrency", "3")
     run = subprocess.run([*command, *options], capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr
-    assert "6 completed, 5 failed" in run.stderr
+    assert "6 completed, 7 failed" in run.stderr
     answers = {line["custom_id"]: line for line in map(json.loads, target.read_text().splitlines())}
     assert answers.keys() == {line["custom_id"] for line in lines} | {None}
     told = answers["chat"]["response"]
@@ -109,6 +117,17 @@ def test_a_batch_file_is_answered(model, tmp_path):
     assert answers["url"]["error"]["code"] == "invalid_request"
     for line in (None, "no body"):
         assert answers[line]["error"]["code"] == "invalid_line"
+
+
+def test_a_batch_that_cannot_start_takes_nothing_from_its_files(tmp_path):
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("asked")
+    target.write_text("answered before")
+    for out, problem in ((source, "the file of the requests"), (target, "nowhere")):
+        config, options = EngineConfig(model="nowhere"), ServerOptions()
+        with pytest.raises((ValueError, PullError), match=problem):
+            asyncio.run(run_batch(config, options, source, out, 1))
+    assert (source.read_text(), target.read_text()) == ("asked", "answered before")
 
 
 RESPONSE = {"input": SPAIN[0]["content"], "temperature": 0}

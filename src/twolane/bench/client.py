@@ -14,6 +14,7 @@ import msgspec
 
 from twolane.bench.http import Clock, ConnectError, Connections, HTTPError
 from twolane.bench.sse import Event, SSEParser
+from twolane.common.checked_json import UNREADABLE
 from twolane.results import record as outcomes
 from twolane.results.record import Record
 
@@ -107,7 +108,7 @@ class StreamedAnswer:
             raise StreamError(outcomes.STREAM_ERROR, event.data[:500])
         try:
             chunk = _decode_chunk(event.data)
-        except msgspec.DecodeError as error:
+        except UNREADABLE as error:
             problem = f"not a chunk of the API ({error}): {event.data[:200]}"
             raise StreamError(outcomes.MALFORMED, problem) from error
         if chunk.error is not None:

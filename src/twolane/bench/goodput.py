@@ -23,7 +23,7 @@ import msgspec
 
 from twolane.common.errors import FieldError
 from twolane.common.files import write_whole
-from twolane.common.options import Option
+from twolane.common.options import LARGEST_SEED, Option
 from twolane.results.metrics import DEFAULT_PERCENTILES, Metrics, bound_for, bounded, keeps
 from twolane.results.provenance import json_bytes, provenance
 from twolane.results.record import Record
@@ -59,7 +59,7 @@ class Search(msgspec.Struct, frozen=True, kw_only=True):
     """Share that must keep each SLO, 0.9 for P90: of requests, for tbt of gaps."""
     seeds: Annotated[int, Option(MEASURE)] = 1
     """Number of searches, each with arrivals of its own."""
-    seed: Annotated[int, Option(MEASURE)] = 0
+    seed: Annotated[int, Option(MEASURE, most=LARGEST_SEED)] = 0
     """Seed of the first search."""
     start_rate: Annotated[float, Option(MEASURE)] = 1.0
     """Requests per second of the first run."""

@@ -10,6 +10,7 @@ import msgspec
 from twolane.bench import engine_gaps, http
 from twolane.bench.client import Client, Job, LoadRun, RunCounts
 from twolane.bench.http import Clock
+from twolane.common.checked_json import UNREADABLE
 from twolane.results.metrics import LAG_PERCENTILES, Distribution
 from twolane.results.record import Record, status_outcome
 from twolane.results.result import BenchConfig, Result
@@ -132,7 +133,7 @@ async def _first_model(config: BenchConfig) -> str:
         raise BenchError(f"{url} does not answer: status {status}; is the server up?")
     try:
         return _model_id(answer)
-    except (msgspec.DecodeError, LookupError) as error:
+    except (*UNREADABLE, LookupError) as error:
         raise BenchError(f"{url} lists no model; name one with --model") from error
 
 

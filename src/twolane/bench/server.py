@@ -22,6 +22,7 @@ import msgspec
 
 from twolane.bench import http
 from twolane.bench.serve import BenchError
+from twolane.common.checked_json import UNREADABLE
 from twolane.common.resources import usable_cores
 from twolane.results.provenance import without_secrets
 
@@ -130,7 +131,7 @@ def _version(url: str) -> str:
     status, body = _answer(f"{url}/version")
     try:
         said = msgspec.json.decode(body, type=dict[str, Any])
-    except msgspec.DecodeError:
+    except UNREADABLE:
         return ""
     return str(said.get("version", "")) if status == HTTPStatus.OK else ""
 

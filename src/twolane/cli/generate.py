@@ -1,7 +1,5 @@
 """`twolane generate`: one prompt, answered in the terminal."""
 
-import asyncio
-import signal
 import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,6 +8,7 @@ import typer
 from twolane.cli.errors import one_line_errors, wrong_setting
 from twolane.cli.lazy import command_app
 from twolane.cli.options import ModelArgument, takes, takes_engine_settings
+from twolane.cli.signals import run_until_terminated
 from twolane.common.errors import FieldError
 from twolane.engine.config import LORA, EngineConfig
 from twolane.sampling import SamplingParams
@@ -18,8 +17,6 @@ if TYPE_CHECKING:
     from twolane.frontend.engine_client import EngineClient
     from twolane.frontend.text.texts import Texts
 
-TERMINATED = 128 + signal.SIGTERM
-"""Exit code after SIGTERM, as shells have it."""
 EPILOG = """**Examples**
 
 - `twolane generate smollm2-135m-instruct "What is the capital of France?"`
@@ -57,10 +54,7 @@ def generate(
     except FieldError as error:
         raise wrong_setting(error) from error
     with one_line_errors():
-        try:
-            asyncio.run(run(config, text, params, chat=chat))
-        except asyncio.CancelledError:  # Ctrl-C is a KeyboardInterrupt
-            raise SystemExit(TERMINATED) from None
+        run_until_terminated(run(config, text, params, chat=chat))
 
 
 async def run(
@@ -82,9 +76,6 @@ async def run(
     from twolane.frontend.progress import progress_bars
     from twolane.frontend.startup import start_engine
 
-    task = asyncio.current_task()
-    assert task is not None
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     with progress_bars() as show:
         engine, texts, *_ = await start_engine(config, show)
     try:

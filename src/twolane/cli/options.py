@@ -14,7 +14,7 @@ import typer
 from twolane.cli.complete import COMPLETIONS, models
 from twolane.cli.errors import wrong_setting
 from twolane.common.errors import FieldError
-from twolane.common.options import Setting, settings_of
+from twolane.common.options import LARGEST_WHOLE, Setting, settings_of
 from twolane.engine.config import EngineConfig
 
 Command = Callable[..., None]
@@ -119,6 +119,13 @@ def finite(value: float | None) -> float | None:
     return value
 
 
+def countable(value: int | None) -> int | None:
+    """Check an option as its callback: refuse more than there is of anything."""
+    if value is not None and value > LARGEST_WHOLE:
+        raise typer.BadParameter(f"must be at most {LARGEST_WHOLE}")
+    return value
+
+
 def _parameter(setting: Setting, defaults: Mapping[str, Any], variables: bool) -> inspect.Parameter:
     option, form = setting.option, _form(setting)
     default = defaults.get(setting.name, setting.default)
@@ -158,6 +165,8 @@ def _holds(kind: Any, number: type) -> bool:
 def _callback(setting: Setting, form: Form) -> Callable[..., Any] | None:
     if form.kind == list[str]:
         return _no_blank
+    if _holds(form.kind, int) and setting.option.most is None:
+        return countable
     return finite if _holds(form.kind, float) and not setting.option.infinite else None
 
 

@@ -1,6 +1,5 @@
 """`twolane run-batch`: a file of requests in OpenAI's batch format."""
 
-import asyncio
 import logging
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,6 +9,7 @@ import typer
 from twolane.cli.errors import one_line_errors
 from twolane.cli.lazy import command_app
 from twolane.cli.options import ModelArgument, takes, takes_engine_settings
+from twolane.cli.signals import run_until_terminated
 from twolane.engine.config import EngineConfig
 from twolane.server.options import ServerOptions
 
@@ -20,6 +20,8 @@ OFFERED = (
 """The server's options that say how requests are read and answered."""
 UNBOUNDED_QUEUE = 1 << 30
 """Bound of the queue, in requests: a batch file waits in its own order."""
+MANY_OPEN = 1 << 16
+"""Most requests that may be open at a time."""
 
 app = command_app()
 
@@ -36,7 +38,7 @@ def run_batch(
     config: EngineConfig,
     server: dict[str, Any],
     concurrency: Annotated[
-        int, typer.Option(min=1, help="Number of requests that are open at a time.")
+        int, typer.Option(min=1, max=MANY_OPEN, help="Number of requests that are open at a time.")
     ] = 256,
 ) -> None:
     """Answer a file of requests in OpenAI's batch format, without a server."""
@@ -45,5 +47,6 @@ def run_batch(
     options = ServerOptions(**server, max_queue=UNBOUNDED_QUEUE)
     logging.basicConfig(level=options.log_level.upper(), format="%(levelname)s %(message)s")
     with one_line_errors():
-        done = asyncio.run(batch.run_batch(config, options, source, target, concurrency))
+        answering = batch.run_batch(config, options, source, target, concurrency)
+        done = run_until_terminated(answering)
     typer.echo(f"{done.completed} completed, {done.failed} failed: {target}", err=True)

@@ -8,6 +8,9 @@ import msgspec
 
 T = TypeVar("T")
 
+UNREADABLE = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
+"""Errors that msgspec raises for what is no such JSON: lists may be too deep, strings no UTF-8."""
+
 
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON file that holds an object, behind a byte order mark if there is one.

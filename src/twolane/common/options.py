@@ -22,6 +22,11 @@ import msgspec
 
 from twolane.common.errors import FieldError
 
+LARGEST_WHOLE = 1 << 48
+"""Whole numbers of settings without a bound of their own are at most this: none counts more."""
+LARGEST_SEED = (1 << 63) - 1
+"""Seeds are signed numbers of 64 bits."""
+
 
 class Option(msgspec.Struct, frozen=True):
     """The command-line option of a field, as metadata of its annotation."""
@@ -109,6 +114,8 @@ def _check_range(field: str, value: float, option: Option) -> None:
         raise FieldError(field, f"must be at least {option.least:g}, not {value}")
     if option.most is not None and value > option.most:
         raise FieldError(field, f"must be at most {option.most:g}, not {value}")
+    if option.most is None and isinstance(value, int) and value > LARGEST_WHOLE:
+        raise FieldError(field, f"must be at most {LARGEST_WHOLE}, not {value}")
 
 
 def _settings(struct: type[msgspec.Struct], prefix: str) -> Iterator[Setting]:

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from twolane.common.options import Nested, Option, milliseconds
+from twolane.common.options import LARGEST_SEED, Nested, Option, milliseconds
 from twolane.common.vocabulary import EstimatorName
 from twolane.slo import Slo
 
@@ -72,7 +72,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_model_len: Annotated[int | None, Option(MODEL, "TOKENS", least=2)] = None
     """Largest number of tokens of one request, prompt and answer; by default the model's positions,
     if the KV pool holds them."""
-    seed: Annotated[int, Option(MODEL)] = 0
+    seed: Annotated[int, Option(MODEL, most=LARGEST_SEED)] = 0
     """Seed of dummy weights, and of sampling where a request has no seed of its own."""
     router_skew: Annotated[float, Option(MODEL, least=0.0)] = 0.0
     """Exponent of Zipf's law by which the routers of dummy weights like some experts better; 0
@@ -104,7 +104,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Number of tokens in a KV page; by default 16 on a CPU and 32 on a GPU (16, 32 or 64)."""
     kv_tokens: Annotated[int | None, Option(MEMORY, "TOKENS", least=1)] = None
     """Number of tokens in the KV pool; by default as many as a share of the free memory holds."""
-    max_running: Annotated[int, Option(SCHEDULING, least=1)] = 256
+    max_running: Annotated[int, Option(SCHEDULING, least=1, most=1 << 16)] = 256
     """Largest number of requests in prefill and decode together."""
     kv_cache_dtype: Annotated[KVCacheDType, Option(MEMORY)] = "auto"
     """Number format of the KV cache: fp8 is e4m3 with a scale for each token and head, and holds

@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 from msgspec import structs
 
+from twolane.common.checked_json import UNREADABLE
 from twolane.common.files import write_whole
 from twolane.common.vocabulary import MachineKind
 from twolane.estimate.query import Corunner, Kind, LaunchShape, Load
@@ -226,7 +227,7 @@ class Profile(msgspec.Struct, forbid_unknown_fields=True):
             profile = msgspec.json.decode(path.read_bytes(), type=cls)
         except OSError as error:
             raise ProfileError(f"{path}: {error.strerror}") from error
-        except msgspec.MsgspecError as error:
+        except UNREADABLE as error:
             raise ProfileError(f"{path} is not a profile: {error}") from error
         if profile.format == 1:
             _name_machine(profile)

@@ -11,6 +11,7 @@ import aiohttp
 import msgspec
 from starlette.datastructures import Headers
 
+from twolane.common.checked_json import UNREADABLE
 from twolane.common.prefix_digest import Landmarks
 from twolane.fleet.calls import Call, forwarded
 from twolane.fleet.pool import Member, Pool
@@ -149,8 +150,7 @@ def _bound(path: str, asked: str) -> float | None:
 
 def _known(body: bytes) -> _Body:
     """Read what the router wants to know of a body, which may be anything."""
-    # The decoder's own error, deep nesting, and strings that are no UTF-8.
-    with suppress(msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+    with suppress(*UNREADABLE):
         return msgspec.json.decode(body, type=_Body)
     return _Body()
 

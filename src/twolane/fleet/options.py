@@ -8,6 +8,8 @@ from twolane.common.errors import FieldError
 from twolane.common.options import Option
 
 PANEL = "Fleet"
+MOST_REPLICAS = 1024
+"""Most servers of a fleet: the router looks at each of them for every request."""
 RouterName = Literal["predicted", "round-robin", "power-of-two", "least-loaded", "ray-prefix"]
 """The names of `router.policies.POLICIES`."""
 
@@ -19,11 +21,11 @@ class FleetOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Address to listen on; 0.0.0.0 is all."""
     port: Annotated[int, Option(PANEL, least=0, most=65535)] = 8000
     """Port to listen on; 0 takes any free port."""
-    replicas: Annotated[int, Option(PANEL, least=1)] = 2
+    replicas: Annotated[int, Option(PANEL, least=1, most=MOST_REPLICAS)] = 2
     """Number of servers at the start."""
-    min_replicas: Annotated[int | None, Option(PANEL, least=1)] = None
+    min_replicas: Annotated[int | None, Option(PANEL, least=1, most=MOST_REPLICAS)] = None
     """Number of servers that are kept at least; by default --replicas."""
-    max_replicas: Annotated[int | None, Option(PANEL, least=1)] = None
+    max_replicas: Annotated[int | None, Option(PANEL, least=1, most=MOST_REPLICAS)] = None
     """Number of servers that there may be under load; by default --replicas."""
     router: Annotated[RouterName, Option(PANEL)] = "predicted"
     """Way to choose a server: by the predicted time to the first token, or as others do."""

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from twolane.common.checked_json import UNREADABLE
 from twolane.common.errors import FieldError
 from twolane.common.files import is_file, is_folder
 from twolane.results.metrics import TTFT_PER_1K, bounded
@@ -199,6 +200,6 @@ def _decode(path: Path) -> Any:
     try:
         data = path.read_bytes()
         return msgspec.json.decode(data)
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, *UNREADABLE) as error:
         what = f" is {TRACE}" if data.startswith(b"[") else f": {error}"
         raise FieldError("RUN", f"{path}{what}") from error

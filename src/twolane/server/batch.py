@@ -6,6 +6,8 @@ same application as those of `twolane serve`.
 """
 
 import asyncio
+import os
+import stat
 import uuid
 from codecs import BOM_UTF8
 from collections.abc import Iterator
@@ -15,7 +17,9 @@ from typing import IO, Any, NamedTuple
 import msgspec
 from starlette.types import ASGIApp, Message
 
+from twolane.common.checked_json import UNREADABLE
 from twolane.engine.config import EngineConfig
+from twolane.frontend.engine_client import EngineError
 from twolane.frontend.progress import progress_bars
 from twolane.frontend.startup import start_engine
 from twolane.server.app import GENERATION_PATHS, create_app
@@ -69,15 +73,24 @@ async def run_batch(
 
     Raises:
         OSError: a file cannot be read or written.
-        ValueError: see `start_engine`.
+        ValueError: see `start_engine`; or both files are one.
+        EngineError: the engine died; the lines that it left have errors in the output.
     """
-    with source.open("rb") as lines, target.open("wb") as out:
+    # Appended to, so that a start that fails takes nothing from a file that was there before.
+    with source.open("rb") as lines, target.open("ab", buffering=0) as out:
+        if os.path.sameopenfile(lines.fileno(), out.fileno()):
+            raise ValueError(f"{target} is the file of the requests: write the answers elsewhere")
         with progress_bars() as show:
             started = await start_engine(config, show, options.log_level)
         service = service_of(started, config, options)
         try:
             app = create_app(service, ServerOptions(unknown_fields=options.unknown_fields))
-            return await answer_all(app, lines, out, concurrency)
+            if stat.S_ISREG(os.fstat(out.fileno()).st_mode):
+                out.truncate(0)
+            done = await answer_all(app, lines, out, concurrency)
+            if service.engine.failed.is_set():
+                raise EngineError(str(service.engine.failure))
+            return done
         finally:
             await service.close()
             await service.engine.close()
@@ -110,7 +123,7 @@ async def answer_line(app: ASGIApp, line: bytes, number: int) -> Json:
         if isinstance(given, dict) and isinstance(given.get("custom_id"), str):
             answer["custom_id"] = given["custom_id"]
         asked = msgspec.convert(given, BatchLine)
-    except msgspec.MsgspecError as error:
+    except UNREADABLE as error:
         return answer | refused("invalid_line", f"line {number}: {error}")
     if asked.refusal is not None:
         return answer | refused("invalid_request", asked.refusal)

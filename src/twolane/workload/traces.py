@@ -18,6 +18,8 @@ from pathlib import Path
 
 import msgspec
 
+from twolane.common.checked_json import UNREADABLE
+
 BLOCK_TOKENS = 512
 """Tokens that one hash id of a Mooncake trace stands for."""
 CSV_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
@@ -189,7 +191,7 @@ def _read_jsonl(name: str, text: str) -> list[TraceRequest]:
         where = f"{name}: row {number}"
         try:
             row = decode(line)
-        except msgspec.DecodeError as error:
+        except UNREADABLE as error:
             raise TraceError(f"{where}: is not a JSON object: {error}") from error
         requests.append(_json_request(where, row))
     return requests

@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from twolane.common.checked_json import UNREADABLE
 from twolane.common.errors import FieldError
 
 PHASES = {"PrefillSlice": "prefill", "DecodeSteps": "decode", "Hybrid": "hybrid"}
@@ -108,7 +109,7 @@ def read(path: Path, name: str) -> TraceFile:
         threads = {e.tid: e.args["name"] for e in events if e.name == "thread_name"}
         ran = sorted((e for e in events if e.ph == "X"), key=lambda event: event.ts)
         launches = _launches(ran, threads)
-    except (msgspec.DecodeError, KeyError) as error:
+    except (*UNREADABLE, KeyError) as error:
         raise FieldError("trace_file", f"{path} is no trace of an engine: {error}") from error
     if not ran:
         raise NoLaunches("trace_file", f"{path} has no launches")

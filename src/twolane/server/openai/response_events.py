@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from twolane.common.checked_json import UNREADABLE
 from twolane.frontend.generation import Delta
 from twolane.frontend.parsers.answer import AnswerReader
 from twolane.frontend.parsers.pieces import (
@@ -252,6 +253,6 @@ def free_text(arguments: str) -> str:
     """Return the text that the arguments of a call hold; what is no such JSON is shown raw."""
     try:
         value = msgspec.json.decode(arguments, type=dict[str, str])
-    except msgspec.DecodeError:
+    except UNREADABLE:
         return arguments
     return value.get(CUSTOM_INPUT, arguments)
