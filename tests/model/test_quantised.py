@@ -332,6 +332,20 @@ def test_other_spellings_mean_the_same(checkpoint, folders, form, change):
     same_weights(path, folders(form)[0])
 
 
+def test_the_order_of_columns_may_be_left_out_where_it_is_the_usual(checkpoint, folders):
+    """As writers leave it out that never choose another one; act-order cannot do without."""
+    for form in ("gptq", ORDERED):
+        path = checkpoint(form)
+        tensors = load_file(path / "model.safetensors")
+        kept = {name: tensor for name, tensor in tensors.items() if not name.endswith(".g_idx")}
+        save_file(kept, path / "model.safetensors", {"format": "pt"})
+        if form == "gptq":
+            same_weights(path, folders(form)[0])
+        else:
+            with pytest.raises(WeightsError, match=r"missing tensors: .*g_idx"):
+                load_decoder(resolve(str(path)))
+
+
 def same_weights(one: Path, other: Path) -> None:
     """Two checkpoints have the same matrices."""
     loaded = [load_decoder(resolve(str(path))).weights.layers for path in (one, other)]

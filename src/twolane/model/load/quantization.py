@@ -19,6 +19,8 @@ class StoredTensor:
     """The shapes that it may have."""
     types: tuple[str, ...] = FLOATS
     """The types that it may have, as safetensors names them."""
+    optional: bool = False
+    """Whether the checkpoint may lack it."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ class Format:
                 "qweight": StoredTensor(((columns // 8, rows),), wholes),
                 "qzeros": StoredTensor(((groups, words),), wholes),
                 "scales": StoredTensor(((groups, rows),)),
-                "g_idx": StoredTensor(((columns,),), wholes),
+                "g_idx": StoredTensor(((columns,),), wholes, optional=not self.ordered),
             }
         zeros = (
             {}

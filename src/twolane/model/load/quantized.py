@@ -89,11 +89,12 @@ def _gptq(format: Format, tensors: Mapping[str, Tensor]) -> Matrix:
 
     With act-order, where groups are no neighbours, the numbers that are meant.
     """
-    index, scales = tensors["g_idx"].long(), tensors["scales"].t()
-    numbers = _halves(tensors["qweight"].t())
+    numbers, scales = _halves(tensors["qweight"].t()), tensors["scales"].t()
     zeros = (_halves(tensors["qzeros"]).t() + format.old_zeros) & 15
-    group = format.group or len(index)
-    if torch.equal(index, torch.arange(len(index), device=index.device) // group):
+    columns = numbers.shape[1]
+    neighbours = torch.arange(columns, device=numbers.device) // (format.group or columns)
+    index = tensors["g_idx"].long() if "g_idx" in tensors else neighbours
+    if torch.equal(index, neighbours):
         return _int4(format, numbers, scales, zeros)
     if not format.ordered:
         raise ValueError("g_idx orders columns by activations, but desc_act is false")

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -416,7 +417,8 @@ def _check(
     surplus = sorted(found - expected.keys())
     if quantization is not None:  # the writers of AWQ and GPTQ files add biases of zeros
         surplus = [t for t in surplus if not (t.endswith(".bias") and not tensors.get(t).any())]
-    _refuse(name, "missing", [t for t in expected if t not in found])
+    missing = [t for t, stored in expected.items() if t not in found and not stored.optional]
+    _refuse(name, "missing", missing)
     _refuse(name, "surplus", surplus)
     misshapen = [
         f"{t} {list(tensors.shape(t))} instead of {list(stored.shapes[0])}"
@@ -456,6 +458,11 @@ class _Loader:
     converted: Counter[tuple[str, str]] = field(default_factory=Counter)
     """How many matrices got another scheme, by both: because the device is a GPU, or since nothing
     multiplies with columns in act-order."""
+
+    @cached_property
+    def there(self) -> frozenset[str]:
+        """The names of the source's tensors."""
+        return frozenset(self.tensors.names())
 
     @property
     def spec(self) -> ModelSpec:
@@ -509,7 +516,11 @@ class _Loader:
         rows, columns = self._shape(name)
         at = place or Place(name, 0, rows)
         ends = form.tensors(at.rows, columns)
-        parts = {end: self.tensors.get(f"{at.module}.{end}") for end in ends}
+        parts = {
+            end: self.tensors.get(f"{at.module}.{end}")
+            for end, stored in ends.items()
+            if not stored.optional or f"{at.module}.{end}" in self.there
+        }
         try:
             matrix = read_module(form, parts).to(self.device)
         except ValueError as error:
