@@ -184,6 +184,14 @@ def test_a_prefill_process_that_is_lost_ends_the_engine(
         monkeypatch.undo()
 
 
+def test_a_prefill_process_that_dies_at_the_start_ends_it(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disaggregated, "FOLLOWER", "tests.parity.nowhere")
+    with pytest.raises(RankLost, match=r"rank 1 of 2 has died \(exit code 1\)"):
+        apart(checkpoint, 256, PAGE, RUNNING)
+
+
 @pytest.mark.full
 def test_a_prefill_process_that_dies_at_rest_is_noticed(checkpoint: Path) -> None:
     ranks, news = apart(checkpoint, 256, PAGE, RUNNING), threading.Event()

@@ -8,7 +8,6 @@ steps write into rank 1's pool, so that both pools hold every page and prefixes 
 
 import os
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
 from msgspec.structs import replace
@@ -150,6 +149,7 @@ class DisaggregatedMachine(CpuMachine):
 
     Raises:
         ValueError: a setting is wrong, or the model.
+        RankLost: rank 1 does not start.
     """
 
     def __init__(self, settings: DeviceSettings, progress: Callable[[str, float], None]) -> None:
@@ -159,8 +159,9 @@ class DisaggregatedMachine(CpuMachine):
         prompt_cores, self._cores = halves(self._cores)
         ours, theirs = self._memories
         files = theirs.file, ours.file, arrivals
-        self.followers = Followers(settings, FOLLOWER, prompt_cores, files)
+        self._rank_1 = self.followers = Followers(settings, FOLLOWER, prompt_cores, files)
         os.close(arrivals)
+        meet(0, 2, self._rank_1.store, self._rank_1.check)  # what it loads is no free memory
 
     def kv_bytes(self, max_model_len: int) -> int:
         """See `Machine.kv_bytes`: two pools share the memory."""
@@ -175,21 +176,14 @@ class DisaggregatedMachine(CpuMachine):
         notify: Callable[[], None],
         progress: Callable[[str, float], None],
     ) -> DisaggregatedLanes:
-        """See `Machine.start`.
-
-        Raises:
-            RankLost: rank 1 does not start.
-        """
-        assert self.followers is not None
-        spec, dtype = self._decoder.spec, self._decoder.dtype
-        pool = partial(MirroredCache, spec, pages, page_size, dtype, rounded=self._rounded)
-        kv = pool(self._memories)
+        """See `Machine.start`."""
+        shape = self._decoder.spec, pages, page_size, self._decoder.dtype
+        kv = MirroredCache(*shape, self._memories, rounded=self._rounded)
         for memory in self._memories:
             memory.close()
-        self.followers.on_lost = notify
-        self.followers.start(FollowerPool(pages, page_size, slots, max_model_len))
-        meet(0, 2, self.followers.store, self.followers.check)
+        self._rank_1.on_lost = notify
+        self._rank_1.start(FollowerPool(pages, page_size, slots, max_model_len))
         arrivals = Arrivals(self._arrivals)
         runner = DecodeRunner(self._decoder, kv, page_size, slots, self._adapters, arrivals)
         lanes = CpuLanes(runner, self._cores, notify)
-        return DisaggregatedLanes(lanes, self.followers, kv)
+        return DisaggregatedLanes(lanes, self._rank_1, kv)

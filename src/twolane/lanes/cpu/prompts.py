@@ -77,6 +77,8 @@ def main() -> int:
     settings = start.settings
     ours, theirs, arrivals = start.files
     spec, weights = load_shard(settings, "cpu", lambda *_: None)
+    store = dist.TCPStore("127.0.0.1", start.port, is_master=False, wait_for_workers=False)
+    meet(start.rank, settings.ranks, store, lambda: None)
     if (pool := read_pool()) is None:
         return 0
     decoder = Decoder(spec, weights)
@@ -86,8 +88,6 @@ def main() -> int:
     adapters = AdapterPool(weights, settings.adapter_slots, settings.max_lora_rank)
     runner = _OrDie(decoder, kv, pool.page_size, pool.slots, adapters, arrivals)
     lanes = CpuLanes(runner, start.cores, lambda: None)
-    store = dist.TCPStore("127.0.0.1", start.port, is_master=False, wait_for_workers=False)
-    meet(start.rank, settings.ranks, store, lambda: None)
     for record in read_log(start.answers):
         carry_out(lanes, record)
     os._exit(0)  # without what is queued: nobody waits for it
