@@ -268,6 +268,15 @@ def test_thinking_is_told_apart_however_the_text_is_cut(places):
     assert read(ReasoningParser(thinking=True), cuts(opened, places)) == expected
 
 
+@pytest.mark.parametrize("begin", ["<think>", "\n <think>\n", "<think>\n\n"])
+@given(places=st.lists(st.integers(0, 100), max_size=12))
+def test_a_mark_that_opens_thinking_again_is_none_of_it(begin, places):
+    text = begin + "Hm <think> so.</think>Yes"
+    parser = ReasoningParser(thinking=True)
+    assert read(parser, cuts(text, places)) == ("Hm <think> so.", "Yes", [])
+    assert read(ReasoningParser(thinking=True), ["<thi"]) == ("<thi", "", [])
+
+
 def test_text_without_thinking_is_as_it_is():
     assert read(ReasoningParser(), [" Paris"]) == ("", " Paris", [])
     assert read(ReasoningParser(thinking=True), ["not yet"]) == ("not yet", "", [])

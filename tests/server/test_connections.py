@@ -95,10 +95,15 @@ def test_a_head_that_can_be_read_in_two_ways_is_refused_and_the_connection_close
         (b"http:///health", b"404"),
         (b"http://user@x/health", b"404"),
         (b"/http://x/health", b"404"),
+        (b"/health/", b"200"),
+        (b"//health//?a=/", b"200"),
+        (b"/v1/models/", b"200"),
+        (b"/v1//models", b"404"),
+        (b"*", b"404"),
     ],
 )
-def test_a_target_may_name_the_server(tiny, target, status):
-    """Clients that take the server for a proxy write it so (RFC 9112, section 3.2.2)."""
+def test_a_target_may_name_the_server_and_have_slashes_around_it(tiny, target, status):
+    """Clients that take the server for a proxy name it (RFC 9112, section 3.2.2)."""
     head = b"GET " + target + b" HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
     assert sent(tiny, head).startswith(b"HTTP/1.1 " + status)
 

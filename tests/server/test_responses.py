@@ -77,7 +77,14 @@ def same(first, second):
 
 
 def test_a_text_is_answered(client):
-    response = ask(client, "And Spain?", instructions="Be brief.", metadata={"a": "b"})
+    penalties = {"presence_penalty": -2, "frequency_penalty": 0.5}
+    response = ask(
+        client,
+        "And Spain?",
+        instructions="Be brief.",
+        metadata={"a": "b"},
+        extra_body=penalties,
+    )
     Response.model_validate(response.model_dump(warnings=False), strict=False)
     assert (response.output_text, response.status) == ("Madrid.", "completed")
     assert response.instructions == "Be brief."

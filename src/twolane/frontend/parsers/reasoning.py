@@ -19,6 +19,8 @@ class ReasoningParser:
         self._text = ""
         self._blank = thinking
         """Whether white space is to be dropped: nothing but that has come since the last mark."""
+        self._opened = thinking
+        """Whether the mark that opens the thinking would be there twice: models write it again."""
 
     def feed(self, text: str) -> list[Piece]:
         """See `Parser.feed`."""
@@ -49,6 +51,11 @@ class ReasoningParser:
     def _think(self, pieces: list[Piece]) -> None:
         if self._blank:
             self._text = self._text.lstrip()
+            if self._opened and len(self._text) < len(THINK) and THINK.startswith(self._text):
+                return
+            if self._opened:
+                self._opened = False
+                self._text = self._text.removeprefix(THINK).lstrip()
             self._blank = not self._text
         thought, mark, rest = self._text.partition(END_THINK)
         if mark:

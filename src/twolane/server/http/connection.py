@@ -33,8 +33,10 @@ LOG_SECONDS = 60.0
 """A full server writes one line about it into the log in this many seconds."""
 
 
-ABSOLUTE_FORM = re.compile(rb"(?i)^([A-Z]+) https?://[^/?#@ ]+([^ ]*)(?= HTTP/)")
-"""The beginning of a request line that names the server, as clients send it to a proxy."""
+REQUEST_LINE = re.compile(
+    rb"(?P<method>[^ ]+) (?P<server>(?i:https?)://[^/?#@ ]+)?"
+    rb"(?P<path>[^ ?]*)(?P<rest>.* HTTP/1\.[01])"
+)
 
 
 class ConnectionLimits(msgspec.Struct, frozen=True):
@@ -93,15 +95,20 @@ class StrictBuffer(ReceiveBuffer):
         self._chunks = self._body_bytes = 0
         lines = super().maybe_extract_lines()
         if lines:
-            lines[0] = bytearray(ABSOLUTE_FORM.sub(origin_form, bytes(lines[0])))
+            lines[0] = bytearray(plain_line(bytes(lines[0])))
         return lines
 
 
-def origin_form(line: re.Match[bytes]) -> bytes:
-    """Return the beginning of a request line with the path alone; servers must take both forms
-    (RFC 9112, section 3.2.2)."""
-    method, target = line.groups()
-    return method + b" " + (target if target.startswith(b"/") else b"/" + target)
+def plain_line(line: bytes) -> bytes:
+    """Return a request line with the path alone, without a slash at its end or two at its begin.
+
+    A target may name the server, too (RFC 9112, section 3.2.2). Clients put slashes together where
+    they join addresses.
+    """
+    found = REQUEST_LINE.fullmatch(line)
+    if found is None or not (found["server"] or found["path"].startswith(b"/")):
+        return line
+    return found["method"] + b" /" + found["path"].strip(b"/") + found["rest"]
 
 
 def check_head(head: bytes) -> None:

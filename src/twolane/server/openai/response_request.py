@@ -17,7 +17,7 @@ from pydantic_core import PydanticCustomError
 from twolane.frontend.body import Body, wrong
 from twolane.frontend.fields import INT32_MAX, Priority, TopP, Whole
 from twolane.server.http.errors import ApiError, from_validation
-from twolane.server.openai.protocol import INERT, ChatRequest
+from twolane.server.openai.protocol import INERT, ChatRequest, Penalty
 from twolane.server.openai.response_items import Items, Turn, joined
 from twolane.server.openai.response_tools import (
     AllowedTools,
@@ -29,7 +29,10 @@ from twolane.server.openai.response_tools import (
 )
 from twolane.server.openai.structured import Schema
 
-SAME = ("model", "temperature", "top_p", "top_k", "seed", "priority", "stream")
+SAME = (
+    *("model", "temperature", "top_p", "top_k", "seed", "priority", "stream"),
+    *("presence_penalty", "frequency_penalty"),
+)
 """Fields that /v1/chat/completions has, too."""
 RENAMED: Mapping[str, str] = {
     "messages": "input",
@@ -133,6 +136,8 @@ class ResponsesRequest(Body):
     top_p: TopP | None = None
     top_k: Annotated[Whole, Field(ge=-1, le=INT32_MAX)] | None = None
     seed: Annotated[Whole, Field(ge=-(2**63), lt=2**63)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
     priority: Priority | None = None
     tools: ResponseTools | None = None
     tool_choice: ResponseToolChoice | None = None
