@@ -10,7 +10,7 @@ from twolane.common.page_hash import page_hashes
 from twolane.common.prefix_digest import Landmarks, PrefixBook, is_landmark
 from twolane.common.prompt_work import UNKNOWN, PromptPace, PromptWork, WaitingPrompt
 from twolane.router.choose import FAIR_TURNS, Chosen, NoReplica, choose
-from twolane.router.policies import POLICIES
+from twolane.router.policies import POLICIES, RayPrefixAware
 from twolane.router.state import FORMAT, Ask, ReplicaState
 from twolane.router.table import Table
 from twolane.slo import Slo
@@ -285,6 +285,16 @@ def test_ray_prefix_follows_what_was_sent_unless_the_load_is_uneven() -> None:
     assert chosen(range(2000)) == home
     made[home].open = 10
     assert chosen(range(2000)) == other
+
+
+def test_ray_prefix_forgets_what_it_was_told_first() -> None:
+    policy, made = RayPrefixAware(most=40), table(a=state())
+    for seed in range(200):
+        asked = ask(range(seed * 10_000, seed * 10_000 + 2000))
+        policy(asked, made.views(asked, 0.0))
+    assert 0 < len(policy._trees["a"]) <= 40
+    assert 0 < policy._sizes["a"] == sum(policy._trees["a"].values())
+    assert policy._matched("a", asked) > 0
 
 
 def test_the_cost_of_a_decision_grows_with_the_replicas_and_no_faster() -> None:

@@ -1,5 +1,6 @@
 """`twolane serve | fleet | generate | pull | profile | simulate | doctor | bench`."""
 
+import os
 import sys
 from typing import Annotated, Any, ClassVar
 
@@ -59,8 +60,21 @@ def top(
     """Take what belongs to no command."""
 
 
+def open_standard_files() -> None:
+    """Open what was closed of standard input, output and error: else the next connection would get
+    its number, and with it what libraries print."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest free number
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115
+
+
 def main() -> None:
     """Run the command line; what a user got wrong is one line and exit code 2."""
+    open_standard_files()
     try:
         code = app(prog_name="twolane", standalone_mode=False)
     except typer.Abort:

@@ -161,6 +161,8 @@ class Pool:
         try:
             member.place = await self._hosts.start(member.name)
         except StartError as error:
+            if self._closing:
+                return
             log.error("%s: %s", member.name, error)
             self.failure = str(error)
             await asyncio.sleep(RETRY_SECONDS if self.started.is_set() else 0.0)

@@ -8,6 +8,9 @@ from twolane.router.choose import Chosen, NoReplica, choose
 from twolane.router.state import Ask
 from twolane.router.table import ReplicaView
 
+MOST_LANDMARKS = 1 << 17
+"""Number of landmarks that a replica's tree holds: clients choose how many prompts there are."""
+
 
 class Policy(Protocol):
     """Chooses a replica; `views` are in order of their names."""
@@ -64,14 +67,18 @@ class RayPrefixAware:
         imbalanced: difference of open requests from which the load counts as uneven.
         match: least share of the prompt that must match.
         seed: of the draws.
+        most: landmarks of a replica; beyond, those that were put in first are forgotten.
     """
 
-    def __init__(self, imbalanced: float = 10, match: float = 0.1, seed: int = 0) -> None:
+    def __init__(
+        self, imbalanced: float = 10, match: float = 0.1, seed: int = 0, most: int = MOST_LANDMARKS
+    ) -> None:
         self._imbalanced, self._match = imbalanced, match
         self._two = PowerOfTwo(seed)
         self._trees: dict[str, dict[int, int]] = {}
         """Landmarks that each replica was sent, with the tokens between it and the one before."""
         self._sizes: dict[str, int] = {}
+        self._most = most
 
     def __call__(self, ask: Ask, views: Sequence[ReplicaView]) -> Chosen | NoReplica:
         """See `Policy`."""
@@ -108,6 +115,8 @@ class RayPrefixAware:
                 tree[landmark] = tokens - before
                 self._sizes[name] = self._sizes.get(name, 0) + tree[landmark]
             before = tokens
+        while len(tree) > self._most:
+            self._sizes[name] -= tree.pop(next(iter(tree)))
 
 
 def _picked(views: Sequence[ReplicaView], pick: Callable[[], ReplicaView]) -> Chosen | NoReplica:
