@@ -233,11 +233,12 @@ def add_declared_tokens(parts: Parts, declared: Mapping[int, Mapping[str, Any]])
     Those that it has are found in texts, and hidden, as they are declared.
     """
     backend, added = parts.backend, parts.backend.get_added_tokens_decoder()
+    size, new = backend.get_vocab_size(), list[AddedToken]()
     for place, entry in sorted(declared.items()):
         token, known = content(entry), backend.token_to_id(content(entry) or "")
         if token is None:
             continue
-        if known != place and (known is not None or place != backend.get_vocab_size()):
+        if known != place and (known is not None or place != size):
             there = "lacks it" if known is None else f"has {known}"
             note = f"{token!r} is declared with the id {place}, and {parts.origin} {there}"
             parts.notes.append(note)
@@ -246,9 +247,13 @@ def add_declared_tokens(parts: Parts, declared: Mapping[int, Mapping[str, Any]])
         if place in added:
             flags = {**flags_of(added[place]), **flags}
             flags["special"] |= added[place].special
+            if flags == flags_of(added[place]):
+                continue
         elif known is not None and not flags:
             continue  # an older file, which names pieces, too
-        backend.add_tokens([AddedToken(token, **{"normalized": False, **flags})])
+        size += known is None
+        new.append(AddedToken(token, **{"normalized": False, **flags}))
+    backend.add_tokens(new)  # at once, for each time the library sorts all of them
 
 
 def flags_of(token: AddedToken) -> dict[str, bool]:
