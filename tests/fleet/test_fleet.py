@@ -17,7 +17,15 @@ pytest.importorskip("aiohttp")
 
 from tests.model.adapters import make_adapter
 from tests.server.parrot import TEMPLATE, write_parrot
-from tests.server.serving import Served, alive, children, parsed, wait_for, write_tiny_model
+from tests.server.serving import (
+    PATIENCE,
+    Served,
+    alive,
+    children,
+    parsed,
+    wait_for,
+    write_tiny_model,
+)
 
 PAGE = "https://page.example"
 LONGEST_BODY = 33 << 20
@@ -74,7 +82,7 @@ def stream(served, tokens: int) -> list[dict]:
 
 def counted(served, outcome: str) -> float:
     """How many requests the fleet's metrics say ended in this way."""
-    with urllib.request.urlopen(served.base + "/metrics", timeout=60) as response:
+    with urllib.request.urlopen(served.base + "/metrics", timeout=PATIENCE) as response:
         lines = response.read().decode().splitlines()
     name = f'twolane:fleet_requests_total{{outcome="{outcome}"}} '
     return next((float(line.removeprefix(name)) for line in lines if line.startswith(name)), 0.0)
@@ -117,7 +125,7 @@ def test_one_address_answers_as_a_server_does(pair):
 def test_answers_name_a_pages_origin_once_and_are_counted(pair):
     before = counted(pair, "answered")
     request = urllib.request.Request(pair.base + "/v1/models", headers={"Origin": PAGE})
-    with urllib.request.urlopen(request, timeout=60) as response:
+    with urllib.request.urlopen(request, timeout=PATIENCE) as response:
         assert response.headers.get_all("access-control-allow-origin") == [PAGE]
     stream(pair, 3)
     assert counted(pair, "answered") == before + 2
@@ -134,7 +142,7 @@ def test_the_bound_on_bodies_is_that_of_the_servers(pair):
 def sent(served, head: bytes) -> bytes:
     """The answer to a head as it stands."""
     place = urllib.parse.urlsplit(served.base)
-    with socket.create_connection((place.hostname, place.port), 60) as connection:
+    with socket.create_connection((place.hostname, place.port), PATIENCE) as connection:
         connection.sendall(head + b"Host: x\r\nConnection: close\r\n\r\n")
         return b"".join(iter(lambda: connection.recv(65536), b""))
 
@@ -178,13 +186,12 @@ def test_a_prompt_goes_where_its_beginning_was_computed(pair):
 
 def adapters(replica: dict) -> set[str]:
     """The adapters that a server lists."""
-    with urllib.request.urlopen(f"{replica['url']}/v1/models", timeout=60) as response:
+    with urllib.request.urlopen(f"{replica['url']}/v1/models", timeout=PATIENCE) as response:
         return {each["id"] for each in parsed(response.read())["data"] if each.get("parent")}
 
 
 def both(served) -> list[dict]:
-    wait_for(lambda: len(serving(served)) == 2, 180)
-    return serving(served)
+    return wait_for(lambda: len(found := serving(served)) == 2 and found, 180)
 
 
 # On a busy machine a server may be silent for so long that it is left out for a moment.
@@ -307,7 +314,7 @@ def test_a_fleet_that_is_stopped_while_its_servers_start_ends_with_them(tmp_path
     with process:
         started = wait_for(lambda: len(children(process.pid)) == 2 and children(process.pid))
         process.terminate()
-        assert process.wait(60) == 0
+        assert process.wait(PATIENCE) == 0
         assert process.stdout.read() == b""
     wait_for(lambda: not any(map(alive, started)))
 
@@ -316,17 +323,17 @@ def test_a_second_signal_ends_a_fleet_with_open_answers(tmp_path):
     model = write_tiny_model(tmp_path)
     args = (str(model), "--load-format", "dummy", "--kv-tokens", "70000", "--replicas", "1")
     with fleet(*args, "--drain-seconds", "600") as served:
-        pid = serving(served)[0]["pid"]
+        pid = wait_for(lambda: serving(served))[0]["pid"]
         ended: list[list[dict]] = []
         thread = threading.Thread(target=lambda: ended.append(stream(served, 60_000)))
         thread.start()
-        wait_for(lambda: serving(served)[0]["state"]["running"])
+        wait_for(lambda: any(each["state"]["running"] for each in serving(served)))
         served.process.terminate()
         wait_for(lambda: replicas(served)["replica-1"]["phase"] == "draining")
         served.process.terminate()
-        served.process.wait(60)
+        served.process.wait(PATIENCE)
         wait_for(lambda: not alive(pid))
-        thread.join(60)
+        thread.join(PATIENCE)
         assert ended[0][-1]["error"]["code"] == "replica_gone"
 
 
