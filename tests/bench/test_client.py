@@ -262,6 +262,15 @@ def test_stopping_keeps_what_was_measured():
     assert result.metrics.sent == 3
 
 
+def test_a_loop_that_stands_still_while_it_measures_lags():
+    def slow(record):
+        if record.index == 0:
+            expire_timeouts()
+
+    result, _ = bench(one_token, spec={"num_prompts": 2}, on_record=slow)
+    assert result.loop_lag.max > 1800
+
+
 def test_closing_what_is_open_is_no_lag_of_the_loop():
     def slow(record):
         if record.outcome == "interrupted":

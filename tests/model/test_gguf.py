@@ -107,6 +107,15 @@ GRANITE = (
 LONGROPE = (("add_rope_scaling_orig_ctx_len", 1), ("add_rope_scaling_attn_factors", 1.1))
 
 
+@pytest.mark.parametrize("fields", [(), (("add_attention_scale", 0.0),)])
+def test_factors_that_a_granite_file_leaves_out_change_nothing(tmp_path, fields):
+    checkpoint, file = make_checkpoint("granite", tmp_path / "model", seed=4), tmp_path / "m.gguf"
+    write_gguf(checkpoint, file, "granite", Type.F32, fields=fields)
+    spec = GGUFModel(file).spec
+    assert (spec.embedding_scale, spec.residual_scale, spec.logit_scale) == (1.0, 1.0, 1.0)
+    assert spec.attention_scale is None
+
+
 @pytest.mark.parametrize(
     ("family", "architecture", "fields"),
     [

@@ -16,6 +16,7 @@ from twolane.server.options import ServerOptions
 
 from .parrot import Learnt, write_parrot
 from .serving import serving, wait_for
+from .test_lifecycle import Stream
 
 SPAIN = [{"role": "user", "content": "What is the capital of Spain?"}]
 LEARNT = [Learnt("Spain", "Madrid.")]
@@ -68,11 +69,20 @@ def test_load_says_how_busy_the_server_is(server):
     for path in ("/load", "/v1/load"):
         told = wait_for(lambda path=path: at_rest(server.request(path)[2]))
         assert told["kv_cache_dtype"] == "auto"
+    stream = Stream(server, {"prompt": [5], "max_tokens": 15_000, "ignore_eos": True})
+    wait_for(lambda: busy_with_one(server.request("/load")[2]))
+    stream.close()
+    wait_for(lambda: at_rest(server.request("/load")[2]))
 
 
 def at_rest(load):
     """What a server says of its load, if it has none and all pages are free."""
     return load if load["server_load"] == 0 and load["kv_pages_free"] == load["kv_pages"] else None
+
+
+def busy_with_one(load):
+    """Whether a server says that it has one request, which decodes and has pages."""
+    return load["server_load"] == load["running"] == 1 and load["kv_pages_free"] < load["kv_pages"]
 
 
 @pytest.mark.parametrize("path", REFUSED)

@@ -74,6 +74,12 @@ def test_shared_ids_are_shared_tokens(one, two, factor, seed):
                 assert left[:both] != right[:both]
 
 
+def test_a_range_without_tokens_makes_no_prompts():
+    for low, high in ((5, 5), (6, 5), (-1, 5)):
+        with pytest.raises(ValueError, match=f"{low}:{high}"):
+            PromptMaker(TokenRange(low, high))
+
+
 @given(st.integers(1, 3000), seeds)
 def test_prompts_without_blocks_share_nothing_and_repeat(length, seed):
     maker = PromptMaker(TokenRange(), seed)
@@ -152,9 +158,11 @@ def test_spec_replays_a_trace_at_its_own_times(trace):
     ]  # fmt: skip
 
 
-def test_spec_sends_a_trace_at_a_rate(trace):
-    built = WorkloadSpec(dataset=trace, num_prompts=4, request_rate=2, seed=9).build()
-    assert [r.arrival for r in built] == arrivals(4, 2.0, seed=9)
+@pytest.mark.parametrize("burstiness", [1.0, 4.0])
+def test_spec_sends_a_trace_at_a_rate(trace, burstiness):
+    settings = {"num_prompts": 4, "request_rate": 2, "burstiness": burstiness, "seed": 9}
+    built = WorkloadSpec(dataset=trace, **settings).build()
+    assert [r.arrival for r in built] == arrivals(4, 2.0, burstiness=burstiness, seed=9)
     assert [r.prompt_tokens for r in built] == [100, 105, 110, 115]
 
 
@@ -188,6 +196,7 @@ def test_spec_of_fixed_and_drawn_lengths():
         ("trace_duration", {"dataset": "sharegpt", "trace_duration": 1.0}),
         ("trace_duration", {"dataset": "TRACE", "trace_duration": math.inf}),
         ("trace_offset", {"dataset": "UNTIMED", "trace_offset": 1.0}),
+        ("trace_duration", {"dataset": "UNTIMED", "trace_duration": 1.0}),
         ("scale_rate", {"scale_rate": 2.0}),
         ("scale_rate", {"dataset": "TRACE", "scale_rate": 2.0, "request_rate": 1.0}),
         ("scale_rate", {"dataset": "UNTIMED", "scale_rate": 2.0}),
