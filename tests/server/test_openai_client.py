@@ -33,6 +33,7 @@ def test_streamed_responses(client):
         lines = [line for line in response.iter_lines() if line]
     assert lines[-1] == "data: [DONE]"
     assert response.headers["content-type"].startswith("text/event-stream")
+    assert response.headers["x-accel-buffering"] == "no"
 
 
 def test_the_async_client_asks_side_by_side(real, client):

@@ -207,7 +207,8 @@ def test_what_an_answer_contains_may_be_sent_back():
         "function_call": None,
         "parsed": {"a": 1},
     }
-    parts = [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}]
+    said = {"type": "output_text", "text": "b", "annotations": [], "logprobs": []}
+    parts = [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}, said]
     result = {"role": "tool", "tool_call_id": "1", "name": "f", "content": parts}
     refused = {"role": "assistant", "content": None, "refusal": "No."}
     called, told, no = turns_of(
@@ -221,7 +222,7 @@ def test_what_an_answer_contains_may_be_sent_back():
         ],
         "reasoning_content": "Hm.",
     }
-    assert told == {"role": "tool", "tool_call_id": "1", "name": "f", "content": ["a"]}
+    assert told == {"role": "tool", "tool_call_id": "1", "name": "f", "content": ["a", "b"]}
     assert no == {"role": "assistant", "content": "No."}
 
 

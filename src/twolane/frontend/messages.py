@@ -32,18 +32,20 @@ class Part(Body):
         "audio_url": (),
         "file": (),
     }
-    inert = frozenset({"cache_control", "annotations"})
+    inert = frozenset({"cache_control", "annotations", "logprobs"})
     null_says_nothing = True
 
-    type: Literal["text", "refusal"]
+    type: Literal["text", "refusal", "input_text", "output_text"]
+    """The last two are names of text in the Responses API, from which histories come."""
     text: str | None = None
     refusal: str | None = None
 
     @model_validator(mode="after")
     def has_its_text(self) -> "Part":
         """Refuse a part without the field that its type names."""
-        if getattr(self, self.type) is None:
-            raise wrong(self.type, "is required")
+        named = "refusal" if self.type == "refusal" else "text"
+        if getattr(self, named) is None:
+            raise wrong(named, "is required")
         return self
 
     @property

@@ -58,9 +58,8 @@ class EventStream(StreamingResponse):
     """A stream of server-sent events that closes its generation, however it ends."""
 
     def __init__(self, events: AsyncIterator[bytes], generation: Generation) -> None:
-        super().__init__(
-            events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
-        )
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # nginx would collect it
+        super().__init__(events, media_type="text/event-stream", headers=headers)
         self._generation = generation
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
