@@ -9,7 +9,7 @@ from twolane.common.prefix_digest import (
     is_landmark,
 )
 from twolane.engine.kv import KVBooks
-from twolane.engine.landmarks import LandmarkWatcher
+from twolane.engine.kv_events.landmarks import LandmarkWatcher
 
 PAGE = 16
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from tests.engine.random_plans import RandomPlans
 from tests.engine.stepped import SteppedLanes
 from tests.engine.world import tiny_decoder
-from twolane.engine.engine import Engine, ServedModel
+from twolane.engine.engine import Engine
+from twolane.engine.intake import ServedModel
 from twolane.engine.kv import KVBooks
 from twolane.engine.messages import (
     Abort,
@@ -188,7 +189,7 @@ def test_every_request_ends_once(script: list[ToEngine], seed: int) -> None:
 
 
 def decode(news: Outputs) -> Outputs:
-    """As the front gets it."""
+    """As the API process gets it."""
     arrived = decode_from_engine(encode(news))
     assert isinstance(arrived, Outputs)
     return arrived

@@ -8,7 +8,8 @@ from msgspec.structs import replace
 
 from tests.engine.stepped import SteppedLanes
 from tests.engine.world import EOS, MODEL_LEN, PAGE, alone, tiny_decoder
-from twolane.engine.engine import Engine, ServedModel
+from twolane.engine.engine import Engine
+from twolane.engine.intake import ServedModel
 from twolane.engine.kv import KVBooks
 from twolane.engine.messages import Output, Refused, Submit
 from twolane.estimate.online import OnlineEstimator

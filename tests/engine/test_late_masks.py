@@ -8,7 +8,8 @@ import pytest
 
 from tests.systems.simulation import LEVELS, SIZES, UNITS, submit
 from twolane.engine.constrained.constraints import SLOW_MASK_SECONDS, Constraint, MaskPace, Masks
-from twolane.engine.engine import Engine, ServedModel
+from twolane.engine.engine import Engine
+from twolane.engine.intake import ServedModel
 from twolane.engine.kv import KVBooks
 from twolane.estimate.online import OnlineEstimator
 from twolane.lanes.base import Sampled, Step, Ticket

@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from tests.engine.test_rules import Script, one_by_one
 from tests.systems.simulation import LAYERS, UNITS, submit
 from twolane.common.vocabulary import LaneName
-from twolane.engine.engine import Engine, ServedModel
+from twolane.engine.engine import Engine
+from twolane.engine.intake import ServedModel
 from twolane.engine.kv import KVBooks
 from twolane.engine.messages import LaneWait, Ping
 from twolane.estimate.base import Estimator

@@ -91,7 +91,7 @@ def test_memory_is_flat_and_all_pages_come_back(model: str, more: int) -> None:
 
 
 def test_aborted_requests_return_their_pages_at_rest(model: str) -> None:
-    """The gauges reach the front although no token follows."""
+    """The gauges reach the API process although no token follows."""
 
     async def use(client: EngineClient) -> None:
         begun = asyncio.Event()

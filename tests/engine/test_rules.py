@@ -10,7 +10,8 @@ from msgspec.structs import replace
 from tests.sim.durations import FixedDurations
 from tests.systems.scripted import ScriptedSystem
 from tests.systems.simulation import LAYERS, UNITS, Simulation, simulate, submit
-from twolane.engine.engine import Engine, ServedModel
+from twolane.engine.engine import Engine
+from twolane.engine.intake import ServedModel
 from twolane.engine.kv import KVBooks
 from twolane.engine.messages import Abort, Finish, Outputs, Submit, ToEngine, Watch
 from twolane.engine.pacing import Pacer

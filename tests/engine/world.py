@@ -19,7 +19,8 @@ from tests.model.adapters import make_adapter
 from tests.model.checkpoints import load_decoder, make_checkpoint
 from tests.model.doubled import doubled
 from twolane.engine.adapters.registry import AdapterRegistry
-from twolane.engine.engine import Engine, ServedModel
+from twolane.engine.engine import Engine
+from twolane.engine.intake import ServedModel
 from twolane.engine.kv import KVBooks
 from twolane.engine.messages import (
     Abort,
@@ -167,6 +168,7 @@ class World:
         books = KVBooks(self.pages, PAGE, self.slots, prefix_cache=self.prefix_cache)
         spec = tiny_decoder().spec
         self.lanes = lanes
+        self.registry = AdapterRegistry(lanes, len(ADAPTERS))
         self.engine = Engine(
             self.system,
             lanes,
@@ -174,9 +176,8 @@ class World:
             model=ServedModel(spec.layers, spec.vocab_size, EOS, MODEL_LEN),
             estimator=OnlineEstimator(),
             pacer=Pacer(buffer=1e-9),
+            adapters=self.registry,
         )
-        self.registry = AdapterRegistry(lanes, len(ADAPTERS))
-        self.engine.adapters = self.registry
         self.versions = dict.fromkeys(ADAPTERS if self.adapted else (), 0)
         """The version of each adapter that is loaded, or was last."""
         for name in self.versions:
@@ -190,7 +191,7 @@ class World:
         self.live: set[str] = set()
         self.answers: dict[str, Answer] = {}
         self.cut: set[str] = set()
-        """Requests that the front ended, for a stop string."""
+        """Requests that the API process ended, for a stop string."""
         self.finished: dict[str, str] = {}
 
     def make_lanes(self, runner: Runner) -> Any:
@@ -393,7 +394,7 @@ class World:
         return [request for request in requests if request.id not in immortal]
 
     def _stopped(self) -> Request | None:
-        """In whose output the front finds a stop string."""
+        """In whose output the API process finds a stop string."""
         found = [r for r in self._mortal() if r.generated]
         return self.rng.choice(found) if found and self.rng.random() < 0.04 else None
 

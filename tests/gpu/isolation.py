@@ -32,7 +32,8 @@ from tests.gpu.catalogue import EOS, PAGE, Answer, Catalogue, Entry, prepare
 from tests.gpu.guards import GUARDS
 from tests.parity.serving import LaunchLog
 from twolane.common.vocabulary import LaneName
-from twolane.engine.engine import Engine, ServedModel
+from twolane.engine.engine import Engine
+from twolane.engine.intake import ServedModel
 from twolane.engine.kv import KVBooks
 from twolane.engine.messages import Output, Submit, ToEngine
 from twolane.engine.request import Request

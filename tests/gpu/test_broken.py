@@ -8,7 +8,8 @@ from msgspec.structs import replace
 
 from tests.gpu.serving import LEVELS, PAGE, lanes_on
 from tests.model.checkpoints import make_checkpoint
-from twolane.engine.engine import Engine, ServedModel
+from twolane.engine.engine import Engine
+from twolane.engine.intake import ServedModel
 from twolane.engine.kv import KVBooks
 from twolane.engine.messages import Output, Refused, Submit
 from twolane.estimate.online import OnlineEstimator

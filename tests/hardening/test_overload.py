@@ -20,7 +20,7 @@ from .target import ARGUMENTS, Target
 
 DEATH_SECONDS = PATIENCE
 NOTICE_SECONDS = 60.0
-"""In which the front surely learns that its engine is dead, however busy the machine."""
+"""The API process surely learns within this time that its engine is dead."""
 LONGEST = 7000
 """Tokens of a stream that is surely cut off: it takes seven times as long as one that fills the
 context of the checkpoint."""
@@ -43,7 +43,7 @@ def test_an_overloaded_server_answers_or_refuses(text_model, tmp_path):
     [pytest.param(n, marks=[pytest.mark.full] if n > 0 else []) for n in range(REPETITIONS)],
 )
 def test_sudden_death(text_model, number):
-    """First of a client, then of the engine or the front, at moments that chance chooses."""
+    """First of a client, then of the engine or the API process, at moments that chance chooses."""
     chance = random.Random(number)
     longer = ("--max-positions", str(LONGEST))
     with serving(str(text_model), *ARGUMENTS, *SHORT_QUEUE, *longer) as served:

@@ -13,7 +13,8 @@ import torch
 from twolane.common.resources import usable_cores
 from twolane.common.vocabulary import LaneName
 from twolane.engine.adapters.registry import AdapterRegistry
-from twolane.engine.engine import Engine, ServedModel
+from twolane.engine.engine import Engine
+from twolane.engine.intake import ServedModel
 from twolane.engine.kv import KVBooks
 from twolane.engine.loop import run
 from twolane.engine.messages import Outputs, Submit, ToEngine, Vocabulary

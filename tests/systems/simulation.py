@@ -6,7 +6,8 @@ from typing import Any
 
 from tests.sim.durations import FixedDurations
 from twolane.common.vocabulary import LaneName
-from twolane.engine.engine import Engine, ServedModel
+from twolane.engine.engine import Engine
+from twolane.engine.intake import ServedModel
 from twolane.engine.kv import KVBooks
 from twolane.engine.loop import run
 from twolane.engine.messages import Launched, Output, Outputs, Refused, Submit, ToEngine

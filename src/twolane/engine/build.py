@@ -9,7 +9,8 @@ import msgspec
 from twolane.common.errors import FieldError
 from twolane.engine.adapters.registry import AdapterRegistry
 from twolane.engine.config import EngineConfig
-from twolane.engine.engine import Engine, ServedModel
+from twolane.engine.engine import Engine
+from twolane.engine.intake import ServedModel
 from twolane.engine.kv import KVBooks
 from twolane.engine.kv_events.events import KVJournal
 from twolane.engine.kv_events.publisher import KVEventPublisher

@@ -1,0 +1,186 @@
+"""The way into the engine: a client's request is refused here, or waits for the system."""
+
+import random
+from array import array
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from msgspec.structs import replace
+
+from twolane.common.errors import FieldError
+from twolane.engine.adapters.registry import AdapterRegistry
+from twolane.engine.constrained.constraints import Constraint, GrammarError, Grammars
+from twolane.engine.kv import Lookup
+from twolane.engine.messages import Refused, Submit, Vocabulary
+from twolane.engine.request import Request
+from twolane.engine.state import State
+from twolane.lanes.work import Sampling
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """What the engine knows of the model that it serves."""
+
+    layers: int
+    """Number of the decoder's layers."""
+    vocab_size: int
+    """Number of tokens in the model's vocabulary."""
+    eos_token_ids: Sequence[int]
+    """Tokens that end a request unless it ignores them."""
+    max_model_len: int
+    """The most tokens, prompt and output together, that one request can have."""
+
+
+class Intake:
+    """Makes requests of what clients submit, and holds back those that have to wait for others.
+
+    Args:
+        state: where requests wait, and refusals are collected.
+        model: what is served, with a context that the KV pool holds.
+        adapters: those that requests may ask for.
+        seed: of requests without a seed of their own.
+        notify: wakes the loop; called from another thread when a grammar has been compiled.
+    """
+
+    def __init__(
+        self,
+        state: State,
+        model: ServedModel,
+        adapters: AdapterRegistry,
+        seed: int,
+        notify: Callable[[], None],
+    ) -> None:
+        self._state, self._model, self._adapters = state, model, adapters
+        self._eos_token_ids = tuple(model.eos_token_ids)
+        self._seeds = random.Random(seed)
+        self._notify = notify
+        self._grammars: Grammars | None = None
+        """None until the API process has sent the vocabulary."""
+        self._compiling: dict[str, Future[tuple[Constraint, bytes]]] = {}
+        """Grammars of requests that are held back until they are compiled, by the requests' ids."""
+        self._arrivals = 0
+
+    def know(self, vocabulary: Vocabulary) -> None:
+        """Take requests with grammars from now on."""
+        names = self._model.vocab_size, self._eos_token_ids
+        self._grammars = Grammars(vocabulary.tokenizer, *names, self._notify)
+
+    def submit(self, message: Submit) -> None:
+        """Let a request wait for the system, hold it back, or refuse it."""
+        state = self._state
+        problem = self._problem(message)
+        if problem is not None:
+            state.refused.append(problem)
+            return
+        # As an array: ints of their own take four times the memory, and pages' keys longer.
+        now, tokens = state.now(), array("q", message.prompt)
+        request = Request.from_submit(
+            message,
+            order=self._arrivals,
+            now=now,
+            max_model_len=self._model.max_model_len,
+            tokens=tokens,
+            sampling=self._sampling(message),
+            slo=state.pacer.planned(message.slo).over(state.slo),
+            lookup=self._lookup,
+            adapter=None if message.lora is None else self._adapters.find(message.lora),
+        )
+        self._arrivals += 1
+        if message.params.grammar is not None:
+            self._compile(request, message.params.grammar)
+        elif message.leader is not None and self._worth_holding(request, message.leader):
+            state.hold(request, message.leader)
+        else:
+            state.wait(request)
+        state.requests[request.id] = request
+        state.trace.request_begin(request.id, now, prompt_tokens=len(message.prompt))
+
+    def take_compiled(self) -> bool:
+        """Let requests go on whose grammars are compiled; whether there were any."""
+        compiled = [id for id, found in self._compiling.items() if found.done()]
+        for id in compiled:
+            found, state = self._compiling.pop(id), self._state
+            for request in list(state.held.get(_compiler_of(id), ())):
+                try:
+                    request.constraint, request.mask = found.result()
+                except GrammarError as error:
+                    state.fail(request, f"grammar {error}")
+                else:
+                    state.release_held(_compiler_of(id))
+        return bool(compiled)
+
+    def _compile(self, request: Request, grammar: str) -> None:
+        """Hold a request back until its grammar is compiled."""
+        assert self._grammars is not None
+        self._compiling[request.id] = self._grammars.constraint(grammar, request.stops)
+        self._state.hold(request, _compiler_of(request.id))
+
+    def _worth_holding(self, request: Request, leader_id: str) -> bool:
+        """Whether it would find full pages of its leader's prompt if it waited."""
+        kv, leader = self._state.kv, self._state.requests.get(leader_id)
+        if leader is None or leader.generated or request.scores_prompt:
+            return False
+        return kv.prefix_cache and request.prompt_tokens > kv.page_size
+
+    def _problem(self, message: Submit) -> Refused | None:
+        if message.id in self._state.requests:
+            return Refused(message.id, "invalid", f"request id {message.id!r} is in use")
+        if message.lora is not None and self._adapters.find(message.lora) is None:
+            text = f"model {message.lora!r} does not exist: no adapter of that name is loaded"
+            return Refused(message.id, "unknown_model", text, "model")
+        if len(message.prompt) >= self._model.max_model_len:
+            text = (
+                f"prompt has {len(message.prompt)} tokens, which leaves no room for output: "
+                f"the context length is {self._model.max_model_len}"
+            )
+            return Refused(message.id, "too_long", text, "prompt")
+        try:
+            self._check_tokens(message)
+        except FieldError as error:
+            return Refused(message.id, "invalid", str(error), error.field)
+        return None
+
+    def _check_tokens(self, message: Submit) -> None:
+        """Refuse a request whose tokens the model does not have, or that leaves none to choose.
+
+        Raises:
+            FieldError: naming the request's field.
+        """
+        if not message.prompt:
+            raise FieldError("prompt", "is empty")
+        params, known = message.params, range(self._model.vocab_size)
+        named: dict[str, Collection[int]] = {
+            "prompt": message.prompt,
+            "stop_token_ids": params.stop_token_ids,
+            "logit_bias": params.logit_bias,
+        }
+        for name, tokens in named.items():
+            if tokens and not (min(tokens) in known and max(tokens) in known):
+                raise FieldError(name, f"has a token id outside 0 to {known[-1]}")
+        if params.grammar is not None and self._grammars is None:
+            raise FieldError("grammar", "needs a model with a tokenizer")
+        if params.min_tokens and len({*params.stop_token_ids, *self._eos_token_ids}) == len(known):
+            raise FieldError("stop_token_ids", "leave no token to choose before min_tokens")
+
+    def _sampling(self, message: Submit) -> Sampling:
+        drawn = self._seeds.getrandbits(63)
+        seed = drawn if message.params.seed is None else message.params.seed
+        params = replace(message.params, grammar=None)  # lanes are told masks
+        return Sampling(params, seed, len(message.prompt), self._eos_token_ids)
+
+    def _lookup(self, request: Request) -> Lookup:
+        kv = self._state.kv
+        if request.looked_up is None or request.looked_up.version != kv.tree.version:
+            request.looked_up = kv.lookup(
+                request.tokens,
+                reuse=not request.scores_prompt,
+                before=request.looked_up,
+                salt=request.salt,
+            )
+        return request.looked_up
+
+
+def _compiler_of(request_id: str) -> str:
+    """For whom a request is held back whose grammar is being compiled: no request has this id."""
+    return f"compiler of {request_id}"
