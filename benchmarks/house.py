@@ -51,7 +51,7 @@ SETTINGS = ("Settings", "Options", "Config", "Search")
 HELD = {
     "functions over 60 lines": 0,
     "docstrings that begin in mid-sentence": 0,
-    "names of public classes that stand twice": 0,
+    "names of classes that stand twice": 0,
     "upward imports": 0,
     "cycles of modules": 0,
     "prose lines over 100 columns": 0,
@@ -89,11 +89,11 @@ def long_functions(modules: Modules, triton: bool) -> list[str]:
 
 
 def repeated_classes(modules: Modules) -> list[str]:
-    """Names of public classes that stand in more than one place."""
+    """Names of classes that stand in more than one place."""
     places = defaultdict(list)
     for module, tree in modules.items():
         for node in ast.walk(tree):
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+            if isinstance(node, ast.ClassDef):
                 places[node.name].append(module)
     return [f"{name}: {', '.join(at)}" for name, at in sorted(places.items()) if len(at) > 1]
 
@@ -230,7 +230,7 @@ def figures(checkout: Path) -> Iterator[tuple[str, object, list[str]]]:
     for what, names in {
         f"functions over {MOST_LINES} lines": long_functions(modules, triton=False),
         f"Triton kernels over {MOST_LINES} lines": long_functions(modules, triton=True),
-        "names of public classes that stand twice": repeated_classes(modules),
+        "names of classes that stand twice": repeated_classes(modules),
         "docstrings that begin in mid-sentence": fragments(modules),
         "upward imports": upward(graph),
         "cycles of modules": cycles(graph),

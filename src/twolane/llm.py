@@ -71,8 +71,8 @@ class AdapterChoice(Body):
     lora: str | None = None
 
 
-class AnswerOptions(NamedTuple):
-    """What is asked for beside the sampling parameters, as `Generation` takes it."""
+class SharedOptions(NamedTuple):
+    """What all prompts of a call share beside sampling parameters, as `Generation` takes it."""
 
     n: int
     text: TextOptions
@@ -320,10 +320,10 @@ class LLM:
             if not 0 <= min(prompt) <= max(prompt) < ready.vocab_size:
                 raise ValueError(f"prompt {index} has token ids outside 0..{ready.vocab_size - 1}")
 
-    def _options(self, fields: TextFields, options: GenerateOptions) -> AnswerOptions:
+    def _options(self, fields: TextFields, options: GenerateOptions) -> SharedOptions:
         self._texts.codec.check_stop(fields.stop_strings)
         lora = chosen(AdapterChoice, options).lora
-        return AnswerOptions(fields.choices, fields.text_options, fields.cache_salt, lora)
+        return SharedOptions(fields.choices, fields.text_options, fields.cache_salt, lora)
 
     def _answer(
         self,
@@ -331,7 +331,7 @@ class LLM:
         tokens: Sequence[list[int]],
         params: Params,
         progress: bool | None,
-        options: AnswerOptions,
+        options: SharedOptions,
     ) -> list[RequestOutput]:
         if params is None or isinstance(params, SamplingParams):
             params = [params or self._params] * len(tokens)
@@ -348,7 +348,7 @@ class LLM:
     async def _answer_all(
         self,
         prompts: Sequence[tuple[str | None, list[int], SamplingParams]],
-        options: AnswerOptions,
+        options: SharedOptions,
         bar: AnswerBar,
     ) -> list[RequestOutput]:
         """Keep a bounded number of prompts with the engine, until all are answered."""
@@ -376,7 +376,7 @@ class LLM:
         text: str | None,
         tokens: list[int],
         params: SamplingParams,
-        options: AnswerOptions,
+        options: SharedOptions,
     ) -> RequestOutput:
         choices = [Choice(tokens) for _ in range(options.n)]
         with self._generation(tokens, params, options) as generation:
@@ -394,7 +394,7 @@ class LLM:
         )
 
     def _pieces(
-        self, tokens: list[int], params: SamplingParams, options: AnswerOptions
+        self, tokens: list[int], params: SamplingParams, options: SharedOptions
     ) -> Iterator[CompletionOutput]:
         """Fetch the deltas of one prompt from the loop's thread, one by one."""
 
@@ -422,7 +422,7 @@ class LLM:
                 self._loop.call_soon_threadsafe(generation.close)
 
     def _generation(
-        self, tokens: list[int], params: SamplingParams, options: AnswerOptions
+        self, tokens: list[int], params: SamplingParams, options: SharedOptions
     ) -> Generation:
         return Generation(self._engine, self._texts.codec, [tokens], [params], **options._asdict())
 

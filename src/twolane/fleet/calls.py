@@ -21,7 +21,7 @@ ANSWERED_FOR = HOP_HEADERS | {"date"}
 """Headers of a replica's answer that the fleet gives itself."""
 
 
-class Call(NamedTuple):
+class ClientCall(NamedTuple):
     """A request, and where its answer goes."""
 
     scope: Scope

@@ -9,7 +9,7 @@ import aiohttp
 import msgspec
 from yarl import URL
 
-from twolane.fleet.calls import ANSWERED_FOR, Call, forwarded, start, target
+from twolane.fleet.calls import ANSWERED_FOR, ClientCall, forwarded, start, target
 from twolane.fleet.inquiry import RESPONSE_HEAD, Inquiry
 from twolane.fleet.metrics import FleetMetrics
 from twolane.fleet.pool import Member, Pool
@@ -51,7 +51,7 @@ class Forwarder:
         self._inquiry = inquiry
         self._metrics = metrics
 
-    async def forward(self, call: Call, chosen: Chosen, *, last: bool) -> bool:
+    async def forward(self, call: ClientCall, chosen: Chosen, *, last: bool) -> bool:
         """Have a replica answer; whether it did, or else another one may be asked.
 
         Raises:
@@ -92,7 +92,7 @@ class Forwarder:
 
     async def _stream(
         self,
-        call: Call,
+        call: ClientCall,
         member: Member,
         answer: aiohttp.ClientResponse,
         headers: list[tuple[bytes, bytes]],

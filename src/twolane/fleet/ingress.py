@@ -17,7 +17,7 @@ import msgspec
 from starlette.types import Message, Receive, Scope, Send
 
 from twolane.fleet.calls import (
-    Call,
+    ClientCall,
     answer,
     answer_json,
     check_target,
@@ -126,7 +126,7 @@ class Ingress:
         try:
             check_target(scope)
             body = await read_body(receive)
-            call = Call(scope, body, noted, self._pool.clock())
+            call = ClientCall(scope, body, noted, self._pool.clock())
             answering = asyncio.create_task(self._try_all(call))
             gone = asyncio.create_task(left(receive))
             try:
@@ -149,7 +149,7 @@ class Ingress:
                 raise
             await refuse(ApiError(500, "internal error", code="internal_error"), path, send)
 
-    async def _try_all(self, call: Call) -> None:
+    async def _try_all(self, call: ClientCall) -> None:
         """Send a request to one replica after the other until one answers.
 
         Raises:
@@ -190,7 +190,7 @@ class Ingress:
                 self._pool.table.ended(member.name, sent)
         raise ApiError(503, "no replica could answer", code="unavailable", headers=retry_after(1))
 
-    async def _change_all(self, call: Call) -> None:
+    async def _change_all(self, call: ClientCall) -> None:
         """Have all replicas that take requests make a change, and the others later.
 
         Raises:
@@ -246,7 +246,7 @@ class Ingress:
         return found
 
 
-async def _redirect(call: Call, member: Member) -> None:
+async def _redirect(call: ClientCall, member: Member) -> None:
     """Tell the client where to ask."""
     assert member.place is not None
     place = member.place.url + target(call.scope)

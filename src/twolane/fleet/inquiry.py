@@ -13,7 +13,7 @@ from starlette.datastructures import Headers
 
 from twolane.common.checked_json import UNREADABLE
 from twolane.common.prefix_digest import Landmarks
-from twolane.fleet.calls import Call, forwarded
+from twolane.fleet.calls import ClientCall, forwarded
 from twolane.fleet.pool import Member, Pool
 from twolane.router.state import Ask
 
@@ -77,7 +77,7 @@ class Inquiry:
         self._responses: OrderedDict[str, str] = OrderedDict()
         """Names of the replicas that answered, by the response's id."""
 
-    async def ask(self, call: Call) -> tuple[Call, Ask]:
+    async def ask(self, call: ClientCall) -> tuple[ClientCall, Ask]:
         """Return the request with the tokens of its prompt, and what the router needs to know."""
         headers, body = Headers(scope=call.scope), call.body
         known = _known(body)
@@ -97,7 +97,7 @@ class Inquiry:
             session=asked and session_key(asked),
         )
 
-    def note_response(self, call: Call, member: Member, begun: bytes) -> None:
+    def note_response(self, call: ClientCall, member: Member, begun: bytes) -> None:
         """Remember which replica may have stored a response, by how its answer begins."""
         if call.path == RESPONSES and (found := RESPONSE_ID.search(begun)):
             self._responses[found[1].decode()] = member.name
@@ -117,7 +117,7 @@ class Inquiry:
         serving = self._pool.serving
         return frozenset(each.name for each in serving if known.model in each.adapters)
 
-    async def _landmarks(self, call: Call, kind: str) -> _Landmarks | None:
+    async def _landmarks(self, call: ClientCall, kind: str) -> _Landmarks | None:
         """Ask the least busy replica for a prompt's landmarks; None: it does not say."""
         member = min(self._pool.serving, key=lambda each: each.open)
         assert member.place is not None
