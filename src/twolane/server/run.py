@@ -71,14 +71,16 @@ class UvicornServer(uvicorn.Server):
 
 
 class Stop:
-    """SIGINT and SIGTERM: the first asks to stop, the second insists."""
+    """SIGINT, SIGTERM, and SIGHUP unless it is ignored (nohup): the first asks to stop, the second
+    insists."""
 
     def __init__(self) -> None:
         self.asked = asyncio.Event()
         self.insisted = asyncio.Event()
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._on_signal)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                loop.add_signal_handler(number, self._on_signal)
 
     def _on_signal(self) -> None:
         if not self.asked.is_set():
