@@ -106,3 +106,5 @@ def test_a_key_may_fill_its_own_share_alone():
     admission.leave(served=True, key=0)
     admission.enter(key=0)
     assert admission.waiting == 6
+    with pytest.raises(ApiError):  # who has left gave one place back
+        admission.enter(key=0)
