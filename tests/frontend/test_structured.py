@@ -18,7 +18,13 @@ from twolane.frontend.structured.grammar import (
     regex_grammar,
 )
 from twolane.frontend.structured.schema import plain_schema
-from twolane.frontend.structured.tools import OPENINGS, Tool, calls_grammar, strict_grammar
+from twolane.frontend.structured.tools import (
+    OPENINGS,
+    Tool,
+    calls_grammar,
+    parameter_types,
+    strict_grammar,
+)
 
 from .test_parsers import DEEPSEEK, DEEPSEEK_31, LLAMA, MISTRAL, read
 
@@ -306,7 +312,7 @@ CALLS = {
 def test_enforced_calls_are_those_that_the_parser_reads(takes, form):
     grammar = calls_grammar(form, [WEATHER, NOTHING], lambda _: None, several=True)
     _, content, calls = read(
-        ToolCallParser(FORMATS[form], {"weather": WEATHER.types}), [CALLS[form]]
+        ToolCallParser(FORMATS[form], parameter_types([WEATHER])), [CALLS[form]]
     )
     assert [(name, json.loads(text)) for name, text in calls] == [
         ("weather", {"city": "Rome"}),
@@ -383,8 +389,32 @@ def test_values_in_xml_are_enforced_as_the_parser_reads_them(takes, schema, writ
     grammar = calls_grammar("qwen3_coder", [tool], lambda _: None, several=False)
     call = "<tool_call>\n<function=f>\n<parameter=p>\n{}\n</parameter>\n</function>\n</tool_call>"
     assert takes(grammar, call.format(written))
-    parser = ToolCallParser(FORMATS["qwen3_coder"], {"f": tool.types})
+    parser = ToolCallParser(FORMATS["qwen3_coder"], parameter_types([tool]))
     assert read(parser, [call.format(written)])[2] == [("f", json.dumps({"p": value}))]
+
+
+def test_types_of_schemas_that_refer_to_each_other_are_found_in_bounded_time():
+    circle = {"anyOf": [{"$ref": "#/$defs/circle"}, {"type": "null"}]}
+    doubled = {
+        f"x{i}": {
+            "anyOf": [{"$ref": f"#/$defs/x{i + 1}"}, {"$ref": f"#/$defs/x{i + 1}", "title": ""}]
+        }
+        for i in range(64)
+    }
+    deep = {"type": "string"}
+    for _ in range(5000):
+        deep = {"anyOf": [deep]}
+    properties = {"circle": circle, "doubled": {"$ref": "#/$defs/x0"}, "deep": deep}
+    defined = {"circle": circle, **doubled, "x64": {"type": "string"}}
+    many = {str(i): {"enum": ["a"] * 100} for i in range(100)}
+    tools = [
+        Tool("f", {"properties": properties, "$defs": defined}),
+        Tool("g", {"properties": many}),
+    ]
+    found = parameter_types(tools)
+    text = frozenset({"string"})
+    assert found["f"] == {"circle": frozenset({"null"}), "doubled": text, "deep": text}
+    assert 0 < len(found["g"]) < len(many)  # there were no looks left
 
 
 @pytest.mark.parametrize(

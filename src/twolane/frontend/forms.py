@@ -13,7 +13,7 @@ from twolane.frontend.parsers.reasoning import (
 )
 from twolane.frontend.parsers.tool_calls import FORMATS, ToolCallParser, format_of
 from twolane.frontend.structured.jobs import Calls, GrammarJob, Wanted
-from twolane.frontend.structured.tools import Tool
+from twolane.frontend.structured.tools import Tool, parameter_types
 
 
 class AnswerForm(NamedTuple):
@@ -115,7 +115,7 @@ class Forms:
     ) -> Callable[[], AnswerReader] | None:
         if not (thinks or asked.tools):
             return None
-        types = {tool.name: tool.types for tool in asked.tools}
+        types = parameter_types(asked.tools)
         form = FORMATS[self._known_calls()] if asked.tools else None
 
         def reader() -> AnswerReader:

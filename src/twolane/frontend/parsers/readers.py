@@ -143,7 +143,7 @@ class ListedCall:
 
 FUNCTION = re.compile(r"\s*<function=(?P<name>[^>\n]+)>")
 PARAMETER = re.compile(
-    r"\s*<parameter=(?P<name>[^>\n]+)>\n?(?P<value>.*?)"
+    r"<parameter=(?P<name>[^>\n]+)>\n?(?P<value>.*?)"
     r"(?P<end>\n?</parameter>|(?=\n[ \t]*<parameter=[^>\n]+>)|\n?\Z)",
     re.S,
 )

@@ -54,8 +54,10 @@ DIALECT = re.compile(
 URI_CHARACTERS = "!#$%&'()*+,-./:;=?@_~"
 """Characters that a reference may have beside letters and digits."""
 LOOSE_PERCENT = re.compile("%(?![0-9A-Fa-f]{2})")
-MOST_STEPS = 32
-"""References to references are followed this far."""
+MOST_STEPS, LONGEST_POINTER = 8, 256
+"""References to references are followed this far, and those of this many characters."""
+MOST_LOOKS = 8192
+"""Number of schemas and listed values at which a `KindFinder` looks; a look takes 1 to 30 µs."""
 
 
 def plain_schema(schema: object) -> Json:
@@ -94,7 +96,7 @@ def resolved(schema: Any, root: Mapping[str, Any]) -> Any:
 
 def _pointed(root: Any, reference: str) -> Any:
     """The part of a document that a JSON pointer (RFC 6901) names; None: there is none."""
-    if not reference.startswith("#/"):
+    if not reference.startswith("#/") or len(reference) > LONGEST_POINTER:
         return None
     part = root
     for step in urllib.parse.unquote(reference[2:]).split("/"):
@@ -196,20 +198,45 @@ def _of_length(lengths: Mapping[str, int]) -> str:
     return rf"^[\s\S]{{{least},{most}}}$"
 
 
-def kinds_of(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
-    """Return the JSON types that a schema names; none: it names none, or not of all branches."""
-    schema = resolved(schema, root)
-    if not isinstance(schema, Mapping):
-        return frozenset()
+class KindFinder:
+    """Finds the JSON types that schemas name.
+
+    A client can have a few schemas refer to each other so often that a look at each takes for ever;
+    so all of a finder's schemas together have a bounded number of looks.
+    """
+
+    def __init__(self) -> None:
+        self._looks = MOST_LOOKS
+
+    def kinds_of(self, schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
+        """Return the types that a schema names; none: it names none, or not of all branches, or
+        there are no looks left."""
+        kinds: set[str] = set()
+        seen: set[int] = set()
+        parts = [schema]
+        while parts:
+            part = resolved(parts.pop(), root)
+            if not isinstance(part, Mapping):
+                return frozenset()
+            if id(part) in seen:
+                continue
+            seen.add(id(part))
+            named, branches = _named_kinds(part), part.get("anyOf", part.get("oneOf"))
+            self._looks -= 1 + len(values_of(part) or ())
+            if self._looks < 0 or not (named or (isinstance(branches, list) and branches)):
+                return frozenset()
+            kinds |= named
+            parts += () if named else branches
+        return frozenset(kinds)
+
+
+def _named_kinds(schema: Mapping[str, Any]) -> frozenset[str]:
+    """The types that a schema names itself."""
     given = schema.get("type")
     if given is not None:
         listed = given if isinstance(given, list) else [given]
         return frozenset(kind for kind in listed if isinstance(kind, str))
-    if (values := values_of(schema)) is not None:
-        return frozenset(KINDS[type(value)] for value in values)
-    branches = schema.get("anyOf", schema.get("oneOf"))
-    kinds = [kinds_of(each, root) for each in branches] if isinstance(branches, list) else []
-    return frozenset().union(*kinds) if all(kinds) else frozenset()
+    return frozenset(KINDS[type(value)] for value in values_of(schema) or ())
 
 
 def values_of(schema: Mapping[str, Any]) -> Sequence[Any] | None:

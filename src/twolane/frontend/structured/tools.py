@@ -16,7 +16,7 @@ from twolane.frontend.structured.grammar import (
     terminal,
 )
 from twolane.frontend.structured.schema import (
-    kinds_of,
+    KindFinder,
     plain_schema,
     resolved,
     values_of,
@@ -24,7 +24,9 @@ from twolane.frontend.structured.schema import (
 )
 
 NO_PARAMETERS: Mapping[str, Any] = {
-    **{"type": "object", "properties": {}, "additionalProperties": False},
+    "type": "object",
+    "properties": {},
+    "additionalProperties": False,
 }
 
 
@@ -42,13 +44,17 @@ class Tool(msgspec.Struct, frozen=True):
         """The JSON schema of its arguments."""
         return NO_PARAMETERS if self.parameters is None else with_objects_only(self.parameters)
 
-    @property
-    def types(self) -> Mapping[str, frozenset[str]]:
-        """The JSON types of each parameter, where the schema says some."""
-        properties = self.schema.get("properties")
+
+def parameter_types(tools: Sequence[Tool]) -> dict[str, dict[str, frozenset[str]]]:
+    """Return the JSON types of each parameter, where its schema names some, by the tool's name."""
+    finder = KindFinder()
+    found: dict[str, dict[str, frozenset[str]]] = {}
+    for tool in tools:
+        properties = tool.schema.get("properties")
         known = properties if isinstance(properties, dict) else {}
-        kinds = {name: kinds_of(schema, self.schema) for name, schema in known.items()}
-        return {name: some for name, some in kinds.items() if some}
+        kinds = {name: finder.kinds_of(schema, tool.schema) for name, schema in known.items()}
+        found[tool.name] = {name: some for name, some in kinds.items() if some}
+    return found
 
 
 def calls_grammar(form: str, tools: Sequence[Tool], token_of: TokenOf, *, several: bool) -> str:
@@ -189,7 +195,7 @@ def _xml_value(schema: Any, tool: Tool, marks: _Marks) -> str:
     """What matches a parameter's value and its end. Where it may be text, it is written as it is,
     and the parser reads it so."""
     known = resolved(schema, tool.schema)
-    if "string" not in kinds_of(known, tool.schema):
+    if "string" not in KindFinder().kinds_of(known, tool.schema):
         defined = {name: tool.schema[name] for name in DEFINITIONS & tool.schema.keys()}
         given = defined if schema is True else {**schema, **defined}
         return f"{marks.json(given)} {json.dumps(END_PARAMETER)}"
