@@ -145,9 +145,7 @@ def _dialect(uri: object) -> str | None:
 
 def _says_nothing(name: str, value: Any) -> bool:
     match name:
-        case "uniqueItems":
-            return value is False or value is None
-        case "not":
+        case "not" | "uniqueItems":
             return value is False or value is None
         case "unevaluatedItems" | "unevaluatedProperties":
             return value is None or _allows_all(value)

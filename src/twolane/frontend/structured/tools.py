@@ -50,9 +50,10 @@ def parameter_types(tools: Sequence[Tool]) -> dict[str, dict[str, frozenset[str]
     finder = KindFinder()
     found: dict[str, dict[str, frozenset[str]]] = {}
     for tool in tools:
-        properties = tool.schema.get("properties")
+        whole = tool.schema
+        properties = whole.get("properties")
         known = properties if isinstance(properties, dict) else {}
-        kinds = {name: finder.kinds_of(schema, tool.schema) for name, schema in known.items()}
+        kinds = {name: finder.kinds_of(schema, whole) for name, schema in known.items()}
         found[tool.name] = {name: some for name, some in kinds.items() if some}
     return found
 
@@ -179,10 +180,11 @@ def _named_call(*head: str, tail: Sequence[str]) -> Callable[[Tool, _Marks], str
 
 
 def _xml_call(tool: Tool, marks: _Marks) -> str:
-    required = tool.schema.get("required") or ()
-    body = [] if "properties" in tool.schema else [marks.any_parameters()]
-    for name, schema in (tool.schema.get("properties") or {}).items():
-        opened, value = json.dumps(f"<parameter={name}>\n"), _xml_value(schema, tool, marks)
+    whole = tool.schema
+    required = whole.get("required") or ()
+    body = [] if "properties" in whole else [marks.any_parameters()]
+    for name, schema in (whole.get("properties") or {}).items():
+        opened, value = json.dumps(f"<parameter={name}>\n"), _xml_value(schema, whole, marks)
         body.append(f"({opened} {value})" + ("" if name in required else "?"))
     inside = " ".join(body)
     head = marks.of("<tool_call>") + " " + json.dumps(f"\n<function={tool.name}>\n")
@@ -191,12 +193,12 @@ def _xml_call(tool: Tool, marks: _Marks) -> str:
     )
 
 
-def _xml_value(schema: Any, tool: Tool, marks: _Marks) -> str:
-    """What matches a parameter's value and its end. Where it may be text, it is written as it is,
-    and the parser reads it so."""
-    known = resolved(schema, tool.schema)
-    if "string" not in KindFinder().kinds_of(known, tool.schema):
-        defined = {name: tool.schema[name] for name in DEFINITIONS & tool.schema.keys()}
+def _xml_value(schema: Any, whole: Mapping[str, Any], marks: _Marks) -> str:
+    """What matches a parameter's value and its end; `whole` is the schema of all parameters. Where
+    the value may be text, it is written as it is, and the parser reads it so."""
+    known = resolved(schema, whole)
+    if "string" not in KindFinder().kinds_of(known, whole):
+        defined = {name: whole[name] for name in DEFINITIONS & whole.keys()}
         given = defined if schema is True else {**schema, **defined}
         return f"{marks.json(given)} {json.dumps(END_PARAMETER)}"
     values = values_of(known)
