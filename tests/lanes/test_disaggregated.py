@@ -132,7 +132,7 @@ class ApartWorld(ThreadedWorld):
             super().run()
         finally:
             os.close(self.written)  # which ends the reader
-        assert not self.decode._batches, "rows of a batch were kept"
+        assert not self.decode._paused, "rows of a batch were kept"
         assert not self.prompts._paused, "hidden states were kept"
 
 

@@ -11,15 +11,16 @@ from collections.abc import Callable, Sequence
 
 import torch
 from msgspec.structs import replace
+from torch import Tensor
 
 from twolane.common.vocabulary import LaneName
 from twolane.lanes.base import Step, Ticket
 from twolane.lanes.cpu.lanes import CpuLanes
 from twolane.lanes.cpu.machine import CpuMachine
 from twolane.lanes.cpu.ranks import RankedLanes
-from twolane.lanes.cpu.runner import LateMasks, Runner
+from twolane.lanes.cpu.runner import Runner
 from twolane.lanes.followers import FollowerPool, Followers
-from twolane.lanes.sampling_points import BatchRows, SamplingPoints
+from twolane.lanes.sampling_points import SamplingPoints
 from twolane.lanes.settings import DeviceSettings
 from twolane.lanes.work import DecodeWork, LaunchRecord, PrefillWork, Work
 from twolane.model.decoder import Decoder
@@ -62,33 +63,28 @@ class DecodeRunner(Runner):
     ) -> None:
         super().__init__(decoder, kv, page_size, slots, adapters)
         self._arrivals = arrivals
-        self._batches: dict[int, BatchRows] = {}
-        """The rows of prefill batches between two slices, by id."""
 
-    def drop(self, batch: int) -> None:
-        """See `Runner.drop`."""
-        self._batches.pop(batch, None)
+    def _begin(self, work: PrefillWork) -> Tensor:
+        """See `Runner._begin`: rank 1 has them, so they are [T, 0]."""
+        return torch.empty((sum([row.count for row in work.rows]), 0))
 
-    def _prefill(self, work: PrefillWork, late: LateMasks) -> Step:
-        """Wait until the pages of these layers have arrived, and sample where the prompts end.
+    def _slice(self, work: PrefillWork, hidden: Tensor) -> Tensor:
+        """See `Runner._slice`: wait until the pages of these layers have arrived.
 
-        Nothing may read the pages before.
+        Nothing may read the pages before. At the end of prompts their rows that are sampled or
+        scored have come with them, [R, hidden].
         """
-        opens = work.first == 0
-        batch = BatchRows(work.rows, work.chunks) if opens else self._batches[work.batch]
-        if batch.rows != work.rows:
-            batch, _ = batch.left(work.rows)
         arrival = self._arrivals.take(work.batch, work.last)
         if not work.finishes:
-            self._batches[work.batch] = batch
-            return Step()
-        self.drop(work.batch)
-        self._constrain(late())
-        points = SamplingPoints.of((), work.rows, batch.chunks)
-        width, dtype = self._decoder.spec.hidden_size, self._decoder.dtype
-        hidden = torch.empty((sum([row.count for row in work.rows]), width), dtype=dtype)
-        hidden[points.needed] = arrival.rows(width, dtype)
-        return self._finish(hidden, points)
+            return hidden
+        return arrival.rows(self._decoder.spec.hidden_size, self._decoder.dtype)
+
+    def _finish(self, hidden: Tensor, ends: SamplingPoints) -> Step:
+        """See `Runner._finish`, of the rows that have arrived."""
+        needed = ends.needed
+        whole = torch.empty((max(needed, default=-1) + 1, hidden.shape[1]), dtype=hidden.dtype)
+        whole[needed] = hidden
+        return super()._finish(whole, ends)
 
 
 class DisaggregatedLanes(RankedLanes):

@@ -136,8 +136,7 @@ class Runner:
 
     def _prefill(self, work: PrefillWork, late: LateMasks) -> Step:
         paused = self._resume(work)
-        rows = self._rows([(row.slot, row.start, row.count) for row in work.rows])
-        hidden = self._layers(paused.hidden, rows, work.first, work.last)
+        hidden = self._slice(work, paused.hidden)
         if not work.finishes:
             self._paused[work.batch] = _Paused(paused.batch, hidden)
             return Step()
@@ -148,13 +147,21 @@ class Runner:
     def _resume(self, work: PrefillWork) -> _Paused:
         """The batch where the last slice left it, without the rows that have left."""
         if work.first == 0:
-            hidden = self._decoder.embed(_tokens(work.chunks))
-            return _Paused(BatchRows(work.rows, work.chunks), hidden)
+            return _Paused(BatchRows(work.rows, work.chunks), self._begin(work))
         paused = self._paused[work.batch]
         if paused.batch.rows == work.rows:
             return paused
         batch, left = paused.batch.left(work.rows)
         return _Paused(batch, paused.hidden[torch.from_numpy(left)])
+
+    def _begin(self, work: PrefillWork) -> Tensor:
+        """The hidden states in front of a prefill batch's first layer, [T, hidden]."""
+        return self._decoder.embed(_tokens(work.chunks))
+
+    def _slice(self, work: PrefillWork, hidden: Tensor) -> Tensor:
+        """The hidden states behind a slice's layers, of those before them, [T, hidden]."""
+        rows = self._rows([(row.slot, row.start, row.count) for row in work.rows])
+        return self._layers(hidden, rows, work.first, work.last)
 
     def _hybrid(self, work: HybridWork, late: LateMasks) -> Step:
         last = self._last_tokens([row.slot for row in work.decode])
