@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -10,6 +11,7 @@ import threading
 import urllib.parse
 import urllib.request
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -30,6 +32,8 @@ from tests.server.serving import (
 PAGE = "https://page.example"
 LONGEST_BODY = 33 << 20
 """More than a server takes unless it is told to."""
+LARGE_BODY = 31 << 20
+"""Bytes that a server takes and judges, but not as one text."""
 PROMPT = [3 + i % 97 for i in range(300)]
 
 
@@ -137,6 +141,19 @@ def test_the_bound_on_bodies_is_that_of_the_servers(pair):
     length = f"Content-Length: {LONGEST_BODY + 1}\r\n".encode()
     answer = sent(pair, b"POST /v1/completions HTTP/1.1\r\n" + length)  # it is refused unread
     assert b" 413 " in answer.splitlines()[0]
+
+
+def resident(served) -> int:
+    """MiB of memory that the fleet's own process has."""
+    pages = int(Path(f"/proc/{served.process.pid}/statm").read_text().split()[1])
+    return pages * resource.getpagesize() >> 20
+
+
+def test_the_memory_of_a_large_body_goes_back(pair):
+    before = resident(pair)
+    large = json.dumps({"prompt": "a" * LARGE_BODY}).encode()
+    assert pair.request("/v1/completions", data=large)[0] == 413
+    wait_for(lambda: resident(pair) < before + (LARGE_BODY >> 21))
 
 
 def sent(served, head: bytes) -> bytes:

@@ -53,6 +53,11 @@ def test_without_one_of_the_keys_the_fleet_is_not_shown(given) -> None:
     assert ask("/fleet", ("one", "two"), **given)[0] == 401
 
 
+def test_a_fleet_without_servers_lives_and_is_not_ready() -> None:
+    assert ask("/livez")[0] == ask("/health/live")[0] == 200
+    assert ask("/health/ready")[0] == ask("/ping")[0] == 503
+
+
 def test_pages_of_allowed_origins_may_read_what_the_fleet_itself_answers() -> None:
     status, headers, _ = ask("/health", origins=(PAGE,), origin=PAGE)
     assert status == 503
@@ -86,7 +91,14 @@ def test_of_a_body_that_cannot_be_read_the_router_knows_nothing(body) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "believed"), [(b"7", 7), (b"-5", 1), (b"9" * 40, 1 << 20), (b"null", 256)]
+    ("asked", "believed"),
+    [
+        (b"7", 7),
+        (b'7, "max_completion_tokens": 9', 9),
+        (b"-5", 1),
+        (b"9" * 40, 1 << 20),
+        (b"null", 256),
+    ],
 )
 def test_the_router_believes_no_odd_length_of_an_answer(asked, believed) -> None:
     assert _known(b'{"max_tokens": ' + asked + b"}").most_output == believed

@@ -6,13 +6,16 @@ before it gets requests.
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
+from contextlib import suppress
 from typing import Protocol
 
 import aiohttp
 import msgspec
 
+from twolane.common.checked_json import UNREADABLE
 from twolane.fleet.hosts import ReplicaAddress
+from twolane.fleet.lost import BrokenOff, unless_lost
 
 log = logging.getLogger("twolane.fleet")
 
@@ -21,6 +24,9 @@ EVERYWHERE = frozenset((LOAD, UNLOAD, "/reset_prefix_cache"))
 """Paths of these requests."""
 LOST = 503
 """Status that stands for the answer of a replica that gave none."""
+LOCKED_SECONDS = 300.0
+"""Seconds within which a replica must have made a change for which others wait; else it counts as
+lost."""
 
 
 class Changed(Protocol):
@@ -30,13 +36,13 @@ class Changed(Protocol):
     place: ReplicaAddress | None
     adapters: dict[str, bytes]
     """Bodies of the requests that loaded its adapters, by their names."""
+    lost: asyncio.Event
+    """Set when nothing more can be expected of it."""
 
 
 class Reply(msgspec.Struct, frozen=True):
     """What a replica answered."""
 
-    name: str
-    """Name of the replica."""
     status: int
     body: bytes = b""
 
@@ -51,77 +57,123 @@ class Changes:
     Args:
         session: for requests to replicas.
         headers: with which a replica lets the fleet in.
+        members: returns the replicas that take requests.
     """
 
-    def __init__(self, session: aiohttp.ClientSession, headers: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        headers: Mapping[str, str],
+        members: Callable[[], Sequence[Changed]],
+    ) -> None:
         self._session = session
+        self._members = members
         self._headers = headers
         self._lock = asyncio.Lock()
         self.adapters: dict[str, bytes] = {}
         """The adapters that every replica is to have, as `Changed.adapters`."""
 
-    async def make(
-        self, members: Sequence[Changed], path: str, body: bytes, headers: Mapping[str, str]
-    ) -> Sequence[Reply]:
-        """Make a change at these replicas, which are all that take requests.
+    async def make(self, path: str, body: bytes, headers: Mapping[str, str]) -> Mapping[str, Reply]:
+        """Make a change at all replicas that take requests; return their answers by their names.
 
         An adapter that one of them cannot load is unloaded by the others. A replica that gave no
         answer has the status `LOST`; it has to be brought up to date before it gets requests.
         """
-        async with self._lock:
-            asked = [self._ask(member, path, body, headers) for member in members]
-            replies = await asyncio.gather(*asked)
-            loaded = [each for each in replies if each.status == 200]
-            refused = [each for each in replies if each.status not in (200, LOST)]
-            if path == LOAD and not refused:
-                self.adapters |= {_name(body): body} if loaded else {}
-            elif path == LOAD:
-                names = {each.name for each in loaded}
-                undone = [member for member in members if member.name in names]
-                await asyncio.gather(*[self._unload(each, _name(body), headers) for each in undone])
-            elif path == UNLOAD and loaded:
-                self.adapters.pop(_name(body), None)
+        if path == UNLOAD:
+            return await self._unload_all(body, headers)
+        if path != LOAD:
+            return await self._ask_all(self._members(), path, body, headers, None)
+        async with self._lock:  # whoever is brought up to date meanwhile is a member behind it
+            members = self._members()
+            replies = await self._ask_all(members, path, body, headers, LOCKED_SECONDS)
+            loaded = [each for each in members if replies[each.name].status == 200]
+            if any(each.status not in (200, LOST) for each in replies.values()):
+                await asyncio.gather(*[self._unload(each, _name(body), headers) for each in loaded])
+            elif loaded:
+                self.adapters[_name(body)] = body
             return replies
 
+    async def _unload_all(self, body: bytes, headers: Mapping[str, str]) -> Mapping[str, Reply]:
+        """Not behind other changes: it is answered when the last answer with the adapter ends."""
+        name = _name(body)
+        loaded = self.adapters.pop(name, None)
+        replies = await self._ask_all(self._members(), UNLOAD, body, headers, None)
+        if loaded is not None and not any(each.status == 200 for each in replies.values()):
+            self.adapters.setdefault(name, loaded)
+        return replies
+
+    async def _ask_all(
+        self,
+        members: Sequence[Changed],
+        path: str,
+        body: bytes,
+        headers: Mapping[str, str],
+        within: float | None,
+    ) -> Mapping[str, Reply]:
+        asked = [self._ask(each, path, body, headers, within) for each in members]
+        replies = await asyncio.gather(*asked)
+        return dict(zip([each.name for each in members], replies, strict=True))
+
     async def bring_up_to_date(self, member: Changed) -> None:
-        """Have a replica load and unload what it has missed."""
+        """Have a replica load and unload what it has missed, also while that takes time."""
         async with self._lock:
-            old = [
-                name for name, body in member.adapters.items() if self.adapters.get(name) != body
-            ]
-            for name in old:
-                await self._unload(member, name, self._headers)
-            for name, body in self.adapters.items():
-                if name not in member.adapters:
-                    reply = await self._ask(member, LOAD, body, self._headers)
-                    if reply.status != 200:
-                        said = reply.body.decode(errors="replace")
-                        log.error("%s does not have adapter %r: %s", member.name, name, said)
+            refused: set[str] = set()
+            while (missed := self._missed(member, refused)) is not None:
+                if missed in member.adapters:
+                    await self._unload(member, missed, self._headers)
+                    continue
+                reply = await self._ask(
+                    member, LOAD, self.adapters[missed], self._headers, LOCKED_SECONDS
+                )
+                if reply.status != 200:
+                    refused.add(missed)
+                    said = reply.body.decode(errors="replace")
+                    log.error("%s does not have adapter %r: %s", member.name, missed, said)
+
+    def _missed(self, member: Changed, refused: Container[str]) -> str | None:
+        """Name of an adapter that a replica is to unload, if it has it, or else to load."""
+        for name, body in member.adapters.items():
+            if self.adapters.get(name) != body:
+                return name
+        return next(
+            (name for name in self.adapters if name not in member.adapters and name not in refused),
+            None,
+        )
 
     async def _unload(self, member: Changed, name: str, headers: Mapping[str, str]) -> None:
         body = msgspec.json.encode(_Adapter(name))
-        await self._ask(member, UNLOAD, body, headers)
+        await self._ask(member, UNLOAD, body, headers, LOCKED_SECONDS)
         member.adapters.pop(name, None)
 
     async def _ask(
-        self, member: Changed, path: str, body: bytes, headers: Mapping[str, str]
+        self,
+        member: Changed,
+        path: str,
+        body: bytes,
+        headers: Mapping[str, str],
+        within: float | None,
     ) -> Reply:
         assert member.place is not None
         headers = {"Content-Type": "application/json", **headers}
+        posted = self._post(member.place.url + path, body, headers)
         try:
-            async with self._session.post(
-                member.place.url + path, data=body, headers=headers
-            ) as answer:
-                said = await answer.read()
-        except (aiohttp.ClientError, OSError) as error:
-            return Reply(member.name, LOST, str(error).encode())
-        if answer.status == 200 and path == LOAD:
+            async with asyncio.timeout(within):
+                reply = await unless_lost(member.lost, posted)
+        except (BrokenOff, TimeoutError) as error:
+            return Reply(LOST, str(error).encode())
+        if reply.status == 200 and path == LOAD:
             member.adapters[_name(body)] = body
-        elif path == UNLOAD and answer.status in (200, 404):
+        elif path == UNLOAD and reply.status in (200, 404):
             member.adapters.pop(_name(body), None)
-        return Reply(member.name, answer.status, said)
+        return reply
+
+    async def _post(self, url: str, body: bytes, headers: Mapping[str, str]) -> Reply:
+        async with self._session.post(url, data=body, headers=headers) as answer:
+            return Reply(answer.status, await answer.read())
 
 
 def _name(body: bytes) -> str:
-    """Name of the adapter in a request that a replica has served."""
-    return msgspec.json.decode(body, type=_Adapter).lora_name
+    """Name of the adapter in a request; empty: a replica refuses it."""
+    with suppress(*UNREADABLE):
+        return msgspec.json.decode(body, type=_Adapter).lora_name
+    return ""

@@ -1,9 +1,7 @@
 """Sends a request to one replica, and its answer back as it comes."""
 
-import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable
-from typing import TypeVar
+from collections.abc import AsyncIterator
 
 import aiohttp
 import msgspec
@@ -11,6 +9,7 @@ from yarl import URL
 
 from twolane.fleet.calls import ANSWERED_FOR, ClientCall, forwarded, start, target
 from twolane.fleet.inquiry import RESPONSE_HEAD, Inquiry
+from twolane.fleet.lost import BrokenOff, unless_lost
 from twolane.fleet.metrics import FleetMetrics
 from twolane.fleet.pool import Member, Pool
 from twolane.router.choose import Chosen
@@ -18,15 +17,10 @@ from twolane.server.http.errors import ANTHROPIC_PATH, error_body, error_for
 from twolane.server.http.events import named_event
 
 log = logging.getLogger("twolane.fleet")
-T = TypeVar("T")
 
 REPLICA_HEADER = "x-replica"
 PREDICTED_HEADER = "x-predicted-ttft-ms"
 """Header of answers: milliseconds to the first token as the router predicted, 0 if unknown."""
-
-
-class BrokenOff(Exception):
-    """A replica is gone while it answered, or before it did."""
 
 
 class Forwarder:
@@ -52,7 +46,8 @@ class Forwarder:
         self._metrics = metrics
 
     async def forward(self, call: ClientCall, chosen: Chosen, *, last: bool) -> bool:
-        """Have a replica answer; whether it did, or else another one may be asked.
+        """Have a replica answer; whether it did, or else another one may be asked: one that is not
+        the last answers no request that it is too full for.
 
         Raises:
             BrokenOff: the replica is gone, and the answer has not begun.
@@ -66,9 +61,11 @@ class Forwarder:
             headers=forwarded(call.scope),
             allow_redirects=False,
         )
-        answer = await _unless_lost(member, request)
+        answer = await unless_lost(member.lost, request)
         try:
-            if answer.status in (429, 503) and not last and len(self._pool.serving) > 1:
+            if not 200 <= answer.status < 600:
+                raise BrokenOff(f"it answered with status {answer.status}")
+            if answer.status in (429, 503) and not last:
                 return False
             headers = [
                 (name.lower(), value)
@@ -81,7 +78,7 @@ class Forwarder:
                 await self._stream(call, member, answer, headers)
                 return True
             # Nothing is sent before all of it is here, so that it can be tried again.
-            whole = await _unless_lost(member, answer.read())
+            whole = await unless_lost(member.lost, answer.read())
             self._metrics.count("answered")
             self._inquiry.note_response(call, member, whole[:RESPONSE_HEAD])
             await start(call.send, answer.status, headers)
@@ -117,34 +114,13 @@ class Forwarder:
         await send({"type": "http.response.body", "body": b""})
 
 
-async def _unless_lost(member: Member, work: Awaitable[T]) -> T:
-    """Wait for a replica.
-
-    Raises:
-        BrokenOff: it failed, or nothing more can be expected of it.
-    """
-    task = asyncio.ensure_future(work)
-    lost = asyncio.create_task(member.lost.wait())
-    try:
-        await asyncio.wait({task, lost}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise BrokenOff("it does not answer any more")
-    except (aiohttp.ClientError, OSError) as error:
-        raise BrokenOff(str(error) or type(error).__name__) from error
-    finally:
-        lost.cancel()
-        if not task.done():
-            task.cancel()
-
-
 async def _pieces(member: Member, answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
     """Yield what comes of an answer.
 
     Raises:
-        BrokenOff: see `_unless_lost`.
+        BrokenOff: see `unless_lost`.
     """
-    while piece := await _unless_lost(member, answer.content.readany()):
+    while piece := await unless_lost(member.lost, answer.content.readany()):
         yield piece
 
 

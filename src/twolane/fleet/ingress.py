@@ -29,8 +29,9 @@ from twolane.fleet.calls import (
     target,
 )
 from twolane.fleet.changes import EVERYWHERE, LOST
-from twolane.fleet.forward import BrokenOff, Forwarder
+from twolane.fleet.forward import Forwarder
 from twolane.fleet.inquiry import GENERATES, LANDMARKS, Inquiry
+from twolane.fleet.lost import BrokenOff, Unreached
 from twolane.fleet.metrics import CONTENT_TYPE, FleetMetrics
 from twolane.fleet.pool import Member, Pool
 from twolane.router.choose import Chosen, NoReplica
@@ -48,6 +49,9 @@ REDIRECTED = (*LANDMARKS, "/v1/messages")
 PROBES = ("/health", "/health/ready", "/ping", "/livez", "/health/live")
 MOST_TRIES = 4
 """Replicas that a request is sent to until one begins to answer."""
+MOST_LOST = 2
+"""Replicas that may be lost while they have a request: it may be what ends them, and is sent to no
+more."""
 RETRY_UNREADY = 5
 """Whole seconds after which a client should come again when no replica is ready."""
 WAIT_SECONDS = 30.0
@@ -164,7 +168,8 @@ class Ingress:
             return
         call, ask = await self._inquiry.ask(call)
         tried: set[str] = set()
-        for _ in range(MOST_TRIES):
+        lost = 0
+        for attempt in range(1, MOST_TRIES + 1):
             chosen, sent = await self._choose(ask, tried, call.homes)
             self.metrics.choosing.observe(self._pool.clock() - call.arrived)
             if call.path in GENERATES:
@@ -178,11 +183,15 @@ class Ingress:
                 return
             member.enter()
             try:
-                last = len(tried) == MOST_TRIES or tried >= call.homes > frozenset()
+                last = attempt == MOST_TRIES or tried >= self._able(call)
                 if await self._forwarder.forward(call, chosen, last=last):
                     return
             except BrokenOff as error:
                 log.warning("%s: %s", member.name, error)
+                lost += not isinstance(error, Unreached)
+                if lost == MOST_LOST:
+                    message = f"{lost} replicas were lost while they had this request"
+                    raise ApiError(503, message, code="unavailable") from error
             else:
                 self.metrics.count("retried")
             finally:
@@ -190,21 +199,23 @@ class Ingress:
                 self._pool.table.ended(member.name, sent)
         raise ApiError(503, "no replica could answer", code="unavailable", headers=retry_after(1))
 
+    def _able(self, call: ClientCall) -> set[str]:
+        """Names of the replicas that a request may be sent to."""
+        serving = {member.name for member in self._pool.serving}
+        return serving & call.homes or serving
+
     async def _change_all(self, call: ClientCall) -> None:
         """Have all replicas that take requests make a change, and the others later.
 
         Raises:
             ApiError: 503, there is none.
         """
-        serving = await self._awaited(lambda: self._pool.serving)
-        members = {member.name: member for member in serving}
-        replies = await self._pool.changes.make(
-            [*members.values()], call.path, call.body, forwarded(call.scope)
-        )
-        for reply in replies:
-            if reply.status == LOST:
-                self._pool.leave_out(members[reply.name])
-        said = [reply for reply in replies if reply.status != LOST]
+        await self._awaited(lambda: self._pool.serving)
+        replies = await self._pool.changes.make(call.path, call.body, forwarded(call.scope))
+        for name, reply in replies.items():
+            if reply.status == LOST and name in self._pool.members:
+                self._pool.leave_out(self._pool.members[name])
+        said = [reply for reply in replies.values() if reply.status != LOST]
         if not said:
             raise ApiError(
                 503, "no replica could answer", code="unavailable", headers=retry_after(1)
@@ -235,10 +246,12 @@ class Ingress:
         """Wait until there are such replicas, and return them.
 
         Raises:
-            ApiError: 503, there are none for a while.
+            ApiError: 503, there are none for a while, or will be none.
         """
         end = self._pool.clock() + WAIT_SECONDS
         while not (found := ready()):
+            if self._pool.closing:
+                raise ApiError(503, "the fleet is shutting down", code="unavailable")
             if self._pool.clock() > end:
                 headers = retry_after(RETRY_UNREADY)
                 raise ApiError(503, "no replica is ready", code="unavailable", headers=headers)

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import aiohttp
 import msgspec
 
+from twolane.common.checked_json import UNREADABLE
 from twolane.fleet.changes import Changes
 from twolane.fleet.hosts import Hosts, ReplicaAddress
 from twolane.fleet.options import FleetOptions
@@ -89,14 +90,15 @@ class Pool:
         self._session = session
         self.keys = keys
         self._headers = {"Authorization": f"Bearer {keys[0]}"} if keys else {}
-        self.changes = Changes(session, self._headers)
+        self.changes = Changes(session, self._headers, lambda: self.serving)
         self._serial = 0
         self._target = options.replicas
         self._successors = 0
         """Replicas that take the place of one that still serves."""
         self._trend = Trend()
         self._busy: set[asyncio.Task[None]] = set()
-        self._closing = False
+        self.closing = False
+        """Whether all replicas are being ended."""
         self.started = asyncio.Event()
         """Set when the first replica serves."""
         self.failure: str | None = None
@@ -116,13 +118,13 @@ class Pool:
         """Keep the replicas, for ever."""
         for _ in range(self._target):
             self._start()
-        while not self._closing:
+        while not self.closing:
             await asyncio.sleep(self.options.probe_seconds)
             self._scale()
 
     async def close(self) -> None:
         """End all replicas: those that serve have `drain_seconds` for their answers."""
-        self._closing = True
+        self.closing = True
         await asyncio.gather(*(self._end(each) for each in list(self.members.values())))
         for task in self._busy:
             task.cancel()
@@ -160,8 +162,8 @@ class Pool:
     async def _bring_up(self, member: Member) -> None:
         try:
             member.place = await self._hosts.start(member.name)
-        except StartError as error:
-            if self._closing:
+        except (StartError, OSError) as error:  # such as no memory for one more process
+            if self.closing:
                 return
             log.error("%s: %s", member.name, error)
             self.failure = str(error)
@@ -175,13 +177,14 @@ class Pool:
 
     async def _watch(self, member: Member) -> None:
         """Ask a replica for its state until it is gone."""
-        while member.name in self.members and not self._closing:
+        while member.name in self.members and not self.closing:
             asked_at = self.clock()
             answer = await self._ask(member)
             if member.name not in self.members:
                 return
             if answer is not None:
                 if member.phase in ("starting", "out"):
+                    member.lost.clear()
                     await self.changes.bring_up_to_date(member)
                 self._heard(member, answer, asked_at)
             elif await self._missed(member):
@@ -200,7 +203,7 @@ class Pool:
                 if answer.status != 200:
                     return None
                 return msgspec.json.decode(await answer.read(), type=ReplicaState)
-        except (aiohttp.ClientError, TimeoutError, msgspec.DecodeError):
+        except (aiohttp.ClientError, OSError, *UNREADABLE):
             return None
 
     def _heard(self, member: Member, state: ReplicaState, asked_at: float) -> None:
@@ -210,7 +213,6 @@ class Pool:
         if member.phase in ("starting", "out"):
             log.info("%s takes requests", member.name)
             member.phase = "serving"
-            member.lost.clear()
             self.started.set()
         if member.phase == "serving":
             self.table.publish(member.name, state, asked_at)

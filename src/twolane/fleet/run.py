@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import aiohttp
 from starlette.types import ASGIApp
 
+from twolane.common import garbage
 from twolane.fleet.hosts import Hosts, LocalHosts, RayHosts
 from twolane.fleet.ingress import Ingress
 from twolane.fleet.options import FleetOptions
@@ -24,6 +25,7 @@ from twolane.server.run import (
     bind,
     end,
     first_of,
+    return_memory,
     set_up_log,
     uvicorn_config,
 )
@@ -55,6 +57,7 @@ def serve_fleet(
         ValueError: Ray is not installed.
     """
     set_up_log("info")
+    garbage.bound_heaps()
     return asyncio.run(_run(arguments, options, shared))
 
 
@@ -103,12 +106,14 @@ async def _run(arguments: Sequence[str], options: FleetOptions, shared: ServerOp
             server = UvicornServer(uvicorn_config(app, shared, files_each=FILES_EACH))
             serving = asyncio.create_task(server.serve(sockets=[listener]))
             restarting = asyncio.create_task(_restart(pool, again))
+            returning = asyncio.create_task(return_memory())
+            garbage.leave_out(garbage.OLDER_BESIDE_CLIENTS)
             announce(
                 f"twolane fleet of {options.replicas} | {address_of(listener)} | "
                 f"router {options.router}, {options.hosts} hosts, at least {least}"
             )
             await first_of(stop.asked.wait(), serving)
-            for task in (keeping, restarting):
+            for task in (keeping, restarting, returning):
                 task.cancel()
             log.info(
                 "stopping: open answers have %g s; a second signal stops now", options.drain_seconds

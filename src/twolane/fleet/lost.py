@@ -1,0 +1,44 @@
+"""Waiting for a replica that may be lost meanwhile."""
+
+import asyncio
+from collections.abc import Awaitable
+from typing import TypeVar
+
+import aiohttp
+
+T = TypeVar("T")
+
+
+class BrokenOff(Exception):
+    """A replica is gone while it answered, or before it did."""
+
+
+class Unreached(BrokenOff):
+    """A replica could not be connected to, so that it has not seen the request."""
+
+
+async def unless_lost(lost: asyncio.Event, work: Awaitable[T]) -> T:
+    """Wait for a replica.
+
+    Args:
+        lost: is set when nothing more can be expected of it.
+        work: what it does.
+
+    Raises:
+        BrokenOff: it failed, or is lost.
+    """
+    task = asyncio.ensure_future(work)
+    gone = asyncio.create_task(lost.wait())
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise BrokenOff("it does not answer any more")
+    except aiohttp.ClientConnectorError as error:
+        raise Unreached(str(error)) from error
+    except (aiohttp.ClientError, OSError) as error:
+        raise BrokenOff(str(error) or type(error).__name__) from error
+    finally:
+        gone.cancel()
+        if not task.done():
+            task.cancel()

@@ -1,0 +1,307 @@
+"""What servers get of a client's request, and clients of a server's answer."""
+
+import asyncio
+import json
+
+import pytest
+
+pytest.importorskip("aiohttp")
+
+import aiohttp
+
+from twolane.fleet.lost import Unreached, unless_lost
+from twolane.router.state import ReplicaState
+
+from .scripted import STREAM, Script, Scripted, Writer, chunk, fleet_of, whole
+from .test_replicas import ADAPTER, ANSWER, LOAD, UNLOAD, saying, well
+
+
+def script_of(**answers: bytes) -> Script:
+    """Answer by the last word of the path; all else as `well`."""
+
+    async def script(path: str, body: bytes, out: Writer) -> None:
+        out.write(answers.get(path.split("?")[0].rsplit("/", 1)[-1], whole(ANSWER)))
+
+    return script
+
+
+def test_a_server_gets_what_the_client_wrote_and_who_it_is() -> None:
+    server = Scripted(saying(whole(ANSWER, "200 OK", "Date: Thu, 01 Jan 1970 00:00:00 GMT")))
+    odd = "/v1/models/a%2Fb%3F%23?x=%26&y"
+    # From this machine, as by a proxy there, it is believed; and no other is added.
+    headers = {
+        "X-Forwarded-For": "1.2.3.4",
+        "X-Forwarded-Proto": "https",
+        "Accept-Encoding": "br",
+        "X-Odd": "\u00fc",
+    }
+
+    async def run() -> str:
+        async with fleet_of(server) as fleet:
+            url = aiohttp.client.URL(fleet.base + odd, encoded=True)
+            async with fleet.client.get(url, headers=headers) as answer:
+                assert [*answer.headers.getall("date")] == [answer.headers["date"]]
+        return server.heads[0]
+
+    head = asyncio.run(run())
+    assert head.startswith(f"GET {odd} HTTP/1.1\r\n")
+    lines = [line.lower() for line in head.split("\r\n")]
+    assert [line for line in lines if "forwarded" in line] == ["x-forwarded-for: 1.2.3.4"]
+    assert "accept-encoding: br" not in lines
+    assert "X-Odd: \u00fc".encode().decode("latin-1").lower() in lines
+
+
+def test_a_fragment_in_a_target_stays_part_of_the_path() -> None:
+    server = Scripted(well)
+
+    async def run() -> None:
+        async with fleet_of(server) as fleet:
+            host, port = fleet.base.removeprefix("http://").split(":")
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(b"GET /a#b?c=d HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            assert b" 200 " in await reader.readline()
+            writer.close()
+
+    asyncio.run(run())
+    assert server.asked == ["/a%23b?c=d"]
+
+
+@pytest.mark.parametrize("status", ["429 Too Many Requests", "503 Unavailable"])
+def test_a_server_that_is_full_is_passed_over_and_where_all_are_so_is_told(status) -> None:
+    full = saying(whole(b"{}", status, "Retry-After: 7"))
+
+    async def run() -> None:
+        async with fleet_of(Scripted(full), Scripted(well)) as fleet:
+            for _ in range(2):
+                assert await fleet.ask() == (200, ANSWER)
+        async with (
+            fleet_of(*all_full) as fleet,
+            fleet.client.post(fleet.base + "/v1/embeddings", json={}) as answer,
+        ):
+            assert answer.status == int(status[:3])
+            assert answer.headers["retry-after"] == "7"
+
+    all_full = [Scripted(full) for _ in range(3)]
+    asyncio.run(run())
+    assert [len(server.asked) for server in all_full] == [1, 1, 1]
+
+
+def test_a_redirection_is_the_clients_to_follow() -> None:
+    moved = saying(whole(b"", "307 Temporary Redirect", "Location: /elsewhere"))
+    server = Scripted(moved)
+
+    async def run() -> None:
+        async with (
+            fleet_of(server) as fleet,
+            fleet.client.get(fleet.base + "/docs", allow_redirects=False) as answer,
+        ):
+            assert answer.status == 307
+            assert answer.headers["location"] == "/elsewhere"
+
+    asyncio.run(run())
+    assert server.asked == ["/docs"]
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_what_follows_a_response_goes_where_it_is_stored(streamed) -> None:
+    body = b'{"id": "resp_1"}'
+    created = STREAM + chunk(b"data: " + body + b"\n\n") + chunk(b"") if streamed else whole(body)
+    first, second = Scripted(script_of(responses=created)), Scripted(well)
+    second.state = ReplicaState(ready=False)
+
+    async def run() -> None:
+        async with fleet_of(first, second) as fleet:
+            await fleet.ask("/v1/responses")
+            second.state = ReplicaState()
+            await fleet.until(lambda: fleet.pool.members["replica-2"].state.ready)
+            for _ in range(4):
+                await fleet.ask("/v1/responses", previous_response_id="resp_1")
+                async with fleet.client.get(fleet.base + "/v1/responses/resp_1"):
+                    pass
+
+    asyncio.run(run())
+    assert not second.asked
+
+
+def test_a_client_that_leaves_is_left_by_its_server() -> None:
+    gone = asyncio.Event()
+
+    async def endless(path: str, body: bytes, out: Writer) -> None:
+        out.write(STREAM)
+        try:
+            while True:
+                out.write(chunk(b"data: 1\n\n"))
+                await out.drain()
+                await asyncio.sleep(0.001)
+        except ConnectionError:
+            gone.set()
+
+    async def run() -> None:
+        async with fleet_of(Scripted(endless)) as fleet:
+            async with fleet.client.post(fleet.base + "/v1/messages", json={}) as answer:
+                await answer.content.readany()
+            await gone.wait()
+
+    asyncio.run(run())
+
+
+def test_who_cannot_be_reached_has_not_seen_the_request() -> None:
+    async def run() -> None:
+        async with aiohttp.ClientSession() as session:
+            with pytest.raises(Unreached):
+                await unless_lost(asyncio.Event(), session.get("http://127.0.0.1:1/"))
+
+    asyncio.run(run())
+
+
+def test_servers_are_asked_for_their_state_with_a_key() -> None:
+    server = Scripted(well)
+
+    async def run() -> None:
+        async with fleet_of(server, keys=("sk-1", "sk-2")):
+            pass
+
+    asyncio.run(run())
+    assert "authorization: bearer sk-1" in server.probes[0].lower()
+
+
+def test_a_server_that_was_left_out_is_asked_for_its_whole_digest() -> None:
+    server = Scripted(well)
+
+    async def run() -> None:
+        async with fleet_of(server) as fleet:
+            fleet.pool.members["replica-1"].version = 5
+            server.stuck = True
+            await fleet.until(lambda: not fleet.pool.serving)
+            server.stuck = False
+            server.probes.clear()
+            await fleet.until(lambda: fleet.pool.serving)
+
+    asyncio.run(run())
+    assert "known=-1" in server.probes[0]
+
+
+def test_open_answers_of_a_silent_server_end_and_it_is_taken_back() -> None:
+    events = STREAM + chunk(b"data: 1\n\n")
+
+    async def script(path: str, body: bytes, out: Writer) -> None:
+        if path == "/v1/messages":
+            out.write(events)
+            await asyncio.Event().wait()
+        out.write(whole(ANSWER))
+
+    async def run() -> None:
+        server = Scripted(script)
+        async with fleet_of(server, silent_seconds=0.1) as fleet:
+            async with fleet.client.post(fleet.base + "/v1/messages", json={}) as answer:
+                await answer.content.readexactly(9)
+                server.well = False
+                assert b"event: error" in await answer.read()
+            server.well = True
+            assert await fleet.ask("/v1/embeddings") == (200, ANSWER)
+
+    asyncio.run(run())
+
+
+def test_a_server_that_is_silent_for_long_is_ended_and_replaced() -> None:
+    async def run() -> None:
+        silent = Scripted(well)
+        seconds = {"silent_seconds": 0.1, "replace_seconds": 0.1}
+        async with fleet_of(silent, Scripted(well), ready=1, **seconds) as fleet:
+            silent.well = False
+            await fleet.until(lambda: not silent.alive)
+            await fleet.until(lambda: [m.name for m in fleet.pool.serving] == ["replica-2"])
+
+    asyncio.run(run())
+
+
+def test_the_youngest_of_idle_servers_is_one_too_many() -> None:
+    async def run() -> None:
+        options = {"min_replicas": 1, "max_replicas": 3, "scale_down_seconds": 0.0}
+        servers = [Scripted(well) for _ in range(2)]
+        async with fleet_of(*servers, ready=0, replicas=2, **options) as fleet:
+            await fleet.until(lambda: list(fleet.pool.members) == ["replica-1"])
+            assert (servers[0].alive, servers[1].alive) == (True, False)
+
+    asyncio.run(run())
+
+
+def test_an_adapter_is_had_by_all_servers_but_lost_ones_which_get_it_later() -> None:
+    """One that refuses another, or has lost one, gets the rest."""
+    refusing = script_of()
+
+    async def picky(path: str, body: bytes, out: Writer) -> None:
+        if path == LOAD and b"heavy" in body:
+            out.write(whole(b"{}", "400 Bad Request"))
+        else:
+            await refusing(path, body, out)
+
+    async def run() -> None:
+        lost = Scripted(saying(b""))
+        async with fleet_of(Scripted(well), lost) as fleet:
+            for name in ("heavy", "some", "other"):
+                lost.script = saying(b"")  # what it is brought up to date with is lost, too
+                status = (await fleet.ask(LOAD, **ADAPTER | {"lora_name": name}))[0]
+                assert status == 200
+                assert name in fleet.pool.changes.adapters
+            lost.script = picky
+            fleet.pool.leave_out(fleet.pool.members["replica-2"])
+            await fleet.until(lambda: len(fleet.pool.serving) == 2)
+            assert fleet.pool.members["replica-2"].adapters.keys() == {"some", "other"}
+            member = fleet.pool.members["replica-2"]
+            member.adapters["other"] = json.dumps({"lora_name": "other"}).encode()  # another one
+            fleet.pool.leave_out(member)
+            await fleet.until(lambda: member.phase == "serving")
+            assert member.adapters == {
+                name: body for name, body in fleet.pool.changes.adapters.items() if name != "heavy"
+            }
+            assert UNLOAD in lost.asked
+
+    asyncio.run(run())
+
+
+def test_an_adapter_that_nobody_has_loaded_is_not_remembered() -> None:
+    async def run() -> None:
+        async with fleet_of(Scripted(saying(b""))) as fleet:
+            assert (await fleet.ask(LOAD, **ADAPTER))[0] == 503
+            assert not fleet.pool.changes.adapters
+
+    asyncio.run(run())
+
+
+def test_an_adapter_that_a_server_does_not_have_is_unloaded_there() -> None:
+    server = Scripted(script_of(unload_lora_adapter=whole(b"{}", "404 Not Found")))
+
+    async def run() -> None:
+        async with fleet_of(server) as fleet:
+            for _ in range(2):
+                assert (await fleet.ask(LOAD, **ADAPTER))[0] == 200
+                assert (await fleet.ask(UNLOAD, lora_name="some"))[0] == 404
+                assert not fleet.pool.members["replica-1"].adapters
+
+    asyncio.run(run())
+
+
+def test_an_unloading_that_is_refused_leaves_the_adapter_to_servers_that_start_later() -> None:
+    server = Scripted(script_of(unload_lora_adapter=whole(b"{}", "400 Bad Request")))
+
+    async def run() -> None:
+        async with fleet_of(server) as fleet:
+            assert (await fleet.ask(LOAD, **ADAPTER))[0] == 200
+            assert (await fleet.ask(UNLOAD, lora_name="some", odd=1))[0] == 400
+            assert "some" in fleet.pool.changes.adapters
+
+    asyncio.run(run())
+
+
+def test_what_one_server_refuses_is_unloaded_by_those_that_have_it_alone() -> None:
+    bad = Scripted(saying(whole(b"{}", "400 Bad Request")))
+    good = Scripted(well)
+
+    async def run() -> None:
+        async with fleet_of(good, bad) as fleet:
+            assert (await fleet.ask(LOAD, **ADAPTER))[0] == 400
+
+    asyncio.run(run())
+    assert good.asked == [LOAD, UNLOAD]
+    assert bad.asked == [LOAD]
